@@ -1,0 +1,51 @@
+# The two commands of this project: `make quickstart` and `make test`. Everything they make stays in this folder.
+PYTHON ?= python3.11
+VENV ?= .venv
+BIN := $(VENV)/bin
+RECIPE ?= quickstart
+
+# Nobody is watched, and nothing waits for a network that may be closed.
+export DO_NOT_TRACK = true
+export MLFLOW_DISABLE_TELEMETRY = true
+export PREFECT_SERVER_ANALYTICS_ENABLED = false
+export RAY_USAGE_STATS_ENABLED = 0
+export DVC_NO_ANALYTICS = 1
+export HF_HUB_OFFLINE = 1
+# Prefect's database and settings live beside the code, not in the home folder.
+export PREFECT_HOME = $(CURDIR)/.prefect
+export PREFECT_LOGGING_LEVEL ?= WARNING
+export OMP_WAIT_POLICY = passive
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+
+.PHONY: quickstart test lint train data clean help
+
+help: ## list the targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+quickstart: $(VENV)/.data data train ## install, prepare data, train the tiny model, show what it learnt
+
+train: $(VENV)/.data
+	@$(BIN)/python -m flows.train $(RECIPE)
+
+data: $(VENV)/.data ## prompts, base model and embeddings, as far as they are not there yet
+	@$(BIN)/dvc repro
+
+test: $(VENV)/.dev lint ## install and run every test
+	@$(BIN)/python -m pytest
+
+lint: $(VENV)/.dev ## style, types and the direction of imports
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports
+
+clean: ## remove the environment and every result; the data stays in DVC's cache
+	rm -rf $(VENV) runs mlruns mlflow.db .prefect
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.data: $(BIN)/python pyproject.toml constraints.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[data]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.data
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
