@@ -1,0 +1,1 @@
+"""The maths and the engines: no Prefect, Ray or MLflow below this line, so a notebook or a profiler can use them."""

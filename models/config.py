@@ -1,0 +1,145 @@
+"""Settings that the models floor reads; `flows.config` composes them into the one tree.
+
+The other modules of this package name these classes in annotations only, so the engines run on a machine that
+has torch, diffusers, peft and tensordict but no pydantic: any object with the same attributes will do.
+Field names are the reference system's (VeRL-Omni) wherever it has one.
+"""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+SdeType = Literal["sde", "cps", "dance_sde"]
+
+
+class Section(BaseModel):
+    """A part of the tree: immutable, and a misspelt field is an error rather than a silent default."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class DiffusionPipelineConfig(Section):
+    """How a picture is sampled. Start from the model card's values, so that exploration begins at a good point."""
+
+    height: int = Field(512, ge=8, description="Picture height in pixels, a multiple of vae_scale_factor * 2.")
+    width: int = Field(512, ge=8, description="Picture width in pixels, a multiple of vae_scale_factor * 2.")
+    num_inference_steps: int = Field(10, ge=1, le=1000, description="Denoising steps of one sample.")
+    true_cfg_scale: float = Field(
+        1.0,
+        ge=1.0,
+        description="True classifier-free guidance (Qwen-Image); 1 turns it off and halves the work.",
+    )
+    negative_prompt: str = Field(" ", description="Prompt of the unconditional half; used with guidance only.")
+    max_sequence_length: int = Field(
+        512, ge=1, le=1024, description="Longest prompt in tokens, without the model's prompt template."
+    )
+
+
+class DiffusionRolloutAlgoConfig(Section):
+    """How a sample explores: the reverse-process kernel and the window of steps that are stochastic and trained."""
+
+    sde_type: SdeType = Field("sde", description="Reverse-process kernel: sde (Flow-GRPO), cps or dance_sde.")
+    noise_level: float = Field(
+        0.7,
+        ge=0.0,
+        le=10.0,
+        description="Noise of the kernel: a for sde and cps, eta for dance_sde. 0 is the ODE.",
+    )
+    sde_window_size: int | None = Field(
+        None, ge=1, description="Number of consecutive stochastic, trained steps; null takes the whole range."
+    )
+    sde_window_range: tuple[int, int] | None = Field(
+        None,
+        description="Steps [lo, hi) that the window may cover; null is every step but the last, which would add "
+        "noise to the finished picture.",
+    )
+
+    def window_bounds(self, num_inference_steps: int) -> tuple[int, int]:
+        """The half-open range of steps that the window may cover, for a sampler of that many steps."""
+        return self.sde_window_range or (0, max(num_inference_steps - 1, 1))
+
+
+class ModelConfig(Section):
+    """Which model is trained, and which of its weights."""
+
+    path: str = Field("data/base_model", description="Folder in diffusers format (model_index.json at its root).")
+    algorithm: str = Field(
+        "flow_grpo", description="Adapter key beside the architecture; also the default loss and advantage."
+    )
+    lora_rank: int = Field(0, ge=0, description="LoRA rank; 0 trains all of the transformer's weights.")
+    lora_alpha: int = Field(64, ge=1, description="LoRA scale numerator: the update is scaled by alpha / rank.")
+    target_modules: tuple[str, ...] | None = Field(
+        None, description="Module names that get LoRA weights; null takes the model family's own list."
+    )
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="Number format of the frozen weights and of the denoiser's forward."
+    )
+
+
+class OptimConfig(Section):
+    """AdamW with a linear warm-up to a constant learning rate."""
+
+    lr: float = Field(3e-4, gt=0, description="Learning rate after the warm-up.")
+    betas: tuple[float, float] = Field((0.9, 0.999), description="Decay of AdamW's first and second moments.")
+    eps: float = Field(1e-8, gt=0, description="Added to AdamW's denominator.")
+    weight_decay: float = Field(1e-4, ge=0, description="Decoupled weight decay.")
+    lr_warmup_steps: int = Field(0, ge=0, description="Optimiser steps of linear warm-up from lr/steps to lr.")
+    clip_grad: float = Field(1.0, gt=0, description="Largest norm of the gradient over all ranks.")
+
+
+class EmaConfig(Section):
+    """An exponential moving average of the trained weights, used for validation and export."""
+
+    enable: bool = Field(False, description="Keep the average; validation and exported weights then use it.")
+    decay: float = Field(0.9, gt=0, lt=1, description="Largest decay; step s uses min((1+s)/(10+s), decay).")
+    update_interval: int = Field(8, ge=1, description="Optimiser steps between two updates of the average.")
+
+
+class FSDPConfig(Section):
+    """How the trainer's ranks hold and compute the model."""
+
+    param_dtype: Literal["float32", "bfloat16"] = Field("float32", description="Format of unsharded parameters.")
+    reduce_dtype: Literal["float32", "bfloat16"] = Field("float32", description="Format of gradient reduction.")
+    gradient_checkpointing: bool = Field(
+        False, description="Recompute activations in the backward pass: less memory, about a third more work."
+    )
+    reshard_after_forward: bool = Field(
+        True, description="Free unsharded weights between forward and backward: less memory, one more gather."
+    )
+
+
+class DiffusionLossConfig(Section):
+    """The policy loss."""
+
+    loss_mode: str = Field("flow_grpo", description="Registered name of the loss, or package.module:Class.")
+    clip_ratio: float = Field(
+        1e-4,
+        gt=0,
+        description="Ratio clip range. Log-probs are means over the latent, so it is small: 1e-3..2e-6.",
+    )
+    adv_clip_max: float = Field(5.0, gt=0, description="Advantages are clamped to plus or minus this.")
+
+
+class DiffusionActorConfig(Section):
+    """The update: how samples become optimiser steps."""
+
+    ppo_mini_batch_size: int = Field(16, ge=1, description="Prompts (with all their samples) per optimiser step.")
+    ppo_micro_batch_size_per_gpu: int = Field(8, ge=1, description="Samples per forward and backward pass.")
+    ppo_epochs: int = Field(1, ge=1, description="Passes over one iteration's samples.")
+    use_kl_loss: bool = Field(False, description="Add the KL divergence to the starting policy to the loss.")
+    kl_loss_coef: float = Field(
+        0.0,
+        ge=0,
+        description="Weight of that KL, the true Gaussian one, mean (mu-mu_ref)^2 / (2 sd^2). Public code divides by "
+        "2 g^2 without the step length: its beta is about beta * (-D) here.",
+    )
+    diffusion_loss: DiffusionLossConfig = Field(default_factory=DiffusionLossConfig, description="The policy loss.")
+    optim: OptimConfig = Field(default_factory=OptimConfig, description="The optimiser.")
+    ema: EmaConfig = Field(default_factory=EmaConfig, description="Averaged weights.")
+    fsdp_config: FSDPConfig = Field(default_factory=FSDPConfig, description="Sharding and precision.")
+
+    @model_validator(mode="after")
+    def _kl_needs_a_weight(self):
+        if self.use_kl_loss and self.kl_loss_coef == 0:
+            raise ValueError("use_kl_loss is true but kl_loss_coef is 0: give the coefficient a positive value")
+        return self

@@ -1,0 +1,178 @@
+"""The stochastic reverse process that rollout and update share."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers.utils import BaseOutput
+from diffusers.utils.torch_utils import randn_tensor
+from torch import Tensor
+
+from models.schedulers.kernels import KERNELS, ReverseStep
+
+SdeType = Literal["sde", "cps", "dance_sde"]
+Generators = torch.Generator | Sequence[torch.Generator] | None
+
+
+@dataclass
+class FlowMatchSDEDiscreteSchedulerOutput(BaseOutput):
+    """One reverse step.
+
+    Attributes:
+        prev_sample: x', fp32, [B, ...]: the next model input.
+        log_prob: log p(x' | x), mean over the latent, [B]; None for a deterministic step.
+        prev_sample_mean: mean of x', [B, ...].
+        std_dev_t: full standard deviation of x', [B, 1, ...].
+    """
+
+    prev_sample: Tensor
+    log_prob: Tensor | None
+    prev_sample_mean: Tensor
+    std_dev_t: Tensor
+
+
+class FlowMatchSDEDiscreteScheduler(FlowMatchEulerDiscreteScheduler):
+    """diffusers' Euler scheduler (same schedule, same config file) with stochastic steps and their log-probs.
+
+    The arithmetic is fp32 and the sample stays fp32 whatever the model's number format is: a latent rounded to
+    bf16 would not replay its own log-prob.
+    """
+
+    def step(
+        self,
+        model_output: Tensor,
+        timestep: float | Tensor,
+        sample: Tensor,
+        s_churn: float = 0.0,
+        s_tmin: float = 0.0,
+        s_tmax: float = float("inf"),
+        s_noise: float = 1.0,
+        generator: Generators = None,
+        per_token_timesteps: Tensor | None = None,
+        return_dict: bool = True,
+        noise_level: float = 0.7,
+        prev_sample: Tensor | None = None,
+        sde_type: SdeType = "sde",
+        return_logprobs: bool = True,
+    ) -> FlowMatchSDEDiscreteSchedulerOutput | tuple:
+        """One sequential step of the denoising loop; advances the internal step index.
+
+        Args:
+            model_output: velocity, [B, ...].
+            timestep: the loop's current timestep; sets the step index at the first call, as in diffusers.
+            sample: x, [B, ...].
+            s_churn, s_tmin, s_tmax, s_noise: part of diffusers' signature; the Euler scheduler ignores them too.
+            generator: one generator, or one a sample.
+            per_token_timesteps: not supported.
+            return_dict: a `FlowMatchSDEDiscreteSchedulerOutput`, else the tuple of its fields.
+            noise_level, prev_sample, sde_type, return_logprobs: see `sample_previous_step`.
+        """
+        if self.step_index is None:
+            self._init_step_index(timestep)
+        output = self.sample_previous_step(
+            sample,
+            model_output,
+            generator=generator,
+            per_token_timesteps=per_token_timesteps,
+            noise_level=noise_level,
+            prev_sample=prev_sample,
+            sde_type=sde_type,
+            return_logprobs=return_logprobs,
+        )
+        self._step_index += 1
+        return FlowMatchSDEDiscreteSchedulerOutput(*output) if return_dict else output
+
+    def sample_previous_step(
+        self,
+        sample: Tensor,
+        model_output: Tensor,
+        timestep: Tensor | None = None,
+        generator: Generators = None,
+        per_token_timesteps: Tensor | None = None,
+        noise_level: float = 0.7,
+        prev_sample: Tensor | None = None,
+        sde_type: SdeType = "sde",
+        return_logprobs: bool = True,
+        return_sqrt_dt: bool = False,
+    ) -> tuple:
+        """Sample x' from x, or score a given x'.
+
+        Args:
+            sample: x, [B, ...].
+            model_output: velocity, [B, ...], of any float format.
+            timestep: [B] or a scalar, values of `self.timesteps`; None uses the sequential loop's step index.
+            generator: one generator, or one a sample; needed unless `prev_sample` is given or the step is an ODE.
+            per_token_timesteps: not supported.
+            noise_level: a (sde, cps) or eta (dance_sde); 0 is the deterministic Euler step.
+            prev_sample: x' to score; no gradient flows through it. None draws it.
+            sde_type: name of the kernel.
+            return_logprobs: False leaves the log-prob None.
+            return_sqrt_dt: also return sqrt(-D), [B].
+
+        Returns:
+            (prev_sample, log_prob, prev_sample_mean, std_dev_t[, sqrt_dt]), all fp32; log_prob is None for an ODE
+            step, std_dev_t is then 0.
+
+        Raises:
+            ValueError: unknown `sde_type`, or a timestep that is not in the schedule.
+            NotImplementedError: per_token_timesteps.
+        """
+        if per_token_timesteps is not None:
+            raise NotImplementedError("per_token_timesteps is not supported by FlowMatchSDEDiscreteScheduler")
+        if sde_type not in KERNELS:
+            raise ValueError(f"sde_type is {sde_type!r}; known kernels: {', '.join(sorted(KERNELS))}")
+        sample, velocity = sample.float(), model_output.float()
+        sigma, sigma_next = self._sigmas_of(timestep, sample)
+        if noise_level == 0:
+            mean = sample + (sigma_next - sigma) * velocity
+            drawn = mean if prev_sample is None else prev_sample.detach().float()
+            output = (drawn, None, mean, torch.zeros_like(sigma))
+        else:
+            kernel, log_density = KERNELS[sde_type]
+            sigma_max = self.sigmas[1].to(sample.device).expand_as(sigma)
+            distribution = kernel(sample, velocity, sigma, sigma_next, sigma_max, noise_level)
+            prev_sample = _drawn(distribution, generator) if prev_sample is None else prev_sample.detach().float()
+            log_prob = log_density(prev_sample, distribution) if return_logprobs else None
+            output = (prev_sample, log_prob, distribution.mean, distribution.std_dev_t)
+        if not return_sqrt_dt:
+            return output
+        return (*output, torch.sqrt(sigma - sigma_next).flatten())
+
+    def _sigmas_of(self, timestep: Tensor | None, sample: Tensor) -> tuple[Tensor, Tensor]:
+        """(sigma, sigma_next), each [B, 1, ...] on the sample's device."""
+        batch = sample.shape[0]
+        if timestep is None:
+            index = torch.full((batch,), self._begin_or_current_step(), dtype=torch.long)
+        else:
+            index = self.indices_for_timesteps(torch.as_tensor(timestep).expand(batch))
+        sigmas = self.sigmas.to(device=sample.device, dtype=torch.float32)
+        index = index.to(sample.device)
+        shape = (batch, *([1] * (sample.ndim - 1)))
+        return sigmas[index].view(shape), sigmas[index + 1].view(shape)
+
+    def _begin_or_current_step(self) -> int:
+        if self.step_index is not None:
+            return self.step_index
+        return self.begin_index or 0
+
+    def indices_for_timesteps(self, timestep: Tensor) -> Tensor:
+        """Position of each timestep [B] in the schedule, [B].
+
+        Raises:
+            ValueError: a timestep that the schedule does not hold.
+        """
+        table = self.timesteps.to(timestep.device)
+        hit = timestep.to(table.dtype)[:, None] == table[None, :]
+        if not bool(hit.any(1).all()):
+            missing = timestep[~hit.any(1)][0].item()
+            raise ValueError(f"timestep {missing} is not in this scheduler's schedule {table.tolist()}")
+        return hit.int().argmax(1)
+
+
+def _drawn(distribution: ReverseStep, generator: Generators) -> Tensor:
+    mean = distribution.mean.detach()
+    generator = list(generator) if isinstance(generator, Sequence) else generator
+    noise = randn_tensor(mean.shape, generator=generator, device=mean.device, dtype=mean.dtype)
+    return mean + distribution.std_dev_t * noise

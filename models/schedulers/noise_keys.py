@@ -1,0 +1,47 @@
+"""Noise keys: every random draw has a name, so any worker can draw it again.
+
+The noise of a step is drawn in fp32 on the CPU by a generator seeded from (run seed, iteration, prompt uid, sample
+index, step). A retry, a resume, another number of workers or another batch order then gives the same trajectory.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+INITIAL_NOISE = -1
+"""The `step` of the draw that starts a trajectory."""
+
+
+@dataclass(frozen=True, order=True)
+class NoiseKey:
+    """Names one trajectory's noise.
+
+    Attributes:
+        seed: the run's seed.
+        iteration: training iteration, or a fixed negative number for validation (every checkpoint the same noise).
+        prompt_uid: the prompt's identifier in the data set.
+        sample_index: which of the prompt's samples.
+    """
+
+    seed: int
+    iteration: int
+    prompt_uid: str
+    sample_index: int
+
+    def seed_of(self, step: int) -> int:
+        """A 63-bit seed for one step's draw; sha256, because Python's own hash differs from process to process."""
+        name = f"{self.seed}/{self.iteration}/{self.prompt_uid}/{self.sample_index}/{step}"
+        return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1
+
+
+def generators(keys: Sequence[NoiseKey], step: int) -> list[torch.Generator]:
+    """One CPU generator a sample, for diffusers' `generator=` arguments; `step` INITIAL_NOISE starts the path."""
+    return [torch.Generator().manual_seed(key.seed_of(step)) for key in keys]
+
+
+def draw(keys: Sequence[NoiseKey], step: int, shape: Sequence[int], device: torch.device | str) -> torch.Tensor:
+    """Unit Gaussian noise [len(keys), *shape], fp32, one independent named draw a sample."""
+    rows = [torch.randn(tuple(shape), generator=g) for g in generators(keys, step)]
+    return torch.stack(rows).to(device)
