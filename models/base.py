@@ -1,0 +1,281 @@
+"""What a model family must tell the engines, and the two registries that find it.
+
+A family registers a training adapter (`DiffusionModelBase`) and, for the vLLM-Omni rollout engine, a pipeline class
+(`VllmOmniPipelineBase`). Both are keyed on (architecture, algorithm): the architecture is `_class_name` of the
+folder's model_index.json. Registered for an architecture alone, an adapter serves every algorithm.
+"""
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from diffusers import SchedulerMixin
+    from tensordict import TensorDict
+
+    from models.config import DiffusionPipelineConfig, DiffusionRolloutAlgoConfig, ModelConfig
+
+C = TypeVar("C", bound=type)
+
+
+@dataclass(frozen=True)
+class DiffusionModelConfig:
+    """What an adapter sees of the configuration.
+
+    Attributes:
+        path: folder in diffusers format.
+        architecture: `_class_name` of its model_index.json.
+        algorithm: second half of the registry key.
+        pipeline: how a picture is sampled.
+        algo: how a sample explores.
+        model: which weights are trained.
+    """
+
+    path: str
+    architecture: str
+    algorithm: str
+    pipeline: "DiffusionPipelineConfig"
+    algo: "DiffusionRolloutAlgoConfig"
+    model: "ModelConfig"
+
+    @classmethod
+    def load(
+        cls, model: "ModelConfig", pipeline: "DiffusionPipelineConfig", algo: "DiffusionRolloutAlgoConfig"
+    ) -> "DiffusionModelConfig":
+        """Reads the architecture from the model's folder; see `read_architecture` for the errors."""
+        return cls(model.path, read_architecture(model.path), model.algorithm, pipeline, algo, model)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Number format of the denoiser's forward."""
+        return getattr(torch, self.model.dtype)
+
+
+def read_architecture(path: str | Path) -> str:
+    """`_class_name` of the folder's model_index.json.
+
+    Raises:
+        FileNotFoundError: the folder is not in diffusers format.
+        ValueError: model_index.json names no class.
+    """
+    index = Path(path) / "model_index.json"
+    if not index.is_file():
+        raise FileNotFoundError(f"{index} does not exist: model.path must be a folder in diffusers format")
+    name = json.loads(index.read_text()).get("_class_name")
+    if not name:
+        raise ValueError(f"{index} has no _class_name, so the pipeline's architecture is unknown")
+    return name
+
+
+class _Registry:
+    """Classes under (architecture, algorithm), or under an architecture alone (algorithm None)."""
+
+    def __init__(self, what: str):
+        self.what = what
+        self.entries: dict[tuple[str, str | None], type] = {}
+
+    def register(self, architecture: str, algorithm: str | None) -> Callable[[C], C]:
+        def decorate(cls: C) -> C:
+            key = (architecture, algorithm)
+            known = self.entries.get(key)
+            if known is not None and (known.__module__, known.__qualname__) != (
+                cls.__module__,
+                cls.__qualname__,
+            ):
+                raise ValueError(
+                    f"{self.what} for {key} is already registered: {known.__module__}.{known.__qualname__}"
+                )
+            self.entries[key] = cls
+            return cls
+
+        return decorate
+
+    def find(self, architecture: str, algorithm: str | None) -> type | None:
+        """The exact pair first, then the architecture's own."""
+        return self.entries.get((architecture, algorithm)) or self.entries.get((architecture, None))
+
+
+_ADAPTERS = _Registry("A training adapter")
+_PIPELINES = _Registry("A vLLM-Omni pipeline")
+
+
+class DiffusionModelBase(ABC):
+    """Training and in-process sampling hooks of one model family; all are classmethods, an adapter has no state.
+
+    A family writes what is its own: the scheduler's shift, the denoiser's keyword arguments, guidance, latent shape
+    and decoding. The reverse step itself stands here once, and rollout and update both go through it.
+    """
+
+    lora_target_modules: ClassVar[tuple[str, ...]] = ()
+    """Modules that get LoRA weights unless the config names others."""
+
+    @classmethod
+    def register(cls, architecture: str, algorithm: str | None = None) -> Callable[[C], C]:
+        """Class decorator; without `algorithm` the adapter serves every algorithm of the architecture."""
+        return _ADAPTERS.register(architecture, algorithm)
+
+    @classmethod
+    def get_class(cls, model_config: DiffusionModelConfig) -> type["DiffusionModelBase"]:
+        """The adapter of (architecture, algorithm).
+
+        Raises:
+            ValueError: no adapter is registered; the message lists the known architectures.
+        """
+        found = _ADAPTERS.find(model_config.architecture, model_config.algorithm)
+        if found is None:
+            known = ", ".join(sorted({architecture for architecture, _ in _ADAPTERS.entries}))
+            raise ValueError(
+                f"no adapter for architecture {model_config.architecture!r} (algorithm {model_config.algorithm!r}) "
+                f"of {model_config.path}; known architectures: {known}"
+            )
+        return found
+
+    # ---- what a family writes
+
+    @classmethod
+    @abstractmethod
+    def build_scheduler(cls, model_config: DiffusionModelConfig) -> "SchedulerMixin":
+        """The family's scheduler from the model's folder, with timesteps and sigmas already set (CPU)."""
+
+    @classmethod
+    @abstractmethod
+    def set_timesteps(cls, scheduler: "SchedulerMixin", model_config: DiffusionModelConfig, device: str) -> None:
+        """Set timesteps and sigmas exactly as the family's diffusers pipeline does, on `device`."""
+
+    @classmethod
+    @abstractmethod
+    def prepare_model_inputs(
+        cls,
+        module: nn.Module,
+        model_config: DiffusionModelConfig,
+        latents: Tensor,
+        timesteps: Tensor,
+        prompt_embeds: Tensor,
+        prompt_embeds_mask: Tensor,
+        negative_prompt_embeds: Tensor | None,
+        negative_prompt_embeds_mask: Tensor | None,
+        micro_batch: "TensorDict | dict[str, Any] | None",
+        step: int,
+    ) -> tuple[dict[str, Any], dict[str, Any] | None]:
+        """Keyword arguments of the denoiser's forward, positive and (with guidance) negative.
+
+        Args:
+            module: the denoiser.
+            model_config: the model's settings.
+            latents: a trajectory [B, W+1, ...] or one selected latent [B, ...].
+            timesteps: [B, W] with a trajectory, [B] with a selected latent.
+            prompt_embeds: [B, L, D].
+            prompt_embeds_mask: [B, L], true at real tokens.
+            negative_prompt_embeds: [B, L', D], or None without guidance.
+            negative_prompt_embeds_mask: [B, L'].
+            micro_batch: further inputs of the micro-batch, for families that need them.
+            step: index into the trajectory; ignored for a selected latent.
+        """
+
+    @classmethod
+    @abstractmethod
+    def predict_velocity(
+        cls,
+        module: nn.Module,
+        model_config: DiffusionModelConfig,
+        model_inputs: dict[str, Any],
+        negative_model_inputs: dict[str, Any] | None,
+    ) -> Tensor:
+        """The guided velocity v = e - x0 in fp32, [B, ...] like the latent."""
+
+    @classmethod
+    @abstractmethod
+    def load_transformer(cls, model_config: DiffusionModelConfig, dtype: torch.dtype) -> nn.Module:
+        """The denoiser with the folder's weights."""
+
+    @classmethod
+    @abstractmethod
+    def load_vae(cls, model_config: DiffusionModelConfig) -> nn.Module:
+        """The decoder with the folder's weights."""
+
+    @classmethod
+    @abstractmethod
+    def latent_shape(cls, model_config: DiffusionModelConfig) -> tuple[int, ...]:
+        """Shape of one sample's latent, without the batch.
+
+        Raises:
+            ValueError: height or width does not divide into the model's patches.
+        """
+
+    @classmethod
+    @abstractmethod
+    def decode(cls, vae: nn.Module, model_config: DiffusionModelConfig, latents: Tensor) -> Tensor:
+        """Finished latents [B, ...] to pictures [B, H, W, 3], uint8, as the family's pipeline makes them."""
+
+    @classmethod
+    @abstractmethod
+    def transformer_blocks(cls, module: nn.Module) -> list[nn.Module]:
+        """The repeated blocks: units of sharding and of compilation."""
+
+    # ---- what all families share
+
+    @classmethod
+    def forward_and_sample_previous_step(
+        cls,
+        module: nn.Module,
+        scheduler: "SchedulerMixin",
+        model_config: DiffusionModelConfig,
+        model_inputs: dict[str, Any],
+        negative_model_inputs: dict[str, Any] | None,
+        scheduler_inputs: "TensorDict | dict[str, Tensor] | None",
+        step: int,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Replay one step of a rollout under the module's present weights.
+
+        Args:
+            scheduler_inputs: `latents` [B, W+1, ...] and `timesteps` [B, W] of the rollout.
+            step: which of the W steps.
+
+        Returns:
+            (log_prob [B], prev_sample_mean [B, ...], std_dev_t [B, 1, ...], sqrt_dt [B]), fp32.
+        """
+        if scheduler_inputs is None:
+            raise ValueError("forward_and_sample_previous_step needs scheduler_inputs with latents and timesteps")
+        velocity = cls.predict_velocity(module, model_config, model_inputs, negative_model_inputs)
+        latents, timesteps = scheduler_inputs["latents"], scheduler_inputs["timesteps"]
+        _, log_prob, mean, std_dev_t, sqrt_dt = scheduler.sample_previous_step(  # type: ignore[attr-defined]
+            latents[:, step],
+            velocity,
+            timestep=timesteps[:, step],
+            noise_level=model_config.algo.noise_level,
+            sde_type=model_config.algo.sde_type,
+            prev_sample=latents[:, step + 1],
+            return_sqrt_dt=True,
+        )
+        return log_prob, mean, std_dev_t, sqrt_dt
+
+
+class VllmOmniPipelineBase:
+    """Registry of vLLM-Omni pipeline classes; the class itself is imported by the engine's worker, by path."""
+
+    @classmethod
+    def register(cls, architecture: str, algorithm: str | None = None) -> Callable[[C], C]:
+        """Class decorator, keyed like `DiffusionModelBase.register`."""
+        return _PIPELINES.register(architecture, algorithm)
+
+    @classmethod
+    def get_class(cls, architecture: str, algorithm: str) -> type | None:
+        """The registered pipeline class, or None."""
+        return _PIPELINES.find(architecture, algorithm)
+
+    @classmethod
+    def get_pipeline_path(cls, architecture: str, algorithm: str) -> str | None:
+        """Its dotted import path, or None."""
+        found = cls.get_class(architecture, algorithm)
+        return None if found is None else f"{found.__module__}.{found.__qualname__}"
+
+
+def select_step(latents: Tensor, timesteps: Tensor, step: int) -> tuple[Tensor, Tensor]:
+    """(latent [B, ...], timestep [B]) of a trajectory at `step`, or the given pair if it is selected already."""
+    return (latents[:, step], timesteps[:, step]) if timesteps.ndim == 2 else (latents, timesteps)

@@ -1,0 +1,5 @@
+"""Qwen-Image: packed 2x2 latents, true guidance with renormalisation, dynamic shift from the picture's size."""
+
+from models.qwen_image.adapter import QwenImage
+
+__all__ = ["QwenImage"]
