@@ -1,0 +1,93 @@
+"""The denoising loop, once for all families and both uses of it: exploring (window of SDE steps) and the plain ODE."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from models.base import DiffusionModelBase, DiffusionModelConfig
+from models.engines.trajectories import PromptTable, RolloutRequest, Trajectories
+from models.schedulers.flow_match_sde import FlowMatchSDEDiscreteScheduler
+from models.schedulers.noise_keys import INITIAL_NOISE, draw, generators
+
+if TYPE_CHECKING:
+    Velocity = Callable[[Tensor, Tensor], Tensor]
+
+
+def velocity_field(
+    adapter: type[DiffusionModelBase],
+    module: nn.Module,
+    model_config: DiffusionModelConfig,
+    prompts: PromptTable,
+    prompt_index: Tensor,
+) -> "Velocity":
+    """v(latents [B, ...], timestep scalar or [B]) of the model for fixed prompts, fp32."""
+    text = prompts.expand(prompt_index)
+
+    def velocity(latents: Tensor, timestep: Tensor) -> Tensor:
+        inputs, negative = adapter.prepare_model_inputs(
+            module, model_config, latents, timestep.expand(len(latents)), **text, micro_batch=None, step=0
+        )
+        return adapter.predict_velocity(module, model_config, inputs, negative)
+
+    return velocity
+
+
+@torch.no_grad()
+def sample(
+    adapter: type[DiffusionModelBase],
+    module: nn.Module,
+    scheduler: FlowMatchSDEDiscreteScheduler,
+    model_config: DiffusionModelConfig,
+    request: RolloutRequest,
+    device: torch.device | str,
+    initial_latents: Tensor | None = None,
+) -> tuple[Tensor, Trajectories | None]:
+    """Denoise one request.
+
+    Args:
+        scheduler: with timesteps set for `model_config.pipeline`.
+        initial_latents: [B, ...] to start from; None draws them by the noise keys.
+
+    Returns:
+        (finished latents [B, ...] fp32, the window's trajectories on the CPU or None for an ODE).
+    """
+    prompts, index = request.prompts.to(device), request.prompt_index.to(device)
+    velocity = velocity_field(adapter, module, model_config, prompts, index)
+    latents = initial_latents
+    if latents is None:
+        latents = draw(request.keys, INITIAL_NOISE, adapter.latent_shape(model_config), device)
+    scheduler.set_begin_index(0)
+    scheduler._step_index = None  # diffusers' own pipelines restart a scheduler by set_timesteps; ours stay set
+    path: list[Tensor] = []
+    log_probs: list[Tensor] = []
+    for step, timestep in enumerate(scheduler.timesteps):
+        explore = step in request.window
+        if explore:
+            path.append(latents)
+        output: Any = scheduler.step(
+            velocity(latents, timestep),
+            timestep,
+            latents,
+            generator=generators(request.keys, step) if explore else None,
+            noise_level=model_config.algo.noise_level if explore else 0.0,
+            sde_type=model_config.algo.sde_type,
+        )
+        latents = output.prev_sample
+        if explore:
+            log_probs.append(output.log_prob)
+        if request.window and step == request.window[-1]:
+            path.append(latents)
+    if not request.window:
+        return latents, None
+    timesteps = scheduler.timesteps[list(request.window)].expand(len(latents), -1)
+    trajectories = Trajectories(
+        keys=request.keys,
+        prompts=request.prompts,
+        prompt_index=request.prompt_index,
+        latents=torch.stack(path, 1).cpu(),
+        timesteps=timesteps.cpu().contiguous(),
+        log_probs=torch.stack(log_probs, 1).cpu(),
+    )
+    return latents, trajectories
