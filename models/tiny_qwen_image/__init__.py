@@ -1,0 +1,1 @@
+"""A Qwen-Image pipeline of under a million weights which a laptop pre-trains in minutes."""
