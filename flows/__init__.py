@@ -1,0 +1,14 @@
+"""What runs when: the flows and their typed parameters."""
+
+import os
+
+# A closed network must cost nothing and nobody is watched: each of these programs would call home otherwise.
+for _switch in (
+    "DO_NOT_TRACK=true",
+    "MLFLOW_DISABLE_TELEMETRY=true",
+    "PREFECT_SERVER_ANALYTICS_ENABLED=false",
+    "RAY_USAGE_STATS_ENABLED=0",
+    "DVC_NO_ANALYTICS=1",
+    "HF_HUB_DISABLE_TELEMETRY=1",
+):
+    os.environ.setdefault(*_switch.split("=", 1))

@@ -1,0 +1,54 @@
+"""What can be known to be wrong before any model loads."""
+
+from dataclasses import dataclass
+
+import models.families  # noqa: F401  registers the adapters
+from flows.config import TrainConfig
+from models.algorithms import get_diffusion_adv_estimator_fn, get_diffusion_loss_fn
+from models.base import DiffusionModelBase, DiffusionModelConfig
+from tasks.dataset import Prompt, PromptEmbeddings, load_prompts
+from tasks.rewards import get_reward
+
+
+class ConfigError(ValueError):
+    """A run cannot start as configured."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a checked config refers to."""
+
+    model_config: DiffusionModelConfig
+    train: list[Prompt]
+    test: list[Prompt]
+    embeddings: PromptEmbeddings
+
+
+def check_inputs(config: TrainConfig) -> Inputs:
+    """Resolve every name and file of the config.
+
+    Raises:
+        ConfigError, or the named thing's own error: one sentence, what is wrong and what would be right.
+    """
+    rollout = config.actor_rollout_ref.rollout
+    get_diffusion_adv_estimator_fn(config.algorithm.adv_estimator)
+    get_diffusion_loss_fn(config.actor_rollout_ref.actor.diffusion_loss.loss_mode)
+    for name, entry in config.reward.functions.items():
+        get_reward(name, **entry.options)
+    model_config = DiffusionModelConfig.load(config.actor_rollout_ref.model, rollout.pipeline, rollout.algo)
+    DiffusionModelBase.get_class(model_config).latent_shape(model_config)
+    train, test = load_prompts(config.data.prompts, "train"), load_prompts(config.data.prompts, "test")
+    test = test[: rollout.val_kwargs.max_prompts]
+    if len(train) < config.data.train_batch_size:
+        raise ConfigError(
+            f"data.train_batch_size is {config.data.train_batch_size} but {config.data.prompts} has only {len(train)} "
+            "train prompts: lower it or add prompts"
+        )
+    embeddings = PromptEmbeddings.open(config.data.embeddings)
+    missing = [prompt for prompt in train + test if prompt.uid not in embeddings]
+    if missing:
+        raise ConfigError(
+            f"{config.data.embeddings} lacks the embedding of {missing[0].prompt!r} ({len(missing)} in all): run "
+            "`dvc repro embeddings`"
+        )
+    return Inputs(model_config, train, test, embeddings)

@@ -1,0 +1,173 @@
+"""The one configuration tree of a run: sections from every floor, and the checks that join them.
+
+Field names follow the reference system (VeRL-Omni), so its users find their knobs: `actor_rollout_ref.rollout.n`,
+`actor_rollout_ref.actor.optim.lr`, `algorithm.adv_estimator`, `trainer.total_training_steps`. Every value has one
+place; what the reference mirrors between sections stands once here.
+"""
+
+import hashlib
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
+
+from models.config import DiffusionActorConfig, ModelConfig, Section
+from tasks.config import (
+    DataConfig,
+    DiffusionAlgoConfig,
+    DiffusionRolloutConfig,
+    RayConfig,
+    RewardConfig,
+    TrackingConfig,
+)
+
+
+class ActorRolloutRefConfig(Section):
+    """The policy: the model, how it is sampled and how it is updated."""
+
+    model: ModelConfig = Field(default_factory=ModelConfig, description="Which model and which of its weights.")
+    rollout: DiffusionRolloutConfig = Field(default_factory=DiffusionRolloutConfig, description="Sampling.")
+    actor: DiffusionActorConfig = Field(default_factory=DiffusionActorConfig, description="The update.")
+
+
+class TrainerConfig(Section):
+    """The loop: how long, how often it measures and saves, and on what."""
+
+    experiment_name: str = Field(
+        "run", pattern=r"^[A-Za-z0-9._-]+$", description="Name of the run; a digest of the config is appended."
+    )
+    total_training_steps: int = Field(100, ge=1, description="Iterations.")
+    seed: int = Field(0, ge=0, description="Seed of every random draw of the run.")
+    device: Literal["cpu", "cuda"] = Field("cpu", description="Where rollout and update compute.")
+    nnodes: int = Field(1, ge=1, description="Machines of the trainer.")
+    n_gpus_per_node: int = Field(1, ge=1, description="Trainer ranks a machine: GPUs, or CPU processes.")
+    num_threads: int = Field(1, ge=1, description="CPU threads of each trainer rank.")
+    val_before_train: bool = Field(True, description="Validate the starting weights.")
+    test_freq: int = Field(10, ge=0, description="Iterations between validations; 0 validates only at the end.")
+    save_freq: int = Field(10, ge=0, description="Iterations between checkpoints; 0 saves only at the end.")
+    max_actor_ckpt_to_keep: int = Field(2, ge=1, description="Newest checkpoints kept; older ones are deleted.")
+    resume_mode: Literal["auto", "disable"] = Field(
+        "auto", description="auto continues a run of the same name and config; disable refuses if there is one."
+    )
+    default_local_dir: Path = Field(Path("runs"), description="Folder of checkpoints and stage results.")
+    canary_tolerance: float | None = Field(
+        None,
+        ge=0,
+        description="Largest relative difference of velocities after a weight sync; null is 0 on CPU, 0.01 on CUDA.",
+    )
+
+    @property
+    def world_size(self) -> int:
+        """Trainer ranks in all."""
+        return self.nnodes * self.n_gpus_per_node
+
+
+class TrainConfig(Section):
+    """Everything a training run depends on."""
+
+    data: DataConfig = Field(default_factory=DataConfig, description="The data set.")
+    actor_rollout_ref: ActorRolloutRefConfig = Field(
+        default_factory=ActorRolloutRefConfig, description="The policy: model, rollout, update."
+    )
+    algorithm: DiffusionAlgoConfig = Field(default_factory=DiffusionAlgoConfig, description="Advantages.")
+    reward: RewardConfig = Field(default_factory=RewardConfig, description="Rewards.")
+    trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="The loop.")
+    ray_init: RayConfig = Field(default_factory=RayConfig, description="The cluster.")
+    tracking: TrackingConfig = Field(default_factory=TrackingConfig, description="MLflow.")
+
+    @model_validator(mode="after")
+    def _sections_agree(self):
+        self._check_groups()
+        self._check_batches()
+        return self
+
+    def _check_groups(self) -> None:
+        rollout, loss = self.actor_rollout_ref.rollout, self.actor_rollout_ref.actor.diffusion_loss.loss_mode
+        if rollout.n < 2:
+            raise ValueError(
+                f"actor_rollout_ref.rollout.n is {rollout.n}: {self.algorithm.adv_estimator} compares the samples of "
+                "one prompt and needs at least 2"
+            )
+        if rollout.algo.noise_level == 0:
+            raise ValueError(
+                f"actor_rollout_ref.rollout.algo.noise_level is 0, an ODE without log-probs: loss {loss} needs it "
+                "above 0"
+            )
+
+    def _check_batches(self) -> None:
+        rollout, actor = self.actor_rollout_ref.rollout, self.actor_rollout_ref.actor
+        prompts, mini, micro = self.data.train_batch_size, actor.ppo_mini_batch_size, rollout.micro_batch_size
+        if prompts % mini:
+            raise ValueError(
+                f"data.train_batch_size {prompts} must be a multiple of actor.ppo_mini_batch_size {mini} (both count "
+                "prompts)"
+            )
+        per_step, unit = mini * rollout.n, micro * self.trainer.world_size
+        if per_step % unit:
+            raise ValueError(
+                f"actor.ppo_mini_batch_size {mini} x rollout.n {rollout.n} = {per_step} samples must be a multiple of "
+                f"rollout.micro_batch_size {micro} x {self.trainer.world_size} trainer ranks = {unit}"
+            )
+
+    @property
+    def run_name(self) -> str:
+        """experiment_name and a digest of everything that shapes the result: a changed config is another run."""
+        return f"{self.trainer.experiment_name}-{self.digest()}"
+
+    @property
+    def run_dir(self) -> Path:
+        """Folder of this run's checkpoints and records."""
+        return self.trainer.default_local_dir / self.run_name
+
+    def digest(self) -> str:
+        """8 hex digits over the settings; where a run writes, tracks and shows itself does not count."""
+        shaping = self.model_copy(update={"tracking": TrackingConfig(), "ray_init": RayConfig()})
+        neutral = {"default_local_dir": Path("runs"), "resume_mode": "auto", "max_actor_ckpt_to_keep": 2}
+        shaping = shaping.model_copy(update={"trainer": self.trainer.model_copy(update=neutral)})
+        return hashlib.sha256(shaping.model_dump_json().encode()).hexdigest()[:8]
+
+    def with_changes(self, changes: BaseModel | dict[str, Any] | None) -> "TrainConfig":
+        """This config with some fields replaced, checked as a whole.
+
+        Args:
+            changes: nested mapping of fields, or a `TrainOverrides`, of which the fields that were set count.
+        """
+        if changes is None:
+            return self
+        given = changes.model_dump(exclude_unset=True) if isinstance(changes, BaseModel) else changes
+        return TrainConfig.model_validate(_merged(self.model_dump(), given))
+
+
+def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """`base` with `changes` laid over it, section by section; `reward.functions` is replaced, not merged."""
+    result = dict(base)
+    for name, value in changes.items():
+        nested = isinstance(value, dict) and isinstance(base.get(name), dict) and name != "functions"
+        result[name] = _merged(base[name], value) if nested else value
+    return result
+
+
+def _partial(section: type[BaseModel]) -> type[BaseModel]:
+    """The same section with every field optional: descriptions and bounds stay, cross-checks wait for the merge."""
+    fields: dict[str, Any] = {}
+    for name, info in section.model_fields.items():
+        annotation: Any = info.annotation
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            annotation = _partial(annotation)
+        bounded: Any = annotation
+        for constraint in info.metadata:
+            bounded = _annotated(bounded, constraint)
+        fields[name] = (bounded | None, Field(default=None, description=info.description))
+    return create_model(
+        f"{section.__name__}Override", __config__=ConfigDict(extra="forbid"), __doc__=section.__doc__, **fields
+    )
+
+
+def _annotated(annotation: Any, constraint: Any) -> Any:
+    from typing import Annotated
+
+    return Annotated[annotation, constraint]
+
+
+TrainOverrides = _partial(TrainConfig)
+"""Changes to a recipe: any part of the tree, the rest left out."""

@@ -1,0 +1,155 @@
+"""The data stages of dvc.yaml: `python -m flows.prepare prompts|base-model|embeddings`.
+
+Each reads params.yaml and puts its output in place only when all of it is made, so a stage that fails leaves the old
+output as it was.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from flows.prepare_config import (
+    BASE_MODEL,
+    BASE_MODEL_METRICS,
+    EMBEDDINGS,
+    PROMPTS,
+    GateParams,
+    PrepareError,
+    load_params,
+)
+from tasks.base_model import score_base_model, train_base_model
+from tasks.dataset import (
+    DatasetError,
+    build_prompt_table,
+    check_prompt_lengths,
+    load_prompts,
+    put_in_place,
+    write_embeddings,
+)
+from tasks.rewards import RewardError
+
+if TYPE_CHECKING:
+    from diffusers import QwenImagePipeline
+
+PARAMS = Path("params.yaml")
+app = typer.Typer(help="Make the data sets; usually called by `dvc repro`.", no_args_is_help=True, add_completion=False)
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Say what is wrong with the data or the parameters in one line instead of a traceback, and exit with 1."""
+    try:
+        yield
+    except (PrepareError, DatasetError, RewardError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error
+
+
+@app.command()
+@one_line_errors()
+def prompts() -> None:
+    """Read the raw prompt files, split them, and write data/prompts.parquet."""
+    params = load_params(PARAMS).prompts
+    table = build_prompt_table(
+        params.files,
+        n_test=params.n_test,
+        n_train=params.n_train,
+        seed=params.seed,
+        target_pattern=params.target_pattern,
+    )
+    with put_in_place(PROMPTS) as path:
+        table.to_parquet(path, index=False)
+    counts = ", ".join(f"{split} {n}" for split, n in table["split"].value_counts().items())
+    typer.echo(f"{PROMPTS}: {len(table)} prompts ({counts})")
+
+
+@app.command("base-model")
+@one_line_errors()
+def base_model() -> None:
+    """Pre-train the tiny Qwen-Image model, test it on held-out prompts, and write data/base_model/."""
+    params = load_params(PARAMS).base_model
+    held_out = load_prompts(PROMPTS, "test")
+    if len(held_out) < params.gate.prompts:
+        raise PrepareError(
+            f"base_model.gate.prompts is {params.gate.prompts}, but {PROMPTS} holds {len(held_out)} test prompts"
+        )
+    with put_in_place(BASE_MODEL) as folder, put_in_place(BASE_MODEL_METRICS) as metrics_file:
+        losses = train_base_model(load_prompts(PROMPTS), held_out, params.model, folder)
+        scores = score_base_model(
+            folder,
+            held_out[: params.gate.prompts],
+            params.model,
+            sampling_steps=params.gate.steps,
+            images_per_prompt=params.gate.images_per_prompt,
+            seed=params.gate.seed,
+        )
+        metrics = scores | losses
+        _check_gate(metrics["held_out_reward"], params.gate)
+        metrics_file.write_text(json.dumps(metrics, indent=2) + "\n")
+    typer.echo(f"{BASE_MODEL}: held-out reward {metrics['held_out_reward']:.3f}")
+
+
+@app.command()
+@one_line_errors()
+def embeddings() -> None:
+    """Encode the prompts once with the base model's text encoder, and write data/embeddings/."""
+    import torch
+    from diffusers import QwenImagePipeline
+
+    params = load_params(PARAMS).embeddings
+    if not (BASE_MODEL / "model_index.json").is_file():
+        raise PrepareError(f"{BASE_MODEL} holds no model; `dvc repro base_model` makes it")
+    chosen = [prompt for split in params.splits for prompt in load_prompts(PROMPTS, split)]
+    torch.set_num_threads(params.threads)
+    # The text side alone is loaded: of a large model, the rest would be most of the memory.
+    pipeline = QwenImagePipeline.from_pretrained(BASE_MODEL, transformer=None, vae=None, scheduler=None)
+    check_prompt_lengths(chosen, pipeline.tokenizer, params.max_sequence_length, _template_tokens(pipeline))
+
+    @torch.no_grad()
+    def encode(texts: list[str]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return pipeline.encode_prompt(texts, max_sequence_length=params.max_sequence_length)
+
+    write_embeddings(
+        chosen,
+        encode,
+        EMBEDDINGS,
+        params.shard_size,
+        batch_size=params.batch_size,
+        model=BASE_MODEL.as_posix(),
+        model_digest=_digest([BASE_MODEL / "text_encoder", BASE_MODEL / "tokenizer"]),
+    )
+    typer.echo(f"{EMBEDDINGS}: {len(chosen)} prompts and the negative prompt")
+
+
+def _check_gate(reward: float, gate: GateParams) -> None:
+    if not gate.min_reward <= reward <= gate.max_reward:
+        change = "more" if reward < gate.min_reward else "fewer"
+        raise PrepareError(
+            f"the base model's held-out reward {reward:.3f} is not within base_model.gate [{gate.min_reward}, "
+            f"{gate.max_reward}]; set {change} base_model.model.steps in {PARAMS}"
+        )
+
+
+def _template_tokens(pipeline: "QwenImagePipeline") -> int:
+    """Tokens that the chat adds behind a prompt; those before it are cut off and do not count."""
+    chat = pipeline.tokenizer(pipeline.prompt_template_encode.format(""))["input_ids"]
+    return len(chat) - pipeline.prompt_template_encode_start_idx
+
+
+def _digest(folders: Sequence[Path]) -> str:
+    """BLAKE2b of the names and bytes of all files in `folders`."""
+    digest = blake2b(digest_size=16)
+    for folder in folders:
+        for path in sorted(file for file in folder.rglob("*") if file.is_file()):
+            digest.update(f"{folder.name}/{path.relative_to(folder).as_posix()}\0{path.stat().st_size}\0".encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,66 @@
+"""Recipes are the deployments of prefect.yaml; this runs one without a server of its own."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+
+from flows.config import TrainConfig, TrainOverrides
+
+PREFECT_FILE = Path("prefect.yaml")
+
+
+class RecipeError(ValueError):
+    """A recipe cannot be used."""
+
+
+def load_recipe(name: str, file: Path = PREFECT_FILE) -> TrainConfig:
+    """The config of the train deployment called `name`.
+
+    Raises:
+        RecipeError: there is no such deployment; the message lists those there are.
+    """
+    deployments = yaml.safe_load(file.read_text())["deployments"]
+    recipes = {d["name"]: d for d in deployments if d["entrypoint"].startswith("flows/train.py:")}
+    if name not in recipes:
+        raise RecipeError(f"{file} has no train deployment {name!r}; it has {', '.join(sorted(recipes))}")
+    return TrainConfig.model_validate(recipes[name]["parameters"]["config"])
+
+
+def parse_changes(settings: list[str]) -> TrainOverrides:
+    """`["trainer.seed=1", "reward.functions={ocr: {}}"]` as overrides; values are YAML.
+
+    Raises:
+        RecipeError: an item has no equals sign.
+    """
+    tree: dict[str, Any] = {}
+    for setting in settings:
+        path, equals, value = setting.partition("=")
+        if not equals:
+            raise RecipeError(f"--set {setting!r} must have the form field.path=value")
+        *parents, leaf = path.split(".")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[leaf] = yaml.safe_load(value)
+    return TrainOverrides.model_validate(tree)
+
+
+def command(train: Callable[..., dict[str, Any]]) -> None:
+    """`python -m flows.train RECIPE [--set field=value ...]`."""
+
+    def main(
+        recipe: Annotated[str, typer.Argument(help="A train deployment of prefect.yaml.")] = "quickstart",
+        set_: Annotated[list[str] | None, typer.Option("--set", help="field.path=value; may be repeated.")] = None,
+    ) -> None:
+        """Train a recipe here and now, and print where the results are."""
+        from flows.summary import Summary
+
+        summary = Summary(**train(load_recipe(recipe), parse_changes(set_ or [])))
+        typer.echo(f"\n{summary.text()}\n")
+        typer.echo(f"  MLflow         mlflow ui --backend-store-uri {summary.tracking_uri}")
+        typer.echo("  Prefect        prefect server start   (both from this folder, in its environment)")
+
+    typer.run(main)

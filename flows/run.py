@@ -1,0 +1,171 @@
+"""A training run's long-lived parts: actors, tracker, checkpoints, and what it remembers between iterations."""
+
+import json
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+
+from flows.checks import Inputs
+from flows.config import TrainConfig
+from models.engines.canary import Canary
+from models.schedulers.windows import window_steps
+from tasks.checkpoint import CheckpointError, CheckpointStore, RunState
+from tasks.dataset import Prompt
+from tasks.pictures import grid
+from tasks.reward import RewardGroup
+from tasks.rollout import RolloutGroup
+from tasks.tracking import Tracker, lineage_tags
+from tasks.update import TrainerGroup
+from tasks.validate import Validation
+
+CANARY_PROMPTS = 2
+GRID_PICTURES = 48
+CUDA_CANARY_TOLERANCE = 0.01
+
+
+@dataclass
+class TrainingRun:
+    """Everything `flows.train` works with.
+
+    Attributes:
+        config, inputs: what was asked for.
+        rollout, reward, trainer: the actor groups.
+        tracker: the MLflow run.
+        store: the checkpoints.
+        canary: the input that proves a weight sync.
+        iteration: the last one that is in the weights.
+        held_out: the last held-out reward that was measured.
+    """
+
+    config: TrainConfig
+    inputs: Inputs
+    rollout: RolloutGroup
+    reward: RewardGroup
+    trainer: TrainerGroup
+    tracker: Tracker
+    store: CheckpointStore
+    canary: Canary
+    iteration: int = 0
+    held_out: float = float("nan")
+
+    def prompts(self, iteration: int) -> list[Prompt]:
+        """The iteration's train prompts: consecutive parts of one permutation an epoch, the remainder left out.
+
+        A function of (seed, iteration) alone, so there is no cursor to lose.
+        """
+        size = self.config.data.train_batch_size
+        epoch, part = divmod(iteration - 1, len(self.inputs.train) // size)
+        order = list(self.inputs.train)
+        random.Random(f"data/{self.config.trainer.seed}/{epoch}").shuffle(order)
+        return order[part * size : (part + 1) * size]
+
+    def window(self, iteration: int) -> list[int]:
+        """The iteration's stochastic steps."""
+        rollout = self.config.actor_rollout_ref.rollout
+        return window_steps(rollout.algo, rollout.pipeline.num_inference_steps, self.config.trainer.seed, iteration)
+
+    @property
+    def tolerance(self) -> float:
+        """Largest canary difference allowed."""
+        given = self.config.trainer.canary_tolerance
+        return given if given is not None else (0.0 if self.config.trainer.device == "cpu" else CUDA_CANARY_TOLERANCE)
+
+    def keep_validation(self, result: Validation) -> None:
+        """Remember the held-out reward, and the pictures of this iteration in the run's folder."""
+        self.held_out = result.reward
+        folder = self.config.run_dir / "validation"
+        folder.mkdir(exist_ok=True)
+        grid(result.first_pictures(GRID_PICTURES)).save(folder / f"{self.iteration:06d}.png")
+
+    def validation_pictures(self) -> dict[int, Path]:
+        """Iteration -> grid of held-out pictures."""
+        return {int(path.stem): path for path in (self.config.run_dir / "validation").glob("*.png")}
+
+    def state(self) -> RunState:
+        """The record of a checkpoint of now."""
+        return RunState(self.iteration, self.config.digest(), self.tracker.run_id)
+
+    def resume(self) -> None:
+        """Continue from the newest checkpoint, if there is one."""
+        found = self.store.latest(self.config.digest())
+        if found is None:
+            return
+        state, weights = found
+        self.trainer.load(weights)
+        self.iteration = state.iteration
+
+
+@contextmanager
+def open_run(config: TrainConfig, inputs: Inputs) -> Iterator[TrainingRun]:
+    """Start the actors and the tracker; afterwards the MLflow run is FINISHED, FAILED or KILLED, never RUNNING."""
+    store = CheckpointStore(config.run_dir / "checkpoints", config.trainer.max_actor_ckpt_to_keep)
+    if config.trainer.resume_mode == "disable" and store.iterations():
+        raise CheckpointError(
+            f"{config.run_dir} has checkpoints and trainer.resume_mode is disable: use auto or another "
+            "trainer.experiment_name"
+        )
+    tracker = Tracker(config.tracking, config.run_name, _remembered_run_id(config))
+    try:
+        _remember_run_id(config, tracker.run_id)
+        run = _start_actors(config, inputs, tracker, store)
+        tracker.log_start(config.model_dump(mode="json"), lineage_tags() | _reward_tags(run.reward))
+        run.resume()
+        yield run
+    except KeyboardInterrupt:
+        tracker.finish("KILLED")
+        raise
+    except BaseException:
+        tracker.finish("FAILED")
+        raise
+    tracker.finish("FINISHED")
+
+
+def _start_actors(config: TrainConfig, inputs: Inputs, tracker: Tracker, store: CheckpointStore) -> TrainingRun:
+    """All groups load their models at the same time."""
+    settings, trainer_settings = config.actor_rollout_ref, config.trainer
+    rollout = RolloutGroup(
+        inputs.model_config,
+        inputs.embeddings,
+        count=settings.rollout.num_actors,
+        num_gpus=settings.rollout.num_gpus_per_actor if trainer_settings.device == "cuda" else 0,
+        device=trainer_settings.device,
+        num_threads=settings.rollout.num_threads,
+        micro_batch_size=settings.rollout.micro_batch_size,
+        seed=trainer_settings.seed,
+    )
+    reward = RewardGroup(config.reward)
+    trainer = TrainerGroup(
+        inputs.model_config,
+        settings.actor,
+        world_size=trainer_settings.world_size,
+        device=trainer_settings.device,
+        num_threads=trainer_settings.num_threads,
+        mini_batch_samples=settings.actor.ppo_mini_batch_size * settings.rollout.n,
+    )
+    started = trainer.start()
+    rollout.group.call_all("ready")
+    ray.get(started)
+    canary = Canary(rollout.prompt_table([prompt.uid for prompt in inputs.test[:CANARY_PROMPTS]]))
+    return TrainingRun(config, inputs, rollout, reward, trainer, tracker, store, canary)
+
+
+def _reward_tags(reward: RewardGroup) -> dict[str, str]:
+    return {f"reward.{name.replace(':', '/')}": version for name, version in reward.versions().items()}
+
+
+def _remembered_run_id(config: TrainConfig) -> str | None:
+    record = config.run_dir / "run.json"
+    return json.loads(record.read_text())["mlflow_run_id"] if record.is_file() else None
+
+
+def _remember_run_id(config: TrainConfig, run_id: str) -> None:
+    """Written aside and renamed: a run killed here has the old record or the new one."""
+    record = {"mlflow_run_id": run_id, "run_name": config.run_name, "config": config.model_dump(mode="json")}
+    aside = config.run_dir / ".run.json"
+    aside.write_text(json.dumps(record, indent=1))
+    os.replace(aside, config.run_dir / "run.json")

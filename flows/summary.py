@@ -1,0 +1,86 @@
+"""What a finished run leaves and tells its owner."""
+
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from flows.run import TrainingRun
+from tasks.pictures import titled
+from tasks.update import TrainerGroup
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The end of a run.
+
+    Attributes:
+        run_name, mlflow_run_id, tracking_uri: where to look.
+        iterations: in the weights.
+        held_out_before, held_out_after: mean held-out reward of the first and the last validation.
+        minutes: of this process; a resumed run counts its last part.
+        weights: folder that diffusers loads.
+        picture: the same held-out prompts and noise before and after.
+    """
+
+    run_name: str
+    mlflow_run_id: str
+    tracking_uri: str
+    iterations: int
+    held_out_before: float
+    held_out_after: float
+    minutes: float
+    weights: str
+    picture: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """As plain values, for Prefect and JSON."""
+        return asdict(self)
+
+    def text(self) -> str:
+        """For the terminal."""
+        lines = [
+            f"run            {self.run_name}",
+            f"trained        {self.iterations} iterations, {self.minutes:.1f} minutes",
+            f"held-out       {self.held_out_before:.3f} -> {self.held_out_after:.3f}",
+            f"pictures       {self.picture}",
+            f"weights        {self.weights}",
+        ]
+        return "\n".join(f"  {line}" for line in lines)
+
+
+def summarise(run: TrainingRun, minutes: float) -> Summary:
+    """Export the weights, draw before and after, and put both with the MLflow run."""
+    weights = export(run.trainer, run.config.run_dir / "weights")
+    run.tracker.log_folder(weights, "weights")
+    picture = run.config.run_dir / "before_after.png"
+    drawn = run.validation_pictures()
+    if drawn:
+        steps = sorted(drawn)[:: max(len(drawn) - 1, 1)]
+        sheet = titled([(f"held-out prompts, iteration {step}", Image.open(drawn[step])) for step in steps])
+        sheet.save(picture)
+        run.tracker.log_picture_file(sheet, picture.name)
+    rewards = run.tracker.history("val/reward/mean")
+    return Summary(
+        run_name=run.config.run_name,
+        mlflow_run_id=run.tracker.run_id,
+        tracking_uri=run.tracker.uri,
+        iterations=run.iteration,
+        held_out_before=rewards[min(rewards)] if rewards else float("nan"),
+        held_out_after=rewards[max(rewards)] if rewards else float("nan"),
+        minutes=minutes,
+        weights=str(weights),
+        picture=str(picture),
+    )
+
+
+def export(trainer: TrainerGroup, folder: Path) -> Path:
+    """The trained weights at `folder`, as diffusers loads them; written aside, then put in place of an older export."""
+    aside = folder.with_name(f".{folder.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    trainer.export(aside)
+    shutil.rmtree(folder, ignore_errors=True)
+    aside.rename(folder)
+    return folder

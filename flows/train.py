@@ -1,0 +1,157 @@
+"""The training loop: rollout -> reward -> advantage -> update -> sync (-> validate, save)."""
+
+import time
+from typing import Any
+
+import pandas as pd
+from prefect import flow
+from tqdm import tqdm
+
+from flows.checks import check_inputs
+from flows.config import TrainConfig, TrainOverrides
+from flows.run import GRID_PICTURES, TrainingRun, open_run
+from flows.summary import Summary, summarise
+from tasks.advantage import advantage
+from tasks.checkpoint import save_checkpoint
+from tasks.clock import Stopwatch
+from tasks.cluster import ray_cluster
+from tasks.metrics import (
+    compute_data_metrics_diffusion,
+    compute_throughput_metrics_diffusion,
+    compute_timing_metrics_diffusion,
+    orchestration_metrics,
+)
+from tasks.pictures import grid
+from tasks.reward import Scores, finish_reward
+from tasks.rollout import finish_rollout
+from tasks.tracking import log_step
+from tasks.update import sync_weights, update
+from tasks.validate import Validation, validate
+
+
+@flow(name="train", persist_result=False)
+def train(config: TrainConfig, overrides: TrainOverrides | None = None) -> dict[str, Any]:
+    """Post-train a flow-matching model by reinforcement learning.
+
+    A run is named by its config: started again after anything killed it, it continues where its last checkpoint
+    ends, in the same MLflow run.
+
+    Args:
+        config: everything the run depends on.
+        overrides: changes to it, for use with a deployment: only the fields given here are replaced.
+    """
+    config = config.with_changes(overrides)
+    inputs = check_inputs(config)
+    with ray_cluster(config.ray_init), open_run(config, inputs) as run:
+        return fit(run).as_dict()
+
+
+def fit(run: TrainingRun) -> Summary:
+    """All iterations that are not done yet, and the run's summary."""
+    settings = run.config.trainer
+    total, started = settings.total_training_steps, time.perf_counter()
+    bar = tqdm(total=total, initial=run.iteration, desc="training", unit="it", dynamic_ncols=True)
+    clock = Stopwatch()
+    sync_weights(clock, run.trainer, run.rollout, run.canary, run.iteration, run.tolerance)
+    if run.iteration == 0 and settings.val_before_train:
+        result = measure(run, clock)
+        log_step(run.tracker, 0, result.metrics(), *_validation_records(result))
+        bar.set_postfix(held_out=f"{result.reward:.3f}")
+    for iteration in range(run.iteration + 1, total + 1):
+        metrics = iterate(run, iteration)
+        bar.set_postfix(
+            reward=f"{metrics['critic/rewards/mean']:.3f}",
+            held_out=f"{run.held_out:.3f}",
+        )
+        bar.update()
+    bar.close()
+    return summarise(run, (time.perf_counter() - started) / 60)
+
+
+def iterate(run: TrainingRun, iteration: int) -> dict[str, float]:
+    """One iteration, as the paper has it."""
+    rollout_settings = run.config.actor_rollout_ref.rollout
+    clock = Stopwatch()
+
+    prompts = run.prompts(iteration)
+    batches = run.rollout.submit(prompts, rollout_settings.n, iteration, run.window(iteration))
+    pending_scores = run.reward.submit(batches)
+    rollout_seconds = finish_rollout(clock, batches)
+    scores = finish_reward(clock, run.reward, batches, pending_scores)
+    advantages = advantage(clock, scores.rewards, scores.uids, run.config.algorithm)
+    actor_metrics = update(clock, run.trainer, batches, advantages)
+    run.iteration = iteration
+    drift = sync_weights(clock, run.trainer, run.rollout, run.canary, iteration, run.tolerance)
+
+    validation = measure(run, clock) if _due(iteration, run.config.trainer.test_freq, run) else None
+    metrics = (
+        actor_metrics
+        | (validation.metrics() if validation else {})
+        | _iteration_metrics(run, clock, scores, advantages)
+    )
+    metrics |= {
+        "sync/canary_difference": drift,
+        "perf/rollout_busy_s": rollout_seconds,
+        "perf/reward_busy_s": scores.busy_seconds,
+    }
+    pictures, tables = _validation_records(validation)
+    tables["samples"] = _samples(run, scores, advantages, iteration)
+    # Logged before the checkpoint: killed in between, the iteration runs again with the same result and its record
+    # is already there; the other way round it would be lost.
+    log_step(run.tracker, iteration, metrics, pictures, tables)
+    if _due(iteration, run.config.trainer.save_freq, run):
+        save_checkpoint(clock, run.store, run.trainer, run.state())
+    return metrics
+
+
+def measure(run: TrainingRun, clock: Stopwatch) -> Validation:
+    """Validate the present weights, or their moving average where one is kept."""
+    rollout = run.config.actor_rollout_ref.rollout
+    averaged = run.config.actor_rollout_ref.actor.ema.enable
+    sync = (run.trainer, run.rollout, run.canary, run.iteration, run.tolerance)
+    if averaged:
+        sync_weights(clock, *sync, averaged=True)
+    pipeline = rollout.validation_pipeline()
+    result = validate(clock, run.rollout, run.reward, run.inputs.test, rollout.val_kwargs.n, pipeline)
+    if averaged:
+        sync_weights(clock, *sync)
+    run.keep_validation(result)
+    return result
+
+
+def _due(iteration: int, every: int, run: TrainingRun) -> bool:
+    last = iteration == run.config.trainer.total_training_steps
+    return last or (every > 0 and iteration % every == 0)
+
+
+def _iteration_metrics(run: TrainingRun, clock: Stopwatch, scores: Scores, advantages: Any) -> dict[str, float]:
+    batch = {"sample_level_rewards": scores.rewards, "uid": scores.uids}
+    batch |= {"advantages": advantages, "returns": advantages}
+    seconds = clock.finished()
+    numbers = scores.samples.drop(columns=["sample_index", "reward"]).select_dtypes("number")
+    return (
+        compute_data_metrics_diffusion(batch)
+        | compute_throughput_metrics_diffusion(batch, seconds, run.config.trainer.world_size)
+        | compute_timing_metrics_diffusion(seconds, len(scores.samples))
+        | orchestration_metrics(seconds)
+        | {f"train/{name}/mean": float(value) for name, value in numbers.mean().items()}
+    )
+
+
+def _samples(run: TrainingRun, scores: Scores, advantages: Any, iteration: int) -> pd.DataFrame:
+    """The iteration's samples with what is needed to draw any of them again."""
+    return scores.samples.assign(
+        advantage=advantages, seed=run.config.trainer.seed, iteration=iteration, policy_version=iteration - 1
+    )
+
+
+def _validation_records(result: Validation | None) -> tuple[dict[str, Any], dict[str, pd.DataFrame]]:
+    if result is None:
+        return {}, {}
+    return {"validation": grid(result.first_pictures(GRID_PICTURES))}, {"validation": result.samples}
+
+
+if __name__ == "__main__":
+    from flows.recipes import command
+
+    command(train)

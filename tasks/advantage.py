@@ -1,0 +1,40 @@
+"""Advantage: rewards become what the update weighs each sample with."""
+
+import numpy as np
+import torch
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from models.algorithms import get_diffusion_adv_estimator_fn
+from tasks.clock import Stopwatch
+from tasks.config import DiffusionAlgoConfig
+
+
+class NothingToLearn(RuntimeError):
+    """No sample of an iteration has an advantage to learn from."""
+
+
+def compute_advantage(rewards: np.ndarray, uids: np.ndarray, config: DiffusionAlgoConfig) -> np.ndarray:
+    """Advantages [B] of rewards [B] whose groups are the equal uids [B]; NaN stays NaN.
+
+    Raises:
+        NothingToLearn: every reward is missing.
+    """
+    if np.isnan(rewards).all():
+        raise NothingToLearn("every reward of the iteration is missing, so there is nothing to learn from")
+    estimator = get_diffusion_adv_estimator_fn(config.adv_estimator)
+    advantages, _ = estimator(
+        torch.from_numpy(rewards),
+        uids,
+        norm_adv_by_std_in_grpo=config.norm_adv_by_std_in_grpo,
+        global_std=config.global_std,
+        config=config,
+    )
+    return advantages.numpy()
+
+
+@task(name="advantage", cache_policy=NO_CACHE, persist_result=False)
+def advantage(clock: Stopwatch, rewards: np.ndarray, uids: np.ndarray, config: DiffusionAlgoConfig) -> np.ndarray:
+    """See `compute_advantage`."""
+    with clock.stage("adv"):
+        return compute_advantage(rewards, uids, config)

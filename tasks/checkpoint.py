@@ -1,0 +1,160 @@
+"""Checkpoints: complete, or not there.
+
+A checkpoint is written aside, flushed, verified against the digests in its own record and then renamed into place;
+a run killed at any moment leaves whole checkpoints and at most one folder that nobody reads.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from tasks.clock import Stopwatch
+from tasks.update import TrainerGroup
+
+RECORD = "state.json"
+WEIGHTS = "trainer"
+FORMAT = 1
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be used."""
+
+
+@dataclass(frozen=True)
+class RunState:
+    """What a run needs to go on, beside the trainer's own files.
+
+    Attributes:
+        iteration: the last one that is in the weights. It is also the data cursor and the window's state: both are
+            functions of (seed, iteration).
+        config_digest: of the config that made it.
+        mlflow_run_id: the run that it continues.
+        format: version of this record.
+    """
+
+    iteration: int
+    config_digest: str
+    mlflow_run_id: str
+    format: int = FORMAT
+
+
+class CheckpointStore:
+    """The checkpoints of one run, `folder`/iter_000010 and so on.
+
+    Args:
+        folder: is created.
+        keep: newest checkpoints that stay.
+    """
+
+    def __init__(self, folder: Path, keep: int):
+        self.folder, self.keep = folder, keep
+        folder.mkdir(parents=True, exist_ok=True)
+        for leftover in folder.glob(".writing-*"):
+            shutil.rmtree(leftover)
+
+    def iterations(self) -> list[int]:
+        """Iterations that have a checkpoint, ascending."""
+        return sorted(int(path.name.removeprefix("iter_")) for path in self.folder.glob("iter_*"))
+
+    def path(self, iteration: int) -> Path:
+        """Where the checkpoint of that iteration is."""
+        return self.folder / f"iter_{iteration:06d}"
+
+    def save(self, state: RunState, write_weights: Callable[[Path], None]) -> Path:
+        """Write a checkpoint; on any error nothing is left and the older ones stay.
+
+        Args:
+            state: its record.
+            write_weights: writes the trainer's files into the (existing) folder it is given.
+        """
+        aside = self.folder / f".writing-{state.iteration:06d}"
+        try:
+            (aside / WEIGHTS).mkdir(parents=True)
+            write_weights(aside / WEIGHTS)
+            record = asdict(state) | {"files": _digests(aside / WEIGHTS)}
+            (aside / RECORD).write_text(json.dumps(record, indent=1))
+            _flush(aside)
+            _verify(aside)
+            aside.rename(self.path(state.iteration))
+            _flush_folder(self.folder)
+        except BaseException:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise
+        for old in self.iterations()[: -self.keep]:
+            shutil.rmtree(self.path(old))
+        return self.path(state.iteration)
+
+    def latest(self, config_digest: str) -> tuple[RunState, Path] | None:
+        """The newest checkpoint's record and its weights folder; None if there is no checkpoint.
+
+        Raises:
+            CheckpointError: its files are not what its record says, or another config made it.
+        """
+        if not self.iterations():
+            return None
+        folder = self.path(self.iterations()[-1])
+        record = _verify(folder)
+        if record.pop("config_digest") != config_digest:
+            raise CheckpointError(f"{folder} was made by another config: give the run another trainer.experiment_name")
+        record.pop("files")
+        return RunState(**record, config_digest=config_digest), folder / WEIGHTS
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): _digest(path) for path in files}
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _verify(folder: Path) -> dict[str, Any]:
+    """The record of a checkpoint whose files are whole."""
+    try:
+        record = json.loads((folder / RECORD).read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{folder / RECORD} cannot be read: {error}; remove the folder to use an older one"
+        ) from error
+    if record.get("format") != FORMAT:
+        raise CheckpointError(f"{folder} has format {record.get('format')}, this version reads {FORMAT}")
+    found = _digests(folder / WEIGHTS)
+    if found != record["files"]:
+        wrong = sorted(name for name in {*found, *record["files"]} if found.get(name) != record["files"].get(name))
+        raise CheckpointError(f"{folder} is damaged ({', '.join(wrong)}): remove the folder to use an older one")
+    return record
+
+
+def _flush(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as stream:
+                os.fsync(stream.fileno())
+        else:
+            _flush_folder(path)
+    _flush_folder(folder)
+
+
+def _flush_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@task(name="save-checkpoint", cache_policy=NO_CACHE, persist_result=False)
+def save_checkpoint(clock: Stopwatch, store: CheckpointStore, trainer: TrainerGroup, state: RunState) -> Path:
+    """Write policy, optimiser and run state of an iteration."""
+    with clock.stage("save_checkpoint"):
+        return store.save(state, trainer.save)

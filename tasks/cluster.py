@@ -1,0 +1,64 @@
+"""Ray: start-up and the groups of long-lived actors that hold the models."""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+
+from tasks.config import RayConfig
+
+QUIET_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "OMP_WAIT_POLICY": "passive",  # idle OpenMP threads that spin starve the other actors of a small machine
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "TRANSFORMERS_VERBOSITY": "error",
+}
+
+
+@contextmanager
+def ray_cluster(config: RayConfig) -> Iterator[None]:
+    """Join the cluster at RAY_ADDRESS, or start one here; disconnect (and end one started here) afterwards."""
+    for name, value in QUIET_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    address = os.environ.get("RAY_ADDRESS")
+    own = {} if address else {"num_cpus": config.num_cpus, "include_dashboard": False}
+    ray.init(address=address, log_to_driver=config.log_to_driver, logging_level="WARNING", **own)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+class ActorGroup:
+    """Actors of one class, started together and called in turn or all at once.
+
+    CPU actors ask for no cores: the stages of an iteration take turns on the same ones.
+
+    Args:
+        actor_class: a plain class; it becomes a Ray actor here.
+        count: how many.
+        num_gpus: GPUs, or a share of one, that each takes.
+        arguments: the constructor's, the same for all.
+    """
+
+    def __init__(self, actor_class: type, count: int, num_gpus: float, arguments: Sequence[Any] = ()):
+        remote = ray.remote(actor_class).options(num_cpus=0, num_gpus=num_gpus)
+        self.actors = [remote.remote(*arguments) for _ in range(count)]
+
+    def __len__(self) -> int:
+        return len(self.actors)
+
+    def call_all(self, method: str, *arguments: Any) -> list[Any]:
+        """Call `method` on every actor; the results in the actors' order. An actor's error is raised here."""
+        return ray.get([getattr(actor, method).remote(*arguments) for actor in self.actors])
+
+    def start_all(self, method: str, *arguments: Any) -> list[ray.ObjectRef]:
+        """As `call_all`, without waiting."""
+        return [getattr(actor, method).remote(*arguments) for actor in self.actors]
+
+    def shutdown(self) -> None:
+        """End the actors at once."""
+        for actor in self.actors:
+            ray.kill(actor)

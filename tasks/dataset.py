@@ -1,0 +1,270 @@
+"""Data sets: raw prompt files become one prompt table, and the table's prompts become sharded embeddings."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from tasks.prompt_files import NEGATIVE_UID, SPLITS, DatasetError, PromptRow, read_parquet, read_prompt_file
+
+if TYPE_CHECKING:
+    import torch
+
+COLUMNS = ("uid", "prompt", "split", "target", "metadata", "source")
+NEGATIVE_PROMPT = " "
+"""What classifier-free guidance contrasts with: the empty prompt, as the pipelines themselves write it."""
+INDEX = "index.json"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One row of the prompt table; `target` is what the picture should show, where a reward needs to know it."""
+
+    uid: str
+    prompt: str
+    target: str | None
+    metadata: dict[str, Any]
+    source: str
+
+
+def prompt_uid(prompt: str) -> str:
+    """The name of a prompt wherever it occurs: 16 hex digits of its text's BLAKE2b."""
+    return blake2b(prompt.encode(), digest_size=8).hexdigest()
+
+
+def build_prompt_table(
+    files: Sequence[str], *, n_test: int, n_train: int | None, seed: int, target_pattern: str | None
+) -> pd.DataFrame:
+    """The prompt table of raw files: columns uid, prompt, split, target, metadata (JSON) and source ("file:line").
+
+    The prompts are shuffled by `seed`: the first `n_test` make the test split, the next `n_train` the train split
+    (None: all that are left) and the rest the pretrain split. A row that names its split keeps it and is not counted.
+    A row without a `target` key gets the group of `target_pattern`, a regular expression; without one it has no target.
+    Raises DatasetError for unusable rows, repeated prompts, a pattern that does not match, or too few prompts.
+    """
+    rows = [row for file in files for row in read_prompt_file(Path(file))]
+    uids = [row.fields.get("uid") or prompt_uid(row.prompt) for row in rows]
+    _check_distinct([row.prompt for row in rows], rows, "prompt")
+    _check_distinct(uids, rows, "uid")
+    free = [uid for uid, row in zip(uids, rows, strict=True) if row.fields.get("split") is None]
+    drawn = _draw_splits(free, n_test, n_train, seed)
+    table = [
+        (
+            uid,
+            row.prompt,
+            row.fields.get("split") or drawn[uid],
+            _target(row, target_pattern),
+            _metadata(row),
+            row.source,
+        )
+        for uid, row in zip(uids, rows, strict=True)
+    ]
+    return pd.DataFrame(table, columns=COLUMNS, dtype="str")
+
+
+def load_prompts(path: str | Path, split: str | None = None) -> list[Prompt]:
+    """The prompts of a prompt table, in the table's order; `split` keeps one split of it.
+
+    Raises DatasetError when the file is missing or no prompt table, and when nothing is left.
+    """
+    if split not in (None, *SPLITS):
+        raise DatasetError(f"{split!r} is no split; it must be one of {', '.join(SPLITS)}")
+    if not Path(path).is_file():
+        raise DatasetError(f"{path} is missing; `dvc repro prompts` makes it")
+    rows = [row for row in read_parquet(Path(path)) if split in (None, row.get("split"))]
+    if not rows or not set(COLUMNS) <= set(rows[0]):
+        raise DatasetError(f"{path} must have the columns {', '.join(COLUMNS)} and a row of split {split or 'any'!r}")
+    return [Prompt(r["uid"], r["prompt"], r["target"], json.loads(r["metadata"]), r["source"]) for r in rows]
+
+
+def check_prompt_lengths(
+    prompts: Sequence[Prompt], tokenizer: Any, max_sequence_length: int, template_tokens: int
+) -> None:
+    """Raise DatasetError for a prompt that the text encoder would cut off without a word.
+
+    `template_tokens` is how many tokens the chat template adds to what counts against `max_sequence_length`.
+    """
+    lengths = [len(ids) for ids in tokenizer([prompt.prompt for prompt in prompts])["input_ids"]]
+    limit = max_sequence_length - template_tokens
+    too_long = [(prompt, n) for prompt, n in zip(prompts, lengths, strict=True) if n > limit]
+    if too_long:
+        prompt, n = too_long[0]
+        raise DatasetError(
+            f"{prompt.source}: the prompt has {n} tokens, but max_sequence_length={max_sequence_length} leaves room "
+            f"for {limit} (prompts that are too long: {len(too_long)})"
+        )
+
+
+class PromptEmbeddings:
+    """Text embeddings on disk, one unpadded tensor a prompt; only what is asked for is read."""
+
+    def __init__(self, folder: Path, index: dict[str, Any]):
+        self.folder = folder
+        self.model: str = index["model"]
+        self.model_digest: str = index["model_digest"]
+        self.dim: int = index["dim"]
+        self._shards: dict[str, str] = index["shards"]
+
+    @classmethod
+    def open(cls, folder: str | Path) -> "PromptEmbeddings":
+        """The embeddings that `write_embeddings` left in `folder`. Raises DatasetError when there are none."""
+        index = Path(folder) / INDEX
+        if not index.is_file():
+            raise DatasetError(f"{index} is missing; `dvc repro embeddings` makes it")
+        return cls(Path(folder), json.loads(index.read_text()))
+
+    def __contains__(self, uid: str) -> bool:
+        return uid in self._shards
+
+    def get(self, uids: Sequence[str]) -> dict[str, "torch.Tensor"]:
+        """`prompt_embeds` [P, L, D] as stored and `prompt_embeds_mask` [P, L] bool, P prompts in the order of `uids`.
+
+        L is the longest of these prompts; shorter ones are filled up with zeros. Raises DatasetError for unknown uids.
+        """
+        import torch
+
+        stored = self._read(uids)
+        rows = [stored[uid] for uid in uids]
+        lengths = torch.tensor([len(row) for row in rows])
+        embeds = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        mask = torch.arange(embeds.shape[1]) < lengths[:, None]
+        return {"prompt_embeds": embeds, "prompt_embeds_mask": mask}
+
+    def negative(self) -> dict[str, "torch.Tensor"]:
+        """The empty negative prompt, as `get` returns it for P = 1."""
+        return self.get([NEGATIVE_UID])
+
+    def _read(self, uids: Sequence[str]) -> dict[str, "torch.Tensor"]:
+        from safetensors import safe_open
+
+        missing = [uid for uid in uids if uid not in self._shards]
+        if missing:
+            raise DatasetError(
+                f"{self.folder} has no embedding of prompt uid {missing[0]!r} (missing of those asked for: "
+                f"{len(missing)}); run `dvc repro embeddings` and see embeddings.splits in params.yaml"
+            )
+        rows: dict[str, torch.Tensor] = {}
+        for shard in sorted({self._shards[uid] for uid in uids}):
+            with safe_open(self.folder / shard, framework="pt") as file:
+                rows |= {uid: file.get_tensor(uid) for uid in uids if self._shards[uid] == shard}
+        return rows
+
+
+def write_embeddings(
+    prompts: Sequence[Prompt],
+    encode: "Callable[[list[str]], tuple[torch.Tensor, torch.Tensor | None]]",
+    out_dir: str | Path,
+    shard_size: int,
+    *,
+    batch_size: int,
+    model: str,
+    model_digest: str,
+) -> None:
+    """Encode the prompts and the empty negative prompt into shards of `shard_size` prompts and an index in `out_dir`.
+
+    `encode` takes up to `batch_size` texts and returns embeddings [B, L, D] and a mask [B, L] (None: nothing is
+    padding). `model` and `model_digest` say which text encoder it was. `out_dir` appears whole or not at all.
+    """
+    texts = {NEGATIVE_UID: NEGATIVE_PROMPT} | {prompt.uid: prompt.prompt for prompt in prompts}
+    uids = list(texts)
+    groups = [uids[i : i + shard_size] for i in range(0, len(uids), shard_size)]
+    names = [f"embeddings-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
+    with put_in_place(Path(out_dir)) as folder:
+        folder.mkdir()
+        for name, group in zip(names, groups, strict=True):
+            dim = _write_shard(folder / name, {uid: texts[uid] for uid in group}, encode, batch_size)
+        shards = {uid: name for name, group in zip(names, groups, strict=True) for uid in group}
+        index = {"model": model, "model_digest": model_digest, "dim": dim, "shards": shards}
+        (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n")
+
+
+@contextmanager
+def put_in_place(path: Path) -> Iterator[Path]:
+    """A name beside `path` to write a file or folder under; it becomes `path` only if the block ends well.
+
+    Whatever stood at `path` stays until then. A folder is swapped by two renames; should the process be killed just
+    between them, the next call puts the old folder back first.
+    """
+    partial, old = (path.with_name(f".{path.name}.{kind}") for kind in ("partial", "old"))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if old.exists() and not path.exists():
+        old.rename(path)
+    _remove(partial, old)
+    try:
+        yield partial
+        if path.is_dir():
+            path.rename(old)
+        partial.replace(path)
+        _remove(old)
+    finally:
+        _remove(partial)
+
+
+def _remove(*paths: Path) -> None:
+    for path in paths:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _write_shard(path: Path, texts: dict[str, str], encode: Callable, batch_size: int) -> int:
+    """Write one shard and return the width of its embeddings."""
+    from safetensors.torch import save_file
+
+    rows: dict[str, torch.Tensor] = {}
+    uids = list(texts)
+    for start in range(0, len(uids), batch_size):
+        batch = uids[start : start + batch_size]
+        embeds, mask = encode([texts[uid] for uid in batch])
+        for i, uid in enumerate(batch):
+            # The copy cuts the row off from its padded batch, whose storage safetensors would else refuse to share.
+            rows[uid] = embeds[i].clone() if mask is None else embeds[i][mask[i].bool()]
+            if not rows[uid].isfinite().all():
+                raise DatasetError(f"the text encoder gives {texts[uid]!r} (uid {uid}) values that are not finite")
+    save_file(rows, path)
+    return rows[uids[0]].shape[-1]
+
+
+def _check_distinct(keys: list[str], rows: list[PromptRow], what: str) -> None:
+    first: dict[str, PromptRow] = {}
+    for key, row in zip(keys, rows, strict=True):
+        if key in first:
+            raise DatasetError(f"{row.source}: the {what} {key!r} already stands at {first[key].source}; keep one")
+        first[key] = row
+
+
+def _draw_splits(uids: list[str], n_test: int, n_train: int | None, seed: int) -> dict[str, str]:
+    """Split of each uid. Sorting by a keyed hash is a shuffle that the order of the files' lines cannot change."""
+    if len(uids) < n_test + (n_train or 0):
+        raise DatasetError(
+            f"prompts.n_test={n_test} and n_train={n_train} ask for more than the {len(uids)} prompts without a split"
+        )
+    shuffled = sorted(uids, key=lambda uid: blake2b(f"{seed}/{uid}".encode()).digest())
+    n_train = len(uids) - n_test if n_train is None else n_train
+    names = ["test"] * n_test + ["train"] * n_train + ["pretrain"] * (len(uids) - n_test - n_train)
+    return dict(zip(shuffled, names, strict=True))
+
+
+def _target(row: PromptRow, pattern: str | None) -> str | None:
+    if "target" in row.fields or pattern is None:
+        return row.fields.get("target")
+    match = re.search(pattern, row.prompt)
+    if match is None:
+        raise DatasetError(f"{row.source}: prompts.target_pattern {pattern!r} does not match {row.prompt!r}")
+    return match.group(1)
+
+
+def _metadata(row: PromptRow) -> str:
+    metadata = {key: value for key, value in row.fields.items() if key not in ("uid", "target", "split")}
+    try:
+        return json.dumps(metadata, ensure_ascii=False, sort_keys=True)
+    except TypeError as error:
+        raise DatasetError(f"{row.source}: the metadata cannot be kept as JSON: {error}") from error

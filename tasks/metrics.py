@@ -1,0 +1,78 @@
+"""The metrics of an iteration, under the reference system's names."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+COMPUTE_STAGES = ("gen", "ref", "old_log_prob", "adv", "update_actor")
+
+
+def compute_data_metrics_diffusion(batch: Mapping[str, Any]) -> dict[str, float]:
+    """Statistics of rewards and advantages.
+
+    Args:
+        batch: `sample_level_rewards` [B], `uid` [B], and where there are any `advantages` [B] and `returns` [B].
+            NaN marks a missing reward; it is counted and left out.
+
+    Returns:
+        critic/rewards/mean, max, min, zero_std_ratio, std_mean, group_size, missing; critic/advantages/* and
+        critic/returns/* mean, max, min.
+    """
+    rewards, uids = np.asarray(batch["sample_level_rewards"], np.float64), np.asarray(batch["uid"])
+    groups = [rewards[uids == uid] for uid in np.unique(uids)]
+    deviations = [float(np.std(group[~np.isnan(group)])) for group in groups if (~np.isnan(group)).any()]
+    metrics = _spread("critic/rewards", rewards) | {
+        "critic/rewards/zero_std_ratio": float(np.mean([d == 0 for d in deviations])),
+        "critic/rewards/std_mean": float(np.mean(deviations)),
+        "critic/rewards/group_size": len(rewards) / len(groups),
+        "critic/rewards/missing": float(np.isnan(rewards).sum()),
+    }
+    for name in ("advantages", "returns"):
+        if name in batch:
+            metrics |= _spread(f"critic/{name}", np.asarray(batch[name], np.float64))
+    return metrics
+
+
+def compute_throughput_metrics_diffusion(
+    batch: Mapping[str, Any], timing_raw: Mapping[str, float], n_gpus: int
+) -> dict[str, float]:
+    """perf/total_num_images, perf/time_per_step and perf/throughput (images per second and GPU).
+
+    Args:
+        batch: with `sample_level_rewards` [B].
+        timing_raw: seconds by stage, with `step`.
+        n_gpus: trainer ranks.
+    """
+    images, seconds = len(batch["sample_level_rewards"]), timing_raw["step"]
+    return {
+        "perf/total_num_images": float(images),
+        "perf/time_per_step": seconds,
+        "perf/throughput": images / (seconds * n_gpus),
+    }
+
+
+def compute_timing_metrics_diffusion(timing_raw: Mapping[str, float], num_images: int) -> dict[str, float]:
+    """timing_s/<stage> for all stages and timing_per_image_ms/<stage> for those that compute per image."""
+    seconds = {f"timing_s/{name}": value for name, value in timing_raw.items()}
+    per_image = {
+        f"timing_per_image_ms/{name}": timing_raw[name] * 1000 / num_images
+        for name in COMPUTE_STAGES
+        if name in timing_raw
+    }
+    return seconds | per_image
+
+
+def orchestration_metrics(timing_raw: Mapping[str, float]) -> dict[str, float]:
+    """perf/orchestration_s and its share of the step: wall time that no stage accounts for."""
+    outside = timing_raw["step"] - sum(value for name, value in timing_raw.items() if name != "step")
+    return {"perf/orchestration_s": outside, "perf/orchestration_share": outside / timing_raw["step"]}
+
+
+def _spread(prefix: str, values: np.ndarray) -> dict[str, float]:
+    present = values[~np.isnan(values)]
+    return {
+        f"{prefix}/mean": float(present.mean()),
+        f"{prefix}/max": float(present.max()),
+        f"{prefix}/min": float(present.min()),
+    }

@@ -1,0 +1,105 @@
+"""Does the picture show the text it should? Read by RapidOCR, compared by edit distance."""
+
+import re
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Literal
+
+import numpy as np
+
+from tasks.rewards.base import Reward, RewardError, RewardResult, ScoredPrompt, register_reward
+
+
+@register_reward("ocr")
+class OcrReward(Reward):
+    """1 - min(edit distance, n) / n between the text read and the target of n characters, so in [0, 1].
+
+    Case and white space do not count. The details are `text`, what was read, and `exact`, 1 if it is the target.
+    Needs the rapidocr-onnxruntime package, whose wheel holds the models. Measured on one core: 6 ms for a picture of
+    24x48 pixels without detection.
+    """
+
+    def __init__(
+        self,
+        *,
+        target: Literal["column", "quoted"] = "column",
+        substring_is_full: bool = False,
+        detect: bool = False,
+        upscale: int = 2,
+        rec_image_shape: tuple[int, int, int] = (3, 48, 96),
+        threads: int = 1,
+    ):
+        """
+        Args:
+            target: where the wanted text is: in the prompt's `target`, or between double quotes in the prompt.
+            substring_is_full: the full score if the target stands anywhere in what was read, as Flow-GRPO has it.
+            detect: find the text in the picture first. Without it the picture as a whole is taken for one line, which
+                is right for small pictures and several times faster.
+            upscale: pictures are enlarged so many times (bicubic) before they are read; RapidOCR wants 48 pixel lines.
+            rec_image_shape: (channels, height, least width in pixels) of the recogniser's input. Narrow pictures are
+                padded up to the width, so a smaller one is faster.
+            threads: threads of onnxruntime.
+        """
+        if target not in ("column", "quoted"):
+            raise RewardError(f'ocr: target must be "column" or "quoted", not {target!r}')
+        if upscale < 1 or threads < 1:
+            raise RewardError(f"ocr: upscale and threads must be at least 1, not {upscale} and {threads}")
+        from rapidocr_onnxruntime import RapidOCR
+
+        self._target = target
+        self._substring_is_full = substring_is_full
+        self._detect = detect
+        self._upscale = upscale
+        self._ocr = RapidOCR(intra_op_num_threads=threads, inter_op_num_threads=1, rec_img_shape=list(rec_image_shape))
+        packages = ("rapidocr-onnxruntime", "onnxruntime")
+        self.version = " ".join(["1", *(f"{package}=={version(package)}" for package in packages)])
+
+    def score(self, images: np.ndarray, prompts: Sequence[ScoredPrompt]) -> RewardResult:
+        """Read every image and compare; raises RewardError for a prompt without a target."""
+        wanted = [self._wanted(prompt) for prompt in prompts]
+        # One at a time: on a CPU batches are slower than single pictures, and so no score depends on its neighbours.
+        texts = [self._read(image) for image in images]
+        read = [_plain(text) for text in texts]
+        scores = [self._similarity(got, want) for got, want in zip(read, wanted, strict=True)]
+        exact = [int(got == want) for got, want in zip(read, wanted, strict=True)]
+        return RewardResult(np.array(scores, dtype=np.float32), {"text": texts, "exact": exact})
+
+    def _wanted(self, prompt: ScoredPrompt) -> str:
+        quoted = " ".join(re.findall(r'"([^"]*)"', prompt.prompt))
+        text = _plain((prompt.target or "") if self._target == "column" else quoted)
+        if not text:
+            where = "target (see prompts.target_pattern)" if self._target == "column" else "text in double quotes"
+            raise RewardError(f"ocr: the prompt {prompt.prompt!r} has no {where}, so nothing says what to read")
+        return text
+
+    def _read(self, image: np.ndarray) -> str:
+        import cv2
+
+        height, width = (self._upscale * side for side in image.shape[:2])
+        # RapidOCR was trained on OpenCV's channel order.
+        picture = cv2.resize(image[:, :, ::-1].copy(), (width, height), interpolation=cv2.INTER_CUBIC)
+        if not self._detect:
+            lines, _ = self._ocr.text_rec(picture)
+            return lines[0][0]
+        # Without the classifier of turned lines: text that stands on its head is not what was asked for.
+        lines, _ = self._ocr(picture, use_cls=False)
+        return " ".join(text for _, text, _ in lines or [])
+
+    def _similarity(self, got: str, want: str) -> float:
+        if self._substring_is_full and want in got:
+            return 1.0
+        return 1 - min(edit_distance(got, want), len(want)) / len(want)
+
+
+def edit_distance(a: str, b: str) -> int:
+    """Levenshtein distance: the least number of inserted, removed and replaced characters from `a` to `b`."""
+    row = list(range(len(b) + 1))
+    for i, x in enumerate(a, 1):
+        last, row = row, [i]
+        for j, y in enumerate(b, 1):
+            row.append(min(last[j] + 1, row[j - 1] + 1, last[j - 1] + (x != y)))
+    return row[-1]
+
+
+def _plain(text: str) -> str:
+    return "".join(text.split()).lower()

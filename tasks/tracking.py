@@ -1,0 +1,163 @@
+"""MLflow: what a run was, what it measured, what it drew."""
+
+import json
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import yaml
+from mlflow import MlflowClient
+from mlflow.entities import Metric, Param, RunTag
+from mlflow.utils.mlflow_tags import MLFLOW_GIT_COMMIT, MLFLOW_RUN_NAME
+from PIL import Image
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from tasks.config import TrackingConfig
+
+STEP_MARK = "trainer/global_step"
+"""Logged last of a step's records, so its history says which steps are complete."""
+PARAM_LIMIT = 6000
+
+
+class Tracker:
+    """One MLflow run, which survives the process: a resumed run continues it, and no step is logged twice.
+
+    Args:
+        config: where MLflow is.
+        run_name: also the tag by which a resumed run is found.
+        run_id: the run to continue; None finds one of that name or starts a new one.
+    """
+
+    def __init__(self, config: TrackingConfig, run_name: str, run_id: str | None = None):
+        uri = os.environ.get("MLFLOW_TRACKING_URI", config.uri)
+        self.client = MlflowClient(tracking_uri=uri)
+        self.uri = uri
+        experiment = self._experiment(config, uri)
+        self.run_id = run_id or self._find(experiment, run_name) or self._create(experiment, run_name)
+        self.client.update_run(self.run_id, status="RUNNING")
+        self.logged_steps = {metric.step for metric in self.client.get_metric_history(self.run_id, STEP_MARK)}
+
+    def log_start(self, config: Mapping[str, Any], tags: Mapping[str, str]) -> None:
+        """The configuration as parameters and as config.json, and tags; the same values again change nothing."""
+        params = [Param(name, str(value)[:PARAM_LIMIT]) for name, value in _flat(config).items()]
+        labels = [RunTag(name, value) for name, value in tags.items()]
+        self.client.log_batch(self.run_id, params=params, tags=labels)
+        self.client.log_dict(self.run_id, dict(config), "config.json")
+
+    def log_step(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        pictures: Mapping[str, Image.Image] | None = None,
+        tables: Mapping[str, pd.DataFrame] | None = None,
+    ) -> None:
+        """Everything of one step, once: a step that is logged already is left as it is.
+
+        Args:
+            step: iteration; 0 is before training.
+            metrics: all of them go in one request, after the artifacts.
+            pictures: image key -> picture, for MLflow's step slider.
+            tables: name -> rows, as <name>/000010.parquet.
+        """
+        if step in self.logged_steps:
+            return
+        for key, picture in (pictures or {}).items():
+            self._log_picture(key, picture, step)
+        for name, table in (tables or {}).items():
+            self.log_table(table, f"{name}/{step:06d}.parquet")
+        now = int(time.time() * 1000)
+        records = {**metrics, STEP_MARK: float(step)}
+        self.client.log_batch(self.run_id, metrics=[Metric(name, v, now, step) for name, v in records.items()])
+        self.logged_steps.add(step)
+
+    def log_table(self, table: pd.DataFrame, path: str) -> None:
+        """A table as a parquet artifact at `path`."""
+        with tempfile.TemporaryDirectory() as folder:
+            local = Path(folder) / Path(path).name
+            table.to_parquet(local, index=False)
+            self.client.log_artifact(self.run_id, str(local), str(Path(path).parent))
+
+    def log_folder(self, folder: Path, path: str) -> None:
+        """A folder as an artifact."""
+        self.client.log_artifacts(self.run_id, str(folder), path)
+
+    def log_picture_file(self, picture: Image.Image, path: str) -> None:
+        """One picture as an artifact at `path`."""
+        self.client.log_image(self.run_id, picture, artifact_file=path)
+
+    def history(self, name: str) -> dict[int, float]:
+        """Step -> value of one metric."""
+        return {metric.step: metric.value for metric in self.client.get_metric_history(self.run_id, name)}
+
+    def finish(self, status: str) -> None:
+        """FINISHED, FAILED or KILLED."""
+        self.client.set_terminated(self.run_id, status)
+
+    def _log_picture(self, key: str, picture: Image.Image, step: int) -> None:
+        names = (item.path for item in self.client.list_artifacts(self.run_id, "images"))
+        safe_key = key.replace("/", "#")  # as MLflow writes a key into a file name
+        if not any(name.startswith(f"images/{safe_key}%step%{step}%") for name in names):
+            self.client.log_image(self.run_id, picture, key=key, step=step)
+
+    def _experiment(self, config: TrackingConfig, uri: str) -> str:
+        found = self.client.get_experiment_by_name(config.experiment)
+        if found is not None:
+            return found.experiment_id
+        root = config.artifacts
+        if root is None and uri.startswith("sqlite:"):
+            root = (Path("mlruns").resolve()).as_uri()
+        return self.client.create_experiment(config.experiment, artifact_location=root)
+
+    def _find(self, experiment: str, run_name: str) -> str | None:
+        runs = self.client.search_runs([experiment], f"tags.`{MLFLOW_RUN_NAME}` = '{run_name}'", max_results=1)
+        return runs[0].info.run_id if runs else None
+
+    def _create(self, experiment: str, run_name: str) -> str:
+        return self.client.create_run(experiment, run_name=run_name).info.run_id
+
+
+def lineage_tags(root: Path = Path(".")) -> dict[str, str]:
+    """Where the run's code and data came from: git commit, whether files differed from it, DVC hash of each output."""
+    tags = {}
+    commit = _git(root, "rev-parse", "HEAD")
+    if commit:
+        tags[MLFLOW_GIT_COMMIT] = commit
+        tags["doubleflow.git_dirty"] = str(bool(_git(root, "status", "--porcelain"))).lower()
+    lock = root / "dvc.lock"
+    if lock.is_file():
+        stages = yaml.safe_load(lock.read_text()).get("stages", {})
+        outputs = [out for stage in stages.values() for out in stage.get("outs", [])]
+        tags |= {f"dvc.{out['path']}": str(out.get("md5") or out.get("hash")) for out in outputs}
+    return tags
+
+
+def _git(root: Path, *arguments: str) -> str | None:
+    """Output of a git command; None outside a repository or without git."""
+    try:
+        return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}; lists stay whole, as JSON. MLflow allows no colon in a parameter's name."""
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        path = f"{prefix}{name}".replace(":", "/")
+        if isinstance(value, Mapping) and value:
+            flat |= _flat(value, f"{path}.")
+        else:
+            flat[path] = json.dumps(value) if isinstance(value, list | dict) else value
+    return flat
+
+
+@task(name="log", cache_policy=NO_CACHE, persist_result=False)
+def log_step(tracker: Tracker, step: int, metrics: dict[str, float], pictures: Any = None, tables: Any = None) -> None:
+    """See `Tracker.log_step`."""
+    tracker.log_step(step, metrics, pictures, tables)

@@ -1,0 +1,69 @@
+"""Validation: the same held-out prompts and the same noise for every checkpoint, so that differences are paired."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+import ray
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from models.config import DiffusionPipelineConfig
+from tasks.clock import Stopwatch
+from tasks.dataset import Prompt
+from tasks.reward import RewardGroup
+from tasks.rollout import RolloutGroup
+
+VALIDATION_NOISE = -1
+"""The `iteration` of validation's noise keys."""
+
+
+@dataclass(frozen=True)
+class Validation:
+    """What one set of weights achieves on the held-out prompts.
+
+    Attributes:
+        samples: one row a picture: uid, prompt, sample_index, reward, reward/<name>, <name>/<detail>.
+        pictures: uint8 [N, H, W, 3], in the rows' order.
+    """
+
+    samples: pd.DataFrame
+    pictures: np.ndarray
+
+    @property
+    def reward(self) -> float:
+        """Mean trained reward; missing ones left out."""
+        return float(self.samples["reward"].mean())
+
+    def metrics(self) -> dict[str, float]:
+        """val/<column>/mean of the reward and of every numeric detail, and how many rewards are missing."""
+        numbers = self.samples.drop(columns="sample_index").select_dtypes("number")
+        means = {f"val/{name}/mean": float(value) for name, value in numbers.mean().items()}
+        return means | {"val/reward/missing": float(self.samples["reward"].isna().sum())}
+
+    def per_prompt(self) -> pd.Series:
+        """Mean reward of each prompt uid: the unit of a paired comparison."""
+        return self.samples.groupby("uid", sort=True)["reward"].mean()
+
+    def first_pictures(self, count: int) -> np.ndarray:
+        """Picture 0 of the first `count` prompts, [<=count, H, W, 3]."""
+        first = np.flatnonzero(self.samples["sample_index"].to_numpy() == 0)[:count]
+        return self.pictures[first]
+
+
+@task(name="validate", cache_policy=NO_CACHE, persist_result=False)
+def validate(
+    clock: Stopwatch,
+    rollout: RolloutGroup,
+    reward: RewardGroup,
+    prompts: Sequence[Prompt],
+    n: int,
+    pipeline: DiffusionPipelineConfig,
+) -> Validation:
+    """Sample every prompt `n` times by the ODE and score the pictures."""
+    with clock.stage("testing"):
+        batches = rollout.submit(prompts, n, VALIDATION_NOISE, window=(), pipeline=pipeline)
+        scores = reward.table(batches, ray.get(reward.submit(batches)))
+        pictures = np.concatenate(ray.get([batch.pictures for batch in batches]))
+    return Validation(scores.samples, pictures)
