@@ -1,0 +1,37 @@
+"""What all tests share: no telemetry, no downloads, one torch thread, and one tiny Qwen-Image folder."""
+
+import os
+
+os.environ |= {
+    "DO_NOT_TRACK": "true",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "DVC_NO_ANALYTICS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A complete QwenImagePipeline folder with random weights; nothing in it is zero. Read only."""
+    from helpers import save_tiny_model  # here, so that tests of plain functions start without diffusers
+
+    return save_tiny_model(tmp_path_factory.mktemp("tiny_model") / "base")
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[None]:
+    """torch.distributed with this process as its only rank."""
+    from helpers import single_rank
+
+    with single_rank():
+        yield

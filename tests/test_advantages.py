@@ -1,0 +1,153 @@
+"""Advantages against golden values and a reference in plain Python floats."""
+
+import math
+import random
+import statistics
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from models.algorithms import (
+    DiffusionAdvantageEstimator,
+    compute_flow_grpo_outcome_advantage,
+    get_diffusion_adv_estimator_fn,
+    register_diffusion_adv_est,
+)
+
+REWARDS = [0.1, 0.5, 0.9, 0.2, 0.2, 0.8]
+GROUPS = ["a", "a", "a", "b", "b", "b"]
+NAN = float("nan")
+
+
+def advantages(rewards: list[float], groups: list[str], **settings: Any) -> list[float]:
+    values, returns = compute_flow_grpo_outcome_advantage(
+        torch.tensor(rewards, dtype=torch.float64), np.array(groups, dtype=object), **settings
+    )
+    torch.testing.assert_close(returns, values, rtol=0, atol=0, equal_nan=True)
+    return values.tolist()
+
+
+@pytest.mark.parametrize(
+    ("settings", "golden"),
+    [
+        ({}, [-1.17919, 0, 1.17919, -0.58959, -0.58959, 1.17919]),
+        ({"global_std": False}, [-0.99975, 0, 0.99975, -0.57718, -0.57718, 1.15437]),
+        ({"norm_adv_by_std_in_grpo": False}, [-0.4, 0, 0.4, -0.2, -0.2, 0.4]),
+    ],
+)
+def test_golden_values(settings: dict[str, Any], golden: list[float]) -> None:
+    assert advantages(REWARDS, GROUPS, **settings) == pytest.approx(golden, abs=5e-6)
+
+
+def reference(rewards: list[float], groups: list[str], global_std: bool, normalise: bool) -> list[float]:
+    """The table's formulas, one sample at a time; a missing reward takes part in nothing."""
+    present = [r for r in rewards if not math.isnan(r)]
+    result = []
+    for reward, group in zip(rewards, groups, strict=True):
+        own = [r for r, g in zip(rewards, groups, strict=True) if g == group and not math.isnan(r)]
+        if math.isnan(reward):
+            result.append(NAN)
+        elif len(own) == 1:
+            result.append(0.0)
+        else:
+            scale = statistics.stdev(present if global_std else own) + 1e-4 if normalise else 1.0
+            result.append((reward - statistics.fmean(own)) / scale)
+    return result
+
+
+@pytest.mark.parametrize(("global_std", "normalise"), [(True, True), (False, True), (True, False)])
+@pytest.mark.parametrize("missing", [0.0, 0.3])
+def test_random_groups_against_the_reference(global_std: bool, normalise: bool, missing: float) -> None:
+    """Groups of different sizes, interleaved, some of one sample and some with all rewards missing."""
+    draw = random.Random(11)
+    for _ in range(20):
+        groups = [draw.choice("abcdefgh") for _ in range(25)]
+        rewards = [NAN if draw.random() < missing else draw.gauss(3.0, 2.0) for _ in groups]
+        result = advantages(rewards, groups, global_std=global_std, norm_adv_by_std_in_grpo=normalise)
+        expected = reference(rewards, groups, global_std, normalise)
+        assert result == pytest.approx(expected, rel=1e-9, abs=1e-12, nan_ok=True)
+
+
+def test_order_of_the_samples_does_not_matter() -> None:
+    order = [4, 0, 5, 2, 1, 3]
+    shuffled = advantages([REWARDS[i] for i in order], [GROUPS[i] for i in order])
+    assert shuffled == pytest.approx([advantages(REWARDS, GROUPS)[i] for i in order], rel=1e-12)
+
+
+@pytest.mark.parametrize("settings", [{}, {"global_std": False}, {"norm_adv_by_std_in_grpo": False}])
+def test_a_sample_alone_in_its_group_has_nothing_to_be_better_than(settings: dict[str, Any]) -> None:
+    assert advantages([0.1, 0.9, 0.7], ["a", "a", "b"], **settings)[2] == 0.0
+    assert advantages([0.7], ["b"], **settings) == [0.0]
+
+
+@pytest.mark.parametrize("settings", [{}, {"global_std": False}])
+def test_a_missing_reward_is_as_if_the_sample_were_not_there(settings: dict[str, Any]) -> None:
+    with_missing = advantages([0.1, NAN, *REWARDS[1:]], ["a", *GROUPS], **settings)
+    assert math.isnan(with_missing.pop(1))
+    assert with_missing == pytest.approx(advantages(REWARDS, GROUPS, **settings), rel=1e-12)
+
+
+def test_a_reward_alone_among_missing_ones_gives_zero() -> None:
+    result = advantages([NAN, 0.4, NAN, 0.1, 0.3], ["a", "a", "a", "b", "b"])
+    assert math.isnan(result[0])
+    assert math.isnan(result[2])
+    assert result[1] == 0.0
+
+
+def test_all_rewards_missing() -> None:
+    assert all(math.isnan(a) for a in advantages([NAN, NAN], ["a", "a"]))
+
+
+@pytest.mark.parametrize("settings", [{}, {"global_std": False}])
+def test_equal_rewards_give_zero_and_not_a_division_by_zero(settings: dict[str, Any]) -> None:
+    assert advantages([0.5] * 4, ["a", "a", "b", "b"], **settings) == [0.0] * 4
+
+
+def test_number_format_is_that_of_the_rewards() -> None:
+    """The arithmetic is float64: rewards that differ in fp32's last bits keep their order and sign."""
+    rewards = torch.tensor([1000.0, 1000.0001, 1000.0002])
+    values, _ = compute_flow_grpo_outcome_advantage(rewards, np.array(["a"] * 3), epsilon=1e-12)
+    assert values.dtype == torch.float32
+    expected = reference_without_epsilon(rewards.double().tolist())
+    assert values.tolist() == pytest.approx(expected, rel=1e-6, abs=1e-6)
+
+
+def reference_without_epsilon(rewards: list[float]) -> list[float]:
+    centre, spread = statistics.fmean(rewards), statistics.stdev(rewards)
+    return [(reward - centre) / spread for reward in rewards]
+
+
+# ---- the registry
+
+
+def constant_advantage(sample_level_rewards: torch.Tensor, index: np.ndarray, **settings: Any):
+    """An estimator of a user's own file."""
+    return torch.ones_like(sample_level_rewards), torch.ones_like(sample_level_rewards)
+
+
+def test_estimator_by_name_and_by_enum() -> None:
+    assert get_diffusion_adv_estimator_fn("flow_grpo") is compute_flow_grpo_outcome_advantage
+    assert get_diffusion_adv_estimator_fn(DiffusionAdvantageEstimator.FLOW_GRPO) is compute_flow_grpo_outcome_advantage
+
+
+def test_estimator_by_import_path() -> None:
+    assert get_diffusion_adv_estimator_fn(f"{__name__}:constant_advantage") is constant_advantage
+
+
+def test_unknown_estimator_lists_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"algorithm\.adv_estimator is 'grpoo'; known: .*flow_grpo"):
+        get_diffusion_adv_estimator_fn("grpoo")
+
+
+@pytest.mark.parametrize("path", ["no_such_package.module:function", f"{__name__}:no_such_function"])
+def test_import_path_that_leads_nowhere(path: str) -> None:
+    with pytest.raises(ValueError, match=r"adv_estimator is .* cannot be imported: .*no_such"):
+        get_diffusion_adv_estimator_fn(path)
+
+
+def test_a_taken_name_is_not_overwritten() -> None:
+    with pytest.raises(ValueError, match="'flow_grpo' is already registered"):
+        register_diffusion_adv_est("flow_grpo")(constant_advantage)
+    assert get_diffusion_adv_estimator_fn("flow_grpo") is compute_flow_grpo_outcome_advantage

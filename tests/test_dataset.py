@@ -1,0 +1,252 @@
+"""Raw prompt files -> prompt table -> embeddings, with every complaint they should make."""
+
+import json
+import re
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+
+from tasks.dataset import (
+    DatasetError,
+    Prompt,
+    PromptEmbeddings,
+    build_prompt_table,
+    check_prompt_lengths,
+    load_prompts,
+    prompt_uid,
+    put_in_place,
+    write_embeddings,
+)
+
+NUMBERS = Path(__file__).parents[1] / "data" / "raw" / "numbers.txt"
+GENEVAL = '{"tag": "counting", "include": [{"class": "cup", "count": 2}], "prompt": "a photo of two cups"}'
+
+
+def table(*files: Path, n_test: int = 0, n_train: int | None = None, pattern: str | None = None, seed: int = 0):
+    return build_prompt_table(
+        [str(file) for file in files], n_test=n_test, n_train=n_train, seed=seed, target_pattern=pattern
+    )
+
+
+def written(path: Path, *lines: str) -> Path:
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_the_numbers_are_the_thousand_prompts():
+    assert NUMBERS.read_text() == "".join(f"the number {i:03d}\n" for i in range(1000))
+
+
+def test_splits_are_seeded_and_do_not_depend_on_the_order_of_lines(tmp_path):
+    first = table(NUMBERS, n_test=48, n_train=200, pattern=r"(\d+)$")
+    assert first["split"].value_counts().to_dict() == {"pretrain": 752, "train": 200, "test": 48}
+    assert first.equals(table(NUMBERS, n_test=48, n_train=200, pattern=r"(\d+)$"))
+    assert (first["prompt"].str[-3:] == first["target"]).all()
+    assert first["uid"].is_unique
+
+    backwards = written(tmp_path / "backwards.txt", *reversed(NUMBERS.read_text().split("\n")[:-1]))
+    second = table(backwards, n_test=48, n_train=200)
+    assert dict(zip(first["uid"], first["split"], strict=True)) == dict(
+        zip(second["uid"], second["split"], strict=True)
+    )
+    other = table(NUMBERS, n_test=48, n_train=200, seed=1)
+    assert (first["split"] != other["split"]).any()
+
+
+def test_a_uid_is_the_hash_of_the_text_alone():
+    # As `printf 'the number 472' | b2sum -l 64` prints it.
+    assert prompt_uid("the number 472") == "b24943d37f959c67"
+
+
+def test_without_n_train_all_the_rest_is_train(tmp_path):
+    counts = table(written(tmp_path / "p.txt", *"abcdef"), n_test=2)["split"].value_counts()
+    assert counts.to_dict() == {"train": 4, "test": 2}
+
+
+def test_jsonl_keeps_unknown_keys_as_metadata_and_honours_known_ones(tmp_path):
+    file = written(
+        tmp_path / "p.jsonl",
+        GENEVAL,
+        '{"prompt": "a sign \\"open\\"", "target": "open", "split": "test", "uid": "sign-1"}',
+        '{"prompt": "a dog", "target": null}',
+    )
+    table(file, pattern="(cup)").to_parquet(tmp_path / "t.parquet")
+    cups, dog = load_prompts(tmp_path / "t.parquet", "train")
+    assert cups.metadata == {"tag": "counting", "include": [{"class": "cup", "count": 2}]}
+    assert (cups.target, cups.source) == ("cup", f"{file}:1")
+    assert dog.target is None
+    assert load_prompts(tmp_path / "t.parquet", "test") == [Prompt("sign-1", 'a sign "open"', "open", {}, f"{file}:2")]
+
+
+def test_parquet_is_read_like_jsonl(tmp_path):
+    pd.DataFrame(
+        {"prompt": ["a cat", "a dog"], "target": [None, "dog"], "tags": [["x", "y"], []], "split": ["test", None]}
+    ).to_parquet(tmp_path / "raw.parquet")
+    table(tmp_path / "raw.parquet").to_parquet(tmp_path / "t.parquet")
+    cat, dog = load_prompts(tmp_path / "t.parquet")
+    assert (cat.target, cat.metadata, cat.source) == (None, {"tags": ["x", "y"]}, f"{tmp_path}/raw.parquet:1")
+    assert (dog.target, dog.metadata) == ("dog", {"tags": []})
+    assert [p.uid for p in load_prompts(tmp_path / "t.parquet", "test")] == [cat.uid]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "complaint"),
+    [
+        ("p.txt", "", "p.txt is empty"),
+        ("p.txt", "one\n\nthree\n", "p.txt:2: the prompt must be a text that is not blank"),
+        ("p.txt", "one\ntwo\none\n", "p.txt:3: the prompt 'one' already stands at .*p.txt:1"),
+        ("p.jsonl", '{"prompt": "a"}\n{"prompt": \n', "p.jsonl:2: broken JSON"),
+        ("p.jsonl", '["a"]\n', "p.jsonl:1: a line must be one JSON object"),
+        ("p.jsonl", '{"text": "a"}\n', "p.jsonl:1: the prompt must be a text that is not blank, not None"),
+        ("p.jsonl", '{"prompt": " "}\n', "p.jsonl:1: the prompt must be a text that is not blank"),
+        ("p.jsonl", '{"prompt": 7}\n', "p.jsonl:1: the prompt must be a text that is not blank, not 7"),
+        ("p.jsonl", '{"prompt": "a", "split": "valid"}\n', "p.jsonl:1: 'valid' is no split; .* train, test, pretrain"),
+        ("p.jsonl", '{"prompt": "a", "target": 472}\n', "p.jsonl:1: target must be a text, not 472"),
+        ("p.jsonl", '{"prompt": "a", "uid": "negative"}\n', "p.jsonl:1: the uid 'negative' is reserved"),
+        ("p.jsonl", '{"prompt":"a","uid":"x"}\n{"prompt":"b","uid":"x"}\n', "p.jsonl:2: the uid 'x' already stands"),
+        ("p.parquet", "no parquet", "p.parquet is not a readable parquet file"),
+        ("p.csv", "prompt\na\n", "p.csv must end in one of .txt, .jsonl, .parquet"),
+    ],
+)
+def test_unusable_files_are_named_with_their_line(tmp_path, name, content, complaint):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(DatasetError, match=complaint):
+        table(tmp_path / name)
+
+
+def test_other_complaints(tmp_path):
+    with pytest.raises(DatasetError, match=r"none.txt is missing"):
+        table(tmp_path / "none.txt")
+    (tmp_path / "latin.txt").write_bytes("one\ncafé\n".encode("latin-1"))
+    with pytest.raises(DatasetError, match=r"latin.txt:2: byte 0xe9 is not UTF-8"):
+        table(tmp_path / "latin.txt")
+    two = written(tmp_path / "two.txt", "number 1", "no digits")
+    with pytest.raises(DatasetError, match=r"two.txt:2: prompts.target_pattern .* does not match 'no digits'"):
+        table(two, pattern=r"(\d+)")
+    with pytest.raises(DatasetError, match="n_test=2 and n_train=1 ask for more than the 2 prompts"):
+        table(two, n_test=2, n_train=1)
+    with pytest.raises(DatasetError, match=r"two.txt:1: the prompt 'number 1' already stands at .*numbers.txt:1"):
+        table(written(tmp_path / "numbers.txt", "number 1"), two)
+
+
+def test_load_prompts_complains(tmp_path):
+    table(written(tmp_path / "p.txt", "a")).to_parquet(tmp_path / "t.parquet")
+    with pytest.raises(DatasetError, match="'valid' is no split"):
+        load_prompts(tmp_path / "t.parquet", "valid")
+    with pytest.raises(DatasetError, match="a row of split 'test'"):
+        load_prompts(tmp_path / "t.parquet", "test")
+    with pytest.raises(DatasetError, match=r"gone.parquet is missing; `dvc repro prompts` makes it"):
+        load_prompts(tmp_path / "gone.parquet")
+
+
+def test_too_long_prompts_are_named_with_their_line():
+    from models.tiny_qwen_image.build import train_tokenizer
+
+    prompts = [Prompt("a", "the number 123", None, {}, "p.txt:1"), Prompt("b", "the " * 9, None, {}, "p.txt:2")]
+    tokenizer = train_tokenizer([prompt.prompt for prompt in prompts], 4096)
+    lengths = [len(tokenizer(prompt.prompt)["input_ids"]) for prompt in prompts]
+    check_prompt_lengths(prompts, tokenizer, max_sequence_length=max(lengths) + 5, template_tokens=5)
+    with pytest.raises(
+        DatasetError, match=rf"^p.txt:2: the prompt has {lengths[1]} tokens, .* room for {lengths[1] - 1}"
+    ):
+        check_prompt_lengths(prompts, tokenizer, max_sequence_length=max(lengths) + 4, template_tokens=5)
+
+
+# --- embeddings
+
+
+def encode(texts: list[str]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A text encoder of one table: a fixed random vector for each character, padded, as the pipelines do it."""
+    vectors = torch.randn(256, 8, generator=torch.Generator().manual_seed(0))
+    rows = [vectors[list(text.encode())] for text in texts]
+    lengths = torch.tensor([len(row) for row in rows])
+    mask = torch.arange(int(lengths.max())) < lengths[:, None]
+    padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    return padded, None if mask.all() else mask.long()
+
+
+def prompts_named(*texts: str) -> list[Prompt]:
+    return [Prompt(prompt_uid(text), text, None, {}, f"p.txt:{i}") for i, text in enumerate(texts, 1)]
+
+
+def stored(folder: Path, prompts: list[Prompt], shard_size: int = 2, batch_size: int = 3) -> Path:
+    write_embeddings(prompts, encode, folder, shard_size, batch_size=batch_size, model="bytes", model_digest="0123")
+    return folder
+
+
+def test_embeddings_come_back_as_encoded_and_padded(tmp_path):
+    prompts = prompts_named("red", "a green cup", "blue", "cyan cups")
+    embeddings = PromptEmbeddings.open(stored(tmp_path / "e", prompts))
+    assert (embeddings.dim, embeddings.model, embeddings.model_digest) == (8, "bytes", "0123")
+    chosen = [prompts[3], prompts[0], prompts[3]]
+    batch = embeddings.get([prompt.uid for prompt in chosen])
+    expected, mask = encode([prompt.prompt for prompt in chosen])
+    assert torch.equal(batch["prompt_embeds"], expected)
+    assert torch.equal(batch["prompt_embeds_mask"], mask.bool())
+    assert torch.equal(embeddings.negative()["prompt_embeds"], encode([" "])[0])
+    assert embeddings.negative()["prompt_embeds_mask"].tolist() == [[True]]
+    assert prompts[0].uid in embeddings
+
+
+def test_embeddings_are_sharded_and_their_bytes_repeat(tmp_path):
+    prompts = prompts_named(*"abcdefg")
+    first, second = (stored(tmp_path / name, prompts, shard_size=3) for name in ("one", "two"))
+    names = sorted(path.name for path in first.iterdir())
+    assert names == [*(f"embeddings-0000{i}-of-00003.safetensors" for i in range(3)), "index.json"]
+    assert all((first / name).read_bytes() == (second / name).read_bytes() for name in names)
+
+
+def test_a_missing_embedding_is_named(tmp_path):
+    with pytest.raises(DatasetError, match=r"index.json is missing; `dvc repro embeddings` makes it"):
+        PromptEmbeddings.open(tmp_path)
+    embeddings = PromptEmbeddings.open(stored(tmp_path / "e", prompts_named("a")))
+    with pytest.raises(DatasetError, match="no embedding of prompt uid 'feedbeef'"):
+        embeddings.get(["feedbeef"])
+
+
+def test_embeddings_that_are_not_finite_are_refused_and_the_old_ones_stay(tmp_path):
+    folder = stored(tmp_path / "e", prompts_named("a", "b"))
+    before = (folder / "index.json").read_bytes()
+
+    def broken(texts: list[str]):
+        embeds, mask = encode(texts)
+        return embeds / (0 if "c" in texts else 1), mask
+
+    with pytest.raises(DatasetError, match=re.escape(f"'c' (uid {prompt_uid('c')}) values that are not finite")):
+        write_embeddings(prompts_named("a", "c"), broken, folder, 1, batch_size=1, model="bytes", model_digest="0123")
+    assert (folder / "index.json").read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["e"]
+
+
+# --- outputs appear whole or not at all
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_put_in_place_replaces_only_on_success(tmp_path, kind):
+    target = tmp_path / "out"
+
+    def put(text: str, error: type[BaseException] | None = None) -> None:
+        with put_in_place(target) as path:
+            if kind == "folder":
+                path.mkdir()
+            (path / "file" if kind == "folder" else path).write_text(text)
+            if error:
+                raise error
+
+    put("first")
+    put("second")
+    with pytest.raises(KeyboardInterrupt):
+        put("third", KeyboardInterrupt)
+    assert (target / "file" if kind == "folder" else target).read_text() == "second"
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_put_in_place_recovers_from_a_kill_between_its_two_renames(tmp_path):
+    (tmp_path / ".out.old").mkdir()
+    (tmp_path / ".out.old" / "file").write_text(json.dumps("old"))
+    (tmp_path / ".out.partial").mkdir()
+    with pytest.raises(ZeroDivisionError), put_in_place(tmp_path / "out"):
+        raise ZeroDivisionError
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "file"]

@@ -1,0 +1,475 @@
+"""The trainer on one rank: replay, updates against plain autograd, averages, checkpoints, exports, weight sync."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import QwenImagePipeline
+from helpers import actor_config, model_config, prompt_table, rollout_request
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from models.base import DiffusionModelConfig
+from models.config import DiffusionActorConfig
+from models.engines.canary import Canary, check_canary
+from models.engines.diffusers_rollout import DiffusersRolloutEngine
+from models.engines.fsdp import ActorBatch, DiffusersFSDPEngine
+from models.engines.trajectories import Trajectories
+from models.engines.weights import WeightSyncError, export_weights, load_trainable, make_trainable, trainable
+from models.qwen_image import QwenImage
+from models.schedulers.noise_keys import INITIAL_NOISE, draw
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+ADVANTAGES = torch.tensor([1.0, -0.8, 0.3, -1.5, 0.6, 0.9])
+KINDS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "lora": {"lora_rank": 4, "lora_alpha": 8},
+    "guided": {"true_cfg_scale": 3.0},
+    "guided_lora": {"true_cfg_scale": 3.0, "lora_rank": 4, "lora_alpha": 8},
+}
+every_kind = pytest.mark.parametrize("kind", KINDS)
+full_and_lora = pytest.mark.parametrize("kind", ["full", "lora"])
+
+
+def config_of(kind: str, tiny_model: Path) -> DiffusionModelConfig:
+    return model_config(tiny_model, **KINDS[kind])
+
+
+def rolled_out(config: DiffusionModelConfig) -> Trajectories:
+    """Six samples of three prompts of different lengths, over a window of three steps."""
+    guided = config.pipeline.true_cfg_scale > 1
+    request = rollout_request(samples=2, lengths=(5, 3, 7), negative_length=4 if guided else None)
+    _, trajectories = DiffusersRolloutEngine(config).generate(request)
+    assert trajectories is not None
+    return trajectories
+
+
+def trainer(config: DiffusionModelConfig, **settings: Any) -> DiffusersFSDPEngine:
+    engine = DiffusersFSDPEngine(config, actor_config(**settings))
+    engine.initialize()
+    return engine
+
+
+def batch_of(trajectories: Trajectories, advantages: Tensor = ADVANTAGES) -> ActorBatch:
+    return ActorBatch(trajectories, advantages, int((~advantages.isnan()).sum()))
+
+
+def all_parameters(engine: DiffusersFSDPEngine) -> dict[str, Tensor]:
+    """Every parameter, trained or frozen, whole."""
+    named = ((n, p.detach()) for n, p in engine.module.named_parameters())
+    return {n: (p.full_tensor() if isinstance(p, DTensor) else p).clone() for n, p in named}
+
+
+def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max((one[name] - other[name]).abs().max().item() for name in one)
+
+
+# ---- a reference trainer, written out: plain modules, plain autograd, torch's AdamW
+
+
+@dataclass
+class Replayed:
+    """One step of all samples: log-probs [B], and the step's Gaussian."""
+
+    log_probs: Tensor
+    mean: Tensor
+    std: float
+
+
+def plain_module(config: DiffusionModelConfig) -> nn.Module:
+    module = QwenImage.load_transformer(config, torch.float32)
+    make_trainable(QwenImage, module, config)
+    return module
+
+
+def plain_velocity(module: nn.Module, config: DiffusionModelConfig, paths: Trajectories, step: int) -> Tensor:
+    table = paths.prompts
+
+    def predict(embeds: Tensor, mask: Tensor) -> Tensor:
+        return module(
+            hidden_states=paths.latents[:, step],
+            timestep=paths.timesteps[:, step] / 1000,
+            encoder_hidden_states=embeds,
+            encoder_hidden_states_mask=mask,
+            img_shapes=[[(1, 4, 6)]] * len(paths),
+            return_dict=False,
+        )[0]
+
+    conditional = predict(table.prompt_embeds[paths.prompt_index], table.prompt_embeds_mask[paths.prompt_index])
+    if config.pipeline.true_cfg_scale == 1:
+        return conditional
+    assert table.negative_prompt_embeds is not None
+    embeds = table.negative_prompt_embeds.expand(len(paths), -1, -1)
+    unconditional = predict(embeds, torch.ones(embeds.shape[:2], dtype=torch.bool))
+    guided = unconditional + config.pipeline.true_cfg_scale * (conditional - unconditional)
+    return guided * conditional.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True)
+
+
+def plain_replay(module: nn.Module, config: DiffusionModelConfig, paths: Trajectories, step: int) -> Replayed:
+    """Flow-GRPO's step from s to s' = s - 1/4; the window begins at the schedule's first step."""
+    s, s_next = 1 - step / 4, 1 - (step + 1) / 4
+    g = config.algo.noise_level * math.sqrt(s / (1 - (0.75 if s == 1 else s)))
+    x, x_next = paths.latents[:, step], paths.latents[:, step + 1]
+    v = plain_velocity(module, config, paths, step)
+    mean = x + v * (s_next - s) + g**2 / (2 * s) * (x + (1 - s) * v) * (s_next - s)
+    std = g * math.sqrt(s - s_next)
+    density = -((x_next - mean) ** 2) / (2 * std**2) - math.log(std) - 0.5 * math.log(2 * math.pi)
+    return Replayed(density.mean((1, 2)), mean, std)
+
+
+def plain_kl(own: Replayed, reference: Replayed) -> Tensor:
+    return ((own.mean - reference.mean.detach()) ** 2 / (2 * own.std**2)).mean()
+
+
+def plain_updates(
+    config: DiffusionModelConfig,
+    actor: DiffusionActorConfig,
+    paths: Trajectories,
+    updates: int,
+    rates: Sequence[float] | None = None,
+) -> tuple[dict[str, Tensor], list[float]]:
+    """(weights after, gradient norm of each update): the whole batch at once, no micro-batches, no engine.
+
+    `rates` are the learning rates of the updates, where they are not all the same.
+    """
+    module, base = plain_module(config), QwenImage.load_transformer(config, torch.float32)
+    parameters = list(trainable(module).values())
+    optim = actor.optim
+    optimizer = torch.optim.AdamW(
+        parameters, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay
+    )
+    clip, norms = actor.diffusion_loss.clip_ratio, []
+    for update in range(updates):
+        losses = []
+        for step in range(3):
+            own = plain_replay(module, config, paths, step)
+            ratio = torch.exp(own.log_probs - paths.log_probs[:, step])
+            gain = torch.minimum(ADVANTAGES * ratio, ADVANTAGES * ratio.clamp(1 - clip, 1 + clip))
+            losses.append(-gain.mean())
+            if actor.use_kl_loss:
+                losses[-1] = losses[-1] + actor.kl_loss_coef * plain_kl(own, plain_replay(base, config, paths, step))
+        optimizer.zero_grad()
+        torch.stack(losses).mean().backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(parameters, optim.clip_grad).item())
+        optimizer.param_groups[0]["lr"] = rates[update] if rates else optim.lr
+        optimizer.step()
+    return {name: p.detach() for name, p in trainable(module).items()}, norms
+
+
+# ---- replay
+
+
+@every_kind
+@pytest.mark.parametrize("sde_type", ["sde", "dance_sde", "cps"])
+def test_replayed_log_probs_are_the_rollouts_own(tiny_model: Path, kind: str, sde_type: str) -> None:
+    """Bit for bit where the micro-batch is the rollout's batch."""
+    config = model_config(tiny_model, **KINDS[kind], sde_type=sde_type)
+    trajectories = rolled_out(config)
+    replayed = trainer(config, ppo_micro_batch_size_per_gpu=6).replay_log_probs(trajectories)
+    assert torch.equal(replayed, trajectories.log_probs)
+    assert trajectories.log_probs.std() > 1e-3
+
+
+def test_replay_in_micro_batches_differs_by_rounding_only(tiny_model: Path) -> None:
+    config = config_of("guided", tiny_model)
+    trajectories = rolled_out(config)
+    replayed = trainer(config, ppo_micro_batch_size_per_gpu=4).replay_log_probs(trajectories)
+    assert torch.allclose(replayed, trajectories.log_probs, rtol=0, atol=2e-6)
+
+
+def test_replay_agrees_with_the_formula(tiny_model: Path) -> None:
+    config = config_of("guided", tiny_model)
+    trajectories = rolled_out(config)
+    module = plain_module(config)
+    with torch.no_grad():
+        expected = [plain_replay(module, config, trajectories, step).log_probs for step in range(3)]
+    assert torch.allclose(trajectories.log_probs, torch.stack(expected, 1), rtol=0, atol=2e-6)
+
+
+@every_kind
+def test_ratio_of_the_first_update_is_exactly_one(tiny_model: Path, kind: str) -> None:
+    config = config_of(kind, tiny_model)
+    trajectories = rolled_out(config)
+    engine = trainer(config, ppo_micro_batch_size_per_gpu=6)
+    first = engine.update_policy([batch_of(trajectories)])
+    assert first["ratio_deviation/max"] == 0.0
+    assert first["ppo_kl"] == 0.0
+    assert first["pg_loss"] == pytest.approx(-ADVANTAGES.mean().item(), abs=1e-6)
+    assert engine.update_policy([batch_of(trajectories)])["ratio_deviation/max"] > 0
+
+
+# ---- updates
+
+
+@every_kind
+@pytest.mark.parametrize("clip_grad", [0.01, 1e6], ids=["norm_clipped", "norm_free"])
+def test_updates_equal_the_reference_trainer(tiny_model: Path, kind: str, clip_grad: float) -> None:
+    """Three updates, uneven micro-batches of 4 and 2: weights and gradient norms."""
+    config = config_of(kind, tiny_model)
+    trajectories = rolled_out(config)
+    engine = trainer(config, clip_grad=clip_grad)
+    start = engine.gather_weights()
+    metrics = [engine.update_policy([batch_of(trajectories)]) for _ in range(3)]
+    weights, norms = plain_updates(config, engine.actor_config, trajectories, updates=3)
+    assert [m["grad_norm"] for m in metrics] == pytest.approx(norms, rel=1e-4)
+    assert (norms[0] > clip_grad) == (clip_grad < 1)
+    assert largest_difference(engine.gather_weights(), weights) < 1e-6
+    assert largest_difference(engine.gather_weights(), start) > 1e-3
+
+
+@full_and_lora
+def test_kl_pulls_towards_the_reference_as_the_formula_says(tiny_model: Path, kind: str) -> None:
+    config = config_of(kind, tiny_model)
+    trajectories = rolled_out(config)
+    engine = trainer(config, use_kl_loss=True, kl_loss_coef=20.0, clip_grad=1e6)
+    for _ in range(3):
+        engine.update_policy([batch_of(trajectories)])
+    weights, _ = plain_updates(config, engine.actor_config, trajectories, updates=3)
+    without, _ = plain_updates(config, actor_config(clip_grad=1e6), trajectories, updates=3)
+    assert largest_difference(engine.gather_weights(), weights) < 1e-6
+    assert largest_difference(weights, without) > 1e-4
+
+
+@full_and_lora
+def test_kl_is_zero_at_the_start_and_then_the_gaussian_one(tiny_model: Path, kind: str) -> None:
+    config = config_of(kind, tiny_model)
+    trajectories = rolled_out(config)
+    engine = trainer(config, use_kl_loss=True, kl_loss_coef=0.5, ppo_micro_batch_size_per_gpu=6)
+    assert engine.update_policy([batch_of(trajectories)])["kl_loss"] == 0.0
+    own, base = plain_module(config), QwenImage.load_transformer(config, torch.float32)
+    load_trainable(own, engine.gather_weights())
+    with torch.no_grad():
+        pairs = [[plain_replay(m, config, trajectories, step) for m in (own, base)] for step in range(3)]
+    expected = sum(plain_kl(*pair).item() for pair in pairs) / 3
+    assert expected > 1e-6
+    assert engine.update_policy([batch_of(trajectories)])["kl_loss"] == pytest.approx(expected, rel=1e-3)
+
+
+@full_and_lora
+def test_gradients_reach_exactly_the_trained_weights(tiny_model: Path, kind: str) -> None:
+    """All of them, but for the last block's text half: nothing comes after it that could see it."""
+    config = config_of(kind, tiny_model)
+    trajectories = rolled_out(config)
+    engine = trainer(config, weight_decay=0.0)
+    before = all_parameters(engine)
+    for _ in range(2):  # LoRA's A moves only after B has left zero
+        engine.update_policy([batch_of(trajectories)])
+    after = all_parameters(engine)
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    trained = {name for name in before if kind == "full" or "lora_" in name}
+    assert moved <= trained
+    assert len(trained) > 20
+    unseen = ("attn.to_add_out.", "txt_mlp.", "attn.norm_added_q.", "attn.add_q_proj.")
+    still = {name for name in trained - moved if not name.startswith(tuple(f"transformer_blocks.1.{u}" for u in unseen))}
+    assert not still
+
+
+def test_gradient_checkpointing_changes_nothing(tiny_model: Path) -> None:
+    config = config_of("full", tiny_model)
+    trajectories = rolled_out(config)
+    engines = [trainer(config, gradient_checkpointing=on) for on in (True, False)]
+    for engine in engines:
+        engine.update_policy([batch_of(trajectories)])
+    assert largest_difference(*(engine.gather_weights() for engine in engines)) < 1e-6
+
+
+# ---- missing rewards
+
+
+@pytest.mark.parametrize("missing", [[1], [0, 1, 2, 3]], ids=["one_sample", "a_whole_micro_batch"])
+def test_a_missing_reward_leaves_the_update(tiny_model: Path, missing: Sequence[int]) -> None:
+    config = config_of("full", tiny_model)
+    trajectories = rolled_out(config)
+    advantages = ADVANTAGES.clone()
+    advantages[missing] = float("nan")
+    kept = torch.tensor([row for row in range(6) if row not in missing])
+    with_missing, without = trainer(config), trainer(config)
+    start = without.gather_weights()
+    for _ in range(2):
+        with_missing.update_policy([batch_of(trajectories, advantages)])
+        without.update_policy([batch_of(trajectories.rows(kept), ADVANTAGES[kept])])
+    assert largest_difference(with_missing.gather_weights(), without.gather_weights()) < 1e-6
+    assert largest_difference(without.gather_weights(), start) > 1e-3
+
+
+def test_a_gradient_that_is_not_finite_stops_the_update(tiny_model: Path) -> None:
+    """The weights stay, and nothing of the bad gradient is left for the next update."""
+    config = config_of("full", tiny_model)
+    trajectories = rolled_out(config)
+    engine, untouched = trainer(config), trainer(config)
+    start = engine.gather_weights()
+    broken = trajectories.rows(torch.arange(6))
+    broken.latents[2, 1, 0, 0] = float("nan")
+    with pytest.raises(FloatingPointError, match="gradient norm of optimiser step 0 is nan"):
+        engine.update_policy([batch_of(broken)])
+    assert largest_difference(engine.gather_weights(), start) == 0.0
+    for each in (engine, untouched):
+        each.update_policy([batch_of(trajectories)])
+    assert largest_difference(engine.gather_weights(), untouched.gather_weights()) == 0.0
+
+
+# ---- learning rate and averages
+
+
+def test_warm_up_is_linear_to_the_learning_rate(tiny_model: Path) -> None:
+    config = config_of("lora", tiny_model)
+    trajectories = rolled_out(config)
+    engine = trainer(config, lr_warmup_steps=4)
+    metrics = [engine.update_policy([batch_of(trajectories)]) for _ in range(6)]
+    rates = [0.25e-2, 0.5e-2, 0.75e-2, 1e-2, 1e-2, 1e-2]
+    weights, _ = plain_updates(config, engine.actor_config, trajectories, updates=6, rates=rates)
+    assert largest_difference(engine.gather_weights(), weights) < 1e-6
+    constant, _ = plain_updates(config, engine.actor_config, trajectories, updates=6)
+    assert largest_difference(constant, weights) > 1e-4
+    assert metrics[-1]["lr"] == 1e-2
+    assert metrics[-1]["optimizer_steps"] == 6
+
+
+@full_and_lora
+def test_average_follows_its_formula(tiny_model: Path, kind: str) -> None:
+    """shadow <- d shadow + (1-d) weights, d = min((1+s)/(10+s), decay), every second optimiser step."""
+    config = config_of(kind, tiny_model)
+    trajectories = rolled_out(config)
+    engine = trainer(config, enable=True, decay=0.15, update_interval=2)
+    shadow = engine.gather_weights()
+    for update in range(1, 7):
+        engine.update_policy([batch_of(trajectories)])
+        weights = engine.gather_weights()
+        if update % 2 == 0:
+            done = update // 2 - 1
+            decay = min((1 + done) / (10 + done), 0.15)
+            shadow = {name: decay * shadow[name] + (1 - decay) * weights[name] for name in shadow}
+        with engine.averaged():
+            averaged = engine.gather_weights()
+        assert largest_difference(averaged, shadow) < 1e-6
+        assert largest_difference(engine.gather_weights(), weights) == 0.0
+    assert largest_difference(shadow, weights) > 1e-5
+
+
+# ---- checkpoints
+
+
+@full_and_lora
+def test_a_resumed_trainer_goes_on_bit_for_bit(tiny_model: Path, kind: str, tmp_path: Path) -> None:
+    config = config_of(kind, tiny_model)
+    trajectories = rolled_out(config)
+    settings = {"enable": True, "update_interval": 1, "lr_warmup_steps": 5, "use_kl_loss": True, "kl_loss_coef": 0.1}
+    engine = trainer(config, **settings)
+    for _ in range(2):
+        engine.update_policy([batch_of(trajectories)])
+    engine.save_checkpoint(tmp_path / "checkpoint")
+    drawn = torch.rand(3)
+    resumed = trainer(config, **settings)
+    resumed.load_checkpoint(tmp_path / "checkpoint")
+    assert torch.equal(torch.rand(3), drawn)
+    for _ in range(2):
+        metrics = [each.update_policy([batch_of(trajectories)]) for each in (engine, resumed)]
+        assert metrics[0] == metrics[1]
+    assert metrics[0]["optimizer_steps"] == 4
+    assert largest_difference(all_parameters(engine), all_parameters(resumed)) == 0.0
+    with engine.averaged(), resumed.averaged():
+        assert largest_difference(engine.gather_weights(), resumed.gather_weights()) == 0.0
+
+
+def test_saving_before_the_first_update_changes_nothing(tiny_model: Path, tmp_path: Path) -> None:
+    config = config_of("full", tiny_model)
+    trajectories = rolled_out(config)
+    saved, unsaved, resumed = trainer(config), trainer(config), trainer(config)
+    saved.save_checkpoint(tmp_path / "checkpoint")
+    resumed.load_checkpoint(tmp_path / "checkpoint")
+    for engine in (saved, unsaved, resumed):
+        engine.update_policy([batch_of(trajectories)])
+    assert largest_difference(saved.gather_weights(), unsaved.gather_weights()) == 0.0
+    assert largest_difference(resumed.gather_weights(), unsaved.gather_weights()) == 0.0
+
+
+# ---- the weights leave the trainer
+
+
+@pytest.fixture(scope="module", params=["full", "lora"])
+def trained(request: pytest.FixtureRequest, tiny_model: Path) -> tuple[DiffusersFSDPEngine, DiffusersRolloutEngine]:
+    """A trainer after two updates, and a rollout engine with its weights."""
+    config = config_of(request.param, tiny_model)
+    engine, rollout = trainer(config), DiffusersRolloutEngine(config)
+    trajectories = rolled_out(config)
+    for _ in range(2):
+        engine.update_policy([batch_of(trajectories)])
+    rollout.load_weights(engine.gather_weights())
+    return engine, rollout
+
+
+Trained = tuple[DiffusersFSDPEngine, DiffusersRolloutEngine]
+
+
+def pictures_of(pipeline: QwenImagePipeline) -> np.ndarray:
+    """What diffusers makes of the rollout request's prompts and noise."""
+    request, table = rollout_request(samples=1, lengths=(5, 3)), prompt_table((5, 3))
+    pipeline.set_progress_bar_config(disable=True)
+    images = pipeline(
+        prompt_embeds=table.prompt_embeds,
+        prompt_embeds_mask=table.prompt_embeds_mask,
+        height=16,
+        width=24,
+        num_inference_steps=4,
+        true_cfg_scale=1.0,
+        latents=draw(request.keys, INITIAL_NOISE, (24, 16), "cpu"),
+    ).images
+    return np.stack([np.asarray(image) for image in images])
+
+
+def test_exported_weights_load_in_diffusers(trained: Trained, tiny_model: Path, tmp_path: Path) -> None:
+    """Full weights as a whole folder, LoRA by load_lora_weights: the pictures are the rollout engine's."""
+    engine, rollout = trained
+    folder = tmp_path / "exported"
+    export_weights(QwenImage, engine.model_config, engine.gather_weights(), folder)
+    if engine.model_config.model.lora_rank:
+        pipeline = QwenImagePipeline.from_pretrained(tiny_model)
+        pipeline.load_lora_weights(folder)
+    else:
+        pipeline = QwenImagePipeline.from_pretrained(folder)
+    expected, _ = rollout.generate(rollout_request(samples=1, lengths=(5, 3), window=()))
+    assert np.array_equal(pictures_of(pipeline), expected.numpy())
+    untrained = pictures_of(QwenImagePipeline.from_pretrained(tiny_model))
+    assert np.abs(expected.numpy().astype(int) - untrained).max() > 3
+
+
+def test_canary_agrees_after_a_sync_and_notices_one_weight(trained: Trained) -> None:
+    engine, rollout = trained
+    canary = Canary(prompt_table((5, 3)))
+    ours = engine.canary_velocity(canary)
+    assert check_canary(ours, rollout.canary_velocity(canary), version=1, tolerance=0.0) == 0.0
+    weights = engine.gather_weights()
+    name = next(n for n in weights if "to_q" in n)
+    weights[name][0, 0] += 1e-2
+    rollout.load_weights(weights)
+    with pytest.raises(WeightSyncError, match=r"weight sync of policy version 7 .*allowed 0:"):
+        check_canary(ours, rollout.canary_velocity(canary), version=7, tolerance=0.0)
+    rollout.load_weights(engine.gather_weights())
+
+
+@pytest.mark.parametrize(("theirs", "tolerance"), [(1.02, 0.01), (float("nan"), 1e9)])
+def test_canary_beyond_its_tolerance(theirs: float, tolerance: float) -> None:
+    with pytest.raises(WeightSyncError):
+        check_canary(torch.ones(4), torch.full((4,), theirs), version=0, tolerance=tolerance)
+    assert check_canary(torch.ones(4), torch.full((4,), 1.02), version=0, tolerance=0.03) == pytest.approx(0.02, rel=1e-4)
+
+
+def test_weights_with_wrong_names_are_refused(trained: Trained) -> None:
+    engine, rollout = trained
+    weights = engine.gather_weights()
+    name, value = weights.popitem()
+    with pytest.raises(WeightSyncError, match="1 names differ") as error:
+        rollout.load_weights(weights)
+    assert name in str(error.value)
+    with pytest.raises(WeightSyncError, match="2 names differ"):
+        rollout.load_weights(weights | {name + "x": value})
+    assert check_canary(
+        engine.canary_velocity(Canary(prompt_table())), rollout.canary_velocity(Canary(prompt_table())), 0, 0.0
+    ) == 0.0

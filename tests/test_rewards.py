@@ -1,0 +1,229 @@
+"""The registry, the OCR and JPEG rewards, and their sum."""
+
+import random
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from models.tiny_qwen_image.render import render_picture
+from models.tiny_qwen_image.settings import TinySettings
+from tasks.rewards import Reward, RewardError, RewardResult, get_reward, known_rewards, register_reward, weighted_sum
+from tasks.rewards.jpeg import jpeg_kilobytes
+from tasks.rewards.ocr import OcrReward, edit_distance
+
+
+@dataclass
+class Wanted:
+    """A prompt, as a reward sees it."""
+
+    prompt: str
+    target: str | None = None
+    metadata: dict = field(default_factory=dict)
+
+
+@pytest.fixture(scope="module")
+def ocr() -> Reward:
+    return get_reward("ocr")
+
+
+def picture_of(text: str, seed: int = 0, noise: float = 0.0) -> np.ndarray:
+    """`text` as the base model's training pictures show it: uint8 [24, 48, 3]."""
+    picture = render_picture(text, TinySettings(), random.Random(seed)).astype(np.float64)
+    picture += noise * np.random.default_rng(seed).standard_normal(picture.shape)
+    return picture.round().clip(0, 255).astype(np.uint8)
+
+
+# --- the registry
+
+
+def mean_brightness(images: np.ndarray, prompts: list, scale: float = 1.0) -> np.ndarray:
+    """A reward as a plain function."""
+    return scale * images.mean(axis=(1, 2, 3)) / 255
+
+
+class Redness(Reward):
+    """A reward as a class outside the registry."""
+
+    name = "redness"
+    version = "7"
+
+    def score(self, images, prompts):
+        return RewardResult(images[..., 0].mean(axis=(1, 2)))
+
+
+class OneTooFew(Redness):
+    """A reward that forgets an image."""
+
+    def score(self, images, prompts):
+        return RewardResult(np.zeros(len(images) - 1))
+
+
+def test_rewards_are_found_by_name_and_by_import_path():
+    assert known_rewards() == ["jpeg_compressibility", "jpeg_incompressibility", "ocr"]
+    images = np.full((2, 4, 4, 3), 255, dtype=np.uint8)
+    prompts = [Wanted("a"), Wanted("b")]
+    half = get_reward(f"{__name__}:mean_brightness", scale=0.5)
+    result = half(images, prompts)
+    assert result.scores.tolist() == [0.5, 0.5]
+    assert result.scores.dtype == np.float32
+    assert half.name == f"{__name__}:mean_brightness"
+    assert half.version.startswith("source-")
+    redness = get_reward(f"{__name__}:Redness")
+    assert (redness.version, redness(images, prompts).scores.tolist()) == ("7", [255, 255])
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "complaint"),
+    [
+        ("orc", {}, "no reward 'orc'; known are jpeg_compressibility, jpeg_incompressibility, ocr"),
+        ("no.such.module:f", {}, "'no.such.module:f' cannot be imported: No module named 'no'"),
+        (f"{__name__}:nothing", {}, "cannot be imported: .* has no attribute 'nothing'"),
+        (f"{__name__}:__doc__", {}, "is a str; it must be a subclass of tasks.rewards.Reward or a function"),
+        (f"{__name__}:mean_brightness", {"power": 2}, "unexpected keyword argument 'power'; it takes .*scale"),
+        ("ocr", {"tarset": "column"}, "reward 'ocr': .* unexpected keyword argument 'tarset'; it takes .*target"),
+        ("ocr", {"target": "prompt"}, 'target must be "column" or "quoted", not \'prompt\''),
+        ("ocr", {"upscale": 0}, "upscale and threads must be at least 1"),
+    ],
+)
+def test_unknown_names_and_options_are_refused(name, options, complaint):
+    with pytest.raises(RewardError, match=complaint):
+        get_reward(name, **options)
+
+
+def test_a_name_is_registered_once():
+    with pytest.raises(RewardError, match="'ocr' is already registered by OcrReward"):
+        register_reward("ocr")(Redness)
+    assert Redness.name == "redness"
+
+
+def test_every_reward_checks_what_goes_in_and_out():
+    reward = Redness()
+    with pytest.raises(RewardError, match=r"uint8 \[B, H, W, 3\], not float32 \(1, 4, 4, 3\)"):
+        reward(np.zeros((1, 4, 4, 3), np.float32), [Wanted("a")])
+    with pytest.raises(RewardError, match="2 images came with 1 prompts"):
+        reward(np.zeros((2, 4, 4, 3), np.uint8), [Wanted("a")])
+    with pytest.raises(RewardError, match=r"of 2 images it must return one value each, not {'scores': \(1,\)}"):
+        OneTooFew()(np.zeros((2, 4, 4, 3), np.uint8), [Wanted("a")] * 2)
+
+
+# --- OCR
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "distance"),
+    [("kitten", "sitting", 3), ("", "abc", 3), ("abc", "", 3), ("flaw", "lawn", 2), ("472", "472", 0)],
+)
+def test_edit_distance(a, b, distance):
+    assert edit_distance(a, b) == distance
+
+
+def test_ocr_reads_the_training_pictures(ocr):
+    texts = [f"{n:03d}" for n in random.Random(0).sample(range(1000), 24)]
+    images = np.stack([picture_of(text, seed) for seed, text in enumerate(texts)])
+    result = ocr(images, [Wanted(f"the number {text}", text) for text in texts])
+    assert result.scores.mean() > 0.98
+    assert np.mean(result.details["exact"]) > 0.9
+    assert len(result.details["text"]) == len(texts)
+
+
+def test_ocr_scores_are_one_minus_the_share_of_wrong_characters(ocr):
+    images = np.stack([picture_of("472")] * 5)
+    targets = ["472", "471", "427", "4 7 2", "72"]
+    result = ocr(images, [Wanted("p", target) for target in targets])
+    assert result.scores == pytest.approx([1, 2 / 3, 1 / 3, 1, 1 / 2])
+    assert result.details["exact"] == [1, 0, 0, 1, 0]
+    blank = ocr(np.full((1, 24, 48, 3), 245, np.uint8), [Wanted("p", "472")])
+    assert (blank.scores.tolist(), blank.details["text"]) == ([0], [""])
+
+
+def test_ocr_does_not_mind_case(ocr):
+    result = ocr(picture_of("OK")[None], [Wanted("p", "ok")])
+    assert (result.details["text"], result.scores.tolist()) == (["OK"], [1])
+
+
+def test_ocr_may_accept_the_target_anywhere():
+    images = np.stack([picture_of("472")] * 2)
+    result = get_reward("ocr", substring_is_full=True)(images, [Wanted("p", "72"), Wanted("p", "42")])
+    assert result.scores == pytest.approx([1, 1 / 2])
+    assert result.details["exact"] == [0, 0]
+
+
+def test_ocr_may_take_the_target_from_quotes():
+    quoted = get_reward("ocr", target="quoted")
+    assert quoted(picture_of("472")[None], [Wanted('a sign that says "472"', "ignored")]).scores.tolist() == [1]
+    with pytest.raises(RewardError, match="'a sign' has no text in double quotes"):
+        quoted(picture_of("472")[None], [Wanted("a sign", "472")])
+
+
+def test_ocr_without_a_target_is_an_error_and_no_zero(ocr):
+    for target in (None, " "):
+        with pytest.raises(RewardError, match=r"'the number 472' has no target \(see prompts.target_pattern\)"):
+            ocr(picture_of("472")[None], [Wanted("the number 472", target)])
+
+
+def test_ocr_does_not_depend_on_the_rest_of_the_batch(ocr):
+    texts = [f"{n:03d}" for n in random.Random(1).sample(range(1000), 24)]
+    images = np.stack([picture_of(text, seed, noise=70) for seed, text in enumerate(texts)])
+    prompts = [Wanted("p", text) for text in texts]
+    together = ocr(images, prompts)
+    assert 0 < together.scores.mean() < 1
+    alone = [ocr(images[i : i + 1], prompts[i : i + 1]) for i in range(len(texts))]
+    assert [r.details["text"][0] for r in alone] == together.details["text"]
+    assert [r.scores[0] for r in alone] == together.scores.tolist()
+
+
+def test_the_recogniser_itself_gives_the_same_bits_in_any_batch(ocr):
+    """Which is why another version of the reward may batch again, should that ever be faster."""
+    recogniser = ocr._ocr.text_rec
+    pictures = [np.repeat(np.repeat(picture_of("472", i, noise=70), 2, 0), 2, 1) for i in range(7)]
+    batch = np.stack([recogniser.resize_norm_img(picture, 2.0) for picture in pictures])
+    alone = np.concatenate([recogniser.session(batch[i : i + 1])[0] for i in range(len(batch))])
+    assert np.array_equal(recogniser.session(batch)[0], alone)
+
+
+def test_ocr_can_look_for_the_text_in_a_larger_picture():
+    picture = np.full((256, 384, 3), 245, np.uint8)
+    small = picture_of("472")
+    picture[150:222, 200:344] = np.repeat(np.repeat(small, 3, 0), 3, 1)
+    result = get_reward("ocr", detect=True, upscale=1)(
+        np.stack([picture, np.full_like(picture, 245)]), [Wanted("p", "472")] * 2
+    )
+    assert (result.details["text"], result.scores.tolist()) == (["472", ""], [1, 0])
+
+
+def test_versions_name_what_the_scores_depend_on(ocr):
+    assert "rapidocr-onnxruntime==1.4.4" in ocr.version
+    assert "pillow==" in get_reward("jpeg_compressibility").version
+    assert isinstance(ocr, OcrReward)
+
+
+# --- JPEG
+
+
+def test_jpeg_rewards_are_sizes_in_kilobytes():
+    rng = np.random.default_rng(0)
+    images = np.stack([np.zeros((32, 32, 3)), rng.integers(0, 256, (32, 32, 3))]).astype(np.uint8)
+    prompts = [SimpleNamespace(prompt="p", target=None, metadata={})] * 2
+    sizes = [jpeg_kilobytes(image) for image in images]
+    assert 0.3 < sizes[0] < 1 < sizes[1] < 5
+    big = get_reward("jpeg_incompressibility")(images, prompts).scores
+    small = get_reward("jpeg_compressibility")(images, prompts).scores
+    assert big == pytest.approx(sizes)
+    assert np.array_equal(small, -big)
+
+
+# --- their sum
+
+
+def test_weighted_sum():
+    results = {"a": np.array([1, 0.5, np.nan], np.float32), "b": np.array([0, 1, 1], np.float32)}
+    total = weighted_sum(results, {"a": 2.0, "b": -1.0})
+    assert total.dtype == np.float32
+    assert np.array_equal(total, np.array([2, 0, np.nan], np.float32), equal_nan=True)
+    assert weighted_sum(results, {"a": 0, "b": 1.0}).tolist() == [0, 1, 1]
+    with pytest.raises(RewardError, match=r"rewards \['a', 'b'\] need a weight each, but the weights are for \['a'\]"):
+        weighted_sum(results, {"a": 1.0})
+    with pytest.raises(RewardError, match="every reward has weight 0"):
+        weighted_sum(results, {"a": 0, "b": 0})
