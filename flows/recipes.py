@@ -48,19 +48,33 @@ def parse_changes(settings: list[str]) -> TrainOverrides:
     return TrainOverrides.model_validate(tree)
 
 
-def command(train: Callable[..., dict[str, Any]]) -> None:
-    """`python -m flows.train RECIPE [--set field=value ...]`."""
+Recipe = Annotated[str, typer.Argument(help="A train deployment of prefect.yaml.")]
+Changes = Annotated[list[str] | None, typer.Option("--set", help="field.path=value; may be repeated.")]
 
-    def main(
-        recipe: Annotated[str, typer.Argument(help="A train deployment of prefect.yaml.")] = "quickstart",
-        set_: Annotated[list[str] | None, typer.Option("--set", help="field.path=value; may be repeated.")] = None,
-    ) -> None:
+
+def train_command(train: Callable[..., dict[str, Any]]) -> None:
+    """`python -m flows.train [RECIPE] [--set field=value ...]`."""
+
+    def main(recipe: Recipe = "quickstart", changes: Changes = None) -> None:
         """Train a recipe here and now, and print where the results are."""
         from flows.summary import Summary
 
-        summary = Summary(**train(load_recipe(recipe), parse_changes(set_ or [])))
+        summary = Summary(**train(load_recipe(recipe), parse_changes(changes or [])))
         typer.echo(f"\n{summary.text()}\n")
-        typer.echo(f"  MLflow         mlflow ui --backend-store-uri {summary.tracking_uri}")
-        typer.echo("  Prefect        prefect server start   (both from this folder, in its environment)")
+
+    typer.run(main)
+
+
+def validate_command(validate: Callable[..., dict[str, float]]) -> None:
+    """`python -m flows.validate [RECIPE] [--weights FOLDER] [--set field=value ...]`."""
+
+    def main(
+        recipe: Recipe = "quickstart",
+        weights: Annotated[Path | None, typer.Option(help="Folder that a run exported; else the base model.")] = None,
+        changes: Changes = None,
+    ) -> None:
+        """Measure one set of weights on the held-out prompts."""
+        for name, value in sorted(validate(load_recipe(recipe), weights, parse_changes(changes or [])).items()):
+            typer.echo(f"{name:32} {value:.4f}")
 
     typer.run(main)

@@ -110,34 +110,33 @@ def open_run(config: TrainConfig, inputs: Inputs) -> Iterator[TrainingRun]:
             "trainer.experiment_name"
         )
     tracker = Tracker(config.tracking, config.run_name, _remembered_run_id(config))
-    try:
+    with tracker.concluded():
         _remember_run_id(config, tracker.run_id)
         run = _start_actors(config, inputs, tracker, store)
-        tracker.log_start(config.model_dump(mode="json"), lineage_tags() | _reward_tags(run.reward))
+        tracker.log_start(config.model_dump(mode="json"), lineage_tags() | reward_tags(run.reward))
         run.resume()
         yield run
-    except KeyboardInterrupt:
-        tracker.finish("KILLED")
-        raise
-    except BaseException:
-        tracker.finish("FAILED")
-        raise
-    tracker.finish("FINISHED")
+
+
+def start_rollout(config: TrainConfig, inputs: Inputs) -> RolloutGroup:
+    """The rollout workers of a config; their models load in the background."""
+    settings = config.actor_rollout_ref.rollout
+    return RolloutGroup(
+        inputs.model_config,
+        inputs.embeddings,
+        count=settings.num_actors,
+        num_gpus=settings.num_gpus_per_actor if config.trainer.device == "cuda" else 0,
+        device=config.trainer.device,
+        num_threads=settings.num_threads,
+        micro_batch_size=settings.micro_batch_size,
+        seed=config.trainer.seed,
+    )
 
 
 def _start_actors(config: TrainConfig, inputs: Inputs, tracker: Tracker, store: CheckpointStore) -> TrainingRun:
     """All groups load their models at the same time."""
     settings, trainer_settings = config.actor_rollout_ref, config.trainer
-    rollout = RolloutGroup(
-        inputs.model_config,
-        inputs.embeddings,
-        count=settings.rollout.num_actors,
-        num_gpus=settings.rollout.num_gpus_per_actor if trainer_settings.device == "cuda" else 0,
-        device=trainer_settings.device,
-        num_threads=settings.rollout.num_threads,
-        micro_batch_size=settings.rollout.micro_batch_size,
-        seed=trainer_settings.seed,
-    )
+    rollout = start_rollout(config, inputs)
     reward = RewardGroup(config.reward)
     trainer = TrainerGroup(
         inputs.model_config,
@@ -154,7 +153,7 @@ def _start_actors(config: TrainConfig, inputs: Inputs, tracker: Tracker, store: 
     return TrainingRun(config, inputs, rollout, reward, trainer, tracker, store, canary)
 
 
-def _reward_tags(reward: RewardGroup) -> dict[str, str]:
+def reward_tags(reward: RewardGroup) -> dict[str, str]:
     return {f"reward.{name.replace(':', '/')}": version for name, version in reward.versions().items()}
 
 

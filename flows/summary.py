@@ -47,6 +47,8 @@ class Summary:
             f"held-out       {self.held_out_before:.3f} -> {self.held_out_after:.3f}",
             f"pictures       {self.picture}",
             f"weights        {self.weights}",
+            f"MLflow page    .venv/bin/mlflow ui --backend-store-uri {self.tracking_uri}",
+            "Prefect page   PREFECT_HOME=.prefect .venv/bin/prefect server start",
         ]
         return "\n".join(f"  {line}" for line in lines)
 

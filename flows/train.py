@@ -152,6 +152,6 @@ def _validation_records(result: Validation | None) -> tuple[dict[str, Any], dict
 
 
 if __name__ == "__main__":
-    from flows.recipes import command
+    from flows.recipes import train_command
 
-    command(train)
+    train_command(train)

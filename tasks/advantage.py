@@ -24,7 +24,7 @@ def compute_advantage(rewards: np.ndarray, uids: np.ndarray, config: DiffusionAl
         raise NothingToLearn("every reward of the iteration is missing, so there is nothing to learn from")
     estimator = get_diffusion_adv_estimator_fn(config.adv_estimator)
     advantages, _ = estimator(
-        torch.from_numpy(rewards),
+        torch.tensor(rewards),
         uids,
         norm_adv_by_std_in_grpo=config.norm_adv_by_std_in_grpo,
         global_std=config.global_std,

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -44,6 +45,10 @@ class RolloutActor:
         """Take the trainer's weights; answers with the canary's velocity as proof."""
         self.engine.load_weights(weights)
         return self.engine.canary_velocity(canary)
+
+    def load_exported(self, folder: Path) -> None:
+        """Take the weights that a run exported to `folder`."""
+        self.engine.load_exported(folder)
 
 
 @dataclass(frozen=True)

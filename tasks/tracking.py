@@ -5,7 +5,8 @@ import os
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -95,9 +96,15 @@ class Tracker:
         """Step -> value of one metric."""
         return {metric.step: metric.value for metric in self.client.get_metric_history(self.run_id, name)}
 
-    def finish(self, status: str) -> None:
-        """FINISHED, FAILED or KILLED."""
-        self.client.set_terminated(self.run_id, status)
+    @contextmanager
+    def concluded(self) -> Iterator[None]:
+        """Afterwards the run is FINISHED, FAILED (an error) or KILLED (an interrupt), never RUNNING."""
+        try:
+            yield
+        except BaseException as error:
+            self.client.set_terminated(self.run_id, "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
+            raise
+        self.client.set_terminated(self.run_id, "FINISHED")
 
     def _log_picture(self, key: str, picture: Image.Image, step: int) -> None:
         names = (item.path for item in self.client.list_artifacts(self.run_id, "images"))

@@ -135,5 +135,7 @@ def _rank_main(rank: int, world_size: int, folder: str, function: Callable[..., 
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
     try:
         torch.save(function(rank, *arguments), f"{folder}/rank{rank}.pt")
+    except BaseException as error:  # torch's CheckpointException is no Exception, and spawn would swallow its message
+        raise RuntimeError(f"rank {rank}: {error}") from error
     finally:
         dist.destroy_process_group()

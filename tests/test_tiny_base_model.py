@@ -18,7 +18,7 @@ from models.tiny_qwen_image.settings import TinySettings
 from models.tiny_qwen_image.sharding import ShardedBackward
 
 PROMPTS = [f"the number {i:03d}" for i in range(100)]
-SHORT = TinySettings(pictures=200, vae_steps=30, steps=30, warmup_steps=5, report_every=1)
+SHORT = TinySettings(pictures=200, vae_steps=30, vae_batch=16, steps=30, batch=16, warmup_steps=5, report_every=1)
 
 
 def quiet(stage: str, step: int, steps: int, values: dict[str, float]) -> None:

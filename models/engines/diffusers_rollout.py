@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +12,7 @@ from models.base import DiffusionModelBase, DiffusionModelConfig
 from models.engines.canary import Canary, canary_velocity
 from models.engines.sampling import sample
 from models.engines.trajectories import RolloutRequest, Trajectories
-from models.engines.weights import load_trainable, make_trainable
+from models.engines.weights import load_exported, load_trainable, make_trainable
 from models.schedulers import FlowMatchSDEDiscreteScheduler
 
 if TYPE_CHECKING:
@@ -60,6 +61,10 @@ class DiffusersRolloutEngine:
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Take the trainer's weights (names as `models.engines.weights.trainable` gives them)."""
         load_trainable(self.transformer, weights)
+
+    def load_exported(self, folder: Path) -> None:
+        """Take weights from a folder that a run exported."""
+        load_exported(self.adapter, self.transformer, self.model_config, folder)
 
     def canary_velocity(self, canary: Canary) -> Tensor:
         """What this copy of the model predicts for the canary, fp32 on the CPU."""

@@ -3,6 +3,7 @@
 import hashlib
 import shutil
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,13 @@ import torch
 from diffusers import DiffusionPipeline
 from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from models.base import DiffusionModelBase, DiffusionModelConfig
 
 ADAPTER_NAME = "default"
+LORA_FILE = "pytorch_lora_weights.safetensors"
 LORA_INIT_SEED = 20250505
 
 
@@ -65,9 +68,10 @@ def load_trainable(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
     own = trainable(module)
     if own.keys() != weights.keys():
         difference = sorted(own.keys() ^ weights.keys())
-        raise WeightSyncError(
-            f"synced weights do not match the model: {len(difference)} names differ: {difference[:3]}"
-        )
+        raise WeightSyncError(f"weights do not match the model: {len(difference)} names differ: {difference[:3]}")
+    shapes = [name for name, parameter in own.items() if parameter.shape != weights[name].shape]
+    if shapes:
+        raise WeightSyncError(f"weights do not fit the model: {len(shapes)} shapes differ: {shapes[:3]}")
     with torch.no_grad():
         for name, parameter in own.items():
             parameter.copy_(weights[name])
@@ -108,6 +112,28 @@ def export_weights(
         return
     shutil.copytree(model_config.path, folder, ignore=shutil.ignore_patterns("transformer"))
     module.save_pretrained(folder / "transformer")
+
+
+def load_exported(
+    adapter: type[DiffusionModelBase], module: nn.Module, model_config: DiffusionModelConfig, folder: Path
+) -> None:
+    """Copy weights that `export_weights` wrote into a module made by `make_trainable`.
+
+    Raises:
+        FileNotFoundError: the folder holds neither LoRA weights nor a transformer, as the config would have it.
+        WeightSyncError: the weights are of another shape or of other modules.
+    """
+    if model_config.model.lora_rank == 0:
+        if not (folder / "transformer" / "config.json").is_file():
+            raise FileNotFoundError(f"{folder} holds no transformer/: give a folder that a full-weights run exported")
+        source = adapter.load_transformer(replace(model_config, path=str(folder)), model_config.dtype)
+        load_trainable(module, dict(source.named_parameters()))
+        return
+    if not (folder / LORA_FILE).is_file():
+        raise FileNotFoundError(f"{folder} holds no {LORA_FILE}: give a folder that a LoRA run exported")
+    stored = load_file(folder / LORA_FILE)
+    own = {name: name.replace(f".{ADAPTER_NAME}.", ".") for name in trainable(module)}
+    load_trainable(module, {name: stored.get(f"transformer.{short}", torch.empty(0)) for name, short in own.items()})
 
 
 def _pipeline_class(model_config: DiffusionModelConfig) -> type[DiffusionPipeline]:

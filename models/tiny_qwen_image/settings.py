@@ -60,14 +60,16 @@ class TinySettings:
     """Channels of a head; heads * head_dim is the transformer's width."""
     rope_axes: tuple[int, int, int] = (4, 6, 6)
     """Channels of a head that turn with frame, row and column; even numbers which sum to head_dim."""
-    steps: int = 4800
-    """Optimiser steps of the transformer."""
+    steps: int = 1040
+    """Optimiser steps of the transformer. They decide how good the base model is: it should draw about half of the
+    digits of unseen numbers right, so that reinforcement learning has both a start and something to gain."""
     batch: int = 64
     """Latents in a transformer step."""
     lr: float = 2e-3
     """Peak learning rate of AdamW: embeddings, biases, norms and the two ends of the network."""
-    matrix_lr: float = 2e-3
-    """Peak learning rate of Muon: the weight matrices inside the blocks. 0 gives these to AdamW too."""
+    matrix_lr: float = 5e-3
+    """Peak learning rate of Muon: the weight matrices inside the blocks. 0 gives these to AdamW too, which then needs
+    several times the steps."""
     warmup_steps: int = 100
     """Steps over which both learning rates rise linearly from 0."""
     decay_share: float = 0.6
@@ -84,7 +86,7 @@ class TinySettings:
     """Share of a batch that draws t uniformly instead, so that no noise level is left untrained."""
 
     # --- reporting
-    report_every: int = 100
+    report_every: int = 20
     """Steps between two calls of the progress function."""
 
     @property

@@ -1,0 +1,53 @@
+"""Validation of one set of weights, as a run of its own."""
+
+from pathlib import Path
+
+from prefect import flow
+
+from flows.checks import check_inputs
+from flows.config import TrainConfig, TrainOverrides
+from flows.run import GRID_PICTURES, reward_tags, start_rollout
+from tasks.clock import Stopwatch
+from tasks.cluster import ray_cluster
+from tasks.pictures import grid
+from tasks.reward import RewardGroup
+from tasks.tracking import Tracker, lineage_tags, log_step
+from tasks.validate import validate as measure
+
+
+@flow(name="validate", persist_result=False)
+def validate(
+    config: TrainConfig, weights: Path | None = None, overrides: TrainOverrides | None = None
+) -> dict[str, float]:
+    """Measure one set of weights on the held-out prompts, and log it as an MLflow run of its own.
+
+    The noise is the same as in training's validation and for every set of weights, so two results of the same
+    config can be compared prompt by prompt.
+
+    Args:
+        config: as for training; model, rollout, reward and data are read.
+        weights: folder that a run exported; left out, the base model is measured.
+        overrides: changes to the config.
+    """
+    config = config.with_changes(overrides)
+    inputs = check_inputs(config)
+    settings = config.actor_rollout_ref.rollout
+    name = f"validate-{config.run_name}-{weights.parent.name if weights else 'base'}"
+    tracker, clock = Tracker(config.tracking, name), Stopwatch()
+    with tracker.concluded(), ray_cluster(config.ray_init):
+        rollout, reward = start_rollout(config, inputs), RewardGroup(config.reward)
+        if weights is not None:
+            rollout.group.call_all("load_exported", weights.resolve())
+        tags = lineage_tags() | reward_tags(reward) | {"doubleflow.weights": str(weights or "base")}
+        tracker.log_start(config.model_dump(mode="json"), tags)
+        pipeline = settings.validation_pipeline()
+        result = measure(clock, rollout, reward, inputs.test, settings.val_kwargs.n, pipeline)
+        pictures = {"validation": grid(result.first_pictures(GRID_PICTURES))}
+        log_step(tracker, 0, result.metrics(), pictures, {"validation": result.samples})
+    return result.metrics()
+
+
+if __name__ == "__main__":
+    from flows.recipes import validate_command
+
+    validate_command(validate)

@@ -1,0 +1,92 @@
+"""flows -> tasks -> models, never upwards; and models/ works where nothing of the upper floors is installed."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+WITHOUT_ORCHESTRATION = '''
+import sys
+from dataclasses import dataclass
+from importlib.machinery import PathFinder
+
+MISSING = {"pydantic", "pydantic_core", "prefect", "ray", "mlflow", "dvc"}
+
+
+class WithoutThem(PathFinder):
+    """Finds everything but MISSING, as if they were not installed."""
+
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.split(".")[0] in MISSING else super().find_spec(name, path, target)
+
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = WithoutThem
+for name in MISSING:
+    try:
+        __import__(name)
+    except ModuleNotFoundError:
+        continue
+    raise SystemExit(f"{name} can still be imported, so this test would prove nothing")
+
+import torch
+
+torch.set_num_threads(1)
+
+import models.algorithms
+import models.engines.fsdp
+import models.qwen_image
+from models.base import DiffusionModelConfig
+from models.engines.diffusers_rollout import DiffusersRolloutEngine
+from models.engines.trajectories import PromptTable, RolloutRequest
+from models.schedulers import NoiseKey
+
+
+@dataclass(frozen=True)
+class Model:
+    path: str
+    algorithm: str = "flow_grpo"
+    lora_rank: int = 2
+    lora_alpha: int = 4
+    target_modules: tuple | None = None
+    dtype: str = "float32"
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    height: int = 16
+    width: int = 24
+    num_inference_steps: int = 2
+    true_cfg_scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class Algo:
+    noise_level: float = 0.7
+    sde_type: str = "sde"
+
+
+config = DiffusionModelConfig.load(Model(sys.argv[1]), Pipeline(), Algo())
+prompts = PromptTable(torch.randn(1, 3, 32), torch.ones(1, 3, dtype=torch.bool))
+request = RolloutRequest((NoiseKey(0, 0, "p", 0),), prompts, torch.tensor([0]), window=(0,))
+pictures, trajectories = DiffusersRolloutEngine(config).generate(request)
+assert not MISSING & {name.split(".")[0] for name in sys.modules}, "something of the upper floors was imported"
+print(tuple(pictures.shape), bool(trajectories.log_probs.isfinite().all()))
+'''
+
+
+def test_imports_go_one_way() -> None:
+    lint_imports = Path(sys.executable).parent / "lint-imports"
+    result = subprocess.run([lint_imports], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "kept" in result.stdout
+
+
+def test_models_sample_without_the_upper_floors(tiny_model: Path) -> None:
+    """Plain dataclasses stand in for the pydantic sections; pydantic itself is missing too."""
+    result = subprocess.run(
+        [sys.executable, "-c", WITHOUT_ORCHESTRATION, tiny_model], cwd=ROOT, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-1] == "(1, 16, 24, 3) True"

@@ -1,0 +1,159 @@
+"""Two trainer ranks are one trainer: the same weights, the same metrics, the same checkpoints."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import actor_config, gloo_world, model_config, rollout_request, single_rank
+from torch import Tensor
+
+from models.engines.diffusers_rollout import DiffusersRolloutEngine
+from models.engines.fsdp import ActorBatch, DiffusersFSDPEngine
+from models.engines.trajectories import Trajectories
+
+NAN = float("nan")
+# The second rank has three samples without a reward, two of them a whole micro-batch: it must still take part.
+ADVANTAGES = torch.tensor([1.0, -0.8, 0.3, -1.5, 0.6, NAN, NAN, NAN])
+KINDS: dict[str, dict[str, Any]] = {"full": {}, "lora": {"lora_rank": 4, "lora_alpha": 8}}
+
+
+@dataclass
+class Trained:
+    """What one rank reports; the weights are rank 0's."""
+
+    grad_norms: list[float]
+    weights: list[dict[str, Tensor]]
+
+
+def new_engine(model: Path, kind: str) -> DiffusersFSDPEngine:
+    config = model_config(model, **KINDS[kind])
+    settings = {"use_kl_loss": True, "kl_loss_coef": 0.5, "enable": True, "update_interval": 1}
+    engine = DiffusersFSDPEngine(config, actor_config(ppo_micro_batch_size_per_gpu=2, clip_grad=0.1, **settings))
+    engine.initialize()
+    return engine
+
+
+def batch_of(trajectories: Trajectories, rank: int, ranks: int) -> ActorBatch:
+    """The rank's equal share of the eight samples; five of them count."""
+    share = torch.arange(8).chunk(ranks)[rank]
+    return ActorBatch(trajectories.rows(share), ADVANTAGES[share], global_count=5)
+
+
+def update(engine: DiffusersFSDPEngine, batch: ActorBatch, times: int) -> Trained:
+    """Weights after every update."""
+    result = Trained([], [])
+    for _ in range(times):
+        result.grad_norms.append(engine.update_policy([batch])["grad_norm"])
+        result.weights.append(engine.gather_weights())
+    return result
+
+
+def averaged(engine: DiffusersFSDPEngine) -> dict[str, Tensor]:
+    with engine.averaged():
+        return engine.gather_weights()
+
+
+def train_two_ranks(rank: int, model: Path, trajectories: Trajectories, folder: Path) -> dict[str, tuple]:
+    """Two updates, a checkpoint, a third update; also the average at the end."""
+    results = {}
+    for kind in KINDS:
+        engine, batch = new_engine(model, kind), batch_of(trajectories, rank, ranks=2)
+        before = update(engine, batch, times=2)
+        engine.save_checkpoint(folder / kind)
+        after = update(engine, batch, times=1)
+        joined = Trained(before.grad_norms + after.grad_norms, before.weights + after.weights)
+        results[kind] = (joined, averaged(engine))
+    return results
+
+
+def resume_on_two_ranks(rank: int, model: Path, trajectories: Trajectories, folder: Path) -> dict[str, Trained]:
+    results = {}
+    for kind in KINDS:
+        engine = new_engine(model, kind)
+        engine.load_checkpoint(folder / kind)
+        results[kind] = update(engine, batch_of(trajectories, rank, ranks=2), times=1)
+    return results
+
+
+@pytest.fixture(scope="module")
+def trajectories(tiny_model: Path) -> Trajectories:
+    """Eight samples of two prompts; LoRA starts as the base model, so both kinds can train on them."""
+    _, sampled = DiffusersRolloutEngine(model_config(tiny_model)).generate(rollout_request(samples=4))
+    assert sampled is not None
+    return sampled
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tiny_model: Path, trajectories: Trajectories, shared: Path) -> list[dict[str, tuple]]:
+    return gloo_world(train_two_ranks, 2, shared / "world", tiny_model, trajectories, shared / "from_two")
+
+
+@pytest.fixture(scope="module")
+def one_rank_result(
+    tiny_model: Path, trajectories: Trajectories, shared: Path
+) -> dict[str, tuple[Trained, dict[str, Tensor]]]:
+    results = {}
+    with single_rank():
+        for kind in KINDS:
+            engine, batch = new_engine(tiny_model, kind), batch_of(trajectories, 0, ranks=1)
+            before = update(engine, batch, times=2)
+            engine.save_checkpoint(shared / "from_one" / kind)
+            after = update(engine, batch, times=1)
+            joined = Trained(before.grad_norms + after.grad_norms, before.weights + after.weights)
+            results[kind] = (joined, averaged(engine))
+    return results
+
+
+def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max((one[name] - other[name]).abs().max().item() for name in one)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_train_as_one(two_ranks: list[dict], one_rank_result: dict, kind: str) -> None:
+    """Weights after each of three updates and the average at the end; only the order of sums differs."""
+    (two, two_average), (one, one_average) = two_ranks[0][kind], one_rank_result[kind]
+    for ours, theirs in zip(two.weights, one.weights, strict=True):
+        assert largest_difference(ours, theirs) < 1e-5
+    assert largest_difference(two_average, one_average) < 1e-5
+    assert largest_difference(one.weights[0], one.weights[2]) > 1e-3
+    assert two_ranks[1][kind][0].weights == [{}, {}, {}]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradient_norm_is_the_whole_worlds_on_every_rank(
+    two_ranks: list[dict], one_rank_result: dict, kind: str
+) -> None:
+    first, second = (rank[kind][0].grad_norms for rank in two_ranks)
+    assert first == second
+    assert first == pytest.approx(one_rank_result[kind][0].grad_norms, rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_of_two_ranks_goes_on_with_one(
+    two_ranks: list[dict], tiny_model: Path, trajectories: Trajectories, shared: Path, kind: str
+) -> None:
+    expected, expected_average = two_ranks[0][kind]
+    with single_rank():
+        engine = new_engine(tiny_model, kind)
+        engine.load_checkpoint(shared / "from_two" / kind)
+        assert largest_difference(engine.gather_weights(), expected.weights[1]) == 0.0
+        resumed = update(engine, batch_of(trajectories, 0, ranks=1), times=1)
+        assert largest_difference(resumed.weights[0], expected.weights[2]) < 1e-5
+        assert largest_difference(averaged(engine), expected_average) < 1e-5
+
+
+def test_a_checkpoint_of_one_rank_goes_on_with_two(
+    one_rank_result: dict, tiny_model: Path, trajectories: Trajectories, shared: Path
+) -> None:
+    folder = shared / "from_one"
+    rank_zero, _ = gloo_world(resume_on_two_ranks, 2, shared / "resumed", tiny_model, trajectories, folder)
+    for kind in KINDS:
+        assert largest_difference(rank_zero[kind].weights[0], one_rank_result[kind][0].weights[2]) < 1e-5
