@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import tempfile
 import time
@@ -107,10 +108,15 @@ class Tracker:
         self.client.set_terminated(self.run_id, "FINISHED")
 
     def _log_picture(self, key: str, picture: Image.Image, step: int) -> None:
-        names = (item.path for item in self.client.list_artifacts(self.run_id, "images"))
-        safe_key = key.replace("/", "#")  # as MLflow writes a key into a file name
-        if not any(name.startswith(f"images/{safe_key}%step%{step}%") for name in names):
+        """Once a step, also when a run killed in the middle of its records comes back to it."""
+        if step not in self.picture_steps(key):
             self.client.log_image(self.run_id, picture, key=key, step=step)
+
+    def picture_steps(self, key: str) -> set[int]:
+        """Steps that have a picture of that key; MLflow keeps them in the files' names."""
+        names = (Path(item.path).name for item in self.client.list_artifacts(self.run_id, "images"))
+        found = (re.match(rf"{re.escape(key)}([+%])step\1(\d+)\1", name) for name in names)
+        return {int(match[2]) for match in found if match}
 
     def _experiment(self, config: TrackingConfig, uri: str) -> str:
         found = self.client.get_experiment_by_name(config.experiment)

@@ -52,7 +52,9 @@ def save_tiny_model(folder: Path) -> Path:
 def model_config(path: str | Path, **overrides: Any) -> DiffusionModelConfig:
     """A small picture (16 x 24 pixels, 24 tokens) in 4 steps; `overrides` are fields of any of the three sections."""
     values = {"height": 16, "width": 24, "num_inference_steps": 4, "path": str(path)} | overrides
-    sections = [_take(section, values) for section in (ModelConfig, DiffusionPipelineConfig, DiffusionRolloutAlgoConfig)]
+    sections = [
+        _take(section, values) for section in (ModelConfig, DiffusionPipelineConfig, DiffusionRolloutAlgoConfig)
+    ]
     assert not values, f"no section has {sorted(values)}"
     return DiffusionModelConfig.load(*sections)
 

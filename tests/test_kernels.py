@@ -1,6 +1,7 @@
 """Reverse-process kernels against golden values, the papers' formulas in plain Python floats, and theory."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -177,7 +178,7 @@ def exact_moments(name: str, sigmas: list[float], level: float, data_std: float 
     kernel, _ = KERNELS[name]
     mean, variance = (1 - sigmas[0]) * DATA_MEAN, true_variance(sigmas[0], data_std)
     moments = []
-    for s, s_next in zip(sigmas, sigmas[1:], strict=False):
+    for s, s_next in pairwise(sigmas):
         probes, sigma = column(0.0, 1.0), column(s, s)
         step = kernel(
             probes, true_velocity(probes, sigma, data_std), sigma, column(s_next, s_next), column(0.9, 0.9), level

@@ -51,9 +51,7 @@ def reference(log_ratio: float, advantage: float) -> float:
 
 def test_flow_grpo_equals_the_formula() -> None:
     log_prob, old, advantages = tensors()
-    loss, metrics = FlowGRPOLoss.compute_loss(
-        old_log_prob=old, log_prob=log_prob, advantages=advantages, config=CONFIG
-    )
+    loss, metrics = FlowGRPOLoss.compute_loss(old_log_prob=old, log_prob=log_prob, advantages=advantages, config=CONFIG)
     assert loss.item() == pytest.approx(sum(reference(r, a) for r, a, _ in CASES) / len(CASES), rel=1e-12)
     deviations = [abs(math.exp(r) - 1) for r, _, _ in CASES]
     assert float(metrics["ppo_kl"]) == pytest.approx(-sum(r for r, _, _ in CASES) / len(CASES))

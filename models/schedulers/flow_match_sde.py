@@ -125,6 +125,7 @@ class FlowMatchSDEDiscreteScheduler(FlowMatchEulerDiscreteScheduler):
             raise ValueError(f"sde_type is {sde_type!r}; known kernels: {', '.join(sorted(KERNELS))}")
         sample, velocity = sample.float(), model_output.float()
         sigma, sigma_next = self._sigmas_of(timestep, sample)
+        output: tuple[Tensor, Tensor | None, Tensor, Tensor]
         if noise_level == 0:
             mean = sample + (sigma_next - sigma) * velocity
             drawn = mean if prev_sample is None else prev_sample.detach().float()

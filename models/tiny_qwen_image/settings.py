@@ -14,7 +14,8 @@ class TinySettings:
     seed: int = 0
     """Seeds the weights, the pictures, the batches and the noise, each through a generator of its own."""
     threads: int = 2
-    """CPU threads for torch. Part of the settings because sums change in the last bit with the thread count."""
+    """CPU threads, each of which computes its share of every batch. Part of the settings because sums change in the
+    last bit with the number of shares."""
 
     # --- pictures
     height: int = 24
@@ -46,7 +47,7 @@ class TinySettings:
     vae_crop: int = 16
     """Side of the square crops in pixels; crops are cheaper than whole pictures and the VAE is convolutional."""
     vae_lr: float = 2e-3
-    """Peak learning rate of the VAE (AdamW). A third more, with absolute latent noise, is known to collapse."""
+    """Peak learning rate of the VAE (AdamW). Half more is known to collapse."""
     vae_latent_noise: float = 0.05
     """Noise on the latents while the decoder learns, as a share of their own standard deviation: the decoder then
     forgives the small errors that a sampler leaves."""
@@ -60,7 +61,7 @@ class TinySettings:
     """Channels of a head; heads * head_dim is the transformer's width."""
     rope_axes: tuple[int, int, int] = (4, 6, 6)
     """Channels of a head that turn with frame, row and column; even numbers which sum to head_dim."""
-    steps: int = 1040
+    steps: int = 1020
     """Optimiser steps of the transformer. They decide how good the base model is: it should draw about half of the
     digits of unseen numbers right, so that reinforcement learning has both a start and something to gain."""
     batch: int = 64

@@ -1,0 +1,145 @@
+"""Whole runs of the training flow on Prefect, Ray and MLflow."""
+
+import json
+import re
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+from diffusers import QwenImagePipeline
+from platform_helpers import Workspace
+from safetensors.torch import load_file
+
+DOCUMENTED_METRICS = {
+    *(f"critic/rewards/{name}" for name in ("mean", "max", "min", "zero_std_ratio", "std_mean", "group_size")),
+    *(f"critic/{kind}/{name}" for kind in ("advantages", "returns") for name in ("mean", "max", "min")),
+    *(f"timing_s/{stage}" for stage in ("gen", "reward", "adv", "update_actor", "update_weights", "step")),
+    *(f"timing_per_image_ms/{stage}" for stage in ("gen", "adv", "update_actor")),
+    *(f"perf/{name}" for name in ("total_num_images", "time_per_step", "throughput", "orchestration_share")),
+    *(f"actor/{name}" for name in ("ppo_kl", "pg_clipfrac", "pg_loss", "grad_norm", "lr")),
+}
+
+
+def test_a_run_leaves_its_whole_record(workspace: Workspace) -> None:
+    output = workspace.train()
+    (run,) = workspace.mlflow_runs()
+    client = workspace.client()
+    assert run.info.status == "FINISHED"
+    assert run.data.metrics.keys() >= DOCUMENTED_METRICS
+    assert {m.step for m in client.get_metric_history(run.info.run_id, "critic/rewards/mean")} == {1, 2, 3}
+    assert {m.step for m in client.get_metric_history(run.info.run_id, "val/reward/mean")} == {0, 2, 3}
+    assert client.get_metric_history(run.info.run_id, "actor/optimizer_steps")[-1].value == 6
+    assert run.data.params["actor_rollout_ref.rollout.n"] == "4"
+    assert "held-out" in output
+
+    pictures = [item.path for item in client.list_artifacts(run.info.run_id, "images") if item.path.endswith(".png")]
+    assert sorted(int(re.split(r"\W+step\W+", path)[1].split("+")[0]) for path in pictures) == [0, 2, 3]
+    samples = pd.read_parquet(client.download_artifacts(run.info.run_id, "samples/000003.parquet"))
+    assert len(samples) == 16
+    assert {"uid", "prompt", "sample_index", "reward", "advantage", "seed", "iteration"} <= set(samples.columns)
+    assert samples.groupby("uid")["advantage"].mean().abs().max() < 1e-5
+
+    weights = Path(client.download_artifacts(run.info.run_id, "weights"))
+    base = load_file(workspace.folder / "data/base_model/transformer/diffusion_pytorch_model.safetensors")
+    pipeline = QwenImagePipeline.from_pretrained(weights)
+    trained = pipeline.transformer.state_dict()
+    assert trained.keys() == base.keys()
+    assert any(not torch.equal(trained[name], base[name]) for name in base)
+    pipeline.set_progress_bar_config(disable=True)
+    call = {"height": 16, "width": 24, "num_inference_steps": 2, "true_cfg_scale": 1.0}
+    assert pipeline("the number 480", **call).images[0].size == (24, 16)
+
+
+def test_trainer_ranks_and_rollout_actors_do_not_change_the_first_iteration(workspace: Workspace) -> None:
+    """Rewards of iteration 1 come from the base weights: equal bits. The first loss and gradient agree closely."""
+    one = ("trainer.total_training_steps=1", "trainer.val_before_train=false")
+    workspace.train(*one, "trainer.experiment_name=one")
+    workspace.train(
+        *one,
+        "trainer.experiment_name=many",
+        "trainer.n_gpus_per_node=2",
+        "actor_rollout_ref.rollout.num_actors=3",
+    )
+    first, second = workspace.mlflow_runs()
+    tables = [
+        pd.read_parquet(workspace.client().download_artifacts(run.info.run_id, "samples/000001.parquet"))
+        for run in (first, second)
+    ]
+    pd.testing.assert_frame_equal(*tables)
+    assert second.data.metrics["actor/grad_norm"] == pytest.approx(first.data.metrics["actor/grad_norm"], rel=1e-4)
+    assert second.data.metrics["val/reward/mean"] == pytest.approx(first.data.metrics["val/reward/mean"], rel=1e-3)
+
+
+def test_lora_with_kl_average_and_guidance_runs_and_its_export_validates(workspace: Workspace) -> None:
+    """The choices together: LoRA, KL, moving average, guidance; `flows.validate` then measures the same number."""
+    settings = (
+        "trainer.total_training_steps=2",
+        "actor_rollout_ref.model.lora_rank=4",
+        "actor_rollout_ref.actor.use_kl_loss=true",
+        "actor_rollout_ref.actor.kl_loss_coef=0.1",
+        "actor_rollout_ref.actor.ema={enable: true, update_interval: 1}",
+        "actor_rollout_ref.rollout.pipeline.true_cfg_scale=2.0",
+    )
+    workspace.train(*settings)
+    (run,) = workspace.mlflow_runs()
+    assert run.data.metrics["actor/kl_loss"] > 0
+    changes = [word for setting in settings for word in ("--set", setting)]
+    weights = str(workspace.run_folder() / "weights")
+    workspace.run("-m", "flows.validate", "tiny", "--weights", weights, *changes)
+    measured = workspace.mlflow_runs()[-1]
+    assert measured.info.run_id != run.info.run_id
+    assert measured.data.metrics["val/reward/mean"] == run.data.metrics["val/reward/mean"]
+
+
+def test_a_failing_reward_fails_the_run_and_leaves_nothing_running(workspace: Workspace) -> None:
+    (workspace.folder / "broken_reward.py").write_text(
+        "def score(images, prompts):\n    raise RuntimeError('the scorer is out of order')\n"
+    )
+    workspace.environment["PYTHONPATH"] = str(workspace.folder)
+    output = workspace.train("reward.functions={'broken_reward:score': {}}", check=False)
+    del workspace.environment["PYTHONPATH"]
+    assert "the scorer is out of order" in output
+    (run,) = workspace.mlflow_runs()
+    assert run.info.status == "FAILED"
+    assert not list((workspace.run_folder() / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("actor_rollout_ref.rollout.n=1", "rollout.n is 1"),
+        ("actor_rollout_ref.rollout.algo.noise_level=0", "noise_level is 0"),
+        ("actor_rollout_ref.rollout.algo.sde_window_range=[0, 4]", "sde_window_range"),
+        ("actor_rollout_ref.rollout.algo.sde_window_range=[2, 9]", "must lie within the 4 denoising steps"),
+        ("actor_rollout_ref.actor.ppo_mini_batch_size=3", "must be a multiple of actor.ppo_mini_batch_size"),
+        ("trainer.n_gpus_per_node=5", "5 trainer ranks"),
+        ("data.train_batch_size=100", "has only 8 train prompts"),
+        ("algorithm.adv_estimator=grop", "known: flow_grpo"),
+        ("actor_rollout_ref.actor.diffusion_loss.loss_mode=grop", "known: flow_grpo"),
+        ("reward.functions={ocrr: {}}", "no reward 'ocrr'"),
+        ("actor_rollout_ref.model.path=nowhere", "nowhere/model_index.json does not exist"),
+        ("actor_rollout_ref.rollout.pipeline.height=18", "must be multiples of 4"),
+        ("trainer.total_training_stepz=3", "total_training_stepz"),
+    ],
+)
+def test_a_bad_setting_is_refused_on_the_driver(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, setting: str, message: str
+) -> None:
+    """Through the same functions as the flow, before Ray or MLflow are touched."""
+    from flows.checks import check_inputs
+    from flows.recipes import load_recipe, parse_changes
+
+    monkeypatch.chdir(workspace.folder)
+    if setting == "actor_rollout_ref.actor.ppo_mini_batch_size=3":
+        setting = "actor_rollout_ref.actor.ppo_mini_batch_size=3"
+    with pytest.raises((ValueError, FileNotFoundError), match=message.replace("[", r"\[")):
+        check_inputs(load_recipe("tiny").with_changes(parse_changes([setting])))
+    assert not (workspace.folder / "mlflow.db").exists()
+    assert not (workspace.folder / "runs").exists()
+
+
+def test_run_json_names_the_mlflow_run(workspace: Workspace) -> None:
+    workspace.train("trainer.total_training_steps=1", "trainer.val_before_train=false")
+    record = json.loads((workspace.run_folder() / "run.json").read_text())
+    assert record["mlflow_run_id"] == workspace.mlflow_runs()[0].info.run_id
