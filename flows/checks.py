@@ -1,13 +1,14 @@
 """What can be known to be wrong before any model loads."""
 
+import hashlib
 from dataclasses import dataclass
 
 import models.families  # noqa: F401  registers the adapters
 from flows.config import TrainConfig
 from models.algorithms import get_diffusion_adv_estimator_fn, get_diffusion_loss_fn
 from models.base import DiffusionModelBase, DiffusionModelConfig
-from tasks.dataset import Prompt, PromptEmbeddings, load_prompts
-from tasks.rewards import get_reward
+from tasks.dataset import INDEX, Prompt, PromptEmbeddings, load_prompts
+from tasks.rewards import check_reward
 
 
 class ConfigError(ValueError):
@@ -16,12 +17,13 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a checked config refers to."""
+    """What a checked config refers to; `digest` is of the prompt table and of the embeddings' index."""
 
     model_config: DiffusionModelConfig
     train: list[Prompt]
     test: list[Prompt]
     embeddings: PromptEmbeddings
+    digest: str
 
 
 def check_inputs(config: TrainConfig) -> Inputs:
@@ -34,7 +36,7 @@ def check_inputs(config: TrainConfig) -> Inputs:
     get_diffusion_adv_estimator_fn(config.algorithm.adv_estimator)
     get_diffusion_loss_fn(config.actor_rollout_ref.actor.diffusion_loss.loss_mode)
     for name, entry in config.reward.functions.items():
-        get_reward(name, **entry.options)
+        check_reward(name, **entry.options)
     model_config = DiffusionModelConfig.load(config.actor_rollout_ref.model, rollout.pipeline, rollout.algo)
     DiffusionModelBase.get_class(model_config).latent_shape(model_config)
     train, test = load_prompts(config.data.prompts, "train"), load_prompts(config.data.prompts, "test")
@@ -51,4 +53,5 @@ def check_inputs(config: TrainConfig) -> Inputs:
             f"{config.data.embeddings} lacks the embedding of {missing[0].prompt!r} ({len(missing)} in all): run "
             "`dvc repro embeddings`"
         )
-    return Inputs(model_config, train, test, embeddings)
+    content = config.data.prompts.read_bytes() + (config.data.embeddings / INDEX).read_bytes()
+    return Inputs(model_config, train, test, embeddings, hashlib.sha256(content).hexdigest()[:16])

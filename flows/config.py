@@ -6,6 +6,7 @@ place; what the reference mirrors between sections stands once here.
 """
 
 import hashlib
+import json
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +21,27 @@ from tasks.config import (
     RewardConfig,
     TrackingConfig,
 )
+
+NOT_SHAPING: dict[str, Any] = {
+    "tracking": True,
+    "ray_init": True,
+    "reward": {"num_workers"},
+    "actor_rollout_ref": {"rollout": {"num_actors", "num_gpus_per_actor", "num_threads", "val_kwargs"}},
+    "trainer": {
+        "total_training_steps",
+        "nnodes",
+        "n_gpus_per_node",
+        "num_threads",
+        "val_before_train",
+        "test_freq",
+        "save_freq",
+        "max_actor_ckpt_to_keep",
+        "resume_mode",
+        "default_local_dir",
+        "canary_tolerance",
+    },
+}
+"""Settings that leave the trained weights as they are, up to rounding."""
 
 
 class ActorRolloutRefConfig(Section):
@@ -120,11 +142,13 @@ class TrainConfig(Section):
         return self.trainer.default_local_dir / self.run_name
 
     def digest(self) -> str:
-        """8 hex digits over the settings; where a run writes, tracks and shows itself does not count."""
-        shaping = self.model_copy(update={"tracking": TrackingConfig(), "ray_init": RayConfig()})
-        neutral = {"default_local_dir": Path("runs"), "resume_mode": "auto", "max_actor_ckpt_to_keep": 2}
-        shaping = shaping.model_copy(update={"trainer": self.trainer.model_copy(update=neutral)})
-        return hashlib.sha256(shaping.model_dump_json().encode()).hexdigest()[:8]
+        """8 hex digits over the settings that shape the weights.
+
+        Where a run computes, writes and tracks, how often it measures and how long it goes on do not count: such a
+        run may continue elsewhere, or for longer.
+        """
+        shaping = self.model_dump(mode="json", exclude=NOT_SHAPING)
+        return hashlib.sha256(json.dumps(shaping, sort_keys=True).encode()).hexdigest()[:8]
 
     def with_changes(self, changes: BaseModel | dict[str, Any] | None) -> "TrainConfig":
         """This config with some fields replaced, checked as a whole.

@@ -15,6 +15,7 @@ from flows.config import TrainConfig
 from models.engines.canary import Canary
 from models.schedulers.windows import window_steps
 from tasks.checkpoint import CheckpointError, CheckpointStore, RunState
+from tasks.cluster import require_gpus
 from tasks.dataset import Prompt
 from tasks.pictures import grid
 from tasks.reward import RewardGroup
@@ -88,11 +89,11 @@ class TrainingRun:
 
     def state(self) -> RunState:
         """The record of a checkpoint of now."""
-        return RunState(self.iteration, self.config.digest(), self.tracker.run_id)
+        return RunState(self.iteration, self.config.digest(), self.inputs.digest, self.tracker.run_id)
 
     def resume(self) -> None:
         """Continue from the newest checkpoint, if there is one."""
-        found = self.store.latest(self.config.digest())
+        found = self.store.latest(self.config.digest(), self.inputs.digest)
         if found is None:
             return
         state, weights = found
@@ -136,6 +137,9 @@ def start_rollout(config: TrainConfig, inputs: Inputs) -> RolloutGroup:
 def _start_actors(config: TrainConfig, inputs: Inputs, tracker: Tracker, store: CheckpointStore) -> TrainingRun:
     """All groups load their models at the same time."""
     settings, trainer_settings = config.actor_rollout_ref, config.trainer
+    if trainer_settings.device == "cuda":
+        rollout_gpus = settings.rollout.num_actors * settings.rollout.num_gpus_per_actor
+        require_gpus(trainer_settings.world_size + rollout_gpus)
     rollout = start_rollout(config, inputs)
     reward = RewardGroup(config.reward)
     trainer = TrainerGroup(

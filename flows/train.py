@@ -55,7 +55,7 @@ def fit(run: TrainingRun) -> Summary:
     sync_weights(clock, run.trainer, run.rollout, run.canary, run.iteration, run.tolerance)
     if run.iteration == 0 and settings.val_before_train:
         result = measure(run, clock)
-        log_step(run.tracker, 0, result.metrics(), *_validation_records(result))
+        log_step(clock, run.tracker, 0, result.metrics(), *_validation_records(result))
         bar.set_postfix(held_out=f"{result.reward:.3f}")
     for iteration in range(run.iteration + 1, total + 1):
         metrics = iterate(run, iteration)
@@ -84,11 +84,7 @@ def iterate(run: TrainingRun, iteration: int) -> dict[str, float]:
     drift = sync_weights(clock, run.trainer, run.rollout, run.canary, iteration, run.tolerance)
 
     validation = measure(run, clock) if _due(iteration, run.config.trainer.test_freq, run) else None
-    metrics = (
-        actor_metrics
-        | (validation.metrics() if validation else {})
-        | _iteration_metrics(run, clock, scores, advantages)
-    )
+    metrics = actor_metrics | (validation.metrics() if validation else {}) | _iteration_metrics(scores, advantages)
     metrics |= {
         "sync/canary_difference": drift,
         "perf/rollout_busy_s": rollout_seconds,
@@ -98,9 +94,11 @@ def iterate(run: TrainingRun, iteration: int) -> dict[str, float]:
     tables["samples"] = _samples(run, scores, advantages, iteration)
     # Logged before the checkpoint: killed in between, the iteration runs again with the same result and its record
     # is already there; the other way round it would be lost.
-    log_step(run.tracker, iteration, metrics, pictures, tables)
+    new = log_step(clock, run.tracker, iteration, metrics, pictures, tables)
     if _due(iteration, run.config.trainer.save_freq, run):
         save_checkpoint(clock, run.store, run.trainer, run.state())
+    if new:
+        run.tracker.log_metrics(iteration, _time_metrics(run, clock, scores))
     return metrics
 
 
@@ -124,18 +122,25 @@ def _due(iteration: int, every: int, run: TrainingRun) -> bool:
     return last or (every > 0 and iteration % every == 0)
 
 
-def _iteration_metrics(run: TrainingRun, clock: Stopwatch, scores: Scores, advantages: Any) -> dict[str, float]:
-    batch = {"sample_level_rewards": scores.rewards, "uid": scores.uids}
-    batch |= {"advantages": advantages, "returns": advantages}
+def _time_metrics(run: TrainingRun, clock: Stopwatch, scores: Scores) -> dict[str, float]:
+    """Where the iteration's time went, its records and its checkpoint included."""
     seconds = clock.finished()
-    numbers = scores.samples.drop(columns=["sample_index", "reward"]).select_dtypes("number")
     return (
-        compute_data_metrics_diffusion(batch)
-        | compute_throughput_metrics_diffusion(batch, seconds, run.config.trainer.world_size)
+        compute_throughput_metrics_diffusion(
+            {"sample_level_rewards": scores.rewards}, seconds, run.config.trainer.world_size
+        )
         | compute_timing_metrics_diffusion(seconds, len(scores.samples))
         | orchestration_metrics(seconds)
-        | {f"train/{name}/mean": float(value) for name, value in numbers.mean().items()}
     )
+
+
+def _iteration_metrics(scores: Scores, advantages: Any) -> dict[str, float]:
+    batch = {"sample_level_rewards": scores.rewards, "uid": scores.uids}
+    batch |= {"advantages": advantages, "returns": advantages}
+    numbers = scores.samples.drop(columns=["sample_index", "reward"]).select_dtypes("number")
+    return compute_data_metrics_diffusion(batch) | {
+        f"train/{name}/mean": float(value) for name, value in numbers.mean().items()
+    }
 
 
 def _samples(run: TrainingRun, scores: Scores, advantages: Any, iteration: int) -> pd.DataFrame:

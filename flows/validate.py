@@ -4,7 +4,7 @@ from pathlib import Path
 
 from prefect import flow
 
-from flows.checks import check_inputs
+from flows.checks import ConfigError, check_inputs
 from flows.config import TrainConfig, TrainOverrides
 from flows.run import GRID_PICTURES, reward_tags, start_rollout
 from tasks.clock import Stopwatch
@@ -31,6 +31,8 @@ def validate(
     """
     config = config.with_changes(overrides)
     inputs = check_inputs(config)
+    if weights is not None and not weights.is_dir():
+        raise ConfigError(f"weights is {weights}, which is not a folder: give one that a run exported")
     settings = config.actor_rollout_ref.rollout
     name = f"validate-{config.run_name}-{weights.parent.name if weights else 'base'}"
     tracker, clock = Tracker(config.tracking, name), Stopwatch()
@@ -43,7 +45,7 @@ def validate(
         pipeline = settings.validation_pipeline()
         result = measure(clock, rollout, reward, inputs.test, settings.val_kwargs.n, pipeline)
         pictures = {"validation": grid(result.first_pictures(GRID_PICTURES))}
-        log_step(tracker, 0, result.metrics(), pictures, {"validation": result.samples})
+        log_step(clock, tracker, 0, result.metrics(), pictures, {"validation": result.samples})
     return result.metrics()
 
 

@@ -244,7 +244,7 @@ class DiffusionModelBase(ABC):
             raise ValueError("forward_and_sample_previous_step needs scheduler_inputs with latents and timesteps")
         velocity = cls.predict_velocity(module, model_config, model_inputs, negative_model_inputs)
         latents, timesteps = scheduler_inputs["latents"], scheduler_inputs["timesteps"]
-        _, log_prob, mean, std_dev_t, sqrt_dt = scheduler.sample_previous_step(  # type: ignore[attr-defined]
+        _, log_prob, mean, std_dev_t, sqrt_dt = scheduler.sample_previous_step(
             latents[:, step],
             velocity,
             timestep=timesteps[:, step],

@@ -29,10 +29,6 @@ class DiffusionPipelineConfig(Section):
         ge=1.0,
         description="True classifier-free guidance (Qwen-Image); 1 turns it off and halves the work.",
     )
-    negative_prompt: str = Field(" ", description="Prompt of the unconditional half; used with guidance only.")
-    max_sequence_length: int = Field(
-        512, ge=1, le=1024, description="Longest prompt in tokens, without the model's prompt template."
-    )
 
 
 class DiffusionRolloutAlgoConfig(Section):
@@ -64,7 +60,7 @@ class ModelConfig(Section):
 
     path: str = Field("data/base_model", description="Folder in diffusers format (model_index.json at its root).")
     algorithm: str = Field(
-        "flow_grpo", description="Adapter key beside the architecture; also the default loss and advantage."
+        "flow_grpo", description="Adapter key beside the architecture; an adapter may serve every algorithm."
     )
     lora_rank: int = Field(0, ge=0, description="LoRA rank; 0 trains all of the transformer's weights.")
     lora_alpha: int = Field(64, ge=1, description="LoRA scale numerator: the update is scaled by alpha / rank.")
@@ -124,7 +120,12 @@ class DiffusionActorConfig(Section):
     """The update: how samples become optimiser steps."""
 
     ppo_mini_batch_size: int = Field(16, ge=1, description="Prompts (with all their samples) per optimiser step.")
-    ppo_micro_batch_size_per_gpu: int = Field(8, ge=1, description="Samples per forward and backward pass.")
+    ppo_micro_batch_size_per_gpu: int = Field(
+        16,
+        ge=1,
+        description="Largest number of samples in a forward and backward pass. At rollout.micro_batch_size or above, "
+        "batches pass as they were sampled and replay their log-probs to the last bit.",
+    )
     ppo_epochs: int = Field(1, ge=1, description="Passes over one iteration's samples.")
     use_kl_loss: bool = Field(False, description="Add the KL divergence to the starting policy to the loss.")
     kl_loss_coef: float = Field(

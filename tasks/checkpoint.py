@@ -36,12 +36,14 @@ class RunState:
         iteration: the last one that is in the weights. It is also the data cursor and the window's state: both are
             functions of (seed, iteration).
         config_digest: of the config that made it.
+        data_digest: of the prompts and embeddings it was made from.
         mlflow_run_id: the run that it continues.
         format: version of this record.
     """
 
     iteration: int
     config_digest: str
+    data_digest: str
     mlflow_run_id: str
     format: int = FORMAT
 
@@ -92,20 +94,25 @@ class CheckpointStore:
             shutil.rmtree(self.path(old))
         return self.path(state.iteration)
 
-    def latest(self, config_digest: str) -> tuple[RunState, Path] | None:
+    def latest(self, config_digest: str, data_digest: str) -> tuple[RunState, Path] | None:
         """The newest checkpoint's record and its weights folder; None if there is no checkpoint.
 
         Raises:
-            CheckpointError: its files are not what its record says, or another config made it.
+            CheckpointError: its files are not what its record says, or another config or other data made it.
         """
         if not self.iterations():
             return None
         folder = self.path(self.iterations()[-1])
         record = _verify(folder)
-        if record.pop("config_digest") != config_digest:
-            raise CheckpointError(f"{folder} was made by another config: give the run another trainer.experiment_name")
         record.pop("files")
-        return RunState(**record, config_digest=config_digest), folder / WEIGHTS
+        state = RunState(**record)
+        for what, stored, present in (
+            ("by another config", state.config_digest, config_digest),
+            ("from other prompts or embeddings", state.data_digest, data_digest),
+        ):
+            if stored != present:
+                raise CheckpointError(f"{folder} was made {what}: give the run another trainer.experiment_name")
+        return state, folder / WEIGHTS
 
 
 def _digests(folder: Path) -> dict[str, str]:

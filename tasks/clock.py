@@ -9,7 +9,7 @@ class Stopwatch:
     """Adds up seconds by stage.
 
     Stages are timed inside their task, so what is left of the iteration's wall time is orchestration: Prefect's task
-    runs, MLflow, and the driver's own bookkeeping.
+    runs and the driver's own bookkeeping.
     """
 
     def __init__(self):

@@ -9,6 +9,11 @@ import ray
 
 from tasks.config import RayConfig
 
+
+class ClusterError(RuntimeError):
+    """The cluster cannot hold the run."""
+
+
 QUIET_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "OMP_WAIT_POLICY": "passive",  # idle OpenMP threads that spin starve the other actors of a small machine
@@ -29,6 +34,20 @@ def ray_cluster(config: RayConfig) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def require_gpus(needed: float) -> None:
+    """Check that the cluster has that many GPUs in all; Ray itself would wait for them for ever.
+
+    Raises:
+        ClusterError: it has fewer.
+    """
+    there = ray.cluster_resources().get("GPU", 0.0)
+    if needed > there:
+        raise ClusterError(
+            f"the run needs {needed:g} GPUs (trainer ranks and rollout.num_actors x num_gpus_per_actor) but the Ray "
+            f"cluster has {there:g}: lower them or set trainer.device to cpu"
+        )
 
 
 class ActorGroup:

@@ -100,25 +100,12 @@ class RewardConfig(Section):
         return self
 
 
-class RolloutCorrectionConfig(Section):
-    """What to do about the difference between the rollout's and the trainer's log-probs."""
-
-    bypass_mode: bool = Field(
-        True,
-        description="Use the rollout's log-probs as the old ones and skip the extra forward. Right where rollout and "
-        "trainer compute the same bits, as the diffusers engine does.",
-    )
-
-
 class DiffusionAlgoConfig(Section):
     """From rewards to advantages."""
 
     adv_estimator: str = Field("flow_grpo", description="Advantage estimator, or package.module:function.")
     norm_adv_by_std_in_grpo: bool = Field(True, description="Divide by a standard deviation; false is Dr.GRPO.")
     global_std: bool = Field(True, description="Divide by the whole batch's standard deviation, not the group's.")
-    rollout_correction: RolloutCorrectionConfig = Field(
-        default_factory=RolloutCorrectionConfig, description="Rollout against trainer log-probs."
-    )
 
 
 class RayConfig(Section):

@@ -98,6 +98,7 @@ class RolloutGroup:
         iteration: int,
         window: Sequence[int],
         pipeline: DiffusionPipelineConfig | None = None,
+        seed: int | None = None,
     ) -> list[PendingBatch]:
         """Start sampling every prompt `n` times.
 
@@ -105,20 +106,23 @@ class RolloutGroup:
             iteration: names the noise; negative for validation.
             window: stochastic steps; empty for the ODE.
             pipeline: sampling settings, if not the rollout's own.
+            seed: of the noise, if not the run's own.
         """
         samples = [(prompt, index) for prompt in prompts for index in range(n)]
         batches = []
         for number, start in enumerate(range(0, len(samples), self.micro_batch_size)):
             part = samples[start : start + self.micro_batch_size]
             actor = self.group.actors[number % len(self.group)]
-            request = self._request(part, iteration, window)
+            request = self._request(part, self.seed if seed is None else seed, iteration, window)
             references = actor.generate.options(num_returns=3).remote(request, pipeline)
             batches.append(PendingBatch(tuple(p for p, _ in part), tuple(i for _, i in part), *references))
         return batches
 
-    def _request(self, part: Sequence[tuple[Prompt, int]], iteration: int, window: Sequence[int]) -> RolloutRequest:
+    def _request(
+        self, part: Sequence[tuple[Prompt, int]], seed: int, iteration: int, window: Sequence[int]
+    ) -> RolloutRequest:
         uids = list(dict.fromkeys(prompt.uid for prompt, _ in part))
-        keys = tuple(NoiseKey(self.seed, iteration, prompt.uid, index) for prompt, index in part)
+        keys = tuple(NoiseKey(seed, iteration, prompt.uid, index) for prompt, index in part)
         rows = torch.tensor([uids.index(prompt.uid) for prompt, _ in part])
         return RolloutRequest(keys, self.prompt_table(uids), rows, tuple(window))
 

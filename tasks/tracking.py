@@ -15,11 +15,12 @@ import pandas as pd
 import yaml
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, RunTag
-from mlflow.utils.mlflow_tags import MLFLOW_GIT_COMMIT, MLFLOW_RUN_NAME
+from mlflow.utils.mlflow_tags import MLFLOW_GIT_COMMIT
 from PIL import Image
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
+from tasks.clock import Stopwatch
 from tasks.config import TrackingConfig
 
 STEP_MARK = "trainer/global_step"
@@ -32,8 +33,8 @@ class Tracker:
 
     Args:
         config: where MLflow is.
-        run_name: also the tag by which a resumed run is found.
-        run_id: the run to continue; None finds one of that name or starts a new one.
+        run_name: of a new run.
+        run_id: the run to continue; None starts a new one.
     """
 
     def __init__(self, config: TrackingConfig, run_name: str, run_id: str | None = None):
@@ -41,7 +42,7 @@ class Tracker:
         self.client = MlflowClient(tracking_uri=uri)
         self.uri = uri
         experiment = self._experiment(config, uri)
-        self.run_id = run_id or self._find(experiment, run_name) or self._create(experiment, run_name)
+        self.run_id = run_id or self._create(experiment, run_name)
         self.client.update_run(self.run_id, status="RUNNING")
         self.logged_steps = {metric.step for metric in self.client.get_metric_history(self.run_id, STEP_MARK)}
 
@@ -58,8 +59,8 @@ class Tracker:
         metrics: Mapping[str, float],
         pictures: Mapping[str, Image.Image] | None = None,
         tables: Mapping[str, pd.DataFrame] | None = None,
-    ) -> None:
-        """Everything of one step, once: a step that is logged already is left as it is.
+    ) -> bool:
+        """Everything of one step, once: a step that is logged already is left as it is, and the answer is False.
 
         Args:
             step: iteration; 0 is before training.
@@ -68,15 +69,19 @@ class Tracker:
             tables: name -> rows, as <name>/000010.parquet.
         """
         if step in self.logged_steps:
-            return
+            return False
         for key, picture in (pictures or {}).items():
             self._log_picture(key, picture, step)
         for name, table in (tables or {}).items():
             self.log_table(table, f"{name}/{step:06d}.parquet")
-        now = int(time.time() * 1000)
-        records = {**metrics, STEP_MARK: float(step)}
-        self.client.log_batch(self.run_id, metrics=[Metric(name, v, now, step) for name, v in records.items()])
+        self.log_metrics(step, {**metrics, STEP_MARK: float(step)})
         self.logged_steps.add(step)
+        return True
+
+    def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Metrics of a step in one request."""
+        now = int(time.time() * 1000)
+        self.client.log_batch(self.run_id, metrics=[Metric(name, v, now, step) for name, v in metrics.items()])
 
     def log_table(self, table: pd.DataFrame, path: str) -> None:
         """A table as a parquet artifact at `path`."""
@@ -127,10 +132,6 @@ class Tracker:
             root = (Path("mlruns").resolve()).as_uri()
         return self.client.create_experiment(config.experiment, artifact_location=root)
 
-    def _find(self, experiment: str, run_name: str) -> str | None:
-        runs = self.client.search_runs([experiment], f"tags.`{MLFLOW_RUN_NAME}` = '{run_name}'", max_results=1)
-        return runs[0].info.run_id if runs else None
-
     def _create(self, experiment: str, run_name: str) -> str:
         return self.client.create_run(experiment, run_name=run_name).info.run_id
 
@@ -171,6 +172,9 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 @task(name="log", cache_policy=NO_CACHE, persist_result=False)
-def log_step(tracker: Tracker, step: int, metrics: dict[str, float], pictures: Any = None, tables: Any = None) -> None:
+def log_step(
+    clock: Stopwatch, tracker: Tracker, step: int, metrics: dict[str, float], pictures: Any = None, tables: Any = None
+) -> bool:
     """See `Tracker.log_step`."""
-    tracker.log_step(step, metrics, pictures, tables)
+    with clock.stage("log"):
+        return tracker.log_step(step, metrics, pictures, tables)

@@ -27,12 +27,12 @@ class RankMiniBatch:
 
     Attributes:
         positions: which of the references handed to the rank.
-        advantages: [B], of those batches' samples in order.
+        advantages: of each of those batches, [B].
         global_count: samples that count, over all ranks.
     """
 
     positions: tuple[int, ...]
-    advantages: np.ndarray
+    advantages: tuple[np.ndarray, ...]
     global_count: int
 
 
@@ -71,8 +71,10 @@ class TrainerRank:
 
         batches = [
             ActorBatch(
-                Trajectories.join([trajectories[i] for i in entry.positions]),
-                torch.from_numpy(entry.advantages),
+                [
+                    (trajectories[i], torch.tensor(row))
+                    for i, row in zip(entry.positions, entry.advantages, strict=True)
+                ],
                 entry.global_count,
             )
             for entry in plan
@@ -141,7 +143,8 @@ class TrainerGroup:
         for actor, (plan, used) in zip(self.group.actors, plans, strict=True):
             running.append(actor.update.remote(plan, *[batches[i].trajectories for i in used]))
         metrics = ray.get(running)
-        return {name: float(np.mean([m[name] for m in metrics])) for name in metrics[0]}
+        combine = {name: max if name.endswith("/max") else np.mean for name in metrics[0]}
+        return {name: float(function([m[name] for m in metrics])) for name, function in combine.items()}
 
     def save(self, folder: Path) -> None:
         """Every rank writes its part of a checkpoint."""
@@ -200,7 +203,7 @@ def plan_updates(
             first = len(used[rank])
             used[rank] += members[own]
             positions = tuple(range(first, len(used[rank])))
-            plans[rank].append(RankMiniBatch(positions, np.concatenate(rows[own]), counted))
+            plans[rank].append(RankMiniBatch(positions, tuple(rows[own]), counted))
     return [(plan * epochs, indices) for plan, indices in zip(plans, used, strict=True)]
 
 

@@ -15,8 +15,8 @@ from tasks.dataset import Prompt
 from tasks.reward import RewardGroup
 from tasks.rollout import RolloutGroup
 
-VALIDATION_NOISE = -1
-"""The `iteration` of validation's noise keys."""
+VALIDATION_NOISE = {"iteration": -1, "seed": 0}
+"""Validation's noise keys, the same for every run: two sets of weights can be compared picture by picture."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def validate(
 ) -> Validation:
     """Sample every prompt `n` times by the ODE and score the pictures."""
     with clock.stage("testing"):
-        batches = rollout.submit(prompts, n, VALIDATION_NOISE, window=(), pipeline=pipeline)
+        batches = rollout.submit(prompts, n, window=(), pipeline=pipeline, **VALIDATION_NOISE)
         scores = reward.table(batches, ray.get(reward.submit(batches)))
         pictures = np.concatenate(ray.get([batch.pictures for batch in batches]))
     return Validation(scores.samples, pictures)

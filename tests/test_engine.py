@@ -20,7 +20,7 @@ from models.engines.canary import Canary, check_canary
 from models.engines.diffusers_rollout import DiffusersRolloutEngine
 from models.engines.fsdp import ActorBatch, DiffusersFSDPEngine
 from models.engines.trajectories import Trajectories
-from models.engines.weights import WeightSyncError, digest, export_weights, load_trainable, make_trainable, trainable
+from models.engines.weights import WeightSyncError, export_weights, load_trainable, make_trainable, trainable
 from models.qwen_image import QwenImage
 from models.schedulers.noise_keys import INITIAL_NOISE, draw
 
@@ -57,7 +57,7 @@ def trainer(config: DiffusionModelConfig, **settings: Any) -> DiffusersFSDPEngin
 
 
 def batch_of(trajectories: Trajectories, advantages: Tensor = ADVANTAGES) -> ActorBatch:
-    return ActorBatch(trajectories, advantages, int((~advantages.isnan()).sum()))
+    return ActorBatch([(trajectories, advantages)], int((~advantages.isnan()).sum()))
 
 
 def all_parameters(engine: DiffusersFSDPEngine) -> dict[str, Tensor]:
@@ -131,13 +131,13 @@ def plain_kl(own: Replayed, reference: Replayed) -> Tensor:
 def plain_updates(
     config: DiffusionModelConfig,
     actor: DiffusionActorConfig,
-    paths: Trajectories,
+    parts: Sequence[tuple[Trajectories, Tensor]],
     updates: int,
     rates: Sequence[float] | None = None,
 ) -> tuple[dict[str, Tensor], list[float]]:
-    """(weights after, gradient norm of each update): the whole batch at once, no micro-batches, no engine.
+    """(weights after, gradient norm of each update): no micro-batches, no engine, the mean over all samples.
 
-    `rates` are the learning rates of the updates, where they are not all the same.
+    `parts` are batches with their advantages; `rates` the updates' learning rates, where these are not all the same.
     """
     module, base = plain_module(config), QwenImage.load_transformer(config, torch.float32)
     parameters = list(trainable(module).values())
@@ -147,16 +147,18 @@ def plain_updates(
     )
     clip, norms = actor.diffusion_loss.clip_ratio, []
     for update in range(updates):
-        losses = []
-        for step in range(3):
-            own = plain_replay(module, config, paths, step)
-            ratio = torch.exp(own.log_probs - paths.log_probs[:, step])
-            gain = torch.minimum(ADVANTAGES * ratio, ADVANTAGES * ratio.clamp(1 - clip, 1 + clip))
-            losses.append(-gain.mean())
-            if actor.use_kl_loss:
-                losses[-1] = losses[-1] + actor.kl_loss_coef * plain_kl(own, plain_replay(base, config, paths, step))
+        terms = []  # each part's sum over its samples, at each step
+        for paths, advantages in parts:
+            for step in range(3):
+                own = plain_replay(module, config, paths, step)
+                ratio = torch.exp(own.log_probs - paths.log_probs[:, step])
+                gain = torch.minimum(advantages * ratio, advantages * ratio.clamp(1 - clip, 1 + clip))
+                terms.append(-gain.sum())
+                if actor.use_kl_loss:
+                    kl = plain_kl(own, plain_replay(base, config, paths, step))
+                    terms.append(actor.kl_loss_coef * kl * len(paths))
         optimizer.zero_grad()
-        torch.stack(losses).mean().backward()
+        (torch.stack(terms).sum() / (3 * sum(len(paths) for paths, _ in parts))).backward()
         norms.append(torch.nn.utils.clip_grad_norm_(parameters, optim.clip_grad).item())
         optimizer.param_groups[0]["lr"] = rates[update] if rates else optim.lr
         optimizer.step()
@@ -205,23 +207,22 @@ def test_ratio_of_the_first_update_is_exactly_one(tiny_model: Path, kind: str) -
     assert engine.update_policy([batch_of(trajectories)])["ratio_deviation/max"] > 0
 
 
-def test_rollouts_of_different_prompts_join_into_one(tiny_model: Path) -> None:
-    """Prompt tables of different lengths are padded to one; each sample keeps its prompt, path and key."""
+def test_batches_are_cut_where_too_large_and_never_merged(tiny_model: Path) -> None:
     config = config_of("full", tiny_model)
+    short, long = differently_long_rollouts(config)
+    pieces = ActorBatch([(short, ADVANTAGES[:2]), (long, ADVANTAGES[2:])], 6).micro_batches(3)
+    assert [piece.keys for piece, _ in pieces] == [short.keys, long.keys[:3], long.keys[3:]]
+    assert torch.equal(torch.cat([advantages for _, advantages in pieces]), ADVANTAGES)
+    assert torch.equal(torch.cat([piece.latents for piece, _ in pieces[1:]]), long.latents)
+    assert pieces[2][0].prompt_index.tolist() == [1]
+
+
+def differently_long_rollouts(config: DiffusionModelConfig) -> list[Trajectories]:
+    """Two samples of a prompt of 3 tokens, and two each of prompts of 7 and 5, sampled apart."""
     rollout = DiffusersRolloutEngine(config)
-    parts = [
-        rollout.generate(rollout_request(lengths=lengths, iteration=len(lengths)))[1] for lengths in [(3,), (7, 5)]
-    ]
-    joined = Trajectories.join(parts)
-    log_probs = torch.cat([part.log_probs for part in parts])
-    assert joined.keys == parts[0].keys + parts[1].keys
-    assert joined.prompts.prompt_embeds_mask.sum(1).tolist() == [3, 7, 5]
-    assert torch.equal(joined.log_probs, log_probs)
-    engine = trainer(config)
-    assert torch.allclose(engine.replay_log_probs(joined), log_probs, rtol=0, atol=2e-6)
-    order = torch.tensor([5, 0, 3])
-    assert torch.allclose(engine.replay_log_probs(joined.rows(order)), log_probs[order], rtol=0, atol=2e-6)
-    assert joined.rows(order).keys == tuple(joined.keys[i] for i in order)
+    requests = [rollout_request(lengths=(3,)), rollout_request(lengths=(7, 5), iteration=1)]
+    sampled = [rollout.generate(request)[1] for request in requests]
+    return [trajectories for trajectories in sampled if trajectories is not None]
 
 
 # ---- updates
@@ -236,11 +237,24 @@ def test_updates_equal_the_reference_trainer(tiny_model: Path, kind: str, clip_g
     engine = trainer(config, clip_grad=clip_grad)
     start = engine.gather_weights()
     metrics = [engine.update_policy([batch_of(trajectories)]) for _ in range(3)]
-    weights, norms = plain_updates(config, engine.actor_config, trajectories, updates=3)
+    weights, norms = plain_updates(config, engine.actor_config, [(trajectories, ADVANTAGES)], updates=3)
     assert [m["grad_norm"] for m in metrics] == pytest.approx(norms, rel=1e-4)
     assert (norms[0] > clip_grad) == (clip_grad < 1)
     assert largest_difference(engine.gather_weights(), weights) < 1e-6
     assert largest_difference(engine.gather_weights(), start) > 1e-3
+
+
+def test_parts_of_a_batch_add_up_to_one_mean(tiny_model: Path) -> None:
+    """A part of two and a part of four, of different lengths: each sample weighs the same, and replays exactly."""
+    config = config_of("full", tiny_model)
+    short, long = differently_long_rollouts(config)
+    parts = [(short, ADVANTAGES[:2]), (long, ADVANTAGES[2:])]
+    engine = trainer(config, clip_grad=1e6)
+    metrics = [engine.update_policy([ActorBatch(parts, 6)]) for _ in range(2)]
+    assert metrics[0]["ratio_deviation/max"] == 0.0
+    weights, norms = plain_updates(config, engine.actor_config, parts, updates=2)
+    assert [m["grad_norm"] for m in metrics] == pytest.approx(norms, rel=1e-4)
+    assert largest_difference(engine.gather_weights(), weights) < 1e-6
 
 
 @full_and_lora
@@ -250,8 +264,8 @@ def test_kl_pulls_towards_the_reference_as_the_formula_says(tiny_model: Path, ki
     engine = trainer(config, use_kl_loss=True, kl_loss_coef=20.0, clip_grad=1e6)
     for _ in range(3):
         engine.update_policy([batch_of(trajectories)])
-    weights, _ = plain_updates(config, engine.actor_config, trajectories, updates=3)
-    without, _ = plain_updates(config, actor_config(clip_grad=1e6), trajectories, updates=3)
+    weights, _ = plain_updates(config, engine.actor_config, [(trajectories, ADVANTAGES)], updates=3)
+    without, _ = plain_updates(config, actor_config(clip_grad=1e6), [(trajectories, ADVANTAGES)], updates=3)
     assert largest_difference(engine.gather_weights(), weights) < 1e-6
     assert largest_difference(weights, without) > 1e-4
 
@@ -298,17 +312,32 @@ def test_gradient_checkpointing_changes_nothing(tiny_model: Path) -> None:
     assert largest_difference(*(engine.gather_weights() for engine in engines)) < 1e-6
 
 
+def test_lora_starts_as_the_base_model_and_alike_everywhere(tiny_model: Path) -> None:
+    """The first matrices come from a seed of their own, whatever torch's global generator was doing."""
+    config = config_of("lora", tiny_model)
+    one = plain_module(config)
+    torch.rand(7)
+    before = torch.get_rng_state()
+    other = plain_module(config)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert largest_difference(dict(trainable(one)), dict(trainable(other))) == 0.0
+    assert {name for name, p in trainable(one).items() if p.any()} == {n for n in trainable(one) if "lora_A" in n}
+    base = config_of("full", tiny_model)
+    assert torch.equal(rolled_out(config).latents, rolled_out(base).latents)
+
+
 # ---- missing rewards
 
 
 @pytest.mark.parametrize("missing", [[1], [0, 1, 2, 3]], ids=["one_sample", "a_whole_micro_batch"])
 def test_a_missing_reward_leaves_the_update(tiny_model: Path, missing: Sequence[int]) -> None:
+    """Also its share of the KL, which an advantage of 0 would keep."""
     config = config_of("full", tiny_model)
     trajectories = rolled_out(config)
     advantages = ADVANTAGES.clone()
     advantages[missing] = float("nan")
     kept = torch.tensor([row for row in range(6) if row not in missing])
-    with_missing, without = trainer(config), trainer(config)
+    with_missing, without = (trainer(config, use_kl_loss=True, kl_loss_coef=20.0) for _ in range(2))
     start = without.gather_weights()
     for _ in range(2):
         with_missing.update_policy([batch_of(trajectories, advantages)])
@@ -342,9 +371,9 @@ def test_warm_up_is_linear_to_the_learning_rate(tiny_model: Path) -> None:
     engine = trainer(config, lr_warmup_steps=4)
     metrics = [engine.update_policy([batch_of(trajectories)]) for _ in range(6)]
     rates = [0.25e-2, 0.5e-2, 0.75e-2, 1e-2, 1e-2, 1e-2]
-    weights, _ = plain_updates(config, engine.actor_config, trajectories, updates=6, rates=rates)
+    weights, _ = plain_updates(config, engine.actor_config, [(trajectories, ADVANTAGES)], updates=6, rates=rates)
     assert largest_difference(engine.gather_weights(), weights) < 1e-6
-    constant, _ = plain_updates(config, engine.actor_config, trajectories, updates=6)
+    constant, _ = plain_updates(config, engine.actor_config, [(trajectories, ADVANTAGES)], updates=6)
     assert largest_difference(constant, weights) > 1e-4
     assert metrics[-1]["lr"] == 1e-2
     assert metrics[-1]["optimizer_steps"] == 6
@@ -496,14 +525,3 @@ def test_weights_with_wrong_names_are_refused(trained: Trained) -> None:
         )
         == 0.0
     )
-
-
-def test_digest_sees_names_values_and_order() -> None:
-    tensors = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([3.0])}
-    others = [
-        {"a": torch.tensor([1.0, 2.0000002]), "b": torch.tensor([3.0])},
-        {"a": torch.tensor([1.0, 2.0]), "c": torch.tensor([3.0])},
-        {"b": torch.tensor([3.0]), "a": torch.tensor([1.0, 2.0])},
-    ]
-    assert digest(tensors.items()) == digest((name, value.clone()) for name, value in tensors.items())
-    assert len({digest(each.items()) for each in [tensors, *others]}) == 4

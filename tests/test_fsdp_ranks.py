@@ -38,7 +38,7 @@ def new_engine(model: Path, kind: str) -> DiffusersFSDPEngine:
 def batch_of(trajectories: Trajectories, rank: int, ranks: int) -> ActorBatch:
     """The rank's equal share of the eight samples; five of them count."""
     share = torch.arange(8).chunk(ranks)[rank]
-    return ActorBatch(trajectories.rows(share), ADVANTAGES[share], global_count=5)
+    return ActorBatch([(trajectories.rows(share), ADVANTAGES[share])], global_count=5)
 
 
 def update(engine: DiffusersFSDPEngine, batch: ActorBatch, times: int) -> Trained:

@@ -39,14 +39,22 @@ class ActorBatch:
     """What one rank trains on in one optimiser step.
 
     Attributes:
-        trajectories: this rank's samples.
-        advantages: [B]; NaN (a missing reward) leaves the sample out.
+        parts: this rank's samples as they were sampled, each batch with its advantages [B]. A NaN advantage (a
+            missing reward) leaves the sample out.
         global_count: samples of the mini-batch that count, over all ranks.
     """
 
-    trajectories: Trajectories
-    advantages: Tensor
+    parts: Sequence[tuple[Trajectories, Tensor]]
     global_count: int
+
+    def micro_batches(self, size: int) -> list[tuple[Trajectories, Tensor]]:
+        """The parts, cut where they are larger than `size` and never merged: a merged batch is padded and blocked
+        differently, and would not replay its log-probs to the last bit."""
+        pieces = []
+        for trajectories, advantages in self.parts:
+            for index in torch.arange(len(trajectories)).split(size):
+                pieces.append((trajectories.rows(index), advantages[index]))
+        return pieces
 
 
 class DiffusersFSDPEngine:
@@ -75,6 +83,7 @@ class DiffusersFSDPEngine:
             eps=settings.eps,
             weight_decay=settings.weight_decay,
         )
+        _allocate_adam_state(self.optimizer)
         warmup = max(settings.lr_warmup_steps, 1)
         self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda s: min(1.0, (s + 1) / warmup))
         self.ema = WeightAverage(self.module, self.actor_config.ema) if self.actor_config.ema.enable else None
@@ -107,38 +116,35 @@ class DiffusersFSDPEngine:
         return metrics | {"lr": float(self.lr_scheduler.get_last_lr()[0]), "optimizer_steps": self.optimizer_steps}
 
     def _accumulate_gradients(self, batch: ActorBatch, collected: dict[str, list[float]]) -> None:
-        size = self.actor_config.ppo_micro_batch_size_per_gpu
-        steps = batch.trajectories.log_probs.shape[1]
-        starts = range(0, len(batch.trajectories), size)
-        for start in starts:
-            part = slice(start, start + size)
-            micro_batch, counted = self._micro_batch(batch, part)
+        pieces = batch.micro_batches(self.actor_config.ppo_micro_batch_size_per_gpu)
+        for number, (trajectories, advantages) in enumerate(pieces):
+            micro_batch, counted = self._micro_batch(trajectories, advantages)
+            steps = trajectories.log_probs.shape[1]
             # A rank averages over its own samples and FSDP over ranks; this turns both into one mean over the
             # mini-batch's counted samples and timesteps.
             scale = counted * dist.get_world_size() / (batch.global_count * steps)
             for step in range(steps):
-                last = start == starts[-1] and step == steps - 1
+                last = number == len(pieces) - 1 and step == steps - 1
                 cast(FSDPModule, self.module).set_requires_gradient_sync(last)
                 loss, metrics = self.forward_step(micro_batch, self.loss_fn, step=step)
                 (loss * scale).backward()
                 for name, value in metrics.items():
                     collected[name].append(float(value))
 
-    def _micro_batch(self, batch: ActorBatch, part: slice) -> tuple[TensorDict, int]:
+    def _micro_batch(self, trajectories: Trajectories, advantages: Tensor) -> tuple[TensorDict, int]:
         """Inputs of one micro-batch and how many of its samples count.
 
         With none left, one sample is computed and weighted 0: every rank must take part in the collectives.
         """
-        index = torch.arange(len(batch.trajectories))[part]
-        kept = index[~torch.isnan(batch.advantages[index])]
-        rows = kept if len(kept) else index[:1]
-        trajectories = batch.trajectories.rows(rows).to(self.device)
+        kept = torch.nonzero(~torch.isnan(advantages)).flatten()
+        rows = kept if len(kept) else torch.zeros(1, dtype=torch.long)
+        trajectories = trajectories.rows(rows).to(self.device)
         text = trajectories.prompts.expand(trajectories.prompt_index)
         tensors = {
             "latents": trajectories.latents,
             "timesteps": trajectories.timesteps,
             "old_log_probs": trajectories.log_probs,
-            "advantages": batch.advantages[rows].nan_to_num(0.0).to(self.device),
+            "advantages": advantages[rows].nan_to_num(0.0).to(self.device),
             **{name: tensor for name, tensor in text.items() if tensor is not None},
         }
         return TensorDict(tensors, batch_size=[len(rows)]), len(kept)
@@ -190,12 +196,10 @@ class DiffusersFSDPEngine:
 
     def replay_log_probs(self, trajectories: Trajectories) -> Tensor:
         """log_probs [B, W] of the samples under the present weights, without gradient."""
-        batch = ActorBatch(trajectories, torch.zeros(len(trajectories)), len(trajectories))
         parts = []
-        for start in range(0, len(trajectories), self.actor_config.ppo_micro_batch_size_per_gpu):
-            micro_batch, _ = self._micro_batch(
-                batch, slice(start, start + self.actor_config.ppo_micro_batch_size_per_gpu)
-            )
+        batch = ActorBatch([(trajectories, torch.zeros(len(trajectories)))], len(trajectories))
+        for piece, zeros in batch.micro_batches(self.actor_config.ppo_micro_batch_size_per_gpu):
+            micro_batch, _ = self._micro_batch(piece, zeros)
             steps = range(trajectories.log_probs.shape[1])
             outputs = [self.forward_step(micro_batch, None, forward_only=True, step=s)[0] for s in steps]
             parts.append(torch.stack([output["log_probs"] for output in outputs], 1))
@@ -323,6 +327,21 @@ class DiffusersFSDPEngine:
         for part in (*self.adapter.transformer_blocks(module), module):
             fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=settings.reshard_after_forward)
         return module
+
+
+def _allocate_adam_state(optimizer: torch.optim.AdamW) -> None:
+    """Give every parameter its moments now, as AdamW itself would at the first gradient.
+
+    Some parameters never get one (the last joint block's text output leads nowhere); without this a checkpoint would
+    lack their state, and a fresh optimiser, which has it for all, could not be loaded from it.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter] = {
+                "step": torch.tensor(0.0),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """What passes between rollout and update."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -98,32 +97,3 @@ class Trajectories:
         """The same samples on another device."""
         moved = {name: getattr(self, name).to(device) for name in ("prompt_index", "latents", "timesteps", "log_probs")}
         return replace(self, prompts=self.prompts.to(device), **moved)
-
-    @staticmethod
-    def join(parts: Sequence["Trajectories"]) -> "Trajectories":
-        """Concatenate along the batch; prompts of different lengths are padded to the longest."""
-        if len(parts) == 1:
-            return parts[0]
-        offsets = torch.tensor([0, *[len(p.prompts.prompt_embeds) for p in parts[:-1]]]).cumsum(0)
-        return Trajectories(
-            keys=tuple(key for part in parts for key in part.keys),
-            prompts=_join_prompts([part.prompts for part in parts]),
-            prompt_index=torch.cat([part.prompt_index + offset for part, offset in zip(parts, offsets, strict=True)]),
-            latents=torch.cat([part.latents for part in parts]),
-            timesteps=torch.cat([part.timesteps for part in parts]),
-            log_probs=torch.cat([part.log_probs for part in parts]),
-        )
-
-
-def _join_prompts(tables: Sequence[PromptTable]) -> PromptTable:
-    longest = max(table.prompt_embeds.shape[1] for table in tables)
-
-    def padded(tensor: Tensor) -> Tensor:
-        missing = longest - tensor.shape[1]
-        return torch.cat([tensor, tensor.new_zeros(tensor.shape[0], missing, *tensor.shape[2:])], dim=1)
-
-    return replace(
-        tables[0],  # the negative prompt is the run's own, the same in every table
-        prompt_embeds=torch.cat([padded(table.prompt_embeds) for table in tables]),
-        prompt_embeds_mask=torch.cat([padded(table.prompt_embeds_mask) for table in tables]),
-    )

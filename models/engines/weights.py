@@ -1,8 +1,7 @@
 """Which weights are trained, under which names they travel, and how they are written for others to load."""
 
-import hashlib
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -75,15 +74,6 @@ def load_trainable(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
     with torch.no_grad():
         for name, parameter in own.items():
             parameter.copy_(weights[name])
-
-
-def digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """sha256 over names and bytes, in the order given."""
-    total = hashlib.sha256()
-    for name, tensor in tensors:
-        total.update(name.encode())
-        total.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return total.hexdigest()
 
 
 def export_weights(

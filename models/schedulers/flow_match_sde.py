@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING
 
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
@@ -12,7 +12,9 @@ from torch import Tensor
 
 from models.schedulers.kernels import KERNELS, ReverseStep
 
-SdeType = Literal["sde", "cps", "dance_sde"]
+if TYPE_CHECKING:
+    from models.config import SdeType
+
 Generators = torch.Generator | Sequence[torch.Generator] | None
 
 
@@ -54,7 +56,7 @@ class FlowMatchSDEDiscreteScheduler(FlowMatchEulerDiscreteScheduler):
         return_dict: bool = True,
         noise_level: float = 0.7,
         prev_sample: Tensor | None = None,
-        sde_type: SdeType = "sde",
+        sde_type: "SdeType" = "sde",
         return_logprobs: bool = True,
     ) -> FlowMatchSDEDiscreteSchedulerOutput | tuple:
         """One sequential step of the denoising loop; advances the internal step index.
@@ -93,7 +95,7 @@ class FlowMatchSDEDiscreteScheduler(FlowMatchEulerDiscreteScheduler):
         per_token_timesteps: Tensor | None = None,
         noise_level: float = 0.7,
         prev_sample: Tensor | None = None,
-        sde_type: SdeType = "sde",
+        sde_type: "SdeType" = "sde",
         return_logprobs: bool = True,
         return_sqrt_dt: bool = False,
     ) -> tuple:

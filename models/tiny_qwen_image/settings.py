@@ -47,7 +47,7 @@ class TinySettings:
     vae_crop: int = 16
     """Side of the square crops in pixels; crops are cheaper than whole pictures and the VAE is convolutional."""
     vae_lr: float = 2e-3
-    """Peak learning rate of the VAE (AdamW). Half more is known to collapse."""
+    """Peak learning rate of the VAE (AdamW)."""
     vae_latent_noise: float = 0.05
     """Noise on the latents while the decoder learns, as a share of their own standard deviation: the decoder then
     forgives the small errors that a sampler leaves."""

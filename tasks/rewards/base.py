@@ -90,18 +90,27 @@ def get_reward(name: str, **options: Any) -> Reward:
     A function is called as `function(images, prompts, **options)` and returns a RewardResult or scores [B].
     Raises RewardError for an unknown name, path or option.
     """
+    found = check_reward(name, **options)
+    return found(**options) if inspect.isclass(found) else FunctionReward(name, found, options)
+
+
+def check_reward(name: str, **options: Any) -> Callable:
+    """The class or function that `get_reward` would use; nothing is loaded. Raises what `get_reward` raises."""
     if ":" not in name:
         if name not in _REGISTRY:
             raise RewardError(
                 f"there is no reward {name!r}; known are {', '.join(known_rewards())}, "
                 'and any other can be given as "package.module:function_or_class"'
             )
-        return _with_options(name, _REGISTRY[name], options)
+        _check_options(name, _REGISTRY[name], (), options)
+        return _REGISTRY[name]
     found = _import(name)
     if inspect.isclass(found) and issubclass(found, Reward):
-        return _with_options(name, found, options)
+        _check_options(name, found, (), options)
+        return found
     if inspect.isfunction(found):
-        return FunctionReward(name, found, options)
+        _check_options(name, found, (None, None), options)
+        return found
     raise RewardError(
         f"{name} is a {type(found).__name__}; it must be a subclass of tasks.rewards.Reward or a function"
     )
@@ -111,7 +120,6 @@ class FunctionReward(Reward):
     """A plain function as a reward; its version is the digest of its module's source, unless it has a `version`."""
 
     def __init__(self, path: str, function: Callable, options: dict[str, Any]):
-        _check_options(path, function, (None, None), options)
         self.name = path
         self.version = getattr(function, "version", None) or _source_digest(function)
         self._function = function
@@ -142,11 +150,6 @@ def _import(path: str) -> Any:
         return getattr(importlib.import_module(module), attribute)
     except (ModuleNotFoundError, AttributeError) as error:
         raise RewardError(f"the reward {path!r} cannot be imported: {error}") from error
-
-
-def _with_options(name: str, cls: type[Reward], options: dict[str, Any]) -> Reward:
-    _check_options(name, cls, (), options)
-    return cls(**options)
 
 
 def _check_options(name: str, target: Callable, arguments: tuple, options: dict[str, Any]) -> None:

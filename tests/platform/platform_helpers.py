@@ -25,7 +25,7 @@ RECIPE = {
         "rollout": {
             "n": 4,
             "micro_batch_size": 4,
-            "pipeline": {"height": 16, "width": 24, "num_inference_steps": 4, "max_sequence_length": 64},
+            "pipeline": {"height": 16, "width": 24, "num_inference_steps": 4},
             "algo": {"noise_level": 0.7, "sde_window_range": [0, 2]},
         },
         "actor": {"ppo_mini_batch_size": 2, "ppo_micro_batch_size_per_gpu": 4, "optim": {"lr": 1.0e-3}},
