@@ -94,7 +94,9 @@ class EmaConfig(Section):
 class FSDPConfig(Section):
     """How the trainer's ranks hold and compute the model."""
 
-    param_dtype: Literal["float32", "bfloat16"] = Field("float32", description="Format of unsharded parameters.")
+    param_dtype: Literal["float32", "bfloat16"] | None = Field(
+        None, description="Format in which the trainer computes; null is model.dtype, as the rollout does."
+    )
     reduce_dtype: Literal["float32", "bfloat16"] = Field("float32", description="Format of gradient reduction.")
     gradient_checkpointing: bool = Field(
         False, description="Recompute activations in the backward pass: less memory, about a third more work."

@@ -32,6 +32,8 @@ class DiffusersRolloutEngine:
         self.adapter = DiffusionModelBase.get_class(model_config)
         self.transformer = self.adapter.load_transformer(model_config, model_config.dtype).to(device).eval()
         make_trainable(self.adapter, self.transformer, model_config)
+        # LoRA weights are kept in fp32 for the optimiser's sake; the trainer computes with them in the model's format.
+        self.transformer.to(model_config.dtype)
         self.vae = self.adapter.load_vae(model_config).to(device)
         self._schedulers: dict[DiffusionPipelineConfig, FlowMatchSDEDiscreteScheduler] = {}
 

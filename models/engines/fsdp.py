@@ -1,7 +1,7 @@
 """The training engine: a diffusers transformer under FSDP2, trained by replaying rollouts step by step."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,24 +98,20 @@ class DiffusersFSDPEngine:
         """One optimiser step per batch.
 
         Returns:
-            Metrics without prefix, averaged over micro-batches and timesteps, this rank's view.
+            Metrics without prefix, averaged over this rank's counted samples, timesteps and optimiser steps.
 
         Raises:
             FloatingPointError: the gradient is not finite; the weights are then untouched by it.
         """
-        collected: dict[str, list[float]] = defaultdict(list)
+        collected = WeightedMetrics()
         self.module.train()
         for batch in batches:
             self._accumulate_gradients(batch, collected)
-            collected["grad_norm"].append(self._optimizer_step())
+            collected.add({"lr": float(self.lr_scheduler.get_last_lr()[0]), "grad_norm": self._optimizer_step()})
         self.module.eval()
-        metrics = {
-            name: max(values) if name.endswith("/max") else sum(values) / len(values)
-            for name, values in collected.items()
-        }
-        return metrics | {"lr": float(self.lr_scheduler.get_last_lr()[0]), "optimizer_steps": self.optimizer_steps}
+        return collected.combined() | {"optimizer_steps": self.optimizer_steps}
 
-    def _accumulate_gradients(self, batch: ActorBatch, collected: dict[str, list[float]]) -> None:
+    def _accumulate_gradients(self, batch: ActorBatch, collected: "WeightedMetrics") -> None:
         pieces = batch.micro_batches(self.actor_config.ppo_micro_batch_size_per_gpu)
         for number, (trajectories, advantages) in enumerate(pieces):
             micro_batch, counted = self._micro_batch(trajectories, advantages)
@@ -128,8 +124,7 @@ class DiffusersFSDPEngine:
                 cast(FSDPModule, self.module).set_requires_gradient_sync(last)
                 loss, metrics = self.forward_step(micro_batch, self.loss_fn, step=step)
                 (loss * scale).backward()
-                for name, value in metrics.items():
-                    collected[name].append(float(value))
+                collected.add(metrics, counted)
 
     def _micro_batch(self, trajectories: Trajectories, advantages: Tensor) -> tuple[TensorDict, int]:
         """Inputs of one micro-batch and how many of its samples count.
@@ -321,12 +316,35 @@ class DiffusersFSDPEngine:
     def _sharded(self, module: nn.Module) -> nn.Module:
         settings = self.actor_config.fsdp_config
         policy = MixedPrecisionPolicy(
-            param_dtype=getattr(torch, settings.param_dtype), reduce_dtype=getattr(torch, settings.reduce_dtype)
+            param_dtype=getattr(torch, settings.param_dtype or self.model_config.model.dtype),
+            reduce_dtype=getattr(torch, settings.reduce_dtype),
         )
         mesh = init_device_mesh(self.device, (dist.get_world_size(),))
         for part in (*self.adapter.transformer_blocks(module), module):
             fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=settings.reshard_after_forward)
         return module
+
+
+class WeightedMetrics:
+    """Averages of metrics over samples; names ending in /max keep the largest value."""
+
+    def __init__(self) -> None:
+        self.entries: dict[str, list[tuple[float, float]]] = defaultdict(list)
+
+    def add(self, metrics: Mapping[str, Any], weight: float = 1.0) -> None:
+        """Numbers that stand for `weight` samples; with none they say nothing and are left out."""
+        if weight:
+            for name, value in metrics.items():
+                self.entries[name].append((float(value), weight))
+
+    def combined(self) -> dict[str, float]:
+        """Name -> average or maximum."""
+        return {
+            name: max(value for value, _ in entries)
+            if name.endswith("/max")
+            else sum(value * weight for value, weight in entries) / sum(weight for _, weight in entries)
+            for name, entries in self.entries.items()
+        }
 
 
 def _allocate_adam_state(optimizer: torch.optim.AdamW) -> None:

@@ -50,9 +50,14 @@ def sample(
         scheduler: with timesteps set for `model_config.pipeline`.
         initial_latents: [B, ...] to start from; None draws them by the noise keys.
 
+    Raises:
+        ValueError: there is a window but no noise.
+
     Returns:
         (finished latents [B, ...] fp32, the window's trajectories on the CPU or None for an ODE).
     """
+    if request.window and model_config.algo.noise_level == 0:
+        raise ValueError("a window of stochastic steps needs algo.noise_level above 0; leave it empty for the ODE")
     prompts, index = request.prompts.to(device), request.prompt_index.to(device)
     velocity = velocity_field(adapter, module, model_config, prompts, index)
     latents = initial_latents

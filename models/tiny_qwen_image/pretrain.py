@@ -50,7 +50,11 @@ def train_vae(
             scale_learning_rates([optimizer], trapezoid(step, settings.vae_steps, 30, 1.0))
             crops = draw_crops(pixels, settings, generator)
             noise = settings.vae_latent_noise * torch.randn(latent_size(crops, settings), generator=generator)
-            loss = backward(lambda share, x=crops, n=noise: vae_loss(vae, x[share], n[share]), len(crops))
+
+            def loss_of(share: slice, x=crops, n=noise) -> torch.Tensor:
+                return vae_loss(vae, x[share], n[share])
+
+            loss = backward(loss_of, len(crops))
             torch.nn.utils.clip_grad_norm_(parameters, 1.0)
             optimizer.step()
             report(progress, "vae", step, settings.vae_steps, settings, {"loss": loss})

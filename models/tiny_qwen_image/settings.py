@@ -61,7 +61,7 @@ class TinySettings:
     """Channels of a head; heads * head_dim is the transformer's width."""
     rope_axes: tuple[int, int, int] = (4, 6, 6)
     """Channels of a head that turn with frame, row and column; even numbers which sum to head_dim."""
-    steps: int = 1020
+    steps: int = 950
     """Optimiser steps of the transformer. They decide how good the base model is: it should draw about half of the
     digits of unseen numbers right, so that reinforcement learning has both a start and something to gain."""
     batch: int = 64
