@@ -15,7 +15,7 @@ class NothingToLearn(RuntimeError):
 
 
 def compute_advantage(rewards: np.ndarray, uids: np.ndarray, config: DiffusionAlgoConfig) -> np.ndarray:
-    """Advantages [B] of rewards [B] whose groups are the equal uids [B]; NaN stays NaN.
+    """Advantages [B] of rewards [B] whose groups are the equal uids [B]; NaN is left out of the update.
 
     Raises:
         NothingToLearn: every reward is missing.
@@ -30,7 +30,18 @@ def compute_advantage(rewards: np.ndarray, uids: np.ndarray, config: DiffusionAl
         global_std=config.global_std,
         config=config,
     )
-    return advantages.numpy()
+    result = advantages.numpy()
+    return without_equal_groups(result, rewards, uids) if config.drop_equal_groups else result
+
+
+def without_equal_groups(advantages: np.ndarray, rewards: np.ndarray, uids: np.ndarray) -> np.ndarray:
+    """Advantages [B] with NaN for the samples of groups whose present rewards are all equal."""
+    kept = advantages.copy()
+    for uid in np.unique(uids):
+        group = uids == uid
+        if np.unique(rewards[group & ~np.isnan(rewards)]).size <= 1:
+            kept[group] = np.nan
+    return kept
 
 
 @task(name="advantage", cache_policy=NO_CACHE, persist_result=False)

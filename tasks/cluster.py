@@ -28,6 +28,8 @@ def ray_cluster(config: RayConfig) -> Iterator[None]:
     for name, value in QUIET_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     address = os.environ.get("RAY_ADDRESS")
+    if not address:
+        os.environ.setdefault("RAY_AUTH_MODE", "token")  # Ray's default for a new cluster, without its notice
     own = {} if address else {"num_cpus": config.num_cpus, "include_dashboard": False}
     ray.init(address=address, log_to_driver=config.log_to_driver, logging_level="WARNING", **own)
     try:

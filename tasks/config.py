@@ -106,6 +106,11 @@ class DiffusionAlgoConfig(Section):
     adv_estimator: str = Field("flow_grpo", description="Advantage estimator, or package.module:function.")
     norm_adv_by_std_in_grpo: bool = Field(True, description="Divide by a standard deviation; false is Dr.GRPO.")
     global_std: bool = Field(True, description="Divide by the whole batch's standard deviation, not the group's.")
+    drop_equal_groups: bool = Field(
+        False,
+        description="Leave groups out of the update whose rewards are all equal. They carry no signal; counted, they "
+        "cost time and shrink the gradient's mean as a run succeeds, which Adam's memory turns into smaller steps.",
+    )
 
 
 class RayConfig(Section):

@@ -71,6 +71,8 @@ def orchestration_metrics(timing_raw: Mapping[str, float]) -> dict[str, float]:
 
 def _spread(prefix: str, values: np.ndarray) -> dict[str, float]:
     present = values[~np.isnan(values)]
+    if not present.size:  # every group was dropped: there is nothing to describe
+        return {}
     return {
         f"{prefix}/mean": float(present.mean()),
         f"{prefix}/max": float(present.max()),

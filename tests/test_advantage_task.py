@@ -1,0 +1,48 @@
+"""What the advantage stage adds to the estimators."""
+
+import numpy as np
+import pytest
+
+from tasks.advantage import NothingToLearn, compute_advantage
+from tasks.config import DiffusionAlgoConfig
+from tasks.metrics import compute_data_metrics_diffusion
+
+UIDS = np.array(["a"] * 3 + ["b"] * 3)
+REWARDS = np.array([0.1, 0.5, 0.9, 0.7, 0.7, 0.7], np.float32)
+
+
+def test_equal_groups_are_dropped_and_the_others_are_as_before() -> None:
+    config = DiffusionAlgoConfig(global_std=False)
+    kept = compute_advantage(REWARDS, UIDS, config)
+    dropped = compute_advantage(REWARDS, UIDS, config.model_copy(update={"drop_equal_groups": True}))
+    np.testing.assert_array_equal(kept[3:], 0)
+    assert np.isnan(dropped[3:]).all()
+    np.testing.assert_array_equal(dropped[:3], kept[:3])
+
+
+def test_a_missing_reward_does_not_make_a_group_unequal() -> None:
+    rewards = REWARDS.copy()
+    rewards[4] = np.nan
+    advantages = compute_advantage(rewards, UIDS, DiffusionAlgoConfig(drop_equal_groups=True))
+    assert np.isnan(advantages[3:]).all()
+    assert not np.isnan(advantages[:3]).any()
+
+
+def test_all_missing_is_an_error_and_all_equal_is_not() -> None:
+    config = DiffusionAlgoConfig(drop_equal_groups=True)
+    with pytest.raises(NothingToLearn, match="every reward"):
+        compute_advantage(np.full(6, np.nan, np.float32), UIDS, config)
+    advantages = compute_advantage(np.ones(6, np.float32), UIDS, config)
+    assert np.isnan(advantages).all()
+    metrics = compute_data_metrics_diffusion(
+        {"sample_level_rewards": np.ones(6), "uid": UIDS, "advantages": advantages}
+    )
+    assert metrics["critic/rewards/mean"] == 1
+    assert "critic/advantages/mean" not in metrics
+
+
+def test_data_metrics_describe_groups() -> None:
+    metrics = compute_data_metrics_diffusion({"sample_level_rewards": REWARDS, "uid": UIDS})
+    assert metrics["critic/rewards/zero_std_ratio"] == 0.5
+    assert metrics["critic/rewards/group_size"] == 3
+    assert metrics["critic/rewards/std_mean"] == pytest.approx(np.std(REWARDS[:3]) / 2)
