@@ -1,5 +1,6 @@
 """Ray: start-up and the groups of long-lived actors that hold the models."""
 
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,8 +29,8 @@ def ray_cluster(config: RayConfig) -> Iterator[None]:
     for name, value in QUIET_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     address = os.environ.get("RAY_ADDRESS")
-    if not address:
-        os.environ.setdefault("RAY_AUTH_MODE", "token")  # Ray's default for a new cluster, without its notice
+    # Ray tells at every start that its token authentication is on, which is its default and stays so.
+    logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     own = {} if address else {"num_cpus": config.num_cpus, "include_dashboard": False}
     ray.init(address=address, log_to_driver=config.log_to_driver, logging_level="WARNING", **own)
     try:
