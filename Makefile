@@ -11,6 +11,7 @@ export PREFECT_SERVER_ANALYTICS_ENABLED = false
 export RAY_USAGE_STATS_ENABLED = 0
 export DVC_NO_ANALYTICS = 1
 export HF_HUB_OFFLINE = 1
+export HF_HUB_DISABLE_PROGRESS_BARS = 1
 # Prefect's database and settings live beside the code, not in the home folder.
 export PREFECT_HOME = $(CURDIR)/.prefect
 export PREFECT_LOGGING_LEVEL ?= WARNING
@@ -28,7 +29,7 @@ train: $(VENV)/.data
 	@$(BIN)/python -m flows.train $(RECIPE)
 
 data: $(VENV)/.data ## prompts, base model and embeddings, as far as they are not there yet
-	@$(BIN)/dvc repro
+	@$(BIN)/dvc repro --quiet
 
 test: $(VENV)/.dev lint ## install and run every test
 	@$(BIN)/python -m pytest
@@ -43,9 +44,10 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.data: $(BIN)/python pyproject.toml constraints.txt
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[data]'
+	@echo "Installing into $(VENV): about two minutes"
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[data]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.data
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
