@@ -107,15 +107,21 @@ class FSDPConfig(Section):
 
 
 class DiffusionLossConfig(Section):
-    """The policy loss."""
+    """Which policy loss, and its bounds."""
 
     loss_mode: str = Field("flow_grpo", description="Registered name of the loss, or package.module:Class.")
     clip_ratio: float = Field(
         1e-4,
         gt=0,
-        description="Ratio clip range. Log-probs are means over the latent, so it is small: 1e-3..2e-6.",
+        description="Ratio clip range (not read by flow_dppo). Log-probs are means over the latent, so it is small: "
+        "1e-3..2e-6.",
     )
-    adv_clip_max: float = Field(5.0, gt=0, description="Advantages are clamped to plus or minus this.")
+    adv_clip_max: float = Field(
+        5.0, gt=0, description="Advantages are clamped to plus or minus this (not by flow_dppo)."
+    )
+    kl_mask_threshold: float = Field(
+        1e-5, gt=0, description="flow_dppo only: KL per latent element above which a step may not go further."
+    )
 
 
 class DiffusionActorConfig(Section):

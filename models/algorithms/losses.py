@@ -2,7 +2,7 @@
 
 A loss is split in two. `compute_loss` is the formula on plain tensors. `__call__` takes what it needs from the
 model's output and the micro-batch, and says beforehand which keys those are, so that a missing input is an error
-with a name and not a KeyError in the middle of a step.
+with a name and not a KeyError in the middle of a step. The policy-gradient losses stand in `policy_gradient`.
 """
 
 from abc import ABC, abstractmethod
@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from models.algorithms.registry import NameRegistry
@@ -18,6 +17,13 @@ from models.schedulers.kernels import mean_dims
 
 if TYPE_CHECKING:
     from models.config import DiffusionActorConfig
+
+MODEL_OUTPUTS = ("log_probs", "prev_sample_mean", "std_dev_t", "sqrt_dt")
+"""What replaying a step gives, `DiffusionModelBase.forward_and_sample_previous_step`."""
+OLD_MEAN = "old_prev_sample_mean"
+IS_WEIGHTS = "rollout_is_weights"
+DATA = ("old_log_probs", "advantages", OLD_MEAN)
+"""What the engine gives any loss that asks for it."""
 
 
 @dataclass
@@ -39,7 +45,11 @@ class DiffusionLossFn(ABC):
     """Base of the worker-side losses."""
 
     required_model_output_keys: ClassVar[tuple[str, ...]] = ()
+    """Of MODEL_OUTPUTS."""
     required_data_keys: ClassVar[tuple[str, ...]] = ()
+    """Of DATA, and `ref_prev_sample_mean` where the KL to the reference is in use."""
+    optional_data_keys: ClassVar[tuple[str, ...]] = ()
+    """IS_WEIGHTS where the loss multiplies each sample by it; the key is there when rollout correction makes it."""
 
     compute_loss: ClassVar[Callable[..., tuple[Tensor, dict[str, Any]]]]
     """The formula, a classmethod: tensors in by name, (scalar loss, metrics) out."""
@@ -84,53 +94,35 @@ def get_diffusion_loss_fn(name: str) -> DiffusionLossFn:
     return _LOSSES.get(name)()
 
 
-@register_diffusion_loss("flow_grpo")
-class FlowGRPOLoss(DiffusionLossFn):
-    """Clipped policy objective of Flow-GRPO (arXiv 2505.05470); DanceGRPO and MixGRPO use it unchanged."""
+def check_loss_inputs(name: str, use_kl_loss: bool, weighted: bool = False) -> None:
+    """Check before any model loads that the engine can give a loss what it declares.
 
-    required_model_output_keys = ("log_probs",)
-    required_data_keys = ("old_log_probs", "advantages")
+    Args:
+        name: of the loss, or its import path.
+        use_kl_loss: is there a reference?
+        weighted: will samples have importance weights?
 
-    @classmethod
-    def compute_loss(
-        cls,
-        *,
-        old_log_prob: Tensor,
-        log_prob: Tensor,
-        advantages: Tensor,
-        config: "DiffusionActorConfig",
-        rollout_is_weights: Tensor | None = None,
-    ) -> tuple[Tensor, dict[str, Any]]:
-        """L = mean max(-A ratio, -A clip(ratio, 1-eps, 1+eps)), ratio = exp(log_prob - old_log_prob).
-
-        Args:
-            old_log_prob: [B], of the policy that sampled.
-            log_prob: [B], of the policy being updated.
-            advantages: [B], clamped here to plus or minus `adv_clip_max`.
-            config: the actor's settings; `diffusion_loss` is read.
-            rollout_is_weights: [B], detached multiplier of each sample's loss.
-        """
-        settings = config.diffusion_loss
-        advantages = advantages.clamp(-settings.adv_clip_max, settings.adv_clip_max)
-        log_ratio = log_prob - old_log_prob
-        ratio = torch.exp(log_ratio)
-        clipped = ratio.clamp(1 - settings.clip_ratio, 1 + settings.clip_ratio)
-        per_sample = torch.maximum(-advantages * ratio, -advantages * clipped)
-        if rollout_is_weights is not None:
-            per_sample = per_sample * rollout_is_weights.detach()
-        return per_sample.mean(), ratio_metrics(ratio, log_ratio, settings.clip_ratio)
-
-    def __call__(
-        self, *, config: "DiffusionActorConfig", model_output: Mapping[str, Any], data: Mapping[str, Any]
-    ) -> DiffusionLossResult:
-        loss, metrics = self.compute_loss(
-            old_log_prob=data["old_log_probs"],
-            log_prob=model_output["log_probs"],
-            advantages=data["advantages"],
-            config=config,
-            rollout_is_weights=data.get("rollout_is_weights"),
+    Raises:
+        ValueError: unknown loss, one that asks for something else (every such key is named), or one that would ignore
+            the weights.
+    """
+    loss = get_diffusion_loss_fn(name)
+    given = {*DATA, "ref_prev_sample_mean"} if use_kl_loss else {*DATA}
+    wrong = [key for key in loss.required_model_output_keys if key not in MODEL_OUTPUTS]
+    wrong += [key for key in loss.required_data_keys if key not in given]
+    if wrong:
+        known = ", ".join([*MODEL_OUTPUTS, *sorted(given)])
+        raise ValueError(f"diffusion_loss.loss_mode {name!r} needs {', '.join(wrong)}; an update gives {known}")
+    if weighted and IS_WEIGHTS not in loss.optional_data_keys:
+        raise ValueError(
+            f"diffusion_loss.loss_mode {name!r} does not name {IS_WEIGHTS} in its optional_data_keys and would ignore "
+            "algorithm.rollout_correction.rollout_is: set that to null, or multiply by the weights and name them"
         )
-        return DiffusionLossResult(loss, metrics)
+
+
+def needs_old_means(name: str) -> bool:
+    """Does this loss compare the means of a step before and after?"""
+    return OLD_MEAN in get_diffusion_loss_fn(name).required_data_keys
 
 
 class KLLoss:
@@ -149,14 +141,3 @@ class KLLoss:
         """
         kl = mean_dims((prev_sample_mean - ref_prev_sample_mean) ** 2 / (2 * std_dev_t**2)).mean()
         return kl, {"kl_loss": kl.detach()}
-
-
-def ratio_metrics(ratio: Tensor, log_ratio: Tensor, clip_ratio: float) -> dict[str, Tensor]:
-    """What tells a healthy update: the ratio's spread, how often it is clipped, and the approximate KL."""
-    deviation = (ratio.detach() - 1).abs()
-    return {
-        "ppo_kl": -log_ratio.detach().mean(),
-        "pg_clipfrac": (deviation > clip_ratio).float().mean(),
-        "ratio_deviation/mean": deviation.mean(),
-        "ratio_deviation/max": deviation.max(),
-    }
