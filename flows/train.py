@@ -78,7 +78,7 @@ def iterate(run: TrainingRun, iteration: int) -> dict[str, float]:
     pending_scores = run.reward.submit(batches)
     rollout_seconds = finish_rollout(clock, batches)
     scores = finish_reward(clock, run.reward, batches, pending_scores)
-    advantages = advantage(clock, scores.rewards, scores.uids, run.config.algorithm)
+    advantages = advantage(clock, scores, run.config.algorithm)
     actor_metrics = update(clock, run.trainer, batches, advantages)
     run.iteration = iteration
     drift = sync_weights(clock, run.trainer, run.rollout, run.canary, iteration, run.tolerance)

@@ -1,5 +1,7 @@
 """Advantage: rewards become what the update weighs each sample with."""
 
+from collections.abc import Mapping
+
 import numpy as np
 import torch
 from prefect import task
@@ -8,14 +10,28 @@ from prefect.cache_policies import NO_CACHE
 from models.algorithms import get_diffusion_adv_estimator_fn
 from tasks.clock import Stopwatch
 from tasks.config import DiffusionAlgoConfig
+from tasks.reward import Scores
 
 
 class NothingToLearn(RuntimeError):
     """No sample of an iteration has an advantage to learn from."""
 
 
-def compute_advantage(rewards: np.ndarray, uids: np.ndarray, config: DiffusionAlgoConfig) -> np.ndarray:
-    """Advantages [B] of rewards [B] whose groups are the equal uids [B]; NaN is left out of the update.
+def compute_advantage(
+    rewards: np.ndarray,
+    uids: np.ndarray,
+    config: DiffusionAlgoConfig,
+    reward_scores: Mapping[str, np.ndarray],
+    reward_weights: Mapping[str, float],
+) -> np.ndarray:
+    """Advantages [B]; NaN is left out of the update.
+
+    Args:
+        rewards: [B], the weighted sum of the scores.
+        uids: [B]; the samples of equal uids are a group.
+        config: estimator and its settings.
+        reward_scores: reward name -> [B].
+        reward_weights: reward name -> weight.
 
     Raises:
         NothingToLearn: every reward is missing.
@@ -29,6 +45,8 @@ def compute_advantage(rewards: np.ndarray, uids: np.ndarray, config: DiffusionAl
         norm_adv_by_std_in_grpo=config.norm_adv_by_std_in_grpo,
         global_std=config.global_std,
         config=config,
+        reward_scores={name: torch.tensor(scores) for name, scores in reward_scores.items()},
+        reward_weights=reward_weights,
     )
     result = advantages.numpy()
     return without_equal_groups(result, rewards, uids) if config.drop_equal_groups else result
@@ -45,7 +63,7 @@ def without_equal_groups(advantages: np.ndarray, rewards: np.ndarray, uids: np.n
 
 
 @task(name="advantage", cache_policy=NO_CACHE, persist_result=False)
-def advantage(clock: Stopwatch, rewards: np.ndarray, uids: np.ndarray, config: DiffusionAlgoConfig) -> np.ndarray:
+def advantage(clock: Stopwatch, scores: Scores, config: DiffusionAlgoConfig) -> np.ndarray:
     """See `compute_advantage`."""
     with clock.stage("adv"):
-        return compute_advantage(rewards, uids, config)
+        return compute_advantage(scores.rewards, scores.uids, config, scores.by_reward, scores.weights)

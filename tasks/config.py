@@ -112,6 +112,15 @@ class DiffusionAlgoConfig(Section):
         "cost time and shrink the gradient's mean as a run succeeds, which Adam's memory turns into smaller steps.",
     )
 
+    @model_validator(mode="after")
+    def _gdpo_chooses_its_own_deviations(self):
+        if self.adv_estimator == "gdpo" and not (self.norm_adv_by_std_in_grpo and self.global_std):
+            raise ValueError(
+                "algorithm.adv_estimator gdpo divides by the group's and then by the batch's standard deviation: leave "
+                "norm_adv_by_std_in_grpo and global_std true"
+            )
+        return self
+
 
 class RayConfig(Section):
     """The cluster. With RAY_ADDRESS set the run joins that one, otherwise it starts its own on this machine."""

@@ -42,16 +42,23 @@ class Scores:
 
     Attributes:
         samples: one row a sample: uid, prompt, sample_index, reward, reward/<name>, <name>/<detail>.
+        weights: reward name -> its share of the trained reward.
         busy_seconds: what the workers spent scoring.
     """
 
     samples: pd.DataFrame
+    weights: Mapping[str, float]
     busy_seconds: float
 
     @property
     def rewards(self) -> np.ndarray:
         """The trained reward [B], float32; NaN where one is missing."""
         return self.samples["reward"].to_numpy(np.float32)
+
+    @property
+    def by_reward(self) -> dict[str, np.ndarray]:
+        """Reward name -> its scores [B], float32; NaN where one is missing."""
+        return {name: self.samples[f"reward/{name}"].to_numpy(np.float32) for name in self.weights}
 
     @property
     def uids(self) -> np.ndarray:
@@ -84,7 +91,7 @@ class RewardGroup:
         """Join batches and their results into one table."""
         weights = {name: entry.weight for name, entry in self.config.functions.items()}
         frames = [_frame(batch, scores, weights) for batch, (scores, _) in zip(batches, results, strict=True)]
-        return Scores(pd.concat(frames, ignore_index=True), sum(seconds for _, seconds in results))
+        return Scores(pd.concat(frames, ignore_index=True), weights, sum(seconds for _, seconds in results))
 
 
 def _frame(batch: PendingBatch, scores: Mapping[str, RewardResult], weights: Mapping[str, float]) -> pd.DataFrame:

@@ -3,18 +3,24 @@
 import math
 import random
 import statistics
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
 from models.algorithms import (
     DiffusionAdvantageEstimator,
     compute_flow_grpo_outcome_advantage,
+    compute_gdpo_outcome_advantage,
     get_diffusion_adv_estimator_fn,
     register_diffusion_adv_est,
 )
+from tasks.advantage import compute_advantage
+from tasks.config import DiffusionAlgoConfig
+from tasks.reward import Scores
 
 REWARDS = [0.1, 0.5, 0.9, 0.2, 0.2, 0.8]
 GROUPS = ["a", "a", "a", "b", "b", "b"]
@@ -119,6 +125,101 @@ def reference_without_epsilon(rewards: list[float]) -> list[float]:
     return [(reward - centre) / spread for reward in rewards]
 
 
+# ---- several rewards: GDPO
+
+
+def gdpo(scores: dict[str, list[float]], weights: dict[str, float], groups: list[str]) -> list[float]:
+    columns = {name: torch.tensor(values, dtype=torch.float64) for name, values in scores.items()}
+    total = torch.stack([weights[name] * columns[name] for name in scores if weights[name] != 0]).sum(0)
+    index = np.array(groups, dtype=object)
+    values, returns = compute_gdpo_outcome_advantage(total, index, reward_scores=columns, reward_weights=weights)
+    torch.testing.assert_close(returns, values, rtol=0, atol=0, equal_nan=True)
+    return values.tolist()
+
+
+def gdpo_reference(scores: dict[str, list[float]], weights: dict[str, float], groups: list[str]) -> list[float]:
+    """z_k in the group, c = sum w_k z_k, then c over the batch; samples alone or missing are in no statistic."""
+    used = [name for name in scores if weights[name] != 0]
+    rows = range(len(groups))
+    present = {i for i in rows if not any(math.isnan(scores[name][i]) for name in used)}
+    mates = {i: [j for j in present if groups[j] == groups[i]] for i in present}
+    combined = {}
+    for i in present:
+        if len(mates[i]) > 1:
+            combined[i] = 0.0
+            for name in used:
+                values = [scores[name][j] for j in mates[i]]
+                spread = max(statistics.stdev(values), 1e-6)
+                combined[i] += weights[name] * (scores[name][i] - statistics.fmean(values)) / spread
+    if not combined:
+        return [0.0 if i in present else NAN for i in rows]
+    centre, spread = statistics.fmean(combined.values()), max(statistics.stdev(combined.values()), 1e-6)
+    return [(combined[i] - centre) / spread if i in combined else 0.0 if i in present else NAN for i in rows]
+
+
+@pytest.mark.parametrize("missing", [0.0, 0.2])
+def test_gdpo_against_the_reference(missing: float) -> None:
+    draw = random.Random(5)
+    weights = {"ocr": 1.0, "taste": 0.3, "watched": 0.0}
+    for _ in range(20):
+        groups = [draw.choice("abcdefgh") for _ in range(25)]
+        scores = {name: [NAN if draw.random() < missing else draw.gauss(3.0, 2.0) for _ in groups] for name in weights}
+        result = gdpo(scores, weights, groups)
+        assert result == pytest.approx(gdpo_reference(scores, weights, groups), rel=1e-9, abs=1e-12, nan_ok=True)
+
+
+def test_gdpo_hears_the_quiet_reward() -> None:
+    """A reward a thousand times larger does not drown the other, as it does in the sum."""
+    scores = {"loud": [1000.0, 2000.0, 1500.0, 1500.0], "quiet": [0.0, 0.0, 0.0, 1.0]}
+    weights = {"loud": 1.0, "quiet": 1.0}
+    own = gdpo(scores, weights, ["a"] * 4)
+    assert own[3] > own[2] + 0.5
+    total = [a + b for a, b in zip(*scores.values(), strict=True)]
+    summed = advantages(total, ["a"] * 4)
+    assert summed[3] - summed[2] < 0.01
+
+
+def test_gdpo_with_one_reward_ranks_as_the_group_does() -> None:
+    """z has mean 0 and deviation 1 in each group; the batch's deviation is all that is left to divide by."""
+    z = advantages(REWARDS, GROUPS, global_std=False, epsilon=0.0)
+    expected = [value / statistics.stdev(z) for value in z]
+    assert gdpo({"ocr": REWARDS}, {"ocr": 2.0}, GROUPS) == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+def test_gdpo_alone_equal_and_missing() -> None:
+    assert gdpo({"ocr": [0.7, 0.1, 0.9]}, {"ocr": 1.0}, ["b", "a", "a"])[0] == 0.0
+    assert gdpo({"ocr": [0.5] * 4}, {"ocr": 1.0}, ["a", "a", "b", "b"]) == [0.0] * 4
+    result = gdpo({"ocr": [NAN, 0.4, 0.1, 0.3], "taste": [1.0, 2.0, 3.0, 4.0]}, {"ocr": 1.0, "taste": 1.0}, ["a"] * 4)
+    assert math.isnan(result[0])
+    assert not any(math.isnan(value) for value in result[1:])
+
+
+# ---- from the table of rewards
+
+
+def table(**columns: list[float]) -> Scores:
+    names = {f"reward/{name}": np.array(values, np.float32) for name, values in columns.items()}
+    return Scores(pd.DataFrame({"uid": GROUPS[: len(next(iter(columns.values())))], **names}), {}, 0.0)
+
+
+def test_estimators_see_each_reward_and_its_weight() -> None:
+    """Through the same function as the flow's task."""
+    scores = replace(table(ocr=REWARDS, taste=[1.0, 2.0, 3.0, 3.0, 2.0, 1.0]), weights={"ocr": 1.0, "taste": 0.25})
+    total = np.array(REWARDS) + 0.25 * np.array([1.0, 2.0, 3.0, 3.0, 2.0, 1.0])
+    config = DiffusionAlgoConfig(adv_estimator="gdpo")
+    result = compute_advantage(total, scores.uids, config, scores.by_reward, scores.weights)
+    columns = {name: values.tolist() for name, values in scores.by_reward.items()}
+    assert result == pytest.approx(gdpo_reference(columns, dict(scores.weights), GROUPS), rel=1e-5)
+    summed = compute_advantage(total, scores.uids, DiffusionAlgoConfig(), scores.by_reward, scores.weights)
+    assert summed == pytest.approx(advantages(total.tolist(), GROUPS), rel=1e-9)
+
+
+@pytest.mark.parametrize("setting", ["norm_adv_by_std_in_grpo", "global_std"])
+def test_gdpo_refuses_a_setting_it_would_not_read(setting: str) -> None:
+    with pytest.raises(ValueError, match=r"gdpo divides by .* leave norm_adv_by_std_in_grpo and global_std true"):
+        DiffusionAlgoConfig(adv_estimator="gdpo", **{setting: False})
+
+
 # ---- the registry
 
 
@@ -130,6 +231,12 @@ def constant_advantage(sample_level_rewards: torch.Tensor, index: np.ndarray, **
 def test_estimator_by_name_and_by_enum() -> None:
     assert get_diffusion_adv_estimator_fn("flow_grpo") is compute_flow_grpo_outcome_advantage
     assert get_diffusion_adv_estimator_fn(DiffusionAdvantageEstimator.FLOW_GRPO) is compute_flow_grpo_outcome_advantage
+
+
+@pytest.mark.parametrize("alias", ["dance_grpo", "mix_grpo"])
+def test_aliases_are_the_same_function(alias: str) -> None:
+    assert get_diffusion_adv_estimator_fn(alias) is compute_flow_grpo_outcome_advantage
+    assert get_diffusion_adv_estimator_fn(DiffusionAdvantageEstimator(alias)) is compute_flow_grpo_outcome_advantage
 
 
 def test_estimator_by_import_path() -> None:

@@ -3,6 +3,7 @@
 from models.algorithms.advantages import (
     DiffusionAdvantageEstimator,
     compute_flow_grpo_outcome_advantage,
+    compute_gdpo_outcome_advantage,
     get_diffusion_adv_estimator_fn,
     register_diffusion_adv_est,
 )
@@ -27,6 +28,7 @@ __all__ = [
     "KLLoss",
     "check_loss_inputs",
     "compute_flow_grpo_outcome_advantage",
+    "compute_gdpo_outcome_advantage",
     "get_diffusion_adv_estimator_fn",
     "get_diffusion_loss_fn",
     "needs_old_means",

@@ -1,5 +1,6 @@
 """Advantages: how much better a sample is than the others of its prompt."""
 
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any, Protocol
 
@@ -14,10 +15,17 @@ class DiffusionAdvantageEstimator(StrEnum):
     """The estimators that ship with the project."""
 
     FLOW_GRPO = "flow_grpo"
+    DANCE_GRPO = "dance_grpo"
+    MIX_GRPO = "mix_grpo"
+    GDPO = "gdpo"
 
 
 class AdvantageFn(Protocol):
-    """(rewards [B], prompt uid of each sample [B], ...) -> (advantages [B], returns [B])."""
+    """(rewards [B], prompt uid of each sample [B], ...) -> (advantages [B], returns [B]).
+
+    `kwargs` hold `reward_scores`, reward name -> scores [B], and `reward_weights`, reward name -> weight, of which the
+    rewards are the weighted sum.
+    """
 
     def __call__(
         self,
@@ -51,6 +59,8 @@ def _name(name_or_enum: str | DiffusionAdvantageEstimator) -> str:
     return name_or_enum.value if isinstance(name_or_enum, DiffusionAdvantageEstimator) else name_or_enum
 
 
+@register_diffusion_adv_est(DiffusionAdvantageEstimator.MIX_GRPO)
+@register_diffusion_adv_est(DiffusionAdvantageEstimator.DANCE_GRPO)
 @register_diffusion_adv_est(DiffusionAdvantageEstimator.FLOW_GRPO)
 def compute_flow_grpo_outcome_advantage(
     sample_level_rewards: Tensor,
@@ -81,8 +91,7 @@ def compute_flow_grpo_outcome_advantage(
     present = ~torch.isnan(rewards)
     advantages = torch.full_like(rewards, float("nan"))
     batch_std = _std(rewards[present])
-    for uid in np.unique(index):
-        group = torch.from_numpy(np.asarray(index == uid)) & present
+    for group in _groups(index, present):
         values = rewards[group]
         if len(values) < 2:
             advantages[group] = 0.0
@@ -92,6 +101,59 @@ def compute_flow_grpo_outcome_advantage(
         advantages[group] = centred / scale
     advantages = advantages.to(sample_level_rewards.dtype)
     return advantages, advantages
+
+
+@register_diffusion_adv_est(DiffusionAdvantageEstimator.GDPO)
+def compute_gdpo_outcome_advantage(
+    sample_level_rewards: Tensor,
+    index: np.ndarray,
+    epsilon: float = 1e-6,
+    config: Any = None,
+    *,
+    reward_scores: Mapping[str, Tensor],
+    reward_weights: Mapping[str, float],
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """Each reward normalised in its group before the rewards are added, so that none drowns another (GDPO).
+
+    z_k = (r_k - mean_group,k) / max(std_group,k, epsilon);  c = sum_k w_k z_k;  A = (c - mean_batch c) / std_batch c,
+    standard deviations with ddof 1, the last one also at least epsilon.
+
+    Args:
+        sample_level_rewards: [B], the weighted sum; NaN leaves the sample out of every statistic.
+        index: [B], each sample's prompt uid: the group.
+        epsilon: least standard deviation.
+        config: part of the estimators' common signature; not read here.
+        reward_scores: reward name -> [B].
+        reward_weights: reward name -> weight; a reward of weight 0 is only watched.
+        kwargs: the settings that choose a standard deviation; not read here, GDPO always takes both.
+
+    Returns:
+        (advantages [B], returns [B]); a missing reward gives NaN, a sample alone in its group 0.
+    """
+    present = ~torch.isnan(sample_level_rewards)
+    advantages = torch.full_like(sample_level_rewards, float("nan"), dtype=torch.float64)
+    combined = torch.zeros_like(advantages)
+    compared = torch.zeros_like(present)
+    for group in _groups(index, present):
+        advantages[group] = 0.0
+        if int(group.sum()) < 2:
+            continue
+        compared |= group
+        for name, weight in reward_weights.items():
+            if weight != 0:
+                values = reward_scores[name].double()[group]
+                combined[group] += weight * (values - values.mean()) / _std(values).clamp_min(epsilon)
+    values = combined[compared]
+    if len(values):
+        advantages[compared] = (values - values.mean()) / _std(values).clamp_min(epsilon)
+    advantages = advantages.to(sample_level_rewards.dtype)
+    return advantages, advantages
+
+
+def _groups(index: np.ndarray, present: Tensor) -> list[Tensor]:
+    """For each prompt uid a mask [B] of its samples that are present."""
+    return [torch.from_numpy(np.asarray(index == uid)) & present for uid in np.unique(index)]
 
 
 def _std(values: Tensor) -> Tensor:
