@@ -68,7 +68,14 @@ class TrainingRun:
     def window(self, iteration: int) -> list[int]:
         """The iteration's stochastic steps."""
         rollout = self.config.actor_rollout_ref.rollout
-        return window_steps(rollout.algo, rollout.pipeline.num_inference_steps, self.config.trainer.seed, iteration)
+        trainer = self.config.trainer
+        return window_steps(
+            rollout.algo,
+            rollout.pipeline.num_inference_steps,
+            trainer.seed,
+            iteration,
+            trainer.total_training_steps,
+        )
 
     @property
     def tolerance(self) -> float:

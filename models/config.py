@@ -10,6 +10,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 SdeType = Literal["sde", "cps", "dance_sde"]
+WindowMode = Literal["random", "progressive", "decay"]
 
 
 class Section(BaseModel):
@@ -42,13 +43,40 @@ class DiffusionRolloutAlgoConfig(Section):
         description="Noise of the kernel: a for sde and cps, eta for dance_sde. 0 is the ODE.",
     )
     sde_window_size: int | None = Field(
-        None, ge=1, description="Number of consecutive stochastic, trained steps; null takes the whole range."
+        None, ge=1, description="Number of stochastic, trained steps; null takes the whole range."
     )
     sde_window_range: tuple[int, int] | None = Field(
         None,
         description="Steps [lo, hi) that the window may cover; null is every step but the last, which would add "
         "noise to the finished picture.",
     )
+    sde_window_mode: WindowMode = Field(
+        "random",
+        description="Where the window is: random draws its place each iteration; progressive moves it by its size "
+        "every iters_per_group iterations and past the end back to lo; decay does so faster and faster.",
+    )
+    iters_per_group: int = Field(
+        25,
+        ge=1,
+        description="Iterations at one place, for progressive and decay; decay lets it fall linearly to a quarter.",
+    )
+    sde_contiguous: bool = Field(
+        True, description="Consecutive steps; false draws any sde_window_size steps of the range."
+    )
+
+    @model_validator(mode="after")
+    def _window_is_defined(self):
+        moves = self.sde_window_mode != "random"
+        if moves and self.sde_window_size is None:
+            raise ValueError(f"sde_window_mode {self.sde_window_mode} moves a window: give it a sde_window_size")
+        if moves and not self.sde_contiguous:
+            raise ValueError(
+                f"sde_contiguous is false but sde_window_mode is {self.sde_window_mode}: single steps are drawn, use "
+                "random"
+            )
+        if not self.sde_contiguous and self.sde_window_size is None:
+            raise ValueError("sde_contiguous is false but sde_window_size is null: say how many steps to draw")
+        return self
 
     def window_bounds(self, num_inference_steps: int) -> tuple[int, int]:
         """The half-open range of steps that the window may cover, for a sampler of that many steps."""

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -123,3 +124,56 @@ def test_window_longer_than_its_range() -> None:
     algo = DiffusionRolloutAlgoConfig(sde_window_size=4, sde_window_range=(1, 4))
     with pytest.raises(ValueError, match=r"sde_window_size 4 is longer than sde_window_range \[1, 4\)"):
         window_steps(algo, 10, 0, 0)
+
+
+def test_a_progressive_window_moves_on_and_rolls_back() -> None:
+    """By its size every three iterations; a place that would leave the range is the first one again."""
+    algo = DiffusionRolloutAlgoConfig(
+        sde_window_size=2, sde_window_range=(1, 6), sde_window_mode="progressive", iters_per_group=3
+    )
+    windows = [window_steps(algo, 10, 0, iteration) for iteration in range(1, 11)]
+    assert windows == [[1, 2]] * 3 + [[3, 4]] * 3 + [[1, 2]] * 3 + [[3, 4]]
+    assert [window_steps(algo, 10, seed, 7) for seed in (1, 2)] == [[1, 2]] * 2
+
+
+def test_a_decaying_stay_falls_linearly_to_a_quarter() -> None:
+    """8 iterations at first; a stay that begins after t of 40 lasts 8 (1 - 3/4 t/40), rounded."""
+    algo = DiffusionRolloutAlgoConfig(
+        sde_window_size=1, sde_window_range=(0, 20), sde_window_mode="decay", iters_per_group=8
+    )
+    starts_at = [window_steps(algo, 30, 0, iteration, total_iterations=40)[0] for iteration in range(1, 41)]
+    stays = [starts_at.count(place) for place in range(9)]
+    assert stays == [8, 7, 6, 5, 4, 4, 3, 2, 1]  # the last one is cut off by the run's end
+    assert starts_at == sorted(starts_at)
+    # Beyond the planned end every stay has the shortest length.
+    later = [window_steps(algo, 30, 0, iteration, total_iterations=40)[0] for iteration in range(42, 48)]
+    assert later == [9, 9, 10, 10, 11, 11]
+
+
+def test_decay_needs_the_length_of_the_run() -> None:
+    algo = DiffusionRolloutAlgoConfig(sde_window_size=1, sde_window_mode="decay")
+    with pytest.raises(ValueError, match="decay needs the run's total_iterations"):
+        window_steps(algo, 10, 0, 1)
+
+
+def test_single_steps_are_drawn_without_repetition() -> None:
+    algo = DiffusionRolloutAlgoConfig(sde_window_size=3, sde_window_range=(1, 7), sde_contiguous=False)
+    windows = [window_steps(algo, 10, 0, iteration) for iteration in range(300)]
+    assert all(window == sorted(set(window)) and len(window) == 3 for window in windows)
+    assert {step for window in windows for step in window} == {1, 2, 3, 4, 5, 6}
+    assert len({tuple(window) for window in windows}) == 20  # all subsets of 3 of 6
+    assert windows == [window_steps(algo, 10, 0, iteration) for iteration in range(300)]
+    assert windows != [window_steps(algo, 10, 1, iteration) for iteration in range(300)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"sde_window_mode": "progressive"}, "progressive moves a window: give it a sde_window_size"),
+        ({"sde_window_mode": "decay", "sde_window_size": 2, "sde_contiguous": False}, "sde_window_mode is decay"),
+        ({"sde_contiguous": False}, "sde_window_size is null: say how many"),
+    ],
+)
+def test_settings_that_do_not_define_a_window(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DiffusionRolloutAlgoConfig(**settings)
