@@ -103,11 +103,12 @@ def rollout_request(
     window: Sequence[int] = (0, 1, 2),
     negative_length: int | None = None,
     iteration: int = 0,
+    record_means: bool = False,
 ) -> RolloutRequest:
     """`samples` samples for each prompt; the prompts have `lengths` tokens."""
     index = torch.arange(len(lengths)).repeat_interleave(samples)
     keys = noise_keys(len(lengths), samples, iteration=iteration)
-    return RolloutRequest(keys, prompt_table(lengths, negative_length), index, tuple(window))
+    return RolloutRequest(keys, prompt_table(lengths, negative_length), index, tuple(window), record_means)
 
 
 @contextmanager

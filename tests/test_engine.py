@@ -1,8 +1,6 @@
 """The trainer on one rank: replay, updates against plain autograd, averages, checkpoints, exports, weight sync."""
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +9,16 @@ import pytest
 import torch
 from diffusers import QwenImagePipeline
 from helpers import actor_config, model_config, prompt_table, rollout_request
-from torch import Tensor, nn
+from plain_trainer import plain_kl, plain_module, plain_replay, plain_updates
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from models.base import DiffusionModelConfig
-from models.config import DiffusionActorConfig
 from models.engines.canary import Canary, check_canary
 from models.engines.diffusers_rollout import DiffusersRolloutEngine
 from models.engines.fsdp import ActorBatch, DiffusersFSDPEngine
 from models.engines.trajectories import Trajectories
-from models.engines.weights import WeightSyncError, export_weights, load_trainable, make_trainable, trainable
+from models.engines.weights import WeightSyncError, export_weights, load_trainable, trainable
 from models.qwen_image import QwenImage
 from models.schedulers.noise_keys import INITIAL_NOISE, draw
 
@@ -71,100 +69,6 @@ def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> floa
     return max((one[name] - other[name]).abs().max().item() for name in one)
 
 
-# ---- a reference trainer, written out: plain modules, plain autograd, torch's AdamW
-
-
-@dataclass
-class Replayed:
-    """One step of all samples: log-probs [B], and the step's Gaussian."""
-
-    log_probs: Tensor
-    mean: Tensor
-    std: float
-
-
-def plain_module(config: DiffusionModelConfig) -> nn.Module:
-    module = QwenImage.load_transformer(config, torch.float32)
-    make_trainable(QwenImage, module, config)
-    return module
-
-
-def plain_velocity(module: nn.Module, config: DiffusionModelConfig, paths: Trajectories, step: int) -> Tensor:
-    table = paths.prompts
-
-    def predict(embeds: Tensor, mask: Tensor) -> Tensor:
-        return module(
-            hidden_states=paths.latents[:, step],
-            timestep=paths.timesteps[:, step] / 1000,
-            encoder_hidden_states=embeds,
-            encoder_hidden_states_mask=mask,
-            img_shapes=[[(1, 4, 6)]] * len(paths),
-            return_dict=False,
-        )[0]
-
-    conditional = predict(table.prompt_embeds[paths.prompt_index], table.prompt_embeds_mask[paths.prompt_index])
-    if config.pipeline.true_cfg_scale == 1:
-        return conditional
-    assert table.negative_prompt_embeds is not None
-    embeds = table.negative_prompt_embeds.expand(len(paths), -1, -1)
-    unconditional = predict(embeds, torch.ones(embeds.shape[:2], dtype=torch.bool))
-    guided = unconditional + config.pipeline.true_cfg_scale * (conditional - unconditional)
-    return guided * conditional.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True)
-
-
-def plain_replay(module: nn.Module, config: DiffusionModelConfig, paths: Trajectories, step: int) -> Replayed:
-    """Flow-GRPO's step from s to s' = s - 1/4; the window begins at the schedule's first step."""
-    s, s_next = 1 - step / 4, 1 - (step + 1) / 4
-    g = config.algo.noise_level * math.sqrt(s / (1 - (0.75 if s == 1 else s)))
-    x, x_next = paths.latents[:, step], paths.latents[:, step + 1]
-    v = plain_velocity(module, config, paths, step)
-    mean = x + v * (s_next - s) + g**2 / (2 * s) * (x + (1 - s) * v) * (s_next - s)
-    std = g * math.sqrt(s - s_next)
-    density = -((x_next - mean) ** 2) / (2 * std**2) - math.log(std) - 0.5 * math.log(2 * math.pi)
-    return Replayed(density.mean((1, 2)), mean, std)
-
-
-def plain_kl(own: Replayed, reference: Replayed) -> Tensor:
-    return ((own.mean - reference.mean.detach()) ** 2 / (2 * own.std**2)).mean()
-
-
-def plain_updates(
-    config: DiffusionModelConfig,
-    actor: DiffusionActorConfig,
-    parts: Sequence[tuple[Trajectories, Tensor]],
-    updates: int,
-    rates: Sequence[float] | None = None,
-) -> tuple[dict[str, Tensor], list[float]]:
-    """(weights after, gradient norm of each update): no micro-batches, no engine, the mean over all samples.
-
-    `parts` are batches with their advantages; `rates` the updates' learning rates, where these are not all the same.
-    """
-    module, base = plain_module(config), QwenImage.load_transformer(config, torch.float32)
-    parameters = list(trainable(module).values())
-    optim = actor.optim
-    optimizer = torch.optim.AdamW(
-        parameters, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay
-    )
-    clip, norms = actor.diffusion_loss.clip_ratio, []
-    for update in range(updates):
-        terms = []  # each part's sum over its samples, at each step
-        for paths, advantages in parts:
-            for step in range(3):
-                own = plain_replay(module, config, paths, step)
-                ratio = torch.exp(own.log_probs - paths.log_probs[:, step])
-                gain = torch.minimum(advantages * ratio, advantages * ratio.clamp(1 - clip, 1 + clip))
-                terms.append(-gain.sum())
-                if actor.use_kl_loss:
-                    kl = plain_kl(own, plain_replay(base, config, paths, step))
-                    terms.append(actor.kl_loss_coef * kl * len(paths))
-        optimizer.zero_grad()
-        (torch.stack(terms).sum() / (3 * sum(len(paths) for paths, _ in parts))).backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(parameters, optim.clip_grad).item())
-        optimizer.param_groups[0]["lr"] = rates[update] if rates else optim.lr
-        optimizer.step()
-    return {name: p.detach() for name, p in trainable(module).items()}, norms
-
-
 # ---- replay
 
 
@@ -174,7 +78,7 @@ def test_replayed_log_probs_are_the_rollouts_own(tiny_model: Path, kind: str, sd
     """Bit for bit where the micro-batch is the rollout's batch."""
     config = model_config(tiny_model, **KINDS[kind], sde_type=sde_type)
     trajectories = rolled_out(config)
-    replayed = trainer(config, ppo_micro_batch_size_per_gpu=6).replay_log_probs(trajectories)
+    replayed = trainer(config, ppo_micro_batch_size_per_gpu=6).rescored(trajectories).log_probs
     assert torch.equal(replayed, trajectories.log_probs)
     assert trajectories.log_probs.std() > 1e-3
 
@@ -182,7 +86,7 @@ def test_replayed_log_probs_are_the_rollouts_own(tiny_model: Path, kind: str, sd
 def test_replay_in_micro_batches_differs_by_rounding_only(tiny_model: Path) -> None:
     config = config_of("guided", tiny_model)
     trajectories = rolled_out(config)
-    replayed = trainer(config, ppo_micro_batch_size_per_gpu=4).replay_log_probs(trajectories)
+    replayed = trainer(config, ppo_micro_batch_size_per_gpu=4).rescored(trajectories).log_probs
     assert torch.allclose(replayed, trajectories.log_probs, rtol=0, atol=2e-6)
 
 

@@ -1,12 +1,13 @@
 """Two trainer ranks are one trainer: the same weights, the same metrics, the same checkpoints."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers import actor_config, gloo_world, model_config, rollout_request, single_rank
+from plain_trainer import plain_updates
 from torch import Tensor
 
 from models.engines.diffusers_rollout import DiffusersRolloutEngine
@@ -16,7 +17,12 @@ from models.engines.trajectories import Trajectories
 NAN = float("nan")
 # The second rank has three samples without a reward, two of them a whole micro-batch: it must still take part.
 ADVANTAGES = torch.tensor([1.0, -0.8, 0.3, -1.5, 0.6, NAN, NAN, NAN])
-KINDS: dict[str, dict[str, Any]] = {"full": {}, "lora": {"lora_rank": 4, "lora_alpha": 8}}
+# Rollout correction: the ranks lose different steps of the five samples, and one of the first rank's drops out whole.
+IS_WEIGHTS = torch.tensor(
+    [[1.0, 2.0, NAN], [0.5, 1.0, 1.0], [NAN] * 3, [1.0, 0.0, 2.0], [NAN, 1.5, NAN], [1.0] * 3, [1.0] * 3, [NAN] * 3]
+)
+KINDS: dict[str, dict[str, Any]] = {"full": {}, "lora": {"lora_rank": 4, "lora_alpha": 8}, "corrected": {}}
+LOSSES: dict[str, dict[str, Any]] = {"corrected": {"loss_mode": "grpo_guard"}}
 
 
 @dataclass
@@ -29,16 +35,20 @@ class Trained:
 
 def new_engine(model: Path, kind: str) -> DiffusersFSDPEngine:
     config = model_config(model, **KINDS[kind])
-    settings = {"use_kl_loss": True, "kl_loss_coef": 0.5, "enable": True, "update_interval": 1}
+    settings: dict[str, Any] = {"use_kl_loss": True, "kl_loss_coef": 0.5, "enable": True, "update_interval": 1}
+    settings |= LOSSES.get(kind, {})
     engine = DiffusersFSDPEngine(config, actor_config(ppo_micro_batch_size_per_gpu=2, clip_grad=0.1, **settings))
     engine.initialize()
     return engine
 
 
-def batch_of(trajectories: Trajectories, rank: int, ranks: int) -> ActorBatch:
-    """The rank's equal share of the eight samples; five of them count."""
+def batch_of(trajectories: Trajectories, kind: str, rank: int, ranks: int) -> ActorBatch:
+    """The rank's equal share of the eight samples; five of them count, or nine of these five's fifteen steps."""
     share = torch.arange(8).chunk(ranks)[rank]
-    return ActorBatch([(trajectories.rows(share), ADVANTAGES[share])], global_count=5)
+    if kind != "corrected":
+        return ActorBatch([(trajectories.rows(share), ADVANTAGES[share])], global_count=5)
+    weighted = replace(trajectories, is_weights=IS_WEIGHTS)
+    return ActorBatch([(weighted.rows(share), ADVANTAGES[share])], global_count=9 / 3)
 
 
 def update(engine: DiffusersFSDPEngine, batch: ActorBatch, times: int) -> Trained:
@@ -59,7 +69,7 @@ def train_two_ranks(rank: int, model: Path, trajectories: Trajectories, folder: 
     """Two updates, a checkpoint, a third update; also the average at the end."""
     results = {}
     for kind in KINDS:
-        engine, batch = new_engine(model, kind), batch_of(trajectories, rank, ranks=2)
+        engine, batch = new_engine(model, kind), batch_of(trajectories, kind, rank, ranks=2)
         before = update(engine, batch, times=2)
         engine.save_checkpoint(folder / kind)
         after = update(engine, batch, times=1)
@@ -73,14 +83,16 @@ def resume_on_two_ranks(rank: int, model: Path, trajectories: Trajectories, fold
     for kind in KINDS:
         engine = new_engine(model, kind)
         engine.load_checkpoint(folder / kind)
-        results[kind] = update(engine, batch_of(trajectories, rank, ranks=2), times=1)
+        results[kind] = update(engine, batch_of(trajectories, kind, rank, ranks=2), times=1)
     return results
 
 
 @pytest.fixture(scope="module")
 def trajectories(tiny_model: Path) -> Trajectories:
     """Eight samples of two prompts; LoRA starts as the base model, so both kinds can train on them."""
-    _, sampled = DiffusersRolloutEngine(model_config(tiny_model)).generate(rollout_request(samples=4))
+    _, sampled = DiffusersRolloutEngine(model_config(tiny_model)).generate(
+        rollout_request(samples=4, record_means=True)
+    )
     assert sampled is not None
     return sampled
 
@@ -96,19 +108,17 @@ def two_ranks(tiny_model: Path, trajectories: Trajectories, shared: Path) -> lis
 
 
 @pytest.fixture(scope="module")
-def one_rank_result(
-    tiny_model: Path, trajectories: Trajectories, shared: Path
-) -> dict[str, tuple[Trained, dict[str, Tensor]]]:
-    results = {}
+def one_rank_result(tiny_model: Path, trajectories: Trajectories, shared: Path) -> dict[str, tuple]:
+    results: dict[str, tuple] = {}
     with single_rank():
         for kind in KINDS:
-            engine, batch = new_engine(tiny_model, kind), batch_of(trajectories, 0, ranks=1)
+            engine, batch = new_engine(tiny_model, kind), batch_of(trajectories, kind, 0, ranks=1)
             before = update(engine, batch, times=2)
             engine.save_checkpoint(shared / "from_one" / kind)
             after = update(engine, batch, times=1)
             joined = Trained(before.grad_norms + after.grad_norms, before.weights + after.weights)
             results[kind] = (joined, averaged(engine))
-    return results
+    return results | {"inputs": (trajectories, tiny_model)}
 
 
 def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
@@ -125,6 +135,16 @@ def test_two_ranks_train_as_one(two_ranks: list[dict], one_rank_result: dict, ki
     assert largest_difference(two_average, one_average) < 1e-5
     assert largest_difference(one.weights[0], one.weights[2]) > 1e-3
     assert two_ranks[1][kind][0].weights == [{}, {}, {}]
+
+
+def test_the_mean_is_over_the_steps_that_count(two_ranks: list[dict], one_rank_result: dict) -> None:
+    """The gradient of two ranks is that of a plain trainer, which knows neither ranks nor counts."""
+    trajectories, model = one_rank_result["inputs"]
+    kept = ~ADVANTAGES.isnan()
+    weighted = replace(trajectories, is_weights=IS_WEIGHTS).rows(torch.nonzero(kept).flatten())
+    settings = actor_config(loss_mode="grpo_guard", clip_grad=0.1)
+    _, norms = plain_updates(model_config(model), settings, [(weighted, ADVANTAGES[kept])], updates=1)
+    assert two_ranks[0]["corrected"][0].grad_norms[0] == pytest.approx(norms[0], rel=1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -145,7 +165,7 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_one(
         engine = new_engine(tiny_model, kind)
         engine.load_checkpoint(shared / "from_two" / kind)
         assert largest_difference(engine.gather_weights(), expected.weights[1]) == 0.0
-        resumed = update(engine, batch_of(trajectories, 0, ranks=1), times=1)
+        resumed = update(engine, batch_of(trajectories, kind, 0, ranks=1), times=1)
         assert largest_difference(resumed.weights[0], expected.weights[2]) < 1e-5
         assert largest_difference(averaged(engine), expected_average) < 1e-5
 

@@ -1,9 +1,8 @@
 """The training engine: a diffusers transformer under FSDP2, trained by replaying rollouts step by step."""
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -23,8 +22,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from models.algorithms.losses import DiffusionLossFn, KLLoss, get_diffusion_loss_fn
+from models.algorithms.losses import IS_WEIGHTS, OLD_MEAN, DiffusionLossFn, KLLoss, get_diffusion_loss_fn
 from models.base import DiffusionModelBase, DiffusionModelConfig
+from models.engines.actor_batch import ActorBatch, WeightedMetrics, counted_rows
 from models.engines.canary import Canary, canary_velocity
 from models.engines.ema import WeightAverage
 from models.engines.trajectories import Trajectories
@@ -33,28 +33,8 @@ from models.engines.weights import make_trainable, trainable
 if TYPE_CHECKING:
     from models.config import DiffusionActorConfig
 
-
-@dataclass(frozen=True)
-class ActorBatch:
-    """What one rank trains on in one optimiser step.
-
-    Attributes:
-        parts: this rank's samples as they were sampled, each batch with its advantages [B]. A NaN advantage (a
-            missing reward) leaves the sample out.
-        global_count: samples of the mini-batch that count, over all ranks.
-    """
-
-    parts: Sequence[tuple[Trajectories, Tensor]]
-    global_count: int
-
-    def micro_batches(self, size: int) -> list[tuple[Trajectories, Tensor]]:
-        """The parts, cut where they are larger than `size` and never merged: a merged batch is padded and blocked
-        differently, and would not replay its log-probs to the last bit."""
-        pieces = []
-        for trajectories, advantages in self.parts:
-            for index in torch.arange(len(trajectories)).split(size):
-                pieces.append((trajectories.rows(index), advantages[index]))
-        return pieces
+STEPWISE_DATA = ("old_log_probs", OLD_MEAN, IS_WEIGHTS)
+LOG_PROB_DISTANCES = ("logprob_abs_diff/mean", "logprob_abs_diff/max")
 
 
 class DiffusersFSDPEngine:
@@ -98,51 +78,56 @@ class DiffusersFSDPEngine:
         """One optimiser step per batch.
 
         Returns:
-            Metrics without prefix, averaged over this rank's counted samples, timesteps and optimiser steps.
+            Metrics without prefix, averaged over this rank's counted samples, timesteps and optimiser steps;
+            logprob_abs_diff/* are of the first step alone, where the weights are still those that sampled.
 
         Raises:
             FloatingPointError: the gradient is not finite; the weights are then untouched by it.
         """
         collected = WeightedMetrics()
         self.module.train()
-        for batch in batches:
-            self._accumulate_gradients(batch, collected)
+        for number, batch in enumerate(batches):
+            self._accumulate_gradients(batch, collected, first=number == 0)
             collected.add({"lr": float(self.lr_scheduler.get_last_lr()[0]), "grad_norm": self._optimizer_step()})
         self.module.eval()
         return collected.combined() | {"optimizer_steps": self.optimizer_steps}
 
-    def _accumulate_gradients(self, batch: ActorBatch, collected: "WeightedMetrics") -> None:
+    def _accumulate_gradients(self, batch: ActorBatch, collected: WeightedMetrics, first: bool) -> None:
         pieces = batch.micro_batches(self.actor_config.ppo_micro_batch_size_per_gpu)
         for number, (trajectories, advantages) in enumerate(pieces):
-            micro_batch, counted = self._micro_batch(trajectories, advantages)
-            steps = trajectories.log_probs.shape[1]
-            # A rank averages over its own samples and FSDP over ranks; this turns both into one mean over the
-            # mini-batch's counted samples and timesteps.
-            scale = counted * dist.get_world_size() / (batch.global_count * steps)
+            steps, on_device = len(trajectories.window), trajectories.to(self.device)
             for step in range(steps):
+                micro_batch, counted = self._micro_batch(on_device.step(step), advantages)
+                # A rank averages over its own samples and FSDP over ranks; this turns both into one mean over the
+                # mini-batch's counted samples and timesteps.
+                scale = counted * dist.get_world_size() / (batch.global_count * steps)
                 last = number == len(pieces) - 1 and step == steps - 1
                 cast(FSDPModule, self.module).set_requires_gradient_sync(last)
-                loss, metrics = self.forward_step(micro_batch, self.loss_fn, step=step)
+                loss, metrics = self.forward_step(micro_batch, self.loss_fn)
                 (loss * scale).backward()
-                collected.add(metrics, counted)
+                distances = {name: metrics.pop(name) for name in LOG_PROB_DISTANCES}
+                collected.add(metrics | distances if first else metrics, counted)
 
     def _micro_batch(self, trajectories: Trajectories, advantages: Tensor) -> tuple[TensorDict, int]:
-        """Inputs of one micro-batch and how many of its samples count.
+        """Inputs of one micro-batch, for a window of one step on this device, and how many of its samples count.
 
         With none left, one sample is computed and weighted 0: every rank must take part in the collectives.
         """
-        kept = torch.nonzero(~torch.isnan(advantages)).flatten()
+        kept = counted_rows(trajectories, advantages)
         rows = kept if len(kept) else torch.zeros(1, dtype=torch.long)
-        trajectories = trajectories.rows(rows).to(self.device)
-        text = trajectories.prompts.expand(trajectories.prompt_index)
+        trajectories = trajectories.rows(rows)
+        weights = trajectories.is_weights
         tensors = {
             "latents": trajectories.latents,
             "timesteps": trajectories.timesteps,
             "old_log_probs": trajectories.log_probs,
+            OLD_MEAN: trajectories.means,
+            IS_WEIGHTS: None if weights is None else weights.nan_to_num(0.0),
             "advantages": advantages[rows].nan_to_num(0.0).to(self.device),
-            **{name: tensor for name, tensor in text.items() if tensor is not None},
+            **trajectories.prompts.expand(trajectories.prompt_index),
         }
-        return TensorDict(tensors, batch_size=[len(rows)]), len(kept)
+        present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        return TensorDict(present, batch_size=[len(rows)]), len(kept)
 
     def forward_step(
         self,
@@ -155,7 +140,9 @@ class DiffusersFSDPEngine:
         """Replay one timestep of a micro-batch.
 
         Args:
-            micro_batch: latents [B, W+1, ...], timesteps [B, W], embeddings, old_log_probs [B, W], advantages [B].
+            micro_batch: latents [B, W+1, ...], timesteps [B, W], embeddings, old_log_probs [B, W], advantages [B];
+                where they are needed old_prev_sample_mean [B, W, ...] and rollout_is_weights [B, W]. The engine itself
+                hands over one step at a time (W = 1), so a window may have gaps.
             loss_function: applied to the outputs; unused with `forward_only`.
             forward_only: no gradient, no loss.
             step: which of the W timesteps.
@@ -167,10 +154,9 @@ class DiffusersFSDPEngine:
             with torch.no_grad():
                 return self._replay(self.module, micro_batch, step), {}
         assert loss_function is not None, "forward_step needs a loss_function unless forward_only"
-        data = {
-            "old_log_probs": micro_batch["old_log_probs"][:, step],
-            "advantages": micro_batch["advantages"],
-        }
+        given = {name: micro_batch.get(name) for name in STEPWISE_DATA}
+        data = {name: tensor[:, step] for name, tensor in given.items() if tensor is not None}
+        data["advantages"] = micro_batch["advantages"]
         if self.actor_config.use_kl_loss:
             data["ref_prev_sample_mean"] = self._reference_mean(micro_batch, step)
         output = self._replay(self.module, micro_batch, step)
@@ -179,6 +165,8 @@ class DiffusersFSDPEngine:
         result = loss_function(config=self.actor_config, model_output=output, data=data)
         loss, metrics = result.loss, dict(result.metrics)
         metrics["pg_loss"] = loss.detach()
+        distance = (output["log_probs"].detach() - data["old_log_probs"]).abs()
+        metrics |= dict(zip(LOG_PROB_DISTANCES, (distance.mean(), distance.max()), strict=True))
         if self.actor_config.use_kl_loss:
             kl, kl_metrics = KLLoss.compute_loss(
                 prev_sample_mean=output["prev_sample_mean"],
@@ -189,16 +177,20 @@ class DiffusersFSDPEngine:
             metrics |= kl_metrics
         return loss, metrics
 
-    def replay_log_probs(self, trajectories: Trajectories) -> Tensor:
-        """log_probs [B, W] of the samples under the present weights, without gradient."""
-        parts = []
+    def rescored(self, trajectories: Trajectories, with_means: bool = False) -> Trajectories:
+        """The same samples with `log_probs`, and if asked `means`, under the present weights."""
+        names = {"log_probs": "log_probs"} | ({"means": "prev_sample_mean"} if with_means else {})
         batch = ActorBatch([(trajectories, torch.zeros(len(trajectories)))], len(trajectories))
+        pieces: list[dict[str, Tensor]] = []
         for piece, zeros in batch.micro_batches(self.actor_config.ppo_micro_batch_size_per_gpu):
-            micro_batch, _ = self._micro_batch(piece, zeros)
-            steps = range(trajectories.log_probs.shape[1])
-            outputs = [self.forward_step(micro_batch, None, forward_only=True, step=s)[0] for s in steps]
-            parts.append(torch.stack([output["log_probs"] for output in outputs], 1))
-        return torch.cat(parts).cpu()
+            steps, on_device = [], piece.to(self.device)
+            for step in range(len(piece.window)):
+                micro_batch, _ = self._micro_batch(on_device.step(step), zeros)
+                output, _ = self.forward_step(micro_batch, None, forward_only=True)
+                steps.append({field: output[name].cpu() for field, name in names.items()})
+            pieces.append({field: torch.stack([one[field] for one in steps], 1) for field in names})
+        scored = {field: torch.cat([piece[field] for piece in pieces]) for field in names}
+        return replace(trajectories, log_probs=scored["log_probs"], means=scored.get("means"))
 
     def _replay(self, module: nn.Module, micro_batch: TensorDict, step: int) -> dict[str, Tensor]:
         inputs, negative = self.adapter.prepare_model_inputs(
@@ -323,28 +315,6 @@ class DiffusersFSDPEngine:
         for part in (*self.adapter.transformer_blocks(module), module):
             fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=settings.reshard_after_forward)
         return module
-
-
-class WeightedMetrics:
-    """Averages of metrics over samples; names ending in /max keep the largest value."""
-
-    def __init__(self) -> None:
-        self.entries: dict[str, list[tuple[float, float]]] = defaultdict(list)
-
-    def add(self, metrics: Mapping[str, Any], weight: float = 1.0) -> None:
-        """Numbers that stand for `weight` samples; with none they say nothing and are left out."""
-        if weight:
-            for name, value in metrics.items():
-                self.entries[name].append((float(value), weight))
-
-    def combined(self) -> dict[str, float]:
-        """Name -> average or maximum."""
-        return {
-            name: max(value for value, _ in entries)
-            if name.endswith("/max")
-            else sum(value * weight for value, weight in entries) / sum(weight for _, weight in entries)
-            for name, entries in self.entries.items()
-        }
 
 
 def _allocate_adam_state(optimizer: torch.optim.AdamW) -> None:

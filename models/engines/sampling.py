@@ -67,9 +67,10 @@ def sample(
     scheduler._step_index = None  # diffusers' own pipelines restart a scheduler by set_timesteps; ours stay set
     path: list[Tensor] = []
     log_probs: list[Tensor] = []
+    means: list[Tensor] = []
     for step, timestep in enumerate(scheduler.timesteps):
         explore = step in request.window
-        if explore:
+        if explore and step - 1 not in request.window:
             path.append(latents)
         output: Any = scheduler.step(
             velocity(latents, timestep),
@@ -81,9 +82,10 @@ def sample(
         )
         latents = output.prev_sample
         if explore:
-            log_probs.append(output.log_prob)
-        if request.window and step == request.window[-1]:
             path.append(latents)
+            log_probs.append(output.log_prob)
+            if request.record_means:
+                means.append(output.prev_sample_mean)
     if not request.window:
         return latents, None
     timesteps = scheduler.timesteps[list(request.window)].expand(len(latents), -1)
@@ -91,8 +93,10 @@ def sample(
         keys=request.keys,
         prompts=request.prompts,
         prompt_index=request.prompt_index,
+        window=request.window,
         latents=torch.stack(path, 1).cpu(),
         timesteps=timesteps.cpu().contiguous(),
         log_probs=torch.stack(log_probs, 1).cpu(),
+        means=torch.stack(means, 1).cpu() if request.record_means else None,
     )
     return latents, trajectories

@@ -1,6 +1,7 @@
 """What passes between rollout and update."""
 
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -50,50 +51,71 @@ class RolloutRequest:
         keys: B noise keys, one a sample.
         prompts: the prompts they use.
         prompt_index: [B], each sample's row in `prompts`.
-        window: stochastic steps, ascending and consecutive; empty samples the ODE and records nothing.
+        window: stochastic steps, ascending; empty samples the ODE and records nothing.
+        record_means: also record each window step's mean, for losses that compare means.
     """
 
     keys: tuple[NoiseKey, ...]
     prompts: PromptTable
     prompt_index: Tensor
     window: tuple[int, ...]
+    record_means: bool = False
 
 
 @dataclass(frozen=True)
 class Trajectories:
     """B sampled paths, restricted to the window's W steps; fp32, on the CPU.
 
+    A latent is stored once, also where it is both the end of one step and the start of the next. A consecutive
+    window has W+1 of them; each gap in it adds one.
+
     Attributes:
         keys: noise key of each sample.
         prompts: the prompts.
         prompt_index: [B], row of each sample's prompt.
-        latents: [B, W+1, ...]: x before each step of the window, and x after the last.
+        window: the W steps, ascending.
+        latents: [B, W + runs, ...]: for each run of consecutive steps x before each of them, and x after the last.
         timesteps: [B, W].
-        log_probs: [B, W], of the policy that sampled.
+        log_probs: [B, W], of the policy that sampled; after `DiffusersFSDPEngine.rescored` of the trainer's.
+        means: [B, W, ...], means of the steps under the same policy; None where no loss asks for them.
+        is_weights: [B, W], weight of each step in the loss; NaN leaves the step out. None weighs all alike.
     """
 
     keys: tuple[NoiseKey, ...]
     prompts: PromptTable
     prompt_index: Tensor
+    window: tuple[int, ...]
     latents: Tensor
     timesteps: Tensor
     log_probs: Tensor
+    means: Tensor | None = None
+    is_weights: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.keys)
 
+    def step(self, number: int) -> "Trajectories":
+        """The window's step `number` alone, as a window of one: latents [B, 2, ...], the rest [B, 1, ...]."""
+        gaps = sum(after != before + 1 for before, after in pairwise(self.window[: number + 1]))
+        at = number + gaps
+        one = slice(number, number + 1)
+        rest = {name: tensor[:, one] for name, tensor in self._samplewise().items() if name not in _NOT_STEPWISE}
+        return replace(self, window=self.window[one], latents=self.latents[:, at : at + 2], **rest)
+
     def rows(self, index: Tensor) -> "Trajectories":
         """The samples at `index` [b], with the whole prompt table."""
-        return replace(
-            self,
-            keys=tuple(self.keys[i] for i in index.tolist()),
-            prompt_index=self.prompt_index[index],
-            latents=self.latents[index],
-            timesteps=self.timesteps[index],
-            log_probs=self.log_probs[index],
-        )
+        kept = {name: tensor[index] for name, tensor in self._samplewise().items()}
+        return replace(self, keys=tuple(self.keys[i] for i in index.tolist()), **kept)
 
     def to(self, device: torch.device | str) -> "Trajectories":
         """The same samples on another device."""
-        moved = {name: getattr(self, name).to(device) for name in ("prompt_index", "latents", "timesteps", "log_probs")}
+        moved = {name: tensor.to(device) for name, tensor in self._samplewise().items()}
         return replace(self, prompts=self.prompts.to(device), **moved)
+
+    def _samplewise(self) -> dict[str, Any]:
+        """The tensors with a row for each sample."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+
+_NOT_STEPWISE = ("prompt_index", "latents")
