@@ -180,3 +180,76 @@ class DiffusionActorConfig(Section):
         if self.use_kl_loss and self.kl_loss_coef == 0:
             raise ValueError("use_kl_loss is true but kl_loss_coef is 0: give the coefficient a positive value")
         return self
+
+
+RejectionMode = Literal[
+    "step_k1",
+    "step_k2",
+    "step_k3",
+    "seq_sum_k1",
+    "seq_sum_k2",
+    "seq_sum_k3",
+    "seq_mean_k1",
+    "seq_mean_k2",
+    "seq_mean_k3",
+    "seq_max_k1",
+    "seq_max_k2",
+    "seq_max_k3",
+]
+
+
+class RolloutCorrectionConfig(Section):
+    """What to do about a rollout engine whose log-probs are not the trainer's.
+
+    lr = log_prob of the trainer's old policy - log_prob of the rollout, clamped to plus or minus 20.
+    """
+
+    bypass_mode: bool = Field(
+        True,
+        description="Take the rollout's log-probs as the old ones. false computes them again before the first "
+        "optimiser step: another forward pass over all samples, which rollout_is and rollout_rs need.",
+    )
+    rollout_is: Literal["step", "sequence"] | None = Field(
+        None, description="Weigh the loss by exp(lr) of the step, or exp(sum of lr) of the sample; null does not."
+    )
+    rollout_is_threshold: float = Field(2.0, gt=0, description="Importance weights are truncated at this.")
+    rollout_is_bounds: tuple[float, float] | None = Field(
+        None, description="Weights outside [lo, hi], before truncation, become 0 and still count in the mean."
+    )
+    rollout_is_batch_normalize: bool = Field(False, description="Divide the weights by their mean.")
+    rollout_rs: RejectionMode | None = Field(
+        None,
+        description="Leave out steps (step_) or whole samples (seq_: by the sum, mean or worst of their steps) whose "
+        "k1 = lr, k2 = lr^2/2 or k3 = exp(lr) - 1 - lr exceeds the threshold; null keeps all.",
+    )
+    rollout_rs_threshold: float | tuple[float, float] | None = Field(
+        None, description="k1: [lo, hi] that exp(lr) must lie in. k2 and k3: the largest value kept."
+    )
+
+    @model_validator(mode="after")
+    def _settings_act(self):
+        if self.bypass_mode and (self.rollout_is or self.rollout_rs):
+            raise ValueError(
+                "rollout_correction.bypass_mode is true, so old and rollout log-probs are the same numbers and "
+                "rollout_is and rollout_rs would do nothing: set bypass_mode to false"
+            )
+        if self.rollout_is is None and (self.rollout_is_bounds or self.rollout_is_batch_normalize):
+            raise ValueError(
+                "rollout_correction.rollout_is is null, so there are no weights for rollout_is_bounds or "
+                "rollout_is_batch_normalize: set rollout_is to step or sequence"
+            )
+        for name in ("rollout_is_bounds", "rollout_rs_threshold"):
+            bounds = getattr(self, name)
+            if isinstance(bounds, tuple) and not 0 < bounds[0] < bounds[1]:
+                raise ValueError(f"rollout_correction.{name} is {list(bounds)}: give [lo, hi] with 0 < lo < hi")
+        self._check_rejection()
+        return self
+
+    def _check_rejection(self) -> None:
+        mode, threshold = self.rollout_rs, self.rollout_rs_threshold
+        if mode is None and threshold is not None:
+            raise ValueError("rollout_correction.rollout_rs_threshold is given but rollout_rs is null: name a mode")
+        wanted = tuple if mode and mode.endswith("k1") else float
+        if mode and not isinstance(threshold, wanted):
+            right = "[lo, hi] of ratios" if wanted is tuple else "one number"
+            raise ValueError(f"rollout_correction.rollout_rs_threshold is {threshold}: {mode} needs {right}")

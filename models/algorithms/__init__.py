@@ -1,4 +1,4 @@
-"""Advantages and losses: pure functions behind two registries."""
+"""Advantages, losses and rollout correction: pure functions, the first two behind registries."""
 
 from models.algorithms.advantages import (
     DiffusionAdvantageEstimator,
@@ -17,8 +17,10 @@ from models.algorithms.losses import (
     register_diffusion_loss,
 )
 from models.algorithms.policy_gradient import FlowDPPOLoss, FlowGRPOLoss, GRPOGuardLoss
+from models.algorithms.rollout_correction import Correction, correct
 
 __all__ = [
+    "Correction",
     "DiffusionAdvantageEstimator",
     "DiffusionLossFn",
     "DiffusionLossResult",
@@ -29,6 +31,7 @@ __all__ = [
     "check_loss_inputs",
     "compute_flow_grpo_outcome_advantage",
     "compute_gdpo_outcome_advantage",
+    "correct",
     "get_diffusion_adv_estimator_fn",
     "get_diffusion_loss_fn",
     "needs_old_means",
