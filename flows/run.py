@@ -12,6 +12,7 @@ import ray
 
 from flows.checks import Inputs
 from flows.config import TrainConfig
+from models.algorithms import needs_old_means
 from models.engines.canary import Canary
 from models.schedulers.windows import window_steps
 from tasks.checkpoint import CheckpointError, CheckpointStore, RunState
@@ -129,6 +130,7 @@ def open_run(config: TrainConfig, inputs: Inputs) -> Iterator[TrainingRun]:
 def start_rollout(config: TrainConfig, inputs: Inputs) -> RolloutGroup:
     """The rollout workers of a config; their models load in the background."""
     settings = config.actor_rollout_ref.rollout
+    loss = config.actor_rollout_ref.actor.diffusion_loss.loss_mode
     return RolloutGroup(
         inputs.model_config,
         inputs.embeddings,
@@ -138,6 +140,7 @@ def start_rollout(config: TrainConfig, inputs: Inputs) -> RolloutGroup:
         num_threads=settings.num_threads,
         micro_batch_size=settings.micro_batch_size,
         seed=config.trainer.seed,
+        record_means=config.algorithm.rollout_correction.bypass_mode and needs_old_means(loss),
     )
 
 

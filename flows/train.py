@@ -1,16 +1,18 @@
 """The training loop: rollout -> reward -> advantage -> update -> sync (-> validate, save)."""
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import pandas as pd
-from prefect import flow
+from prefect import flow, get_run_logger
 from tqdm import tqdm
 
 from flows.checks import check_inputs
 from flows.config import TrainConfig, TrainOverrides
 from flows.run import GRID_PICTURES, TrainingRun, open_run
 from flows.summary import Summary, summarise
+from models.algorithms.rollout_correction import too_far_apart
 from tasks.advantage import advantage
 from tasks.checkpoint import save_checkpoint
 from tasks.clock import Stopwatch
@@ -21,6 +23,7 @@ from tasks.metrics import (
     compute_timing_metrics_diffusion,
     orchestration_metrics,
 )
+from tasks.old_log_prob import old_log_prob
 from tasks.pictures import grid
 from tasks.reward import Scores, finish_reward
 from tasks.rollout import finish_rollout
@@ -57,8 +60,11 @@ def fit(run: TrainingRun) -> Summary:
         result = measure(run, clock)
         log_step(clock, run.tracker, 0, result.metrics(), *_validation_records(result))
         bar.set_postfix(held_out=f"{result.reward:.3f}")
-    for iteration in range(run.iteration + 1, total + 1):
+    first = run.iteration + 1
+    for iteration in range(first, total + 1):
         metrics = iterate(run, iteration)
+        if iteration == first:
+            _warn_of_distance(run, metrics)
         bar.set_postfix(
             reward=f"{metrics['critic/rewards/mean']:.3f}",
             held_out=f"{run.held_out:.3f}",
@@ -70,16 +76,17 @@ def fit(run: TrainingRun) -> Summary:
 
 def iterate(run: TrainingRun, iteration: int) -> dict[str, float]:
     """One iteration, as the paper has it."""
-    rollout_settings = run.config.actor_rollout_ref.rollout
-    clock = Stopwatch()
+    rollout_settings, algorithm = run.config.actor_rollout_ref.rollout, run.config.algorithm
+    correction, clock = algorithm.rollout_correction, Stopwatch()
 
     prompts = run.prompts(iteration)
     batches = run.rollout.submit(prompts, rollout_settings.n, iteration, run.window(iteration))
     pending_scores = run.reward.submit(batches)
     rollout_seconds = finish_rollout(clock, batches)
     scores = finish_reward(clock, run.reward, batches, pending_scores)
-    advantages = advantage(clock, scores, run.config.algorithm)
-    actor_metrics = update(clock, run.trainer, batches, advantages)
+    advantages = advantage(clock, scores, algorithm)
+    old = None if correction.bypass_mode else old_log_prob(clock, run.trainer, batches, advantages, correction)
+    actor_metrics = update(clock, run.trainer, batches, advantages, old)
     run.iteration = iteration
     drift = sync_weights(clock, run.trainer, run.rollout, run.canary, iteration, run.tolerance)
 
@@ -115,6 +122,16 @@ def measure(run: TrainingRun, clock: Stopwatch) -> Validation:
         sync_weights(clock, *sync)
     run.keep_validation(result)
     return result
+
+
+def _warn_of_distance(run: TrainingRun, metrics: Mapping[str, float]) -> None:
+    """Say so once if the rollout engine is not the trainer's equal; a loss without a clip range has nothing to lose."""
+    distance = metrics.get("rollout_corr/logprob_abs_diff_mean")
+    if distance is None or "actor/pg_clipfrac" not in metrics:
+        return
+    message = too_far_apart(distance, run.config.actor_rollout_ref.actor.diffusion_loss.clip_ratio)
+    if message:
+        get_run_logger().warning(message)
 
 
 def _due(iteration: int, every: int, run: TrainingRun) -> bool:

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from models.config import DiffusionPipelineConfig, DiffusionRolloutAlgoConfig, Section
+from models.config import DiffusionPipelineConfig, DiffusionRolloutAlgoConfig, RolloutCorrectionConfig, Section
 
 
 class DataConfig(Section):
@@ -101,7 +101,7 @@ class RewardConfig(Section):
 
 
 class DiffusionAlgoConfig(Section):
-    """From rewards to advantages."""
+    """From rewards to advantages, and whose log-probs are the old ones."""
 
     adv_estimator: str = Field("flow_grpo", description="Advantage estimator, or package.module:function.")
     norm_adv_by_std_in_grpo: bool = Field(True, description="Divide by a standard deviation; false is Dr.GRPO.")
@@ -110,6 +110,9 @@ class DiffusionAlgoConfig(Section):
         False,
         description="Leave groups out of the update whose rewards are all equal. They carry no signal; counted, they "
         "cost time and shrink the gradient's mean as a run succeeds, which Adam's memory turns into smaller steps.",
+    )
+    rollout_correction: RolloutCorrectionConfig = Field(
+        default_factory=RolloutCorrectionConfig, description="Rollout log-probs that are not the trainer's."
     )
 
     @model_validator(mode="after")

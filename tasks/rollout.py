@@ -86,8 +86,10 @@ class RolloutGroup:
         num_threads: int,
         micro_batch_size: int,
         seed: int,
+        record_means: bool,
     ):
         self.embeddings, self.micro_batch_size, self.seed = embeddings, micro_batch_size, seed
+        self.record_means = record_means
         self.needs_negative = model_config.pipeline.true_cfg_scale > 1
         self.group = ActorGroup(RolloutActor, count, num_gpus, (model_config, device, num_threads))
 
@@ -124,7 +126,7 @@ class RolloutGroup:
         uids = list(dict.fromkeys(prompt.uid for prompt, _ in part))
         keys = tuple(NoiseKey(seed, iteration, prompt.uid, index) for prompt, index in part)
         rows = torch.tensor([uids.index(prompt.uid) for prompt, _ in part])
-        return RolloutRequest(keys, self.prompt_table(uids), rows, tuple(window))
+        return RolloutRequest(keys, self.prompt_table(uids), rows, tuple(window), self.record_means)
 
     def prompt_table(self, uids: Sequence[str]) -> PromptTable:
         """Embeddings of these prompts, each once."""

@@ -3,8 +3,9 @@
 import socket
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import ray
@@ -12,6 +13,7 @@ import torch
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
+from models.algorithms import needs_old_means
 from models.base import DiffusionModelConfig
 from models.config import DiffusionActorConfig
 from models.engines.canary import Canary, check_canary
@@ -19,21 +21,7 @@ from models.engines.trajectories import Trajectories
 from tasks.clock import Stopwatch
 from tasks.cluster import ActorGroup
 from tasks.rollout import PendingBatch, RolloutGroup
-
-
-@dataclass(frozen=True)
-class RankMiniBatch:
-    """One rank's share of one optimiser step.
-
-    Attributes:
-        positions: which of the references handed to the rank.
-        advantages: of each of those batches, [B].
-        global_count: samples that count, over all ranks.
-    """
-
-    positions: tuple[int, ...]
-    advantages: tuple[np.ndarray, ...]
-    global_count: int
+from tasks.update_plan import OldScores, RankMiniBatch, over_ranks, plan_updates
 
 
 class TrainerRank:
@@ -65,10 +53,31 @@ class TrainerRank:
         self.engine.initialize()
         return True
 
-    def update(self, plan: list[RankMiniBatch], *trajectories: Trajectories) -> dict[str, float]:
-        """One optimiser step per entry of the plan; metrics of this rank."""
-        from models.engines.fsdp import ActorBatch
+    def old_log_probs(self, with_means: bool, *trajectories: Trajectories) -> tuple:
+        """For each batch (its log-probs under the present weights, the rollout's), then each batch's means or None."""
+        scored = [self.engine.rescored(batch, with_means) for batch in trajectories]
+        pairs = [(new.log_probs, batch.log_probs) for new, batch in zip(scored, trajectories, strict=True)]
+        return (pairs, *[new.means for new in scored])
 
+    def update(
+        self, plan: list[RankMiniBatch], old: list[tuple[torch.Tensor, torch.Tensor | None]] | None, *given: Any
+    ) -> dict[str, float]:
+        """One optimiser step per entry of the plan; metrics of this rank.
+
+        Args:
+            plan: which samples each step takes.
+            old: log-probs and weights of each batch, where the rollout's own are not the old ones.
+            given: the batches' trajectories; with `old` then their means.
+        """
+        from models.engines.actor_batch import ActorBatch
+
+        trajectories: Sequence[Trajectories] = given
+        if old is not None:
+            paths, means = given[: len(old)], given[len(old) :]
+            trajectories = [
+                replace(path, log_probs=log_probs, is_weights=weights, means=mean)
+                for path, (log_probs, weights), mean in zip(paths, old, means, strict=True)
+            ]
         batches = [
             ActorBatch(
                 [
@@ -130,21 +139,47 @@ class TrainerGroup:
         count = len(self.group)
         return [actor.initialize.remote(rank, count, address) for rank, actor in enumerate(self.group.actors)]
 
-    def update(self, batches: Sequence[PendingBatch], advantages: np.ndarray) -> dict[str, float]:
-        """Train on one iteration's batches; metrics averaged over ranks."""
+    def old_log_probs(
+        self, batches: Sequence[PendingBatch]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[ray.ObjectRef]]:
+        """Of each batch the log-probs [m, W] under the present weights, the rollout's, and a reference to its means.
+
+        Batches are all of one size and a multiple of the ranks (the config's checks), so every rank makes as many
+        passes.
+        """
+        with_means = needs_old_means(self.actor_config.diffusion_loss.loss_mode)
+        ranks = len(self.group)
+        answers = []
+        for rank, actor in enumerate(self.group.actors):
+            own = [batch.trajectories for batch in batches[rank::ranks]]
+            answers.append(actor.old_log_probs.options(num_returns=1 + len(own)).remote(with_means, *own))
+        pairs = ray.get([answer[0] for answer in answers])
+        order = [divmod(number, ranks) for number in range(len(batches))]
+        scored = [pairs[rank][place] for place, rank in order]
+        means = [answers[rank][1 + place] for place, rank in order]
+        return [old for old, _ in scored], [rollout for _, rollout in scored], means
+
+    def update(
+        self, batches: Sequence[PendingBatch], advantages: np.ndarray, old: OldScores | None
+    ) -> dict[str, float]:
+        """Train on one iteration's batches; metrics averaged over the ranks that have them."""
         plans = plan_updates(
             [len(batch.prompts) for batch in batches],
             advantages,
             self.mini_batch_samples,
             len(self.group),
             self.actor_config.ppo_epochs,
+            None if old is None else old.kept(),
         )
         running = []
         for actor, (plan, used) in zip(self.group.actors, plans, strict=True):
-            running.append(actor.update.remote(plan, *[batches[i].trajectories for i in used]))
-        metrics = ray.get(running)
-        combine = {name: max if name.endswith("/max") else np.mean for name in metrics[0]}
-        return {name: float(function([m[name] for m in metrics])) for name, function in combine.items()}
+            given = [batches[i].trajectories for i in used]
+            if old is None:
+                running.append(actor.update.remote(plan, None, *given))
+                continue
+            scores = [(old.log_probs[i], old.is_weights[i]) for i in used]
+            running.append(actor.update.remote(plan, scores, *given, *[old.means[i] for i in used]))
+        return over_ranks(ray.get(running))
 
     def save(self, folder: Path) -> None:
         """Every rank writes its part of a checkpoint."""
@@ -169,51 +204,27 @@ class TrainerGroup:
         return max(check_canary(expected, answer, version, tolerance) for answer in answers)
 
 
-def plan_updates(
-    batch_sizes: Sequence[int], advantages: np.ndarray, mini_batch_samples: int, world_size: int, epochs: int
-) -> list[tuple[list[RankMiniBatch], list[int]]]:
-    """Deal an iteration's batches to optimiser steps and ranks.
-
-    Mini-batches are runs of whole batches in order, and within one the ranks take equal consecutive shares: a batch
-    stays as it was sampled, which keeps its replayed log-probs equal to the last bit.
-
-    Args:
-        batch_sizes: samples of each batch.
-        advantages: [sum of batch_sizes], NaN where missing.
-        mini_batch_samples: samples of an optimiser step, over all ranks.
-        world_size: ranks.
-        epochs: passes over the samples.
-
-    Returns:
-        For each rank (its plan, the batch numbers its `positions` count in).
-    """
-    starts = np.concatenate([[0], np.cumsum(batch_sizes)])
-    mini_batch_of = [int(start) // mini_batch_samples for start in starts[:-1]]
-    plans: list[list[RankMiniBatch]] = [[] for _ in range(world_size)]
-    used: list[list[int]] = [[] for _ in range(world_size)]
-    for number in sorted(set(mini_batch_of)):
-        members = [i for i, owner in enumerate(mini_batch_of) if owner == number]
-        share = len(members) // world_size
-        rows = [advantages[starts[i] : starts[i + 1]] for i in members]
-        counted = int(sum(np.count_nonzero(~np.isnan(row)) for row in rows))
-        if counted == 0:
-            continue
-        for rank in range(world_size):
-            own = slice(rank * share, (rank + 1) * share)
-            first = len(used[rank])
-            used[rank] += members[own]
-            positions = tuple(range(first, len(used[rank])))
-            plans[rank].append(RankMiniBatch(positions, tuple(rows[own]), counted))
-    return [(plan * epochs, indices) for plan, indices in zip(plans, used, strict=True)]
-
-
 @task(name="update", cache_policy=NO_CACHE, persist_result=False)
 def update(
-    clock: Stopwatch, trainer: TrainerGroup, batches: list[PendingBatch], advantages: np.ndarray
+    clock: Stopwatch,
+    trainer: TrainerGroup,
+    batches: list[PendingBatch],
+    advantages: np.ndarray,
+    old: OldScores | None = None,
 ) -> dict[str, float]:
-    """Train on one iteration's samples; metrics under actor/."""
+    """Train on one iteration's samples.
+
+    Args:
+        old: scores of the old policy; None takes the rollout's (`bypass_mode`).
+
+    Returns:
+        Metrics under actor/, and under rollout_corr/ how far apart the rollout's and the trainer's log-probs are.
+    """
     with clock.stage("update_actor"):
-        return {f"actor/{name}": value for name, value in trainer.update(batches, advantages).items()}
+        metrics = trainer.update(batches, advantages, old)
+    distances = {name: metrics.pop(name) for name in list(metrics) if name.startswith("logprob_abs_diff")}
+    between = {f"rollout_corr/{name.replace('/', '_')}": value for name, value in distances.items()}
+    return {f"actor/{name}": value for name, value in metrics.items()} | (between if old is None else old.metrics)
 
 
 @task(name="sync-weights", cache_policy=NO_CACHE, persist_result=False)

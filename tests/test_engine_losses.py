@@ -15,6 +15,8 @@ from models.engines.diffusers_rollout import DiffusersRolloutEngine
 from models.engines.fsdp import DiffusersFSDPEngine
 from models.engines.sampling import velocity_field
 from models.engines.trajectories import Trajectories
+from tasks.update import TrainerRank
+from tasks.update_plan import RankMiniBatch
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -203,6 +205,27 @@ def test_a_rejected_step_takes_its_kl_along(tiny_model: Path) -> None:
         with_rejected.update_policy([batch_of(replace(trajectories, is_weights=rejected))])
         without.update_policy([batch_of(trajectories.rows(kept), ADVANTAGES[kept])])
     assert largest_difference(with_rejected.gather_weights(), without.gather_weights()) < 1e-6
+
+
+def test_a_rank_joins_old_scores_to_the_batches_they_belong_to(tiny_model: Path) -> None:
+    """What the driver hands a rank: a plan, log-probs and weights of each batch, then paths, then means."""
+    rank = TrainerRank(model_config(tiny_model), actor_config(loss_mode="grpo_guard"), "cpu", num_threads=1)
+    rank.engine, plain = (trainer(tiny_model, loss_mode="grpo_guard") for _ in range(2))
+    whole = rolled_out(tiny_model)
+    halves = [whole.rows(half) for half in torch.arange(6).split(3)]
+    bare = [replace(half, means=None) for half in halves]
+    pairs, *means = rank.old_log_probs(True, *bare)
+    assert [torch.equal(old, half.log_probs) for (old, _), half in zip(pairs, halves, strict=True)] == [True, True]
+    assert [torch.equal(mean, half.means) for mean, half in zip(means, halves, strict=True)] == [True, True]
+
+    weights, rows = WEIGHTS.split(3), [values.numpy() for values in ADVANTAGES.split(3)]
+    plan = [RankMiniBatch((1,), (rows[1],), 7 / 3), RankMiniBatch((0,), (rows[0],), 5 / 3)]
+    old = [(half.log_probs, weight) for half, weight in zip(halves, weights, strict=True)]
+    metrics = rank.update(plan, old, *bare, *means)
+    weighted = [replace(half, is_weights=weight) for half, weight in zip(halves, weights, strict=True)]
+    expected = plain.update_policy([batch_of(weighted[i], ADVANTAGES.split(3)[i]) for i in (1, 0)])
+    assert metrics == expected
+    assert largest_difference(rank.engine.gather_weights(), plain.gather_weights()) == 0.0
 
 
 # ---- several updates an iteration
