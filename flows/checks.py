@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import models.families  # noqa: F401  registers the adapters
 from flows.config import TrainConfig
-from models.algorithms import get_diffusion_adv_estimator_fn, get_diffusion_loss_fn
+from models.algorithms import check_loss_inputs, get_diffusion_adv_estimator_fn, needs_old_means
 from models.base import DiffusionModelBase, DiffusionModelConfig
 from tasks.dataset import INDEX, Prompt, PromptEmbeddings, load_prompts
 from tasks.rewards import check_reward
@@ -34,7 +34,7 @@ def check_inputs(config: TrainConfig) -> Inputs:
     """
     rollout = config.actor_rollout_ref.rollout
     get_diffusion_adv_estimator_fn(config.algorithm.adv_estimator)
-    get_diffusion_loss_fn(config.actor_rollout_ref.actor.diffusion_loss.loss_mode)
+    _check_loss(config)
     for name, entry in config.reward.functions.items():
         check_reward(name, **entry.options)
     model_config = DiffusionModelConfig.load(config.actor_rollout_ref.model, rollout.pipeline, rollout.algo)
@@ -55,3 +55,16 @@ def check_inputs(config: TrainConfig) -> Inputs:
         )
     content = config.data.prompts.read_bytes() + (config.data.embeddings / INDEX).read_bytes()
     return Inputs(model_config, train, test, embeddings, hashlib.sha256(content).hexdigest()[:16])
+
+
+def _check_loss(config: TrainConfig) -> None:
+    """The loss is known, gets what it declares, and does not divide by a standard deviation of 0."""
+    rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
+    loss, steps = actor.diffusion_loss.loss_mode, rollout.pipeline.num_inference_steps
+    check_loss_inputs(loss, actor.use_kl_loss, config.algorithm.rollout_correction.rollout_is is not None)
+    divides = f"loss {loss}" if needs_old_means(loss) else "use_kl_loss" if actor.use_kl_loss else None
+    if divides and rollout.algo.sde_type == "cps" and rollout.algo.window_bounds(steps)[1] == steps:
+        raise ConfigError(
+            f"rollout.algo.sde_window_range ends at the last of {steps} steps, whose standard deviation is 0 with cps, "
+            f"and {divides} divides by it: let it end at {steps - 1} or before"
+        )

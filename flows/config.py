@@ -5,13 +5,16 @@ Field names follow the reference system (VeRL-Omni), so its users find their kno
 place; what the reference mirrors between sections stands once here.
 """
 
+import functools
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, create_model, model_validator
 
+from flows.algorithms import absent, preset, tree_of
 from models.config import DiffusionActorConfig, ModelConfig, Section
 from tasks.config import (
     DataConfig,
@@ -23,6 +26,7 @@ from tasks.config import (
 )
 
 NOT_SHAPING: dict[str, Any] = {
+    "algorithm": {"name"},  # it stands for other fields, and those count
     "tracking": True,
     "ray_init": True,
     "reward": {"num_workers"},
@@ -42,6 +46,15 @@ NOT_SHAPING: dict[str, Any] = {
     },
 }
 """Settings that leave the trained weights as they are, up to rounding."""
+
+ADDED_LATER = (
+    "actor_rollout_ref.rollout.algo.sde_window_mode",
+    "actor_rollout_ref.rollout.algo.iters_per_group",
+    "actor_rollout_ref.rollout.algo.sde_contiguous",
+    "actor_rollout_ref.actor.diffusion_loss.kl_mask_threshold",
+    "algorithm.rollout_correction",
+)
+"""Settings that came after the first runs. At their defaults they change nothing, so they do not rename those runs."""
 
 
 class ActorRolloutRefConfig(Section):
@@ -91,11 +104,30 @@ class TrainConfig(Section):
     actor_rollout_ref: ActorRolloutRefConfig = Field(
         default_factory=ActorRolloutRefConfig, description="The policy: model, rollout, update."
     )
-    algorithm: DiffusionAlgoConfig = Field(default_factory=DiffusionAlgoConfig, description="Advantages.")
+    algorithm: DiffusionAlgoConfig = Field(
+        default_factory=DiffusionAlgoConfig, description="Its name, advantages and rollout correction."
+    )
     reward: RewardConfig = Field(default_factory=RewardConfig, description="Rewards.")
     trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="The loop.")
     ray_init: RayConfig = Field(default_factory=RayConfig, description="The cluster.")
     tracking: TrackingConfig = Field(default_factory=TrackingConfig, description="MLflow.")
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _named_algorithm(cls, values: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """Fill in what `algorithm.name` stands for, once, where the field is not given.
+
+        A field so filled does not count as set: `with_changes` to another name takes that one's value.
+        """
+        given = _given(values)
+        if not isinstance(given, dict):
+            return handler(values)
+        named = preset(given)
+        config = handler(_merged(tree_of(named), given))
+        for path in absent(named, given):
+            *parents, leaf = path.split(".")
+            functools.reduce(getattr, parents, config).model_fields_set.discard(leaf)
+        return config
 
     @model_validator(mode="after")
     def _sections_agree(self):
@@ -145,13 +177,23 @@ class TrainConfig(Section):
         """8 hex digits over the settings that shape the weights.
 
         Where a run computes, writes and tracks, how often it measures and how long it goes on do not count: such a
-        run may continue elsewhere, or for longer.
+        run may continue elsewhere, or for longer. (How long counts with sde_window_mode decay, which paces itself by
+        it.) An algorithm's name and the same fields written out are one run.
         """
         shaping = self.model_dump(mode="json", exclude=NOT_SHAPING)
+        defaults = TrainConfig().model_dump(mode="json")
+        for path in ADDED_LATER:
+            *parents, leaf = path.split(".")
+            section, usual = (functools.reduce(dict.__getitem__, parents, tree) for tree in (shaping, defaults))
+            if section[leaf] == usual[leaf]:
+                del section[leaf]
+        if self.actor_rollout_ref.rollout.algo.sde_window_mode == "decay":
+            shaping["trainer"]["total_training_steps"] = self.trainer.total_training_steps
         return hashlib.sha256(json.dumps(shaping, sort_keys=True).encode()).hexdigest()[:8]
 
     def with_changes(self, changes: BaseModel | dict[str, Any] | None) -> "TrainConfig":
-        """This config with some fields replaced, checked as a whole.
+        """This config with some fields replaced, checked as a whole; fields that only its algorithm's name had set
+        follow a new name.
 
         Args:
             changes: nested mapping of fields, or a `TrainOverrides`, of which the fields that were set count.
@@ -159,7 +201,16 @@ class TrainConfig(Section):
         if changes is None:
             return self
         given = changes.model_dump(exclude_unset=True) if isinstance(changes, BaseModel) else changes
-        return TrainConfig.model_validate(_merged(self.model_dump(), given))
+        return TrainConfig.model_validate(_merged(self.model_dump(exclude_unset=True), given))
+
+
+def _given(values: Any) -> Any:
+    """Input of a config as plain mappings of the fields that were set."""
+    if isinstance(values, BaseModel):
+        return values.model_dump(exclude_unset=True)
+    if isinstance(values, Mapping):
+        return {name: _given(value) for name, value in values.items()}
+    return values
 
 
 def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

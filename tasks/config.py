@@ -101,8 +101,13 @@ class RewardConfig(Section):
 
 
 class DiffusionAlgoConfig(Section):
-    """From rewards to advantages, and whose log-probs are the old ones."""
+    """The algorithm: what its name stands for, from rewards to advantages, and whose log-probs are the old ones."""
 
+    name: str = Field(
+        "flow_grpo",
+        description="flow_grpo, dance_grpo, mix_grpo, grpo_guard or flow_dppo: sets kernel, window, advantage and loss "
+        "with their defaults, wherever such a field is not given itself.",
+    )
     adv_estimator: str = Field("flow_grpo", description="Advantage estimator, or package.module:function.")
     norm_adv_by_std_in_grpo: bool = Field(True, description="Divide by a standard deviation; false is Dr.GRPO.")
     global_std: bool = Field(True, description="Divide by the whole batch's standard deviation, not the group's.")

@@ -93,6 +93,28 @@ def test_lora_with_kl_average_and_guidance_runs_and_its_export_validates(workspa
     assert measured.data.metrics["val/reward/mean"] == run.data.metrics["val/reward/mean"]
 
 
+@pytest.mark.slow
+def test_named_algorithms_with_their_own_old_log_probs(workspace: Workspace) -> None:
+    """Single steps, several rewards and a corrected Guard: the stage is timed, and equal engines need no correction."""
+    workspace.train(
+        "algorithm={name: grpo_guard, adv_estimator: gdpo}",
+        "algorithm.rollout_correction={bypass_mode: false, rollout_is: step}",
+        "algorithm.rollout_correction.rollout_rs=seq_max_k2",
+        "algorithm.rollout_correction.rollout_rs_threshold=0.1",
+        "actor_rollout_ref.rollout.algo={sde_window_size: 2, sde_window_range: [0, 3], sde_contiguous: false}",
+        "reward.functions={jpeg_incompressibility: {}, jpeg_compressibility: {weight: 0.5}}",
+        "trainer.n_gpus_per_node=2",
+        "trainer.total_training_steps=2",
+    )
+    (run,) = workspace.mlflow_runs()
+    metrics = run.data.metrics
+    assert metrics["timing_s/old_log_prob"] > 0
+    assert metrics["rollout_corr/logprob_abs_diff_max"] == 0.0
+    assert metrics["rollout_corr/rollout_is_mean"] == 1.0
+    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 0.0
+    assert metrics["actor/mean_drift"] > 0
+
+
 def test_a_failing_reward_fails_the_run_and_leaves_nothing_running(workspace: Workspace) -> None:
     (workspace.folder / "broken_reward.py").write_text(
         "def score(images, prompts):\n    raise RuntimeError('the scorer is out of order')\n"
@@ -116,8 +138,9 @@ def test_a_failing_reward_fails_the_run_and_leaves_nothing_running(workspace: Wo
         ("actor_rollout_ref.actor.ppo_mini_batch_size=3", "must be a multiple of actor.ppo_mini_batch_size"),
         ("trainer.n_gpus_per_node=5", "5 trainer ranks"),
         ("data.train_batch_size=100", "has only 8 train prompts"),
-        ("algorithm.adv_estimator=grop", "known: flow_grpo"),
-        ("actor_rollout_ref.actor.diffusion_loss.loss_mode=grop", "known: flow_grpo"),
+        ("algorithm.adv_estimator=grop", "known: dance_grpo, flow_grpo"),
+        ("actor_rollout_ref.actor.diffusion_loss.loss_mode=grop", "known: dance_grpo, flow_dppo"),
+        ("algorithm.name=grop", "known: flow_grpo, dance_grpo"),
         ("reward.functions={ocrr: {}}", "no reward 'ocrr'"),
         ("actor_rollout_ref.model.path=nowhere", "nowhere/model_index.json does not exist"),
         ("actor_rollout_ref.rollout.pipeline.height=18", "must be multiples of 4"),

@@ -1,0 +1,59 @@
+"""One name selects an algorithm: which kernel, window, advantage and loss it is made of, with their defaults.
+
+The parts are independent (docs/algorithms.md); a named algorithm is a choice of them. Each field stands at most once
+in a preset, and only where it differs from the field's own default, which is Flow-GRPO's.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+KERNEL = "actor_rollout_ref.rollout.algo"
+LOSS = "actor_rollout_ref.actor.diffusion_loss"
+ADAPTER = "actor_rollout_ref.model.algorithm"
+
+DEFAULT = "flow_grpo"
+PRESETS: dict[str, dict[str, Any]] = {
+    "flow_grpo": {},
+    "dance_grpo": {f"{KERNEL}.sde_type": "dance_sde", f"{KERNEL}.noise_level": 0.3},
+    "mix_grpo": {f"{KERNEL}.sde_window_size": 2, f"{KERNEL}.sde_window_range": (0, 5)},
+    "grpo_guard": {f"{LOSS}.loss_mode": "grpo_guard", f"{LOSS}.clip_ratio": 2e-6},
+    "flow_dppo": {f"{LOSS}.loss_mode": "flow_dppo"},
+}
+
+
+def preset(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that `algorithm.name` of a config's given fields stands for, as dotted path -> value.
+
+    The adapter is asked for by the same name; one that serves its architecture alone serves them all.
+
+    Raises:
+        ValueError: unknown name; the message lists the known ones.
+    """
+    algorithm = given.get("algorithm")
+    name = algorithm.get("name", DEFAULT) if isinstance(algorithm, Mapping) else DEFAULT
+    if name not in PRESETS:
+        raise ValueError(f"algorithm.name is {name!r}; known: {', '.join(PRESETS)}")
+    return {ADAPTER: name} | PRESETS[name]
+
+
+def tree_of(paths: Mapping[str, Any]) -> dict[str, Any]:
+    """{"a.b": 1} -> {"a": {"b": 1}}."""
+    tree: dict[str, Any] = {}
+    for path, value in paths.items():
+        *parents, leaf = path.split(".")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[leaf] = value
+    return tree
+
+
+def absent(paths: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[str]:
+    """Those of the dotted paths that the given fields lack."""
+    for path in paths:
+        node: Any = given
+        for part in path.split("."):
+            if not isinstance(node, Mapping) or part not in node:
+                yield path
+                break
+            node = node[part]

@@ -1,0 +1,198 @@
+"""One name selects kernel, window, advantage and loss; what is given by hand wins; what is wrong is said early."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.algorithms import PRESETS
+from flows.checks import ConfigError, check_inputs
+from flows.config import TrainConfig
+from flows.recipes import load_recipe, parse_changes
+from tasks.config import DiffusionAlgoConfig
+
+ROOT = Path(__file__).parent.parent
+
+
+def named(name: str, **sections: Any) -> TrainConfig:
+    return TrainConfig.model_validate({"algorithm": {"name": name}} | sections)
+
+
+def changed(*settings: str, of: TrainConfig | None = None) -> TrainConfig:
+    """As `--set` does it."""
+    return (of or TrainConfig()).with_changes(parse_changes(list(settings)))
+
+
+def parts(config: TrainConfig) -> dict[str, Any]:
+    algo, loss = config.actor_rollout_ref.rollout.algo, config.actor_rollout_ref.actor.diffusion_loss
+    return {
+        "adapter": config.actor_rollout_ref.model.algorithm,
+        "kernel": (algo.sde_type, algo.noise_level),
+        "window": (algo.sde_window_size, algo.sde_window_range),
+        "advantage": config.algorithm.adv_estimator,
+        "loss": (loss.loss_mode, loss.clip_ratio),
+    }
+
+
+FLOW_GRPO: dict[str, Any] = {
+    "adapter": "flow_grpo",
+    "kernel": ("sde", 0.7),
+    "window": (None, None),
+    "advantage": "flow_grpo",
+    "loss": ("flow_grpo", 1e-4),
+}
+EXPECTED: dict[str, dict[str, Any]] = {
+    "flow_grpo": {},
+    "dance_grpo": {"kernel": ("dance_sde", 0.3)},
+    "mix_grpo": {"window": (2, (0, 5))},
+    "grpo_guard": {"loss": ("grpo_guard", 2e-6)},
+    "flow_dppo": {"loss": ("flow_dppo", 1e-4)},
+}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_name_brings_its_parts(name: str) -> None:
+    assert parts(named(name)) == FLOW_GRPO | {"adapter": name} | EXPECTED[name]
+
+
+def test_what_is_given_wins_and_the_rest_follows() -> None:
+    algo = {"noise_level": 1.2, "sde_window_range": [1, 4]}
+    config = named("mix_grpo", actor_rollout_ref={"rollout": {"algo": algo}, "model": {"algorithm": "flow_grpo"}})
+    assert parts(config) == FLOW_GRPO | {"kernel": ("sde", 1.2), "window": (2, (1, 4))}
+
+
+def test_sections_that_are_objects_count_by_the_fields_they_were_given() -> None:
+    algorithm = DiffusionAlgoConfig(name="dance_grpo")
+    assert TrainConfig(algorithm=algorithm) == named("dance_grpo")
+
+
+def test_a_default_given_by_hand_wins_too() -> None:
+    """flow_grpo's own value, written out, is not taken for an absent one."""
+    config = named("dance_grpo", actor_rollout_ref={"rollout": {"algo": {"sde_type": "sde"}}})
+    assert parts(config)["kernel"] == ("sde", 0.3)
+
+
+def test_another_name_later_takes_its_own_values() -> None:
+    """The first name's values were never given; what was given stays."""
+    config = named("mix_grpo", actor_rollout_ref={"rollout": {"algo": {"noise_level": 1.1}}})
+    assert parts(changed("algorithm.name=grpo_guard", of=config)) == FLOW_GRPO | {
+        "adapter": "grpo_guard",
+        "kernel": ("sde", 1.1),
+        "loss": ("grpo_guard", 2e-6),
+    }
+    later = changed("actor_rollout_ref.rollout.algo.sde_window_size=3", of=config)
+    assert parts(later)["window"] == (3, (0, 5))
+    assert parts(later)["kernel"] == ("sde", 1.1)
+
+
+def test_changes_keep_what_the_recipe_said() -> None:
+    recipe = load_recipe("quickstart", ROOT / "prefect.yaml")
+    config = changed("trainer.seed=3", of=recipe)
+    assert config.model_dump(exclude={"trainer"}) == recipe.model_dump(exclude={"trainer"})
+    assert config.trainer.seed == 3
+    assert changed("algorithm.name=grpo_guard", of=recipe).actor_rollout_ref.actor.diffusion_loss.clip_ratio == 1e-3
+
+
+def test_unknown_names_list_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"algorithm\.name is 'grpo'; known: flow_grpo, dance_grpo, mix_grpo, grpo_gu"):
+        named("grpo")
+
+
+# ---- the run's name
+
+
+def test_runs_from_before_keep_their_names() -> None:
+    """Settings that came later do not rename a run that does not use them: add new ones to `ADDED_LATER`."""
+    assert load_recipe("quickstart", ROOT / "prefect.yaml").run_name == "quickstart-228932df"
+    assert TrainConfig().run_name == "run-274111ce"
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_name_and_its_fields_written_out_are_one_run(name: str) -> None:
+    config = named(name)
+    written_out = config.model_dump(mode="json")
+    del written_out["algorithm"]["name"]
+    assert TrainConfig.model_validate(written_out).run_name == config.run_name
+    assert TrainConfig.model_validate(config.model_dump(mode="json")).run_name == config.run_name
+    assert changed(f"algorithm.name={name}").run_name == config.run_name
+
+
+def test_every_algorithm_is_a_run_of_its_own() -> None:
+    assert len({named(name).run_name for name in PRESETS}) == len(PRESETS)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "actor_rollout_ref.rollout.algo.sde_window_mode=progressive",
+        "actor_rollout_ref.rollout.algo.iters_per_group=3",
+        "actor_rollout_ref.rollout.algo.sde_contiguous=false",
+        "actor_rollout_ref.actor.diffusion_loss.kl_mask_threshold=0.1",
+        "algorithm.rollout_correction.bypass_mode=false",
+        "actor_rollout_ref.rollout.algo.noise_level=1.2",
+    ],
+)
+def test_a_setting_that_shapes_the_weights_names_another_run(setting: str) -> None:
+    base = named("mix_grpo")
+    assert changed(setting, of=base).digest() != base.digest()
+
+
+def test_only_a_decaying_window_makes_another_run_of_a_longer_one() -> None:
+    longer = "trainer.total_training_steps=999"
+    random, decay = (
+        named("mix_grpo"),
+        changed("actor_rollout_ref.rollout.algo.sde_window_mode=decay", of=named("mix_grpo")),
+    )
+    assert changed(longer, of=random).digest() == random.digest()
+    assert changed(longer, of=decay).digest() != decay.digest()
+
+
+# ---- misuse, before anything loads
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (("actor_rollout_ref.rollout.n=1",), "rollout.n is 1: flow_grpo compares the samples"),
+        (("algorithm.name=grpo_guard", "actor_rollout_ref.rollout.algo.noise_level=0"), "loss grpo_guard needs it"),
+        (("algorithm.name=mix_grpo", "actor_rollout_ref.rollout.pipeline.num_inference_steps=4"), r"\[0, 5\) must lie"),
+        (("algorithm.name=mix_grpo", "actor_rollout_ref.rollout.algo.sde_window_size=6"), "6 is longer than"),
+        (("algorithm.rollout_correction.rollout_is=step",), "set bypass_mode to false"),
+    ],
+)
+def test_misuse_is_refused_with_the_config(settings: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        changed(*settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (("actor_rollout_ref.actor.diffusion_loss.loss_mode=guard",), "known: dance_grpo, flow_dppo, flow_grpo, "),
+        (("algorithm.adv_estimator=grop",), "known: dance_grpo, flow_grpo, gdpo, mix_grpo"),
+        (
+            ("actor_rollout_ref.actor.diffusion_loss.loss_mode=test_losses:PairLoss",),
+            "needs velocity, partner; an update gives log_probs",
+        ),
+        (
+            (
+                "actor_rollout_ref.actor.diffusion_loss.loss_mode=test_losses:ReferenceLoss",
+                "actor_rollout_ref.actor.use_kl_loss=true",
+                "actor_rollout_ref.actor.kl_loss_coef=0.1",
+                "algorithm.rollout_correction={bypass_mode: false, rollout_is: step}",
+            ),
+            "would ignore algorithm.rollout_correction.rollout_is",
+        ),
+        (
+            (
+                "algorithm.name=flow_dppo",
+                "actor_rollout_ref.rollout.algo={sde_type: cps, sde_window_range: [0, 10]}",
+            ),
+            "ends at the last of 10 steps, .* cps, and loss flow_dppo divides by it: let it end at 9",
+        ),
+    ],
+)
+def test_misuse_is_refused_before_a_model_is_looked_for(settings: tuple[str, ...], message: str) -> None:
+    config = changed(*settings)
+    with pytest.raises((ValueError, ConfigError), match=message):
+        check_inputs(config)
