@@ -47,15 +47,6 @@ NOT_SHAPING: dict[str, Any] = {
 }
 """Settings that leave the trained weights as they are, up to rounding."""
 
-ADDED_LATER = (
-    "actor_rollout_ref.rollout.algo.sde_window_mode",
-    "actor_rollout_ref.rollout.algo.iters_per_group",
-    "actor_rollout_ref.rollout.algo.sde_contiguous",
-    "actor_rollout_ref.actor.diffusion_loss.kl_mask_threshold",
-    "algorithm.rollout_correction",
-)
-"""Settings that came after the first runs. At their defaults they change nothing, so they do not rename those runs."""
-
 
 class ActorRolloutRefConfig(Section):
     """The policy: the model, how it is sampled and how it is updated."""
@@ -181,12 +172,6 @@ class TrainConfig(Section):
         it.) An algorithm's name and the same fields written out are one run.
         """
         shaping = self.model_dump(mode="json", exclude=NOT_SHAPING)
-        defaults = TrainConfig().model_dump(mode="json")
-        for path in ADDED_LATER:
-            *parents, leaf = path.split(".")
-            section, usual = (functools.reduce(dict.__getitem__, parents, tree) for tree in (shaping, defaults))
-            if section[leaf] == usual[leaf]:
-                del section[leaf]
         if self.actor_rollout_ref.rollout.algo.sde_window_mode == "decay":
             shaping["trainer"]["total_training_steps"] = self.trainer.total_training_steps
         return hashlib.sha256(json.dumps(shaping, sort_keys=True).encode()).hexdigest()[:8]

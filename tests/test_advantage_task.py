@@ -13,8 +13,8 @@ REWARDS = np.array([0.1, 0.5, 0.9, 0.7, 0.7, 0.7], np.float32)
 
 def test_equal_groups_are_dropped_and_the_others_are_as_before() -> None:
     config = DiffusionAlgoConfig(global_std=False)
-    kept = compute_advantage(REWARDS, UIDS, config)
-    dropped = compute_advantage(REWARDS, UIDS, config.model_copy(update={"drop_equal_groups": True}))
+    kept = compute_advantage(REWARDS, UIDS, config, {}, {})
+    dropped = compute_advantage(REWARDS, UIDS, config.model_copy(update={"drop_equal_groups": True}), {}, {})
     np.testing.assert_array_equal(kept[3:], 0)
     assert np.isnan(dropped[3:]).all()
     np.testing.assert_array_equal(dropped[:3], kept[:3])
@@ -23,7 +23,7 @@ def test_equal_groups_are_dropped_and_the_others_are_as_before() -> None:
 def test_a_missing_reward_does_not_make_a_group_unequal() -> None:
     rewards = REWARDS.copy()
     rewards[4] = np.nan
-    advantages = compute_advantage(rewards, UIDS, DiffusionAlgoConfig(drop_equal_groups=True))
+    advantages = compute_advantage(rewards, UIDS, DiffusionAlgoConfig(drop_equal_groups=True), {}, {})
     assert np.isnan(advantages[3:]).all()
     assert not np.isnan(advantages[:3]).any()
 
@@ -31,8 +31,8 @@ def test_a_missing_reward_does_not_make_a_group_unequal() -> None:
 def test_all_missing_is_an_error_and_all_equal_is_not() -> None:
     config = DiffusionAlgoConfig(drop_equal_groups=True)
     with pytest.raises(NothingToLearn, match="every reward"):
-        compute_advantage(np.full(6, np.nan, np.float32), UIDS, config)
-    advantages = compute_advantage(np.ones(6, np.float32), UIDS, config)
+        compute_advantage(np.full(6, np.nan, np.float32), UIDS, config, {}, {})
+    advantages = compute_advantage(np.ones(6, np.float32), UIDS, config, {}, {})
     assert np.isnan(advantages).all()
     metrics = compute_data_metrics_diffusion(
         {"sample_level_rewards": np.ones(6), "uid": UIDS, "advantages": advantages}

