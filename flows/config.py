@@ -101,7 +101,7 @@ class TrainConfig(Section):
     reward: RewardConfig = Field(default_factory=RewardConfig, description="Rewards.")
     trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="The loop.")
     ray_init: RayConfig = Field(default_factory=RayConfig, description="The cluster.")
-    tracking: TrackingConfig = Field(default_factory=TrackingConfig, description="MLflow.")
+    tracking: TrackingConfig = Field(default_factory=TrackingConfig, description="Where MLflow is.")
 
     @model_validator(mode="wrap")
     @classmethod

@@ -12,7 +12,7 @@ from models.base import DiffusionModelBase, DiffusionModelConfig
 from models.engines.canary import Canary, canary_velocity
 from models.engines.sampling import sample
 from models.engines.trajectories import RolloutRequest, Trajectories
-from models.engines.weights import load_exported, load_trainable, make_trainable
+from models.engines.weights import load_exported, load_trainable, make_trainable, trainable
 from models.schedulers import FlowMatchSDEDiscreteScheduler
 
 if TYPE_CHECKING:
@@ -32,8 +32,9 @@ class DiffusersRolloutEngine:
         self.adapter = DiffusionModelBase.get_class(model_config)
         self.transformer = self.adapter.load_transformer(model_config, model_config.dtype).to(device).eval()
         make_trainable(self.adapter, self.transformer, model_config)
-        # LoRA weights are kept in fp32 for the optimiser's sake; the trainer computes with them in the model's format.
-        self.transformer.to(model_config.dtype)
+        # The trainer keeps LoRA weights in fp32 for its optimiser and computes with them in the model's format.
+        for parameter in trainable(self.transformer).values():
+            parameter.data = parameter.data.to(model_config.dtype)
         self.vae = self.adapter.load_vae(model_config).to(device)
         self._schedulers: dict[DiffusionPipelineConfig, FlowMatchSDEDiscreteScheduler] = {}
 
