@@ -68,8 +68,9 @@ def test_deployment_runs_under_a_worker_and_on_its_schedule(deployed: Workspace)
         assert run.info.status == "FINISHED"
 
         # The second run is the scheduler's own: same config, so it continues the finished run at once.
-        anchor = (datetime.now(UTC) + timedelta(seconds=5)).isoformat()
-        schedule = {"schedule": {"interval": 3600, "anchor_date": anchor}, "parameters": {"overrides": FAST}}
+        # The scheduler must see the schedule before its first moment comes; else it is the next one, a minute later.
+        anchor = (datetime.now(UTC) + timedelta(seconds=20)).isoformat()
+        schedule = {"schedule": {"interval": 60, "anchor_date": anchor}, "parameters": {"overrides": FAST}}
         (tiny,) = api(deployed, "deployments/filter", {"deployments": {"name": {"any_": ["tiny"]}}})
         api(deployed, f"deployments/{tiny['id']}/schedules", [schedule | {"active": True}])
 
@@ -77,7 +78,7 @@ def test_deployment_runs_under_a_worker_and_on_its_schedule(deployed: Workspace)
             body = {"flow_runs": {"state": {"type": {"any_": ["COMPLETED"]}}}}
             return any(r["auto_scheduled"] for r in api(deployed, "flow_runs/filter", body))
 
-        wait_until(scheduled_run_completed, 150, f"the scheduled run (worker log: {log})")
+        wait_until(scheduled_run_completed, 240, f"the scheduled run (worker log: {log})")
 
 
 def test_bad_parameters_are_refused_when_the_run_is_created(deployed: Workspace) -> None:
