@@ -18,7 +18,6 @@ from models.schedulers.windows import window_steps
 from tasks.checkpoint import CheckpointError, CheckpointStore, RunState
 from tasks.cluster import require_gpus
 from tasks.dataset import Prompt
-from tasks.pictures import grid
 from tasks.reward import RewardGroup
 from tasks.rollout import RolloutGroup
 from tasks.tracking import Tracker, lineage_tags
@@ -26,7 +25,6 @@ from tasks.update import TrainerGroup
 from tasks.validate import Validation
 
 CANARY_PROMPTS = 2
-GRID_PICTURES = 48
 CUDA_CANARY_TOLERANCE = 0.01
 
 
@@ -89,7 +87,7 @@ class TrainingRun:
         self.held_out = result.reward
         folder = self.config.run_dir / "validation"
         folder.mkdir(exist_ok=True)
-        grid(result.first_pictures(GRID_PICTURES)).save(folder / f"{self.iteration:06d}.png")
+        result.sheet.save(folder / f"{self.iteration:06d}.png")
 
     def validation_pictures(self) -> dict[int, Path]:
         """Iteration -> grid of held-out pictures."""

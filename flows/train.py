@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from flows.checks import check_inputs
 from flows.config import TrainConfig, TrainOverrides
-from flows.run import GRID_PICTURES, TrainingRun, open_run
+from flows.run import TrainingRun, open_run
 from flows.summary import Summary, summarise
 from models.algorithms.rollout_correction import too_far_apart
 from tasks.advantage import advantage
@@ -24,7 +24,6 @@ from tasks.metrics import (
     orchestration_metrics,
 )
 from tasks.old_log_prob import old_log_prob
-from tasks.pictures import grid
 from tasks.reward import Scores, finish_reward
 from tasks.rollout import finish_rollout
 from tasks.tracking import log_step
@@ -170,7 +169,7 @@ def _samples(run: TrainingRun, scores: Scores, advantages: Any, iteration: int) 
 def _validation_records(result: Validation | None) -> tuple[dict[str, Any], dict[str, pd.DataFrame]]:
     if result is None:
         return {}, {}
-    return {"validation": grid(result.first_pictures(GRID_PICTURES))}, {"validation": result.samples}
+    return {"validation": result.sheet}, {"validation": result.samples}
 
 
 if __name__ == "__main__":

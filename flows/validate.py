@@ -6,10 +6,9 @@ from prefect import flow
 
 from flows.checks import ConfigError, check_inputs
 from flows.config import TrainConfig, TrainOverrides
-from flows.run import GRID_PICTURES, reward_tags, start_rollout
+from flows.run import reward_tags, start_rollout
 from tasks.clock import Stopwatch
 from tasks.cluster import ray_cluster
-from tasks.pictures import grid
 from tasks.reward import RewardGroup
 from tasks.tracking import Tracker, lineage_tags, log_step
 from tasks.validate import validate as measure
@@ -44,8 +43,7 @@ def validate(
         tracker.log_start(config.model_dump(mode="json"), tags)
         pipeline = settings.validation_pipeline()
         result = measure(clock, rollout, reward, inputs.test, settings.val_kwargs.n, pipeline)
-        pictures = {"validation": grid(result.first_pictures(GRID_PICTURES))}
-        log_step(clock, tracker, 0, result.metrics(), pictures, {"validation": result.samples})
+        log_step(clock, tracker, 0, result.metrics(), {"validation": result.sheet}, {"validation": result.samples})
     return result.metrics()
 
 

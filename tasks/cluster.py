@@ -75,12 +75,3 @@ class ActorGroup:
     def call_all(self, method: str, *arguments: Any) -> list[Any]:
         """Call `method` on every actor; the results in the actors' order. An actor's error is raised here."""
         return ray.get([getattr(actor, method).remote(*arguments) for actor in self.actors])
-
-    def start_all(self, method: str, *arguments: Any) -> list[ray.ObjectRef]:
-        """As `call_all`, without waiting."""
-        return [getattr(actor, method).remote(*arguments) for actor in self.actors]
-
-    def shutdown(self) -> None:
-        """End the actors at once."""
-        for actor in self.actors:
-            ray.kill(actor)

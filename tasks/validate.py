@@ -2,19 +2,23 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import pandas as pd
 import ray
+from PIL import Image
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from models.config import DiffusionPipelineConfig
 from tasks.clock import Stopwatch
 from tasks.dataset import Prompt
+from tasks.pictures import grid
 from tasks.reward import RewardGroup
 from tasks.rollout import RolloutGroup
 
+GRID_PICTURES = 48
 VALIDATION_NOISE = {"iteration": -1, "seed": 0}
 """Validation's noise keys, the same for every run: two sets of weights can be compared picture by picture."""
 
@@ -46,10 +50,11 @@ class Validation:
         """Mean reward of each prompt uid: the unit of a paired comparison."""
         return self.samples.groupby("uid", sort=True)["reward"].mean()
 
-    def first_pictures(self, count: int) -> np.ndarray:
-        """Picture 0 of the first `count` prompts, [<=count, H, W, 3]."""
-        first = np.flatnonzero(self.samples["sample_index"].to_numpy() == 0)[:count]
-        return self.pictures[first]
+    @cached_property
+    def sheet(self) -> Image.Image:
+        """Picture 0 of the first `GRID_PICTURES` prompts, side by side."""
+        first = np.flatnonzero(self.samples["sample_index"].to_numpy() == 0)[:GRID_PICTURES]
+        return grid(self.pictures[first])
 
 
 @task(name="validate", cache_policy=NO_CACHE, persist_result=False)

@@ -139,5 +139,10 @@ class KLLoss:
             ref_prev_sample_mean: [B, ...], the reference's, without gradient.
             std_dev_t: [B, 1, ...], the standard deviation they share.
         """
-        kl = mean_dims((prev_sample_mean - ref_prev_sample_mean) ** 2 / (2 * std_dev_t**2)).mean()
+        kl = mean_drift(prev_sample_mean, ref_prev_sample_mean, std_dev_t).mean()
         return kl, {"kl_loss": kl.detach()}
+
+
+def mean_drift(prev_sample_mean: Tensor, other_mean: Tensor, std_dev_t: Tensor) -> Tensor:
+    """mean_dims (mu - mu_other)^2 / (2 sd^2): the KL between a step's Gaussians, per latent element. [B]"""
+    return mean_dims((prev_sample_mean - other_mean) ** 2 / (2 * std_dev_t**2))

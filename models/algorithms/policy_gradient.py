@@ -11,9 +11,9 @@ from models.algorithms.losses import (
     OLD_MEAN,
     DiffusionLossFn,
     DiffusionLossResult,
+    mean_drift,
     register_diffusion_loss,
 )
-from models.schedulers.kernels import mean_dims
 
 if TYPE_CHECKING:
     from models.config import DiffusionActorConfig
@@ -58,11 +58,8 @@ class FlowGRPOLoss(DiffusionLossFn):
         self, *, config: "DiffusionActorConfig", model_output: Mapping[str, Any], data: Mapping[str, Any]
     ) -> DiffusionLossResult:
         loss, metrics = self.compute_loss(
-            old_log_prob=data["old_log_probs"],
-            log_prob=model_output["log_probs"],
-            advantages=data["advantages"],
+            **ratio_inputs(model_output, data),
             config=config,
-            rollout_is_weights=data.get(IS_WEIGHTS),
         )
         return DiffusionLossResult(loss, metrics)
 
@@ -112,15 +109,12 @@ class GRPOGuardLoss(DiffusionLossFn):
         self, *, config: "DiffusionActorConfig", model_output: Mapping[str, Any], data: Mapping[str, Any]
     ) -> DiffusionLossResult:
         loss, metrics = self.compute_loss(
-            old_log_prob=data["old_log_probs"],
-            log_prob=model_output["log_probs"],
-            advantages=data["advantages"],
+            **ratio_inputs(model_output, data),
             config=config,
             old_prev_sample_mean=data[OLD_MEAN],
             prev_sample_mean=model_output["prev_sample_mean"],
             std_dev_t=model_output["std_dev_t"],
             sqrt_dt=model_output["sqrt_dt"],
-            rollout_is_weights=data.get(IS_WEIGHTS),
         )
         return DiffusionLossResult(loss, metrics)
 
@@ -173,16 +167,23 @@ class FlowDPPOLoss(DiffusionLossFn):
         self, *, config: "DiffusionActorConfig", model_output: Mapping[str, Any], data: Mapping[str, Any]
     ) -> DiffusionLossResult:
         loss, metrics = self.compute_loss(
-            old_log_prob=data["old_log_probs"],
-            log_prob=model_output["log_probs"],
-            advantages=data["advantages"],
+            **ratio_inputs(model_output, data),
             config=config,
             old_prev_sample_mean=data[OLD_MEAN],
             prev_sample_mean=model_output["prev_sample_mean"],
             std_dev_t=model_output["std_dev_t"],
-            rollout_is_weights=data.get(IS_WEIGHTS),
         )
         return DiffusionLossResult(loss, metrics)
+
+
+def ratio_inputs(model_output: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
+    """What every loss on a ratio takes from the model's output and the micro-batch."""
+    return {
+        "old_log_prob": data["old_log_probs"],
+        "log_prob": model_output["log_probs"],
+        "advantages": data["advantages"],
+        "rollout_is_weights": data.get(IS_WEIGHTS),
+    }
 
 
 def clipped_objective(ratio: Tensor, advantages: Tensor, config: "DiffusionActorConfig") -> Tensor:
@@ -191,11 +192,6 @@ def clipped_objective(ratio: Tensor, advantages: Tensor, config: "DiffusionActor
     advantages = advantages.clamp(-settings.adv_clip_max, settings.adv_clip_max)
     clipped = ratio.clamp(1 - settings.clip_ratio, 1 + settings.clip_ratio)
     return torch.maximum(-advantages * ratio, -advantages * clipped)
-
-
-def mean_drift(prev_sample_mean: Tensor, old_prev_sample_mean: Tensor, std_dev_t: Tensor) -> Tensor:
-    """mean_dims (mu - mu_old)^2 / (2 sd^2): the KL between a step's Gaussians, per latent element. [B]"""
-    return mean_dims((prev_sample_mean - old_prev_sample_mean) ** 2 / (2 * std_dev_t**2))
 
 
 def weighted_mean(per_sample: Tensor, rollout_is_weights: Tensor | None) -> Tensor:
