@@ -41,7 +41,6 @@ def check_inputs(config: TrainConfig) -> Inputs:
     adapter = DiffusionModelBase.get_class(model_config)
     for pipeline in (rollout.pipeline, rollout.validation_pipeline()):
         adapter.check_pipeline(replace(model_config, pipeline=pipeline))
-    _check_pictures(config, model_config)
     train, test = load_prompts(config.data.prompts, "train"), load_prompts(config.data.prompts, "test")
     test = test[: rollout.val_kwargs.max_prompts]
     if len(train) < config.data.train_batch_size:
@@ -59,18 +58,6 @@ def check_inputs(config: TrainConfig) -> Inputs:
     _check_embeddings(config, embeddings, adapter.prompt_extras)
     content = config.data.prompts.read_bytes() + (config.data.embeddings / INDEX).read_bytes()
     return Inputs(model_config, train, test, embeddings, hashlib.sha256(content).hexdigest()[:16])
-
-
-def _check_pictures(config: TrainConfig, model_config: DiffusionModelConfig) -> None:
-    """Rewards see pictures [B, H, W, 3]; one that also takes video [B, F, H, W, 3] says so by `scores_video`."""
-    if not DiffusionModelBase.get_class(model_config).samples_video:
-        return
-    for name, entry in config.reward.functions.items():
-        if not getattr(check_reward(name, **entry.options), "scores_video", False):
-            raise ConfigError(
-                f"reward.functions has {name}, which scores pictures, but {model_config.architecture} samples video: "
-                "give a reward whose class or function has scores_video = True"
-            )
 
 
 def _check_embeddings(config: TrainConfig, embeddings: PromptEmbeddings, extras: tuple[str, ...]) -> None:
