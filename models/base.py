@@ -214,6 +214,15 @@ class DiffusionModelBase(ABC):
         """Finished latents [B, ...] to pictures [B, H, W, 3], uint8, as the family's pipeline makes them."""
 
     @classmethod
+    def encode(cls, vae: nn.Module, model_config: DiffusionModelConfig, images: Tensor) -> Tensor:
+        """Pictures [B, H, W, 3], uint8, to latents [B, ...] fp32: the inverse of `decode`, for data sets of pictures.
+
+        Raises:
+            NotImplementedError: the family does not say how.
+        """
+        raise NotImplementedError(f"{cls.__name__} has no encode, which data sets of pictures need")
+
+    @classmethod
     @abstractmethod
     def transformer_blocks(cls, module: nn.Module) -> list[nn.Module]:
         """The repeated blocks: units of sharding and of compilation."""

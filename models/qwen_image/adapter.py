@@ -143,6 +143,19 @@ class QwenImage(DiffusionModelBase):
         return (unit * 255).round().to(torch.uint8)
 
     @classmethod
+    @torch.no_grad()
+    def encode(cls, vae: nn.Module, model_config: DiffusionModelConfig, images: Tensor) -> Tensor:
+        config: Any = vae.config
+        weight = next(vae.parameters())
+        pixels = images.permute(0, 3, 1, 2)[:, :, None].to(weight) / 127.5 - 1
+        latent = vae.encode(pixels).latent_dist.mode().float()  # type: ignore[operator]
+        mean, std = (torch.tensor(values).view(1, -1, 1, 1, 1) for values in (config.latents_mean, config.latents_std))
+        normalised = ((latent - mean.to(latent)) / std.to(latent))[:, :, 0]
+        batch, channels, height, width = normalised.shape
+        patches = normalised.view(batch, channels, height // 2, 2, width // 2, 2).permute(0, 2, 4, 1, 3, 5)
+        return patches.reshape(batch, height // 2 * (width // 2), channels * 4)
+
+    @classmethod
     def transformer_blocks(cls, module: nn.Module) -> list[nn.Module]:
         return list(module.transformer_blocks)  # type: ignore[arg-type]
 
