@@ -29,7 +29,7 @@ train: $(VENV)/.data
 	@$(BIN)/python -m flows.train $(RECIPE)
 
 data: $(VENV)/.data ## prompts, base model and embeddings, as far as they are not there yet
-	@$(BIN)/dvc repro --quiet
+	@$(BIN)/dvc repro --quiet embeddings base_model
 
 test: $(VENV)/.dev lint ## install and run every test
 	@$(BIN)/python -m pytest

@@ -127,16 +127,42 @@ class TrainConfig(Section):
         return self
 
     def _check_groups(self) -> None:
-        rollout, loss = self.actor_rollout_ref.rollout, self.actor_rollout_ref.actor.diffusion_loss.loss_mode
-        if rollout.n < 2:
+        rollout, actor, algorithm = self.actor_rollout_ref.rollout, self.actor_rollout_ref.actor, self.algorithm
+        loss = actor.diffusion_loss.loss_mode
+        compares = algorithm.sample_source == "online" and actor.teacher_path is None
+        if compares and rollout.n < 2:
             raise ValueError(
-                f"actor_rollout_ref.rollout.n is {rollout.n}: {self.algorithm.adv_estimator} compares the samples of "
-                "one prompt and needs at least 2"
+                f"actor_rollout_ref.rollout.n is {rollout.n}: {algorithm.adv_estimator} compares the samples of one "
+                "prompt and needs at least 2"
             )
-        if rollout.algo.noise_level == 0:
+        if algorithm.trainer_type == "policy_gradient" and rollout.algo.noise_level == 0:
             raise ValueError(
                 f"actor_rollout_ref.rollout.algo.noise_level is 0, an ODE without log-probs: loss {loss} needs it "
                 "above 0"
+            )
+        if algorithm.trainer_type == "direct_preference":
+            self._check_finished_samples()
+
+    def _check_finished_samples(self) -> None:
+        rollout, actor, algorithm = self.actor_rollout_ref.rollout, self.actor_rollout_ref.actor, self.algorithm
+        loss = actor.diffusion_loss.loss_mode
+        algorithm.levels_per_sample(rollout.pipeline.num_inference_steps)
+        if not algorithm.rollout_correction.bypass_mode:
+            raise ValueError(
+                f"algorithm.rollout_correction.bypass_mode is false, but loss {loss} reads no log-probs that could be "
+                "corrected: set it to true"
+            )
+        if not algorithm.paired_preference:
+            return
+        if actor.ppo_micro_batch_size_per_gpu % 2:
+            raise ValueError(
+                f"actor.ppo_micro_batch_size_per_gpu is {actor.ppo_micro_batch_size_per_gpu}: loss {loss} compares "
+                "pairs and needs an even number"
+            )
+        if algorithm.sample_source == "online" and rollout.micro_batch_size % rollout.n:
+            raise ValueError(
+                f"rollout.micro_batch_size {rollout.micro_batch_size} must be a multiple of rollout.n {rollout.n}: "
+                f"loss {loss} looks for its pairs among samples that are kept together"
             )
 
     def _check_batches(self) -> None:
@@ -147,6 +173,13 @@ class TrainConfig(Section):
                 f"data.train_batch_size {prompts} must be a multiple of actor.ppo_mini_batch_size {mini} (both count "
                 "prompts)"
             )
+        if self.algorithm.sample_source == "offline":
+            if mini % self.trainer.world_size:
+                raise ValueError(
+                    f"actor.ppo_mini_batch_size {mini} (pairs) must be a multiple of the {self.trainer.world_size} "
+                    "trainer ranks"
+                )
+            return
         per_step, unit = mini * rollout.n, micro * self.trainer.world_size
         if per_step % unit:
             raise ValueError(

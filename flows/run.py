@@ -3,27 +3,31 @@
 import json
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import ray
 
 from flows.checks import Inputs
 from flows.config import TrainConfig
-from models.algorithms import needs_old_means
+from models.algorithms import get_diffusion_loss_fn, needs_old_means
 from models.engines.canary import Canary
+from models.engines.ema import HeldWeights
 from models.schedulers.windows import window_steps
 from tasks.checkpoint import CheckpointError, CheckpointStore, RunState
 from tasks.cluster import require_gpus
 from tasks.dataset import Prompt
+from tasks.pairs import SIDES, Pair
 from tasks.reward import RewardGroup
 from tasks.rollout import RolloutGroup
 from tasks.tracking import Tracker, lineage_tags
 from tasks.update import TrainerGroup
 from tasks.validate import Validation
 
+T = TypeVar("T")
 CANARY_PROMPTS = 2
 CUDA_CANARY_TOLERANCE = 0.01
 
@@ -34,40 +38,61 @@ class TrainingRun:
 
     Attributes:
         config, inputs: what was asked for.
-        rollout, reward, trainer: the actor groups.
+        rollout, reward, trainer: the actor groups; the first two are None where `sample_source` is offline.
         tracker: the MLflow run.
         store: the checkpoints.
-        canary: the input that proves a weight sync.
+        canary: the input that proves a weight sync; None where there is nothing to sync to.
         iteration: the last one that is in the weights.
         held_out: the last held-out reward that was measured.
     """
 
     config: TrainConfig
     inputs: Inputs
-    rollout: RolloutGroup
-    reward: RewardGroup
+    rollout: RolloutGroup | None
+    reward: RewardGroup | None
     trainer: TrainerGroup
     tracker: Tracker
     store: CheckpointStore
-    canary: Canary
+    canary: Canary | None
     iteration: int = 0
     held_out: float = float("nan")
 
+    @property
+    def samples(self) -> bool:
+        """Does the run sample? Offline it reads pairs, and neither syncs nor validates."""
+        return self.rollout is not None
+
+    @property
+    def sampling_weights(self) -> HeldWeights:
+        """Which of the trainer's weights the rollout samples with."""
+        loss = get_diffusion_loss_fn(self.config.actor_rollout_ref.actor.diffusion_loss.loss_mode)
+        return "old" if loss.samples_from_old_policy else "policy"
+
     def prompts(self, iteration: int) -> list[Prompt]:
-        """The iteration's train prompts: consecutive parts of one permutation an epoch, the remainder left out.
+        """The iteration's train prompts."""
+        return self._part(self.inputs.train, iteration)
+
+    def pairs(self, iteration: int) -> list[Pair]:
+        """The iteration's preference pairs."""
+        return self._part(self.inputs.pairs.pairs, iteration)
+
+    def _part(self, items: Sequence[T], iteration: int) -> list[T]:
+        """Consecutive parts of one permutation an epoch, the remainder left out.
 
         A function of (seed, iteration) alone, so there is no cursor to lose.
         """
         size = self.config.data.train_batch_size
-        epoch, part = divmod(iteration - 1, len(self.inputs.train) // size)
-        order = list(self.inputs.train)
+        epoch, part = divmod(iteration - 1, len(items) // size)
+        order = list(items)
         random.Random(f"data/{self.config.trainer.seed}/{epoch}").shuffle(order)
         return order[part * size : (part + 1) * size]
 
     def window(self, iteration: int) -> list[int]:
-        """The iteration's stochastic steps."""
+        """The iteration's stochastic steps; none where finished samples are trained on."""
         rollout = self.config.actor_rollout_ref.rollout
         trainer = self.config.trainer
+        if self.config.algorithm.trainer_type == "direct_preference":
+            return []
         return window_steps(
             rollout.algo,
             rollout.pipeline.num_inference_steps,
@@ -139,6 +164,7 @@ def start_rollout(config: TrainConfig, inputs: Inputs) -> RolloutGroup:
         micro_batch_size=settings.micro_batch_size,
         seed=config.trainer.seed,
         record_means=config.algorithm.rollout_correction.bypass_mode and needs_old_means(loss),
+        record_finished=config.algorithm.trainer_type == "direct_preference",
     )
 
 
@@ -146,26 +172,34 @@ def _start_actors(config: TrainConfig, inputs: Inputs, tracker: Tracker, store: 
     """All groups load their models at the same time."""
     settings, trainer_settings = config.actor_rollout_ref, config.trainer
     if trainer_settings.device == "cuda":
-        rollout_gpus = settings.rollout.num_actors * settings.rollout.num_gpus_per_actor
+        online = config.algorithm.sample_source == "online"
+        rollout_gpus = settings.rollout.num_actors * settings.rollout.num_gpus_per_actor if online else 0
         require_gpus(trainer_settings.world_size + rollout_gpus)
-    rollout = start_rollout(config, inputs)
-    reward = RewardGroup(config.reward)
+    online = config.algorithm.sample_source == "online"
+    rollout, reward = (start_rollout(config, inputs), RewardGroup(config.reward)) if online else (None, None)
+    per_prompt = settings.rollout.n if online else len(SIDES)
     trainer = TrainerGroup(
         inputs.model_config,
         settings.actor,
+        config.algorithm,
         world_size=trainer_settings.world_size,
         device=trainer_settings.device,
         num_threads=trainer_settings.num_threads,
-        mini_batch_samples=settings.actor.ppo_mini_batch_size * settings.rollout.n,
+        mini_batch_samples=settings.actor.ppo_mini_batch_size * per_prompt,
     )
     started = trainer.start()
-    rollout.group.call_all("ready")
+    canary = None
+    if rollout is not None:
+        rollout.group.call_all("ready")
+        canary = Canary(rollout.prompt_table([prompt.uid for prompt in inputs.test[:CANARY_PROMPTS]]))
     ray.get(started)
-    canary = Canary(rollout.prompt_table([prompt.uid for prompt in inputs.test[:CANARY_PROMPTS]]))
     return TrainingRun(config, inputs, rollout, reward, trainer, tracker, store, canary)
 
 
-def reward_tags(reward: RewardGroup) -> dict[str, str]:
+def reward_tags(reward: RewardGroup | None) -> dict[str, str]:
+    """Name and version of every reward, as tags of the run."""
+    if reward is None:
+        return {}
     return {f"reward.{name.replace(':', '/')}": version for name, version in reward.versions().items()}
 
 

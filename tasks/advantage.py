@@ -1,6 +1,6 @@
 """Advantage: rewards become what the update weighs each sample with."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
@@ -11,6 +11,15 @@ from models.algorithms import get_diffusion_adv_estimator_fn
 from tasks.clock import Stopwatch
 from tasks.config import DiffusionAlgoConfig
 from tasks.reward import Scores
+
+ADV_MODES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "continuous": lambda a: a,
+    "positive_only": lambda a: np.maximum(a, 0),
+    "negative_only": lambda a: np.minimum(a, 0),
+    "one_only": lambda a: np.where(np.isnan(a), a, a > 0).astype(a.dtype),
+    "binary": np.sign,
+}
+"""What DiffusionNFT may keep of an advantage (arXiv 2509.16117); NaN stays NaN."""
 
 
 class NothingToLearn(RuntimeError):
@@ -48,7 +57,7 @@ def compute_advantage(
         reward_scores={name: torch.tensor(scores) for name, scores in reward_scores.items()},
         reward_weights=reward_weights,
     )
-    result = advantages.numpy()
+    result = ADV_MODES[config.adv_mode](advantages.numpy())
     return without_equal_groups(result, rewards, uids) if config.drop_equal_groups else result
 
 

@@ -5,7 +5,13 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from models.config import DiffusionPipelineConfig, DiffusionRolloutAlgoConfig, RolloutCorrectionConfig, Section
+from models.config import (
+    DiffusionPipelineConfig,
+    DiffusionRolloutAlgoConfig,
+    ForwardProcessConfig,
+    RolloutCorrectionConfig,
+    Section,
+)
 
 
 class DataConfig(Section):
@@ -13,7 +19,12 @@ class DataConfig(Section):
 
     prompts: Path = Field(Path("data/prompts.parquet"), description="Prompt table of the `prompts` stage.")
     embeddings: Path = Field(Path("data/embeddings"), description="Folder of the `embeddings` stage.")
-    train_batch_size: int = Field(16, ge=1, description="Prompts per iteration; each is sampled rollout.n times.")
+    pairs: Path = Field(
+        Path("data/pairs"), description="Folder of the `pairs` stage, read where algorithm.sample_source is offline."
+    )
+    train_batch_size: int = Field(
+        16, ge=1, description="Prompts per iteration, each sampled rollout.n times; offline, pairs per iteration."
+    )
 
 
 class ValidationPipelineConfig(Section):
@@ -101,13 +112,31 @@ class RewardConfig(Section):
         return self
 
 
-class DiffusionAlgoConfig(Section):
-    """The algorithm: what its name stands for, from rewards to advantages, and whose log-probs are the old ones."""
+class DiffusionAlgoConfig(ForwardProcessConfig):
+    """The algorithm: what its name stands for, which stages it chains, and how rewards become advantages."""
 
     name: str = Field(
         "flow_grpo",
-        description="flow_grpo, dance_grpo, mix_grpo, grpo_guard or flow_dppo: sets kernel, window, advantage and loss "
-        "with their defaults, wherever such a field is not given itself.",
+        description="flow_grpo, dance_grpo, mix_grpo, grpo_guard, flow_dppo, dpo, diffusion_nft, awm, distill_kl or "
+        "distill_fm_mse: sets kernel, window, advantage and loss with their defaults, wherever such a field is not "
+        "given itself.",
+    )
+    trainer_type: Literal["policy_gradient", "direct_preference"] = Field(
+        "policy_gradient",
+        description="policy_gradient trains on the steps of a stochastic sampler; direct_preference on finished "
+        "samples of the ODE, noised again. The loss decides; a name sets it.",
+    )
+    sample_source: Literal["online", "offline"] = Field(
+        "online",
+        description="online samples and scores in every iteration; offline reads data.pairs and starts neither rollout "
+        "nor reward (dpo).",
+    )
+    paired_preference: bool = Field(
+        False, description="The loss compares a better with a worse sample of one prompt (dpo). A name sets it."
+    )
+    adv_mode: Literal["continuous", "positive_only", "negative_only", "one_only", "binary"] = Field(
+        "continuous",
+        description="What is kept of advantages: all, max(A, 0), min(A, 0), 1 where A > 0 else 0, or the sign.",
     )
     adv_estimator: str = Field("flow_grpo", description="Advantage estimator, or package.module:function.")
     norm_adv_by_std_in_grpo: bool = Field(True, description="Divide by a standard deviation; false is Dr.GRPO.")
@@ -120,6 +149,15 @@ class DiffusionAlgoConfig(Section):
     rollout_correction: RolloutCorrectionConfig = Field(
         default_factory=RolloutCorrectionConfig, description="Rollout log-probs that are not the trainer's."
     )
+
+    @model_validator(mode="after")
+    def _offline_has_pairs(self):
+        if self.sample_source == "offline" and not self.paired_preference:
+            raise ValueError(
+                "algorithm.sample_source is offline, which reads preference pairs, but paired_preference is false: use "
+                "a loss that compares pairs (algorithm.name dpo) or sample online"
+            )
+        return self
 
     @model_validator(mode="after")
     def _gdpo_chooses_its_own_deviations(self):

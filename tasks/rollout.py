@@ -36,10 +36,10 @@ class RolloutActor:
         return True
 
     def generate(self, request: RolloutRequest, pipeline: DiffusionPipelineConfig | None) -> tuple[Any, Any, float]:
-        """(trajectories or None, pictures uint8 [B, H, W, 3] as numpy, seconds it took)."""
+        """(what the request asks to be recorded, pictures uint8 [B, H, W, 3] as numpy, seconds it took)."""
         start = time.perf_counter()
-        pictures, trajectories = self.engine.generate(request, pipeline)
-        return trajectories, pictures.numpy(), time.perf_counter() - start
+        pictures, recorded = self.engine.generate(request, pipeline)
+        return recorded, pictures.numpy(), time.perf_counter() - start
 
     def load_weights(self, weights: dict[str, torch.Tensor], canary: Canary) -> torch.Tensor:
         """Take the trainer's weights; answers with the canary's velocity as proof."""
@@ -58,7 +58,8 @@ class PendingBatch:
     Attributes:
         prompts: the prompt of each sample.
         sample_index: which of its prompt's samples each one is.
-        trajectories, pictures, seconds: what `RolloutActor.generate` returns, as references.
+        trajectories, pictures, seconds: what `RolloutActor.generate` returns, as references; in place of trajectories
+            finished latents, where the loss noises them again.
     """
 
     prompts: tuple[Prompt, ...]
@@ -86,10 +87,11 @@ class RolloutGroup:
         num_threads: int,
         micro_batch_size: int,
         seed: int,
-        record_means: bool,
+        record_means: bool = False,
+        record_finished: bool = False,
     ):
         self.embeddings, self.micro_batch_size, self.seed = embeddings, micro_batch_size, seed
-        self.record_means = record_means
+        self.record_means, self.record_finished = record_means, record_finished
         self.pipeline, self.adapter = model_config.pipeline, DiffusionModelBase.get_class(model_config)
         self.group = ActorGroup(RolloutActor, count, num_gpus, (model_config, device, num_threads))
 
@@ -131,18 +133,22 @@ class RolloutGroup:
         uids = list(dict.fromkeys(prompt.uid for prompt, _ in part))
         keys = tuple(NoiseKey(seed, iteration, prompt.uid, index) for prompt, index in part)
         rows = torch.tensor([uids.index(prompt.uid) for prompt, _ in part])
-        return RolloutRequest(keys, self.prompt_table(uids, pipeline), rows, tuple(window), self.record_means)
+        table = self.prompt_table(uids, pipeline)
+        return RolloutRequest(keys, table, rows, tuple(window), self.record_means, self.record_finished and not window)
 
     def prompt_table(self, uids: Sequence[str], pipeline: DiffusionPipelineConfig | None = None) -> PromptTable:
         """Embeddings of these prompts, each once; the negative prompt's if `pipeline` (the rollout's own) is guided."""
-        negative = self.embeddings.negative() if self.adapter.is_guided(pipeline or self.pipeline) else {}
-        return PromptTable.of(
-            self.embeddings.get(uids) | {f"negative_{name}": tensor for name, tensor in negative.items()}
-        )
+        return prompt_table(self.embeddings, uids, self.adapter.is_guided(pipeline or self.pipeline))
 
     def load_weights(self, weights: ray.ObjectRef, canary: Canary) -> list[torch.Tensor]:
         """Give every worker the same weights; their canary velocities."""
         return self.group.call_all("load_weights", weights, canary)
+
+
+def prompt_table(embeddings: PromptEmbeddings, uids: Sequence[str], needs_negative: bool) -> PromptTable:
+    """Embeddings of these prompts, each once, with the negative prompt's where guidance needs it."""
+    negative = embeddings.negative() if needs_negative else {}
+    return PromptTable.of(embeddings.get(uids) | {f"negative_{name}": tensor for name, tensor in negative.items()})
 
 
 @task(name="rollout", cache_policy=NO_CACHE, persist_result=False)

@@ -44,7 +44,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def checked(workspace: Path, model: str, *, val: Any = None, **settings: Any):
+def checked(workspace: Path, model: str, *, val: Any = None, algorithm: str = "flow_grpo", **settings: Any):
     """`check_inputs` of a small run with this model; `settings` are fields of rollout.pipeline."""
     family = FAMILIES[model]
     height, width = family.sizes[0]
@@ -61,6 +61,7 @@ def checked(workspace: Path, model: str, *, val: Any = None, **settings: Any):
             "rollout": rollout,
             "actor": {"ppo_mini_batch_size": 2},
         },
+        "algorithm": {"name": algorithm},
         "reward": {"functions": {"jpeg_compressibility": {}}},
     }
     return check_inputs(TrainConfig.model_validate(config))
@@ -127,6 +128,14 @@ def test_a_model_with_two_denoisers(workspace: Path, tmp_path: Path) -> None:
     two = changed_configs(workspace, "wan", tmp_path, '"boundary_ratio": null', '"boundary_ratio": 0.9')
     with pytest.raises(ValueError, match=r"has two denoisers .*use a Wan model with one"):
         checked(two, "wan")
+
+
+def test_losses_of_the_forward_process_train_without_guidance(workspace: Path) -> None:
+    for model in ("qwen_image", "stable_diffusion_3"):
+        assert isinstance(checked(workspace, model, algorithm="diffusion_nft"), Inputs)
+        field = FAMILIES[model].adapter.pipeline_fields[0]
+        with pytest.raises(ConfigError, match=rf"pipeline.{field} asks for guidance, but loss diffusion_nft"):
+            checked(workspace, model, algorithm="diffusion_nft", **FAMILIES[model].guided)
 
 
 def test_embeddings_of_another_model(workspace: Path, tmp_path: Path) -> None:

@@ -170,6 +170,25 @@ def test_a_batch_samples_what_single_prompts_do(checkpoint_of: Any, name: str, g
 
 
 @every_family
+def test_encode_is_the_inverse_of_decode(checkpoint_of: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the encoder gave, normalised and packed, reaches the decoder as it was."""
+    model = checkpoint_of(name)
+    config = model.config()
+    adapter, vae = model.adapter, model.adapter.load_vae(config)
+    pictures, _ = DiffusersRolloutEngine(config).generate(model.request(window=()))
+    latents = adapter.encode(vae, config, pictures)
+    assert latents.shape[1:] == adapter.latent_shape(config)
+    decode, reached = vae.decode, []
+    monkeypatch.setattr(vae, "decode", lambda latent, **options: reached.append(latent) or decode(latent, **options))
+    adapter.decode(vae, config, latents)
+    pixels = pictures.float().movedim(-1, 1) / 127.5 - 1
+    if reached[0].ndim > pixels.ndim:
+        pixels = pixels.unsqueeze(2)
+    assert torch.allclose(reached[0], vae.encode(pixels).latent_dist.mode(), rtol=0, atol=1e-5)
+    assert latents.std() > 0.1
+
+
+@every_family
 def test_embeddings_of_the_data_stage_are_the_pipelines_own(checkpoint_of: Any, name: str, tmp_path: Path) -> None:
     """What is stored, read and padded again is what the text encoders gave."""
     model = checkpoint_of(name)

@@ -11,7 +11,7 @@ from torch import Tensor
 from models.base import DiffusionModelBase, DiffusionModelConfig
 from models.engines.canary import Canary, canary_velocity
 from models.engines.sampling import sample
-from models.engines.trajectories import RolloutRequest, Trajectories
+from models.engines.trajectories import FinishedLatents, RolloutRequest, Trajectories
 from models.engines.weights import load_exported, load_trainable, make_trainable, trainable
 from models.schedulers import FlowMatchSDEDiscreteScheduler
 
@@ -40,7 +40,7 @@ class DiffusersRolloutEngine:
 
     def generate(
         self, request: RolloutRequest, pipeline: "DiffusionPipelineConfig | None" = None
-    ) -> tuple[Tensor, Trajectories | None]:
+    ) -> tuple[Tensor, Trajectories | FinishedLatents | None]:
         """Sample one request.
 
         Args:
@@ -48,13 +48,13 @@ class DiffusersRolloutEngine:
             pipeline: how, if not as in the training rollout (validation).
 
         Returns:
-            (pictures [B, H, W, 3] uint8 on the CPU, trajectories or None for an ODE).
+            (pictures [B, H, W, 3] uint8 on the CPU, what the request asks to be recorded or None).
         """
         config = self.model_config if pipeline is None else replace(self.model_config, pipeline=pipeline)
-        latents, trajectories = sample(
+        latents, recorded = sample(
             self.adapter, self.transformer, self._scheduler(config), config, request, self.device
         )
-        return self.decode(latents, config), trajectories
+        return self.decode(latents, config), recorded
 
     @torch.no_grad()
     def decode(self, latents: Tensor, model_config: DiffusionModelConfig | None = None) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from models.base import DiffusionModelBase, DiffusionModelConfig
-from models.engines.trajectories import PromptTable, RolloutRequest, Trajectories
+from models.engines.trajectories import FinishedLatents, PromptTable, RolloutRequest, Trajectories
 from models.schedulers.flow_match_sde import FlowMatchSDEDiscreteScheduler
 from models.schedulers.noise_keys import INITIAL_NOISE, draw, generators
 
@@ -43,7 +43,7 @@ def sample(
     request: RolloutRequest,
     device: torch.device | str,
     initial_latents: Tensor | None = None,
-) -> tuple[Tensor, Trajectories | None]:
+) -> tuple[Tensor, Trajectories | FinishedLatents | None]:
     """Denoise one request.
 
     Args:
@@ -54,8 +54,11 @@ def sample(
         ValueError: there is a window but no noise.
 
     Returns:
-        (finished latents [B, ...] fp32, the window's trajectories on the CPU or None for an ODE).
+        (finished latents [B, ...] fp32, what the request asks to be recorded: the window's trajectories or the finished
+        latents, on the CPU, or None).
     """
+    if request.window and request.record_finished:
+        raise ValueError("finished latents are recorded for the ODE: leave the window empty")
     if request.window and model_config.algo.noise_level == 0:
         raise ValueError("a window of stochastic steps needs algo.noise_level above 0; leave it empty for the ODE")
     prompts, index = request.prompts.to(device), request.prompt_index.to(device)
@@ -86,6 +89,8 @@ def sample(
             log_probs.append(output.log_prob)
             if request.record_means:
                 means.append(output.prev_sample_mean)
+    if request.record_finished:
+        return latents, FinishedLatents(request.keys, request.prompts, request.prompt_index, latents.cpu())
     if not request.window:
         return latents, None
     timesteps = scheduler.timesteps[list(request.window)].expand(len(latents), -1)
