@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from tiny_models import FAMILIES, NEGATIVE, Family
 from torch import Tensor
 
 from models.base import OPTIONAL_PIPELINE_FIELDS, DiffusionModelConfig
+from models.config import ForwardProcessConfig
 from models.engines.actor_batch import ActorBatch
 from models.engines.canary import Canary, check_canary
 from models.engines.diffusers_rollout import DiffusersRolloutEngine
@@ -298,6 +300,23 @@ def test_one_update_moves_the_trained_weights_and_nothing_else(
     rollout.load_weights(engine.gather_weights())
     assert check_canary(engine.canary_velocity(canary), rollout.canary_velocity(canary), 1, tolerance=0.0) == 0
     assert not torch.equal(stale, rollout.canary_velocity(canary))
+
+
+@every_family
+@pytest.mark.usefixtures("one_rank")
+def test_a_loss_of_the_forward_process_trains_it(checkpoint_of: Any, name: str) -> None:
+    """Such a loss asks for velocities alone, at noise levels that are on no schedule."""
+    model = checkpoint_of(name)
+    config = model.config(**LORA)
+    _, finished = DiffusersRolloutEngine(config).generate(replace(model.request(window=()), record_finished=True))
+    actor = actor_config(loss_mode="awm", ppo_micro_batch_size_per_gpu=6, weight_decay=0.0)
+    engine = DiffusersFSDPEngine(config, actor, forward_config=ForwardProcessConfig(timestep_sampling="logit_normal"))
+    engine.initialize()
+    before = {key: parameter.detach().clone() for key, parameter in engine.module.named_parameters()}
+    for _ in range(2):
+        assert engine.update_policy([ActorBatch([(finished, ADVANTAGES)], 6)])["grad_norm"] > 0
+    moved = {key for key, p in engine.module.named_parameters() if not torch.equal(p.detach(), before[key])}
+    assert moved == set(trainable(engine.module)) - model.family.unreached(trainable(engine.module))
 
 
 @pytest.mark.parametrize("weights", [{}, LORA], ids=["full", "lora"])
