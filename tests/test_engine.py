@@ -163,15 +163,6 @@ def test_kl_is_zero_at_the_start_and_then_the_gaussian_one(tiny_model: Path, kin
     assert engine.update_policy([batch_of(trajectories)])["kl_loss"] == pytest.approx(expected, rel=1e-3)
 
 
-def test_gradient_checkpointing_changes_nothing(tiny_model: Path) -> None:
-    config = config_of("full", tiny_model)
-    trajectories = rolled_out(config)
-    engines = [trainer(config, gradient_checkpointing=on) for on in (True, False)]
-    for engine in engines:
-        engine.update_policy([batch_of(trajectories)])
-    assert largest_difference(*(engine.gather_weights() for engine in engines)) < 1e-6
-
-
 def test_lora_starts_as_the_base_model_and_alike_everywhere(tiny_model: Path) -> None:
     """The first matrices come from a seed of their own, whatever torch's global generator was doing."""
     config = config_of("lora", tiny_model)

@@ -304,6 +304,19 @@ def test_one_update_moves_the_trained_weights_and_nothing_else(
 
 @every_family
 @pytest.mark.usefixtures("one_rank")
+def test_gradient_checkpointing_changes_nothing(checkpoint_of: Any, name: str) -> None:
+    model = checkpoint_of(name)
+    config = model.config(**LORA)
+    trajectories = model.rolled_out(config, False)
+    engines = [trainer(config, gradient_checkpointing=on) for on in (True, False)]
+    for engine in engines:
+        engine.update_policy([ActorBatch([(trajectories, ADVANTAGES)], 6)])
+    recomputed, kept = (engine.gather_weights() for engine in engines)
+    assert all(torch.allclose(recomputed[key], kept[key], rtol=0, atol=1e-6) for key in kept)
+
+
+@every_family
+@pytest.mark.usefixtures("one_rank")
 def test_a_loss_of_the_forward_process_trains_it(checkpoint_of: Any, name: str) -> None:
     """Such a loss asks for velocities alone, at noise levels that are on no schedule."""
     model = checkpoint_of(name)
