@@ -1,15 +1,19 @@
 """What the driver says about a model, its settings and its embeddings before anything loads."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from tiny_models import FAMILIES
+from typer.testing import CliRunner
 
 from flows.checks import ConfigError, Inputs, check_inputs
 from flows.config import TrainConfig
-from tasks.dataset import build_prompt_table, load_prompts, write_embeddings
+from flows.prepare import app
+from tasks.dataset import PromptEmbeddings, build_prompt_table, load_prompts, write_embeddings
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +140,28 @@ def test_losses_of_the_forward_process_train_without_guidance(workspace: Path) -
         field = FAMILIES[model].adapter.pipeline_fields[0]
         with pytest.raises(ConfigError, match=rf"pipeline.{field} asks for guidance, but loss diffusion_nft"):
             checked(workspace, model, algorithm="diffusion_nft", **FAMILIES[model].guided)
+
+
+def test_the_command_encodes_with_any_model(workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pooled vectors and its limit are stored, and a run with that model takes them."""
+    params = yaml.safe_load((Path(__file__).parents[1] / "params.yaml").read_text())
+    params["embeddings"] |= {"negative_prompt": "ugly"}
+    (tmp_path / "params.yaml").write_text(yaml.safe_dump(params))
+    (tmp_path / "data").mkdir()
+    for name in ("prompts.parquet", "data/prompts.parquet"):
+        (tmp_path / name).symlink_to(workspace / "prompts.parquet")
+    (tmp_path / "stable_diffusion_3").symlink_to(workspace / "stable_diffusion_3")
+    monkeypatch.chdir(tmp_path)
+    arguments = ["embeddings", "--model", "stable_diffusion_3", "--out", "pooled", "--max-sequence-length"]
+    short = CliRunner().invoke(app, [*arguments, "8"])
+    assert short.exit_code == 1
+    assert "tokens with its template, but max_sequence_length=8" in short.output
+    result = CliRunner().invoke(app, [*arguments, "24"])
+    assert result.exit_code == 0, result.output
+    embeddings = PromptEmbeddings.open("pooled")
+    assert (embeddings.extras, embeddings.max_sequence_length) == (("pooled_prompt_embeds",), 24)
+    assert json.loads((tmp_path / "pooled" / "index.json").read_text())["negative_prompt"] == "ugly"
+    assert isinstance(checked(tmp_path, "stable_diffusion_3", max_sequence_length=24), Inputs)
 
 
 def test_embeddings_of_another_model(workspace: Path, tmp_path: Path) -> None:

@@ -160,6 +160,6 @@ class Flux(DiffusionModelBase):
 
 def _positions(rows: int, columns: int, device: torch.device) -> Tensor:
     """(0, row, column) of each token, [S, 3]."""
-    grid = torch.meshgrid(torch.arange(rows // 2), torch.arange(columns // 2), indexing="ij")
-    positions = torch.stack([torch.zeros_like(grid[0]), *grid], -1).flatten(0, 1)
-    return positions.to(device=device, dtype=torch.float32)
+    sides = (torch.arange(side // 2, dtype=torch.float32, device=device) for side in (rows, columns))
+    row, column = torch.meshgrid(*sides, indexing="ij")
+    return torch.stack([torch.zeros_like(row), row, column], -1).flatten(0, 1)
