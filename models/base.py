@@ -261,21 +261,21 @@ class DiffusionModelBase(ABC):
         """The denoiser with the folder's weights."""
         from diffusers import AutoModel
 
-        return AutoModel.from_pretrained(model_config.path, subfolder="transformer", torch_dtype=dtype)
+        return AutoModel.from_pretrained(model_config.path, subfolder="transformer", dtype=dtype)
 
     @classmethod
     def load_vae(cls, model_config: DiffusionModelConfig) -> nn.Module:
         """The decoder with the folder's weights, in eval mode and without gradients."""
         from diffusers import AutoModel
 
-        vae = AutoModel.from_pretrained(model_config.path, subfolder="vae", torch_dtype=model_config.dtype)
+        vae = AutoModel.from_pretrained(model_config.path, subfolder="vae", dtype=model_config.dtype)
         return vae.eval().requires_grad_(False)
 
     @classmethod
     def load_text_pipeline(cls, path: str | Path, dtype: torch.dtype = torch.float32) -> "DiffusionPipeline":
         """The family's pipeline with its text side alone: of a large model the rest would be most of the memory."""
         pipeline_class = getattr(importlib.import_module("diffusers"), read_architecture(path))
-        return pipeline_class.from_pretrained(path, transformer=None, vae=None, scheduler=None, torch_dtype=dtype)
+        return pipeline_class.from_pretrained(path, transformer=None, vae=None, scheduler=None, dtype=dtype)
 
     @classmethod
     def transformer_blocks(cls, module: nn.Module) -> list[nn.Module]:

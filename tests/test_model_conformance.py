@@ -271,6 +271,8 @@ def test_replay_in_bfloat16(checkpoint_of: Any, name: str, guided: bool) -> None
     config = model.config(guided, dtype="bfloat16", **LORA)
     trajectories = model.rolled_out(config, guided)
     assert torch.equal(trainer(config).rescored(trajectories).log_probs, trajectories.log_probs)
+    in_fp32 = model.rolled_out(model.config(guided, **LORA), guided)
+    assert not torch.equal(in_fp32.log_probs, trajectories.log_probs)
 
 
 @with_and_without_guidance
