@@ -1,7 +1,7 @@
 """What can be known to be wrong before any model loads."""
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import models.families  # noqa: F401  registers the adapters
@@ -48,7 +48,15 @@ def check_inputs(config: TrainConfig) -> Inputs:
     for name, entry in config.reward.functions.items():
         check_reward(name, **entry.options)
     model_config = DiffusionModelConfig.load(config.actor_rollout_ref.model, rollout.pipeline, rollout.algo)
-    latent_shape = DiffusionModelBase.get_class(model_config).latent_shape(model_config)
+    adapter = DiffusionModelBase.get_class(model_config)
+    for pipeline in (rollout.pipeline, rollout.validation_pipeline()):
+        adapter.check_pipeline(replace(model_config, pipeline=pipeline))
+    if config.algorithm.trainer_type == "direct_preference" and adapter.is_guided(rollout.pipeline):
+        raise ConfigError(
+            f"rollout.pipeline.{adapter.pipeline_fields[0]} asks for guidance, but loss "
+            f"{config.actor_rollout_ref.actor.diffusion_loss.loss_mode} trains the velocity without it: leave it out"
+        )
+    latent_shape = adapter.latent_shape(model_config)
     _check_teacher(config, model_config)
     train, test = load_prompts(config.data.prompts, "train"), load_prompts(config.data.prompts, "test")
     test = test[: rollout.val_kwargs.max_prompts]
@@ -65,6 +73,7 @@ def check_inputs(config: TrainConfig) -> Inputs:
             f"{config.data.embeddings} lacks the embedding of {missing[0].prompt!r} ({len(missing)} in all): run "
             "`dvc repro embeddings`"
         )
+    _check_embeddings(config, embeddings, adapter.prompt_extras)
     return Inputs(model_config, train, test, embeddings, pairs, hashlib.sha256(content).hexdigest()[:16])
 
 
@@ -111,6 +120,22 @@ def _check_teacher(config: TrainConfig, model_config: DiffusionModelConfig) -> N
         raise ConfigError(
             f"actor.teacher_path is a {architecture} but model.path a {model_config.architecture}: teacher and student "
             "must be of one architecture"
+        )
+
+
+def _check_embeddings(config: TrainConfig, embeddings: PromptEmbeddings, extras: tuple[str, ...]) -> None:
+    """They hold what the model needs, and were made as the run expects."""
+    lacking = sorted(set(extras) - set(embeddings.extras))
+    if lacking:
+        raise ConfigError(
+            f"data.embeddings {config.data.embeddings} lacks {', '.join(lacking)}: encode the prompts with "
+            f"actor_rollout_ref.model.path {config.actor_rollout_ref.model.path}"
+        )
+    wanted = config.actor_rollout_ref.rollout.pipeline.max_sequence_length
+    if wanted not in (None, embeddings.max_sequence_length):
+        raise ConfigError(
+            f"rollout.pipeline.max_sequence_length is {wanted}, but {config.data.embeddings} was encoded with "
+            f"{embeddings.max_sequence_length}: encode the prompts again or leave the field out"
         )
 
 

@@ -152,11 +152,6 @@ class TrainConfig(Section):
                 f"algorithm.rollout_correction.bypass_mode is false, but loss {loss} reads no log-probs that could be "
                 "corrected: set it to true"
             )
-        if rollout.pipeline.true_cfg_scale > 1:
-            raise ValueError(
-                f"actor_rollout_ref.rollout.pipeline.true_cfg_scale is {rollout.pipeline.true_cfg_scale}: loss {loss} "
-                "trains the velocity without guidance, set it to 1"
-            )
         if not algorithm.paired_preference:
             return
         if actor.ppo_micro_batch_size_per_gpu % 2:

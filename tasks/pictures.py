@@ -10,7 +10,12 @@ GAP, PAPER, INK = 4, (90, 90, 90), (240, 240, 240)
 
 
 def grid(pictures: np.ndarray, columns: int = 8, width: int = 1200) -> Image.Image:
-    """Pictures [N, H, W, 3] uint8 side by side, whole-number magnified to about `width` pixels in all."""
+    """Pictures [N, H, W, 3] uint8 side by side, whole-number magnified to about `width` pixels in all.
+
+    Of videos [N, F, H, W, 3] the middle frame is shown.
+    """
+    if pictures.ndim == 5:
+        pictures = pictures[:, pictures.shape[1] // 2]
     _, height, picture_width, _ = pictures.shape
     columns = min(columns, len(pictures))
     scale = max(1, (width // columns - GAP) // picture_width)

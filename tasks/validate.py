@@ -29,7 +29,7 @@ class Validation:
 
     Attributes:
         samples: one row a picture: uid, prompt, sample_index, reward, reward/<name>, <name>/<detail>.
-        pictures: uint8 [N, H, W, 3], in the rows' order.
+        pictures: uint8 [N, H, W, 3], or [N, F, H, W, 3] of video, in the rows' order.
     """
 
     samples: pd.DataFrame

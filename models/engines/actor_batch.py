@@ -78,7 +78,7 @@ def micro_batch_of(
             IS_WEIGHTS: None if weights is None else weights.nan_to_num(0.0),
         }
     tensors["advantages"] = advantages[rows].nan_to_num(0.0).to(device)
-    tensors |= samples.prompts.expand(samples.prompt_index)
+    tensors |= samples.prompts.expand(samples.prompt_index) | samples.prompts.expand_extras(samples.prompt_index)
     present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     return TensorDict(present, batch_size=[len(rows)]), counted
 

@@ -268,14 +268,26 @@ class DiffusersFSDPEngine(PolicyEvaluation):
         return self._sharded(teacher.to(self.device)).eval()
 
     def _sharded(self, module: nn.Module) -> nn.Module:
-        settings = self.actor_config.fsdp_config
+        settings, own = self.actor_config.fsdp_config, self.model_config.model.dtype
         policy = MixedPrecisionPolicy(
-            param_dtype=getattr(torch, settings.param_dtype or self.model_config.model.dtype),
+            param_dtype=getattr(torch, settings.param_dtype or own),
             reduce_dtype=getattr(torch, settings.reduce_dtype),
+            # The adapter casts what the family's pipeline casts. Timesteps and rotary angles are not among it: rounded
+            # here, the trainer would see another timestep than the rollout.
+            cast_forward_inputs=settings.param_dtype not in (None, own),
         )
+        # Frozen weights that diffusers keeps in fp32 in a bf16 model stay so, whole on every rank: they are few, and
+        # rounded here they would make another model than the rollout's.
+        kept = {p for p in module.parameters() if not p.requires_grad and p.dtype != getattr(torch, own)}
         mesh = init_device_mesh(self.device, (dist.get_world_size(),))
         for part in (*self.adapter.transformer_blocks(module), module):
-            fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=settings.reshard_after_forward)
+            fully_shard(
+                part,
+                mesh=mesh,
+                mp_policy=policy,
+                reshard_after_forward=settings.reshard_after_forward,
+                ignored_params=kept,
+            )
         return module
 
 
