@@ -1,0 +1,170 @@
+"""A model family inside vLLM-Omni's worker: its transformer there, the project's adapter and denoising loop around it.
+
+Nothing of the loop is written again: kernels, windows, guidance and noise keys are `models.engines.sampling`'s. What a
+family writes is which transformer vLLM-Omni has for it, and where that one's arguments or names differ from
+diffusers'. No text encoder is loaded: prompts arrive as embeddings.
+"""
+
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+import models.families  # noqa: F401  registers the adapters in the worker's process
+from models.base import DiffusionModelBase, DiffusionModelConfig
+from models.engines.sampling import Sampler
+from models.engines.trajectories import PromptTable, Trajectories
+from models.engines.vllm_omni.sample_request import EXTRA_ARG, SampleRequest, check_alike, join
+
+
+class RolloutPipeline(nn.Module):
+    """Base of the rollout pipelines; vLLM-Omni builds it, loads `transformer` by its own loader and calls `forward`.
+
+    Args:
+        od_config: vLLM-Omni's settings; `custom_pipeline_args["model_config"]` holds `DiffusionModelConfig`'s fields.
+        prefix: unused, part of vLLM-Omni's signature.
+    """
+
+    supports_request_batch = True
+    _dit_modules: ClassVar[list[str]] = ["transformer"]
+    _encoder_modules: ClassVar[list[str]] = []
+    _vae_modules: ClassVar[list[str]] = ["vae"]
+
+    def __init__(self, *, od_config: Any, prefix: str = ""):
+        from vllm_omni.diffusion.distributed.utils import get_local_device
+        from vllm_omni.diffusion.model_loader.diffusers_loader import DiffusersPipelineLoader
+
+        super().__init__()
+        self.od_config, self.device = od_config, get_local_device()
+        self.model_config = DiffusionModelConfig(**od_config.custom_pipeline_args["model_config"])
+        adapter = DiffusionModelBase.get_class(self.model_config)
+        self.transformer = self.build_transformer(od_config)
+        self.vae = adapter.load_vae(self.model_config).to(self.device)
+        self.weights_sources = [
+            DiffusersPipelineLoader.ComponentSource(
+                model_or_path=od_config.model,
+                subfolder="transformer",
+                revision=None,
+                prefix="transformer.",
+                fall_back_to_pt=True,
+            )
+        ]
+        self.sampler = Sampler(adapter, Denoiser(self), self.vae, self.model_config, self.device)
+        self.prompt_tables: dict[str, PromptTable] = {}
+
+    # ---- what a family writes
+
+    @classmethod
+    def transformer_class(cls) -> type[nn.Module]:
+        """vLLM-Omni's transformer of this family."""
+        raise NotImplementedError
+
+    def denoise(self, **inputs: Any) -> Any:
+        """Call the transformer with the keyword arguments that diffusers' transformer takes."""
+        return self.transformer(**inputs)
+
+    @classmethod
+    def lora_module(cls, name: str) -> str:
+        """vLLM-Omni's name of a module that gets LoRA weights, from diffusers' name (or the end of it)."""
+        return name
+
+    blank_output: ClassVar[tuple[int, ...]] = (1, 3, 1, 1)
+    """Shape of the picture that vLLM-Omni's own post-processing is given; the real one travels beside it."""
+
+    # ---- what all families share
+
+    def build_transformer(self, od_config: Any) -> nn.Module:
+        """The transformer by its folder's config, without weights yet."""
+        from vllm_omni.diffusion.utils.tf_utils import get_transformer_config_kwargs
+
+        kind = self.transformer_class()
+        return kind(od_config=od_config, **get_transformer_config_kwargs(od_config.tf_model_config, kind))
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Copy weights by diffusers' names, each behind `transformer.`; the names that found their place."""
+        from vllm.model_executor.models.utils import AutoWeightsLoader
+
+        return AutoWeightsLoader(self).load_weights(weights) | {
+            f"vae.{name}" for name, _ in self.vae.named_parameters()
+        }
+
+    def forward(self, req: Any) -> list[Any]:
+        """Sample one of vLLM-Omni's batches; one output a request, in the batch's order.
+
+        Raises:
+            ValueError: a request without a sample, samples that cannot share a batch, or an unknown prompt table.
+        """
+        if req.is_dummy_run():
+            return [self._output(None, None) for _ in req.requests]
+        samples = [_sample_of(parameters) for parameters in req.sampling_params_list]
+        check_alike(samples)
+        outputs: list[Any] = [None] * len(samples)
+        for table in dict.fromkeys(sample.table for sample in samples):
+            places = sorted(
+                (i for i, sample in enumerate(samples) if sample.table == table), key=lambda i: samples[i].place
+            )
+            if table not in self.prompt_tables:
+                raise ValueError(f"prompt table {table} is not in this worker: put it there before its samples")
+            request = join([samples[i] for i in places], self.prompt_tables[table])
+            pictures, trajectories = self.sampler.generate(request, samples[0].pipeline, samples[0].algo)
+            for row, i in enumerate(places):
+                outputs[i] = self._output(
+                    pictures[row : row + 1], trajectories and trajectories.rows(torch.tensor([row]))
+                )
+        return outputs
+
+    def _output(self, picture: Tensor | None, trajectory: Trajectories | None) -> Any:
+        from vllm_omni.diffusion.data import DiffusionOutput
+
+        beside = {"picture": picture, "means": None if trajectory is None else trajectory.means}
+        return DiffusionOutput(
+            output={"payload": {"image": torch.zeros(self.blank_output)}, "metadata": {"rollout": beside}},
+            trajectory_latents=None if trajectory is None else trajectory.latents,
+            trajectory_timesteps=None if trajectory is None else trajectory.timesteps,
+            trajectory_log_probs=None if trajectory is None else trajectory.log_probs,
+            to_cpu=True,
+        )
+
+    def _load_diffusion_lora_adapter(self, *, lora_request: Any, lora_path: str, dtype: torch.dtype) -> Any:
+        """vLLM-Omni's hook for LoRA weights that are not in a folder; None lets it read the folder."""
+        tensors = getattr(lora_request, "lora_tensors", None)
+        if tensors is None:
+            return None
+        from vllm.lora.lora_model import LoRAModel
+        from vllm.lora.peft_helper import PEFTHelper
+
+        helper = PEFTHelper.from_dict(lora_request.peft_config)
+        loaded = LoRAModel.from_lora_tensors(
+            # The manager multiplies the B matrices by alpha / rank in place.
+            tensors={name: tensor.clone() for name, tensor in tensors.items()},
+            peft_helper=helper,
+            lora_model_id=lora_request.lora_int_id,
+            device="cpu",
+            dtype=dtype,
+            model_vocab_size=None,
+            weights_mapper=None,
+        )
+        return loaded, helper
+
+
+class Denoiser:
+    """The pipeline's transformer behind diffusers' interface: keyword arguments, and a `config` with attributes."""
+
+    def __init__(self, pipeline: RolloutPipeline):
+        self._denoise = pipeline.denoise
+        self.config = SimpleNamespace(**pipeline.od_config.tf_model_config.to_dict())
+
+    def __call__(self, **inputs: Any) -> Any:
+        return self._denoise(**inputs)
+
+
+def _sample_of(parameters: Any) -> SampleRequest:
+    sample = (parameters.extra_args or {}).get(EXTRA_ARG)
+    if sample is None:
+        raise ValueError(
+            f"this engine serves rollouts: a request needs extra_args[{EXTRA_ARG!r}]; plain prompts are for a server "
+            "of the exported weights"
+        )
+    return sample
