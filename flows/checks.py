@@ -1,7 +1,7 @@
 """What can be known to be wrong before any model loads."""
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import models.families  # noqa: F401  registers the adapters
 from flows.config import TrainConfig
@@ -38,7 +38,10 @@ def check_inputs(config: TrainConfig) -> Inputs:
     for name, entry in config.reward.functions.items():
         check_reward(name, **entry.options)
     model_config = DiffusionModelConfig.load(config.actor_rollout_ref.model, rollout.pipeline, rollout.algo)
-    DiffusionModelBase.get_class(model_config).latent_shape(model_config)
+    adapter = DiffusionModelBase.get_class(model_config)
+    for pipeline in (rollout.pipeline, rollout.validation_pipeline()):
+        adapter.check_pipeline(replace(model_config, pipeline=pipeline))
+    _check_pictures(config, model_config)
     train, test = load_prompts(config.data.prompts, "train"), load_prompts(config.data.prompts, "test")
     test = test[: rollout.val_kwargs.max_prompts]
     if len(train) < config.data.train_batch_size:
@@ -53,8 +56,37 @@ def check_inputs(config: TrainConfig) -> Inputs:
             f"{config.data.embeddings} lacks the embedding of {missing[0].prompt!r} ({len(missing)} in all): run "
             "`dvc repro embeddings`"
         )
+    _check_embeddings(config, embeddings, adapter.prompt_extras)
     content = config.data.prompts.read_bytes() + (config.data.embeddings / INDEX).read_bytes()
     return Inputs(model_config, train, test, embeddings, hashlib.sha256(content).hexdigest()[:16])
+
+
+def _check_pictures(config: TrainConfig, model_config: DiffusionModelConfig) -> None:
+    """Rewards see pictures [B, H, W, 3]; one that also takes video [B, F, H, W, 3] says so by `scores_video`."""
+    if not DiffusionModelBase.get_class(model_config).samples_video:
+        return
+    for name, entry in config.reward.functions.items():
+        if not getattr(check_reward(name, **entry.options), "scores_video", False):
+            raise ConfigError(
+                f"reward.functions has {name}, which scores pictures, but {model_config.architecture} samples video: "
+                "give a reward whose class or function has scores_video = True"
+            )
+
+
+def _check_embeddings(config: TrainConfig, embeddings: PromptEmbeddings, extras: tuple[str, ...]) -> None:
+    """They hold what the model needs, and were made as the run expects."""
+    lacking = sorted(set(extras) - set(embeddings.extras))
+    if lacking:
+        raise ConfigError(
+            f"data.embeddings {config.data.embeddings} lacks {', '.join(lacking)}: encode the prompts with "
+            f"actor_rollout_ref.model.path {config.actor_rollout_ref.model.path}"
+        )
+    wanted = config.actor_rollout_ref.rollout.pipeline.max_sequence_length
+    if wanted not in (None, embeddings.max_sequence_length):
+        raise ConfigError(
+            f"rollout.pipeline.max_sequence_length is {wanted}, but {config.data.embeddings} was encoded with "
+            f"{embeddings.max_sequence_length}: encode the prompts again or leave the field out"
+        )
 
 
 def _check_loss(config: TrainConfig) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -34,7 +34,7 @@ from tasks.dataset import (
 from tasks.rewards import RewardError
 
 if TYPE_CHECKING:
-    from diffusers import QwenImagePipeline
+    from models.base import DiffusionModelBase
 
 PARAMS = Path("params.yaml")
 app = typer.Typer(help="Make the data sets; usually called by `dvc repro`.", no_args_is_help=True, add_completion=False)
@@ -96,34 +96,51 @@ def base_model() -> None:
 
 @app.command()
 @one_line_errors()
-def embeddings() -> None:
-    """Encode the prompts once with the base model's text encoder, and write data/embeddings/."""
+def embeddings(
+    model: Annotated[Path, typer.Option(help="Folder in diffusers format whose text encoders encode.")] = BASE_MODEL,
+    out: Annotated[Path, typer.Option(help="Folder to write.")] = EMBEDDINGS,
+    max_sequence_length: Annotated[int | None, typer.Option(help="In place of the one in params.yaml.")] = None,
+    dtype: Annotated[str, typer.Option(help="Number format of the text encoders and the embeddings.")] = "float32",
+    device: Annotated[str, typer.Option(help="Where they compute: cpu or cuda.")] = "cpu",
+) -> None:
+    """Encode the prompts once with the model's text encoders, as its own pipeline does, and write data/embeddings/."""
     import torch
-    from diffusers import QwenImagePipeline
 
     params = load_params(PARAMS).embeddings
-    if not (BASE_MODEL / "model_index.json").is_file():
-        raise PrepareError(f"{BASE_MODEL} holds no model; `dvc repro base_model` makes it")
+    if not (model / "model_index.json").is_file():
+        raise PrepareError(f"{model} holds no model; `dvc repro base_model` makes {BASE_MODEL}")
     chosen = [prompt for split in params.splits for prompt in load_prompts(PROMPTS, split)]
+    limit = max_sequence_length or params.max_sequence_length
     torch.set_num_threads(params.threads)
-    # The text side alone is loaded: of a large model, the rest would be most of the memory.
-    pipeline = QwenImagePipeline.from_pretrained(BASE_MODEL, transformer=None, vae=None, scheduler=None)
-    check_prompt_lengths(chosen, pipeline.tokenizer, params.max_sequence_length, _template_tokens(pipeline))
+    adapter = _adapter_of(model)
+    pipeline = adapter.load_text_pipeline(model, getattr(torch, dtype)).to(device)
+    check_prompt_lengths(chosen, adapter.prompt_lengths(pipeline, [prompt.prompt for prompt in chosen]), limit)
 
     @torch.no_grad()
-    def encode(texts: list[str]) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return pipeline.encode_prompt(texts, max_sequence_length=params.max_sequence_length)
+    def encode(texts: list[str]) -> dict[str, torch.Tensor]:
+        return adapter.encode_prompts(pipeline, texts, limit)
 
     write_embeddings(
         chosen,
         encode,
-        EMBEDDINGS,
+        out,
         params.shard_size,
         batch_size=params.batch_size,
-        model=BASE_MODEL.as_posix(),
-        model_digest=_digest([BASE_MODEL / "text_encoder", BASE_MODEL / "tokenizer"]),
+        negative_prompt=adapter.negative_prompt if params.negative_prompt is None else params.negative_prompt,
+        max_sequence_length=limit,
+        model=model.as_posix(),
+        model_digest=_digest(sorted([*model.glob("text_encoder*"), *model.glob("tokenizer*")])),
     )
-    typer.echo(f"{EMBEDDINGS}: {len(chosen)} prompts and the negative prompt")
+    typer.echo(f"{out}: {len(chosen)} prompts and the negative prompt")
+
+
+def _adapter_of(model: Path) -> "type[DiffusionModelBase]":
+    import models.families  # noqa: F401  registers the adapters
+    from models.base import DiffusionModelBase, DiffusionModelConfig
+    from models.config import DiffusionPipelineConfig, DiffusionRolloutAlgoConfig, ModelConfig
+
+    sections = ModelConfig(path=str(model)), DiffusionPipelineConfig(), DiffusionRolloutAlgoConfig()
+    return DiffusionModelBase.get_class(DiffusionModelConfig.load(*sections))
 
 
 def _check_gate(reward: float, gate: GateParams) -> None:
@@ -133,12 +150,6 @@ def _check_gate(reward: float, gate: GateParams) -> None:
             f"the base model's held-out reward {reward:.3f} is not within base_model.gate [{gate.min_reward}, "
             f"{gate.max_reward}]; set {change} base_model.model.steps in {PARAMS}"
         )
-
-
-def _template_tokens(pipeline: "QwenImagePipeline") -> int:
-    """Tokens that the chat adds behind a prompt; those before it are cut off and do not count."""
-    chat = pipeline.tokenizer(pipeline.prompt_template_encode.format(""))["input_ids"]
-    return len(chat) - pipeline.prompt_template_encode_start_idx
 
 
 def _digest(folders: Sequence[Path]) -> str:

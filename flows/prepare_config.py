@@ -92,7 +92,10 @@ class EmbeddingsParams(_Section):
         min_length=1, description="Splits whose prompts are encoded."
     )
     max_sequence_length: int = Field(
-        ge=1, le=1024, description="Tokens of a prompt, the chat's end included; longer ones are refused."
+        ge=1, le=1024, description="Tokens of a prompt as its model's template counts them; longer ones are refused."
+    )
+    negative_prompt: str | None = Field(
+        description="What classifier-free guidance contrasts with; null takes the model card's, mostly empty."
     )
     batch_size: int = Field(
         ge=1,

@@ -21,6 +21,7 @@ class ValidationPipelineConfig(Section):
 
     num_inference_steps: int | None = Field(None, ge=1, description="Denoising steps; null is the rollout's number.")
     true_cfg_scale: float | None = Field(None, ge=1.0, description="Guidance; null is the rollout's.")
+    guidance_scale: float | None = Field(None, ge=0.0, description="Guidance; null is the rollout's.")
 
 
 class ValidationConfig(Section):

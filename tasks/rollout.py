@@ -11,7 +11,7 @@ import torch
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from models.base import DiffusionModelConfig
+from models.base import DiffusionModelBase, DiffusionModelConfig
 from models.config import DiffusionPipelineConfig
 from models.engines.canary import Canary
 from models.engines.trajectories import PromptTable, RolloutRequest
@@ -90,7 +90,7 @@ class RolloutGroup:
     ):
         self.embeddings, self.micro_batch_size, self.seed = embeddings, micro_batch_size, seed
         self.record_means = record_means
-        self.needs_negative = model_config.pipeline.true_cfg_scale > 1
+        self.pipeline, self.adapter = model_config.pipeline, DiffusionModelBase.get_class(model_config)
         self.group = ActorGroup(RolloutActor, count, num_gpus, (model_config, device, num_threads))
 
     def submit(
@@ -115,24 +115,29 @@ class RolloutGroup:
         for number, start in enumerate(range(0, len(samples), self.micro_batch_size)):
             part = samples[start : start + self.micro_batch_size]
             actor = self.group.actors[number % len(self.group)]
-            request = self._request(part, self.seed if seed is None else seed, iteration, window)
+            request = self._request(part, self.seed if seed is None else seed, iteration, window, pipeline)
             references = actor.generate.options(num_returns=3).remote(request, pipeline)
             batches.append(PendingBatch(tuple(p for p, _ in part), tuple(i for _, i in part), *references))
         return batches
 
     def _request(
-        self, part: Sequence[tuple[Prompt, int]], seed: int, iteration: int, window: Sequence[int]
+        self,
+        part: Sequence[tuple[Prompt, int]],
+        seed: int,
+        iteration: int,
+        window: Sequence[int],
+        pipeline: DiffusionPipelineConfig | None,
     ) -> RolloutRequest:
         uids = list(dict.fromkeys(prompt.uid for prompt, _ in part))
         keys = tuple(NoiseKey(seed, iteration, prompt.uid, index) for prompt, index in part)
         rows = torch.tensor([uids.index(prompt.uid) for prompt, _ in part])
-        return RolloutRequest(keys, self.prompt_table(uids), rows, tuple(window), self.record_means)
+        return RolloutRequest(keys, self.prompt_table(uids, pipeline), rows, tuple(window), self.record_means)
 
-    def prompt_table(self, uids: Sequence[str]) -> PromptTable:
-        """Embeddings of these prompts, each once."""
-        negative = self.embeddings.negative() if self.needs_negative else {}
-        return PromptTable(
-            **self.embeddings.get(uids), **{f"negative_{name}": tensor for name, tensor in negative.items()}
+    def prompt_table(self, uids: Sequence[str], pipeline: DiffusionPipelineConfig | None = None) -> PromptTable:
+        """Embeddings of these prompts, each once; the negative prompt's if `pipeline` (the rollout's own) is guided."""
+        negative = self.embeddings.negative() if self.adapter.is_guided(pipeline or self.pipeline) else {}
+        return PromptTable.of(
+            self.embeddings.get(uids) | {f"negative_{name}": tensor for name, tensor in negative.items()}
         )
 
     def load_weights(self, weights: ray.ObjectRef, canary: Canary) -> list[torch.Tensor]:

@@ -125,6 +125,7 @@ class DiffusersFSDPEngine:
             IS_WEIGHTS: None if weights is None else weights.nan_to_num(0.0),
             "advantages": advantages[rows].nan_to_num(0.0).to(self.device),
             **trajectories.prompts.expand(trajectories.prompt_index),
+            **trajectories.prompts.expand_extras(trajectories.prompt_index),
         }
         present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
         return TensorDict(present, batch_size=[len(rows)]), len(kept)
@@ -306,10 +307,13 @@ class DiffusersFSDPEngine:
         return module.to(self.device)
 
     def _sharded(self, module: nn.Module) -> nn.Module:
-        settings = self.actor_config.fsdp_config
+        settings, own = self.actor_config.fsdp_config, self.model_config.model.dtype
         policy = MixedPrecisionPolicy(
-            param_dtype=getattr(torch, settings.param_dtype or self.model_config.model.dtype),
+            param_dtype=getattr(torch, settings.param_dtype or own),
             reduce_dtype=getattr(torch, settings.reduce_dtype),
+            # The adapter casts what the family's pipeline casts. Timesteps and rotary angles are not among it: rounded
+            # here, the trainer would see another timestep than the rollout.
+            cast_forward_inputs=settings.param_dtype not in (None, own),
         )
         mesh = init_device_mesh(self.device, (dist.get_world_size(),))
         for part in (*self.adapter.transformer_blocks(module), module):

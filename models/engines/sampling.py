@@ -26,11 +26,11 @@ def velocity_field(
     prompt_index: Tensor,
 ) -> "Velocity":
     """v(latents [B, ...], timestep scalar or [B]) of the model for fixed prompts, fp32."""
-    text = prompts.expand(prompt_index)
+    text, extras = prompts.expand(prompt_index), prompts.expand_extras(prompt_index)
 
     def velocity(latents: Tensor, timestep: Tensor) -> Tensor:
         inputs, negative = adapter.prepare_model_inputs(
-            module, model_config, latents, timestep.expand(len(latents)), **text, micro_batch=None, step=0
+            module, model_config, latents, timestep.expand(len(latents)), **text, micro_batch=extras, step=0
         )
         return adapter.predict_velocity(module, model_config, inputs, negative)
 

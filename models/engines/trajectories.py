@@ -1,6 +1,7 @@
 """What passes between rollout and update."""
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any
 
@@ -19,12 +20,22 @@ class PromptTable:
         prompt_embeds_mask: [P, L], true at real tokens.
         negative_prompt_embeds: [1, L', D] or None without guidance.
         negative_prompt_embeds_mask: [1, L'] or None.
+        extras: what a family needs besides, by name: [P, ...] such as `pooled_prompt_embeds`, and [1, ...] where the
+            name begins with `negative_`. Empty for most.
     """
 
     prompt_embeds: Tensor
     prompt_embeds_mask: Tensor
     negative_prompt_embeds: Tensor | None = None
     negative_prompt_embeds_mask: Tensor | None = None
+    extras: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> "PromptTable":
+        """A table from tensors by name; names that are no field of it are its extras."""
+        own = {f.name for f in fields(cls)} - {"extras"}
+        extras = {name: tensor for name, tensor in tensors.items() if name not in own}
+        return cls(**{name: tensor for name, tensor in tensors.items() if name in own}, extras=extras)
 
     def expand(self, index: Tensor) -> dict[str, Any]:
         """Rows for samples: `index` [B] points into the P prompts; keys as `prepare_model_inputs` names them."""
@@ -37,10 +48,18 @@ class PromptTable:
             "negative_prompt_embeds_mask": None if negative_mask is None else negative_mask.expand(batch, -1),
         }
 
+    def expand_extras(self, index: Tensor) -> dict[str, Tensor]:
+        """The extras' rows for samples, [B, ...] each: part of `prepare_model_inputs`' micro_batch."""
+        return {
+            name: tensor.expand(len(index), *tensor.shape[1:]) if name.startswith("negative_") else tensor[index]
+            for name, tensor in self.extras.items()
+        }
+
     def to(self, device: torch.device | str) -> "PromptTable":
         """The same table on another device."""
-        present = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
-        return replace(self, **{name: tensor.to(device) for name, tensor in present.items()})
+        present = {f.name: getattr(self, f.name) for f in fields(self) if isinstance(getattr(self, f.name), Tensor)}
+        moved = {name: tensor.to(device) for name, tensor in present.items()}
+        return replace(self, **moved, extras={name: tensor.to(device) for name, tensor in self.extras.items()})
 
 
 @dataclass(frozen=True)
