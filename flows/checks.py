@@ -7,6 +7,7 @@ import models.families  # noqa: F401  registers the adapters
 from flows.config import TrainConfig
 from models.algorithms import check_loss_inputs, get_diffusion_adv_estimator_fn, needs_old_means
 from models.base import DiffusionModelBase, DiffusionModelConfig
+from models.engines.vllm_omni.engine import pipeline_class
 from tasks.dataset import INDEX, Prompt, PromptEmbeddings, load_prompts
 from tasks.rewards import check_reward
 
@@ -41,6 +42,8 @@ def check_inputs(config: TrainConfig) -> Inputs:
     adapter = DiffusionModelBase.get_class(model_config)
     for pipeline in (rollout.pipeline, rollout.validation_pipeline()):
         adapter.check_pipeline(replace(model_config, pipeline=pipeline))
+    if rollout.name == "vllm_omni":
+        pipeline_class(model_config)
     _check_pictures(config, model_config)
     train, test = load_prompts(config.data.prompts, "train"), load_prompts(config.data.prompts, "test")
     test = test[: rollout.val_kwargs.max_prompts]

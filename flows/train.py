@@ -84,8 +84,9 @@ def iterate(run: TrainingRun, iteration: int) -> dict[str, float]:
     rollout_seconds = finish_rollout(clock, batches)
     scores = finish_reward(clock, run.reward, batches, pending_scores)
     advantages = advantage(clock, scores, algorithm)
-    old = None if correction.bypass_mode else old_log_prob(clock, run.trainer, batches, advantages, correction)
-    actor_metrics = update(clock, run.trainer, batches, advantages, old)
+    with run.rollout.asleep(clock):
+        old = None if correction.bypass_mode else old_log_prob(clock, run.trainer, batches, advantages, correction)
+        actor_metrics = update(clock, run.trainer, batches, advantages, old)
     run.iteration = iteration
     drift = sync_weights(clock, run.trainer, run.rollout, run.canary, iteration, run.tolerance)
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from models.base import DiffusionModelBase, DiffusionModelConfig
@@ -39,3 +40,17 @@ class DiffusersRolloutEngine(Sampler):
     def canary_velocity(self, canary: Canary) -> Tensor:
         """What this copy of the model predicts for the canary, fp32 on the CPU."""
         return canary_velocity(self.adapter, self.transformer, self.model_config, canary, self.device)
+
+    def sleep(self) -> None:
+        """Move the weights off the GPU."""
+        self._move("cpu")
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        """Bring the weights back."""
+        self._move(self.device)
+
+    def _move(self, device: torch.device | str) -> None:
+        self.transformer.to(device)
+        self.vae.to(device)

@@ -53,12 +53,12 @@ _SHARED = ("window", "record_means", "pipeline", "algo.noise_level", "algo.sde_t
 
 def table_digest(prompts: PromptTable) -> str:
     """Name of a prompt table by its content."""
+    named = {field.name: getattr(prompts, field.name) for field in fields(prompts) if field.name != "extras"}
     digest = hashlib.sha256()
-    for field in fields(prompts):
-        tensor = getattr(prompts, field.name)
+    for name, tensor in sorted((named | dict(prompts.extras)).items()):
         if tensor is not None:
-            digest.update(f"{field.name}{tuple(tensor.shape)}{tensor.dtype}".encode())
-            digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+            digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:32]
 
 
