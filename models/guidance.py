@@ -1,5 +1,6 @@
 """Classifier-free guidance: how a velocity with the prompt and one without it are computed and joined."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -7,18 +8,27 @@ from torch import Tensor, nn
 
 
 def in_one_pass(
-    module: nn.Module, model_inputs: dict[str, Any], negative_model_inputs: dict[str, Any]
+    forward: Callable[..., Any],
+    model_inputs: dict[str, Any],
+    negative_model_inputs: dict[str, Any],
+    negative_first: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """(conditional, unconditional), each [B, ...], from one forward of the batch [negative, positive].
+    """(conditional, unconditional), each [B, ...], from one forward of both halves as one batch.
 
-    Every tensor among the inputs is joined along its first dimension; other values must be the same for both.
+    Tensors and lists among the inputs are joined; other values must be the same for both. The order is the pipeline's:
+    on some machines it decides the last bit.
     """
-    joined = {
-        name: torch.cat([negative_model_inputs[name], value]) if isinstance(value, Tensor) else value
-        for name, value in model_inputs.items()
-    }
-    unconditional, conditional = module(**joined)[0].chunk(2)
-    return conditional, unconditional
+    first, second = negative_model_inputs, model_inputs
+    if not negative_first:
+        first, second = second, first
+    halves = forward(**{name: _joined(value, second[name]) for name, value in first.items()})[0].chunk(2)
+    return (halves[1], halves[0]) if negative_first else (halves[0], halves[1])
+
+
+def _joined(first: Any, second: Any) -> Any:
+    if isinstance(first, Tensor):
+        return torch.cat([first, second])
+    return first + second if isinstance(first, list) else first
 
 
 def in_two_passes(

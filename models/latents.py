@@ -14,8 +14,15 @@ if TYPE_CHECKING:
 
 @functools.lru_cache(maxsize=64)
 def component_config(path: str, component: str) -> dict[str, Any]:
-    """config.json of one component of a folder; cached, since every forward asks for it."""
-    return json.loads((Path(path) / component / "config.json").read_text())
+    """The config file of one component of a folder; cached, since every forward asks for it."""
+    name = "scheduler_config.json" if component == "scheduler" else "config.json"
+    return json.loads((Path(path) / component / name).read_text())
+
+
+@functools.lru_cache(maxsize=64)
+def pipeline_config(path: str) -> dict[str, Any]:
+    """model_index.json of a folder."""
+    return json.loads((Path(path) / "model_index.json").read_text())
 
 
 def latent_grid(model_config: "DiffusionModelConfig", vae_factor: int, patch: int) -> tuple[int, int]:

@@ -43,6 +43,7 @@ class Checkpoint:
     def pipeline(self) -> Any:
         pipeline = DiffusionPipeline.from_pretrained(self.folder)
         pipeline.set_progress_bar_config(disable=True)
+        self.family.prepare(pipeline)
         return pipeline
 
     def config(self, guided: bool = False, size: tuple[int, int] | None = None, **overrides: Any):
@@ -85,7 +86,7 @@ class Checkpoint:
             output_type=output_type,
             **settings,
             **self.family.call,
-            **text,
+            **{name: list(prompts) for name, prompts in text.items()},  # a copy: some pipelines write over it
         )
         return result.frames if self.adapter.samples_video else result.images
 
@@ -339,6 +340,7 @@ def test_exported_weights_load_in_diffusers(
     pipeline = DiffusionPipeline.from_pretrained(model.folder if weights else folder)
     if weights:
         pipeline.load_lora_weights(folder)
+    model.family.prepare(pipeline)
     other = Checkpoint.__new__(Checkpoint)
     other.__dict__ |= {"family": model.family, "adapter": model.adapter, "pipeline": pipeline}
     start = draw(request.keys, INITIAL_NOISE, model.adapter.latent_shape(config), "cpu")

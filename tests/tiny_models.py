@@ -10,21 +10,43 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
+from diffusers import (
+    AutoencoderKL,
+    AutoencoderKLWan,
+    FlowMatchEulerDiscreteScheduler,
+    FluxPipeline,
+    FluxTransformer2DModel,
+    SD3Transformer2DModel,
+    StableDiffusion3Pipeline,
+    UniPCMultistepScheduler,
+    WanPipeline,
+    WanTransformer3DModel,
+    ZImagePipeline,
+    ZImageTransformer2DModel,
+)
 from helpers import PROMPTS, save_tiny_model
 from torch import nn
 from transformers import (
     CLIPTextConfig,
+    CLIPTextModel,
     CLIPTextModelWithProjection,
     CLIPTokenizer,
+    Qwen3Config,
+    Qwen3Model,
     T5Config,
     T5EncoderModel,
     T5Tokenizer,
+    UMT5Config,
+    UMT5EncoderModel,
 )
 
 from models.base import DiffusionModelBase
+from models.flux import Flux
 from models.qwen_image import QwenImage
 from models.stable_diffusion_3 import StableDiffusion3
+from models.tiny_qwen_image.build import train_tokenizer
+from models.wan import Wan
+from models.z_image import ZImage
 
 NEGATIVE = "blurry and low quality"
 CORPUS = [*PROMPTS, NEGATIVE]
@@ -47,6 +69,7 @@ class Family:
         unguided_call: what turns its guidance off.
         text_rows: rows of embeddings [B, L, D] whose length max_sequence_length bounds.
         dead_ends: parts of the names of weights whose output leads nowhere, so that no gradient reaches them.
+        prepare: makes the diffusers pipeline the oracle, where it is not so from the start.
     """
 
     adapter: type[DiffusionModelBase]
@@ -59,6 +82,7 @@ class Family:
     unguided_call: dict[str, Any] = field(default_factory=dict)
     text_rows: tuple[int, int | None] = (0, None)
     dead_ends: tuple[str, ...] = ()
+    prepare: Callable[[Any], None] = lambda pipeline: None
 
 
 def enliven(module: nn.Module, seed: int = 1) -> nn.Module:
@@ -173,6 +197,135 @@ def save_stable_diffusion_3(folder: Path) -> None:
     seeded(build).save_pretrained(folder)
 
 
+def save_flux(folder: Path) -> None:
+    """Like FLUX.1-dev: distilled with a guidance scale, joint and single blocks."""
+    clip, t5 = clip_tokenizer(), t5_tokenizer()
+    width = 16
+
+    def build() -> FluxPipeline:
+        return FluxPipeline(
+            transformer=enliven(
+                FluxTransformer2DModel(
+                    in_channels=16,
+                    num_layers=2,
+                    num_single_layers=2,
+                    attention_head_dim=16,
+                    num_attention_heads=2,
+                    joint_attention_dim=width,
+                    pooled_projection_dim=width,
+                    guidance_embeds=True,
+                    axes_dims_rope=(4, 6, 6),
+                )
+            ),
+            scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
+            vae=enliven(kl_vae()),
+            text_encoder=CLIPTextModel(clip_config(clip, width)).eval(),
+            tokenizer=clip,
+            text_encoder_2=T5EncoderModel(T5Config(**t5_config(t5, width))).eval(),
+            tokenizer_2=t5,
+        )
+
+    seeded(build).save_pretrained(folder)
+
+
+CHAT = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def save_z_image(folder: Path) -> None:
+    """A chat around the prompt, refiners of both streams, and token counts that need padding to 32."""
+    tokenizer = train_tokenizer(CORPUS, 4096)
+    tokenizer.chat_template = CHAT
+    width = 16
+
+    def build() -> ZImagePipeline:
+        text = Qwen3Config(
+            vocab_size=len(tokenizer),
+            hidden_size=width,
+            intermediate_size=2 * width,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            head_dim=8,
+            max_position_embeddings=256,
+        )
+        return ZImagePipeline(
+            transformer=enliven(
+                ZImageTransformer2DModel(
+                    in_channels=4,
+                    dim=32,
+                    n_layers=2,
+                    n_refiner_layers=1,
+                    n_heads=2,
+                    n_kv_heads=2,
+                    cap_feat_dim=width,
+                    axes_dims=[4, 6, 6],
+                    axes_lens=[128, 32, 32],
+                )
+            ),
+            scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+            vae=enliven(kl_vae()),
+            text_encoder=Qwen3Model(text).eval(),
+            tokenizer=tokenizer,
+        )
+
+    seeded(build).save_pretrained(folder)
+
+
+def save_wan(folder: Path) -> None:
+    """Like Wan 2.2 TI2V-5B: a timestep for each token, a VAE that is 16 times smaller a side and 4 in time."""
+    t5 = t5_tokenizer()
+    width = 16
+
+    def build() -> WanPipeline:
+        return WanPipeline(
+            transformer=enliven(
+                WanTransformer3DModel(
+                    num_attention_heads=2,
+                    attention_head_dim=12,
+                    in_channels=4,
+                    out_channels=4,
+                    text_dim=width,
+                    freq_dim=16,
+                    ffn_dim=48,
+                    num_layers=2,
+                    rope_max_seq_len=32,
+                )
+            ),
+            scheduler=UniPCMultistepScheduler(
+                prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=5.0, num_train_timesteps=1000
+            ),
+            vae=enliven(
+                AutoencoderKLWan(
+                    base_dim=4,
+                    decoder_base_dim=4,
+                    z_dim=4,
+                    dim_mult=[1, 1, 1, 1],
+                    num_res_blocks=1,
+                    is_residual=True,
+                    in_channels=12,
+                    out_channels=12,
+                    patch_size=2,
+                    scale_factor_spatial=16,
+                    latents_mean=[0.1, -0.2, 0.3, 0.0],
+                    latents_std=[1.3, 0.7, 1.1, 0.9],
+                )
+            ),
+            text_encoder=UMT5EncoderModel(UMT5Config(**t5_config(t5, width))).eval(),
+            tokenizer=t5,
+            expand_timesteps=True,
+        )
+
+    seeded(build).save_pretrained(folder)
+
+
+def with_euler_steps(pipeline: Any) -> None:
+    """Its own solver takes several steps into account; ours is the Euler step of the same shift."""
+    pipeline.scheduler = FlowMatchEulerDiscreteScheduler(shift=pipeline.scheduler.config.flow_shift)
+
+
 DYNAMIC_SHIFT = {  # the values of Qwen/Qwen-Image
     "base_image_seq_len": 256,
     "base_shift": 0.5,
@@ -203,5 +356,29 @@ FAMILIES = {
         unguided_call={"guidance_scale": 1.0},
         text_rows=(CLIP_LENGTH, None),
         dead_ends=("transformer_blocks.2.attn.add_q_proj", "transformer_blocks.2.attn.norm_added_q"),
+    ),
+    "flux": Family(
+        Flux,
+        save_flux,
+        schedulers={"own": {}, "static": {"use_dynamic_shifting": False, "shift": 3.0}},
+        plain={"guidance_scale": 3.5},
+        guided={"guidance_scale": 3.5, "true_cfg_scale": 4.0},
+    ),
+    "z_image": Family(
+        ZImage,
+        save_z_image,
+        schedulers={"own": {}, "dynamic": DYNAMIC_SHIFT | {"shift_terminal": None}},
+        guided={"guidance_scale": 4.0},
+        unguided_call={"guidance_scale": 0.0},
+    ),
+    "wan": Family(
+        Wan,
+        save_wan,
+        schedulers={"own": {}, "shifted": {"flow_shift": 1.0}},
+        sizes=((32, 64), (64, 32)),
+        plain={"num_frames": 5},
+        guided={"num_frames": 5, "guidance_scale": 5.0},
+        unguided_call={"guidance_scale": 1.0},
+        prepare=with_euler_steps,
     ),
 }

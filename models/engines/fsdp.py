@@ -315,9 +315,18 @@ class DiffusersFSDPEngine:
             # here, the trainer would see another timestep than the rollout.
             cast_forward_inputs=settings.param_dtype not in (None, own),
         )
+        # Frozen weights that diffusers keeps in fp32 in a bf16 model stay so, whole on every rank: they are few, and
+        # rounded here they would make another model than the rollout's.
+        kept = {p for p in module.parameters() if not p.requires_grad and p.dtype != getattr(torch, own)}
         mesh = init_device_mesh(self.device, (dist.get_world_size(),))
         for part in (*self.adapter.transformer_blocks(module), module):
-            fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=settings.reshard_after_forward)
+            fully_shard(
+                part,
+                mesh=mesh,
+                mp_policy=policy,
+                reshard_after_forward=settings.reshard_after_forward,
+                ignored_params=kept,
+            )
         return module
 
 

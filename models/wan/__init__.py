@@ -1,0 +1,5 @@
+"""Wan 2.1 and 2.2 with one denoiser (TI2V-5B and the like): video from text."""
+
+from models.wan.adapter import Wan
+
+__all__ = ["Wan"]
