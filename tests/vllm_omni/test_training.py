@@ -4,6 +4,7 @@ from platform_helpers import Workspace, prefect_server, prepared, workspace
 
 __all__ = ["prefect_server", "prepared", "workspace"]
 
+
 def test_one_setting_trains_with_vllm_omni(workspace: Workspace) -> None:
     """The same loop and the same rewards; the log-probs are the trainer's, so nothing has to be corrected."""
     workspace.train(

@@ -25,6 +25,8 @@ class CpuOmniPlatform(OmniPlatform, CpuPlatform):
         import vllm._custom_ops
 
         vllm._custom_ops._supports_onednn = False
+        if not hasattr(torch.ops._C, "silu_and_mul"):
+            _define_activation()
         # A worker of the multi-process executor asks torch for the accelerator's device and does not expect None. In
         # this process the same answer would make the in-process executor take every error for a broken device.
         if multiprocessing.parent_process() is not None and torch.accelerator.current_accelerator() is None:
@@ -94,3 +96,16 @@ class CpuOmniPlatform(OmniPlatform, CpuPlatform):
     @classmethod
     def memory_allocated(cls, device: torch.device | None = None) -> int:
         return 0
+
+
+def _define_activation() -> None:
+    """silu(a) * b of [..., a, b], which vLLM's layers look up among its compiled operators when they are built.
+
+    The wheels on PyPI are for CUDA, and their operators do not load here.
+    """
+    torch.library.define("_C::silu_and_mul", "(Tensor(a!) out, Tensor input) -> ()")
+
+    @torch.library.impl("_C::silu_and_mul", "CPU")
+    def silu_and_mul(out: torch.Tensor, values: torch.Tensor) -> None:
+        gate, up = values.chunk(2, dim=-1)
+        out.copy_(torch.nn.functional.silu(gate) * up)

@@ -138,6 +138,9 @@ class VllmOmniRolloutEngine:
             width=pipeline.width,
             num_inference_steps=pipeline.num_inference_steps,
             true_cfg_scale=pipeline.true_cfg_scale,
+            guidance_scale=pipeline.guidance_scale or 0.0,
+            num_frames=pipeline.num_frames or 1,
+            output_type="latent",  # no picture is made of what goes through its own post-processing
             seed=0,
             lora_request=self._lora,
             extra_args={EXTRA_ARG: sample},
@@ -155,15 +158,16 @@ class VllmOmniRolloutEngine:
         """Take the trainer's weights (names as `models.engines.weights.trainable` gives them).
 
         Raises:
-            WeightSyncError: some of them have no place in vLLM-Omni's model.
+            WeightSyncError: they leave some of vLLM-Omni's own as they were.
         """
         self._wait(self._load_lora(weights) if self.model_config.model.lora_rank else self._load_full(weights))
 
     async def _load_full(self, weights: Mapping[str, Tensor]) -> None:
-        unplaced = await self._order("load_named_weights", dict(weights))
-        if unplaced:
+        kept = await self._order("load_named_weights", dict(weights))
+        if kept:
             raise WeightSyncError(
-                f"{len(unplaced)} weights have no place in vLLM-Omni's {self.model_config.architecture}: {unplaced[:3]}"
+                f"none of the {len(weights)} weights is for {len(kept)} of those of vLLM-Omni's "
+                f"{self.model_config.architecture}: {kept[:3]}"
             )
 
     async def _load_lora(self, weights: Mapping[str, Tensor]) -> None:
@@ -256,8 +260,7 @@ def _acknowledged(what: str, acknowledgements: list[Any]) -> None:
 
 def _joined(request: RolloutRequest, answers: list[Any]) -> tuple[Tensor, Trajectories | None]:
     """Pictures and trajectories of the whole request, from the answers in its order."""
-    beside = [answer.multimodal_output["metadata"]["rollout"] for answer in answers]
-    pictures = torch.cat([part["picture"] for part in beside])
+    pictures = torch.cat([answer.trajectory_decoded[0] for answer in answers])
     if not request.window:
         return pictures, None
     return pictures, Trajectories(
@@ -268,7 +271,7 @@ def _joined(request: RolloutRequest, answers: list[Any]) -> tuple[Tensor, Trajec
         latents=torch.cat([answer.trajectory_latents for answer in answers]),
         timesteps=torch.cat([answer.trajectory_timesteps for answer in answers]),
         log_probs=torch.cat([answer.trajectory_log_probs for answer in answers]),
-        means=torch.cat([part["means"] for part in beside]) if request.record_means else None,
+        means=torch.cat([answer.trajectory_decoded[1] for answer in answers]) if request.record_means else None,
     )
 
 

@@ -5,6 +5,7 @@ family writes is which transformer vLLM-Omni has for it, and where that one's ar
 diffusers'. No text encoder is loaded: prompts arrive as embeddings.
 """
 
+import inspect
 from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -12,7 +13,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-import models.families  # noqa: F401  registers the adapters in the worker's process
 from models.base import DiffusionModelBase, DiffusionModelConfig
 from models.engines.sampling import Sampler
 from models.engines.trajectories import PromptTable, Trajectories
@@ -70,8 +70,8 @@ class RolloutPipeline(nn.Module):
         """vLLM-Omni's name of a module that gets LoRA weights, from diffusers' name (or the end of it)."""
         return name
 
-    blank_output: ClassVar[tuple[int, ...]] = (1, 3, 1, 1)
-    """Shape of the picture that vLLM-Omni's own post-processing is given; the real one travels beside it."""
+    blank_shape: ClassVar[tuple[int, ...]] = (1, 3, 1, 1)
+    """Of what vLLM-Omni's own post-processing is given; the picture travels beside it as it is."""
 
     # ---- what all families share
 
@@ -80,15 +80,22 @@ class RolloutPipeline(nn.Module):
         from vllm_omni.diffusion.utils.tf_utils import get_transformer_config_kwargs
 
         kind = self.transformer_class()
-        return kind(od_config=od_config, **get_transformer_config_kwargs(od_config.tf_model_config, kind))
+        settings = get_transformer_config_kwargs(od_config.tf_model_config, kind)
+        if "od_config" in inspect.signature(kind).parameters:
+            settings["od_config"] = od_config
+        return kind(**settings)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Copy weights by diffusers' names, each behind `transformer.`; the names that found their place."""
+        """Copy weights by diffusers' names, each behind `transformer.`; names of the parameters that got theirs."""
         from vllm.model_executor.models.utils import AutoWeightsLoader
 
-        return AutoWeightsLoader(self).load_weights(weights) | {
-            f"vae.{name}" for name, _ in self.vae.named_parameters()
-        }
+        loaded = AutoWeightsLoader(self).load_weights(weights)
+        if not hasattr(self.transformer, "stacked_params_mapping"):  # what the LoRA manager reads
+            packed: Any = getattr(self.transformer, "packed_modules_mapping", {})
+            self.transformer.stacked_params_mapping = [  # type: ignore[assignment]
+                (f".{whole}", f".{part}", part) for whole, parts in packed.items() for part in parts
+            ]
+        return loaded | {f"vae.{name}" for name, _ in self.vae.named_parameters()}  # loaded in the constructor
 
     def forward(self, req: Any) -> list[Any]:
         """Sample one of vLLM-Omni's batches; one output a request, in the batch's order.
@@ -118,12 +125,12 @@ class RolloutPipeline(nn.Module):
     def _output(self, picture: Tensor | None, trajectory: Trajectories | None) -> Any:
         from vllm_omni.diffusion.data import DiffusionOutput
 
-        beside = {"picture": picture, "means": None if trajectory is None else trajectory.means}
         return DiffusionOutput(
-            output={"payload": {"image": torch.zeros(self.blank_output)}, "metadata": {"rollout": beside}},
+            output=torch.zeros(self.blank_shape),
             trajectory_latents=None if trajectory is None else trajectory.latents,
             trajectory_timesteps=None if trajectory is None else trajectory.timesteps,
             trajectory_log_probs=None if trajectory is None else trajectory.log_probs,
+            trajectory_decoded=[picture, None if trajectory is None else trajectory.means],
             to_cpu=True,
         )
 

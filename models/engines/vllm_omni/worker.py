@@ -27,11 +27,12 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         return self.model_runner.pipeline.prompt_tables.pop(table, None) is not None
 
     def load_named_weights(self: Any, weights: dict[str, Tensor]) -> list[str]:
-        """Copy transformer weights by diffusers' names; the names that found no place."""
+        """Copy all transformer weights, by diffusers' names; names of the worker's own that none of them was for."""
         named = ((f"transformer.{name}", tensor.to(self.device)) for name, tensor in weights.items())
+        pipeline = self.model_runner.pipeline
         with torch.no_grad():
-            loaded = self.model_runner.pipeline.load_weights(named)
-        return [name for name in weights if f"transformer.{name}" not in loaded]
+            loaded = pipeline.load_weights(named)
+        return [name for name, _ in pipeline.transformer.named_parameters() if f"transformer.{name}" not in loaded]
 
     @torch.no_grad()
     def rollout_canary(self: Any, canary: Canary, lora_request: Any) -> Tensor:
