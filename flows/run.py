@@ -18,7 +18,7 @@ from models.engines.canary import Canary
 from models.engines.ema import HeldWeights
 from models.schedulers.windows import window_steps
 from tasks.checkpoint import CheckpointError, CheckpointStore, RunState
-from tasks.cluster import require_gpus
+from tasks.cluster import SharedGpus, require_gpus
 from tasks.dataset import Prompt
 from tasks.pairs import SIDES, Pair
 from tasks.reward import RewardGroup
@@ -30,6 +30,8 @@ from tasks.validate import Validation
 T = TypeVar("T")
 CANARY_PROMPTS = 2
 CUDA_CANARY_TOLERANCE = 0.01
+OTHER_ENGINE_TOLERANCE = 1e-4
+"""On the CPU, where the rollout engine is not the trainer's: sums in another order."""
 
 
 @dataclass
@@ -104,8 +106,11 @@ class TrainingRun:
     @property
     def tolerance(self) -> float:
         """Largest canary difference allowed."""
-        given = self.config.trainer.canary_tolerance
-        return given if given is not None else (0.0 if self.config.trainer.device == "cpu" else CUDA_CANARY_TOLERANCE)
+        if self.config.trainer.canary_tolerance is not None:
+            return self.config.trainer.canary_tolerance
+        if self.config.trainer.device == "cuda":
+            return CUDA_CANARY_TOLERANCE
+        return 0.0 if self.config.actor_rollout_ref.rollout.name == "diffusers" else OTHER_ENGINE_TOLERANCE
 
     def keep_validation(self, result: Validation) -> None:
         """Remember the held-out reward, and the pictures of this iteration in the run's folder."""
@@ -150,33 +155,27 @@ def open_run(config: TrainConfig, inputs: Inputs) -> Iterator[TrainingRun]:
         yield run
 
 
-def start_rollout(config: TrainConfig, inputs: Inputs) -> RolloutGroup:
-    """The rollout workers of a config; their models load in the background."""
-    settings = config.actor_rollout_ref.rollout
+def start_rollout(config: TrainConfig, inputs: Inputs, shared: SharedGpus | None = None) -> RolloutGroup:
+    """The rollout workers of a config, on their own GPUs or on `shared` ones; their models load in the background."""
     loss = config.actor_rollout_ref.actor.diffusion_loss.loss_mode
     return RolloutGroup(
         inputs.model_config,
         inputs.embeddings,
-        count=settings.num_actors,
-        num_gpus=settings.num_gpus_per_actor if config.trainer.device == "cuda" else 0,
+        config.actor_rollout_ref.rollout,
         device=config.trainer.device,
-        num_threads=settings.num_threads,
-        micro_batch_size=settings.micro_batch_size,
         seed=config.trainer.seed,
         record_means=config.algorithm.rollout_correction.bypass_mode and needs_old_means(loss),
         record_finished=config.algorithm.trainer_type == "direct_preference",
+        shared=shared,
     )
 
 
 def _start_actors(config: TrainConfig, inputs: Inputs, tracker: Tracker, store: CheckpointStore) -> TrainingRun:
     """All groups load their models at the same time."""
     settings, trainer_settings = config.actor_rollout_ref, config.trainer
-    if trainer_settings.device == "cuda":
-        online = config.algorithm.sample_source == "online"
-        rollout_gpus = settings.rollout.num_actors * settings.rollout.num_gpus_per_actor if online else 0
-        require_gpus(trainer_settings.world_size + rollout_gpus)
     online = config.algorithm.sample_source == "online"
-    rollout, reward = (start_rollout(config, inputs), RewardGroup(config.reward)) if online else (None, None)
+    shared = _place(config)
+    rollout, reward = (start_rollout(config, inputs, shared), RewardGroup(config.reward)) if online else (None, None)
     per_prompt = settings.rollout.n if online else len(SIDES)
     trainer = TrainerGroup(
         inputs.model_config,
@@ -186,6 +185,7 @@ def _start_actors(config: TrainConfig, inputs: Inputs, tracker: Tracker, store: 
         device=trainer_settings.device,
         num_threads=trainer_settings.num_threads,
         mini_batch_samples=settings.actor.ppo_mini_batch_size * per_prompt,
+        shared=shared,
     )
     started = trainer.start()
     canary = None
@@ -194,6 +194,21 @@ def _start_actors(config: TrainConfig, inputs: Inputs, tracker: Tracker, store: 
         canary = Canary(rollout.prompt_table([prompt.uid for prompt in inputs.test[:CANARY_PROMPTS]]))
     ray.get(started)
     return TrainingRun(config, inputs, rollout, reward, trainer, tracker, store, canary)
+
+
+def _place(config: TrainConfig) -> SharedGpus | None:
+    """See that there are GPUs enough; those that trainer and rollout share, if they do."""
+    if config.trainer.device != "cuda":
+        return None
+    rollout, ranks = config.actor_rollout_ref.rollout, config.trainer.world_size
+    if config.algorithm.sample_source == "offline":
+        require_gpus(ranks)
+        return None
+    if rollout.placement == "colocated":
+        require_gpus(ranks)
+        return SharedGpus(ranks)
+    require_gpus(ranks + rollout.num_actors * rollout.num_gpus_per_actor)
+    return None
 
 
 def reward_tags(reward: RewardGroup | None) -> dict[str, str]:

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import pandas as pd
@@ -76,8 +77,9 @@ def iterate(run: TrainingRun, iteration: int) -> dict[str, float]:
 
     collected = collect(run, iteration, clock)
     batches, advantages = collected.batches, collected.advantages
-    old = None if correction.bypass_mode else old_log_prob(clock, run.trainer, batches, advantages, correction)
-    metrics = collected.metrics | update(clock, run.trainer, batches, advantages, old)
+    with run.rollout.asleep(clock) if run.samples else nullcontext():
+        old = None if correction.bypass_mode else old_log_prob(clock, run.trainer, batches, advantages, correction)
+        metrics = collected.metrics | update(clock, run.trainer, batches, advantages, old)
     run.iteration = iteration
     if run.samples:
         metrics["sync/canary_difference"] = sync(run, clock, run.sampling_weights)

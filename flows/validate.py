@@ -38,7 +38,7 @@ def validate(
     with tracker.concluded(), ray_cluster(config.ray_init):
         rollout, reward = start_rollout(config, inputs), RewardGroup(config.reward)
         if weights is not None:
-            rollout.group.call_all("load_exported", weights.resolve())
+            rollout.load_exported(weights.resolve())
         tags = lineage_tags() | reward_tags(reward) | {"doubleflow.weights": str(weights or "base")}
         tracker.log_start(config.model_dump(mode="json"), tags)
         pipeline = settings.validation_pipeline()

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import ray
+from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tasks.config import RayConfig
 
@@ -20,6 +22,8 @@ QUIET_ENVIRONMENT = {
     "OMP_WAIT_POLICY": "passive",  # idle OpenMP threads that spin starve the other actors of a small machine
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "TRANSFORMERS_VERBOSITY": "error",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
 }
 
 
@@ -53,6 +57,26 @@ def require_gpus(needed: float) -> None:
         )
 
 
+GPU_SHARE = 0.5
+"""What Ray counts for an actor on a shared GPU; it limits nothing."""
+
+
+class SharedGpus:
+    """GPUs of which each is shared by one actor of every group that is placed on them.
+
+    Args:
+        count: how many, on as few machines as will do.
+    """
+
+    def __init__(self, count: int):
+        self._group = placement_group([{"GPU": 1}] * count, strategy="PACK")
+        ray.get(self._group.ready())
+
+    def place(self, number: int) -> PlacementGroupSchedulingStrategy:
+        """For an actor on GPU `number`."""
+        return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=number)
+
+
 class ActorGroup:
     """Actors of one class, started together and called in turn or all at once.
 
@@ -63,11 +87,24 @@ class ActorGroup:
         count: how many.
         num_gpus: GPUs, or a share of one, that each takes.
         arguments: the constructor's, the same for all.
+        shared: put actor i on GPU i of these.
+        max_restarts: how often Ray makes an actor again whose process died, and calls again what it had not answered.
     """
 
-    def __init__(self, actor_class: type, count: int, num_gpus: float, arguments: Sequence[Any] = ()):
-        remote = ray.remote(actor_class).options(num_cpus=0, num_gpus=num_gpus)
-        self.actors = [remote.remote(*arguments) for _ in range(count)]
+    def __init__(
+        self,
+        actor_class: type,
+        count: int,
+        num_gpus: float,
+        arguments: Sequence[Any] = (),
+        *,
+        shared: SharedGpus | None = None,
+        max_restarts: int = 0,
+    ):
+        options = {"num_cpus": 0, "num_gpus": num_gpus, "max_restarts": max_restarts, "max_task_retries": max_restarts}
+        remote = ray.remote(actor_class)
+        places = [{} if shared is None else {"scheduling_strategy": shared.place(i)} for i in range(count)]
+        self.actors = [remote.options(**options, **place).remote(*arguments) for place in places]
 
     def __len__(self) -> int:
         return len(self.actors)

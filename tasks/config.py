@@ -11,6 +11,7 @@ from models.config import (
     ForwardProcessConfig,
     RolloutCorrectionConfig,
     Section,
+    VllmOmniConfig,
 )
 
 
@@ -48,7 +49,9 @@ class ValidationConfig(Section):
 class DiffusionRolloutConfig(Section):
     """Sampling: which engine, how many workers, how many samples, and how."""
 
-    name: Literal["diffusers"] = Field("diffusers", description="Rollout engine.")
+    name: Literal["diffusers", "vllm_omni"] = Field(
+        "diffusers", description="Rollout engine: diffusers in the worker's process, or vLLM-Omni (docs/vllm-omni.md)."
+    )
     n: int = Field(16, ge=1, description="Samples per prompt: the group whose mean is the baseline.")
     micro_batch_size: int = Field(
         16, ge=1, description="Samples denoised together. A batch of this size is never split or merged afterwards."
@@ -56,6 +59,17 @@ class DiffusionRolloutConfig(Section):
     num_actors: int = Field(1, ge=1, description="Rollout workers; the pictures do not depend on their number.")
     num_gpus_per_actor: float = Field(1.0, ge=0, description="GPUs (or a share of one) each worker takes on CUDA.")
     num_threads: int = Field(1, ge=1, description="CPU threads of each worker.")
+    placement: Literal["separate", "colocated"] = Field(
+        "separate",
+        description="colocated puts a worker on each trainer rank's GPU; it gives its memory up during the update.",
+    )
+    max_queued_batches: int = Field(
+        16, ge=1, description="Batches that wait at one worker; beyond them, handing out more waits for a free place."
+    )
+    max_restarts: int = Field(
+        2, ge=0, description="How often a worker that died is started again; its batches are then sampled again."
+    )
+    vllm_omni: VllmOmniConfig = Field(default_factory=VllmOmniConfig, description="Settings of that engine.")
     pipeline: DiffusionPipelineConfig = Field(
         default_factory=DiffusionPipelineConfig, description="How a picture is sampled."
     )
