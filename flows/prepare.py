@@ -33,7 +33,7 @@ from tasks.dataset import (
     put_in_place,
     write_embeddings,
 )
-from tasks.pairs import read_pictures, write_pairs
+from tasks.pairs import common_size, read_pictures, write_pairs
 from tasks.preferences import sampled_preferences
 from tasks.rewards import RewardError
 
@@ -106,8 +106,7 @@ def embeddings() -> None:
     from diffusers import QwenImagePipeline
 
     params = load_params(PARAMS).embeddings
-    if not (BASE_MODEL / "model_index.json").is_file():
-        raise PrepareError(f"{BASE_MODEL} holds no model; `dvc repro base_model` makes it")
+    _require_base_model()
     chosen = [prompt for split in params.splits for prompt in load_prompts(PROMPTS, split)]
     torch.set_num_threads(params.threads)
     # The text side alone is loaded: of a large model, the rest would be most of the memory.
@@ -135,7 +134,13 @@ def embeddings() -> None:
 def preferences() -> None:
     """Sample the base model on the train prompts, and write each one's best and worst picture."""
     params = load_params(PARAMS).preferences
+    _require_base_model()
     table = sampled_preferences(BASE_MODEL, EMBEDDINGS, load_prompts(PROMPTS, "train"), **params.model_dump())
+    if table.empty:
+        raise PrepareError(
+            f"no train prompt of {PROMPTS} has two pictures that {params.reward} scores differently; set more "
+            "preferences.images_per_prompt or another preferences.reward"
+        )
     with put_in_place(PREFERENCES) as path:
         table.to_parquet(path, index=False)
     typer.echo(f"{PREFERENCES}: {len(table) // 2} pairs")
@@ -152,11 +157,19 @@ def pairs() -> None:
     from models.config import DiffusionPipelineConfig, DiffusionRolloutAlgoConfig, ModelConfig
 
     params = load_params(PARAMS).pairs
+    _require_base_model()
     pictures = read_pictures(Path(params.table))
+    height, width = common_size(pictures, params.table)
     model_config = DiffusionModelConfig.load(
-        ModelConfig(path=str(BASE_MODEL)), DiffusionPipelineConfig(), DiffusionRolloutAlgoConfig()
+        ModelConfig(path=str(BASE_MODEL)),
+        DiffusionPipelineConfig(height=height, width=width),
+        DiffusionRolloutAlgoConfig(),
     )
     adapter = DiffusionModelBase.get_class(model_config)
+    try:
+        adapter.latent_shape(model_config)
+    except ValueError as error:
+        raise PrepareError(f"the pictures of {params.table} do not fit the model: {error}") from error
     vae = adapter.load_vae(model_config)
     write_pairs(
         pictures,
@@ -166,6 +179,11 @@ def pairs() -> None:
         model_digest=_digest([BASE_MODEL / "vae"]),
     )
     typer.echo(f"{PAIRS}: {len(pictures)} pairs")
+
+
+def _require_base_model() -> None:
+    if not (BASE_MODEL / "model_index.json").is_file():
+        raise PrepareError(f"{BASE_MODEL} holds no model; `dvc repro base_model` makes it")
 
 
 def _check_gate(reward: float, gate: GateParams) -> None:
