@@ -8,11 +8,13 @@ import pandas as pd
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
+from flows.config import TrainConfig
 from flows.run import TrainingRun
 from tasks.advantage import advantage
 from tasks.clock import Stopwatch
+from tasks.dataset import PromptEmbeddings
 from tasks.metrics import compute_data_metrics_diffusion
-from tasks.pairs import PairBatch
+from tasks.pairs import Pair, PairBatch, PairDataset
 from tasks.reward import Scores, finish_reward
 from tasks.rollout import PendingBatch, finish_rollout
 
@@ -37,7 +39,7 @@ class Collected:
 def collect(run: TrainingRun, iteration: int, clock: Stopwatch) -> Collected:
     """The iteration's samples, from where `algorithm.sample_source` says."""
     if run.config.algorithm.sample_source == "offline":
-        return read_pairs(clock, run, iteration)
+        return read_pairs(clock, run.inputs.pairs, run.inputs.embeddings, run.config, run.pairs(iteration), iteration)
     batches = run.rollout.submit(
         run.prompts(iteration), run.config.actor_rollout_ref.rollout.n, iteration, run.window(iteration)
     )
@@ -53,12 +55,18 @@ def collect(run: TrainingRun, iteration: int, clock: Stopwatch) -> Collected:
 
 
 @task(name="read-pairs", cache_policy=NO_CACHE, persist_result=False)
-def read_pairs(clock: Stopwatch, run: TrainingRun, iteration: int) -> Collected:
+def read_pairs(
+    clock: Stopwatch,
+    data: PairDataset,
+    embeddings: PromptEmbeddings,
+    config: TrainConfig,
+    pairs: Sequence[Pair],
+    iteration: int,
+) -> Collected:
     """The iteration's pairs, one batch for each rank and optimiser step."""
-    config, pairs = run.config, run.pairs(iteration)
     size = config.actor_rollout_ref.actor.ppo_mini_batch_size // config.trainer.world_size
     with clock.stage("read_pairs"):
-        batches = list(run.inputs.pairs.batches(pairs, run.inputs.embeddings, size, config.trainer.seed, iteration))
+        batches = list(data.batches(pairs, embeddings, size, config.trainer.seed, iteration))
     samples = pd.DataFrame([{"pair": pair.uid, "uid": pair.prompt_uid, "iteration": iteration} for pair in pairs])
     return Collected(batches, np.concatenate([batch.advantages for batch in batches]), samples)
 
