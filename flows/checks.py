@@ -35,7 +35,7 @@ def check_inputs(config: TrainConfig) -> Inputs:
     rollout = config.actor_rollout_ref.rollout
     get_diffusion_adv_estimator_fn(config.algorithm.adv_estimator)
     _check_loss(config)
-    for name, entry in config.reward.functions.items():
+    for name, entry in config.reward.named().values():
         check_reward(name, **entry.options)
     model_config = DiffusionModelConfig.load(config.actor_rollout_ref.model, rollout.pipeline, rollout.algo)
     DiffusionModelBase.get_class(model_config).latent_shape(model_config)

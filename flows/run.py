@@ -3,12 +3,13 @@
 import json
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import ray
+from prefect import get_run_logger
 
 from flows.checks import Inputs
 from flows.config import TrainConfig
@@ -16,10 +17,12 @@ from models.algorithms import needs_old_means
 from models.engines.canary import Canary
 from models.schedulers.windows import window_steps
 from tasks.checkpoint import CheckpointError, CheckpointStore, RunState
-from tasks.cluster import require_gpus
+from tasks.cluster import require_resources
 from tasks.dataset import Prompt
-from tasks.reward import RewardGroup
-from tasks.rollout import RolloutGroup
+from tasks.guards import HACKING_TAG, GuardWatch
+from tasks.picture_statistics import NAMES as STATISTICS
+from tasks.reward import RewardGroup, wanted_inputs
+from tasks.rollout import LATENTS, PICTURES, RolloutGroup
 from tasks.tracking import Tracker, lineage_tags
 from tasks.update import TrainerGroup
 from tasks.validate import Validation
@@ -38,6 +41,7 @@ class TrainingRun:
         tracker: the MLflow run.
         store: the checkpoints.
         canary: the input that proves a weight sync.
+        guards: what shows reward hacking.
         iteration: the last one that is in the weights.
         held_out: the last held-out reward that was measured.
     """
@@ -50,6 +54,7 @@ class TrainingRun:
     tracker: Tracker
     store: CheckpointStore
     canary: Canary
+    guards: GuardWatch
     iteration: int = 0
     held_out: float = float("nan")
 
@@ -88,6 +93,16 @@ class TrainingRun:
         folder = self.config.run_dir / "validation"
         folder.mkdir(exist_ok=True)
         result.sheet.save(folder / f"{self.iteration:06d}.png")
+
+    def watch(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """The guards' metrics of this iteration; a new flag is a warning and a tag of the run."""
+        before = self.guards.sentence()
+        found = self.guards.observe(self.iteration, metrics)
+        now = self.guards.sentence()
+        if now is not None and now != before:
+            self.tracker.tag(HACKING_TAG, now)
+            get_run_logger().warning("this may be reward hacking: %s; look at the pictures", now)
+        return found
 
     def validation_pictures(self) -> dict[int, Path]:
         """Iteration -> grid of held-out pictures."""
@@ -139,15 +154,21 @@ def start_rollout(config: TrainConfig, inputs: Inputs) -> RolloutGroup:
         micro_batch_size=settings.micro_batch_size,
         seed=config.trainer.seed,
         record_means=config.algorithm.rollout_correction.bypass_mode and needs_old_means(loss),
+        outputs=frozenset(LATENTS if wants == "latents" else PICTURES for wants in wanted_inputs(config.reward)),
     )
+
+
+def check_resources(config: TrainConfig, trainer_ranks: int) -> None:
+    """Raise ClusterError where the cluster cannot hold the actors: Ray would wait for ever."""
+    rollout = config.actor_rollout_ref.rollout
+    models = trainer_ranks + rollout.num_actors * rollout.num_gpus_per_actor if config.trainer.device == "cuda" else 0
+    require_resources(models + config.reward.num_gpus, config.reward.num_cpus)
 
 
 def _start_actors(config: TrainConfig, inputs: Inputs, tracker: Tracker, store: CheckpointStore) -> TrainingRun:
     """All groups load their models at the same time."""
     settings, trainer_settings = config.actor_rollout_ref, config.trainer
-    if trainer_settings.device == "cuda":
-        rollout_gpus = settings.rollout.num_actors * settings.rollout.num_gpus_per_actor
-        require_gpus(trainer_settings.world_size + rollout_gpus)
+    check_resources(config, trainer_settings.world_size)
     rollout = start_rollout(config, inputs)
     reward = RewardGroup(config.reward)
     trainer = TrainerGroup(
@@ -162,7 +183,15 @@ def _start_actors(config: TrainConfig, inputs: Inputs, tracker: Tracker, store: 
     rollout.group.call_all("ready")
     ray.get(started)
     canary = Canary(rollout.prompt_table([prompt.uid for prompt in inputs.test[:CANARY_PROMPTS]]))
-    return TrainingRun(config, inputs, rollout, reward, trainer, tracker, store, canary)
+    guards = GuardWatch(config.reward.guards, guard_metrics(config), tracker.history)
+    return TrainingRun(config, inputs, rollout, reward, trainer, tracker, store, canary, guards)
+
+
+def guard_metrics(config: TrainConfig) -> dict[str, str]:
+    """Name of each guard -> the metric of an iteration that is watched."""
+    rewards = {name: f"train/reward/{name}/mean" for name, entry in config.reward.functions.items() if entry.guard}
+    watched = STATISTICS if config.reward.guards.statistics else ()
+    return rewards | {name: f"train/image/{name}/mean" for name in watched}
 
 
 def reward_tags(reward: RewardGroup) -> dict[str, str]:

@@ -96,6 +96,7 @@ def iterate(run: TrainingRun, iteration: int) -> dict[str, float]:
         "perf/rollout_busy_s": rollout_seconds,
         "perf/reward_busy_s": scores.busy_seconds,
     }
+    metrics |= scores.metrics() | run.watch(metrics)
     pictures, tables = _validation_records(validation)
     tables["samples"] = _samples(run, scores, advantages, iteration)
     # Logged before the checkpoint: killed in between, the iteration runs again with the same result and its record
@@ -155,7 +156,7 @@ def _iteration_metrics(scores: Scores, advantages: Any) -> dict[str, float]:
     batch |= {"advantages": advantages, "returns": advantages}
     numbers = scores.samples.drop(columns=["sample_index", "reward"]).select_dtypes("number")
     return compute_data_metrics_diffusion(batch) | {
-        f"train/{name}/mean": float(value) for name, value in numbers.mean().items()
+        f"train/{name}/mean": float(value) for name, value in numbers.mean().dropna().items()
     }
 
 

@@ -39,34 +39,41 @@ def ray_cluster(config: RayConfig) -> Iterator[None]:
         ray.shutdown()
 
 
-def require_gpus(needed: float) -> None:
-    """Check that the cluster has that many GPUs in all; Ray itself would wait for them for ever.
+def require_resources(gpus: float, cpus: float) -> None:
+    """Check that the cluster has that many GPUs and CPUs in all; Ray itself would wait for them for ever.
 
     Raises:
         ClusterError: it has fewer.
     """
-    there = ray.cluster_resources().get("GPU", 0.0)
-    if needed > there:
+    there = ray.cluster_resources()
+    if gpus > there.get("GPU", 0.0):
         raise ClusterError(
-            f"the run needs {needed:g} GPUs (trainer ranks and rollout.num_actors x num_gpus_per_actor) but the Ray "
-            f"cluster has {there:g}: lower them or set trainer.device to cpu"
+            f"the run needs {gpus:g} GPUs (trainer ranks, rollout.num_actors x num_gpus_per_actor and each reward's "
+            f"num_workers x num_gpus) but the Ray cluster has {there.get('GPU', 0.0):g}: lower them, or set "
+            "trainer.device to cpu"
+        )
+    if cpus > there.get("CPU", 0.0):
+        raise ClusterError(
+            f"the rewards reserve {cpus:g} CPUs (num_workers x num_cpus of each of reward.functions) but the Ray "
+            f"cluster has {there.get('CPU', 0.0):g}: lower them; 0 reserves none"
         )
 
 
 class ActorGroup:
     """Actors of one class, started together and called in turn or all at once.
 
-    CPU actors ask for no cores: the stages of an iteration take turns on the same ones.
+    CPU actors ask for no cores, unless told to: the stages of an iteration take turns on the same ones.
 
     Args:
         actor_class: a plain class; it becomes a Ray actor here.
         count: how many.
         num_gpus: GPUs, or a share of one, that each takes.
         arguments: the constructor's, the same for all.
+        options: Ray's own: num_cpus, max_restarts and so on.
     """
 
-    def __init__(self, actor_class: type, count: int, num_gpus: float, arguments: Sequence[Any] = ()):
-        remote = ray.remote(actor_class).options(num_cpus=0, num_gpus=num_gpus)
+    def __init__(self, actor_class: type, count: int, num_gpus: float, arguments: Sequence[Any] = (), **options: Any):
+        remote = ray.remote(actor_class).options(**{"num_cpus": 0, "num_gpus": num_gpus} | options)
         self.actors = [remote.remote(*arguments) for _ in range(count)]
 
     def __len__(self) -> int:

@@ -20,6 +20,9 @@ from tasks.clock import Stopwatch
 from tasks.cluster import ActorGroup
 from tasks.dataset import Prompt, PromptEmbeddings
 
+PICTURES, LATENTS = "pictures", "latents"
+"""What a rollout may be asked to leave for the rewards."""
+
 
 class RolloutActor:
     """One rollout worker: an engine and its weights."""
@@ -35,11 +38,18 @@ class RolloutActor:
         """Answers once the model is loaded."""
         return True
 
-    def generate(self, request: RolloutRequest, pipeline: DiffusionPipelineConfig | None) -> tuple[Any, Any, float]:
-        """(trajectories or None, pictures uint8 [B, H, W, 3] as numpy, seconds it took)."""
+    def generate(
+        self, request: RolloutRequest, pipeline: DiffusionPipelineConfig | None, outputs: frozenset[str]
+    ) -> tuple[Any, ...]:
+        """(trajectories or None, pictures uint8 [B, H, W, 3], latents fp32 [B, ...], seconds it took), as numpy.
+
+        Pictures and latents are None unless `outputs` names them: decoding can cost as much as a step of denoising.
+        """
         start = time.perf_counter()
-        pictures, trajectories = self.engine.generate(request, pipeline)
-        return trajectories, pictures.numpy(), time.perf_counter() - start
+        latents, trajectories = self.engine.sample_latents(request, pipeline)
+        pictures = self.engine.decode(latents, pipeline).numpy() if PICTURES in outputs else None
+        kept = latents.cpu().numpy() if LATENTS in outputs else None
+        return trajectories, pictures, kept, time.perf_counter() - start
 
     def load_weights(self, weights: dict[str, torch.Tensor], canary: Canary) -> torch.Tensor:
         """Take the trainer's weights; answers with the canary's velocity as proof."""
@@ -58,13 +68,15 @@ class PendingBatch:
     Attributes:
         prompts: the prompt of each sample.
         sample_index: which of its prompt's samples each one is.
-        trajectories, pictures, seconds: what `RolloutActor.generate` returns, as references.
+        trajectories, seconds: what `RolloutActor.generate` returns, as references.
+        pictures, latents: likewise; None where the rollout was not asked for them.
     """
 
     prompts: tuple[Prompt, ...]
     sample_index: tuple[int, ...]
     trajectories: ray.ObjectRef
-    pictures: ray.ObjectRef
+    pictures: ray.ObjectRef | None
+    latents: ray.ObjectRef | None
     seconds: ray.ObjectRef
 
 
@@ -87,7 +99,9 @@ class RolloutGroup:
         micro_batch_size: int,
         seed: int,
         record_means: bool,
+        outputs: frozenset[str] = frozenset({PICTURES}),
     ):
+        self.outputs = outputs
         self.embeddings, self.micro_batch_size, self.seed = embeddings, micro_batch_size, seed
         self.record_means = record_means
         self.needs_negative = model_config.pipeline.true_cfg_scale > 1
@@ -101,6 +115,7 @@ class RolloutGroup:
         window: Sequence[int],
         pipeline: DiffusionPipelineConfig | None = None,
         seed: int | None = None,
+        draw: bool = False,
     ) -> list[PendingBatch]:
         """Start sampling every prompt `n` times.
 
@@ -109,15 +124,28 @@ class RolloutGroup:
             window: stochastic steps; empty for the ODE.
             pipeline: sampling settings, if not the rollout's own.
             seed: of the noise, if not the run's own.
+            draw: decode pictures also where no reward asks for them.
         """
+        outputs = self.outputs | {PICTURES} if draw else self.outputs
         samples = [(prompt, index) for prompt in prompts for index in range(n)]
         batches = []
         for number, start in enumerate(range(0, len(samples), self.micro_batch_size)):
             part = samples[start : start + self.micro_batch_size]
             actor = self.group.actors[number % len(self.group)]
             request = self._request(part, self.seed if seed is None else seed, iteration, window)
-            references = actor.generate.options(num_returns=3).remote(request, pipeline)
-            batches.append(PendingBatch(tuple(p for p, _ in part), tuple(i for _, i in part), *references))
+            trajectories, pictures, latents, seconds = actor.generate.options(num_returns=4).remote(
+                request, pipeline, outputs
+            )
+            batches.append(
+                PendingBatch(
+                    tuple(prompt for prompt, _ in part),
+                    tuple(index for _, index in part),
+                    trajectories,
+                    pictures if PICTURES in outputs else None,
+                    latents if LATENTS in outputs else None,
+                    seconds,
+                )
+            )
         return batches
 
     def _request(

@@ -429,3 +429,18 @@ def test_weights_with_wrong_names_are_refused(trained: Trained) -> None:
         )
         == 0.0
     )
+
+
+def test_a_rollout_that_is_asked_for_latents_only_never_decodes(tiny_model: Path) -> None:
+    """The latents it leaves are those that the pictures are decoded from, to the bit."""
+    from tasks.rollout import LATENTS, PICTURES, RolloutActor
+
+    actor = RolloutActor(model_config(tiny_model), "cpu", num_threads=1)
+    decode, decoded = actor.engine.vae.decode, []
+    actor.engine.vae.decode = lambda *given, **more: decoded.append(1) or decode(*given, **more)
+    _, pictures, latents, _ = actor.generate(rollout_request(), None, frozenset({LATENTS}))
+    assert (pictures, decoded) == (None, [])
+    assert latents.dtype == np.float32
+    _, pictures, nothing, _ = actor.generate(rollout_request(), None, frozenset({PICTURES}))
+    assert (nothing, decoded) == (None, [1])
+    assert np.array_equal(actor.engine.decode(torch.from_numpy(latents)).numpy(), pictures)

@@ -50,16 +50,23 @@ class DiffusersRolloutEngine:
         Returns:
             (pictures [B, H, W, 3] uint8 on the CPU, trajectories or None for an ODE).
         """
-        config = self.model_config if pipeline is None else replace(self.model_config, pipeline=pipeline)
-        latents, trajectories = sample(
-            self.adapter, self.transformer, self._scheduler(config), config, request, self.device
-        )
-        return self.decode(latents, config), trajectories
+        latents, trajectories = self.sample_latents(request, pipeline)
+        return self.decode(latents, pipeline), trajectories
+
+    def sample_latents(
+        self, request: RolloutRequest, pipeline: "DiffusionPipelineConfig | None" = None
+    ) -> tuple[Tensor, Trajectories | None]:
+        """As `generate`, with the finished latents [B, ...] fp32, on the engine's device, in place of the pictures."""
+        config = self._config(pipeline)
+        return sample(self.adapter, self.transformer, self._scheduler(config), config, request, self.device)
 
     @torch.no_grad()
-    def decode(self, latents: Tensor, model_config: DiffusionModelConfig | None = None) -> Tensor:
+    def decode(self, latents: Tensor, pipeline: "DiffusionPipelineConfig | None" = None) -> Tensor:
         """Finished latents [B, ...] to pictures [B, H, W, 3], uint8, on the CPU."""
-        return self.adapter.decode(self.vae, model_config or self.model_config, latents).cpu()
+        return self.adapter.decode(self.vae, self._config(pipeline), latents).cpu()
+
+    def _config(self, pipeline: "DiffusionPipelineConfig | None") -> DiffusionModelConfig:
+        return self.model_config if pipeline is None else replace(self.model_config, pipeline=pipeline)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Take the trainer's weights (names as `models.engines.weights.trainable` gives them)."""

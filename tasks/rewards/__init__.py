@@ -2,6 +2,7 @@
 
 from tasks.rewards import jpeg, ocr  # noqa: F401
 from tasks.rewards.base import (
+    Input,
     Reward,
     RewardError,
     RewardResult,
@@ -10,10 +11,13 @@ from tasks.rewards.base import (
     get_reward,
     known_rewards,
     register_reward,
+    reward_input,
     weighted_sum,
+    with_group_means,
 )
 
 __all__ = [
+    "Input",
     "Reward",
     "RewardError",
     "RewardResult",
@@ -22,5 +26,7 @@ __all__ = [
     "get_reward",
     "known_rewards",
     "register_reward",
+    "reward_input",
     "weighted_sum",
+    "with_group_means",
 ]
