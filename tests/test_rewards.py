@@ -74,7 +74,8 @@ class OneTooFew(Redness):
 
 
 def test_rewards_are_found_by_name_and_by_import_path():
-    assert known_rewards() == ["jpeg_compressibility", "jpeg_incompressibility", "ocr"]
+    assert {"brightness", "jpeg_compressibility", "jpeg_incompressibility", "ocr", "shapes"} <= set(known_rewards())
+    assert known_rewards() == sorted(known_rewards())
     images = np.full((2, 4, 4, 3), 255, dtype=np.uint8)
     prompts = [Wanted("a"), Wanted("b")]
     half = get_reward(f"{__name__}:mean_brightness", scale=0.5)
@@ -90,7 +91,7 @@ def test_rewards_are_found_by_name_and_by_import_path():
 @pytest.mark.parametrize(
     ("name", "options", "complaint"),
     [
-        ("orc", {}, "no reward 'orc'; known are jpeg_compressibility, jpeg_incompressibility, ocr"),
+        ("orc", {}, "no reward 'orc'; known are .*jpeg_compressibility, jpeg_incompressibility.*, ocr"),
         ("no.such.module:f", {}, "'no.such.module:f' cannot be imported: No module named 'no'"),
         (f"{__name__}:nothing", {}, "cannot be imported: .* has no attribute 'nothing'"),
         (f"{__name__}:__doc__", {}, "is a str; it must be a subclass of tasks.rewards.Reward or a function"),
