@@ -240,11 +240,27 @@ def _import(path: str) -> Any:
 
 
 def _check_options(name: str, target: Callable, arguments: tuple, options: dict[str, Any]) -> None:
-    signature = inspect.signature(target)
+    signature = _signature(target)
     try:
         signature.bind(*arguments, **options)
     except TypeError as error:
         raise RewardError(f"reward {name!r}: {error}; it takes {signature}") from error
+
+
+def _signature(target: Callable) -> inspect.Signature:
+    """Of a function, or of a class together with the parents to whose __init__ it hands on its **options."""
+    if not inspect.isclass(target):
+        return inspect.signature(target)
+    named: dict[str, inspect.Parameter] = {}
+    for cls in target.__mro__:
+        if "__init__" not in vars(cls):
+            continue
+        own = list(inspect.signature(cls.__init__).parameters.values())[1:]  # without self
+        hands_on = [p for p in own if p.kind is inspect.Parameter.VAR_KEYWORD]
+        named = {p.name: p for p in own if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)} | named
+        if not hands_on:
+            break
+    return inspect.Signature(sorted(named.values(), key=lambda p: p.kind))
 
 
 def _source_digest(function: Callable) -> str:

@@ -38,8 +38,8 @@ class ShapesReward(Reward):
     """max(0, 1 - (|right - count| + others) / count), in [0, 1]: `right` objects of the kind asked for, `others` not.
 
     1 only for exactly the scene that was asked for. What was asked for is the prompt's metadata `count`, `colour` and
-    `shape`, or else stands in its text: "three red circles". Colours and shapes are those in `COLOURS` and `SHAPES`.
-    The details are `found`, what the picture shows, and `exact`, 1 if it is what was asked for. Objects of 14 pixels and
+    `shape`, or else stands once in its text: "three red circles". `COLOURS` and `SHAPES` are those that are known. The
+    details are `found`, what the picture shows, and `exact`, 1 if it is what was asked for. Objects of 14 pixels and
     more are told apart however they are turned; of smaller ones a turned square may pass for a circle.
     """
 
