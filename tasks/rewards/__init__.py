@@ -1,6 +1,6 @@
 """Rewards: one file each, found by name; importing this package registers them all."""
 
-from tasks.rewards import brightness, jpeg, judge, ocr, remote, shapes  # noqa: F401
+from tasks.rewards import brightness, clip, image_reward, jpeg, judge, ocr, remote, shapes  # noqa: F401
 from tasks.rewards.base import (
     Input,
     Reward,
