@@ -46,7 +46,7 @@ def check_inputs(config: TrainConfig) -> Inputs:
     rollout = config.actor_rollout_ref.rollout
     get_diffusion_adv_estimator_fn(config.algorithm.adv_estimator)
     _check_loss(config)
-    for name, entry in config.reward.functions.items():
+    for name, entry in config.reward.named().values():
         check_reward(name, **entry.options)
     model_config = DiffusionModelConfig.load(config.actor_rollout_ref.model, rollout.pipeline, rollout.algo)
     adapter = DiffusionModelBase.get_class(model_config)

@@ -51,7 +51,8 @@ def collect(run: TrainingRun, iteration: int, clock: Stopwatch) -> Collected:
         advantage=advantages, seed=run.config.trainer.seed, iteration=iteration, policy_version=iteration - 1
     )
     busy = {"perf/rollout_busy_s": rollout_seconds, "perf/reward_busy_s": scores.busy_seconds}
-    return Collected(batches, advantages, samples, _reward_metrics(scores, advantages) | busy)
+    metrics = _reward_metrics(scores, advantages) | scores.metrics() | busy
+    return Collected(batches, advantages, samples, metrics)
 
 
 @task(name="read-pairs", cache_policy=NO_CACHE, persist_result=False)
@@ -76,5 +77,5 @@ def _reward_metrics(scores: Scores, advantages: np.ndarray) -> dict[str, float]:
     batch |= {"advantages": advantages, "returns": advantages}
     numbers = scores.samples.drop(columns=["sample_index", "reward"]).select_dtypes("number")
     return compute_data_metrics_diffusion(batch) | {
-        f"train/{name}/mean": float(value) for name, value in numbers.mean().items()
+        f"train/{name}/mean": float(value) for name, value in numbers.mean().dropna().items()
     }

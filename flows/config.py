@@ -29,7 +29,13 @@ NOT_SHAPING: dict[str, Any] = {
     "algorithm": {"name"},  # it stands for other fields, and those count
     "tracking": True,
     "ray_init": True,
-    "reward": {"num_workers"},
+    "reward": {
+        "functions": {
+            "__all__": {"num_workers", "num_cpus", "num_gpus", "batch_size", "retries", "retry_wait_s", "timeout_s"}
+        },
+        "max_missing_fraction": True,
+        "guards": True,
+    },
     "actor_rollout_ref": {
         "rollout": {
             "num_actors",

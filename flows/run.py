@@ -3,13 +3,14 @@
 import json
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 import ray
+from prefect import get_run_logger
 
 from flows.checks import Inputs
 from flows.config import TrainConfig
@@ -18,11 +19,13 @@ from models.engines.canary import Canary
 from models.engines.ema import HeldWeights
 from models.schedulers.windows import window_steps
 from tasks.checkpoint import CheckpointError, CheckpointStore, RunState
-from tasks.cluster import SharedGpus, require_gpus
+from tasks.cluster import SharedGpus, require_resources
 from tasks.dataset import Prompt
+from tasks.guards import HACKING_TAG, GuardWatch
 from tasks.pairs import SIDES, Pair
-from tasks.reward import RewardGroup
-from tasks.rollout import RolloutGroup
+from tasks.picture_statistics import NAMES as STATISTICS
+from tasks.reward import RewardGroup, wanted_inputs
+from tasks.rollout import LATENTS, PICTURES, RolloutGroup
 from tasks.tracking import Tracker, lineage_tags
 from tasks.update import TrainerGroup
 from tasks.validate import Validation
@@ -44,6 +47,7 @@ class TrainingRun:
         tracker: the MLflow run.
         store: the checkpoints.
         canary: the input that proves a weight sync; None where there is nothing to sync to.
+        guards: what shows reward hacking.
         iteration: the last one that is in the weights.
         held_out: the last held-out reward that was measured.
     """
@@ -56,6 +60,7 @@ class TrainingRun:
     tracker: Tracker
     store: CheckpointStore
     canary: Canary | None
+    guards: GuardWatch
     iteration: int = 0
     held_out: float = float("nan")
 
@@ -119,6 +124,16 @@ class TrainingRun:
         folder.mkdir(exist_ok=True)
         result.sheet.save(folder / f"{self.iteration:06d}.png")
 
+    def watch(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """The guards' metrics of this iteration; a new flag is a warning and a tag of the run."""
+        before = self.guards.sentence()
+        found = self.guards.observe(self.iteration, metrics)
+        now = self.guards.sentence()
+        if now is not None and now != before:
+            self.tracker.tag(HACKING_TAG, now)
+            get_run_logger().warning("this may be reward hacking: %s; look at the pictures", now)
+        return found
+
     def validation_pictures(self) -> dict[int, Path]:
         """Iteration -> grid of held-out pictures."""
         return {int(path.stem): path for path in (self.config.run_dir / "validation").glob("*.png")}
@@ -166,15 +181,33 @@ def start_rollout(config: TrainConfig, inputs: Inputs, shared: SharedGpus | None
         seed=config.trainer.seed,
         record_means=config.algorithm.rollout_correction.bypass_mode and needs_old_means(loss),
         record_finished=config.algorithm.trainer_type == "direct_preference",
+        outputs=frozenset(LATENTS if wants == "latents" else PICTURES for wants in wanted_inputs(config.reward)),
         shared=shared,
     )
+
+
+def check_resources(config: TrainConfig, trainer_ranks: int) -> None:
+    """Raise ClusterError where the cluster cannot hold the actors: Ray would wait for ever."""
+    rollout, gpus = config.actor_rollout_ref.rollout, 0.0
+    samples = config.algorithm.sample_source == "online" or trainer_ranks == 0
+    if config.trainer.device == "cuda":
+        own = rollout.num_actors * rollout.num_gpus_per_actor if samples else 0.0
+        gpus = max(trainer_ranks, own) if trainer_ranks and _shares_gpus(config) else trainer_ranks + own
+    rewards = (config.reward.num_gpus, config.reward.num_cpus) if samples else (0.0, 0.0)
+    require_resources(gpus + rewards[0], rewards[1])
+
+
+def _shares_gpus(config: TrainConfig) -> bool:
+    """Do trainer and rollout take turns on the same GPUs?"""
+    return config.trainer.device == "cuda" and config.actor_rollout_ref.rollout.placement == "colocated"
 
 
 def _start_actors(config: TrainConfig, inputs: Inputs, tracker: Tracker, store: CheckpointStore) -> TrainingRun:
     """All groups load their models at the same time."""
     settings, trainer_settings = config.actor_rollout_ref, config.trainer
     online = config.algorithm.sample_source == "online"
-    shared = _place(config)
+    check_resources(config, trainer_settings.world_size)
+    shared = SharedGpus(trainer_settings.world_size) if online and _shares_gpus(config) else None
     rollout, reward = (start_rollout(config, inputs, shared), RewardGroup(config.reward)) if online else (None, None)
     per_prompt = settings.rollout.n if online else len(SIDES)
     trainer = TrainerGroup(
@@ -193,22 +226,15 @@ def _start_actors(config: TrainConfig, inputs: Inputs, tracker: Tracker, store: 
         rollout.group.call_all("ready")
         canary = Canary(rollout.prompt_table([prompt.uid for prompt in inputs.test[:CANARY_PROMPTS]]))
     ray.get(started)
-    return TrainingRun(config, inputs, rollout, reward, trainer, tracker, store, canary)
+    guards = GuardWatch(config.reward.guards, guard_metrics(config), tracker.history)
+    return TrainingRun(config, inputs, rollout, reward, trainer, tracker, store, canary, guards)
 
 
-def _place(config: TrainConfig) -> SharedGpus | None:
-    """See that there are GPUs enough; those that trainer and rollout share, if they do."""
-    if config.trainer.device != "cuda":
-        return None
-    rollout, ranks = config.actor_rollout_ref.rollout, config.trainer.world_size
-    if config.algorithm.sample_source == "offline":
-        require_gpus(ranks)
-        return None
-    if rollout.placement == "colocated":
-        require_gpus(ranks)
-        return SharedGpus(ranks)
-    require_gpus(ranks + rollout.num_actors * rollout.num_gpus_per_actor)
-    return None
+def guard_metrics(config: TrainConfig) -> dict[str, str]:
+    """Name of each guard -> the metric of an iteration that is watched."""
+    rewards = {name: f"train/reward/{name}/mean" for name, entry in config.reward.functions.items() if entry.guard}
+    watched = STATISTICS if config.reward.guards.statistics else ()
+    return rewards | {name: f"train/image/{name}/mean" for name in watched}
 
 
 def reward_tags(reward: RewardGroup | None) -> dict[str, str]:

@@ -86,6 +86,7 @@ def iterate(run: TrainingRun, iteration: int) -> dict[str, float]:
 
     validation = measure(run, clock) if run.samples and _due(iteration, run.config.trainer.test_freq, run) else None
     metrics |= validation.metrics() if validation else {}
+    metrics |= run.watch(metrics)
     pictures, tables = _validation_records(validation)
     tables["samples"] = collected.samples
     # Logged before the checkpoint: killed in between, the iteration runs again with the same result and its record

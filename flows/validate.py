@@ -6,7 +6,7 @@ from prefect import flow
 
 from flows.checks import ConfigError, check_inputs
 from flows.config import TrainConfig, TrainOverrides
-from flows.run import reward_tags, start_rollout
+from flows.run import check_resources, reward_tags, start_rollout
 from tasks.clock import Stopwatch
 from tasks.cluster import ray_cluster
 from tasks.reward import RewardGroup
@@ -36,6 +36,7 @@ def validate(
     name = f"validate-{config.run_name}-{weights.parent.name if weights else 'base'}"
     tracker, clock = Tracker(config.tracking, name), Stopwatch()
     with tracker.concluded(), ray_cluster(config.ray_init):
+        check_resources(config, trainer_ranks=0)
         rollout, reward = start_rollout(config, inputs), RewardGroup(config.reward)
         if weights is not None:
             rollout.load_exported(weights.resolve())

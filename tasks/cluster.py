@@ -43,17 +43,23 @@ def ray_cluster(config: RayConfig) -> Iterator[None]:
         ray.shutdown()
 
 
-def require_gpus(needed: float) -> None:
-    """Check that the cluster has that many GPUs in all; Ray itself would wait for them for ever.
+def require_resources(gpus: float, cpus: float) -> None:
+    """Check that the cluster has that many GPUs and CPUs in all; Ray itself would wait for them for ever.
 
     Raises:
         ClusterError: it has fewer.
     """
-    there = ray.cluster_resources().get("GPU", 0.0)
-    if needed > there:
+    there = ray.cluster_resources()
+    if gpus > there.get("GPU", 0.0):
         raise ClusterError(
-            f"the run needs {needed:g} GPUs (trainer ranks and rollout.num_actors x num_gpus_per_actor) but the Ray "
-            f"cluster has {there:g}: lower them or set trainer.device to cpu"
+            f"the run needs {gpus:g} GPUs (trainer ranks, rollout.num_actors x num_gpus_per_actor and each reward's "
+            f"num_workers x num_gpus) but the Ray cluster has {there.get('GPU', 0.0):g}: lower them, or set "
+            "trainer.device to cpu"
+        )
+    if cpus > there.get("CPU", 0.0):
+        raise ClusterError(
+            f"the rewards reserve {cpus:g} CPUs (num_workers x num_cpus of each of reward.functions) but the Ray "
+            f"cluster has {there.get('CPU', 0.0):g}: lower them; 0 reserves none"
         )
 
 
@@ -80,7 +86,7 @@ class SharedGpus:
 class ActorGroup:
     """Actors of one class, started together and called in turn or all at once.
 
-    CPU actors ask for no cores: the stages of an iteration take turns on the same ones.
+    CPU actors ask for no cores, unless told to: the stages of an iteration take turns on the same ones.
 
     Args:
         actor_class: a plain class; it becomes a Ray actor here.
@@ -88,7 +94,7 @@ class ActorGroup:
         num_gpus: GPUs, or a share of one, that each takes.
         arguments: the constructor's, the same for all.
         shared: put actor i on GPU i of these.
-        max_restarts: how often Ray makes an actor again whose process died, and calls again what it had not answered.
+        options: Ray's own: num_cpus, max_restarts and so on.
     """
 
     def __init__(
@@ -99,12 +105,11 @@ class ActorGroup:
         arguments: Sequence[Any] = (),
         *,
         shared: SharedGpus | None = None,
-        max_restarts: int = 0,
+        **options: Any,
     ):
-        options = {"num_cpus": 0, "num_gpus": num_gpus, "max_restarts": max_restarts, "max_task_retries": max_restarts}
-        remote = ray.remote(actor_class)
+        remote = ray.remote(actor_class).options(**{"num_cpus": 0, "num_gpus": num_gpus} | options)
         places = [{} if shared is None else {"scheduling_strategy": shared.place(i)} for i in range(count)]
-        self.actors = [remote.options(**options, **place).remote(*arguments) for place in places]
+        self.actors = [remote.options(**place).remote(*arguments) for place in places]
 
     def __len__(self) -> int:
         return len(self.actors)

@@ -90,6 +90,10 @@ class Tracker:
         now = int(time.time() * 1000)
         self.client.log_batch(self.run_id, metrics=[Metric(name, v, now, step) for name, v in metrics.items()])
 
+    def tag(self, name: str, value: str) -> None:
+        """Set a tag of the run."""
+        self.client.set_tag(self.run_id, name, value)
+
     def log_table(self, table: pd.DataFrame, path: str) -> None:
         """A table as a parquet artifact at `path`."""
         with tempfile.TemporaryDirectory() as folder:

@@ -30,10 +30,12 @@ class Validation:
     Attributes:
         samples: one row a picture: uid, prompt, sample_index, reward, reward/<name>, <name>/<detail>.
         pictures: uint8 [N, H, W, 3], or [N, F, H, W, 3] of video, in the rows' order.
+        rewards: the rewards' names.
     """
 
     samples: pd.DataFrame
     pictures: np.ndarray
+    rewards: tuple[str, ...]
 
     @property
     def reward(self) -> float:
@@ -43,8 +45,9 @@ class Validation:
     def metrics(self) -> dict[str, float]:
         """val/<column>/mean of the reward and of every numeric detail, and how many rewards are missing."""
         numbers = self.samples.drop(columns="sample_index").select_dtypes("number")
-        means = {f"val/{name}/mean": float(value) for name, value in numbers.mean().items()}
-        return means | {"val/reward/missing": float(self.samples["reward"].isna().sum())}
+        means = {f"val/{name}/mean": float(value) for name, value in numbers.mean().dropna().items()}
+        columns = ("reward", *(f"reward/{name}" for name in self.rewards))
+        return means | {f"val/{name}/missing": float(self.samples[name].isna().sum()) for name in columns}
 
     def per_prompt(self) -> pd.Series:
         """Mean reward of each prompt uid: the unit of a paired comparison."""
@@ -66,9 +69,11 @@ def validate(
     n: int,
     pipeline: DiffusionPipelineConfig,
 ) -> Validation:
-    """Sample every prompt `n` times by the ODE and score the pictures."""
+    """Sample every prompt `n` times by the ODE and score the pictures, which are drawn for the record in any case."""
     with clock.stage("testing"):
-        batches = rollout.submit(prompts, n, window=(), pipeline=pipeline, **VALIDATION_NOISE)
-        scores = reward.table(batches, ray.get(reward.submit(batches)))
+        batches = rollout.submit(prompts, n, window=(), pipeline=pipeline, draw=True, **VALIDATION_NOISE)
+        pending = reward.submit(batches)
+        ray.get([batch.seconds for batch in batches])  # a sampling error is raised here, and is no reward's
+        scores = reward.table(batches, pending)
         pictures = np.concatenate(ray.get([batch.pictures for batch in batches]))
-    return Validation(scores.samples, pictures)
+    return Validation(scores.samples, pictures, tuple(scores.weights))

@@ -8,7 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from models.base import DiffusionModelBase, DiffusionModelConfig
-from models.engines.trajectories import FinishedLatents, PromptTable, RolloutRequest, Trajectories
+from models.engines.trajectories import (
+    LATENTS,
+    PICTURES,
+    FinishedLatents,
+    Generated,
+    PromptTable,
+    RolloutRequest,
+    Trajectories,
+)
 from models.schedulers.flow_match_sde import FlowMatchSDEDiscreteScheduler
 from models.schedulers.noise_keys import INITIAL_NOISE, draw, generators
 
@@ -133,26 +141,32 @@ class Sampler:
         self.model_config, self.device = model_config, device
         self._schedulers: dict[DiffusionPipelineConfig, FlowMatchSDEDiscreteScheduler] = {}
 
-    def generate(
+    def produce(
         self,
         request: RolloutRequest,
         pipeline: "DiffusionPipelineConfig | None" = None,
         algo: "DiffusionRolloutAlgoConfig | None" = None,
-    ) -> tuple[Tensor, Trajectories | FinishedLatents | None]:
-        """Sample one request.
+    ) -> Generated:
+        """Sample one request, and decode it if it asks for pictures.
 
         Args:
             request: what to sample.
             pipeline: how, if not as in the training rollout (validation).
             algo: how to explore, if not as in the settings.
-
-        Returns:
-            (pictures [B, H, W, 3] uint8 on the CPU, what the request asks to be recorded or None).
         """
         own = self.model_config
         config = replace(own, pipeline=pipeline or own.pipeline, algo=algo or own.algo)
         latents, recorded = sample(self.adapter, self.module, self._scheduler(config), config, request, self.device)
-        return self.decode(latents, config), recorded
+        return Generated(
+            pictures=self.decode(latents, config) if PICTURES in request.outputs else None,
+            latents=latents.cpu() if LATENTS in request.outputs else None,
+            recorded=recorded,
+        )
+
+    def generate(self, request: RolloutRequest, pipeline: "DiffusionPipelineConfig | None" = None) -> tuple[Any, Any]:
+        """(pictures, what the request asks to be recorded) of `produce`."""
+        made = self.produce(request, pipeline)
+        return made.pictures, made.recorded
 
     @torch.no_grad()
     def decode(self, latents: Tensor, model_config: DiffusionModelConfig | None = None) -> Tensor:

@@ -35,6 +35,7 @@ class SampleRequest:
         window: stochastic steps.
         record_means: also record each window step's mean.
         record_finished: keep the finished latents.
+        outputs: see `RolloutRequest`.
         pipeline: how it is sampled.
         algo: how it explores.
     """
@@ -46,11 +47,12 @@ class SampleRequest:
     window: tuple[int, ...]
     record_means: bool
     record_finished: bool
+    outputs: frozenset[str]
     pipeline: "DiffusionPipelineConfig"
     algo: "DiffusionRolloutAlgoConfig"
 
 
-_SHARED = ("window", "record_means", "record_finished", "pipeline", "algo.noise_level", "algo.sde_type")
+_SHARED = ("window", "record_means", "record_finished", "outputs", "pipeline", "algo.noise_level", "algo.sde_type")
 
 
 def table_digest(prompts: PromptTable) -> str:
@@ -77,6 +79,7 @@ def split(
             window=request.window,
             record_means=request.record_means,
             record_finished=request.record_finished,
+            outputs=request.outputs,
             pipeline=pipeline,
             algo=model_config.algo,
         )
@@ -108,4 +111,5 @@ def join(samples: Sequence[SampleRequest], prompts: PromptTable) -> RolloutReque
         window=samples[0].window,
         record_means=samples[0].record_means,
         record_finished=samples[0].record_finished,
+        outputs=samples[0].outputs,
     )
