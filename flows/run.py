@@ -18,9 +18,10 @@ from models.schedulers.windows import window_steps
 from tasks.checkpoint import CheckpointError, CheckpointStore, RunState
 from tasks.cluster import require_gpus
 from tasks.dataset import Prompt
+from tasks.lineage import lineage
 from tasks.reward import RewardGroup
 from tasks.rollout import RolloutGroup
-from tasks.tracking import Tracker, lineage_tags
+from tasks.tracking import Tracker
 from tasks.update import TrainerGroup
 from tasks.validate import Validation
 
@@ -120,8 +121,9 @@ def open_run(config: TrainConfig, inputs: Inputs) -> Iterator[TrainingRun]:
     with tracker.concluded():
         _remember_run_id(config, tracker.run_id)
         run = _start_actors(config, inputs, tracker, store)
-        tracker.log_start(config.model_dump(mode="json"), lineage_tags() | reward_tags(run.reward))
+        tracker.log_start(config.model_dump(mode="json"), run_tags(config, inputs, run.reward))
         run.resume()
+        tracker.log_lineage(lineage(config.data_read()), run.iteration)
         yield run
 
 
@@ -145,9 +147,7 @@ def start_rollout(config: TrainConfig, inputs: Inputs) -> RolloutGroup:
 def _start_actors(config: TrainConfig, inputs: Inputs, tracker: Tracker, store: CheckpointStore) -> TrainingRun:
     """All groups load their models at the same time."""
     settings, trainer_settings = config.actor_rollout_ref, config.trainer
-    if trainer_settings.device == "cuda":
-        rollout_gpus = settings.rollout.num_actors * settings.rollout.num_gpus_per_actor
-        require_gpus(trainer_settings.world_size + rollout_gpus)
+    require_gpus(config.gpus)
     rollout = start_rollout(config, inputs)
     reward = RewardGroup(config.reward)
     trainer = TrainerGroup(
@@ -165,8 +165,10 @@ def _start_actors(config: TrainConfig, inputs: Inputs, tracker: Tracker, store: 
     return TrainingRun(config, inputs, rollout, reward, trainer, tracker, store, canary)
 
 
-def reward_tags(reward: RewardGroup) -> dict[str, str]:
-    return {f"reward.{name.replace(':', '/')}": version for name, version in reward.versions().items()}
+def run_tags(config: TrainConfig, inputs: Inputs, reward: RewardGroup) -> dict[str, str]:
+    """What a run is found and compared by: digests of config and data, and the rewards' versions."""
+    versions = {f"reward.{name.replace(':', '/')}": version for name, version in reward.versions().items()}
+    return versions | {"doubleflow.config_digest": config.digest(), "doubleflow.data_digest": inputs.digest}
 
 
 def _remembered_run_id(config: TrainConfig) -> str | None:

@@ -4,6 +4,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import pandas as pd
 from prefect import flow, get_run_logger
 from tqdm import tqdm
@@ -11,12 +12,12 @@ from tqdm import tqdm
 from flows.checks import check_inputs
 from flows.config import TrainConfig, TrainOverrides
 from flows.run import TrainingRun, open_run
-from flows.summary import Summary, summarise
+from flows.summary import Summary, register_export, summarise
 from models.algorithms.rollout_correction import too_far_apart
 from tasks.advantage import advantage
 from tasks.checkpoint import save_checkpoint
 from tasks.clock import Stopwatch
-from tasks.cluster import ray_cluster
+from tasks.cluster import gpu_slots, ray_cluster
 from tasks.metrics import (
     compute_data_metrics_diffusion,
     compute_throughput_metrics_diffusion,
@@ -24,8 +25,10 @@ from tasks.metrics import (
     orchestration_metrics,
 )
 from tasks.old_log_prob import old_log_prob
+from tasks.pictures import WIDEST_GRID, grid
 from tasks.reward import Scores, finish_reward
 from tasks.rollout import finish_rollout
+from tasks.samples import first_pictures, sample_table
 from tasks.tracking import log_step
 from tasks.update import sync_weights, update
 from tasks.validate import Validation, validate
@@ -44,7 +47,7 @@ def train(config: TrainConfig, overrides: TrainOverrides | None = None) -> dict[
     """
     config = config.with_changes(overrides)
     inputs = check_inputs(config)
-    with ray_cluster(config.ray_init), open_run(config, inputs) as run:
+    with gpu_slots(config.ray_init, config.gpus), ray_cluster(config.ray_init), open_run(config, inputs) as run:
         return fit(run).as_dict()
 
 
@@ -97,10 +100,15 @@ def iterate(run: TrainingRun, iteration: int) -> dict[str, float]:
         "perf/reward_busy_s": scores.busy_seconds,
     }
     pictures, tables = _validation_records(validation)
-    tables["samples"] = _samples(run, scores, advantages, iteration)
+    kept = first_pictures(batches, run.config.tracking.pictures)
+    if kept:
+        pictures["samples"] = grid(np.stack(kept), columns=min(rollout_settings.n, WIDEST_GRID))
+    tables["samples"] = sample_table(scores.samples, advantages, run.config.trainer.seed, iteration, len(kept))
     # Logged before the checkpoint: killed in between, the iteration runs again with the same result and its record
     # is already there; the other way round it would be lost.
-    new = log_step(clock, run.tracker, iteration, metrics, pictures, tables)
+    new = log_step(clock, run.tracker, iteration, metrics, pictures, tables, {"pictures": kept})
+    if run.config.trainer.export_freq and iteration % run.config.trainer.export_freq == 0:
+        register_export(clock, run)
     if _due(iteration, run.config.trainer.save_freq, run):
         save_checkpoint(clock, run.store, run.trainer, run.state())
     if new:
@@ -157,13 +165,6 @@ def _iteration_metrics(scores: Scores, advantages: Any) -> dict[str, float]:
     return compute_data_metrics_diffusion(batch) | {
         f"train/{name}/mean": float(value) for name, value in numbers.mean().items()
     }
-
-
-def _samples(run: TrainingRun, scores: Scores, advantages: Any, iteration: int) -> pd.DataFrame:
-    """The iteration's samples with what is needed to draw any of them again."""
-    return scores.samples.assign(
-        advantage=advantages, seed=run.config.trainer.seed, iteration=iteration, policy_version=iteration - 1
-    )
 
 
 def _validation_records(result: Validation | None) -> tuple[dict[str, Any], dict[str, pd.DataFrame]]:
