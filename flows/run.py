@@ -5,7 +5,7 @@ import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import ray
@@ -15,8 +15,8 @@ from flows.config import TrainConfig
 from models.algorithms import needs_old_means
 from models.engines.canary import Canary
 from models.schedulers.windows import window_steps
-from tasks.checkpoint import CheckpointError, CheckpointStore, RunState
-from tasks.cluster import require_gpus
+from tasks.checkpoint import CheckpointError, CheckpointStore, RunState, alone
+from tasks.cluster import driver_memory, require_gpus
 from tasks.dataset import Prompt
 from tasks.lineage import lineage
 from tasks.reward import RewardGroup
@@ -41,6 +41,7 @@ class TrainingRun:
         canary: the input that proves a weight sync.
         iteration: the last one that is in the weights.
         held_out: the last held-out reward that was measured.
+        spent: what the recorded iterations cost, under cost/.
     """
 
     config: TrainConfig
@@ -53,6 +54,7 @@ class TrainingRun:
     canary: Canary
     iteration: int = 0
     held_out: float = float("nan")
+    spent: dict[str, float] = field(default_factory=dict)
 
     def prompts(self, iteration: int) -> list[Prompt]:
         """The iteration's train prompts: consecutive parts of one permutation an epoch, the remainder left out.
@@ -94,6 +96,11 @@ class TrainingRun:
         """Iteration -> grid of held-out pictures."""
         return {int(path.stem): path for path in (self.config.run_dir / "validation").glob("*.png")}
 
+    def memory(self) -> dict[str, float]:
+        """Host memory of the driver and of every actor, under memory/."""
+        groups = {"rollout": self.rollout.group, "reward": self.reward.group, "trainer": self.trainer.group}
+        return driver_memory() | {n: v for name, group in groups.items() for n, v in group.memory(name).items()}
+
     def state(self) -> RunState:
         """The record of a checkpoint of now."""
         return RunState(self.iteration, self.config.digest(), self.inputs.digest, self.tracker.run_id)
@@ -106,11 +113,22 @@ class TrainingRun:
         state, weights = found
         self.trainer.load(weights)
         self.iteration = state.iteration
+        self.spent = {name: value for name, value in self.tracker.latest().items() if name.startswith("cost/")}
 
 
 @contextmanager
 def open_run(config: TrainConfig, inputs: Inputs) -> Iterator[TrainingRun]:
-    """Start the actors and the tracker; afterwards the MLflow run is FINISHED, FAILED or KILLED, never RUNNING."""
+    """Start the actors and the tracker; afterwards the MLflow run is FINISHED, FAILED or KILLED, never RUNNING.
+
+    Raises:
+        CheckpointError: another process works on the run, or it has checkpoints that it should not have.
+    """
+    with alone(config.run_dir), _open_run(config, inputs) as run:
+        yield run
+
+
+@contextmanager
+def _open_run(config: TrainConfig, inputs: Inputs) -> Iterator[TrainingRun]:
     store = CheckpointStore(config.run_dir / "checkpoints", config.trainer.max_actor_ckpt_to_keep)
     if config.trainer.resume_mode == "disable" and store.iterations():
         raise CheckpointError(

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from prefect import flow, get_run_logger
-from tqdm import tqdm
 
 from flows.checks import check_inputs
 from flows.config import TrainConfig, TrainOverrides
+from flows.progress import Progress
 from flows.run import TrainingRun, open_run
 from flows.summary import Summary, register_export, summarise
 from models.algorithms.rollout_correction import too_far_apart
@@ -22,6 +22,7 @@ from tasks.metrics import (
     compute_data_metrics_diffusion,
     compute_throughput_metrics_diffusion,
     compute_timing_metrics_diffusion,
+    cost_metrics,
     orchestration_metrics,
 )
 from tasks.old_log_prob import old_log_prob
@@ -55,23 +56,19 @@ def fit(run: TrainingRun) -> Summary:
     """All iterations that are not done yet, and the run's summary."""
     settings = run.config.trainer
     total, started = settings.total_training_steps, time.perf_counter()
-    bar = tqdm(total=total, initial=run.iteration, desc="training", unit="it", dynamic_ncols=True)
+    bar = Progress(run.config.run_name, total, run.iteration)
     clock = Stopwatch()
     sync_weights(clock, run.trainer, run.rollout, run.canary, run.iteration, run.tolerance)
     if run.iteration == 0 and settings.val_before_train:
         result = measure(run, clock)
         log_step(clock, run.tracker, 0, result.metrics(), *_validation_records(result))
-        bar.set_postfix(held_out=f"{result.reward:.3f}")
+        bar.show(held_out=result.reward)
     first = run.iteration + 1
     for iteration in range(first, total + 1):
         metrics = iterate(run, iteration)
         if iteration == first:
             _warn_of_distance(run, metrics)
-        bar.set_postfix(
-            reward=f"{metrics['critic/rewards/mean']:.3f}",
-            held_out=f"{run.held_out:.3f}",
-        )
-        bar.update()
+        bar.advance(reward=metrics["critic/rewards/mean"], held_out=run.held_out)
     bar.close()
     return summarise(run, (time.perf_counter() - started) / 60)
 
@@ -98,6 +95,7 @@ def iterate(run: TrainingRun, iteration: int) -> dict[str, float]:
         "sync/canary_difference": drift,
         "perf/rollout_busy_s": rollout_seconds,
         "perf/reward_busy_s": scores.busy_seconds,
+        "cost/images": float(iteration * len(scores.samples)),
     }
     pictures, tables = _validation_records(validation)
     kept = first_pictures(batches, run.config.tracking.pictures)
@@ -112,7 +110,7 @@ def iterate(run: TrainingRun, iteration: int) -> dict[str, float]:
     if _due(iteration, run.config.trainer.save_freq, run):
         save_checkpoint(clock, run.store, run.trainer, run.state())
     if new:
-        run.tracker.log_metrics(iteration, _time_metrics(run, clock, scores))
+        run.tracker.log_metrics(iteration, _time_metrics(run, clock, scores) | run.memory())
     return metrics
 
 
@@ -149,12 +147,14 @@ def _due(iteration: int, every: int, run: TrainingRun) -> bool:
 def _time_metrics(run: TrainingRun, clock: Stopwatch, scores: Scores) -> dict[str, float]:
     """Where the iteration's time went, its records and its checkpoint included."""
     seconds = clock.finished()
+    run.spent = cost_metrics(run.spent, seconds, run.config.gpus)
     return (
         compute_throughput_metrics_diffusion(
             {"sample_level_rewards": scores.rewards}, seconds, run.config.trainer.world_size
         )
         | compute_timing_metrics_diffusion(seconds, len(scores.samples))
         | orchestration_metrics(seconds)
+        | run.spent
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import psutil
 import ray
 from prefect.client.orchestration import get_client
 from prefect.concurrency.sync import concurrency
@@ -111,3 +112,17 @@ class ActorGroup:
     def call_all(self, method: str, *arguments: Any) -> list[Any]:
         """Call `method` on every actor; the results in the actors' order. An actor's error is raised here."""
         return ray.get([getattr(actor, method).remote(*arguments) for actor in self.actors])
+
+    def memory(self, name: str) -> dict[str, float]:
+        """memory/<name>_<number>_mb of every actor: what its process holds of its machine's memory."""
+        sizes = ray.get([actor.__ray_call__.remote(_resident_mb) for actor in self.actors])
+        return {f"memory/{name}_{number}_mb": size for number, size in enumerate(sizes)}
+
+
+def driver_memory() -> dict[str, float]:
+    """memory/driver_mb, of this process."""
+    return {"memory/driver_mb": _resident_mb()}
+
+
+def _resident_mb(_actor: Any = None) -> float:
+    return psutil.Process().memory_info().rss / 1e6

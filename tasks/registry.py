@@ -3,10 +3,17 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+import pandas as pd
+from mlflow import MlflowClient
 from mlflow.entities import LoggedModel, LoggedModelOutput
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
-from mlflow.protos.databricks_pb2 import RESOURCE_ALREADY_EXISTS, ErrorCode
+from mlflow.protos.databricks_pb2 import (
+    INVALID_PARAMETER_VALUE,
+    RESOURCE_ALREADY_EXISTS,
+    RESOURCE_DOES_NOT_EXIST,
+    ErrorCode,
+)
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
@@ -16,6 +23,7 @@ from tasks.tracking import Tracker
 CHAMPION = "champion"
 ITERATION = "doubleflow.iteration"
 LAYOUT = "diffusers"
+TABLE = "measurement.parquet"
 
 
 def register(tracker: Tracker, name: str, folder: Path, iteration: int, tags: Mapping[str, str]) -> ModelVersion:
@@ -62,6 +70,70 @@ def _logged_model(tracker: Tracker, name: str, folder: Path, iteration: int) -> 
         client.log_outputs(tracker.run_id, [LoggedModelOutput(model.model_id, iteration)])
         client.finalize_logged_model(model.model_id, "READY")
     return model
+
+
+def measurable_versions(client: MlflowClient, name: str) -> list[ModelVersion]:
+    """The versions of a registered model that `register` made: the champion, then the others from the oldest on."""
+    found = [v for v in client.search_model_versions(f"name = '{name}'") if ITERATION in v.tags]
+    best = champion(client, name)
+    return sorted(found, key=lambda v: (best is None or v.version != best.version, int(v.version)))
+
+
+def champion(client: MlflowClient, name: str) -> ModelVersion | None:
+    """The version with the alias `champion`; None if there is none."""
+    try:
+        return client.get_model_version_by_alias(name, CHAMPION)
+    except MlflowException as error:
+        if error.error_code in (ErrorCode.Name(RESOURCE_DOES_NOT_EXIST), ErrorCode.Name(INVALID_PARAMETER_VALUE)):
+            return None
+        raise
+
+
+def tag_regression(client: MlflowClient, tag: str, text: str, version: ModelVersion, measurement: str) -> None:
+    """Say on the version, on the run that trained it and on the run that measured it that it got worse."""
+    client.set_model_version_tag(version.name, version.version, tag, text)
+    for run_id in (version.run_id, measurement):
+        client.set_tag(run_id, tag, text)
+
+
+class Measurements:
+    """Finished measurements, found in MLflow by what was measured and by how.
+
+    Args:
+        client: MLflow.
+        experiment: where the measurements' runs are.
+        digest: of everything that two measurements must share to be compared.
+    """
+
+    def __init__(self, client: MlflowClient, experiment: str, digest: str):
+        self.client, self.experiment, self.digest = client, experiment, digest
+
+    def tags(self, subject: str) -> dict[str, str]:
+        """Of a measurement's run."""
+        return {"doubleflow.measurement": self.digest, "doubleflow.subject": subject}
+
+    def run(self, subject: str) -> str | None:
+        """Id of the finished run that measured `subject`: "base", or "<model>/<version>"."""
+        experiment = self.client.get_experiment_by_name(self.experiment)
+        if experiment is None:
+            return None
+        tags = [f"tags.`{name}` = '{value}'" for name, value in self.tags(subject).items()]
+        query = " AND ".join([*tags, "attributes.status = 'FINISHED'"])
+        runs = self.client.search_runs([experiment.experiment_id], query, max_results=1)
+        return runs[0].info.run_id if runs else None
+
+    def of(self, version: ModelVersion) -> str | None:
+        """Id of the finished run that measured this version."""
+        return self.run(f"{version.name}/{version.version}")
+
+    def champion(self, name: str) -> ModelVersion | None:
+        """See `champion`."""
+        return champion(self.client, name)
+
+    def table(self, subject: str) -> pd.DataFrame | None:
+        """The pictures' rewards of a finished measurement."""
+        run_id = self.run(subject)
+        return None if run_id is None else pd.read_parquet(self.client.download_artifacts(run_id, TABLE))
 
 
 @task(name="register", cache_policy=NO_CACHE, persist_result=False)

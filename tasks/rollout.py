@@ -1,5 +1,6 @@
 """Rollout: prompts become trajectories and pictures."""
 
+import copy
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -119,6 +120,12 @@ class RolloutGroup:
             references = actor.generate.options(num_returns=3).remote(request, pipeline)
             batches.append(PendingBatch(tuple(p for p, _ in part), tuple(i for _, i in part), *references))
         return batches
+
+    def on(self, embeddings: PromptEmbeddings) -> "RolloutGroup":
+        """The same workers for the prompts of another data set."""
+        group = copy.copy(self)
+        group.embeddings = embeddings
+        return group
 
     def _request(
         self, part: Sequence[tuple[Prompt, int]], seed: int, iteration: int, window: Sequence[int]

@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, RunTag
+from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
 from PIL import Image
 from prefect import task
 from prefect.cache_policies import NO_CACHE
@@ -27,6 +28,12 @@ STEP_MARK = "trainer/global_step"
 PARAM_LIMIT = 6000
 
 
+def mlflow_client(config: TrackingConfig) -> MlflowClient:
+    """MLflow as configured, or as MLFLOW_TRACKING_URI says; runs and registry are in the same place."""
+    uri = os.environ.get("MLFLOW_TRACKING_URI", config.uri)
+    return MlflowClient(tracking_uri=uri, registry_uri=uri)
+
+
 class Tracker:
     """One MLflow run, which survives the process: a resumed run continues it, and no step is logged twice.
 
@@ -34,21 +41,21 @@ class Tracker:
         config: where MLflow is.
         run_name: of a new run.
         run_id: the run to continue; None starts a new one.
+        parent: run that a new one is nested under.
     """
 
-    def __init__(self, config: TrackingConfig, run_name: str, run_id: str | None = None):
-        uri = os.environ.get("MLFLOW_TRACKING_URI", config.uri)
-        self.client = MlflowClient(tracking_uri=uri)
-        self.uri = uri
+    def __init__(self, config: TrackingConfig, run_name: str, run_id: str | None = None, parent: str | None = None):
+        self.client = mlflow_client(config)
+        self.uri = uri = self.client.tracking_uri
         experiment = self._experiment(config, uri)
-        self.run_id = run_id or self._create(experiment, run_name)
+        self.run_id = run_id or self._create(experiment, run_name, parent)
         self.client.update_run(self.run_id, status="RUNNING")
         self._pictures: dict[str, set[int]] = {}
         self.logged_steps = {metric.step for metric in self.client.get_metric_history(self.run_id, STEP_MARK)}
 
     def log_start(self, config: Mapping[str, Any], tags: Mapping[str, str]) -> None:
         """The configuration as parameters and as config.json, and tags; the same values again change nothing."""
-        params = [Param(name, str(value)[:PARAM_LIMIT]) for name, value in _flat(config).items()]
+        params = [Param(name, str(value)[:PARAM_LIMIT]) for name, value in flat(config).items()]
         labels = [RunTag(name, value) for name, value in tags.items()]
         self.client.log_batch(self.run_id, params=params, tags=labels)
         self.client.log_dict(self.run_id, dict(config), "config.json")
@@ -117,6 +124,10 @@ class Tracker:
         """One picture as an artifact at `path`."""
         self.client.log_image(self.run_id, picture, artifact_file=path)
 
+    def latest(self) -> dict[str, float]:
+        """Every metric's newest value."""
+        return dict(self.client.get_run(self.run_id).data.metrics)
+
     def history(self, name: str) -> dict[int, float]:
         """Step -> value of one metric."""
         return {metric.step: metric.value for metric in self.client.get_metric_history(self.run_id, name)}
@@ -154,17 +165,18 @@ class Tracker:
             root = (Path("mlruns").resolve()).as_uri()
         return self.client.create_experiment(config.experiment, artifact_location=root)
 
-    def _create(self, experiment: str, run_name: str) -> str:
-        return self.client.create_run(experiment, run_name=run_name).info.run_id
+    def _create(self, experiment: str, run_name: str, parent: str | None) -> str:
+        tags = {MLFLOW_PARENT_RUN_ID: parent} if parent else {}
+        return self.client.create_run(experiment, run_name=run_name, tags=tags).info.run_id
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """{"a": {"b": 1}} -> {"a.b": 1}; lists stay whole, as JSON. MLflow allows no colon in a parameter's name."""
     flat: dict[str, Any] = {}
     for name, value in tree.items():
         path = f"{prefix}{name}".replace(":", "/")
         if isinstance(value, Mapping) and value:
-            flat |= _flat(value, f"{path}.")
+            flat |= flat(value, f"{path}.")
         else:
             flat[path] = json.dumps(value) if isinstance(value, list | dict) else value
     return flat

@@ -19,7 +19,7 @@ from tasks.reward import RewardGroup
 from tasks.rollout import RolloutGroup
 
 GRID_PICTURES = 48
-VALIDATION_NOISE = {"iteration": -1, "seed": 0}
+VALIDATION_ITERATION, VALIDATION_SEED = -1, 0
 """Validation's noise keys, the same for every run: two sets of weights can be compared picture by picture."""
 
 
@@ -65,10 +65,11 @@ def validate(
     prompts: Sequence[Prompt],
     n: int,
     pipeline: DiffusionPipelineConfig,
+    seed: int = VALIDATION_SEED,
 ) -> Validation:
-    """Sample every prompt `n` times by the ODE and score the pictures."""
+    """Sample every prompt `n` times by the ODE and score the pictures; `seed` names the noise."""
     with clock.stage("testing"):
-        batches = rollout.submit(prompts, n, window=(), pipeline=pipeline, **VALIDATION_NOISE)
+        batches = rollout.submit(prompts, n, VALIDATION_ITERATION, window=(), pipeline=pipeline, seed=seed)
         scores = reward.table(batches, ray.get(reward.submit(batches)))
         pictures = np.concatenate(ray.get([batch.pictures for batch in batches]))
     return Validation(scores.samples, pictures)
