@@ -94,21 +94,15 @@ def _mlflow_server(port: int) -> list[str]:
 
 def _prepare_server(environment: Mapping[str, str], pool: str, runs: int, gpus: int) -> None:
     """Work pool, GPU limit, deployments and automations; those that exist are brought up to date."""
-    _prefect(environment, "work-pool", "create", pool, "--type", "process", "--overwrite")
-    _prefect(environment, "work-pool", "set-concurrency-limit", pool, str(runs))
-    limits = json.loads(_prefect(environment, "gcl", "ls", "--output", "json"))
-    known = f"{pool}-gpus" in {limit["name"] for limit in limits}
-    _prefect(environment, "gcl", "update" if known else "create", f"{pool}-gpus", "--limit", str(gpus))
-    _prefect(environment, "deploy", "--all")
-    subprocess.run([sys.executable, "-m", "flows.automations"], env=environment, check=True)
+    os.environ |= environment  # before Prefect is imported, which reads its address once
+    from flows.server import set_up_pool, update_automations
 
-
-def _prefect(environment: Mapping[str, str], *arguments: str) -> str:
-    command = [sys.executable, "-m", "prefect", "--no-prompt", *arguments]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    set_up_pool(pool, runs, f"{pool}-gpus", gpus)
+    deploy = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all"]
+    result = subprocess.run(deploy, env=environment, capture_output=True, text=True)
     if result.returncode:
-        raise ServiceError(f"`prefect {' '.join(arguments)}` failed: {(result.stdout + result.stderr)[-2000:]}")
-    return result.stdout
+        raise ServiceError(f"`prefect deploy --all` failed: {(result.stdout + result.stderr)[-2000:]}")
+    update_automations()
 
 
 def _start(name: str, arguments: list[str], environment: Mapping[str, str]) -> None:

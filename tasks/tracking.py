@@ -108,7 +108,8 @@ class Tracker:
         with tempfile.TemporaryDirectory() as folder:
             local = Path(folder) / Path(path).name
             table.to_parquet(local, index=False)
-            self.client.log_artifact(self.run_id, str(local), str(Path(path).parent))
+            folder_there = Path(path).parent.as_posix()
+            self.client.log_artifact(self.run_id, str(local), None if folder_there == "." else folder_there)
 
     def _log_album(self, pictures: Sequence[np.ndarray], path: str) -> None:
         with tempfile.TemporaryDirectory() as folder:
@@ -172,14 +173,14 @@ class Tracker:
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """{"a": {"b": 1}} -> {"a.b": 1}; lists stay whole, as JSON. MLflow allows no colon in a parameter's name."""
-    flat: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for name, value in tree.items():
         path = f"{prefix}{name}".replace(":", "/")
         if isinstance(value, Mapping) and value:
-            flat |= flat(value, f"{path}.")
+            fields |= flat(value, f"{path}.")
         else:
-            flat[path] = json.dumps(value) if isinstance(value, list | dict) else value
-    return flat
+            fields[path] = json.dumps(value) if isinstance(value, list | dict) else value
+    return fields
 
 
 @task(name="log", cache_policy=NO_CACHE, persist_result=False)

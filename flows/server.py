@@ -1,12 +1,23 @@
-"""What Prefect's server does by itself: `python -m flows.automations`, which `make up` calls, brings it up to date."""
+"""What Prefect's server must know beside the deployments: the work pool, the GPU limit, and what to react to."""
 
 from prefect.automations import Automation, EventTrigger
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.events.actions import RunDeployment
+from prefect.workers.process import ProcessWorker
 
 from flows.validation_sweep import REGRESSION
 
 COMPARE_REGRESSION = "compare-a-regression"
+
+
+def set_up_pool(pool: str, runs: int, gpu_limit: str, gpus: int) -> None:
+    """A pool of process workers for `runs` flow runs at a time, and a global concurrency limit of `gpus` slots."""
+    with get_client(sync_client=True) as client:
+        template = ProcessWorker.get_default_base_job_template()
+        wanted = WorkPoolCreate(name=pool, type="process", base_job_template=template, concurrency_limit=runs)
+        client.create_work_pool(wanted, overwrite=True)
+        client.upsert_global_concurrency_limit_by_name(gpu_limit, gpus)
 
 
 def regression_automation() -> Automation:
@@ -32,7 +43,3 @@ def update_automations() -> None:
         for old in client.read_automations_by_name(automation.name):
             client.delete_automation(old.id)
     automation.create()
-
-
-if __name__ == "__main__":
-    update_automations()
