@@ -97,7 +97,7 @@ def sweep(config: TrainConfig, search: SweepConfig, overrides: TrainOverrides | 
     config = config.with_changes(overrides)
     config = config.with_changes({"trainer": {"experiment_name": search.name}})
     check_inputs(config)
-    _check_fields(config, search)
+    check_fields(config, search)
     folder = config.trainer.default_local_dir / "sweeps" / search.name
     folder.mkdir(parents=True, exist_ok=True)
     study = open_study(search, folder)
@@ -179,7 +179,7 @@ def prepare_trials(study: optuna.Study, search: SweepConfig) -> int:
     return len(queued) if search.sampler == "grid" else max(search.trials - len(finished), 0)
 
 
-def _check_fields(config: TrainConfig, search: SweepConfig) -> None:
+def check_fields(config: TrainConfig, search: SweepConfig) -> None:
     """Every field exists and takes its first value."""
     for path, dimension in search.space.items():
         value = dimension.low if dimension.choices is None else dimension.choices[0]

@@ -86,7 +86,7 @@ class CheckpointStore:
             record = asdict(state) | {"files": _digests(aside / WEIGHTS)}
             (aside / RECORD).write_text(json.dumps(record, indent=1))
             _flush(aside)
-            _verify(aside)
+            verify(aside)
             aside.rename(self.path(state.iteration))
             _flush_folder(self.folder)
         except BaseException:
@@ -105,7 +105,7 @@ class CheckpointStore:
         if not self.iterations():
             return None
         folder = self.path(self.iterations()[-1])
-        record = _verify(folder)
+        record = verify(folder)
         record.pop("files")
         state = RunState(**record)
         for what, stored, present in (
@@ -143,7 +143,7 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _verify(folder: Path) -> dict[str, Any]:
+def verify(folder: Path) -> dict[str, Any]:
     """The record of a checkpoint whose files are whole."""
     try:
         record = json.loads((folder / RECORD).read_text())

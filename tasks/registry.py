@@ -52,7 +52,7 @@ def register(tracker: Tracker, name: str, folder: Path, iteration: int, tags: Ma
     model = _logged_model(tracker, f"{name}-{iteration:06d}", folder, iteration)
     return client.create_model_version(
         name,
-        source=f"models:/{model.model_id}",
+        source=model.artifact_location,  # "models:/<id>" would be looked up at MLflow's default address
         run_id=tracker.run_id,
         model_id=model.model_id,
         tags={ITERATION: str(iteration), **tags},
