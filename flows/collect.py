@@ -17,6 +17,7 @@ from tasks.metrics import compute_data_metrics_diffusion
 from tasks.pairs import Pair, PairBatch, PairDataset
 from tasks.reward import Scores, finish_reward
 from tasks.rollout import PendingBatch, finish_rollout
+from tasks.samples import first_pictures, sample_table
 
 
 @dataclass(frozen=True)
@@ -28,12 +29,14 @@ class Collected:
         advantages: [N], NaN where a sample is left out.
         samples: one row a sample, with what is needed to draw it again or to find it in the data set.
         metrics: of rewards and advantages.
+        pictures: the first few of the samples, as the tracking section asks for.
     """
 
     batches: Sequence[PendingBatch | PairBatch]
     advantages: np.ndarray
     samples: pd.DataFrame
     metrics: dict[str, float] = field(default_factory=dict)
+    pictures: Sequence[np.ndarray] = ()
 
 
 def collect(run: TrainingRun, iteration: int, clock: Stopwatch) -> Collected:
@@ -47,12 +50,11 @@ def collect(run: TrainingRun, iteration: int, clock: Stopwatch) -> Collected:
     rollout_seconds = finish_rollout(clock, batches)
     scores = finish_reward(clock, run.reward, batches, pending_scores)
     advantages = advantage(clock, scores, run.config.algorithm)
-    samples = scores.samples.assign(
-        advantage=advantages, seed=run.config.trainer.seed, iteration=iteration, policy_version=iteration - 1
-    )
+    kept = first_pictures(batches, run.config.tracking.pictures)
+    samples = sample_table(scores.samples, advantages, run.config.trainer.seed, iteration, len(kept))
     busy = {"perf/rollout_busy_s": rollout_seconds, "perf/reward_busy_s": scores.busy_seconds}
     metrics = _reward_metrics(scores, advantages) | scores.metrics() | busy
-    return Collected(batches, advantages, samples, metrics)
+    return Collected(batches, advantages, samples, metrics, kept)
 
 
 @task(name="read-pairs", cache_policy=NO_CACHE, persist_result=False)

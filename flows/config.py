@@ -56,6 +56,7 @@ NOT_SHAPING: dict[str, Any] = {
         "val_before_train",
         "test_freq",
         "save_freq",
+        "export_freq",
         "max_actor_ckpt_to_keep",
         "resume_mode",
         "default_local_dir",
@@ -88,6 +89,9 @@ class TrainerConfig(Section):
     val_before_train: bool = Field(True, description="Validate the starting weights.")
     test_freq: int = Field(10, ge=0, description="Iterations between validations; 0 validates only at the end.")
     save_freq: int = Field(10, ge=0, description="Iterations between checkpoints; 0 saves only at the end.")
+    export_freq: int = Field(
+        0, ge=0, description="Iterations between versions in MLflow's model registry; 0 registers only the end."
+    )
     max_actor_ckpt_to_keep: int = Field(2, ge=1, description="Newest checkpoints kept; older ones are deleted.")
     resume_mode: Literal["auto", "disable"] = Field(
         "auto", description="auto continues a run of the same name and config; disable refuses if there is one."
@@ -215,6 +219,31 @@ class TrainConfig(Section):
             )
 
     @property
+    def samples(self) -> bool:
+        """Does a run of training start rollout and reward?"""
+        return self.algorithm.sample_source == "online"
+
+    @property
+    def shares_gpus(self) -> bool:
+        """Do trainer and rollout take turns on the same GPUs?"""
+        return self.trainer.device == "cuda" and self.actor_rollout_ref.rollout.placement == "colocated"
+
+    @property
+    def gpus(self) -> float:
+        """GPUs that a run of training takes."""
+        return self.gpus_needed()
+
+    def gpus_needed(self, trains: bool = True) -> float:
+        """GPUs of trainer ranks, rollout workers and rewards; without `trains`, of a validation alone."""
+        rollout, on_cuda = self.actor_rollout_ref.rollout, self.trainer.device == "cuda"
+        ranks = float(self.trainer.world_size) if trains and on_cuda else 0.0
+        if trains and not self.samples:
+            return ranks
+        workers = rollout.num_actors * rollout.num_gpus_per_actor if on_cuda else 0.0
+        models = ranks if trains and self.shares_gpus else ranks + workers
+        return models + self.reward.num_gpus
+
+    @property
     def run_name(self) -> str:
         """experiment_name and a digest of everything that shapes the result: a changed config is another run."""
         return f"{self.trainer.experiment_name}-{self.digest()}"
@@ -223,6 +252,10 @@ class TrainConfig(Section):
     def run_dir(self) -> Path:
         """Folder of this run's checkpoints and records."""
         return self.trainer.default_local_dir / self.run_name
+
+    def data_read(self) -> list[Path]:
+        """The files and folders that a run reads."""
+        return [self.data.prompts, self.data.embeddings, Path(self.actor_rollout_ref.model.path)]
 
     def digest(self) -> str:
         """8 hex digits over the settings that shape the weights.

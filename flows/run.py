@@ -5,7 +5,7 @@ import os
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,15 +18,16 @@ from models.algorithms import get_diffusion_loss_fn, needs_old_means
 from models.engines.canary import Canary
 from models.engines.ema import HeldWeights
 from models.schedulers.windows import window_steps
-from tasks.checkpoint import CheckpointError, CheckpointStore, RunState
-from tasks.cluster import SharedGpus, require_resources
+from tasks.checkpoint import CheckpointError, CheckpointStore, RunState, alone
+from tasks.cluster import SharedGpus, driver_memory, require_resources
 from tasks.dataset import Prompt
 from tasks.guards import HACKING_TAG, GuardWatch
+from tasks.lineage import lineage
 from tasks.pairs import SIDES, Pair
 from tasks.picture_statistics import NAMES as STATISTICS
 from tasks.reward import RewardGroup, wanted_inputs
 from tasks.rollout import LATENTS, PICTURES, RolloutGroup
-from tasks.tracking import Tracker, lineage_tags
+from tasks.tracking import Tracker
 from tasks.update import TrainerGroup
 from tasks.validate import Validation
 
@@ -50,6 +51,7 @@ class TrainingRun:
         guards: what shows reward hacking.
         iteration: the last one that is in the weights.
         held_out: the last held-out reward that was measured.
+        spent: what the recorded iterations cost, under cost/.
     """
 
     config: TrainConfig
@@ -63,6 +65,7 @@ class TrainingRun:
     guards: GuardWatch
     iteration: int = 0
     held_out: float = float("nan")
+    spent: dict[str, float] = field(default_factory=dict)
 
     @property
     def samples(self) -> bool:
@@ -138,6 +141,11 @@ class TrainingRun:
         """Iteration -> grid of held-out pictures."""
         return {int(path.stem): path for path in (self.config.run_dir / "validation").glob("*.png")}
 
+    def memory(self) -> dict[str, float]:
+        """Host memory of the driver and of every actor, under memory/."""
+        groups = {"rollout": self.rollout.group, "reward": self.reward.group, "trainer": self.trainer.group}
+        return driver_memory() | {n: v for name, group in groups.items() for n, v in group.memory(name).items()}
+
     def state(self) -> RunState:
         """The record of a checkpoint of now."""
         return RunState(self.iteration, self.config.digest(), self.inputs.digest, self.tracker.run_id)
@@ -150,11 +158,22 @@ class TrainingRun:
         state, weights = found
         self.trainer.load(weights)
         self.iteration = state.iteration
+        self.spent = {name: value for name, value in self.tracker.latest().items() if name.startswith("cost/")}
 
 
 @contextmanager
 def open_run(config: TrainConfig, inputs: Inputs) -> Iterator[TrainingRun]:
-    """Start the actors and the tracker; afterwards the MLflow run is FINISHED, FAILED or KILLED, never RUNNING."""
+    """Start the actors and the tracker; afterwards the MLflow run is FINISHED, FAILED or KILLED, never RUNNING.
+
+    Raises:
+        CheckpointError: another process works on the run, or it has checkpoints that it should not have.
+    """
+    with alone(config.run_dir), _open_run(config, inputs) as run:
+        yield run
+
+
+@contextmanager
+def _open_run(config: TrainConfig, inputs: Inputs) -> Iterator[TrainingRun]:
     store = CheckpointStore(config.run_dir / "checkpoints", config.trainer.max_actor_ckpt_to_keep)
     if config.trainer.resume_mode == "disable" and store.iterations():
         raise CheckpointError(
@@ -165,8 +184,9 @@ def open_run(config: TrainConfig, inputs: Inputs) -> Iterator[TrainingRun]:
     with tracker.concluded():
         _remember_run_id(config, tracker.run_id)
         run = _start_actors(config, inputs, tracker, store)
-        tracker.log_start(config.model_dump(mode="json"), lineage_tags() | reward_tags(run.reward))
+        tracker.log_start(config.model_dump(mode="json"), run_tags(config, inputs, run.reward))
         run.resume()
+        tracker.log_lineage(lineage(config.data_read()), run.iteration)
         yield run
 
 
@@ -186,28 +206,18 @@ def start_rollout(config: TrainConfig, inputs: Inputs, shared: SharedGpus | None
     )
 
 
-def check_resources(config: TrainConfig, trainer_ranks: int) -> None:
+def check_resources(config: TrainConfig, trains: bool = True) -> None:
     """Raise ClusterError where the cluster cannot hold the actors: Ray would wait for ever."""
-    rollout, gpus = config.actor_rollout_ref.rollout, 0.0
-    samples = config.algorithm.sample_source == "online" or trainer_ranks == 0
-    if config.trainer.device == "cuda":
-        own = rollout.num_actors * rollout.num_gpus_per_actor if samples else 0.0
-        gpus = max(trainer_ranks, own) if trainer_ranks and _shares_gpus(config) else trainer_ranks + own
-    rewards = (config.reward.num_gpus, config.reward.num_cpus) if samples else (0.0, 0.0)
-    require_resources(gpus + rewards[0], rewards[1])
-
-
-def _shares_gpus(config: TrainConfig) -> bool:
-    """Do trainer and rollout take turns on the same GPUs?"""
-    return config.trainer.device == "cuda" and config.actor_rollout_ref.rollout.placement == "colocated"
+    rewards = config.reward.num_cpus if config.samples or not trains else 0.0
+    require_resources(config.gpus_needed(trains), rewards)
 
 
 def _start_actors(config: TrainConfig, inputs: Inputs, tracker: Tracker, store: CheckpointStore) -> TrainingRun:
     """All groups load their models at the same time."""
     settings, trainer_settings = config.actor_rollout_ref, config.trainer
     online = config.algorithm.sample_source == "online"
-    check_resources(config, trainer_settings.world_size)
-    shared = SharedGpus(trainer_settings.world_size) if online and _shares_gpus(config) else None
+    check_resources(config)
+    shared = SharedGpus(trainer_settings.world_size) if online and config.shares_gpus else None
     rollout, reward = (start_rollout(config, inputs, shared), RewardGroup(config.reward)) if online else (None, None)
     per_prompt = settings.rollout.n if online else len(SIDES)
     trainer = TrainerGroup(
@@ -237,11 +247,11 @@ def guard_metrics(config: TrainConfig) -> dict[str, str]:
     return rewards | {name: f"train/image/{name}/mean" for name in watched}
 
 
-def reward_tags(reward: RewardGroup | None) -> dict[str, str]:
-    """Name and version of every reward, as tags of the run."""
-    if reward is None:
-        return {}
-    return {f"reward.{name.replace(':', '/')}": version for name, version in reward.versions().items()}
+def run_tags(config: TrainConfig, inputs: Inputs, reward: RewardGroup | None) -> dict[str, str]:
+    """What a run is found and compared by: digests of config and data, and the rewards' versions."""
+    found = {} if reward is None else reward.versions()
+    versions = {f"reward.{name.replace(':', '/')}": version for name, version in found.items()}
+    return versions | {"doubleflow.config_digest": config.digest(), "doubleflow.data_digest": inputs.digest}
 
 
 def _remembered_run_id(config: TrainConfig) -> str | None:

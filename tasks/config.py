@@ -261,6 +261,11 @@ class RayConfig(Section):
 
     num_cpus: int | None = Field(None, ge=1, description="CPUs of a cluster started here; null is what there is.")
     log_to_driver: bool = Field(False, description="Show the workers' output in the driver's terminal.")
+    gpu_pool: str | None = Field(
+        None,
+        description="Prefect's global concurrency limit with a slot for each GPU of the pool; a CUDA run holds as many "
+        "as it uses, so that two runs share none.",
+    )
 
 
 class TrackingConfig(Section):
@@ -269,3 +274,6 @@ class TrackingConfig(Section):
     uri: str = Field("sqlite:///mlflow.db", description="MLflow tracking URI; MLFLOW_TRACKING_URI overrides it.")
     artifacts: str | None = Field(None, description="Artifact root of a new experiment; null is ./mlruns.")
     experiment: str = Field("doubleflow", description="MLflow experiment.")
+    pictures: int = Field(
+        32, ge=0, description="Pictures of each iteration that are kept, one by one and as a grid; 0 keeps none."
+    )

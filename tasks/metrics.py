@@ -70,6 +70,19 @@ def orchestration_metrics(timing_raw: Mapping[str, float]) -> dict[str, float]:
     return {"perf/orchestration_s": outside, "perf/orchestration_share": outside / timing_raw["step"]}
 
 
+def cost_metrics(before: Mapping[str, float], timing_raw: Mapping[str, float], gpus: float) -> dict[str, float]:
+    """What the recorded iterations took so far: cost/hours and cost/gpu_hours.
+
+    Args:
+        before: the same, up to the iteration before; empty at the beginning.
+        timing_raw: seconds by stage, with `step`.
+        gpus: that the run holds; 0 on the CPU.
+    """
+    hours = timing_raw["step"] / 3600
+    spent = {"cost/hours": hours, "cost/gpu_hours": hours * gpus}
+    return {name: before.get(name, 0.0) + value for name, value in spent.items()}
+
+
 def _spread(prefix: str, values: np.ndarray) -> dict[str, float]:
     present = values[~np.isnan(values)]
     if not present.size:  # every group was dropped: there is nothing to describe

@@ -1,5 +1,6 @@
 """Rollout: prompts become trajectories and pictures."""
 
+import copy
 import itertools
 import time
 from collections.abc import Iterator, Sequence
@@ -215,6 +216,12 @@ class RolloutGroup:
                 )
             )
         return batches
+
+    def on(self, embeddings: PromptEmbeddings) -> "RolloutGroup":
+        """The same workers for the prompts of another data set."""
+        group = copy.copy(self)
+        group.embeddings = embeddings
+        return group
 
     def _request(
         self,

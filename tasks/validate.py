@@ -19,7 +19,7 @@ from tasks.reward import RewardGroup
 from tasks.rollout import RolloutGroup
 
 GRID_PICTURES = 48
-VALIDATION_NOISE = {"iteration": -1, "seed": 0}
+VALIDATION_ITERATION, VALIDATION_SEED = -1, 0
 """Validation's noise keys, the same for every run: two sets of weights can be compared picture by picture."""
 
 
@@ -68,10 +68,15 @@ def validate(
     prompts: Sequence[Prompt],
     n: int,
     pipeline: DiffusionPipelineConfig,
+    seed: int = VALIDATION_SEED,
 ) -> Validation:
-    """Sample every prompt `n` times by the ODE and score the pictures, which are drawn for the record in any case."""
+    """Sample every prompt `n` times by the ODE and score the pictures, which are drawn for the record in any case.
+
+    Args:
+        seed: names the noise.
+    """
     with clock.stage("testing"):
-        batches = rollout.submit(prompts, n, window=(), pipeline=pipeline, draw=True, **VALIDATION_NOISE)
+        batches = rollout.submit(prompts, n, VALIDATION_ITERATION, window=(), pipeline=pipeline, seed=seed, draw=True)
         pending = reward.submit(batches)
         ray.get([batch.seconds for batch in batches])  # a sampling error is raised here, and is no reward's
         scores = reward.table(batches, pending)

@@ -17,14 +17,14 @@ from tasks.dataset import load_prompts
 from tasks.pairs import best_and_worst, read_pictures, write_pairs
 
 STEPS = ("trainer.total_training_steps=6", "trainer.test_freq=3")
-NOT_TIMINGS = ("timing", "perf/")
+MEASURED_ANEW = ("timing", "perf/", "memory/", "cost/hours", "cost/gpu_hours")
 
 
 def history(workspace: Workspace) -> dict[str, list[tuple[int, float]]]:
     """Every metric's (step, value) points in the order logged, but those that are seconds."""
     client = workspace.client()
     (run,) = workspace.mlflow_runs()
-    names = [name for name in run.data.metrics if not name.startswith(NOT_TIMINGS)]
+    names = [name for name in run.data.metrics if not name.startswith(MEASURED_ANEW)]
     return {n: [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, n)] for n in names}
 
 

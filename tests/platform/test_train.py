@@ -3,14 +3,17 @@
 import json
 import os
 import re
-from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
 from diffusers import QwenImagePipeline
+from PIL import Image
 from platform_helpers import Workspace
 from safetensors.torch import load_file
+
+from tasks.rewards.jpeg import jpeg_kilobytes
 
 DOCUMENTED_METRICS = {
     *(f"critic/rewards/{name}" for name in ("mean", "max", "min", "zero_std_ratio", "std_mean", "group_size")),
@@ -38,13 +41,19 @@ def test_a_run_leaves_its_whole_record(workspace: Workspace) -> None:
     assert "held-out" in output
 
     pictures = [item.path for item in client.list_artifacts(run.info.run_id, "images") if item.path.endswith(".png")]
-    assert sorted(int(re.split(r"\W+step\W+", path)[1].split("+")[0]) for path in pictures) == [0, 2, 3]
+    steps = sorted((m[1], int(m[3])) for m in (re.match(r"images/(\w+)(\W)step\2(\d+)", p) for p in pictures) if m)
+    assert steps == [("samples", step) for step in (1, 2, 3)] + [("validation", step) for step in (0, 2, 3)]
     samples = pd.read_parquet(client.download_artifacts(run.info.run_id, "samples/000003.parquet"))
     assert len(samples) == 16
     assert {"uid", "prompt", "sample_index", "reward", "advantage", "seed", "iteration"} <= set(samples.columns)
     assert samples.groupby("uid")["advantage"].mean().abs().max() < 1e-5
+    assert set(samples["policy_version"]) == {2}
+    picture = np.array(Image.open(client.download_artifacts(run.info.run_id, samples["image"][5])))
+    assert jpeg_kilobytes(picture) == pytest.approx(samples["reward"][5], rel=1e-6)
+    patches = [item.path for item in client.list_artifacts(run.info.run_id, "lineage/000000")]
+    assert sorted(patches) == ["lineage/000000/code.patch", "lineage/000000/environment.json"]
 
-    weights = Path(client.download_artifacts(run.info.run_id, "weights"))
+    weights = workspace.registered("tiny/1")
     base = load_file(workspace.folder / "data/base_model/transformer/diffusion_pytorch_model.safetensors")
     pipeline = QwenImagePipeline.from_pretrained(weights)
     trained = pipeline.transformer.state_dict()
@@ -88,6 +97,9 @@ def test_lora_with_kl_average_and_guidance_runs_and_its_export_validates(workspa
     workspace.train(*settings)
     (run,) = workspace.mlflow_runs()
     assert run.data.metrics["actor/kl_loss"] > 0
+    pipeline = QwenImagePipeline.from_pretrained(workspace.folder / "data/base_model")
+    pipeline.load_lora_weights(workspace.registered("tiny/1"))
+    assert pipeline.get_active_adapters()
     changes = [word for setting in settings for word in ("--set", setting)]
     weights = str(workspace.run_folder() / "weights")
     workspace.run("-m", "flows.validate", "tiny", "--weights", weights, *changes)
