@@ -9,6 +9,7 @@ from flows.config import TrainConfig
 from models.algorithms import check_loss_inputs, get_diffusion_adv_estimator_fn, get_diffusion_loss_fn
 from models.algorithms.losses import OLD_MEAN, TEACHER_MEAN, TRAINER_TYPES
 from models.base import DiffusionModelBase, DiffusionModelConfig, read_architecture
+from models.engines.vllm_omni.engine import pipeline_class
 from models.engines.weights import LORA_FILE
 from tasks.dataset import INDEX, Prompt, PromptEmbeddings, load_prompts
 from tasks.pairs import PairDataset
@@ -45,7 +46,7 @@ def check_inputs(config: TrainConfig) -> Inputs:
     rollout = config.actor_rollout_ref.rollout
     get_diffusion_adv_estimator_fn(config.algorithm.adv_estimator)
     _check_loss(config)
-    for name, entry in config.reward.functions.items():
+    for name, entry in config.reward.named().values():
         check_reward(name, **entry.options)
     model_config = DiffusionModelConfig.load(config.actor_rollout_ref.model, rollout.pipeline, rollout.algo)
     adapter = DiffusionModelBase.get_class(model_config)
@@ -56,6 +57,8 @@ def check_inputs(config: TrainConfig) -> Inputs:
             f"rollout.pipeline.{adapter.pipeline_fields[0]} asks for guidance, but loss "
             f"{config.actor_rollout_ref.actor.diffusion_loss.loss_mode} trains the velocity without it: leave it out"
         )
+    if rollout.name == "vllm_omni":
+        pipeline_class(model_config)
     latent_shape = adapter.latent_shape(model_config)
     _check_teacher(config, model_config)
     train, test = load_prompts(config.data.prompts, "train"), load_prompts(config.data.prompts, "test")

@@ -29,8 +29,25 @@ NOT_SHAPING: dict[str, Any] = {
     "algorithm": {"name"},  # it stands for other fields, and those count
     "tracking": True,
     "ray_init": True,
-    "reward": {"num_workers"},
-    "actor_rollout_ref": {"rollout": {"num_actors", "num_gpus_per_actor", "num_threads", "val_kwargs"}},
+    "reward": {
+        "functions": {
+            "__all__": {"num_workers", "num_cpus", "num_gpus", "batch_size", "retries", "retry_wait_s", "timeout_s"}
+        },
+        "max_missing_fraction": True,
+        "guards": True,
+    },
+    "actor_rollout_ref": {
+        "rollout": {
+            "num_actors",
+            "num_gpus_per_actor",
+            "num_threads",
+            "placement",
+            "max_queued_batches",
+            "max_restarts",
+            "vllm_omni",
+            "val_kwargs",
+        }
+    },
     "trainer": {
         "total_training_steps",
         "nnodes",
@@ -39,6 +56,7 @@ NOT_SHAPING: dict[str, Any] = {
         "val_before_train",
         "test_freq",
         "save_freq",
+        "export_freq",
         "max_actor_ckpt_to_keep",
         "resume_mode",
         "default_local_dir",
@@ -71,6 +89,9 @@ class TrainerConfig(Section):
     val_before_train: bool = Field(True, description="Validate the starting weights.")
     test_freq: int = Field(10, ge=0, description="Iterations between validations; 0 validates only at the end.")
     save_freq: int = Field(10, ge=0, description="Iterations between checkpoints; 0 saves only at the end.")
+    export_freq: int = Field(
+        0, ge=0, description="Iterations between versions in MLflow's model registry; 0 registers only the end."
+    )
     max_actor_ckpt_to_keep: int = Field(2, ge=1, description="Newest checkpoints kept; older ones are deleted.")
     resume_mode: Literal["auto", "disable"] = Field(
         "auto", description="auto continues a run of the same name and config; disable refuses if there is one."
@@ -79,7 +100,8 @@ class TrainerConfig(Section):
     canary_tolerance: float | None = Field(
         None,
         ge=0,
-        description="Largest relative difference of velocities after a weight sync; null is 0 on CPU, 0.01 on CUDA.",
+        description="Largest relative difference of velocities after a weight sync; null is 0.01 on CUDA; on "
+        "the CPU 0, or 1e-4 where the rollout engine is vLLM-Omni.",
     )
 
     @property
@@ -124,6 +146,7 @@ class TrainConfig(Section):
     def _sections_agree(self):
         self._check_groups()
         self._check_batches()
+        self._check_placement()
         return self
 
     def _check_groups(self) -> None:
@@ -187,6 +210,39 @@ class TrainConfig(Section):
                 f"rollout.micro_batch_size {micro} x {self.trainer.world_size} trainer ranks = {unit}"
             )
 
+    def _check_placement(self) -> None:
+        rollout, ranks = self.actor_rollout_ref.rollout, self.trainer.world_size
+        if rollout.placement == "colocated" and rollout.num_actors != ranks:
+            raise ValueError(
+                f"actor_rollout_ref.rollout.placement is colocated, one worker on each trainer rank's GPU: "
+                f"rollout.num_actors is {rollout.num_actors}, set it to the {ranks} ranks"
+            )
+
+    @property
+    def samples(self) -> bool:
+        """Does a run of training start rollout and reward?"""
+        return self.algorithm.sample_source == "online"
+
+    @property
+    def shares_gpus(self) -> bool:
+        """Do trainer and rollout take turns on the same GPUs?"""
+        return self.trainer.device == "cuda" and self.actor_rollout_ref.rollout.placement == "colocated"
+
+    @property
+    def gpus(self) -> float:
+        """GPUs that a run of training takes."""
+        return self.gpus_needed()
+
+    def gpus_needed(self, trains: bool = True) -> float:
+        """GPUs of trainer ranks, rollout workers and rewards; without `trains`, of a validation alone."""
+        rollout, on_cuda = self.actor_rollout_ref.rollout, self.trainer.device == "cuda"
+        ranks = float(self.trainer.world_size) if trains and on_cuda else 0.0
+        if trains and not self.samples:
+            return ranks
+        workers = rollout.num_actors * rollout.num_gpus_per_actor if on_cuda else 0.0
+        models = ranks if trains and self.shares_gpus else ranks + workers
+        return models + self.reward.num_gpus
+
     @property
     def run_name(self) -> str:
         """experiment_name and a digest of everything that shapes the result: a changed config is another run."""
@@ -196,6 +252,10 @@ class TrainConfig(Section):
     def run_dir(self) -> Path:
         """Folder of this run's checkpoints and records."""
         return self.trainer.default_local_dir / self.run_name
+
+    def data_read(self) -> list[Path]:
+        """The files and folders that a run reads."""
+        return [self.data.prompts, self.data.embeddings, Path(self.actor_rollout_ref.model.path)]
 
     def digest(self) -> str:
         """8 hex digits over the settings that shape the weights.

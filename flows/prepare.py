@@ -33,7 +33,7 @@ from tasks.dataset import (
     put_in_place,
     write_embeddings,
 )
-from tasks.pairs import read_pictures, write_pairs
+from tasks.pairs import common_size, read_pictures, write_pairs
 from tasks.preferences import sampled_preferences
 from tasks.rewards import RewardError
 
@@ -138,12 +138,13 @@ def embeddings(
     typer.echo(f"{out}: {len(chosen)} prompts and the negative prompt")
 
 
-def _adapter_of(model: Path) -> "tuple[type[DiffusionModelBase], DiffusionModelConfig]":
+def _adapter_of(model: Path, **pipeline: int) -> "tuple[type[DiffusionModelBase], DiffusionModelConfig]":
+    """The adapter of a model folder, and its settings; `pipeline` are sampling fields, such as the height."""
     import models.families  # noqa: F401  registers the adapters
     from models.base import DiffusionModelBase, DiffusionModelConfig
     from models.config import DiffusionPipelineConfig, DiffusionRolloutAlgoConfig, ModelConfig
 
-    sections = ModelConfig(path=str(model)), DiffusionPipelineConfig(), DiffusionRolloutAlgoConfig()
+    sections = ModelConfig(path=str(model)), DiffusionPipelineConfig(**pipeline), DiffusionRolloutAlgoConfig()
     model_config = DiffusionModelConfig.load(*sections)
     return DiffusionModelBase.get_class(model_config), model_config
 
@@ -153,7 +154,13 @@ def _adapter_of(model: Path) -> "tuple[type[DiffusionModelBase], DiffusionModelC
 def preferences() -> None:
     """Sample the base model on the train prompts, and write each one's best and worst picture."""
     params = load_params(PARAMS).preferences
+    _require_base_model()
     table = sampled_preferences(BASE_MODEL, EMBEDDINGS, load_prompts(PROMPTS, "train"), **params.model_dump())
+    if table.empty:
+        raise PrepareError(
+            f"no train prompt of {PROMPTS} has two pictures that {params.reward} scores differently; set more "
+            "preferences.images_per_prompt or another preferences.reward"
+        )
     with put_in_place(PREFERENCES) as path:
         table.to_parquet(path, index=False)
     typer.echo(f"{PREFERENCES}: {len(table) // 2} pairs")
@@ -166,8 +173,14 @@ def pairs() -> None:
     import torch
 
     params = load_params(PARAMS).pairs
+    _require_base_model()
     pictures = read_pictures(Path(params.table))
-    adapter, model_config = _adapter_of(BASE_MODEL)
+    height, width = common_size(pictures, params.table)
+    adapter, model_config = _adapter_of(BASE_MODEL, height=height, width=width)
+    try:
+        adapter.latent_shape(model_config)
+    except ValueError as error:
+        raise PrepareError(f"the pictures of {params.table} do not fit the model: {error}") from error
     vae = adapter.load_vae(model_config)
     write_pairs(
         pictures,
@@ -177,6 +190,11 @@ def pairs() -> None:
         model_digest=_digest([BASE_MODEL / "vae"]),
     )
     typer.echo(f"{PAIRS}: {len(pictures)} pairs")
+
+
+def _require_base_model() -> None:
+    if not (BASE_MODEL / "model_index.json").is_file():
+        raise PrepareError(f"{BASE_MODEL} holds no model; `dvc repro base_model` makes it")
 
 
 def _check_gate(reward: float, gate: GateParams) -> None:

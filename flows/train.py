@@ -3,28 +3,32 @@
 import math
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import pandas as pd
 from prefect import flow, get_run_logger
-from tqdm import tqdm
 
 from flows.checks import check_inputs
 from flows.collect import collect
 from flows.config import TrainConfig, TrainOverrides
+from flows.progress import Progress
 from flows.run import TrainingRun, open_run
-from flows.summary import Summary, summarise
+from flows.summary import Summary, register_export, summarise
 from models.algorithms.rollout_correction import too_far_apart
 from models.engines.ema import HeldWeights
 from tasks.checkpoint import save_checkpoint
 from tasks.clock import Stopwatch
-from tasks.cluster import ray_cluster
+from tasks.cluster import gpu_slots, ray_cluster
 from tasks.metrics import (
     compute_throughput_metrics_diffusion,
     compute_timing_metrics_diffusion,
+    cost_metrics,
     orchestration_metrics,
 )
 from tasks.old_log_prob import old_log_prob
+from tasks.pictures import WIDEST_GRID, grid
 from tasks.tracking import log_step
 from tasks.update import sync_weights, update
 from tasks.validate import Validation, validate
@@ -43,7 +47,7 @@ def train(config: TrainConfig, overrides: TrainOverrides | None = None) -> dict[
     """
     config = config.with_changes(overrides)
     inputs = check_inputs(config)
-    with ray_cluster(config.ray_init), open_run(config, inputs) as run:
+    with gpu_slots(config.ray_init, config.gpus), ray_cluster(config.ray_init), open_run(config, inputs) as run:
         return fit(run).as_dict()
 
 
@@ -51,21 +55,20 @@ def fit(run: TrainingRun) -> Summary:
     """All iterations that are not done yet, and the run's summary."""
     settings = run.config.trainer
     total, started = settings.total_training_steps, time.perf_counter()
-    bar = tqdm(total=total, initial=run.iteration, desc="training", unit="it", dynamic_ncols=True)
+    bar = Progress(run.config.run_name, total, run.iteration)
     clock = Stopwatch()
     if run.samples:
         sync(run, clock, run.sampling_weights)
     if run.samples and run.iteration == 0 and settings.val_before_train:
         result = measure(run, clock)
         log_step(clock, run.tracker, 0, result.metrics(), *_validation_records(result))
+        bar.show(held_out=result.reward)
     first = run.iteration + 1
     for iteration in range(first, total + 1):
         metrics = iterate(run, iteration)
         if iteration == first:
             _warn_of_distance(run, metrics)
-        shown = {"reward": metrics.get("critic/rewards/mean", math.nan), "held_out": run.held_out}
-        bar.set_postfix({name: f"{value:.3f}" for name, value in shown.items() if not math.isnan(value)})
-        bar.update()
+        bar.advance(reward=metrics.get("critic/rewards/mean", math.nan), held_out=run.held_out)
     bar.close()
     return summarise(run, (time.perf_counter() - started) / 60)
 
@@ -76,23 +79,30 @@ def iterate(run: TrainingRun, iteration: int) -> dict[str, float]:
 
     collected = collect(run, iteration, clock)
     batches, advantages = collected.batches, collected.advantages
-    old = None if correction.bypass_mode else old_log_prob(clock, run.trainer, batches, advantages, correction)
-    metrics = collected.metrics | update(clock, run.trainer, batches, advantages, old)
+    with run.rollout.asleep(clock) if run.samples else nullcontext():
+        old = None if correction.bypass_mode else old_log_prob(clock, run.trainer, batches, advantages, correction)
+        metrics = collected.metrics | update(clock, run.trainer, batches, advantages, old)
     run.iteration = iteration
     if run.samples:
         metrics["sync/canary_difference"] = sync(run, clock, run.sampling_weights)
 
     validation = measure(run, clock) if run.samples and _due(iteration, run.config.trainer.test_freq, run) else None
     metrics |= validation.metrics() if validation else {}
+    metrics |= run.watch(metrics) | {"cost/images": float(iteration * len(advantages))}
     pictures, tables = _validation_records(validation)
+    if collected.pictures:
+        columns = min(run.config.actor_rollout_ref.rollout.n, WIDEST_GRID)
+        pictures["samples"] = grid(np.stack(collected.pictures), columns=columns)
     tables["samples"] = collected.samples
     # Logged before the checkpoint: killed in between, the iteration runs again with the same result and its record
     # is already there; the other way round it would be lost.
-    new = log_step(clock, run.tracker, iteration, metrics, pictures, tables)
+    new = log_step(clock, run.tracker, iteration, metrics, pictures, tables, {"pictures": collected.pictures})
+    if run.config.trainer.export_freq and iteration % run.config.trainer.export_freq == 0:
+        register_export(clock, run)
     if _due(iteration, run.config.trainer.save_freq, run):
         save_checkpoint(clock, run.store, run.trainer, run.state())
     if new:
-        run.tracker.log_metrics(iteration, _time_metrics(run, clock, len(advantages)))
+        run.tracker.log_metrics(iteration, _time_metrics(run, clock, len(advantages)) | run.memory())
     return metrics
 
 
@@ -133,12 +143,14 @@ def _due(iteration: int, every: int, run: TrainingRun) -> bool:
 def _time_metrics(run: TrainingRun, clock: Stopwatch, images: int) -> dict[str, float]:
     """Where the iteration's time went, its records and its checkpoint included."""
     seconds = clock.finished()
+    run.spent = cost_metrics(run.spent, seconds, run.config.gpus)
     return (
         compute_throughput_metrics_diffusion(
             {"sample_level_rewards": range(images)}, seconds, run.config.trainer.world_size
         )
         | compute_timing_metrics_diffusion(seconds, images)
         | orchestration_metrics(seconds)
+        | run.spent
     )
 
 

@@ -97,6 +97,24 @@ class DiffusionRolloutAlgoConfig(Section):
         return self.sde_window_range or (0, max(num_inference_steps - 1, 1))
 
 
+class VllmOmniConfig(Section):
+    """The vLLM-Omni rollout engine; read when `rollout.name` is vllm_omni."""
+
+    attention_backend: Literal["FLASH_ATTN", "TORCH_SDPA"] | None = Field(
+        None, description="Attention kernels on a GPU; null is vLLM-Omni's choice. The CPU has one."
+    )
+    enforce_eager: bool = Field(True, description="false compiles the transformer's blocks at the first request.")
+    executor: Literal["uni", "mp"] = Field(
+        "uni", description="uni computes in the worker's process, mp in one of its own, over which weights are copied."
+    )
+    request_batch_max_wait_ms: float = Field(
+        100.0, ge=0, description="Longest wait for a batch to fill; a full one starts at once."
+    )
+    request_timeout_s: float = Field(
+        1800.0, gt=0, description="Longest time for one batch, or for one order to the engine; then the run fails."
+    )
+
+
 class ModelConfig(Section):
     """Which model is trained, and which of its weights."""
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from models.engines.trajectories import FinishedLatents
 from models.schedulers.noise_keys import NoiseKey
@@ -143,6 +143,25 @@ def write_pairs(
 
 def _pixels(encoded: bytes) -> np.ndarray:
     return np.asarray(Image.open(io.BytesIO(encoded)).convert("RGB"))
+
+
+def common_size(pictures: Sequence[tuple[Pair, dict[str, Any]]], where: str) -> tuple[int, int]:
+    """Height and width, which all pictures share. Raises DatasetError naming the first pair that differs."""
+    sizes: dict[tuple[int, int], str] = {}
+    for pair, sides in pictures:
+        for side in SIDES:
+            try:
+                width, height = Image.open(io.BytesIO(sides[side]["image"])).size
+            except (UnidentifiedImageError, TypeError) as error:
+                raise DatasetError(f"{where}: the {side} picture of pair {pair.uid!r} is no PNG or JPEG") from error
+            sizes.setdefault((height, width), pair.uid)
+    if len(sizes) > 1:
+        (((rows, columns), _), ((height, width), uid), *_) = sizes.items()
+        raise DatasetError(
+            f"{where}: a picture of pair {uid!r} is {width} x {height} but those before it are {columns} x {rows}; "
+            "give all of them one size"
+        )
+    return next(iter(sizes))
 
 
 class PairDataset:

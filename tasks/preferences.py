@@ -44,7 +44,8 @@ def sampled_preferences(
 
     pipeline = DiffusionPipelineConfig(height=height, width=width, num_inference_steps=steps)
     config = DiffusionModelConfig.load(ModelConfig(path=str(model)), pipeline, DiffusionRolloutAlgoConfig())
-    engine, scorer, store = DiffusersRolloutEngine(config), get_reward(reward), PromptEmbeddings.open(embeddings)
+    scorer, store = get_reward(reward), PromptEmbeddings.open(embeddings)
+    engine = DiffusersRolloutEngine(config)
     tables = []
     for start in tqdm(range(0, len(prompts), batch_size), desc="preferences", unit="batch"):
         part = prompts[start : start + batch_size]

@@ -15,11 +15,11 @@ from prefect.cache_policies import NO_CACHE
 from models.algorithms import needs_old_means
 from models.base import DiffusionModelConfig
 from models.config import DiffusionActorConfig, ForwardProcessConfig
-from models.engines.canary import Canary, check_canary
+from models.engines.canary import Canary
 from models.engines.ema import HeldWeights
 from models.engines.trajectories import FinishedLatents, Trajectories
 from tasks.clock import Stopwatch
-from tasks.cluster import ActorGroup
+from tasks.cluster import GPU_SHARE, ActorGroup, SharedGpus
 from tasks.pairs import PairBatch
 from tasks.rollout import PendingBatch, RolloutGroup
 from tasks.update_plan import OldScores, RankMiniBatch, over_ranks, plan_updates
@@ -137,12 +137,13 @@ class TrainerGroup:
         device: str,
         num_threads: int,
         mini_batch_samples: int,
+        shared: SharedGpus | None = None,
     ):
         self.actor_config, self.mini_batch_samples = actor_config, mini_batch_samples
         self.device = device
-        gpus = 1 if device == "cuda" else 0
+        gpus = 0.0 if device != "cuda" else 1.0 if shared is None else GPU_SHARE
         arguments = (model_config, actor_config, forward_config, device, num_threads)
-        self.group = ActorGroup(TrainerRank, world_size, gpus, arguments)
+        self.group = ActorGroup(TrainerRank, world_size, gpus, arguments, shared=shared)
 
     def start(self) -> list[ray.ObjectRef]:
         """Build the engines; the references are ready when they are."""
@@ -210,9 +211,7 @@ class TrainerGroup:
         """Send the weights to every rollout worker and prove that they arrived; see `sync_weights`."""
         parts = [actor.weights_and_canary.options(num_returns=2).remote(canary, which) for actor in self.group.actors]
         weights, velocity = parts[0]
-        answers = rollout.load_weights(weights, canary)
-        expected = ray.get(velocity)
-        return max(check_canary(expected, answer, version, tolerance) for answer in answers)
+        return rollout.load_weights(weights, canary, velocity, version, tolerance)
 
 
 @task(name="update", cache_policy=NO_CACHE, persist_result=False)

@@ -1,6 +1,7 @@
 """The trainer on one rank: replay, updates against plain autograd, averages, checkpoints, exports, weight sync."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from models.base import DiffusionModelConfig
 from models.engines.canary import Canary, check_canary
 from models.engines.diffusers_rollout import DiffusersRolloutEngine
 from models.engines.fsdp import ActorBatch, DiffusersFSDPEngine
-from models.engines.trajectories import Trajectories
+from models.engines.trajectories import LATENTS, PICTURES, Trajectories
 from models.engines.weights import WeightSyncError, load_trainable, trainable
 from models.qwen_image import QwenImage
 
@@ -344,3 +345,16 @@ def test_weights_with_wrong_names_are_refused(trained: Trained) -> None:
         )
         == 0.0
     )
+
+
+def test_a_rollout_that_is_asked_for_latents_only_never_decodes(tiny_model: Path) -> None:
+    """The latents it leaves are those that the pictures are decoded from, to the bit."""
+    engine = DiffusersRolloutEngine(model_config(tiny_model))
+    decode, decoded = engine.vae.decode, []
+    engine.vae.decode = lambda *given, **more: decoded.append(1) or decode(*given, **more)
+    bare = engine.produce(replace(rollout_request(), outputs=frozenset({LATENTS})))
+    assert (bare.pictures, decoded) == (None, [])
+    assert bare.latents.dtype == torch.float32
+    drawn = engine.produce(replace(rollout_request(), outputs=frozenset({PICTURES})))
+    assert (drawn.latents, decoded) == (None, [1])
+    assert torch.equal(engine.decode(bare.latents), drawn.pictures)

@@ -10,6 +10,9 @@ from torch import Tensor
 
 from models.schedulers.noise_keys import NoiseKey
 
+PICTURES, LATENTS = "pictures", "latents"
+"""What an engine may be asked to leave of finished samples."""
+
 
 @dataclass(frozen=True)
 class PromptTable:
@@ -95,6 +98,7 @@ class RolloutRequest:
         window: stochastic steps, ascending; empty samples the ODE.
         record_means: also record each window step's mean, for losses that compare means.
         record_finished: keep the finished latents, for losses that noise them again; the window must be empty.
+        outputs: PICTURES, LATENTS or both, for the rewards; decoding can cost as much as a step of denoising.
     """
 
     keys: tuple[NoiseKey, ...]
@@ -103,6 +107,7 @@ class RolloutRequest:
     window: tuple[int, ...]
     record_means: bool = False
     record_finished: bool = False
+    outputs: frozenset[str] = frozenset({PICTURES})
 
 
 @dataclass(frozen=True)
@@ -204,3 +209,18 @@ class Trajectories(Samples):
 
 
 _NOT_STEPWISE = ("prompt_index", "latents")
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What an engine makes of a request, on the CPU.
+
+    Attributes:
+        pictures: [B, H, W, 3] uint8 (video [B, F, H, W, 3]); None unless the request's outputs name PICTURES.
+        latents: finished latents [B, ...] fp32; None unless they name LATENTS.
+        recorded: what the trainer needs: trajectories, finished latents, or None.
+    """
+
+    pictures: Tensor | None
+    latents: Tensor | None
+    recorded: Trajectories | FinishedLatents | None
