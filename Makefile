@@ -1,9 +1,13 @@
-# The two commands of this project: `make quickstart` and `make test`. Everything they make stays in this folder.
+# The commands of this project, `make help` lists them. Everything they make stays in this folder.
 PYTHON ?= python3.11
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
 BIN := $(VENV)/bin
 RECIPE ?= quickstart
+# Of `make up`; see `python -m flows.services up --help`.
+PREFECT_PORT ?= 4200
+MLFLOW_PORT ?= 5000
+RUNS ?= 2
 
 # Nobody is watched, and nothing waits for a network that may be closed.
 export DO_NOT_TRACK = true
@@ -19,7 +23,7 @@ export PREFECT_LOGGING_LEVEL ?= WARNING
 export OMP_WAIT_POLICY = passive
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: quickstart test lint train data clean help
+.PHONY: quickstart test lint train data up down status clean help
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -30,7 +34,16 @@ train: $(VENV)/.data
 	@$(BIN)/python -m flows.train $(RECIPE)
 
 data: $(VENV)/.data ## prompts, base model and embeddings, as far as they are not there yet
-	@$(BIN)/dvc repro --quiet
+	@$(BIN)/dvc repro --quiet embeddings base_model
+
+up: $(VENV)/.data ## start Prefect, MLflow and a worker here, and deploy every recipe
+	@$(BIN)/python -m flows.services up --prefect-port $(PREFECT_PORT) --mlflow-port $(MLFLOW_PORT) --runs $(RUNS)
+
+down: ## end what `make up` started
+	@$(BIN)/python -m flows.services down
+
+status: ## what `make up` started and whether it is alive
+	@$(BIN)/python -m flows.services status
 
 test: $(VENV)/.dev $(VLLM_VENV)/.dev lint ## install and run every test, those of vLLM-Omni in an environment of their own
 	@$(BIN)/python -m pytest

@@ -29,7 +29,13 @@ NOT_SHAPING: dict[str, Any] = {
     "algorithm": {"name"},  # it stands for other fields, and those count
     "tracking": True,
     "ray_init": True,
-    "reward": {"num_workers"},
+    "reward": {
+        "functions": {
+            "__all__": {"num_workers", "num_cpus", "num_gpus", "batch_size", "retries", "retry_wait_s", "timeout_s"}
+        },
+        "max_missing_fraction": True,
+        "guards": True,
+    },
     "actor_rollout_ref": {
         "rollout": {
             "num_actors",
@@ -50,6 +56,7 @@ NOT_SHAPING: dict[str, Any] = {
         "val_before_train",
         "test_freq",
         "save_freq",
+        "export_freq",
         "max_actor_ckpt_to_keep",
         "resume_mode",
         "default_local_dir",
@@ -82,6 +89,9 @@ class TrainerConfig(Section):
     val_before_train: bool = Field(True, description="Validate the starting weights.")
     test_freq: int = Field(10, ge=0, description="Iterations between validations; 0 validates only at the end.")
     save_freq: int = Field(10, ge=0, description="Iterations between checkpoints; 0 saves only at the end.")
+    export_freq: int = Field(
+        0, ge=0, description="Iterations between versions in MLflow's model registry; 0 registers only the end."
+    )
     max_actor_ckpt_to_keep: int = Field(2, ge=1, description="Newest checkpoints kept; older ones are deleted.")
     resume_mode: Literal["auto", "disable"] = Field(
         "auto", description="auto continues a run of the same name and config; disable refuses if there is one."
@@ -140,16 +150,42 @@ class TrainConfig(Section):
         return self
 
     def _check_groups(self) -> None:
-        rollout, loss = self.actor_rollout_ref.rollout, self.actor_rollout_ref.actor.diffusion_loss.loss_mode
-        if rollout.n < 2:
+        rollout, actor, algorithm = self.actor_rollout_ref.rollout, self.actor_rollout_ref.actor, self.algorithm
+        loss = actor.diffusion_loss.loss_mode
+        compares = algorithm.sample_source == "online" and actor.teacher_path is None
+        if compares and rollout.n < 2:
             raise ValueError(
-                f"actor_rollout_ref.rollout.n is {rollout.n}: {self.algorithm.adv_estimator} compares the samples of "
-                "one prompt and needs at least 2"
+                f"actor_rollout_ref.rollout.n is {rollout.n}: {algorithm.adv_estimator} compares the samples of one "
+                "prompt and needs at least 2"
             )
-        if rollout.algo.noise_level == 0:
+        if algorithm.trainer_type == "policy_gradient" and rollout.algo.noise_level == 0:
             raise ValueError(
                 f"actor_rollout_ref.rollout.algo.noise_level is 0, an ODE without log-probs: loss {loss} needs it "
                 "above 0"
+            )
+        if algorithm.trainer_type == "direct_preference":
+            self._check_finished_samples()
+
+    def _check_finished_samples(self) -> None:
+        rollout, actor, algorithm = self.actor_rollout_ref.rollout, self.actor_rollout_ref.actor, self.algorithm
+        loss = actor.diffusion_loss.loss_mode
+        algorithm.levels_per_sample(rollout.pipeline.num_inference_steps)
+        if not algorithm.rollout_correction.bypass_mode:
+            raise ValueError(
+                f"algorithm.rollout_correction.bypass_mode is false, but loss {loss} reads no log-probs that could be "
+                "corrected: set it to true"
+            )
+        if not algorithm.paired_preference:
+            return
+        if actor.ppo_micro_batch_size_per_gpu % 2:
+            raise ValueError(
+                f"actor.ppo_micro_batch_size_per_gpu is {actor.ppo_micro_batch_size_per_gpu}: loss {loss} compares "
+                "pairs and needs an even number"
+            )
+        if algorithm.sample_source == "online" and rollout.micro_batch_size % rollout.n:
+            raise ValueError(
+                f"rollout.micro_batch_size {rollout.micro_batch_size} must be a multiple of rollout.n {rollout.n}: "
+                f"loss {loss} looks for its pairs among samples that are kept together"
             )
 
     def _check_batches(self) -> None:
@@ -160,6 +196,13 @@ class TrainConfig(Section):
                 f"data.train_batch_size {prompts} must be a multiple of actor.ppo_mini_batch_size {mini} (both count "
                 "prompts)"
             )
+        if self.algorithm.sample_source == "offline":
+            if mini % self.trainer.world_size:
+                raise ValueError(
+                    f"actor.ppo_mini_batch_size {mini} (pairs) must be a multiple of the {self.trainer.world_size} "
+                    "trainer ranks"
+                )
+            return
         per_step, unit = mini * rollout.n, micro * self.trainer.world_size
         if per_step % unit:
             raise ValueError(
@@ -176,6 +219,31 @@ class TrainConfig(Section):
             )
 
     @property
+    def samples(self) -> bool:
+        """Does a run of training start rollout and reward?"""
+        return self.algorithm.sample_source == "online"
+
+    @property
+    def shares_gpus(self) -> bool:
+        """Do trainer and rollout take turns on the same GPUs?"""
+        return self.trainer.device == "cuda" and self.actor_rollout_ref.rollout.placement == "colocated"
+
+    @property
+    def gpus(self) -> float:
+        """GPUs that a run of training takes."""
+        return self.gpus_needed()
+
+    def gpus_needed(self, trains: bool = True) -> float:
+        """GPUs of trainer ranks, rollout workers and rewards; without `trains`, of a validation alone."""
+        rollout, on_cuda = self.actor_rollout_ref.rollout, self.trainer.device == "cuda"
+        ranks = float(self.trainer.world_size) if trains and on_cuda else 0.0
+        if trains and not self.samples:
+            return ranks
+        workers = rollout.num_actors * rollout.num_gpus_per_actor if on_cuda else 0.0
+        models = ranks if trains and self.shares_gpus else ranks + workers
+        return models + self.reward.num_gpus
+
+    @property
     def run_name(self) -> str:
         """experiment_name and a digest of everything that shapes the result: a changed config is another run."""
         return f"{self.trainer.experiment_name}-{self.digest()}"
@@ -184,6 +252,10 @@ class TrainConfig(Section):
     def run_dir(self) -> Path:
         """Folder of this run's checkpoints and records."""
         return self.trainer.default_local_dir / self.run_name
+
+    def data_read(self) -> list[Path]:
+        """The files and folders that a run reads."""
+        return [self.data.prompts, self.data.embeddings, Path(self.actor_rollout_ref.model.path)]
 
     def digest(self) -> str:
         """8 hex digits over the settings that shape the weights.

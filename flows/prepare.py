@@ -1,4 +1,4 @@
-"""The data stages of dvc.yaml: `python -m flows.prepare prompts|base-model|embeddings`.
+"""The data stages of dvc.yaml: `python -m flows.prepare prompts|base-model|embeddings|preferences|pairs`.
 
 Each reads params.yaml and puts its output in place only when all of it is made, so a stage that fails leaves the old
 output as it was.
@@ -17,6 +17,8 @@ from flows.prepare_config import (
     BASE_MODEL,
     BASE_MODEL_METRICS,
     EMBEDDINGS,
+    PAIRS,
+    PREFERENCES,
     PROMPTS,
     GateParams,
     PrepareError,
@@ -31,10 +33,12 @@ from tasks.dataset import (
     put_in_place,
     write_embeddings,
 )
+from tasks.pairs import common_size, read_pictures, write_pairs
+from tasks.preferences import sampled_preferences
 from tasks.rewards import RewardError
 
 if TYPE_CHECKING:
-    from models.base import DiffusionModelBase
+    from models.base import DiffusionModelBase, DiffusionModelConfig
 
 PARAMS = Path("params.yaml")
 app = typer.Typer(help="Make the data sets; usually called by `dvc repro`.", no_args_is_help=True, add_completion=False)
@@ -112,7 +116,7 @@ def embeddings(
     chosen = [prompt for split in params.splits for prompt in load_prompts(PROMPTS, split)]
     limit = max_sequence_length or params.max_sequence_length
     torch.set_num_threads(params.threads)
-    adapter = _adapter_of(model)
+    adapter, _ = _adapter_of(model)
     pipeline = adapter.load_text_pipeline(model, getattr(torch, dtype)).to(device)
     check_prompt_lengths(chosen, adapter.prompt_lengths(pipeline, [prompt.prompt for prompt in chosen]), limit)
 
@@ -134,13 +138,63 @@ def embeddings(
     typer.echo(f"{out}: {len(chosen)} prompts and the negative prompt")
 
 
-def _adapter_of(model: Path) -> "type[DiffusionModelBase]":
+def _adapter_of(model: Path, **pipeline: int) -> "tuple[type[DiffusionModelBase], DiffusionModelConfig]":
+    """The adapter of a model folder, and its settings; `pipeline` are sampling fields, such as the height."""
     import models.families  # noqa: F401  registers the adapters
     from models.base import DiffusionModelBase, DiffusionModelConfig
     from models.config import DiffusionPipelineConfig, DiffusionRolloutAlgoConfig, ModelConfig
 
-    sections = ModelConfig(path=str(model)), DiffusionPipelineConfig(), DiffusionRolloutAlgoConfig()
-    return DiffusionModelBase.get_class(DiffusionModelConfig.load(*sections))
+    sections = ModelConfig(path=str(model)), DiffusionPipelineConfig(**pipeline), DiffusionRolloutAlgoConfig()
+    model_config = DiffusionModelConfig.load(*sections)
+    return DiffusionModelBase.get_class(model_config), model_config
+
+
+@app.command()
+@one_line_errors()
+def preferences() -> None:
+    """Sample the base model on the train prompts, and write each one's best and worst picture."""
+    params = load_params(PARAMS).preferences
+    _require_base_model()
+    table = sampled_preferences(BASE_MODEL, EMBEDDINGS, load_prompts(PROMPTS, "train"), **params.model_dump())
+    if table.empty:
+        raise PrepareError(
+            f"no train prompt of {PROMPTS} has two pictures that {params.reward} scores differently; set more "
+            "preferences.images_per_prompt or another preferences.reward"
+        )
+    with put_in_place(PREFERENCES) as path:
+        table.to_parquet(path, index=False)
+    typer.echo(f"{PREFERENCES}: {len(table) // 2} pairs")
+
+
+@app.command()
+@one_line_errors()
+def pairs() -> None:
+    """Encode a preference table with the base model's VAE, and write data/pairs/."""
+    import torch
+
+    params = load_params(PARAMS).pairs
+    _require_base_model()
+    pictures = read_pictures(Path(params.table))
+    height, width = common_size(pictures, params.table)
+    adapter, model_config = _adapter_of(BASE_MODEL, height=height, width=width)
+    try:
+        adapter.latent_shape(model_config)
+    except ValueError as error:
+        raise PrepareError(f"the pictures of {params.table} do not fit the model: {error}") from error
+    vae = adapter.load_vae(model_config)
+    write_pairs(
+        pictures,
+        lambda images: adapter.encode(vae, model_config, torch.from_numpy(images)),
+        PAIRS,
+        shard_size=params.shard_size,
+        model_digest=_digest([BASE_MODEL / "vae"]),
+    )
+    typer.echo(f"{PAIRS}: {len(pictures)} pairs")
+
+
+def _require_base_model() -> None:
+    if not (BASE_MODEL / "model_index.json").is_file():
+        raise PrepareError(f"{BASE_MODEL} holds no model; `dvc repro base_model` makes it")
 
 
 def _check_gate(reward: float, gate: GateParams) -> None:

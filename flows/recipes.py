@@ -49,17 +49,21 @@ def parse_changes(settings: list[str]) -> TrainOverrides:
 
 
 Recipe = Annotated[str, typer.Argument(help="A train deployment of prefect.yaml.")]
+ConfigFile = Annotated[
+    Path | None, typer.Option("--config", help="A whole config as JSON, as a run records it, in a recipe's place.")
+]
 Changes = Annotated[list[str] | None, typer.Option("--set", help="field.path=value; may be repeated.")]
 
 
 def train_command(train: Callable[..., dict[str, Any]]) -> None:
-    """`python -m flows.train [RECIPE] [--set field=value ...]`."""
+    """`python -m flows.train [RECIPE] [--config FILE] [--set field=value ...]`."""
 
-    def main(recipe: Recipe = "quickstart", changes: Changes = None) -> None:
+    def main(recipe: Recipe = "quickstart", config: ConfigFile = None, changes: Changes = None) -> None:
         """Train a recipe here and now, and print where the results are."""
         from flows.summary import Summary
 
-        summary = Summary(**train(load_recipe(recipe), parse_changes(changes or [])))
+        chosen = load_recipe(recipe) if config is None else TrainConfig.model_validate_json(config.read_text())
+        summary = Summary(**train(chosen, parse_changes(changes or [])))
         typer.echo(f"\n{summary.text()}\n")
 
     typer.run(main)

@@ -1,14 +1,18 @@
 """What a finished run leaves and tells its owner."""
 
+import math
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from mlflow.entities.model_registry import ModelVersion
 from PIL import Image
 
 from flows.run import TrainingRun
+from tasks.clock import Stopwatch
 from tasks.pictures import titled
+from tasks.registry import register_weights
 from tasks.update import TrainerGroup
 
 
@@ -22,6 +26,7 @@ class Summary:
         held_out_before, held_out_after: mean held-out reward of the first and the last validation.
         minutes: of this process; a resumed run counts its last part.
         weights: folder that diffusers loads.
+        registered: the same weights in MLflow's model registry.
         picture: the same held-out prompts and noise before and after.
     """
 
@@ -33,6 +38,7 @@ class Summary:
     held_out_after: float
     minutes: float
     weights: str
+    registered: str
     picture: str
 
     def as_dict(self) -> dict[str, Any]:
@@ -44,19 +50,27 @@ class Summary:
         lines = [
             f"run            {self.run_name}",
             f"trained        {self.iterations} iterations, {self.minutes:.1f} minutes",
-            f"held-out       {self.held_out_before:.3f} -> {self.held_out_after:.3f}",
-            f"pictures       {self.picture}",
+            *self._measured(),
             f"weights        {self.weights}",
+            f"registered     {self.registered}",
             f"MLflow page    .venv/bin/mlflow ui --backend-store-uri {self.tracking_uri}",
             "Prefect page   PREFECT_HOME=.prefect .venv/bin/prefect server start",
         ]
         return "\n".join(f"  {line}" for line in lines)
 
+    def _measured(self) -> list[str]:
+        """What validation found; an offline run has none."""
+        if math.isnan(self.held_out_after):
+            return ["held-out       not measured: python -m flows.validate --weights (the folder below)"]
+        return [
+            f"held-out       {self.held_out_before:.3f} -> {self.held_out_after:.3f}",
+            f"pictures       {self.picture}",
+        ]
+
 
 def summarise(run: TrainingRun, minutes: float) -> Summary:
     """Export the weights, draw before and after, and put both with the MLflow run."""
-    weights = export(run.trainer, run.config.run_dir / "weights")
-    run.tracker.log_folder(weights, "weights")
+    weights, version = register_export(Stopwatch(), run)
     picture = run.config.run_dir / "before_after.png"
     drawn = run.validation_pictures()
     if drawn:
@@ -74,8 +88,23 @@ def summarise(run: TrainingRun, minutes: float) -> Summary:
         held_out_after=rewards[max(rewards)] if rewards else float("nan"),
         minutes=minutes,
         weights=str(weights),
+        registered=f"models:/{version.name}/{version.version}",
         picture=str(picture),
     )
+
+
+def register_export(clock: Stopwatch, run: TrainingRun) -> tuple[Path, ModelVersion]:
+    """Export the present weights to the run's folder and to the registry, under the run's experiment name."""
+    config = run.config
+    folder = export(run.trainer, config.run_dir / "weights")
+    lora = config.actor_rollout_ref.model.lora_rank > 0
+    tags = {
+        "doubleflow.run_name": config.run_name,
+        "doubleflow.weights": "lora" if lora else "full",
+        "doubleflow.base_model": str(config.actor_rollout_ref.model.path),
+    }
+    name = config.trainer.experiment_name
+    return folder, register_weights(clock, run.tracker, name, folder, run.iteration, tags)
 
 
 def export(trainer: TrainerGroup, folder: Path) -> Path:

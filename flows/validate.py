@@ -6,11 +6,12 @@ from prefect import flow
 
 from flows.checks import ConfigError, check_inputs
 from flows.config import TrainConfig, TrainOverrides
-from flows.run import reward_tags, start_rollout
+from flows.run import check_resources, run_tags, start_rollout
 from tasks.clock import Stopwatch
 from tasks.cluster import ray_cluster
+from tasks.lineage import lineage
 from tasks.reward import RewardGroup
-from tasks.tracking import Tracker, lineage_tags, log_step
+from tasks.tracking import Tracker, log_step
 from tasks.validate import validate as measure
 
 
@@ -36,11 +37,13 @@ def validate(
     name = f"validate-{config.run_name}-{weights.parent.name if weights else 'base'}"
     tracker, clock = Tracker(config.tracking, name), Stopwatch()
     with tracker.concluded(), ray_cluster(config.ray_init):
+        check_resources(config, trains=False)
         rollout, reward = start_rollout(config, inputs), RewardGroup(config.reward)
         if weights is not None:
             rollout.load_exported(weights.resolve())
-        tags = lineage_tags() | reward_tags(reward) | {"doubleflow.weights": str(weights or "base")}
+        tags = run_tags(config, inputs, reward) | {"doubleflow.weights": str(weights or "base")}
         tracker.log_start(config.model_dump(mode="json"), tags)
+        tracker.log_lineage(lineage(config.data_read()), 0)
         pipeline = settings.validation_pipeline()
         result = measure(clock, rollout, reward, inputs.test, settings.val_kwargs.n, pipeline)
         log_step(clock, tracker, 0, result.metrics(), {"validation": result.sheet}, {"validation": result.samples})

@@ -220,6 +220,11 @@ class DiffusionModelBase(ABC):
 
     @classmethod
     @abstractmethod
+    def encode(cls, vae: nn.Module, model_config: DiffusionModelConfig, images: Tensor) -> Tensor:
+        """Pictures as `decode` makes them to latents [B, ...] fp32: its inverse, for data sets of pictures."""
+
+    @classmethod
+    @abstractmethod
     def encode_prompts(
         cls, pipeline: "DiffusionPipeline", prompts: list[str], max_sequence_length: int
     ) -> dict[str, Tensor]:

@@ -50,10 +50,22 @@ def unpacked(latents: Tensor, rows: int, columns: int) -> Tensor:
     return grid.reshape(batch, channels // 4, rows, columns)
 
 
+def packed(latents: Tensor) -> Tensor:
+    """The inverse of `unpacked`."""
+    batch, channels, rows, columns = latents.shape
+    grid = latents.view(batch, channels, rows // 2, 2, columns // 2, 2).permute(0, 2, 4, 1, 3, 5)
+    return grid.reshape(batch, rows // 2 * (columns // 2), channels * 4)
+
+
 def unscaled(vae: Any, latents: Tensor) -> Tensor:
     """The VAE's own latent where it is normalised by one factor and one shift."""
     latents = latents.to(next(vae.parameters()).dtype)
     return latents / vae.config.scaling_factor + vae.config.shift_factor
+
+
+def scaled(vae: Any, latents: Tensor) -> Tensor:
+    """The inverse of `unscaled`, fp32."""
+    return (latents.float() - vae.config.shift_factor) * vae.config.scaling_factor
 
 
 def destandardised(vae: Any, latents: Tensor) -> Tensor:
@@ -63,6 +75,21 @@ def destandardised(vae: Any, latents: Tensor) -> Tensor:
     # Divided by the reciprocal, as the pipelines do, so that the last bit agrees with them.
     inverse_std = 1.0 / torch.tensor(vae.config.latents_std).view(1, -1, 1, 1, 1).to(latents)
     return latents / inverse_std + mean
+
+
+def standardised(vae: Any, latents: Tensor) -> Tensor:
+    """The inverse of `destandardised`, fp32."""
+    latents = latents.float()
+    mean, std = (
+        torch.tensor(numbers).view(1, -1, 1, 1, 1).to(latents)
+        for numbers in (vae.config.latents_mean, vae.config.latents_std)
+    )
+    return (latents - mean) / std
+
+
+def pixels_of(vae: Any, images: Tensor) -> Tensor:
+    """Pictures [B, ..., H, W, 3], uint8, as the encoder takes them: [B, 3, ..., H, W] in [-1, 1]."""
+    return images.movedim(-1, 1).to(next(vae.parameters())) / 127.5 - 1
 
 
 def to_uint8(decoded: Tensor) -> Tensor:

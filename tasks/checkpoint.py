@@ -4,11 +4,13 @@ A checkpoint is written aside, flushed, verified against the digests in its own 
 a run killed at any moment leaves whole checkpoints and at most one folder that nobody reads.
 """
 
+import fcntl
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -84,7 +86,7 @@ class CheckpointStore:
             record = asdict(state) | {"files": _digests(aside / WEIGHTS)}
             (aside / RECORD).write_text(json.dumps(record, indent=1))
             _flush(aside)
-            _verify(aside)
+            verify(aside)
             aside.rename(self.path(state.iteration))
             _flush_folder(self.folder)
         except BaseException:
@@ -103,7 +105,7 @@ class CheckpointStore:
         if not self.iterations():
             return None
         folder = self.path(self.iterations()[-1])
-        record = _verify(folder)
+        record = verify(folder)
         record.pop("files")
         state = RunState(**record)
         for what, stored, present in (
@@ -113,6 +115,22 @@ class CheckpointStore:
             if stored != present:
                 raise CheckpointError(f"{folder} was made {what}: give the run another trainer.experiment_name")
         return state, folder / WEIGHTS
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Hold a run's folder, which is created; the kernel gives it back when this process ends, however it ends.
+
+    Raises:
+        CheckpointError: another process holds it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise CheckpointError(f"another process works on {folder}: end it first, or wait for it") from error
+        yield
 
 
 def _digests(folder: Path) -> dict[str, str]:
@@ -125,7 +143,7 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _verify(folder: Path) -> dict[str, Any]:
+def verify(folder: Path) -> dict[str, Any]:
     """The record of a checkpoint whose files are whole."""
     try:
         record = json.loads((folder / RECORD).read_text())

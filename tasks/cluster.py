@@ -1,16 +1,22 @@
 """Ray: start-up and the groups of long-lived actors that hold the models."""
 
 import logging
+import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import psutil
 import ray
+from prefect.client.orchestration import get_client
+from prefect.concurrency.sync import concurrency
+from prefect.exceptions import ObjectNotFound
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tasks.config import RayConfig
+from tasks.watchdog import watchdog
 
 
 class ClusterError(RuntimeError):
@@ -29,7 +35,10 @@ QUIET_ENVIRONMENT = {
 
 @contextmanager
 def ray_cluster(config: RayConfig) -> Iterator[None]:
-    """Join the cluster at RAY_ADDRESS, or start one here; disconnect (and end one started here) afterwards."""
+    """Join the cluster at RAY_ADDRESS, or start one here; disconnect (and end one started here) afterwards.
+
+    A driver that is killed in between takes the one started here along, and Prefect's temporary server.
+    """
     for name, value in QUIET_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     address = os.environ.get("RAY_ADDRESS")
@@ -38,22 +47,56 @@ def ray_cluster(config: RayConfig) -> Iterator[None]:
     own = {} if address else {"num_cpus": config.num_cpus, "include_dashboard": False}
     ray.init(address=address, log_to_driver=config.log_to_driver, logging_level="WARNING", **own)
     try:
-        yield
+        with watchdog():
+            yield
     finally:
         ray.shutdown()
 
 
-def require_gpus(needed: float) -> None:
-    """Check that the cluster has that many GPUs in all; Ray itself would wait for them for ever.
+@contextmanager
+def gpu_slots(config: RayConfig, gpus: float) -> Iterator[None]:
+    """Hold a slot of `config.gpu_pool` for each GPU, so that two runs never share one; waits until they are free.
+
+    The slots are a lease: those of a run that was killed are free again after five minutes.
+
+    Raises:
+        ClusterError: the pool is unknown, or smaller than what the run needs.
+    """
+    if config.gpu_pool is None or gpus == 0:
+        yield
+        return
+    slots = math.ceil(gpus)
+    with get_client(sync_client=True) as client:
+        try:
+            limit = client.read_global_concurrency_limit_by_name(config.gpu_pool).limit
+        except ObjectNotFound as error:
+            raise ClusterError(
+                f"ray_init.gpu_pool is {config.gpu_pool!r}, which Prefect does not know: make it with `prefect gcl "
+                f"create {config.gpu_pool} --limit <GPUs>`"
+            ) from error
+    if slots > limit:
+        raise ClusterError(f"the run needs {slots} GPUs but ray_init.gpu_pool {config.gpu_pool} has {limit} in all")
+    with concurrency(config.gpu_pool, occupy=slots, strict=True):
+        yield
+
+
+def require_resources(gpus: float, cpus: float) -> None:
+    """Check that the cluster has that many GPUs and CPUs in all; Ray itself would wait for them for ever.
 
     Raises:
         ClusterError: it has fewer.
     """
-    there = ray.cluster_resources().get("GPU", 0.0)
-    if needed > there:
+    there = ray.cluster_resources()
+    if gpus > there.get("GPU", 0.0):
         raise ClusterError(
-            f"the run needs {needed:g} GPUs (trainer ranks and rollout.num_actors x num_gpus_per_actor) but the Ray "
-            f"cluster has {there:g}: lower them or set trainer.device to cpu"
+            f"the run needs {gpus:g} GPUs (trainer ranks, rollout.num_actors x num_gpus_per_actor and each reward's "
+            f"num_workers x num_gpus) but the Ray cluster has {there.get('GPU', 0.0):g}: lower them, or set "
+            "trainer.device to cpu"
+        )
+    if cpus > there.get("CPU", 0.0):
+        raise ClusterError(
+            f"the rewards reserve {cpus:g} CPUs (num_workers x num_cpus of each of reward.functions) but the Ray "
+            f"cluster has {there.get('CPU', 0.0):g}: lower them; 0 reserves none"
         )
 
 
@@ -80,7 +123,7 @@ class SharedGpus:
 class ActorGroup:
     """Actors of one class, started together and called in turn or all at once.
 
-    CPU actors ask for no cores: the stages of an iteration take turns on the same ones.
+    CPU actors ask for no cores, unless told to: the stages of an iteration take turns on the same ones.
 
     Args:
         actor_class: a plain class; it becomes a Ray actor here.
@@ -88,7 +131,7 @@ class ActorGroup:
         num_gpus: GPUs, or a share of one, that each takes.
         arguments: the constructor's, the same for all.
         shared: put actor i on GPU i of these.
-        max_restarts: how often Ray makes an actor again whose process died, and calls again what it had not answered.
+        options: Ray's own: num_cpus, max_restarts and so on.
     """
 
     def __init__(
@@ -99,12 +142,11 @@ class ActorGroup:
         arguments: Sequence[Any] = (),
         *,
         shared: SharedGpus | None = None,
-        max_restarts: int = 0,
+        **options: Any,
     ):
-        options = {"num_cpus": 0, "num_gpus": num_gpus, "max_restarts": max_restarts, "max_task_retries": max_restarts}
-        remote = ray.remote(actor_class)
+        remote = ray.remote(actor_class).options(**{"num_cpus": 0, "num_gpus": num_gpus} | options)
         places = [{} if shared is None else {"scheduling_strategy": shared.place(i)} for i in range(count)]
-        self.actors = [remote.options(**options, **place).remote(*arguments) for place in places]
+        self.actors = [remote.options(**place).remote(*arguments) for place in places]
 
     def __len__(self) -> int:
         return len(self.actors)
@@ -112,3 +154,17 @@ class ActorGroup:
     def call_all(self, method: str, *arguments: Any) -> list[Any]:
         """Call `method` on every actor; the results in the actors' order. An actor's error is raised here."""
         return ray.get([getattr(actor, method).remote(*arguments) for actor in self.actors])
+
+    def memory(self, name: str) -> dict[str, float]:
+        """memory/<name>_<number>_mb of every actor: what its process holds of its machine's memory."""
+        sizes = ray.get([actor.__ray_call__.remote(_resident_mb) for actor in self.actors])
+        return {f"memory/{name}_{number}_mb": size for number, size in enumerate(sizes)}
+
+
+def driver_memory() -> dict[str, float]:
+    """memory/driver_mb, of this process."""
+    return {"memory/driver_mb": _resident_mb()}
+
+
+def _resident_mb(_actor: Any = None) -> float:
+    return psutil.Process().memory_info().rss / 1e6

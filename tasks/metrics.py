@@ -16,8 +16,8 @@ def compute_data_metrics_diffusion(batch: Mapping[str, Any]) -> dict[str, float]
             NaN marks a missing reward; it is counted and left out.
 
     Returns:
-        critic/rewards/mean, max, min, zero_std_ratio, std_mean, group_size, missing; critic/advantages/* and
-        critic/returns/* mean, max, min.
+        critic/rewards/mean, max, min, zero_std_ratio, std_mean, group_size, missing, dropped_groups;
+        critic/advantages/* and critic/returns/* mean, max, min.
     """
     rewards, uids = np.asarray(batch["sample_level_rewards"], np.float64), np.asarray(batch["uid"])
     groups = [rewards[uids == uid] for uid in np.unique(uids)]
@@ -27,6 +27,7 @@ def compute_data_metrics_diffusion(batch: Mapping[str, Any]) -> dict[str, float]
         "critic/rewards/std_mean": float(np.mean(deviations)),
         "critic/rewards/group_size": len(rewards) / len(groups),
         "critic/rewards/missing": float(np.isnan(rewards).sum()),
+        "critic/rewards/dropped_groups": float(sum((~np.isnan(group)).sum() < 2 for group in groups)),
     }
     for name in ("advantages", "returns"):
         if name in batch:
@@ -67,6 +68,19 @@ def orchestration_metrics(timing_raw: Mapping[str, float]) -> dict[str, float]:
     """perf/orchestration_s and its share of the step: wall time that no stage accounts for."""
     outside = timing_raw["step"] - sum(value for name, value in timing_raw.items() if name != "step")
     return {"perf/orchestration_s": outside, "perf/orchestration_share": outside / timing_raw["step"]}
+
+
+def cost_metrics(before: Mapping[str, float], timing_raw: Mapping[str, float], gpus: float) -> dict[str, float]:
+    """What the recorded iterations took so far: cost/hours and cost/gpu_hours.
+
+    Args:
+        before: the same, up to the iteration before; empty at the beginning.
+        timing_raw: seconds by stage, with `step`.
+        gpus: that the run holds; 0 on the CPU.
+    """
+    hours = timing_raw["step"] / 3600
+    spent = {"cost/hours": hours, "cost/gpu_hours": hours * gpus}
+    return {name: before.get(name, 0.0) + value for name, value in spent.items()}
 
 
 def _spread(prefix: str, values: np.ndarray) -> dict[str, float]:

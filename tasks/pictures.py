@@ -7,17 +7,27 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 GAP, PAPER, INK = 4, (90, 90, 90), (240, 240, 240)
+WIDEST_GRID = 16
+"""Columns; the pictures of a larger group go on in the next row."""
 
 
 def grid(pictures: np.ndarray, columns: int = 8, width: int = 1200) -> Image.Image:
-    """Pictures [N, H, W, 3] uint8 side by side, whole-number magnified to about `width` pixels in all."""
+    """Pictures [N, H, W, 3] uint8 side by side, about `width` pixels in all: small ones magnified by a whole number.
+
+    Of videos [N, F, H, W, 3] the middle frame is shown.
+    """
+    if pictures.ndim == 5:
+        pictures = pictures[:, pictures.shape[1] // 2]
     _, height, picture_width, _ = pictures.shape
     columns = min(columns, len(pictures))
-    scale = max(1, (width // columns - GAP) // picture_width)
-    cell = (picture_width * scale + GAP, height * scale + GAP)
+    room = max(width // columns - GAP, 1)
+    tile_width = room // picture_width * picture_width or room
+    tile_height = max(round(height * tile_width / picture_width), 1)
+    resample = Image.Resampling.NEAREST if tile_width >= picture_width else Image.Resampling.LANCZOS
+    cell = (tile_width + GAP, tile_height + GAP)
     sheet = Image.new("RGB", (columns * cell[0], math.ceil(len(pictures) / columns) * cell[1]), PAPER)
     for number, picture in enumerate(pictures):
-        tile = Image.fromarray(picture).resize((picture_width * scale, height * scale), Image.Resampling.NEAREST)
+        tile = Image.fromarray(picture).resize((tile_width, tile_height), resample)
         row, column = divmod(number, columns)
         sheet.paste(tile, (column * cell[0] + GAP // 2, row * cell[1] + GAP // 2))
     return sheet

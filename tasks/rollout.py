@@ -1,5 +1,6 @@
 """Rollout: prompts become trajectories and pictures."""
 
+import copy
 import itertools
 import time
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,7 @@ from models.base import DiffusionModelBase, DiffusionModelConfig
 from models.config import DiffusionPipelineConfig
 from models.engines.canary import Canary, check_canary
 from models.engines.rollout_engine import RolloutEngine
-from models.engines.trajectories import PromptTable, RolloutRequest
+from models.engines.trajectories import LATENTS, PICTURES, PromptTable, RolloutRequest
 from models.schedulers.noise_keys import NoiseKey
 from tasks.clock import Stopwatch
 from tasks.cluster import GPU_SHARE, ActorGroup, SharedGpus
@@ -63,13 +64,17 @@ class RolloutActor:
 
     def generate(
         self, request: RolloutRequest, pipeline: DiffusionPipelineConfig | None, weights: PolicyWeights | None
-    ) -> tuple[Any, Any, float]:
-        """(trajectories or None, pictures uint8 [B, H, W, 3] as numpy, seconds it took)."""
+    ) -> tuple[Any, ...]:
+        """(what the request asks to be recorded, pictures uint8 [B, H, W, 3], latents fp32 [B, ...], seconds it took).
+
+        Pictures and latents are numpy, or None where the request does not ask for them.
+        """
         start = time.perf_counter()
         if weights is not None:
             self.hold(weights)
-        pictures, trajectories = self.engine.generate(request, pipeline)
-        return trajectories, pictures.numpy(), time.perf_counter() - start
+        made = self.engine.produce(request, pipeline)
+        pictures, latents = (None if kept is None else kept.numpy() for kept in (made.pictures, made.latents))
+        return made.recorded, pictures, latents, time.perf_counter() - start
 
     def hold(self, weights: PolicyWeights) -> float:
         """Take these weights, unless they are there already; the canary's relative difference to the trainer's.
@@ -119,13 +124,16 @@ class PendingBatch:
     Attributes:
         prompts: the prompt of each sample.
         sample_index: which of its prompt's samples each one is.
-        trajectories, pictures, seconds: what `RolloutActor.generate` returns, as references.
+        trajectories, seconds: what `RolloutActor.generate` returns, as references; in place of trajectories finished
+            latents, where the loss noises them again.
+        pictures, latents: likewise; None where the rollout was not asked for them.
     """
 
     prompts: tuple[Prompt, ...]
     sample_index: tuple[int, ...]
     trajectories: ray.ObjectRef
-    pictures: ray.ObjectRef
+    pictures: ray.ObjectRef | None
+    latents: ray.ObjectRef | None
     seconds: ray.ObjectRef
 
 
@@ -144,11 +152,13 @@ class RolloutGroup:
         *,
         device: str,
         seed: int,
-        record_means: bool,
+        record_means: bool = False,
+        record_finished: bool = False,
+        outputs: frozenset[str] = frozenset({PICTURES}),
         shared: SharedGpus | None = None,
     ):
         self.embeddings, self.settings, self.seed = embeddings, settings, seed
-        self.record_means = record_means
+        self.record_means, self.record_finished, self.outputs = record_means, record_finished, outputs
         self.pipeline, self.adapter = model_config.pipeline, DiffusionModelBase.get_class(model_config)
         gpus = 0.0 if device != "cuda" else settings.num_gpus_per_actor if shared is None else GPU_SHARE
         self.group = ActorGroup(
@@ -158,6 +168,7 @@ class RolloutGroup:
             (model_config, settings, device),
             shared=shared,
             max_restarts=settings.max_restarts,
+            max_task_retries=settings.max_restarts,
         )
         self.router = Router(len(self.group), settings.max_queued_batches)
         self.weights: PolicyWeights | None = None
@@ -171,6 +182,7 @@ class RolloutGroup:
         window: Sequence[int],
         pipeline: DiffusionPipelineConfig | None = None,
         seed: int | None = None,
+        draw: bool = False,
     ) -> list[PendingBatch]:
         """Start sampling every prompt `n` times. Returns when every batch has found a place in a worker's queue.
 
@@ -179,18 +191,37 @@ class RolloutGroup:
             window: stochastic steps; empty for the ODE.
             pipeline: sampling settings, if not the rollout's own.
             seed: of the noise, if not the run's own.
+            draw: decode pictures also where no reward asks for them.
         """
+        outputs = self.outputs | {PICTURES} if draw else self.outputs
         samples = [(prompt, index) for prompt in prompts for index in range(n)]
         batches = []
         for start in range(0, len(samples), self.settings.micro_batch_size):
             part = samples[start : start + self.settings.micro_batch_size]
-            request = self._request(part, self.seed if seed is None else seed, iteration, window, pipeline)
+            request = self._request(part, self.seed if seed is None else seed, iteration, window, pipeline, outputs)
             worker = self.router.next_free()
             actor = self.group.actors[worker]
-            references = actor.generate.options(num_returns=3).remote(request, pipeline, self.weights)
-            self.router.taken(worker, references[-1])
-            batches.append(PendingBatch(tuple(p for p, _ in part), tuple(i for _, i in part), *references))
+            trajectories, pictures, latents, seconds = actor.generate.options(num_returns=4).remote(
+                request, pipeline, self.weights
+            )
+            self.router.taken(worker, seconds)
+            batches.append(
+                PendingBatch(
+                    tuple(prompt for prompt, _ in part),
+                    tuple(index for _, index in part),
+                    trajectories,
+                    pictures if PICTURES in outputs else None,
+                    latents if LATENTS in outputs else None,
+                    seconds,
+                )
+            )
         return batches
+
+    def on(self, embeddings: PromptEmbeddings) -> "RolloutGroup":
+        """The same workers for the prompts of another data set."""
+        group = copy.copy(self)
+        group.embeddings = embeddings
+        return group
 
     def _request(
         self,
@@ -199,18 +230,18 @@ class RolloutGroup:
         iteration: int,
         window: Sequence[int],
         pipeline: DiffusionPipelineConfig | None,
+        outputs: frozenset[str],
     ) -> RolloutRequest:
         uids = list(dict.fromkeys(prompt.uid for prompt, _ in part))
         keys = tuple(NoiseKey(seed, iteration, prompt.uid, index) for prompt, index in part)
         rows = torch.tensor([uids.index(prompt.uid) for prompt, _ in part])
-        return RolloutRequest(keys, self.prompt_table(uids, pipeline), rows, tuple(window), self.record_means)
+        table = self.prompt_table(uids, pipeline)
+        finished = self.record_finished and not window
+        return RolloutRequest(keys, table, rows, tuple(window), self.record_means, finished, outputs)
 
     def prompt_table(self, uids: Sequence[str], pipeline: DiffusionPipelineConfig | None = None) -> PromptTable:
         """Embeddings of these prompts, each once; the negative prompt's if `pipeline` (the rollout's own) is guided."""
-        negative = self.embeddings.negative() if self.adapter.is_guided(pipeline or self.pipeline) else {}
-        return PromptTable.of(
-            self.embeddings.get(uids) | {f"negative_{name}": tensor for name, tensor in negative.items()}
-        )
+        return prompt_table(self.embeddings, uids, self.adapter.is_guided(pipeline or self.pipeline))
 
     def load_weights(
         self, tensors: ray.ObjectRef, canary: Canary, velocity: ray.ObjectRef, version: int, tolerance: float
@@ -244,6 +275,12 @@ class RolloutGroup:
         yield
         with clock.stage("sleep"):
             self.group.call_all("wake")
+
+
+def prompt_table(embeddings: PromptEmbeddings, uids: Sequence[str], needs_negative: bool) -> PromptTable:
+    """Embeddings of these prompts, each once, with the negative prompt's where guidance needs it."""
+    negative = embeddings.negative() if needs_negative else {}
+    return PromptTable.of(embeddings.get(uids) | {f"negative_{name}": tensor for name, tensor in negative.items()})
 
 
 @task(name="rollout", cache_policy=NO_CACHE, persist_result=False)

@@ -3,29 +3,35 @@
 import json
 import os
 import re
-import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
-import yaml
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, RunTag
-from mlflow.utils.mlflow_tags import MLFLOW_GIT_COMMIT
+from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
 from PIL import Image
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from tasks.clock import Stopwatch
 from tasks.config import TrackingConfig
+from tasks.lineage import Lineage
 
 STEP_MARK = "trainer/global_step"
 """Logged last of a step's records, so its history says which steps are complete."""
 PARAM_LIMIT = 6000
+
+
+def mlflow_client(config: TrackingConfig) -> MlflowClient:
+    """MLflow as configured, or as MLFLOW_TRACKING_URI says; runs and registry are in the same place."""
+    uri = os.environ.get("MLFLOW_TRACKING_URI", config.uri)
+    return MlflowClient(tracking_uri=uri, registry_uri=uri)
 
 
 class Tracker:
@@ -35,23 +41,40 @@ class Tracker:
         config: where MLflow is.
         run_name: of a new run.
         run_id: the run to continue; None starts a new one.
+        parent: run that a new one is nested under.
     """
 
-    def __init__(self, config: TrackingConfig, run_name: str, run_id: str | None = None):
-        uri = os.environ.get("MLFLOW_TRACKING_URI", config.uri)
-        self.client = MlflowClient(tracking_uri=uri)
-        self.uri = uri
+    def __init__(self, config: TrackingConfig, run_name: str, run_id: str | None = None, parent: str | None = None):
+        self.client = mlflow_client(config)
+        self.uri = uri = self.client.tracking_uri
         experiment = self._experiment(config, uri)
-        self.run_id = run_id or self._create(experiment, run_name)
+        self.run_id = run_id or self._create(experiment, run_name, parent)
         self.client.update_run(self.run_id, status="RUNNING")
+        self._pictures: dict[str, set[int]] = {}
         self.logged_steps = {metric.step for metric in self.client.get_metric_history(self.run_id, STEP_MARK)}
 
     def log_start(self, config: Mapping[str, Any], tags: Mapping[str, str]) -> None:
-        """The configuration as parameters and as config.json, and tags; the same values again change nothing."""
-        params = [Param(name, str(value)[:PARAM_LIMIT]) for name, value in _flat(config).items()]
-        labels = [RunTag(name, value) for name, value in tags.items()]
+        """The configuration as parameters and as config.json, and tags.
+
+        MLflow's parameters are final. A resumed run may differ in settings that do not shape it, such as how long it
+        goes on: those parameters keep their first value, and a tag resumed.<name> holds the present one.
+        """
+        present = {name: str(value)[:PARAM_LIMIT] for name, value in flat(config).items()}
+        first = self.client.get_run(self.run_id).data.params
+        params = [Param(name, value) for name, value in present.items() if name not in first]
+        changed = {f"resumed.{name}": value for name, value in present.items() if first.get(name, value) != value}
+        labels = [RunTag(name, value) for name, value in (tags | changed).items()]
         self.client.log_batch(self.run_id, params=params, tags=labels)
         self.client.log_dict(self.run_id, dict(config), "config.json")
+
+    def log_lineage(self, lineage: Lineage, iteration: int) -> None:
+        """Where this start of the run came from, under the iteration that it begins after."""
+        self.client.log_batch(self.run_id, tags=[RunTag(name, value) for name, value in lineage.tags.items()])
+        self.client.log_inputs(self.run_id, lineage.datasets)
+        self.client.log_dict(self.run_id, lineage.environment, f"lineage/{iteration:06d}/environment.json")
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "code.patch").write_bytes(lineage.patch)
+            self.client.log_artifacts(self.run_id, folder, f"lineage/{iteration:06d}")
 
     def log_step(
         self,
@@ -59,6 +82,7 @@ class Tracker:
         metrics: Mapping[str, float],
         pictures: Mapping[str, Image.Image] | None = None,
         tables: Mapping[str, pd.DataFrame] | None = None,
+        albums: Mapping[str, Sequence[np.ndarray]] | None = None,
     ) -> bool:
         """Everything of one step, once: a step that is logged already is left as it is, and the answer is False.
 
@@ -67,6 +91,7 @@ class Tracker:
             metrics: all of them go in one request, after the artifacts.
             pictures: image key -> picture, for MLflow's step slider.
             tables: name -> rows, as <name>/000010.parquet.
+            albums: name -> pictures uint8 [H, W, 3], as <name>/000010/0000.png and so on.
         """
         if step in self.logged_steps:
             return False
@@ -74,6 +99,8 @@ class Tracker:
             self._log_picture(key, picture, step)
         for name, table in (tables or {}).items():
             self.log_table(table, f"{name}/{step:06d}.parquet")
+        for name, pictures_of_step in (albums or {}).items():
+            self._log_album(pictures_of_step, f"{name}/{step:06d}")
         self.log_metrics(step, {**metrics, STEP_MARK: float(step)})
         self.logged_steps.add(step)
         return True
@@ -83,20 +110,35 @@ class Tracker:
         now = int(time.time() * 1000)
         self.client.log_batch(self.run_id, metrics=[Metric(name, v, now, step) for name, v in metrics.items()])
 
+    def tag(self, name: str, value: str) -> None:
+        """Set a tag of the run."""
+        self.client.set_tag(self.run_id, name, value)
+
     def log_table(self, table: pd.DataFrame, path: str) -> None:
         """A table as a parquet artifact at `path`."""
         with tempfile.TemporaryDirectory() as folder:
             local = Path(folder) / Path(path).name
             table.to_parquet(local, index=False)
-            self.client.log_artifact(self.run_id, str(local), str(Path(path).parent))
+            folder_there = Path(path).parent.as_posix()
+            self.client.log_artifact(self.run_id, str(local), None if folder_there == "." else folder_there)
 
-    def log_folder(self, folder: Path, path: str) -> None:
-        """A folder as an artifact."""
+    def _log_album(self, pictures: Sequence[np.ndarray], path: str) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            for number, picture in enumerate(pictures):
+                Image.fromarray(picture).save(f"{folder}/{number:04d}.png", compress_level=1)
+            self.log_folder(Path(folder), path)
+
+    def log_folder(self, folder: Path, path: str | None = None) -> None:
+        """A folder's content as artifacts, at `path` or at the top."""
         self.client.log_artifacts(self.run_id, str(folder), path)
 
     def log_picture_file(self, picture: Image.Image, path: str) -> None:
         """One picture as an artifact at `path`."""
         self.client.log_image(self.run_id, picture, artifact_file=path)
+
+    def latest(self) -> dict[str, float]:
+        """Every metric's newest value."""
+        return dict(self.client.get_run(self.run_id).data.metrics)
 
     def history(self, name: str) -> dict[int, float]:
         """Step -> value of one metric."""
@@ -114,8 +156,11 @@ class Tracker:
 
     def _log_picture(self, key: str, picture: Image.Image, step: int) -> None:
         """Once a step, also when a run killed in the middle of its records comes back to it."""
-        if step not in self.picture_steps(key):
+        if key not in self._pictures:
+            self._pictures[key] = self.picture_steps(key)
+        if step not in self._pictures[key]:
             self.client.log_image(self.run_id, picture, key=key, step=step)
+            self._pictures[key].add(step)
 
     def picture_steps(self, key: str) -> set[int]:
         """Steps that have a picture of that key; MLflow keeps them in the files' names."""
@@ -132,49 +177,33 @@ class Tracker:
             root = (Path("mlruns").resolve()).as_uri()
         return self.client.create_experiment(config.experiment, artifact_location=root)
 
-    def _create(self, experiment: str, run_name: str) -> str:
-        return self.client.create_run(experiment, run_name=run_name).info.run_id
+    def _create(self, experiment: str, run_name: str, parent: str | None) -> str:
+        tags = {MLFLOW_PARENT_RUN_ID: parent} if parent else {}
+        return self.client.create_run(experiment, run_name=run_name, tags=tags).info.run_id
 
 
-def lineage_tags(root: Path = Path(".")) -> dict[str, str]:
-    """Where the run's code and data came from: git commit, whether files differed from it, DVC hash of each output."""
-    tags = {}
-    commit = _git(root, "rev-parse", "HEAD")
-    if commit:
-        tags[MLFLOW_GIT_COMMIT] = commit
-        tags["doubleflow.git_dirty"] = str(bool(_git(root, "status", "--porcelain"))).lower()
-    lock = root / "dvc.lock"
-    if lock.is_file():
-        stages = yaml.safe_load(lock.read_text()).get("stages", {})
-        outputs = [out for stage in stages.values() for out in stage.get("outs", [])]
-        tags |= {f"dvc.{out['path']}": str(out.get("md5") or out.get("hash")) for out in outputs}
-    return tags
-
-
-def _git(root: Path, *arguments: str) -> str | None:
-    """Output of a git command; None outside a repository or without git."""
-    try:
-        return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """{"a": {"b": 1}} -> {"a.b": 1}; lists stay whole, as JSON. MLflow allows no colon in a parameter's name."""
-    flat: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for name, value in tree.items():
         path = f"{prefix}{name}".replace(":", "/")
         if isinstance(value, Mapping) and value:
-            flat |= _flat(value, f"{path}.")
+            fields |= flat(value, f"{path}.")
         else:
-            flat[path] = json.dumps(value) if isinstance(value, list | dict) else value
-    return flat
+            fields[path] = json.dumps(value) if isinstance(value, list | dict) else value
+    return fields
 
 
 @task(name="log", cache_policy=NO_CACHE, persist_result=False)
 def log_step(
-    clock: Stopwatch, tracker: Tracker, step: int, metrics: dict[str, float], pictures: Any = None, tables: Any = None
+    clock: Stopwatch,
+    tracker: Tracker,
+    step: int,
+    metrics: dict[str, float],
+    pictures: Any = None,
+    tables: Any = None,
+    albums: Any = None,
 ) -> bool:
     """See `Tracker.log_step`."""
     with clock.stage("log"):
-        return tracker.log_step(step, metrics, pictures, tables)
+        return tracker.log_step(step, metrics, pictures, tables, albums)

@@ -1,8 +1,8 @@
 """Real-size transformers on the meta device, from the configs that are published with the weights.
 
-Sources: transformer/config.json, vae/config.json and scheduler/scheduler_config.json of stabilityai/stable-diffusion-3.5-
-medium, Qwen/Qwen-Image, black-forest-labs/FLUX.1-dev, Tongyi-MAI/Z-Image and Wan-AI/Wan2.2-TI2V-5B-Diffusers, the fields
-that matter here.
+Sources: the config.json of transformer and VAE and the scheduler_config.json, in the fields that matter here, of
+stabilityai/stable-diffusion-3.5-medium, Qwen/Qwen-Image, black-forest-labs/FLUX.1-dev, Tongyi-MAI/Z-Image and
+Wan-AI/Wan2.2-TI2V-5B-Diffusers.
 """
 
 import json
@@ -206,7 +206,8 @@ def test_parameters_operations_and_lora_targets(name: str, tmp_path: Path) -> No
     assert step_flops(config, tokens) == pytest.approx(counted(name, adapter, config, module), rel=0.001)
 
     rank, tflop = model.measured or (32, None)
-    make_trainable(adapter, module, replace(config, model=config.model.model_copy(update={"lora_rank": rank})))
+    with torch.device("meta"):
+        make_trainable(adapter, module, replace(config, model=config.model.model_copy(update={"lora_rank": rank})))
     assert len(trainable(module)) == 2 * model.lora_modules
     blocks = {id(parameter) for block in adapter.transformer_blocks(module) for parameter in block.parameters()}
     assert all(id(parameter) in blocks for parameter in trainable(module).values())

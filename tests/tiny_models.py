@@ -4,7 +4,7 @@ No weight is zero, so that no layer hides what comes before it; modulations are 
 guidance all show in the picture.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -83,6 +83,10 @@ class Family:
     text_rows: tuple[int, int | None] = (0, None)
     dead_ends: tuple[str, ...] = ()
     prepare: Callable[[Any], None] = lambda pipeline: None
+
+    def unreached(self, names: Iterable[str]) -> set[str]:
+        """Those of the names that are dead ends."""
+        return {name for name in names if any(part in name for part in self.dead_ends)}
 
 
 def enliven(module: nn.Module, seed: int = 1) -> nn.Module:

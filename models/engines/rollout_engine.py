@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 from models.engines.canary import Canary
-from models.engines.trajectories import RolloutRequest, Trajectories
+from models.engines.trajectories import Generated, RolloutRequest
 
 if TYPE_CHECKING:
     from models.config import DiffusionPipelineConfig
@@ -16,17 +16,12 @@ if TYPE_CHECKING:
 class RolloutEngine(Protocol):
     """Holds one copy of a model and samples with it. Calls come one at a time."""
 
-    def generate(
-        self, request: RolloutRequest, pipeline: "DiffusionPipelineConfig | None" = None
-    ) -> tuple[Tensor, Trajectories | None]:
+    def produce(self, request: RolloutRequest, pipeline: "DiffusionPipelineConfig | None" = None) -> Generated:
         """Sample one request.
 
         Args:
             request: what to sample.
             pipeline: how, if not as in the training rollout (validation).
-
-        Returns:
-            (pictures [B, H, W, 3] uint8 on the CPU, trajectories or None for an ODE).
         """
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:

@@ -8,7 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from models.base import DiffusionModelBase, DiffusionModelConfig
-from models.engines.trajectories import PromptTable, RolloutRequest, Trajectories
+from models.engines.trajectories import (
+    LATENTS,
+    PICTURES,
+    FinishedLatents,
+    Generated,
+    PromptTable,
+    RolloutRequest,
+    Trajectories,
+)
 from models.schedulers.flow_match_sde import FlowMatchSDEDiscreteScheduler
 from models.schedulers.noise_keys import INITIAL_NOISE, draw, generators
 
@@ -46,7 +54,7 @@ def sample(
     request: RolloutRequest,
     device: torch.device | str,
     initial_latents: Tensor | None = None,
-) -> tuple[Tensor, Trajectories | None]:
+) -> tuple[Tensor, Trajectories | FinishedLatents | None]:
     """Denoise one request.
 
     Args:
@@ -57,8 +65,11 @@ def sample(
         ValueError: there is a window but no noise.
 
     Returns:
-        (finished latents [B, ...] fp32, the window's trajectories on the CPU or None for an ODE).
+        (finished latents [B, ...] fp32, what the request asks to be recorded: the window's trajectories or the finished
+        latents, on the CPU, or None).
     """
+    if request.window and request.record_finished:
+        raise ValueError("finished latents are recorded for the ODE: leave the window empty")
     if request.window and model_config.algo.noise_level == 0:
         raise ValueError("a window of stochastic steps needs algo.noise_level above 0; leave it empty for the ODE")
     prompts, index = request.prompts.to(device), request.prompt_index.to(device)
@@ -89,6 +100,8 @@ def sample(
             log_probs.append(output.log_prob)
             if request.record_means:
                 means.append(output.prev_sample_mean)
+    if request.record_finished:
+        return latents, FinishedLatents(request.keys, request.prompts, request.prompt_index, latents.cpu())
     if not request.window:
         return latents, None
     timesteps = scheduler.timesteps[list(request.window)].expand(len(latents), -1)
@@ -128,26 +141,32 @@ class Sampler:
         self.model_config, self.device = model_config, device
         self._schedulers: dict[DiffusionPipelineConfig, FlowMatchSDEDiscreteScheduler] = {}
 
-    def generate(
+    def produce(
         self,
         request: RolloutRequest,
         pipeline: "DiffusionPipelineConfig | None" = None,
         algo: "DiffusionRolloutAlgoConfig | None" = None,
-    ) -> tuple[Tensor, Trajectories | None]:
-        """Sample one request.
+    ) -> Generated:
+        """Sample one request, and decode it if it asks for pictures.
 
         Args:
             request: what to sample.
             pipeline: how, if not as in the training rollout (validation).
             algo: how to explore, if not as in the settings.
-
-        Returns:
-            (pictures [B, H, W, 3] uint8 on the CPU, trajectories or None for an ODE).
         """
         own = self.model_config
         config = replace(own, pipeline=pipeline or own.pipeline, algo=algo or own.algo)
-        latents, trajectories = sample(self.adapter, self.module, self._scheduler(config), config, request, self.device)
-        return self.decode(latents, config), trajectories
+        latents, recorded = sample(self.adapter, self.module, self._scheduler(config), config, request, self.device)
+        return Generated(
+            pictures=self.decode(latents, config) if PICTURES in request.outputs else None,
+            latents=latents.cpu() if LATENTS in request.outputs else None,
+            recorded=recorded,
+        )
+
+    def generate(self, request: RolloutRequest, pipeline: "DiffusionPipelineConfig | None" = None) -> tuple[Any, Any]:
+        """(pictures, what the request asks to be recorded) of `produce`."""
+        made = self.produce(request, pipeline)
+        return made.pictures, made.recorded
 
     @torch.no_grad()
     def decode(self, latents: Tensor, model_config: DiffusionModelConfig | None = None) -> Tensor:

@@ -8,7 +8,17 @@ from torch import Tensor, nn
 
 from models.base import DiffusionModelBase, DiffusionModelConfig, select_step
 from models.guidance import guided, in_two_passes
-from models.latents import component_config, kl_vae_factor, latent_grid, to_uint8, unpacked, unscaled
+from models.latents import (
+    component_config,
+    kl_vae_factor,
+    latent_grid,
+    packed,
+    pixels_of,
+    scaled,
+    to_uint8,
+    unpacked,
+    unscaled,
+)
 from models.schedulers import FlowMatchSDEDiscreteScheduler
 from models.schedulers.shift import image_shift
 
@@ -109,6 +119,11 @@ class Flux(DiffusionModelBase):
     def decode(cls, vae: nn.Module, model_config: DiffusionModelConfig, latents: Tensor) -> Tensor:
         latent = unpacked(latents, *cls._grid(model_config))
         return to_uint8(vae.decode(unscaled(vae, latent), return_dict=False)[0])  # type: ignore[operator]
+
+    @classmethod
+    @torch.no_grad()
+    def encode(cls, vae: nn.Module, model_config: DiffusionModelConfig, images: Tensor) -> Tensor:
+        return packed(scaled(vae, vae.encode(pixels_of(vae, images)).latent_dist.mode()))  # type: ignore[operator]
 
     @classmethod
     def encode_prompts(cls, pipeline: Any, prompts: list[str], max_sequence_length: int) -> dict[str, Tensor]:

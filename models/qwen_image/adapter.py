@@ -8,7 +8,16 @@ from torch import Tensor, nn
 
 from models.base import DiffusionModelBase, DiffusionModelConfig, select_step
 from models.guidance import guided, in_two_passes
-from models.latents import component_config, destandardised, latent_grid, to_uint8, unpacked
+from models.latents import (
+    component_config,
+    destandardised,
+    latent_grid,
+    packed,
+    pixels_of,
+    standardised,
+    to_uint8,
+    unpacked,
+)
 from models.schedulers import FlowMatchSDEDiscreteScheduler
 from models.schedulers.shift import image_shift
 
@@ -109,6 +118,12 @@ class QwenImage(DiffusionModelBase):
         latent = unpacked(latents, *cls._grid(model_config)).unsqueeze(2)
         decoded = vae.decode(destandardised(vae, latent), return_dict=False)[0]  # type: ignore[operator]
         return to_uint8(decoded[:, :, 0])
+
+    @classmethod
+    @torch.no_grad()
+    def encode(cls, vae: nn.Module, model_config: DiffusionModelConfig, images: Tensor) -> Tensor:
+        latent = vae.encode(pixels_of(vae, images.unsqueeze(1))).latent_dist.mode()  # type: ignore[operator]
+        return packed(standardised(vae, latent)[:, :, 0])
 
     @classmethod
     def encode_prompts(cls, pipeline: Any, prompts: list[str], max_sequence_length: int) -> dict[str, Tensor]:

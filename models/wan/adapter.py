@@ -8,7 +8,15 @@ from torch import Tensor, nn
 
 from models.base import DiffusionModelBase, DiffusionModelConfig, select_step
 from models.guidance import guided, in_two_passes
-from models.latents import component_config, destandardised, latent_grid, pipeline_config, to_uint8
+from models.latents import (
+    component_config,
+    destandardised,
+    latent_grid,
+    pipeline_config,
+    pixels_of,
+    standardised,
+    to_uint8,
+)
 from models.schedulers import FlowMatchSDEDiscreteScheduler
 
 
@@ -106,6 +114,11 @@ class Wan(DiffusionModelBase):
     @classmethod
     def decode(cls, vae: nn.Module, model_config: DiffusionModelConfig, latents: Tensor) -> Tensor:
         return to_uint8(vae.decode(destandardised(vae, latents), return_dict=False)[0])  # type: ignore[operator]
+
+    @classmethod
+    @torch.no_grad()
+    def encode(cls, vae: nn.Module, model_config: DiffusionModelConfig, images: Tensor) -> Tensor:
+        return standardised(vae, vae.encode(pixels_of(vae, images)).latent_dist.mode())  # type: ignore[operator]
 
     @classmethod
     def encode_prompts(cls, pipeline: Any, prompts: list[str], max_sequence_length: int) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from models.base import DiffusionModelBase, DiffusionModelConfig, select_step
 from models.guidance import in_one_pass
-from models.latents import component_config, kl_vae_factor, latent_grid, to_uint8, unscaled
+from models.latents import component_config, kl_vae_factor, latent_grid, pixels_of, scaled, to_uint8, unscaled
 from models.schedulers import FlowMatchSDEDiscreteScheduler
 from models.schedulers.shift import image_shift
 
@@ -107,6 +107,11 @@ class ZImage(DiffusionModelBase):
     @classmethod
     def decode(cls, vae: nn.Module, model_config: DiffusionModelConfig, latents: Tensor) -> Tensor:
         return to_uint8(vae.decode(unscaled(vae, latents), return_dict=False)[0])  # type: ignore[operator]
+
+    @classmethod
+    @torch.no_grad()
+    def encode(cls, vae: nn.Module, model_config: DiffusionModelConfig, images: Tensor) -> Tensor:
+        return scaled(vae, vae.encode(pixels_of(vae, images)).latent_dist.mode())  # type: ignore[operator]
 
     @classmethod
     def encode_prompts(cls, pipeline: Any, prompts: list[str], max_sequence_length: int) -> dict[str, Tensor]:

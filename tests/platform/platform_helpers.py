@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import mlflow
 import pytest
 import yaml
 from mlflow import MlflowClient
@@ -70,6 +71,13 @@ class Workspace:
     def client(self) -> MlflowClient:
         """MLflow of this workspace."""
         return MlflowClient(f"sqlite:///{self.folder}/mlflow.db")
+
+    def registered(self, version: str) -> Path:
+        """A copy of the files of `models:/<version>`."""
+        mlflow.set_tracking_uri(f"sqlite:///{self.folder}/mlflow.db")
+        target = self.folder / "downloaded" / version
+        target.mkdir(parents=True)
+        return Path(mlflow.artifacts.download_artifacts(f"models:/{version}", dst_path=str(target)))
 
     def mlflow_runs(self) -> list[Any]:
         """All runs of the experiment, oldest first."""

@@ -1,15 +1,19 @@
 """Whole runs of the training flow on Prefect, Ray and MLflow."""
 
 import json
+import os
 import re
-from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
 from diffusers import QwenImagePipeline
+from PIL import Image
 from platform_helpers import Workspace
 from safetensors.torch import load_file
+
+from tasks.rewards.jpeg import jpeg_kilobytes
 
 DOCUMENTED_METRICS = {
     *(f"critic/rewards/{name}" for name in ("mean", "max", "min", "zero_std_ratio", "std_mean", "group_size")),
@@ -17,6 +21,8 @@ DOCUMENTED_METRICS = {
     *(f"timing_s/{stage}" for stage in ("gen", "reward", "adv", "update_actor", "update_weights", "step")),
     *(f"timing_per_image_ms/{stage}" for stage in ("gen", "adv", "update_actor")),
     *(f"perf/{name}" for name in ("total_num_images", "time_per_step", "throughput", "orchestration_share")),
+    *(f"reward/jpeg_incompressibility/{name}" for name in ("missing", "busy_s")),
+    *(f"train/image/{name}/mean" for name in ("edge_density", "entropy", "saturation", "diversity")),
     *(f"actor/{name}" for name in ("ppo_kl", "pg_clipfrac", "pg_loss", "grad_norm", "lr")),
 }
 
@@ -35,13 +41,19 @@ def test_a_run_leaves_its_whole_record(workspace: Workspace) -> None:
     assert "held-out" in output
 
     pictures = [item.path for item in client.list_artifacts(run.info.run_id, "images") if item.path.endswith(".png")]
-    assert sorted(int(re.split(r"\W+step\W+", path)[1].split("+")[0]) for path in pictures) == [0, 2, 3]
+    steps = sorted((m[1], int(m[3])) for m in (re.match(r"images/(\w+)(\W)step\2(\d+)", p) for p in pictures) if m)
+    assert steps == [("samples", step) for step in (1, 2, 3)] + [("validation", step) for step in (0, 2, 3)]
     samples = pd.read_parquet(client.download_artifacts(run.info.run_id, "samples/000003.parquet"))
     assert len(samples) == 16
     assert {"uid", "prompt", "sample_index", "reward", "advantage", "seed", "iteration"} <= set(samples.columns)
     assert samples.groupby("uid")["advantage"].mean().abs().max() < 1e-5
+    assert set(samples["policy_version"]) == {2}
+    picture = np.array(Image.open(client.download_artifacts(run.info.run_id, samples["image"][5])))
+    assert jpeg_kilobytes(picture) == pytest.approx(samples["reward"][5], rel=1e-6)
+    patches = [item.path for item in client.list_artifacts(run.info.run_id, "lineage/000000")]
+    assert sorted(patches) == ["lineage/000000/code.patch", "lineage/000000/environment.json"]
 
-    weights = Path(client.download_artifacts(run.info.run_id, "weights"))
+    weights = workspace.registered("tiny/1")
     base = load_file(workspace.folder / "data/base_model/transformer/diffusion_pytorch_model.safetensors")
     pipeline = QwenImagePipeline.from_pretrained(weights)
     trained = pipeline.transformer.state_dict()
@@ -85,6 +97,9 @@ def test_lora_with_kl_average_and_guidance_runs_and_its_export_validates(workspa
     workspace.train(*settings)
     (run,) = workspace.mlflow_runs()
     assert run.data.metrics["actor/kl_loss"] > 0
+    pipeline = QwenImagePipeline.from_pretrained(workspace.folder / "data/base_model")
+    pipeline.load_lora_weights(workspace.registered("tiny/1"))
+    assert pipeline.get_active_adapters()
     changes = [word for setting in settings for word in ("--set", setting)]
     weights = str(workspace.run_folder() / "weights")
     workspace.run("-m", "flows.validate", "tiny", "--weights", weights, *changes)
@@ -113,6 +128,55 @@ def test_named_algorithms_with_their_own_old_log_probs(workspace: Workspace) -> 
     assert metrics["rollout_corr/rollout_is_mean"] == 1.0
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 0.0
     assert metrics["actor/mean_drift"] > 0
+
+
+HACKED_REWARD = """
+import os, signal
+from pathlib import Path
+
+import numpy as np
+
+
+def climb(latents, prompts, sign=1.0, dies_at=0):
+    with Path(f"calls{sign}").open("a") as file:
+        file.write(".")
+        calls = file.tell()
+    if calls == dies_at:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return sign * (calls + np.tanh(latents.mean(axis=(1, 2))))
+
+
+climb.wants = "latents"
+"""
+
+
+def test_latents_are_enough_a_worker_may_die_and_hacking_is_flagged(workspace: Workspace) -> None:
+    """One reward climbs with every call while the guard falls; both see latents, so training decodes no picture."""
+    (workspace.folder / "hacked_reward.py").write_text(HACKED_REWARD)
+    paths = (str(workspace.folder), *filter(None, [workspace.environment.get("PYTHONPATH")]))
+    workspace.environment["PYTHONPATH"] = os.pathsep.join(paths)
+    climbs = "{reward: 'hacked_reward:climb', options: {dies_at: 6}, retry_wait_s: 0}"
+    falls = "{reward: 'hacked_reward:climb', options: {sign: -1.0}, guard: true}"
+    output = workspace.train(
+        f"reward.functions={{climbs: {climbs}, taste: {falls}}}",
+        "reward.guards={window: 5, p_value: 0.05, statistics: false}",
+        "trainer={total_training_steps: 5, val_before_train: false, test_freq: 0, save_freq: 0}",
+    )
+    (run,) = workspace.mlflow_runs()
+    assert run.info.status == "FINISHED"
+    assert len((workspace.folder / "calls1.0").read_text()) == 5 * 4 + 1 + 1, "the dead worker's batch twice, and val"
+    metrics, client = run.data.metrics, workspace.client()
+    assert metrics["reward/climbs/missing"] == 0
+    assert metrics["reward/climbs/busy_s"] > 0
+    samples = pd.read_parquet(client.download_artifacts(run.info.run_id, "samples/000005.parquet"))
+    assert not [column for column in samples if column.startswith("image/")]
+    assert (samples["reward"] == samples["reward/climbs"]).all(), "the guard is no part of it"
+
+    flags = {m.step: m.value for m in client.get_metric_history(run.info.run_id, "guard/taste/flag")}
+    assert flags == {5: 1.0}
+    sentence = "the reward rises while taste falls (since iteration 5)"
+    assert run.data.tags["doubleflow.reward_hacking"] == sentence
+    assert f"this may be reward hacking: {sentence}" in output
 
 
 def test_a_failing_reward_fails_the_run_and_leaves_nothing_running(workspace: Workspace) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from models.base import DiffusionModelBase, DiffusionModelConfig, VllmOmniPipelineBase
 from models.engines.canary import Canary
-from models.engines.trajectories import RolloutRequest, Trajectories
+from models.engines.trajectories import FinishedLatents, Generated, RolloutRequest, Trajectories
 from models.engines.vllm_omni.sample_request import EXTRA_ARG, SampleRequest, split, table_digest
 from models.engines.weights import WeightSyncError, read_exported
 
@@ -98,19 +98,20 @@ class VllmOmniRolloutEngine:
 
     # ---- sampling
 
-    def generate(
-        self, request: RolloutRequest, pipeline: "DiffusionPipelineConfig | None" = None
-    ) -> tuple[Tensor, Trajectories | None]:
-        """Sample one request; see `DiffusersRolloutEngine.generate`.
+    def produce(self, request: RolloutRequest, pipeline: "DiffusionPipelineConfig | None" = None) -> Generated:
+        """Sample one request; see `Sampler.produce`.
 
         Raises:
             RolloutEngineError: the engine refused or failed, or took longer than `request_timeout_s`.
         """
         return self._wait(self._generate(request, pipeline or self.model_config.pipeline))
 
-    async def _generate(
-        self, request: RolloutRequest, pipeline: "DiffusionPipelineConfig"
-    ) -> tuple[Tensor, Trajectories | None]:
+    def generate(self, request: RolloutRequest, pipeline: "DiffusionPipelineConfig | None" = None) -> tuple[Any, Any]:
+        """(pictures, what the request asks to be recorded) of `produce`."""
+        made = self.produce(request, pipeline)
+        return made.pictures, made.recorded
+
+    async def _generate(self, request: RolloutRequest, pipeline: "DiffusionPipelineConfig") -> Generated:
         if request.window and self.model_config.algo.noise_level == 0:
             raise ValueError("a window of stochastic steps needs algo.noise_level above 0; leave it empty for the ODE")
         if self._asleep:
@@ -258,20 +259,30 @@ def _acknowledged(what: str, acknowledgements: list[Any]) -> None:
         raise RolloutEngineError(f"vLLM-Omni did not {what}: {failed or 'no worker answered'}")
 
 
-def _joined(request: RolloutRequest, answers: list[Any]) -> tuple[Tensor, Trajectories | None]:
-    """Pictures and trajectories of the whole request, from the answers in its order."""
-    pictures = torch.cat([answer.trajectory_decoded[0] for answer in answers])
-    if not request.window:
-        return pictures, None
-    return pictures, Trajectories(
+def _joined(request: RolloutRequest, answers: list[Any]) -> Generated:
+    """The whole request's samples, from the answers in its order."""
+    decoded = [[answer.trajectory_decoded[place] for answer in answers] for place in range(3)]
+    pictures, means, latents = (None if part[0] is None else torch.cat(part) for part in decoded)
+    return Generated(pictures, latents, _recorded(request, answers, means))
+
+
+def _recorded(
+    request: RolloutRequest, answers: list[Any], means: Tensor | None
+) -> Trajectories | FinishedLatents | None:
+    if not request.window and not request.record_finished:
+        return None
+    latents = torch.cat([answer.trajectory_latents for answer in answers])
+    if request.record_finished:
+        return FinishedLatents(request.keys, request.prompts, request.prompt_index, latents)
+    return Trajectories(
         keys=request.keys,
         prompts=request.prompts,
         prompt_index=request.prompt_index,
         window=request.window,
-        latents=torch.cat([answer.trajectory_latents for answer in answers]),
+        latents=latents,
         timesteps=torch.cat([answer.trajectory_timesteps for answer in answers]),
         log_probs=torch.cat([answer.trajectory_log_probs for answer in answers]),
-        means=torch.cat([answer.trajectory_decoded[1] for answer in answers]) if request.record_means else None,
+        means=means,
     )
 
 

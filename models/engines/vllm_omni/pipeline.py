@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from models.base import DiffusionModelBase, DiffusionModelConfig
 from models.engines.sampling import Sampler
-from models.engines.trajectories import PromptTable, Trajectories
+from models.engines.trajectories import Generated, PromptTable, Trajectories
 from models.engines.vllm_omni.sample_request import EXTRA_ARG, SampleRequest, check_alike, join
 
 
@@ -104,7 +104,7 @@ class RolloutPipeline(nn.Module):
             ValueError: a request without a sample, samples that cannot share a batch, or an unknown prompt table.
         """
         if req.is_dummy_run():
-            return [self._output(None, None) for _ in req.requests]
+            return [self._output(Generated(None, None, None)) for _ in req.requests]
         samples = [_sample_of(parameters) for parameters in req.sampling_params_list]
         check_alike(samples)
         outputs: list[Any] = [None] * len(samples)
@@ -115,22 +115,23 @@ class RolloutPipeline(nn.Module):
             if table not in self.prompt_tables:
                 raise ValueError(f"prompt table {table} is not in this worker: put it there before its samples")
             request = join([samples[i] for i in places], self.prompt_tables[table])
-            pictures, trajectories = self.sampler.generate(request, samples[0].pipeline, samples[0].algo)
+            made = self.sampler.produce(request, samples[0].pipeline, samples[0].algo)
             for row, i in enumerate(places):
-                outputs[i] = self._output(
-                    pictures[row : row + 1], trajectories and trajectories.rows(torch.tensor([row]))
-                )
+                outputs[i] = self._output(_row(made, row))
         return outputs
 
-    def _output(self, picture: Tensor | None, trajectory: Trajectories | None) -> Any:
+    def _output(self, made: Generated) -> Any:
+        """One sample's, as vLLM-Omni carries it; the lists' order is what `engine._joined` reads."""
         from vllm_omni.diffusion.data import DiffusionOutput
 
+        recorded = made.recorded
+        path = recorded if isinstance(recorded, Trajectories) else None
         return DiffusionOutput(
             output=torch.zeros(self.blank_shape),
-            trajectory_latents=None if trajectory is None else trajectory.latents,
-            trajectory_timesteps=None if trajectory is None else trajectory.timesteps,
-            trajectory_log_probs=None if trajectory is None else trajectory.log_probs,
-            trajectory_decoded=[picture, None if trajectory is None else trajectory.means],
+            trajectory_latents=None if recorded is None else recorded.latents,
+            trajectory_timesteps=None if path is None else path.timesteps,
+            trajectory_log_probs=None if path is None else path.log_probs,
+            trajectory_decoded=[made.pictures, None if path is None else path.means, made.latents],
             to_cpu=True,
         )
 
@@ -165,6 +166,12 @@ class Denoiser:
 
     def __call__(self, **inputs: Any) -> Any:
         return self._denoise(**inputs)
+
+
+def _row(made: Generated, row: int) -> Generated:
+    """One sample of a batch."""
+    pictures, latents = (None if kept is None else kept[row : row + 1] for kept in (made.pictures, made.latents))
+    return Generated(pictures, latents, made.recorded and made.recorded.rows(torch.tensor([row])))
 
 
 def _sample_of(parameters: Any) -> SampleRequest:

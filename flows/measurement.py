@@ -1,0 +1,162 @@
+"""What a measurement of weights draws, and how two of them compare."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal
+
+import pandas as pd
+from pydantic import Field
+
+from flows.checks import ConfigError, Inputs
+from flows.config import TrainConfig
+from models.config import Section
+from tasks.comparison import Interval
+from tasks.config import RewardConfig
+from tasks.dataset import Prompt, PromptEmbeddings, load_prompts
+from tasks.validate import Validation
+
+
+class PromptSet(Section):
+    """Prompts to measure on, with their embeddings."""
+
+    prompts: Path = Field(description="Prompt table of a `prompts` stage.")
+    embeddings: Path = Field(description="Folder of an `embeddings` stage.")
+    split: Literal["train", "test", "pretrain"] = Field("test", description="Which of the table's prompts.")
+    max_prompts: int | None = Field(None, ge=2, description="Use only the first so many; null takes all.")
+
+
+class Measurement(Section):
+    """What is drawn for each set of weights, and what counts as a difference."""
+
+    sets: dict[str, PromptSet] = Field(
+        default_factory=dict, description="Name -> prompts; empty takes the test split of the config's data."
+    )
+    num_inference_steps: list[int] = Field(default_factory=list, description="Each of them; empty is the recipe's.")
+    true_cfg_scale: list[float] = Field(default_factory=list, description="Each of them; empty is the recipe's.")
+    seeds: list[int] = Field([0], min_length=1, description="Each of them; the noise is the same for all weights.")
+    n: int = Field(1, ge=1, description="Pictures of each prompt, for each of all these.")
+    reward: RewardConfig | None = Field(
+        None, description="Held-out rewards, the weighted sum decides; null is the config's own reward."
+    )
+    confidence: float = Field(0.95, gt=0.5, lt=1, description="Of the bootstrap intervals.")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One way of drawing: a set of prompts, steps, guidance and seed."""
+
+    name: str
+    prompts: list[Prompt]
+    embeddings: PromptEmbeddings
+    steps: int
+    guidance: float
+    seed: int
+
+    @property
+    def label(self) -> str:
+        """For metrics' names; all seeds of a cell are one metric."""
+        return f"{self.name}/steps_{self.steps}/guidance_{self.guidance:g}"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a version compares, each None where there is nothing to compare it with."""
+
+    base: Interval | None
+    best: Interval | None
+
+    @property
+    def better(self) -> bool:
+        """Significantly better than the best so far, or than the base where there is none."""
+        against = self.best or self.base
+        return against is not None and against.low > 0
+
+    @property
+    def worse(self) -> str | None:
+        """What it is significantly worse than, in words."""
+        worse = {"the base model": self.base, "the best so far": self.best}
+        found = [f"{name} by {gain}" for name, gain in worse.items() if gain is not None and gain.high < 0]
+        return " and ".join(found) or None
+
+
+def for_measuring(config: TrainConfig, measurement: Measurement) -> TrainConfig:
+    """The config with the held-out rewards in place, and guidance wherever some cell needs its negative prompt."""
+    scales = measurement.true_cfg_scale or [config.actor_rollout_ref.rollout.validation_pipeline().true_cfg_scale]
+    changes: dict[str, Any] = {"actor_rollout_ref": {"rollout": {"pipeline": {"true_cfg_scale": max(scales)}}}}
+    if measurement.reward is not None:
+        changes["reward"] = measurement.reward.model_dump()
+    return config.with_changes(changes)
+
+
+def cells(config: TrainConfig, inputs: Inputs, measurement: Measurement) -> Iterator[Cell]:
+    """Every combination of prompts, steps, guidance and seed.
+
+    Raises:
+        ConfigError: a set has fewer than two prompts, or a prompt without an embedding.
+    """
+    pipeline = config.actor_rollout_ref.rollout.validation_pipeline()
+    sets = {"test": (inputs.test, inputs.embeddings)}
+    if measurement.sets:
+        sets = {name: _load(name, entry) for name, entry in measurement.sets.items()}
+    for name, (prompts, embeddings) in sets.items():
+        if len(prompts) < 2:
+            raise ConfigError(f"measurement.sets: {name} has {len(prompts)} prompt; an interval needs at least 2")
+        yield from (
+            Cell(name, prompts, embeddings, steps, guidance, seed)
+            for steps, guidance, seed in product(
+                measurement.num_inference_steps or [pipeline.num_inference_steps],
+                measurement.true_cfg_scale or [pipeline.true_cfg_scale],
+                measurement.seeds,
+            )
+        )
+
+
+def metrics(table: pd.DataFrame, verdict: Verdict) -> dict[str, float]:
+    """val/<set>/steps_<k>/guidance_<g>/<reward>/mean over all seeds, their mean over cells, and the gains."""
+    rewards = [name for name in table.columns if name == "reward" or name.startswith("reward/")]
+    means = table.groupby(["set", "steps", "guidance"])[rewards].mean()
+    result = {f"val/{name}/mean": float(table[name].mean()) for name in rewards}
+    result["val/reward/missing"] = float(table["reward"].isna().sum())
+    for (name, steps, guidance), row in means.iterrows():
+        label = f"{name}/steps_{steps}/guidance_{guidance:g}"
+        result |= {f"val/{label}/{reward}/mean": float(value) for reward, value in row.items()}
+    for against in ("base", "best"):
+        gain: Interval | None = getattr(verdict, against)
+        if gain is not None:
+            result |= {
+                f"gain/{against}/mean": gain.mean,
+                f"gain/{against}/low": gain.low,
+                f"gain/{against}/high": gain.high,
+            }
+    return result
+
+
+def _load(name: str, entry: PromptSet) -> tuple[list[Prompt], PromptEmbeddings]:
+    prompts = load_prompts(entry.prompts, entry.split)[: entry.max_prompts]
+    embeddings = PromptEmbeddings.open(entry.embeddings)
+    missing = [prompt.prompt for prompt in prompts if prompt.uid not in embeddings]
+    if missing:
+        raise ConfigError(f"measurement.sets: {entry.embeddings} lacks the embedding of {missing[0]!r} of set {name}")
+    return prompts, embeddings
+
+
+def labelled(cell: Cell, result: Validation) -> pd.DataFrame:
+    """The rewards of a cell's pictures, with the columns of `PAIR`."""
+    return result.samples.assign(set=cell.name, steps=cell.steps, guidance=cell.guidance, seed=cell.seed)
+
+
+def measurement_digest(config: TrainConfig, inputs: Inputs, measurement: Measurement) -> str:
+    """Of everything that a measurement depends on beside the weights."""
+    rollout = config.actor_rollout_ref.rollout
+    dumped = [
+        measurement.model_dump(mode="json"),
+        rollout.validation_pipeline().model_dump(mode="json"),
+        config.actor_rollout_ref.model.model_dump(mode="json"),
+        {name: entry.model_dump(mode="json") for name, entry in config.reward.functions.items()},
+        inputs.digest,
+    ]
+    return hashlib.sha256(json.dumps(dumped, sort_keys=True).encode()).hexdigest()[:12]

@@ -1,0 +1,168 @@
+"""Do the first iterations of a recorded run again, from its commit and its data, and say what came out the same."""
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+from mlflow.utils.mlflow_tags import MLFLOW_GIT_COMMIT
+from prefect import flow
+from prefect.artifacts import create_table_artifact
+from prefect.states import Completed, Failed, State
+
+from flows.checks import ConfigError
+from tasks.config import TrackingConfig
+from tasks.history import HistoryError, RunHistory, comparable
+from tasks.lineage import dvc_hashes
+from tasks.tracking import mlflow_client
+
+EQUAL, CLOSE, DIFFERENT = "equal", "within tolerance", "different"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one metric came out: `difference` is the largest abs(new - old) / max(1, abs(old)), inf if one is missing."""
+
+    metric: str
+    steps: int
+    difference: float
+    outcome: str
+
+
+@flow(name="reproduce", persist_result=False)
+def reproduce(run: str, iterations: int = 3, tolerance: float = 1e-5, tracking: TrackingConfig | None = None) -> State:
+    """Check out a run's commit and data beside this repository, do its first iterations again, and compare.
+
+    The commit's differing files come from the run's record too. The new run is in the same MLflow experiment and has
+    the table of outcomes as `reproduction.json`. On CPU everything should be equal; on a GPU, within tolerance. A
+    metric that is different fails the flow run.
+
+    Args:
+        run: MLflow run id of a training run.
+        iterations: how many of its first iterations.
+        tolerance: largest difference of a metric, relative where its value is above 1.
+        tracking: where MLflow is.
+    """
+    tracking = tracking or TrackingConfig()
+    client = mlflow_client(tracking)
+    history = RunHistory(client, run)
+    config = shortened(history.config(), iterations, f"reproduce-{run[:8]}")
+    with worktree(history) as folder:
+        check_data(history, folder)
+        new = RunHistory(client, _train(folder, config, _absolute(client.tracking_uri)))
+    outcomes = compare_metrics(history.metrics(), new.metrics(), iterations, tolerance)
+    rows = [vars(outcome) for outcome in outcomes]
+    client.set_tag(new.run_id, "doubleflow.reproduces", run)
+    client.log_dict(new.run_id, {"of": run, "iterations": iterations, "metrics": rows}, "reproduction.json")
+    create_table_artifact(rows, key="reproduction", description=f"{history.name}, {iterations} iterations")
+    counts = {kind: sum(o.outcome == kind for o in outcomes) for kind in (EQUAL, CLOSE, DIFFERENT)}
+    message = ", ".join(f"{count} {kind}" for kind, count in counts.items())
+    if counts[DIFFERENT]:
+        worst = max(outcomes, key=lambda outcome: outcome.difference)
+        return Failed(message=f"{message}; the largest difference is {worst.metric}'s, {worst.difference:.3g}")
+    return Completed(message=message)
+
+
+def shortened(config: dict[str, Any], iterations: int, name: str) -> dict[str, Any]:
+    """The run's config for its first iterations alone, under another name.
+
+    Raises:
+        ConfigError: the run is shorter, or paces itself by its length.
+    """
+    trainer, total = config["trainer"], config["trainer"]["total_training_steps"]
+    if not 1 <= iterations <= total:
+        raise ConfigError(f"iterations is {iterations}, but the run has {total}: give 1 to {total}")
+    if config["actor_rollout_ref"]["rollout"]["algo"]["sde_window_mode"] == "decay" and iterations < total:
+        raise ConfigError(f"sde_window_mode decay paces itself by the run's length: iterations must be all {total}")
+    changes = {"total_training_steps": iterations, "experiment_name": name, "default_local_dir": "runs"}
+    return config | {"trainer": trainer | changes}
+
+
+@contextmanager
+def worktree(history: RunHistory) -> Iterator[Path]:
+    """The repository at the run's commit with its differing files and DVC's data, in a folder that goes afterwards."""
+    commit = history.run.data.tags.get(MLFLOW_GIT_COMMIT)
+    if commit is None:
+        raise HistoryError(f"run {history.run_id} has no git commit: it did not run from a repository")
+    folder = Path(mkdtemp(prefix="doubleflow-"))
+    try:
+        _call("git", "worktree", "add", "--detach", str(folder), commit)
+        patch = history.file("lineage/000000/code.patch")
+        if patch.stat().st_size:
+            _call("git", "-C", str(folder), "apply", str(patch))
+        cache = subprocess.check_output([sys.executable, "-m", "dvc", "cache", "dir"], text=True).strip()
+        _call(sys.executable, "-m", "dvc", "cache", "dir", "--local", str(Path(cache).resolve()), folder=folder)
+        _call(sys.executable, "-m", "dvc", "checkout", "--quiet", folder=folder)
+        yield folder
+    finally:
+        subprocess.run(["git", "worktree", "remove", "--force", str(folder)], capture_output=True)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def check_data(history: RunHistory, folder: Path) -> None:
+    """Compare the checked-out data with what the run read.
+
+    Raises:
+        HistoryError: a file is missing or is another one.
+    """
+    config, hashes = history.config(), dvc_hashes(folder)
+    for path in (config["data"]["prompts"], config["data"]["embeddings"], config["actor_rollout_ref"]["model"]["path"]):
+        if not (folder / path).exists():
+            raise HistoryError(f"{path} is not under DVC at the run's commit, so it cannot be had again")
+    for item in history.run.inputs.dataset_inputs:
+        name, digest = item.dataset.name, item.dataset.digest
+        if hashes.get(name, "")[:36] != digest:
+            raise HistoryError(f"the run read {name} {digest}, but its commit has {hashes.get(name)}")
+
+
+def compare_metrics(
+    old: Mapping[str, dict[int, float]], new: Mapping[str, dict[int, float]], iterations: int, tolerance: float
+) -> list[Outcome]:
+    """Every metric of the old run up to that iteration, but seconds and bytes, against the new run's."""
+    outcomes = []
+    for name, points in comparable(old).items():
+        expected = {step: value for step, value in points.items() if step <= iterations}
+        if not expected:
+            continue
+        found = new.get(name, {})
+        difference = max(_difference(value, found.get(step)) for step, value in expected.items())
+        outcome = EQUAL if difference == 0 else CLOSE if difference <= tolerance else DIFFERENT
+        outcomes.append(Outcome(name, len(expected), difference, outcome))
+    return outcomes
+
+
+def _difference(old: float, new: float | None) -> float:
+    if new is None or math.isnan(old) != math.isnan(new):
+        return math.inf
+    return 0.0 if old == new or math.isnan(old) else abs(new - old) / max(1.0, abs(old))
+
+
+def _train(folder: Path, config: dict[str, Any], tracking_uri: str) -> str:
+    """Train in the worktree, with its own code; the new MLflow run's id."""
+    file = folder / ".doubleflow-config.json"
+    file.write_text(json.dumps(config))
+    environment = os.environ | {"PYTHONPATH": str(folder), "MLFLOW_TRACKING_URI": tracking_uri}
+    _call(sys.executable, "-m", "flows.train", "--config", str(file), folder=folder, environment=environment)
+    (record,) = folder.glob("runs/*/run.json")
+    return str(json.loads(record.read_text())["mlflow_run_id"])
+
+
+def _absolute(uri: str) -> str:
+    """A relative sqlite file as seen from any folder."""
+    kind, separator, path = uri.partition(":///")
+    return f"{kind}{separator}{Path(path).resolve()}" if kind == "sqlite" else uri
+
+
+def _call(*command: str, folder: Path | None = None, environment: Mapping[str, str] | None = None) -> None:
+    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    if result.returncode:
+        output = (result.stdout + result.stderr)[-3000:]
+        raise RuntimeError(f"`{' '.join(command)}` failed in {folder or Path.cwd()}: {output}")

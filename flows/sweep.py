@@ -1,0 +1,205 @@
+"""Sweeps: many training runs over some fields of a config, as children of one MLflow run."""
+
+import json
+from collections.abc import Mapping
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal
+
+import optuna
+import pandas as pd
+from optuna.trial import TrialState
+from prefect import flow
+from prefect.artifacts import create_table_artifact
+from pydantic import Field, model_validator
+
+from flows.algorithms import tree_of
+from flows.checks import ConfigError, check_inputs
+from flows.config import TrainConfig, TrainOverrides
+from models.config import Section
+from tasks.child import ChildDied, child_run
+from tasks.tracking import Tracker
+
+DONE = (TrialState.COMPLETE, TrialState.PRUNED)
+
+
+class Dimension(Section):
+    """The values of one field: a list, or a range."""
+
+    choices: list[str | bool | int | float | None] | None = Field(None, min_length=1, description="These values.")
+    low: int | float | None = Field(None, description="Smallest value; two whole numbers make a range of them.")
+    high: int | float | None = Field(None, description="Largest value, included.")
+    step: int | float | None = Field(None, gt=0, description="Distance of the values; a grid over a range needs it.")
+    log: bool = Field(False, description="Draw the logarithm evenly.")
+
+    @model_validator(mode="after")
+    def _list_or_range(self):
+        ranged = self.low is not None and self.high is not None
+        if (self.choices is not None) == ranged or (self.low is None) != (self.high is None):
+            raise ValueError("a dimension is either choices, or low and high")
+        if ranged and (not self.low < self.high or (self.log and (self.low <= 0 or self.step is not None))):
+            raise ValueError("low must be below high; log needs low above 0 and no step")
+        return self
+
+    def suggest(self, trial: optuna.Trial, name: str) -> Any:
+        """Optuna's choice."""
+        if self.choices is not None:
+            return trial.suggest_categorical(name, self.choices)
+        if isinstance(self.low, int) and isinstance(self.high, int) and isinstance(self.step, int | None):
+            return trial.suggest_int(name, self.low, self.high, log=self.log, step=self.step or 1)
+        return trial.suggest_float(name, float(self.low), float(self.high), log=self.log, step=self.step)
+
+    def grid(self) -> list[Any]:
+        """Every value.
+
+        Raises:
+            ConfigError: a range without a step has no grid.
+        """
+        if self.choices is not None:
+            return list(self.choices)
+        if self.step is None:
+            raise ConfigError("sampler grid needs choices, or a step with low and high")
+        count = int((self.high - self.low) / self.step + 1e-9) + 1
+        return [self.low + number * self.step for number in range(count)]
+
+
+class SweepConfig(Section):
+    """Which runs are tried, and how."""
+
+    name: str = Field("sweep", pattern=r"^[A-Za-z0-9._-]+$", description="A sweep of the same name is continued.")
+    space: dict[str, Dimension] = Field(min_length=1, description="Config field, as a.b.c, to its values.")
+    sampler: Literal["grid", "random", "tpe"] = Field("tpe", description="How values are chosen.")
+    pruner: Literal["median", "none"] = Field(
+        "median", description="median stops a run whose metric is below the median of the runs before it."
+    )
+    startup_trials: int = Field(5, ge=1, description="Runs before tpe models and median stops anything.")
+    warmup_steps: int = Field(0, ge=0, description="Iterations of a run in which it is not stopped.")
+    trials: int = Field(20, ge=1, description="Runs in all; a grid has as many as it has points.")
+    parallel: int = Field(1, ge=1, description="Runs at a time.")
+    metric: str = Field("val/reward/mean", description="What is compared, after every validation and at the end.")
+    direction: Literal["maximize", "minimize"] = Field("maximize", description="Which way is better.")
+    seed: int = Field(0, ge=0, description="Of random and tpe.")
+
+
+@flow(name="sweep", persist_result=False)
+def sweep(config: TrainConfig, search: SweepConfig, overrides: TrainOverrides | None = None) -> dict[str, Any]:
+    """Train with many settings, at most `search.parallel` at a time, and find the best.
+
+    Every run is a process and an MLflow run under the sweep's own. One that dies counts as failed and the others go
+    on. Started again under the same name, a sweep continues: what was running, and what had failed, is tried again,
+    each run from its own last checkpoint.
+
+    Args:
+        config: what the runs share.
+        search: which fields are tried, how, and what is compared.
+        overrides: changes to the config.
+    """
+    config = config.with_changes(overrides)
+    config = config.with_changes({"trainer": {"experiment_name": search.name}})
+    check_inputs(config)
+    check_fields(config, search)
+    folder = config.trainer.default_local_dir / "sweeps" / search.name
+    folder.mkdir(parents=True, exist_ok=True)
+    study = open_study(search, folder)
+    tracker = Tracker(config.tracking, f"sweep-{search.name}", study.user_attrs.get("mlflow_run_id"))
+    study.set_user_attr("mlflow_run_id", tracker.run_id)
+    with tracker.concluded():
+        tracker.log_start(search.model_dump(mode="json"), {"doubleflow.sweep": search.name})
+        remaining = prepare_trials(study, search)
+        if remaining:
+            trials = Trials(config, search, folder, tracker)
+            study.optimize(trials, n_trials=remaining, n_jobs=search.parallel, catch=(ChildDied, ValueError))
+        return _conclude(study, tracker)
+
+
+class Trials:
+    """The objective: one call is one training run."""
+
+    def __init__(self, config: TrainConfig, search: SweepConfig, folder: Path, tracker: Tracker):
+        self.config, self.search, self.folder, self.tracker = config, search, folder, tracker
+
+    def __call__(self, trial: optuna.Trial) -> float:
+        """Train with the trial's values; the metric's last value.
+
+        Raises:
+            TrialPruned: it was stopped.
+            ChildDied: it ended with an error.
+            ValueError: the values make no valid config, or the run never measured the metric.
+        """
+        values = {name: dimension.suggest(trial, name) for name, dimension in self.search.space.items()}
+        config = self.config.with_changes(tree_of(values))
+        file = self.folder / f"{config.run_name}.json"
+        file.write_text(config.model_dump_json(indent=1))
+        value = None
+        log, client, parent = file.with_suffix(".log"), self.tracker.client, self.tracker.run_id
+        with child_run(file, config.run_dir, log, client, parent) as child:
+            for step, value in child.new_values(self.search.metric):
+                trial.report(value, step)
+                if trial.should_prune():
+                    raise optuna.TrialPruned(f"{self.search.metric} is {value} at step {step}")
+        trial.set_user_attr("mlflow_run_id", child.run_id)
+        if value is None:
+            raise ValueError(f"run {config.run_name} never logged {self.search.metric}")
+        return value
+
+
+def open_study(search: SweepConfig, folder: Path) -> optuna.Study:
+    """The sweep's study, in a file of its own."""
+    startup = search.startup_trials
+    samplers = {
+        "grid": lambda: optuna.samplers.RandomSampler(search.seed),  # its points are queued; nothing is drawn
+        "random": lambda: optuna.samplers.RandomSampler(search.seed),
+        "tpe": lambda: optuna.samplers.TPESampler(n_startup_trials=startup, seed=search.seed, constant_liar=True),
+    }
+    median = optuna.pruners.MedianPruner(n_startup_trials=startup, n_warmup_steps=search.warmup_steps)
+    return optuna.create_study(
+        storage=f"sqlite:///{folder / 'optuna.db'}",
+        study_name=search.name,
+        sampler=samplers[search.sampler](),
+        pruner=median if search.pruner == "median" else optuna.pruners.NopPruner(),
+        direction=search.direction,
+        load_if_exists=True,
+    )
+
+
+def prepare_trials(study: optuna.Study, search: SweepConfig) -> int:
+    """Queue what a sweep before this one left undone, and a grid's points; how many runs are left."""
+    for trial in study.get_trials(states=[TrialState.RUNNING]):
+        study.tell(trial.number, state=TrialState.FAIL)
+    finished = [trial.params for trial in study.get_trials(states=DONE)]
+    queued = [trial.system_attrs.get("fixed_params") for trial in study.get_trials(states=[TrialState.WAITING])]
+    undone = [trial.params for trial in study.get_trials(states=[TrialState.FAIL])]
+    if search.sampler == "grid":
+        points = product(*(dimension.grid() for dimension in search.space.values()))
+        undone = [dict(zip(search.space, point, strict=True)) for point in points]
+    for params in undone:
+        if params not in finished and params not in queued:
+            study.enqueue_trial(params)
+            queued.append(params)
+    return len(queued) if search.sampler == "grid" else max(search.trials - len(finished), 0)
+
+
+def check_fields(config: TrainConfig, search: SweepConfig) -> None:
+    """Every field exists and takes its first value."""
+    for path, dimension in search.space.items():
+        value = dimension.low if dimension.choices is None else dimension.choices[0]
+        try:
+            config.with_changes(tree_of({path: value}))
+        except ValueError as error:
+            raise ConfigError(f"search.space: {path} cannot be {value!r}: {error}") from error
+
+
+def _conclude(study: optuna.Study, tracker: Tracker) -> dict[str, Any]:
+    rows: list[Mapping[str, Any]] = [
+        {"trial": t.number, "state": t.state.name, "value": t.value, **t.params, **t.user_attrs} for t in study.trials
+    ]
+    tracker.log_table(pd.DataFrame(rows), "trials.parquet")
+    create_table_artifact([dict(row) for row in rows], key="sweep", description=study.study_name)
+    complete = study.get_trials(states=[TrialState.COMPLETE])
+    if not complete:
+        raise ChildDied(f"none of the sweep's {len(rows)} runs ended well: see its logs")
+    best = study.best_trial
+    tracker.log_metrics(0, {"best/value": best.value})
+    tracker.client.set_tag(tracker.run_id, "doubleflow.best", json.dumps(best.params))
+    counts = {state.name.lower(): sum(t.state == state for t in study.trials) for state in TrialState}
+    return {"best": best.params, "value": best.value, "mlflow_run_id": best.user_attrs["mlflow_run_id"], **counts}

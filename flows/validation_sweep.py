@@ -1,0 +1,144 @@
+"""The validation sweep: measure the registered weights that are not measured yet, and judge them."""
+
+from pathlib import Path
+
+import pandas as pd
+from mlflow.artifacts import download_artifacts
+from mlflow.entities.model_registry import ModelVersion
+from prefect import flow, get_run_logger
+from prefect.events import emit_event
+from prefect.states import Completed, Failed, State
+
+from flows.checks import Inputs, check_inputs
+from flows.config import TrainConfig, TrainOverrides
+from flows.measurement import Cell, Measurement, Verdict, cells, for_measuring, labelled, measurement_digest, metrics
+from flows.run import run_tags, start_rollout
+from tasks.clock import Stopwatch
+from tasks.cluster import gpu_slots, ray_cluster
+from tasks.comparison import paired_gain
+from tasks.lineage import lineage
+from tasks.registry import CHAMPION, ITERATION, TABLE, Measurements, measurable_versions, tag_regression
+from tasks.reward import RewardGroup
+from tasks.rollout import RolloutGroup
+from tasks.tracking import Tracker, log_step, mlflow_client
+from tasks.validate import Validation
+from tasks.validate import validate as draw
+
+REGRESSION = "doubleflow.regression"
+"""Name of the event that automations react to, and of the tag on the run and the version."""
+BASE = "base"
+
+
+@flow(name="validation-sweep", persist_result=False)
+def validation_sweep(
+    config: TrainConfig, measurement: Measurement | None = None, overrides: TrainOverrides | None = None
+) -> State:
+    """Measure the registered weights of a recipe that are not measured yet, and judge each against base and best.
+
+    All weights are drawn with the same prompts and noise, so every comparison is paired. The registry's alias
+    `champion` moves to a version that is significantly better than the champion so far (the base model, where there
+    is none). A version that is significantly worse than either is tagged, fails this flow run and sends the event
+    `doubleflow.regression`. A sweep that was killed goes on with what is left.
+
+    Args:
+        config: the recipe; its experiment_name is the registered model.
+        measurement: what is drawn and which rewards decide.
+        overrides: changes to the config.
+    """
+    measurement = measurement or Measurement()
+    config = for_measuring(config.with_changes(overrides), measurement)
+    inputs = check_inputs(config)
+    measured = Measurements(
+        mlflow_client(config.tracking), config.tracking.experiment, measurement_digest(config, inputs, measurement)
+    )
+    name = config.trainer.experiment_name
+    pending = [version for version in measurable_versions(measured.client, name) if measured.of(version) is None]
+    if not pending:
+        return Completed(message=f"every version of {name} is measured")
+    settings = config.actor_rollout_ref.rollout
+    gpus = settings.num_actors * settings.num_gpus_per_actor if config.trainer.device == "cuda" else 0
+    parent = Tracker(config.tracking, f"validation-sweep-{name}")
+    with gpu_slots(config.ray_init, gpus), ray_cluster(config.ray_init), parent.concluded():
+        sweep = Sweep(config, inputs, measurement, measured, parent)
+        if measured.run(BASE) is None:
+            sweep.measure(None)
+        regressions = [text for version in pending if (text := sweep.measure(version))]
+    if regressions:
+        return Failed(message="; ".join(regressions))
+    return Completed(message=f"measured {len(pending)} versions of {name}")
+
+
+class Sweep:
+    """The actors and records of one sweep."""
+
+    def __init__(
+        self, config: TrainConfig, inputs: Inputs, measurement: Measurement, measured: Measurements, parent: Tracker
+    ):
+        self.config, self.inputs, self.measurement, self.measured = config, inputs, measurement, measured
+        self.parent, self.cells = parent, list(cells(config, inputs, measurement))
+        self.rollout, self.reward = start_rollout(config, inputs), RewardGroup(config.reward)
+        parent.log_start(config.model_dump(mode="json"), run_tags(config, inputs, self.reward))
+        parent.log_lineage(lineage(config.data_read()), 0)
+
+    def measure(self, version: ModelVersion | None) -> str | None:
+        """Draw, log and judge one version (None: the base model); says what is wrong with a version that got worse.
+
+        The measurement's run ends only when the verdict is in the registry, so one that was killed is done again.
+        """
+        subject = BASE if version is None else f"{version.name}/{version.version}"
+        tracker, clock = Tracker(self.config.tracking, subject, parent=self.parent.run_id), Stopwatch()
+        with tracker.concluded():
+            tracker.log_start(self.config.model_dump(mode="json"), self.measured.tags(subject))
+            rollout = self._holding(version)
+            results = [
+                (cell, self._draw(clock, rollout, cell)) for cell in cells(self.config, self.inputs, self.measurement)
+            ]
+            table = pd.concat([labelled(cell, result) for cell, result in results], ignore_index=True)
+            step = 0 if version is None else int(version.tags[ITERATION])
+            verdict = Verdict(None, None) if version is None else self._compare(table, version)
+            pictures = {f"{cell.label}/seed_{cell.seed}".replace("/", "-"): result.sheet for cell, result in results}
+            log_step(clock, tracker, step, metrics(table, verdict), pictures)
+            tracker.log_table(table, TABLE)
+            return None if version is None else self._judge(version, verdict, tracker)
+
+    def _holding(self, version: ModelVersion | None) -> RolloutGroup:
+        if version is not None:
+            folder = download_artifacts(version.source, tracking_uri=self.measured.client.tracking_uri)
+            self.rollout.load_exported(Path(folder).resolve())
+        return self.rollout
+
+    def _draw(self, clock: Stopwatch, rollout: RolloutGroup, cell: Cell) -> Validation:
+        pipeline = self.config.actor_rollout_ref.rollout.pipeline.model_copy(
+            update={"num_inference_steps": cell.steps, "true_cfg_scale": cell.guidance}
+        )
+        return draw(
+            clock, rollout.on(cell.embeddings), self.reward, cell.prompts, self.measurement.n, pipeline, cell.seed
+        )
+
+    def _compare(self, table: pd.DataFrame, version: ModelVersion) -> Verdict:
+        champion = self.measured.champion(version.name)
+        tables = {"base": self.measured.table(BASE), "best": None}
+        if champion is not None and champion.version != version.version:
+            tables["best"] = self.measured.table(f"{champion.name}/{champion.version}")
+        gains = {
+            name: None if other is None else paired_gain(table, other, "reward", self.measurement.confidence)
+            for name, other in tables.items()
+        }
+        return Verdict(**gains)
+
+    def _judge(self, version: ModelVersion, verdict: Verdict, tracker: Tracker) -> str | None:
+        if verdict.better:
+            self.measured.client.set_registered_model_alias(version.name, CHAMPION, version.version)
+            get_run_logger().info("%s version %s is the new champion", version.name, version.version)
+        if verdict.worse is None:
+            return None
+        text = f"{version.name} version {version.version} is worse than {verdict.worse}"
+        against = self.measured.champion(version.name)
+        subject = BASE if against is None else f"{against.name}/{against.version}"
+        tag_regression(self.measured.client, REGRESSION, text, version, tracker.run_id)
+        emit_event(
+            REGRESSION,
+            resource={"prefect.resource.id": f"doubleflow.model.{version.name}.{version.version}"},
+            payload={"message": text, "run": tracker.run_id, "against": self.measured.run(subject)},
+        )
+        return text

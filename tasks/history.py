@@ -1,0 +1,89 @@
+"""What a finished run recorded, read back from MLflow."""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from mlflow import MlflowClient
+from mlflow.entities import Run
+from mlflow.exceptions import MlflowException
+
+MEASURED_ANEW = ("timing", "perf/", "memory/", "cost/hours", "cost/gpu_hours")
+"""Beginnings of the metrics that differ between two runs of the same thing: seconds and bytes."""
+
+
+class HistoryError(RuntimeError):
+    """A run is not there, or has not recorded what is asked for."""
+
+
+class RunHistory:
+    """One run's record.
+
+    Args:
+        client: MLflow.
+        run_id: the run.
+
+    Raises:
+        HistoryError: MLflow has no such run.
+    """
+
+    def __init__(self, client: MlflowClient, run_id: str):
+        self.client, self.run_id = client, run_id
+        try:
+            self.run: Run = client.get_run(run_id)
+        except MlflowException as error:
+            raise HistoryError(f"{client.tracking_uri} has no run {run_id}: {error.message}") from error
+
+    @property
+    def name(self) -> str:
+        """The run's name."""
+        return str(self.run.info.run_name)
+
+    def config(self) -> dict[str, Any]:
+        """The config it ran with."""
+        result: dict[str, Any] = json.loads(self.file("config.json").read_text())
+        return result
+
+    def metrics(self) -> dict[str, dict[int, float]]:
+        """Metric -> step -> value; the first value of a step that has several."""
+        found = {}
+        for name in sorted(self.run.data.metrics):
+            points = self.client.get_metric_history(self.run_id, name)
+            found[name] = {point.step: point.value for point in reversed(points)}
+        return found
+
+    def steps(self, table: str) -> list[int]:
+        """Steps that have the table <name>/000010.parquet, ascending."""
+        return sorted(int(Path(item.path).stem) for item in self.client.list_artifacts(self.run_id, table))
+
+    def table(self, name: str, step: int) -> pd.DataFrame:
+        """The table <name>/000010.parquet."""
+        return pd.read_parquet(self.file(f"{name}/{step:06d}.parquet"))
+
+    def pictures(self) -> Mapping[str, dict[int, str]]:
+        """Image key -> step -> artifact path of the pictures on MLflow's slider."""
+        found: dict[str, dict[int, str]] = {}
+        for item in self.client.list_artifacts(self.run_id, "images"):
+            match = re.match(r"images/(.+?)([+%])step\2(\d+)\2.*\.png$", item.path)
+            if match:
+                found.setdefault(match[1], {})[int(match[3])] = item.path
+        return found
+
+    def file(self, path: str) -> Path:
+        """A copy of one artifact.
+
+        Raises:
+            HistoryError: the run has none there.
+        """
+        try:
+            return Path(self.client.download_artifacts(self.run_id, path))
+        except (MlflowException, OSError) as error:
+            raise HistoryError(f"run {self.run_id} has no {path}: {error}") from error
+
+
+def comparable(metrics: Mapping[str, dict[int, float]]) -> dict[str, dict[int, float]]:
+    """Without seconds and bytes."""
+    return {name: points for name, points in metrics.items() if not name.startswith(MEASURED_ANEW)}

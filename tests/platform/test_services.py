@@ -1,0 +1,128 @@
+"""`make up`; the schedule fires, the sweep judges, the automation reacts; `make down` leaves nothing."""
+
+import json
+import shutil
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+import yaml
+from mlflow import MlflowClient
+from platform_helpers import RECIPE, Workspace, free_port, make_workspace, wait_until
+from safetensors.torch import load_file, save_file
+
+from flows.validation_sweep import REGRESSION
+from tasks.config import TrackingConfig
+from tasks.registry import CHAMPION, register
+from tasks.tracking import Tracker
+
+ROOT = Path(__file__).parents[2]
+WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
+
+
+def shifted(base: Path, folder: Path, shift: float) -> Path:
+    """The model with a constant velocity added: the larger it is, the plainer are the pictures."""
+    shutil.copytree(base, folder)
+    weights = load_file(folder / WEIGHTS)
+    weights["proj_out.bias"] = weights["proj_out.bias"] + shift
+    save_file(weights, folder / WEIGHTS)
+    return folder
+
+
+@pytest.fixture
+def trained(tmp_path: Path, prepared: Path, prefect_server: dict[str, str]) -> Workspace:
+    """A folder whose registry has three versions of one run: plain pictures, as the base model's, and in between."""
+    workspace = make_workspace(tmp_path / "workspace", prepared, prefect_server)
+    project = yaml.safe_load((ROOT / "prefect.yaml").read_text())
+    (sweep,) = [d for d in project["deployments"] if d["name"] == "validation-sweep"]
+    soon = datetime.now(UTC).replace(microsecond=0) - timedelta(hours=1)
+    sweep["schedules"] = [{"interval": 10, "anchor_date": soon.isoformat(), "timezone": "UTC"}]
+    sweep["parameters"] = {
+        "config": RECIPE,
+        "measurement": {"seeds": [1, 2], "reward": {"functions": {"jpeg_compressibility": {}}}},
+    }
+    (workspace.folder / "prefect.yaml").write_text(yaml.safe_dump(project))
+    for name in ("flows", "tasks", "models"):
+        (workspace.folder / name).symlink_to(ROOT / name)
+    artifacts = (workspace.folder / "mlruns").as_uri()
+    tracking = TrackingConfig(uri=f"sqlite:///{workspace.folder}/mlflow.db", artifacts=artifacts)
+    tracker = Tracker(tracking, "trained")
+    for iteration, shift in ((10, 10.0), (20, 0.0), (30, 3.0)):
+        folder = shifted(workspace.folder / "data/base_model", workspace.folder / f"export{iteration}", shift)
+        register(tracker, "tiny", folder, iteration, {})
+    return workspace
+
+
+@pytest.mark.slow
+def test_up_schedule_verdict_reaction_down(trained: Workspace) -> None:
+    ports = free_port(), free_port()
+    api, mlflow = f"http://127.0.0.1:{ports[0]}/api", f"http://127.0.0.1:{ports[1]}"
+    for name in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI"):
+        trained.environment.pop(name, None)
+    trained.environment["PREFECT_HOME"] = str(trained.folder / ".prefect")
+    services = ("-m", "flows.services")
+    try:
+        output = trained.run(
+            *services, "up", "--prefect-port", str(ports[0]), "--mlflow-port", str(ports[1]), "--gpus", "3"
+        )
+        assert f"export PREFECT_API_URL={api}" in output
+        assert "already up" in trained.run(*services, "up", check=False)
+        assert trained.run(*services, "status").count(" up") == 3
+        (limit,) = post(api, "v2/concurrency_limits/filter", {})
+        assert (limit["name"], limit["limit"]) == ("local-gpus", 3)
+        pids = [pid for pid, _ in json.loads((trained.folder / ".services/pids.json").read_text()).values()]
+        family = [process for pid in pids for process in (psutil.Process(pid), *psutil.Process(pid).children(True))]
+
+        (failed,) = wait_until(lambda: runs(api, "validation-sweep", "FAILED"), 300, "a scheduled sweep's verdict")
+        assert failed["auto_scheduled"]
+        assert "tiny version 2 is worse than the best so far by -0." in failed["state"]["message"]
+        wait_until(lambda: runs(api, "compare", "COMPLETED"), 180, "the automation's comparison")
+        check_registry(MlflowClient(mlflow, mlflow))
+        (page,) = (trained.folder / "runs").glob("compare-*.html")
+        assert "jpeg_compressibility" in page.read_text()
+    finally:
+        trained.run(*services, "down")
+    assert not [process for process in family if process.is_running()]
+    assert not (trained.folder / ".services").exists()
+
+
+def check_registry(client: MlflowClient) -> None:
+    """Version 1 was better than the base, versions 2 and 3 are worse than version 1; 2 is as good as the base."""
+    assert client.get_model_version_by_alias("tiny", CHAMPION).version == "1"
+    versions = {v.version: v.tags for v in client.search_model_versions("name = 'tiny'")}
+    assert [REGRESSION in versions[number] for number in "123"] == [False, True, True]
+    experiment = client.get_experiment_by_name("doubleflow")
+    found = client.search_runs([experiment.experiment_id], "tags.`doubleflow.subject` LIKE '%'")
+    measured = {run.data.tags["doubleflow.subject"]: run for run in found}
+    assert measured.keys() == {"base", "tiny/1", "tiny/2", "tiny/3"}
+    assert measured["tiny/1"].data.metrics["gain/base/low"] > 0
+    assert measured["tiny/2"].data.metrics["gain/base/mean"] == 0  # the same weights and noise: not a bit of difference
+    assert measured["tiny/3"].data.metrics["gain/base/low"] > 0 > measured["tiny/3"].data.metrics["gain/best/high"]
+    (parent,) = {run.data.tags["mlflow.parentRunId"] for run in found}
+    assert REGRESSION in client.get_run(versions_run(client)).data.tags
+    pictures = [item.path for item in client.list_artifacts(measured["tiny/1"].info.run_id, "images")]
+    assert len([path for path in pictures if path.endswith(".png")]) == 2  # a grid for each seed
+    assert client.get_run(parent).info.run_name == "validation-sweep-tiny"
+
+
+def versions_run(client: MlflowClient) -> str:
+    return client.get_model_version("tiny", "2").run_id
+
+
+def runs(api: str, flow: str, state: str) -> list:
+    body = {"flows": {"name": {"any_": [flow]}}, "flow_runs": {"state": {"type": {"any_": [state]}}}}
+    return post(api, "flow_runs/filter", body)
+
+
+def post(api: str, path: str, body: dict) -> list:
+    """503 is the server's word for a database that is busy."""
+
+    def answer() -> httpx.Response | None:
+        response = httpx.post(f"{api}/{path}", json=body, timeout=30)
+        return None if response.status_code == 503 else response
+
+    response = wait_until(answer, 60, f"an answer from {path}")
+    assert response.is_success, response.text
+    return response.json()

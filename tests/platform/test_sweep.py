@@ -1,0 +1,57 @@
+"""A sweep's children are processes under one parent; one that dies, and the sweep's own death, cost only themselves."""
+
+import json
+import os
+import signal
+
+import psutil
+import pytest
+from platform_helpers import Workspace, wait_until
+
+SEARCH = {
+    "name": "lr",
+    "sampler": "grid",
+    "pruner": "none",
+    "parallel": 2,
+    "space": {"actor_rollout_ref.actor.optim.lr": {"choices": [1e-3, 1e-4, 1e-5]}},
+}
+COMMAND = """
+import json, sys
+from flows.recipes import load_recipe, parse_changes
+from flows.sweep import SweepConfig, sweep
+
+print(json.dumps(sweep(load_recipe("tiny"), SweepConfig(**json.loads(sys.argv[1])), parse_changes(sys.argv[2:]))))
+"""
+SHORT = ("trainer.total_training_steps=2", "trainer.test_freq=1", "trainer.val_before_train=false")
+
+
+def children(process: psutil.Process) -> list[psutil.Process]:
+    """The training drivers of a sweep."""
+    return [child for child in process.children(recursive=True) if "flows.train" in " ".join(child.cmdline())]
+
+
+@pytest.mark.slow
+def test_a_killed_child_fails_alone_and_a_killed_sweep_goes_on(workspace: Workspace) -> None:
+    command = ("-c", COMMAND, json.dumps(SEARCH), *SHORT)
+    process = workspace.start(*command)
+    family = psutil.Process(process.pid)
+    first = wait_until(lambda: len(children(family)) == 2 and children(family), 120, "two children at a time")
+    first[0].kill()
+    wait_until(lambda: {c.pid for c in children(family)} - {c.pid for c in first}, 120, "the third child")
+    running = children(family)
+    assert len(running) <= 2
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    psutil.wait_procs(running, timeout=60)
+    assert not [child for child in running if child.is_running()]  # nobody trains for a sweep that is gone
+
+    result = json.loads(workspace.run(*command).splitlines()[-1])
+    assert result["complete"] == 3
+    runs = workspace.mlflow_runs()
+    (parent,) = [run for run in runs if run.info.run_name == "sweep-lr"]
+    trained = [run for run in runs if run.data.tags.get("mlflow.parentRunId") == parent.info.run_id]
+    assert {run.data.params["actor_rollout_ref.actor.optim.lr"] for run in trained} == {"0.001", "0.0001", "1e-05"}
+    assert [run.info.status for run in trained] == ["FINISHED"] * 3  # the killed ones were continued, not begun anew
+    best = max(trained, key=lambda run: run.data.metrics["val/reward/mean"])
+    assert result["mlflow_run_id"] == best.info.run_id
+    assert parent.data.metrics["best/value"] == best.data.metrics["val/reward/mean"] == result["value"]
