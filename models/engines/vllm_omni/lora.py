@@ -7,8 +7,8 @@ from torch import Tensor
 from vllm_omni.lora.request import LoRARequest
 
 from models.base import DiffusionModelConfig
+from models.engines.vllm_omni.lora_names import lora_tensors
 from models.engines.vllm_omni.pipeline import RolloutPipeline
-from models.engines.weights import ADAPTER_NAME
 
 NAME = "policy"
 NOWHERE = "/policy"
@@ -41,11 +41,7 @@ def lora_request(
         weights: as `models.engines.weights.trainable` names them.
         number: identifier, above 0; every set of weights needs its own.
     """
-    tensors = {}
-    for name, tensor in weights.items():
-        module, matrix = name.split(".lora_")
-        kind = matrix.removesuffix(f".{ADAPTER_NAME}.weight")
-        tensors[f"base_model.model.transformer.{pipeline.lora_module(module)}.lora_{kind}.weight"] = tensor
+    tensors = lora_tensors(pipeline, weights)
     config = {
         "r": model_config.model.lora_rank,
         "lora_alpha": model_config.model.lora_alpha,
