@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from models.engines.weights import trainable
 
@@ -26,7 +27,7 @@ class WeightCopy:
     @torch.no_grad()
     def follow(self, decay: float) -> None:
         """copy <- decay copy + (1 - decay) weights."""
-        for name, parameter in trainable(self.module).items():
+        for name, parameter in self._parameters().items():
             if decay == 0:
                 self.shadow[name].copy_(parameter.detach())
             else:
@@ -35,8 +36,7 @@ class WeightCopy:
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Within the block the module holds the copy instead of its weights."""
-        parameters = trainable(self.module)
-        kept = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+        kept = {name: parameter.detach().clone() for name, parameter in self._parameters().items()}
         self._put(self.shadow)
         try:
             yield
@@ -45,8 +45,16 @@ class WeightCopy:
 
     @torch.no_grad()
     def _put(self, values: dict[str, Tensor]) -> None:
-        for name, parameter in trainable(self.module).items():
+        for name, parameter in self._parameters().items():
             parameter.copy_(values[name])
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        """The trained shards. Without `reshard_after_forward` the module may still hold gathered weights; the next
+        forward would then compute with those and not with what is put into the shards."""
+        for part in self.module.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
+        return trainable(self.module)
 
 
 class WeightAverage(WeightCopy):
