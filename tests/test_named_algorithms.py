@@ -243,7 +243,7 @@ def test_what_an_algorithm_does_not_use_is_not_refused(settings: tuple[str, ...]
     [
         (
             ("actor_rollout_ref.actor.diffusion_loss.loss_mode=guard",),
-            "known: awm, dance_grpo, diffusion_nft, distill_fm_mse, distill_kl, dpo, flow_dppo, flow_grpo, grpo_guard, ",
+            "known: awm, dance_grpo, diffusion_nft, distill_fm_mse, distill_kl, dpo, flow_dppo, flow_grpo, ",
         ),
         (("algorithm.adv_estimator=grop",), "known: dance_grpo, flow_grpo, gdpo, mix_grpo"),
         (

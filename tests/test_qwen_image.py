@@ -10,6 +10,7 @@ import pytest
 import torch
 from diffusers import QwenImagePipeline
 from helpers import PROMPTS, model_config, noise_keys, prompt_table, rollout_request
+from PIL import Image
 from torch import Tensor
 
 import models.base
@@ -101,6 +102,31 @@ def test_sampling_is_the_pipelines_own(
     assert expected.shape == (len(prompts), height, width, 3)
     assert expected.std() > 3  # a grey picture would prove nothing
     assert np.array_equal(pictures.numpy(), expected)
+
+
+def test_encoding_is_the_pipelines_packing_of_the_vaes_latents(tiny_model: Path) -> None:
+    """Bit for bit: diffusers' own picture processor and packing, and the inverse of the decoder's normalisation."""
+    config = model_config(tiny_model)
+    pipeline, vae = load_pipeline(tiny_model), QwenImage.load_vae(config)
+    pictures = torch.randint(0, 256, (2, 16, 24, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    pixels = pipeline.image_processor.preprocess([Image.fromarray(picture.numpy()) for picture in pictures])
+    with torch.no_grad():
+        raw = vae.encode(pixels[:, :, None]).latent_dist.mode()
+    statistics = (vae.config.latents_mean, vae.config.latents_std)
+    mean, std = (torch.tensor(values).view(1, -1, 1, 1, 1) for values in statistics)
+    height, width = raw.shape[-2:]
+    expected = pipeline._pack_latents((raw - mean) / std, 2, raw.shape[1], height, width)
+    encoded = QwenImage.encode(vae, config, pictures)
+    assert encoded.shape[1:] == QwenImage.latent_shape(config)
+    assert encoded.std() > 0.1
+    assert torch.allclose(encoded, expected, rtol=0, atol=2e-6)
+    # What the decoder is handed is the VAE's own latent again.
+    unpacked = pipeline._unpack_latents(encoded, 16, 24, pipeline.vae_scale_factor)
+    assert torch.allclose(unpacked * std + mean, raw, rtol=0, atol=1e-5)
+    seen = []
+    vae.decode = lambda latent, **_: seen.append(latent) or (torch.zeros(2, 3, 1, 16, 24),)
+    QwenImage.decode(vae, config, encoded)
+    assert torch.allclose(seen[0], raw, rtol=0, atol=1e-5)
 
 
 def test_guidance_and_shift_change_the_picture(tiny_model: Path, shifted_model: Path) -> None:
