@@ -171,11 +171,10 @@ def start_rollout(config: TrainConfig, inputs: Inputs) -> RolloutGroup:
 def _start_actors(config: TrainConfig, inputs: Inputs, tracker: Tracker, store: CheckpointStore) -> TrainingRun:
     """All groups load their models at the same time."""
     settings, trainer_settings = config.actor_rollout_ref, config.trainer
+    online = config.algorithm.sample_source == "online"
     if trainer_settings.device == "cuda":
-        online = config.algorithm.sample_source == "online"
         rollout_gpus = settings.rollout.num_actors * settings.rollout.num_gpus_per_actor if online else 0
         require_gpus(trainer_settings.world_size + rollout_gpus)
-    online = config.algorithm.sample_source == "online"
     rollout, reward = (start_rollout(config, inputs), RewardGroup(config.reward)) if online else (None, None)
     per_prompt = settings.rollout.n if online else len(SIDES)
     trainer = TrainerGroup(
