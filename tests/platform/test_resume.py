@@ -50,8 +50,10 @@ def start_and_kill(workspace: Workspace, settings: tuple[str, ...]) -> set[str]:
     """Kill a run once it has a checkpoint; the classes of its actors."""
     changes = [word for setting in settings for word in ("--set", setting)]
     process = workspace.start("-m", "flows.train", "tiny", *changes)
-    wait_until(lambda: list(workspace.folder.glob("runs/*/checkpoints/iter_*")), 240, "a checkpoint")
-    actors = kill_everything(process)
+    try:
+        wait_until(lambda: list(workspace.folder.glob("runs/*/checkpoints/iter_*")), 240, "a checkpoint")
+    finally:
+        actors = kill_everything(process)
     (run,) = workspace.mlflow_runs()
     assert run.info.status == "RUNNING"  # nobody was left to say otherwise
     return actors
