@@ -184,7 +184,7 @@ def test_a_failing_reward_fails_the_run_and_leaves_nothing_running(workspace: Wo
         "def score(images, prompts):\n    raise RuntimeError('the scorer is out of order')\n"
     )
     workspace.environment["PYTHONPATH"] = str(workspace.folder)
-    output = workspace.train("reward.functions={'broken_reward:score': {}}", check=False)
+    output = workspace.train("reward.functions={'broken_reward:score': {retry_wait_s: 0}}", check=False)
     del workspace.environment["PYTHONPATH"]
     assert "the scorer is out of order" in output
     (run,) = workspace.mlflow_runs()
