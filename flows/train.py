@@ -98,9 +98,10 @@ def iterate(run: TrainingRun, iteration: int) -> dict[str, float]:
         "cost/images": float(iteration * len(scores.samples)),
     }
     pictures, tables = _validation_records(validation)
-    kept = first_pictures(batches, run.config.tracking.pictures)
-    if kept:
-        pictures["samples"] = grid(np.stack(kept), columns=min(rollout_settings.n, WIDEST_GRID))
+    with clock.stage("pictures"):
+        kept = first_pictures(batches, run.config.tracking.pictures)
+        if kept:
+            pictures["samples"] = grid(np.stack(kept), columns=min(rollout_settings.n, WIDEST_GRID))
     tables["samples"] = sample_table(scores.samples, advantages, run.config.trainer.seed, iteration, len(kept))
     # Logged before the checkpoint: killed in between, the iteration runs again with the same result and its record
     # is already there; the other way round it would be lost.
