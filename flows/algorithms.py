@@ -8,7 +8,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 KERNEL = "actor_rollout_ref.rollout.algo"
-LOSS = "actor_rollout_ref.actor.diffusion_loss"
+ACTOR = "actor_rollout_ref.actor"
+LOSS = f"{ACTOR}.diffusion_loss"
+FINISHED_SAMPLES = {"algorithm.trainer_type": "direct_preference"}
 ADAPTER = "actor_rollout_ref.model.algorithm"
 
 DEFAULT = "flow_grpo"
@@ -18,6 +20,28 @@ PRESETS: dict[str, dict[str, Any]] = {
     "mix_grpo": {f"{KERNEL}.sde_window_size": 2, f"{KERNEL}.sde_window_range": (0, 5)},
     "grpo_guard": {f"{LOSS}.loss_mode": "grpo_guard", f"{LOSS}.clip_ratio": 2e-6},
     "flow_dppo": {f"{LOSS}.loss_mode": "flow_dppo"},
+    "dpo": {
+        **FINISHED_SAMPLES,
+        f"{LOSS}.loss_mode": "dpo",
+        "algorithm.paired_preference": True,
+        "algorithm.timestep_sampling": "logit_normal",
+    },
+    "diffusion_nft": {
+        **FINISHED_SAMPLES,
+        f"{LOSS}.loss_mode": "diffusion_nft",
+        f"{ACTOR}.use_kl_loss": True,
+        f"{ACTOR}.kl_loss_coef": 1e-4,
+    },
+    "awm": {
+        **FINISHED_SAMPLES,
+        f"{LOSS}.loss_mode": "awm",
+        f"{LOSS}.clip_ratio": 1.0,
+        f"{ACTOR}.use_kl_loss": True,
+        f"{ACTOR}.kl_loss_coef": 1e-3,
+        "algorithm.old_policy_decay_schedule": "linear_to_0_3",
+    },
+    "distill_kl": {f"{LOSS}.loss_mode": "distill_kl"},
+    "distill_fm_mse": {**FINISHED_SAMPLES, f"{LOSS}.loss_mode": "distill_fm_mse"},
 }
 
 

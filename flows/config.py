@@ -29,8 +29,25 @@ NOT_SHAPING: dict[str, Any] = {
     "algorithm": {"name"},  # it stands for other fields, and those count
     "tracking": True,
     "ray_init": True,
-    "reward": {"num_workers"},
-    "actor_rollout_ref": {"rollout": {"num_actors", "num_gpus_per_actor", "num_threads", "val_kwargs"}},
+    "reward": {
+        "functions": {
+            "__all__": {"num_workers", "num_cpus", "num_gpus", "batch_size", "retries", "retry_wait_s", "timeout_s"}
+        },
+        "max_missing_fraction": True,
+        "guards": True,
+    },
+    "actor_rollout_ref": {
+        "rollout": {
+            "num_actors",
+            "num_gpus_per_actor",
+            "num_threads",
+            "placement",
+            "max_queued_batches",
+            "max_restarts",
+            "vllm_omni",
+            "val_kwargs",
+        }
+    },
     "trainer": {
         "total_training_steps",
         "nnodes",
@@ -83,7 +100,8 @@ class TrainerConfig(Section):
     canary_tolerance: float | None = Field(
         None,
         ge=0,
-        description="Largest relative difference of velocities after a weight sync; null is 0 on CPU, 0.01 on CUDA.",
+        description="Largest relative difference of velocities after a weight sync; null is 0.01 on CUDA; on "
+        "the CPU 0, or 1e-4 where the rollout engine is vLLM-Omni.",
     )
 
     @property
@@ -128,19 +146,46 @@ class TrainConfig(Section):
     def _sections_agree(self):
         self._check_groups()
         self._check_batches()
+        self._check_placement()
         return self
 
     def _check_groups(self) -> None:
-        rollout, loss = self.actor_rollout_ref.rollout, self.actor_rollout_ref.actor.diffusion_loss.loss_mode
-        if rollout.n < 2:
+        rollout, actor, algorithm = self.actor_rollout_ref.rollout, self.actor_rollout_ref.actor, self.algorithm
+        loss = actor.diffusion_loss.loss_mode
+        compares = algorithm.sample_source == "online" and actor.teacher_path is None
+        if compares and rollout.n < 2:
             raise ValueError(
-                f"actor_rollout_ref.rollout.n is {rollout.n}: {self.algorithm.adv_estimator} compares the samples of "
-                "one prompt and needs at least 2"
+                f"actor_rollout_ref.rollout.n is {rollout.n}: {algorithm.adv_estimator} compares the samples of one "
+                "prompt and needs at least 2"
             )
-        if rollout.algo.noise_level == 0:
+        if algorithm.trainer_type == "policy_gradient" and rollout.algo.noise_level == 0:
             raise ValueError(
                 f"actor_rollout_ref.rollout.algo.noise_level is 0, an ODE without log-probs: loss {loss} needs it "
                 "above 0"
+            )
+        if algorithm.trainer_type == "direct_preference":
+            self._check_finished_samples()
+
+    def _check_finished_samples(self) -> None:
+        rollout, actor, algorithm = self.actor_rollout_ref.rollout, self.actor_rollout_ref.actor, self.algorithm
+        loss = actor.diffusion_loss.loss_mode
+        algorithm.levels_per_sample(rollout.pipeline.num_inference_steps)
+        if not algorithm.rollout_correction.bypass_mode:
+            raise ValueError(
+                f"algorithm.rollout_correction.bypass_mode is false, but loss {loss} reads no log-probs that could be "
+                "corrected: set it to true"
+            )
+        if not algorithm.paired_preference:
+            return
+        if actor.ppo_micro_batch_size_per_gpu % 2:
+            raise ValueError(
+                f"actor.ppo_micro_batch_size_per_gpu is {actor.ppo_micro_batch_size_per_gpu}: loss {loss} compares "
+                "pairs and needs an even number"
+            )
+        if algorithm.sample_source == "online" and rollout.micro_batch_size % rollout.n:
+            raise ValueError(
+                f"rollout.micro_batch_size {rollout.micro_batch_size} must be a multiple of rollout.n {rollout.n}: "
+                f"loss {loss} looks for its pairs among samples that are kept together"
             )
 
     def _check_batches(self) -> None:
@@ -151,6 +196,13 @@ class TrainConfig(Section):
                 f"data.train_batch_size {prompts} must be a multiple of actor.ppo_mini_batch_size {mini} (both count "
                 "prompts)"
             )
+        if self.algorithm.sample_source == "offline":
+            if mini % self.trainer.world_size:
+                raise ValueError(
+                    f"actor.ppo_mini_batch_size {mini} (pairs) must be a multiple of the {self.trainer.world_size} "
+                    "trainer ranks"
+                )
+            return
         per_step, unit = mini * rollout.n, micro * self.trainer.world_size
         if per_step % unit:
             raise ValueError(
@@ -158,11 +210,38 @@ class TrainConfig(Section):
                 f"rollout.micro_batch_size {micro} x {self.trainer.world_size} trainer ranks = {unit}"
             )
 
+    def _check_placement(self) -> None:
+        rollout, ranks = self.actor_rollout_ref.rollout, self.trainer.world_size
+        if rollout.placement == "colocated" and rollout.num_actors != ranks:
+            raise ValueError(
+                f"actor_rollout_ref.rollout.placement is colocated, one worker on each trainer rank's GPU: "
+                f"rollout.num_actors is {rollout.num_actors}, set it to the {ranks} ranks"
+            )
+
+    @property
+    def samples(self) -> bool:
+        """Does a run of training start rollout and reward?"""
+        return self.algorithm.sample_source == "online"
+
+    @property
+    def shares_gpus(self) -> bool:
+        """Do trainer and rollout take turns on the same GPUs?"""
+        return self.trainer.device == "cuda" and self.actor_rollout_ref.rollout.placement == "colocated"
+
     @property
     def gpus(self) -> float:
-        """GPUs that a run takes: trainer ranks and rollout workers; none on the CPU."""
-        rollout, trainer = self.actor_rollout_ref.rollout, self.trainer
-        return 0.0 if trainer.device == "cpu" else trainer.world_size + rollout.num_actors * rollout.num_gpus_per_actor
+        """GPUs that a run of training takes."""
+        return self.gpus_needed()
+
+    def gpus_needed(self, trains: bool = True) -> float:
+        """GPUs of trainer ranks, rollout workers and rewards; without `trains`, of a validation alone."""
+        rollout, on_cuda = self.actor_rollout_ref.rollout, self.trainer.device == "cuda"
+        ranks = float(self.trainer.world_size) if trains and on_cuda else 0.0
+        if trains and not self.samples:
+            return ranks
+        workers = rollout.num_actors * rollout.num_gpus_per_actor if on_cuda else 0.0
+        models = ranks if trains and self.shares_gpus else ranks + workers
+        return models + self.reward.num_gpus
 
     @property
     def run_name(self) -> str:

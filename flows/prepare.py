@@ -1,4 +1,4 @@
-"""The data stages of dvc.yaml: `python -m flows.prepare prompts|base-model|embeddings`.
+"""The data stages of dvc.yaml: `python -m flows.prepare prompts|base-model|embeddings|preferences|pairs`.
 
 Each reads params.yaml and puts its output in place only when all of it is made, so a stage that fails leaves the old
 output as it was.
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,6 +17,8 @@ from flows.prepare_config import (
     BASE_MODEL,
     BASE_MODEL_METRICS,
     EMBEDDINGS,
+    PAIRS,
+    PREFERENCES,
     PROMPTS,
     GateParams,
     PrepareError,
@@ -31,10 +33,12 @@ from tasks.dataset import (
     put_in_place,
     write_embeddings,
 )
+from tasks.pairs import common_size, read_pictures, write_pairs
+from tasks.preferences import sampled_preferences
 from tasks.rewards import RewardError
 
 if TYPE_CHECKING:
-    from diffusers import QwenImagePipeline
+    from models.base import DiffusionModelBase, DiffusionModelConfig
 
 PARAMS = Path("params.yaml")
 app = typer.Typer(help="Make the data sets; usually called by `dvc repro`.", no_args_is_help=True, add_completion=False)
@@ -96,34 +100,101 @@ def base_model() -> None:
 
 @app.command()
 @one_line_errors()
-def embeddings() -> None:
-    """Encode the prompts once with the base model's text encoder, and write data/embeddings/."""
+def embeddings(
+    model: Annotated[Path, typer.Option(help="Folder in diffusers format whose text encoders encode.")] = BASE_MODEL,
+    out: Annotated[Path, typer.Option(help="Folder to write.")] = EMBEDDINGS,
+    max_sequence_length: Annotated[int | None, typer.Option(help="In place of the one in params.yaml.")] = None,
+    dtype: Annotated[str, typer.Option(help="Number format of the text encoders and the embeddings.")] = "float32",
+    device: Annotated[str, typer.Option(help="Where they compute: cpu or cuda.")] = "cpu",
+) -> None:
+    """Encode the prompts once with the model's text encoders, as its own pipeline does, and write data/embeddings/."""
     import torch
-    from diffusers import QwenImagePipeline
 
     params = load_params(PARAMS).embeddings
-    if not (BASE_MODEL / "model_index.json").is_file():
-        raise PrepareError(f"{BASE_MODEL} holds no model; `dvc repro base_model` makes it")
+    if not (model / "model_index.json").is_file():
+        raise PrepareError(f"{model} holds no model; `dvc repro base_model` makes {BASE_MODEL}")
     chosen = [prompt for split in params.splits for prompt in load_prompts(PROMPTS, split)]
+    limit = max_sequence_length or params.max_sequence_length
     torch.set_num_threads(params.threads)
-    # The text side alone is loaded: of a large model, the rest would be most of the memory.
-    pipeline = QwenImagePipeline.from_pretrained(BASE_MODEL, transformer=None, vae=None, scheduler=None)
-    check_prompt_lengths(chosen, pipeline.tokenizer, params.max_sequence_length, _template_tokens(pipeline))
+    adapter, _ = _adapter_of(model)
+    pipeline = adapter.load_text_pipeline(model, getattr(torch, dtype)).to(device)
+    check_prompt_lengths(chosen, adapter.prompt_lengths(pipeline, [prompt.prompt for prompt in chosen]), limit)
 
     @torch.no_grad()
-    def encode(texts: list[str]) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return pipeline.encode_prompt(texts, max_sequence_length=params.max_sequence_length)
+    def encode(texts: list[str]) -> dict[str, torch.Tensor]:
+        return adapter.encode_prompts(pipeline, texts, limit)
 
     write_embeddings(
         chosen,
         encode,
-        EMBEDDINGS,
+        out,
         params.shard_size,
         batch_size=params.batch_size,
-        model=BASE_MODEL.as_posix(),
-        model_digest=_digest([BASE_MODEL / "text_encoder", BASE_MODEL / "tokenizer"]),
+        negative_prompt=adapter.negative_prompt if params.negative_prompt is None else params.negative_prompt,
+        max_sequence_length=limit,
+        model=model.as_posix(),
+        model_digest=_digest(sorted([*model.glob("text_encoder*"), *model.glob("tokenizer*")])),
     )
-    typer.echo(f"{EMBEDDINGS}: {len(chosen)} prompts and the negative prompt")
+    typer.echo(f"{out}: {len(chosen)} prompts and the negative prompt")
+
+
+def _adapter_of(model: Path, **pipeline: int) -> "tuple[type[DiffusionModelBase], DiffusionModelConfig]":
+    """The adapter of a model folder, and its settings; `pipeline` are sampling fields, such as the height."""
+    import models.families  # noqa: F401  registers the adapters
+    from models.base import DiffusionModelBase, DiffusionModelConfig
+    from models.config import DiffusionPipelineConfig, DiffusionRolloutAlgoConfig, ModelConfig
+
+    sections = ModelConfig(path=str(model)), DiffusionPipelineConfig(**pipeline), DiffusionRolloutAlgoConfig()
+    model_config = DiffusionModelConfig.load(*sections)
+    return DiffusionModelBase.get_class(model_config), model_config
+
+
+@app.command()
+@one_line_errors()
+def preferences() -> None:
+    """Sample the base model on the train prompts, and write each one's best and worst picture."""
+    params = load_params(PARAMS).preferences
+    _require_base_model()
+    table = sampled_preferences(BASE_MODEL, EMBEDDINGS, load_prompts(PROMPTS, "train"), **params.model_dump())
+    if table.empty:
+        raise PrepareError(
+            f"no train prompt of {PROMPTS} has two pictures that {params.reward} scores differently; set more "
+            "preferences.images_per_prompt or another preferences.reward"
+        )
+    with put_in_place(PREFERENCES) as path:
+        table.to_parquet(path, index=False)
+    typer.echo(f"{PREFERENCES}: {len(table) // 2} pairs")
+
+
+@app.command()
+@one_line_errors()
+def pairs() -> None:
+    """Encode a preference table with the base model's VAE, and write data/pairs/."""
+    import torch
+
+    params = load_params(PARAMS).pairs
+    _require_base_model()
+    pictures = read_pictures(Path(params.table))
+    height, width = common_size(pictures, params.table)
+    adapter, model_config = _adapter_of(BASE_MODEL, height=height, width=width)
+    try:
+        adapter.latent_shape(model_config)
+    except ValueError as error:
+        raise PrepareError(f"the pictures of {params.table} do not fit the model: {error}") from error
+    vae = adapter.load_vae(model_config)
+    write_pairs(
+        pictures,
+        lambda images: adapter.encode(vae, model_config, torch.from_numpy(images)),
+        PAIRS,
+        shard_size=params.shard_size,
+        model_digest=_digest([BASE_MODEL / "vae"]),
+    )
+    typer.echo(f"{PAIRS}: {len(pictures)} pairs")
+
+
+def _require_base_model() -> None:
+    if not (BASE_MODEL / "model_index.json").is_file():
+        raise PrepareError(f"{BASE_MODEL} holds no model; `dvc repro base_model` makes it")
 
 
 def _check_gate(reward: float, gate: GateParams) -> None:
@@ -133,12 +204,6 @@ def _check_gate(reward: float, gate: GateParams) -> None:
             f"the base model's held-out reward {reward:.3f} is not within base_model.gate [{gate.min_reward}, "
             f"{gate.max_reward}]; set {change} base_model.model.steps in {PARAMS}"
         )
-
-
-def _template_tokens(pipeline: "QwenImagePipeline") -> int:
-    """Tokens that the chat adds behind a prompt; those before it are cut off and do not count."""
-    chat = pipeline.tokenizer(pipeline.prompt_template_encode.format(""))["input_ids"]
-    return len(chat) - pipeline.prompt_template_encode_start_idx
 
 
 def _digest(folders: Sequence[Path]) -> str:

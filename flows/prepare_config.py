@@ -17,6 +17,8 @@ PROMPTS = Path("data/prompts.parquet")
 BASE_MODEL = Path("data/base_model")
 BASE_MODEL_METRICS = Path("data/base_model_metrics.json")
 EMBEDDINGS = Path("data/embeddings")
+PREFERENCES = Path("data/preferences.parquet")
+PAIRS = Path("data/pairs")
 
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -92,7 +94,10 @@ class EmbeddingsParams(_Section):
         min_length=1, description="Splits whose prompts are encoded."
     )
     max_sequence_length: int = Field(
-        ge=1, le=1024, description="Tokens of a prompt, the chat's end included; longer ones are refused."
+        ge=1, le=1024, description="Tokens of a prompt as its model's template counts them; longer ones are refused."
+    )
+    negative_prompt: str | None = Field(
+        description="What classifier-free guidance contrasts with; null takes the model card's, mostly empty."
     )
     batch_size: int = Field(
         ge=1,
@@ -102,12 +107,33 @@ class EmbeddingsParams(_Section):
     threads: int = Field(ge=1, description="CPU threads of torch; sums change in the last bit with them.")
 
 
+class PreferencesParams(_Section):
+    """Stage `preferences`: base model, embeddings and a reward -> data/preferences.parquet."""
+
+    reward: str = Field(description="Reward that says which of a prompt's pictures is better.")
+    images_per_prompt: int = Field(ge=2, description="Pictures of each train prompt; the best and the worst are kept.")
+    height: int = Field(ge=8, description="Picture height in pixels.")
+    width: int = Field(ge=8, description="Picture width in pixels.")
+    steps: int = Field(ge=1, description="Denoising steps.")
+    batch_size: int = Field(ge=1, description="Prompts sampled at once.")
+    seed: int = Field(description="Seed of the noise.")
+
+
+class PairsParams(_Section):
+    """Stage `pairs`: a preference table and the VAE -> data/pairs/."""
+
+    table: str = Field(description="Preference table, see docs/data.md.")
+    shard_size: int = Field(ge=1, description="Pairs in a safetensors file.")
+
+
 class PrepareParams(_Section):
     """All of params.yaml."""
 
     prompts: PromptsParams
     base_model: BaseModelParams
     embeddings: EmbeddingsParams
+    preferences: PreferencesParams
+    pairs: PairsParams
 
 
 def load_params(path: Path) -> PrepareParams:

@@ -1,5 +1,6 @@
 """How far a run is and how long it will take, in the terminal and on Prefect's page."""
 
+import math
 import time
 
 from prefect.artifacts import create_progress_artifact, update_progress_artifact
@@ -25,8 +26,8 @@ class Progress:
         self._updated = time.monotonic()
 
     def show(self, **numbers: float) -> None:
-        """Put numbers behind the bar."""
-        self.bar.set_postfix({name: f"{value:.3f}" for name, value in numbers.items()})
+        """Put numbers behind the bar; what was not measured is left out."""
+        self.bar.set_postfix({name: f"{value:.3f}" for name, value in numbers.items() if not math.isnan(value)})
 
     def advance(self, **numbers: float) -> None:
         """One iteration is done."""

@@ -3,30 +3,39 @@
 import json
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import ray
+from prefect import get_run_logger
 
 from flows.checks import Inputs
 from flows.config import TrainConfig
-from models.algorithms import needs_old_means
+from models.algorithms import get_diffusion_loss_fn, needs_old_means
 from models.engines.canary import Canary
+from models.engines.ema import HeldWeights
 from models.schedulers.windows import window_steps
 from tasks.checkpoint import CheckpointError, CheckpointStore, RunState, alone
-from tasks.cluster import driver_memory, require_gpus
+from tasks.cluster import SharedGpus, driver_memory, require_resources
 from tasks.dataset import Prompt
+from tasks.guards import HACKING_TAG, GuardWatch
 from tasks.lineage import lineage
-from tasks.reward import RewardGroup
-from tasks.rollout import RolloutGroup
+from tasks.pairs import SIDES, Pair
+from tasks.picture_statistics import NAMES as STATISTICS
+from tasks.reward import RewardGroup, wanted_inputs
+from tasks.rollout import LATENTS, PICTURES, RolloutGroup
 from tasks.tracking import Tracker
 from tasks.update import TrainerGroup
 from tasks.validate import Validation
 
+T = TypeVar("T")
 CANARY_PROMPTS = 2
 CUDA_CANARY_TOLERANCE = 0.01
+OTHER_ENGINE_TOLERANCE = 1e-4
+"""On the CPU, where the rollout engine is not the trainer's: sums in another order."""
 
 
 @dataclass
@@ -35,10 +44,11 @@ class TrainingRun:
 
     Attributes:
         config, inputs: what was asked for.
-        rollout, reward, trainer: the actor groups.
+        rollout, reward, trainer: the actor groups; the first two are None where `sample_source` is offline.
         tracker: the MLflow run.
         store: the checkpoints.
-        canary: the input that proves a weight sync.
+        canary: the input that proves a weight sync; None where there is nothing to sync to.
+        guards: what shows reward hacking.
         iteration: the last one that is in the weights.
         held_out: the last held-out reward that was measured.
         spent: what the recorded iterations cost, under cost/.
@@ -46,31 +56,53 @@ class TrainingRun:
 
     config: TrainConfig
     inputs: Inputs
-    rollout: RolloutGroup
-    reward: RewardGroup
+    rollout: RolloutGroup | None
+    reward: RewardGroup | None
     trainer: TrainerGroup
     tracker: Tracker
     store: CheckpointStore
-    canary: Canary
+    canary: Canary | None
+    guards: GuardWatch
     iteration: int = 0
     held_out: float = float("nan")
     spent: dict[str, float] = field(default_factory=dict)
 
+    @property
+    def samples(self) -> bool:
+        """Does the run sample? Offline it reads pairs, and neither syncs nor validates."""
+        return self.rollout is not None
+
+    @property
+    def sampling_weights(self) -> HeldWeights:
+        """Which of the trainer's weights the rollout samples with."""
+        loss = get_diffusion_loss_fn(self.config.actor_rollout_ref.actor.diffusion_loss.loss_mode)
+        return "old" if loss.samples_from_old_policy else "policy"
+
     def prompts(self, iteration: int) -> list[Prompt]:
-        """The iteration's train prompts: consecutive parts of one permutation an epoch, the remainder left out.
+        """The iteration's train prompts."""
+        return self._part(self.inputs.train, iteration)
+
+    def pairs(self, iteration: int) -> list[Pair]:
+        """The iteration's preference pairs."""
+        return self._part(self.inputs.pairs.pairs, iteration)
+
+    def _part(self, items: Sequence[T], iteration: int) -> list[T]:
+        """Consecutive parts of one permutation an epoch, the remainder left out.
 
         A function of (seed, iteration) alone, so there is no cursor to lose.
         """
         size = self.config.data.train_batch_size
-        epoch, part = divmod(iteration - 1, len(self.inputs.train) // size)
-        order = list(self.inputs.train)
+        epoch, part = divmod(iteration - 1, len(items) // size)
+        order = list(items)
         random.Random(f"data/{self.config.trainer.seed}/{epoch}").shuffle(order)
         return order[part * size : (part + 1) * size]
 
     def window(self, iteration: int) -> list[int]:
-        """The iteration's stochastic steps."""
+        """The iteration's stochastic steps; none where finished samples are trained on."""
         rollout = self.config.actor_rollout_ref.rollout
         trainer = self.config.trainer
+        if self.config.algorithm.trainer_type == "direct_preference":
+            return []
         return window_steps(
             rollout.algo,
             rollout.pipeline.num_inference_steps,
@@ -82,8 +114,11 @@ class TrainingRun:
     @property
     def tolerance(self) -> float:
         """Largest canary difference allowed."""
-        given = self.config.trainer.canary_tolerance
-        return given if given is not None else (0.0 if self.config.trainer.device == "cpu" else CUDA_CANARY_TOLERANCE)
+        if self.config.trainer.canary_tolerance is not None:
+            return self.config.trainer.canary_tolerance
+        if self.config.trainer.device == "cuda":
+            return CUDA_CANARY_TOLERANCE
+        return 0.0 if self.config.actor_rollout_ref.rollout.name == "diffusers" else OTHER_ENGINE_TOLERANCE
 
     def keep_validation(self, result: Validation) -> None:
         """Remember the held-out reward, and the pictures of this iteration in the run's folder."""
@@ -91,6 +126,16 @@ class TrainingRun:
         folder = self.config.run_dir / "validation"
         folder.mkdir(exist_ok=True)
         result.sheet.save(folder / f"{self.iteration:06d}.png")
+
+    def watch(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """The guards' metrics of this iteration; a new flag is a warning and a tag of the run."""
+        before = self.guards.sentence()
+        found = self.guards.observe(self.iteration, metrics)
+        now = self.guards.sentence()
+        if now is not None and now != before:
+            self.tracker.tag(HACKING_TAG, now)
+            get_run_logger().warning("this may be reward hacking: %s; look at the pictures", now)
+        return found
 
     def validation_pictures(self) -> dict[int, Path]:
         """Iteration -> grid of held-out pictures."""
@@ -145,47 +190,67 @@ def _open_run(config: TrainConfig, inputs: Inputs) -> Iterator[TrainingRun]:
         yield run
 
 
-def start_rollout(config: TrainConfig, inputs: Inputs) -> RolloutGroup:
-    """The rollout workers of a config; their models load in the background."""
-    settings = config.actor_rollout_ref.rollout
+def start_rollout(config: TrainConfig, inputs: Inputs, shared: SharedGpus | None = None) -> RolloutGroup:
+    """The rollout workers of a config, on their own GPUs or on `shared` ones; their models load in the background."""
     loss = config.actor_rollout_ref.actor.diffusion_loss.loss_mode
     return RolloutGroup(
         inputs.model_config,
         inputs.embeddings,
-        count=settings.num_actors,
-        num_gpus=settings.num_gpus_per_actor if config.trainer.device == "cuda" else 0,
+        config.actor_rollout_ref.rollout,
         device=config.trainer.device,
-        num_threads=settings.num_threads,
-        micro_batch_size=settings.micro_batch_size,
         seed=config.trainer.seed,
         record_means=config.algorithm.rollout_correction.bypass_mode and needs_old_means(loss),
+        record_finished=config.algorithm.trainer_type == "direct_preference",
+        outputs=frozenset(LATENTS if wants == "latents" else PICTURES for wants in wanted_inputs(config.reward)),
+        shared=shared,
     )
+
+
+def check_resources(config: TrainConfig, trains: bool = True) -> None:
+    """Raise ClusterError where the cluster cannot hold the actors: Ray would wait for ever."""
+    rewards = config.reward.num_cpus if config.samples or not trains else 0.0
+    require_resources(config.gpus_needed(trains), rewards)
 
 
 def _start_actors(config: TrainConfig, inputs: Inputs, tracker: Tracker, store: CheckpointStore) -> TrainingRun:
     """All groups load their models at the same time."""
     settings, trainer_settings = config.actor_rollout_ref, config.trainer
-    require_gpus(config.gpus)
-    rollout = start_rollout(config, inputs)
-    reward = RewardGroup(config.reward)
+    online = config.algorithm.sample_source == "online"
+    check_resources(config)
+    shared = SharedGpus(trainer_settings.world_size) if online and config.shares_gpus else None
+    rollout, reward = (start_rollout(config, inputs, shared), RewardGroup(config.reward)) if online else (None, None)
+    per_prompt = settings.rollout.n if online else len(SIDES)
     trainer = TrainerGroup(
         inputs.model_config,
         settings.actor,
+        config.algorithm,
         world_size=trainer_settings.world_size,
         device=trainer_settings.device,
         num_threads=trainer_settings.num_threads,
-        mini_batch_samples=settings.actor.ppo_mini_batch_size * settings.rollout.n,
+        mini_batch_samples=settings.actor.ppo_mini_batch_size * per_prompt,
+        shared=shared,
     )
     started = trainer.start()
-    rollout.group.call_all("ready")
+    canary = None
+    if rollout is not None:
+        rollout.group.call_all("ready")
+        canary = Canary(rollout.prompt_table([prompt.uid for prompt in inputs.test[:CANARY_PROMPTS]]))
     ray.get(started)
-    canary = Canary(rollout.prompt_table([prompt.uid for prompt in inputs.test[:CANARY_PROMPTS]]))
-    return TrainingRun(config, inputs, rollout, reward, trainer, tracker, store, canary)
+    guards = GuardWatch(config.reward.guards, guard_metrics(config), tracker.history)
+    return TrainingRun(config, inputs, rollout, reward, trainer, tracker, store, canary, guards)
 
 
-def run_tags(config: TrainConfig, inputs: Inputs, reward: RewardGroup) -> dict[str, str]:
+def guard_metrics(config: TrainConfig) -> dict[str, str]:
+    """Name of each guard -> the metric of an iteration that is watched."""
+    rewards = {name: f"train/reward/{name}/mean" for name, entry in config.reward.functions.items() if entry.guard}
+    watched = STATISTICS if config.reward.guards.statistics else ()
+    return rewards | {name: f"train/image/{name}/mean" for name in watched}
+
+
+def run_tags(config: TrainConfig, inputs: Inputs, reward: RewardGroup | None) -> dict[str, str]:
     """What a run is found and compared by: digests of config and data, and the rewards' versions."""
-    versions = {f"reward.{name.replace(':', '/')}": version for name, version in reward.versions().items()}
+    found = {} if reward is None else reward.versions()
+    versions = {f"reward.{name.replace(':', '/')}": version for name, version in found.items()}
     return versions | {"doubleflow.config_digest": config.digest(), "doubleflow.data_digest": inputs.digest}
 
 

@@ -1,5 +1,6 @@
 """What a finished run leaves and tells its owner."""
 
+import math
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -49,14 +50,22 @@ class Summary:
         lines = [
             f"run            {self.run_name}",
             f"trained        {self.iterations} iterations, {self.minutes:.1f} minutes",
-            f"held-out       {self.held_out_before:.3f} -> {self.held_out_after:.3f}",
-            f"pictures       {self.picture}",
+            *self._measured(),
             f"weights        {self.weights}",
             f"registered     {self.registered}",
             f"MLflow page    .venv/bin/mlflow ui --backend-store-uri {self.tracking_uri}",
             "Prefect page   PREFECT_HOME=.prefect .venv/bin/prefect server start",
         ]
         return "\n".join(f"  {line}" for line in lines)
+
+    def _measured(self) -> list[str]:
+        """What validation found; an offline run has none."""
+        if math.isnan(self.held_out_after):
+            return ["held-out       not measured: python -m flows.validate --weights (the folder below)"]
+        return [
+            f"held-out       {self.held_out_before:.3f} -> {self.held_out_after:.3f}",
+            f"pictures       {self.picture}",
+        ]
 
 
 def summarise(run: TrainingRun, minutes: float) -> Summary:

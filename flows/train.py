@@ -1,7 +1,9 @@
-"""The training loop: rollout -> reward -> advantage -> update -> sync (-> validate, save)."""
+"""The training loop: collect (rollout -> reward -> advantage, or pairs) -> update -> sync (-> validate, save)."""
 
+import math
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -9,17 +11,17 @@ import pandas as pd
 from prefect import flow, get_run_logger
 
 from flows.checks import check_inputs
+from flows.collect import collect
 from flows.config import TrainConfig, TrainOverrides
 from flows.progress import Progress
 from flows.run import TrainingRun, open_run
 from flows.summary import Summary, register_export, summarise
 from models.algorithms.rollout_correction import too_far_apart
-from tasks.advantage import advantage
+from models.engines.ema import HeldWeights
 from tasks.checkpoint import save_checkpoint
 from tasks.clock import Stopwatch
 from tasks.cluster import gpu_slots, ray_cluster
 from tasks.metrics import (
-    compute_data_metrics_diffusion,
     compute_throughput_metrics_diffusion,
     compute_timing_metrics_diffusion,
     cost_metrics,
@@ -27,9 +29,6 @@ from tasks.metrics import (
 )
 from tasks.old_log_prob import old_log_prob
 from tasks.pictures import WIDEST_GRID, grid
-from tasks.reward import Scores, finish_reward
-from tasks.rollout import finish_rollout
-from tasks.samples import first_pictures, sample_table
 from tasks.tracking import log_step
 from tasks.update import sync_weights, update
 from tasks.validate import Validation, validate
@@ -58,8 +57,9 @@ def fit(run: TrainingRun) -> Summary:
     total, started = settings.total_training_steps, time.perf_counter()
     bar = Progress(run.config.run_name, total, run.iteration)
     clock = Stopwatch()
-    sync_weights(clock, run.trainer, run.rollout, run.canary, run.iteration, run.tolerance)
-    if run.iteration == 0 and settings.val_before_train:
+    if run.samples:
+        sync(run, clock, run.sampling_weights)
+    if run.samples and run.iteration == 0 and settings.val_before_train:
         result = measure(run, clock)
         log_step(clock, run.tracker, 0, result.metrics(), *_validation_records(result))
         bar.show(held_out=result.reward)
@@ -68,64 +68,59 @@ def fit(run: TrainingRun) -> Summary:
         metrics = iterate(run, iteration)
         if iteration == first:
             _warn_of_distance(run, metrics)
-        bar.advance(reward=metrics["critic/rewards/mean"], held_out=run.held_out)
+        bar.advance(reward=metrics.get("critic/rewards/mean", math.nan), held_out=run.held_out)
     bar.close()
     return summarise(run, (time.perf_counter() - started) / 60)
 
 
 def iterate(run: TrainingRun, iteration: int) -> dict[str, float]:
     """One iteration, as the paper has it."""
-    rollout_settings, algorithm = run.config.actor_rollout_ref.rollout, run.config.algorithm
-    correction, clock = algorithm.rollout_correction, Stopwatch()
+    correction, clock = run.config.algorithm.rollout_correction, Stopwatch()
 
-    prompts = run.prompts(iteration)
-    batches = run.rollout.submit(prompts, rollout_settings.n, iteration, run.window(iteration))
-    pending_scores = run.reward.submit(batches)
-    rollout_seconds = finish_rollout(clock, batches)
-    scores = finish_reward(clock, run.reward, batches, pending_scores)
-    advantages = advantage(clock, scores, algorithm)
-    old = None if correction.bypass_mode else old_log_prob(clock, run.trainer, batches, advantages, correction)
-    actor_metrics = update(clock, run.trainer, batches, advantages, old)
+    collected = collect(run, iteration, clock)
+    batches, advantages = collected.batches, collected.advantages
+    with run.rollout.asleep(clock) if run.samples else nullcontext():
+        old = None if correction.bypass_mode else old_log_prob(clock, run.trainer, batches, advantages, correction)
+        metrics = collected.metrics | update(clock, run.trainer, batches, advantages, old)
     run.iteration = iteration
-    drift = sync_weights(clock, run.trainer, run.rollout, run.canary, iteration, run.tolerance)
+    if run.samples:
+        metrics["sync/canary_difference"] = sync(run, clock, run.sampling_weights)
 
-    validation = measure(run, clock) if _due(iteration, run.config.trainer.test_freq, run) else None
-    metrics = actor_metrics | (validation.metrics() if validation else {}) | _iteration_metrics(scores, advantages)
-    metrics |= {
-        "sync/canary_difference": drift,
-        "perf/rollout_busy_s": rollout_seconds,
-        "perf/reward_busy_s": scores.busy_seconds,
-        "cost/images": float(iteration * len(scores.samples)),
-    }
+    validation = measure(run, clock) if run.samples and _due(iteration, run.config.trainer.test_freq, run) else None
+    metrics |= validation.metrics() if validation else {}
+    metrics |= run.watch(metrics) | {"cost/images": float(iteration * len(advantages))}
     pictures, tables = _validation_records(validation)
-    with clock.stage("pictures"):
-        kept = first_pictures(batches, run.config.tracking.pictures)
-        if kept:
-            pictures["samples"] = grid(np.stack(kept), columns=min(rollout_settings.n, WIDEST_GRID))
-    tables["samples"] = sample_table(scores.samples, advantages, run.config.trainer.seed, iteration, len(kept))
+    if collected.pictures:
+        columns = min(run.config.actor_rollout_ref.rollout.n, WIDEST_GRID)
+        pictures["samples"] = grid(np.stack(collected.pictures), columns=columns)
+    tables["samples"] = collected.samples
     # Logged before the checkpoint: killed in between, the iteration runs again with the same result and its record
     # is already there; the other way round it would be lost.
-    new = log_step(clock, run.tracker, iteration, metrics, pictures, tables, {"pictures": kept})
+    new = log_step(clock, run.tracker, iteration, metrics, pictures, tables, {"pictures": collected.pictures})
     if run.config.trainer.export_freq and iteration % run.config.trainer.export_freq == 0:
         register_export(clock, run)
     if _due(iteration, run.config.trainer.save_freq, run):
         save_checkpoint(clock, run.store, run.trainer, run.state())
     if new:
-        run.tracker.log_metrics(iteration, _time_metrics(run, clock, scores) | run.memory())
+        run.tracker.log_metrics(iteration, _time_metrics(run, clock, len(advantages)) | run.memory())
     return metrics
+
+
+def sync(run: TrainingRun, clock: Stopwatch, which: HeldWeights) -> float:
+    """Give the rollout one of the trainer's sets of weights; the canary's largest difference."""
+    return sync_weights(clock, run.trainer, run.rollout, run.canary, run.iteration, run.tolerance, which)
 
 
 def measure(run: TrainingRun, clock: Stopwatch) -> Validation:
     """Validate the present weights, or their moving average where one is kept."""
     rollout = run.config.actor_rollout_ref.rollout
-    averaged = run.config.actor_rollout_ref.actor.ema.enable
-    sync = (run.trainer, run.rollout, run.canary, run.iteration, run.tolerance)
-    if averaged:
-        sync_weights(clock, *sync, averaged=True)
+    measured: HeldWeights = "average" if run.config.actor_rollout_ref.actor.ema.enable else "policy"
+    if measured != run.sampling_weights:
+        sync(run, clock, measured)
     pipeline = rollout.validation_pipeline()
     result = validate(clock, run.rollout, run.reward, run.inputs.test, rollout.val_kwargs.n, pipeline)
-    if averaged:
-        sync_weights(clock, *sync)
+    if measured != run.sampling_weights:
+        sync(run, clock, run.sampling_weights)
     run.keep_validation(result)
     return result
 
@@ -145,27 +140,18 @@ def _due(iteration: int, every: int, run: TrainingRun) -> bool:
     return last or (every > 0 and iteration % every == 0)
 
 
-def _time_metrics(run: TrainingRun, clock: Stopwatch, scores: Scores) -> dict[str, float]:
+def _time_metrics(run: TrainingRun, clock: Stopwatch, images: int) -> dict[str, float]:
     """Where the iteration's time went, its records and its checkpoint included."""
     seconds = clock.finished()
     run.spent = cost_metrics(run.spent, seconds, run.config.gpus)
     return (
         compute_throughput_metrics_diffusion(
-            {"sample_level_rewards": scores.rewards}, seconds, run.config.trainer.world_size
+            {"sample_level_rewards": range(images)}, seconds, run.config.trainer.world_size
         )
-        | compute_timing_metrics_diffusion(seconds, len(scores.samples))
+        | compute_timing_metrics_diffusion(seconds, images)
         | orchestration_metrics(seconds)
         | run.spent
     )
-
-
-def _iteration_metrics(scores: Scores, advantages: Any) -> dict[str, float]:
-    batch = {"sample_level_rewards": scores.rewards, "uid": scores.uids}
-    batch |= {"advantages": advantages, "returns": advantages}
-    numbers = scores.samples.drop(columns=["sample_index", "reward"]).select_dtypes("number")
-    return compute_data_metrics_diffusion(batch) | {
-        f"train/{name}/mean": float(value) for name, value in numbers.mean().items()
-    }
 
 
 def _validation_records(result: Validation | None) -> tuple[dict[str, Any], dict[str, pd.DataFrame]]:

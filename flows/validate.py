@@ -6,7 +6,7 @@ from prefect import flow
 
 from flows.checks import ConfigError, check_inputs
 from flows.config import TrainConfig, TrainOverrides
-from flows.run import run_tags, start_rollout
+from flows.run import check_resources, run_tags, start_rollout
 from tasks.clock import Stopwatch
 from tasks.cluster import ray_cluster
 from tasks.lineage import lineage
@@ -37,9 +37,10 @@ def validate(
     name = f"validate-{config.run_name}-{weights.parent.name if weights else 'base'}"
     tracker, clock = Tracker(config.tracking, name), Stopwatch()
     with tracker.concluded(), ray_cluster(config.ray_init):
+        check_resources(config, trains=False)
         rollout, reward = start_rollout(config, inputs), RewardGroup(config.reward)
         if weights is not None:
-            rollout.group.call_all("load_exported", weights.resolve())
+            rollout.load_exported(weights.resolve())
         tags = run_tags(config, inputs, reward) | {"doubleflow.weights": str(weights or "base")}
         tracker.log_start(config.model_dump(mode="json"), tags)
         tracker.log_lineage(lineage(config.data_read()), 0)

@@ -104,7 +104,7 @@ class Sweep:
     def _holding(self, version: ModelVersion | None) -> RolloutGroup:
         if version is not None:
             folder = download_artifacts(version.source, tracking_uri=self.measured.client.tracking_uri)
-            self.rollout.group.call_all("load_exported", Path(folder).resolve())
+            self.rollout.load_exported(Path(folder).resolve())
         return self.rollout
 
     def _draw(self, clock: Stopwatch, rollout: RolloutGroup, cell: Cell) -> Validation:

@@ -5,6 +5,7 @@ A family registers a training adapter (`DiffusionModelBase`) and, for the vLLM-O
 folder's model_index.json. Registered for an architecture alone, an adapter serves every algorithm.
 """
 
+import importlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -16,12 +17,15 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from diffusers import SchedulerMixin
+    from diffusers import DiffusionPipeline, SchedulerMixin
     from tensordict import TensorDict
 
     from models.config import DiffusionPipelineConfig, DiffusionRolloutAlgoConfig, ModelConfig
 
 C = TypeVar("C", bound=type)
+
+OPTIONAL_PIPELINE_FIELDS: dict[str, float | None] = {"true_cfg_scale": 1.0, "guidance_scale": None, "num_frames": None}
+"""Fields of `rollout.pipeline` that only some families read, and the value with which each says nothing."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +119,18 @@ class DiffusionModelBase(ABC):
     lora_target_modules: ClassVar[tuple[str, ...]] = ()
     """Modules that get LoRA weights unless the config names others."""
 
+    pipeline_fields: ClassVar[tuple[str, ...]] = ()
+    """Which of `OPTIONAL_PIPELINE_FIELDS` the family reads; the first one turns classifier-free guidance on."""
+
+    prompt_extras: ClassVar[tuple[str, ...]] = ()
+    """What `encode_prompts` returns besides the sequence and its mask."""
+
+    negative_prompt: ClassVar[str] = ""
+    """What guidance contrasts with unless the data stage is given another text: the model card's."""
+
+    samples_video: ClassVar[bool] = False
+    """`decode` returns [B, F, H, W, 3] instead of [B, H, W, 3]."""
+
     @classmethod
     def register(cls, architecture: str, algorithm: str | None = None) -> Callable[[C], C]:
         """Class decorator; without `algorithm` the adapter serves every algorithm of the architecture."""
@@ -137,11 +153,6 @@ class DiffusionModelBase(ABC):
         return found
 
     # ---- what a family writes
-
-    @classmethod
-    @abstractmethod
-    def build_scheduler(cls, model_config: DiffusionModelConfig) -> "SchedulerMixin":
-        """The family's scheduler from the model's folder, with timesteps and sigmas already set (CPU)."""
 
     @classmethod
     @abstractmethod
@@ -174,7 +185,8 @@ class DiffusionModelBase(ABC):
             prompt_embeds_mask: [B, L], true at real tokens.
             negative_prompt_embeds: [B, L', D], or None without guidance.
             negative_prompt_embeds_mask: [B, L'].
-            micro_batch: further inputs of the micro-batch, for families that need them.
+            micro_batch: further inputs of the samples by name, for families that need them: at least the prompt
+                table's extras, such as `pooled_prompt_embeds` [B, D].
             step: index into the trajectory; ignored for a selected latent.
         """
 
@@ -191,16 +203,6 @@ class DiffusionModelBase(ABC):
 
     @classmethod
     @abstractmethod
-    def load_transformer(cls, model_config: DiffusionModelConfig, dtype: torch.dtype) -> nn.Module:
-        """The denoiser with the folder's weights."""
-
-    @classmethod
-    @abstractmethod
-    def load_vae(cls, model_config: DiffusionModelConfig) -> nn.Module:
-        """The decoder with the folder's weights."""
-
-    @classmethod
-    @abstractmethod
     def latent_shape(cls, model_config: DiffusionModelConfig) -> tuple[int, ...]:
         """Shape of one sample's latent, without the batch.
 
@@ -211,14 +213,96 @@ class DiffusionModelBase(ABC):
     @classmethod
     @abstractmethod
     def decode(cls, vae: nn.Module, model_config: DiffusionModelConfig, latents: Tensor) -> Tensor:
-        """Finished latents [B, ...] to pictures [B, H, W, 3], uint8, as the family's pipeline makes them."""
+        """Finished latents [B, ...] to pictures [B, H, W, 3], uint8, as the family's pipeline makes them.
+
+        Video is [B, F, H, W, 3].
+        """
 
     @classmethod
     @abstractmethod
+    def encode(cls, vae: nn.Module, model_config: DiffusionModelConfig, images: Tensor) -> Tensor:
+        """Pictures as `decode` makes them to latents [B, ...] fp32: its inverse, for data sets of pictures."""
+
+    @classmethod
+    @abstractmethod
+    def encode_prompts(
+        cls, pipeline: "DiffusionPipeline", prompts: list[str], max_sequence_length: int
+    ) -> dict[str, Tensor]:
+        """Text as the family's own pipeline encodes it: its template, its text encoders, its layers.
+
+        Args:
+            pipeline: from `load_text_pipeline`.
+            prompts: B texts.
+            max_sequence_length: tokens of a prompt; families that pad do so up to this number.
+
+        Returns:
+            `prompt_embeds` [B, L, D], `prompt_embeds_mask` [B, L] (true at what the denoiser sees), and further
+            tensors with a row for each prompt under the names that `prepare_model_inputs` looks for.
+        """
+
+    @classmethod
+    @abstractmethod
+    def prompt_lengths(cls, pipeline: "DiffusionPipeline", prompts: list[str]) -> list[int]:
+        """Tokens of each prompt that count against max_sequence_length; above it the text would be cut."""
+
+    # ---- what all families share; a family may have its own
+
+    @classmethod
+    def build_scheduler(cls, model_config: DiffusionModelConfig) -> "SchedulerMixin":
+        """The family's scheduler from the model's folder, with timesteps and sigmas already set (CPU)."""
+        from models.schedulers import FlowMatchSDEDiscreteScheduler
+
+        scheduler = FlowMatchSDEDiscreteScheduler.from_pretrained(model_config.path, subfolder="scheduler")
+        cls.set_timesteps(scheduler, model_config, "cpu")
+        return scheduler
+
+    @classmethod
+    def load_transformer(cls, model_config: DiffusionModelConfig, dtype: torch.dtype) -> nn.Module:
+        """The denoiser with the folder's weights."""
+        from diffusers import AutoModel
+
+        return AutoModel.from_pretrained(model_config.path, subfolder="transformer", dtype=dtype)
+
+    @classmethod
+    def load_vae(cls, model_config: DiffusionModelConfig) -> nn.Module:
+        """The decoder with the folder's weights, in eval mode and without gradients."""
+        from diffusers import AutoModel
+
+        vae = AutoModel.from_pretrained(model_config.path, subfolder="vae", dtype=model_config.dtype)
+        return vae.eval().requires_grad_(False)
+
+    @classmethod
+    def load_text_pipeline(cls, path: str | Path, dtype: torch.dtype = torch.float32) -> "DiffusionPipeline":
+        """The family's pipeline with its text side alone: of a large model the rest would be most of the memory."""
+        pipeline_class = getattr(importlib.import_module("diffusers"), read_architecture(path))
+        return pipeline_class.from_pretrained(path, transformer=None, vae=None, scheduler=None, dtype=dtype)
+
+    @classmethod
     def transformer_blocks(cls, module: nn.Module) -> list[nn.Module]:
         """The repeated blocks: units of sharding and of compilation."""
+        return list(module.transformer_blocks)  # type: ignore[arg-type]
 
-    # ---- what all families share
+    @classmethod
+    def is_guided(cls, pipeline: "DiffusionPipelineConfig") -> bool:
+        """Whether these settings ask for classifier-free guidance, which needs negative embeddings."""
+        scale = getattr(pipeline, cls.pipeline_fields[0]) if cls.pipeline_fields else None
+        return scale is not None and scale > 1
+
+    @classmethod
+    def check_pipeline(cls, model_config: DiffusionModelConfig) -> None:
+        """What can be said about the sampling settings before a model loads; reads config files only.
+
+        Raises:
+            ValueError: a field is set that the family does not read, or the size does not suit the model.
+        """
+        for name, nothing in OPTIONAL_PIPELINE_FIELDS.items():
+            value = getattr(model_config.pipeline, name)
+            if value != nothing and name not in cls.pipeline_fields:
+                raise ValueError(
+                    f"rollout.pipeline.{name} is {value}, which {model_config.architecture} does not read: leave it "
+                    f"out (this model reads {', '.join(cls.pipeline_fields)})"
+                )
+        cls.latent_shape(model_config)
 
     @classmethod
     def forward_and_sample_previous_step(

@@ -11,6 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 SdeType = Literal["sde", "cps", "dance_sde"]
 WindowMode = Literal["random", "progressive", "decay"]
+AwmWeighting = Literal["uniform", "t", "t2", "huber", "ghuber"]
+DecaySchedule = Literal["copy", "linear_to_0_3", "linear_to_0_5", "delayed_linear_to_0_999"]
 
 
 class Section(BaseModel):
@@ -22,13 +24,25 @@ class Section(BaseModel):
 class DiffusionPipelineConfig(Section):
     """How a picture is sampled. Start from the model card's values, so that exploration begins at a good point."""
 
-    height: int = Field(512, ge=8, description="Picture height in pixels, a multiple of vae_scale_factor * 2.")
-    width: int = Field(512, ge=8, description="Picture width in pixels, a multiple of vae_scale_factor * 2.")
+    height: int = Field(512, ge=8, description="Picture height in pixels, a multiple of the model's patch.")
+    width: int = Field(512, ge=8, description="Picture width in pixels, a multiple of the model's patch.")
     num_inference_steps: int = Field(10, ge=1, le=1000, description="Denoising steps of one sample.")
     true_cfg_scale: float = Field(
         1.0,
         ge=1.0,
-        description="True classifier-free guidance (Qwen-Image); 1 turns it off and halves the work.",
+        description="Classifier-free guidance of Qwen-Image and FLUX.1; 1 turns it off and halves the work.",
+    )
+    guidance_scale: float | None = Field(
+        None,
+        ge=0.0,
+        description="Classifier-free guidance of Stable Diffusion 3, Wan (off up to 1) and Z-Image (off at 0), where "
+        "null turns it off; for FLUX.1-dev the scale that the model was distilled with, which it must be given.",
+    )
+    num_frames: int | None = Field(None, ge=1, description="Frames of a video; null for models of pictures.")
+    max_sequence_length: int | None = Field(
+        None,
+        ge=1,
+        description="Tokens of a prompt with which the embeddings must have been made; null takes them as they are.",
     )
 
 
@@ -81,6 +95,24 @@ class DiffusionRolloutAlgoConfig(Section):
     def window_bounds(self, num_inference_steps: int) -> tuple[int, int]:
         """The half-open range of steps that the window may cover, for a sampler of that many steps."""
         return self.sde_window_range or (0, max(num_inference_steps - 1, 1))
+
+
+class VllmOmniConfig(Section):
+    """The vLLM-Omni rollout engine; read when `rollout.name` is vllm_omni."""
+
+    attention_backend: Literal["FLASH_ATTN", "TORCH_SDPA"] | None = Field(
+        None, description="Attention kernels on a GPU; null is vLLM-Omni's choice. The CPU has one."
+    )
+    enforce_eager: bool = Field(True, description="false compiles the transformer's blocks at the first request.")
+    executor: Literal["uni", "mp"] = Field(
+        "uni", description="uni computes in the worker's process, mp in one of its own, over which weights are copied."
+    )
+    request_batch_max_wait_ms: float = Field(
+        100.0, ge=0, description="Longest wait for a batch to fill; a full one starts at once."
+    )
+    request_timeout_s: float = Field(
+        1800.0, gt=0, description="Longest time for one batch, or for one order to the engine; then the run fails."
+    )
 
 
 class ModelConfig(Section):
@@ -150,6 +182,74 @@ class DiffusionLossConfig(Section):
     kl_mask_threshold: float = Field(
         1e-5, gt=0, description="flow_dppo only: KL per latent element above which a step may not go further."
     )
+    dpo_beta: float = Field(
+        100.0,
+        gt=0,
+        description="dpo only: how sharply a pair's error difference counts; 100 in recipes, 2000 in the paper.",
+    )
+    nft_beta: float = Field(
+        1.0, gt=0, le=1, description="diffusion_nft only: share of the policy in the implicit positive velocity."
+    )
+    awm_weighting: AwmWeighting = Field(
+        "uniform", description="awm only: how a timestep's matching error becomes a log-prob, docs/algorithms.md."
+    )
+    awm_ema_coef: float = Field(
+        1.0, ge=0, description="awm only: weight of the distance to the slowly moving copy of the policy."
+    )
+
+
+class ForwardProcessConfig(Section):
+    """How finished samples are noised again, and the copy of the policy that some losses compare with.
+
+    Read by the losses of the forward process (dpo, diffusion_nft, awm, distill_fm_mse); the policy-gradient losses
+    train on the sampler's own steps and read none of it.
+    """
+
+    timestep_sampling: Literal["schedule", "logit_normal"] = Field(
+        "schedule",
+        description="Noise levels to train at: those of the rollout's own schedule, or drawn from logit-normal(0, 1).",
+    )
+    num_train_timesteps: int | None = Field(
+        None,
+        ge=1,
+        description="Noise levels of each sample in an update, of a schedule drawn without repetition; null takes "
+        "every one of the schedule, or 1 of logit_normal.",
+    )
+    timestep_fraction: float = Field(
+        1.0, gt=0, le=1, description="Share of the schedule's levels to train at, counted from pure noise."
+    )
+    old_policy_decay_schedule: DecaySchedule = Field(
+        "copy",
+        description="old <- d old + (1 - d) policy after an iteration: copy has d = 0; linear_to_0_5 lets d rise by "
+        "0.001 an optimiser step up to 0.5, linear_to_0_3 up to 0.3, delayed_linear_to_0_999 by 0.0075 after 75 steps.",
+    )
+    old_policy_decay: float | None = Field(None, ge=0, lt=1, description="A constant d instead of the schedule.")
+    old_policy_update_interval: int = Field(1, ge=1, description="Iterations between two updates of the old policy.")
+
+    @model_validator(mode="after")
+    def _fraction_of_a_schedule(self):
+        if self.timestep_sampling != "schedule" and self.timestep_fraction != 1.0:
+            raise ValueError(
+                f"timestep_fraction {self.timestep_fraction} is a share of the schedule's levels, but "
+                f"timestep_sampling is {self.timestep_sampling}: leave it at 1"
+            )
+        return self
+
+    def levels_per_sample(self, num_inference_steps: int) -> int:
+        """Noise levels of each sample in an update, for a schedule of that many steps.
+
+        Raises:
+            ValueError: num_train_timesteps asks for more than there are.
+        """
+        if self.timestep_sampling == "logit_normal":
+            return self.num_train_timesteps or 1
+        there = max(int(num_inference_steps * self.timestep_fraction), 1)
+        if (self.num_train_timesteps or 0) > there:
+            raise ValueError(
+                f"algorithm.num_train_timesteps is {self.num_train_timesteps}, but timestep_fraction "
+                f"{self.timestep_fraction} of {num_inference_steps} steps leaves {there}"
+            )
+        return self.num_train_timesteps or there
 
 
 class DiffusionActorConfig(Section):
@@ -163,14 +263,23 @@ class DiffusionActorConfig(Section):
         "batches pass as they were sampled and replay their log-probs to the last bit.",
     )
     ppo_epochs: int = Field(1, ge=1, description="Passes over one iteration's samples.")
-    use_kl_loss: bool = Field(False, description="Add the KL divergence to the starting policy to the loss.")
+    use_kl_loss: bool = Field(
+        False,
+        description="Add the distance to the starting policy to the loss: the KL divergence of a step's Gaussians, or "
+        "with a loss of the forward process the mean squared difference of the velocities.",
+    )
     kl_loss_coef: float = Field(
         0.0,
         ge=0,
-        description="Weight of that KL, the true Gaussian one, mean (mu-mu_ref)^2 / (2 sd^2). Public code divides by "
-        "2 g^2 without the step length: its beta is about beta * (-D) here.",
+        description="Its weight. The KL is the true Gaussian one, mean (mu-mu_ref)^2 / (2 sd^2). Public code divides "
+        "by 2 g^2 without the step length: its beta is about beta * (-D) here.",
     )
     diffusion_loss: DiffusionLossConfig = Field(default_factory=DiffusionLossConfig, description="The policy loss.")
+    teacher_path: str | None = Field(
+        None,
+        description="distill_kl and distill_fm_mse: the teacher, a folder in diffusers format of the same architecture "
+        "or one with the LoRA weights that a run exported.",
+    )
     optim: OptimConfig = Field(default_factory=OptimConfig, description="The optimiser.")
     ema: EmaConfig = Field(default_factory=EmaConfig, description="Averaged weights.")
     fsdp_config: FSDPConfig = Field(default_factory=FSDPConfig, description="Sharding and precision.")

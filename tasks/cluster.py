@@ -12,6 +12,8 @@ import ray
 from prefect.client.orchestration import get_client
 from prefect.concurrency.sync import concurrency
 from prefect.exceptions import ObjectNotFound
+from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tasks.config import RayConfig
 from tasks.watchdog import watchdog
@@ -26,6 +28,8 @@ QUIET_ENVIRONMENT = {
     "OMP_WAIT_POLICY": "passive",  # idle OpenMP threads that spin starve the other actors of a small machine
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "TRANSFORMERS_VERBOSITY": "error",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
 }
 
 
@@ -76,35 +80,73 @@ def gpu_slots(config: RayConfig, gpus: float) -> Iterator[None]:
         yield
 
 
-def require_gpus(needed: float) -> None:
-    """Check that the cluster has that many GPUs in all; Ray itself would wait for them for ever.
+def require_resources(gpus: float, cpus: float) -> None:
+    """Check that the cluster has that many GPUs and CPUs in all; Ray itself would wait for them for ever.
 
     Raises:
         ClusterError: it has fewer.
     """
-    there = ray.cluster_resources().get("GPU", 0.0)
-    if needed > there:
+    there = ray.cluster_resources()
+    if gpus > there.get("GPU", 0.0):
         raise ClusterError(
-            f"the run needs {needed:g} GPUs (trainer ranks and rollout.num_actors x num_gpus_per_actor) but the Ray "
-            f"cluster has {there:g}: lower them or set trainer.device to cpu"
+            f"the run needs {gpus:g} GPUs (trainer ranks, rollout.num_actors x num_gpus_per_actor and each reward's "
+            f"num_workers x num_gpus) but the Ray cluster has {there.get('GPU', 0.0):g}: lower them, or set "
+            "trainer.device to cpu"
         )
+    if cpus > there.get("CPU", 0.0):
+        raise ClusterError(
+            f"the rewards reserve {cpus:g} CPUs (num_workers x num_cpus of each of reward.functions) but the Ray "
+            f"cluster has {there.get('CPU', 0.0):g}: lower them; 0 reserves none"
+        )
+
+
+GPU_SHARE = 0.5
+"""What Ray counts for an actor on a shared GPU; it limits nothing."""
+
+
+class SharedGpus:
+    """GPUs of which each is shared by one actor of every group that is placed on them.
+
+    Args:
+        count: how many, on as few machines as will do.
+    """
+
+    def __init__(self, count: int):
+        self._group = placement_group([{"GPU": 1}] * count, strategy="PACK")
+        ray.get(self._group.ready())
+
+    def place(self, number: int) -> PlacementGroupSchedulingStrategy:
+        """For an actor on GPU `number`."""
+        return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=number)
 
 
 class ActorGroup:
     """Actors of one class, started together and called in turn or all at once.
 
-    CPU actors ask for no cores: the stages of an iteration take turns on the same ones.
+    CPU actors ask for no cores, unless told to: the stages of an iteration take turns on the same ones.
 
     Args:
         actor_class: a plain class; it becomes a Ray actor here.
         count: how many.
         num_gpus: GPUs, or a share of one, that each takes.
         arguments: the constructor's, the same for all.
+        shared: put actor i on GPU i of these.
+        options: Ray's own: num_cpus, max_restarts and so on.
     """
 
-    def __init__(self, actor_class: type, count: int, num_gpus: float, arguments: Sequence[Any] = ()):
-        remote = ray.remote(actor_class).options(num_cpus=0, num_gpus=num_gpus)
-        self.actors = [remote.remote(*arguments) for _ in range(count)]
+    def __init__(
+        self,
+        actor_class: type,
+        count: int,
+        num_gpus: float,
+        arguments: Sequence[Any] = (),
+        *,
+        shared: SharedGpus | None = None,
+        **options: Any,
+    ):
+        remote = ray.remote(actor_class).options(**{"num_cpus": 0, "num_gpus": num_gpus} | options)
+        places = [{} if shared is None else {"scheduling_strategy": shared.place(i)} for i in range(count)]
+        self.actors = [remote.options(**place).remote(*arguments) for place in places]
 
     def __len__(self) -> int:
         return len(self.actors)

@@ -5,7 +5,14 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from models.config import DiffusionPipelineConfig, DiffusionRolloutAlgoConfig, RolloutCorrectionConfig, Section
+from models.config import (
+    DiffusionPipelineConfig,
+    DiffusionRolloutAlgoConfig,
+    ForwardProcessConfig,
+    RolloutCorrectionConfig,
+    Section,
+    VllmOmniConfig,
+)
 
 
 class DataConfig(Section):
@@ -13,7 +20,12 @@ class DataConfig(Section):
 
     prompts: Path = Field(Path("data/prompts.parquet"), description="Prompt table of the `prompts` stage.")
     embeddings: Path = Field(Path("data/embeddings"), description="Folder of the `embeddings` stage.")
-    train_batch_size: int = Field(16, ge=1, description="Prompts per iteration; each is sampled rollout.n times.")
+    pairs: Path = Field(
+        Path("data/pairs"), description="Folder of the `pairs` stage, read where algorithm.sample_source is offline."
+    )
+    train_batch_size: int = Field(
+        16, ge=1, description="Prompts per iteration, each sampled rollout.n times; offline, pairs per iteration."
+    )
 
 
 class ValidationPipelineConfig(Section):
@@ -21,6 +33,7 @@ class ValidationPipelineConfig(Section):
 
     num_inference_steps: int | None = Field(None, ge=1, description="Denoising steps; null is the rollout's number.")
     true_cfg_scale: float | None = Field(None, ge=1.0, description="Guidance; null is the rollout's.")
+    guidance_scale: float | None = Field(None, ge=0.0, description="Guidance; null is the rollout's.")
 
 
 class ValidationConfig(Section):
@@ -36,7 +49,9 @@ class ValidationConfig(Section):
 class DiffusionRolloutConfig(Section):
     """Sampling: which engine, how many workers, how many samples, and how."""
 
-    name: Literal["diffusers"] = Field("diffusers", description="Rollout engine.")
+    name: Literal["diffusers", "vllm_omni"] = Field(
+        "diffusers", description="Rollout engine: diffusers in the worker's process, or vLLM-Omni (docs/vllm-omni.md)."
+    )
     n: int = Field(16, ge=1, description="Samples per prompt: the group whose mean is the baseline.")
     micro_batch_size: int = Field(
         16, ge=1, description="Samples denoised together. A batch of this size is never split or merged afterwards."
@@ -44,6 +59,17 @@ class DiffusionRolloutConfig(Section):
     num_actors: int = Field(1, ge=1, description="Rollout workers; the pictures do not depend on their number.")
     num_gpus_per_actor: float = Field(1.0, ge=0, description="GPUs (or a share of one) each worker takes on CUDA.")
     num_threads: int = Field(1, ge=1, description="CPU threads of each worker.")
+    placement: Literal["separate", "colocated"] = Field(
+        "separate",
+        description="colocated puts a worker on each trainer rank's GPU; it gives its memory up during the update.",
+    )
+    max_queued_batches: int = Field(
+        16, ge=1, description="Batches that wait at one worker; beyond them, handing out more waits for a free place."
+    )
+    max_restarts: int = Field(
+        2, ge=0, description="How often a worker that died is started again; its batches are then sampled again."
+    )
+    vllm_omni: VllmOmniConfig = Field(default_factory=VllmOmniConfig, description="Settings of that engine.")
     pipeline: DiffusionPipelineConfig = Field(
         default_factory=DiffusionPipelineConfig, description="How a picture is sampled."
     )
@@ -78,35 +104,126 @@ class DiffusionRolloutConfig(Section):
 
 
 class RewardFunctionConfig(Section):
-    """One reward."""
+    """One reward: what it counts, and the pool of workers that serves it."""
 
-    weight: float = Field(1.0, description="Its share of the trained reward.")
+    reward: str | None = Field(
+        None, description="Registered name or package.module:object, where the key is a label; null takes the key."
+    )
+    weight: float | None = Field(
+        None, description="Its share of the trained reward; 0 only measures. Null is 1, and 0 for a guard."
+    )
+    required: bool = Field(
+        True,
+        description="Without this score a sample leaves statistics and update. An optional reward that is missing "
+        "counts as its group's mean: it speaks neither for nor against the sample.",
+    )
+    guard: bool = Field(False, description="Measured, never trained on, and watched for a fall while the reward rises.")
     options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the reward.")
+    num_workers: int = Field(1, ge=1, description="Worker processes; each loads the reward once.")
+    num_cpus: float = Field(0.0, ge=0, description="CPUs each worker reserves; 0 shares what there is.")
+    num_gpus: float = Field(0.0, ge=0, description="GPUs, or a share of one, each worker takes.")
+    batch_size: int | None = Field(
+        None, ge=1, description="Pictures a call, across prompts and rollout batches; null is a rollout batch."
+    )
+    retries: int = Field(2, ge=0, description="Times a batch is scored again after an error or its worker's death.")
+    retry_wait_s: float = Field(1.0, ge=0, description="Seconds before a batch that raised an error is tried again.")
+    timeout_s: float = Field(
+        600.0, gt=0, description="Seconds a batch may take; then its worker is ended, started again, and retries."
+    )
+
+    @model_validator(mode="after")
+    def _a_guard_is_not_trained_on(self):
+        if self.guard and self.weight:
+            raise ValueError(
+                f"guard is true and weight {self.weight:g}: a guard is never trained on, so leave its weight out"
+            )
+        return self
+
+    @property
+    def share(self) -> float:
+        """Its weight in the trained reward."""
+        default = 0.0 if self.guard else 1.0
+        return default if self.weight is None else self.weight
+
+
+class GuardConfig(Section):
+    """What tells a better policy from one that found a hole in its reward."""
+
+    statistics: bool = Field(
+        True, description="Measure edge density, entropy, saturation and diversity of the pictures, as guards too."
+    )
+    window: int = Field(20, ge=5, description="Iterations over which trends are tested.")
+    p_value: float = Field(
+        0.01, gt=0, lt=1, description="Level of the trend tests, shared among the guards: p_value / their number each."
+    )
 
 
 class RewardConfig(Section):
-    """What is rewarded, and who computes it."""
+    """What is rewarded, who computes it, and when too little of it came back."""
 
     functions: dict[str, RewardFunctionConfig] = Field(
         default_factory=lambda: {"ocr": RewardFunctionConfig()},
-        description="Reward name, or package.module:object, to its weight and options.",
+        description="Reward name, package.module:object or a label, to its weight, options and workers.",
     )
-    num_workers: int = Field(1, ge=1, description="Reward workers; each scores whole micro-batches.")
+    max_missing_fraction: float = Field(
+        0.1,
+        ge=0,
+        le=1,
+        description="Above this share of missing scores of a reward the run stops with its error.",
+    )
+    guards: GuardConfig = Field(default_factory=GuardConfig, description="Signs of reward hacking.")
 
     @model_validator(mode="after")
     def _something_is_rewarded(self):
         if not self.functions:
             raise ValueError("reward.functions is empty: name at least one reward, for example ocr")
+        if not any(entry.share for entry in self.functions.values()):
+            raise ValueError(
+                f"reward.functions {', '.join(self.functions)}: all are guards or have weight 0, so nothing is "
+                "rewarded; give one a weight"
+            )
         return self
 
+    def named(self) -> dict[str, tuple[str, RewardFunctionConfig]]:
+        """Label -> (registered name or import path, settings)."""
+        return {label: (entry.reward or label, entry) for label, entry in self.functions.items()}
 
-class DiffusionAlgoConfig(Section):
-    """The algorithm: what its name stands for, from rewards to advantages, and whose log-probs are the old ones."""
+    @property
+    def num_gpus(self) -> float:
+        """GPUs of all reward workers."""
+        return sum(entry.num_workers * entry.num_gpus for entry in self.functions.values())
+
+    @property
+    def num_cpus(self) -> float:
+        """CPUs that all reward workers reserve."""
+        return sum(entry.num_workers * entry.num_cpus for entry in self.functions.values())
+
+
+class DiffusionAlgoConfig(ForwardProcessConfig):
+    """The algorithm: what its name stands for, which stages it chains, and how rewards become advantages."""
 
     name: str = Field(
         "flow_grpo",
-        description="flow_grpo, dance_grpo, mix_grpo, grpo_guard or flow_dppo: sets kernel, window, advantage and loss "
-        "with their defaults, wherever such a field is not given itself.",
+        description="flow_grpo, dance_grpo, mix_grpo, grpo_guard, flow_dppo, dpo, diffusion_nft, awm, distill_kl or "
+        "distill_fm_mse: sets kernel, window, advantage and loss with their defaults, wherever such a field is not "
+        "given itself.",
+    )
+    trainer_type: Literal["policy_gradient", "direct_preference"] = Field(
+        "policy_gradient",
+        description="policy_gradient trains on the steps of a stochastic sampler; direct_preference on finished "
+        "samples of the ODE, noised again. The loss decides; a name sets it.",
+    )
+    sample_source: Literal["online", "offline"] = Field(
+        "online",
+        description="online samples and scores in every iteration; offline reads data.pairs and starts neither rollout "
+        "nor reward (dpo).",
+    )
+    paired_preference: bool = Field(
+        False, description="The loss compares a better with a worse sample of one prompt (dpo). A name sets it."
+    )
+    adv_mode: Literal["continuous", "positive_only", "negative_only", "one_only", "binary"] = Field(
+        "continuous",
+        description="What is kept of advantages: all, max(A, 0), min(A, 0), 1 where A > 0 else 0, or the sign.",
     )
     adv_estimator: str = Field("flow_grpo", description="Advantage estimator, or package.module:function.")
     norm_adv_by_std_in_grpo: bool = Field(True, description="Divide by a standard deviation; false is Dr.GRPO.")
@@ -119,6 +236,15 @@ class DiffusionAlgoConfig(Section):
     rollout_correction: RolloutCorrectionConfig = Field(
         default_factory=RolloutCorrectionConfig, description="Rollout log-probs that are not the trainer's."
     )
+
+    @model_validator(mode="after")
+    def _offline_has_pairs(self):
+        if self.sample_source == "offline" and not self.paired_preference:
+            raise ValueError(
+                "algorithm.sample_source is offline, which reads preference pairs, but paired_preference is false: use "
+                "a loss that compares pairs (algorithm.name dpo) or sample online"
+            )
+        return self
 
     @model_validator(mode="after")
     def _gdpo_chooses_its_own_deviations(self):

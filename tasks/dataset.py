@@ -17,9 +17,9 @@ from tasks.prompt_files import NEGATIVE_UID, SPLITS, DatasetError, PromptRow, re
 if TYPE_CHECKING:
     import torch
 
+    Encode = Callable[[list[str]], dict[str, torch.Tensor]]
+
 COLUMNS = ("uid", "prompt", "split", "target", "metadata", "source")
-NEGATIVE_PROMPT = " "
-"""What classifier-free guidance contrasts with: the empty prompt, as the pipelines themselves write it."""
 INDEX = "index.json"
 
 
@@ -84,32 +84,33 @@ def load_prompts(path: str | Path, split: str | None = None) -> list[Prompt]:
     return [Prompt(r["uid"], r["prompt"], r["target"], json.loads(r["metadata"]), r["source"]) for r in rows]
 
 
-def check_prompt_lengths(
-    prompts: Sequence[Prompt], tokenizer: Any, max_sequence_length: int, template_tokens: int
-) -> None:
+def check_prompt_lengths(prompts: Sequence[Prompt], lengths: Sequence[int], max_sequence_length: int) -> None:
     """Raise DatasetError for a prompt that the text encoder would cut off without a word.
 
-    `template_tokens` is how many tokens the chat template adds to what counts against `max_sequence_length`.
+    `lengths` are the tokens of each prompt, its template's among them, that count against `max_sequence_length`.
     """
-    lengths = [len(ids) for ids in tokenizer([prompt.prompt for prompt in prompts])["input_ids"]]
-    limit = max_sequence_length - template_tokens
-    too_long = [(prompt, n) for prompt, n in zip(prompts, lengths, strict=True) if n > limit]
+    too_long = [(prompt, n) for prompt, n in zip(prompts, lengths, strict=True) if n > max_sequence_length]
     if too_long:
         prompt, n = too_long[0]
         raise DatasetError(
-            f"{prompt.source}: the prompt has {n} tokens, but max_sequence_length={max_sequence_length} leaves room "
-            f"for {limit} (prompts that are too long: {len(too_long)})"
+            f"{prompt.source}: the prompt has {n} tokens with its template, but max_sequence_length="
+            f"{max_sequence_length} (prompts that are too long: {len(too_long)})"
         )
 
 
 class PromptEmbeddings:
-    """Text embeddings on disk, one unpadded tensor a prompt; only what is asked for is read."""
+    """Text embeddings on disk, one unpadded tensor a prompt; only what is asked for is read.
+
+    `extras` names what is stored for each prompt besides, for example `pooled_prompt_embeds`.
+    """
 
     def __init__(self, folder: Path, index: dict[str, Any]):
         self.folder = folder
         self.model: str = index["model"]
         self.model_digest: str = index["model_digest"]
         self.dim: int = index["dim"]
+        self.max_sequence_length: int = index["max_sequence_length"]
+        self.extras: tuple[str, ...] = tuple(index["extras"])
         self._shards: dict[str, str] = index["shards"]
 
     @classmethod
@@ -118,7 +119,10 @@ class PromptEmbeddings:
         index = Path(folder) / INDEX
         if not index.is_file():
             raise DatasetError(f"{index} is missing; `dvc repro embeddings` makes it")
-        return cls(Path(folder), json.loads(index.read_text()))
+        stored = json.loads(index.read_text())
+        if "extras" not in stored:
+            raise DatasetError(f"{index} is of an older version of this project; `dvc repro embeddings` makes it anew")
+        return cls(Path(folder), stored)
 
     def __contains__(self, uid: str) -> bool:
         return uid in self._shards
@@ -126,7 +130,8 @@ class PromptEmbeddings:
     def get(self, uids: Sequence[str]) -> dict[str, "torch.Tensor"]:
         """`prompt_embeds` [P, L, D] as stored and `prompt_embeds_mask` [P, L] bool, P prompts in the order of `uids`.
 
-        L is the longest of these prompts; shorter ones are filled up with zeros. Raises DatasetError for unknown uids.
+        L is the longest of these prompts; shorter ones are filled up with zeros. The extras [P, ...] stand beside them
+        under their names. Raises DatasetError for unknown uids.
         """
         import torch
 
@@ -135,10 +140,11 @@ class PromptEmbeddings:
         lengths = torch.tensor([len(row) for row in rows])
         embeds = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
         mask = torch.arange(embeds.shape[1]) < lengths[:, None]
-        return {"prompt_embeds": embeds, "prompt_embeds_mask": mask}
+        extras = {name: torch.stack([stored[f"{uid}/{name}"] for uid in uids]) for name in self.extras}
+        return {"prompt_embeds": embeds, "prompt_embeds_mask": mask} | extras
 
     def negative(self) -> dict[str, "torch.Tensor"]:
-        """The empty negative prompt, as `get` returns it for P = 1."""
+        """The negative prompt, as `get` returns it for P = 1."""
         return self.get([NEGATIVE_UID])
 
     def _read(self, uids: Sequence[str]) -> dict[str, "torch.Tensor"]:
@@ -153,35 +159,48 @@ class PromptEmbeddings:
         rows: dict[str, torch.Tensor] = {}
         for shard in sorted({self._shards[uid] for uid in uids}):
             with safe_open(self.folder / shard, framework="pt") as file:
-                rows |= {uid: file.get_tensor(uid) for uid in uids if self._shards[uid] == shard}
+                here = [uid for uid in uids if self._shards[uid] == shard]
+                names = here + [f"{uid}/{name}" for uid in here for name in self.extras]
+                rows |= {name: file.get_tensor(name) for name in names}
         return rows
 
 
 def write_embeddings(
     prompts: Sequence[Prompt],
-    encode: "Callable[[list[str]], tuple[torch.Tensor, torch.Tensor | None]]",
+    encode: "Encode",
     out_dir: str | Path,
     shard_size: int,
     *,
     batch_size: int,
+    negative_prompt: str,
+    max_sequence_length: int,
     model: str,
     model_digest: str,
 ) -> None:
-    """Encode the prompts and the empty negative prompt into shards of `shard_size` prompts and an index in `out_dir`.
+    """Encode the prompts and the negative prompt into shards of `shard_size` prompts and an index in `out_dir`.
 
-    `encode` takes up to `batch_size` texts and returns embeddings [B, L, D] and a mask [B, L] (None: nothing is
-    padding). `model` and `model_digest` say which text encoder it was. `out_dir` appears whole or not at all.
+    `encode` takes up to `batch_size` texts and returns what a model adapter's `encode_prompts` does, to which it gave
+    `max_sequence_length`. `model` and `model_digest` say which text encoder it was. `out_dir` appears whole or not at
+    all.
     """
-    texts = {NEGATIVE_UID: NEGATIVE_PROMPT} | {prompt.uid: prompt.prompt for prompt in prompts}
+    texts = {NEGATIVE_UID: negative_prompt} | {prompt.uid: prompt.prompt for prompt in prompts}
     uids = list(texts)
     groups = [uids[i : i + shard_size] for i in range(0, len(uids), shard_size)]
     names = [f"embeddings-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
     with put_in_place(Path(out_dir)) as folder:
         folder.mkdir()
         for name, group in zip(names, groups, strict=True):
-            dim = _write_shard(folder / name, {uid: texts[uid] for uid in group}, encode, batch_size)
+            dim, extras = _write_shard(folder / name, {uid: texts[uid] for uid in group}, encode, batch_size)
         shards = {uid: name for name, group in zip(names, groups, strict=True) for uid in group}
-        index = {"model": model, "model_digest": model_digest, "dim": dim, "shards": shards}
+        index = {
+            "model": model,
+            "model_digest": model_digest,
+            "negative_prompt": negative_prompt,
+            "max_sequence_length": max_sequence_length,
+            "dim": dim,
+            "extras": extras,
+            "shards": shards,
+        }
         (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n")
 
 
@@ -215,22 +234,24 @@ def _remove(*paths: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def _write_shard(path: Path, texts: dict[str, str], encode: Callable, batch_size: int) -> int:
-    """Write one shard and return the width of its embeddings."""
+def _write_shard(path: Path, texts: dict[str, str], encode: "Encode", batch_size: int) -> tuple[int, list[str]]:
+    """Write one shard and return the width of its embeddings and the names of its extras."""
     from safetensors.torch import save_file
 
     rows: dict[str, torch.Tensor] = {}
     uids = list(texts)
     for start in range(0, len(uids), batch_size):
         batch = uids[start : start + batch_size]
-        embeds, mask = encode([texts[uid] for uid in batch])
+        encoded = {name: tensor.cpu() for name, tensor in encode([texts[uid] for uid in batch]).items()}
+        embeds, mask = encoded.pop("prompt_embeds"), encoded.pop("prompt_embeds_mask")
         for i, uid in enumerate(batch):
-            # The copy cuts the row off from its padded batch, whose storage safetensors would else refuse to share.
-            rows[uid] = embeds[i].clone() if mask is None else embeds[i][mask[i].bool()]
-            if not rows[uid].isfinite().all():
+            # The copies cut a row off from its batch, whose storage safetensors would else refuse to share.
+            own = {uid: embeds[i][mask[i].bool()]} | {f"{uid}/{name}": t[i].clone() for name, t in encoded.items()}
+            if not all(tensor.isfinite().all() for tensor in own.values()):
                 raise DatasetError(f"the text encoder gives {texts[uid]!r} (uid {uid}) values that are not finite")
+            rows |= own
     save_file(rows, path)
-    return rows[uids[0]].shape[-1]
+    return embeds.shape[-1], sorted(encoded)
 
 
 def _check_distinct(keys: list[str], rows: list[PromptRow], what: str) -> None:

@@ -16,8 +16,8 @@ def compute_data_metrics_diffusion(batch: Mapping[str, Any]) -> dict[str, float]
             NaN marks a missing reward; it is counted and left out.
 
     Returns:
-        critic/rewards/mean, max, min, zero_std_ratio, std_mean, group_size, missing; critic/advantages/* and
-        critic/returns/* mean, max, min.
+        critic/rewards/mean, max, min, zero_std_ratio, std_mean, group_size, missing, dropped_groups;
+        critic/advantages/* and critic/returns/* mean, max, min.
     """
     rewards, uids = np.asarray(batch["sample_level_rewards"], np.float64), np.asarray(batch["uid"])
     groups = [rewards[uids == uid] for uid in np.unique(uids)]
@@ -27,6 +27,7 @@ def compute_data_metrics_diffusion(batch: Mapping[str, Any]) -> dict[str, float]
         "critic/rewards/std_mean": float(np.mean(deviations)),
         "critic/rewards/group_size": len(rewards) / len(groups),
         "critic/rewards/missing": float(np.isnan(rewards).sum()),
+        "critic/rewards/dropped_groups": float(sum((~np.isnan(group)).sum() < 2 for group in groups)),
     }
     for name in ("advantages", "returns"):
         if name in batch:

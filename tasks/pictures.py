@@ -12,7 +12,12 @@ WIDEST_GRID = 16
 
 
 def grid(pictures: np.ndarray, columns: int = 8, width: int = 1200) -> Image.Image:
-    """Pictures [N, H, W, 3] uint8 side by side, about `width` pixels in all: small ones magnified by a whole number."""
+    """Pictures [N, H, W, 3] uint8 side by side, about `width` pixels in all: small ones magnified by a whole number.
+
+    Of videos [N, F, H, W, 3] the middle frame is shown.
+    """
+    if pictures.ndim == 5:
+        pictures = pictures[:, pictures.shape[1] // 2]
     _, height, picture_width, _ = pictures.shape
     columns = min(columns, len(pictures))
     room = max(width // columns - GAP, 1)

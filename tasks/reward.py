@@ -1,8 +1,8 @@
 """Reward: pictures become numbers, each as soon as it is sampled."""
 
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -10,30 +10,35 @@ import pandas as pd
 import ray
 from prefect import task
 from prefect.cache_policies import NO_CACHE
+from ray.exceptions import RayActorError, RayTaskError
 
 from tasks.clock import Stopwatch
 from tasks.cluster import ActorGroup
-from tasks.config import RewardConfig
-from tasks.dataset import Prompt
-from tasks.rewards import RewardResult, get_reward, weighted_sum
+from tasks.config import RewardConfig, RewardFunctionConfig
+from tasks.picture_statistics import diversity, picture_statistics
+from tasks.reward_worker import RewardWorker
+from tasks.rewards import RewardError, RewardResult, reward_input, weighted_sum, with_group_means
 from tasks.rollout import PendingBatch
 
 
-class RewardActor:
-    """One reward worker: every reward of the run, its models loaded once."""
+class RewardFailure(RuntimeError):
+    """Too many scores of a reward are missing; the message holds the reward's own error."""
 
-    def __init__(self, config: RewardConfig):
-        self.rewards = {name: get_reward(name, **entry.options) for name, entry in config.functions.items()}
 
-    def ready(self) -> dict[str, str]:
-        """Reward name -> version, once the models are loaded."""
-        return {name: reward.version for name, reward in self.rewards.items()}
+@dataclass(frozen=True)
+class PendingCall:
+    """One call of a worker: how many samples it scores, and the reference of what `RewardWorker.score` returns."""
 
-    def score(self, pictures: np.ndarray, prompts: Sequence[Prompt]) -> tuple[dict[str, RewardResult], float]:
-        """Every reward of a batch [B, H, W, 3], and the seconds it took."""
-        start = time.perf_counter()
-        results = {name: reward(pictures, prompts) for name, reward in self.rewards.items()}
-        return results, time.perf_counter() - start
+    size: int
+    answer: ray.ObjectRef
+
+
+@dataclass(frozen=True)
+class PendingScores:
+    """What is being scored: reward name -> its calls in the samples' order, and each batch's picture statistics."""
+
+    calls: Mapping[str, Sequence[PendingCall]]
+    statistics: Sequence[ray.ObjectRef]
 
 
 @dataclass(frozen=True)
@@ -41,14 +46,14 @@ class Scores:
     """An iteration's rewards.
 
     Attributes:
-        samples: one row a sample: uid, prompt, sample_index, reward, reward/<name>, <name>/<detail>.
-        weights: reward name -> its share of the trained reward.
-        busy_seconds: what the workers spent scoring.
+        samples: one row a sample: uid, prompt, sample_index, reward, reward/<name>, <name>/<detail>, image/<statistic>.
+        weights: reward name -> its share of the trained reward, 0 for a guard.
+        busy: reward name -> seconds its workers spent scoring.
     """
 
     samples: pd.DataFrame
     weights: Mapping[str, float]
-    busy_seconds: float
+    busy: Mapping[str, float]
 
     @property
     def rewards(self) -> np.ndarray:
@@ -65,52 +70,170 @@ class Scores:
         """Prompt uid [B]: the group."""
         return self.samples["uid"].to_numpy(str)
 
+    @property
+    def busy_seconds(self) -> float:
+        """What all workers spent scoring."""
+        return sum(self.busy.values())
+
+    def metrics(self) -> dict[str, float]:
+        """reward/<name>/missing, the samples without that score, and reward/<name>/busy_s."""
+        missing = {f"reward/{name}/missing": float(np.isnan(v).sum()) for name, v in self.by_reward.items()}
+        return missing | {f"reward/{name}/busy_s": seconds for name, seconds in self.busy.items()}
+
+
+class RewardPool:
+    """The workers of one reward. Ray restarts one that dies and repeats its calls, and those that raised an error.
+
+    Args:
+        label: the reward's name in the run.
+        name: registered name or import path.
+        config: its settings.
+    """
+
+    def __init__(self, label: str, name: str, config: RewardFunctionConfig):
+        self.name, self.config = label, config
+        self.wants = reward_input(name, **config.options)
+        self.group = ActorGroup(
+            RewardWorker,
+            config.num_workers,
+            config.num_gpus,
+            (name, config),
+            num_cpus=config.num_cpus,
+            max_restarts=-1,
+            max_task_retries=config.retries,
+        )
+
+    def submit(self, batches: Sequence[PendingBatch]) -> list[PendingCall]:
+        """Start scoring: `batch_size` samples a call, each call as soon as the rollout batches it covers are there."""
+        prompts = [prompt for batch in batches for prompt in batch.prompts]
+        edges = np.cumsum([0] + [len(batch.prompts) for batch in batches])
+        size = self.config.batch_size
+        cuts = edges if size is None else np.append(np.arange(0, len(prompts), size), len(prompts))
+        calls = []
+        for number, (start, stop) in enumerate(pairwise(cuts)):
+            covered = [i for i in range(len(batches)) if edges[i] < stop and edges[i + 1] > start]
+            shards = [batches[i].latents if self.wants == "latents" else batches[i].pictures for i in covered]
+            score = self.group.actors[number % len(self.group)].score.options(retry_exceptions=True)
+            answer = score.remote(int(start - edges[covered[0]]), prompts[start:stop], *shards)
+            calls.append(PendingCall(int(stop - start), answer))
+        return calls
+
+    def collect(self, calls: Sequence[PendingCall], max_missing_fraction: float) -> tuple[pd.DataFrame, float]:
+        """Wait for the calls of an iteration. Scores that no retry could get are NaN, their error is a detail.
+
+        Returns:
+            (columns reward/<name> and <name>/<detail> of all samples, busy seconds).
+
+        Raises:
+            RewardError: the reward was asked for what it cannot do.
+            RewardFailure: more than `max_missing_fraction` of the scores are missing.
+        """
+        frames, busy, cause = [], 0.0, None
+        for call in calls:
+            try:
+                answer = ray.get(call.answer)
+            except (RayTaskError, RayActorError) as error:
+                cause = cause or error
+                answer = RewardResult(np.full(call.size, np.nan), {"error": [self._reason(error)] * call.size}), 0.0
+            if isinstance(answer, RewardError):
+                raise answer
+            result, seconds = answer
+            details = {f"{self.name}/{detail}": values for detail, values in result.details.items()}
+            frames.append(pd.DataFrame({f"reward/{self.name}": result.scores.astype(np.float32)} | details))
+            busy += seconds
+        table = pd.concat(frames, ignore_index=True)
+        self._check_missing(table, max_missing_fraction, cause)
+        return table, busy
+
+    def _reason(self, error: Exception) -> str:
+        if isinstance(error, RayTaskError):
+            return f"{type(error.cause).__name__}: {error.cause}"
+        last = str(error).strip().splitlines()[-1]
+        return (
+            f"its worker died, or took longer than timeout_s {self.config.timeout_s:g}, {self.config.retries + 1} "
+            f"times in a row ({last})"
+        )
+
+    def _check_missing(self, table: pd.DataFrame, limit: float, cause: Exception | None) -> None:
+        missing = table[f"reward/{self.name}"].isna()
+        if missing.mean() <= limit:
+            return
+        column = f"{self.name}/error"
+        reasons = table.loc[missing, column].dropna() if column in table else []
+        reason = reasons.iloc[0] if len(reasons) else "the reward itself returned NaN"
+        raise RewardFailure(
+            f"reward {self.name!r} is missing for {missing.sum()} of {len(table)} samples, more than "
+            f"reward.max_missing_fraction {limit:g} allows; its error: {reason}"
+        ) from cause
+
 
 class RewardGroup:
-    """The reward workers."""
+    """All rewards of a run, each with its own workers."""
 
     def __init__(self, config: RewardConfig):
         self.config = config
-        self.group = ActorGroup(RewardActor, config.num_workers, 0, (config,))
+        self.pools = {label: RewardPool(label, name, entry) for label, (name, entry) in config.named().items()}
 
     def versions(self) -> dict[str, str]:
         """Reward name -> version; waits until the workers are up."""
-        return self.group.call_all("ready")[0]
+        return {name: pool.group.call_all("ready")[0] for name, pool in self.pools.items()}
 
-    def submit(self, batches: Sequence[PendingBatch]) -> list[ray.ObjectRef]:
-        """Start scoring; Ray hands each batch's pictures over when they are there, while others are still sampled."""
-        actors = self.group.actors
-        return [
-            actors[number % len(actors)].score.remote(batch.pictures, batch.prompts)
-            for number, batch in enumerate(batches)
-        ]
+    def submit(self, batches: Sequence[PendingBatch]) -> PendingScores:
+        """Start scoring; Ray hands each batch over when it is there, while others are still sampled."""
+        calls = {name: pool.submit(batches) for name, pool in self.pools.items()}
+        # Stateless, so any idle worker of Ray's may do it, and Ray repeats it if that one dies.
+        measure = ray.remote(picture_statistics).options(num_cpus=0, num_returns=1)
+        pictures = [batch.pictures for batch in batches if batch.pictures is not None]
+        return PendingScores(calls, [measure.remote(p) for p in pictures] if self.config.guards.statistics else [])
 
-    def table(
-        self, batches: Sequence[PendingBatch], results: Sequence[tuple[dict[str, RewardResult], float]]
-    ) -> Scores:
-        """Join batches and their results into one table."""
-        weights = {name: entry.weight for name, entry in self.config.functions.items()}
-        frames = [_frame(batch, scores, weights) for batch, (scores, _) in zip(batches, results, strict=True)]
-        return Scores(pd.concat(frames, ignore_index=True), weights, sum(seconds for _, seconds in results))
+    def table(self, batches: Sequence[PendingBatch], pending: PendingScores) -> Scores:
+        """Wait for all rewards and join them into one table; see `RewardPool.collect` for the errors."""
+        samples = pd.DataFrame(
+            {
+                "uid": [prompt.uid for batch in batches for prompt in batch.prompts],
+                "prompt": [prompt.prompt for batch in batches for prompt in batch.prompts],
+                "sample_index": [index for batch in batches for index in batch.sample_index],
+            }
+        )
+        limit = self.config.max_missing_fraction
+        collected = {name: pool.collect(pending.calls[name], limit) for name, pool in self.pools.items()}
+        uids = samples["uid"].to_numpy(str)
+        scores = {name: table[f"reward/{name}"].to_numpy() for name, (table, _) in collected.items()}
+        samples["reward"] = trained_reward(scores, self.config.functions, uids)
+        parts: Iterable[pd.DataFrame] = [samples, *(table for table, _ in collected.values())]
+        joined = pd.concat([*parts, _statistics(ray.get(list(pending.statistics)), uids)], axis=1)
+        weights = {name: entry.share for name, entry in self.config.functions.items()}
+        return Scores(joined, weights, {name: busy for name, (_, busy) in collected.items()})
 
 
-def _frame(batch: PendingBatch, scores: Mapping[str, RewardResult], weights: Mapping[str, float]) -> pd.DataFrame:
-    columns: dict[str, Any] = {
-        "uid": [prompt.uid for prompt in batch.prompts],
-        "prompt": [prompt.prompt for prompt in batch.prompts],
-        "sample_index": batch.sample_index,
-        "reward": weighted_sum({name: result.scores for name, result in scores.items()}, weights),
+def wanted_inputs(config: RewardConfig) -> set[str]:
+    """What the rewards of a run want, without loading them: some of "images", "video" and "latents"."""
+    return {reward_input(name, **entry.options) for name, entry in config.named().values()}
+
+
+def trained_reward(
+    scores: Mapping[str, np.ndarray], functions: Mapping[str, RewardFunctionConfig], uids: np.ndarray
+) -> np.ndarray:
+    """The weighted sum [B]: NaN where a required score is missing; an optional one is then its group's mean."""
+    filled = {
+        name: values if functions[name].required else with_group_means(values, uids) for name, values in scores.items()
     }
-    for name, result in scores.items():
-        columns[f"reward/{name}"] = result.scores
-        columns |= {f"{name}/{detail}": values for detail, values in result.details.items()}
-    return pd.DataFrame(columns)
+    return weighted_sum(filled, {name: functions[name].share for name in scores})
+
+
+def _statistics(measured: Sequence[tuple[dict[str, np.ndarray], np.ndarray]], uids: np.ndarray) -> pd.DataFrame:
+    """Columns image/<statistic>; none where no pictures were decoded, or none were to be measured."""
+    if not measured:
+        return pd.DataFrame()
+    columns: dict[str, Any] = {
+        f"image/{name}": np.concatenate([values[name] for values, _ in measured]) for name in measured[0][0]
+    }
+    thumbnails = np.concatenate([small for _, small in measured])
+    return pd.DataFrame(columns | {"image/diversity": diversity(thumbnails, uids)})
 
 
 @task(name="reward", cache_policy=NO_CACHE, persist_result=False)
-def finish_reward(
-    clock: Stopwatch, group: RewardGroup, batches: list[PendingBatch], scores: list[ray.ObjectRef]
-) -> Scores:
-    """Wait until every batch is scored; a reward's error is raised here."""
+def finish_reward(clock: Stopwatch, group: RewardGroup, batches: list[PendingBatch], pending: PendingScores) -> Scores:
+    """Wait until every batch is scored; see `RewardPool.collect` for the errors."""
     with clock.stage("reward"):
-        return group.table(batches, ray.get(scores))
+        return group.table(batches, pending)

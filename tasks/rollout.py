@@ -1,8 +1,10 @@
 """Rollout: prompts become trajectories and pictures."""
 
 import copy
+import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,44 +14,107 @@ import torch
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from models.base import DiffusionModelConfig
+from models.base import DiffusionModelBase, DiffusionModelConfig
 from models.config import DiffusionPipelineConfig
-from models.engines.canary import Canary
-from models.engines.trajectories import PromptTable, RolloutRequest
+from models.engines.canary import Canary, check_canary
+from models.engines.rollout_engine import RolloutEngine
+from models.engines.trajectories import LATENTS, PICTURES, PromptTable, RolloutRequest
 from models.schedulers.noise_keys import NoiseKey
 from tasks.clock import Stopwatch
-from tasks.cluster import ActorGroup
+from tasks.cluster import GPU_SHARE, ActorGroup, SharedGpus
+from tasks.config import DiffusionRolloutConfig
 from tasks.dataset import Prompt, PromptEmbeddings
+from tasks.router import Router
+
+
+@dataclass(frozen=True)
+class PolicyWeights:
+    """Weights that samples are to come from. A worker that was started again finds its way back to them.
+
+    Attributes:
+        number: counts the weights of this run; a worker that holds the number has nothing to do.
+        tensors: reference to the trainer's weights, in a list so that Ray hands on the reference; or none.
+        folder: where a run exported them, if they are not a trainer's.
+        canary, velocity: input and the trainer's answer (a reference, in a list), which the worker must repeat.
+        version, tolerance: see `check_canary`.
+    """
+
+    number: int
+    tensors: tuple[ray.ObjectRef, ...] = ()
+    folder: Path | None = None
+    canary: Canary | None = None
+    velocity: tuple[ray.ObjectRef, ...] = ()
+    version: int = 0
+    tolerance: float = 0.0
 
 
 class RolloutActor:
     """One rollout worker: an engine and its weights."""
 
-    def __init__(self, model_config: DiffusionModelConfig, device: str, num_threads: int):
+    def __init__(self, model_config: DiffusionModelConfig, settings: DiffusionRolloutConfig, device: str):
         import models.families  # noqa: F401  registers the adapters in this process
-        from models.engines.diffusers_rollout import DiffusersRolloutEngine
 
-        torch.set_num_threads(num_threads)
-        self.engine = DiffusersRolloutEngine(model_config, device)
+        torch.set_num_threads(settings.num_threads)
+        self.engine = _engine(model_config, settings, device)
+        self.held, self.difference = 0, 0.0
 
     def ready(self) -> bool:
         """Answers once the model is loaded."""
         return True
 
-    def generate(self, request: RolloutRequest, pipeline: DiffusionPipelineConfig | None) -> tuple[Any, Any, float]:
-        """(trajectories or None, pictures uint8 [B, H, W, 3] as numpy, seconds it took)."""
+    def generate(
+        self, request: RolloutRequest, pipeline: DiffusionPipelineConfig | None, weights: PolicyWeights | None
+    ) -> tuple[Any, ...]:
+        """(what the request asks to be recorded, pictures uint8 [B, H, W, 3], latents fp32 [B, ...], seconds it took).
+
+        Pictures and latents are numpy, or None where the request does not ask for them.
+        """
         start = time.perf_counter()
-        pictures, trajectories = self.engine.generate(request, pipeline)
-        return trajectories, pictures.numpy(), time.perf_counter() - start
+        if weights is not None:
+            self.hold(weights)
+        made = self.engine.produce(request, pipeline)
+        pictures, latents = (None if kept is None else kept.numpy() for kept in (made.pictures, made.latents))
+        return made.recorded, pictures, latents, time.perf_counter() - start
 
-    def load_weights(self, weights: dict[str, torch.Tensor], canary: Canary) -> torch.Tensor:
-        """Take the trainer's weights; answers with the canary's velocity as proof."""
-        self.engine.load_weights(weights)
-        return self.engine.canary_velocity(canary)
+    def hold(self, weights: PolicyWeights) -> float:
+        """Take these weights, unless they are there already; the canary's relative difference to the trainer's.
 
-    def load_exported(self, folder: Path) -> None:
-        """Take the weights that a run exported to `folder`."""
-        self.engine.load_exported(folder)
+        Raises:
+            WeightSyncError: the engine does not take them, or its canary is beyond the tolerance.
+        """
+        if self.held != weights.number:
+            if weights.folder is not None:
+                self.engine.load_exported(weights.folder)
+            if weights.tensors:
+                self.engine.load_weights(ray.get(weights.tensors[0]))
+            if weights.canary is not None:
+                own, expected = self.engine.canary_velocity(weights.canary), ray.get(weights.velocity[0])
+                self.difference = check_canary(expected, own, weights.version, weights.tolerance)
+            self.held = weights.number
+        return self.difference
+
+    def sleep(self) -> None:
+        """Give up the GPU's memory until `wake`."""
+        self.engine.sleep()
+
+    def wake(self) -> None:
+        """Be ready for new weights and samples."""
+        self.engine.wake()
+
+
+def _engine(model_config: DiffusionModelConfig, settings: DiffusionRolloutConfig, device: str) -> RolloutEngine:
+    if settings.name == "vllm_omni":
+        from models.engines.vllm_omni.engine import VllmOmniRolloutEngine
+
+        return VllmOmniRolloutEngine(
+            model_config,
+            settings.vllm_omni,
+            max_num_seqs=settings.micro_batch_size,
+            sleep_mode=settings.placement == "colocated",
+        )
+    from models.engines.diffusers_rollout import DiffusersRolloutEngine
+
+    return DiffusersRolloutEngine(model_config, device)
 
 
 @dataclass(frozen=True)
@@ -59,13 +124,16 @@ class PendingBatch:
     Attributes:
         prompts: the prompt of each sample.
         sample_index: which of its prompt's samples each one is.
-        trajectories, pictures, seconds: what `RolloutActor.generate` returns, as references.
+        trajectories, seconds: what `RolloutActor.generate` returns, as references; in place of trajectories finished
+            latents, where the loss noises them again.
+        pictures, latents: likewise; None where the rollout was not asked for them.
     """
 
     prompts: tuple[Prompt, ...]
     sample_index: tuple[int, ...]
     trajectories: ray.ObjectRef
-    pictures: ray.ObjectRef
+    pictures: ray.ObjectRef | None
+    latents: ray.ObjectRef | None
     seconds: ray.ObjectRef
 
 
@@ -80,19 +148,31 @@ class RolloutGroup:
         self,
         model_config: DiffusionModelConfig,
         embeddings: PromptEmbeddings,
+        settings: DiffusionRolloutConfig,
         *,
-        count: int,
-        num_gpus: float,
         device: str,
-        num_threads: int,
-        micro_batch_size: int,
         seed: int,
-        record_means: bool,
+        record_means: bool = False,
+        record_finished: bool = False,
+        outputs: frozenset[str] = frozenset({PICTURES}),
+        shared: SharedGpus | None = None,
     ):
-        self.embeddings, self.micro_batch_size, self.seed = embeddings, micro_batch_size, seed
-        self.record_means = record_means
-        self.needs_negative = model_config.pipeline.true_cfg_scale > 1
-        self.group = ActorGroup(RolloutActor, count, num_gpus, (model_config, device, num_threads))
+        self.embeddings, self.settings, self.seed = embeddings, settings, seed
+        self.record_means, self.record_finished, self.outputs = record_means, record_finished, outputs
+        self.pipeline, self.adapter = model_config.pipeline, DiffusionModelBase.get_class(model_config)
+        gpus = 0.0 if device != "cuda" else settings.num_gpus_per_actor if shared is None else GPU_SHARE
+        self.group = ActorGroup(
+            RolloutActor,
+            settings.num_actors,
+            gpus,
+            (model_config, settings, device),
+            shared=shared,
+            max_restarts=settings.max_restarts,
+            max_task_retries=settings.max_restarts,
+        )
+        self.router = Router(len(self.group), settings.max_queued_batches)
+        self.weights: PolicyWeights | None = None
+        self._numbers = itertools.count(1)
 
     def submit(
         self,
@@ -102,23 +182,39 @@ class RolloutGroup:
         window: Sequence[int],
         pipeline: DiffusionPipelineConfig | None = None,
         seed: int | None = None,
+        draw: bool = False,
     ) -> list[PendingBatch]:
-        """Start sampling every prompt `n` times.
+        """Start sampling every prompt `n` times. Returns when every batch has found a place in a worker's queue.
 
         Args:
             iteration: names the noise; negative for validation.
             window: stochastic steps; empty for the ODE.
             pipeline: sampling settings, if not the rollout's own.
             seed: of the noise, if not the run's own.
+            draw: decode pictures also where no reward asks for them.
         """
+        outputs = self.outputs | {PICTURES} if draw else self.outputs
         samples = [(prompt, index) for prompt in prompts for index in range(n)]
         batches = []
-        for number, start in enumerate(range(0, len(samples), self.micro_batch_size)):
-            part = samples[start : start + self.micro_batch_size]
-            actor = self.group.actors[number % len(self.group)]
-            request = self._request(part, self.seed if seed is None else seed, iteration, window)
-            references = actor.generate.options(num_returns=3).remote(request, pipeline)
-            batches.append(PendingBatch(tuple(p for p, _ in part), tuple(i for _, i in part), *references))
+        for start in range(0, len(samples), self.settings.micro_batch_size):
+            part = samples[start : start + self.settings.micro_batch_size]
+            request = self._request(part, self.seed if seed is None else seed, iteration, window, pipeline, outputs)
+            worker = self.router.next_free()
+            actor = self.group.actors[worker]
+            trajectories, pictures, latents, seconds = actor.generate.options(num_returns=4).remote(
+                request, pipeline, self.weights
+            )
+            self.router.taken(worker, seconds)
+            batches.append(
+                PendingBatch(
+                    tuple(prompt for prompt, _ in part),
+                    tuple(index for _, index in part),
+                    trajectories,
+                    pictures if PICTURES in outputs else None,
+                    latents if LATENTS in outputs else None,
+                    seconds,
+                )
+            )
         return batches
 
     def on(self, embeddings: PromptEmbeddings) -> "RolloutGroup":
@@ -128,23 +224,63 @@ class RolloutGroup:
         return group
 
     def _request(
-        self, part: Sequence[tuple[Prompt, int]], seed: int, iteration: int, window: Sequence[int]
+        self,
+        part: Sequence[tuple[Prompt, int]],
+        seed: int,
+        iteration: int,
+        window: Sequence[int],
+        pipeline: DiffusionPipelineConfig | None,
+        outputs: frozenset[str],
     ) -> RolloutRequest:
         uids = list(dict.fromkeys(prompt.uid for prompt, _ in part))
         keys = tuple(NoiseKey(seed, iteration, prompt.uid, index) for prompt, index in part)
         rows = torch.tensor([uids.index(prompt.uid) for prompt, _ in part])
-        return RolloutRequest(keys, self.prompt_table(uids), rows, tuple(window), self.record_means)
+        table = self.prompt_table(uids, pipeline)
+        finished = self.record_finished and not window
+        return RolloutRequest(keys, table, rows, tuple(window), self.record_means, finished, outputs)
 
-    def prompt_table(self, uids: Sequence[str]) -> PromptTable:
-        """Embeddings of these prompts, each once."""
-        negative = self.embeddings.negative() if self.needs_negative else {}
-        return PromptTable(
-            **self.embeddings.get(uids), **{f"negative_{name}": tensor for name, tensor in negative.items()}
-        )
+    def prompt_table(self, uids: Sequence[str], pipeline: DiffusionPipelineConfig | None = None) -> PromptTable:
+        """Embeddings of these prompts, each once; the negative prompt's if `pipeline` (the rollout's own) is guided."""
+        return prompt_table(self.embeddings, uids, self.adapter.is_guided(pipeline or self.pipeline))
 
-    def load_weights(self, weights: ray.ObjectRef, canary: Canary) -> list[torch.Tensor]:
-        """Give every worker the same weights; their canary velocities."""
-        return self.group.call_all("load_weights", weights, canary)
+    def load_weights(
+        self, tensors: ray.ObjectRef, canary: Canary, velocity: ray.ObjectRef, version: int, tolerance: float
+    ) -> float:
+        """Give every worker the same weights; the largest difference of a canary.
+
+        Raises:
+            WeightSyncError: a worker's is beyond the tolerance.
+        """
+        return self._hold(tensors=(tensors,), canary=canary, velocity=(velocity,), version=version, tolerance=tolerance)
+
+    def load_exported(self, folder: Path) -> None:
+        """Give every worker the weights that a run exported to `folder`."""
+        self._hold(folder=folder)
+
+    def _hold(self, **weights: Any) -> float:
+        self.weights = PolicyWeights(next(self._numbers), **weights)
+        return max(self.group.call_all("hold", self.weights))
+
+    @contextmanager
+    def asleep(self, clock: Stopwatch) -> Iterator[None]:
+        """The workers are off their GPUs during the block, if they share them with the trainer.
+
+        Weights that are to be sampled from are loaded after the block.
+        """
+        if self.settings.placement == "separate":
+            yield
+            return
+        with clock.stage("sleep"):
+            self.group.call_all("sleep")
+        yield
+        with clock.stage("sleep"):
+            self.group.call_all("wake")
+
+
+def prompt_table(embeddings: PromptEmbeddings, uids: Sequence[str], needs_negative: bool) -> PromptTable:
+    """Embeddings of these prompts, each once, with the negative prompt's where guidance needs it."""
+    negative = embeddings.negative() if needs_negative else {}
+    return PromptTable.of(embeddings.get(uids) | {f"negative_{name}": tensor for name, tensor in negative.items()})
 
 
 @task(name="rollout", cache_policy=NO_CACHE, persist_result=False)

@@ -10,10 +10,13 @@ from tasks.rollout import PendingBatch
 
 
 def first_pictures(batches: Sequence[PendingBatch], count: int) -> list[np.ndarray]:
-    """The first `count` pictures of an iteration, uint8 [H, W, 3] each; only the batches that hold them are fetched."""
+    """The first `count` pictures of an iteration, uint8 [H, W, 3] each; only the batches that hold them are fetched.
+
+    None where the rewards see latents and nothing is decoded.
+    """
     pictures: list[np.ndarray] = []
     for batch in batches:
-        if len(pictures) >= count:
+        if len(pictures) >= count or batch.pictures is None:
             break
         pictures.extend(ray.get(batch.pictures))
     return pictures[:count]

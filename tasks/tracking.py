@@ -54,9 +54,16 @@ class Tracker:
         self.logged_steps = {metric.step for metric in self.client.get_metric_history(self.run_id, STEP_MARK)}
 
     def log_start(self, config: Mapping[str, Any], tags: Mapping[str, str]) -> None:
-        """The configuration as parameters and as config.json, and tags; the same values again change nothing."""
-        params = [Param(name, str(value)[:PARAM_LIMIT]) for name, value in flat(config).items()]
-        labels = [RunTag(name, value) for name, value in tags.items()]
+        """The configuration as parameters and as config.json, and tags.
+
+        MLflow's parameters are final. A resumed run may differ in settings that do not shape it, such as how long it
+        goes on: those parameters keep their first value, and a tag resumed.<name> holds the present one.
+        """
+        present = {name: str(value)[:PARAM_LIMIT] for name, value in flat(config).items()}
+        first = self.client.get_run(self.run_id).data.params
+        params = [Param(name, value) for name, value in present.items() if name not in first]
+        changed = {f"resumed.{name}": value for name, value in present.items() if first.get(name, value) != value}
+        labels = [RunTag(name, value) for name, value in (tags | changed).items()]
         self.client.log_batch(self.run_id, params=params, tags=labels)
         self.client.log_dict(self.run_id, dict(config), "config.json")
 
@@ -102,6 +109,10 @@ class Tracker:
         """Metrics of a step in one request."""
         now = int(time.time() * 1000)
         self.client.log_batch(self.run_id, metrics=[Metric(name, v, now, step) for name, v in metrics.items()])
+
+    def tag(self, name: str, value: str) -> None:
+        """Set a tag of the run."""
+        self.client.set_tag(self.run_id, name, value)
 
     def log_table(self, table: pd.DataFrame, path: str) -> None:
         """A table as a parquet artifact at `path`."""

@@ -2,7 +2,6 @@
 
 import socket
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,13 @@ from prefect.cache_policies import NO_CACHE
 
 from models.algorithms import needs_old_means
 from models.base import DiffusionModelConfig
-from models.config import DiffusionActorConfig
-from models.engines.canary import Canary, check_canary
-from models.engines.trajectories import Trajectories
+from models.config import DiffusionActorConfig, ForwardProcessConfig
+from models.engines.canary import Canary
+from models.engines.ema import HeldWeights
+from models.engines.trajectories import FinishedLatents, Trajectories
 from tasks.clock import Stopwatch
-from tasks.cluster import ActorGroup
+from tasks.cluster import GPU_SHARE, ActorGroup, SharedGpus
+from tasks.pairs import PairBatch
 from tasks.rollout import PendingBatch, RolloutGroup
 from tasks.update_plan import OldScores, RankMiniBatch, over_ranks, plan_updates
 
@@ -28,10 +29,16 @@ class TrainerRank:
     """One rank of the trainer."""
 
     def __init__(
-        self, model_config: DiffusionModelConfig, actor_config: DiffusionActorConfig, device: str, num_threads: int
+        self,
+        model_config: DiffusionModelConfig,
+        actor_config: DiffusionActorConfig,
+        forward_config: ForwardProcessConfig,
+        device: str,
+        num_threads: int,
     ):
         torch.set_num_threads(num_threads)
         self.model_config, self.actor_config, self.device = model_config, actor_config, device
+        self.forward_config = forward_config
 
     def reserve_address(self) -> tuple[str, int]:
         """Host and a free port for the process group's rendezvous; asked of rank 0."""
@@ -49,7 +56,7 @@ class TrainerRank:
         backend = "nccl" if self.device == "cuda" else "gloo"
         host, port = address
         dist.init_process_group(backend, init_method=f"tcp://{host}:{port}", rank=rank, world_size=world_size)
-        self.engine = DiffusersFSDPEngine(self.model_config, self.actor_config, self.device)
+        self.engine = DiffusersFSDPEngine(self.model_config, self.actor_config, self.device, self.forward_config)
         self.engine.initialize()
         return True
 
@@ -67,19 +74,20 @@ class TrainerRank:
         Args:
             plan: which samples each step takes.
             old: log-probs and weights of each batch, where the rollout's own are not the old ones.
-            given: the batches' trajectories; with `old` then their means.
+            given: the batches' trajectories, or finished latents; with `old` then the trajectories' means.
         """
         from models.engines.actor_batch import ActorBatch
 
-        trajectories: Sequence[Trajectories] = given
+        trajectories: Sequence[Trajectories | FinishedLatents] = given
         if old is not None:
             paths, means = given[: len(old)], given[len(old) :]
             trajectories = [
                 replace(path, log_probs=log_probs, is_weights=weights, means=mean)
                 for path, (log_probs, weights), mean in zip(paths, old, means, strict=True)
             ]
-        batches = [
-            ActorBatch(
+        # One object for each mini-batch, however many passes the plan makes over it.
+        batches = {
+            entry.positions: ActorBatch(
                 [
                     (trajectories[i], torch.tensor(row))
                     for i, row in zip(entry.positions, entry.advantages, strict=True)
@@ -87,12 +95,12 @@ class TrainerRank:
                 entry.global_count,
             )
             for entry in plan
-        ]
-        return self.engine.update_policy(batches)
+        }
+        return self.engine.update_policy([batches[entry.positions] for entry in plan])
 
-    def weights_and_canary(self, canary: Canary, averaged: bool) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """The trained weights (whole on rank 0) and what they predict for the canary."""
-        with self.engine.averaged() if averaged else nullcontext():
+    def weights_and_canary(self, canary: Canary, which: HeldWeights) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        """The weights of `engine.holding(which)` (whole on rank 0), and what they predict for the canary."""
+        with self.engine.holding(which):
             return self.engine.gather_weights(), self.engine.canary_velocity(canary)
 
     def save_checkpoint(self, folder: Path) -> None:
@@ -103,13 +111,14 @@ class TrainerRank:
         """See `DiffusersFSDPEngine.load_checkpoint`."""
         self.engine.load_checkpoint(folder)
 
-    def export(self, folder: Path, averaged: bool = True) -> None:
-        """Write the weights as diffusers users load them; every rank gathers, rank 0 writes."""
+    def export(self, folder: Path) -> None:
+        """Write the weights, or their average where one is kept, as diffusers users load them; every rank gathers, rank
+        0 writes."""
         import torch.distributed as dist
 
         from models.engines.weights import export_weights
 
-        with self.engine.averaged() if averaged else nullcontext():
+        with self.engine.averaged():
             weights = self.engine.gather_weights()
         if dist.get_rank() == 0:
             export_weights(self.engine.adapter, self.model_config, weights, folder)
@@ -122,16 +131,19 @@ class TrainerGroup:
         self,
         model_config: DiffusionModelConfig,
         actor_config: DiffusionActorConfig,
+        forward_config: ForwardProcessConfig,
         *,
         world_size: int,
         device: str,
         num_threads: int,
         mini_batch_samples: int,
+        shared: SharedGpus | None = None,
     ):
         self.actor_config, self.mini_batch_samples = actor_config, mini_batch_samples
         self.device = device
-        gpus = 1 if device == "cuda" else 0
-        self.group = ActorGroup(TrainerRank, world_size, gpus, (model_config, actor_config, device, num_threads))
+        gpus = 0.0 if device != "cuda" else 1.0 if shared is None else GPU_SHARE
+        arguments = (model_config, actor_config, forward_config, device, num_threads)
+        self.group = ActorGroup(TrainerRank, world_size, gpus, arguments, shared=shared)
 
     def start(self) -> list[ray.ObjectRef]:
         """Build the engines; the references are ready when they are."""
@@ -160,7 +172,7 @@ class TrainerGroup:
         return [old for old, _ in scored], [rollout for _, rollout in scored], means
 
     def update(
-        self, batches: Sequence[PendingBatch], advantages: np.ndarray, old: OldScores | None
+        self, batches: Sequence[PendingBatch | PairBatch], advantages: np.ndarray, old: OldScores | None
     ) -> dict[str, float]:
         """Train on one iteration's batches; metrics averaged over the ranks that have them."""
         plans = plan_updates(
@@ -193,22 +205,20 @@ class TrainerGroup:
         """Write the weights (the average, where one is kept) as diffusers users load them; see `export_weights`."""
         self.group.call_all("export", folder)
 
-    def broadcast(self, rollout: RolloutGroup, canary: Canary, version: int, tolerance: float, averaged: bool) -> float:
+    def broadcast(
+        self, rollout: RolloutGroup, canary: Canary, version: int, tolerance: float, which: HeldWeights
+    ) -> float:
         """Send the weights to every rollout worker and prove that they arrived; see `sync_weights`."""
-        parts = [
-            actor.weights_and_canary.options(num_returns=2).remote(canary, averaged) for actor in self.group.actors
-        ]
+        parts = [actor.weights_and_canary.options(num_returns=2).remote(canary, which) for actor in self.group.actors]
         weights, velocity = parts[0]
-        answers = rollout.load_weights(weights, canary)
-        expected = ray.get(velocity)
-        return max(check_canary(expected, answer, version, tolerance) for answer in answers)
+        return rollout.load_weights(weights, canary, velocity, version, tolerance)
 
 
 @task(name="update", cache_policy=NO_CACHE, persist_result=False)
 def update(
     clock: Stopwatch,
     trainer: TrainerGroup,
-    batches: list[PendingBatch],
+    batches: Sequence[PendingBatch | PairBatch],
     advantages: np.ndarray,
     old: OldScores | None = None,
 ) -> dict[str, float]:
@@ -235,9 +245,12 @@ def sync_weights(
     canary: Canary,
     version: int,
     tolerance: float,
-    averaged: bool = False,
+    which: HeldWeights,
 ) -> float:
     """Give the rollout the trainer's weights, through Ray's object store.
+
+    Args:
+        which: the policy's, their average or the old policy's, see `DiffusersFSDPEngine.holding`.
 
     Returns:
         The canary's largest relative difference over the rollout workers.
@@ -246,4 +259,4 @@ def sync_weights(
         WeightSyncError: it is above `tolerance`.
     """
     with clock.stage("update_weights"):
-        return trainer.broadcast(rollout, canary, version, tolerance, averaged)
+        return trainer.broadcast(rollout, canary, version, tolerance, which)

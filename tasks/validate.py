@@ -29,11 +29,13 @@ class Validation:
 
     Attributes:
         samples: one row a picture: uid, prompt, sample_index, reward, reward/<name>, <name>/<detail>.
-        pictures: uint8 [N, H, W, 3], in the rows' order.
+        pictures: uint8 [N, H, W, 3], or [N, F, H, W, 3] of video, in the rows' order.
+        rewards: the rewards' names.
     """
 
     samples: pd.DataFrame
     pictures: np.ndarray
+    rewards: tuple[str, ...]
 
     @property
     def reward(self) -> float:
@@ -43,8 +45,9 @@ class Validation:
     def metrics(self) -> dict[str, float]:
         """val/<column>/mean of the reward and of every numeric detail, and how many rewards are missing."""
         numbers = self.samples.drop(columns="sample_index").select_dtypes("number")
-        means = {f"val/{name}/mean": float(value) for name, value in numbers.mean().items()}
-        return means | {"val/reward/missing": float(self.samples["reward"].isna().sum())}
+        means = {f"val/{name}/mean": float(value) for name, value in numbers.mean().dropna().items()}
+        columns = ("reward", *(f"reward/{name}" for name in self.rewards))
+        return means | {f"val/{name}/missing": float(self.samples[name].isna().sum()) for name in columns}
 
     def per_prompt(self) -> pd.Series:
         """Mean reward of each prompt uid: the unit of a paired comparison."""
@@ -67,9 +70,15 @@ def validate(
     pipeline: DiffusionPipelineConfig,
     seed: int = VALIDATION_SEED,
 ) -> Validation:
-    """Sample every prompt `n` times by the ODE and score the pictures; `seed` names the noise."""
+    """Sample every prompt `n` times by the ODE and score the pictures, which are drawn for the record in any case.
+
+    Args:
+        seed: names the noise.
+    """
     with clock.stage("testing"):
-        batches = rollout.submit(prompts, n, VALIDATION_ITERATION, window=(), pipeline=pipeline, seed=seed)
-        scores = reward.table(batches, ray.get(reward.submit(batches)))
+        batches = rollout.submit(prompts, n, VALIDATION_ITERATION, window=(), pipeline=pipeline, seed=seed, draw=True)
+        pending = reward.submit(batches)
+        ray.get([batch.seconds for batch in batches])  # a sampling error is raised here, and is no reward's
+        scores = reward.table(batches, pending)
         pictures = np.concatenate(ray.get([batch.pictures for batch in batches]))
-    return Validation(scores.samples, pictures)
+    return Validation(scores.samples, pictures, tuple(scores.weights))

@@ -46,3 +46,28 @@ def test_data_metrics_describe_groups() -> None:
     assert metrics["critic/rewards/zero_std_ratio"] == 0.5
     assert metrics["critic/rewards/group_size"] == 3
     assert metrics["critic/rewards/std_mean"] == pytest.approx(np.std(REWARDS[:3]) / 2)
+
+
+def test_a_group_of_which_one_sample_is_left_is_dropped_and_counted() -> None:
+    rewards = np.array([0.1, np.nan, np.nan, 0.2, 0.6, np.nan], np.float32)
+    advantages = compute_advantage(rewards, UIDS, DiffusionAlgoConfig(global_std=False), {}, {})
+    assert np.isnan(advantages).tolist() == [True, True, True, False, False, True]
+    alone = compute_advantage(rewards[3:], UIDS[3:], DiffusionAlgoConfig(global_std=False), {}, {})
+    np.testing.assert_array_equal(advantages[3:], alone)
+    metrics = compute_data_metrics_diffusion({"sample_level_rewards": rewards, "uid": UIDS})
+    assert (metrics["critic/rewards/dropped_groups"], metrics["critic/rewards/missing"]) == (1, 3)
+    with pytest.raises(NothingToLearn, match="no prompt has two samples"):
+        compute_advantage(np.array([0.1, np.nan, np.nan] * 2, np.float32), UIDS, DiffusionAlgoConfig(), {}, {})
+
+
+def test_gdpo_leaves_a_missing_optional_reward_out_of_its_own_statistics() -> None:
+    nan, uids = np.nan, np.array(["a"] * 4)
+    text, taste = np.array([0.0, 1.0, 2.0, 3.0], np.float32), np.array([5.0, nan, 7.0, 9.0], np.float32)
+    config = DiffusionAlgoConfig(adv_estimator="gdpo")
+    found = compute_advantage(text, uids, config, {"text": text, "taste": taste}, {"text": 1.0, "taste": 2.0})
+    z_text = (text - 1.5) / text.std(ddof=1)
+    z_taste = np.array([-1.0, 0.0, 0.0, 1.0])  # (r - 7) / 2 of the three that are there
+    combined = z_text + 2 * z_taste
+    assert found == pytest.approx((combined - combined.mean()) / combined.std(ddof=1), rel=1e-6)
+    gone = compute_advantage(text, uids, config, {"text": text, "taste": taste * nan}, {"text": 1.0, "taste": 2.0})
+    assert gone == pytest.approx(z_text, rel=1e-6)

@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -147,32 +148,44 @@ def test_too_long_prompts_are_named_with_their_line():
     prompts = [Prompt("a", "the number 123", None, {}, "p.txt:1"), Prompt("b", "the " * 9, None, {}, "p.txt:2")]
     tokenizer = train_tokenizer([prompt.prompt for prompt in prompts], 4096)
     lengths = [len(tokenizer(prompt.prompt)["input_ids"]) for prompt in prompts]
-    check_prompt_lengths(prompts, tokenizer, max_sequence_length=max(lengths) + 5, template_tokens=5)
-    with pytest.raises(
-        DatasetError, match=rf"^p.txt:2: the prompt has {lengths[1]} tokens, .* room for {lengths[1] - 1}"
-    ):
-        check_prompt_lengths(prompts, tokenizer, max_sequence_length=max(lengths) + 4, template_tokens=5)
+    check_prompt_lengths(prompts, lengths, max_sequence_length=max(lengths))
+    with pytest.raises(DatasetError, match=rf"^p.txt:2: the prompt has {lengths[1]} tokens .*too long: 1\)"):
+        check_prompt_lengths(prompts, lengths, max_sequence_length=max(lengths) - 1)
 
 
 # --- embeddings
 
 
-def encode(texts: list[str]) -> tuple[torch.Tensor, torch.Tensor | None]:
+def encode(texts: list[str]) -> dict[str, torch.Tensor]:
     """A text encoder of one table: a fixed random vector for each character, padded, as the pipelines do it."""
     vectors = torch.randn(256, 8, generator=torch.Generator().manual_seed(0))
     rows = [vectors[list(text.encode())] for text in texts]
     lengths = torch.tensor([len(row) for row in rows])
     mask = torch.arange(int(lengths.max())) < lengths[:, None]
     padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-    return padded, None if mask.all() else mask.long()
+    return {"prompt_embeds": padded, "prompt_embeds_mask": mask}
+
+
+def encode_with_sum(texts: list[str]) -> dict[str, torch.Tensor]:
+    """The same, and one vector a text beside its sequence."""
+    encoded = encode(texts)
+    return encoded | {"pooled_prompt_embeds": encoded["prompt_embeds"].sum(1)}
 
 
 def prompts_named(*texts: str) -> list[Prompt]:
     return [Prompt(prompt_uid(text), text, None, {}, f"p.txt:{i}") for i, text in enumerate(texts, 1)]
 
 
-def stored(folder: Path, prompts: list[Prompt], shard_size: int = 2, batch_size: int = 3) -> Path:
-    write_embeddings(prompts, encode, folder, shard_size, batch_size=batch_size, model="bytes", model_digest="0123")
+MADE_BY: dict[str, Any] = {
+    "negative_prompt": " ",
+    "max_sequence_length": 77,
+    "model": "bytes",
+    "model_digest": "0123",
+}
+
+
+def stored(folder: Path, prompts: list[Prompt], shard_size: int = 2, batch_size: int = 3, encode=encode) -> Path:
+    write_embeddings(prompts, encode, folder, shard_size, batch_size=batch_size, **MADE_BY)
     return folder
 
 
@@ -180,14 +193,24 @@ def test_embeddings_come_back_as_encoded_and_padded(tmp_path):
     prompts = prompts_named("red", "a green cup", "blue", "cyan cups")
     embeddings = PromptEmbeddings.open(stored(tmp_path / "e", prompts))
     assert (embeddings.dim, embeddings.model, embeddings.model_digest) == (8, "bytes", "0123")
+    assert (embeddings.max_sequence_length, embeddings.extras) == (77, ())
     chosen = [prompts[3], prompts[0], prompts[3]]
     batch = embeddings.get([prompt.uid for prompt in chosen])
-    expected, mask = encode([prompt.prompt for prompt in chosen])
-    assert torch.equal(batch["prompt_embeds"], expected)
-    assert torch.equal(batch["prompt_embeds_mask"], mask.bool())
-    assert torch.equal(embeddings.negative()["prompt_embeds"], encode([" "])[0])
+    expected = encode([prompt.prompt for prompt in chosen])
+    assert batch.keys() == expected.keys()
+    assert all(torch.equal(batch[name], expected[name]) for name in expected)
+    assert torch.equal(embeddings.negative()["prompt_embeds"], encode([" "])["prompt_embeds"])
     assert embeddings.negative()["prompt_embeds_mask"].tolist() == [[True]]
     assert prompts[0].uid in embeddings
+
+
+def test_what_a_model_needs_besides_the_sequence_comes_back_under_its_name(tmp_path):
+    prompts = prompts_named("red", "a green cup", "blue")
+    embeddings = PromptEmbeddings.open(stored(tmp_path / "e", prompts, encode=encode_with_sum))
+    assert embeddings.extras == ("pooled_prompt_embeds",)
+    batch = embeddings.get([prompts[2].uid, prompts[0].uid])
+    assert torch.allclose(batch["pooled_prompt_embeds"], encode_with_sum(["blue", "red"])["pooled_prompt_embeds"])
+    assert embeddings.negative()["pooled_prompt_embeds"].shape == (1, 8)
 
 
 def test_embeddings_are_sharded_and_their_bytes_repeat(tmp_path):
@@ -201,6 +224,9 @@ def test_embeddings_are_sharded_and_their_bytes_repeat(tmp_path):
 def test_a_missing_embedding_is_named(tmp_path):
     with pytest.raises(DatasetError, match=r"index.json is missing; `dvc repro embeddings` makes it"):
         PromptEmbeddings.open(tmp_path)
+    (tmp_path / "index.json").write_text('{"model": "bytes", "shards": {}}')
+    with pytest.raises(DatasetError, match=r"is of an older version .*; `dvc repro embeddings` makes it anew"):
+        PromptEmbeddings.open(tmp_path)
     embeddings = PromptEmbeddings.open(stored(tmp_path / "e", prompts_named("a")))
     with pytest.raises(DatasetError, match="no embedding of prompt uid 'feedbeef'"):
         embeddings.get(["feedbeef"])
@@ -211,11 +237,11 @@ def test_embeddings_that_are_not_finite_are_refused_and_the_old_ones_stay(tmp_pa
     before = (folder / "index.json").read_bytes()
 
     def broken(texts: list[str]):
-        embeds, mask = encode(texts)
-        return embeds / (0 if "c" in texts else 1), mask
+        encoded = encode(texts)
+        return encoded | {"prompt_embeds": encoded["prompt_embeds"] / (0 if "c" in texts else 1)}
 
     with pytest.raises(DatasetError, match=re.escape(f"'c' (uid {prompt_uid('c')}) values that are not finite")):
-        write_embeddings(prompts_named("a", "c"), broken, folder, 1, batch_size=1, model="bytes", model_digest="0123")
+        write_embeddings(prompts_named("a", "c"), broken, folder, 1, batch_size=1, **MADE_BY)
     assert (folder / "index.json").read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["e"]
 

@@ -1,15 +1,24 @@
 """The data stages under a real DVC in real git repositories, with a base model that is hardly trained at all."""
 
+import io
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
+import pandas as pd
 import pytest
+import torch
 import yaml
+from helpers import model_config
+from PIL import Image
 
+from models.qwen_image import QwenImage
 from tasks.dataset import PromptEmbeddings, load_prompts
+from tasks.pairs import PairDataset, common_size, read_pictures
 
 pytest.importorskip("dvc", reason="the data stages need the extra doubleflow[data]")
 
@@ -17,8 +26,15 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ("flows", "tasks", "models", "data/raw", "data/.gitignore", "dvc.yaml", "params.yaml")
-OUTPUTS = ("data/prompts.parquet", "data/base_model", "data/base_model_metrics.json", "data/embeddings")
-STAGES = ("prompts", "base_model", "embeddings")
+OUTPUTS = (
+    "data/prompts.parquet",
+    "data/base_model",
+    "data/base_model_metrics.json",
+    "data/embeddings",
+    "data/preferences.parquet",
+    "data/pairs",
+)
+STAGES = ("prompts", "base_model", "embeddings", "preferences", "pairs")
 
 
 def run(folder: Path, *command: str, fails: bool = False) -> str:
@@ -57,6 +73,9 @@ def make_repository(folder: Path) -> Path:
             shutil.copy(ROOT / name, folder / name)
     change_params(folder, "base_model", "model", steps=4, vae_steps=4, pictures=64, threads=1)
     change_params(folder, "base_model", "gate", min_reward=0.0, max_reward=1.0, prompts=4, images_per_prompt=1)
+    # The pictures of a model like this hold no text to prefer; their size in bytes always differs.
+    small = {"images_per_prompt": 2, "height": 16, "width": 32, "steps": 1, "batch_size": 50}
+    change_params(folder, "preferences", reward="jpeg_incompressibility", **small)
     run(folder, "git", "init", "--quiet")
     dvc(folder, "init", "--quiet")
     run(folder, "git", "add", ".")
@@ -110,6 +129,25 @@ def test_repro_makes_data_that_the_project_reads(made):
     }
 
 
+def test_repro_makes_pairs_that_training_reads(made):
+    """Of the train prompts only; the latents are those of the pictures that the table holds."""
+    train = load_prompts(made / "data" / "prompts.parquet", "train")
+    pictures = read_pictures(made / "data" / "preferences.parquet")
+    data = PairDataset.open(made / "data" / "pairs")
+    assert [pair.uid for pair in data.pairs] == [pair.uid for pair, _ in pictures]
+    assert 150 < len(data.pairs) <= 200
+    assert {pair.prompt_uid for pair in data.pairs} <= {prompt.uid for prompt in train}
+    assert data.latent_shape == (32, 16)
+    assert common_size(pictures, "table") == (16, 32)
+    store = PromptEmbeddings.open(made / "data" / "embeddings")
+    (batch,) = data.batches(data.pairs[:3], store, 3, seed=0, iteration=1)
+    folder = made / "data" / "base_model"
+    config = model_config(folder, height=16, width=32)
+    rejected = np.asarray(Image.open(io.BytesIO(pictures[1][1]["rejected"]["image"])))
+    encoded = QwenImage.encode(QwenImage.load_vae(config), config, torch.from_numpy(rejected)[None])
+    assert torch.allclose(batch.trajectories.latents[3], encoded[0], rtol=0, atol=1e-5)
+
+
 def test_git_sees_the_lock_and_the_metrics_only(made):
     seen = run(made, "git", "status", "--short", "--untracked-files=all")
     assert set(seen.split("\n")) == {"?? data/base_model_metrics.json", "?? dvc.lock", ""}
@@ -144,6 +182,22 @@ def test_a_base_model_outside_the_gate_is_not_put_in_place(unchanged):
     printed = dvc(unchanged, "repro", "base_model", fails=True)
     assert "is not within base_model.gate [0.9, 1.0]; set more base_model.model.steps in params.yaml" in printed
     assert "Traceback" not in printed
+
+
+def test_odd_pairs_are_refused_and_another_table_is_watched(unchanged):
+    """A table of one's own takes the place of the sampled one, by its parameter alone."""
+    own = unchanged / "own.parquet"
+    table = pd.read_parquet(unchanged / "data" / "preferences.parquet")
+    table.assign(chosen=~table["chosen"]).to_parquet(own)
+    change_params(unchanged, "pairs", table="own.parquet")
+    printed = dvc(unchanged, "repro", "pairs", fails=True)
+    assert re.search(
+        r"own.parquet: the chosen picture of pair '\w+' scores .*; swap them or leave the pair out", printed
+    )
+    assert "Running stage 'preferences'" not in printed
+    assert "Traceback" not in printed
+    own.unlink()
+    assert "own.parquet" in dvc(unchanged, "repro", "pairs", fails=True)
 
 
 def test_another_clone_makes_the_same_and_changed_raw_data_reruns_the_stages(made, tmp_path):

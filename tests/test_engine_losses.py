@@ -10,6 +10,7 @@ from helpers import actor_config, model_config, rollout_request
 from plain_trainer import latents_around, plain_updates
 from torch import Tensor
 
+from models.config import ForwardProcessConfig
 from models.engines.actor_batch import ActorBatch
 from models.engines.diffusers_rollout import DiffusersRolloutEngine
 from models.engines.fsdp import DiffusersFSDPEngine
@@ -209,7 +210,9 @@ def test_a_rejected_step_takes_its_kl_along(tiny_model: Path) -> None:
 
 def test_a_rank_joins_old_scores_to_the_batches_they_belong_to(tiny_model: Path) -> None:
     """What the driver hands a rank: a plan, log-probs and weights of each batch, then paths, then means."""
-    rank = TrainerRank(model_config(tiny_model), actor_config(loss_mode="grpo_guard"), "cpu", num_threads=1)
+    rank = TrainerRank(
+        model_config(tiny_model), actor_config(loss_mode="grpo_guard"), ForwardProcessConfig(), "cpu", num_threads=1
+    )
     rank.engine, plain = (trainer(tiny_model, loss_mode="grpo_guard") for _ in range(2))
     whole = rolled_out(tiny_model)
     halves = [whole.rows(half) for half in torch.arange(6).split(3)]

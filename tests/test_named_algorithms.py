@@ -12,6 +12,7 @@ from flows.recipes import load_recipe, parse_changes
 from tasks.config import DiffusionAlgoConfig
 
 ROOT = Path(__file__).parent.parent
+ACTOR = "actor_rollout_ref.actor"
 
 
 def named(name: str, **sections: Any) -> TrainConfig:
@@ -31,6 +32,10 @@ def parts(config: TrainConfig) -> dict[str, Any]:
         "window": (algo.sde_window_size, algo.sde_window_range),
         "advantage": config.algorithm.adv_estimator,
         "loss": (loss.loss_mode, loss.clip_ratio),
+        "kl": config.actor_rollout_ref.actor.kl_loss_coef if config.actor_rollout_ref.actor.use_kl_loss else None,
+        "trained on": (config.algorithm.trainer_type, config.algorithm.paired_preference),
+        "levels": (config.algorithm.timestep_sampling, config.algorithm.num_train_timesteps),
+        "old policy": config.algorithm.old_policy_decay_schedule,
     }
 
 
@@ -40,13 +45,27 @@ FLOW_GRPO: dict[str, Any] = {
     "window": (None, None),
     "advantage": "flow_grpo",
     "loss": ("flow_grpo", 1e-4),
+    "kl": None,
+    "trained on": ("policy_gradient", False),
+    "levels": ("schedule", None),
+    "old policy": "copy",
 }
+FINISHED = {"trained on": ("direct_preference", False)}
 EXPECTED: dict[str, dict[str, Any]] = {
     "flow_grpo": {},
     "dance_grpo": {"kernel": ("dance_sde", 0.3)},
     "mix_grpo": {"window": (2, (0, 5))},
     "grpo_guard": {"loss": ("grpo_guard", 2e-6)},
     "flow_dppo": {"loss": ("flow_dppo", 1e-4)},
+    "dpo": {
+        "loss": ("dpo", 1e-4),
+        "trained on": ("direct_preference", True),
+        "levels": ("logit_normal", None),
+    },
+    "diffusion_nft": FINISHED | {"loss": ("diffusion_nft", 1e-4), "kl": 1e-4},
+    "awm": FINISHED | {"loss": ("awm", 1.0), "kl": 1e-3, "old policy": "linear_to_0_3"},
+    "distill_kl": {"loss": ("distill_kl", 1e-4)},
+    "distill_fm_mse": FINISHED | {"loss": ("distill_fm_mse", 1e-4)},
 }
 
 
@@ -123,6 +142,8 @@ def test_every_algorithm_is_a_run_of_its_own() -> None:
         "actor_rollout_ref.rollout.algo.sde_contiguous=false",
         "actor_rollout_ref.actor.diffusion_loss.kl_mask_threshold=0.1",
         "algorithm.rollout_correction.bypass_mode=false",
+        "algorithm.timestep_fraction=0.5",
+        "algorithm.old_policy_update_interval=2",
         "actor_rollout_ref.rollout.algo.noise_level=1.2",
     ],
 )
@@ -152,6 +173,49 @@ def test_only_a_decaying_window_makes_another_run_of_a_longer_one() -> None:
         (("algorithm.name=mix_grpo", "actor_rollout_ref.rollout.pipeline.num_inference_steps=4"), r"\[0, 5\) must lie"),
         (("algorithm.name=mix_grpo", "actor_rollout_ref.rollout.algo.sde_window_size=6"), "6 is longer than"),
         (("algorithm.rollout_correction.rollout_is=step",), "set bypass_mode to false"),
+        (
+            ("algorithm.name=distill_kl", "actor_rollout_ref.rollout.algo.noise_level=0", f"{ACTOR}.teacher_path=t"),
+            "loss distill_kl needs it above 0",
+        ),
+        (("algorithm.name=diffusion_nft", "actor_rollout_ref.rollout.n=1"), "rollout.n is 1: flow_grpo compares"),
+        (
+            ("algorithm.name=diffusion_nft", "algorithm.sample_source=offline"),
+            r"paired_preference is false: use a loss that compares pairs \(algorithm.name dpo\) or sample online",
+        ),
+        (
+            ("algorithm.name=dpo", f"{ACTOR}.ppo_micro_batch_size_per_gpu=5"),
+            "is 5: loss dpo compares pairs and needs an",
+        ),
+        (
+            ("algorithm.name=dpo", "actor_rollout_ref.rollout.micro_batch_size=24"),
+            "micro_batch_size 24 must be a multiple of rollout.n 16: loss dpo looks for its pairs",
+        ),
+        (
+            ("algorithm.name=dpo", "algorithm.sample_source=offline", "trainer.n_gpus_per_node=3"),
+            r"ppo_mini_batch_size 16 \(pairs\) must be a multiple of the 3 trainer ranks",
+        ),
+        (
+            ("algorithm.name=awm", "algorithm.num_train_timesteps=6", "algorithm.timestep_fraction=0.5"),
+            "num_train_timesteps is 6, but timestep_fraction 0.5 of 10 steps leaves 5",
+        ),
+        (
+            ("algorithm.name=awm", "algorithm.num_train_timesteps=11"),
+            "is 11, but timestep_fraction 1.0 of 10 steps leav",
+        ),
+        (
+            ("algorithm.name=dpo", "algorithm.timestep_fraction=0.5"),
+            "timestep_fraction 0.5 is a share of the schedule's levels, but timestep_sampling is logit_normal",
+        ),
+        (
+            ("algorithm.name=diffusion_nft", "actor_rollout_ref.rollout.pipeline.true_cfg_scale=4"),
+            "true_cfg_scale is 4.0: loss diffusion_nft trains the velocity without guidance, set it to 1",
+        ),
+        (
+            ("algorithm.name=awm", "algorithm.rollout_correction.bypass_mode=false"),
+            "bypass_mode is false, but loss awm reads no log-probs that could be corrected",
+        ),
+        (("algorithm.old_policy_decay=1",), r"old_policy_decay\s.*less than 1"),
+        (("algorithm.sample_source=disk",), r"sample_source\s.*'online' or 'offline'"),
     ],
 )
 def test_misuse_is_refused_with_the_config(settings: tuple[str, ...], message: str) -> None:
@@ -160,9 +224,27 @@ def test_misuse_is_refused_with_the_config(settings: tuple[str, ...], message: s
 
 
 @pytest.mark.parametrize(
+    "settings",
+    [
+        ("algorithm.name=diffusion_nft", "actor_rollout_ref.rollout.algo.noise_level=0"),
+        ("algorithm.name=distill_kl", "actor_rollout_ref.rollout.n=1", f"{ACTOR}.teacher_path=t"),
+        ("algorithm.name=dpo", "algorithm.sample_source=offline", "actor_rollout_ref.rollout.n=1"),
+        ("algorithm.name=dpo", "algorithm.sample_source=offline", "actor_rollout_ref.rollout.micro_batch_size=3"),
+        ("algorithm.name=awm", "algorithm.num_train_timesteps=5", "algorithm.timestep_fraction=0.5"),
+    ],
+)
+def test_what_an_algorithm_does_not_use_is_not_refused(settings: tuple[str, ...]) -> None:
+    """No log-probs need no noise, and where samples are not compared a group may be one sample."""
+    assert changed(*settings).algorithm.name == settings[0].split("=")[1]
+
+
+@pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (("actor_rollout_ref.actor.diffusion_loss.loss_mode=guard",), "known: dance_grpo, flow_dppo, flow_grpo, "),
+        (
+            ("actor_rollout_ref.actor.diffusion_loss.loss_mode=guard",),
+            "known: awm, dance_grpo, diffusion_nft, distill_fm_mse, distill_kl, dpo, flow_dppo, flow_grpo, ",
+        ),
         (("algorithm.adv_estimator=grop",), "known: dance_grpo, flow_grpo, gdpo, mix_grpo"),
         (
             ("actor_rollout_ref.actor.diffusion_loss.loss_mode=test_losses:PairLoss",),
@@ -183,6 +265,39 @@ def test_misuse_is_refused_with_the_config(settings: tuple[str, ...], message: s
                 "actor_rollout_ref.rollout.algo={sde_type: cps, sde_window_range: [0, 10]}",
             ),
             "ends at the last of 10 steps, .* cps, and loss flow_dppo divides by it: let it end at 9",
+        ),
+        (
+            (
+                "algorithm.name=distill_kl",
+                f"{ACTOR}.teacher_path=t",
+                "actor_rollout_ref.rollout.algo={sde_type: cps, sde_window_range: [0, 10]}",
+            ),
+            "and loss distill_kl divides by it: let it end at 9",
+        ),
+        (("algorithm.name=distill_fm_mse",), "'distill_fm_mse' needs a teacher: set actor.teacher_path"),
+        (
+            ("algorithm.name=awm", f"{ACTOR}.teacher_path=t"),
+            "'awm' has no use for a teacher: leave out actor.teacher_pa",
+        ),
+        (
+            ("algorithm.name=diffusion_nft", "algorithm.trainer_type=policy_gradient"),
+            "trainer_type is policy_gradient, but loss 'diffusion_nft' needs direct_preference: set it, or give the al",
+        ),
+        (
+            ("algorithm.trainer_type=direct_preference",),
+            "trainer_type is direct_preference, but loss 'flow_grpo' needs policy_gradient",
+        ),
+        (
+            ("algorithm.name=dpo", "algorithm.paired_preference=false"),
+            "paired_preference is False, but loss 'dpo' needs True",
+        ),
+        (
+            ("algorithm.name=awm", "algorithm.paired_preference=true"),
+            "paired_preference is True, but loss 'awm' needs False",
+        ),
+        (
+            (f"{ACTOR}.diffusion_loss.loss_mode=dpo", "algorithm.sample_source=online"),
+            "trainer_type is policy_gradient, but loss 'dpo' needs direct_preference",
         ),
     ],
 )

@@ -1,5 +1,6 @@
 """The registry, the OCR and JPEG rewards, and their sum."""
 
+import asyncio
 import random
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -9,7 +10,19 @@ import pytest
 
 from models.tiny_qwen_image.render import render_picture
 from models.tiny_qwen_image.settings import TinySettings
-from tasks.rewards import Reward, RewardError, RewardResult, get_reward, known_rewards, register_reward, weighted_sum
+from tasks.config import RewardConfig
+from tasks.reward import trained_reward
+from tasks.rewards import (
+    Reward,
+    RewardError,
+    RewardResult,
+    get_reward,
+    known_rewards,
+    register_reward,
+    reward_input,
+    weighted_sum,
+    with_group_means,
+)
 from tasks.rewards.jpeg import jpeg_kilobytes
 from tasks.rewards.ocr import OcrReward, edit_distance
 
@@ -61,7 +74,8 @@ class OneTooFew(Redness):
 
 
 def test_rewards_are_found_by_name_and_by_import_path():
-    assert known_rewards() == ["jpeg_compressibility", "jpeg_incompressibility", "ocr"]
+    assert {"brightness", "jpeg_compressibility", "jpeg_incompressibility", "ocr", "shapes"} <= set(known_rewards())
+    assert known_rewards() == sorted(known_rewards())
     images = np.full((2, 4, 4, 3), 255, dtype=np.uint8)
     prompts = [Wanted("a"), Wanted("b")]
     half = get_reward(f"{__name__}:mean_brightness", scale=0.5)
@@ -77,7 +91,7 @@ def test_rewards_are_found_by_name_and_by_import_path():
 @pytest.mark.parametrize(
     ("name", "options", "complaint"),
     [
-        ("orc", {}, "no reward 'orc'; known are jpeg_compressibility, jpeg_incompressibility, ocr"),
+        ("orc", {}, "no reward 'orc'; known are .*jpeg_compressibility, jpeg_incompressibility.*, ocr"),
         ("no.such.module:f", {}, "'no.such.module:f' cannot be imported: No module named 'no'"),
         (f"{__name__}:nothing", {}, "cannot be imported: .* has no attribute 'nothing'"),
         (f"{__name__}:__doc__", {}, "is a str; it must be a subclass of tasks.rewards.Reward or a function"),
@@ -92,6 +106,73 @@ def test_unknown_names_and_options_are_refused(name, options, complaint):
         get_reward(name, **options)
 
 
+async def later(images, prompts, scale=1.0):
+    """A reward that waits for something."""
+    await asyncio.sleep(0)
+    return RewardResult(scale * images.mean(axis=(1, 2, 3)), {"text": [p.metadata["text"] for p in prompts]})
+
+
+class SameLoop(Redness):
+    """Keeps something that belongs to one event loop, as a connection does."""
+
+    def __init__(self):
+        self.gate = None
+
+    async def score(self, images, prompts):
+        if self.gate is None:
+            self.gate = asyncio.get_running_loop().create_future()
+            self.gate.set_result(3.0)
+        return np.full(len(images), await self.gate)
+
+
+class Movement(Redness):
+    """Wants whole videos: how far the first frame is from the last."""
+
+    wants = "video"
+
+    def score(self, videos, prompts):
+        return np.abs(videos[:, -1].astype(float) - videos[:, 0]).mean(axis=(1, 2, 3))
+
+
+class Norm(Redness):
+    """Wants latents."""
+
+    wants = "latents"
+
+    def score(self, latents, prompts):
+        return np.sqrt((latents**2).sum(axis=(1, 2)))
+
+
+def test_a_score_may_be_a_coroutine_and_knows_the_samples_metadata():
+    images = np.full((2, 4, 4, 3), 100, dtype=np.uint8)
+    prompts = [Wanted("a", metadata={"text": "x"}), Wanted("b", metadata={"text": "y"})]
+    result = get_reward(f"{__name__}:later", scale=0.1)(images, prompts)
+    assert (result.scores.tolist(), result.details) == ([10, 10], {"text": ["x", "y"]})
+    reward = SameLoop()
+    assert [reward(images, prompts).scores.tolist() for _ in range(2)] == [[3, 3]] * 2
+
+
+def test_frames_of_a_video_are_scored_one_by_one_unless_the_reward_wants_videos():
+    videos = np.zeros((2, 3, 4, 4, 3), dtype=np.uint8)
+    videos[0, :, :, :, 0] = np.array([30, 60, 90])[:, None, None]
+    prompts = [Wanted("a"), Wanted("b")]
+    assert Redness()(videos, prompts).scores.tolist() == [60, 0]
+    assert Movement()(videos, prompts).scores.tolist() == [20, 0]
+    assert Movement()(videos[:, 0], prompts).scores.tolist() == [0, 0], "a picture is a video of one frame"
+    texts = get_reward(f"{__name__}:later")(videos, [Wanted("a", metadata={"text": t}) for t in "xy"])
+    assert texts.details["text"] == [["x"] * 3, ["y"] * 3]
+
+
+def test_latents_go_to_the_rewards_that_want_them():
+    latents = np.zeros((2, 5, 4), np.float32)
+    latents[0, 0, 0] = 7
+    assert Norm()(latents, [Wanted("a"), Wanted("b")]).scores.tolist() == [7, 0]
+    with pytest.raises(RewardError, match="latents must be float32"):
+        Norm()(latents.astype(np.float64), [Wanted("a"), Wanted("b")])
+    assert reward_input(f"{__name__}:Norm") == "latents"
+    assert reward_input("ocr", threads=2) == "images"
+
+
 def test_a_name_is_registered_once():
     with pytest.raises(RewardError, match="'ocr' is already registered by OcrReward"):
         register_reward("ocr")(Redness)
@@ -100,7 +181,7 @@ def test_a_name_is_registered_once():
 
 def test_every_reward_checks_what_goes_in_and_out():
     reward = Redness()
-    with pytest.raises(RewardError, match=r"uint8 \[B, H, W, 3\], not float32 \(1, 4, 4, 3\)"):
+    with pytest.raises(RewardError, match=r"uint8 \[B, H, W, 3\] or \[B, F, H, W, 3\], not float32 \(1, 4, 4, 3\)"):
         reward(np.zeros((1, 4, 4, 3), np.float32), [Wanted("a")])
     with pytest.raises(RewardError, match="2 images came with 1 prompts"):
         reward(np.zeros((2, 4, 4, 3), np.uint8), [Wanted("a")])
@@ -227,3 +308,55 @@ def test_weighted_sum():
         weighted_sum(results, {"a": 1.0})
     with pytest.raises(RewardError, match="every reward has weight 0"):
         weighted_sum(results, {"a": 0, "b": 0})
+
+
+def test_an_optional_reward_that_is_missing_says_nothing_about_its_sample():
+    """Its advantage is what the other rewards give it, and the others of the group are compared as before."""
+    nan = np.nan
+    uids = np.array(list("aaabbcc"))
+    taste = np.array([1, nan, 3, nan, nan, 5, nan], np.float32)
+    filled = with_group_means(taste, uids)
+    assert filled.tolist() == [1, 2, 3, 3, 3, 5, 5]
+    assert with_group_means(np.full(7, nan, np.float32), uids).tolist() == [0] * 7
+    text = np.arange(7, dtype=np.float32)
+    functions = RewardConfig(functions={"text": {}, "taste": {"required": False, "weight": 2.0}}).functions
+    total = trained_reward({"text": text, "taste": taste}, functions, uids)
+    centred = total[:3] - total[:3].mean()
+    assert centred[1] == pytest.approx(text[1] - text[:3].mean())
+    functions = RewardConfig(functions={"text": {}, "taste": {"weight": 2.0}}).functions
+    required = trained_reward({"text": text, "taste": taste}, functions, uids)
+    assert np.isnan(required).tolist() == np.isnan(taste).tolist()
+
+
+# --- the configuration
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"functions": {}}, "name at least one reward"),
+        ({"functions": {"ocr": {"guard": True}}}, "all are guards or have weight 0"),
+        ({"functions": {"ocr": {"guard": True, "weight": 0.5}, "jpeg": {}}}, "a guard is never trained on"),
+        ({"functions": {"ocr": {"num_workers": 0}}}, "num_workers"),
+        ({"max_missing_fraction": 1.5}, "max_missing_fraction"),
+    ],
+)
+def test_reward_settings_that_make_no_sense_are_refused(settings, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        RewardConfig.model_validate(settings)
+
+
+def test_workers_do_not_make_another_run_and_guards_survive_being_written_out():
+    from flows.config import TrainConfig
+
+    def config(**entry):
+        return TrainConfig(reward={"functions": {"ocr": entry, "jpeg_compressibility": {"guard": True}}})
+
+    assert config(num_workers=3, batch_size=7, retries=0, timeout_s=9, num_gpus=1).digest() == config().digest()
+    assert config(weight=0.5).digest() != config().digest()
+    assert config(required=False).digest() != config().digest()
+    written = TrainConfig.model_validate(config().model_dump(mode="json"))
+    assert {name: entry.share for name, entry in written.reward.functions.items()} == {
+        "ocr": 1.0,
+        "jpeg_compressibility": 0.0,
+    }

@@ -7,6 +7,8 @@ from models.algorithms.advantages import (
     get_diffusion_adv_estimator_fn,
     register_diffusion_adv_est,
 )
+from models.algorithms.distillation import DistillFlowMatchingLoss, DistillKLLoss
+from models.algorithms.forward_process import AdvantageWeightedMatchingLoss, DiffusionNFTLoss
 from models.algorithms.losses import (
     DiffusionLossFn,
     DiffusionLossResult,
@@ -17,13 +19,19 @@ from models.algorithms.losses import (
     register_diffusion_loss,
 )
 from models.algorithms.policy_gradient import FlowDPPOLoss, FlowGRPOLoss, GRPOGuardLoss
+from models.algorithms.preference import DPOLoss
 from models.algorithms.rollout_correction import Correction, correct
 
 __all__ = [
+    "AdvantageWeightedMatchingLoss",
     "Correction",
+    "DPOLoss",
     "DiffusionAdvantageEstimator",
     "DiffusionLossFn",
     "DiffusionLossResult",
+    "DiffusionNFTLoss",
+    "DistillFlowMatchingLoss",
+    "DistillKLLoss",
     "FlowDPPOLoss",
     "FlowGRPOLoss",
     "GRPOGuardLoss",

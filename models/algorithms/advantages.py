@@ -124,7 +124,8 @@ def compute_gdpo_outcome_advantage(
         index: [B], each sample's prompt uid: the group.
         epsilon: least standard deviation.
         config: part of the estimators' common signature; not read here.
-        reward_scores: reward name -> [B].
+        reward_scores: reward name -> [B]. NaN of a sample that is present marks an optional reward that is missing:
+            it leaves that reward's statistics, and z_k = 0 there.
         reward_weights: reward name -> weight; a reward of weight 0 is only watched.
         kwargs: the settings that choose a standard deviation; not read here, GDPO always takes both.
 
@@ -143,7 +144,10 @@ def compute_gdpo_outcome_advantage(
         for name, weight in reward_weights.items():
             if weight != 0:
                 values = reward_scores[name].double()[group]
-                combined[group] += weight * (values - values.mean()) / _std(values).clamp_min(epsilon)
+                known = values[~torch.isnan(values)]
+                if len(known):
+                    scored = (values - known.mean()) / _std(known).clamp_min(epsilon)
+                    combined[group] += weight * scored.nan_to_num(nan=0.0)
     values = combined[compared]
     if len(values):
         advantages[compared] = (values - values.mean()) / _std(values).clamp_min(epsilon)

@@ -2,13 +2,17 @@
 
 A loss is split in two. `compute_loss` is the formula on plain tensors. `__call__` takes what it needs from the
 model's output and the micro-batch, and says beforehand which keys those are, so that a missing input is an error
-with a name and not a KeyError in the middle of a step. The policy-gradient losses stand in `policy_gradient`.
+with a name and not a KeyError in the middle of a step.
+
+A loss of the *reverse* process replays the sampler's own steps and compares log-probs (`policy_gradient`,
+`distillation`); one of the *forward* process noises finished samples again and compares velocities (`preference`,
+`forward_process`, `distillation`).
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from torch import Tensor
 
@@ -18,12 +22,32 @@ from models.schedulers.kernels import mean_dims
 if TYPE_CHECKING:
     from models.config import DiffusionActorConfig
 
-MODEL_OUTPUTS = ("log_probs", "prev_sample_mean", "std_dev_t", "sqrt_dt")
-"""What replaying a step gives, `DiffusionModelBase.forward_and_sample_previous_step`."""
+Process = Literal["reverse", "forward"]
+MODEL_OUTPUTS: dict[Process, tuple[str, ...]] = {
+    "reverse": ("log_probs", "prev_sample_mean", "std_dev_t", "sqrt_dt"),
+    "forward": ("velocity",),
+}
+"""What a forward pass gives: replaying a step (`DiffusionModelBase.forward_and_sample_previous_step`), or the velocity
+of a noised sample."""
 OLD_MEAN = "old_prev_sample_mean"
+REF_MEAN = "ref_prev_sample_mean"
+TEACHER_MEAN = "teacher_prev_sample_mean"
 IS_WEIGHTS = "rollout_is_weights"
-DATA = ("old_log_probs", "advantages", OLD_MEAN)
+OLD_VELOCITY = "old_velocity"
+EMA_VELOCITY = "ema_velocity"
+REF_VELOCITY = "ref_velocity"
+TEACHER_VELOCITY = "teacher_velocity"
+VELOCITIES = (OLD_VELOCITY, EMA_VELOCITY, REF_VELOCITY, TEACHER_VELOCITY)
+"""Predictions for the same noised samples: by the weights that sampled, by the slowly moving copy of the policy, by the
+starting weights and by the teacher. All are computed before an iteration's first optimiser step."""
+DATA: dict[Process, tuple[str, ...]] = {
+    "reverse": ("old_log_probs", "advantages", OLD_MEAN),
+    "forward": ("advantages", "clean_latents", "noise", "noisy_latents", "sigmas", *VELOCITIES[:3]),
+}
 """What the engine gives any loss that asks for it."""
+TEACHER_DATA: dict[Process, str] = {"reverse": TEACHER_MEAN, "forward": TEACHER_VELOCITY}
+TRAINER_TYPES: dict[Process, str] = {"reverse": "policy_gradient", "forward": "direct_preference"}
+"""The reference system's names of the two processes, `algorithm.trainer_type`."""
 
 
 @dataclass
@@ -44,10 +68,16 @@ class DiffusionLossResult:
 class DiffusionLossFn(ABC):
     """Base of the worker-side losses."""
 
+    process: ClassVar[Process] = "reverse"
+    """Does it replay the sampler's steps, or noise finished samples again?"""
+    paired: ClassVar[bool] = False
+    """Are rows 2i and 2i+1 of its micro-batches the better and the worse sample of one prompt, noised alike?"""
+    samples_from_old_policy: ClassVar[bool] = False
+    """Are the rollout's weights the old policy's (`algorithm.old_policy_decay_schedule`) and not the policy's own?"""
     required_model_output_keys: ClassVar[tuple[str, ...]] = ()
     """Of MODEL_OUTPUTS."""
     required_data_keys: ClassVar[tuple[str, ...]] = ()
-    """Of DATA, and `ref_prev_sample_mean` where the KL to the reference is in use."""
+    """Of DATA, REF_MEAN where the KL to the reference is in use, and TEACHER_DATA where there is a teacher."""
     optional_data_keys: ClassVar[tuple[str, ...]] = ()
     """IS_WEIGHTS where the loss multiplies each sample by it; the key is there when rollout correction makes it."""
 
@@ -62,8 +92,24 @@ class DiffusionLossFn(ABC):
 
     @staticmethod
     def prepare_actor_batch(batch: Any, reward_tensor: Tensor, config: Any) -> Any:
-        """Hook before the update. Reverse-process losses need nothing: advantages and old log-probs are there."""
-        return batch
+        """Hook of the forward process before the update: which finished samples are trained on, and in which order.
+
+        Reverse-process losses are not asked: their batches are replayed as they were sampled.
+
+        Args:
+            batch: `models.engines.trajectories.FinishedLatents`.
+            reward_tensor: [B], the advantages; NaN where a sample is left out.
+            config: the actor's settings.
+
+        Returns:
+            A FinishedLatents with its advantages set; here every sample that has one.
+        """
+        return batch.scored((~reward_tensor.isnan()).nonzero().flatten(), reward_tensor)
+
+    @classmethod
+    def keeps_old_policy(cls) -> bool:
+        """Does the trainer hold a second, slower copy of the trained weights for it?"""
+        return cls.samples_from_old_policy or EMA_VELOCITY in cls.required_data_keys
 
     def validate_inputs(self, *, loss_name: str, model_output: Mapping[str, Any], data: Mapping[str, Any]) -> None:
         """Check the keys this loss declared.
@@ -94,24 +140,31 @@ def get_diffusion_loss_fn(name: str) -> DiffusionLossFn:
     return _LOSSES.get(name)()
 
 
-def check_loss_inputs(name: str, use_kl_loss: bool, weighted: bool = False) -> None:
+def check_loss_inputs(name: str, use_kl_loss: bool, weighted: bool = False, teacher: bool = False) -> None:
     """Check before any model loads that the engine can give a loss what it declares.
 
     Args:
         name: of the loss, or its import path.
         use_kl_loss: is there a reference?
         weighted: will samples have importance weights?
+        teacher: is there one?
 
     Raises:
-        ValueError: unknown loss, one that asks for something else (every such key is named), or one that would ignore
-            the weights.
+        ValueError: unknown loss, one that asks for something else (every such key is named), one that would ignore the
+            weights, or a teacher that is missing or of no use.
     """
     loss = get_diffusion_loss_fn(name)
-    given = {*DATA, "ref_prev_sample_mean"} if use_kl_loss else {*DATA}
-    wrong = [key for key in loss.required_model_output_keys if key not in MODEL_OUTPUTS]
-    wrong += [key for key in loss.required_data_keys if key not in given]
+    given, outputs = {*DATA[loss.process]}, MODEL_OUTPUTS[loss.process]
+    if use_kl_loss:
+        given.add(REF_MEAN if loss.process == "reverse" else REF_VELOCITY)
+    wants_teacher = TEACHER_DATA[loss.process] in loss.required_data_keys
+    if wants_teacher != teacher:
+        problem = "needs a teacher: set" if wants_teacher else "has no use for a teacher: leave out"
+        raise ValueError(f"diffusion_loss.loss_mode {name!r} {problem} actor.teacher_path")
+    wrong = [key for key in loss.required_model_output_keys if key not in outputs]
+    wrong += [key for key in loss.required_data_keys if key not in {*given, TEACHER_DATA[loss.process]}]
     if wrong:
-        known = ", ".join([*MODEL_OUTPUTS, *sorted(given)])
+        known = ", ".join([*outputs, *sorted(given)])
         raise ValueError(f"diffusion_loss.loss_mode {name!r} needs {', '.join(wrong)}; an update gives {known}")
     if weighted and IS_WEIGHTS not in loss.optional_data_keys:
         raise ValueError(
@@ -146,3 +199,8 @@ class KLLoss:
 def mean_drift(prev_sample_mean: Tensor, other_mean: Tensor, std_dev_t: Tensor) -> Tensor:
     """mean_dims (mu - mu_other)^2 / (2 sd^2): the KL between a step's Gaussians, per latent element. [B]"""
     return mean_dims((prev_sample_mean - other_mean) ** 2 / (2 * std_dev_t**2))
+
+
+def velocity_distance(velocity: Tensor, other: Tensor) -> Tensor:
+    """mean over batch and latent of (v - v_other)^2, what the forward process has in place of a KL."""
+    return ((velocity - other) ** 2).mean()

@@ -6,9 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from tensordict import TensorDict
 from torch import Tensor
 
-from models.engines.trajectories import Trajectories
+from models.algorithms.losses import IS_WEIGHTS, OLD_MEAN
+from models.engines.noised import NoisedLatents
+from models.engines.trajectories import FinishedLatents, Trajectories
 
 
 @dataclass(frozen=True)
@@ -19,20 +22,65 @@ class ActorBatch:
         parts: this rank's samples as they were sampled, each batch with its advantages [B]. A NaN advantage (a
             missing reward) leaves the sample out, a NaN in the trajectories' `is_weights` that step of it.
         global_count: samples of the mini-batch that count, over all ranks; one of which only some steps count is that
-            part of a sample.
+            part of a sample. Not read by losses of the forward process, which choose for themselves.
     """
 
-    parts: Sequence[tuple[Trajectories, Tensor]]
+    parts: Sequence[tuple[Trajectories | FinishedLatents, Tensor]]
     global_count: float
 
-    def micro_batches(self, size: int) -> list[tuple[Trajectories, Tensor]]:
-        """The parts, cut where they are larger than `size` and never merged: a merged batch is padded and blocked
-        differently, and would not replay its log-probs to the last bit."""
-        pieces = []
-        for trajectories, advantages in self.parts:
-            for index in torch.arange(len(trajectories)).split(size):
-                pieces.append((trajectories.rows(index), advantages[index]))
-        return pieces
+    def prepared(self, size: int) -> "PreparedBatch":
+        """The trajectories, cut where they are larger than `size` and never merged: a merged batch is padded and
+        blocked differently, and would not replay its log-probs to the last bit."""
+        pieces: list[tuple[Any, Tensor]] = []
+        for samples, advantages in self.parts:
+            for index in torch.arange(len(samples)).split(size):
+                pieces.append((samples.rows(index), advantages[index]))
+        return PreparedBatch(pieces, self.global_count)
+
+
+@dataclass(frozen=True)
+class PreparedBatch:
+    """An optimiser step's micro-batches, and over how many samples of all ranks they are averaged.
+
+    Attributes:
+        pieces: samples with their advantages [B], NaN where one does not count.
+        global_count: see `ActorBatch`.
+    """
+
+    pieces: Sequence[tuple[Trajectories | NoisedLatents, Tensor]]
+    global_count: float
+
+
+def micro_batch_of(
+    samples: Trajectories | NoisedLatents, advantages: Tensor, device: torch.device | str
+) -> tuple[TensorDict, int]:
+    """Inputs of one micro-batch at one timestep, and how many of its samples count.
+
+    Args:
+        samples: of one step or level, on `device`.
+        advantages: [B], on the CPU; NaN where a sample does not count.
+    """
+    tensors: dict[str, Tensor | None]
+    if isinstance(samples, NoisedLatents):
+        rows, counted = torch.arange(len(samples)), int((~advantages.isnan()).sum())
+        tensors = {"clean_latents": samples.latents, **samples.levelwise()}
+    else:
+        # With none left, one sample is computed and weighted 0: every rank must take part in the collectives.
+        kept = counted_rows(samples, advantages)
+        rows, counted = kept if len(kept) else torch.zeros(1, dtype=torch.long), len(kept)
+        samples = samples.rows(rows)
+        weights = samples.is_weights
+        tensors = {
+            "latents": samples.latents,
+            "timesteps": samples.timesteps,
+            "old_log_probs": samples.log_probs,
+            OLD_MEAN: samples.means,
+            IS_WEIGHTS: None if weights is None else weights.nan_to_num(0.0),
+        }
+    tensors["advantages"] = advantages[rows].nan_to_num(0.0).to(device)
+    tensors |= samples.prompts.expand(samples.prompt_index) | samples.prompts.expand_extras(samples.prompt_index)
+    present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    return TensorDict(present, batch_size=[len(rows)]), counted
 
 
 def counted_rows(trajectories: Trajectories, advantages: Tensor) -> Tensor:

@@ -1,25 +1,18 @@
 """Sampling in this process with the diffusers modules: the engine for CPUs and the oracle for the faster one."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from models.base import DiffusionModelBase, DiffusionModelConfig
 from models.engines.canary import Canary, canary_velocity
-from models.engines.sampling import sample
-from models.engines.trajectories import RolloutRequest, Trajectories
+from models.engines.sampling import Sampler
 from models.engines.weights import load_exported, load_trainable, make_trainable, trainable
-from models.schedulers import FlowMatchSDEDiscreteScheduler
-
-if TYPE_CHECKING:
-    from models.config import DiffusionPipelineConfig
 
 
-class DiffusersRolloutEngine:
+class DiffusersRolloutEngine(Sampler):
     """Holds one copy of the denoiser and the decoder, and samples whole requests.
 
     Args:
@@ -28,38 +21,13 @@ class DiffusersRolloutEngine:
     """
 
     def __init__(self, model_config: DiffusionModelConfig, device: str = "cpu"):
-        self.model_config, self.device = model_config, device
-        self.adapter = DiffusionModelBase.get_class(model_config)
-        self.transformer = self.adapter.load_transformer(model_config, model_config.dtype).to(device).eval()
-        make_trainable(self.adapter, self.transformer, model_config)
+        adapter = DiffusionModelBase.get_class(model_config)
+        self.transformer = adapter.load_transformer(model_config, model_config.dtype).to(device).eval()
+        make_trainable(adapter, self.transformer, model_config)
         # The trainer keeps LoRA weights in fp32 for its optimiser and computes with them in the model's format.
         for parameter in trainable(self.transformer).values():
             parameter.data = parameter.data.to(model_config.dtype)
-        self.vae = self.adapter.load_vae(model_config).to(device)
-        self._schedulers: dict[DiffusionPipelineConfig, FlowMatchSDEDiscreteScheduler] = {}
-
-    def generate(
-        self, request: RolloutRequest, pipeline: "DiffusionPipelineConfig | None" = None
-    ) -> tuple[Tensor, Trajectories | None]:
-        """Sample one request.
-
-        Args:
-            request: what to sample.
-            pipeline: how, if not as in the training rollout (validation).
-
-        Returns:
-            (pictures [B, H, W, 3] uint8 on the CPU, trajectories or None for an ODE).
-        """
-        config = self.model_config if pipeline is None else replace(self.model_config, pipeline=pipeline)
-        latents, trajectories = sample(
-            self.adapter, self.transformer, self._scheduler(config), config, request, self.device
-        )
-        return self.decode(latents, config), trajectories
-
-    @torch.no_grad()
-    def decode(self, latents: Tensor, model_config: DiffusionModelConfig | None = None) -> Tensor:
-        """Finished latents [B, ...] to pictures [B, H, W, 3], uint8, on the CPU."""
-        return self.adapter.decode(self.vae, model_config or self.model_config, latents).cpu()
+        super().__init__(adapter, self.transformer, adapter.load_vae(model_config).to(device), model_config, device)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Take the trainer's weights (names as `models.engines.weights.trainable` gives them)."""
@@ -73,9 +41,16 @@ class DiffusersRolloutEngine:
         """What this copy of the model predicts for the canary, fp32 on the CPU."""
         return canary_velocity(self.adapter, self.transformer, self.model_config, canary, self.device)
 
-    def _scheduler(self, config: DiffusionModelConfig):
-        if config.pipeline not in self._schedulers:
-            scheduler = self.adapter.build_scheduler(config)
-            self.adapter.set_timesteps(scheduler, config, self.device)
-            self._schedulers[config.pipeline] = scheduler
-        return self._schedulers[config.pipeline]
+    def sleep(self) -> None:
+        """Move the weights off the GPU."""
+        self._move("cpu")
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        """Bring the weights back."""
+        self._move(self.device)
+
+    def _move(self, device: torch.device | str) -> None:
+        self.transformer.to(device)
+        self.vae.to(device)

@@ -1,51 +1,72 @@
-"""Exponential moving average of the trained weights."""
+"""Copies of the trained weights: a moving average for evaluation, and the old policy."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from models.engines.weights import trainable
 
 if TYPE_CHECKING:
     from models.config import EmaConfig
 
+HeldWeights = Literal["policy", "average", "old"]
+"""The trained weights, their moving average, and the old policy of DiffusionNFT and its kin."""
 
-class WeightAverage:
-    """The average of a module's trained parameters (local shards of them, where they are sharded).
 
-    decay_s = min((1 + s) / (10 + s), decay) after s updates, as in Flow-GRPO's evaluation copies.
-    """
+class WeightCopy:
+    """A second set of a module's trained parameters (local shards of them, where they are sharded)."""
 
-    def __init__(self, module: nn.Module, config: "EmaConfig"):
-        self.module, self.config = module, config
-        self.updates = 0
+    def __init__(self, module: nn.Module):
+        self.module = module
         self.shadow: dict[str, Tensor] = {n: p.detach().clone() for n, p in trainable(module).items()}
 
     @torch.no_grad()
+    def follow(self, decay: float) -> None:
+        """copy <- decay copy + (1 - decay) weights."""
+        for name, parameter in self._parameters().items():
+            if decay == 0:
+                self.shadow[name].copy_(parameter.detach())
+            else:
+                self.shadow[name].lerp_(parameter.detach(), 1 - decay)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Within the block the module holds the copy instead of its weights."""
+        kept = {name: parameter.detach().clone() for name, parameter in self._parameters().items()}
+        self._put(self.shadow)
+        try:
+            yield
+        finally:
+            self._put(kept)
+
+    @torch.no_grad()
+    def _put(self, values: dict[str, Tensor]) -> None:
+        for name, parameter in self._parameters().items():
+            parameter.copy_(values[name])
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        """The trained shards. Without `reshard_after_forward` the module may still hold gathered weights; the next
+        forward would then compute with those and not with what is put into the shards."""
+        for part in self.module.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
+        return trainable(self.module)
+
+
+class WeightAverage(WeightCopy):
+    """Exponential moving average: decay_s = min((1 + s) / (10 + s), decay) after s updates, as in Flow-GRPO."""
+
+    def __init__(self, module: nn.Module, config: "EmaConfig"):
+        super().__init__(module)
+        self.config, self.updates = config, 0
+
     def update(self, optimizer_step: int) -> None:
         """Move the average towards the weights; acts at every `update_interval`-th optimiser step."""
         if optimizer_step % self.config.update_interval:
             return
-        decay = min((1 + self.updates) / (10 + self.updates), self.config.decay)
-        for name, parameter in trainable(self.module).items():
-            self.shadow[name].lerp_(parameter.detach(), 1 - decay)
+        self.follow(min((1 + self.updates) / (10 + self.updates), self.config.decay))
         self.updates += 1
-
-    @contextmanager
-    def applied(self) -> Iterator[None]:
-        """Within the block the module holds the average instead of its weights."""
-        parameters = trainable(self.module)
-        kept = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-        self._copy(self.shadow)
-        try:
-            yield
-        finally:
-            self._copy(kept)
-
-    @torch.no_grad()
-    def _copy(self, values: dict[str, Tensor]) -> None:
-        for name, parameter in trainable(self.module).items():
-            parameter.copy_(values[name])

@@ -1,7 +1,7 @@
-"""The training engine: a diffusers transformer under FSDP2, trained by replaying rollouts step by step."""
+"""The training engine: a diffusers transformer under FSDP2, trained step by step on what the rollout sampled."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -22,38 +21,46 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from models.algorithms.losses import IS_WEIGHTS, OLD_MEAN, DiffusionLossFn, KLLoss, get_diffusion_loss_fn
+from models.algorithms.losses import REF_VELOCITY, get_diffusion_loss_fn
+from models.algorithms.old_policy import old_policy_decay
 from models.base import DiffusionModelBase, DiffusionModelConfig
-from models.engines.actor_batch import ActorBatch, WeightedMetrics, counted_rows
+from models.engines.actor_batch import ActorBatch, PreparedBatch, WeightedMetrics, micro_batch_of
 from models.engines.canary import Canary, canary_velocity
-from models.engines.ema import WeightAverage
+from models.engines.ema import HeldWeights, WeightAverage, WeightCopy
+from models.engines.evaluation import LOG_PROB_DISTANCES, PolicyEvaluation, load_teacher
+from models.engines.forward_batches import noised_batch
 from models.engines.trajectories import Trajectories
 from models.engines.weights import make_trainable, trainable
 
 if TYPE_CHECKING:
-    from models.config import DiffusionActorConfig
-
-STEPWISE_DATA = ("old_log_probs", OLD_MEAN, IS_WEIGHTS)
-LOG_PROB_DISTANCES = ("logprob_abs_diff/mean", "logprob_abs_diff/max")
+    from models.config import DiffusionActorConfig, ForwardProcessConfig
 
 
-class DiffusersFSDPEngine:
+class DiffusersFSDPEngine(PolicyEvaluation):
     """One rank of the trainer. torch.distributed must be initialised; every rank makes every call.
 
     Args:
         model_config: which model and which of its weights.
         actor_config: loss, optimiser, micro-batches, sharding.
         device: "cpu" (gloo) or "cuda" (nccl).
+        forward_config: noise levels and old policy; losses of the forward process need it.
     """
 
-    def __init__(self, model_config: DiffusionModelConfig, actor_config: "DiffusionActorConfig", device: str = "cpu"):
+    def __init__(
+        self,
+        model_config: DiffusionModelConfig,
+        actor_config: "DiffusionActorConfig",
+        device: str = "cpu",
+        forward_config: "ForwardProcessConfig | None" = None,
+    ):
         self.model_config, self.actor_config, self.device = model_config, actor_config, device
         self.adapter = DiffusionModelBase.get_class(model_config)
         self.loss_fn = get_diffusion_loss_fn(actor_config.diffusion_loss.loss_mode)
-        self.optimizer_steps = 0
+        self._forward_config = forward_config
+        self.optimizer_steps = self.updates = 0
 
     def initialize(self) -> None:
-        """Load, freeze, shard; then optimiser, warm-up, average and, for KL with full weights, the reference."""
+        """Load, freeze, shard; then optimiser, warm-up, copies of the weights, reference and teacher."""
         self.module = self._sharded(self._load(trained=True))
         settings = self.actor_config.optim
         self.optimizer = torch.optim.AdamW(
@@ -69,13 +76,16 @@ class DiffusersFSDPEngine:
         self.ema = WeightAverage(self.module, self.actor_config.ema) if self.actor_config.ema.enable else None
         self.scheduler = self.adapter.build_scheduler(self.model_config)
         self.adapter.set_timesteps(self.scheduler, self.model_config, self.device)
-        full_kl = self.actor_config.use_kl_loss and self.model_config.model.lora_rank == 0
-        self.reference = self._sharded(self._load(trained=False)).eval() if full_kl else None
+        self.old_policy = WeightCopy(self.module) if self.loss_fn.keeps_old_policy() else None
+        refers = self.actor_config.use_kl_loss or REF_VELOCITY in self.loss_fn.required_data_keys
+        full = self.model_config.model.lora_rank == 0
+        self.reference = self._sharded(self._load(trained=False)).eval() if refers and full else None
+        self.teacher = self._load_teacher()
 
     # ---- the update
 
     def update_policy(self, batches: Sequence[ActorBatch]) -> dict[str, float]:
-        """One optimiser step per batch.
+        """One optimiser step per batch; the same batch given twice is trained on twice.
 
         Returns:
             Metrics without prefix, averaged over this rank's counted samples, timesteps and optimiser steps;
@@ -84,139 +94,69 @@ class DiffusersFSDPEngine:
         Raises:
             FloatingPointError: the gradient is not finite; the weights are then untouched by it.
         """
-        collected = WeightedMetrics()
+        collected, prepared = WeightedMetrics(), self._prepared(batches)
         self.module.train()
         for number, batch in enumerate(batches):
-            self._accumulate_gradients(batch, collected, first=number == 0)
+            if prepared[id(batch)].global_count == 0:  # on every rank: no pair was left of any group
+                continue
+            self._accumulate_gradients(prepared[id(batch)], collected, first=number == 0)
             collected.add({"lr": float(self.lr_scheduler.get_last_lr()[0]), "grad_norm": self._optimizer_step()})
         self.module.eval()
+        self._move_old_policy()
         return collected.combined() | {"optimizer_steps": self.optimizer_steps}
 
-    def _accumulate_gradients(self, batch: ActorBatch, collected: WeightedMetrics, first: bool) -> None:
-        pieces = batch.micro_batches(self.actor_config.ppo_micro_batch_size_per_gpu)
-        for number, (trajectories, advantages) in enumerate(pieces):
-            steps, on_device = len(trajectories.window), trajectories.to(self.device)
+    def _prepared(self, batches: Sequence[ActorBatch]) -> dict[int, PreparedBatch]:
+        """Each batch's pieces, before the first optimiser step: what is compared with belongs to the weights of now."""
+        prepared: dict[int, PreparedBatch] = {}
+        size = self.actor_config.ppo_micro_batch_size_per_gpu
+        for batch in batches:
+            if id(batch) in prepared:
+                continue
+            if self.loss_fn.process == "reverse":
+                prepared[id(batch)] = batch.prepared(size)
+            else:
+                assert self._forward_config, "a loss of the forward process needs the engine's forward_config"
+                prepared[id(batch)] = noised_batch(self, batch, self._forward_config, size)
+        return prepared
+
+    def _accumulate_gradients(self, batch: PreparedBatch, collected: WeightedMetrics, first: bool) -> None:
+        for number, (samples, advantages) in enumerate(batch.pieces):
+            steps, on_device = samples.steps, samples.to(self.device)
             for step in range(steps):
-                micro_batch, counted = self._micro_batch(on_device.step(step), advantages)
+                micro_batch, counted = micro_batch_of(on_device.step(step), advantages, self.device)
                 # A rank averages over its own samples and FSDP over ranks; this turns both into one mean over the
                 # mini-batch's counted samples and timesteps.
                 scale = counted * dist.get_world_size() / (batch.global_count * steps)
-                last = number == len(pieces) - 1 and step == steps - 1
+                last = number == len(batch.pieces) - 1 and step == steps - 1
                 cast(FSDPModule, self.module).set_requires_gradient_sync(last)
                 loss, metrics = self.forward_step(micro_batch, self.loss_fn)
                 (loss * scale).backward()
-                distances = {name: metrics.pop(name) for name in LOG_PROB_DISTANCES}
+                distances = {name: metrics.pop(name) for name in LOG_PROB_DISTANCES if name in metrics}
                 collected.add(metrics | distances if first else metrics, counted)
 
-    def _micro_batch(self, trajectories: Trajectories, advantages: Tensor) -> tuple[TensorDict, int]:
-        """Inputs of one micro-batch, for a window of one step on this device, and how many of its samples count.
+    def _move_old_policy(self) -> None:
+        """Once an iteration, after its optimiser steps."""
+        self.updates += 1
+        config = self._forward_config
+        if self.old_policy and config and self.updates % config.old_policy_update_interval == 0:
+            self.old_policy.follow(old_policy_decay(self.optimizer_steps, config))
 
-        With none left, one sample is computed and weighted 0: every rank must take part in the collectives.
-        """
-        kept = counted_rows(trajectories, advantages)
-        rows = kept if len(kept) else torch.zeros(1, dtype=torch.long)
-        trajectories = trajectories.rows(rows)
-        weights = trajectories.is_weights
-        tensors = {
-            "latents": trajectories.latents,
-            "timesteps": trajectories.timesteps,
-            "old_log_probs": trajectories.log_probs,
-            OLD_MEAN: trajectories.means,
-            IS_WEIGHTS: None if weights is None else weights.nan_to_num(0.0),
-            "advantages": advantages[rows].nan_to_num(0.0).to(self.device),
-            **trajectories.prompts.expand(trajectories.prompt_index),
-        }
-        present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-        return TensorDict(present, batch_size=[len(rows)]), len(kept)
-
-    def forward_step(
-        self,
-        micro_batch: TensorDict,
-        loss_function: DiffusionLossFn | None,
-        forward_only: bool = False,
-        *,
-        step: int = 0,
-    ) -> tuple[Any, dict[str, Any]]:
-        """Replay one timestep of a micro-batch.
-
-        Args:
-            micro_batch: latents [B, W+1, ...], timesteps [B, W], embeddings, old_log_probs [B, W], advantages [B];
-                where they are needed old_prev_sample_mean [B, W, ...] and rollout_is_weights [B, W]. The engine itself
-                hands over one step at a time (W = 1), so a window may have gaps.
-            loss_function: applied to the outputs; unused with `forward_only`.
-            forward_only: no gradient, no loss.
-            step: which of the W timesteps.
-
-        Returns:
-            (scalar loss, metrics), or with `forward_only` (model output, {}).
-        """
-        if forward_only:
-            with torch.no_grad():
-                return self._replay(self.module, micro_batch, step), {}
-        assert loss_function is not None, "forward_step needs a loss_function unless forward_only"
-        given = {name: micro_batch.get(name) for name in STEPWISE_DATA}
-        data = {name: tensor[:, step] for name, tensor in given.items() if tensor is not None}
-        data["advantages"] = micro_batch["advantages"]
-        if self.actor_config.use_kl_loss:
-            data["ref_prev_sample_mean"] = self._reference_mean(micro_batch, step)
-        output = self._replay(self.module, micro_batch, step)
-        name = self.actor_config.diffusion_loss.loss_mode
-        loss_function.validate_inputs(loss_name=name, model_output=output, data=data)
-        result = loss_function(config=self.actor_config, model_output=output, data=data)
-        loss, metrics = result.loss, dict(result.metrics)
-        metrics["pg_loss"] = loss.detach()
-        distance = (output["log_probs"].detach() - data["old_log_probs"]).abs()
-        metrics |= dict(zip(LOG_PROB_DISTANCES, (distance.mean(), distance.max()), strict=True))
-        if self.actor_config.use_kl_loss:
-            kl, kl_metrics = KLLoss.compute_loss(
-                prev_sample_mean=output["prev_sample_mean"],
-                ref_prev_sample_mean=data["ref_prev_sample_mean"],
-                std_dev_t=output["std_dev_t"],
-            )
-            loss = loss + self.actor_config.kl_loss_coef * kl
-            metrics |= kl_metrics
-        return loss, metrics
+    # ---- the trainer's own log-probs
 
     def rescored(self, trajectories: Trajectories, with_means: bool = False) -> Trajectories:
         """The same samples with `log_probs`, and if asked `means`, under the present weights."""
         names = {"log_probs": "log_probs"} | ({"means": "prev_sample_mean"} if with_means else {})
         batch = ActorBatch([(trajectories, torch.zeros(len(trajectories)))], len(trajectories))
         pieces: list[dict[str, Tensor]] = []
-        for piece, zeros in batch.micro_batches(self.actor_config.ppo_micro_batch_size_per_gpu):
+        for piece, zeros in batch.prepared(self.actor_config.ppo_micro_batch_size_per_gpu).pieces:
             steps, on_device = [], piece.to(self.device)
-            for step in range(len(piece.window)):
-                micro_batch, _ = self._micro_batch(on_device.step(step), zeros)
+            for step in range(piece.steps):
+                micro_batch, _ = micro_batch_of(on_device.step(step), zeros, self.device)
                 output, _ = self.forward_step(micro_batch, None, forward_only=True)
                 steps.append({field: output[name].cpu() for field, name in names.items()})
             pieces.append({field: torch.stack([one[field] for one in steps], 1) for field in names})
         scored = {field: torch.cat([piece[field] for piece in pieces]) for field in names}
         return replace(trajectories, log_probs=scored["log_probs"], means=scored.get("means"))
-
-    def _replay(self, module: nn.Module, micro_batch: TensorDict, step: int) -> dict[str, Tensor]:
-        inputs, negative = self.adapter.prepare_model_inputs(
-            module,
-            self.model_config,
-            micro_batch["latents"],
-            micro_batch["timesteps"],
-            micro_batch["prompt_embeds"],
-            micro_batch["prompt_embeds_mask"],
-            micro_batch.get("negative_prompt_embeds"),
-            micro_batch.get("negative_prompt_embeds_mask"),
-            micro_batch,
-            step,
-        )
-        log_probs, mean, std_dev_t, sqrt_dt = self.adapter.forward_and_sample_previous_step(
-            module, self.scheduler, self.model_config, inputs, negative, micro_batch, step
-        )
-        return {"log_probs": log_probs, "prev_sample_mean": mean, "std_dev_t": std_dev_t, "sqrt_dt": sqrt_dt}
-
-    def _reference_mean(self, micro_batch: TensorDict, step: int) -> Tensor:
-        """Mean of the step under the starting weights: the frozen copy, or the model with LoRA switched off."""
-        with torch.no_grad():
-            if self.reference is not None:
-                return self._replay(self.reference, micro_batch, step)["prev_sample_mean"]
-            with _adapters_off(self.module):
-                return self._replay(self.module, micro_batch, step)["prev_sample_mean"]
 
     def _optimizer_step(self) -> float:
         parameters = list(trainable(self.module).values())
@@ -238,9 +178,22 @@ class DiffusersFSDPEngine:
 
     # ---- weights
 
-    def averaged(self):
+    def averaged(self) -> AbstractContextManager[None]:
         """Context in which the engine's weights are the moving average, where the config asks for one."""
-        return nullcontext() if self.ema is None else self.ema.applied()
+        return self.holding("average" if self.ema else "policy")
+
+    def holding(self, which: HeldWeights) -> AbstractContextManager[None]:
+        """Context in which the engine's weights are its own, their average, or the old policy's.
+
+        Raises:
+            ValueError: the config keeps no such weights.
+        """
+        if which == "policy":
+            return nullcontext()
+        copy = self.ema if which == "average" else self.old_policy
+        if copy is None:
+            raise ValueError(f"the trainer keeps no {which} weights: actor.ema.enable and the loss decide which it has")
+        return copy.applied()
 
     def gather_weights(self) -> dict[str, Tensor]:
         """The trained weights, whole and on the CPU; on rank 0 (empty on the others)."""
@@ -259,7 +212,7 @@ class DiffusersFSDPEngine:
     # ---- checkpoint
 
     def save_checkpoint(self, folder: Path) -> None:
-        """Write policy, optimiser, schedule, average and random state, sharded, for any number of ranks to read."""
+        """Write policy, its copies, optimiser, schedule and random state, sharded, for any number of ranks to read."""
         dcp.save(self._state(), checkpoint_id=str(folder))
 
     def load_checkpoint(self, folder: Path) -> None:
@@ -270,7 +223,7 @@ class DiffusersFSDPEngine:
         set_model_state_dict(self.module, state["model"], options=options)
         set_optimizer_state_dict(self.module, self.optimizer, state["optimizer"], options=options)
         self.lr_scheduler.load_state_dict(state["extra"]["lr_scheduler"])
-        self.optimizer_steps = state["extra"]["optimizer_steps"]
+        self.optimizer_steps, self.updates = state["extra"]["optimizer_steps"], state["extra"]["updates"]
         if self.ema is not None:
             self.ema.updates = state["extra"]["ema_updates"]
         torch.set_rng_state(state["extra"]["torch_rng"])
@@ -283,12 +236,15 @@ class DiffusersFSDPEngine:
             "extra": {
                 "lr_scheduler": self.lr_scheduler.state_dict(),
                 "optimizer_steps": self.optimizer_steps,
+                "updates": self.updates,
                 "ema_updates": self.ema.updates if self.ema else 0,
                 "torch_rng": torch.get_rng_state(),
             },
         }
         if self.ema is not None:
             state["ema"] = self.ema.shadow
+        if self.old_policy is not None:
+            state["old_policy"] = self.old_policy.shadow
         return state
 
     # ---- building
@@ -305,15 +261,33 @@ class DiffusersFSDPEngine:
             module.requires_grad_(False)
         return module.to(self.device)
 
+    def _load_teacher(self) -> nn.Module | None:
+        if self.actor_config.teacher_path is None:
+            return None
+        teacher = load_teacher(self.adapter, self.model_config, self.actor_config.teacher_path)
+        return self._sharded(teacher.to(self.device)).eval()
+
     def _sharded(self, module: nn.Module) -> nn.Module:
-        settings = self.actor_config.fsdp_config
+        settings, own = self.actor_config.fsdp_config, self.model_config.model.dtype
         policy = MixedPrecisionPolicy(
-            param_dtype=getattr(torch, settings.param_dtype or self.model_config.model.dtype),
+            param_dtype=getattr(torch, settings.param_dtype or own),
             reduce_dtype=getattr(torch, settings.reduce_dtype),
+            # The adapter casts what the family's pipeline casts. Timesteps and rotary angles are not among it: rounded
+            # here, the trainer would see another timestep than the rollout.
+            cast_forward_inputs=settings.param_dtype not in (None, own),
         )
+        # Frozen weights that diffusers keeps in fp32 in a bf16 model stay so, whole on every rank: they are few, and
+        # rounded here they would make another model than the rollout's.
+        kept = {p for p in module.parameters() if not p.requires_grad and p.dtype != getattr(torch, own)}
         mesh = init_device_mesh(self.device, (dist.get_world_size(),))
         for part in (*self.adapter.transformer_blocks(module), module):
-            fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=settings.reshard_after_forward)
+            fully_shard(
+                part,
+                mesh=mesh,
+                mp_policy=policy,
+                reshard_after_forward=settings.reshard_after_forward,
+                ignored_params=kept,
+            )
         return module
 
 
@@ -330,12 +304,3 @@ def _allocate_adam_state(optimizer: torch.optim.AdamW) -> None:
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
-
-
-@contextmanager
-def _adapters_off(module: Any) -> Iterator[None]:
-    module.disable_adapters()
-    try:
-        yield
-    finally:
-        module.enable_adapters()

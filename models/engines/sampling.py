@@ -1,17 +1,28 @@
 """The denoising loop, once for all families and both uses of it: exploring (window of SDE steps) and the plain ODE."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from models.base import DiffusionModelBase, DiffusionModelConfig
-from models.engines.trajectories import PromptTable, RolloutRequest, Trajectories
+from models.engines.trajectories import (
+    LATENTS,
+    PICTURES,
+    FinishedLatents,
+    Generated,
+    PromptTable,
+    RolloutRequest,
+    Trajectories,
+)
 from models.schedulers.flow_match_sde import FlowMatchSDEDiscreteScheduler
 from models.schedulers.noise_keys import INITIAL_NOISE, draw, generators
 
 if TYPE_CHECKING:
+    from models.config import DiffusionPipelineConfig, DiffusionRolloutAlgoConfig
+
     Velocity = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -23,11 +34,11 @@ def velocity_field(
     prompt_index: Tensor,
 ) -> "Velocity":
     """v(latents [B, ...], timestep scalar or [B]) of the model for fixed prompts, fp32."""
-    text = prompts.expand(prompt_index)
+    text, extras = prompts.expand(prompt_index), prompts.expand_extras(prompt_index)
 
     def velocity(latents: Tensor, timestep: Tensor) -> Tensor:
         inputs, negative = adapter.prepare_model_inputs(
-            module, model_config, latents, timestep.expand(len(latents)), **text, micro_batch=None, step=0
+            module, model_config, latents, timestep.expand(len(latents)), **text, micro_batch=extras, step=0
         )
         return adapter.predict_velocity(module, model_config, inputs, negative)
 
@@ -43,7 +54,7 @@ def sample(
     request: RolloutRequest,
     device: torch.device | str,
     initial_latents: Tensor | None = None,
-) -> tuple[Tensor, Trajectories | None]:
+) -> tuple[Tensor, Trajectories | FinishedLatents | None]:
     """Denoise one request.
 
     Args:
@@ -54,8 +65,11 @@ def sample(
         ValueError: there is a window but no noise.
 
     Returns:
-        (finished latents [B, ...] fp32, the window's trajectories on the CPU or None for an ODE).
+        (finished latents [B, ...] fp32, what the request asks to be recorded: the window's trajectories or the finished
+        latents, on the CPU, or None).
     """
+    if request.window and request.record_finished:
+        raise ValueError("finished latents are recorded for the ODE: leave the window empty")
     if request.window and model_config.algo.noise_level == 0:
         raise ValueError("a window of stochastic steps needs algo.noise_level above 0; leave it empty for the ODE")
     prompts, index = request.prompts.to(device), request.prompt_index.to(device)
@@ -86,6 +100,8 @@ def sample(
             log_probs.append(output.log_prob)
             if request.record_means:
                 means.append(output.prev_sample_mean)
+    if request.record_finished:
+        return latents, FinishedLatents(request.keys, request.prompts, request.prompt_index, latents.cpu())
     if not request.window:
         return latents, None
     timesteps = scheduler.timesteps[list(request.window)].expand(len(latents), -1)
@@ -100,3 +116,66 @@ def sample(
         means=torch.stack(means, 1).cpu() if request.record_means else None,
     )
     return latents, trajectories
+
+
+class Sampler:
+    """A denoiser and a decoder that sample whole requests; every rollout engine ends in one.
+
+    Args:
+        adapter: the model's family.
+        module: its denoiser, or a callable that takes the denoiser's keyword arguments.
+        vae: its decoder.
+        model_config: which model, and how it is sampled by default.
+        device: where both live.
+    """
+
+    def __init__(
+        self,
+        adapter: type[DiffusionModelBase],
+        module: Any,
+        vae: nn.Module,
+        model_config: DiffusionModelConfig,
+        device: torch.device | str,
+    ):
+        self.adapter, self.module, self.vae = adapter, module, vae
+        self.model_config, self.device = model_config, device
+        self._schedulers: dict[DiffusionPipelineConfig, FlowMatchSDEDiscreteScheduler] = {}
+
+    def produce(
+        self,
+        request: RolloutRequest,
+        pipeline: "DiffusionPipelineConfig | None" = None,
+        algo: "DiffusionRolloutAlgoConfig | None" = None,
+    ) -> Generated:
+        """Sample one request, and decode it if it asks for pictures.
+
+        Args:
+            request: what to sample.
+            pipeline: how, if not as in the training rollout (validation).
+            algo: how to explore, if not as in the settings.
+        """
+        own = self.model_config
+        config = replace(own, pipeline=pipeline or own.pipeline, algo=algo or own.algo)
+        latents, recorded = sample(self.adapter, self.module, self._scheduler(config), config, request, self.device)
+        return Generated(
+            pictures=self.decode(latents, config) if PICTURES in request.outputs else None,
+            latents=latents.cpu() if LATENTS in request.outputs else None,
+            recorded=recorded,
+        )
+
+    def generate(self, request: RolloutRequest, pipeline: "DiffusionPipelineConfig | None" = None) -> tuple[Any, Any]:
+        """(pictures, what the request asks to be recorded) of `produce`."""
+        made = self.produce(request, pipeline)
+        return made.pictures, made.recorded
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor, model_config: DiffusionModelConfig | None = None) -> Tensor:
+        """Finished latents [B, ...] to pictures [B, H, W, 3], uint8, on the CPU."""
+        return self.adapter.decode(self.vae, model_config or self.model_config, latents).cpu()
+
+    def _scheduler(self, config: DiffusionModelConfig) -> Any:
+        if config.pipeline not in self._schedulers:
+            scheduler = self.adapter.build_scheduler(config)
+            self.adapter.set_timesteps(scheduler, config, str(self.device))
+            self._schedulers[config.pipeline] = scheduler
+        return self._schedulers[config.pipeline]

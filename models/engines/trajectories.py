@@ -1,13 +1,17 @@
 """What passes between rollout and update."""
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from models.schedulers.noise_keys import NoiseKey
+
+PICTURES, LATENTS = "pictures", "latents"
+"""What an engine may be asked to leave of finished samples."""
 
 
 @dataclass(frozen=True)
@@ -19,12 +23,22 @@ class PromptTable:
         prompt_embeds_mask: [P, L], true at real tokens.
         negative_prompt_embeds: [1, L', D] or None without guidance.
         negative_prompt_embeds_mask: [1, L'] or None.
+        extras: what a family needs besides, by name: [P, ...] such as `pooled_prompt_embeds`, and [1, ...] where the
+            name begins with `negative_`. Empty for most.
     """
 
     prompt_embeds: Tensor
     prompt_embeds_mask: Tensor
     negative_prompt_embeds: Tensor | None = None
     negative_prompt_embeds_mask: Tensor | None = None
+    extras: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> "PromptTable":
+        """A table from tensors by name; names that are no field of it are its extras."""
+        own = {f.name for f in fields(cls)} - {"extras"}
+        extras = {name: tensor for name, tensor in tensors.items() if name not in own}
+        return cls(**{name: tensor for name, tensor in tensors.items() if name in own}, extras=extras)
 
     def expand(self, index: Tensor) -> dict[str, Any]:
         """Rows for samples: `index` [B] points into the P prompts; keys as `prepare_model_inputs` names them."""
@@ -37,10 +51,40 @@ class PromptTable:
             "negative_prompt_embeds_mask": None if negative_mask is None else negative_mask.expand(batch, -1),
         }
 
+    def expand_extras(self, index: Tensor) -> dict[str, Tensor]:
+        """The extras' rows for samples, [B, ...] each: part of `prepare_model_inputs`' micro_batch."""
+        return {
+            name: tensor.expand(len(index), *tensor.shape[1:]) if name.startswith("negative_") else tensor[index]
+            for name, tensor in self.extras.items()
+        }
+
     def to(self, device: torch.device | str) -> "PromptTable":
         """The same table on another device."""
-        present = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
-        return replace(self, **{name: tensor.to(device) for name, tensor in present.items()})
+        present = {f.name: getattr(self, f.name) for f in fields(self) if isinstance(getattr(self, f.name), Tensor)}
+        moved = {name: tensor.to(device) for name, tensor in present.items()}
+        return replace(self, **moved, extras={name: tensor.to(device) for name, tensor in self.extras.items()})
+
+    @staticmethod
+    def joined(tables: Sequence["PromptTable"]) -> "PromptTable":
+        """The prompts of several tables one after the other, padded to the longest; the first's negative prompt."""
+        if len(tables) == 1:
+            return tables[0]
+        longest = max(table.prompt_embeds.shape[1] for table in tables)
+        joined = {
+            name: torch.cat([_padded(getattr(table, name), longest) for table in tables])
+            for name in ("prompt_embeds", "prompt_embeds_mask")
+        }
+        extras = {
+            name: first if name.startswith("negative_") else torch.cat([table.extras[name] for table in tables])
+            for name, first in tables[0].extras.items()
+        }
+        return replace(tables[0], **joined, extras=extras)
+
+
+def _padded(tokens: Tensor, length: int) -> Tensor:
+    """[P, L, ...] with zeros (for a mask: false) up to [P, length, ...]."""
+    filling = tokens.new_zeros(tokens.shape[0], length - tokens.shape[1], *tokens.shape[2:])
+    return torch.cat([tokens, filling], 1)
 
 
 @dataclass(frozen=True)
@@ -51,8 +95,10 @@ class RolloutRequest:
         keys: B noise keys, one a sample.
         prompts: the prompts they use.
         prompt_index: [B], each sample's row in `prompts`.
-        window: stochastic steps, ascending; empty samples the ODE and records nothing.
+        window: stochastic steps, ascending; empty samples the ODE.
         record_means: also record each window step's mean, for losses that compare means.
+        record_finished: keep the finished latents, for losses that noise them again; the window must be empty.
+        outputs: PICTURES, LATENTS or both, for the rewards; decoding can cost as much as a step of denoising.
     """
 
     keys: tuple[NoiseKey, ...]
@@ -60,54 +106,33 @@ class RolloutRequest:
     prompt_index: Tensor
     window: tuple[int, ...]
     record_means: bool = False
+    record_finished: bool = False
+    outputs: frozenset[str] = frozenset({PICTURES})
 
 
 @dataclass(frozen=True)
-class Trajectories:
-    """B sampled paths, restricted to the window's W steps; fp32, on the CPU.
-
-    A latent is stored once, also where it is both the end of one step and the start of the next. A consecutive
-    window has W+1 of them; each gap in it adds one.
+class Samples:
+    """B samples with their noise keys and prompts; every tensor but the prompt table's has a row for each.
 
     Attributes:
         keys: noise key of each sample.
         prompts: the prompts.
         prompt_index: [B], row of each sample's prompt.
-        window: the W steps, ascending.
-        latents: [B, W + runs, ...]: for each run of consecutive steps x before each of them, and x after the last.
-        timesteps: [B, W].
-        log_probs: [B, W], of the policy that sampled; after `DiffusersFSDPEngine.rescored` of the trainer's.
-        means: [B, W, ...], means of the steps under the same policy; None where no loss asks for them.
-        is_weights: [B, W], weight of each step in the loss; NaN leaves the step out. None weighs all alike.
     """
 
     keys: tuple[NoiseKey, ...]
     prompts: PromptTable
     prompt_index: Tensor
-    window: tuple[int, ...]
-    latents: Tensor
-    timesteps: Tensor
-    log_probs: Tensor
-    means: Tensor | None = None
-    is_weights: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.keys)
 
-    def step(self, number: int) -> "Trajectories":
-        """The window's step `number` alone, as a window of one: latents [B, 2, ...], the rest [B, 1, ...]."""
-        gaps = sum(after != before + 1 for before, after in pairwise(self.window[: number + 1]))
-        at = number + gaps
-        one = slice(number, number + 1)
-        rest = {name: tensor[:, one] for name, tensor in self._samplewise().items() if name not in _NOT_STEPWISE}
-        return replace(self, window=self.window[one], latents=self.latents[:, at : at + 2], **rest)
-
-    def rows(self, index: Tensor) -> "Trajectories":
+    def rows(self, index: Tensor) -> Self:
         """The samples at `index` [b], with the whole prompt table."""
         kept = {name: tensor[index] for name, tensor in self._samplewise().items()}
         return replace(self, keys=tuple(self.keys[i] for i in index.tolist()), **kept)
 
-    def to(self, device: torch.device | str) -> "Trajectories":
+    def to(self, device: torch.device | str) -> Self:
         """The same samples on another device."""
         moved = {name: tensor.to(device) for name, tensor in self._samplewise().items()}
         return replace(self, prompts=self.prompts.to(device), **moved)
@@ -118,4 +143,84 @@ class Trajectories:
         return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 
+@dataclass(frozen=True)
+class FinishedLatents(Samples):
+    """B finished samples, fp32, on the CPU: what the losses of the forward process noise again.
+
+    Attributes:
+        latents: [B, ...], x0.
+        advantages: [B], once the loss has chosen what to train on.
+    """
+
+    latents: Tensor
+    advantages: Tensor | None = None
+
+    def scored(self, order: Tensor, advantages: Tensor) -> "FinishedLatents":
+        """The samples at `order`, with their advantages out of `advantages` [B]."""
+        return replace(self.rows(order), advantages=advantages[order])
+
+    @staticmethod
+    def joined(parts: Sequence["FinishedLatents"]) -> "FinishedLatents":
+        """All samples of the parts in one batch."""
+        starts = torch.tensor([0, *(len(part.prompts.prompt_embeds) for part in parts[:-1])]).cumsum(0)
+        return FinishedLatents(
+            keys=tuple(key for part in parts for key in part.keys),
+            prompts=PromptTable.joined([part.prompts for part in parts]),
+            prompt_index=torch.cat([part.prompt_index + start for part, start in zip(parts, starts, strict=True)]),
+            latents=torch.cat([part.latents for part in parts]),
+        )
+
+
+@dataclass(frozen=True)
+class Trajectories(Samples):
+    """B sampled paths, restricted to the window's W steps; fp32, on the CPU.
+
+    A latent is stored once, also where it is both the end of one step and the start of the next. A consecutive
+    window has W+1 of them; each gap in it adds one.
+
+    Attributes:
+        window: the W steps, ascending.
+        latents: [B, W + runs, ...]: for each run of consecutive steps x before each of them, and x after the last.
+        timesteps: [B, W].
+        log_probs: [B, W], of the policy that sampled; after `DiffusersFSDPEngine.rescored` of the trainer's.
+        means: [B, W, ...], means of the steps under the same policy; None where no loss asks for them.
+        is_weights: [B, W], weight of each step in the loss; NaN leaves the step out. None weighs all alike.
+    """
+
+    window: tuple[int, ...]
+    latents: Tensor
+    timesteps: Tensor
+    log_probs: Tensor
+    means: Tensor | None = None
+    is_weights: Tensor | None = None
+
+    @property
+    def steps(self) -> int:
+        """W."""
+        return len(self.window)
+
+    def step(self, number: int) -> "Trajectories":
+        """The window's step `number` alone, as a window of one: latents [B, 2, ...], the rest [B, 1, ...]."""
+        gaps = sum(after != before + 1 for before, after in pairwise(self.window[: number + 1]))
+        at = number + gaps
+        one = slice(number, number + 1)
+        rest = {name: tensor[:, one] for name, tensor in self._samplewise().items() if name not in _NOT_STEPWISE}
+        return replace(self, window=self.window[one], latents=self.latents[:, at : at + 2], **rest)
+
+
 _NOT_STEPWISE = ("prompt_index", "latents")
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What an engine makes of a request, on the CPU.
+
+    Attributes:
+        pictures: [B, H, W, 3] uint8 (video [B, F, H, W, 3]); None unless the request's outputs name PICTURES.
+        latents: finished latents [B, ...] fp32; None unless they name LATENTS.
+        recorded: what the trainer needs: trajectories, finished latents, or None.
+    """
+
+    pictures: Tensor | None
+    latents: Tensor | None
+    recorded: Trajectories | FinishedLatents | None

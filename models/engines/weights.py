@@ -107,23 +107,30 @@ def export_weights(
 def load_exported(
     adapter: type[DiffusionModelBase], module: nn.Module, model_config: DiffusionModelConfig, folder: Path
 ) -> None:
-    """Copy weights that `export_weights` wrote into a module made by `make_trainable`.
+    """Copy weights that `export_weights` wrote into a module made by `make_trainable`; errors as `read_exported`."""
+    load_trainable(module, read_exported(adapter, model_config, folder))
+
+
+def read_exported(
+    adapter: type[DiffusionModelBase], model_config: DiffusionModelConfig, folder: Path
+) -> dict[str, Tensor]:
+    """Weights that `export_weights` wrote, under the names of `trainable`.
 
     Raises:
         FileNotFoundError: the folder holds neither LoRA weights nor a transformer, as the config would have it.
-        WeightSyncError: the weights are of another shape or of other modules.
     """
     if model_config.model.lora_rank == 0:
         if not (folder / "transformer" / "config.json").is_file():
             raise FileNotFoundError(f"{folder} holds no transformer/: give a folder that a full-weights run exported")
         source = adapter.load_transformer(replace(model_config, path=str(folder)), model_config.dtype)
-        load_trainable(module, dict(source.named_parameters()))
-        return
+        return {name: parameter.data for name, parameter in source.named_parameters()}
     if not (folder / LORA_FILE).is_file():
         raise FileNotFoundError(f"{folder} holds no {LORA_FILE}: give a folder that a LoRA run exported")
     stored = load_file(folder / LORA_FILE)
-    own = {name: name.replace(f".{ADAPTER_NAME}.", ".") for name in trainable(module)}
-    load_trainable(module, {name: stored.get(f"transformer.{short}", torch.empty(0)) for name, short in own.items()})
+    return {
+        name.removeprefix("transformer.").replace(".weight", f".{ADAPTER_NAME}.weight"): tensor
+        for name, tensor in stored.items()
+    }
 
 
 def _pipeline_class(model_config: DiffusionModelConfig) -> type[DiffusionPipeline]:

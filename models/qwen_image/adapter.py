@@ -1,18 +1,25 @@
 """Training and in-process sampling adapter of Qwen-Image."""
 
-import functools
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
-from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
 from torch import Tensor, nn
 
 from models.base import DiffusionModelBase, DiffusionModelConfig, select_step
+from models.guidance import guided, in_two_passes
+from models.latents import (
+    component_config,
+    destandardised,
+    latent_grid,
+    packed,
+    pixels_of,
+    standardised,
+    to_uint8,
+    unpacked,
+)
 from models.schedulers import FlowMatchSDEDiscreteScheduler
+from models.schedulers.shift import image_shift
 
 
 @DiffusionModelBase.register("QwenImagePipeline")
@@ -34,25 +41,15 @@ class QwenImage(DiffusionModelBase):
         "txt_mlp.net.2",
     )
 
-    @classmethod
-    def build_scheduler(cls, model_config: DiffusionModelConfig) -> FlowMatchSDEDiscreteScheduler:
-        scheduler = FlowMatchSDEDiscreteScheduler.from_pretrained(model_config.path, subfolder="scheduler")
-        cls.set_timesteps(scheduler, model_config, "cpu")
-        return scheduler
+    pipeline_fields = ("true_cfg_scale",)
+    negative_prompt = " "
 
     @classmethod
     def set_timesteps(
         cls, scheduler: FlowMatchSDEDiscreteScheduler, model_config: DiffusionModelConfig, device: str
     ) -> None:
         steps = model_config.pipeline.num_inference_steps
-        config = scheduler.config
-        mu = calculate_shift(
-            cls.latent_shape(model_config)[0],
-            config.get("base_image_seq_len", 256),
-            config.get("max_image_seq_len", 4096),
-            config.get("base_shift", 0.5),
-            config.get("max_shift", 1.15),
-        )
+        mu = image_shift(scheduler.config, cls.latent_shape(model_config)[0])
         scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps).tolist(), mu=mu, device=device)
         scheduler.set_begin_index(0)
 
@@ -71,12 +68,12 @@ class QwenImage(DiffusionModelBase):
         step: int,
     ) -> tuple[dict[str, Any], dict[str, Any] | None]:
         latent, timestep = select_step(latents, timesteps, step)
-        rows, columns = cls._token_grid(model_config)
+        rows, columns = cls._grid(model_config)
         shared = {
             "hidden_states": latent.to(model_config.dtype),
             "timestep": timestep.to(model_config.dtype) / 1000,
             "guidance": None,
-            "img_shapes": [[(1, rows, columns)]] * latent.shape[0],
+            "img_shapes": [[(1, rows // 2, columns // 2)]] * latent.shape[0],
             "return_dict": False,
         }
 
@@ -89,7 +86,7 @@ class QwenImage(DiffusionModelBase):
             }
 
         positive = with_text(prompt_embeds, prompt_embeds_mask)
-        if model_config.pipeline.true_cfg_scale <= 1:
+        if not cls.is_guided(model_config.pipeline):
             return positive, None
         if negative_prompt_embeds is None or negative_prompt_embeds_mask is None:
             raise ValueError("true_cfg_scale > 1 needs negative_prompt_embeds and their mask")
@@ -104,60 +101,45 @@ class QwenImage(DiffusionModelBase):
         negative_model_inputs: dict[str, Any] | None,
     ) -> Tensor:
         """True guidance, then each token's velocity is rescaled to the length of its conditional half."""
-        conditional = module(**model_inputs)[0]
         if negative_model_inputs is None:
-            return conditional.float()
-        unconditional = module(**negative_model_inputs)[0]
-        guided = unconditional + model_config.pipeline.true_cfg_scale * (conditional - unconditional)
-        length = torch.norm(conditional, dim=-1, keepdim=True) / torch.norm(guided, dim=-1, keepdim=True)
-        return (guided * length).float()
-
-    @classmethod
-    def load_transformer(cls, model_config: DiffusionModelConfig, dtype: torch.dtype) -> QwenImageTransformer2DModel:
-        return QwenImageTransformer2DModel.from_pretrained(
-            model_config.path, subfolder="transformer", torch_dtype=dtype
-        )
-
-    @classmethod
-    def load_vae(cls, model_config: DiffusionModelConfig) -> AutoencoderKLQwenImage:
-        vae = AutoencoderKLQwenImage.from_pretrained(model_config.path, subfolder="vae", torch_dtype=model_config.dtype)
-        return vae.eval().requires_grad_(False)
+            return module(**model_inputs)[0].float()
+        conditional, unconditional = in_two_passes(module, model_inputs, negative_model_inputs)
+        joined = guided(conditional, unconditional, model_config.pipeline.true_cfg_scale)
+        length = torch.norm(conditional, dim=-1, keepdim=True) / torch.norm(joined, dim=-1, keepdim=True)
+        return (joined * length).float()
 
     @classmethod
     def latent_shape(cls, model_config: DiffusionModelConfig) -> tuple[int, int]:
-        rows, columns = cls._token_grid(model_config)
-        return rows * columns, _component_config(model_config.path, "transformer")["in_channels"]
+        rows, columns = cls._grid(model_config)
+        return rows * columns // 4, component_config(model_config.path, "transformer")["in_channels"]
 
     @classmethod
     def decode(cls, vae: nn.Module, model_config: DiffusionModelConfig, latents: Tensor) -> Tensor:
-        config: Any = vae.config
-        rows, columns = cls._token_grid(model_config)
-        batch, _, channels = latents.shape
-        grid = latents.view(batch, rows, columns, channels // 4, 2, 2).permute(0, 3, 1, 4, 2, 5)
-        latent = grid.reshape(batch, channels // 4, 1, rows * 2, columns * 2).to(next(vae.parameters()).dtype)
-        mean = torch.tensor(config.latents_mean).view(1, -1, 1, 1, 1).to(latent)
-        # Divided by the reciprocal, as the pipeline does, so that the last bit agrees with it.
-        inverse_std = 1.0 / torch.tensor(config.latents_std).view(1, -1, 1, 1, 1).to(latent)
-        decoded = vae.decode(latent / inverse_std + mean, return_dict=False)[0][:, :, 0]  # type: ignore[operator]
-        unit = (decoded * 0.5 + 0.5).clamp(0, 1).permute(0, 2, 3, 1).float()
-        return (unit * 255).round().to(torch.uint8)
+        latent = unpacked(latents, *cls._grid(model_config)).unsqueeze(2)
+        decoded = vae.decode(destandardised(vae, latent), return_dict=False)[0]  # type: ignore[operator]
+        return to_uint8(decoded[:, :, 0])
 
     @classmethod
-    def transformer_blocks(cls, module: nn.Module) -> list[nn.Module]:
-        return list(module.transformer_blocks)  # type: ignore[arg-type]
+    @torch.no_grad()
+    def encode(cls, vae: nn.Module, model_config: DiffusionModelConfig, images: Tensor) -> Tensor:
+        latent = vae.encode(pixels_of(vae, images.unsqueeze(1))).latent_dist.mode()  # type: ignore[operator]
+        return packed(standardised(vae, latent)[:, :, 0])
 
     @classmethod
-    def _token_grid(cls, model_config: DiffusionModelConfig) -> tuple[int, int]:
-        """Rows and columns of 2x2 latent patches."""
-        config = _component_config(model_config.path, "vae")
-        patch = 2 ** len(config["temperal_downsample"]) * 2  # the misspelling is diffusers' own key
-        height, width = model_config.pipeline.height, model_config.pipeline.width
-        if height % patch or width % patch:
-            raise ValueError(f"pipeline.height {height} and pipeline.width {width} must be multiples of {patch}")
-        return height // patch, width // patch
+    def encode_prompts(cls, pipeline: Any, prompts: list[str], max_sequence_length: int) -> dict[str, Tensor]:
+        embeds, mask = pipeline.encode_prompt(prompts, max_sequence_length=max_sequence_length)
+        # The pipeline leaves the mask out where nothing is padded.
+        mask = torch.ones(embeds.shape[:2], dtype=torch.bool) if mask is None else mask.bool()
+        return {"prompt_embeds": embeds, "prompt_embeds_mask": mask.to(embeds.device)}
 
+    @classmethod
+    def prompt_lengths(cls, pipeline: Any, prompts: list[str]) -> list[int]:
+        chats = [pipeline.prompt_template_encode.format(prompt) for prompt in prompts]
+        dropped = pipeline.prompt_template_encode_start_idx
+        return [len(ids) - dropped for ids in pipeline.tokenizer(chats)["input_ids"]]
 
-@functools.lru_cache(maxsize=64)
-def _component_config(path: str, component: str) -> dict[str, Any]:
-    """config.json of one component; cached, since every forward asks for the token grid."""
-    return json.loads((Path(path) / component / "config.json").read_text())
+    @classmethod
+    def _grid(cls, model_config: DiffusionModelConfig) -> tuple[int, int]:
+        """Rows and columns of the VAE's latent."""
+        factor = 2 ** len(component_config(model_config.path, "vae")["temperal_downsample"])  # diffusers' own spelling
+        return latent_grid(model_config, factor, patch=2)

@@ -12,6 +12,10 @@ import torch
 
 INITIAL_NOISE = -1
 """The `step` of the draw that starts a trajectory."""
+FORWARD_LEVELS = -2
+"""The `step` of the draw of the noise levels at which a finished sample is trained."""
+FORWARD_NOISE = -3
+"""The `step` of the noise at the first of those levels; the following levels count down from it."""
 
 
 @dataclass(frozen=True, order=True)

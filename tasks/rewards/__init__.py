@@ -1,7 +1,8 @@
 """Rewards: one file each, found by name; importing this package registers them all."""
 
-from tasks.rewards import jpeg, ocr  # noqa: F401
+from tasks.rewards import brightness, clip, image_reward, jpeg, judge, ocr, remote, shapes  # noqa: F401
 from tasks.rewards.base import (
+    Input,
     Reward,
     RewardError,
     RewardResult,
@@ -10,10 +11,13 @@ from tasks.rewards.base import (
     get_reward,
     known_rewards,
     register_reward,
+    reward_input,
     weighted_sum,
+    with_group_means,
 )
 
 __all__ = [
+    "Input",
     "Reward",
     "RewardError",
     "RewardResult",
@@ -22,5 +26,7 @@ __all__ = [
     "get_reward",
     "known_rewards",
     "register_reward",
+    "reward_input",
     "weighted_sum",
+    "with_group_means",
 ]

@@ -1,22 +1,31 @@
 """What a reward is, and how one is found by its name."""
 
+import asyncio
 import importlib
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from hashlib import blake2b
-from typing import Any, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 
+Input = Literal["images", "video", "latents"]
+"""What a reward may ask for: pictures, whole videos, or the sampler's finished latents."""
+
 
 class RewardError(ValueError):
-    """A reward is unknown, was given unusable options, or was asked to score what it cannot."""
+    """A reward is unknown, was given unusable options, or was asked to score what it cannot.
+
+    It is a mistake of the run's set-up: it ends the run and is not tried again. Any other error of a reward is a
+    failure, after which its scores are missing.
+    """
 
 
 class ScoredPrompt(Protocol):
-    """What a reward may know of a prompt; `tasks.dataset.Prompt` is one."""
+    """What a reward may know of a sample's prompt; `tasks.dataset.Prompt` is one."""
 
     @property
     def prompt(self) -> str: ...
@@ -28,39 +37,90 @@ class ScoredPrompt(Protocol):
 
 @dataclass(frozen=True)
 class RewardResult:
-    """`scores`: float32 [B], NaN where an image could not be scored. `details`: lists of length B, for the logs."""
+    """`scores`: float32 [B], NaN where an image could not be scored. `details`: lists of length B, for the logs.
+
+    The detail `error` says of each NaN why it is one, and is None elsewhere.
+    """
 
     scores: np.ndarray
     details: dict[str, list] = field(default_factory=dict)
 
 
 class Reward(ABC):
-    """Scores a batch of images. Subclasses set `name` and `version` and write `score`.
+    """Scores a batch. Subclasses set `name` and `version`, and write `score` as `def` or as `async def`.
 
     `version` goes into a run's lineage: it must change whenever the same image could get another score.
     A score that could not be had is NaN and never 0: a failure is no bad picture.
+    `wants` says what `score` is given: "images", uint8 RGB [B, H, W, 3]; "video", uint8 RGB [B, F, H, W, 3], a picture
+    being a video of one frame; "latents", float32 [B, ...], as the sampler left them.
     """
 
     name: str
     version: str
+    wants: ClassVar[Input] = "images"
 
-    def __call__(self, images: np.ndarray, prompts: Sequence[ScoredPrompt]) -> RewardResult:
-        """Score uint8 RGB `images` [B, H, W, 3], each with its prompt. Raises RewardError for other input."""
-        if images.dtype != np.uint8 or images.ndim != 4 or images.shape[3] != 3:
-            raise RewardError(f"{self.name}: images must be uint8 [B, H, W, 3], not {images.dtype} {images.shape}")
-        if len(images) != len(prompts):
-            raise RewardError(f"{self.name}: {len(images)} images came with {len(prompts)} prompts; give one each")
-        result = self.score(images, prompts)
-        scores = np.asarray(result.scores, dtype=np.float32)
-        sizes = {"scores": scores.shape} | {key: (len(values),) for key, values in result.details.items()}
-        wrong = {key: shape for key, shape in sizes.items() if shape != (len(images),)}
-        if wrong:
-            raise RewardError(f"{self.name}: of {len(images)} images it must return one value each, not {wrong}")
-        return RewardResult(scores, result.details)
+    def __call__(self, batch: np.ndarray, prompts: Sequence[ScoredPrompt]) -> RewardResult:
+        """Score a batch, each sample with its prompt.
+
+        Args:
+            batch: uint8 RGB images [B, H, W, 3] or videos [B, F, H, W, 3]; or latents, for a reward that wants them.
+                A reward of images scores the frames of a video one by one, and the video gets their mean.
+            prompts: B of them.
+
+        Raises:
+            RewardError: for other input, and when the reward does not return one value a sample.
+        """
+        if len(batch) != len(prompts):
+            raise RewardError(f"{self.name}: {len(batch)} images came with {len(prompts)} prompts; give one each")
+        if self.wants == "latents":
+            if batch.dtype != np.float32:
+                raise RewardError(f"{self.name}: latents must be float32 [B, ...], not {batch.dtype} {batch.shape}")
+            return self._checked(batch, prompts)
+        if batch.dtype != np.uint8 or batch.ndim not in (4, 5) or batch.shape[-1] != 3:
+            raise RewardError(
+                f"{self.name}: images must be uint8 [B, H, W, 3] or [B, F, H, W, 3], not {batch.dtype} {batch.shape}"
+            )
+        if self.wants == "video":
+            return self._checked(batch if batch.ndim == 5 else batch[:, None], prompts)
+        if batch.ndim == 4:
+            return self._checked(batch, prompts)
+        frames = self._checked(batch.reshape(-1, *batch.shape[2:]), [p for p in prompts for _ in range(batch.shape[1])])
+        return _mean_over_frames(frames, batch.shape[1])
 
     @abstractmethod
-    def score(self, images: np.ndarray, prompts: Sequence[ScoredPrompt]) -> RewardResult:
-        """The scores of a checked batch; each image's must not depend on the others in the batch."""
+    def score(
+        self, batch: np.ndarray, prompts: Sequence[ScoredPrompt]
+    ) -> RewardResult | np.ndarray | Awaitable[RewardResult | np.ndarray]:
+        """The scores of a checked batch, bare or with details; each must not depend on the others in the batch."""
+
+    def _checked(self, batch: np.ndarray, prompts: Sequence[ScoredPrompt]) -> RewardResult:
+        answer = self.score(batch, prompts)
+        result: Any = self._loop.run(_value_of(answer)) if inspect.isawaitable(answer) else answer
+        if not isinstance(result, RewardResult):
+            result = RewardResult(np.asarray(result))
+        scores = np.asarray(result.scores, dtype=np.float32)
+        sizes = {"scores": scores.shape} | {key: (len(values),) for key, values in result.details.items()}
+        wrong = {key: shape for key, shape in sizes.items() if shape != (len(batch),)}
+        if wrong:
+            raise RewardError(f"{self.name}: of {len(batch)} images it must return one value each, not {wrong}")
+        return RewardResult(scores, result.details)
+
+    @cached_property
+    def _loop(self) -> asyncio.Runner:
+        """One event loop for the reward's life, so that its connections outlive a batch."""
+        return asyncio.Runner()
+
+
+async def _value_of(answer: Awaitable[Any]) -> Any:
+    return await answer
+
+
+def _mean_over_frames(result: RewardResult, frames: int) -> RewardResult:
+    """Scores of B F frames to scores of B videos; a detail becomes the list of its frames' values."""
+    details = {key: [v[i : i + frames] for i in range(0, len(v), frames)] for key, v in result.details.items()}
+    if "error" in details:  # the first one: a video has one reason to be missing
+        details["error"] = [next((e for e in errors if e is not None), None) for errors in details["error"]]
+    return RewardResult(result.scores.reshape(-1, frames).mean(1), details)
 
 
 _REGISTRY: dict[str, type[Reward]] = {}
@@ -87,11 +147,17 @@ def known_rewards() -> list[str]:
 def get_reward(name: str, **options: Any) -> Reward:
     """A reward by its registered name, or by import path "package.module:attribute" of a Reward class or a function.
 
-    A function is called as `function(images, prompts, **options)` and returns a RewardResult or scores [B].
+    A function, `def` or `async def`, is called as `function(images, prompts, **options)` and returns a RewardResult
+    or scores [B]; its attributes `version` and `wants` count as a class's do.
     Raises RewardError for an unknown name, path or option.
     """
     found = check_reward(name, **options)
     return found(**options) if inspect.isclass(found) else FunctionReward(name, found, options)
+
+
+def reward_input(name: str, **options: Any) -> Input:
+    """What the reward wants, without loading it. Raises what `get_reward` raises."""
+    return getattr(check_reward(name, **options), "wants", "images")
 
 
 def check_reward(name: str, **options: Any) -> Callable:
@@ -122,13 +188,13 @@ class FunctionReward(Reward):
     def __init__(self, path: str, function: Callable, options: dict[str, Any]):
         self.name = path
         self.version = getattr(function, "version", None) or _source_digest(function)
+        self.wants = getattr(function, "wants", "images")  # type: ignore[misc]  # a class's is fixed, a function's is not
         self._function = function
         self._options = options
 
-    def score(self, images: np.ndarray, prompts: Sequence[ScoredPrompt]) -> RewardResult:
-        """What the function returns, bare scores wrapped up."""
-        result = self._function(images, prompts, **self._options)
-        return result if isinstance(result, RewardResult) else RewardResult(np.asarray(result))
+    def score(self, batch: np.ndarray, prompts: Sequence[ScoredPrompt]) -> Any:
+        """What the function returns."""
+        return self._function(batch, prompts, **self._options)
 
 
 def weighted_sum(results: Mapping[str, np.ndarray], weights: Mapping[str, float]) -> np.ndarray:
@@ -144,6 +210,27 @@ def weighted_sum(results: Mapping[str, np.ndarray], weights: Mapping[str, float]
     return np.sum(terms, axis=0).astype(np.float32)
 
 
+def with_group_means(scores: np.ndarray, uids: np.ndarray) -> np.ndarray:
+    """Scores [B] of an optional reward with each NaN replaced by the mean of its group's other scores.
+
+    Samples are compared within their group, and a sum without a term could not be compared with one that has it. At
+    the group's mean the term speaks neither for nor against the sample. A group without any score takes the mean of
+    all groups, or 0 where nothing is scored: the same for each of its samples, so again nothing is said.
+
+    Args:
+        scores: [B], NaN where missing.
+        uids: [B]; the samples of equal uids are a group.
+    """
+    filled = scores.astype(np.float64)
+    missing = np.isnan(filled)
+    overall = filled[~missing].mean() if not missing.all() else 0.0
+    for uid in np.unique(uids[missing]):
+        group = uids == uid
+        seen = group & ~missing
+        filled[group & missing] = filled[seen].mean() if seen.any() else overall
+    return filled.astype(np.float32)
+
+
 def _import(path: str) -> Any:
     module, _, attribute = path.partition(":")
     try:
@@ -153,11 +240,27 @@ def _import(path: str) -> Any:
 
 
 def _check_options(name: str, target: Callable, arguments: tuple, options: dict[str, Any]) -> None:
-    signature = inspect.signature(target)
+    signature = _signature(target)
     try:
         signature.bind(*arguments, **options)
     except TypeError as error:
         raise RewardError(f"reward {name!r}: {error}; it takes {signature}") from error
+
+
+def _signature(target: Callable) -> inspect.Signature:
+    """Of a function, or of a class together with the parents to whose __init__ it hands on its **options."""
+    if not inspect.isclass(target):
+        return inspect.signature(target)
+    named: dict[str, inspect.Parameter] = {}
+    for cls in target.__mro__:
+        if "__init__" not in vars(cls):
+            continue
+        own = list(inspect.signature(cls.__init__).parameters.values())[1:]  # without self
+        hands_on = [p for p in own if p.kind is inspect.Parameter.VAR_KEYWORD]
+        named = {p.name: p for p in own if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)} | named
+        if not hands_on:
+            break
+    return inspect.Signature(sorted(named.values(), key=lambda p: p.kind))
 
 
 def _source_digest(function: Callable) -> str:

@@ -9,6 +9,9 @@ import numpy as np
 
 from tasks.rewards.base import Reward, RewardError, RewardResult, ScoredPrompt, register_reward
 
+Target = Literal["column", "quoted"]
+"""Where the wanted text is: in the prompt's `target`, or between double quotes in the prompt."""
+
 
 @register_reward("ocr")
 class OcrReward(Reward):
@@ -22,7 +25,7 @@ class OcrReward(Reward):
     def __init__(
         self,
         *,
-        target: Literal["column", "quoted"] = "column",
+        target: Target = "column",
         substring_is_full: bool = False,
         detect: bool = False,
         upscale: int = 2,
@@ -40,8 +43,7 @@ class OcrReward(Reward):
                 padded up to the width, so a smaller one is faster.
             threads: threads of onnxruntime.
         """
-        if target not in ("column", "quoted"):
-            raise RewardError(f'ocr: target must be "column" or "quoted", not {target!r}')
+        check_target(target, self.name)
         if upscale < 1 or threads < 1:
             raise RewardError(f"ocr: upscale and threads must be at least 1, not {upscale} and {threads}")
         from rapidocr_onnxruntime import RapidOCR
@@ -56,21 +58,12 @@ class OcrReward(Reward):
 
     def score(self, images: np.ndarray, prompts: Sequence[ScoredPrompt]) -> RewardResult:
         """Read every image and compare; raises RewardError for a prompt without a target."""
-        wanted = [self._wanted(prompt) for prompt in prompts]
+        wanted = [wanted_text(prompt, self._target, self.name) for prompt in prompts]
         # One at a time: on a CPU batches are slower than single pictures, and so no score depends on its neighbours.
         texts = [self._read(image) for image in images]
-        read = [_plain(text) for text in texts]
-        scores = [self._similarity(got, want) for got, want in zip(read, wanted, strict=True)]
-        exact = [int(got == want) for got, want in zip(read, wanted, strict=True)]
+        scores = [text_similarity(got, want, self._substring_is_full) for got, want in zip(texts, wanted, strict=True)]
+        exact = [int(plain_text(got) == want) for got, want in zip(texts, wanted, strict=True)]
         return RewardResult(np.array(scores, dtype=np.float32), {"text": texts, "exact": exact})
-
-    def _wanted(self, prompt: ScoredPrompt) -> str:
-        quoted = " ".join(re.findall(r'"([^"]*)"', prompt.prompt))
-        text = _plain((prompt.target or "") if self._target == "column" else quoted)
-        if not text:
-            where = "target (see prompts.target_pattern)" if self._target == "column" else "text in double quotes"
-            raise RewardError(f"ocr: the prompt {prompt.prompt!r} has no {where}, so nothing says what to read")
-        return text
 
     def _read(self, image: np.ndarray) -> str:
         import cv2
@@ -85,10 +78,37 @@ class OcrReward(Reward):
         lines, _ = self._ocr(picture, use_cls=False)
         return " ".join(text for _, text, _ in lines or [])
 
-    def _similarity(self, got: str, want: str) -> float:
-        if self._substring_is_full and want in got:
-            return 1.0
-        return 1 - min(edit_distance(got, want), len(want)) / len(want)
+
+def wanted_text(prompt: ScoredPrompt, where: Target, reward: str) -> str:
+    """The text that the picture of a prompt should show, plain; RewardError of `reward` where there is none."""
+    quoted = " ".join(re.findall(r'"([^"]*)"', prompt.prompt))
+    text = plain_text((prompt.target or "") if where == "column" else quoted)
+    if not text:
+        lacking = "target (see prompts.target_pattern)" if where == "column" else "text in double quotes"
+        raise RewardError(f"{reward}: the prompt {prompt.prompt!r} has no {lacking}, so nothing says what to read")
+    return text
+
+
+def check_target(where: str, reward: str) -> None:
+    """Raise RewardError unless `where` is a `Target`."""
+    if where not in ("column", "quoted"):
+        raise RewardError(f'{reward}: target must be "column" or "quoted", not {where!r}')
+
+
+def text_similarity(read: str, wanted: str, substring_is_full: bool = False) -> float:
+    """1 - min(edit distance, n) / n of what was read and the plain text of n characters that was wanted.
+
+    With `substring_is_full` 1 also where the wanted text stands anywhere in what was read.
+    """
+    got = plain_text(read)
+    if substring_is_full and wanted in got:
+        return 1.0
+    return 1 - min(edit_distance(got, wanted), len(wanted)) / len(wanted)
+
+
+def plain_text(text: str) -> str:
+    """Without white space, in lower case."""
+    return "".join(text.split()).lower()
 
 
 def edit_distance(a: str, b: str) -> int:
@@ -99,7 +119,3 @@ def edit_distance(a: str, b: str) -> int:
         for j, y in enumerate(b, 1):
             row.append(min(last[j] + 1, row[j - 1] + 1, last[j - 1] + (x != y)))
     return row[-1]
-
-
-def _plain(text: str) -> str:
-    return "".join(text.split()).lower()

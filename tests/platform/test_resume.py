@@ -1,16 +1,74 @@
 """A run killed at any moment, started again by the same command, ends as if nothing had happened."""
 
+import os
+import re
+import signal
 from pathlib import Path
 
+import numpy as np
+import pandas as pd
 import psutil
 import pytest
+import torch
 from platform_helpers import Workspace, make_workspace, wait_until
+from safetensors.torch import load_file
 
 from benchmarks.kill_rounds import outcome, processes_of
+from tasks.dataset import load_prompts
+from tasks.history import MEASURED_ANEW
+from tasks.pairs import best_and_worst, read_pictures, write_pairs
 
 STEPS = ("trainer.total_training_steps=6", "trainer.test_freq=3")
 NOBODY_LEFT = ("driver",)
 """Killed, it leaves nobody to tell MLflow."""
+
+
+def history(workspace: Workspace) -> dict[str, list[tuple[int, float]]]:
+    """Every metric's (step, value) points in the order logged, but those that are seconds."""
+    client = workspace.client()
+    (run,) = workspace.mlflow_runs()
+    names = [name for name in run.data.metrics if not name.startswith(MEASURED_ANEW)]
+    return {n: [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, n)] for n in names}
+
+
+def final_weights(workspace: Workspace) -> dict:
+    return load_file(workspace.run_folder() / "weights/transformer/diffusion_pytorch_model.safetensors")
+
+
+def kill_everything(process) -> set[str]:
+    """kill -9 of the driver and all it started: what a machine that goes down does. The classes of its actors."""
+    children = psutil.Process(process.pid).children(recursive=True)
+    titles = [" ".join(child.cmdline()) for child in children if child.is_running()]
+    os.kill(process.pid, signal.SIGKILL)
+    for child in children:
+        if child.is_running():
+            child.kill()
+    process.wait()
+    psutil.wait_procs(children, timeout=20)
+    return {found[1] for title in titles if (found := re.match(r"ray::(\w+)", title))} - {"IDLE"}
+
+
+def start_and_kill(workspace: Workspace, settings: tuple[str, ...]) -> set[str]:
+    """Kill a run once it has a checkpoint; the classes of its actors."""
+    changes = [word for setting in settings for word in ("--set", setting)]
+    process = workspace.start("-m", "flows.train", "tiny", *changes)
+    wait_until(lambda: list(workspace.folder.glob("runs/*/checkpoints/iter_*")), 120, "a checkpoint")
+    actors = kill_everything(process)
+    (run,) = workspace.mlflow_runs()
+    assert run.info.status == "RUNNING"  # nobody was left to say otherwise
+    return actors
+
+
+def resume(workspace: Workspace, settings: tuple[str, ...], undisturbed: Workspace) -> None:
+    """The same command again ends with the undisturbed run's metrics and weights, in the MLflow run of before."""
+    (before,) = workspace.mlflow_runs()
+    workspace.train(*settings)
+    (after,) = workspace.mlflow_runs()
+    assert after.info.run_id == before.info.run_id
+    assert after.info.status == "FINISHED"
+    assert history(workspace) == history(undisturbed)
+    expected, found = final_weights(undisturbed), final_weights(workspace)
+    assert all((found[name] == expected[name]).all() for name in expected)
 
 
 @pytest.fixture(scope="module")
@@ -60,12 +118,59 @@ def test_killed_and_started_again(
     assert outcome(killed.folder, killed.client()).difference(outcome(undisturbed.folder, undisturbed.client())) is None
 
 
+FEW_STEPS = ("trainer.total_training_steps=4", "trainer.test_freq=0", "trainer.val_before_train=false")
+FINISHED_SAMPLES = {
+    # A slow old policy: were it not in the checkpoint, the resumed run would sample with other weights.
+    "diffusion_nft": (
+        ("algorithm.name=diffusion_nft", "algorithm.old_policy_decay=0.5"),
+        {"TrainerRank", "RolloutActor", "RewardActor"},
+    ),
+    "dpo": (("algorithm.name=dpo", "algorithm.sample_source=offline"), {"TrainerRank"}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", FINISHED_SAMPLES)
+def test_losses_of_finished_samples_resume_too(
+    tmp_path: Path, prepared: Path, prefect_server: dict[str, str], algorithm: str
+) -> None:
+    """Offline, neither rollout nor reward is there, and the record of samples names the pairs."""
+    settings, actors = FINISHED_SAMPLES[algorithm]
+    workspaces = [make_workspace(tmp_path / name, prepared, prefect_server) for name in ("undisturbed", "killed")]
+    for workspace in workspaces:
+        add_pairs(workspace.folder / "data")
+    undisturbed, killed = workspaces
+    undisturbed.train(*FEW_STEPS, *settings)
+    assert start_and_kill(killed, FEW_STEPS + settings) == actors
+    resume(killed, FEW_STEPS + settings, undisturbed)
+
+    (run,) = killed.mlflow_runs()
+    names = [artifact.path for artifact in killed.client().list_artifacts(run.info.run_id, "samples")]
+    assert names == [f"samples/{step:06d}.parquet" for step in range(1, 5)]
+    table = pd.read_parquet(killed.client().download_artifacts(run.info.run_id, names[-1]))
+    assert set(table["iteration"]) == {4}
+    assert len(table) == (4 if algorithm == "dpo" else 16)
+    assert ("pair" in table) == (algorithm == "dpo")
+
+
+def add_pairs(data: Path) -> None:
+    """A pair for each train prompt, of noise in the model's latent shape."""
+    pictures = np.random.default_rng(0).integers(0, 255, (16, 16, 24, 3), dtype=np.uint8)
+    prompts = [prompt.prompt for prompt in load_prompts(data / "prompts.parquet", "train")]
+    best_and_worst(prompts, pictures, np.arange(16.0), images_per_prompt=2).to_parquet(data / "preferences.parquet")
+
+    def encode(pair: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(pair.astype(np.float32)).flatten(1)[:, : 24 * 16].view(-1, 24, 16) / 128 - 1
+
+    write_pairs(read_pictures(data / "preferences.parquet"), encode, data / "pairs", shard_size=8, model_digest="none")
+
+
 def test_a_finished_run_is_not_trained_again_and_a_damaged_one_is_refused(workspace: Workspace) -> None:
     settings = ("trainer.total_training_steps=1", "trainer.val_before_train=false")
     workspace.train(*settings)
-    before = outcome(workspace.folder, workspace.client())
+    before = history(workspace)
     workspace.train(*settings)
-    assert outcome(workspace.folder, workspace.client()).difference(before) is None
+    assert history(workspace) == before
 
     victim = next(workspace.run_folder().glob("checkpoints/iter_000001/trainer/*.distcp"))
     content = bytearray(victim.read_bytes())

@@ -1,6 +1,7 @@
 """Whole runs of the training flow on Prefect, Ray and MLflow."""
 
 import json
+import os
 import re
 
 import numpy as np
@@ -20,6 +21,8 @@ DOCUMENTED_METRICS = {
     *(f"timing_s/{stage}" for stage in ("gen", "reward", "adv", "update_actor", "update_weights", "step")),
     *(f"timing_per_image_ms/{stage}" for stage in ("gen", "adv", "update_actor")),
     *(f"perf/{name}" for name in ("total_num_images", "time_per_step", "throughput", "orchestration_share")),
+    *(f"reward/jpeg_incompressibility/{name}" for name in ("missing", "busy_s")),
+    *(f"train/image/{name}/mean" for name in ("edge_density", "entropy", "saturation", "diversity")),
     *(f"actor/{name}" for name in ("ppo_kl", "pg_clipfrac", "pg_loss", "grad_norm", "lr")),
 }
 
@@ -125,6 +128,55 @@ def test_named_algorithms_with_their_own_old_log_probs(workspace: Workspace) -> 
     assert metrics["rollout_corr/rollout_is_mean"] == 1.0
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 0.0
     assert metrics["actor/mean_drift"] > 0
+
+
+HACKED_REWARD = """
+import os, signal
+from pathlib import Path
+
+import numpy as np
+
+
+def climb(latents, prompts, sign=1.0, dies_at=0):
+    with Path(f"calls{sign}").open("a") as file:
+        file.write(".")
+        calls = file.tell()
+    if calls == dies_at:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return sign * (calls + np.tanh(latents.mean(axis=(1, 2))))
+
+
+climb.wants = "latents"
+"""
+
+
+def test_latents_are_enough_a_worker_may_die_and_hacking_is_flagged(workspace: Workspace) -> None:
+    """One reward climbs with every call while the guard falls; both see latents, so training decodes no picture."""
+    (workspace.folder / "hacked_reward.py").write_text(HACKED_REWARD)
+    paths = (str(workspace.folder), *filter(None, [workspace.environment.get("PYTHONPATH")]))
+    workspace.environment["PYTHONPATH"] = os.pathsep.join(paths)
+    climbs = "{reward: 'hacked_reward:climb', options: {dies_at: 6}, retry_wait_s: 0}"
+    falls = "{reward: 'hacked_reward:climb', options: {sign: -1.0}, guard: true}"
+    output = workspace.train(
+        f"reward.functions={{climbs: {climbs}, taste: {falls}}}",
+        "reward.guards={window: 5, p_value: 0.05, statistics: false}",
+        "trainer={total_training_steps: 5, val_before_train: false, test_freq: 0, save_freq: 0}",
+    )
+    (run,) = workspace.mlflow_runs()
+    assert run.info.status == "FINISHED"
+    assert len((workspace.folder / "calls1.0").read_text()) == 5 * 4 + 1 + 1, "the dead worker's batch twice, and val"
+    metrics, client = run.data.metrics, workspace.client()
+    assert metrics["reward/climbs/missing"] == 0
+    assert metrics["reward/climbs/busy_s"] > 0
+    samples = pd.read_parquet(client.download_artifacts(run.info.run_id, "samples/000005.parquet"))
+    assert not [column for column in samples if column.startswith("image/")]
+    assert (samples["reward"] == samples["reward/climbs"]).all(), "the guard is no part of it"
+
+    flags = {m.step: m.value for m in client.get_metric_history(run.info.run_id, "guard/taste/flag")}
+    assert flags == {5: 1.0}
+    sentence = "the reward rises while taste falls (since iteration 5)"
+    assert run.data.tags["doubleflow.reward_hacking"] == sentence
+    assert f"this may be reward hacking: {sentence}" in output
 
 
 def test_a_failing_reward_fails_the_run_and_leaves_nothing_running(workspace: Workspace) -> None:

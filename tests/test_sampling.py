@@ -1,115 +1,21 @@
-"""Qwen-Image's adapter and the sampling loop, with diffusers' own pipeline as the oracle; and the adapter registry."""
+"""The sampling loop, its errors, and the adapter registry, with the tiny Qwen-Image; the families have a suite of their
+own."""
 
 import json
-import shutil
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from diffusers import QwenImagePipeline
-from helpers import PROMPTS, model_config, noise_keys, prompt_table, rollout_request
-from torch import Tensor
+from helpers import model_config, prompt_table, rollout_request
 
 import models.base
-from models.base import DiffusionModelBase, DiffusionModelConfig, VllmOmniPipelineBase
+from models.base import DiffusionModelBase, VllmOmniPipelineBase
 from models.engines.diffusers_rollout import DiffusersRolloutEngine
 from models.engines.sampling import sample
-from models.engines.trajectories import PromptTable, RolloutRequest
+from models.engines.trajectories import RolloutRequest
 from models.engines.weights import make_trainable
 from models.qwen_image import QwenImage
 from models.schedulers.noise_keys import INITIAL_NOISE, draw
-
-NEGATIVE = "blurry and low quality"
-DYNAMIC_SHIFT = {  # the values of Qwen/Qwen-Image
-    "base_image_seq_len": 256,
-    "base_shift": 0.5,
-    "max_image_seq_len": 8192,
-    "max_shift": 0.9,
-    "shift_terminal": 0.02,
-    "time_shift_type": "exponential",
-    "use_dynamic_shifting": True,
-}
-
-
-@pytest.fixture(scope="module")
-def shifted_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model with the scheduler of the real one, whose shift depends on the picture's size."""
-    folder = shutil.copytree(tiny_model, tmp_path_factory.mktemp("shifted") / "model")
-    path = folder / "scheduler" / "scheduler_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | DYNAMIC_SHIFT))
-    return folder
-
-
-def load_pipeline(folder: Path) -> QwenImagePipeline:
-    pipeline = QwenImagePipeline.from_pretrained(folder)
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
-
-
-def encoded(pipeline: QwenImagePipeline, prompts: list[str], guided: bool) -> PromptTable:
-    """Embeddings by the pipeline's own encoder; it leaves the mask out where nothing is padded."""
-
-    def encode(texts: list[str]) -> tuple[Tensor, Tensor]:
-        with torch.no_grad():
-            embeds, mask = pipeline.encode_prompt(texts)
-        return embeds, torch.ones(embeds.shape[:2], dtype=torch.bool) if mask is None else mask.bool()
-
-    return PromptTable(*encode(prompts), *(encode([NEGATIVE]) if guided else ()))
-
-
-def oracle(pipeline: QwenImagePipeline, config: DiffusionModelConfig, latents: Tensor, output_type: str, **text: Any):
-    return pipeline(
-        height=config.pipeline.height,
-        width=config.pipeline.width,
-        num_inference_steps=config.pipeline.num_inference_steps,
-        true_cfg_scale=config.pipeline.true_cfg_scale,
-        latents=latents,
-        output_type=output_type,
-        **text,
-    ).images
-
-
-@pytest.mark.parametrize("scale", [1.0, 4.0])
-@pytest.mark.parametrize(("height", "width"), [(16, 24), (24, 16)])
-@pytest.mark.parametrize("prompts", [PROMPTS, PROMPTS[:1]], ids=["padded", "single"])
-@pytest.mark.parametrize("model", ["tiny_model", "shifted_model"])
-def test_sampling_is_the_pipelines_own(
-    model: str, prompts: list[str], height: int, width: int, scale: float, request: pytest.FixtureRequest
-) -> None:
-    """Bit for bit: latents and pictures, prompts of different lengths in one batch included."""
-    folder = request.getfixturevalue(model)
-    config = model_config(folder, height=height, width=width, num_inference_steps=3, true_cfg_scale=scale)
-    pipeline = load_pipeline(folder)
-    guided = scale > 1
-    keys = noise_keys(len(prompts), 1)
-    sampling = RolloutRequest(keys, encoded(pipeline, prompts, guided), torch.arange(len(prompts)), window=())
-    start = draw(keys, INITIAL_NOISE, QwenImage.latent_shape(config), "cpu")
-    scheduler = QwenImage.build_scheduler(config)
-    transformer = QwenImage.load_transformer(config, torch.float32).eval()
-    latents, trajectories = sample(
-        QwenImage, transformer, scheduler, config, sampling, "cpu", initial_latents=start.clone()
-    )
-    assert trajectories is None
-    text: dict[str, Any] = {"prompt": prompts}
-    if guided:
-        text["negative_prompt"] = [NEGATIVE] * len(prompts)
-    assert torch.equal(latents, oracle(pipeline, config, start.clone(), "latent", **text))
-    pictures = QwenImage.decode(QwenImage.load_vae(config), config, latents)
-    expected = np.stack([np.asarray(image) for image in oracle(pipeline, config, start.clone(), "pil", **text)])
-    assert expected.shape == (len(prompts), height, width, 3)
-    assert expected.std() > 3  # a grey picture would prove nothing
-    assert np.array_equal(pictures.numpy(), expected)
-
-
-def test_guidance_and_shift_change_the_picture(tiny_model: Path, shifted_model: Path) -> None:
-    """Otherwise the comparison above would compare the same thing four times."""
-    request = rollout_request(window=(), negative_length=4)
-    configs = [model_config(tiny_model), model_config(tiny_model, true_cfg_scale=4.0), model_config(shifted_model)]
-    plain, guided, shifted = (DiffusersRolloutEngine(config).generate(request)[0].float() for config in configs)
-    assert (plain - guided).abs().max() > 3
-    assert (plain - shifted).abs().max() > 3
 
 
 def test_engine_draws_the_start_by_its_noise_keys(tiny_model: Path) -> None:
@@ -120,20 +26,6 @@ def test_engine_draws_the_start_by_its_noise_keys(tiny_model: Path) -> None:
     scheduler = QwenImage.build_scheduler(config)
     latents, _ = sample(QwenImage, engine.transformer, scheduler, config, request, "cpu", initial_latents=start)
     assert torch.equal(pictures, engine.decode(latents))
-
-
-def test_padding_does_not_change_a_prompts_picture(tiny_model: Path) -> None:
-    """A prompt in a batch with longer ones, and alone: only the order of sums differs."""
-    engine = DiffusersRolloutEngine(model_config(tiny_model))
-    lengths = (5, 3, 7)
-    padded = rollout_request(samples=1, lengths=lengths)
-    _, whole = engine.generate(padded)
-    for row, length in enumerate(lengths):
-        table = prompt_table(lengths)
-        own = PromptTable(table.prompt_embeds[row : row + 1, :length], table.prompt_embeds_mask[row : row + 1, :length])
-        _, alone = engine.generate(RolloutRequest(padded.keys[row : row + 1], own, torch.tensor([0]), padded.window))
-        assert torch.allclose(alone.latents[0], whole.latents[row], rtol=0, atol=1e-5)
-        assert torch.allclose(alone.log_probs[0], whole.log_probs[row], rtol=0, atol=1e-5)
 
 
 def test_a_sample_does_not_depend_on_its_place_in_the_batch(tiny_model: Path) -> None:
@@ -186,18 +78,6 @@ def test_validation_may_sample_with_other_steps(tiny_model: Path) -> None:
 
 
 # ---- errors
-
-
-@pytest.mark.parametrize(("height", "width"), [(18, 24), (16, 26)])
-def test_picture_that_does_not_divide_into_patches(tiny_model: Path, height: int, width: int) -> None:
-    with pytest.raises(ValueError, match=rf"height {height} and pipeline.width {width} must be multiples of 4"):
-        QwenImage.latent_shape(model_config(tiny_model, height=height, width=width))
-
-
-def test_guidance_without_a_negative_prompt(tiny_model: Path) -> None:
-    engine = DiffusersRolloutEngine(model_config(tiny_model, true_cfg_scale=2.0))
-    with pytest.raises(ValueError, match="true_cfg_scale > 1 needs negative_prompt_embeds"):
-        engine.generate(rollout_request())
 
 
 def test_unknown_lora_targets_are_named(tiny_model: Path) -> None:

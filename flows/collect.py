@@ -1,0 +1,84 @@
+"""Where an iteration's samples come from: rollout, reward and advantage, or the pairs of a data set."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pandas as pd
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from flows.config import TrainConfig
+from flows.run import TrainingRun
+from tasks.advantage import advantage
+from tasks.clock import Stopwatch
+from tasks.dataset import PromptEmbeddings
+from tasks.metrics import compute_data_metrics_diffusion
+from tasks.pairs import Pair, PairBatch, PairDataset
+from tasks.reward import Scores, finish_reward
+from tasks.rollout import PendingBatch, finish_rollout
+from tasks.samples import first_pictures, sample_table
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What an iteration trains on.
+
+    Attributes:
+        batches: the samples, as the trainer takes them.
+        advantages: [N], NaN where a sample is left out.
+        samples: one row a sample, with what is needed to draw it again or to find it in the data set.
+        metrics: of rewards and advantages.
+        pictures: the first few of the samples, as the tracking section asks for.
+    """
+
+    batches: Sequence[PendingBatch | PairBatch]
+    advantages: np.ndarray
+    samples: pd.DataFrame
+    metrics: dict[str, float] = field(default_factory=dict)
+    pictures: Sequence[np.ndarray] = ()
+
+
+def collect(run: TrainingRun, iteration: int, clock: Stopwatch) -> Collected:
+    """The iteration's samples, from where `algorithm.sample_source` says."""
+    if run.config.algorithm.sample_source == "offline":
+        return read_pairs(clock, run.inputs.pairs, run.inputs.embeddings, run.config, run.pairs(iteration), iteration)
+    batches = run.rollout.submit(
+        run.prompts(iteration), run.config.actor_rollout_ref.rollout.n, iteration, run.window(iteration)
+    )
+    pending_scores = run.reward.submit(batches)
+    rollout_seconds = finish_rollout(clock, batches)
+    scores = finish_reward(clock, run.reward, batches, pending_scores)
+    advantages = advantage(clock, scores, run.config.algorithm)
+    with clock.stage("pictures"):
+        kept = first_pictures(batches, run.config.tracking.pictures)
+    samples = sample_table(scores.samples, advantages, run.config.trainer.seed, iteration, len(kept))
+    busy = {"perf/rollout_busy_s": rollout_seconds, "perf/reward_busy_s": scores.busy_seconds}
+    metrics = _reward_metrics(scores, advantages) | scores.metrics() | busy
+    return Collected(batches, advantages, samples, metrics, kept)
+
+
+@task(name="read-pairs", cache_policy=NO_CACHE, persist_result=False)
+def read_pairs(
+    clock: Stopwatch,
+    data: PairDataset,
+    embeddings: PromptEmbeddings,
+    config: TrainConfig,
+    pairs: Sequence[Pair],
+    iteration: int,
+) -> Collected:
+    """The iteration's pairs, one batch for each rank and optimiser step."""
+    size = config.actor_rollout_ref.actor.ppo_mini_batch_size // config.trainer.world_size
+    with clock.stage("read_pairs"):
+        batches = list(data.batches(pairs, embeddings, size, config.trainer.seed, iteration))
+    samples = pd.DataFrame([{"pair": pair.uid, "uid": pair.prompt_uid, "iteration": iteration} for pair in pairs])
+    return Collected(batches, np.concatenate([batch.advantages for batch in batches]), samples)
+
+
+def _reward_metrics(scores: Scores, advantages: np.ndarray) -> dict[str, float]:
+    batch = {"sample_level_rewards": scores.rewards, "uid": scores.uids}
+    batch |= {"advantages": advantages, "returns": advantages}
+    numbers = scores.samples.drop(columns=["sample_index", "reward"]).select_dtypes("number")
+    return compute_data_metrics_diffusion(batch) | {
+        f"train/{name}/mean": float(value) for name, value in numbers.mean().dropna().items()
+    }

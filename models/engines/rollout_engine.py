@@ -1,0 +1,40 @@
+"""What a rollout worker asks of its engine, whichever it is."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+from models.engines.canary import Canary
+from models.engines.trajectories import Generated, RolloutRequest
+
+if TYPE_CHECKING:
+    from models.config import DiffusionPipelineConfig
+
+
+class RolloutEngine(Protocol):
+    """Holds one copy of a model and samples with it. Calls come one at a time."""
+
+    def produce(self, request: RolloutRequest, pipeline: "DiffusionPipelineConfig | None" = None) -> Generated:
+        """Sample one request.
+
+        Args:
+            request: what to sample.
+            pipeline: how, if not as in the training rollout (validation).
+        """
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Take the trainer's weights (names as `models.engines.weights.trainable` gives them)."""
+
+    def load_exported(self, folder: Path) -> None:
+        """Take weights from a folder that a run exported."""
+
+    def canary_velocity(self, canary: Canary) -> Tensor:
+        """What this copy of the model predicts for the canary, fp32 on the CPU."""
+
+    def sleep(self) -> None:
+        """Move the weights off the GPU: the trainer needs it. Nothing is sampled until `wake`."""
+
+    def wake(self) -> None:
+        """Bring the weights back; new ones may be loaded then."""

@@ -1,0 +1,37 @@
+"""Attention and worker of the CPU platform; imported by the paths that `cpu_platform` gives."""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from vllm_omni.diffusion.attention.backends.sdpa import SDPABackend, SDPAImpl
+from vllm_omni.diffusion.worker.diffusion_worker import DiffusionWorker
+
+
+class CpuAttention(SDPAImpl):
+    """vLLM-Omni's attention by torch; its own `forward` knows no out-of-tree platform."""
+
+    def forward(self, query: Any, key: Any, value: Any, attn_metadata: Any = None) -> Any:
+        return self._forward_impl(query, key, value, attn_metadata)
+
+
+class CpuAttentionBackend(SDPABackend):
+    @staticmethod
+    def get_impl_cls() -> type:
+        return CpuAttention
+
+
+class CpuDiffusionWorker(DiffusionWorker):
+    """A worker that can be told to sleep and wake, and has no memory to give back."""
+
+    asleep = False
+
+    def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager:
+        return nullcontext()
+
+    def sleep(self, level: int = 1) -> int:
+        self.asleep = True
+        return 0
+
+    def wake_up(self, tags: list[str] | None = None) -> bool:
+        self.asleep = False
+        return True

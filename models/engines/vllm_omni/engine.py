@@ -1,0 +1,290 @@
+"""Sampling by vLLM-Omni: the same interface as `DiffusersRolloutEngine`, on an engine that batches requests."""
+
+import asyncio
+import importlib.util
+import itertools
+import threading
+from collections.abc import Coroutine, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from models.base import DiffusionModelBase, DiffusionModelConfig, VllmOmniPipelineBase
+from models.engines.canary import Canary
+from models.engines.trajectories import FinishedLatents, Generated, RolloutRequest, Trajectories
+from models.engines.vllm_omni.sample_request import EXTRA_ARG, SampleRequest, split, table_digest
+from models.engines.weights import WeightSyncError, read_exported
+
+if TYPE_CHECKING:
+    from models.config import DiffusionPipelineConfig, VllmOmniConfig
+
+T = TypeVar("T")
+
+
+class RolloutEngineError(RuntimeError):
+    """The engine could not do what it was asked."""
+
+
+def pipeline_class(model_config: DiffusionModelConfig) -> Any:
+    """The rollout pipeline of the model's architecture.
+
+    Raises:
+        ValueError: there is none.
+        ModuleNotFoundError: vLLM-Omni is not installed here.
+    """
+    found = VllmOmniPipelineBase.get_class(model_config.architecture, model_config.algorithm)
+    if found is None:
+        raise ValueError(
+            f"no vLLM-Omni pipeline for architecture {model_config.architecture!r} (algorithm "
+            f"{model_config.algorithm!r}) of {model_config.path}: set rollout.name to diffusers"
+        )
+    missing = [name for name in ("vllm", "vllm_omni") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ModuleNotFoundError(
+            f"rollout.name is vllm_omni but {' and '.join(missing)} cannot be imported: see docs/vllm-omni.md"
+        )
+    return found
+
+
+class VllmOmniRolloutEngine:
+    """One vLLM-Omni engine with the transformer and the decoder of a model.
+
+    Its event loop runs in a thread of its own; the methods here block, are called one at a time, and raise in the
+    caller what goes wrong in the engine.
+
+    Args:
+        model_config: which model, and how it is sampled by default.
+        settings: of the engine.
+        max_num_seqs: largest batch.
+        sleep_mode: let `sleep` give the GPU's memory back.
+    """
+
+    def __init__(
+        self,
+        model_config: DiffusionModelConfig,
+        settings: "VllmOmniConfig",
+        *,
+        max_num_seqs: int,
+        sleep_mode: bool = False,
+    ):
+        self.model_config, self.settings = model_config, settings
+        self.adapter, self.pipeline = DiffusionModelBase.get_class(model_config), pipeline_class(model_config)
+        self._numbers, self._asleep = itertools.count(1), False
+        self._lora: Any = None
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="vllm-omni", daemon=True).start()
+        self._engine: Any = self._wait(self._start(max_num_seqs, sleep_mode), timeout=None)
+
+    async def _start(self, max_num_seqs: int, sleep_mode: bool) -> Any:
+        from vllm_omni.entrypoints.async_omni import AsyncOmni
+
+        settings = self.settings
+        backend = {"diffusion_attention_backend": settings.attention_backend} if settings.attention_backend else {}
+        arguments = {"pipeline_class": _path(self.pipeline), "model_config": dict(vars(self.model_config))}
+        return AsyncOmni(
+            model=self.model_config.path,
+            dtype=self.model_config.model.dtype,
+            enforce_eager=settings.enforce_eager,
+            max_num_seqs=max_num_seqs,
+            request_batch_max_wait_ms=settings.request_batch_max_wait_ms,
+            custom_pipeline_args=arguments,
+            worker_extension_cls="models.engines.vllm_omni.worker.RolloutWorkerExtension",
+            distributed_executor_backend=settings.executor,
+            enable_sleep_mode=sleep_mode,
+            **backend,
+        )
+
+    # ---- sampling
+
+    def produce(self, request: RolloutRequest, pipeline: "DiffusionPipelineConfig | None" = None) -> Generated:
+        """Sample one request; see `Sampler.produce`.
+
+        Raises:
+            RolloutEngineError: the engine refused or failed, or took longer than `request_timeout_s`.
+        """
+        return self._wait(self._generate(request, pipeline or self.model_config.pipeline))
+
+    def generate(self, request: RolloutRequest, pipeline: "DiffusionPipelineConfig | None" = None) -> tuple[Any, Any]:
+        """(pictures, what the request asks to be recorded) of `produce`."""
+        made = self.produce(request, pipeline)
+        return made.pictures, made.recorded
+
+    async def _generate(self, request: RolloutRequest, pipeline: "DiffusionPipelineConfig") -> Generated:
+        if request.window and self.model_config.algo.noise_level == 0:
+            raise ValueError("a window of stochastic steps needs algo.noise_level above 0; leave it empty for the ODE")
+        if self._asleep:
+            raise RolloutEngineError("the engine is asleep: wake it before it samples")
+        table = table_digest(request.prompts)
+        await self._order("put_prompts", table, request.prompts)
+        try:
+            async with asyncio.TaskGroup() as group:
+                samples = split(request, table, self.model_config, pipeline)
+                running = [group.create_task(self._sample(sample)) for sample in samples]
+        except* Exception as errors:
+            raise errors.exceptions[0] from None
+        finally:
+            await self._order("drop_prompts", table)
+        return _joined(request, [task.result() for task in running])
+
+    async def _sample(self, sample: SampleRequest) -> Any:
+        """vLLM-Omni's answer to one sample."""
+        from vllm_omni.inputs.data import OmniDiffusionSamplingParams
+
+        pipeline = sample.pipeline
+        parameters = OmniDiffusionSamplingParams(
+            # What decides which requests share a batch.
+            height=pipeline.height,
+            width=pipeline.width,
+            num_inference_steps=pipeline.num_inference_steps,
+            true_cfg_scale=pipeline.true_cfg_scale,
+            guidance_scale=pipeline.guidance_scale or 0.0,
+            num_frames=pipeline.num_frames or 1,
+            output_type="latent",  # no picture is made of what goes through its own post-processing
+            seed=0,
+            lora_request=self._lora,
+            extra_args={EXTRA_ARG: sample},
+        )
+        name = f"sample-{next(self._numbers)}"
+        given = self._engine.generate(prompt={"prompt": ""}, request_id=name, sampling_params_list=[parameters])
+        answers = [answer async for answer in given]
+        if not answers or answers[-1].error:
+            raise RolloutEngineError(f"vLLM-Omni gave no picture: {answers and answers[-1].error}")
+        return answers[-1]
+
+    # ---- weights
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Take the trainer's weights (names as `models.engines.weights.trainable` gives them).
+
+        Raises:
+            WeightSyncError: they leave some of vLLM-Omni's own as they were.
+        """
+        self._wait(self._load_lora(weights) if self.model_config.model.lora_rank else self._load_full(weights))
+
+    async def _load_full(self, weights: Mapping[str, Tensor]) -> None:
+        kept = await self._order("load_named_weights", dict(weights))
+        if kept:
+            raise WeightSyncError(
+                f"none of the {len(weights)} weights is for {len(kept)} of those of vLLM-Omni's "
+                f"{self.model_config.architecture}: {kept[:3]}"
+            )
+
+    async def _load_lora(self, weights: Mapping[str, Tensor]) -> None:
+        from models.engines.vllm_omni.lora import lora_request
+
+        targets = tuple(self.model_config.model.target_modules or self.adapter.lora_target_modules)
+        request = lora_request(self.pipeline, self.model_config, targets, weights, next(self._numbers))
+        if self._lora is not None:
+            await self._order("remove_lora", self._lora.lora_int_id)
+        if not await self._order("add_lora", request):
+            raise WeightSyncError("vLLM-Omni did not take the LoRA weights")
+        self._lora = request.name_only()
+
+    def load_exported(self, folder: Path) -> None:
+        """Take weights from a folder that a run exported."""
+        self.load_weights(read_exported(self.adapter, self.model_config, folder))
+
+    def canary_velocity(self, canary: Canary) -> Tensor:
+        """What this copy of the model predicts for the canary, fp32 on the CPU."""
+        return self._wait(self._order("rollout_canary", canary, self._lora)).clone()
+
+    # ---- memory
+
+    def sleep(self) -> None:
+        """Move the weights off the GPU once the running batch is done. Nothing is sampled until `wake`."""
+        self._wait(self._sleep())
+
+    async def _sleep(self) -> None:
+        await self._engine.pause_generation(mode="keep")
+        self._asleep = True
+        _acknowledged("sleep", await self._engine.sleep(level=1))
+
+    def wake(self) -> None:
+        """Bring the weights back; new ones may be loaded then."""
+        self._wait(self._wake())
+
+    async def _wake(self) -> None:
+        _acknowledged("wake", await self._engine.wake_up())
+        await self._engine.resume_generation()
+        self._asleep = False
+
+    def shutdown(self) -> None:
+        """End the engine and its thread."""
+        self._engine.shutdown()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    # ---- the engine's thread
+
+    def _wait(self, work: Coroutine[Any, Any, T], timeout: float | None = 0) -> T:
+        """The result of a coroutine on the engine's loop; a timeout of 0 is the settings'."""
+        limit = self.settings.request_timeout_s if timeout == 0 else timeout
+        try:
+            return asyncio.run_coroutine_threadsafe(asyncio.wait_for(work, limit), self._loop).result()
+        except TimeoutError as error:
+            raise RolloutEngineError(f"vLLM-Omni did not answer within request_timeout_s, {limit:g} s") from error
+        except (RolloutEngineError, WeightSyncError, ValueError):
+            raise
+        except Exception as error:
+            raise RolloutEngineError(f"vLLM-Omni failed: {error}") from error
+
+    async def _order(self, method: str, *arguments: Any) -> Any:
+        """Ask the worker; its one answer."""
+        return reply(method, await self._engine.collective_rpc(method, args=arguments))
+
+
+def reply(method: str, replies: list[Any]) -> Any:
+    """The single worker's answer out of what `collective_rpc` returns: a list over stages of lists over workers.
+
+    It reports failures there without raising. LoRA methods come as one answer a stage.
+
+    Raises:
+        RolloutEngineError: a worker failed, is missing, or does not know the method.
+    """
+    answer: Any = replies
+    for _ in range(2):
+        if isinstance(answer, list):
+            if len(answer) != 1:
+                raise RolloutEngineError(f"vLLM-Omni gave {len(answer)} answers to {method} where one was due")
+            answer = answer[0]
+        if isinstance(answer, dict) and (answer.get("error") or answer.get("todo") or answer.get("supported") is False):
+            raise RolloutEngineError(f"vLLM-Omni's worker failed at {method}: {answer.get('error') or answer}")
+    return answer
+
+
+def _acknowledged(what: str, acknowledgements: list[Any]) -> None:
+    failed = [answer for answer in acknowledgements if getattr(answer, "status", None) != "SUCCESS"]
+    if failed or not acknowledgements:
+        raise RolloutEngineError(f"vLLM-Omni did not {what}: {failed or 'no worker answered'}")
+
+
+def _joined(request: RolloutRequest, answers: list[Any]) -> Generated:
+    """The whole request's samples, from the answers in its order."""
+    decoded = [[answer.trajectory_decoded[place] for answer in answers] for place in range(3)]
+    pictures, means, latents = (None if part[0] is None else torch.cat(part) for part in decoded)
+    return Generated(pictures, latents, _recorded(request, answers, means))
+
+
+def _recorded(
+    request: RolloutRequest, answers: list[Any], means: Tensor | None
+) -> Trajectories | FinishedLatents | None:
+    if not request.window and not request.record_finished:
+        return None
+    latents = torch.cat([answer.trajectory_latents for answer in answers])
+    if request.record_finished:
+        return FinishedLatents(request.keys, request.prompts, request.prompt_index, latents)
+    return Trajectories(
+        keys=request.keys,
+        prompts=request.prompts,
+        prompt_index=request.prompt_index,
+        window=request.window,
+        latents=latents,
+        timesteps=torch.cat([answer.trajectory_timesteps for answer in answers]),
+        log_probs=torch.cat([answer.trajectory_log_probs for answer in answers]),
+        means=means,
+    )
+
+
+def _path(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"

@@ -1,0 +1,236 @@
+"""Preference pairs: two pictures of one prompt, of which one is better; read by training with `sample_source: offline`.
+
+A table of pictures (long form: one row a picture) becomes latents once, in a data stage, since the VAE is not trained.
+"""
+
+import io
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+from PIL import Image, UnidentifiedImageError
+
+from models.engines.trajectories import FinishedLatents
+from models.schedulers.noise_keys import NoiseKey
+from tasks.dataset import INDEX, PromptEmbeddings, prompt_uid, put_in_place
+from tasks.prompt_files import DatasetError, read_parquet
+from tasks.rollout import prompt_table
+
+if TYPE_CHECKING:
+    import torch
+
+COLUMNS = ("pair", "prompt", "image", "chosen", "score")
+SIDES = ("chosen", "rejected")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One pair of the data set.
+
+    Attributes:
+        uid: its name.
+        prompt_uid: of its prompt.
+        chosen_score, rejected_score: what the better and the worse picture were worth; None where only the choice is
+            known.
+        shard: file of its latents.
+    """
+
+    uid: str
+    prompt_uid: str
+    chosen_score: float | None
+    rejected_score: float | None
+    shard: str = ""
+
+
+@dataclass(frozen=True)
+class PairBatch:
+    """Some pairs as the trainer takes them.
+
+    Attributes:
+        prompts: the prompt uid of each sample; the samples alternate between better and worse.
+        trajectories: their finished latents.
+        advantages: 1 for the better, -1 for the worse.
+    """
+
+    prompts: tuple[str, ...]
+    trajectories: FinishedLatents
+    advantages: np.ndarray
+
+
+def read_pictures(file: Path) -> list[tuple[Pair, dict[str, Any]]]:
+    """The pairs of a preference table, each with its two rows by side.
+
+    The table is parquet with a row a picture: `pair` (name of the pair), `prompt`, `image` (PNG or JPEG bytes),
+    `chosen` (bool) and `score` (float or null).
+
+    Raises:
+        DatasetError: a pair has not exactly one chosen and one rejected picture, of one prompt, or its chosen picture
+            is not worth more than its rejected one.
+    """
+    if not file.is_file():
+        raise DatasetError(f"{file} is missing; `dvc repro preferences` makes it, or give a table of your own")
+    rows = read_parquet(file)
+    if not rows or not set(COLUMNS) <= set(rows[0]):
+        raise DatasetError(f"{file} must have the columns {', '.join(COLUMNS)} and at least one pair")
+    members: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        members.setdefault(str(row["pair"]), []).append(row)
+    return [_checked_pair(file, uid, pictures) for uid, pictures in members.items()]
+
+
+def _checked_pair(file: Path, uid: str, pictures: list[dict[str, Any]]) -> tuple[Pair, dict[str, Any]]:
+    sides = {SIDES[not row["chosen"]]: row for row in pictures}
+    if len(pictures) != 2 or len(sides) != 2:
+        chosen = sum(bool(row["chosen"]) for row in pictures)
+        raise DatasetError(
+            f"{file}: pair {uid!r} has {len(pictures)} pictures, {chosen} of them chosen; a pair is one chosen and one "
+            "rejected picture"
+        )
+    prompts = {row["prompt"] for row in pictures}
+    if len(prompts) != 1:
+        raise DatasetError(f"{file}: the pictures of pair {uid!r} have two prompts, {sorted(prompts)}; give them one")
+    pair = Pair(uid, prompt_uid(prompts.pop()), sides["chosen"]["score"], sides["rejected"]["score"])
+    check_order(pair, str(file))
+    return pair, sides
+
+
+def check_order(pair: Pair, where: str) -> None:
+    """Raises DatasetError for a chosen picture that is worth less than the rejected one."""
+    better, worse = pair.chosen_score, pair.rejected_score
+    if better is not None and worse is not None and not better > worse:
+        raise DatasetError(
+            f"{where}: the chosen picture of pair {pair.uid!r} scores {better:g}, not more than the rejected one's "
+            f"{worse:g}; swap them or leave the pair out"
+        )
+
+
+def write_pairs(
+    pictures: Sequence[tuple[Pair, dict[str, Any]]],
+    encode: "Callable[[np.ndarray], torch.Tensor]",
+    out_dir: Path,
+    *,
+    shard_size: int,
+    model_digest: str,
+) -> None:
+    """Encode the pictures into shards of `shard_size` pairs and an index; `out_dir` appears whole or not at all.
+
+    Args:
+        encode: pictures uint8 [B, H, W, 3] -> latents [B, ...].
+        model_digest: of the VAE's files.
+    """
+    from safetensors.torch import save_file
+
+    names = [f"pairs-{start // shard_size:05d}.safetensors" for start in range(0, len(pictures), shard_size)]
+    index: list[dict[str, Any]] = []
+    with put_in_place(out_dir) as folder:
+        folder.mkdir()
+        for number, name in enumerate(names):
+            part = pictures[number * shard_size : (number + 1) * shard_size]
+            tensors = {}
+            for pair, sides in part:
+                latents = encode(np.stack([_pixels(sides[side]["image"]) for side in SIDES]))
+                tensors |= {f"{pair.uid}/{side}": latents[i].clone() for i, side in enumerate(SIDES)}
+                index.append(asdict(pair) | {"shard": name})
+            save_file(tensors, folder / name)
+        shape = list(next(iter(tensors.values())).shape)
+        record = {"latent_shape": shape, "model_digest": model_digest, "pairs": index}
+        (folder / INDEX).write_text(json.dumps(record, indent=1) + "\n")
+
+
+def _pixels(encoded: bytes) -> np.ndarray:
+    return np.asarray(Image.open(io.BytesIO(encoded)).convert("RGB"))
+
+
+def common_size(pictures: Sequence[tuple[Pair, dict[str, Any]]], where: str) -> tuple[int, int]:
+    """Height and width, which all pictures share. Raises DatasetError naming the first pair that differs."""
+    sizes: dict[tuple[int, int], str] = {}
+    for pair, sides in pictures:
+        for side in SIDES:
+            try:
+                width, height = Image.open(io.BytesIO(sides[side]["image"])).size
+            except (UnidentifiedImageError, TypeError) as error:
+                raise DatasetError(f"{where}: the {side} picture of pair {pair.uid!r} is no PNG or JPEG") from error
+            sizes.setdefault((height, width), pair.uid)
+    if len(sizes) > 1:
+        (((rows, columns), _), ((height, width), uid), *_) = sizes.items()
+        raise DatasetError(
+            f"{where}: a picture of pair {uid!r} is {width} x {height} but those before it are {columns} x {rows}; "
+            "give all of them one size"
+        )
+    return next(iter(sizes))
+
+
+class PairDataset:
+    """The pairs of the `pairs` stage; latents are read when they are asked for."""
+
+    def __init__(self, folder: Path, latent_shape: tuple[int, ...], pairs: list[Pair]):
+        self.folder, self.latent_shape, self.pairs = folder, latent_shape, pairs
+
+    @classmethod
+    def open(cls, folder: str | Path) -> "PairDataset":
+        """The pairs that `write_pairs` left in `folder`. Raises DatasetError for none, or one in the wrong order."""
+        index = Path(folder) / INDEX
+        if not index.is_file():
+            raise DatasetError(f"{index} is missing; `dvc repro pairs` makes it")
+        record = json.loads(index.read_text())
+        pairs = [Pair(**entry) for entry in record["pairs"]]
+        for pair in pairs:
+            check_order(pair, str(index))
+        return cls(Path(folder), tuple(record["latent_shape"]), pairs)
+
+    def batches(
+        self, pairs: Sequence[Pair], embeddings: PromptEmbeddings, size: int, seed: int, iteration: int
+    ) -> Iterator[PairBatch]:
+        """Batches of `size` pairs, in order, with the noise keys of this iteration."""
+        import torch
+
+        for start in range(0, len(pairs), size):
+            part = pairs[start : start + size]
+            uids = list(dict.fromkeys(pair.prompt_uid for pair in part))
+            rows = [uids.index(pair.prompt_uid) for pair in part for _ in SIDES]
+            finished = FinishedLatents(
+                keys=tuple(NoiseKey(seed, iteration, pair.uid, side) for pair in part for side in range(2)),
+                prompts=prompt_table(embeddings, uids, needs_negative=False),
+                prompt_index=torch.tensor(rows),
+                latents=self._latents(part),
+            )
+            signs = np.tile(np.array([1.0, -1.0], np.float32), len(part))
+            yield PairBatch(tuple(uids[row] for row in rows), finished, signs)
+
+    def _latents(self, pairs: Sequence[Pair]) -> "torch.Tensor":
+        import torch
+        from safetensors import safe_open
+
+        found: dict[str, torch.Tensor] = {}
+        for shard in sorted({pair.shard for pair in pairs}):
+            with safe_open(self.folder / shard, framework="pt") as file:
+                for pair in pairs:
+                    if pair.shard == shard:
+                        found |= {f"{pair.uid}/{side}": file.get_tensor(f"{pair.uid}/{side}") for side in SIDES}
+        return torch.stack([found[f"{pair.uid}/{side}"] for pair in pairs for side in SIDES]).float()
+
+
+def best_and_worst(
+    prompts: Sequence[str], pictures: np.ndarray, scores: np.ndarray, images_per_prompt: int
+) -> pd.DataFrame:
+    """A preference table out of scored pictures: of each prompt's the best and the worst; ties give no pair.
+
+    Args:
+        prompts: P of them.
+        pictures: uint8 [P * images_per_prompt, H, W, 3], prompt by prompt.
+        scores: [P * images_per_prompt]; NaN is left out.
+    """
+    rows = []
+    for number, prompt in enumerate(prompts):
+        own = scores[number * images_per_prompt : (number + 1) * images_per_prompt]
+        if np.isnan(own).all() or not np.nanmax(own) > np.nanmin(own):
+            continue
+        for chosen, place in ((True, int(np.nanargmax(own))), (False, int(np.nanargmin(own)))):
+            stream = io.BytesIO()
+            Image.fromarray(pictures[number * images_per_prompt + place]).save(stream, format="PNG")
+            rows.append((prompt_uid(prompt), prompt, stream.getvalue(), chosen, float(own[place])))
+    return pd.DataFrame(rows, columns=list(COLUMNS))

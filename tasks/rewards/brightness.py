@@ -1,0 +1,19 @@
+"""Brightness as a reward: the smallest there is, and one that a policy learns in a few iterations."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from tasks.picture_statistics import luma
+from tasks.rewards.base import Reward, RewardResult, ScoredPrompt, register_reward
+
+
+@register_reward("brightness")
+class Brightness(Reward):
+    """Mean luma (ITU-R BT.601) of the picture: 0 is black, 1 is white."""
+
+    version = "1"
+
+    def score(self, images: np.ndarray, prompts: Sequence[ScoredPrompt]) -> RewardResult:
+        """The prompts do not matter."""
+        return RewardResult(np.array([luma(image).mean() for image in images], dtype=np.float32))

@@ -1,0 +1,133 @@
+"""Rewards by a CLIP model: likeness of picture and prompt, human preference, aesthetic heads."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tasks.rewards.base import RewardError, RewardResult, ScoredPrompt, register_reward
+from tasks.rewards.pretrained import PretrainedReward, to_scores
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class ClipReward(PretrainedReward):
+    """A CLIPModel, whose embeddings have length 1."""
+
+    architecture = "CLIPModel"
+
+    def image_embeds(self, images: np.ndarray) -> "Tensor":
+        """[B, D]."""
+        found = self.model.get_image_features(self.pixels(images)).pooler_output
+        return found / found.norm(dim=-1, keepdim=True)
+
+    def text_embeds(self, prompts: Sequence[ScoredPrompt]) -> "Tensor":
+        """[B, D]; each different prompt is encoded once."""
+        inputs, rows = self.tokens(prompts)
+        found = self.model.get_text_features(**inputs).pooler_output
+        return (found / found.norm(dim=-1, keepdim=True))[rows]
+
+    def cosine(self, images: np.ndarray, prompts: Sequence[ScoredPrompt]) -> "Tensor":
+        """Cosine [B] of picture and prompt."""
+        return (self.image_embeds(images) * self.text_embeds(prompts)).sum(-1)
+
+
+@register_reward("clip_score")
+class ClipScore(ClipReward):
+    """Cosine of the embeddings of picture and prompt (CLIPScore, arXiv 2104.08718, without its factor 2.5)."""
+
+    def __init__(self, *, model: str = "openai/clip-vit-large-patch14", **options):
+        """
+        Args:
+            model, options: see `PretrainedReward`.
+        """
+        super().__init__(model=model, **options)
+
+    def score(self, images: np.ndarray, prompts: Sequence[ScoredPrompt]) -> RewardResult:
+        """In [-1, 1]; of good pictures about 0.3."""
+        return RewardResult(to_scores(self.cosine(images, prompts)))
+
+
+@register_reward("hps")
+class HumanPreferenceScore(ClipReward):
+    """Cosine of a CLIPModel that was trained on human choices (HPSv2, arXiv 2306.09341); about 0.2 to 0.35.
+
+    HPSv2 itself is published for open_clip: `model` must be a conversion of it, or any CLIP trained likewise.
+    """
+
+    def score(self, images: np.ndarray, prompts: Sequence[ScoredPrompt]) -> RewardResult:
+        """In [-1, 1]."""
+        return RewardResult(to_scores(self.cosine(images, prompts)))
+
+
+@register_reward("pickscore")
+class PickScore(ClipReward):
+    """Cosine times the model's own logit scale (PickScore, arXiv 2305.01569), divided by `divide_by`."""
+
+    def __init__(
+        self,
+        *,
+        model: str = "yuvalkirstain/PickScore_v1",
+        processor: str | None = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K",
+        divide_by: float = 1.0,
+        **options,
+    ):
+        """
+        Args:
+            model, processor, options: see `PretrainedReward`. PickScore_v1 uses another model's processor; null is
+                the model's own.
+            divide_by: 26 gives about 0.7 to 1, Flow-GRPO's scale.
+        """
+        if divide_by <= 0:
+            raise RewardError(f"{self.name}: divide_by must be above 0, not {divide_by}")
+        super().__init__(model=model, processor=processor, **options)
+        self._divide_by = divide_by
+
+    def score(self, images: np.ndarray, prompts: Sequence[ScoredPrompt]) -> RewardResult:
+        """About 18 to 24 undivided."""
+        scale = self.model.logit_scale.exp() / self._divide_by
+        return RewardResult(to_scores(scale * self.cosine(images, prompts)))
+
+
+@register_reward("aesthetic")
+class AestheticScore(ClipReward):
+    """A head on the picture's embedding: how pleasing, 1 to 10 with LAION's predictors. The prompt does not matter."""
+
+    def __init__(self, *, head: str, model: str = "openai/clip-vit-large-patch14", **options):
+        """
+        Args:
+            head: safetensors file of linear layers, from the embedding to one value: LAION's linear head, or the five
+                layers of its improved predictor.
+            model, options: see `PretrainedReward`; the head must have been trained on this model's embeddings.
+        """
+        super().__init__(model=model, **options)
+        self._head = self.load_head(head, self.model.config.projection_dim)
+
+    def score(self, images: np.ndarray, prompts: Sequence[ScoredPrompt]) -> RewardResult:
+        """What the head says."""
+        return RewardResult(to_scores(self._head(self.image_embeds(images).float())))
+
+
+@register_reward("clip_preference")
+class ClipPreference(ClipReward):
+    """A preference head on the embeddings of picture and prompt, one after the other: (head - mean) / std."""
+
+    def __init__(self, *, model: str, head: str, mean: float = 0.0, std: float = 1.0, **options):
+        """
+        Args:
+            model, options: see `PretrainedReward`.
+            head: safetensors file of linear layers, from twice the embedding's width to one value.
+            mean, std: of the head's values over its training set, to bring rewards to a common scale.
+        """
+        if std <= 0:
+            raise RewardError(f"{self.name}: std must be above 0, not {std}")
+        super().__init__(model=model, **options)
+        self._head, self._mean, self._std = self.load_head(head, 2 * self.model.config.projection_dim), mean, std
+
+    def score(self, images: np.ndarray, prompts: Sequence[ScoredPrompt]) -> RewardResult:
+        """What the head says, standardised."""
+        import torch
+
+        both = torch.cat([self.image_embeds(images), self.text_embeds(prompts)], dim=1)
+        return RewardResult(to_scores((self._head(both.float()) - self._mean) / self._std))

@@ -1,0 +1,267 @@
+"""A vision-language model as a judge, served behind an OpenAI-compatible API (`vllm serve`, SGLang, a provider)."""
+
+import asyncio
+import base64
+import hashlib
+import io
+import json
+import math
+import os
+import re
+from abc import abstractmethod
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from PIL import Image
+
+from tasks.rewards.base import Reward, RewardError, RewardResult, ScoredPrompt, register_reward
+from tasks.rewards.ocr import Target, check_target, plain_text, text_similarity, wanted_text
+
+OCR_TEMPLATE = "Write down the text in this picture, character by character, and nothing else."
+GRADE_TEMPLATE = """You see a picture that was generated for this prompt: {prompt}
+
+Grade the picture from 1 (worst) to 5 (best) on each of these axes: {axes}.
+Alignment: does it show what the prompt says? Coherence: is it free of flaws and artefacts? Style: is it pleasing?
+
+Answer with one line an axis, the axis, a colon and the grade, and nothing else."""
+GRADES = (1.0, 5.0)
+SHOWN = 200
+"""Characters of an unusable answer that go into its error."""
+
+
+class UnusableAnswer(ValueError):
+    """The judge answered, but not the question."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a judge says of one picture: its score, the answer in words, and values of further details."""
+
+    score: float
+    text: str
+    details: dict[str, float] = field(default_factory=dict)
+
+
+class Judge(Reward):
+    """Asks one question a picture, many at a time. A picture without a usable answer is missing, with its error.
+
+    The client's own retries (exponential backoff, or what `Retry-After` says) cover 408, 409, 429, 5xx, lost
+    connections and time-outs. An answer that cannot be read, be it broken JSON or prose, is asked for again.
+    The details are `text`, the answer, and `error`.
+    """
+
+    def __init__(
+        self,
+        *,
+        base_url: str,
+        model: str,
+        template: str,
+        api_key_env: str | None = None,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        max_tokens: int = 256,
+        timeout_s: float = 60.0,
+        max_retries: int = 4,
+        asks: int = 2,
+        concurrency: int = 16,
+    ):
+        """
+        Args:
+            base_url: of the API, as in "http://judge:8000/v1".
+            model: as the server calls it.
+            template: the question; {prompt} stands for the picture's prompt.
+            api_key_env: environment variable that holds the API key; it must be set where the reward workers run.
+                The key itself is never part of the configuration, an error or a log.
+            temperature, top_p, max_tokens: how the answer is sampled.
+            timeout_s: for one request.
+            max_retries: requests after the first one, where the server or the way to it fails.
+            asks: times a question is asked until its answer can be read.
+            concurrency: requests under way at once, of each worker.
+
+        Raises:
+            RewardError: a value is out of range, or the environment variable is not set.
+        """
+        import openai
+
+        if not (temperature >= 0 and 0 < top_p <= 1 and timeout_s > 0 and max_retries >= 0):
+            raise RewardError(
+                f"{self.name}: temperature {temperature} and max_retries {max_retries} must be at least 0, top_p "
+                f"{top_p} in (0, 1] and timeout_s {timeout_s} above 0"
+            )
+        if min(max_tokens, asks, concurrency) < 1:
+            raise RewardError(
+                f"{self.name}: max_tokens {max_tokens}, asks {asks} and concurrency {concurrency} must be at least 1"
+            )
+        self._key = self._read_key(api_key_env)
+        self._client = openai.AsyncOpenAI(
+            base_url=base_url, api_key=self._key or "none", timeout=timeout_s, max_retries=max_retries
+        )
+        self._asks, self._concurrency, self._template = asks, concurrency, template
+        self._sampling = {"model": model, "temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
+        settings = json.dumps({"template": template} | self._sampling, sort_keys=True)
+        self.version = f"1 {model} settings={hashlib.sha256(settings.encode()).hexdigest()[:12]}"
+
+    @abstractmethod
+    def verdict(self, answer: str, prompt: ScoredPrompt) -> Verdict:
+        """Read an answer. Raises UnusableAnswer."""
+
+    def question(self, prompt: ScoredPrompt) -> str:
+        """What is asked about a prompt's picture."""
+        return self._template.replace("{prompt}", prompt.prompt)
+
+    def score(self, images: np.ndarray, prompts: Sequence[ScoredPrompt]) -> Awaitable[RewardResult]:
+        """Ask about every image."""
+        return self._score(images, prompts)
+
+    async def _score(self, images: np.ndarray, prompts: Sequence[ScoredPrompt]) -> RewardResult:
+        gate = asyncio.Semaphore(self._concurrency)
+        pairs = zip(images, prompts, strict=True)
+        answers = await asyncio.gather(*(self._judge(gate, image, prompt) for image, prompt in pairs))
+        verdicts, errors = [verdict for verdict, _ in answers], [error for _, error in answers]
+        names = dict.fromkeys(name for verdict in verdicts for name in verdict.details)
+        details = {name: [verdict.details.get(name, math.nan) for verdict in verdicts] for name in names}
+        return RewardResult(
+            np.array([verdict.score for verdict in verdicts], dtype=np.float32),
+            {"text": [verdict.text for verdict in verdicts], "error": errors} | details,
+        )
+
+    async def _judge(
+        self, gate: asyncio.Semaphore, image: np.ndarray, prompt: ScoredPrompt
+    ) -> tuple[Verdict, str | None]:
+        """(verdict, None) or (a verdict without a score, why)."""
+        import openai
+
+        text, reason = "", ""
+        for _ in range(self._asks):
+            try:
+                async with gate:
+                    text = await self._answer(image, prompt)
+                return self.verdict(text, prompt), None
+            except (UnusableAnswer, json.JSONDecodeError, openai.APIResponseValidationError) as error:
+                reason = self._told(error)
+            except openai.OpenAIError as error:
+                return Verdict(math.nan, ""), self._told(error)
+        return Verdict(math.nan, text), reason
+
+    async def _answer(self, image: np.ndarray, prompt: ScoredPrompt) -> str:
+        content = [
+            {"type": "image_url", "image_url": {"url": data_url(image)}},
+            {"type": "text", "text": self.question(prompt)},
+        ]
+        messages: list = [{"role": "user", "content": content}]
+        response = await self._client.chat.completions.create(messages=messages, **self._sampling)  # type: ignore[call-overload]
+        choices = getattr(response, "choices", None)
+        if not choices or not choices[0].message.content:
+            raise UnusableAnswer("the answer is empty")
+        if choices[0].finish_reason == "length":
+            raise UnusableAnswer(f"the answer was cut off at max_tokens {self._sampling['max_tokens']}")
+        return choices[0].message.content
+
+    def _read_key(self, variable: str | None) -> str | None:
+        if variable is None:
+            return None
+        key = os.environ.get(variable)
+        if not key:
+            raise RewardError(
+                f"{self.name}: api_key_env is {variable}, but that environment variable is not set where the reward "
+                "workers run: export it before Ray starts, or leave api_key_env out"
+            )
+        return key
+
+    def _told(self, error: Exception) -> str:
+        """The error in words; a server may quote the key it was given."""
+        text = f"{type(error).__name__}: {error}"
+        return text.replace(self._key, "***") if self._key else text
+
+
+@register_reward("judge_ocr")
+class OcrJudge(Judge):
+    """The judge transcribes the picture; scored as the reward `ocr` scores, 1 - min(edit distance, n) / n.
+
+    The details are those of a judge, and `exact`.
+    """
+
+    def __init__(
+        self,
+        *,
+        base_url: str,
+        model: str,
+        template: str = OCR_TEMPLATE,
+        target: Target = "column",
+        substring_is_full: bool = False,
+        **options,
+    ):
+        """
+        Args:
+            target: where the wanted text is: in the prompt's `target`, or between double quotes in the prompt.
+            substring_is_full: the full score if the target stands anywhere in the answer.
+            base_url, model, template, options: see `Judge`.
+        """
+        check_target(target, self.name)
+        super().__init__(base_url=base_url, model=model, template=template, **options)
+        self._target, self._substring_is_full = target, substring_is_full
+
+    def score(self, images: np.ndarray, prompts: Sequence[ScoredPrompt]) -> Awaitable[RewardResult]:
+        """Ask about every image; raises RewardError for a prompt without a target, before anything is asked."""
+        for prompt in prompts:
+            wanted_text(prompt, self._target, self.name)
+        return super().score(images, prompts)
+
+    def verdict(self, answer: str, prompt: ScoredPrompt) -> Verdict:
+        """Any answer is a transcription."""
+        wanted = wanted_text(prompt, self._target, self.name)
+        exact = float(plain_text(answer) == wanted)
+        return Verdict(text_similarity(answer, wanted, self._substring_is_full), answer, {"exact": exact})
+
+
+@register_reward("judge_grade")
+class GradeJudge(Judge):
+    """The judge grades axes from 1 to 5; the score is the mean of (grade - 1) / 4, so in [0, 1].
+
+    The axes are those of UnifiedReward (arXiv 2503.05236). The details are those of a judge, and each axis's grade.
+    """
+
+    def __init__(
+        self,
+        *,
+        base_url: str,
+        model: str,
+        template: str = GRADE_TEMPLATE,
+        axes: Sequence[str] = ("alignment", "coherence", "style"),
+        **options,
+    ):
+        """
+        Args:
+            axes: what is graded; {axes} in the template stands for them.
+            base_url, model, template, options: see `Judge`.
+        """
+        if not axes or len(set(axes)) != len(axes):
+            raise RewardError(f"{self.name}: axes must be different names, at least one, not {list(axes)}")
+        super().__init__(
+            base_url=base_url, model=model, template=template.replace("{axes}", ", ".join(axes)), **options
+        )
+        self._axes = tuple(axes)
+
+    def verdict(self, answer: str, prompt: ScoredPrompt) -> Verdict:
+        """Reads "Alignment: 4", "**Alignment Score (1-5)**: 4.5", '"alignment": 4' and the like."""
+        grades = {axis: _grade(axis, answer) for axis in self._axes}
+        low, high = GRADES
+        return Verdict(float(np.mean([(g - low) / (high - low) for g in grades.values()])), answer, grades)
+
+
+def data_url(image: np.ndarray) -> str:
+    """A uint8 picture [H, W, 3] as the PNG data URL that the API takes."""
+    buffer = io.BytesIO()
+    Image.fromarray(image).save(buffer, format="PNG")
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+def _grade(axis: str, answer: str) -> float:
+    """The grade of an axis. Raises UnusableAnswer where there is none from 1 to 5."""
+    scale = r"(?:\s+(?:score|grade))?\W*(?:\(?\s*1\s*(?:-|to)\s*5\s*\)?)?[\W]*?"
+    found = re.search(rf"\b{re.escape(axis)}\b{scale}(\d+(?:\.\d+)?)", answer, re.IGNORECASE)
+    grade = float(found[1]) if found else math.nan
+    if not GRADES[0] <= grade <= GRADES[1]:
+        raise UnusableAnswer(f"no grade from 1 to 5 for {axis} in {answer[:SHOWN]!r}")
+    return grade

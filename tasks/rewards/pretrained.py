@@ -1,0 +1,143 @@
+"""What rewards by transformers share: loading a model from the hub or a folder, and small heads on top of it."""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tasks.rewards.base import Reward, RewardError, ScoredPrompt
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+WEIGHTS = ("*.safetensors", "*.bin")
+
+
+class PretrainedReward(Reward):
+    """A model of transformers with its processor. Subclasses name its class in `architecture`, and write `score`."""
+
+    architecture: str
+
+    def __init__(
+        self,
+        *,
+        model: str,
+        revision: str | None = None,
+        processor: str | None = None,
+        device: str = "cpu",
+        dtype: str = "float32",
+        threads: int = 1,
+    ):
+        """
+        Args:
+            model: hub id or local folder.
+            revision: commit, tag or branch of a hub id; a commit keeps the scores what they are.
+            processor: hub id or folder of the processor, if it is not with the model.
+            device: "cpu" or "cuda"; with "cuda" give the reward `num_gpus`.
+            dtype: number format of the model's forward.
+            threads: torch's CPU threads, of the whole worker.
+
+        Raises:
+            RewardError: the model, its processor or its number format is not there.
+        """
+        import torch
+        import transformers
+
+        if not isinstance(getattr(torch, dtype, None), torch.dtype):
+            raise RewardError(f"{self.name}: dtype {dtype!r} is no number format of torch, such as float32 or bfloat16")
+        torch.set_num_threads(threads)
+        self.device = device
+        with self._refusing(model):
+            network = getattr(transformers, self.architecture).from_pretrained(
+                model, revision=revision, dtype=getattr(torch, dtype)
+            )
+        with self._refusing(processor or model):
+            own = {} if processor else {"revision": revision}
+            self.processor = transformers.AutoProcessor.from_pretrained(processor or model, **own)
+        self.model = network.to(device).eval().requires_grad_(False)
+        self.version = f"1 {model}@{_content(model, network)} {dtype} transformers=={transformers.__version__}"
+
+    def pixels(self, images: np.ndarray) -> "Tensor":
+        """Images [B, H, W, 3] as the model's `pixel_values` [B, 3, h, w]."""
+        values = self.processor(images=list(images), return_tensors="pt")["pixel_values"]
+        return values.to(self.device, next(self.model.parameters()).dtype)
+
+    def tokens(self, prompts: Sequence[ScoredPrompt]) -> tuple[dict[str, "Tensor"], list[int]]:
+        """(input_ids and attention_mask of the different prompts, which of them each sample has).
+
+        A prompt that is too long for the model is cut off, as these models were trained.
+        """
+        texts = list(dict.fromkeys(prompt.prompt for prompt in prompts))
+        limit = self.model.config.text_config.max_position_embeddings
+        found = self.processor(text=texts, padding=True, truncation=True, max_length=limit, return_tensors="pt")
+        inputs = {name: found[name].to(self.device) for name in ("input_ids", "attention_mask")}
+        return inputs, [texts.index(prompt.prompt) for prompt in prompts]
+
+    def load_head(self, path: str, inputs: int) -> "nn.Module":
+        """A head of linear layers from a safetensors file, on the model's device, and its digest in `version`.
+
+        Layers are the tensors `<anything>.weight` [out, in] and `.bias` in the order of the numbers in their names,
+        with nothing in between: the published aesthetic and ImageReward heads have no activations.
+
+        Args:
+            path: of the file.
+            inputs: values that go in.
+
+        Raises:
+            RewardError: there is no such file, or its layers do not lead from `inputs` values to one.
+        """
+        from safetensors.torch import load_file
+        from torch import nn
+
+        if not Path(path).is_file():
+            raise RewardError(f"{self.name}: head {path} does not exist: it must be a safetensors file")
+        tensors = load_file(path)
+        names = sorted((n.removesuffix(".weight") for n in tensors if n.endswith(".weight")), key=_numbers)
+        widths = [inputs, *(tensors[f"{name}.weight"].shape[0] for name in names)]
+        taken = [tensors[f"{name}.weight"].shape[1] for name in names]
+        if not names or taken != widths[:-1] or widths[-1] != 1:
+            raise RewardError(
+                f"{self.name}: the layers of {path} take {taken} and give {widths[1:]} values; they must lead from the "
+                f"model's {inputs} to 1"
+            )
+        layers = [nn.Linear(into, out) for into, out in zip(taken, widths[1:], strict=True)]
+        for layer, name in zip(layers, names, strict=True):
+            layer.weight.data = tensors[f"{name}.weight"].float()
+            layer.bias.data = tensors[f"{name}.bias"].float()
+        self.version += f" head={_digest([Path(path)])}"
+        return nn.Sequential(*layers).to(self.device).eval().requires_grad_(False)
+
+    @contextmanager
+    def _refusing(self, source: str) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            raise RewardError(f"{self.name}: {source} cannot be loaded as {self.architecture}: {error}") from error
+
+
+def to_scores(values: "torch.Tensor") -> np.ndarray:
+    """A tensor [B] or [B, 1] as scores."""
+    return values.float().reshape(len(values)).cpu().numpy()
+
+
+def _content(model: str, network: Any) -> str:
+    """What identifies the weights: a digest of a local folder's files, the commit of a hub id."""
+    if not Path(model).is_dir():
+        return str(getattr(network.config, "_commit_hash", None))
+    return _digest(sorted(file for pattern in WEIGHTS for file in Path(model).glob(pattern)))
+
+
+def _digest(files: Sequence[Path]) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for file in files:
+        with file.open("rb") as stream:
+            digest.update(hashlib.file_digest(stream, "blake2b").digest())
+    return digest.hexdigest()
+
+
+def _numbers(name: str) -> list[int]:
+    return [int(part) for part in name.split(".") if part.isdigit()]

@@ -1,0 +1,172 @@
+"""What the driver says about a model, its settings and its embeddings before anything loads."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from tiny_models import FAMILIES
+from typer.testing import CliRunner
+
+from flows.checks import ConfigError, Inputs, check_inputs
+from flows.config import TrainConfig
+from flows.prepare import app
+from tasks.dataset import PromptEmbeddings, build_prompt_table, load_prompts, write_embeddings
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tiny models of three families, a prompt table, and embeddings with and without a pooled vector."""
+    folder = tmp_path_factory.mktemp("checks")
+    for name in ("qwen_image", "stable_diffusion_3", "flux", "wan"):
+        FAMILIES[name].save(folder / name)
+    (folder / "raw.txt").write_text("".join(f"a sign with the number {i}\n" for i in range(6)))
+    build_prompt_table([str(folder / "raw.txt")], n_test=1, n_train=None, seed=0, target_pattern=None).to_parquet(
+        folder / "prompts.parquet"
+    )
+
+    def encode(texts: list[str]) -> dict[str, torch.Tensor]:
+        return {"prompt_embeds": torch.ones(len(texts), 3, 4), "prompt_embeds_mask": torch.ones(len(texts), 3)}
+
+    def encode_pooled(texts: list[str]) -> dict[str, torch.Tensor]:
+        return encode(texts) | {"pooled_prompt_embeds": torch.ones(len(texts), 4)}
+
+    for name, encoder in (("embeddings", encode), ("pooled", encode_pooled)):
+        write_embeddings(
+            load_prompts(folder / "prompts.parquet"),
+            encoder,
+            folder / name,
+            8,
+            batch_size=4,
+            negative_prompt="",
+            max_sequence_length=24,
+            model="",
+            model_digest="",
+        )
+    return folder
+
+
+def checked(workspace: Path, model: str, *, val: Any = None, algorithm: str = "flow_grpo", **settings: Any):
+    """`check_inputs` of a small run with this model; `settings` are fields of rollout.pipeline."""
+    family = FAMILIES[model]
+    height, width = family.sizes[0]
+    pipeline = {"height": height, "width": width} | family.plain | settings
+    rollout = {"n": 2, "micro_batch_size": 2, "pipeline": pipeline, "val_kwargs": {"pipeline": val or {}}}
+    config = {
+        "data": {
+            "prompts": workspace / "prompts.parquet",
+            "embeddings": workspace / ("pooled" if family.adapter.prompt_extras else "embeddings"),
+            "train_batch_size": 2,
+        },
+        "actor_rollout_ref": {
+            "model": {"path": str(workspace / model)},
+            "rollout": rollout,
+            "actor": {"ppo_mini_batch_size": 2},
+        },
+        "algorithm": {"name": algorithm},
+        "reward": {"functions": {"jpeg_compressibility": {}}},
+    }
+    return check_inputs(TrainConfig.model_validate(config))
+
+
+@pytest.mark.parametrize("model", ["qwen_image", "stable_diffusion_3", "flux", "wan"])
+def test_a_run_that_suits_its_model_starts(workspace: Path, model: str) -> None:
+    assert isinstance(checked(workspace, model), Inputs)
+    assert isinstance(checked(workspace, model, **FAMILIES[model].guided), Inputs)
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "message"),
+    [
+        (
+            "qwen_image",
+            {"guidance_scale": 4.0},
+            r"guidance_scale is 4.0, which QwenImagePipeline .*reads true_cfg_scale",
+        ),
+        ("stable_diffusion_3", {"true_cfg_scale": 4.0}, r"true_cfg_scale is 4.0, which Stable.*reads guidance_scale"),
+        ("stable_diffusion_3", {"num_frames": 5}, r"num_frames is 5, which StableDiffusion3Pipeline does not read"),
+        ("stable_diffusion_3", {"height": 80}, r"height 80 and pipeline.width 24 must be at most 64"),
+        ("flux", {"guidance_scale": None}, r"guidance_scale is null, but this model is distilled with one"),
+        ("wan", {"num_frames": None}, r"num_frames is None: WanPipeline samples video"),
+        ("wan", {"num_frames": 6}, r"num_frames is 6: .* of 1 frame and a multiple of 4"),
+        ("qwen_image", {"max_sequence_length": 77}, r"max_sequence_length is 77, but .* was encoded with 24"),
+    ],
+)
+def test_settings_that_do_not_suit_the_model(
+    workspace: Path, model: str, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        checked(workspace, model, **settings)
+
+
+def test_validation_is_checked_like_the_rollout(workspace: Path) -> None:
+    assert isinstance(checked(workspace, "stable_diffusion_3", val={"guidance_scale": 4.5}), Inputs)
+    with pytest.raises(ValueError, match=r"true_cfg_scale is 4.0, which StableDiffusion3Pipeline does not read"):
+        checked(workspace, "stable_diffusion_3", val={"true_cfg_scale": 4.0})
+
+
+def changed_configs(workspace: Path, model: str, folder: Path, old: str, new: str) -> Path:
+    """A workspace in `folder` whose `model` has config files with `new` in the place of `old`."""
+    replaced = 0
+    for name in ("model_index.json", "transformer/config.json", "vae/config.json"):
+        text = (workspace / model / name).read_text()
+        replaced += text.count(old)
+        (folder / model / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / model / name).write_text(text.replace(old, new))
+    assert replaced == 1
+    for name in ("prompts.parquet", "pooled", "embeddings"):
+        (folder / name).symlink_to(workspace / name)
+    return folder
+
+
+def test_a_distilled_scale_for_a_model_without_one(workspace: Path, tmp_path: Path) -> None:
+    schnell = changed_configs(workspace, "flux", tmp_path, '"guidance_embeds": true', '"guidance_embeds": false')
+    with pytest.raises(ValueError, match=r"guidance_scale is 3.5, but this model is not distilled with one"):
+        checked(schnell, "flux")
+    assert isinstance(checked(schnell, "flux", guidance_scale=None), Inputs)
+
+
+def test_a_model_with_two_denoisers(workspace: Path, tmp_path: Path) -> None:
+    two = changed_configs(workspace, "wan", tmp_path, '"boundary_ratio": null', '"boundary_ratio": 0.9')
+    with pytest.raises(ValueError, match=r"has two denoisers .*use a Wan model with one"):
+        checked(two, "wan")
+
+
+def test_losses_of_the_forward_process_train_without_guidance(workspace: Path) -> None:
+    for model in ("qwen_image", "stable_diffusion_3"):
+        assert isinstance(checked(workspace, model, algorithm="diffusion_nft"), Inputs)
+        field = FAMILIES[model].adapter.pipeline_fields[0]
+        with pytest.raises(ConfigError, match=rf"pipeline.{field} asks for guidance, but loss diffusion_nft"):
+            checked(workspace, model, algorithm="diffusion_nft", **FAMILIES[model].guided)
+
+
+def test_the_command_encodes_with_any_model(workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pooled vectors and its limit are stored, and a run with that model takes them."""
+    params = yaml.safe_load((Path(__file__).parents[1] / "params.yaml").read_text())
+    params["embeddings"] |= {"negative_prompt": "ugly"}
+    (tmp_path / "params.yaml").write_text(yaml.safe_dump(params))
+    (tmp_path / "data").mkdir()
+    for name in ("prompts.parquet", "data/prompts.parquet"):
+        (tmp_path / name).symlink_to(workspace / "prompts.parquet")
+    (tmp_path / "stable_diffusion_3").symlink_to(workspace / "stable_diffusion_3")
+    monkeypatch.chdir(tmp_path)
+    arguments = ["embeddings", "--model", "stable_diffusion_3", "--out", "pooled", "--max-sequence-length"]
+    short = CliRunner().invoke(app, [*arguments, "8"])
+    assert short.exit_code == 1
+    assert "tokens with its template, but max_sequence_length=8" in short.output
+    result = CliRunner().invoke(app, [*arguments, "24"])
+    assert result.exit_code == 0, result.output
+    embeddings = PromptEmbeddings.open("pooled")
+    assert (embeddings.extras, embeddings.max_sequence_length) == (("pooled_prompt_embeds",), 24)
+    assert json.loads((tmp_path / "pooled" / "index.json").read_text())["negative_prompt"] == "ugly"
+    assert isinstance(checked(tmp_path, "stable_diffusion_3", max_sequence_length=24), Inputs)
+
+
+def test_embeddings_of_another_model(workspace: Path, tmp_path: Path) -> None:
+    (tmp_path / "pooled").symlink_to(workspace / "embeddings")
+    for name in ("prompts.parquet", "stable_diffusion_3"):
+        (tmp_path / name).symlink_to(workspace / name)
+    with pytest.raises(ConfigError, match=r"lacks pooled_prompt_embeds: encode the prompts with .*stable_diffusion_3"):
+        checked(tmp_path, "stable_diffusion_3")

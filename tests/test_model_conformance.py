@@ -1,0 +1,443 @@
+"""Every model family, with its own diffusers pipeline as the oracle: sampling, replay, gradients, export, errors."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import DiffusionPipeline
+from helpers import PROMPTS, actor_config, model_config, noise_keys
+from tiny_models import FAMILIES, NEGATIVE, Family
+from torch import Tensor
+
+from models.base import OPTIONAL_PIPELINE_FIELDS, DiffusionModelConfig
+from models.config import ForwardProcessConfig
+from models.engines.actor_batch import ActorBatch
+from models.engines.canary import Canary, check_canary
+from models.engines.diffusers_rollout import DiffusersRolloutEngine
+from models.engines.fsdp import DiffusersFSDPEngine
+from models.engines.sampling import sample
+from models.engines.trajectories import PromptTable, RolloutRequest, Trajectories
+from models.engines.weights import export_weights, make_trainable, trainable
+from models.schedulers.noise_keys import INITIAL_NOISE, draw
+from tasks.dataset import Prompt, PromptEmbeddings, write_embeddings
+
+every_family = pytest.mark.parametrize("name", FAMILIES)
+with_and_without_guidance = pytest.mark.parametrize("guided", [False, True], ids=["plain", "guided"])
+LORA = {"lora_rank": 4, "lora_alpha": 8}
+ADVANTAGES = torch.tensor([1.0, -0.8, 0.3, -1.5, 0.6, 0.9])
+
+
+class Checkpoint:
+    """A family's tiny checkpoint with one scheduler config, its diffusers pipeline, and its settings."""
+
+    def __init__(self, family: Family, folder: Path, scheduler: dict[str, Any]):
+        self.family, self.folder, self.adapter = family, folder, family.adapter
+        family.save(folder)
+        path = folder / "scheduler" / "scheduler_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | scheduler))
+
+    @cached_property
+    def pipeline(self) -> Any:
+        pipeline = DiffusionPipeline.from_pretrained(self.folder)
+        pipeline.set_progress_bar_config(disable=True)
+        self.family.prepare(pipeline)
+        return pipeline
+
+    def config(self, guided: bool = False, size: tuple[int, int] | None = None, **overrides: Any):
+        height, width = size or self.family.sizes[0]
+        settings = {"height": height, "width": width, "num_inference_steps": 4}
+        settings |= self.family.guided if guided else self.family.plain
+        return model_config(self.folder, **(settings | overrides))
+
+    def prompts(self, texts: list[str], guided: bool) -> PromptTable:
+        """Encoded as the data stage does it."""
+
+        def encode(some: list[str]) -> dict[str, Tensor]:
+            with torch.no_grad():
+                return self.adapter.encode_prompts(self.pipeline, some, self.family.call["max_sequence_length"])
+
+        # As many as prompts, as the pipeline encodes it: matrices of another size round differently.
+        negative = encode([NEGATIVE] * len(texts)) if guided else {}
+        return PromptTable.of(encode(texts) | {f"negative_{key}": tensor[:1] for key, tensor in negative.items()})
+
+    def request(self, guided: bool = False, samples: int = 2, window: tuple[int, ...] = (0, 1, 2), texts=PROMPTS):
+        index = torch.arange(len(texts)).repeat_interleave(samples)
+        return RolloutRequest(noise_keys(len(texts), samples), self.prompts(texts, guided), index, window)
+
+    def rolled_out(self, config: DiffusionModelConfig, guided: bool) -> Trajectories:
+        _, trajectories = DiffusersRolloutEngine(config).generate(self.request(guided))
+        assert trajectories is not None
+        return trajectories
+
+    def oracle(self, config: DiffusionModelConfig, latents: Tensor, output_type: str, **text: Any) -> Any:
+        """What diffusers' own pipeline makes of the same start."""
+        fields = {name: getattr(config.pipeline, name) for name in self.adapter.pipeline_fields}
+        settings = {name: value for name, value in fields.items() if value is not None}
+        if not self.adapter.is_guided(config.pipeline):
+            settings |= self.family.unguided_call
+        result = self.pipeline(
+            height=config.pipeline.height,
+            width=config.pipeline.width,
+            num_inference_steps=config.pipeline.num_inference_steps,
+            latents=latents.clone(),
+            output_type=output_type,
+            **settings,
+            **self.family.call,
+            **{name: list(prompts) for name, prompts in text.items()},  # a copy: some pipelines write over it
+        )
+        return result.frames if self.adapter.samples_video else result.images
+
+
+@pytest.fixture(scope="session")
+def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Checkpoint]:
+    """(family, scheduler) -> its checkpoint, made once."""
+    made: dict[tuple[str, str], Checkpoint] = {}
+
+    def checkpoint(name: str, scheduler: str = "own") -> Checkpoint:
+        if (name, scheduler) not in made:
+            folder = tmp_path_factory.mktemp(f"{name}_{scheduler}") / "model"
+            made[name, scheduler] = Checkpoint(FAMILIES[name], folder, FAMILIES[name].schedulers[scheduler])
+        return made[name, scheduler]
+
+    return checkpoint
+
+
+# ---- sampling
+
+
+@with_and_without_guidance
+@pytest.mark.parametrize("size", [0, 1], ids=["wide", "tall"])
+@pytest.mark.parametrize("texts", [PROMPTS, PROMPTS[:1]], ids=["padded", "single"])
+@pytest.mark.parametrize(
+    ("name", "scheduler"), [(name, scheduler) for name, family in FAMILIES.items() for scheduler in family.schedulers]
+)
+def test_sampling_is_the_pipelines_own(
+    checkpoint_of: Any, name: str, scheduler: str, texts: list[str], size: int, guided: bool
+) -> None:
+    """Bit for bit: text, schedule, latents and pictures, with prompts of different lengths in one batch."""
+    model = checkpoint_of(name, scheduler)
+    adapter, config = model.adapter, model.config(guided, model.family.sizes[size], num_inference_steps=3)
+    request = model.request(guided, samples=1, window=(), texts=texts)
+    start = draw(request.keys, INITIAL_NOISE, adapter.latent_shape(config), "cpu")
+    transformer = adapter.load_transformer(config, torch.float32).eval()
+    latents, trajectories = sample(
+        adapter, transformer, adapter.build_scheduler(config), config, request, "cpu", initial_latents=start.clone()
+    )
+    assert trajectories is None
+    text = {"prompt": list(texts)} | ({"negative_prompt": [NEGATIVE] * len(texts)} if guided else {})
+    assert torch.equal(latents, model.oracle(config, start, "latent", **text))
+    pictures = adapter.decode(adapter.load_vae(config), config, latents)
+    expected = (np.asarray(model.oracle(config, start, "np", **text)) * 255).round().astype("uint8")
+    assert expected.shape[-3:] == (config.pipeline.height, config.pipeline.width, 3)
+    assert expected.std() > 3  # a grey picture would prove nothing
+    assert np.array_equal(pictures.numpy(), expected)
+
+
+@every_family
+def test_prompt_guidance_and_schedule_change_the_picture(checkpoint_of: Any, name: str) -> None:
+    """Otherwise the comparison above would compare the same thing many times."""
+    model = checkpoint_of(name)
+    plain = DiffusersRolloutEngine(model.config()).generate(model.request(window=()))[0].float()
+    guided = DiffusersRolloutEngine(model.config(True)).generate(model.request(True, window=()))[0].float()
+    request = model.request(window=())
+    moved = RolloutRequest(request.keys, request.prompts, request.prompt_index.roll(2), ())
+    other = DiffusersRolloutEngine(model.config()).generate(moved)[0].float()
+    assert (plain - guided).abs().max() > 3
+    assert (plain - other).abs().max() > 3
+    for scheduler in set(model.family.schedulers) - {"own"}:
+        shifted = checkpoint_of(name, scheduler)
+        pictures = DiffusersRolloutEngine(shifted.config()).generate(request)[0].float()
+        assert (plain - pictures).abs().max() > 3
+
+
+@with_and_without_guidance
+@every_family
+def test_a_batch_samples_what_single_prompts_do(checkpoint_of: Any, name: str, guided: bool) -> None:
+    """Neither padding nor neighbours change a sample, but for the order of sums."""
+    model = checkpoint_of(name)
+    engine = DiffusersRolloutEngine(model.config(guided))
+    together = model.request(guided, samples=1)
+    _, whole = engine.generate(together)
+    for row, text in enumerate(PROMPTS):
+        own = RolloutRequest(together.keys[row : row + 1], model.prompts([text], guided), torch.tensor([0]), (0, 1, 2))
+        _, alone = engine.generate(own)
+        assert torch.allclose(alone.latents[0], whole.latents[row], rtol=0, atol=1e-5)
+        assert torch.allclose(alone.log_probs[0], whole.log_probs[row], rtol=0, atol=1e-5)
+
+
+@every_family
+def test_encode_is_the_inverse_of_decode(checkpoint_of: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the encoder gave, normalised and packed, reaches the decoder as it was."""
+    model = checkpoint_of(name)
+    config = model.config()
+    adapter, vae = model.adapter, model.adapter.load_vae(config)
+    pictures, _ = DiffusersRolloutEngine(config).generate(model.request(window=()))
+    latents = adapter.encode(vae, config, pictures)
+    assert latents.shape[1:] == adapter.latent_shape(config)
+    decode, reached = vae.decode, []
+    monkeypatch.setattr(vae, "decode", lambda latent, **options: reached.append(latent) or decode(latent, **options))
+    adapter.decode(vae, config, latents)
+    pixels = pictures.float().movedim(-1, 1) / 127.5 - 1
+    if reached[0].ndim > pixels.ndim:
+        pixels = pixels.unsqueeze(2)
+    assert torch.allclose(reached[0], vae.encode(pixels).latent_dist.mode(), rtol=0, atol=1e-5)
+    assert latents.std() > 0.1
+
+
+@every_family
+def test_embeddings_of_the_data_stage_are_the_pipelines_own(checkpoint_of: Any, name: str, tmp_path: Path) -> None:
+    """What is stored, read and padded again is what the text encoders gave."""
+    model = checkpoint_of(name)
+    limit = model.family.call["max_sequence_length"]
+    text_side = model.adapter.load_text_pipeline(model.folder)
+    prompts = [Prompt(f"uid{i}", text, None, {}, "p") for i, text in enumerate(PROMPTS)]
+    write_embeddings(
+        prompts,
+        torch.no_grad()(lambda texts: model.adapter.encode_prompts(text_side, texts, limit)),
+        tmp_path / "embeddings",
+        shard_size=2,
+        batch_size=1,
+        negative_prompt=NEGATIVE,
+        max_sequence_length=limit,
+        model=name,
+        model_digest="",
+    )
+    stored = PromptEmbeddings.open(tmp_path / "embeddings")
+    assert stored.extras == tuple(sorted(model.adapter.prompt_extras))
+    table = PromptTable.of(
+        stored.get([prompt.uid for prompt in prompts])
+        | {f"negative_{key}": tensor for key, tensor in stored.negative().items()}
+    )
+    expected = model.prompts(PROMPTS, guided=True)
+    index = torch.arange(len(PROMPTS))
+    for got, wanted in (
+        (table.expand(index), expected.expand(index)),
+        (table.expand_extras(index), expected.expand_extras(index)),
+    ):
+        assert got.keys() == wanted.keys()
+        for key in wanted:
+            assert torch.allclose(got[key].float(), wanted[key].float(), rtol=0, atol=1e-5), key
+
+
+@every_family
+def test_prompt_lengths_are_those_that_the_encoder_keeps(checkpoint_of: Any, name: str) -> None:
+    """With one token less something is lost: the last row, or where all are padded the prompt's last word."""
+    model = checkpoint_of(name)
+    texts = ["the number 472", "the number hello"]
+    length, other = model.adapter.prompt_lengths(model.pipeline, texts)
+
+    def encoded(text: str, limit: int) -> Tensor:
+        return model.adapter.encode_prompts(model.pipeline, [text], limit)["prompt_embeds"][
+            :, slice(*model.family.text_rows)
+        ]
+
+    if encoded(texts[0], length + 1).shape[1] == length:
+        assert encoded(texts[0], length - 1).shape[1] == length - 1
+    else:
+        assert length == other
+        assert not torch.equal(encoded(texts[0], length), encoded(texts[1], length))
+        assert torch.equal(encoded(texts[0], length - 1), encoded(texts[1], length - 1))
+
+
+# ---- replay and training
+
+
+@with_and_without_guidance
+@every_family
+@pytest.mark.parametrize("sde_type", ["sde", "dance_sde", "cps"])
+@pytest.mark.usefixtures("one_rank")
+def test_replayed_log_probs_are_the_rollouts_own(checkpoint_of: Any, name: str, sde_type: str, guided: bool) -> None:
+    """Bit for bit where the micro-batch is the rollout's batch."""
+    model = checkpoint_of(name)
+    config = model.config(guided, sde_type=sde_type, **LORA)
+    trajectories = model.rolled_out(config, guided)
+    replayed = trainer(config).rescored(trajectories).log_probs
+    assert torch.equal(replayed, trajectories.log_probs)
+    assert trajectories.log_probs.std() > 1e-4
+
+
+@with_and_without_guidance
+@every_family
+@pytest.mark.usefixtures("one_rank")
+def test_replay_in_bfloat16(checkpoint_of: Any, name: str, guided: bool) -> None:
+    """The sharded engine casts nothing that the rollout does not: timesteps and rotary angles keep their format."""
+    model = checkpoint_of(name)
+    config = model.config(guided, dtype="bfloat16", **LORA)
+    trajectories = model.rolled_out(config, guided)
+    assert torch.equal(trainer(config).rescored(trajectories).log_probs, trajectories.log_probs)
+    in_fp32 = model.rolled_out(model.config(guided, **LORA), guided)
+    assert not torch.equal(in_fp32.log_probs, trajectories.log_probs)
+
+
+@with_and_without_guidance
+@pytest.mark.parametrize("weights", [{}, LORA], ids=["full", "lora"])
+@every_family
+@pytest.mark.usefixtures("one_rank")
+def test_one_update_moves_the_trained_weights_and_nothing_else(
+    checkpoint_of: Any, name: str, weights: dict[str, int], guided: bool
+) -> None:
+    """The first ratio is exactly one, two updates change the policy, and the rollout's copy follows it."""
+    model = checkpoint_of(name)
+    config = model.config(guided, **weights)
+    trajectories = model.rolled_out(config, guided)
+    engine, rollout = trainer(config, weight_decay=0.0), DiffusersRolloutEngine(config)
+    before = {key: parameter.detach().clone() for key, parameter in engine.module.named_parameters()}
+    batch = ActorBatch([(trajectories, ADVANTAGES)], 6)
+    first = engine.update_policy([batch])
+    assert first["ratio_deviation/max"] == 0.0
+    assert first["ppo_kl"] == 0.0
+    assert first["pg_loss"] == pytest.approx(-ADVANTAGES.mean().item(), abs=1e-6)
+    assert first["grad_norm"] > 0
+    assert engine.update_policy([batch])["ratio_deviation/max"] > 0  # LoRA's A moves only after B has left zero
+    moved = {key for key, p in engine.module.named_parameters() if not torch.equal(p.detach(), before[key])}
+    assert moved == set(trainable(engine.module)) - model.family.unreached(trainable(engine.module))
+    canary = Canary(model.prompts(PROMPTS[:2], guided))
+    stale = rollout.canary_velocity(canary)
+    rollout.load_weights(engine.gather_weights())
+    assert check_canary(engine.canary_velocity(canary), rollout.canary_velocity(canary), 1, tolerance=0.0) == 0
+    assert not torch.equal(stale, rollout.canary_velocity(canary))
+
+
+@every_family
+@pytest.mark.usefixtures("one_rank")
+def test_gradient_checkpointing_changes_nothing(checkpoint_of: Any, name: str) -> None:
+    model = checkpoint_of(name)
+    config = model.config(**LORA)
+    trajectories = model.rolled_out(config, False)
+    engines = [trainer(config, gradient_checkpointing=on) for on in (True, False)]
+    for engine in engines:
+        engine.update_policy([ActorBatch([(trajectories, ADVANTAGES)], 6)])
+    recomputed, kept = (engine.gather_weights() for engine in engines)
+    assert all(torch.allclose(recomputed[key], kept[key], rtol=0, atol=1e-6) for key in kept)
+
+
+@every_family
+@pytest.mark.usefixtures("one_rank")
+def test_a_loss_of_the_forward_process_trains_it(checkpoint_of: Any, name: str) -> None:
+    """Such a loss asks for velocities alone, at noise levels that are on no schedule."""
+    model = checkpoint_of(name)
+    config = model.config(**LORA)
+    _, finished = DiffusersRolloutEngine(config).generate(replace(model.request(window=()), record_finished=True))
+    actor = actor_config(loss_mode="awm", ppo_micro_batch_size_per_gpu=6, weight_decay=0.0)
+    engine = DiffusersFSDPEngine(config, actor, forward_config=ForwardProcessConfig(timestep_sampling="logit_normal"))
+    engine.initialize()
+    before = {key: parameter.detach().clone() for key, parameter in engine.module.named_parameters()}
+    for _ in range(2):
+        assert engine.update_policy([ActorBatch([(finished, ADVANTAGES)], 6)])["grad_norm"] > 0
+    moved = {key for key, p in engine.module.named_parameters() if not torch.equal(p.detach(), before[key])}
+    assert moved == set(trainable(engine.module)) - model.family.unreached(trainable(engine.module))
+
+
+@pytest.mark.parametrize("weights", [{}, LORA], ids=["full", "lora"])
+@every_family
+def test_gradients_reach_exactly_the_trained_weights(checkpoint_of: Any, name: str, weights: dict[str, int]) -> None:
+    """All of them, but for those whose output leads nowhere; and through guidance too."""
+    model = checkpoint_of(name)
+    config = model.config(True, **weights)
+    module = model.adapter.load_transformer(config, torch.float32)
+    make_trainable(model.adapter, module, config)
+    with torch.no_grad():
+        for parameter in trainable(module).values():  # LoRA's B matrices start at zero, which stops A's gradient
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
+    request = model.request(True, samples=1)
+    index, scheduler = request.prompt_index, model.adapter.build_scheduler(config)
+    latents = draw(request.keys, INITIAL_NOISE, model.adapter.latent_shape(config), "cpu")
+    inputs = model.adapter.prepare_model_inputs(
+        module,
+        config,
+        latents,
+        scheduler.timesteps[1].expand(len(latents)),
+        **request.prompts.expand(index),
+        micro_batch=request.prompts.expand_extras(index),
+        step=0,
+    )
+    velocity = model.adapter.predict_velocity(module, config, *inputs)
+    assert velocity.dtype == torch.float32
+    assert velocity.shape == latents.shape
+    velocity.square().mean().backward()
+    reached = {key for key, p in module.named_parameters() if p.grad is not None and p.grad.any()}
+    assert reached == set(trainable(module)) - model.family.unreached(trainable(module))
+
+
+@every_family
+@pytest.mark.parametrize("weights", [{}, LORA], ids=["full", "lora"])
+@pytest.mark.usefixtures("one_rank")
+def test_exported_weights_load_in_diffusers(
+    checkpoint_of: Any, name: str, weights: dict[str, int], tmp_path: Path
+) -> None:
+    """A pipeline folder, or LoRA by `load_lora_weights`, that samples what the rollout engine samples."""
+    model = checkpoint_of(name)
+    config = model.config(**weights)
+    engine = trainer(config, lr=0.1)
+    trajectories = model.rolled_out(config, False)
+    for _ in range(2):
+        engine.update_policy([ActorBatch([(trajectories, ADVANTAGES)], 6)])
+    folder, gathered = tmp_path / "exported", engine.gather_weights()
+    export_weights(model.adapter, config, gathered, folder)
+    rollout = DiffusersRolloutEngine(config)
+    request = model.request(samples=1, window=())
+    untrained, _ = rollout.generate(request)
+    rollout.load_weights(gathered)
+    ours, _ = rollout.generate(request)
+    assert (ours.float() - untrained.float()).abs().max() > 3
+    reloaded = DiffusersRolloutEngine(config)
+    reloaded.load_exported(folder)
+    assert torch.equal(reloaded.generate(request)[0], ours)
+
+    pipeline = DiffusionPipeline.from_pretrained(model.folder if weights else folder)
+    if weights:
+        pipeline.load_lora_weights(folder)
+    model.family.prepare(pipeline)
+    other = Checkpoint.__new__(Checkpoint)
+    other.__dict__ |= {"family": model.family, "adapter": model.adapter, "pipeline": pipeline}
+    start = draw(request.keys, INITIAL_NOISE, model.adapter.latent_shape(config), "cpu")
+    theirs = (np.asarray(other.oracle(config, start, "np", prompt=list(PROMPTS))) * 255).round()
+    assert np.array_equal(theirs, ours.numpy())
+
+
+def trainer(config: DiffusionModelConfig, **settings: Any) -> DiffusersFSDPEngine:
+    engine = DiffusersFSDPEngine(config, actor_config(**({"ppo_micro_batch_size_per_gpu": 6} | settings)))
+    engine.initialize()
+    return engine
+
+
+# ---- errors
+
+
+@every_family
+def test_a_size_that_the_model_does_not_divide(checkpoint_of: Any, name: str) -> None:
+    model = checkpoint_of(name)
+    height, width = model.family.sizes[0]
+    for size in ((height + 2, width), (height, width + 2)):
+        config = model.config(size=size)
+        message = rf"height {size[0]} and pipeline.width {size[1]} must be multiples of"
+        with pytest.raises(ValueError, match=message):
+            model.adapter.check_pipeline(config)
+
+
+@every_family
+def test_a_setting_that_the_model_does_not_read(checkpoint_of: Any, name: str) -> None:
+    model = checkpoint_of(name)
+    model.adapter.check_pipeline(model.config())
+    model.adapter.check_pipeline(model.config(guided=True))
+    given = {"true_cfg_scale": 2.0, "guidance_scale": 2.0, "num_frames": 5}
+    assert given.keys() == OPTIONAL_PIPELINE_FIELDS.keys()
+    for field in given.keys() - set(model.adapter.pipeline_fields):
+        with pytest.raises(
+            ValueError, match=rf"pipeline.{field} is .* does not read.*{model.adapter.pipeline_fields[0]}"
+        ):
+            model.adapter.check_pipeline(model.config(**{field: given[field]}))
+
+
+@every_family
+def test_guidance_without_a_negative_prompt(checkpoint_of: Any, name: str) -> None:
+    model = checkpoint_of(name)
+    engine = DiffusersRolloutEngine(model.config(guided=True))
+    with pytest.raises(ValueError, match=rf"{model.adapter.pipeline_fields[0]} > \d needs negative_prompt_embeds"):
+        engine.generate(model.request(guided=False))

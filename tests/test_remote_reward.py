@@ -1,0 +1,172 @@
+"""The HTTP scorer: a real server process and its client, and servers that are not what the client expects."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+from tasks.dataset import Prompt
+from tasks.rewards import RewardError, get_reward
+from tasks.rewards.remote import RemoteFailure, pack_request, pack_tensor
+
+HERE = Path(__file__).parent
+RNG = np.random.default_rng(0)
+IMAGES = RNG.integers(0, 256, (5, 24, 32, 3), dtype=np.uint8)
+
+
+def prompts_of(count: int = 5) -> list[Prompt]:
+    return [Prompt(f"uid-{i}", f"picture {i}", f"target {i}", {"level": i}, "") for i in range(count)]
+
+
+@contextmanager
+def served(*arguments: str) -> Iterator[str]:
+    """`python -m tasks.rewards.serve --port 0 ...` during the block; its address."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
+    command = [sys.executable, "-m", "tasks.rewards.serve", "--port", "0", *arguments]
+    process = subprocess.Popen(command, cwd=HERE.parent, env=environment, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert " is served at http://" in line, f"the server ended with {process.poll()}: {line}"
+        yield line.rpartition(" ")[2].strip()
+    finally:
+        process.terminate()
+        process.wait(timeout=20)
+
+
+@contextmanager
+def answering(*answers: tuple[int, dict]) -> Iterator[str]:
+    """A server that gives these answers (status, body) to successive requests, the last one for ever."""
+    remaining = list(answers)
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *args):
+            pass
+
+        def do_GET(self):
+            self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            status, body = remaining.pop(0) if len(remaining) > 1 else remaining[0]
+            content = json.dumps(body).encode()
+            self.send_response(status)
+            self.send_header("Retry-After", "0")
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        do_POST = do_GET
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture(scope="module")
+def jpeg() -> Iterator[str]:
+    with served("--reward", "jpeg_incompressibility") as address:
+        yield address
+
+
+@pytest.mark.parametrize("encoding", ["tensor", "png"])
+def test_a_hosted_reward_scores_as_it_does_at_home(jpeg: str, encoding: str) -> None:
+    local = get_reward("jpeg_incompressibility")
+    remote = get_reward("remote", url=jpeg, encoding=encoding)
+    assert remote.version == f"jpeg_incompressibility {local.version}"
+    for _ in range(2):
+        assert np.array_equal(remote(IMAGES, prompts_of()).scores, local(IMAGES, prompts_of()).scores)
+
+
+def test_the_documented_request_works_with_any_client(jpeg: str) -> None:
+    """As in docs/rewards.md, without this project's client."""
+    from safetensors.numpy import save
+
+    assert httpx.get(f"{jpeg}/v1/reward").json()["name"] == "jpeg_incompressibility"
+    request = json.dumps({"protocol": 1, "prompts": [{"prompt": "a cat", "target": None, "metadata": {}}]})
+    files = {"request": ("request.json", request), "tensor": ("batch.safetensors", save({"batch": IMAGES[:1]}))}
+    body = httpx.post(f"{jpeg}/v1/score", files=files).json()
+    assert set(body) == {"protocol", "version", "scores", "details"}
+    assert body["scores"] == [pytest.approx(get_reward("jpeg_incompressibility")(IMAGES[:1], prompts_of(1)).scores[0])]
+
+
+@pytest.mark.parametrize(
+    ("parts", "complaint"),
+    [
+        ({"request": b'{"protocol": 2, "prompts": []}'}, "the client speaks reward protocol 2, this server 1"),
+        ({"request": b"no json"}, "the part `request` is not as the protocol says"),
+        ({"request": b'{"protocol": 1, "prompts": [{"colour": 1}]}'}, "unexpected keyword argument 'colour'"),
+        ({"request": pack_request(prompts_of(1))}, "give either one part `tensor` or one part `images`"),
+        ({"request": pack_request(prompts_of(1)), "tensor": b"\x80\x04pickle"}, "the pictures cannot be read"),
+        ({"request": pack_request(prompts_of(1)), "images": b"no png"}, "the pictures cannot be read"),
+        (
+            {"request": pack_request(prompts_of(3)), "tensor": pack_tensor(IMAGES)[1][1]},
+            "5 images came with 3 prompts",
+        ),
+    ],
+)
+def test_a_bad_request_is_refused_with_a_sentence(jpeg: str, parts: dict, complaint: str) -> None:
+    response = httpx.post(f"{jpeg}/v1/score", files={name: (name, content) for name, content in parts.items()})
+    assert response.status_code == 400
+    assert complaint in response.json()["error"]
+
+
+def test_details_nan_errors_and_latents_pass_through() -> None:
+    """A user's own reward, hosted by import path with an option."""
+    with served("--reward", "hosted_reward:peculiar", "--option", "scale=2.0") as address:
+        remote = get_reward("remote_latents", url=address)
+        latents = np.zeros((3, 4, 2), np.float32)
+        latents[1] = np.nan
+        latents[2] = 1.5
+        result = remote(latents, prompts_of(3))
+        assert np.array_equal(result.scores, np.array([0, np.nan, 3], np.float32), equal_nan=True)
+        assert result.details == {"target": ["target 0", "target 1", "target 2"], "level": [0, None, 2]}
+        with pytest.raises(RewardError, match=r"the server at .* refuses: peculiar: no prompt says anything"):
+            remote(latents[:1], [Prompt("u", "", None, {}, "")])
+        with pytest.raises(RemoteFailure, match="answered 500: ZeroDivisionError: division by zero"):
+            remote(latents[:1], [Prompt("u", "divide", None, {}, "")])
+        with pytest.raises(RewardError, match="hosts hosted_reward:peculiar, which wants latents: use remote_latents"):
+            get_reward("remote", url=address)
+
+
+HOSTED = {"name": "x", "version": "1", "wants": "images"}
+GOOD = {"protocol": 1, "version": "1", "scores": [0.5] * 5, "details": {}}
+
+
+def test_another_protocol_is_one_clear_error() -> None:
+    other = [((200, HOSTED | {"protocol": 2}), "speaks reward protocol 2, this client 1: install the same version")]
+    other += [((404, {"detail": "Not Found"}), "has no /v1/reward: it is no reward server, or speaks another protocol")]
+    for answer, complaint in other:
+        with answering(answer) as address, pytest.raises(RewardError, match=complaint):
+            get_reward("remote", url=address)
+    with pytest.raises(RewardError, match=r"remote: no reward server answers at http://127\.0\.0\.1:9:"):
+        get_reward("remote", url="http://127.0.0.1:9", max_retries=0)
+
+
+def test_a_busy_or_restarting_server_is_asked_again() -> None:
+    busy = [(503, {"error": "starting"}), (429, {"error": "busy"})]
+    with answering((200, HOSTED | {"protocol": 1}), *busy, (200, GOOD)) as address:
+        assert get_reward("remote", url=address)(IMAGES, prompts_of()).scores.tolist() == [0.5] * 5
+    with answering((200, HOSTED | {"protocol": 1}), (503, {"error": "starting"})) as address:
+        remote = get_reward("remote", url=address, max_retries=2)
+        with pytest.raises(RemoteFailure, match="answered 503: starting"):
+            remote(IMAGES, prompts_of())
+
+
+def test_another_version_in_the_middle_of_a_run_is_an_error() -> None:
+    with answering((200, HOSTED | {"protocol": 1}), (200, GOOD), (200, GOOD | {"version": "2"})) as address:
+        remote = get_reward("remote", url=address)
+        remote(IMAGES, prompts_of())
+        with pytest.raises(RewardError, match="now hosts version '2' in place of '1'"):
+            remote(IMAGES, prompts_of())

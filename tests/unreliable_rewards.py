@@ -1,0 +1,82 @@
+"""Rewards that fail in known ways, imported by reward workers; `folder` is where they remember that they did."""
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+
+from tasks.rewards import RewardError, RewardResult
+
+
+def brightness(images, prompts):
+    """Mean of all channels, in [0, 255]; the batch's size as a detail."""
+    return RewardResult(images.mean(axis=(1, 2, 3)), {"batch": [len(images)] * len(images)})
+
+
+async def slow_echo(images, prompts):
+    """The number in each prompt, all waited for at once."""
+
+    async def answer(prompt):
+        await asyncio.sleep(0.01)
+        return float(prompt.prompt)
+
+    return np.array(await asyncio.gather(*map(answer, prompts)))
+
+
+def dies_once(images, prompts, folder):
+    """kill -9 of its own process at the first batch it sees."""
+    if _count(folder) == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return images.mean(axis=(1, 2, 3))
+
+
+def hangs_once(images, prompts, folder):
+    """Sleeps for a minute at the first batch it sees."""
+    if _count(folder) == 1:
+        time.sleep(60)
+    return images.mean(axis=(1, 2, 3))
+
+
+def fails_before(images, prompts, folder, attempts):
+    """Raises at the first `attempts` calls."""
+    calls = _count(folder)
+    if calls <= attempts:
+        raise ConnectionError(f"attempt {calls} was refused")
+    return images.mean(axis=(1, 2, 3))
+
+
+def fails_for_dark(images, prompts):
+    """Always raises where a batch has a black picture."""
+    if (images.max(axis=(1, 2, 3)) == 0).any():
+        raise ConnectionError("the lens cap is on")
+    return images.mean(axis=(1, 2, 3))
+
+
+def misused(images, prompts, folder):
+    """Says that it cannot be used so."""
+    _count(folder)
+    raise RewardError("misused: the prompts have no target")
+
+
+def nan_for_dark(images, prompts):
+    """NaN for black pictures, without an error."""
+    means = images.mean(axis=(1, 2, 3))
+    return np.where(means == 0, np.nan, means)
+
+
+def latent_size(latents, prompts):
+    """Mean square of each latent."""
+    return (latents**2).mean(axis=tuple(range(1, latents.ndim)))
+
+
+latent_size.wants = "latents"
+
+
+def _count(folder) -> int:
+    """Calls so far, this one included, over all processes."""
+    with (Path(folder) / "calls").open("a") as file:
+        file.write(".")
+        return file.tell()

@@ -1,0 +1,88 @@
+"""vLLM-Omni's own OpenAI-compatible server, with a LoRA that was trained here."""
+
+import base64
+import io
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from diffusers import QwenImagePipeline
+from helpers import model_config
+from PIL import Image
+from platform_helpers import background, free_port, wait_until
+from typer.testing import CliRunner
+
+from flows.lora_for_server import app
+from models.engines.diffusers_rollout import DiffusersRolloutEngine
+from models.engines.weights import export_weights, trainable
+
+PROMPT = "the number 472"
+STEPS = {"num_inference_steps": 2, "true_cfg_scale": 1.0}
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Address of a server of the tiny model."""
+    folder, port = tmp_path_factory.mktemp("server"), free_port()
+    command = [str(Path(sys.executable).parent / "vllm"), "serve", str(tiny_model), "--omni", "--enforce-eager"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
+    address = f"http://127.0.0.1:{port}"
+    with background(command, os.environ | {"VLLM_NO_USAGE_STATS": "1"}, folder / "log", folder):
+
+        def answers() -> bool:
+            try:
+                return httpx.get(f"{address}/health", timeout=2).status_code == 200
+            except httpx.TransportError:
+                return False
+
+        wait_until(answers, 180, f"the start of the server of {folder / 'log'}")
+        yield address
+
+
+@pytest.fixture(scope="module")
+def exported(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a LoRA run leaves: diffusers' own format."""
+    config = model_config(tiny_model, lora_rank=4, lora_alpha=8)
+    engine = DiffusersRolloutEngine(config)
+    generator = torch.Generator().manual_seed(1)
+    named = trainable(engine.transformer).items()
+    weights = {name: torch.randn(p.shape, generator=generator) * 0.2 for name, p in named}
+    folder = tmp_path_factory.mktemp("exported") / "weights"
+    export_weights(engine.adapter, config, weights, folder)
+    return folder
+
+
+def served(address: str, **more: Any) -> np.ndarray:
+    """The picture that the server answers with."""
+    body = {"prompt": PROMPT, "size": "24x16", "n": 1, "seed": 1} | STEPS | more
+    answer = httpx.post(f"{address}/v1/images/generations", json=body, timeout=120)
+    assert answer.status_code == 200, answer.text
+    picture = Image.open(io.BytesIO(base64.b64decode(answer.json()["data"][0]["b64_json"])))
+    return np.asarray(picture).astype(int)
+
+
+def test_a_served_lora_draws_what_diffusers_draws_with_it(
+    server: str, exported: Path, tiny_model: Path, tmp_path: Path
+) -> None:
+    result = CliRunner().invoke(app, [str(exported), str(tmp_path / "lora"), "--model", str(tiny_model)])
+    assert result.exit_code == 0, result.output
+    pipeline = QwenImagePipeline.from_pretrained(tiny_model)
+    pipeline.set_progress_bar_config(disable=True)
+
+    def drawn() -> np.ndarray:
+        picture = pipeline(PROMPT, height=16, width=24, generator=torch.Generator().manual_seed(1), **STEPS).images[0]
+        return np.asarray(picture).astype(int)
+
+    plain = served(server)
+    assert np.abs(plain - drawn()).max() <= 1
+    trained = served(server, lora={"name": "trained", "path": str(tmp_path / "lora")})
+    pipeline.load_lora_weights(exported)
+    assert np.abs(trained - drawn()).max() <= 1
+    assert np.abs(trained - plain).max() > 10
+    assert np.array_equal(served(server), plain)
