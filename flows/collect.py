@@ -52,7 +52,8 @@ def collect(run: TrainingRun, iteration: int, clock: Stopwatch) -> Collected:
     advantages = np.zeros(len(scores.samples), np.float32)  # every sample counts, whatever it is worth
     if run.loss.learns_from_rewards():
         advantages = advantage(clock, scores, run.config.algorithm)
-    kept = first_pictures(batches, run.config.tracking.pictures)
+    with clock.stage("pictures"):
+        kept = first_pictures(batches, run.config.tracking.pictures)
     samples = sample_table(scores.samples, advantages, run.config.trainer.seed, iteration, len(kept))
     busy = {"perf/rollout_busy_s": rollout_seconds, "perf/reward_busy_s": scores.busy_seconds}
     metrics = _reward_metrics(scores, advantages) | scores.metrics() | busy

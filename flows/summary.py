@@ -96,7 +96,8 @@ def summarise(run: TrainingRun, minutes: float) -> Summary:
 def register_export(clock: Stopwatch, run: TrainingRun) -> tuple[Path, ModelVersion]:
     """Export the present weights to the run's folder and to the registry, under the run's experiment name."""
     config = run.config
-    folder = export(run.trainer, config.run_dir / "weights")
+    with clock.stage("export"):
+        folder = export(run.trainer, config.run_dir / "weights")
     lora = config.actor_rollout_ref.model.lora_rank > 0
     tags = {
         "doubleflow.run_name": config.run_name,

@@ -13,11 +13,14 @@ import torch
 from platform_helpers import Workspace, make_workspace, wait_until
 from safetensors.torch import load_file
 
+from benchmarks.kill_rounds import outcome, processes_of
 from tasks.dataset import load_prompts
+from tasks.history import MEASURED_ANEW
 from tasks.pairs import best_and_worst, read_pictures, write_pairs
 
 STEPS = ("trainer.total_training_steps=6", "trainer.test_freq=3")
-MEASURED_ANEW = ("timing", "perf/", "memory/", "cost/hours", "cost/gpu_hours")
+NOBODY_LEFT = ("driver",)
+"""Killed, it leaves nobody to tell MLflow."""
 RAYS_OWN = {"IDLE", "DashboardAgent", "RuntimeEnvAgent"}
 
 
@@ -80,15 +83,42 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, prepared: Path, prefec
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("save_freq", [1, 2])
+@pytest.mark.parametrize(("victim", "save_freq"), [("driver", 1), ("trainer", 2), ("ray-head", 1)])
 def test_killed_and_started_again(
-    tmp_path: Path, prepared: Path, prefect_server: dict[str, str], undisturbed: Workspace, save_freq: int
+    tmp_path: Path,
+    prepared: Path,
+    prefect_server: dict[str, str],
+    undisturbed: Workspace,
+    victim: str,
+    save_freq: int,
 ) -> None:
-    """With a checkpoint every second iteration the kill also loses an iteration that MLflow already shows."""
+    """With a checkpoint every second iteration the kill also loses an iteration that MLflow already shows.
+
+    Whatever is killed, nothing of the run lives on. `benchmarks/kill_rounds.py` does this with more victims and at
+    random moments.
+    """
     settings = (*STEPS, f"trainer.save_freq={save_freq}")
     killed = make_workspace(tmp_path / "killed", prepared, prefect_server)
-    start_and_kill(killed, settings)
-    resume(killed, settings, undisturbed)
+    changes = [word for setting in settings for word in ("--set", setting)]
+    process = killed.start("-m", "flows.train", "tiny", *changes)
+    reached = f"iter_{2:06d}"
+    wait_until(lambda: list(killed.folder.glob(f"runs/*/checkpoints/{reached}")), 120, "the second checkpoint")
+    driver = psutil.Process(process.pid)
+    family = [driver, *driver.children(recursive=True)]
+    (chosen,) = processes_of(driver, victim)
+    chosen.kill()
+    output, _ = process.communicate(timeout=180)
+    assert process.returncode != 0, output[-3000:]
+    _, alive = psutil.wait_procs(family, timeout=60)
+    assert not [member for member in alive if member.status() != psutil.STATUS_ZOMBIE]
+    (run,) = killed.mlflow_runs()
+    assert run.info.status == ("RUNNING" if victim in NOBODY_LEFT else "FAILED")
+
+    killed.train(*settings)
+    (resumed,) = killed.mlflow_runs()
+    assert resumed.info.run_id == run.info.run_id
+    assert resumed.info.status == "FINISHED"
+    assert outcome(killed.folder, killed.client()).difference(outcome(undisturbed.folder, undisturbed.client())) is None
 
 
 FEW_STEPS = ("trainer.total_training_steps=4", "trainer.test_freq=0", "trainer.val_before_train=false")

@@ -38,7 +38,7 @@ def trained(tmp_path: Path, prepared: Path, prefect_server: dict[str, str]) -> W
     project = yaml.safe_load((ROOT / "prefect.yaml").read_text())
     (sweep,) = [d for d in project["deployments"] if d["name"] == "validation-sweep"]
     soon = datetime.now(UTC).replace(microsecond=0) - timedelta(hours=1)
-    sweep["schedules"] = [{"interval": 10, "anchor_date": soon.isoformat(), "timezone": "UTC"}]
+    sweep["schedules"] = [{"interval": 60, "anchor_date": soon.isoformat(), "timezone": "UTC"}]
     sweep["parameters"] = {
         "config": RECIPE,
         "measurement": {"seeds": [1, 2], "reward": {"functions": {"jpeg_compressibility": {}}}},
@@ -117,12 +117,15 @@ def runs(api: str, flow: str, state: str) -> list:
 
 
 def post(api: str, path: str, body: dict) -> list:
-    """503 is the server's word for a database that is busy."""
+    """A server that is busy says 503, or nothing for a while: ask again."""
 
     def answer() -> httpx.Response | None:
-        response = httpx.post(f"{api}/{path}", json=body, timeout=30)
+        try:
+            response = httpx.post(f"{api}/{path}", json=body, timeout=20)
+        except httpx.TransportError:
+            return None
         return None if response.status_code == 503 else response
 
-    response = wait_until(answer, 60, f"an answer from {path}")
+    response = wait_until(answer, 120, f"an answer from {path}")
     assert response.is_success, response.text
     return response.json()

@@ -1,0 +1,111 @@
+"""A run recorded in a user's repository is done again from its commit, its patch and its data; two runs make a page."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from platform_helpers import Workspace
+
+from flows.checks import ConfigError
+from flows.config import TrainConfig
+from flows.reproduce import compare_metrics, shortened
+
+ROOT = Path(__file__).parents[2]
+ROOT_FILES = ("flows", "tasks", "models")
+REPRODUCE = """
+import sys
+from flows.reproduce import reproduce
+
+state = reproduce(sys.argv[1], iterations=2, return_state=True)
+print(state.type.value, state.message)
+"""
+COMPARE = "import sys; from flows.compare import compare; print(compare(sys.argv[1], sys.argv[2]))"
+SETTINGS = ("trainer.total_training_steps=3", "trainer.test_freq=2", "trainer.save_freq=0")
+
+
+def command(workspace: Workspace, *arguments: str) -> None:
+    result = subprocess.run(arguments, cwd=workspace.folder, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.fixture
+def repository(workspace: Workspace) -> Workspace:
+    """The workspace as a repository of its own: the code under git, the data under DVC."""
+    for name in ROOT_FILES:
+        command(workspace, "cp", "-r", str(ROOT / name), name)
+    (workspace.folder / ".gitignore").write_text("runs\nmlruns\nmlflow.db\n__pycache__\ndownloaded\n")
+    workspace.environment["PYTHONPATH"] = str(workspace.folder)
+    git, dvc = ("git", "-c", "user.name=a", "-c", "user.email=a@b"), (sys.executable, "-m", "dvc")
+    command(workspace, *git, "init", "--quiet")
+    command(workspace, *dvc, "init", "--quiet")
+    command(workspace, *dvc, "add", "--quiet", "data/prompts.parquet", "data/embeddings", "data/base_model")
+    command(workspace, *git, "add", ".")
+    command(workspace, *git, "commit", "--quiet", "-m", "all")
+    return workspace
+
+
+@pytest.mark.slow
+def test_a_run_of_changed_code_is_reproduced_bit_for_bit(repository: Workspace) -> None:
+    """The change is not committed: without the patch the reward would be another one."""
+    reward = repository.folder / "tasks/rewards/jpeg.py"
+    committed = reward.read_text()
+    reward.write_text(committed.replace("QUALITY = 95", "QUALITY = 60"))
+    repository.train(*SETTINGS)
+    reward.write_text(committed)
+    (run,) = repository.mlflow_runs()
+    inputs = {item.dataset.name for item in run.inputs.dataset_inputs}
+    assert inputs == {"data/prompts.parquet", "data/embeddings", "data/base_model"}
+
+    output = repository.run("-c", REPRODUCE, run.info.run_id)
+    assert re.search(r"COMPLETED \d+ equal, 0 within tolerance, 0 different", output), output[-2000:]
+    again = next(r for r in repository.mlflow_runs() if "doubleflow.reproduces" in r.data.tags)
+    assert again.data.tags["doubleflow.reproduces"] == run.info.run_id
+    report = json.loads(
+        Path(repository.client().download_artifacts(again.info.run_id, "reproduction.json")).read_text()
+    )
+    outcomes = {row["metric"]: row for row in report["metrics"]}
+    assert outcomes["critic/rewards/mean"]["steps"] == 2
+    assert {"val/reward/mean", "actor/grad_norm", "sync/canary_difference"} <= outcomes.keys()
+    worktrees = subprocess.check_output(["git", "worktree", "list"], cwd=repository.folder, text=True)
+    assert len(worktrees.splitlines()) == 1
+
+    page = repository.run("-c", COMPARE, run.info.run_id, again.info.run_id).splitlines()[-1]
+    html = Path(page).read_text()
+    assert "trainer.total_training_steps" in html  # what differs between the two
+    assert "actor_rollout_ref.rollout.n<" not in html  # what does not
+    assert html.count("data:image/png;base64,") >= 4  # curves and grids
+    assert "compare" in {item.path for item in repository.client().list_artifacts(run.info.run_id)}
+
+
+def test_outcomes_metric_by_metric() -> None:
+    old = {
+        "same": {1: 0.1, 2: 0.2, 3: 9.0},
+        "near": {1: 1000.0},
+        "far": {1: 1.0},
+        "gone": {1: 1.0, 2: 1.0},
+        "nan": {1: float("nan")},
+        "late": {3: 1.0},
+        "timing_s/step": {1: 5.0},
+    }
+    new = {"same": {1: 0.1, 2: 0.2}, "near": {1: 1000.001}, "far": {1: 1.1}, "gone": {1: 1.0}, "nan": {1: float("nan")}}
+    found = {outcome.metric: outcome.outcome for outcome in compare_metrics(old, new, 2, 1e-5)}
+    assert found == {
+        "same": "equal",
+        "near": "within tolerance",
+        "far": "different",
+        "gone": "different",
+        "nan": "equal",
+    }
+
+
+def test_a_run_that_paces_itself_by_its_length_is_done_again_whole() -> None:
+    algo = {"sde_window_mode": "decay", "sde_window_size": 2}
+    config = TrainConfig.model_validate({"actor_rollout_ref": {"rollout": {"algo": algo}}}).model_dump(mode="json")
+    assert shortened(config, 100, "again")["trainer"]["experiment_name"] == "again"
+    with pytest.raises(ConfigError, match="must be all 100"):
+        shortened(config, 3, "again")
+    with pytest.raises(ConfigError, match="give 1 to 100"):
+        shortened(config, 101, "again")
