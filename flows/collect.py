@@ -49,7 +49,9 @@ def collect(run: TrainingRun, iteration: int, clock: Stopwatch) -> Collected:
     pending_scores = run.reward.submit(batches)
     rollout_seconds = finish_rollout(clock, batches)
     scores = finish_reward(clock, run.reward, batches, pending_scores)
-    advantages = advantage(clock, scores, run.config.algorithm)
+    advantages = np.zeros(len(scores.samples), np.float32)  # every sample counts, whatever it is worth
+    if run.loss.learns_from_rewards():
+        advantages = advantage(clock, scores, run.config.algorithm)
     with clock.stage("pictures"):
         kept = first_pictures(batches, run.config.tracking.pictures)
     samples = sample_table(scores.samples, advantages, run.config.trainer.seed, iteration, len(kept))

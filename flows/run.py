@@ -14,7 +14,7 @@ from prefect import get_run_logger
 
 from flows.checks import Inputs
 from flows.config import TrainConfig
-from models.algorithms import get_diffusion_loss_fn, needs_old_means
+from models.algorithms import DiffusionLossFn, get_diffusion_loss_fn, needs_old_means
 from models.engines.canary import Canary
 from models.engines.ema import HeldWeights
 from models.schedulers.windows import window_steps
@@ -75,8 +75,12 @@ class TrainingRun:
     @property
     def sampling_weights(self) -> HeldWeights:
         """Which of the trainer's weights the rollout samples with."""
-        loss = get_diffusion_loss_fn(self.config.actor_rollout_ref.actor.diffusion_loss.loss_mode)
-        return "old" if loss.samples_from_old_policy else "policy"
+        return "old" if self.loss.samples_from_old_policy else "policy"
+
+    @property
+    def loss(self) -> DiffusionLossFn:
+        """What the run minimises."""
+        return get_diffusion_loss_fn(self.config.actor_rollout_ref.actor.diffusion_loss.loss_mode)
 
     def prompts(self, iteration: int) -> list[Prompt]:
         """The iteration's train prompts."""

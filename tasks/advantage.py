@@ -1,6 +1,7 @@
 """Advantage: rewards become what the update weighs each sample with."""
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,43 +28,51 @@ class NothingToLearn(RuntimeError):
 
 
 def compute_advantage(
-    rewards: np.ndarray,
-    uids: np.ndarray,
-    config: DiffusionAlgoConfig,
-    reward_scores: Mapping[str, np.ndarray],
-    reward_weights: Mapping[str, float],
-) -> np.ndarray:
-    """Advantages [B]; NaN is left out of the update.
-
-    Args:
-        rewards: [B], the weighted sum of the scores.
-        uids: [B]; the samples of equal uids are a group.
-        config: estimator and its settings.
-        reward_scores: reward name -> [B].
-        reward_weights: reward name -> weight.
+    data: Mapping[str, Any],
+    adv_estimator: str,
+    norm_adv_by_std_in_grpo: bool = True,
+    global_std: bool = True,
+    config: DiffusionAlgoConfig | None = None,
+) -> dict[str, Any]:
+    """The batch with its advantages.
 
     A group of which fewer than two samples have their reward is dropped: there is nothing to compare.
+
+    Args:
+        data: `sample_level_rewards` [B], the weighted sum of the scores, NaN where missing; `uid` [B], equal for the
+            samples of a group; where the estimator asks for them `reward_scores`, reward name -> [B], and
+            `reward_weights`, reward name -> weight.
+        adv_estimator: registered name of the estimator, or package.module:function.
+        norm_adv_by_std_in_grpo, global_std: see `compute_flow_grpo_outcome_advantage`.
+        config: `adv_mode` and `drop_equal_groups` are read; None is their defaults. The estimator gets it too.
+
+    Returns:
+        `data` with `advantages` and `returns` [B]; NaN is left out of the update.
 
     Raises:
         NothingToLearn: every reward is missing, or no group has two.
     """
+    config = config or DiffusionAlgoConfig()
+    rewards, uids = np.asarray(data["sample_level_rewards"], np.float32), np.asarray(data["uid"])
     if np.isnan(rewards).all():
         raise NothingToLearn("every reward of the iteration is missing, so there is nothing to learn from")
     alone = too_small(rewards, uids)
     if alone.all():
         raise NothingToLearn("no prompt has two samples with a reward, so there is nothing to compare and learn from")
-    estimator = get_diffusion_adv_estimator_fn(config.adv_estimator)
-    advantages, _ = estimator(
+    estimates = get_diffusion_adv_estimator_fn(adv_estimator)(
         torch.tensor(rewards),
         uids,
-        norm_adv_by_std_in_grpo=config.norm_adv_by_std_in_grpo,
-        global_std=config.global_std,
+        norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo,
+        global_std=global_std,
         config=config,
-        reward_scores={name: torch.tensor(scores) for name, scores in reward_scores.items()},
-        reward_weights=reward_weights,
+        reward_scores={name: torch.tensor(scores) for name, scores in data.get("reward_scores", {}).items()},
+        reward_weights=data.get("reward_weights", {}),
     )
-    result = ADV_MODES[config.adv_mode](np.where(alone, np.float32(np.nan), advantages.numpy()))
-    return without_equal_groups(result, rewards, uids) if config.drop_equal_groups else result
+    advantages, returns = (np.where(alone, np.float32(np.nan), found.numpy()) for found in estimates)
+    advantages = ADV_MODES[config.adv_mode](advantages)
+    if config.drop_equal_groups:
+        advantages = without_equal_groups(advantages, rewards, uids)
+    return {**data, "advantages": advantages, "returns": returns}
 
 
 def too_small(rewards: np.ndarray, uids: np.ndarray) -> np.ndarray:
@@ -86,6 +95,13 @@ def without_equal_groups(advantages: np.ndarray, rewards: np.ndarray, uids: np.n
 
 @task(name="advantage", cache_policy=NO_CACHE, persist_result=False)
 def advantage(clock: Stopwatch, scores: Scores, config: DiffusionAlgoConfig) -> np.ndarray:
-    """See `compute_advantage`."""
+    """Advantages [B] of an iteration's scores; see `compute_advantage`."""
+    data = {
+        "sample_level_rewards": scores.rewards,
+        "uid": scores.uids,
+        "reward_scores": scores.by_reward,
+        "reward_weights": scores.weights,
+    }
     with clock.stage("adv"):
-        return compute_advantage(scores.rewards, scores.uids, config, scores.by_reward, scores.weights)
+        found = compute_advantage(data, config.adv_estimator, config.norm_adv_by_std_in_grpo, config.global_std, config)
+    return found["advantages"]

@@ -83,9 +83,11 @@ def read_pictures(file: Path) -> list[tuple[Pair, dict[str, Any]]]:
 
 
 def _checked_pair(file: Path, uid: str, pictures: list[dict[str, Any]]) -> tuple[Pair, dict[str, Any]]:
+    if not all(isinstance(row["chosen"], bool) for row in pictures):
+        raise DatasetError(f"{file}: `chosen` of a picture of pair {uid!r} is neither true nor false; say which it is")
     sides = {SIDES[not row["chosen"]]: row for row in pictures}
     if len(pictures) != 2 or len(sides) != 2:
-        chosen = sum(bool(row["chosen"]) for row in pictures)
+        chosen = sum(row["chosen"] for row in pictures)
         raise DatasetError(
             f"{file}: pair {uid!r} has {len(pictures)} pictures, {chosen} of them chosen; a pair is one chosen and one "
             "rejected picture"

@@ -11,10 +11,48 @@ UIDS = np.array(["a"] * 3 + ["b"] * 3)
 REWARDS = np.array([0.1, 0.5, 0.9, 0.7, 0.7, 0.7], np.float32)
 
 
+def advantages_of(rewards, uids, config, scores, weights) -> np.ndarray:
+    """As the loop asks for them."""
+    data = {"sample_level_rewards": rewards, "uid": uids, "reward_scores": scores, "reward_weights": weights}
+    found = compute_advantage(data, config.adv_estimator, config.norm_adv_by_std_in_grpo, config.global_std, config)
+    assert {name: found[name] for name in data} == data
+    return found["advantages"]
+
+
+def test_the_bare_call_has_the_estimators_defaults() -> None:
+    """rewards [.1, .5, .9 | .2, .2, .8], global std: the values of the Flow-GRPO formula."""
+    data = {"sample_level_rewards": np.array([0.1, 0.5, 0.9, 0.2, 0.2, 0.8]), "uid": UIDS}
+    found = compute_advantage(data, "flow_grpo")
+    golden = [-1.17919, 0, 1.17919, -0.58959, -0.58959, 1.17919]
+    assert found["advantages"] == pytest.approx(golden, abs=1e-5)
+    assert found["returns"] == pytest.approx(golden, abs=1e-5)
+    within = compute_advantage(data, "flow_grpo", global_std=False)["advantages"]
+    assert within == pytest.approx([-0.99975, 0, 0.99975, -0.57718, -0.57718, 1.15437], abs=1e-5)
+
+
+MODES = {
+    "continuous": lambda a: a,
+    "positive_only": lambda a: max(a, 0.0),
+    "negative_only": lambda a: min(a, 0.0),
+    "one_only": lambda a: 1.0 if a > 0 else 0.0,
+    "binary": lambda a: (a > 0) - (a < 0),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_mode_keeps_its_part_and_a_missing_reward_stays_missing(mode: str) -> None:
+    rewards = np.array([0.1, 0.5, 0.9, 0.2, np.nan, 0.8], np.float32)
+    plain = advantages_of(rewards, UIDS, DiffusionAlgoConfig(), {}, {})
+    kept = advantages_of(rewards, UIDS, DiffusionAlgoConfig(adv_mode=mode), {}, {})
+    assert np.isnan(kept).tolist() == [False, False, False, False, True, False]
+    there = ~np.isnan(rewards)
+    assert kept[there].tolist() == pytest.approx([MODES[mode](float(a)) for a in plain[there]])
+
+
 def test_equal_groups_are_dropped_and_the_others_are_as_before() -> None:
     config = DiffusionAlgoConfig(global_std=False)
-    kept = compute_advantage(REWARDS, UIDS, config, {}, {})
-    dropped = compute_advantage(REWARDS, UIDS, config.model_copy(update={"drop_equal_groups": True}), {}, {})
+    kept = advantages_of(REWARDS, UIDS, config, {}, {})
+    dropped = advantages_of(REWARDS, UIDS, config.model_copy(update={"drop_equal_groups": True}), {}, {})
     np.testing.assert_array_equal(kept[3:], 0)
     assert np.isnan(dropped[3:]).all()
     np.testing.assert_array_equal(dropped[:3], kept[:3])
@@ -23,7 +61,7 @@ def test_equal_groups_are_dropped_and_the_others_are_as_before() -> None:
 def test_a_missing_reward_does_not_make_a_group_unequal() -> None:
     rewards = REWARDS.copy()
     rewards[4] = np.nan
-    advantages = compute_advantage(rewards, UIDS, DiffusionAlgoConfig(drop_equal_groups=True), {}, {})
+    advantages = advantages_of(rewards, UIDS, DiffusionAlgoConfig(drop_equal_groups=True), {}, {})
     assert np.isnan(advantages[3:]).all()
     assert not np.isnan(advantages[:3]).any()
 
@@ -31,8 +69,8 @@ def test_a_missing_reward_does_not_make_a_group_unequal() -> None:
 def test_all_missing_is_an_error_and_all_equal_is_not() -> None:
     config = DiffusionAlgoConfig(drop_equal_groups=True)
     with pytest.raises(NothingToLearn, match="every reward"):
-        compute_advantage(np.full(6, np.nan, np.float32), UIDS, config, {}, {})
-    advantages = compute_advantage(np.ones(6, np.float32), UIDS, config, {}, {})
+        advantages_of(np.full(6, np.nan, np.float32), UIDS, config, {}, {})
+    advantages = advantages_of(np.ones(6, np.float32), UIDS, config, {}, {})
     assert np.isnan(advantages).all()
     metrics = compute_data_metrics_diffusion(
         {"sample_level_rewards": np.ones(6), "uid": UIDS, "advantages": advantages}
@@ -50,24 +88,24 @@ def test_data_metrics_describe_groups() -> None:
 
 def test_a_group_of_which_one_sample_is_left_is_dropped_and_counted() -> None:
     rewards = np.array([0.1, np.nan, np.nan, 0.2, 0.6, np.nan], np.float32)
-    advantages = compute_advantage(rewards, UIDS, DiffusionAlgoConfig(global_std=False), {}, {})
+    advantages = advantages_of(rewards, UIDS, DiffusionAlgoConfig(global_std=False), {}, {})
     assert np.isnan(advantages).tolist() == [True, True, True, False, False, True]
-    alone = compute_advantage(rewards[3:], UIDS[3:], DiffusionAlgoConfig(global_std=False), {}, {})
+    alone = advantages_of(rewards[3:], UIDS[3:], DiffusionAlgoConfig(global_std=False), {}, {})
     np.testing.assert_array_equal(advantages[3:], alone)
     metrics = compute_data_metrics_diffusion({"sample_level_rewards": rewards, "uid": UIDS})
     assert (metrics["critic/rewards/dropped_groups"], metrics["critic/rewards/missing"]) == (1, 3)
     with pytest.raises(NothingToLearn, match="no prompt has two samples"):
-        compute_advantage(np.array([0.1, np.nan, np.nan] * 2, np.float32), UIDS, DiffusionAlgoConfig(), {}, {})
+        advantages_of(np.array([0.1, np.nan, np.nan] * 2, np.float32), UIDS, DiffusionAlgoConfig(), {}, {})
 
 
 def test_gdpo_leaves_a_missing_optional_reward_out_of_its_own_statistics() -> None:
     nan, uids = np.nan, np.array(["a"] * 4)
     text, taste = np.array([0.0, 1.0, 2.0, 3.0], np.float32), np.array([5.0, nan, 7.0, 9.0], np.float32)
     config = DiffusionAlgoConfig(adv_estimator="gdpo")
-    found = compute_advantage(text, uids, config, {"text": text, "taste": taste}, {"text": 1.0, "taste": 2.0})
+    found = advantages_of(text, uids, config, {"text": text, "taste": taste}, {"text": 1.0, "taste": 2.0})
     z_text = (text - 1.5) / text.std(ddof=1)
     z_taste = np.array([-1.0, 0.0, 0.0, 1.0])  # (r - 7) / 2 of the three that are there
     combined = z_text + 2 * z_taste
     assert found == pytest.approx((combined - combined.mean()) / combined.std(ddof=1), rel=1e-6)
-    gone = compute_advantage(text, uids, config, {"text": text, "taste": taste * nan}, {"text": 1.0, "taste": 2.0})
+    gone = advantages_of(text, uids, config, {"text": text, "taste": taste * nan}, {"text": 1.0, "taste": 2.0})
     assert gone == pytest.approx(z_text, rel=1e-6)

@@ -74,6 +74,10 @@ def test_a_table_is_read_pair_by_pair_whatever_the_order_of_its_rows(tmp_path: P
         ([rows_of("a")[0], rows_of("a", "other")[1]], r"of pair 'a' have two prompts, \['a red sign', 'other'\]; give"),
         (rows_of("a", scores=(0.1, 0.4)), "of pair 'a' scores 0.1, not more than the rejected one's 0.4; swap them or"),
         (rows_of("a", scores=(0.4, 0.4)), "of pair 'a' scores 0.4, not more than the rejected one's 0.4"),
+        (
+            [rows_of("a")[0], (*rows_of("a")[1][:3], None, 0.1)],
+            "`chosen` of a picture of pair 'a' is neither true nor false",
+        ),
         ([], "must have the columns pair, prompt, image, chosen, score and at least one pair"),
     ],
 )

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from diffusers import QwenImagePipeline
 from helpers import model_config, prompt_table, rollout_request
+from PIL import Image
 
 import models.base
 from models.base import DiffusionModelBase, VllmOmniPipelineBase
@@ -26,6 +28,31 @@ def test_engine_draws_the_start_by_its_noise_keys(tiny_model: Path) -> None:
     scheduler = QwenImage.build_scheduler(config)
     latents, _ = sample(QwenImage, engine.transformer, scheduler, config, request, "cpu", initial_latents=start)
     assert torch.equal(pictures, engine.decode(latents))
+
+
+def test_encoding_is_the_pipelines_packing_of_the_vaes_latents(tiny_model: Path) -> None:
+    """Diffusers' own picture processor and packing, and the inverse of the decoder's normalisation."""
+    config = model_config(tiny_model)
+    pipeline, vae = QwenImagePipeline.from_pretrained(tiny_model), QwenImage.load_vae(config)
+    pictures = torch.randint(0, 256, (2, 16, 24, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    pixels = pipeline.image_processor.preprocess([Image.fromarray(picture.numpy()) for picture in pictures])
+    with torch.no_grad():
+        raw = vae.encode(pixels[:, :, None]).latent_dist.mode()
+    statistics = (vae.config.latents_mean, vae.config.latents_std)
+    mean, std = (torch.tensor(values).view(1, -1, 1, 1, 1) for values in statistics)
+    height, width = raw.shape[-2:]
+    expected = pipeline._pack_latents((raw - mean) / std, 2, raw.shape[1], height, width)
+    encoded = QwenImage.encode(vae, config, pictures)
+    assert encoded.shape[1:] == QwenImage.latent_shape(config)
+    assert encoded.std() > 0.1
+    assert torch.allclose(encoded, expected, rtol=0, atol=2e-6)
+    # What the decoder is handed is the VAE's own latent again.
+    unpacked = pipeline._unpack_latents(encoded, 16, 24, pipeline.vae_scale_factor)
+    assert torch.allclose(unpacked * std + mean, raw, rtol=0, atol=1e-5)
+    seen = []
+    vae.decode = lambda latent, **_: seen.append(latent) or (torch.zeros(2, 3, 1, 16, 24),)
+    QwenImage.decode(vae, config, encoded)
+    assert torch.allclose(seen[0], raw, rtol=0, atol=1e-5)
 
 
 def test_a_sample_does_not_depend_on_its_place_in_the_batch(tiny_model: Path) -> None:

@@ -107,6 +107,11 @@ class DiffusionLossFn(ABC):
         return batch.scored((~reward_tensor.isnan()).nonzero().flatten(), reward_tensor)
 
     @classmethod
+    def learns_from_rewards(cls) -> bool:
+        """Does it read advantages, or choose its samples by them? Distillation does not."""
+        return "advantages" in cls.required_data_keys or cls.paired
+
+    @classmethod
     def keeps_old_policy(cls) -> bool:
         """Does the trainer hold a second, slower copy of the trained weights for it?"""
         return cls.samples_from_old_policy or EMA_VELOCITY in cls.required_data_keys

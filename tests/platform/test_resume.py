@@ -21,6 +21,7 @@ from tasks.pairs import best_and_worst, read_pictures, write_pairs
 STEPS = ("trainer.total_training_steps=6", "trainer.test_freq=3")
 NOBODY_LEFT = ("driver",)
 """Killed, it leaves nobody to tell MLflow."""
+RAYS_OWN = {"IDLE", "DashboardAgent", "RuntimeEnvAgent"}
 
 
 def history(workspace: Workspace) -> dict[str, list[tuple[int, float]]]:
@@ -45,15 +46,17 @@ def kill_everything(process) -> set[str]:
             child.kill()
     process.wait()
     psutil.wait_procs(children, timeout=20)
-    return {found[1] for title in titles if (found := re.match(r"ray::(\w+)", title))} - {"IDLE"}
+    return {found[1] for title in titles if (found := re.match(r"ray::(\w+)", title))} - RAYS_OWN
 
 
 def start_and_kill(workspace: Workspace, settings: tuple[str, ...]) -> set[str]:
     """Kill a run once it has a checkpoint; the classes of its actors."""
     changes = [word for setting in settings for word in ("--set", setting)]
     process = workspace.start("-m", "flows.train", "tiny", *changes)
-    wait_until(lambda: list(workspace.folder.glob("runs/*/checkpoints/iter_*")), 120, "a checkpoint")
-    actors = kill_everything(process)
+    try:
+        wait_until(lambda: list(workspace.folder.glob("runs/*/checkpoints/iter_*")), 240, "a checkpoint")
+    finally:
+        actors = kill_everything(process)
     (run,) = workspace.mlflow_runs()
     assert run.info.status == "RUNNING"  # nobody was left to say otherwise
     return actors
