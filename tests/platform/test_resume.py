@@ -19,8 +19,8 @@ from tasks.history import MEASURED_ANEW
 from tasks.pairs import best_and_worst, read_pictures, write_pairs
 
 STEPS = ("trainer.total_training_steps=6", "trainer.test_freq=3")
-NOBODY_LEFT = ("driver",)
-"""Killed, it leaves nobody to tell MLflow."""
+NOBODY_LEFT = ("driver", "ray-head")
+"""Killed, it leaves nobody to tell MLflow: a driver without Ray's head is ended by Ray."""
 RAYS_OWN = {"IDLE", "DashboardAgent", "RuntimeEnvAgent"}
 
 
