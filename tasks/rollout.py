@@ -191,14 +191,16 @@ class RolloutGroup:
             window: stochastic steps; empty for the ODE.
             pipeline: sampling settings, if not the rollout's own.
             seed: of the noise, if not the run's own.
-            draw: decode pictures also where no reward asks for them.
+            draw: for looking at, not for training: decode pictures also where no reward asks for them.
         """
         outputs = self.outputs | {PICTURES} if draw else self.outputs
         samples = [(prompt, index) for prompt in prompts for index in range(n)]
         batches = []
         for start in range(0, len(samples), self.settings.micro_batch_size):
             part = samples[start : start + self.settings.micro_batch_size]
-            request = self._request(part, self.seed if seed is None else seed, iteration, window, pipeline, outputs)
+            request = self._request(
+                part, self.seed if seed is None else seed, iteration, window, pipeline, outputs, not draw
+            )
             worker = self.router.next_free()
             actor = self.group.actors[worker]
             trajectories, pictures, latents, seconds = actor.generate.options(num_returns=4).remote(
@@ -231,12 +233,13 @@ class RolloutGroup:
         window: Sequence[int],
         pipeline: DiffusionPipelineConfig | None,
         outputs: frozenset[str],
+        trains: bool,
     ) -> RolloutRequest:
         uids = list(dict.fromkeys(prompt.uid for prompt, _ in part))
         keys = tuple(NoiseKey(seed, iteration, prompt.uid, index) for prompt, index in part)
         rows = torch.tensor([uids.index(prompt.uid) for prompt, _ in part])
         table = self.prompt_table(uids, pipeline)
-        finished = self.record_finished and not window
+        finished = self.record_finished and trains
         return RolloutRequest(keys, table, rows, tuple(window), self.record_means, finished, outputs)
 
     def prompt_table(self, uids: Sequence[str], pipeline: DiffusionPipelineConfig | None = None) -> PromptTable:
