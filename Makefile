@@ -47,7 +47,7 @@ status: ## what `make up` started and whether it is alive
 
 test: $(VENV)/.dev $(VLLM_VENV)/.dev lint ## install and run every test, those of vLLM-Omni in an environment of their own
 	@$(BIN)/python -m pytest
-	@$(VLLM_VENV)/bin/python -m pytest tests/vllm_omni
+	@$(VLLM_VENV)/bin/python -m pytest tests/omni
 
 lint: $(VENV)/.dev ## style, types and the direction of imports
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports

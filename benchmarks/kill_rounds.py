@@ -38,7 +38,7 @@ from tasks.history import RunHistory, comparable
 from tasks.tracking import STEP_MARK
 
 ROOT = Path(__file__).resolve().parents[1]
-ACTORS = {"rollout": "ray::RolloutActor", "reward": "ray::RewardActor", "trainer": "ray::TrainerRank"}
+ACTORS = {"rollout": "ray::RolloutActor", "reward": "ray::RewardWorker", "trainer": "ray::TrainerRank"}
 DAEMONS = {"ray-head": "gcs_server", "raylet": "raylet"}
 VICTIMS = ("driver", *ACTORS, *DAEMONS, "mlflow", "prefect", "worker")
 SMALL: dict[str, Any] = {

@@ -31,9 +31,9 @@ SIGNIFICANT = 0.05
 TEACHER = "flow_grpo"
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 COMMON = [
-    "trainer.total_training_steps=40",
-    "trainer.test_freq=5",
-    "trainer.save_freq=40",
+    "trainer.total_training_steps=24",
+    "trainer.test_freq=4",
+    "trainer.save_freq=24",
     f"ray_init.num_cpus={CORES}",  # Ray counts the machine's cores, not those that a run is pinned to
 ]
 FORWARD = ["algorithm.num_train_timesteps=4"]
@@ -42,7 +42,7 @@ SETTINGS: dict[str, list[str]] = {
     "dance_grpo": [f"{ROLLOUT}.algo.sde_type=dance_sde", f"{ROLLOUT}.algo.noise_level=0.7"],
     "cps": ["algorithm.name=flow_grpo", f"{ROLLOUT}.algo.sde_type=cps", f"{ROLLOUT}.algo.noise_level=0.7"],
     "mix_grpo": [f"{ROLLOUT}.algo.sde_window_size=2", f"{ROLLOUT}.algo.sde_window_range=[0,5]"],
-    "grpo_guard": [f"{ACTOR}.diffusion_loss.clip_ratio=1.0e-3"],
+    "grpo_guard": [f"{ACTOR}.diffusion_loss.clip_ratio=1.0e-4"],
     "flow_dppo": [],
     "dpo": FORWARD,
     "dpo_offline": ["algorithm.name=dpo", "algorithm.sample_source=offline", *FORWARD],

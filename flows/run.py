@@ -147,7 +147,10 @@ class TrainingRun:
 
     def memory(self) -> dict[str, float]:
         """Host memory of the driver and of every actor, under memory/."""
-        groups = {"rollout": self.rollout.group, "reward": self.reward.group, "trainer": self.trainer.group}
+        groups = {"trainer": self.trainer.group}
+        if self.rollout is not None and self.reward is not None:
+            pools = {f"reward_{name}".replace(":", "/"): pool.group for name, pool in self.reward.pools.items()}
+            groups |= {"rollout": self.rollout.group, **pools}
         return driver_memory() | {n: v for name, group in groups.items() for n, v in group.memory(name).items()}
 
     def state(self) -> RunState:

@@ -144,9 +144,9 @@ class ActorGroup:
         shared: SharedGpus | None = None,
         **options: Any,
     ):
-        remote, options = ray.remote(actor_class), {"num_cpus": 0, "num_gpus": num_gpus} | options
+        remote, given = ray.remote(actor_class), {"num_cpus": 0, "num_gpus": num_gpus} | options
         places = [{} if shared is None else {"scheduling_strategy": shared.place(i)} for i in range(count)]
-        self.actors = [remote.options(**options, **place).remote(*arguments) for place in places]
+        self.actors = [remote.options(**given | place).remote(*arguments) for place in places]
 
     def __len__(self) -> int:
         return len(self.actors)

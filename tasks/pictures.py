@@ -11,13 +11,17 @@ WIDEST_GRID = 16
 """Columns; the pictures of a larger group go on in the next row."""
 
 
+def still(picture: np.ndarray) -> np.ndarray:
+    """The middle frame [H, W, 3] of a video [F, H, W, 3]; a picture as it is."""
+    return picture[len(picture) // 2] if picture.ndim == 4 else picture
+
+
 def grid(pictures: np.ndarray, columns: int = 8, width: int = 1200) -> Image.Image:
     """Pictures [N, H, W, 3] uint8 side by side, about `width` pixels in all: small ones magnified by a whole number.
 
-    Of videos [N, F, H, W, 3] the middle frame is shown.
+    Of videos [N, F, H, W, 3] a still of each is shown.
     """
-    if pictures.ndim == 5:
-        pictures = pictures[:, pictures.shape[1] // 2]
+    pictures = np.stack([still(picture) for picture in pictures])
     _, height, picture_width, _ = pictures.shape
     columns = min(columns, len(pictures))
     room = max(width // columns - GAP, 1)

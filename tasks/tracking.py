@@ -22,6 +22,7 @@ from prefect.cache_policies import NO_CACHE
 from tasks.clock import Stopwatch
 from tasks.config import TrackingConfig
 from tasks.lineage import Lineage
+from tasks.pictures import still
 
 STEP_MARK = "trainer/global_step"
 """Logged last of a step's records, so its history says which steps are complete."""
@@ -125,7 +126,7 @@ class Tracker:
     def _log_album(self, pictures: Sequence[np.ndarray], path: str) -> None:
         with tempfile.TemporaryDirectory() as folder:
             for number, picture in enumerate(pictures):
-                Image.fromarray(picture).save(f"{folder}/{number:04d}.png", compress_level=1)
+                Image.fromarray(still(picture)).save(f"{folder}/{number:04d}.png", compress_level=1)
             self.log_folder(Path(folder), path)
 
     def log_folder(self, folder: Path, path: str | None = None) -> None:

@@ -106,6 +106,15 @@ def test_a_guard_that_falls_while_the_reward_rises_is_flagged() -> None:
     assert watched.sentence() == "the reward rises while taste falls (since iteration 10)"
 
 
+def test_only_the_last_window_counts() -> None:
+    """What rose and fell long ago is no flag now, and a fall after a long calm is one."""
+    watched = watch()
+    run(watched, RISING, 1 - RISING, NOISE)
+    after = run(watched, NOISE, NOISE, NOISE, first=13)
+    assert after[-1]["guard/taste/flag"] == 0
+    assert run(watched, RISING, 1 - RISING, NOISE, first=25)[-1]["guard/taste/flag"] == 1
+
+
 @pytest.mark.parametrize(
     ("reward", "taste"),
     [(RISING, RISING), (RISING, NOISE), (NOISE, 1 - RISING), (1 - RISING, 1 - RISING), (RISING, np.ones(12))],

@@ -111,7 +111,10 @@ def test_clip_scores_are_those_of_a_direct_forward(clip: Path) -> None:
 
 def test_heads_on_clip_are_those_of_a_direct_forward(clip: Path, tmp_path: Path) -> None:
     _, output = direct(clip)
-    linear, deep = save_head(tmp_path / "one.safetensors", 16, 1), save_head(tmp_path / "mlp.safetensors", 16, 8, 4, 1)
+    linear, deep = (
+        save_head(tmp_path / "one.safetensors", 16, 1),
+        save_head(tmp_path / "mlp.safetensors", 16, 8, 4, 4, 1),
+    )
     for head in (linear, deep):
         found = get_reward("aesthetic", model=str(clip), head=head)(IMAGES, PROMPTS).scores
         assert found == pytest.approx(through_head(head, output.image_embeds), abs=1e-4)

@@ -1,6 +1,8 @@
 """Reward workers on a real Ray: how batches are cut, and what happens when a reward raises, hangs or dies."""
 
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -80,6 +82,25 @@ def test_functions_may_be_async_and_may_want_latents(cluster: None) -> None:
     assert found.by_reward["latent_size"].tolist() == [level**2 for level in LEVELS]
     assert found.weights == {"slow_echo": 2.0, "latent_size": 0.5, "brightness": 0.0}
     assert found.rewards.tolist() == [2 * i + level**2 / 2 for i, level in enumerate(LEVELS)]
+
+
+def test_a_batch_is_scored_while_the_next_is_still_sampled(cluster: None, tmp_path: Path) -> None:
+    """The second batch's pictures come only once the first is scored: without overlap this would wait in vain."""
+    calls = tmp_path / "calls"
+
+    @ray.remote(num_cpus=0)
+    def sampled_late(pictures: np.ndarray) -> np.ndarray:
+        deadline = time.monotonic() + 60
+        while not calls.exists():
+            assert time.monotonic() < deadline, "the first batch was not scored"
+            time.sleep(0.02)
+        return pictures
+
+    first, second, third = batches()
+    late = replace(second, pictures=sampled_late.remote(second.pictures))
+    group = RewardGroup(config(fails_before={"options": {"folder": str(tmp_path), "attempts": 0}}))
+    shards = [first, late, third]
+    assert group.table(shards, group.submit(shards)).by_reward["fails_before"].tolist() == LEVELS
 
 
 def test_a_killed_worker_is_restarted_and_its_batch_scored_again(cluster: None, tmp_path: Path) -> None:

@@ -97,7 +97,8 @@ def objects(image: np.ndarray, contrast: int, min_pixels: int) -> list[tuple[str
     import cv2
 
     border = np.concatenate([image[0], image[-1], image[:, 0], image[:, -1]])
-    distance = np.abs(image.astype(np.int16) - np.median(border, axis=0)).max(-1)
+    apart = np.abs(image.astype(np.float32) - np.median(border, axis=0).astype(np.float32))
+    distance = np.maximum(np.maximum(apart[..., 0], apart[..., 1]), apart[..., 2])
     count, labels = cv2.connectedComponents((distance > contrast).astype(np.uint8), connectivity=8)
     regions = [labels == number for number in range(1, count)]
     return [(_colour(image[r]), _shape(r)) for r in regions if r.sum() >= min_pixels]

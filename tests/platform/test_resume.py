@@ -126,7 +126,7 @@ FINISHED_SAMPLES = {
     # A slow old policy: were it not in the checkpoint, the resumed run would sample with other weights.
     "diffusion_nft": (
         ("algorithm.name=diffusion_nft", "algorithm.old_policy_decay=0.5"),
-        {"TrainerRank", "RolloutActor", "RewardActor"},
+        {"TrainerRank", "RolloutActor", "RewardWorker"},
     ),
     "dpo": (("algorithm.name=dpo", "algorithm.sample_source=offline"), {"TrainerRank"}),
 }

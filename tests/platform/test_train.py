@@ -130,6 +130,14 @@ def test_named_algorithms_with_their_own_old_log_probs(workspace: Workspace) -> 
     assert metrics["actor/mean_drift"] > 0
 
 
+def write_module(workspace: Workspace, name: str, source: str) -> None:
+    """A user's own module, which driver and workers find."""
+    (workspace.folder / f"{name}.py").write_text(source)
+    others = workspace.environment.get("PYTHONPATH")
+    paths = [str(workspace.folder)] + ([others] if others else [])
+    workspace.environment["PYTHONPATH"] = os.pathsep.join(paths)
+
+
 HACKED_REWARD = """
 import os, signal
 from pathlib import Path
@@ -152,9 +160,7 @@ climb.wants = "latents"
 
 def test_latents_are_enough_a_worker_may_die_and_hacking_is_flagged(workspace: Workspace) -> None:
     """One reward climbs with every call while the guard falls; both see latents, so training decodes no picture."""
-    (workspace.folder / "hacked_reward.py").write_text(HACKED_REWARD)
-    paths = (str(workspace.folder), *filter(None, [workspace.environment.get("PYTHONPATH")]))
-    workspace.environment["PYTHONPATH"] = os.pathsep.join(paths)
+    write_module(workspace, "hacked_reward", HACKED_REWARD)
     climbs = "{reward: 'hacked_reward:climb', options: {dies_at: 6}, retry_wait_s: 0}"
     falls = "{reward: 'hacked_reward:climb', options: {sign: -1.0}, guard: true}"
     output = workspace.train(
@@ -180,13 +186,11 @@ def test_latents_are_enough_a_worker_may_die_and_hacking_is_flagged(workspace: W
 
 
 def test_a_failing_reward_fails_the_run_and_leaves_nothing_running(workspace: Workspace) -> None:
-    (workspace.folder / "broken_reward.py").write_text(
-        "def score(images, prompts):\n    raise RuntimeError('the scorer is out of order')\n"
-    )
-    workspace.environment["PYTHONPATH"] = str(workspace.folder)
-    output = workspace.train("reward.functions={'broken_reward:score': {}}", check=False)
-    del workspace.environment["PYTHONPATH"]
-    assert "the scorer is out of order" in output
+    source = "def score(images, prompts):\n    raise RuntimeError('the scorer is out of order')\n"
+    write_module(workspace, "broken_reward", source)
+    output = workspace.train("reward.functions={'broken_reward:score': {retry_wait_s: 0}}", check=False)
+    assert "is missing for 4 of 4 samples, more than reward.max_missing_fraction 0.1 allows" in " ".join(output.split())
+    assert "its error: RuntimeError: the scorer is out of order" in " ".join(output.split())
     (run,) = workspace.mlflow_runs()
     assert run.info.status == "FAILED"
     assert not list((workspace.run_folder() / "checkpoints").iterdir())

@@ -20,11 +20,6 @@ class CpuOmniPlatform(OmniPlatform, CpuPlatform):
 
     def __init__(self) -> None:
         super().__init__()
-        # vLLM's compiled CPU kernels repack a layer's weight at its first use and drop the original, after which no
-        # new weights can be loaded. The plain matrix product keeps it.
-        import vllm._custom_ops
-
-        vllm._custom_ops._supports_onednn = False
         if not hasattr(torch.ops._C, "silu_and_mul"):
             _define_activation()
         # A worker of the multi-process executor asks torch for the accelerator's device and does not expect None. In

@@ -3,6 +3,8 @@
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import vllm._custom_ops as custom_ops
+import vllm.model_executor.layers.utils as layer_utils
 from vllm_omni.diffusion.attention.backends.sdpa import SDPABackend, SDPAImpl
 from vllm_omni.diffusion.worker.diffusion_worker import DiffusionWorker
 
@@ -24,6 +26,13 @@ class CpuDiffusionWorker(DiffusionWorker):
     """A worker that can be told to sleep and wake, and has no memory to give back."""
 
     asleep = False
+
+    def init_device(self) -> None:
+        # vLLM's compiled CPU kernels repack a layer's weight and drop the original, after which no new weights can be
+        # loaded; PyPI's wheels do not even have them. The plain matrix product keeps it.
+        custom_ops._supports_onednn = False
+        layer_utils.check_cpu_sgl_kernel = lambda n, k, dtype: False
+        super().init_device()
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager:
         return nullcontext()
