@@ -83,7 +83,8 @@ def read(history: RunHistory) -> Recorded:
         held_out = {step: history.table("validation", step).assign(**PLACEHOLDERS) for step in validated}
     steps = history.steps("samples")
     sampled = {step: history.table("samples", step) for step in steps[:: max(len(steps) // BAND_POINTS, 1)]}
-    weights = {name: entry["weight"] for name, entry in config["reward"]["functions"].items()}
+    functions = config["reward"]["functions"]
+    weights = {name: 0.0 if entry.get("guard") else entry["weight"] for name, entry in functions.items()}
     return Recorded(history, config, history.metrics(), held_out, sampled, weights)
 
 
