@@ -71,7 +71,7 @@ def sampled(batches: list[PendingBatch]) -> tuple[np.ndarray, Tensor]:
 def expected(group: RolloutGroup, oracle: DiffusersRolloutEngine, iteration: int) -> tuple[np.ndarray, Tensor]:
     """What the in-process engine samples for the same requests."""
     samples = [(prompt, i) for prompt in PROMPTS for i in range(2)]
-    parts = [group._request(samples[i : i + 4], 0, iteration, WINDOW, None) for i in (0, 4)]
+    parts = [group._request(samples[i : i + 4], 0, iteration, WINDOW, None, group.outputs) for i in (0, 4)]
     results = [oracle.generate(part) for part in parts]
     log_probs = [trajectories.log_probs for _, trajectories in results if trajectories]
     return np.concatenate([pictures.numpy() for pictures, _ in results]), torch.cat(log_probs)
