@@ -104,9 +104,6 @@ class VllmOmniConfig(Section):
         None, description="Attention kernels on a GPU; null is vLLM-Omni's choice. The CPU has one."
     )
     enforce_eager: bool = Field(True, description="false compiles the transformer's blocks at the first request.")
-    executor: Literal["uni", "mp"] = Field(
-        "uni", description="uni computes in the worker's process, mp in one of its own, over which weights are copied."
-    )
     request_batch_max_wait_ms: float = Field(
         100.0, ge=0, description="Longest wait for a batch to fill; a full one starts at once."
     )

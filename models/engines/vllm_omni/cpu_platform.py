@@ -4,7 +4,6 @@ vLLM-Omni imports this module by the path that `plugin` gives, before anything o
 so attention and worker are in a module of their own. Written for vLLM-Omni 0.30.
 """
 
-import multiprocessing
 from typing import Any
 
 import psutil
@@ -22,10 +21,6 @@ class CpuOmniPlatform(OmniPlatform, CpuPlatform):
         super().__init__()
         if not hasattr(torch.ops._C, "silu_and_mul"):
             _define_activation()
-        # A worker of the multi-process executor asks torch for the accelerator's device and does not expect None. In
-        # this process the same answer would make the in-process executor take every error for a broken device.
-        if multiprocessing.parent_process() is not None and torch.accelerator.current_accelerator() is None:
-            torch.accelerator.current_accelerator = lambda check_available=False: torch.device("cpu")
 
     @classmethod
     def get_diffusion_attn_backend_cls(cls, *_: Any, **__: Any) -> str:

@@ -91,7 +91,7 @@ class VllmOmniRolloutEngine:
             request_batch_max_wait_ms=settings.request_batch_max_wait_ms,
             custom_pipeline_args=arguments,
             worker_extension_cls="models.engines.vllm_omni.worker.RolloutWorkerExtension",
-            distributed_executor_backend=settings.executor,
+            distributed_executor_backend="uni",
             enable_sleep_mode=sleep_mode,
             **backend,
         )
