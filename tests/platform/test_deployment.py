@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 import yaml
-from platform_helpers import Workspace, background, wait_until
+from platform_helpers import Workspace, background, make_workspace, wait_until
 
 FAST = {"trainer": {"total_training_steps": 1, "val_before_train": False}}
 
@@ -28,9 +28,10 @@ def prefect(workspace: Workspace, *arguments: str, check: bool = True) -> subpro
     return result
 
 
-@pytest.fixture
-def deployed(workspace: Workspace) -> Workspace:
+@pytest.fixture(scope="module")
+def deployed(tmp_path_factory: pytest.TempPathFactory, prepared: Path, prefect_server: dict[str, str]) -> Workspace:
     """The project's own prefect.yaml beside the tiny recipe, deployed to a pool of process workers."""
+    workspace = make_workspace(tmp_path_factory.mktemp("deployed") / "workspace", prepared, prefect_server)
     root = Path(__file__).parents[2]
     file = workspace.folder / "prefect.yaml"
     tiny = yaml.safe_load(file.read_text())["deployments"]
