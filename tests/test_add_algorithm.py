@@ -17,7 +17,6 @@ from models.engines.diffusers_rollout import DiffusersRolloutEngine
 from models.engines.fsdp import DiffusersFSDPEngine
 from models.schedulers.kernels import KERNELS
 from tasks.advantage import compute_advantage
-from tasks.config import DiffusionAlgoConfig
 
 PAGE = (Path(__file__).parent.parent / "docs" / "algorithms.md").read_text()
 LOSS, ADVANTAGE = "my_research:SoftClipLoss", "my_research:rank_advantage"
@@ -41,8 +40,8 @@ def test_the_example_trains(tiny_model: Path) -> None:
     assert ADVANTAGE in PAGE
     check_loss_inputs(LOSS, use_kl_loss=False)
     rewards, uids = np.array([0.1, 0.9, 7.0, 0.3, 0.2, np.nan], np.float32), np.array(list("aaabbb"))
-    config = DiffusionAlgoConfig(adv_estimator=ADVANTAGE)
-    advantages = compute_advantage(rewards, uids, config, {"ocr": rewards}, {"ocr": 1.0})
+    data = {"sample_level_rewards": rewards, "uid": uids}
+    advantages = compute_advantage(data, ADVANTAGE)["advantages"]
     assert advantages[:5].tolist() == [-1, 0, 1, 1, -1]
     assert np.isnan(advantages[5])
 

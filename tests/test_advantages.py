@@ -206,12 +206,13 @@ def test_estimators_see_each_reward_and_its_weight() -> None:
     """Through the same function as the flow's task."""
     scores = replace(table(ocr=REWARDS, taste=[1.0, 2.0, 3.0, 3.0, 2.0, 1.0]), weights={"ocr": 1.0, "taste": 0.25})
     total = np.array(REWARDS) + 0.25 * np.array([1.0, 2.0, 3.0, 3.0, 2.0, 1.0])
-    config = DiffusionAlgoConfig(adv_estimator="gdpo")
-    result = compute_advantage(total, scores.uids, config, scores.by_reward, scores.weights)
+    data = {"sample_level_rewards": total, "uid": scores.uids}
+    data |= {"reward_scores": scores.by_reward, "reward_weights": scores.weights}
+    result = compute_advantage(data, "gdpo")["advantages"]
     columns = {name: values.tolist() for name, values in scores.by_reward.items()}
     assert result == pytest.approx(gdpo_reference(columns, dict(scores.weights), GROUPS), rel=1e-5)
-    summed = compute_advantage(total, scores.uids, DiffusionAlgoConfig(), scores.by_reward, scores.weights)
-    assert summed == pytest.approx(advantages(total.tolist(), GROUPS), rel=1e-9)
+    summed = compute_advantage(data, "flow_grpo")["advantages"]
+    assert summed == pytest.approx(advantages(total.tolist(), GROUPS), rel=1e-5)
 
 
 @pytest.mark.parametrize("setting", ["norm_adv_by_std_in_grpo", "global_std"])

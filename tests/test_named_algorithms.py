@@ -207,10 +207,6 @@ def test_only_a_decaying_window_makes_another_run_of_a_longer_one() -> None:
             "timestep_fraction 0.5 is a share of the schedule's levels, but timestep_sampling is logit_normal",
         ),
         (
-            ("algorithm.name=diffusion_nft", "actor_rollout_ref.rollout.pipeline.true_cfg_scale=4"),
-            "true_cfg_scale is 4.0: loss diffusion_nft trains the velocity without guidance, set it to 1",
-        ),
-        (
             ("algorithm.name=awm", "algorithm.rollout_correction.bypass_mode=false"),
             "bypass_mode is false, but loss awm reads no log-probs that could be corrected",
         ),

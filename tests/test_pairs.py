@@ -149,10 +149,15 @@ def stored(tmp_path: Path) -> Path:
 
 
 def encode_into(folder: Path, prompts: list[Prompt]) -> None:
-    def encode(texts: list[str]) -> tuple[Tensor, None]:
-        return torch.full((len(texts), 3, TEXT_DIM), float(len(texts[0]))), None
+    def encode(texts: list[str]) -> dict[str, Tensor]:
+        mask = torch.ones(len(texts), 3, dtype=torch.bool)
+        return {
+            "prompt_embeds": torch.full((len(texts), 3, TEXT_DIM), float(len(texts[0]))),
+            "prompt_embeds_mask": mask,
+        }
 
-    write_embeddings(prompts, encode, folder, 8, batch_size=1, model="lengths", model_digest="0")
+    settings = {"batch_size": 1, "negative_prompt": " ", "max_sequence_length": 24}
+    write_embeddings(prompts, encode, folder, 8, model="lengths", model_digest="0", **settings)
 
 
 def test_pairs_come_back_chosen_before_rejected(stored: Path) -> None:

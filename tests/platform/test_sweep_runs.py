@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -26,8 +27,13 @@ SHORT = ("trainer.total_training_steps=2", "trainer.test_freq=1", "trainer.val_b
 
 
 def children(process: psutil.Process) -> list[psutil.Process]:
-    """The training drivers of a sweep."""
-    return [child for child in process.children(recursive=True) if "flows.train" in " ".join(child.cmdline())]
+    """The training drivers of a sweep; a process that ends while it is looked at is none."""
+    found = []
+    for child in process.children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # a zombie too
+            if "flows.train" in " ".join(child.cmdline()):
+                found.append(child)
+    return found
 
 
 @pytest.mark.slow
