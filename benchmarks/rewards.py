@@ -3,8 +3,9 @@
     python -m benchmarks.rewards [--images 512] [--only ocr clip_score] [--write]
 
 The pictures come from the quickstart's base model, 24 x 48 pixels, and are enlarged to 512 x 512 where that is the
-size in question. CLIP models have their published sizes and random weights: speed does not depend on them. One CPU
-thread each. CPU time, client and server together, says the same on a busy machine as on an idle one. --write puts
+size in question. CLIP and BLIP models have their published sizes and random weights: speed does not depend on them.
+Each is built when its row comes, and deleted after it; the largest, ViT-H/14, took 8 GB of memory. One CPU thread each.
+CPU time, client and server together, says the same on a busy machine as on an idle one. --write puts
 the table into docs/rewards.md.
 """
 
@@ -17,7 +18,8 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +39,37 @@ SMALL, LARGE = (24, 48), (512, 512)
 
 
 @dataclass(frozen=True)
+class Published:
+    """A model's published sizes: (width, layers, heads) of its two encoders, the picture's patches, the embedding."""
+
+    architecture: str
+    patch: int
+    vision: tuple[int, int, int]
+    text: tuple[int, int, int]
+    embedding: int
+
+
+CLIP_B32 = Published("CLIPModel", 32, (768, 12, 12), (512, 12, 8), 512)
+CLIP_L14 = Published("CLIPModel", 14, (1024, 24, 16), (768, 12, 12), 768)
+CLIP_H14 = Published("CLIPModel", 14, (1280, 32, 16), (1024, 24, 16), 1024)
+# ImageReward's: BLIP-large with BERT-base as its text encoder.
+BLIP_L16 = Published("BlipForImageTextRetrieval", 16, (1024, 24, 16), (768, 12, 12), 256)
+
+
+@dataclass(frozen=True)
 class Case:
-    """One row: a reward with options, the pictures' size, and at most how many, where 512 would take too long."""
+    """One row: a reward with options, the pictures' size, and at most how many, where 512 would take too long.
+
+    `model` and `head`, the widths of a head's layers, say what is built for it.
+    """
 
     reward: str
     size: tuple[int, int]
     options: dict[str, Any] = field(default_factory=dict)
     images: int = 512
     note: str = ""
+    model: Published | None = None
+    head: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -58,21 +83,30 @@ class Row:
     http: float | None
 
 
-def cases(folder: Path) -> list[Case]:
-    """Every local reward. The CLIP folders are made on demand, since they are large."""
-    head = folder / "head.safetensors"
-    return [
-        Case("picture statistics", SMALL),
-        Case("picture statistics", LARGE),
-        Case("brightness", LARGE),
-        Case("jpeg_incompressibility", SMALL),
-        Case("jpeg_incompressibility", LARGE),
-        Case("shapes", LARGE, images=128),
-        Case("ocr", SMALL, note="whole picture"),
-        Case("ocr", LARGE, {"detect": True, "upscale": 1}, 32, "detect"),
-        Case("clip_score", LARGE, {"model": str(folder / "clip_b32")}, 64, "ViT-B/32"),
-        Case("aesthetic", LARGE, {"model": str(folder / "clip_l14"), "head": str(head)}, 16, "ViT-L/14, linear head"),
-    ]
+CASES = (
+    Case("picture statistics", SMALL),
+    Case("picture statistics", LARGE),
+    Case("brightness", LARGE),
+    Case("jpeg_incompressibility", SMALL),
+    Case("jpeg_incompressibility", LARGE),
+    Case("shapes", LARGE, images=128),
+    Case("ocr", SMALL, note="whole picture"),
+    Case("ocr", LARGE, {"detect": True, "upscale": 1}, 32, "detect"),
+    Case("clip_score", LARGE, images=64, note="ViT-B/32", model=CLIP_B32),
+    Case("hps", LARGE, images=8, note="ViT-H/14", model=CLIP_H14),
+    Case("pickscore", LARGE, images=8, note="ViT-H/14", model=CLIP_H14),
+    Case("aesthetic", LARGE, images=16, note="ViT-L/14, linear head", model=CLIP_L14, head=(768, 1)),
+    Case("clip_preference", LARGE, images=16, note="ViT-L/14, linear head", model=CLIP_L14, head=(2 * 768, 1)),
+    Case(
+        "image_reward",
+        LARGE,
+        images=16,
+        note="BLIP ViT-L/16 at 224, its head of five layers",
+        model=BLIP_L16,
+        head=(768, 1024, 128, 64, 16, 1),
+    ),
+)
+"""Every local reward, and the picture statistics."""
 
 
 def generate(count: int, prompts: Sequence[Prompt]) -> np.ndarray:
@@ -97,32 +131,59 @@ def enlarged(pictures: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     return np.stack([np.asarray(picture) for picture in resize])
 
 
-def save_random_clip(folder: Path) -> None:
-    """CLIP ViT-B/32 or ViT-L/14 with random weights and a tokenizer of single characters."""
-    from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPTokenizer
+def save_random_model(published: Published, folder: Path) -> None:
+    """The model with random weights, at 224 x 224 pixels, and a tokenizer of single characters."""
+    import transformers
 
-    large = folder.name == "clip_l14"
-    vision = {"patch_size": 32}
-    text: dict[str, int] = {}
-    if large:
-        vision = {"patch_size": 14, "hidden_size": 1024, "intermediate_size": 4096}
-        vision |= {"num_hidden_layers": 24, "num_attention_heads": 16}
-        text = {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12}
+    def encoder(width: int, layers: int, heads: int) -> dict[str, Any]:
+        sizes = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": layers}
+        return sizes | {"num_attention_heads": heads, "initializer_range": 0.02}
+
     letters = [chr(code) for code in range(33, 127)]
-    words = ["<|startoftext|>", "<|endoftext|>", *letters, *(f"{letter}</w>" for letter in letters)]
+    size = {"height": 224, "width": 224}
+    if published.architecture == "CLIPModel":
+        words = ["<|startoftext|>", "<|endoftext|>", *letters, *(f"{letter}</w>" for letter in letters)]
+        special = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
+        tokenizer = transformers.CLIPTokenizer(vocab={word: i for i, word in enumerate(words)}, merges=[])
+        processor = transformers.CLIPProcessor(transformers.CLIPImageProcessor(), tokenizer)
+    else:
+        words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{letter}" for letter in letters)]
+        special = {"bos_token_id": 2, "sep_token_id": 3, "eos_token_id": 3, "pad_token_id": 0}
+        tokenizer = transformers.BertTokenizer(vocab={word: i for i, word in enumerate(words)})
+        processor = transformers.BlipProcessor(transformers.BlipImageProcessor(size=size), tokenizer)
     # A smaller table of embeddings than the published one: looking a row up takes no time in either.
-    text |= {"vocab_size": len(words), "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
-    config = CLIPConfig(text_config=text, vision_config=vision, projection_dim=768 if large else 512)
-    CLIPModel(config).save_pretrained(folder)
-    tokenizer = CLIPTokenizer(vocab={word: i for i, word in enumerate(words)}, merges=[])
-    CLIPProcessor(CLIPImageProcessor(), tokenizer).save_pretrained(folder)
+    text = encoder(*published.text) | special | {"vocab_size": len(words)}
+    vision = encoder(*published.vision) | {"patch_size": published.patch, "image_size": size["height"]}
+    network = getattr(transformers, published.architecture)
+    embedding = {"projection_dim": published.embedding, "image_text_hidden_size": published.embedding}
+    config = network.config_class(text_config=text, vision_config=vision, **embedding)
+    # Half the disk; the reward loads it in its own number format.
+    network(config).bfloat16().save_pretrained(folder)
+    processor.save_pretrained(folder)
 
 
-def save_random_head(path: Path) -> None:
-    """A linear head on ViT-L/14's embedding."""
+def save_random_head(widths: Sequence[int], path: Path) -> None:
+    """Linear layers of these widths."""
     from safetensors.torch import save_file
 
-    save_file({"0.weight": torch.randn(1, 768), "0.bias": torch.zeros(1)}, path)
+    tensors = {}
+    for number, (into, out) in enumerate(pairwise(widths)):
+        tensors |= {f"{number}.weight": torch.randn(out, into), f"{number}.bias": torch.zeros(out)}
+    save_file(tensors, path)
+
+
+@contextmanager
+def built(case: Case) -> Iterator[Case]:
+    """The case, with options that name its random model and head as long as this lasts."""
+    with tempfile.TemporaryDirectory() as name:
+        folder, options = Path(name), dict(case.options)
+        if case.model:
+            save_random_model(case.model, folder / "model")
+            options |= {"model": str(folder / "model"), "processor": str(folder / "model")}
+        if case.head:
+            save_random_head(case.head, folder / "head.safetensors")
+            options["head"] = str(folder / "head.safetensors")
+        yield replace(case, options=options)
 
 
 @contextmanager
@@ -170,8 +231,9 @@ def measure(case: Case, pictures: np.ndarray, prompts: Sequence[Prompt]) -> Row:
             seconds_a_thousand(lambda part, _: picture_statistics(part), images, asked, size) for size in (1, BATCH)
         )
         return Row(case, count, alone, batched, None)
-    reward: Reward = get_reward(case.reward, **case.options)
+    reward: Reward | None = get_reward(case.reward, **case.options)
     alone, batched = (seconds_a_thousand(reward, images, asked, size) for size in (1, BATCH))
+    reward = None  # The server holds its own, and two of the large ones may be more than the memory.
     with served(case) as (address, server):
         http = seconds_a_thousand(get_reward("remote", url=address), images, asked, BATCH, server)
     return Row(case, count, alone, batched, http)
@@ -180,7 +242,7 @@ def measure(case: Case, pictures: np.ndarray, prompts: Sequence[Prompt]) -> Row:
 def table(rows: Sequence[Row]) -> str:
     """As markdown."""
     lines = [
-        f"| Reward | Pixels | Pictures timed | One by one | In batches of {BATCH} | HTTP, batches of {BATCH} |",
+        f"| Reward | Pixels | Pictures timed | One by one | In batches of up to {BATCH} | HTTP, the same batches |",
         "|---|---|---|---|---|---|",
     ]
     for row in rows:
@@ -207,16 +269,12 @@ def main() -> None:
     prompts = [Prompt(p.uid, p.prompt, p.target, scene, p.source) for p in chosen]
     pictures = generate(given.images, prompts)
     rows = []
-    with tempfile.TemporaryDirectory() as name:
-        for case in cases(Path(name)):
-            if given.only and case.reward not in given.only:
-                continue
-            model = case.options.get("model")
-            if model and not Path(model).exists():
-                save_random_clip(Path(model))
-                save_random_head(Path(name) / "head.safetensors")
-            rows.append(measure(case, pictures, prompts))
-            print(table(rows[-1:]).splitlines()[-1], flush=True)
+    for case in CASES:
+        if given.only and case.reward not in given.only:
+            continue
+        with built(case) as ready:
+            rows.append(measure(ready, pictures, prompts))
+        print(table(rows[-1:]).splitlines()[-1], flush=True)
     if given.write:
         text = DOCS.read_text()
         pattern = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.DOTALL)
