@@ -76,9 +76,9 @@ class Scores:
         return sum(self.busy.values())
 
     def metrics(self) -> dict[str, float]:
-        """reward/<name>/missing, the samples without that score, and reward/<name>/busy_s."""
+        """reward/<name>/missing, the samples without that score, and perf/reward_busy_s/<name>."""
         missing = {f"reward/{name}/missing": float(np.isnan(v).sum()) for name, v in self.by_reward.items()}
-        return missing | {f"reward/{name}/busy_s": seconds for name, seconds in self.busy.items()}
+        return missing | {f"perf/reward_busy_s/{name}": seconds for name, seconds in self.busy.items()}
 
 
 class RewardPool:

@@ -21,7 +21,8 @@ DOCUMENTED_METRICS = {
     *(f"timing_s/{stage}" for stage in ("gen", "reward", "adv", "update_actor", "update_weights", "step")),
     *(f"timing_per_image_ms/{stage}" for stage in ("gen", "adv", "update_actor")),
     *(f"perf/{name}" for name in ("total_num_images", "time_per_step", "throughput", "orchestration_share")),
-    *(f"reward/jpeg_incompressibility/{name}" for name in ("missing", "busy_s")),
+    "reward/jpeg_incompressibility/missing",
+    "perf/reward_busy_s/jpeg_incompressibility",
     *(f"train/image/{name}/mean" for name in ("edge_density", "entropy", "saturation", "diversity")),
     *(f"actor/{name}" for name in ("ppo_kl", "pg_clipfrac", "pg_loss", "grad_norm", "lr")),
 }
@@ -173,7 +174,7 @@ def test_latents_are_enough_a_worker_may_die_and_hacking_is_flagged(workspace: W
     assert len((workspace.folder / "calls1.0").read_text()) == 5 * 4 + 1 + 1, "the dead worker's batch twice, and val"
     metrics, client = run.data.metrics, workspace.client()
     assert metrics["reward/climbs/missing"] == 0
-    assert metrics["reward/climbs/busy_s"] > 0
+    assert metrics["perf/reward_busy_s/climbs"] > 0
     samples = pd.read_parquet(client.download_artifacts(run.info.run_id, "samples/000005.parquet"))
     assert not [column for column in samples if column.startswith("image/")]
     assert (samples["reward"] == samples["reward/climbs"]).all(), "the guard is no part of it"
