@@ -120,7 +120,8 @@ def request_of(config: DiffusionModelConfig, batch: int, with_negative: bool) ->
     if "pooled_projection_dim" in text:
         tensors["pooled_prompt_embeds"] = torch.randn(1, text["pooled_projection_dim"], generator=generator)
     if with_negative:
-        tensors |= {f"negative_{name}": tensor for name, tensor in tensors.items()}
+        # Another text: with the same one guidance would do the work and change nothing.
+        tensors |= {f"negative_{name}": tensor.flip(-1) for name, tensor in tensors.items()}
     keys = tuple(NoiseKey(0, 1, "prompt", i) for i in range(batch))
     return RolloutRequest(keys, PromptTable.of(tensors), torch.zeros(batch, dtype=torch.long), WINDOW)
 
