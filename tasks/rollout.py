@@ -233,7 +233,7 @@ class RolloutGroup:
         window: Sequence[int],
         pipeline: DiffusionPipelineConfig | None,
         outputs: frozenset[str],
-        trains: bool,
+        trains: bool = True,
     ) -> RolloutRequest:
         uids = list(dict.fromkeys(prompt.uid for prompt, _ in part))
         keys = tuple(NoiseKey(seed, iteration, prompt.uid, index) for prompt, index in part)
