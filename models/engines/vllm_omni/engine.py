@@ -3,6 +3,7 @@
 import asyncio
 import importlib.util
 import itertools
+import os
 import threading
 from collections.abc import Coroutine, Mapping
 from pathlib import Path
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from models.config import DiffusionPipelineConfig, VllmOmniConfig
 
 T = TypeVar("T")
+FIRST_PORT, PORTS = 20000, 10000
+"""Below Linux's ephemeral ports."""
 
 
 class RolloutEngineError(RuntimeError):
@@ -71,6 +74,9 @@ class VllmOmniRolloutEngine:
     ):
         self.model_config, self.settings = model_config, settings
         self.adapter, self.pipeline = DiffusionModelBase.get_class(model_config), pipeline_class(model_config)
+        # Read by vLLM-Omni. The port that it would ask the system for may be taken again before it listens there; these
+        # numbers the system does not give away, and a process id is one worker's.
+        os.environ.setdefault("MASTER_PORT", str(FIRST_PORT + os.getpid() % PORTS))
         self._numbers, self._asleep = itertools.count(1), False
         self._lora: Any = None
         self._loop = asyncio.new_event_loop()
