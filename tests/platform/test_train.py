@@ -208,7 +208,7 @@ def test_a_failing_reward_fails_the_run_and_leaves_nothing_running(workspace: Wo
         ("trainer.n_gpus_per_node=5", "5 trainer ranks"),
         ("data.train_batch_size=100", "has only 8 train prompts"),
         ("algorithm.adv_estimator=grop", "known: dance_grpo, flow_grpo"),
-        ("actor_rollout_ref.actor.diffusion_loss.loss_mode=grop", "known: dance_grpo, flow_dppo"),
+        ("actor_rollout_ref.actor.diffusion_loss.loss_mode=grop", "known: awm, dance_grpo, diffusion_nft"),
         ("algorithm.name=grop", "known: flow_grpo, dance_grpo"),
         ("reward.functions={ocrr: {}}", "no reward 'ocrr'"),
         ("actor_rollout_ref.model.path=nowhere", "nowhere/model_index.json does not exist"),

@@ -74,9 +74,9 @@ class VllmOmniRolloutEngine:
     ):
         self.model_config, self.settings = model_config, settings
         self.adapter, self.pipeline = DiffusionModelBase.get_class(model_config), pipeline_class(model_config)
-        # Read by vLLM-Omni. The port that it would ask the system for may be taken again before it listens there; these
-        # numbers the system does not give away, and a process id is one worker's.
-        os.environ.setdefault("MASTER_PORT", str(FIRST_PORT + os.getpid() % PORTS))
+        # Read by vLLM-Omni, which leaves its own there for child processes to inherit: two workers of one driver would
+        # then want one port. A process id is one worker's, and these numbers the system does not give away meanwhile.
+        os.environ["MASTER_PORT"] = str(FIRST_PORT + os.getpid() % PORTS)
         self._numbers, self._asleep = itertools.count(1), False
         self._lora: Any = None
         self._loop = asyncio.new_event_loop()
