@@ -66,7 +66,7 @@ def check_inputs(config: TrainConfig) -> Inputs:
     embeddings = PromptEmbeddings.open(config.data.embeddings)
     content = config.data.prompts.read_bytes() + (config.data.embeddings / INDEX).read_bytes()
     pairs = None
-    if config.algorithm.sample_source == "offline":
+    if not config.samples:
         pairs = _open_pairs(config, embeddings, latent_shape)
         content += (config.data.pairs / INDEX).read_bytes()
     _check_count(config, len(train) if pairs is None else len(pairs.pairs))
@@ -82,7 +82,7 @@ def check_inputs(config: TrainConfig) -> Inputs:
 
 def _check_count(config: TrainConfig, there: int) -> None:
     """There is enough for one iteration."""
-    offline = config.algorithm.sample_source == "offline"
+    offline = not config.samples
     file, what = (config.data.pairs, "pairs") if offline else (config.data.prompts, "train prompts")
     if there < config.data.train_batch_size:
         raise ConfigError(

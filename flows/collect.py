@@ -41,7 +41,7 @@ class Collected:
 
 def collect(run: TrainingRun, iteration: int, clock: Stopwatch) -> Collected:
     """The iteration's samples, from where `algorithm.sample_source` says."""
-    if run.config.algorithm.sample_source == "offline":
+    if not run.samples:
         return read_pairs(clock, run.inputs.pairs, run.inputs.embeddings, run.config, run.pairs(iteration), iteration)
     batches = run.rollout.submit(
         run.prompts(iteration), run.config.actor_rollout_ref.rollout.n, iteration, run.window(iteration)

@@ -152,7 +152,7 @@ class TrainConfig(Section):
     def _check_groups(self) -> None:
         rollout, actor, algorithm = self.actor_rollout_ref.rollout, self.actor_rollout_ref.actor, self.algorithm
         loss = actor.diffusion_loss.loss_mode
-        compares = algorithm.sample_source == "online" and actor.teacher_path is None
+        compares = self.samples and actor.teacher_path is None
         if compares and rollout.n < 2:
             raise ValueError(
                 f"actor_rollout_ref.rollout.n is {rollout.n}: {algorithm.adv_estimator} compares the samples of one "
@@ -182,7 +182,7 @@ class TrainConfig(Section):
                 f"actor.ppo_micro_batch_size_per_gpu is {actor.ppo_micro_batch_size_per_gpu}: loss {loss} compares "
                 "pairs and needs an even number"
             )
-        if algorithm.sample_source == "online" and rollout.micro_batch_size % rollout.n:
+        if self.samples and rollout.micro_batch_size % rollout.n:
             raise ValueError(
                 f"rollout.micro_batch_size {rollout.micro_batch_size} must be a multiple of rollout.n {rollout.n}: "
                 f"loss {loss} looks for its pairs among samples that are kept together"
@@ -196,7 +196,7 @@ class TrainConfig(Section):
                 f"data.train_batch_size {prompts} must be a multiple of actor.ppo_mini_batch_size {mini} (both count "
                 "prompts)"
             )
-        if self.algorithm.sample_source == "offline":
+        if not self.samples:
             if mini % self.trainer.world_size:
                 raise ValueError(
                     f"actor.ppo_mini_batch_size {mini} (pairs) must be a multiple of the {self.trainer.world_size} "

@@ -222,7 +222,7 @@ def check_resources(config: TrainConfig, trains: bool = True) -> None:
 def _start_actors(config: TrainConfig, inputs: Inputs, tracker: Tracker, store: CheckpointStore) -> TrainingRun:
     """All groups load their models at the same time."""
     settings, trainer_settings = config.actor_rollout_ref, config.trainer
-    online = config.algorithm.sample_source == "online"
+    online = config.samples
     check_resources(config)
     shared = SharedGpus(trainer_settings.world_size) if online and config.shares_gpus else None
     rollout, reward = (start_rollout(config, inputs, shared), RewardGroup(config.reward)) if online else (None, None)

@@ -127,8 +127,7 @@ class PolicyEvaluation:
             with _adapters_off(self.module):
                 yield
         else:
-            with nullcontext():
-                yield
+            yield
 
     def _data_of(self, micro_batch: TensorDict, step: int) -> dict[str, Tensor]:
         """What the losses may read, at one of the W timesteps."""
