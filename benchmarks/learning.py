@@ -39,9 +39,13 @@ COMMON = [
 FORWARD = ["algorithm.num_train_timesteps=4"]
 SETTINGS: dict[str, list[str]] = {
     "flow_grpo": [],
-    "dance_grpo": [f"{ROLLOUT}.algo.sde_type=dance_sde", f"{ROLLOUT}.algo.noise_level=0.7"],
+    "dance_grpo": [f"{ROLLOUT}.algo.sde_type=dance_sde", f"{ROLLOUT}.algo.noise_level=0.7", f"{ACTOR}.optim.lr=2.0e-4"],
     "cps": ["algorithm.name=flow_grpo", f"{ROLLOUT}.algo.sde_type=cps", f"{ROLLOUT}.algo.noise_level=0.7"],
-    "mix_grpo": [f"{ROLLOUT}.algo.sde_window_size=2", f"{ROLLOUT}.algo.sde_window_range=[0,5]"],
+    "mix_grpo": [
+        f"{ROLLOUT}.algo.sde_window_size=2",
+        f"{ROLLOUT}.algo.sde_window_range=[0,5]",
+        "trainer.total_training_steps=48",  # two trained steps an iteration, where flow_grpo has four
+    ],
     "grpo_guard": [f"{ACTOR}.diffusion_loss.clip_ratio=1.0e-4"],
     "flow_dppo": [],
     "dpo": FORWARD,
@@ -205,8 +209,8 @@ def plot(curves: dict[str, list[Curve]], path: Path) -> None:
 def table(curves: dict[str, list[Curve]]) -> str:
     """A row an algorithm, in Markdown."""
     lines = [
-        "| Algorithm | Held-out reward before | after, each seed | Gain | p (gain > 0) | Seconds |",
-        "|---|---|---|---|---|---|",
+        "| Algorithm | Held-out reward before | after, each seed | Gain | p (gain > 0) | Pictures | Seconds |",
+        "|---|---|---|---|---|---|---|",
     ]
     for algorithm, seeds in curves.items():
         gains = [curve.gain for curve in seeds]
@@ -214,7 +218,7 @@ def table(curves: dict[str, list[Curve]]) -> str:
         seconds = np.mean([curve.seconds[-1] for curve in seeds])
         lines.append(
             f"| `{algorithm}` | {np.mean([curve.reward[0] for curve in seeds]):.3f} | {after} | "
-            f"{np.mean(gains):+.3f} | {p_value(gains):.4f} | {seconds:.0f} |"
+            f"{np.mean(gains):+.3f} | {p_value(gains):.4f} | {seeds[0].images[-1]:.0f} | {seconds:.0f} |"
         )
     return "\n".join(lines)
 
@@ -238,7 +242,8 @@ that of a one-sided t-test of the gain over the seeds; {verdict}.
 Machine: {machine}.
 """
 NOTES = """`dpo_offline` trains on the 200 pairs of `data/pairs`, without a rollout; the two distillations learn from
-`flow_grpo`'s weights after its run with seed 0, not from a reward. `cps` is `flow_grpo` with that kernel. What an
+`flow_grpo`'s weights after its run with seed 0, not from a reward. `mix_grpo` has twice as many iterations of two
+trained steps. `cps` is `flow_grpo` with that kernel. What an
 algorithm changes in the quickstart stands in `benchmarks/learning.py`.
 """
 

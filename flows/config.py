@@ -224,6 +224,11 @@ class TrainConfig(Section):
         return self.algorithm.sample_source == "online"
 
     @property
+    def records_unconditional(self) -> bool:
+        """Does the update take the rollout's half of the guidance without the prompt as it is?"""
+        return self.actor_rollout_ref.actor.guidance_gradient == "conditional"
+
+    @property
     def shares_gpus(self) -> bool:
         """Do trainer and rollout take turns on the same GPUs?"""
         return self.trainer.device == "cuda" and self.actor_rollout_ref.rollout.placement == "colocated"

@@ -207,6 +207,7 @@ def start_rollout(config: TrainConfig, inputs: Inputs, shared: SharedGpus | None
         device=config.trainer.device,
         seed=config.trainer.seed,
         record_means=config.algorithm.rollout_correction.bypass_mode and needs_old_means(loss),
+        record_unconditional=config.records_unconditional,
         record_finished=config.algorithm.trainer_type == "direct_preference",
         outputs=frozenset(LATENTS if wants == "latents" else PICTURES for wants in wanted_inputs(config.reward)),
         shared=shared,

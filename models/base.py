@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
+from models.guidance import in_one_pass
+
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline, SchedulerMixin
     from tensordict import TensorDict
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
     from models.config import DiffusionPipelineConfig, DiffusionRolloutAlgoConfig, ModelConfig
 
 C = TypeVar("C", bound=type)
+
+UNCONDITIONAL = "unconditional"
+"""Name under which samples carry the half of the guidance without the prompt."""
 
 OPTIONAL_PIPELINE_FIELDS: dict[str, float | None] = {"true_cfg_scale": 1.0, "guidance_scale": None, "num_frames": None}
 """Fields of `rollout.pipeline` that only some families read, and the value with which each says nothing."""
@@ -128,6 +133,11 @@ class DiffusionModelBase(ABC):
     negative_prompt: ClassVar[str] = ""
     """What guidance contrasts with unless the data stage is given another text: the model card's."""
 
+    guides_in_one_pass: ClassVar[bool] = False
+    """The family's pipeline computes both halves of the guidance in one batch, in the order of `negative_first`."""
+
+    negative_first: ClassVar[bool] = True
+
     samples_video: ClassVar[bool] = False
     """`decode` returns [B, F, H, W, 3] instead of [B, H, W, 3]."""
 
@@ -192,14 +202,13 @@ class DiffusionModelBase(ABC):
 
     @classmethod
     @abstractmethod
-    def predict_velocity(
-        cls,
-        module: nn.Module,
-        model_config: DiffusionModelConfig,
-        model_inputs: dict[str, Any],
-        negative_model_inputs: dict[str, Any] | None,
-    ) -> Tensor:
-        """The guided velocity v = e - x0 in fp32, [B, ...] like the latent."""
+    def guide(cls, model_config: DiffusionModelConfig, conditional: Tensor, unconditional: Tensor | None) -> Tensor:
+        """The velocity v = e - x0 in fp32, [B, ...] like the latent.
+
+        Args:
+            conditional: what `denoise` gave with the prompt.
+            unconditional: what it gave without, or None without guidance.
+        """
 
     @classmethod
     @abstractmethod
@@ -246,6 +255,44 @@ class DiffusionModelBase(ABC):
         """Tokens of each prompt that count against max_sequence_length; above it the text would be cut."""
 
     # ---- what all families share; a family may have its own
+
+    @classmethod
+    def denoise(cls, module: nn.Module, model_inputs: dict[str, Any]) -> Tensor:
+        """What the network says of one batch, [B, ...] in its own number format."""
+        return module(**model_inputs)[0]
+
+    @classmethod
+    def predict_halves(
+        cls, module: nn.Module, model_inputs: dict[str, Any], negative_model_inputs: dict[str, Any] | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """`denoise` with the prompt and, with guidance, without it; in one pass where the family's pipeline does so."""
+
+        def forward(inputs: dict[str, Any]) -> Tensor:
+            return cls.denoise(module, inputs)
+
+        if negative_model_inputs is None:
+            return forward(model_inputs), None
+        if cls.guides_in_one_pass:
+            return in_one_pass(forward, model_inputs, negative_model_inputs, cls.negative_first)
+        return forward(model_inputs), forward(negative_model_inputs)
+
+    @classmethod
+    def predict_velocity(
+        cls,
+        module: nn.Module,
+        model_config: DiffusionModelConfig,
+        model_inputs: dict[str, Any],
+        negative_model_inputs: dict[str, Any] | None,
+        unconditional: Tensor | None = None,
+    ) -> Tensor:
+        """The guided velocity v = e - x0 in fp32, [B, ...] like the latent.
+
+        Args:
+            unconditional: the half without the prompt, where it is known already; it is not computed again then.
+        """
+        if unconditional is None:
+            return cls.guide(model_config, *cls.predict_halves(module, model_inputs, negative_model_inputs))
+        return cls.guide(model_config, cls.denoise(module, model_inputs), unconditional)
 
     @classmethod
     def build_scheduler(cls, model_config: DiffusionModelConfig) -> "SchedulerMixin":
@@ -318,7 +365,8 @@ class DiffusionModelBase(ABC):
         """Replay one step of a rollout under the module's present weights.
 
         Args:
-            scheduler_inputs: `latents` [B, W+1, ...] and `timesteps` [B, W] of the rollout.
+            scheduler_inputs: `latents` [B, W+1, ...] and `timesteps` [B, W] of the rollout; with `unconditional`
+                [B, ...] this step's half of the guidance without the prompt is taken as given.
             step: which of the W steps.
 
         Returns:
@@ -326,7 +374,9 @@ class DiffusionModelBase(ABC):
         """
         if scheduler_inputs is None:
             raise ValueError("forward_and_sample_previous_step needs scheduler_inputs with latents and timesteps")
-        velocity = cls.predict_velocity(module, model_config, model_inputs, negative_model_inputs)
+        velocity = cls.predict_velocity(
+            module, model_config, model_inputs, negative_model_inputs, scheduler_inputs.get(UNCONDITIONAL)
+        )
         latents, timesteps = scheduler_inputs["latents"], scheduler_inputs["timesteps"]
         _, log_prob, mean, std_dev_t, sqrt_dt = scheduler.sample_previous_step(
             latents[:, step],

@@ -1,14 +1,14 @@
-"""Classifier-free guidance: how a velocity with the prompt and one without it are computed and joined."""
+"""Classifier-free guidance: how a network's output with the prompt and the one without it are computed and joined."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
 def in_one_pass(
-    forward: Callable[..., Any],
+    forward: Callable[[dict[str, Any]], Tensor],
     model_inputs: dict[str, Any],
     negative_model_inputs: dict[str, Any],
     negative_first: bool = True,
@@ -21,7 +21,7 @@ def in_one_pass(
     first, second = negative_model_inputs, model_inputs
     if not negative_first:
         first, second = second, first
-    halves = forward(**{name: _joined(value, second[name]) for name, value in first.items()})[0].chunk(2)
+    halves = forward({name: _joined(value, second[name]) for name, value in first.items()}).chunk(2)
     return (halves[1], halves[0]) if negative_first else (halves[0], halves[1])
 
 
@@ -29,13 +29,6 @@ def _joined(first: Any, second: Any) -> Any:
     if isinstance(first, Tensor):
         return torch.cat([first, second])
     return first + second if isinstance(first, list) else first
-
-
-def in_two_passes(
-    module: nn.Module, model_inputs: dict[str, Any], negative_model_inputs: dict[str, Any]
-) -> tuple[Tensor, Tensor]:
-    """(conditional, unconditional), each [B, ...], from a forward of each."""
-    return module(**model_inputs)[0], module(**negative_model_inputs)[0]
 
 
 def guided(conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:

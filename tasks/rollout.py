@@ -153,12 +153,14 @@ class RolloutGroup:
         device: str,
         seed: int,
         record_means: bool = False,
+        record_unconditional: bool = False,
         record_finished: bool = False,
         outputs: frozenset[str] = frozenset({PICTURES}),
         shared: SharedGpus | None = None,
     ):
         self.embeddings, self.settings, self.seed = embeddings, settings, seed
-        self.record_means, self.record_finished, self.outputs = record_means, record_finished, outputs
+        self.record_means, self.record_unconditional = record_means, record_unconditional
+        self.record_finished, self.outputs = record_finished, outputs
         self.pipeline, self.adapter = model_config.pipeline, DiffusionModelBase.get_class(model_config)
         gpus = 0.0 if device != "cuda" else settings.num_gpus_per_actor if shared is None else GPU_SHARE
         self.group = ActorGroup(
@@ -240,7 +242,16 @@ class RolloutGroup:
         rows = torch.tensor([uids.index(prompt.uid) for prompt, _ in part])
         table = self.prompt_table(uids, pipeline)
         finished = self.record_finished and trains
-        return RolloutRequest(keys, table, rows, tuple(window), self.record_means, finished, outputs)
+        return RolloutRequest(
+            keys=keys,
+            prompts=table,
+            prompt_index=rows,
+            window=tuple(window),
+            record_means=self.record_means,
+            record_unconditional=self.record_unconditional,
+            record_finished=finished,
+            outputs=outputs,
+        )
 
     def prompt_table(self, uids: Sequence[str], pipeline: DiffusionPipelineConfig | None = None) -> PromptTable:
         """Embeddings of these prompts, each once; the negative prompt's if `pipeline` (the rollout's own) is guided."""

@@ -103,12 +103,13 @@ def rollout_request(
     window: Sequence[int] = (0, 1, 2),
     negative_length: int | None = None,
     iteration: int = 0,
-    record_means: bool = False,
+    **recorded: bool,
 ) -> RolloutRequest:
-    """`samples` samples for each prompt; the prompts have `lengths` tokens."""
+    """`samples` samples for each prompt; the prompts have `lengths` tokens; `recorded` are fields
+    of the request."""
     index = torch.arange(len(lengths)).repeat_interleave(samples)
     keys = noise_keys(len(lengths), samples, iteration=iteration)
-    return RolloutRequest(keys, prompt_table(lengths, negative_length), index, tuple(window), record_means)
+    return RolloutRequest(keys, prompt_table(lengths, negative_length), index, tuple(window), **recorded)
 
 
 @contextmanager

@@ -40,7 +40,9 @@ def latents_around(paths: Trajectories, number: int) -> tuple[Tensor, Tensor]:
     return paths.latents[:, visited.index(step)], paths.latents[:, visited.index(step + 1)]
 
 
-def plain_velocity(module: nn.Module, config: DiffusionModelConfig, paths: Trajectories, number: int) -> Tensor:
+def plain_velocity(
+    module: nn.Module, config: DiffusionModelConfig, paths: Trajectories, number: int, fixed_half: bool = False
+) -> Tensor:
     table = paths.prompts
 
     def predict(embeds: Tensor, mask: Tensor) -> Tensor:
@@ -59,17 +61,21 @@ def plain_velocity(module: nn.Module, config: DiffusionModelConfig, paths: Traje
     assert table.negative_prompt_embeds is not None
     embeds = table.negative_prompt_embeds.expand(len(paths), -1, -1)
     unconditional = predict(embeds, torch.ones(embeds.shape[:2], dtype=torch.bool))
+    if fixed_half:
+        unconditional = unconditional.detach()
     guided = unconditional + config.pipeline.true_cfg_scale * (conditional - unconditional)
     return guided * conditional.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True)
 
 
-def plain_replay(module: nn.Module, config: DiffusionModelConfig, paths: Trajectories, number: int) -> Replayed:
+def plain_replay(
+    module: nn.Module, config: DiffusionModelConfig, paths: Trajectories, number: int, fixed_half: bool = False
+) -> Replayed:
     """Flow-GRPO's step from s to s' = s - 1/4."""
     step = paths.window[number]
     s, s_next = 1 - step / 4, 1 - (step + 1) / 4
     g = config.algo.noise_level * math.sqrt(s / (1 - (0.75 if s == 1 else s)))
     x, x_next = latents_around(paths, number)
-    v = plain_velocity(module, config, paths, number)
+    v = plain_velocity(module, config, paths, number, fixed_half)
     mean = x + v * (s_next - s) + g**2 / (2 * s) * (x + (1 - s) * v) * (s_next - s)
     std = g * math.sqrt(s - s_next)
     density = -((x_next - mean) ** 2) / (2 * std**2) - math.log(std) - 0.5 * math.log(2 * math.pi)
@@ -125,7 +131,7 @@ def plain_updates(
         terms, count = [], 0
         for (paths, advantages), old_steps in zip(parts, old, strict=True):
             for number, old_step in enumerate(old_steps):
-                own = plain_replay(module, config, paths, number)
+                own = plain_replay(module, config, paths, number, actor.guidance_gradient == "conditional")
                 losses = plain_losses(actor, own, old_step, advantages)
                 if paths.is_weights is not None:
                     weights = paths.is_weights[:, number]

@@ -37,10 +37,10 @@ def config_of(kind: str, tiny_model: Path) -> DiffusionModelConfig:
     return model_config(tiny_model, **KINDS[kind])
 
 
-def rolled_out(config: DiffusionModelConfig) -> Trajectories:
+def rolled_out(config: DiffusionModelConfig, **recorded: bool) -> Trajectories:
     """Six samples of three prompts of different lengths, over a window of three steps."""
     guided = config.pipeline.true_cfg_scale > 1
-    request = rollout_request(samples=2, lengths=(5, 3, 7), negative_length=4 if guided else None)
+    request = rollout_request(samples=2, lengths=(5, 3, 7), negative_length=4 if guided else None, **recorded)
     _, trajectories = DiffusersRolloutEngine(config).generate(request)
     assert trajectories is not None
     return trajectories
@@ -121,6 +121,36 @@ def test_updates_equal_the_reference_trainer(tiny_model: Path, kind: str, clip_g
     assert (norms[0] > clip_grad) == (clip_grad < 1)
     assert largest_difference(engine.gather_weights(), weights) < 1e-6
     assert largest_difference(engine.gather_weights(), start) > 1e-3
+
+
+@pytest.mark.parametrize("recorded", [False, True], ids=["computed", "recorded"])
+@pytest.mark.parametrize("kind", ["guided", "guided_lora"])
+def test_the_half_without_prompt_may_be_a_constant(tiny_model: Path, kind: str, recorded: bool) -> None:
+    """Three optimiser steps of one iteration: what the rollout recorded holds for the first one alone."""
+    config = config_of(kind, tiny_model)
+    trajectories = rolled_out(config, record_unconditional=recorded)
+    assert (trajectories.unconditional is not None) == recorded
+    settings = {"guidance_gradient": "conditional", "clip_grad": 1e6}
+    engine = trainer(config, **settings)
+    engine.update_policy([batch_of(trajectories)] * 3)
+    weights, _ = plain_updates(config, engine.actor_config, [(trajectories, ADVANTAGES)], updates=3)
+    both, _ = plain_updates(config, actor_config(clip_grad=1e6), [(trajectories, ADVANTAGES)], updates=3)
+    assert largest_difference(engine.gather_weights(), weights) < 1e-6
+    assert largest_difference(weights, both) > 1e-4
+
+
+def test_a_recorded_half_is_not_computed_again(tiny_model: Path) -> None:
+    """A wrong one shows in the first step's log-probs, and not in the reference's, which has a half of its own."""
+    config = config_of("guided", tiny_model)
+    trajectories = rolled_out(config, record_unconditional=True)
+    assert trajectories.unconditional is not None
+    wrong = replace(trajectories, unconditional=trajectories.unconditional + 1.0)
+    settings = {"guidance_gradient": "conditional", "use_kl_loss": True, "kl_loss_coef": 0.1}
+    told, misled = (trainer(config, **settings).update_policy([batch_of(t)]) for t in (trajectories, wrong))
+    assert told["ratio_deviation/max"] < 1e-5
+    assert misled["ratio_deviation/max"] > 1e-3
+    assert told["kl_loss"] < 1e-9
+    assert misled["kl_loss"] > 1e-6
 
 
 def test_parts_of_a_batch_add_up_to_one_mean(tiny_model: Path) -> None:

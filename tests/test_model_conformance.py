@@ -365,6 +365,28 @@ def test_gradients_reach_exactly_the_trained_weights(checkpoint_of: Any, name: s
     assert reached == set(trainable(module)) - model.family.unreached(trainable(module))
 
 
+@pytest.mark.usefixtures("one_rank")
+def test_compiled_blocks_sample_and_learn_as_eager_ones(checkpoint_of: Any) -> None:
+    """Up to rounding; with LoRA inside the blocks and FSDP around them. One family: compiling takes a minute."""
+    model = checkpoint_of("stable_diffusion_3")
+    eager = model.config(True, **LORA)
+    compiled = replace(eager, model=eager.model.model_copy(update={"compile": True}))
+    settings = actor_config(clip_grad=1e6, ppo_micro_batch_size_per_gpu=6)
+    results = []
+    for config in (eager, compiled):
+        trajectories = model.rolled_out(config, True)
+        engine = DiffusersFSDPEngine(config, settings)
+        engine.initialize()
+        norm = engine.update_policy([ActorBatch([(trajectories, ADVANTAGES)], 6)])["grad_norm"]
+        results.append((trajectories, norm, engine.gather_weights()))
+    (expected, expected_norm, expected_weights), (trajectories, norm, weights) = results
+    assert not torch.equal(trajectories.latents, expected.latents), "nothing was compiled"
+    torch.testing.assert_close(trajectories.latents, expected.latents, rtol=0, atol=1e-4)
+    torch.testing.assert_close(trajectories.log_probs, expected.log_probs, rtol=0, atol=1e-5)
+    assert norm == pytest.approx(expected_norm, rel=1e-3)
+    torch.testing.assert_close(weights, expected_weights, rtol=0, atol=1e-4)
+
+
 @every_family
 @pytest.mark.parametrize("weights", [{}, LORA], ids=["full", "lora"])
 @pytest.mark.usefixtures("one_rank")

@@ -10,6 +10,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from models.algorithms.losses import IS_WEIGHTS, OLD_MEAN
+from models.base import UNCONDITIONAL
 from models.engines.noised import NoisedLatents
 from models.engines.trajectories import FinishedLatents, Trajectories
 
@@ -75,6 +76,7 @@ def micro_batch_of(
             "timesteps": samples.timesteps,
             "old_log_probs": samples.log_probs,
             OLD_MEAN: samples.means,
+            UNCONDITIONAL: samples.unconditional,
             IS_WEIGHTS: None if weights is None else weights.nan_to_num(0.0),
         }
     tensors["advantages"] = advantages[rows].nan_to_num(0.0).to(device)

@@ -39,7 +39,8 @@ def canary_velocity(
     keys = [NoiseKey(0, 0, "canary", i) for i in index.tolist()]
     latents = draw(keys, INITIAL_NOISE, adapter.latent_shape(model_config), device)
     velocity = velocity_field(adapter, module, model_config, prompts, index)
-    return velocity(latents, torch.tensor(canary.timestep, device=device)).cpu()
+    guided, _ = velocity(latents, torch.tensor(canary.timestep, device=device))
+    return guided.cpu()
 
 
 def check_canary(trainer: Tensor, rollout: Tensor, version: int, tolerance: float) -> float:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from models.base import DiffusionModelBase, DiffusionModelConfig
 from models.engines.canary import Canary, canary_velocity
+from models.engines.compiled import compile_blocks, compile_decoder
 from models.engines.sampling import Sampler
 from models.engines.weights import load_exported, load_trainable, make_trainable, trainable
 
@@ -27,7 +28,11 @@ class DiffusersRolloutEngine(Sampler):
         # The trainer keeps LoRA weights in fp32 for its optimiser and computes with them in the model's format.
         for parameter in trainable(self.transformer).values():
             parameter.data = parameter.data.to(model_config.dtype)
-        super().__init__(adapter, self.transformer, adapter.load_vae(model_config).to(device), model_config, device)
+        vae = adapter.load_vae(model_config).to(device)
+        if model_config.model.compile:
+            compile_blocks(adapter, self.transformer)
+            compile_decoder(vae)
+        super().__init__(adapter, self.transformer, vae, model_config, device)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Take the trainer's weights (names as `models.engines.weights.trainable` gives them)."""

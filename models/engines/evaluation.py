@@ -25,7 +25,7 @@ from models.algorithms.losses import (
     KLLoss,
     velocity_distance,
 )
-from models.base import DiffusionModelBase, DiffusionModelConfig
+from models.base import UNCONDITIONAL, DiffusionModelBase, DiffusionModelConfig
 from models.engines.ema import WeightCopy
 from models.engines.noised import add_noise
 from models.engines.weights import LORA_FILE
@@ -91,7 +91,7 @@ class PolicyEvaluation:
         assert loss_function is not None, "forward_step needs a loss_function unless forward_only"
         if loss_function.process == "reverse":
             data |= self._compared_means(loss_function, micro_batch, data, step)
-        output = self._output(self.module, micro_batch, data, step)
+        output = self._output(self.module, micro_batch, data, step, learning=True)
         name = self.actor_config.diffusion_loss.loss_mode
         loss_function.validate_inputs(loss_name=name, model_output=output, data=data)
         result = loss_function(config=self.actor_config, model_output=output, data=data)
@@ -140,18 +140,31 @@ class PolicyEvaluation:
         return data
 
     def _output(
-        self, module: nn.Module, micro_batch: TensorDict, data: dict[str, Tensor], step: int
+        self, module: nn.Module, micro_batch: TensorDict, data: dict[str, Tensor], step: int, learning: bool = False
     ) -> dict[str, Tensor]:
-        """MODEL_OUTPUTS of the micro-batch's process."""
+        """MODEL_OUTPUTS of the micro-batch's process; `learning` says that a gradient is to come of it."""
         if "noisy_latents" in data:
             timesteps = data["sigmas"] * self.scheduler.config.num_train_timesteps
             inputs, negative = self._inputs(module, micro_batch, data["noisy_latents"], timesteps, step)
-            return {"velocity": self.adapter.predict_velocity(module, self.model_config, inputs, negative)}
+            half = self._fixed_half(micro_batch, negative, step) if learning else None
+            return {"velocity": self.adapter.predict_velocity(module, self.model_config, inputs, negative, half)}
         inputs, negative = self._inputs(module, micro_batch, micro_batch["latents"], micro_batch["timesteps"], step)
+        replayed: dict[str, Any] = {name: micro_batch[name] for name in ("latents", "timesteps")}
+        replayed[UNCONDITIONAL] = self._fixed_half(micro_batch, negative, step) if learning else None
         log_probs, mean, std_dev_t, sqrt_dt = self.adapter.forward_and_sample_previous_step(
-            module, self.scheduler, self.model_config, inputs, negative, micro_batch, step
+            module, self.scheduler, self.model_config, inputs, negative, replayed, step
         )
         return {"log_probs": log_probs, "prev_sample_mean": mean, "std_dev_t": std_dev_t, "sqrt_dt": sqrt_dt}
+
+    def _fixed_half(self, micro_batch: TensorDict, negative: dict[str, Any] | None, step: int) -> Tensor | None:
+        """The half of the guidance that no gradient is to reach: the rollout's own where it comes with the samples."""
+        if negative is None or self.actor_config.guidance_gradient == "both":
+            return None
+        recorded = micro_batch.get(UNCONDITIONAL)
+        if recorded is not None:
+            return recorded[:, step]
+        with torch.no_grad():
+            return self.adapter.denoise(self.module, negative)
 
     def _inputs(
         self, module: nn.Module, micro_batch: TensorDict, latents: Tensor, timesteps: Tensor, step: int

@@ -26,6 +26,7 @@ from models.algorithms.old_policy import old_policy_decay
 from models.base import DiffusionModelBase, DiffusionModelConfig
 from models.engines.actor_batch import ActorBatch, PreparedBatch, WeightedMetrics, micro_batch_of
 from models.engines.canary import Canary, canary_velocity
+from models.engines.compiled import compile_blocks
 from models.engines.ema import HeldWeights, WeightAverage, WeightCopy
 from models.engines.evaluation import LOG_PROB_DISTANCES, PolicyEvaluation, load_teacher
 from models.engines.forward_batches import noised_batch
@@ -121,6 +122,8 @@ class DiffusersFSDPEngine(PolicyEvaluation):
 
     def _accumulate_gradients(self, batch: PreparedBatch, collected: WeightedMetrics, first: bool) -> None:
         for number, (samples, advantages) in enumerate(batch.pieces):
+            if not first and isinstance(samples, Trajectories):  # the weights that the rollout sampled with are gone
+                samples = replace(samples, unconditional=None)
             steps, on_device = samples.steps, samples.to(self.device)
             for step in range(steps):
                 micro_batch, counted = micro_batch_of(on_device.step(step), advantages, self.device)
@@ -259,6 +262,8 @@ class DiffusersFSDPEngine(PolicyEvaluation):
                 module.enable_gradient_checkpointing()
         else:
             module.requires_grad_(False)
+        if self.model_config.model.compile:
+            compile_blocks(self.adapter, module)
         return module.to(self.device)
 
     def _load_teacher(self) -> nn.Module | None:
@@ -278,7 +283,9 @@ class DiffusersFSDPEngine(PolicyEvaluation):
         )
         # Frozen weights that diffusers keeps in fp32 in a bf16 model stay so, whole on every rank: they are few, and
         # rounded here they would make another model than the rollout's.
-        kept = {p for p in module.parameters() if not p.requires_grad and p.dtype != getattr(torch, own)}
+        frozen = [p for p in module.parameters() if not p.requires_grad]
+        whole = self.model_config.model.lora_rank > 0 and not settings.shard_frozen
+        kept = {p for p in frozen if whole or p.dtype != getattr(torch, own)}
         mesh = init_device_mesh(self.device, (dist.get_world_size(),))
         for part in (*self.adapter.transformer_blocks(module), module):
             fully_shard(

@@ -23,7 +23,7 @@ from models.schedulers.noise_keys import INITIAL_NOISE, draw, generators
 if TYPE_CHECKING:
     from models.config import DiffusionPipelineConfig, DiffusionRolloutAlgoConfig
 
-    Velocity = Callable[[Tensor, Tensor], Tensor]
+    Velocity = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
 
 
 def velocity_field(
@@ -33,14 +33,16 @@ def velocity_field(
     prompts: PromptTable,
     prompt_index: Tensor,
 ) -> "Velocity":
-    """v(latents [B, ...], timestep scalar or [B]) of the model for fixed prompts, fp32."""
+    """v(latents [B, ...], timestep scalar or [B]) of the model for fixed prompts, fp32; beside it the network's output
+    without the prompt, where there is guidance."""
     text, extras = prompts.expand(prompt_index), prompts.expand_extras(prompt_index)
 
-    def velocity(latents: Tensor, timestep: Tensor) -> Tensor:
+    def velocity(latents: Tensor, timestep: Tensor) -> tuple[Tensor, Tensor | None]:
         inputs, negative = adapter.prepare_model_inputs(
             module, model_config, latents, timestep.expand(len(latents)), **text, micro_batch=extras, step=0
         )
-        return adapter.predict_velocity(module, model_config, inputs, negative)
+        conditional, unconditional = adapter.predict_halves(module, inputs, negative)
+        return adapter.guide(model_config, conditional, unconditional), unconditional
 
     return velocity
 
@@ -82,12 +84,14 @@ def sample(
     path: list[Tensor] = []
     log_probs: list[Tensor] = []
     means: list[Tensor] = []
+    without_prompt: list[Tensor] = []
     for step, timestep in enumerate(scheduler.timesteps):
         explore = step in request.window
         if explore and step - 1 not in request.window:
             path.append(latents)
+        guided, unconditional = velocity(latents, timestep)
         output: Any = scheduler.step(
-            velocity(latents, timestep),
+            guided,
             timestep,
             latents,
             generator=generators(request.keys, step) if explore else None,
@@ -100,6 +104,8 @@ def sample(
             log_probs.append(output.log_prob)
             if request.record_means:
                 means.append(output.prev_sample_mean)
+            if request.record_unconditional and unconditional is not None:
+                without_prompt.append(unconditional)
     if request.record_finished:
         return latents, FinishedLatents(request.keys, request.prompts, request.prompt_index, latents.cpu())
     if not request.window:
@@ -114,6 +120,7 @@ def sample(
         timesteps=timesteps.cpu().contiguous(),
         log_probs=torch.stack(log_probs, 1).cpu(),
         means=torch.stack(means, 1).cpu() if request.record_means else None,
+        unconditional=torch.stack(without_prompt, 1).cpu() if without_prompt else None,
     )
     return latents, trajectories
 

@@ -97,6 +97,8 @@ class RolloutRequest:
         prompt_index: [B], each sample's row in `prompts`.
         window: stochastic steps, ascending; empty samples the ODE.
         record_means: also record each window step's mean, for losses that compare means.
+        record_unconditional: also record the half of the guidance without the prompt at each window step, for an update
+            that takes it as given.
         record_finished: keep the finished latents, for losses that noise them again; the window must be empty.
         outputs: PICTURES, LATENTS or both, for the rewards; decoding can cost as much as a step of denoising.
     """
@@ -106,6 +108,7 @@ class RolloutRequest:
     prompt_index: Tensor
     window: tuple[int, ...]
     record_means: bool = False
+    record_unconditional: bool = False
     record_finished: bool = False
     outputs: frozenset[str] = frozenset({PICTURES})
 
@@ -184,6 +187,8 @@ class Trajectories(Samples):
         timesteps: [B, W].
         log_probs: [B, W], of the policy that sampled; after `DiffusersFSDPEngine.rescored` of the trainer's.
         means: [B, W, ...], means of the steps under the same policy; None where no loss asks for them.
+        unconditional: [B, W, ...], what the network said without the prompt, under the same policy and in the network's
+            number format; None where guidance is off or the update computes it.
         is_weights: [B, W], weight of each step in the loss; NaN leaves the step out. None weighs all alike.
     """
 
@@ -192,6 +197,7 @@ class Trajectories(Samples):
     timesteps: Tensor
     log_probs: Tensor
     means: Tensor | None = None
+    unconditional: Tensor | None = None
     is_weights: Tensor | None = None
 
     @property

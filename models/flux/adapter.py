@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from models.base import DiffusionModelBase, DiffusionModelConfig, select_step
-from models.guidance import guided, in_two_passes
+from models.guidance import guided
 from models.latents import (
     component_config,
     kl_vae_factor,
@@ -97,18 +97,11 @@ class Flux(DiffusionModelBase):
         return positive, with_text(negative_prompt_embeds, micro_batch["negative_pooled_prompt_embeds"])
 
     @classmethod
-    def predict_velocity(
-        cls,
-        module: nn.Module,
-        model_config: DiffusionModelConfig,
-        model_inputs: dict[str, Any],
-        negative_model_inputs: dict[str, Any] | None,
-    ) -> Tensor:
+    def guide(cls, model_config: DiffusionModelConfig, conditional: Tensor, unconditional: Tensor | None) -> Tensor:
         """The distilled model's own guidance, and standard guidance around it if asked for."""
-        if negative_model_inputs is None:
-            return module(**model_inputs)[0].float()
-        halves = in_two_passes(module, model_inputs, negative_model_inputs)
-        return guided(*halves, model_config.pipeline.true_cfg_scale).float()
+        if unconditional is None:
+            return conditional.float()
+        return guided(conditional, unconditional, model_config.pipeline.true_cfg_scale).float()
 
     @classmethod
     def latent_shape(cls, model_config: DiffusionModelConfig) -> tuple[int, int]:

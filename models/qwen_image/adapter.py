@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from models.base import DiffusionModelBase, DiffusionModelConfig, select_step
-from models.guidance import guided, in_two_passes
+from models.guidance import guided
 from models.latents import (
     component_config,
     destandardised,
@@ -93,17 +93,10 @@ class QwenImage(DiffusionModelBase):
         return positive, with_text(negative_prompt_embeds, negative_prompt_embeds_mask)
 
     @classmethod
-    def predict_velocity(
-        cls,
-        module: nn.Module,
-        model_config: DiffusionModelConfig,
-        model_inputs: dict[str, Any],
-        negative_model_inputs: dict[str, Any] | None,
-    ) -> Tensor:
+    def guide(cls, model_config: DiffusionModelConfig, conditional: Tensor, unconditional: Tensor | None) -> Tensor:
         """True guidance, then each token's velocity is rescaled to the length of its conditional half."""
-        if negative_model_inputs is None:
-            return module(**model_inputs)[0].float()
-        conditional, unconditional = in_two_passes(module, model_inputs, negative_model_inputs)
+        if unconditional is None:
+            return conditional.float()
         joined = guided(conditional, unconditional, model_config.pipeline.true_cfg_scale)
         length = torch.norm(conditional, dim=-1, keepdim=True) / torch.norm(joined, dim=-1, keepdim=True)
         return (joined * length).float()

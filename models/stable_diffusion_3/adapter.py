@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from models.base import DiffusionModelBase, DiffusionModelConfig, select_step
-from models.guidance import guided, in_one_pass
+from models.guidance import guided
 from models.latents import component_config, kl_vae_factor, latent_grid, pixels_of, scaled, to_uint8, unscaled
 from models.schedulers import FlowMatchSDEDiscreteScheduler
 from models.schedulers.shift import image_shift
@@ -30,6 +30,7 @@ class StableDiffusion3(DiffusionModelBase):
         "attn.to_add_out",
     )
     pipeline_fields = ("guidance_scale",)
+    guides_in_one_pass = True
     prompt_extras = ("pooled_prompt_embeds",)
 
     @classmethod
@@ -77,18 +78,10 @@ class StableDiffusion3(DiffusionModelBase):
         return positive, with_text(negative_prompt_embeds, micro_batch["negative_pooled_prompt_embeds"])
 
     @classmethod
-    def predict_velocity(
-        cls,
-        module: nn.Module,
-        model_config: DiffusionModelConfig,
-        model_inputs: dict[str, Any],
-        negative_model_inputs: dict[str, Any] | None,
-    ) -> Tensor:
-        """Standard guidance, both halves in one batch."""
-        if negative_model_inputs is None:
-            return module(**model_inputs)[0].float()
-        halves = in_one_pass(module, model_inputs, negative_model_inputs)
-        return guided(*halves, model_config.pipeline.guidance_scale or 1.0).float()
+    def guide(cls, model_config: DiffusionModelConfig, conditional: Tensor, unconditional: Tensor | None) -> Tensor:
+        if unconditional is None:
+            return conditional.float()
+        return guided(conditional, unconditional, model_config.pipeline.guidance_scale or 1.0).float()
 
     @classmethod
     def latent_shape(cls, model_config: DiffusionModelConfig) -> tuple[int, int, int]:

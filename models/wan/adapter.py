@@ -7,7 +7,7 @@ from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 from torch import Tensor, nn
 
 from models.base import DiffusionModelBase, DiffusionModelConfig, select_step
-from models.guidance import guided, in_two_passes
+from models.guidance import guided
 from models.latents import (
     component_config,
     destandardised,
@@ -77,18 +77,10 @@ class Wan(DiffusionModelBase):
         return positive, shared | {"encoder_hidden_states": negative_prompt_embeds.to(model_config.dtype)}
 
     @classmethod
-    def predict_velocity(
-        cls,
-        module: nn.Module,
-        model_config: DiffusionModelConfig,
-        model_inputs: dict[str, Any],
-        negative_model_inputs: dict[str, Any] | None,
-    ) -> Tensor:
-        """Standard guidance in two passes."""
-        if negative_model_inputs is None:
-            return module(**model_inputs)[0].float()
-        halves = in_two_passes(module, model_inputs, negative_model_inputs)
-        return guided(*halves, model_config.pipeline.guidance_scale or 1.0).float()
+    def guide(cls, model_config: DiffusionModelConfig, conditional: Tensor, unconditional: Tensor | None) -> Tensor:
+        if unconditional is None:
+            return conditional.float()
+        return guided(conditional, unconditional, model_config.pipeline.guidance_scale or 1.0).float()
 
     @classmethod
     def latent_shape(cls, model_config: DiffusionModelConfig) -> tuple[int, int, int, int]:

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 
 from models.base import DiffusionModelBase, DiffusionModelConfig, select_step
-from models.guidance import in_one_pass
 from models.latents import component_config, kl_vae_factor, latent_grid, pixels_of, scaled, to_uint8, unscaled
 from models.schedulers import FlowMatchSDEDiscreteScheduler
 from models.schedulers.shift import image_shift
@@ -32,6 +31,8 @@ class ZImage(DiffusionModelBase):
         "feed_forward.w3",
     )
     pipeline_fields = ("guidance_scale",)
+    guides_in_one_pass = True
+    negative_first = False
 
     @classmethod
     def set_timesteps(
@@ -81,21 +82,15 @@ class ZImage(DiffusionModelBase):
         return positive, with_text(negative_prompt_embeds, negative_prompt_embeds_mask)
 
     @classmethod
-    def predict_velocity(
-        cls,
-        module: nn.Module,
-        model_config: DiffusionModelConfig,
-        model_inputs: dict[str, Any],
-        negative_model_inputs: dict[str, Any] | None,
-    ) -> Tensor:
-        """c + w (c - u), both halves in one batch and joined in fp32, with the sign turned."""
+    def denoise(cls, module: nn.Module, model_inputs: dict[str, Any]) -> Tensor:
+        """The network knows lists of samples with a frame axis; guidance joins its halves in fp32."""
+        return torch.stack([sample.float() for sample in module(**model_inputs)[0]]).squeeze(2)
 
-        def forward(**inputs: Any) -> tuple[Tensor]:
-            return (torch.stack([sample.float() for sample in module(**inputs)[0]]).squeeze(2),)
-
-        if negative_model_inputs is None:
-            return -forward(**model_inputs)[0]
-        conditional, unconditional = in_one_pass(forward, model_inputs, negative_model_inputs, negative_first=False)
+    @classmethod
+    def guide(cls, model_config: DiffusionModelConfig, conditional: Tensor, unconditional: Tensor | None) -> Tensor:
+        """c + w (c - u), with the sign turned."""
+        if unconditional is None:
+            return -conditional
         scale = model_config.pipeline.guidance_scale or 0.0
         return -(conditional + scale * (conditional - unconditional))
 

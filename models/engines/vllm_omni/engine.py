@@ -267,13 +267,13 @@ def _acknowledged(what: str, acknowledgements: list[Any]) -> None:
 
 def _joined(request: RolloutRequest, answers: list[Any]) -> Generated:
     """The whole request's samples, from the answers in its order."""
-    decoded = [[answer.trajectory_decoded[place] for answer in answers] for place in range(3)]
-    pictures, means, latents = (None if part[0] is None else torch.cat(part) for part in decoded)
-    return Generated(pictures, latents, _recorded(request, answers, means))
+    decoded = [[answer.trajectory_decoded[place] for answer in answers] for place in range(4)]
+    pictures, latents, means, unconditional = (None if part[0] is None else torch.cat(part) for part in decoded)
+    return Generated(pictures, latents, _recorded(request, answers, means, unconditional))
 
 
 def _recorded(
-    request: RolloutRequest, answers: list[Any], means: Tensor | None
+    request: RolloutRequest, answers: list[Any], means: Tensor | None, unconditional: Tensor | None
 ) -> Trajectories | FinishedLatents | None:
     if not request.window and not request.record_finished:
         return None
@@ -289,6 +289,7 @@ def _recorded(
         timesteps=torch.cat([answer.trajectory_timesteps for answer in answers]),
         log_probs=torch.cat([answer.trajectory_log_probs for answer in answers]),
         means=means,
+        unconditional=unconditional,
     )
 
 

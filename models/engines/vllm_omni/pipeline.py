@@ -131,7 +131,12 @@ class RolloutPipeline(nn.Module):
             trajectory_latents=None if recorded is None else recorded.latents,
             trajectory_timesteps=None if path is None else path.timesteps,
             trajectory_log_probs=None if path is None else path.log_probs,
-            trajectory_decoded=[made.pictures, None if path is None else path.means, made.latents],
+            trajectory_decoded=[
+                made.pictures,
+                made.latents,
+                None if path is None else path.means,
+                None if path is None else path.unconditional,
+            ],
             to_cpu=True,
         )
 

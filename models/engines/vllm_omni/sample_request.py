@@ -34,6 +34,7 @@ class SampleRequest:
         place: its place in the request.
         window: stochastic steps.
         record_means: also record each window step's mean.
+        record_unconditional: also record the half of the guidance without the prompt.
         record_finished: keep the finished latents.
         outputs: see `RolloutRequest`.
         pipeline: how it is sampled.
@@ -46,13 +47,23 @@ class SampleRequest:
     place: int
     window: tuple[int, ...]
     record_means: bool
+    record_unconditional: bool
     record_finished: bool
     outputs: frozenset[str]
     pipeline: "DiffusionPipelineConfig"
     algo: "DiffusionRolloutAlgoConfig"
 
 
-_SHARED = ("window", "record_means", "record_finished", "outputs", "pipeline", "algo.noise_level", "algo.sde_type")
+_SHARED = (
+    "window",
+    "record_means",
+    "record_unconditional",
+    "record_finished",
+    "outputs",
+    "pipeline",
+    "algo.noise_level",
+    "algo.sde_type",
+)
 
 
 def table_digest(prompts: PromptTable) -> str:
@@ -78,6 +89,7 @@ def split(
             place=place,
             window=request.window,
             record_means=request.record_means,
+            record_unconditional=request.record_unconditional,
             record_finished=request.record_finished,
             outputs=request.outputs,
             pipeline=pipeline,
@@ -110,6 +122,7 @@ def join(samples: Sequence[SampleRequest], prompts: PromptTable) -> RolloutReque
         prompt_index=torch.tensor([sample.row for sample in samples]),
         window=samples[0].window,
         record_means=samples[0].record_means,
+        record_unconditional=samples[0].record_unconditional,
         record_finished=samples[0].record_finished,
         outputs=samples[0].outputs,
     )
