@@ -9,7 +9,7 @@ from torch import Tensor
 from models.base import DiffusionModelBase, DiffusionModelConfig
 from models.engines.canary import Canary, canary_velocity
 from models.engines.sampling import Sampler
-from models.engines.weights import load_exported, load_trainable, make_trainable, trainable
+from models.engines.weights import TrainableLoad, load_exported, load_trainable, make_trainable, trainable
 
 
 class DiffusersRolloutEngine(Sampler):
@@ -32,6 +32,10 @@ class DiffusersRolloutEngine(Sampler):
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Take the trainer's weights (names as `models.engines.weights.trainable` gives them)."""
         load_trainable(self.transformer, weights)
+
+    def begin_load(self) -> TrainableLoad:
+        """Take the trainer's weights piece by piece."""
+        return TrainableLoad(self.transformer)
 
     def load_exported(self, folder: Path) -> None:
         """Take weights from a folder that a run exported."""

@@ -1,6 +1,6 @@
 """The training engine: a diffusers transformer under FSDP2, trained step by step on what the rollout sampled."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -198,10 +198,9 @@ class DiffusersFSDPEngine(PolicyEvaluation):
     def gather_weights(self) -> dict[str, Tensor]:
         """The trained weights, whole and on the CPU; on rank 0 (empty on the others)."""
         gathered = {}
-        for name, parameter in trainable(self.module).items():
-            whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        for name, whole in self.whole_weights():
             if dist.get_rank() == 0:
-                gathered[name] = whole.detach().cpu().clone()
+                gathered[name] = whole.cpu().clone()
         return gathered
 
     def canary_velocity(self, canary: Canary) -> Tensor:
@@ -212,6 +211,12 @@ class DiffusersFSDPEngine(PolicyEvaluation):
     # ---- checkpoint
 
     def save_checkpoint(self, folder: Path) -> None:
+    def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and tensor of the trained weights one by one, whole and on the device; every rank must take them all."""
+        for name, parameter in trainable(self.module).items():
+            whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            yield name, whole.detach()
+
         """Write policy, its copies, optimiser, schedule and random state, sharded, for any number of ranks to read."""
         dcp.save(self._state(), checkpoint_id=str(folder))
 
