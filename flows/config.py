@@ -44,6 +44,8 @@ NOT_SHAPING: dict[str, Any] = {
             "placement",
             "max_queued_batches",
             "max_restarts",
+            "weight_transport",
+            "update_weights_bucket_megabytes",
             "vllm_omni",
             "val_kwargs",
         }
@@ -216,6 +218,27 @@ class TrainConfig(Section):
             raise ValueError(
                 f"actor_rollout_ref.rollout.placement is colocated, one worker on each trainer rank's GPU: "
                 f"rollout.num_actors is {rollout.num_actors}, set it to the {ranks} ranks"
+            )
+        self._check_weight_transport()
+
+    def _check_weight_transport(self) -> None:
+        rollout = self.actor_rollout_ref.rollout
+        needs = {"ipc": "colocated", "collective": "separate"}.get(rollout.weight_transport, rollout.placement)
+        if rollout.placement != needs:
+            why = {
+                "ipc": "a worker can read the trainer's memory only on the same GPU",
+                "collective": "NCCL takes no two processes on one GPU",
+            }[rollout.weight_transport]
+            raise ValueError(
+                f"actor_rollout_ref.rollout.weight_transport is {rollout.weight_transport} and rollout.placement "
+                f"{rollout.placement}, but {why}: set placement to {needs}, or weight_transport to object_store"
+            )
+        whole = rollout.num_gpus_per_actor >= 1 or self.trainer.device == "cpu"
+        if rollout.weight_transport == "collective" and not whole:
+            raise ValueError(
+                "actor_rollout_ref.rollout.weight_transport is collective and rollout.num_gpus_per_actor "
+                f"{rollout.num_gpus_per_actor:g}, but NCCL takes no two processes on one GPU: give every worker a "
+                "whole GPU, or set weight_transport to object_store"
             )
 
     @property

@@ -30,7 +30,7 @@ from tasks.metrics import (
 from tasks.old_log_prob import old_log_prob
 from tasks.pictures import WIDEST_GRID, grid
 from tasks.tracking import log_step
-from tasks.update import sync_weights, update
+from tasks.update import Synced, sync_weights, update
 from tasks.validate import Validation, validate
 
 
@@ -84,7 +84,7 @@ def iterate(run: TrainingRun, iteration: int) -> dict[str, float]:
         metrics = collected.metrics | update(clock, run.trainer, batches, advantages, old)
     run.iteration = iteration
     if run.samples:
-        metrics["sync/canary_difference"] = sync(run, clock, run.sampling_weights)
+        metrics |= sync(run, clock, run.sampling_weights).metrics()
 
     validation = measure(run, clock) if run.samples and _due(iteration, run.config.trainer.test_freq, run) else None
     metrics |= validation.metrics() if validation else {}
@@ -106,8 +106,8 @@ def iterate(run: TrainingRun, iteration: int) -> dict[str, float]:
     return metrics
 
 
-def sync(run: TrainingRun, clock: Stopwatch, which: HeldWeights) -> float:
-    """Give the rollout one of the trainer's sets of weights; the canary's largest difference."""
+def sync(run: TrainingRun, clock: Stopwatch, which: HeldWeights) -> Synced:
+    """Give the rollout one of the trainer's sets of weights."""
     return sync_weights(clock, run.trainer, run.rollout, run.canary, run.iteration, run.tolerance, which)
 
 
