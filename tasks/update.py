@@ -37,10 +37,11 @@ class TrainerRank:
         forward_config: ForwardProcessConfig,
         device: str,
         num_threads: int,
+        keeps_previous: bool = False,
     ):
         torch.set_num_threads(num_threads)
         self.model_config, self.actor_config, self.device = model_config, actor_config, device
-        self.forward_config = forward_config
+        self.forward_config, self.keeps_previous = forward_config, keeps_previous
         self.courier = Courier(device)
 
     def reserve_address(self) -> tuple[str, int]:
@@ -59,7 +60,9 @@ class TrainerRank:
         backend = "nccl" if self.device == "cuda" else "gloo"
         host, port = address
         dist.init_process_group(backend, init_method=f"tcp://{host}:{port}", rank=rank, world_size=world_size)
-        self.engine = DiffusersFSDPEngine(self.model_config, self.actor_config, self.device, self.forward_config)
+        self.engine = DiffusersFSDPEngine(
+            self.model_config, self.actor_config, self.device, self.forward_config, self.keeps_previous
+        )
         self.engine.initialize()
         return True
 
@@ -165,12 +168,13 @@ class TrainerGroup:
         device: str,
         num_threads: int,
         mini_batch_samples: int,
+        keeps_previous: bool = False,
         shared: SharedGpus | None = None,
     ):
         self.actor_config, self.mini_batch_samples = actor_config, mini_batch_samples
         self.device = device
         gpus = 0.0 if device != "cuda" else 1.0 if shared is None else GPU_SHARE
-        arguments = (model_config, actor_config, forward_config, device, num_threads)
+        arguments = (model_config, actor_config, forward_config, device, num_threads, keeps_previous)
         self.group = ActorGroup(TrainerRank, world_size, gpus, arguments, shared=shared)
         self.routes = Routes(self.group.actors)
 
