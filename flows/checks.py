@@ -155,6 +155,11 @@ def _check_loss(config: TrainConfig) -> None:
                 f"algorithm.{field} is {getattr(config.algorithm, field)}, but loss {name!r} needs {right}: set it, or "
                 "give the algorithm.name that brings both"
             )
+    if config.trainer.one_step_off_policy and "old_log_probs" not in loss.required_data_keys:
+        raise ConfigError(
+            f"trainer.one_step_off_policy is true, but loss {name!r} compares with no old log-probs, so it would take "
+            "samples of older weights for its own: set it to false"
+        )
     if loss.process == "forward":
         return
     gaussian = {OLD_MEAN, TEACHER_MEAN} & {*loss.required_data_keys}

@@ -15,9 +15,23 @@ from tasks.clock import Stopwatch
 from tasks.dataset import PromptEmbeddings
 from tasks.metrics import compute_data_metrics_diffusion
 from tasks.pairs import Pair, PairBatch, PairDataset
-from tasks.reward import Scores, finish_reward
+from tasks.reward import PendingScores, Scores, finish_reward
 from tasks.rollout import PendingBatch, finish_rollout
 from tasks.samples import first_pictures, sample_table
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """An iteration that is being sampled and scored.
+
+    Attributes:
+        policy_version: the iteration whose weights sample.
+        batches, scores: what will be there.
+    """
+
+    policy_version: int
+    batches: list[PendingBatch]
+    scores: PendingScores
 
 
 @dataclass(frozen=True)
@@ -39,24 +53,31 @@ class Collected:
     pictures: Sequence[np.ndarray] = ()
 
 
-def collect(run: TrainingRun, iteration: int, clock: Stopwatch) -> Collected:
-    """The iteration's samples, from where `algorithm.sample_source` says."""
-    if not run.samples:
-        return read_pairs(clock, run.inputs.pairs, run.inputs.embeddings, run.config, run.pairs(iteration), iteration)
+def submit(run: TrainingRun, iteration: int) -> Sampling:
+    """Start sampling and scoring an iteration with the weights of the last sync."""
     batches = run.rollout.submit(
         run.prompts(iteration), run.config.actor_rollout_ref.rollout.n, iteration, run.window(iteration)
     )
-    pending_scores = run.reward.submit(batches)
+    return Sampling(run.rollout.weights.version, batches, run.reward.submit(batches))
+
+
+def collect(run: TrainingRun, iteration: int, clock: Stopwatch, ahead: Sampling | None = None) -> Collected:
+    """The iteration's samples, from where `algorithm.sample_source` says; `ahead` if they were asked for before."""
+    if not run.samples:
+        return read_pairs(clock, run.inputs.pairs, run.inputs.embeddings, run.config, run.pairs(iteration), iteration)
+    sampling = ahead or submit(run, iteration)
+    batches, version = sampling.batches, sampling.policy_version
     rollout_seconds = finish_rollout(clock, batches)
-    scores = finish_reward(clock, run.reward, batches, pending_scores)
+    scores = finish_reward(clock, run.reward, batches, sampling.scores)
     advantages = np.zeros(len(scores.samples), np.float32)  # every sample counts, whatever it is worth
     if run.loss.learns_from_rewards():
         advantages = advantage(clock, scores, run.config.algorithm)
     with clock.stage("pictures"):
         kept = first_pictures(batches, run.config.tracking.pictures)
-    samples = sample_table(scores.samples, advantages, run.config.trainer.seed, iteration, len(kept))
+    samples = sample_table(scores.samples, advantages, run.config.trainer.seed, iteration, version, len(kept))
+    lag = {"rollout/policy_lag": float(iteration - 1 - version)}
     busy = {"perf/rollout_busy_s": rollout_seconds, "perf/reward_busy_s": scores.busy_seconds}
-    metrics = _reward_metrics(scores, advantages) | scores.metrics() | busy
+    metrics = _reward_metrics(scores, advantages) | scores.metrics() | lag | busy
     return Collected(batches, advantages, samples, metrics, kept)
 
 

@@ -44,6 +44,8 @@ NOT_SHAPING: dict[str, Any] = {
             "placement",
             "max_queued_batches",
             "max_restarts",
+            "weight_transport",
+            "update_weights_bucket_megabytes",
             "vllm_omni",
             "val_kwargs",
         }
@@ -86,6 +88,11 @@ class TrainerConfig(Section):
     nnodes: int = Field(1, ge=1, description="Machines of the trainer.")
     n_gpus_per_node: int = Field(1, ge=1, description="Trainer ranks a machine: GPUs, or CPU processes.")
     num_threads: int = Field(1, ge=1, description="CPU threads of each trainer rank.")
+    one_step_off_policy: bool = Field(
+        False,
+        description="Sample the next iteration during the update, with weights that are one update older. Needs "
+        "rollout.placement separate, and a loss that compares with old log-probs.",
+    )
     val_before_train: bool = Field(True, description="Validate the starting weights.")
     test_freq: int = Field(10, ge=0, description="Iterations between validations; 0 validates only at the end.")
     save_freq: int = Field(10, ge=0, description="Iterations between checkpoints; 0 saves only at the end.")
@@ -216,6 +223,55 @@ class TrainConfig(Section):
             raise ValueError(
                 f"actor_rollout_ref.rollout.placement is colocated, one worker on each trainer rank's GPU: "
                 f"rollout.num_actors is {rollout.num_actors}, set it to the {ranks} ranks"
+            )
+        self._check_weight_transport()
+        if self.trainer.one_step_off_policy:
+            self._check_overlap()
+
+    def _check_overlap(self) -> None:
+        rollout, correction = self.actor_rollout_ref.rollout, self.algorithm.rollout_correction
+        if not self.samples:
+            raise ValueError(
+                "trainer.one_step_off_policy is true, but algorithm.sample_source offline has no rollout to overlap "
+                "with: set it to false"
+            )
+        if rollout.placement == "colocated":
+            raise ValueError(
+                "trainer.one_step_off_policy is true, but with actor_rollout_ref.rollout.placement colocated the "
+                "workers sleep during the update: set placement to separate"
+            )
+        if not correction.bypass_mode and correction.rollout_is is None:
+            raise ValueError(
+                "trainer.one_step_off_policy is true and algorithm.rollout_correction.bypass_mode false without "
+                "rollout_is: the loss would compare with weights that did not sample, and nothing would account for "
+                "it; set bypass_mode to true, or rollout_is to step or sequence"
+            )
+        batches = -(-self.data.train_batch_size * rollout.n // rollout.micro_batch_size)
+        if batches > rollout.num_actors * rollout.max_queued_batches:
+            raise ValueError(
+                f"trainer.one_step_off_policy is true, but {rollout.num_actors} rollout workers queue "
+                f"{rollout.max_queued_batches} batches each and an iteration has {batches}: the update would wait "
+                f"until they are handed out; raise actor_rollout_ref.rollout.max_queued_batches"
+            )
+
+    def _check_weight_transport(self) -> None:
+        rollout = self.actor_rollout_ref.rollout
+        needs = {"ipc": "colocated", "collective": "separate"}.get(rollout.weight_transport, rollout.placement)
+        if rollout.placement != needs:
+            why = {
+                "ipc": "a worker can read the trainer's memory only on the same GPU",
+                "collective": "NCCL takes no two processes on one GPU",
+            }[rollout.weight_transport]
+            raise ValueError(
+                f"actor_rollout_ref.rollout.weight_transport is {rollout.weight_transport} and rollout.placement "
+                f"{rollout.placement}, but {why}: set placement to {needs}, or weight_transport to object_store"
+            )
+        whole = rollout.num_gpus_per_actor >= 1 or self.trainer.device == "cpu"
+        if rollout.weight_transport == "collective" and not whole:
+            raise ValueError(
+                "actor_rollout_ref.rollout.weight_transport is collective and rollout.num_gpus_per_actor "
+                f"{rollout.num_gpus_per_actor:g}, but NCCL takes no two processes on one GPU: give every worker a "
+                "whole GPU, or set weight_transport to object_store"
             )
 
     @property

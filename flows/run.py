@@ -236,6 +236,7 @@ def _start_actors(config: TrainConfig, inputs: Inputs, tracker: Tracker, store: 
         device=trainer_settings.device,
         num_threads=trainer_settings.num_threads,
         mini_batch_samples=settings.actor.ppo_mini_batch_size * per_prompt,
+        keeps_previous=trainer_settings.one_step_off_policy,
         shared=shared,
     )
     started = trainer.start()

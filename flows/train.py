@@ -1,4 +1,7 @@
-"""The training loop: collect (rollout -> reward -> advantage, or pairs) -> update -> sync (-> validate, save)."""
+"""The training loop: collect (rollout -> reward -> advantage, or pairs) -> update -> sync (-> validate, save).
+
+With `trainer.one_step_off_policy` the next iteration is sampled during the update.
+"""
 
 import math
 import time
@@ -11,7 +14,7 @@ import pandas as pd
 from prefect import flow, get_run_logger
 
 from flows.checks import check_inputs
-from flows.collect import collect
+from flows.collect import Sampling, collect, submit
 from flows.config import TrainConfig, TrainOverrides
 from flows.progress import Progress
 from flows.run import TrainingRun, open_run
@@ -29,8 +32,9 @@ from tasks.metrics import (
 )
 from tasks.old_log_prob import old_log_prob
 from tasks.pictures import WIDEST_GRID, grid
+from tasks.rollout import finish_rollout
 from tasks.tracking import log_step
-from tasks.update import sync_weights, update
+from tasks.update import Synced, sync_weights, update
 from tasks.validate import Validation, validate
 
 
@@ -57,6 +61,7 @@ def fit(run: TrainingRun) -> Summary:
     total, started = settings.total_training_steps, time.perf_counter()
     bar = Progress(run.config.run_name, total, run.iteration)
     clock = Stopwatch()
+    ahead = sample_again(run, clock)
     if run.samples:
         sync(run, clock, run.sampling_weights)
     if run.samples and run.iteration == 0 and settings.val_before_train:
@@ -65,7 +70,7 @@ def fit(run: TrainingRun) -> Summary:
         bar.show(held_out=result.reward)
     first = run.iteration + 1
     for iteration in range(first, total + 1):
-        metrics = iterate(run, iteration)
+        metrics, ahead = iterate(run, iteration, ahead)
         if iteration == first:
             _warn_of_distance(run, metrics)
         bar.advance(reward=metrics.get("critic/rewards/mean", math.nan), held_out=run.held_out)
@@ -73,18 +78,28 @@ def fit(run: TrainingRun) -> Summary:
     return summarise(run, (time.perf_counter() - started) / 60)
 
 
-def iterate(run: TrainingRun, iteration: int) -> dict[str, float]:
-    """One iteration, as the paper has it."""
+def iterate(run: TrainingRun, iteration: int, ahead: Sampling | None) -> tuple[dict[str, float], Sampling | None]:
+    """One iteration, as the paper has it.
+
+    Args:
+        ahead: its samples, where the iteration before has asked for them.
+
+    Returns:
+        Its metrics, and the next iteration's samples if they are made ahead.
+    """
     correction, clock = run.config.algorithm.rollout_correction, Stopwatch()
 
-    collected = collect(run, iteration, clock)
+    collected = collect(run, iteration, clock, ahead)
+    ahead = submit(run, iteration + 1) if _is_sampled_ahead(run, iteration + 1) else None
     batches, advantages = collected.batches, collected.advantages
     with run.rollout.asleep(clock) if run.samples else nullcontext():
         old = None if correction.bypass_mode else old_log_prob(clock, run.trainer, batches, advantages, correction)
         metrics = collected.metrics | update(clock, run.trainer, batches, advantages, old)
     run.iteration = iteration
+    if ahead:  # from the weights of before the update, all of it: so the next sync waits
+        finish_rollout(clock, ahead.batches, stage="gen_ahead")
     if run.samples:
-        metrics["sync/canary_difference"] = sync(run, clock, run.sampling_weights)
+        metrics |= sync(run, clock, run.sampling_weights).metrics()
 
     validation = measure(run, clock) if run.samples and _due(iteration, run.config.trainer.test_freq, run) else None
     metrics |= validation.metrics() if validation else {}
@@ -102,13 +117,26 @@ def iterate(run: TrainingRun, iteration: int) -> dict[str, float]:
     if _due(iteration, run.config.trainer.save_freq, run):
         save_checkpoint(clock, run.store, run.trainer, run.state())
     if new:
-        run.tracker.log_metrics(iteration, _time_metrics(run, clock, len(advantages)) | run.memory())
-    return metrics
+        with clock.stage("memory"):
+            memory = run.memory()
+        run.tracker.log_metrics(iteration, _time_metrics(run, clock, len(advantages)) | memory)
+    return metrics, ahead
 
 
-def sync(run: TrainingRun, clock: Stopwatch, which: HeldWeights) -> float:
-    """Give the rollout one of the trainer's sets of weights; the canary's largest difference."""
-    return sync_weights(clock, run.trainer, run.rollout, run.canary, run.iteration, run.tolerance, which)
+def sample_again(run: TrainingRun, clock: Stopwatch) -> Sampling | None:
+    """The samples that were being made ahead when the checkpoint was written, made from the same older weights."""
+    if run.iteration == 0 or not _is_sampled_ahead(run, run.iteration + 1):
+        return None
+    sync(run, clock, "previous")
+    ahead = submit(run, run.iteration + 1)
+    finish_rollout(clock, ahead.batches, stage="gen_ahead")
+    return ahead
+
+
+def sync(run: TrainingRun, clock: Stopwatch, which: HeldWeights) -> Synced:
+    """Give the rollout one of the trainer's sets of weights."""
+    version = run.iteration - 1 if which == "previous" else run.iteration
+    return sync_weights(clock, run.trainer, run.rollout, run.canary, version, run.tolerance, which)
 
 
 def measure(run: TrainingRun, clock: Stopwatch) -> Validation:
@@ -128,11 +156,16 @@ def measure(run: TrainingRun, clock: Stopwatch) -> Validation:
 def _warn_of_distance(run: TrainingRun, metrics: Mapping[str, float]) -> None:
     """Say so once if the rollout engine is not the trainer's equal; a loss without a clip range has nothing to lose."""
     distance = metrics.get("rollout_corr/logprob_abs_diff_mean")
-    if distance is None or "actor/pg_clipfrac" not in metrics:
+    if distance is None or "actor/pg_clipfrac" not in metrics or metrics["rollout/policy_lag"]:
         return
     message = too_far_apart(distance, run.config.actor_rollout_ref.actor.diffusion_loss.clip_ratio)
     if message:
         get_run_logger().warning(message)
+
+
+def _is_sampled_ahead(run: TrainingRun, iteration: int) -> bool:
+    settings = run.config.trainer
+    return settings.one_step_off_policy and iteration <= settings.total_training_steps
 
 
 def _due(iteration: int, every: int, run: TrainingRun) -> bool:

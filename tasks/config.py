@@ -69,6 +69,15 @@ class DiffusionRolloutConfig(Section):
     max_restarts: int = Field(
         2, ge=0, description="How often a worker that died is started again; its batches are then sampled again."
     )
+    weight_transport: Literal["object_store", "ipc", "collective"] = Field(
+        "object_store",
+        description="How new weights reach the workers: through Ray's object store; ipc, where placement is colocated, "
+        "by the trainer's own memory (CUDA IPC, on the CPU shared memory); collective, where it is separate, by a "
+        "broadcast (NCCL, on the CPU gloo).",
+    )
+    update_weights_bucket_megabytes: float = Field(
+        512, gt=0, description="MiB of weights that ipc and collective send at once."
+    )
     vllm_omni: VllmOmniConfig = Field(default_factory=VllmOmniConfig, description="Settings of that engine.")
     pipeline: DiffusionPipelineConfig = Field(
         default_factory=DiffusionPipelineConfig, description="How a picture is sampled."

@@ -19,12 +19,14 @@ from models.config import DiffusionPipelineConfig
 from models.engines.canary import Canary, check_canary
 from models.engines.rollout_engine import RolloutEngine
 from models.engines.trajectories import LATENTS, PICTURES, PromptTable, RolloutRequest
+from models.engines.weights import WeightSyncError
 from models.schedulers.noise_keys import NoiseKey
 from tasks.clock import Stopwatch
 from tasks.cluster import GPU_SHARE, ActorGroup, SharedGpus
 from tasks.config import DiffusionRolloutConfig
 from tasks.dataset import Prompt, PromptEmbeddings
 from tasks.router import Router
+from tasks.weight_transport import Arrival, Courier, Parcel
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,8 @@ class PolicyWeights:
     Attributes:
         number: counts the weights of this run; a worker that holds the number has nothing to do.
         tensors: reference to the trainer's weights, in a list so that Ray hands on the reference; or none.
+        buckets: so many came to the worker directly, see `tasks.weight_transport`; where they did not, or not all of
+            them, it takes `tensors`.
         folder: where a run exported them, if they are not a trainer's.
         canary, velocity: input and the trainer's answer (a reference, in a list), which the worker must repeat.
         version, tolerance: see `check_canary`.
@@ -41,6 +45,7 @@ class PolicyWeights:
 
     number: int
     tensors: tuple[ray.ObjectRef, ...] = ()
+    buckets: int = 0
     folder: Path | None = None
     canary: Canary | None = None
     velocity: tuple[ray.ObjectRef, ...] = ()
@@ -56,7 +61,9 @@ class RolloutActor:
 
         torch.set_num_threads(settings.num_threads)
         self.engine = _engine(model_config, settings, device)
-        self.held, self.difference = 0, 0.0
+        self.held, self.difference, self.device = 0, 0.0, device
+        self.courier = Courier(device)
+        self.arrival: Arrival | None = None
 
     def ready(self) -> bool:
         """Answers once the model is loaded."""
@@ -83,15 +90,34 @@ class RolloutActor:
             WeightSyncError: the engine does not take them, or its canary is beyond the tolerance.
         """
         if self.held != weights.number:
-            if weights.folder is not None:
-                self.engine.load_exported(weights.folder)
-            if weights.tensors:
-                self.engine.load_weights(ray.get(weights.tensors[0]))
+            self._load(weights)
             if weights.canary is not None:
                 own, expected = self.engine.canary_velocity(weights.canary), ray.get(weights.velocity[0])
                 self.difference = check_canary(expected, own, weights.version, weights.tolerance)
             self.held = weights.number
         return self.difference
+
+    def take(self, parcel: Parcel) -> None:
+        """The next bucket of weights that the trainer sends directly. `hold` follows the last one."""
+        if parcel.index == 0:
+            self.held, self.arrival = 0, Arrival(parcel.number, self.engine.begin_load(), self.device)
+        weights = self.courier.receive(parcel)
+        if self.arrival is not None:  # else this process is younger than the transfer, and `hold` takes another way
+            self.arrival.take(weights)
+
+    def _load(self, weights: PolicyWeights) -> None:
+        arrival, self.arrival = self.arrival, None
+        if weights.folder is not None:
+            self.engine.load_exported(weights.folder)
+        elif weights.buckets and arrival is not None and arrival.finish(weights.number, weights.buckets):
+            return
+        elif weights.tensors:
+            self.engine.load_weights(ray.get(weights.tensors[0]))
+        elif weights.buckets:
+            raise WeightSyncError(
+                f"policy version {weights.version} did not reach a rollout worker, and rollout.max_restarts is 0, so "
+                "that no copy is kept for such a one"
+            )
 
     def sleep(self) -> None:
         """Give up the GPU's memory until `wake`."""
@@ -258,22 +284,39 @@ class RolloutGroup:
         return prompt_table(self.embeddings, uids, self.adapter.is_guided(pipeline or self.pipeline))
 
     def load_weights(
-        self, tensors: ray.ObjectRef, canary: Canary, velocity: ray.ObjectRef, version: int, tolerance: float
+        self,
+        tensors: ray.ObjectRef | None,
+        canary: Canary,
+        velocity: ray.ObjectRef,
+        version: int,
+        tolerance: float,
+        sent: tuple[int, int] | None = None,
     ) -> float:
         """Give every worker the same weights; the largest difference of a canary.
+
+        Args:
+            tensors: where a worker finds them; None where they were sent and no copy is kept.
+            sent: number and buckets of weights that the workers have by now, see `next_number`.
 
         Raises:
             WeightSyncError: a worker's is beyond the tolerance.
         """
-        return self._hold(tensors=(tensors,), canary=canary, velocity=(velocity,), version=version, tolerance=tolerance)
+        number, buckets = sent or (self.next_number(), 0)
+        kept = () if tensors is None else (tensors,)
+        check = {"canary": canary, "velocity": (velocity,), "version": version, "tolerance": tolerance}
+        return self._hold(PolicyWeights(number, kept, buckets, **check))
+
+    def next_number(self) -> int:
+        """Of the next weights."""
+        return next(self._numbers)
 
     def load_exported(self, folder: Path) -> None:
         """Give every worker the weights that a run exported to `folder`."""
-        self._hold(folder=folder)
+        self._hold(PolicyWeights(self.next_number(), folder=folder))
 
-    def _hold(self, **weights: Any) -> float:
-        self.weights = PolicyWeights(next(self._numbers), **weights)
-        return max(self.group.call_all("hold", self.weights))
+    def _hold(self, weights: PolicyWeights) -> float:
+        self.weights = weights
+        return max(self.group.call_all("hold", weights))
 
     @contextmanager
     def asleep(self, clock: Stopwatch) -> Iterator[None]:
@@ -298,7 +341,7 @@ def prompt_table(embeddings: PromptEmbeddings, uids: Sequence[str], needs_negati
 
 
 @task(name="rollout", cache_policy=NO_CACHE, persist_result=False)
-def finish_rollout(clock: Stopwatch, batches: list[PendingBatch]) -> float:
+def finish_rollout(clock: Stopwatch, batches: list[PendingBatch], stage: str = "gen") -> float:
     """Wait until every batch is sampled; a worker's error is raised here. Returns the workers' busy seconds."""
-    with clock.stage("gen"):
+    with clock.stage(stage):
         return sum(ray.get([batch.seconds for batch in batches]))

@@ -22,14 +22,17 @@ def first_pictures(batches: Sequence[PendingBatch], count: int) -> list[np.ndarr
     return pictures[:count]
 
 
-def sample_table(samples: pd.DataFrame, advantages: np.ndarray, seed: int, iteration: int, kept: int) -> pd.DataFrame:
+def sample_table(
+    samples: pd.DataFrame, advantages: np.ndarray, seed: int, iteration: int, policy_version: int, kept: int
+) -> pd.DataFrame:
     """An iteration's samples, with advantage, noise key (seed, iteration, uid, sample_index), policy and picture.
 
     Args:
         samples: of `Scores`, in the order sampled.
+        policy_version: the iteration whose weights sampled.
         kept: so many pictures, the first, are artifacts; `image` is their path and empty for the others.
     """
     paths = [f"pictures/{iteration:06d}/{row:04d}.png" if row < kept else None for row in range(len(samples))]
     return samples.assign(
-        advantage=advantages, seed=seed, iteration=iteration, policy_version=iteration - 1, image=paths
+        advantage=advantages, seed=seed, iteration=iteration, policy_version=policy_version, image=paths
     )

@@ -4,7 +4,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import ray
@@ -18,11 +18,13 @@ from models.config import DiffusionActorConfig, ForwardProcessConfig
 from models.engines.canary import Canary
 from models.engines.ema import HeldWeights
 from models.engines.trajectories import FinishedLatents, Trajectories
+from models.engines.weight_buckets import buckets
 from tasks.clock import Stopwatch
 from tasks.cluster import GPU_SHARE, ActorGroup, SharedGpus
 from tasks.pairs import PairBatch
 from tasks.rollout import PendingBatch, RolloutGroup
 from tasks.update_plan import OldScores, RankMiniBatch, over_ranks, plan_updates
+from tasks.weight_transport import Courier, Route, Routes
 
 
 class TrainerRank:
@@ -35,10 +37,12 @@ class TrainerRank:
         forward_config: ForwardProcessConfig,
         device: str,
         num_threads: int,
+        keeps_previous: bool = False,
     ):
         torch.set_num_threads(num_threads)
         self.model_config, self.actor_config, self.device = model_config, actor_config, device
-        self.forward_config = forward_config
+        self.forward_config, self.keeps_previous = forward_config, keeps_previous
+        self.courier = Courier(device)
 
     def reserve_address(self) -> tuple[str, int]:
         """Host and a free port for the process group's rendezvous; asked of rank 0."""
@@ -56,7 +60,9 @@ class TrainerRank:
         backend = "nccl" if self.device == "cuda" else "gloo"
         host, port = address
         dist.init_process_group(backend, init_method=f"tcp://{host}:{port}", rank=rank, world_size=world_size)
-        self.engine = DiffusersFSDPEngine(self.model_config, self.actor_config, self.device, self.forward_config)
+        self.engine = DiffusersFSDPEngine(
+            self.model_config, self.actor_config, self.device, self.forward_config, self.keeps_previous
+        )
         self.engine.initialize()
         return True
 
@@ -98,10 +104,35 @@ class TrainerRank:
         }
         return self.engine.update_policy([batches[entry.positions] for entry in plan])
 
-    def weights_and_canary(self, canary: Canary, which: HeldWeights) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """The weights of `engine.holding(which)` (whole on rank 0), and what they predict for the canary."""
+    def weights_and_canary(
+        self, canary: Canary, which: HeldWeights
+    ) -> tuple[dict[str, torch.Tensor], torch.Tensor, int]:
+        """The weights of `engine.holding(which)` (whole on rank 0), what they predict for the canary, and bytes."""
         with self.engine.holding(which):
-            return self.engine.gather_weights(), self.engine.canary_velocity(canary)
+            weights, velocity = self.engine.gather_weights(), self.engine.canary_velocity(canary)
+        return weights, velocity, sum(tensor.nbytes for tensor in weights.values())
+
+    def weights(self, which: HeldWeights) -> dict[str, torch.Tensor]:
+        """The weights of `engine.holding(which)`, whole on rank 0."""
+        with self.engine.holding(which):
+            return self.engine.gather_weights()
+
+    def send_weights(
+        self, number: int, route: Route, limit: int, canary: Canary, which: HeldWeights
+    ) -> tuple[torch.Tensor, tuple[int, int]]:
+        """Send the weights of `engine.holding(which)` in buckets of about `limit` bytes.
+
+        Every rank takes part in gathering them, with receivers on its route or without. Returns what they predict for
+        the canary, and how many buckets and bytes they are.
+        """
+        count = size = 0
+        with self.engine.holding(which):
+            for bucket in buckets(self.engine.whole_weights(), limit):
+                if route.receivers:
+                    self.courier.send(number, count, bucket, route)
+                count += 1
+                size += sum(tensor.nbytes for tensor in bucket.values())
+            return self.engine.canary_velocity(canary), (count, size)
 
     def save_checkpoint(self, folder: Path) -> None:
         """See `DiffusersFSDPEngine.save_checkpoint`."""
@@ -137,13 +168,15 @@ class TrainerGroup:
         device: str,
         num_threads: int,
         mini_batch_samples: int,
+        keeps_previous: bool = False,
         shared: SharedGpus | None = None,
     ):
         self.actor_config, self.mini_batch_samples = actor_config, mini_batch_samples
         self.device = device
         gpus = 0.0 if device != "cuda" else 1.0 if shared is None else GPU_SHARE
-        arguments = (model_config, actor_config, forward_config, device, num_threads)
+        arguments = (model_config, actor_config, forward_config, device, num_threads, keeps_previous)
         self.group = ActorGroup(TrainerRank, world_size, gpus, arguments, shared=shared)
+        self.routes = Routes(self.group.actors)
 
     def start(self) -> list[ray.ObjectRef]:
         """Build the engines; the references are ready when they are."""
@@ -207,11 +240,41 @@ class TrainerGroup:
 
     def broadcast(
         self, rollout: RolloutGroup, canary: Canary, version: int, tolerance: float, which: HeldWeights
-    ) -> float:
+    ) -> "Synced":
         """Send the weights to every rollout worker and prove that they arrived; see `sync_weights`."""
-        parts = [actor.weights_and_canary.options(num_returns=2).remote(canary, which) for actor in self.group.actors]
-        weights, velocity = parts[0]
-        return rollout.load_weights(weights, canary, velocity, version, tolerance)
+        ranks, settings = self.group.actors, rollout.settings
+        if settings.weight_transport == "object_store":
+            parts = [actor.weights_and_canary.options(num_returns=3).remote(canary, which) for actor in ranks]
+            tensors, velocity, size = parts[0]
+            difference = rollout.load_weights(tensors, canary, velocity, version, tolerance)
+            return Synced(difference, ray.get(size) / 2**30)
+        number, limit = rollout.next_number(), int(settings.update_weights_bucket_megabytes * 2**20)
+        routes = self.routes.to(rollout.group.actors, settings.weight_transport)
+        parts = [
+            actor.send_weights.options(num_returns=2).remote(number, route, limit, canary, which)
+            for actor, route in zip(ranks, routes, strict=True)
+        ]
+        # For a worker that will have to be started again. It is made while the others already sample.
+        copies = [actor.weights.remote(which) for actor in ranks] if settings.max_restarts else [None]
+        count, size = ray.get([sent for _, sent in parts])[0]
+        difference = rollout.load_weights(copies[0], canary, parts[0][0], version, tolerance, sent=(number, count))
+        return Synced(difference, size / 2**30)
+
+
+class Synced(NamedTuple):
+    """What a weight sync tells.
+
+    Attributes:
+        difference: the canary's largest relative difference over the rollout workers.
+        gib: size of the weights, of which every worker got a copy.
+    """
+
+    difference: float
+    gib: float
+
+    def metrics(self) -> dict[str, float]:
+        """Under sync/."""
+        return {"sync/canary_difference": self.difference, "sync/gib": self.gib}
 
 
 @task(name="update", cache_policy=NO_CACHE, persist_result=False)
@@ -246,17 +309,14 @@ def sync_weights(
     version: int,
     tolerance: float,
     which: HeldWeights,
-) -> float:
-    """Give the rollout the trainer's weights, through Ray's object store.
+) -> Synced:
+    """Give the rollout the trainer's weights, on the way that `rollout.weight_transport` says.
 
     Args:
-        which: the policy's, their average or the old policy's, see `DiffusersFSDPEngine.holding`.
-
-    Returns:
-        The canary's largest relative difference over the rollout workers.
+        which: the policy's or one of the copies that the trainer keeps, see `DiffusersFSDPEngine.holding`.
 
     Raises:
-        WeightSyncError: it is above `tolerance`.
+        WeightSyncError: the canary's difference is above `tolerance`, or the weights could not be sent.
     """
     with clock.stage("update_weights"):
         return trainer.broadcast(rollout, canary, version, tolerance, which)

@@ -10,7 +10,7 @@ from models.base import DiffusionModelBase, DiffusionModelConfig
 from models.engines.canary import Canary, canary_velocity
 from models.engines.compiled import compile_blocks, compile_decoder
 from models.engines.sampling import Sampler
-from models.engines.weights import load_exported, load_trainable, make_trainable, trainable
+from models.engines.weights import TrainableLoad, load_exported, load_trainable, make_trainable, trainable
 
 
 class DiffusersRolloutEngine(Sampler):
@@ -37,6 +37,10 @@ class DiffusersRolloutEngine(Sampler):
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Take the trainer's weights (names as `models.engines.weights.trainable` gives them)."""
         load_trainable(self.transformer, weights)
+
+    def begin_load(self) -> TrainableLoad:
+        """Take the trainer's weights piece by piece."""
+        return TrainableLoad(self.transformer)
 
     def load_exported(self, folder: Path) -> None:
         """Take weights from a folder that a run exported."""

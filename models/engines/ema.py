@@ -13,8 +13,9 @@ from models.engines.weights import trainable
 if TYPE_CHECKING:
     from models.config import EmaConfig
 
-HeldWeights = Literal["policy", "average", "old"]
-"""The trained weights, their moving average, and the old policy of DiffusionNFT and its kin."""
+HeldWeights = Literal["policy", "average", "old", "previous"]
+"""The trained weights, their moving average, the old policy of DiffusionNFT and its kin, and the trained weights of
+before the last update."""
 
 
 class WeightCopy:

@@ -1,6 +1,6 @@
 """The training engine: a diffusers transformer under FSDP2, trained step by step on what the rollout sampled."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -45,6 +45,7 @@ class DiffusersFSDPEngine(PolicyEvaluation):
         actor_config: loss, optimiser, micro-batches, sharding.
         device: "cpu" (gloo) or "cuda" (nccl).
         forward_config: noise levels and old policy; losses of the forward process need it.
+        keeps_previous: hold on to the weights of before the last update, as `holding("previous")`.
     """
 
     def __init__(
@@ -53,11 +54,12 @@ class DiffusersFSDPEngine(PolicyEvaluation):
         actor_config: "DiffusionActorConfig",
         device: str = "cpu",
         forward_config: "ForwardProcessConfig | None" = None,
+        keeps_previous: bool = False,
     ):
         self.model_config, self.actor_config, self.device = model_config, actor_config, device
         self.adapter = DiffusionModelBase.get_class(model_config)
         self.loss_fn = get_diffusion_loss_fn(actor_config.diffusion_loss.loss_mode)
-        self._forward_config = forward_config
+        self._forward_config, self._keeps_previous = forward_config, keeps_previous
         self.optimizer_steps = self.updates = 0
 
     def initialize(self) -> None:
@@ -78,6 +80,7 @@ class DiffusersFSDPEngine(PolicyEvaluation):
         self.scheduler = self.adapter.build_scheduler(self.model_config)
         self.adapter.set_timesteps(self.scheduler, self.model_config, self.device)
         self.old_policy = WeightCopy(self.module) if self.loss_fn.keeps_old_policy() else None
+        self.previous = WeightCopy(self.module) if self._keeps_previous else None
         refers = self.actor_config.use_kl_loss or REF_VELOCITY in self.loss_fn.required_data_keys
         full = self.model_config.model.lora_rank == 0
         self.reference = self._sharded(self._load(trained=False)).eval() if refers and full else None
@@ -90,11 +93,13 @@ class DiffusersFSDPEngine(PolicyEvaluation):
 
         Returns:
             Metrics without prefix, averaged over this rank's counted samples, timesteps and optimiser steps;
-            logprob_abs_diff/* are of the first step alone, where the weights are still those that sampled.
+            logprob_abs_diff/* are of the first step alone, before the weights move.
 
         Raises:
             FloatingPointError: the gradient is not finite; the weights are then untouched by it.
         """
+        if self.previous is not None:
+            self.previous.follow(0)
         collected, prepared = WeightedMetrics(), self._prepared(batches)
         self.module.train()
         for number, batch in enumerate(batches):
@@ -186,26 +191,34 @@ class DiffusersFSDPEngine(PolicyEvaluation):
         return self.holding("average" if self.ema else "policy")
 
     def holding(self, which: HeldWeights) -> AbstractContextManager[None]:
-        """Context in which the engine's weights are its own, their average, or the old policy's.
+        """Context in which the engine's weights are its own, or one of the copies that `HeldWeights` names.
 
         Raises:
             ValueError: the config keeps no such weights.
         """
         if which == "policy":
             return nullcontext()
-        copy = self.ema if which == "average" else self.old_policy
+        copy = {"average": self.ema, "old": self.old_policy, "previous": self.previous}[which]
         if copy is None:
-            raise ValueError(f"the trainer keeps no {which} weights: actor.ema.enable and the loss decide which it has")
+            raise ValueError(
+                f"the trainer keeps no {which} weights: actor.ema.enable, the loss and trainer.one_step_off_policy "
+                "decide which it has"
+            )
         return copy.applied()
 
     def gather_weights(self) -> dict[str, Tensor]:
         """The trained weights, whole and on the CPU; on rank 0 (empty on the others)."""
         gathered = {}
+        for name, whole in self.whole_weights():
+            if dist.get_rank() == 0:
+                gathered[name] = whole.cpu().clone()
+        return gathered
+
+    def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and tensor of the trained weights one by one, whole and on the device; every rank must take them all."""
         for name, parameter in trainable(self.module).items():
             whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-            if dist.get_rank() == 0:
-                gathered[name] = whole.detach().cpu().clone()
-        return gathered
+            yield name, whole.detach()
 
     def canary_velocity(self, canary: Canary) -> Tensor:
         """What the trainer's model predicts for the canary, fp32 on the CPU."""
@@ -248,6 +261,8 @@ class DiffusersFSDPEngine(PolicyEvaluation):
             state["ema"] = self.ema.shadow
         if self.old_policy is not None:
             state["old_policy"] = self.old_policy.shadow
+        if self.previous is not None:
+            state["previous"] = self.previous.shadow
         return state
 
     # ---- building

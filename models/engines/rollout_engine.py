@@ -13,6 +13,20 @@ if TYPE_CHECKING:
     from models.config import DiffusionPipelineConfig
 
 
+class WeightLoad(Protocol):
+    """The trainer's weights, coming in pieces."""
+
+    def take(self, weights: Mapping[str, Tensor]) -> None:
+        """Some of them; nothing of the given tensors is needed afterwards."""
+
+    def finish(self) -> None:
+        """All have come.
+
+        Raises:
+            WeightSyncError: some of the engine's own are as they were.
+        """
+
+
 class RolloutEngine(Protocol):
     """Holds one copy of a model and samples with it. Calls come one at a time."""
 
@@ -26,6 +40,9 @@ class RolloutEngine(Protocol):
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Take the trainer's weights (names as `models.engines.weights.trainable` gives them)."""
+
+    def begin_load(self) -> WeightLoad:
+        """Take the trainer's weights piece by piece. Nothing is sampled until the load is finished."""
 
     def load_exported(self, folder: Path) -> None:
         """Take weights from a folder that a run exported."""

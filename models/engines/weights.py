@@ -1,7 +1,7 @@
 """Which weights are trained, under which names they travel, and how they are written for others to load."""
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -65,15 +65,40 @@ def load_trainable(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
         WeightSyncError: the two sets of names differ.
     """
     own = trainable(module)
-    if own.keys() != weights.keys():
-        difference = sorted(own.keys() ^ weights.keys())
-        raise WeightSyncError(f"weights do not match the model: {len(difference)} names differ: {difference[:3]}")
-    shapes = [name for name, parameter in own.items() if parameter.shape != weights[name].shape]
+    _check_names(own.keys() ^ weights.keys())
+    _copy(own, weights)
+
+
+def _check_names(different: Set[str]) -> None:
+    if different:
+        raise WeightSyncError(f"weights do not match the model: {len(different)} names differ: {sorted(different)[:3]}")
+
+
+def _copy(own: Mapping[str, nn.Parameter], weights: Mapping[str, Tensor]) -> None:
+    shapes = [name for name, tensor in weights.items() if own[name].shape != tensor.shape]
     if shapes:
         raise WeightSyncError(f"weights do not fit the model: {len(shapes)} shapes differ: {shapes[:3]}")
     with torch.no_grad():
-        for name, parameter in own.items():
-            parameter.copy_(weights[name])
+        for name, tensor in weights.items():
+            own[name].copy_(tensor)
+
+
+class TrainableLoad:
+    """`load_trainable` piece by piece: every name must have come once `finish` is called; errors as there."""
+
+    def __init__(self, module: nn.Module):
+        self._own = trainable(module)
+        self._missing = set(self._own)
+
+    def take(self, weights: Mapping[str, Tensor]) -> None:
+        """Copy some of the weights."""
+        _check_names(weights.keys() - self._own.keys())
+        _copy(self._own, weights)
+        self._missing -= weights.keys()
+
+    def finish(self) -> None:
+        """All have come."""
+        _check_names(self._missing)
 
 
 def export_weights(

@@ -49,12 +49,12 @@ def kill_everything(process) -> set[str]:
     return {found[1] for title in titles if (found := re.match(r"ray::(\w+)", title))} - RAYS_OWN
 
 
-def start_and_kill(workspace: Workspace, settings: tuple[str, ...]) -> set[str]:
-    """Kill a run once it has a checkpoint; the classes of its actors."""
+def start_and_kill(workspace: Workspace, settings: tuple[str, ...], reached: str = "iter_*") -> set[str]:
+    """Kill a run once it has a (that) checkpoint; the classes of its actors."""
     changes = [word for setting in settings for word in ("--set", setting)]
     process = workspace.start("-m", "flows.train", "tiny", *changes)
     try:
-        wait_until(lambda: list(workspace.folder.glob("runs/*/checkpoints/iter_*")), 240, "a checkpoint")
+        wait_until(lambda: list(workspace.folder.glob(f"runs/*/checkpoints/{reached}")), 240, "a checkpoint")
     finally:
         actors = kill_everything(process)
     (run,) = workspace.mlflow_runs()

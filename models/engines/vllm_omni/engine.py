@@ -14,8 +14,10 @@ from torch import Tensor
 
 from models.base import DiffusionModelBase, DiffusionModelConfig, VllmOmniPipelineBase
 from models.engines.canary import Canary
+from models.engines.rollout_engine import WeightLoad
 from models.engines.trajectories import FinishedLatents, Generated, RolloutRequest, Trajectories
 from models.engines.vllm_omni.sample_request import EXTRA_ARG, SampleRequest, split, table_digest
+from models.engines.vllm_omni.weight_loads import FullLoad, LoraLoad
 from models.engines.weights import WeightSyncError, read_exported
 
 if TYPE_CHECKING:
@@ -167,15 +169,17 @@ class VllmOmniRolloutEngine:
         Raises:
             WeightSyncError: they leave some of vLLM-Omni's own as they were.
         """
-        self._wait(self._load_lora(weights) if self.model_config.model.lora_rank else self._load_full(weights))
+        load = self.begin_load()
+        load.take(weights)
+        load.finish()
 
-    async def _load_full(self, weights: Mapping[str, Tensor]) -> None:
-        kept = await self._order("load_named_weights", dict(weights))
-        if kept:
-            raise WeightSyncError(
-                f"none of the {len(weights)} weights is for {len(kept)} of those of vLLM-Omni's "
-                f"{self.model_config.architecture}: {kept[:3]}"
-            )
+    def begin_load(self) -> WeightLoad:
+        """Take the trainer's weights piece by piece; errors as `load_weights`."""
+        if self.model_config.model.lora_rank:
+            return LoraLoad(lambda weights: self._wait(self._load_lora(weights)))
+        return FullLoad(
+            self.model_config.architecture, lambda weights: self._wait(self._order("load_named_weights", weights))
+        )
 
     async def _load_lora(self, weights: Mapping[str, Tensor]) -> None:
         from models.engines.vllm_omni.lora import lora_request

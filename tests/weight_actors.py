@@ -1,0 +1,112 @@
+"""Trainer ranks and rollout workers of a tiny model, whose weights can be changed, sent and looked at."""
+
+import copy
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+from helpers import TEXT_DIM, actor_config, model_config
+from torch import Tensor
+
+from models.config import ForwardProcessConfig
+from models.engines.canary import Canary
+from models.engines.weights import trainable
+from tasks.cluster import SharedGpus, ray_cluster
+from tasks.config import DiffusionRolloutConfig, RayConfig
+from tasks.dataset import Prompt, PromptEmbeddings, write_embeddings
+from tasks.rollout import RolloutGroup
+from tasks.update import Synced, TrainerGroup
+
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the actors cannot import it
+
+PROMPTS = [Prompt(f"uid-{i}", f"prompt {i}", None, {}, "here") for i in range(2)]
+BUCKET = 0.02
+"""MiB; the tiny model is several of them."""
+
+
+@dataclass
+class Actors:
+    """Trainer ranks and rollout workers."""
+
+    trainer: TrainerGroup
+    rollout: RolloutGroup
+    canary: Canary
+    version: int = 0
+
+    def sync(self, transport: str, **settings: Any) -> tuple[Synced, RolloutGroup]:
+        """Change the trainer's weights and send them: what the sync tells, and the group that samples with them."""
+        self.version += 1
+        self.trainer.group.call_all("__ray_call__", _change)
+        group = copy.copy(self.rollout)
+        update = {"weight_transport": transport, "update_weights_bucket_megabytes": BUCKET} | settings
+        group.settings = self.rollout.settings.model_copy(update=update)
+        return self.trainer.broadcast(group, self.canary, self.version, 0.0, "policy"), group
+
+    def held(self) -> list[dict[str, Tensor]]:
+        """The trainer's weights, then each worker's, on the CPU."""
+        whole = ray.get([actor.weights.remote("policy") for actor in self.trainer.group.actors])[0]
+        return [whole, *self.rollout.group.call_all("__ray_call__", _weights)]
+
+
+@contextmanager
+def started(
+    model: Path, folder: Path, *, device: str = "cpu", ranks: int = 2, workers: int = 2, colocated: bool = False
+) -> Iterator[Actors]:
+    """In a Ray cluster of their own; `folder` for embeddings, `colocated` on the same GPUs."""
+    config = model_config(model)
+    names = {"negative_prompt": " ", "max_sequence_length": 6, "model": "none", "model_digest": "none"}
+    write_embeddings(PROMPTS, _encode, folder / "embeddings", 8, batch_size=8, **names)
+    settings = DiffusionRolloutConfig(
+        n=2, micro_batch_size=2, num_actors=workers, max_restarts=4, pipeline=config.pipeline, algo=config.algo
+    )
+    embeddings = PromptEmbeddings.open(folder / "embeddings")
+    with ray_cluster(RayConfig(num_cpus=2)):
+        shared = SharedGpus(ranks) if colocated else None
+        rollout = RolloutGroup(config, embeddings, settings, device=device, seed=0, shared=shared)
+        trainer = TrainerGroup(
+            config,
+            actor_config(),
+            ForwardProcessConfig(),
+            world_size=ranks,
+            device=device,
+            num_threads=1,
+            mini_batch_samples=4,
+            shared=shared,
+        )
+        ray.get(trainer.start())
+        yield Actors(trainer, rollout, Canary(rollout.prompt_table(["uid-0", "uid-1"])))
+
+
+def assert_equal(weights: list[dict[str, Tensor]]) -> None:
+    """All of them, bit for bit."""
+    expected, *others = weights
+    for other in others:
+        assert other.keys() == expected.keys()
+        assert all(torch.equal(other[name], expected[name]) for name in expected)
+
+
+def pictures(group: RolloutGroup) -> np.ndarray:
+    """Of two samples a prompt."""
+    return np.concatenate(ray.get([batch.pictures for batch in group.submit(PROMPTS, 2, 1, (0,))]))
+
+
+def _change(rank: Any) -> None:
+    with torch.no_grad():
+        for parameter in trainable(rank.engine.module).values():
+            parameter.mul_(1.01)
+
+
+def _weights(worker: Any) -> dict[str, Tensor]:
+    return {name: parameter.detach().cpu() for name, parameter in trainable(worker.engine.transformer).items()}
+
+
+def _encode(texts: list[str]) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    embeds = torch.randn(len(texts), 6, TEXT_DIM, generator=generator)
+    return {"prompt_embeds": embeds, "prompt_embeds_mask": torch.ones(len(texts), 6, dtype=torch.bool)}
