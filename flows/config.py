@@ -281,8 +281,12 @@ class TrainConfig(Section):
 
     @property
     def records_unconditional(self) -> bool:
-        """Does the update take the rollout's half of the guidance without the prompt as it is?"""
-        return self.actor_rollout_ref.actor.guidance_gradient == "conditional"
+        """Does the update take the rollout's half of the guidance without the prompt as it is?
+
+        Samples that were made ahead come from older weights than those of the update.
+        """
+        constant = self.actor_rollout_ref.actor.guidance_gradient == "conditional"
+        return constant and not self.trainer.one_step_off_policy
 
     @property
     def shares_gpus(self) -> bool:

@@ -45,7 +45,8 @@ def ray_cluster(config: RayConfig) -> Iterator[None]:
     # Ray tells at every start that its token authentication is on, which is its default and stays so.
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     own = {} if address else {"num_cpus": config.num_cpus, "include_dashboard": False}
-    ray.init(address=address, log_to_driver=config.log_to_driver, logging_level="WARNING", **own)
+    # Not None: that would join whatever cluster `ray start` left on this machine.
+    ray.init(address=address or "local", log_to_driver=config.log_to_driver, logging_level="WARNING", **own)
     try:
         with watchdog():
             yield
