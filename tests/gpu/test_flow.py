@@ -1,0 +1,114 @@
+"""The whole flow on Stable Diffusion 3: three iterations with LoRA and guidance, by each rollout engine.
+
+On a GPU the model has the size of Stable Diffusion 3.5 medium and random weights, and rollout and trainer share the
+GPU; elsewhere it is tiny. On a GPU machine: `python -m pytest tests/gpu/test_flow.py -s`.
+"""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from platform_helpers import Workspace
+from tiny_models import FAMILIES
+from torch import Tensor
+
+from benchmarks.rollout import build
+from tasks.dataset import load_prompts, write_embeddings
+
+ON_GPU = torch.cuda.is_available()
+TOKENS, WIDTH, POOLED = (205, 4096, 2048) if ON_GPU else (24, 32, 32)
+PIPELINE = {"guidance_scale": 4.5} | (
+    {"height": 512, "width": 512, "num_inference_steps": 10}
+    if ON_GPU
+    else {"height": 16, "width": 24, "num_inference_steps": 4}
+)
+RECIPE = {
+    "data": {"train_batch_size": 4},
+    "actor_rollout_ref": {
+        "model": {"path": "data/base_model", "lora_rank": 8, "dtype": "bfloat16" if ON_GPU else "float32"},
+        "rollout": {
+            "n": 4,
+            "micro_batch_size": 8,
+            "placement": "colocated" if ON_GPU else "separate",
+            "pipeline": PIPELINE,
+            "algo": {"sde_window_range": [0, 2]},
+        },
+        "actor": {
+            "ppo_mini_batch_size": 4,
+            "ppo_micro_batch_size_per_gpu": 8,
+            "guidance_gradient": "conditional",
+            "optim": {"lr": 1.0e-3},
+        },
+    },
+    "algorithm": {"rollout_correction": {"bypass_mode": True}},
+    "reward": {"functions": {"jpeg_incompressibility": {}}},
+    "trainer": {
+        "experiment_name": "tiny",
+        "device": "cuda" if ON_GPU else "cpu",
+        "total_training_steps": 3,
+        "test_freq": 3,
+        "save_freq": 3,
+    },
+}
+
+
+@pytest.fixture
+def sd3_workspace(workspace: Workspace) -> Workspace:
+    """The workspace with another model, and embeddings that are random: no text encoder is part of this."""
+    folder = workspace.folder
+    (folder / "data" / "base_model").rename(folder / "data" / "other_model")
+    if ON_GPU:
+        build("sd3.5-medium", folder / "data" / "base_model", "cuda")
+    else:
+        FAMILIES["stable_diffusion_3"].save(folder / "data" / "base_model")
+    (folder / "data" / "embeddings").rename(folder / "data" / "other_embeddings")
+    generator = torch.Generator().manual_seed(0)
+
+    def encode(texts: list[str]) -> dict[str, Tensor]:
+        return {
+            "prompt_embeds": torch.randn(len(texts), TOKENS, WIDTH, generator=generator),
+            "prompt_embeds_mask": torch.ones(len(texts), TOKENS, dtype=torch.bool),
+            "pooled_prompt_embeds": torch.randn(len(texts), POOLED, generator=generator),
+        }
+
+    write_embeddings(
+        load_prompts(folder / "data" / "prompts.parquet"),
+        encode,
+        folder / "data" / "embeddings",
+        64,
+        batch_size=8,
+        negative_prompt="",
+        max_sequence_length=TOKENS,
+        model="random",
+        model_digest="random",
+    )
+    file = yaml.safe_load((folder / "prefect.yaml").read_text())
+    (recipe,) = (deployment for deployment in file["deployments"] if deployment["name"] == "tiny")
+    recipe["parameters"]["config"] = RECIPE
+    (folder / "prefect.yaml").write_text(yaml.safe_dump(file))
+    return workspace
+
+
+@pytest.mark.parametrize("engine", ["diffusers", "vllm_omni"])
+def test_three_iterations(sd3_workspace: Workspace, engine: str) -> None:
+    if engine == "vllm_omni" and importlib.util.find_spec("vllm_omni") is None:
+        pytest.skip("vLLM-Omni is not installed here")
+    compiled = "true" if ON_GPU and engine == "diffusers" else "false"
+    sd3_workspace.train(f"actor_rollout_ref.rollout.name={engine}", f"actor_rollout_ref.model.compile={compiled}")
+    (run,) = sd3_workspace.mlflow_runs()
+    client = sd3_workspace.client()
+    assert run.info.status == "FINISHED"
+    history = {m.step: m.value for m in client.get_metric_history(run.info.run_id, "actor/grad_norm")}
+    assert set(history) == {1, 2, 3}
+    assert all(value > 0 for value in history.values())
+    canaries = client.get_metric_history(run.info.run_id, "sync/canary_difference")
+    assert len(canaries) == 3
+    first = client.get_metric_history(run.info.run_id, "rollout_corr/logprob_abs_diff_mean")[0]
+    assert first.value < (5e-3 if ON_GPU else 1e-5)
+    exported = Path(sd3_workspace.registered("tiny/1"))
+    assert (exported / "pytorch_lora_weights.safetensors").is_file()
+    times = {name: run.data.metrics[f"timing_s/{name}"] for name in ("gen", "update_actor", "update_weights", "step")}
+    print(json.dumps({"engine": engine} | times))
