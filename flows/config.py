@@ -60,6 +60,7 @@ NOT_SHAPING: dict[str, Any] = {
         "save_freq",
         "export_freq",
         "max_actor_ckpt_to_keep",
+        "full_determinism",
         "resume_mode",
         "default_local_dir",
         "canary_tolerance",
@@ -100,6 +101,11 @@ class TrainerConfig(Section):
         0, ge=0, description="Iterations between versions in MLflow's model registry; 0 registers only the end."
     )
     max_actor_ckpt_to_keep: int = Field(2, ge=1, description="Newest checkpoints kept; older ones are deleted.")
+    full_determinism: bool = Field(
+        False,
+        description="Only deterministic kernels in every actor: on one machine a run repeats to the last bit on CUDA "
+        "too, more slowly. An operation that has none is an error.",
+    )
     resume_mode: Literal["auto", "disable"] = Field(
         "auto", description="auto continues a run of the same name and config; disable refuses if there is one."
     )
@@ -154,6 +160,7 @@ class TrainConfig(Section):
         self._check_groups()
         self._check_batches()
         self._check_placement()
+        self._check_determinism()
         return self
 
     def _check_groups(self) -> None:
@@ -215,6 +222,14 @@ class TrainConfig(Section):
             raise ValueError(
                 f"actor.ppo_mini_batch_size {mini} x rollout.n {rollout.n} = {per_step} samples must be a multiple of "
                 f"rollout.micro_batch_size {micro} x {self.trainer.world_size} trainer ranks = {unit}"
+            )
+
+    def _check_determinism(self) -> None:
+        name = self.actor_rollout_ref.rollout.name
+        if self.trainer.full_determinism and name != "diffusers":
+            raise ValueError(
+                f"trainer.full_determinism is true, but actor_rollout_ref.rollout.name is {name}, whose processes it "
+                "does not reach: sample with diffusers, or set it to false"
             )
 
     def _check_placement(self) -> None:

@@ -51,7 +51,11 @@ def train(config: TrainConfig, overrides: TrainOverrides | None = None) -> dict[
     """
     config = config.with_changes(overrides)
     inputs = check_inputs(config)
-    with gpu_slots(config.ray_init, config.gpus), ray_cluster(config.ray_init), open_run(config, inputs) as run:
+    with (
+        gpu_slots(config.ray_init, config.gpus),
+        ray_cluster(config.ray_init, config.trainer.full_determinism),
+        open_run(config, inputs) as run,
+    ):
         return fit(run).as_dict()
 
 
