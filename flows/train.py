@@ -119,7 +119,7 @@ def iterate(run: TrainingRun, iteration: int, ahead: Sampling | None) -> tuple[d
     if run.config.trainer.export_freq and iteration % run.config.trainer.export_freq == 0:
         register_export(clock, run)
     if _due(iteration, run.config.trainer.save_freq, run):
-        save_checkpoint(clock, run.store, run.trainer, run.state())
+        save_checkpoint(clock, run.store, run.trainer, run.state(), run.config.trainer.async_checkpoint)
     if new:
         with clock.stage("memory"):
             memory = run.memory()
