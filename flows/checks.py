@@ -9,6 +9,8 @@ from flows.config import TrainConfig
 from models.algorithms import check_loss_inputs, get_diffusion_adv_estimator_fn, get_diffusion_loss_fn
 from models.algorithms.losses import OLD_MEAN, TEACHER_MEAN, TRAINER_TYPES
 from models.base import DiffusionModelBase, DiffusionModelConfig, read_architecture
+from models.engines.sequence_parallel import check_sequence_split
+from models.engines.training_engine import get_training_engine
 from models.engines.vllm_omni.engine import pipeline_class
 from models.engines.weights import LORA_FILE
 from tasks.dataset import INDEX, Prompt, PromptEmbeddings, load_prompts
@@ -45,6 +47,7 @@ def check_inputs(config: TrainConfig) -> Inputs:
     """
     rollout = config.actor_rollout_ref.rollout
     get_diffusion_adv_estimator_fn(config.algorithm.adv_estimator)
+    get_training_engine(config.actor_rollout_ref.actor.strategy)
     _check_loss(config)
     for name, entry in config.reward.named().values():
         check_reward(name, **entry.options)
@@ -77,6 +80,8 @@ def check_inputs(config: TrainConfig) -> Inputs:
             "`dvc repro embeddings`"
         )
     _check_embeddings(config, embeddings, adapter.prompt_extras)
+    sharing = config.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size
+    check_sequence_split(model_config, sharing, embeddings.max_sequence_length)
     return Inputs(model_config, train, test, embeddings, pairs, hashlib.sha256(content).hexdigest()[:16])
 
 

@@ -48,7 +48,8 @@ NOT_SHAPING: dict[str, Any] = {
             "update_weights_bucket_megabytes",
             "vllm_omni",
             "val_kwargs",
-        }
+        },
+        "actor": {"fsdp_config": {"param_offload", "optimizer_offload", "ulysses_sequence_parallel_size"}},
     },
     "trainer": {
         "total_training_steps",
@@ -60,6 +61,8 @@ NOT_SHAPING: dict[str, Any] = {
         "save_freq",
         "export_freq",
         "max_actor_ckpt_to_keep",
+        "async_checkpoint",
+        "full_determinism",
         "resume_mode",
         "default_local_dir",
         "canary_tolerance",
@@ -100,6 +103,16 @@ class TrainerConfig(Section):
         0, ge=0, description="Iterations between versions in MLflow's model registry; 0 registers only the end."
     )
     max_actor_ckpt_to_keep: int = Field(2, ge=1, description="Newest checkpoints kept; older ones are deleted.")
+    async_checkpoint: bool = Field(
+        False,
+        description="Write checkpoints in the background, from a copy in host memory of weights and optimiser. The "
+        "iteration does not wait; killed meanwhile, the run continues from the checkpoint before.",
+    )
+    full_determinism: bool = Field(
+        False,
+        description="Only deterministic kernels in every actor: on one machine a run repeats to the last bit on CUDA "
+        "too, more slowly. An operation that has none is an error.",
+    )
     resume_mode: Literal["auto", "disable"] = Field(
         "auto", description="auto continues a run of the same name and config; disable refuses if there is one."
     )
@@ -154,6 +167,7 @@ class TrainConfig(Section):
         self._check_groups()
         self._check_batches()
         self._check_placement()
+        self._check_determinism()
         return self
 
     def _check_groups(self) -> None:
@@ -195,8 +209,19 @@ class TrainConfig(Section):
                 f"loss {loss} looks for its pairs among samples that are kept together"
             )
 
+    @property
+    def data_ranks(self) -> int:
+        """Trainer ranks with samples of their own; those that share the tokens of a sample count once."""
+        return self.trainer.world_size // self.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size
+
     def _check_batches(self) -> None:
         rollout, actor = self.actor_rollout_ref.rollout, self.actor_rollout_ref.actor
+        sharing = actor.fsdp_config.ulysses_sequence_parallel_size
+        if self.trainer.world_size % sharing:
+            raise ValueError(
+                f"actor.fsdp_config.ulysses_sequence_parallel_size is {sharing}: the {self.trainer.world_size} trainer "
+                "ranks (trainer.nnodes x n_gpus_per_node) must be a multiple of it"
+            )
         prompts, mini, micro = self.data.train_batch_size, actor.ppo_mini_batch_size, rollout.micro_batch_size
         if prompts % mini:
             raise ValueError(
@@ -204,17 +229,25 @@ class TrainConfig(Section):
                 "prompts)"
             )
         if not self.samples:
-            if mini % self.trainer.world_size:
+            if mini % self.data_ranks:
                 raise ValueError(
-                    f"actor.ppo_mini_batch_size {mini} (pairs) must be a multiple of the {self.trainer.world_size} "
+                    f"actor.ppo_mini_batch_size {mini} (pairs) must be a multiple of the {self.data_ranks} "
                     "trainer ranks"
                 )
             return
-        per_step, unit = mini * rollout.n, micro * self.trainer.world_size
+        per_step, unit = mini * rollout.n, micro * self.data_ranks
         if per_step % unit:
             raise ValueError(
                 f"actor.ppo_mini_batch_size {mini} x rollout.n {rollout.n} = {per_step} samples must be a multiple of "
-                f"rollout.micro_batch_size {micro} x {self.trainer.world_size} trainer ranks = {unit}"
+                f"rollout.micro_batch_size {micro} x {self.data_ranks} trainer ranks = {unit}"
+            )
+
+    def _check_determinism(self) -> None:
+        name = self.actor_rollout_ref.rollout.name
+        if self.trainer.full_determinism and name != "diffusers":
+            raise ValueError(
+                f"trainer.full_determinism is true, but actor_rollout_ref.rollout.name is {name}, whose processes it "
+                "does not reach: sample with diffusers, or set it to false"
             )
 
     def _check_placement(self) -> None:

@@ -122,7 +122,9 @@ class TrainingRun:
             return self.config.trainer.canary_tolerance
         if self.config.trainer.device == "cuda":
             return CUDA_CANARY_TOLERANCE
-        return 0.0 if self.config.actor_rollout_ref.rollout.name == "diffusers" else OTHER_ENGINE_TOLERANCE
+        settings = self.config.actor_rollout_ref
+        same = settings.rollout.name == "diffusers" and settings.actor.fsdp_config.ulysses_sequence_parallel_size == 1
+        return 0.0 if same else OTHER_ENGINE_TOLERANCE
 
     def keep_validation(self, result: Validation) -> None:
         """Remember the held-out reward, and the pictures of this iteration in the run's folder."""
@@ -194,7 +196,8 @@ def _open_run(config: TrainConfig, inputs: Inputs) -> Iterator[TrainingRun]:
         tracker.log_start(config.model_dump(mode="json"), run_tags(config, inputs, run.reward))
         run.resume()
         tracker.log_lineage(lineage(config.data_read()), run.iteration)
-        yield run
+        with store.settled():
+            yield run
 
 
 def start_rollout(config: TrainConfig, inputs: Inputs, shared: SharedGpus | None = None) -> RolloutGroup:

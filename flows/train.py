@@ -51,7 +51,11 @@ def train(config: TrainConfig, overrides: TrainOverrides | None = None) -> dict[
     """
     config = config.with_changes(overrides)
     inputs = check_inputs(config)
-    with gpu_slots(config.ray_init, config.gpus), ray_cluster(config.ray_init), open_run(config, inputs) as run:
+    with (
+        gpu_slots(config.ray_init, config.gpus),
+        ray_cluster(config.ray_init, config.trainer.full_determinism),
+        open_run(config, inputs) as run,
+    ):
         return fit(run).as_dict()
 
 
@@ -115,7 +119,7 @@ def iterate(run: TrainingRun, iteration: int, ahead: Sampling | None) -> tuple[d
     if run.config.trainer.export_freq and iteration % run.config.trainer.export_freq == 0:
         register_export(clock, run)
     if _due(iteration, run.config.trainer.save_freq, run):
-        save_checkpoint(clock, run.store, run.trainer, run.state())
+        save_checkpoint(clock, run.store, run.trainer, run.state(), run.config.trainer.async_checkpoint)
     if new:
         with clock.stage("memory"):
             memory = run.memory()

@@ -36,7 +36,7 @@ def validate(
     settings = config.actor_rollout_ref.rollout
     name = f"validate-{config.run_name}-{weights.parent.name if weights else 'base'}"
     tracker, clock = Tracker(config.tracking, name), Stopwatch()
-    with tracker.concluded(), ray_cluster(config.ray_init):
+    with tracker.concluded(), ray_cluster(config.ray_init, config.trainer.full_determinism):
         check_resources(config, trains=False)
         rollout, reward = start_rollout(config, inputs), RewardGroup(config.reward)
         if weights is not None:

@@ -58,7 +58,11 @@ def validation_sweep(
     settings = config.actor_rollout_ref.rollout
     gpus = settings.num_actors * settings.num_gpus_per_actor if config.trainer.device == "cuda" else 0
     parent = Tracker(config.tracking, f"validation-sweep-{name}")
-    with gpu_slots(config.ray_init, gpus), ray_cluster(config.ray_init), parent.concluded():
+    with (
+        gpu_slots(config.ray_init, gpus),
+        ray_cluster(config.ray_init, config.trainer.full_determinism),
+        parent.concluded(),
+    ):
         sweep = Sweep(config, inputs, measurement, measured, parent)
         if measured.run(BASE) is None:
             sweep.measure(None)

@@ -330,6 +330,17 @@ class DiffusionModelBase(ABC):
         return list(module.transformer_blocks)  # type: ignore[arg-type]
 
     @classmethod
+    def split_sequences(cls, model_config: DiffusionModelConfig, text_tokens: int) -> dict[str, int]:
+        """Lengths of what sequence parallelism divides: of "a sample", and of "a prompt" where that is divided as it
+        is; empty where the family's attention cannot be split."""
+        return {}
+
+    @classmethod
+    def padded_text(cls, model_inputs: dict[str, Any], multiple: int) -> dict[str, Any]:
+        """The denoiser's inputs with a text of a multiple of so many tokens, where the family masks what is added."""
+        return model_inputs
+
+    @classmethod
     def is_guided(cls, pipeline: "DiffusionPipelineConfig") -> bool:
         """Whether these settings ask for classifier-free guidance, which needs negative embeddings."""
         scale = getattr(pipeline, cls.pipeline_fields[0]) if cls.pipeline_fields else None

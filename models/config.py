@@ -172,6 +172,19 @@ class FSDPConfig(Section):
         description="With LoRA: shard the frozen weights too. false keeps them whole on every rank, so that only the "
         "LoRA weights travel: faster where the model fits.",
     )
+    param_offload: bool = Field(
+        False,
+        description="Keep the shards of all weights, the gradients and the optimiser in host memory: a block's weights "
+        "come to the GPU when it computes, and AdamW steps on the CPU.",
+    )
+    optimizer_offload: bool = Field(
+        False,
+        description="Keep AdamW's moments in host memory, on the GPU for the optimiser step alone. With param_offload "
+        "they are there already.",
+    )
+    ulysses_sequence_parallel_size: int = Field(
+        1, ge=1, description="Ranks that share the tokens of a sample, for sequences too long for one GPU (video)."
+    )
 
 
 class DiffusionLossConfig(Section):
@@ -263,6 +276,7 @@ class ForwardProcessConfig(Section):
 class DiffusionActorConfig(Section):
     """The update: how samples become optimiser steps."""
 
+    strategy: str = Field("fsdp2", description="Training engine: fsdp2, or package.module:Class (docs/training.md).")
     ppo_mini_batch_size: int = Field(16, ge=1, description="Prompts (with all their samples) per optimiser step.")
     ppo_micro_batch_size_per_gpu: int = Field(
         16,

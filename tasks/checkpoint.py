@@ -1,7 +1,8 @@
 """Checkpoints: complete, or not there.
 
 A checkpoint is written aside, flushed, verified against the digests in its own record and then renamed into place;
-a run killed at any moment leaves whole checkpoints and at most one folder that nobody reads.
+a run killed at any moment leaves whole checkpoints and at most one folder that nobody reads. Written in the background,
+it takes the same steps in a thread.
 """
 
 import fcntl
@@ -10,6 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,6 +26,7 @@ from tasks.update import TrainerGroup
 RECORD = "state.json"
 WEIGHTS = "trainer"
 FORMAT = 1
+FAILING_WAIT_S = 60.0
 
 
 class CheckpointError(RuntimeError):
@@ -60,6 +63,8 @@ class CheckpointStore:
 
     def __init__(self, folder: Path, keep: int):
         self.folder, self.keep = folder, keep
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._under_way: Future[Path] | None = None
         folder.mkdir(parents=True, exist_ok=True)
         for leftover in folder.glob(".writing-*"):
             shutil.rmtree(leftover)
@@ -79,19 +84,67 @@ class CheckpointStore:
             state: its record.
             write_weights: writes the trainer's files into the (existing) folder it is given.
         """
-        aside = self.folder / f".writing-{state.iteration:06d}"
+        self.settle()
+        return self._finish(self._begin(state, write_weights), state)
+
+    def save_in_background(
+        self, state: RunState, start_writing: Callable[[Path], None], wait_until_written: Callable[[], None]
+    ) -> None:
+        """The same in a thread of its own; the checkpoint is there once `settle` has returned.
+
+        Args:
+            state: its record.
+            start_writing: returns when the trainer may go on.
+            wait_until_written: returns when the trainer's files are complete; called in the thread.
+        """
+        self.settle()
+        aside = self._begin(state, start_writing)
+        self._under_way = self._thread.submit(self._finish, aside, state, wait_until_written)
+
+    def settle(self, timeout_s: float | None = None) -> None:
+        """Wait for the checkpoint that is being written, if there is one; its error is raised here.
+
+        Raises:
+            TimeoutError: it is not complete after so many seconds.
+        """
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            under_way.result(timeout_s)
+
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        """Context whose end waits for what is being written: nobody ends the trainer before.
+
+        After an error it waits for FAILING_WAIT_S at most: what failed may be the trainer, which answers no more.
+        """
         try:
+            yield
+        except BaseException as error:
+            try:
+                self.settle(FAILING_WAIT_S)
+            except Exception as of_checkpoint:
+                error.add_note(f"the checkpoint that was being written is lost too: {of_checkpoint!r}")
+            raise
+        self.settle()
+
+    def _begin(self, state: RunState, write_weights: Callable[[Path], None]) -> Path:
+        """The folder aside with the trainer's files, or with their beginnings."""
+        aside = self.folder / f".writing-{state.iteration:06d}"
+        with _removed_on_error(aside):
             (aside / WEIGHTS).mkdir(parents=True)
             write_weights(aside / WEIGHTS)
+        return aside
+
+    def _finish(self, aside: Path, state: RunState, wait_until_written: Callable[[], None] = lambda: None) -> Path:
+        """The checkpoint in its place, once the trainer's files are complete."""
+        with _removed_on_error(aside):
+            wait_until_written()
             record = asdict(state) | {"files": _digests(aside / WEIGHTS)}
             (aside / RECORD).write_text(json.dumps(record, indent=1))
             _flush(aside)
             verify(aside)
             aside.rename(self.path(state.iteration))
             _flush_folder(self.folder)
-        except BaseException:
-            shutil.rmtree(aside, ignore_errors=True)
-            raise
         for old in self.iterations()[: -self.keep]:
             shutil.rmtree(self.path(old))
         return self.path(state.iteration)
@@ -115,6 +168,15 @@ class CheckpointStore:
             if stored != present:
                 raise CheckpointError(f"{folder} was made {what}: give the run another trainer.experiment_name")
         return state, folder / WEIGHTS
+
+
+@contextmanager
+def _removed_on_error(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 @contextmanager
@@ -179,7 +241,16 @@ def _flush_folder(folder: Path) -> None:
 
 
 @task(name="save-checkpoint", cache_policy=NO_CACHE, persist_result=False)
-def save_checkpoint(clock: Stopwatch, store: CheckpointStore, trainer: TrainerGroup, state: RunState) -> Path:
-    """Write policy, optimiser and run state of an iteration."""
+def save_checkpoint(
+    clock: Stopwatch, store: CheckpointStore, trainer: TrainerGroup, state: RunState, in_background: bool
+) -> None:
+    """Write policy, optimiser and run state of an iteration; the one before is complete then.
+
+    Args:
+        in_background: return once the ranks have copied their state to host memory, and write from there.
+    """
     with clock.stage("save_checkpoint"):
-        return store.save(state, trainer.save)
+        if in_background:
+            store.save_in_background(state, trainer.start_saving, trainer.wait_until_saved)
+        else:
+            store.save(state, trainer.save)

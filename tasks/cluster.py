@@ -12,9 +12,11 @@ import ray
 from prefect.client.orchestration import get_client
 from prefect.concurrency.sync import concurrency
 from prefect.exceptions import ObjectNotFound
+from ray import cloudpickle
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from models import determinism
 from tasks.config import RayConfig
 from tasks.watchdog import watchdog
 
@@ -32,19 +34,29 @@ QUIET_ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
 
+# A worker runs its set-up before Ray has told it where the driver imports from.
+cloudpickle.register_pickle_by_value(determinism)
+
 
 @contextmanager
-def ray_cluster(config: RayConfig) -> Iterator[None]:
+def ray_cluster(config: RayConfig, full_determinism: bool = False) -> Iterator[None]:
     """Join the cluster at RAY_ADDRESS, or start one here; disconnect (and end one started here) afterwards.
 
     A driver that is killed in between takes the one started here along, and Prefect's temporary server.
+
+    Args:
+        config: which cluster.
+        full_determinism: every actor's process, also one that is started again, begins with
+            `models.determinism.use_deterministic_algorithms`.
     """
     for name, value in QUIET_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     address = os.environ.get("RAY_ADDRESS")
     # Ray tells at every start that its token authentication is on, which is its default and stays so.
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
-    own = {} if address else {"num_cpus": config.num_cpus, "include_dashboard": False}
+    own: dict[str, Any] = {} if address else {"num_cpus": config.num_cpus, "include_dashboard": False}
+    if full_determinism:
+        own["runtime_env"] = {"worker_process_setup_hook": determinism.use_deterministic_algorithms}
     # Not None: that would join whatever cluster `ray start` left on this machine.
     ray.init(address=address or "local", log_to_driver=config.log_to_driver, logging_level="WARNING", **own)
     try:

@@ -1,6 +1,7 @@
 """Update: trajectories and advantages become new weights, and the new weights reach the rollout."""
 
 import socket
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from models.algorithms import needs_old_means
-from models.base import DiffusionModelConfig
+from models.base import DiffusionModelBase, DiffusionModelConfig
 from models.config import DiffusionActorConfig, ForwardProcessConfig
 from models.engines.canary import Canary
 from models.engines.ema import HeldWeights
@@ -25,6 +26,8 @@ from tasks.pairs import PairBatch
 from tasks.rollout import PendingBatch, RolloutGroup
 from tasks.update_plan import OldScores, RankMiniBatch, over_ranks, plan_updates
 from tasks.weight_transport import Courier, Route, Routes
+
+SAVING_POLL_S = 0.2
 
 
 class TrainerRank:
@@ -55,12 +58,14 @@ class TrainerRank:
         import torch.distributed as dist
 
         import models.families  # noqa: F401  registers the adapters in this process
-        from models.engines.fsdp import DiffusersFSDPEngine
+        from models.engines.training_engine import get_training_engine
 
-        backend = "nccl" if self.device == "cuda" else "gloo"
+        # Also gloo on CUDA: for what lies in host memory, and for checkpoints that are written in the background.
+        backend = "cpu:gloo,cuda:nccl" if self.device == "cuda" else "gloo"
         host, port = address
         dist.init_process_group(backend, init_method=f"tcp://{host}:{port}", rank=rank, world_size=world_size)
-        self.engine = DiffusersFSDPEngine(
+        engine_class = get_training_engine(self.actor_config.strategy)
+        self.engine = engine_class(
             self.model_config, self.actor_config, self.device, self.forward_config, self.keeps_previous
         )
         self.engine.initialize()
@@ -135,11 +140,19 @@ class TrainerRank:
             return self.engine.canary_velocity(canary), (count, size)
 
     def save_checkpoint(self, folder: Path) -> None:
-        """See `DiffusersFSDPEngine.save_checkpoint`."""
+        """See `TrainingEngine.save_checkpoint`."""
         self.engine.save_checkpoint(folder)
 
+    def start_saving(self, folder: Path) -> None:
+        """See `TrainingEngine.start_saving`."""
+        self.engine.start_saving(folder)
+
+    def saving_finished(self) -> bool:
+        """See `TrainingEngine.saving_finished`."""
+        return self.engine.saving_finished()
+
     def load_checkpoint(self, folder: Path) -> None:
-        """See `DiffusersFSDPEngine.load_checkpoint`."""
+        """See `TrainingEngine.load_checkpoint`."""
         self.engine.load_checkpoint(folder)
 
     def export(self, folder: Path) -> None:
@@ -152,7 +165,7 @@ class TrainerRank:
         with self.engine.averaged():
             weights = self.engine.gather_weights()
         if dist.get_rank() == 0:
-            export_weights(self.engine.adapter, self.model_config, weights, folder)
+            export_weights(DiffusionModelBase.get_class(self.model_config), self.model_config, weights, folder)
 
 
 class TrainerGroup:
@@ -172,6 +185,7 @@ class TrainerGroup:
         shared: SharedGpus | None = None,
     ):
         self.actor_config, self.mini_batch_samples = actor_config, mini_batch_samples
+        self.sharing = actor_config.fsdp_config.ulysses_sequence_parallel_size
         self.device = device
         gpus = 0.0 if device != "cuda" else 1.0 if shared is None else GPU_SHARE
         arguments = (model_config, actor_config, forward_config, device, num_threads, keeps_previous)
@@ -193,11 +207,12 @@ class TrainerGroup:
         passes.
         """
         with_means = needs_old_means(self.actor_config.diffusion_loss.loss_mode)
-        ranks = len(self.group)
+        ranks = len(self.group) // self.sharing
         answers = []
-        for rank, actor in enumerate(self.group.actors):
-            own = [batch.trajectories for batch in batches[rank::ranks]]
+        for number, actor in enumerate(self.group.actors):
+            own = [batch.trajectories for batch in batches[number // self.sharing :: ranks]]
             answers.append(actor.old_log_probs.options(num_returns=1 + len(own)).remote(with_means, *own))
+        answers = answers[:: self.sharing]
         pairs = ray.get([answer[0] for answer in answers])
         order = [divmod(number, ranks) for number in range(len(batches))]
         scored = [pairs[rank][place] for place, rank in order]
@@ -212,12 +227,13 @@ class TrainerGroup:
             [len(batch.prompts) for batch in batches],
             advantages,
             self.mini_batch_samples,
-            len(self.group),
+            len(self.group) // self.sharing,
             self.actor_config.ppo_epochs,
             None if old is None else old.kept(),
         )
         running = []
-        for actor, (plan, used) in zip(self.group.actors, plans, strict=True):
+        for number, actor in enumerate(self.group.actors):
+            plan, used = plans[number // self.sharing]
             given = [batches[i].trajectories for i in used]
             if old is None:
                 running.append(actor.update.remote(plan, None, *given))
@@ -229,6 +245,18 @@ class TrainerGroup:
     def save(self, folder: Path) -> None:
         """Every rank writes its part of a checkpoint."""
         self.group.call_all("save_checkpoint", folder)
+
+    def start_saving(self, folder: Path) -> None:
+        """Every rank copies its part of a checkpoint to host memory and begins to write it."""
+        self.group.call_all("start_saving", folder)
+
+    def wait_until_saved(self) -> None:
+        """Return when every rank has written what it began; a rank's error is raised here.
+
+        A rank answers between its other calls, so this asks and does not wait there.
+        """
+        while not all(self.group.call_all("saving_finished")):
+            time.sleep(SAVING_POLL_S)
 
     def load(self, folder: Path) -> None:
         """Every rank restores its part of a checkpoint."""
@@ -313,7 +341,7 @@ def sync_weights(
     """Give the rollout the trainer's weights, on the way that `rollout.weight_transport` says.
 
     Args:
-        which: the policy's or one of the copies that the trainer keeps, see `DiffusersFSDPEngine.holding`.
+        which: the policy's or one of the copies that the trainer keeps, see `TrainingEngine.holding`.
 
     Raises:
         WeightSyncError: the canary's difference is above `tolerance`, or the weights could not be sent.

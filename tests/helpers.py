@@ -1,6 +1,7 @@
 """Builders for the tests: a tiny model folder, configs from flat keywords, requests, and spawned gloo ranks."""
 
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,7 @@ from models.config import (
     ModelConfig,
     OptimConfig,
 )
+from models.engines.training_engine import TrainingEngine
 from models.engines.trajectories import PromptTable, RolloutRequest
 from models.schedulers import NoiseKey
 from models.tiny_qwen_image.build import build_pipeline
@@ -112,6 +114,12 @@ def rollout_request(
     return RolloutRequest(keys, prompt_table(lengths, negative_length), index, tuple(window), **recorded)
 
 
+def wait_until_saved(engine: TrainingEngine) -> None:
+    """Return when the checkpoint that the engine writes in the background is complete."""
+    while not engine.saving_finished():
+        time.sleep(0.01)
+
+
 @contextmanager
 def single_rank() -> Iterator[None]:
     """A gloo group with this process as its only rank, destroyed at the end."""
@@ -122,21 +130,29 @@ def single_rank() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def gloo_world(function: Callable[..., Any], world_size: int, folder: Path, *arguments: Any) -> list[Any]:
+def gloo_world(
+    function: Callable[..., Any], world_size: int, folder: Path, *arguments: Any, device: str = "cpu"
+) -> list[Any]:
     """Run function(rank, *arguments) on that many new gloo processes; returns what each rank returned.
 
     `function` must be importable (a module's own). Ranks meet in a file and not at a port, which another process
-    could take in between.
+    could take in between. With device "cuda" each rank has a GPU, and NCCL beside gloo.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    mp.spawn(_rank_main, (world_size, str(folder), function, arguments), nprocs=world_size)
+    mp.spawn(_rank_main, (world_size, str(folder), device, function, arguments), nprocs=world_size)
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(world_size)]
 
 
-def _rank_main(rank: int, world_size: int, folder: str, function: Callable[..., Any], arguments: tuple) -> None:
+def _rank_main(
+    rank: int, world_size: int, folder: str, device: str, function: Callable[..., Any], arguments: tuple
+) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    backend = "gloo"
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
     try:
         torch.save(function(rank, *arguments), f"{folder}/rank{rank}.pt")
     except BaseException as error:  # torch's CheckpointException is no Exception, and spawn would swallow its message

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,6 +54,39 @@ def test_a_full_disk_leaves_the_older_checkpoint_and_nothing_half_written(small_
     assert found.iteration == 1
     store.save(state(2), writer(MEBIBYTE // 4))  # there is room again: nothing was left behind
     assert store.iterations() == [1, 2]
+
+
+def test_the_next_save_and_the_end_wait_for_the_one_before(tmp_path: Path) -> None:
+    store, go_on = CheckpointStore(tmp_path, keep=2), threading.Event()
+    store.save_in_background(state(1), writer(10), lambda: go_on.wait(60) and None)
+    assert store.iterations() == []
+    assert [path.name for path in tmp_path.iterdir()] == [".writing-000001"]
+    threading.Timer(0.2, go_on.set).start()
+    store.save(state(2), writer(10))
+    assert store.iterations() == [1, 2]
+    with store.settled():
+        store.save_in_background(state(3), writer(10), lambda: None)
+    assert store.iterations() == [2, 3]
+
+
+@pytest.mark.parametrize("end", ["next save", "end", "failing end"])
+def test_an_error_in_the_background_is_raised_by_whatever_comes_next(tmp_path: Path, end: str) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    store.save(state(1), writer(10))
+
+    def fail() -> None:
+        raise OSError("the disk is gone")
+
+    if end == "failing end":  # the run's own error stays, with a note
+        store.save_in_background(state(2), writer(10), fail)
+        with pytest.raises(ZeroDivisionError) as raised, store.settled():
+            raise ZeroDivisionError
+        assert "the disk is gone" in raised.value.__notes__[0]
+    else:
+        store.save_in_background(state(2), writer(10), fail)
+        with pytest.raises(OSError, match="the disk is gone"):
+            store.save(state(3), writer(10)) if end == "next save" else store.settle()
+    assert [path.name for path in tmp_path.iterdir()] == ["iter_000001"]
 
 
 def test_a_run_has_one_process_and_a_killed_one_lets_go(tmp_path: Path) -> None:

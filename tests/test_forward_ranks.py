@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import gloo_world, model_config, single_rank
+from helpers import gloo_world, model_config, single_rank, wait_until_saved
 from test_forward_engine import batches_of, finished, largest_difference, old_weights, trainer
 from torch import Tensor
 
 from models.engines.actor_batch import ActorBatch
+from models.engines.fsdp import DiffusersFSDPEngine
 from models.engines.trajectories import FinishedLatents
 
 NAN = float("nan")
@@ -22,25 +23,49 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[list[float], list[float]]]] = 
 }
 
 
-def train(model: Path, case: str, batches: list[ActorBatch], folder: Path) -> dict[str, Any]:
-    """Two iterations, a checkpoint, and a third; weights and gradient norms."""
+def engine_of(model: Path, case: str) -> DiffusersFSDPEngine:
     loss, kind, _ = CASES[case]
-    engine = trainer(model_config(model, **kind), loss)
+    return trainer(model_config(model, **kind), loss, enable=True, update_interval=1)
+
+
+def held_by(engine: DiffusersFSDPEngine) -> list[dict[str, Tensor]]:
+    """Weights, their average, and the old policy's where the loss keeps one."""
+    with engine.averaged():
+        average = engine.gather_weights()
+    old = [] if engine.old_policy is None else [old_weights(engine)]
+    return [engine.gather_weights(), average, *old]
+
+
+def train(model: Path, case: str, batches: list[ActorBatch], folder: Path) -> dict[str, Any]:
+    """Two iterations, and a third one while a checkpoint is written; weights and gradient norms."""
+    engine = engine_of(model, case)
     norms = [engine.update_policy(batches)["grad_norm"] for _ in range(2)]
-    engine.save_checkpoint(folder / case)
+    engine.start_saving(folder / case)
     weights = [engine.gather_weights()]
     norms.append(engine.update_policy(batches)["grad_norm"])
-    weights += [engine.gather_weights()] + ([] if loss == "dpo" else [old_weights(engine)])
-    return {"norms": norms, "weights": weights}
+    wait_until_saved(engine)
+    return {"norms": norms, "weights": weights + held_by(engine)}
+
+
+def go_on(model: Path, case: str, batches: list[ActorBatch], folder: Path) -> dict[str, Any]:
+    """The third iteration, from a checkpoint of `train`."""
+    engine = engine_of(model, case)
+    engine.load_checkpoint(folder / case)
+    return {"norm": engine.update_policy(batches)["grad_norm"], "weights": held_by(engine)}
 
 
 def parts_of(samples: list[FinishedLatents], case: str) -> list[tuple[FinishedLatents, Tensor]]:
     return [(part, torch.tensor(row)) for part, row in zip(samples, CASES[case][2], strict=True)]
 
 
-def train_on_rank(rank: int, model: Path, samples: list[FinishedLatents], folder: Path) -> dict[str, Any]:
+def train_on_rank(
+    rank: int, model: Path, samples: list[FinishedLatents], folder: Path
+) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """Of each case what `train` gives, and where one rank's checkpoint leads to."""
+    batches = {case: [ActorBatch(parts_of(samples, case)[rank : rank + 1], 1)] for case in CASES}
     return {
-        case: train(model, case, [ActorBatch(parts_of(samples, case)[rank : rank + 1], 1)], folder) for case in CASES
+        case: (train(model, case, own, folder / "two"), go_on(model, case, own, folder / "one"))
+        for case, own in batches.items()
     }
 
 
@@ -50,35 +75,47 @@ def samples(tiny_model: Path) -> list[FinishedLatents]:
 
 
 @pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("forward_ranks")
+
+
+@pytest.fixture(scope="module")
+def one_rank_result(tiny_model: Path, samples: list[FinishedLatents], folder: Path) -> dict[str, dict[str, Any]]:
+    with single_rank():
+        return {
+            case: train(tiny_model, case, [ActorBatch(parts_of(samples, case), 1)], folder / "one") for case in CASES
+        }
+
+
+@pytest.fixture(scope="module")
 def two_ranks(
-    tiny_model: Path, samples: list[FinishedLatents], tmp_path_factory: pytest.TempPathFactory
-) -> tuple[list[dict], Path]:
-    folder = tmp_path_factory.mktemp("forward_ranks")
-    return gloo_world(train_on_rank, 2, folder / "world", tiny_model, samples, folder), folder
+    tiny_model: Path, samples: list[FinishedLatents], folder: Path, one_rank_result: dict[str, dict[str, Any]]
+) -> list[dict[str, tuple[dict[str, Any], dict[str, Any]]]]:
+    return gloo_world(train_on_rank, 2, folder / "world", tiny_model, samples, folder)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_train_as_one(
-    two_ranks: tuple[list[dict], Path], tiny_model: Path, samples: list[FinishedLatents], tmp_path: Path, case: str
+    two_ranks: list[dict[str, tuple[dict[str, Any], dict[str, Any]]]],
+    one_rank_result: dict[str, dict[str, Any]],
+    tiny_model: Path,
+    samples: list[FinishedLatents],
+    folder: Path,
+    case: str,
 ) -> None:
     """A rank that has fewer samples than the other, or none, takes part and adds nothing."""
-    (first, second), folder = two_ranks
-    whole = [ActorBatch(parts_of(samples, case), 1)]
-    with single_rank():
-        one = train(tiny_model, case, whole, tmp_path)
-        loss, kind, _ = CASES[case]
-        resumed = trainer(model_config(tiny_model, **kind), loss)
-        resumed.load_checkpoint(folder / case)
-        resumed_norm = resumed.update_policy(whole)["grad_norm"]
-        gone_on = [resumed.gather_weights()] + ([] if loss == "dpo" else [old_weights(resumed)])
-    assert first[case]["norms"] == second[case]["norms"] == pytest.approx(one["norms"], rel=1e-3)
-    for ours, theirs in zip(first[case]["weights"], one["weights"], strict=True):
+    ((first, first_on), (second, _)), one = (rank[case] for rank in two_ranks), one_rank_result[case]
+    assert first["norms"] == second["norms"] == pytest.approx(one["norms"], rel=1e-3)
+    for ours, theirs in zip(first["weights"], one["weights"], strict=True):
         assert largest_difference(ours, theirs) < 1e-5
     assert largest_difference(one["weights"][0], one["weights"][1]) > 1e-3
-    # A checkpoint of two ranks goes on with one.
-    assert resumed_norm == pytest.approx(one["norms"][2], rel=1e-3)
-    for ours, theirs in zip(gone_on, one["weights"][1:], strict=True):
-        assert largest_difference(ours, theirs) < 1e-5
+    # A checkpoint of two ranks goes on with one, and one of one rank with two.
+    with single_rank():
+        resumed = go_on(tiny_model, case, [ActorBatch(parts_of(samples, case), 1)], folder / "two")
+    for gone_on in (resumed, first_on):
+        assert gone_on["norm"] == pytest.approx(one["norms"][2], rel=1e-3)
+        for ours, theirs in zip(gone_on["weights"], one["weights"][1:], strict=True):
+            assert largest_difference(ours, theirs) < 1e-5
 
 
 def test_the_counts_are_not_the_callers(tiny_model: Path, samples: list[FinishedLatents]) -> None:

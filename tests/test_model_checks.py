@@ -48,8 +48,10 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def checked(workspace: Path, model: str, *, val: Any = None, algorithm: str = "flow_grpo", **settings: Any):
-    """`check_inputs` of a small run with this model; `settings` are fields of rollout.pipeline."""
+def checked(
+    workspace: Path, model: str, *, val: Any = None, algorithm: str = "flow_grpo", actor: Any = None, **settings: Any
+):
+    """`check_inputs` of a small run on two ranks with this model; `settings` are fields of rollout.pipeline."""
     family = FAMILIES[model]
     height, width = family.sizes[0]
     pipeline = {"height": height, "width": width} | family.plain | settings
@@ -63,10 +65,11 @@ def checked(workspace: Path, model: str, *, val: Any = None, algorithm: str = "f
         "actor_rollout_ref": {
             "model": {"path": str(workspace / model)},
             "rollout": rollout,
-            "actor": {"ppo_mini_batch_size": 2},
+            "actor": {"ppo_mini_batch_size": 2} | (actor or {}),
         },
         "algorithm": {"name": algorithm},
         "reward": {"functions": {"jpeg_compressibility": {}}},
+        "trainer": {"n_gpus_per_node": 2},
     }
     return check_inputs(TrainConfig.model_validate(config))
 
@@ -99,6 +102,17 @@ def test_settings_that_do_not_suit_the_model(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         checked(workspace, model, **settings)
+
+
+def test_how_the_ranks_train_suits_the_model(workspace: Path) -> None:
+    shared = {"fsdp_config": {"ulysses_sequence_parallel_size": 2}}
+    assert isinstance(checked(workspace, "wan", actor=shared), Inputs)
+    with pytest.raises(ValueError, match=r"the attention of StableDiffusion3Pipeline cannot be split here: set it to"):
+        checked(workspace, "stable_diffusion_3", actor=shared)
+    with pytest.raises(ValueError, match=r"size is 3: the 2 trainer ranks .* must be a multiple of it"):
+        checked(workspace, "wan", actor={"fsdp_config": {"ulysses_sequence_parallel_size": 3}})
+    with pytest.raises(ValueError, match=r"actor.strategy is 'veomni'; known: fsdp2; or give package.module:object"):
+        checked(workspace, "wan", actor={"strategy": "veomni"})
 
 
 def test_validation_is_checked_like_the_rollout(workspace: Path) -> None:

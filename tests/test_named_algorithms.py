@@ -210,6 +210,10 @@ def test_only_a_decaying_window_makes_another_run_of_a_longer_one() -> None:
             ("algorithm.name=awm", "algorithm.rollout_correction.bypass_mode=false"),
             "bypass_mode is false, but loss awm reads no log-probs that could be corrected",
         ),
+        (
+            ("trainer.full_determinism=true", "actor_rollout_ref.rollout.name=vllm_omni"),
+            "full_determinism is true, but actor_rollout_ref.rollout.name is vllm_omni",
+        ),
         (("algorithm.old_policy_decay=1",), r"old_policy_decay\s.*less than 1"),
         (("algorithm.sample_source=disk",), r"sample_source\s.*'online' or 'offline'"),
     ],

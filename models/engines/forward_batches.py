@@ -38,7 +38,8 @@ def noised_batch(
     cuts = torch.arange(len(chosen)).split(max(size // unit * unit, unit)) if len(chosen) else ()
     parts = [chosen.rows(index) for index in cuts]
     most = _over_ranks(len(parts), dist.ReduceOp.MAX, engine.device)
-    counted = _over_ranks(len(chosen), dist.ReduceOp.SUM, engine.device)
+    sharing = engine.actor_config.fsdp_config.ulysses_sequence_parallel_size  # ranks that have the same samples
+    counted = _over_ranks(len(chosen), dist.ReduceOp.SUM, engine.device) // sharing
     parts += [idle] * (most - len(parts))
     pieces = [noised(part, engine.scheduler.sigmas, config, engine.loss_fn.paired) for part in parts]
     return PreparedBatch([(piece, piece.advantages) for piece in _compared(engine, pieces)], counted)

@@ -8,28 +8,24 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from models.algorithms.losses import REF_VELOCITY, get_diffusion_loss_fn
 from models.algorithms.old_policy import old_policy_decay
 from models.base import DiffusionModelBase, DiffusionModelConfig
 from models.engines.actor_batch import ActorBatch, PreparedBatch, WeightedMetrics, micro_batch_of
+from models.engines.adam_state import adam_state_on_device, allocate_adam_state, offload_adam_state
 from models.engines.canary import Canary, canary_velocity
 from models.engines.compiled import compile_blocks
 from models.engines.ema import HeldWeights, WeightAverage, WeightCopy
+from models.engines.engine_checkpoint import EngineCheckpoint
 from models.engines.evaluation import LOG_PROB_DISTANCES, PolicyEvaluation, load_teacher
 from models.engines.forward_batches import noised_batch
+from models.engines.sequence_parallel import sequence_mesh, split_sequences
+from models.engines.training_engine import TRAINING_ENGINES
 from models.engines.trajectories import Trajectories
 from models.engines.weights import make_trainable, trainable
 
@@ -37,6 +33,7 @@ if TYPE_CHECKING:
     from models.config import DiffusionActorConfig, ForwardProcessConfig
 
 
+@TRAINING_ENGINES.register("fsdp2")
 class DiffusersFSDPEngine(PolicyEvaluation):
     """One rank of the trainer. torch.distributed must be initialised; every rank makes every call.
 
@@ -60,10 +57,13 @@ class DiffusersFSDPEngine(PolicyEvaluation):
         self.adapter = DiffusionModelBase.get_class(model_config)
         self.loss_fn = get_diffusion_loss_fn(actor_config.diffusion_loss.loss_mode)
         self._forward_config, self._keeps_previous = forward_config, keeps_previous
+        self.checkpoint = EngineCheckpoint(self)
         self.optimizer_steps = self.updates = 0
 
     def initialize(self) -> None:
         """Load, freeze, shard; then optimiser, warm-up, copies of the weights, reference and teacher."""
+        sharing = self.actor_config.fsdp_config.ulysses_sequence_parallel_size
+        self._sequence_mesh = sequence_mesh(self.device, sharing) if sharing > 1 else None
         self.module = self._sharded(self._load(trained=True))
         settings = self.actor_config.optim
         self.optimizer = torch.optim.AdamW(
@@ -73,7 +73,9 @@ class DiffusersFSDPEngine(PolicyEvaluation):
             eps=settings.eps,
             weight_decay=settings.weight_decay,
         )
-        _allocate_adam_state(self.optimizer)
+        allocate_adam_state(self.optimizer)
+        if self.actor_config.fsdp_config.optimizer_offload:
+            offload_adam_state(self.optimizer)
         warmup = max(settings.lr_warmup_steps, 1)
         self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda s: min(1.0, (s + 1) / warmup))
         self.ema = WeightAverage(self.module, self.actor_config.ema) if self.actor_config.ema.enable else None
@@ -109,6 +111,7 @@ class DiffusersFSDPEngine(PolicyEvaluation):
             collected.add({"lr": float(self.lr_scheduler.get_last_lr()[0]), "grad_norm": self._optimizer_step()})
         self.module.eval()
         self._move_old_policy()
+        self._release_memory()
         return collected.combined() | {"optimizer_steps": self.optimizer_steps}
 
     def _prepared(self, batches: Sequence[ActorBatch]) -> dict[int, PreparedBatch]:
@@ -133,7 +136,8 @@ class DiffusersFSDPEngine(PolicyEvaluation):
             for step in range(steps):
                 micro_batch, counted = micro_batch_of(on_device.step(step), advantages, self.device)
                 # A rank averages over its own samples and FSDP over ranks; this turns both into one mean over the
-                # mini-batch's counted samples and timesteps.
+                # mini-batch's counted samples and timesteps. Of ranks that share their samples each has the gradient of
+                # its own tokens: there FSDP's sum is what is wanted.
                 scale = counted * dist.get_world_size() / (batch.global_count * steps)
                 last = number == len(batch.pieces) - 1 and step == steps - 1
                 cast(FSDPModule, self.module).set_requires_gradient_sync(last)
@@ -148,6 +152,12 @@ class DiffusersFSDPEngine(PolicyEvaluation):
         config = self._forward_config
         if self.old_policy and config and self.updates % config.old_policy_update_interval == 0:
             self.old_policy.follow(old_policy_decay(self.optimizer_steps, config))
+
+    def _release_memory(self) -> None:
+        """Where the trainer keeps its state in host memory, others may use what it took of the GPU for the update."""
+        settings = self.actor_config.fsdp_config
+        if self.device == "cuda" and (settings.param_offload or settings.optimizer_offload):
+            torch.cuda.empty_cache()
 
     # ---- the trainer's own log-probs
 
@@ -176,7 +186,9 @@ class DiffusersFSDPEngine(PolicyEvaluation):
                 f"the gradient norm of optimiser step {self.optimizer_steps} is {norm.item()}: lower optim.lr or check "
                 "the rewards of this iteration"
             )
-        self.optimizer.step()
+        offloaded = self.actor_config.fsdp_config.optimizer_offload
+        with adam_state_on_device(self.optimizer) if offloaded else nullcontext():
+            self.optimizer.step()
         self.lr_scheduler.step()
         self.optimizer.zero_grad()
         self.optimizer_steps += 1
@@ -218,7 +230,7 @@ class DiffusersFSDPEngine(PolicyEvaluation):
         """Name and tensor of the trained weights one by one, whole and on the device; every rank must take them all."""
         for name, parameter in trainable(self.module).items():
             whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-            yield name, whole.detach()
+            yield name, whole.detach().to(self.device)
 
     def canary_velocity(self, canary: Canary) -> Tensor:
         """What the trainer's model predicts for the canary, fp32 on the CPU."""
@@ -229,41 +241,19 @@ class DiffusersFSDPEngine(PolicyEvaluation):
 
     def save_checkpoint(self, folder: Path) -> None:
         """Write policy, its copies, optimiser, schedule and random state, sharded, for any number of ranks to read."""
-        dcp.save(self._state(), checkpoint_id=str(folder))
+        self.checkpoint.save(folder)
+
+    def start_saving(self, folder: Path) -> None:
+        """The same from a copy in host memory, in the background."""
+        self.checkpoint.start_saving(folder)
+
+    def saving_finished(self) -> bool:
+        """Has what `start_saving` began been written? An error of the writing is raised here, once."""
+        return self.checkpoint.finished()
 
     def load_checkpoint(self, folder: Path) -> None:
-        """Restore what `save_checkpoint` wrote, in place."""
-        state = self._state()
-        dcp.load(state, checkpoint_id=str(folder))
-        options = StateDictOptions(ignore_frozen_params=True, strict=False)
-        set_model_state_dict(self.module, state["model"], options=options)
-        set_optimizer_state_dict(self.module, self.optimizer, state["optimizer"], options=options)
-        self.lr_scheduler.load_state_dict(state["extra"]["lr_scheduler"])
-        self.optimizer_steps, self.updates = state["extra"]["optimizer_steps"], state["extra"]["updates"]
-        if self.ema is not None:
-            self.ema.updates = state["extra"]["ema_updates"]
-        torch.set_rng_state(state["extra"]["torch_rng"])
-
-    def _state(self) -> dict[str, Any]:
-        options = StateDictOptions(ignore_frozen_params=True)
-        state: dict[str, Any] = {
-            "model": get_model_state_dict(self.module, options=options),
-            "optimizer": get_optimizer_state_dict(self.module, self.optimizer, options=options),
-            "extra": {
-                "lr_scheduler": self.lr_scheduler.state_dict(),
-                "optimizer_steps": self.optimizer_steps,
-                "updates": self.updates,
-                "ema_updates": self.ema.updates if self.ema else 0,
-                "torch_rng": torch.get_rng_state(),
-            },
-        }
-        if self.ema is not None:
-            state["ema"] = self.ema.shadow
-        if self.old_policy is not None:
-            state["old_policy"] = self.old_policy.shadow
-        if self.previous is not None:
-            state["previous"] = self.previous.shadow
-        return state
+        """Restore what a save wrote, in place."""
+        self.checkpoint.load(folder)
 
     # ---- building
 
@@ -279,16 +269,18 @@ class DiffusersFSDPEngine(PolicyEvaluation):
             module.requires_grad_(False)
         if self.model_config.model.compile:
             compile_blocks(self.adapter, module)
-        return module.to(self.device)
+        return module
 
     def _load_teacher(self) -> nn.Module | None:
         if self.actor_config.teacher_path is None:
             return None
         teacher = load_teacher(self.adapter, self.model_config, self.actor_config.teacher_path)
-        return self._sharded(teacher.to(self.device)).eval()
+        return self._sharded(teacher).eval()
 
     def _sharded(self, module: nn.Module) -> nn.Module:
         settings, own = self.actor_config.fsdp_config, self.model_config.model.dtype
+        if self._sequence_mesh is not None:
+            split_sequences(self.adapter, module, self._sequence_mesh)
         policy = MixedPrecisionPolicy(
             param_dtype=getattr(torch, settings.param_dtype or own),
             reduce_dtype=getattr(torch, settings.reduce_dtype),
@@ -301,28 +293,17 @@ class DiffusersFSDPEngine(PolicyEvaluation):
         frozen = [p for p in module.parameters() if not p.requires_grad]
         whole = self.model_config.model.lora_rank > 0 and not settings.shard_frozen
         kept = {p for p in frozen if whole or p.dtype != getattr(torch, own)}
+        offload = CPUOffloadPolicy(pin_memory=self.device == "cuda") if settings.param_offload else OffloadPolicy()
         mesh = init_device_mesh(self.device, (dist.get_world_size(),))
         for part in (*self.adapter.transformer_blocks(module), module):
             fully_shard(
                 part,
                 mesh=mesh,
                 mp_policy=policy,
+                offload_policy=offload,
                 reshard_after_forward=settings.reshard_after_forward,
                 ignored_params=kept,
             )
+        for parameter in kept:  # the others went to the device block by block, and there is never more than one whole
+            parameter.data = parameter.data.to(self.device)
         return module
-
-
-def _allocate_adam_state(optimizer: torch.optim.AdamW) -> None:
-    """Give every parameter its moments now, as AdamW itself would at the first gradient.
-
-    Some parameters never get one (the last joint block's text output leads nowhere); without this a checkpoint would
-    lack their state, and a fresh optimiser, which has it for all, could not be loaded from it.
-    """
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            optimizer.state[parameter] = {
-                "step": torch.tensor(0.0),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
-            }

@@ -146,6 +146,10 @@ class Flux(DiffusionModelBase):
             )
 
     @classmethod
+    def split_sequences(cls, model_config: DiffusionModelConfig, text_tokens: int) -> dict[str, int]:
+        return {"a sample": cls.latent_shape(model_config)[0], "a prompt": text_tokens}
+
+    @classmethod
     def _grid(cls, model_config: DiffusionModelConfig) -> tuple[int, int]:
         """Rows and columns of the VAE's latent."""
         return latent_grid(model_config, kl_vae_factor(model_config.path), patch=2)

@@ -132,6 +132,23 @@ class QwenImage(DiffusionModelBase):
         return [len(ids) - dropped for ids in pipeline.tokenizer(chats)["input_ids"]]
 
     @classmethod
+    def split_sequences(cls, model_config: DiffusionModelConfig, text_tokens: int) -> dict[str, int]:
+        return {"a sample": cls.latent_shape(model_config)[0]}
+
+    @classmethod
+    def padded_text(cls, model_inputs: dict[str, Any], multiple: int) -> dict[str, Any]:
+        text, mask = model_inputs["encoder_hidden_states"], model_inputs["encoder_hidden_states_mask"]
+        missing = -text.shape[1] % multiple
+        if not missing:
+            return model_inputs
+        if mask is None:
+            mask = torch.ones(text.shape[:2], dtype=torch.bool, device=text.device)
+        return model_inputs | {
+            "encoder_hidden_states": torch.nn.functional.pad(text, (0, 0, 0, missing)),
+            "encoder_hidden_states_mask": torch.nn.functional.pad(mask, (0, missing)),
+        }
+
+    @classmethod
     def _grid(cls, model_config: DiffusionModelConfig) -> tuple[int, int]:
         """Rows and columns of the VAE's latent."""
         factor = 2 ** len(component_config(model_config.path, "vae")["temperal_downsample"])  # diffusers' own spelling

@@ -1,5 +1,6 @@
 """Training and in-process sampling adapter of Wan, text to video."""
 
+import math
 from typing import Any
 
 import torch
@@ -64,10 +65,7 @@ class Wan(DiffusionModelBase):
     ) -> tuple[dict[str, Any], dict[str, Any] | None]:
         latent, timestep = select_step(latents, timesteps, step)
         if pipeline_config(model_config.path).get("expand_timesteps"):  # TI2V: a timestep for each token
-            _, frames, rows, columns = cls.latent_shape(model_config)
-            patch = component_config(model_config.path, "transformer")["patch_size"]
-            tokens = (frames // patch[0]) * (rows // patch[1]) * (columns // patch[2])
-            timestep = timestep[:, None].expand(-1, tokens)
+            timestep = timestep[:, None].expand(-1, cls._tokens(model_config))
         shared = {"hidden_states": latent.to(model_config.dtype), "timestep": timestep, "return_dict": False}
         positive = shared | {"encoder_hidden_states": prompt_embeds.to(model_config.dtype)}
         if not cls.is_guided(model_config.pipeline):
@@ -122,6 +120,16 @@ class Wan(DiffusionModelBase):
     @classmethod
     def prompt_lengths(cls, pipeline: Any, prompts: list[str]) -> list[int]:
         return [len(ids) for ids in pipeline.tokenizer([prompt_clean(prompt) for prompt in prompts])["input_ids"]]
+
+    @classmethod
+    def split_sequences(cls, model_config: DiffusionModelConfig, text_tokens: int) -> dict[str, int]:
+        return {"a sample": cls._tokens(model_config)}
+
+    @classmethod
+    def _tokens(cls, model_config: DiffusionModelConfig) -> int:
+        """Patches of a sample."""
+        patch = component_config(model_config.path, "transformer")["patch_size"]
+        return math.prod(size // side for size, side in zip(cls.latent_shape(model_config)[1:], patch, strict=True))
 
     @classmethod
     def transformer_blocks(cls, module: nn.Module) -> list[nn.Module]:

@@ -66,15 +66,22 @@ def test_a_run_leaves_its_whole_record(workspace: Workspace) -> None:
 
 
 def test_trainer_ranks_and_rollout_actors_do_not_change_the_first_iteration(workspace: Workspace) -> None:
-    """Rewards of iteration 1 come from the base weights: equal bits. The first loss and gradient agree closely."""
+    """Rewards of iteration 1 come from the base weights: equal bits. The first loss and gradient agree closely.
+
+    Nor does how the ranks hold the model, and the run's end waits for the checkpoint in the background.
+    """
     one = ("trainer.total_training_steps=1", "trainer.val_before_train=false")
     workspace.train(*one, "trainer.experiment_name=one")
     workspace.train(
         *one,
         "trainer.experiment_name=many",
         "trainer.n_gpus_per_node=2",
+        "trainer.async_checkpoint=true",
+        "trainer.full_determinism=true",
+        "actor_rollout_ref.actor.fsdp_config={param_offload: true, ulysses_sequence_parallel_size: 2}",
         "actor_rollout_ref.rollout.num_actors=3",
     )
+    assert len(list(workspace.folder.glob("runs/many-*/checkpoints/iter_000001/state.json"))) == 1
     first, second = workspace.mlflow_runs()
     tables = [
         pd.read_parquet(workspace.client().download_artifacts(run.info.run_id, "samples/000001.parquet"))
