@@ -19,6 +19,9 @@ GIB = 2**30
 MASTER_BYTES = 4
 """Trained weights, their gradients and AdamW's moments are fp32."""
 
+COMPILED = 0.75
+"""Share of the activations that compiled blocks keep: 46.5 of 62.1 GiB, Stable Diffusion 3.5 medium on an H200."""
+
 
 @dataclass(frozen=True)
 class Need:
@@ -73,7 +76,7 @@ def update_need(
     passing = {
         "gradients": cost.trained * _bytes(settings.reduce_dtype),
         "gathered weights": _gathered(cost, stored, world_size, settings.reshard_after_forward) * computed,
-        f"activations of {cost.samples} samples": cost.training_bytes,
+        f"activations of {cost.samples} samples": cost.training_bytes * (COMPILED if model_config.model.compile else 1),
     }
     return Need(resident, passing)
 

@@ -60,7 +60,11 @@ class PassCost:
 
 
 def pass_cost(
-    model_config: DiffusionModelConfig, prompts: "PromptTable", samples: int = 1, checkpointing: bool = False
+    model_config: DiffusionModelConfig,
+    prompts: "PromptTable",
+    samples: int = 1,
+    checkpointing: bool = False,
+    constant_half: bool = False,
 ) -> PassCost:
     """Run the model on the meta device.
 
@@ -69,11 +73,12 @@ def pass_cost(
         prompts: one prompt, of the length that is asked about, and the negative prompt where there is guidance.
         samples: how many are computed together; the time that this takes does not depend on it.
         checkpointing: activations are computed again in the backward.
+        constant_half: the update computes guidance's half without the prompt without gradient.
     """
     adapter = DiffusionModelBase.get_class(model_config)
     module = meta_transformer(adapter, model_config)
     blocks = [sum(p.numel() for p in block.parameters()) for block in adapter.transformer_blocks(module)]
-    velocity = _velocity(adapter, module, model_config, prompts, samples)
+    velocity = _velocity(adapter, module, model_config, prompts, samples, constant_half)
     attention = _FusedAttention()
     with torch.no_grad():
         sampling = _measured(velocity, module, attention)
@@ -141,6 +146,7 @@ def _velocity(
     model_config: DiffusionModelConfig,
     prompts: "PromptTable",
     samples: int,
+    constant_half: bool,
 ) -> Callable[[], Tensor]:
     index = torch.zeros(samples, dtype=torch.long)
     table = prompts.to("meta")
@@ -153,7 +159,11 @@ def _velocity(
         inputs = adapter.prepare_model_inputs(
             module, model_config, latents, timestep, **text, micro_batch=extras, step=0
         )
-        return adapter.predict_velocity(module, model_config, *inputs)
+        if not (constant_half and inputs[1] is not None and torch.is_grad_enabled()):
+            return adapter.predict_velocity(module, model_config, *inputs)
+        with torch.no_grad():
+            unconditional = adapter.denoise(module, inputs[1])
+        return adapter.predict_velocity(module, model_config, *inputs, unconditional)
 
     return velocity
 
