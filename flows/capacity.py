@@ -38,7 +38,9 @@ def measure_cost(
     prompts = prompt_table(embeddings, [embeddings.longest(uids)], guided)
     computed = actor.fsdp_config.param_dtype or model_config.model.dtype
     samples, checkpointing = actor.ppo_micro_batch_size_per_gpu, actor.fsdp_config.gradient_checkpointing
-    cost = pass_cost(_in_format(model_config, computed), prompts, samples, checkpointing, config.records_unconditional)
+    cost = pass_cost(
+        _in_format(model_config, computed), prompts, samples, checkpointing, actor.guidance_gradient == "conditional"
+    )
     return PolicyFlops(model_config, cost, Batch(samples, *prompts.lengths))
 
 
