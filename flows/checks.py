@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import models.families  # noqa: F401  registers the adapters
+from flows.capacity import check_fits, measure_cost
 from flows.config import TrainConfig
 from models.algorithms import check_loss_inputs, get_diffusion_adv_estimator_fn, get_diffusion_loss_fn
 from models.algorithms.losses import OLD_MEAN, TEACHER_MEAN, TRAINER_TYPES
@@ -13,6 +14,8 @@ from models.engines.sequence_parallel import check_sequence_split
 from models.engines.training_engine import get_training_engine
 from models.engines.vllm_omni.engine import pipeline_class
 from models.engines.weights import LORA_FILE
+from models.flops import PolicyFlops
+from models.latents import text_width
 from tasks.dataset import INDEX, Prompt, PromptEmbeddings, load_prompts
 from tasks.pairs import PairDataset
 from tasks.rewards import check_reward
@@ -28,6 +31,7 @@ class Inputs:
 
     Attributes:
         pairs: None where samples are made and not read.
+        flops: operations of rollout and update; None where the run does not train, or the model cannot be counted.
         digest: of the prompt table and of the indices of embeddings and pairs.
     """
 
@@ -37,10 +41,14 @@ class Inputs:
     embeddings: PromptEmbeddings
     pairs: PairDataset | None
     digest: str
+    flops: PolicyFlops | None = None
 
 
-def check_inputs(config: TrainConfig) -> Inputs:
+def check_inputs(config: TrainConfig, trains: bool = True) -> Inputs:
     """Resolve every name and file of the config.
+
+    Args:
+        trains: check, too, that the update and the rollout fit the GPUs.
 
     Raises:
         ConfigError, or the named thing's own error: one sentence, what is wrong and what would be right.
@@ -82,7 +90,13 @@ def check_inputs(config: TrainConfig) -> Inputs:
     _check_embeddings(config, embeddings, adapter.prompt_extras)
     sharing = config.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size
     check_sequence_split(model_config, sharing, embeddings.max_sequence_length)
-    return Inputs(model_config, train, test, embeddings, pairs, hashlib.sha256(content).hexdigest()[:16])
+    flops = None
+    if trains:
+        uids = [prompt.uid for prompt in train + test] if pairs is None else [pair.prompt_uid for pair in pairs.pairs]
+        flops = measure_cost(config, model_config, embeddings, uids)
+    if flops is not None:
+        check_fits(config, model_config, flops.cost)
+    return Inputs(model_config, train, test, embeddings, pairs, hashlib.sha256(content).hexdigest()[:16], flops)
 
 
 def _check_count(config: TrainConfig, there: int) -> None:
@@ -138,6 +152,13 @@ def _check_embeddings(config: TrainConfig, embeddings: PromptEmbeddings, extras:
         raise ConfigError(
             f"data.embeddings {config.data.embeddings} lacks {', '.join(lacking)}: encode the prompts with "
             f"actor_rollout_ref.model.path {config.actor_rollout_ref.model.path}"
+        )
+    width = text_width(config.actor_rollout_ref.model.path)
+    if width not in (None, embeddings.dim):
+        raise ConfigError(
+            f"data.embeddings {config.data.embeddings} holds vectors of {embeddings.dim} numbers, but the transformer "
+            f"of actor_rollout_ref.model.path {config.actor_rollout_ref.model.path} takes {width}: encode the prompts "
+            "with it"
         )
     wanted = config.actor_rollout_ref.rollout.pipeline.max_sequence_length
     if wanted not in (None, embeddings.max_sequence_length):

@@ -20,6 +20,7 @@ from tasks.config import (
     DataConfig,
     DiffusionAlgoConfig,
     DiffusionRolloutConfig,
+    ProfileConfig,
     RayConfig,
     RewardConfig,
     TrackingConfig,
@@ -66,6 +67,9 @@ NOT_SHAPING: dict[str, Any] = {
         "resume_mode",
         "default_local_dir",
         "canary_tolerance",
+        "device_peak_tflops",
+        "gpu_memory_gib",
+        "profile",
     },
 }
 """Settings that leave the trained weights as they are, up to rounding."""
@@ -123,6 +127,19 @@ class TrainerConfig(Section):
         description="Largest relative difference of velocities after a weight sync; null is 0.01 on CUDA; on "
         "the CPU 0, or 1e-4 where the rollout engine is vLLM-Omni.",
     )
+    device_peak_tflops: float | None = Field(
+        None,
+        gt=0,
+        description="1e12 operations a second that a device can do at most, for perf/mfu; null takes the data sheet of "
+        "the GPU, where its name is known.",
+    )
+    gpu_memory_gib: float | None = Field(
+        None,
+        gt=0,
+        description="Memory of a GPU that the run must fit into; null is that of the driver's own GPU, and without one "
+        "nothing is checked.",
+    )
+    profile: ProfileConfig = Field(default_factory=ProfileConfig, description="Traces of chosen iterations.")
 
     @property
     def world_size(self) -> int:
@@ -168,6 +185,7 @@ class TrainConfig(Section):
         self._check_batches()
         self._check_placement()
         self._check_determinism()
+        self._check_profile()
         return self
 
     def _check_groups(self) -> None:
@@ -307,6 +325,15 @@ class TrainConfig(Section):
                 "whole GPU, or set weight_transport to object_store"
             )
 
+    def _check_profile(self) -> None:
+        profile, workers = self.trainer.profile, self.actor_rollout_ref.rollout.num_actors
+        for field, there in (("ranks", self.trainer.world_size), ("rollout_workers", workers)):
+            unknown = [number for number in getattr(profile, field) if number >= there]
+            if profile.iterations and unknown:
+                raise ValueError(
+                    f"trainer.profile.{field} names {unknown[0]}, but there are {there}: they count from 0"
+                )
+
     @property
     def samples(self) -> bool:
         """Does a run of training start rollout and reward?"""
@@ -340,6 +367,13 @@ class TrainConfig(Section):
         workers = rollout.num_actors * rollout.num_gpus_per_actor if on_cuda else 0.0
         models = ranks if trains and self.shares_gpus else ranks + workers
         return models + self.reward.num_gpus
+
+    @property
+    def rollout_devices(self) -> float:
+        """GPUs that sample, or on the CPU the rollout's processes."""
+        rollout = self.actor_rollout_ref.rollout
+        shares = 1.0 if self.trainer.device == "cpu" or self.shares_gpus else rollout.num_gpus_per_actor
+        return rollout.num_actors * shares
 
     @property
     def run_name(self) -> str:

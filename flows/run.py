@@ -14,17 +14,20 @@ from prefect import get_run_logger
 
 from flows.checks import Inputs
 from flows.config import TrainConfig
+from flows.utilisation import Utilisation
 from models.algorithms import DiffusionLossFn, get_diffusion_loss_fn, needs_old_means
 from models.engines.canary import Canary
 from models.engines.ema import HeldWeights
 from models.schedulers.windows import window_steps
 from tasks.checkpoint import CheckpointError, CheckpointStore, RunState, alone
+from tasks.clock import Stopwatch
 from tasks.cluster import SharedGpus, driver_memory, require_resources
 from tasks.dataset import Prompt
 from tasks.guards import HACKING_TAG, GuardWatch
 from tasks.lineage import lineage
 from tasks.pairs import SIDES, Pair
 from tasks.picture_statistics import NAMES as STATISTICS
+from tasks.profiling import traced
 from tasks.reward import RewardGroup, wanted_inputs
 from tasks.rollout import LATENTS, PICTURES, RolloutGroup
 from tasks.tracking import Tracker
@@ -49,6 +52,7 @@ class TrainingRun:
         store: the checkpoints.
         canary: the input that proves a weight sync; None where there is nothing to sync to.
         guards: what shows reward hacking.
+        utilisation: of the devices; None where the model's operations cannot be counted.
         iteration: the last one that is in the weights.
         held_out: the last held-out reward that was measured.
         spent: what the recorded iterations cost, under cost/.
@@ -63,6 +67,7 @@ class TrainingRun:
     store: CheckpointStore
     canary: Canary | None
     guards: GuardWatch
+    utilisation: Utilisation | None = None
     iteration: int = 0
     held_out: float = float("nan")
     spent: dict[str, float] = field(default_factory=dict)
@@ -148,12 +153,28 @@ class TrainingRun:
         return {int(path.stem): path for path in (self.config.run_dir / "validation").glob("*.png")}
 
     def memory(self) -> dict[str, float]:
-        """Host memory of the driver and of every actor, under memory/."""
+        """Host memory of the driver and of every actor, and what the stages took of the GPUs, under memory/."""
         groups = {"trainer": self.trainer.group}
         if self.rollout is not None and self.reward is not None:
             pools = {f"reward_{name}".replace(":", "/"): pool.group for name, pool in self.reward.pools.items()}
             groups |= {"rollout": self.rollout.group, **pools}
         return driver_memory() | {n: v for name, group in groups.items() for n, v in group.memory(name).items()}
+
+    @contextmanager
+    def profiled(self, name: str, iteration: int, clock: Stopwatch) -> Iterator[None]:
+        """Trace what the config asks for of "rollout" or "trainer" during the block, as artifacts of the iteration."""
+        settings = self.config.trainer.profile
+        group = self.trainer.group if name == "trainer" else self.rollout and self.rollout.group
+        numbers = settings.ranks if name == "trainer" else settings.rollout_workers
+        if iteration not in settings.iterations or group is None:
+            yield
+            return
+        traces: dict[int, bytes] = {}
+        with traced(group, numbers, settings, traces):
+            yield
+        with clock.stage("profile"):
+            for number, trace in traces.items():
+                self.tracker.log_bytes(trace, f"profile/{iteration:06d}/{name}_{number}.json.gz")
 
     def state(self) -> RunState:
         """The record of a checkpoint of now."""
@@ -249,7 +270,10 @@ def _start_actors(config: TrainConfig, inputs: Inputs, tracker: Tracker, store: 
         canary = Canary(rollout.prompt_table([prompt.uid for prompt in inputs.test[:CANARY_PROMPTS]]))
     ray.get(started)
     guards = GuardWatch(config.reward.guards, guard_metrics(config), tracker.history)
-    return TrainingRun(config, inputs, rollout, reward, trainer, tracker, store, canary, guards)
+    utilisation = None
+    if inputs.flops is not None:
+        utilisation = Utilisation(config, inputs.flops, rollout and rollout.group, trainer.group)
+    return TrainingRun(config, inputs, rollout, reward, trainer, tracker, store, canary, guards, utilisation)
 
 
 def guard_metrics(config: TrainConfig) -> dict[str, str]:

@@ -93,12 +93,14 @@ def iterate(run: TrainingRun, iteration: int, ahead: Sampling | None) -> tuple[d
     """
     correction, clock = run.config.algorithm.rollout_correction, Stopwatch()
 
-    collected = collect(run, iteration, clock, ahead)
+    with run.profiled("rollout", iteration, clock):
+        collected = collect(run, iteration, clock, ahead)
     ahead = submit(run, iteration + 1) if _is_sampled_ahead(run, iteration + 1) else None
     batches, advantages = collected.batches, collected.advantages
     with run.rollout.asleep(clock) if run.samples else nullcontext():
         old = None if correction.bypass_mode else old_log_prob(clock, run.trainer, batches, advantages, correction)
-        metrics = collected.metrics | update(clock, run.trainer, batches, advantages, old)
+        with run.profiled("trainer", iteration, clock):
+            metrics = collected.metrics | update(clock, run.trainer, batches, advantages, old)
     run.iteration = iteration
     if ahead:  # from the weights of before the update, all of it: so the next sync waits
         finish_rollout(clock, ahead.batches, stage="gen_ahead")
@@ -123,7 +125,10 @@ def iterate(run: TrainingRun, iteration: int, ahead: Sampling | None) -> tuple[d
     if new:
         with clock.stage("memory"):
             memory = run.memory()
-        run.tracker.log_metrics(iteration, _time_metrics(run, clock, len(advantages)) | memory)
+        times = _time_metrics(run, clock, len(advantages))
+        if run.utilisation is not None:
+            times |= run.utilisation.metrics(batches, metrics, clock.seconds)
+        run.tracker.log_metrics(iteration, times | memory)
     return metrics, ahead
 
 

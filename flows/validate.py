@@ -30,7 +30,7 @@ def validate(
         overrides: changes to the config.
     """
     config = config.with_changes(overrides)
-    inputs = check_inputs(config)
+    inputs = check_inputs(config, trains=False)
     if weights is not None and not weights.is_dir():
         raise ConfigError(f"weights is {weights}, which is not a folder: give one that a run exported")
     settings = config.actor_rollout_ref.rollout

@@ -47,7 +47,7 @@ def validation_sweep(
     """
     measurement = measurement or Measurement()
     config = for_measuring(config.with_changes(overrides), measurement)
-    inputs = check_inputs(config)
+    inputs = check_inputs(config, trains=False)
     measured = Measurements(
         mlflow_client(config.tracking), config.tracking.experiment, measurement_digest(config, inputs, measurement)
     )

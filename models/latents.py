@@ -25,6 +25,13 @@ def pipeline_config(path: str) -> dict[str, Any]:
     return json.loads((Path(path) / "model_index.json").read_text())
 
 
+def text_width(path: str) -> int | None:
+    """Numbers in each of the text's vectors that the transformer takes; None where its config does not say so."""
+    config = component_config(path, "transformer")
+    names = ("joint_attention_dim", "cap_feat_dim", "text_dim")  # as diffusers' architectures name it
+    return next((config[name] for name in names if name in config), None)
+
+
 def latent_grid(model_config: "DiffusionModelConfig", vae_factor: int, patch: int) -> tuple[int, int]:
     """Rows and columns of the VAE's latent, of which the denoiser takes `patch` by `patch` at once.
 

@@ -18,6 +18,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from models import determinism
 from tasks.config import RayConfig
+from tasks.gpu_memory import peak_metrics, peaks_since_last_time
 from tasks.watchdog import watchdog
 
 
@@ -169,9 +170,11 @@ class ActorGroup:
         return ray.get([getattr(actor, method).remote(*arguments) for actor in self.actors])
 
     def memory(self, name: str) -> dict[str, float]:
-        """memory/<name>_<number>_mb of every actor: what its process holds of its machine's memory."""
-        sizes = ray.get([actor.__ray_call__.remote(_resident_mb) for actor in self.actors])
-        return {f"memory/{name}_{number}_mb": size for number, size in enumerate(sizes)}
+        """memory/<name>_<number>_mb of every actor: what its process holds of its machine's memory; and what the stages
+        since the last call took of its GPU at most, see `peak_metrics`."""
+        found = ray.get([actor.__ray_call__.remote(_memory) for actor in self.actors])
+        resident = {f"memory/{name}_{number}_mb": size for number, (size, _) in enumerate(found)}
+        return resident | peak_metrics(name, [peaks for _, peaks in found])
 
 
 def driver_memory() -> dict[str, float]:
@@ -179,5 +182,9 @@ def driver_memory() -> dict[str, float]:
     return {"memory/driver_mb": _resident_mb()}
 
 
-def _resident_mb(_actor: Any = None) -> float:
+def _memory(actor: Any) -> tuple[float, dict[str, int]]:
+    return _resident_mb(), peaks_since_last_time(actor)
+
+
+def _resident_mb() -> float:
     return psutil.Process().memory_info().rss / 1e6

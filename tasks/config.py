@@ -1,7 +1,7 @@
 """Settings that the tasks floor reads; `flows.config` composes them into the one tree."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -275,6 +275,21 @@ class RayConfig(Section):
         description="Prefect's global concurrency limit with a slot for each GPU of the pool; a CUDA run holds as many "
         "as it uses, so that two runs share none.",
     )
+
+
+class ProfileConfig(Section):
+    """torch.profiler traces out of the actors (docs/measuring.md). Without iterations nothing is profiled."""
+
+    iterations: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+        (), description="Iterations that are profiled; their traces are artifacts under profile/<iteration>/."
+    )
+    ranks: tuple[Annotated[int, Field(ge=0)], ...] = Field((0,), description="Trainer ranks whose update is traced.")
+    rollout_workers: tuple[Annotated[int, Field(ge=0)], ...] = Field(
+        (0,), description="Rollout workers whose sampling is traced."
+    )
+    record_shapes: bool = Field(False, description="Keep the shapes of each operation's inputs.")
+    with_stack: bool = Field(False, description="Keep the Python stack of each operation: slow, and large traces.")
+    profile_memory: bool = Field(False, description="Keep every allocation.")
 
 
 class TrackingConfig(Section):

@@ -143,6 +143,17 @@ class PromptEmbeddings:
         extras = {name: torch.stack([stored[f"{uid}/{name}"] for uid in uids]) for name in self.extras}
         return {"prompt_embeds": embeds, "prompt_embeds_mask": mask} | extras
 
+    def longest(self, uids: Sequence[str]) -> str:
+        """Which of these prompts has the most tokens; the embeddings themselves are not read."""
+        from safetensors import safe_open
+
+        lengths: dict[str, int] = {}
+        for shard in sorted({self._shards[uid] for uid in uids}):
+            with safe_open(self.folder / shard, framework="pt") as file:
+                here = [uid for uid in uids if self._shards[uid] == shard]
+                lengths |= {uid: file.get_slice(uid).get_shape()[0] for uid in here}
+        return max(uids, key=lengths.__getitem__)
+
     def negative(self) -> dict[str, "torch.Tensor"]:
         """The negative prompt, as `get` returns it for P = 1."""
         return self.get([NEGATIVE_UID])

@@ -64,6 +64,28 @@ def compute_timing_metrics_diffusion(timing_raw: Mapping[str, float], num_images
     return seconds | per_image
 
 
+def compute_utilisation_metrics(
+    flops: Mapping[str, float], device_seconds: Mapping[str, float], peak_tflops: Mapping[str, float]
+) -> dict[str, float]:
+    """perf/tflops/<stage>, 1e12 operations a second and device, and perf/mfu/<stage>, their share of the peak.
+
+    Model FLOPs utilisation as defined in PaLM (arXiv 2204.02311, appendix B): of the operations that the model needs.
+    With gradient checkpointing perf/hfu/update is the share of those that were done, the recomputed ones included.
+
+    Args:
+        flops: operations of rollout and update, and with checkpointing of `update/recomputed`.
+        device_seconds: of the same stages, over all devices.
+        peak_tflops: of one device; a stage that is not in it has no mfu.
+    """
+    rates = {stage: count / device_seconds[stage] / 1e12 for stage, count in flops.items()}
+    done = rates.pop("update/recomputed", None)
+    metrics = {f"perf/tflops/{stage}": rate for stage, rate in rates.items()}
+    metrics |= {f"perf/mfu/{stage}": rate / peak_tflops[stage] for stage, rate in rates.items() if stage in peak_tflops}
+    if done is not None and "update" in peak_tflops:
+        metrics["perf/hfu/update"] = done / peak_tflops["update"]
+    return metrics
+
+
 def orchestration_metrics(timing_raw: Mapping[str, float]) -> dict[str, float]:
     """perf/orchestration_s and its share of the step: wall time that no stage accounts for."""
     outside = timing_raw["step"] - sum(value for name, value in timing_raw.items() if name != "step")

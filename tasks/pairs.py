@@ -60,6 +60,11 @@ class PairBatch:
     trajectories: FinishedLatents
     advantages: np.ndarray
 
+    @property
+    def text(self) -> tuple[int, int]:
+        """Tokens of the denoiser's text and of its negative prompt, 0 where there is none."""
+        return self.trajectories.prompts.lengths
+
 
 def read_pictures(file: Path) -> list[tuple[Pair, dict[str, Any]]]:
     """The pairs of a preference table, each with its two rows by side.

@@ -25,6 +25,7 @@ from tasks.clock import Stopwatch
 from tasks.cluster import GPU_SHARE, ActorGroup, SharedGpus
 from tasks.config import DiffusionRolloutConfig
 from tasks.dataset import Prompt, PromptEmbeddings
+from tasks.gpu_memory import measures_gpu_memory
 from tasks.router import Router
 from tasks.weight_transport import Arrival, Courier, Parcel
 
@@ -53,9 +54,14 @@ class PolicyWeights:
     tolerance: float = 0.0
 
 
+def _stage_of(_request: RolloutRequest, pipeline: DiffusionPipelineConfig | None, _weights: Any) -> str:
+    return "gen" if pipeline is None else "testing"
+
+
 class RolloutActor:
     """One rollout worker: an engine and its weights."""
 
+    @measures_gpu_memory("load")
     def __init__(self, model_config: DiffusionModelConfig, settings: DiffusionRolloutConfig, device: str):
         import models.families  # noqa: F401  registers the adapters in this process
 
@@ -69,6 +75,7 @@ class RolloutActor:
         """Answers once the model is loaded."""
         return True
 
+    @measures_gpu_memory(_stage_of)
     def generate(
         self, request: RolloutRequest, pipeline: DiffusionPipelineConfig | None, weights: PolicyWeights | None
     ) -> tuple[Any, ...]:
@@ -83,6 +90,7 @@ class RolloutActor:
         pictures, latents = (None if kept is None else kept.numpy() for kept in (made.pictures, made.latents))
         return made.recorded, pictures, latents, time.perf_counter() - start
 
+    @measures_gpu_memory("update_weights")
     def hold(self, weights: PolicyWeights) -> float:
         """Take these weights, unless they are there already; the canary's relative difference to the trainer's.
 
@@ -152,11 +160,13 @@ class PendingBatch:
         sample_index: which of its prompt's samples each one is.
         trajectories, seconds: what `RolloutActor.generate` returns, as references; in place of trajectories finished
             latents, where the loss noises them again.
+        text: tokens of the denoiser's text and of its negative prompt, 0 where there is none.
         pictures, latents: likewise; None where the rollout was not asked for them.
     """
 
     prompts: tuple[Prompt, ...]
     sample_index: tuple[int, ...]
+    text: tuple[int, int]
     trajectories: ray.ObjectRef
     pictures: ray.ObjectRef | None
     latents: ray.ObjectRef | None
@@ -239,6 +249,7 @@ class RolloutGroup:
                 PendingBatch(
                     tuple(prompt for prompt, _ in part),
                     tuple(index for _, index in part),
+                    request.prompts.lengths,
                     trajectories,
                     pictures if PICTURES in outputs else None,
                     latents if LATENTS in outputs else None,

@@ -123,6 +123,13 @@ class Tracker:
             folder_there = Path(path).parent.as_posix()
             self.client.log_artifact(self.run_id, str(local), None if folder_there == "." else folder_there)
 
+    def log_bytes(self, content: bytes, path: str) -> None:
+        """A file as an artifact at `path`, which names a folder, too."""
+        with tempfile.TemporaryDirectory() as folder:
+            local = Path(folder) / Path(path).name
+            local.write_bytes(content)
+            self.client.log_artifact(self.run_id, str(local), Path(path).parent.as_posix())
+
     def _log_album(self, pictures: Sequence[np.ndarray], path: str) -> None:
         with tempfile.TemporaryDirectory() as folder:
             for number, picture in enumerate(pictures):

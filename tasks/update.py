@@ -22,6 +22,7 @@ from models.engines.trajectories import FinishedLatents, Trajectories
 from models.engines.weight_buckets import buckets
 from tasks.clock import Stopwatch
 from tasks.cluster import GPU_SHARE, ActorGroup, SharedGpus
+from tasks.gpu_memory import measures_gpu_memory
 from tasks.pairs import PairBatch
 from tasks.rollout import PendingBatch, RolloutGroup
 from tasks.update_plan import OldScores, RankMiniBatch, over_ranks, plan_updates
@@ -53,6 +54,7 @@ class TrainerRank:
             probe.bind(("", 0))
             return ray.util.get_node_ip_address(), probe.getsockname()[1]
 
+    @measures_gpu_memory("load")
     def initialize(self, rank: int, world_size: int, address: tuple[str, int]) -> bool:
         """Join the process group and build the engine."""
         import torch.distributed as dist
@@ -71,12 +73,14 @@ class TrainerRank:
         self.engine.initialize()
         return True
 
+    @measures_gpu_memory("old_log_prob")
     def old_log_probs(self, with_means: bool, *trajectories: Trajectories) -> tuple:
         """For each batch (its log-probs under the present weights, the rollout's), then each batch's means or None."""
         scored = [self.engine.rescored(batch, with_means) for batch in trajectories]
         pairs = [(new.log_probs, batch.log_probs) for new, batch in zip(scored, trajectories, strict=True)]
         return (pairs, *[new.means for new in scored])
 
+    @measures_gpu_memory("update_actor")
     def update(
         self, plan: list[RankMiniBatch], old: list[tuple[torch.Tensor, torch.Tensor | None]] | None, *given: Any
     ) -> dict[str, float]:
@@ -109,6 +113,7 @@ class TrainerRank:
         }
         return self.engine.update_policy([batches[entry.positions] for entry in plan])
 
+    @measures_gpu_memory("update_weights")
     def weights_and_canary(
         self, canary: Canary, which: HeldWeights
     ) -> tuple[dict[str, torch.Tensor], torch.Tensor, int]:
@@ -122,6 +127,7 @@ class TrainerRank:
         with self.engine.holding(which):
             return self.engine.gather_weights()
 
+    @measures_gpu_memory("update_weights")
     def send_weights(
         self, number: int, route: Route, limit: int, canary: Canary, which: HeldWeights
     ) -> tuple[torch.Tensor, tuple[int, int]]:
@@ -139,6 +145,7 @@ class TrainerRank:
                 size += sum(tensor.nbytes for tensor in bucket.values())
             return self.engine.canary_velocity(canary), (count, size)
 
+    @measures_gpu_memory("save_checkpoint")
     def save_checkpoint(self, folder: Path) -> None:
         """See `TrainingEngine.save_checkpoint`."""
         self.engine.save_checkpoint(folder)
@@ -155,6 +162,7 @@ class TrainerRank:
         """See `TrainingEngine.load_checkpoint`."""
         self.engine.load_checkpoint(folder)
 
+    @measures_gpu_memory("export")
     def export(self, folder: Path) -> None:
         """Write the weights, or their average where one is kept, as diffusers users load them; every rank gathers, rank
         0 writes."""

@@ -11,7 +11,8 @@ os.environ |= {
     "HF_HUB_OFFLINE": "1",
 }
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -35,3 +36,17 @@ def one_rank() -> Iterator[None]:
 
     with single_rank():
         yield
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Name of a family -> its tiny checkpoint, made once. Read only."""
+    from tiny_models import FAMILIES
+
+    @functools.cache
+    def folder(name: str) -> Path:
+        path = tmp_path_factory.mktemp(name) / "model"
+        FAMILIES[name].save(path)
+        return path
+
+    return folder

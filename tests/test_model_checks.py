@@ -1,6 +1,8 @@
 """What the driver says about a model, its settings and its embeddings before anything loads."""
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,16 @@ from typer.testing import CliRunner
 from flows.checks import ConfigError, Inputs, check_inputs
 from flows.config import TrainConfig
 from flows.prepare import app
+from models.latents import text_width
 from tasks.dataset import PromptEmbeddings, build_prompt_table, load_prompts, write_embeddings
+
+EMBEDDINGS = {
+    "qwen_image": "embeddings",
+    "stable_diffusion_3": "pooled",
+    "flux": "pooled_flux",
+    "wan": "embeddings_wan",
+}
+"""Folder of each model's embeddings."""
 
 
 @pytest.fixture(scope="module")
@@ -27,16 +38,20 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder / "prompts.parquet"
     )
 
-    def encode(texts: list[str]) -> dict[str, torch.Tensor]:
-        return {"prompt_embeds": torch.ones(len(texts), 3, 4), "prompt_embeds_mask": torch.ones(len(texts), 3)}
+    def encoder(model: str) -> Callable[[list[str]], dict[str, torch.Tensor]]:
+        width = text_width(str(folder / model))
 
-    def encode_pooled(texts: list[str]) -> dict[str, torch.Tensor]:
-        return encode(texts) | {"pooled_prompt_embeds": torch.ones(len(texts), 4)}
+        def encode(texts: list[str]) -> dict[str, torch.Tensor]:
+            made = {"prompt_embeds": torch.ones(len(texts), 3, width), "prompt_embeds_mask": torch.ones(len(texts), 3)}
+            extras = FAMILIES[model].adapter.prompt_extras  # of the tiny models as wide as the text
+            return made | {name: torch.ones(len(texts), width) for name in extras}
 
-    for name, encoder in (("embeddings", encode), ("pooled", encode_pooled)):
+        return encode
+
+    for model, name in EMBEDDINGS.items():
         write_embeddings(
             load_prompts(folder / "prompts.parquet"),
-            encoder,
+            encoder(model),
             folder / name,
             8,
             batch_size=4,
@@ -49,7 +64,14 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def checked(
-    workspace: Path, model: str, *, val: Any = None, algorithm: str = "flow_grpo", actor: Any = None, **settings: Any
+    workspace: Path,
+    model: str,
+    *,
+    val: Any = None,
+    algorithm: str = "flow_grpo",
+    actor: Any = None,
+    trainer: Any = None,
+    **settings: Any,
 ):
     """`check_inputs` of a small run on two ranks with this model; `settings` are fields of rollout.pipeline."""
     family = FAMILIES[model]
@@ -59,7 +81,7 @@ def checked(
     config = {
         "data": {
             "prompts": workspace / "prompts.parquet",
-            "embeddings": workspace / ("pooled" if family.adapter.prompt_extras else "embeddings"),
+            "embeddings": workspace / EMBEDDINGS[model],
             "train_batch_size": 2,
         },
         "actor_rollout_ref": {
@@ -69,7 +91,7 @@ def checked(
         },
         "algorithm": {"name": algorithm},
         "reward": {"functions": {"jpeg_compressibility": {}}},
-        "trainer": {"n_gpus_per_node": 2},
+        "trainer": {"n_gpus_per_node": 2} | (trainer or {}),
     }
     return check_inputs(TrainConfig.model_validate(config))
 
@@ -130,7 +152,7 @@ def changed_configs(workspace: Path, model: str, folder: Path, old: str, new: st
         (folder / model / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / model / name).write_text(text.replace(old, new))
     assert replaced == 1
-    for name in ("prompts.parquet", "pooled", "embeddings"):
+    for name in ("prompts.parquet", *EMBEDDINGS.values()):
         (folder / name).symlink_to(workspace / name)
     return folder
 
@@ -184,3 +206,19 @@ def test_embeddings_of_another_model(workspace: Path, tmp_path: Path) -> None:
         (tmp_path / name).symlink_to(workspace / name)
     with pytest.raises(ConfigError, match=r"lacks pooled_prompt_embeds: encode the prompts with .*stable_diffusion_3"):
         checked(tmp_path, "stable_diffusion_3")
+    (tmp_path / "pooled").unlink()
+    (tmp_path / "pooled").symlink_to(workspace / "pooled_flux")
+    with pytest.raises(ConfigError, match=r"pooled holds vectors of 16 numbers, but the transformer of .* takes 32"):
+        checked(tmp_path, "stable_diffusion_3")
+
+
+def test_a_run_that_cannot_fit_is_refused_before_anything_loads(workspace: Path, tmp_path: Path) -> None:
+    """Half a MiB is too little for the tiny model; its weights are not there."""
+    for name in ("prompts.parquet", "embeddings"):
+        (tmp_path / name).symlink_to(workspace / name)
+    ignored = shutil.ignore_patterns("*.safetensors")
+    shutil.copytree(workspace / "qwen_image", tmp_path / "qwen_image", ignore=ignored)
+    on_cpu = checked(tmp_path, "qwen_image")
+    assert on_cpu.flops is not None
+    with pytest.raises(ValueError, match=r"the update needs 0.0 GiB .* lower actor.ppo_micro_batch_size_per_gpu"):
+        checked(tmp_path, "qwen_image", trainer={"device": "cuda", "gpu_memory_gib": 0.0005})

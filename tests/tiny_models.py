@@ -4,7 +4,7 @@ No weight is zero, so that no layer hides what comes before it; modulations are 
 guidance all show in the picture.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,8 +40,10 @@ from transformers import (
     UMT5EncoderModel,
 )
 
-from models.base import DiffusionModelBase
+from models.base import DiffusionModelBase, DiffusionModelConfig
+from models.engines.trajectories import PromptTable
 from models.flux import Flux
+from models.latents import component_config, text_width
 from models.qwen_image import QwenImage
 from models.stable_diffusion_3 import StableDiffusion3
 from models.tiny_qwen_image.build import train_tokenizer
@@ -386,3 +388,24 @@ FAMILIES = {
         prepare=with_euler_steps,
     ),
 }
+
+
+def embeddings_of(
+    config: DiffusionModelConfig, lengths: Sequence[int], negative_length: int | None = None
+) -> PromptTable:
+    """Random embeddings as this model's transformer takes them, of prompts with these token counts."""
+    transformer, width = component_config(config.path, "transformer"), text_width(config.path)
+    pooled = transformer.get("pooled_projection_dim")
+    longest = max(lengths)
+    mask = torch.arange(longest) < torch.tensor(lengths)[:, None]
+    if config.architecture == "StableDiffusion3Pipeline":  # no mask, and both halves of guidance of one length
+        mask, negative_length = torch.ones_like(mask), negative_length and longest
+    tensors = {"prompt_embeds": torch.randn(len(lengths), longest, width), "prompt_embeds_mask": mask}
+    if pooled:
+        tensors["pooled_prompt_embeds"] = torch.randn(len(lengths), pooled)
+    if negative_length:
+        tensors["negative_prompt_embeds"] = torch.randn(1, negative_length, width)
+        tensors["negative_prompt_embeds_mask"] = torch.ones(1, negative_length, dtype=torch.bool)
+        if pooled:
+            tensors["negative_pooled_prompt_embeds"] = torch.randn(1, pooled)
+    return PromptTable.of(tensors)

@@ -51,6 +51,11 @@ class PreparedBatch:
     pieces: Sequence[tuple[Trajectories | NoisedLatents, Tensor]]
     global_count: float
 
+    @property
+    def records_unconditional(self) -> bool:
+        """Do the samples bring the half of the guidance without the prompt?"""
+        return any(isinstance(s, Trajectories) and s.unconditional is not None for s, _ in self.pieces)
+
 
 def micro_batch_of(
     samples: Trajectories | NoisedLatents, advantages: Tensor, device: torch.device | str

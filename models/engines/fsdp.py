@@ -94,7 +94,9 @@ class DiffusersFSDPEngine(PolicyEvaluation):
         """One optimiser step per batch; the same batch given twice is trained on twice.
 
         Returns:
-            Metrics without prefix, averaged over this rank's counted samples, timesteps and optimiser steps;
+            Metrics without prefix, averaged over this rank's counted samples, timesteps and optimiser steps, and as
+            `sample_steps` how many samples times timesteps these are (`recorded_steps`: those whose half of the
+            guidance without the prompt was not computed);
             logprob_abs_diff/* are of the first step alone, before the weights move.
 
         Raises:
@@ -102,17 +104,23 @@ class DiffusersFSDPEngine(PolicyEvaluation):
         """
         if self.previous is not None:
             self.previous.follow(0)
-        collected, prepared = WeightedMetrics(), self._prepared(batches)
+        collected, prepared, counted, recorded = WeightedMetrics(), self._prepared(batches), 0, 0
         self.module.train()
         for number, batch in enumerate(batches):
             if prepared[id(batch)].global_count == 0:  # on every rank: no pair was left of any group
                 continue
-            self._accumulate_gradients(prepared[id(batch)], collected, first=number == 0)
+            trained = self._accumulate_gradients(prepared[id(batch)], collected, first=number == 0)
+            counted += trained
+            recorded += trained if number == 0 and prepared[id(batch)].records_unconditional else 0
             collected.add({"lr": float(self.lr_scheduler.get_last_lr()[0]), "grad_norm": self._optimizer_step()})
         self.module.eval()
         self._move_old_policy()
         self._release_memory()
-        return collected.combined() | {"optimizer_steps": self.optimizer_steps}
+        return collected.combined() | {
+            "optimizer_steps": self.optimizer_steps,
+            "sample_steps": counted,
+            "recorded_steps": recorded,
+        }
 
     def _prepared(self, batches: Sequence[ActorBatch]) -> dict[int, PreparedBatch]:
         """Each batch's pieces, before the first optimiser step: what is compared with belongs to the weights of now."""
@@ -128,7 +136,9 @@ class DiffusersFSDPEngine(PolicyEvaluation):
                 prepared[id(batch)] = noised_batch(self, batch, self._forward_config, size)
         return prepared
 
-    def _accumulate_gradients(self, batch: PreparedBatch, collected: WeightedMetrics, first: bool) -> None:
+    def _accumulate_gradients(self, batch: PreparedBatch, collected: WeightedMetrics, first: bool) -> int:
+        """How many samples times timesteps counted."""
+        total = 0
         for number, (samples, advantages) in enumerate(batch.pieces):
             if not first and isinstance(samples, Trajectories):  # the weights that the rollout sampled with are gone
                 samples = replace(samples, unconditional=None)
@@ -145,6 +155,8 @@ class DiffusersFSDPEngine(PolicyEvaluation):
                 (loss * scale).backward()
                 distances = {name: metrics.pop(name) for name in LOG_PROB_DISTANCES if name in metrics}
                 collected.add(metrics | distances if first else metrics, counted)
+                total += counted
+        return total
 
     def _move_old_policy(self) -> None:
         """Once an iteration, after its optimiser steps."""

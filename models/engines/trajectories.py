@@ -40,6 +40,12 @@ class PromptTable:
         extras = {name: tensor for name, tensor in tensors.items() if name not in own}
         return cls(**{name: tensor for name, tensor in tensors.items() if name in own}, extras=extras)
 
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """(L, L'), L' = 0 without a negative prompt."""
+        negative = self.negative_prompt_embeds
+        return self.prompt_embeds.shape[1], 0 if negative is None else negative.shape[1]
+
     def expand(self, index: Tensor) -> dict[str, Any]:
         """Rows for samples: `index` [B] points into the P prompts; keys as `prepare_model_inputs` names them."""
         batch = len(index)

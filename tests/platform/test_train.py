@@ -1,8 +1,10 @@
 """Whole runs of the training flow on Prefect, Ray and MLflow."""
 
+import gzip
 import json
 import os
 import re
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -21,6 +23,7 @@ DOCUMENTED_METRICS = {
     *(f"timing_s/{stage}" for stage in ("gen", "reward", "adv", "update_actor", "update_weights", "step")),
     *(f"timing_per_image_ms/{stage}" for stage in ("gen", "adv", "update_actor")),
     *(f"perf/{name}" for name in ("total_num_images", "time_per_step", "throughput", "orchestration_share")),
+    *(f"perf/{kind}/{stage}" for kind in ("tflops", "mfu") for stage in ("rollout", "update")),
     "reward/jpeg_incompressibility/missing",
     "perf/reward_busy_s/jpeg_incompressibility",
     *(f"train/image/{name}/mean" for name in ("edge_density", "entropy", "saturation", "diversity")),
@@ -29,11 +32,14 @@ DOCUMENTED_METRICS = {
 
 
 def test_a_run_leaves_its_whole_record(workspace: Workspace) -> None:
-    output = workspace.train()
+    output = workspace.train("trainer.profile.iterations=[2]", "trainer.device_peak_tflops=2.0")
     (run,) = workspace.mlflow_runs()
     client = workspace.client()
     assert run.info.status == "FINISHED"
     assert run.data.metrics.keys() >= DOCUMENTED_METRICS
+    assert run.data.metrics["actor/sample_steps"] == 16 * 2
+    for stage in ("rollout", "update"):
+        assert run.data.metrics[f"perf/mfu/{stage}"] == run.data.metrics[f"perf/tflops/{stage}"] / 2
     assert {m.step for m in client.get_metric_history(run.info.run_id, "critic/rewards/mean")} == {1, 2, 3}
     assert {m.step for m in client.get_metric_history(run.info.run_id, "val/reward/mean")} == {0, 2, 3}
     assert client.get_metric_history(run.info.run_id, "actor/optimizer_steps")[-1].value == 6
@@ -53,6 +59,16 @@ def test_a_run_leaves_its_whole_record(workspace: Workspace) -> None:
     assert jpeg_kilobytes(picture) == pytest.approx(samples["reward"][5], rel=1e-6)
     patches = [item.path for item in client.list_artifacts(run.info.run_id, "lineage/000000")]
     assert sorted(patches) == ["lineage/000000/code.patch", "lineage/000000/environment.json"]
+
+    assert [item.path for item in client.list_artifacts(run.info.run_id, "profile")] == ["profile/000002"]
+    for name, ran in (
+        ("rollout_0", "aten::randn"),
+        ("trainer_0", "autograd::engine::evaluate_function: AddmmBackward0"),
+    ):
+        file = client.download_artifacts(run.info.run_id, f"profile/000002/{name}.json.gz")
+        trace = json.loads(gzip.decompress(Path(file).read_bytes()))
+        operations = {event.get("name") for event in trace["traceEvents"]}
+        assert {"aten::addmm", "aten::_scaled_dot_product_flash_attention_for_cpu", ran} <= operations
 
     weights = workspace.registered("tiny/1")
     base = load_file(workspace.folder / "data/base_model/transformer/diffusion_pytorch_model.safetensors")

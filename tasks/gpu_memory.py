@@ -1,0 +1,52 @@
+"""The most GPU memory that a stage took, measured inside the actors."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+GIB = 2**30
+PEAKS = "gpu_peaks"
+"""Where an actor keeps them: stage -> bytes."""
+
+
+def measures_gpu_memory(stage: str | Callable[..., str]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorator of an actor's method: what the tensors of its process took at most while it ran.
+
+    Where the process has not used CUDA there is nothing to measure, and nothing is done.
+
+    Args:
+        stage: what it counts as, or a function of the method's arguments that says so.
+    """
+
+    def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def measured(self: Any, *arguments: Any, **named: Any) -> Any:
+            if torch.cuda.is_initialized():
+                torch.cuda.reset_peak_memory_stats()
+            try:
+                return method(self, *arguments, **named)
+            finally:
+                if torch.cuda.is_initialized():
+                    name = stage if isinstance(stage, str) else stage(*arguments, **named)
+                    peaks = self.__dict__.setdefault(PEAKS, {})
+                    peaks[name] = max(peaks.get(name, 0), torch.cuda.max_memory_allocated())
+
+        return measured
+
+    return decorate
+
+
+def peaks_since_last_time(actor: Any) -> dict[str, int]:
+    """What an actor's methods have measured, by stage; it begins anew afterwards."""
+    return actor.__dict__.pop(PEAKS, {})
+
+
+def peak_metrics(group: str, peaks: Sequence[Mapping[str, int]]) -> dict[str, float]:
+    """memory/<group>/gpu_peak_gib/<stage>: of the actor that took the most."""
+    stages = dict.fromkeys(stage for of_actor in peaks for stage in of_actor)
+    return {
+        f"memory/{group}/gpu_peak_gib/{stage}": max(of_actor.get(stage, 0) for of_actor in peaks) / GIB
+        for stage in stages
+    }

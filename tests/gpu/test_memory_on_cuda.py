@@ -1,0 +1,71 @@
+"""Peaks per stage as the actors measure them, and the estimate beside them. Skipped without CUDA."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import model_config
+from tiny_models import embeddings_of
+
+from models.base import DiffusionModelBase
+from models.engines.sampling import velocity_field
+from models.engines.weights import make_trainable
+from models.meta_pass import pass_cost
+from tasks.gpu_memory import measures_gpu_memory, peaks_since_last_time
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; there is none here")
+
+MIB = 2**20
+
+
+class Actor:
+    """What a group's actor is to the decorator."""
+
+    kept: torch.Tensor
+
+    @measures_gpu_memory("load")
+    def __init__(self) -> None:
+        self.kept = torch.empty(32 * MIB, dtype=torch.uint8, device="cuda")
+
+    @measures_gpu_memory("work")
+    def work(self, megabytes: int) -> None:
+        torch.empty(megabytes * MIB, dtype=torch.uint8, device="cuda")
+
+    @measures_gpu_memory("work")
+    def fail(self) -> None:
+        torch.empty(256 * MIB, dtype=torch.uint8, device="cuda")
+        raise RuntimeError("after the allocation")
+
+
+def test_a_stage_is_measured_by_itself_and_the_largest_call_counts() -> None:
+    before = torch.cuda.memory_allocated()
+    actor = Actor()
+    actor.work(128)
+    actor.work(64)
+    peaks = peaks_since_last_time(actor)
+    assert {stage: (peak - before) // MIB for stage, peak in peaks.items()} == {"load": 32, "work": 160}
+    assert peaks_since_last_time(actor) == {}
+    with pytest.raises(RuntimeError, match="after"):
+        actor.fail()
+    assert (peaks_since_last_time(actor)["work"] - before) // MIB == 288
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_estimate_of_activations_is_the_allocator_s_peak(tiny_model: Path, checkpointing: bool) -> None:
+    config = model_config(tiny_model, height=128, width=128, lora_rank=4, dtype="bfloat16")
+    adapter, prompts = DiffusionModelBase.get_class(config), embeddings_of(config, lengths=(24,))
+    module: Any = adapter.load_transformer(config, torch.bfloat16).train()
+    make_trainable(adapter, module, config)
+    module.to("cuda", torch.bfloat16)
+    if checkpointing:
+        module.enable_gradient_checkpointing()
+    samples = 64
+    velocity = velocity_field(adapter, module, config, prompts.to("cuda"), torch.zeros(samples, dtype=torch.long))
+    latents = torch.randn(samples, *adapter.latent_shape(config), device="cuda")
+    velocity(latents, torch.tensor(500.0, device="cuda")).sum().backward()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    velocity(latents, torch.tensor(500.0, device="cuda")).sum().backward()
+    measured = torch.cuda.max_memory_allocated() - before
+    assert pass_cost(config, prompts, samples, checkpointing).training_bytes == pytest.approx(measured, rel=0.15)
