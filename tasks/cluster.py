@@ -3,7 +3,7 @@
 import logging
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ from prefect.client.orchestration import get_client
 from prefect.concurrency.sync import concurrency
 from prefect.exceptions import ObjectNotFound
 from ray import cloudpickle
+from ray.exceptions import AuthenticationError
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -39,6 +40,22 @@ QUIET_ENVIRONMENT = {
 cloudpickle.register_pickle_by_value(determinism)
 
 
+WORKER_SETUP = "worker_process_setup_hook"
+
+
+def _worker_setup(folder: str | None, full_determinism: bool) -> Callable[[], None]:
+    """What a worker's process begins with. One of a cluster that was started elsewhere enters the driver's folder, from
+    which a config's relative paths count."""
+
+    def begin() -> None:
+        if folder is not None:
+            os.chdir(folder)
+        if full_determinism:
+            determinism.use_deterministic_algorithms()
+
+    return begin
+
+
 @contextmanager
 def ray_cluster(config: RayConfig, full_determinism: bool = False) -> Iterator[None]:
     """Join the cluster at RAY_ADDRESS, or start one here; disconnect (and end one started here) afterwards.
@@ -49,17 +66,30 @@ def ray_cluster(config: RayConfig, full_determinism: bool = False) -> Iterator[N
         config: which cluster.
         full_determinism: every actor's process, also one that is started again, begins with
             `models.determinism.use_deterministic_algorithms`.
+
+    Raises:
+        ClusterError: the cluster at RAY_ADDRESS does not answer, or not to this process.
     """
     for name, value in QUIET_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     address = os.environ.get("RAY_ADDRESS")
     # Ray tells at every start that its token authentication is on, which is its default and stays so.
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
-    own: dict[str, Any] = {} if address else {"num_cpus": config.num_cpus, "include_dashboard": False}
-    if full_determinism:
-        own["runtime_env"] = {"worker_process_setup_hook": determinism.use_deterministic_algorithms}
-    # Not None: that would join whatever cluster `ray start` left on this machine.
-    ray.init(address=address or "local", log_to_driver=config.log_to_driver, logging_level="WARNING", **own)
+    # Without "local" Ray would join any cluster that `ray start` has left on this machine.
+    place: dict[str, Any] = {"address": "local", "num_cpus": config.num_cpus, "include_dashboard": False}
+    environment: dict[str, Any] = {WORKER_SETUP: _worker_setup(os.getcwd() if address else None, full_determinism)}
+    if address:
+        environment["env_vars"] = {name: os.environ[name] for name in QUIET_ENVIRONMENT}
+        place = {"address": address}
+    if address or full_determinism:
+        place["runtime_env"] = environment
+    try:
+        ray.init(log_to_driver=config.log_to_driver, logging_level="WARNING", **place)
+    except (ConnectionError, AuthenticationError) as error:
+        raise ClusterError(
+            f"the Ray cluster at RAY_ADDRESS {address} cannot be joined ({error}): start it, unset RAY_ADDRESS, or, if "
+            "it was started with a token, set RAY_AUTH_MODE=token and have the same token here"
+        ) from error
     try:
         with watchdog():
             yield
