@@ -51,6 +51,7 @@ class Model:
     lora_alpha: int = 4
     target_modules: tuple | None = None
     dtype: str = "float32"
+    compile: bool = False
 
 
 @dataclass(frozen=True)
