@@ -202,7 +202,7 @@ def plot(curves: dict[str, list[Curve]], path: Path) -> None:
             axes.set_xlabel({"images": "pictures trained on", "seconds": "seconds of training on two cores"}[name])
             axes.grid(alpha=0.3)
     panels[0].set_ylabel("held-out OCR reward")
-    panels[1].legend(fontsize=8, loc="lower right")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=6, fontsize=9)
     figure.savefig(path, dpi=110)
 
 
@@ -242,9 +242,9 @@ that of a one-sided t-test of the gain over the seeds; {verdict}.
 Machine: {machine}.
 """
 NOTES = """`dpo_offline` trains on the 200 pairs of `data/pairs`, without a rollout; the two distillations learn from
-`flow_grpo`'s weights after its run with seed 0, not from a reward. `mix_grpo` has twice as many iterations of two
-trained steps. `cps` is `flow_grpo` with that kernel. What an
-algorithm changes in the quickstart stands in `benchmarks/learning.py`.
+`flow_grpo`'s weights after its run with seed 0, not from a reward. `mix_grpo` has twice as many iterations, of two
+trained steps where `flow_grpo` has four. `cps` is `flow_grpo` with that kernel. What an algorithm changes in the
+quickstart stands in `benchmarks/learning.py`. These are budgets of two minutes and not what an algorithm can reach.
 """
 
 
