@@ -90,8 +90,8 @@ def read_pairs(
     pairs: Sequence[Pair],
     iteration: int,
 ) -> Collected:
-    """The iteration's pairs, one batch for each rank and optimiser step."""
-    size = config.actor_rollout_ref.actor.ppo_mini_batch_size // config.trainer.world_size
+    """The iteration's pairs, one batch for each rank that has samples of its own, and optimiser step."""
+    size = config.actor_rollout_ref.actor.ppo_mini_batch_size // config.data_ranks
     with clock.stage("read_pairs"):
         batches = list(data.batches(pairs, embeddings, size, config.trainer.seed, iteration))
     samples = pd.DataFrame([{"pair": pair.uid, "uid": pair.prompt_uid, "iteration": iteration} for pair in pairs])
