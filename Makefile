@@ -23,7 +23,7 @@ export PREFECT_LOGGING_LEVEL ?= WARNING
 export OMP_WAIT_POLICY = passive
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: quickstart test lint train data up down status clean help test-platform test-units test-omni
+.PHONY: quickstart test lint train data up down status clean help test-platform test-units test-learning test-omni
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -45,14 +45,17 @@ down: ## end what `make up` started
 status: ## what `make up` started and whether it is alive
 	@$(BIN)/python -m flows.services status
 
-# Whole runs mostly wait for processes to start, so two of the three parts run side by side on two cores.
+# Whole runs mostly wait for processes to start, so two of the parts run side by side on two cores.
 test: ## install and run every test, those of vLLM-Omni in an environment of their own
 	@$(MAKE) --no-print-directory --jobs 2 $(VENV)/.dev $(VLLM_VENV)/.dev
 	@$(MAKE) --no-print-directory lint
-	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target test-platform test-units test-omni
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target test-platform test-units test-learning test-omni
 
 test-platform: $(VENV)/.dev
-	@$(BIN)/python -m pytest tests/platform
+	@$(BIN)/python -m pytest tests/platform --ignore tests/platform/test_learning.py
+
+test-learning: $(VENV)/.dev
+	@$(BIN)/python -m pytest tests/platform/test_learning.py
 
 test-units: $(VENV)/.dev
 	@$(BIN)/python -m pytest --ignore tests/platform --ignore tests/omni

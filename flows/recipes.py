@@ -62,7 +62,9 @@ def train_command(train: Callable[..., dict[str, Any]]) -> None:
         """Train a recipe here and now, and print where the results are."""
         from flows.summary import Summary
 
-        chosen = load_recipe(recipe) if config is None else TrainConfig.model_validate_json(config.read_text())
+        chosen = (
+            load_recipe(recipe) if config is None else TrainConfig.model_validate(yaml.safe_load(config.read_text()))
+        )
         summary = Summary(**train(chosen, parse_changes(changes or [])))
         typer.echo(f"\n{summary.text()}\n")
 

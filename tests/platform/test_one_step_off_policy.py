@@ -55,13 +55,11 @@ def sampled(schedule: TrainingRun, rollout: DiffusersRolloutEngine, iteration: i
     paths, rewards, uids = [], [], []
     for prompt in schedule.prompts(iteration):
         request = RolloutRequest(
-            tuple(NoiseKey(0, iteration, prompt.uid, index) for index in range(4)),
-            prompt_table(schedule.inputs.embeddings, [prompt.uid], needs_negative=False),
-            torch.zeros(4, dtype=torch.long),
-            tuple(schedule.window(iteration)),
-            False,
-            False,
-            frozenset({PICTURES}),
+            keys=tuple(NoiseKey(0, iteration, prompt.uid, index) for index in range(4)),
+            prompts=prompt_table(schedule.inputs.embeddings, [prompt.uid], needs_negative=False),
+            prompt_index=torch.zeros(4, dtype=torch.long),
+            window=tuple(schedule.window(iteration)),
+            outputs=frozenset({PICTURES}),
         )
         pictures, trajectories = rollout.generate(request)
         paths.append(trajectories)
