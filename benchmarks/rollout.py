@@ -24,7 +24,8 @@ from torch import Tensor
 sys.path.append(str(Path(__file__).parents[1] / "tests"))  # the tests' checkpoints and published configs
 
 import models.families  # noqa: F401  registers the adapters
-from models.base import DiffusionModelBase, DiffusionModelConfig
+from benchmarks.real_size import transformer, vae, write_configs
+from models.base import DiffusionModelBase, DiffusionModelConfig, read_architecture
 from models.config import DiffusionPipelineConfig, DiffusionRolloutAlgoConfig, ModelConfig, VllmOmniConfig
 from models.engines.trajectories import PromptTable, RolloutRequest, Trajectories
 from models.engines.weights import make_trainable, trainable
@@ -57,40 +58,11 @@ def build(model: str, folder: Path, device: str) -> None:
 
         FAMILIES[TINY[model]].save(folder)
         return
-    import diffusers
-    from test_real_size import MODELS
-
-    published = MODELS[model]
     aside = folder.with_name("unfinished")
-    settings = {name: value for name, value in published.transformer.items() if name != "_class_name"}
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device(device):
-        transformer = getattr(diffusers, published.transformer["_class_name"])(**settings)
-        vae = _vae(published.architecture)
-    torch.set_default_dtype(torch.float32)
-    transformer.save_pretrained(aside / "transformer", max_shard_size="5GB")
-    vae.save_pretrained(aside / "vae")
-    diffusers.FlowMatchEulerDiscreteScheduler(**published.scheduler).save_pretrained(aside / "scheduler")
-    (aside / "model_index.json").write_text(json.dumps({"_class_name": published.architecture}))
+    write_configs(model, aside)
+    transformer(aside, torch.bfloat16, device).save_pretrained(aside / "transformer", max_shard_size="5GB")
+    vae(read_architecture(aside), device).save_pretrained(aside / "vae")
     aside.rename(folder)
-
-
-def _vae(architecture: str) -> Any:
-    from diffusers import AutoencoderKL, AutoencoderKLQwenImage
-
-    if architecture == "QwenImagePipeline":
-        return AutoencoderKLQwenImage()
-    return AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * 4,
-        up_block_types=("UpDecoderBlock2D",) * 4,
-        block_out_channels=(128, 256, 512, 512),
-        layers_per_block=2,
-        latent_channels=16,
-        scaling_factor=1.5305,
-        shift_factor=0.0609,
-        use_quant_conv=False,
-        use_post_quant_conv=False,
-    )
 
 
 def settings_of(model: str, folder: Path, size: int, lora: bool) -> DiffusionModelConfig:

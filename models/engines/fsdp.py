@@ -35,15 +35,7 @@ if TYPE_CHECKING:
 
 @TRAINING_ENGINES.register("fsdp2")
 class DiffusersFSDPEngine(PolicyEvaluation):
-    """One rank of the trainer. torch.distributed must be initialised; every rank makes every call.
-
-    Args:
-        model_config: which model and which of its weights.
-        actor_config: loss, optimiser, micro-batches, sharding.
-        device: "cpu" (gloo) or "cuda" (nccl).
-        forward_config: noise levels and old policy; losses of the forward process need it.
-        keeps_previous: hold on to the weights of before the last update, as `holding("previous")`.
-    """
+    """One rank of the trainer under FSDP2; arguments and contract are `TrainingEngine`'s."""
 
     def __init__(
         self,
