@@ -3,7 +3,7 @@
 import logging
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ import ray
 from prefect.client.orchestration import get_client
 from prefect.concurrency.sync import concurrency
 from prefect.exceptions import ObjectNotFound
+from ray.exceptions import AuthenticationError
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -33,20 +34,40 @@ QUIET_ENVIRONMENT = {
 }
 
 
+WORKER_SETUP = "worker_process_setup_hook"
+
+
+def _enter(folder: str) -> Callable[[], None]:
+    """For the workers of a cluster that was started elsewhere: a config's relative paths are the driver's."""
+    return lambda: os.chdir(folder)
+
+
 @contextmanager
 def ray_cluster(config: RayConfig) -> Iterator[None]:
     """Join the cluster at RAY_ADDRESS, or start one here; disconnect (and end one started here) afterwards.
 
     A driver that is killed in between takes the one started here along, and Prefect's temporary server.
+
+    Raises:
+        ClusterError: the cluster at RAY_ADDRESS does not answer, or not to this process.
     """
     for name, value in QUIET_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     address = os.environ.get("RAY_ADDRESS")
     # Ray tells at every start that its token authentication is on, which is its default and stays so.
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
-    own = {} if address else {"num_cpus": config.num_cpus, "include_dashboard": False}
-    # Not None: that would join whatever cluster `ray start` left on this machine.
-    ray.init(address=address or "local", log_to_driver=config.log_to_driver, logging_level="WARNING", **own)
+    # Without "local" Ray would join any cluster that `ray start` has left on this machine.
+    place: dict[str, Any] = {"address": "local", "num_cpus": config.num_cpus, "include_dashboard": False}
+    if address:
+        environment = {name: os.environ[name] for name in QUIET_ENVIRONMENT}
+        place = {"address": address, "runtime_env": {"env_vars": environment, WORKER_SETUP: _enter(os.getcwd())}}
+    try:
+        ray.init(log_to_driver=config.log_to_driver, logging_level="WARNING", **place)
+    except (ConnectionError, AuthenticationError) as error:
+        raise ClusterError(
+            f"the Ray cluster at RAY_ADDRESS {address} cannot be joined ({error}): start it, unset RAY_ADDRESS, or, if "
+            "it was started with a token, set RAY_AUTH_MODE=token and have the same token here"
+        ) from error
     try:
         with watchdog():
             yield

@@ -1,15 +1,22 @@
 """The deployment on a real server and a real worker."""
 
 import json
+import os
+import secrets
+import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 import yaml
-from platform_helpers import Workspace, background, make_workspace, wait_until
+from platform_helpers import Workspace, background, free_port, make_workspace, wait_until
 
 FAST = {"trainer": {"total_training_steps": 1, "val_before_train": False}}
 
@@ -56,15 +63,79 @@ def api(workspace: Workspace, path: str, body: dict | list) -> list:
     return response.json()
 
 
+@dataclass(frozen=True)
+class RayHead:
+    """A cluster of one machine: its process, and the variables of those who may see it, and of those who join it."""
+
+    process: psutil.Process
+    seen: dict[str, str]
+    joined: dict[str, str]
+
+
+@pytest.fixture(scope="module")
+def ray_head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayHead]:
+    """As `ray start` makes it in a folder of its own, with a token."""
+    folder, port = tmp_path_factory.mktemp("head"), free_port()
+    # Where Ray writes the address of the latest cluster; the name is short because its sockets are there too.
+    temporary = tempfile.mkdtemp(prefix="ray-")
+    seen = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_TMPDIR": temporary}
+    place = ["--head", "--block", "--port", str(port), "--num-cpus", "2", "--include-dashboard=false"]
+    log = folder / "ray.log"
+    with log.open("w") as stream:
+        command = [str(Path(sys.executable).with_name("ray")), "start", *place]
+        environment = os.environ | seen | {"PYTHONUNBUFFERED": "1"}
+        head = psutil.Popen(command, cwd=folder, env=environment, stdout=stream, stderr=stream)
+    try:
+        wait_until(lambda: "Ray runtime started" in log.read_text(), 120, f"Ray's start ({log})")
+        yield RayHead(head, seen, seen | {"RAY_ADDRESS": f"127.0.0.1:{port}"})
+    finally:
+        family = [head, *head.children(recursive=True)]
+        for process in family:
+            process.kill()
+        psutil.wait_procs(family, timeout=30)
+        shutil.rmtree(temporary)
+
+
+def actors_of(head: psutil.Process) -> list[str]:
+    """Titles of the cluster's actor processes; the daemons and idle workers are not among them."""
+    titles = [" ".join(child.cmdline()) for child in head.children(recursive=True)]
+    return [title for title in titles if title.startswith(("ray::Rollout", "ray::Reward", "ray::Trainer"))]
+
+
 @pytest.mark.slow
-def test_deployment_runs_under_a_worker_and_on_its_schedule(deployed: Workspace) -> None:
+def test_deployment_runs_under_a_worker_and_on_its_schedule(deployed: Workspace, ray_head: RayHead) -> None:
+    """On a cluster that is there already, started in another folder, which stays as it was."""
+    head = ray_head.process
+    daemons = {child.pid for child in head.children() if not child.cmdline()[0].startswith("ray::")}
+    run_deployed(replace(deployed, environment=deployed.environment | ray_head.joined), head)
+    wait_until(lambda: not actors_of(head), 60, "the release of the actors")
+    assert daemons == {child.pid for child in head.children() if child.is_running()} & daemons
+
+
+@pytest.mark.slow
+def test_without_an_address_a_run_has_a_cluster_of_its_own(ray_head: RayHead) -> None:
+    """Ray by itself joins whatever `ray start` has left on the machine."""
+    ask = "import ray; print(ray.get_runtime_context().gcs_address)"
+    ours = f"from tasks.cluster import RayConfig, ray_cluster\nwith ray_cluster(RayConfig()): {ask}"
+    raw = f"import ray; ray.init(); {ask}"
+    addresses = [
+        subprocess.check_output([sys.executable, "-c", code], env=os.environ | ray_head.seen, text=True, timeout=120)
+        for code in (raw, ours)
+    ]
+    ports = [int(address.rpartition(":")[2]) for address in addresses]
+    there = int(ray_head.joined["RAY_ADDRESS"].rpartition(":")[2])
+    assert ports[0] == there
+    assert ports[1] != there
+
+
+def run_deployed(deployed: Workspace, head: psutil.Process) -> None:
+    """By hand, and then on its schedule."""
     worker = [sys.executable, "-m", "prefect", "worker", "start", "--pool", "local"]
     log = deployed.folder / "worker.log"
     with background(worker, deployed.environment, log, deployed.folder):
-        watched = prefect(
-            deployed, "deployment", "run", "train/tiny", "--param", f"overrides={json.dumps(FAST)}", "--watch"
-        )
-        assert "Completed" in watched.stdout + watched.stderr
+        prefect(deployed, "deployment", "run", "train/tiny", "--param", f"overrides={json.dumps(FAST)}")
+        wait_until(lambda: len(actors_of(head)) == 3, 120, f"the actors' start on the cluster (worker log: {log})")
+        wait_until(lambda: completed(deployed, scheduled=False), 240, f"the run (worker log: {log})")
         (run,) = deployed.mlflow_runs()
         assert run.info.status == "FINISHED"
 
@@ -75,11 +146,13 @@ def test_deployment_runs_under_a_worker_and_on_its_schedule(deployed: Workspace)
         (tiny,) = api(deployed, "deployments/filter", {"deployments": {"name": {"any_": ["tiny"]}}})
         api(deployed, f"deployments/{tiny['id']}/schedules", [schedule | {"active": True}])
 
-        def scheduled_run_completed() -> bool:
-            body = {"flow_runs": {"state": {"type": {"any_": ["COMPLETED"]}}}}
-            return any(r["auto_scheduled"] for r in api(deployed, "flow_runs/filter", body))
+        wait_until(lambda: completed(deployed, scheduled=True), 240, f"the scheduled run (worker log: {log})")
 
-        wait_until(scheduled_run_completed, 240, f"the scheduled run (worker log: {log})")
+
+def completed(deployed: Workspace, scheduled: bool) -> bool:
+    """Has a run of that kind been completed?"""
+    body = {"flow_runs": {"state": {"type": {"any_": ["COMPLETED"]}}}}
+    return any(run["auto_scheduled"] == scheduled for run in api(deployed, "flow_runs/filter", body))
 
 
 def test_bad_parameters_are_refused_when_the_run_is_created(deployed: Workspace) -> None:
