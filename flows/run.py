@@ -191,7 +191,7 @@ def _open_run(config: TrainConfig, inputs: Inputs) -> Iterator[TrainingRun]:
     with tracker.concluded():
         _remember_run_id(config, tracker.run_id)
         run = _start_actors(config, inputs, tracker, store)
-        tracker.log_start(config.model_dump(mode="json"), run_tags(config, inputs, run.reward))
+        tracker.log_start(config, run_tags(config, inputs, run.reward))
         run.resume()
         tracker.log_lineage(lineage(config.data_read()), run.iteration)
         yield run

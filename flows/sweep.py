@@ -104,7 +104,7 @@ def sweep(config: TrainConfig, search: SweepConfig, overrides: TrainOverrides | 
     tracker = Tracker(config.tracking, f"sweep-{search.name}", study.user_attrs.get("mlflow_run_id"))
     study.set_user_attr("mlflow_run_id", tracker.run_id)
     with tracker.concluded():
-        tracker.log_start(search.model_dump(mode="json"), {"doubleflow.sweep": search.name})
+        tracker.log_start(search, {"doubleflow.sweep": search.name})
         remaining = prepare_trials(study, search)
         if remaining:
             trials = Trials(config, search, folder, tracker)
@@ -129,7 +129,7 @@ class Trials:
         values = {name: dimension.suggest(trial, name) for name, dimension in self.search.space.items()}
         config = self.config.with_changes(tree_of(values))
         file = self.folder / f"{config.run_name}.json"
-        file.write_text(config.model_dump_json(indent=1))
+        file.write_text(config.model_dump_json(indent=1, exclude_unset=True))
         value = None
         log, client, parent = file.with_suffix(".log"), self.tracker.client, self.tracker.run_id
         with child_run(file, config.run_dir, log, client, parent) as child:

@@ -42,7 +42,7 @@ def validate(
         if weights is not None:
             rollout.load_exported(weights.resolve())
         tags = run_tags(config, inputs, reward) | {"doubleflow.weights": str(weights or "base")}
-        tracker.log_start(config.model_dump(mode="json"), tags)
+        tracker.log_start(config, tags)
         tracker.log_lineage(lineage(config.data_read()), 0)
         pipeline = settings.validation_pipeline()
         result = measure(clock, rollout, reward, inputs.test, settings.val_kwargs.n, pipeline)

@@ -77,7 +77,7 @@ class Sweep:
         self.config, self.inputs, self.measurement, self.measured = config, inputs, measurement, measured
         self.parent, self.cells = parent, list(cells(config, inputs, measurement))
         self.rollout, self.reward = start_rollout(config, inputs), RewardGroup(config.reward)
-        parent.log_start(config.model_dump(mode="json"), run_tags(config, inputs, self.reward))
+        parent.log_start(config, run_tags(config, inputs, self.reward))
         parent.log_lineage(lineage(config.data_read()), 0)
 
     def measure(self, version: ModelVersion | None) -> str | None:
@@ -88,7 +88,7 @@ class Sweep:
         subject = BASE if version is None else f"{version.name}/{version.version}"
         tracker, clock = Tracker(self.config.tracking, subject, parent=self.parent.run_id), Stopwatch()
         with tracker.concluded():
-            tracker.log_start(self.config.model_dump(mode="json"), self.measured.tags(subject))
+            tracker.log_start(self.config, self.measured.tags(subject))
             rollout = self._holding(version)
             results = [
                 (cell, self._draw(clock, rollout, cell)) for cell in cells(self.config, self.inputs, self.measurement)

@@ -19,6 +19,7 @@ from PIL import Image
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
+from models.config import Section
 from tasks.clock import Stopwatch
 from tasks.config import TrackingConfig
 from tasks.lineage import Lineage
@@ -54,19 +55,29 @@ class Tracker:
         self._pictures: dict[str, set[int]] = {}
         self.logged_steps = {metric.step for metric in self.client.get_metric_history(self.run_id, STEP_MARK)}
 
-    def log_start(self, config: Mapping[str, Any], tags: Mapping[str, str]) -> None:
-        """The configuration as parameters and as config.json, and tags.
+    def log_start(self, config: Section, tags: Mapping[str, str]) -> None:
+        """The configuration as config.json, the part of it that somebody chose as parameters, and tags.
+
+        A field is a parameter if a recipe or an override sets it, or if its value is not its default: MLflow's pages
+        show every parameter beside every picture, and a whole config has more than a hundred fields.
 
         MLflow's parameters are final. A resumed run may differ in settings that do not shape it, such as how long it
-        goes on: those parameters keep their first value, and a tag resumed.<name> holds the present one.
+        goes on: the parameters stay those of the first start, and a tag resumed.<name> holds the present value.
         """
-        present = {name: str(value)[:PARAM_LIMIT] for name, value in flat(config).items()}
+        whole = config.model_dump(mode="json")
+        present = {name: str(value)[:PARAM_LIMIT] for name, value in flat(whole).items()}
+        chosen = [
+            *flat(config.model_dump(mode="json", exclude_unset=True)),
+            *flat(config.model_dump(mode="json", exclude_defaults=True)),
+        ]
         first = self.client.get_run(self.run_id).data.params
-        params = [Param(name, value) for name, value in present.items() if name not in first]
-        changed = {f"resumed.{name}": value for name, value in present.items() if first.get(name, value) != value}
+        chosen = [name for name in dict.fromkeys(chosen) if name in present]  # no sections in which nothing is set
+        params = [] if first else [Param(name, present[name]) for name in chosen]
+        again = [name for name in dict.fromkeys([*first, *chosen]) if first and name in present]
+        changed = {f"resumed.{name}": present[name] for name in again if first.get(name) != present[name]}
         labels = [RunTag(name, value) for name, value in (tags | changed).items()]
         self.client.log_batch(self.run_id, params=params, tags=labels)
-        self.client.log_dict(self.run_id, dict(config), "config.json")
+        self.client.log_dict(self.run_id, whole, "config.json")
 
     def log_lineage(self, lineage: Lineage, iteration: int) -> None:
         """Where this start of the run came from, under the iteration that it begins after."""

@@ -121,7 +121,7 @@ def test_the_key_comes_from_the_environment_and_shows_nowhere(
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     options = {"base_url": server.url, "model": "m", "api_key_env": "JUDGE_KEY"}
     tracker = Tracker(TrackingConfig(uri=uri, artifacts=str(tmp_path)), "judged")
-    tracker.log_start(RewardConfig(functions={"judge_grade": {"options": options}}).model_dump(mode="json"), {})
+    tracker.log_start(RewardConfig(functions={"judge_grade": {"options": options}}), {})
     tracker.log_table(pd.DataFrame(result.details), "samples/000001.parquet")
     record = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     assert b"JUDGE_KEY" in record
