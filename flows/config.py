@@ -60,6 +60,7 @@ NOT_SHAPING: dict[str, Any] = {
         "save_freq",
         "export_freq",
         "max_actor_ckpt_to_keep",
+        "keep_stages",
         "resume_mode",
         "default_local_dir",
         "canary_tolerance",
@@ -100,6 +101,11 @@ class TrainerConfig(Section):
         0, ge=0, description="Iterations between versions in MLflow's model registry; 0 registers only the end."
     )
     max_actor_ckpt_to_keep: int = Field(2, ge=1, description="Newest checkpoints kept; older ones are deleted.")
+    keep_stages: bool = Field(
+        True,
+        description="Keep finished rollouts in the run's folder until a checkpoint has their iteration, so that a run "
+        "started again need not sample them again.",
+    )
     resume_mode: Literal["auto", "disable"] = Field(
         "auto", description="auto continues a run of the same name and config; disable refuses if there is one."
     )

@@ -27,6 +27,7 @@ from tasks.pairs import SIDES, Pair
 from tasks.picture_statistics import NAMES as STATISTICS
 from tasks.reward import RewardGroup, wanted_inputs
 from tasks.rollout import LATENTS, PICTURES, RolloutGroup
+from tasks.stages import KeptStages
 from tasks.tracking import Tracker
 from tasks.update import TrainerGroup
 from tasks.validate import Validation
@@ -47,9 +48,11 @@ class TrainingRun:
         rollout, reward, trainer: the actor groups; the first two are None where `sample_source` is offline.
         tracker: the MLflow run.
         store: the checkpoints.
+        stages: what is kept of iterations that are not in a checkpoint yet.
         canary: the input that proves a weight sync; None where there is nothing to sync to.
         guards: what shows reward hacking.
         iteration: the last one that is in the weights.
+        learned: metrics of the update that made them.
         held_out: the last held-out reward that was measured.
         spent: what the recorded iterations cost, under cost/.
     """
@@ -61,9 +64,11 @@ class TrainingRun:
     trainer: TrainerGroup
     tracker: Tracker
     store: CheckpointStore
+    stages: KeptStages
     canary: Canary | None
     guards: GuardWatch
     iteration: int = 0
+    learned: dict[str, float] = field(default_factory=dict)
     held_out: float = float("nan")
     spent: dict[str, float] = field(default_factory=dict)
 
@@ -153,9 +158,19 @@ class TrainingRun:
             groups |= {"rollout": self.rollout.group, **pools}
         return driver_memory() | {n: v for name, group in groups.items() for n, v in group.memory(name).items()}
 
-    def state(self) -> RunState:
-        """The record of a checkpoint of now."""
-        return RunState(self.iteration, self.config.digest(), self.inputs.digest, self.tracker.run_id)
+    def state(self, iteration: int, metrics: Mapping[str, float] | None = None) -> RunState:
+        """The record of what is kept of an iteration."""
+        digests = self.config.digest(), self.inputs.digest
+        return RunState(iteration, *digests, self.tracker.run_id, dict(metrics or {}))
+
+    def recorded(self, iteration: int) -> bool:
+        """Has MLflow everything of the iteration?"""
+        return iteration in self.tracker.logged_steps
+
+    @property
+    def next_iteration(self) -> int:
+        """The first that is not done: the last one that is in the weights, where MLflow has not got all of it."""
+        return self.iteration + 1 if self.iteration == 0 or self.recorded(self.iteration) else self.iteration
 
     def resume(self) -> None:
         """Continue from the newest checkpoint, if there is one."""
@@ -164,7 +179,8 @@ class TrainingRun:
             return
         state, weights = found
         self.trainer.load(weights)
-        self.iteration = state.iteration
+        self.iteration, self.learned = state.iteration, state.metrics
+        self.stages.forget(self.next_iteration - 1)
         self.spent = {name: value for name, value in self.tracker.latest().items() if name.startswith("cost/")}
 
 
@@ -246,7 +262,8 @@ def _start_actors(config: TrainConfig, inputs: Inputs, tracker: Tracker, store: 
         canary = Canary(rollout.prompt_table([prompt.uid for prompt in inputs.test[:CANARY_PROMPTS]]))
     ray.get(started)
     guards = GuardWatch(config.reward.guards, guard_metrics(config), tracker.history)
-    return TrainingRun(config, inputs, rollout, reward, trainer, tracker, store, canary, guards)
+    stages = KeptStages(config.run_dir / "stages")
+    return TrainingRun(config, inputs, rollout, reward, trainer, tracker, store, stages, canary, guards)
 
 
 def guard_metrics(config: TrainConfig) -> dict[str, str]:

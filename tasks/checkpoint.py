@@ -11,7 +11,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ class RunState:
         config_digest: of the config that made it.
         data_digest: of the prompts and embeddings it was made from.
         mlflow_run_id: the run that it continues.
+        metrics: of the update that made the weights: MLflow has the iteration only after its validation.
         format: version of this record.
     """
 
@@ -47,19 +48,21 @@ class RunState:
     config_digest: str
     data_digest: str
     mlflow_run_id: str
+    metrics: dict[str, float] = field(default_factory=dict)
     format: int = FORMAT
 
 
 class CheckpointStore:
-    """The checkpoints of one run, `folder`/iter_000010 and so on.
+    """The checkpoints of one run, `folder`/iter_000010 and so on; or other files of its iterations.
 
     Args:
         folder: is created.
-        keep: newest checkpoints that stay.
+        keep: newest checkpoints that stay; None keeps all.
+        content: folder of each checkpoint in which its files are, beside the record.
     """
 
-    def __init__(self, folder: Path, keep: int):
-        self.folder, self.keep = folder, keep
+    def __init__(self, folder: Path, keep: int | None = None, content: str = WEIGHTS):
+        self.folder, self.keep, self.content = folder, keep, content
         folder.mkdir(parents=True, exist_ok=True)
         for leftover in folder.glob(".writing-*"):
             shutil.rmtree(leftover)
@@ -72,40 +75,51 @@ class CheckpointStore:
         """Where the checkpoint of that iteration is."""
         return self.folder / f"iter_{iteration:06d}"
 
-    def save(self, state: RunState, write_weights: Callable[[Path], None]) -> Path:
+    def save(self, state: RunState, write: Callable[[Path], None]) -> Path:
         """Write a checkpoint; on any error nothing is left and the older ones stay.
 
         Args:
-            state: its record.
-            write_weights: writes the trainer's files into the (existing) folder it is given.
+            state: its record. An older checkpoint of the same iteration gives way.
+            write: writes the files (a trainer's) into the (existing) folder it is given.
         """
         aside = self.folder / f".writing-{state.iteration:06d}"
         try:
-            (aside / WEIGHTS).mkdir(parents=True)
-            write_weights(aside / WEIGHTS)
-            record = asdict(state) | {"files": _digests(aside / WEIGHTS)}
+            (aside / self.content).mkdir(parents=True)
+            write(aside / self.content)
+            record = asdict(state) | {"files": _digests(aside / self.content)}
             (aside / RECORD).write_text(json.dumps(record, indent=1))
             _flush(aside)
-            verify(aside)
+            verify(aside, self.content)
+            shutil.rmtree(self.path(state.iteration), ignore_errors=True)
             aside.rename(self.path(state.iteration))
             _flush_folder(self.folder)
         except BaseException:
             shutil.rmtree(aside, ignore_errors=True)
             raise
-        for old in self.iterations()[: -self.keep]:
+        for old in self.iterations()[: -self.keep] if self.keep else []:
             shutil.rmtree(self.path(old))
         return self.path(state.iteration)
 
+    def remove(self, through: int) -> None:
+        """Remove the checkpoints of iterations up to that one."""
+        for iteration in self.iterations():
+            if iteration <= through:
+                shutil.rmtree(self.path(iteration))
+
     def latest(self, config_digest: str, data_digest: str) -> tuple[RunState, Path] | None:
-        """The newest checkpoint's record and its weights folder; None if there is no checkpoint.
+        """The newest checkpoint, see `load`; None if there is no checkpoint."""
+        return self.load(self.iterations()[-1], config_digest, data_digest) if self.iterations() else None
+
+    def load(self, iteration: int, config_digest: str, data_digest: str) -> tuple[RunState, Path] | None:
+        """The record and the files' folder of one checkpoint; None if it is not there.
 
         Raises:
             CheckpointError: its files are not what its record says, or another config or other data made it.
         """
-        if not self.iterations():
+        folder = self.path(iteration)
+        if not folder.is_dir():
             return None
-        folder = self.path(self.iterations()[-1])
-        record = verify(folder)
+        record = verify(folder, self.content)
         record.pop("files")
         state = RunState(**record)
         for what, stored, present in (
@@ -114,7 +128,7 @@ class CheckpointStore:
         ):
             if stored != present:
                 raise CheckpointError(f"{folder} was made {what}: give the run another trainer.experiment_name")
-        return state, folder / WEIGHTS
+        return state, folder / self.content
 
 
 @contextmanager
@@ -143,20 +157,20 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def verify(folder: Path) -> dict[str, Any]:
+def verify(folder: Path, content: str = WEIGHTS) -> dict[str, Any]:
     """The record of a checkpoint whose files are whole."""
     try:
         record = json.loads((folder / RECORD).read_text())
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"{folder / RECORD} cannot be read: {error}; remove the folder to use an older one"
+            f"{folder / RECORD} cannot be read: {error}; remove the folder to go on without it"
         ) from error
     if record.get("format") != FORMAT:
         raise CheckpointError(f"{folder} has format {record.get('format')}, this version reads {FORMAT}")
-    found = _digests(folder / WEIGHTS)
+    found = _digests(folder / content)
     if found != record["files"]:
         wrong = sorted(name for name in {*found, *record["files"]} if found.get(name) != record["files"].get(name))
-        raise CheckpointError(f"{folder} is damaged ({', '.join(wrong)}): remove the folder to use an older one")
+        raise CheckpointError(f"{folder} is damaged ({', '.join(wrong)}): remove the folder to go on without it")
     return record
 
 
@@ -180,6 +194,6 @@ def _flush_folder(folder: Path) -> None:
 
 @task(name="save-checkpoint", cache_policy=NO_CACHE, persist_result=False)
 def save_checkpoint(clock: Stopwatch, store: CheckpointStore, trainer: TrainerGroup, state: RunState) -> Path:
-    """Write policy, optimiser and run state of an iteration."""
+    """Write policy, optimiser and run state of an iteration: the update is kept."""
     with clock.stage("save_checkpoint"):
         return store.save(state, trainer.save)
