@@ -4,8 +4,9 @@
 
 Seven stages as in an iteration of training, with nothing to compute: each hands a payload of so many bytes on. They
 are called directly, as functions on arrays, and as the platform does: as Prefect tasks that await Ray actors, with
-MLflow's metrics in one request and a checkpoint whose files are 4 KB. Prints medians in milliseconds. `records` is
-the table of 192 samples, 32 pictures and their grid, which the platform keeps of every iteration.
+MLflow's metrics in one request and a checkpoint whose files are 4 KB. Prints medians in milliseconds; with
+`--write` they stand in the docs. What is written of an iteration because it is data stands by itself: `records` is the
+table of 192 samples, 32 pictures and their grid; `kept` is the payload as a kept stage.
 """
 
 import argparse
@@ -21,7 +22,10 @@ import numpy as np
 import pandas as pd
 import psutil
 
-from benchmarks.kill_rounds import Services
+from benchmarks.docs import put_table
+from benchmarks.local_services import Services
+
+DOCS = Path("docs/platform.md")
 
 METRICS = {f"group/metric_{number}": float(number) for number in range(40)}
 SAMPLES, PICTURES = 192, 32
@@ -52,6 +56,10 @@ class Worker:
         """What is left of one."""
         return payload.nbytes
 
+    def write(self, file: Path, payload: np.ndarray) -> None:
+        """A payload in a file."""
+        file.write_bytes(payload.data)
+
 
 def measure(size: int, iterations: int, folder: Path) -> pd.DataFrame:
     """Milliseconds of each iteration on the platform, by part; run in a process of its own."""
@@ -81,7 +89,7 @@ def measure(size: int, iterations: int, folder: Path) -> pd.DataFrame:
         (rollout,), (reward,), (trainer,) = (ActorGroup(Worker, 1, 0).actors for _ in range(3))
         place = TrackingConfig(uri=f"sqlite:///{folder}/mlflow.db", artifacts=(folder / "mlruns").as_uri())
         tracker = Tracker(place, "orchestration")
-        store = CheckpointStore(folder / "checkpoints", 2)
+        store, kept = CheckpointStore(folder / "checkpoints", 2), CheckpointStore(folder / "stages")
         tables = {"samples": pd.DataFrame({f"column_{n}": np.arange(SAMPLES, dtype=float) for n in range(8)})}
         pictures = [np.random.default_rng(0).integers(0, 255, (24, 48, 3), np.uint8)] * PICTURES
 
@@ -102,7 +110,13 @@ def measure(size: int, iterations: int, folder: Path) -> pd.DataFrame:
         def checkpoint(step):
             store.save(RunState(step, "c", "d", "r"), lambda at: (at / "weights").write_bytes(bytes(4096)))
 
+        def keep_stage(step, reference):
+            state = RunState(step, "c", "d", "r")
+            kept.save(state, lambda at: ray.get(rollout.write.remote(at.resolve() / "batch", reference)))
+            kept.remove(step)
+
         records, save = stage("records", keep), stage("checkpoint", checkpoint)
+        keep_rollout = stage("kept", keep_stage)
         rows = []
         for step in range(iterations):
             clock = Stopwatch()
@@ -115,8 +129,9 @@ def measure(size: int, iterations: int, folder: Path) -> pd.DataFrame:
             save(clock, step)
             timed = clock.finished()
             timed["prefect"] = timed["step"] - sum(value for name, value in timed.items() if name != "step")
-            # By itself: pictures are data, and their size, not the platform, decides what they cost.
+            # By themselves: data's size, not the platform, decides what it costs to write.
             records(after := Stopwatch(), step, grid(np.stack(pictures), 16))
+            keep_rollout(after, step, reference)
             rows.append(timed | after.seconds)
         return pd.DataFrame(rows)
 
@@ -130,6 +145,7 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=30)
     parser.add_argument("--payloads", type=int, nargs="+", default=[4096, 50_000_000], help="bytes")
     parser.add_argument("--servers", nargs="+", choices=["ephemeral", "local"], default=["ephemeral", "local"])
+    parser.add_argument("--write", action="store_true", help=f"put the table into {DOCS}")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.child:
@@ -154,14 +170,16 @@ def main() -> None:
                 subprocess.run(command, env=environment, check=True)
                 times = pd.read_parquet(folder / "times.parquet").iloc[3:].median() * 1000
                 beyond = times["step"] - 1000 * float(np.median(direct(size, chosen.iterations)))
-                rows.append({"server": server, "payload": size, "beyond direct": beyond, **times})
+                load = psutil.getloadavg()[0]
+                rows.append({"load": load, "server": server, "payload": size, "beyond direct": beyond, **times})
         for name in list(services.running):
             services.kill(name)
-    columns = ["server", "payload", "beyond direct", "prefect", "ray", "mlflow", "checkpoint", "records"]
-    print(
-        f"{os.cpu_count()} cores, load {psutil.getloadavg()[0]:.1f}; medians of {chosen.iterations - 3} iterations, ms"
-    )
-    print(pd.DataFrame(rows)[columns].to_string(index=False, float_format="%.1f"))
+    columns = ["server", "payload", "beyond direct", "prefect", "ray", "mlflow", "checkpoint", "records", "kept"]
+    found = pd.DataFrame(rows)[["load", *columns]].to_markdown(index=False, floatfmt=".1f", intfmt=",")
+    found += f"\n\nMedians of {chosen.iterations - 3} iterations on {os.cpu_count()} cores, in milliseconds."
+    print(found)
+    if chosen.write:
+        put_table(DOCS, "orchestration.py", found)
 
 
 if __name__ == "__main__":

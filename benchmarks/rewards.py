@@ -11,7 +11,6 @@ the table into docs/rewards.md.
 
 import argparse
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -28,12 +27,12 @@ import psutil
 import torch
 from PIL import Image
 
+from benchmarks.docs import put_table
 from tasks.dataset import Prompt, load_prompts
 from tasks.picture_statistics import picture_statistics
 from tasks.rewards import Reward, get_reward
 
 DOCS = Path("docs/rewards.md")
-BEGIN, END = "<!-- benchmarks/rewards.py -->\n", "<!-- end -->\n"
 BATCH = 32
 SMALL, LARGE = (24, 48), (512, 512)
 
@@ -276,9 +275,7 @@ def main() -> None:
             rows.append(measure(ready, pictures, prompts))
         print(table(rows[-1:]).splitlines()[-1], flush=True)
     if given.write:
-        text = DOCS.read_text()
-        pattern = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.DOTALL)
-        DOCS.write_text(pattern.sub(lambda _: BEGIN + table(rows) + END, text))
+        put_table(DOCS, "rewards.py", table(rows).rstrip())
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from prefect.cache_policies import NO_CACHE
 from flows.config import TrainConfig
 from flows.run import TrainingRun
 from tasks.advantage import advantage
+from tasks.checkpoint import CheckpointError
 from tasks.clock import Stopwatch
 from tasks.dataset import PromptEmbeddings
 from tasks.metrics import compute_data_metrics_diffusion
@@ -53,6 +54,26 @@ class Collected:
     pictures: Sequence[np.ndarray] = ()
 
 
+@dataclass(frozen=True)
+class Scored:
+    """An iteration that is sampled and scored.
+
+    Attributes:
+        policy_version: the iteration whose weights sampled.
+        batches: empty where the iteration is in the weights: nothing trains on them any more.
+        pictures: the first few.
+        seconds: that workers spent sampling.
+        fresh: whether the scores are of now, and not of an earlier process of this run.
+    """
+
+    policy_version: int
+    batches: Sequence[PendingBatch]
+    scores: Scores
+    pictures: Sequence[np.ndarray]
+    seconds: float = 0.0
+    fresh: bool = False
+
+
 def submit(run: TrainingRun, iteration: int) -> Sampling:
     """Start sampling and scoring an iteration with the weights of the last sync."""
     batches = run.rollout.submit(
@@ -61,24 +82,64 @@ def submit(run: TrainingRun, iteration: int) -> Sampling:
     return Sampling(run.rollout.weights.version, batches, run.reward.submit(batches))
 
 
+def finish_ahead(run: TrainingRun, iteration: int, ahead: Sampling, clock: Stopwatch) -> None:
+    """Wait until an iteration is sampled ahead, and keep its rollout."""
+    finish_rollout(clock, ahead.batches, stage="gen_ahead")
+    _keep_rollout(run, iteration, ahead, clock)
+
+
 def collect(run: TrainingRun, iteration: int, clock: Stopwatch, ahead: Sampling | None = None) -> Collected:
     """The iteration's samples, from where `algorithm.sample_source` says; `ahead` if they were asked for before."""
     if not run.samples:
         return read_pairs(clock, run.inputs.pairs, run.inputs.embeddings, run.config, run.pairs(iteration), iteration)
-    sampling = ahead or submit(run, iteration)
-    batches, version = sampling.batches, sampling.policy_version
-    rollout_seconds = finish_rollout(clock, batches)
-    scores = finish_reward(clock, run.reward, batches, sampling.scores)
+    scored = score(run, iteration, clock, ahead)
+    scores, version = scored.scores, scored.policy_version
     advantages = np.zeros(len(scores.samples), np.float32)  # every sample counts, whatever it is worth
     if run.loss.learns_from_rewards():
         advantages = advantage(clock, scores, run.config.algorithm)
-    with clock.stage("pictures"):
-        kept = first_pictures(batches, run.config.tracking.pictures)
-    samples = sample_table(scores.samples, advantages, run.config.trainer.seed, iteration, version, len(kept))
+    if scored.fresh:  # and something can be learnt from them: if not, a run started again scores again
+        with clock.stage("kept_stages"):
+            run.stages.keep_scores(run.state(iteration), version, scores, scored.pictures)
+    kept = len(scored.pictures)
+    samples = sample_table(scores.samples, advantages, run.config.trainer.seed, iteration, version, kept)
     lag = {"rollout/policy_lag": float(iteration - 1 - version)}
-    busy = {"perf/rollout_busy_s": rollout_seconds, "perf/reward_busy_s": scores.busy_seconds}
+    busy = {"perf/rollout_busy_s": scored.seconds, "perf/reward_busy_s": scores.busy_seconds}
     metrics = _reward_metrics(scores, advantages) | scores.metrics() | lag | busy
-    return Collected(batches, advantages, samples, metrics, kept)
+    return Collected(scored.batches, advantages, samples, metrics, scored.pictures)
+
+
+def score(run: TrainingRun, iteration: int, clock: Stopwatch, ahead: Sampling | None) -> Scored:
+    """Sample and score; stages that an earlier process of this run had finished are read.
+
+    Raises:
+        CheckpointError: what is kept is damaged, or is gone and cannot be made again.
+    """
+    stages, state, trained = run.stages, run.state(iteration), iteration <= run.iteration
+    prompts, n = run.prompts(iteration), run.config.actor_rollout_ref.rollout.n
+    with clock.stage("kept_stages"):
+        kept = None if trained or ahead else stages.rollout(state, run.rollout, prompts, n)
+        found = stages.scores(state, run.reward.weights()) if trained or kept else None
+    if found is not None:
+        return Scored(found[0], kept[1] if kept else [], *found[1:])
+    if trained:
+        raise CheckpointError(
+            f"iteration {iteration} is in the newest checkpoint and not in MLflow, and its scores are not in "
+            f"{run.config.run_dir / 'stages'}: remove that checkpoint to use an older one"
+        )
+    sampling = Sampling(*kept, run.reward.submit(kept[1])) if kept else ahead or submit(run, iteration)
+    seconds = finish_rollout(clock, sampling.batches)
+    if kept is None and ahead is None:
+        _keep_rollout(run, iteration, sampling, clock)
+    scores = finish_reward(clock, run.reward, sampling.batches, sampling.scores)
+    with clock.stage("pictures"):
+        pictures = first_pictures(sampling.batches, run.config.tracking.pictures)
+    return Scored(sampling.policy_version, sampling.batches, scores, pictures, seconds, fresh=True)
+
+
+def _keep_rollout(run: TrainingRun, iteration: int, sampling: Sampling, clock: Stopwatch) -> None:
+    if run.config.trainer.keep_stages:
+        with clock.stage("kept_stages"):
+            run.stages.keep_rollout(run.state(iteration), sampling.policy_version, run.rollout, sampling.batches)
 
 
 @task(name="read-pairs", cache_policy=NO_CACHE, persist_result=False)

@@ -64,6 +64,7 @@ NOT_SHAPING: dict[str, Any] = {
         "max_actor_ckpt_to_keep",
         "async_checkpoint",
         "full_determinism",
+        "keep_stages",
         "resume_mode",
         "default_local_dir",
         "canary_tolerance",
@@ -111,6 +112,11 @@ class TrainerConfig(Section):
         False,
         description="Write checkpoints in the background, from a copy in host memory of weights and optimiser. The "
         "iteration does not wait; killed meanwhile, the run continues from the checkpoint before.",
+    )
+    keep_stages: bool = Field(
+        True,
+        description="Keep finished rollouts in the run's folder until a checkpoint has their iteration, so that a run "
+        "started again need not sample them again.",
     )
     full_determinism: bool = Field(
         False,

@@ -30,6 +30,7 @@ from tasks.picture_statistics import NAMES as STATISTICS
 from tasks.profiling import traced
 from tasks.reward import RewardGroup, wanted_inputs
 from tasks.rollout import LATENTS, PICTURES, RolloutGroup
+from tasks.stages import KeptStages
 from tasks.tracking import Tracker
 from tasks.update import TrainerGroup
 from tasks.validate import Validation
@@ -50,10 +51,12 @@ class TrainingRun:
         rollout, reward, trainer: the actor groups; the first two are None where `sample_source` is offline.
         tracker: the MLflow run.
         store: the checkpoints.
+        stages: what is kept of iterations that are not in a checkpoint yet.
         canary: the input that proves a weight sync; None where there is nothing to sync to.
         guards: what shows reward hacking.
         utilisation: of the devices; None where the model's operations cannot be counted.
         iteration: the last one that is in the weights.
+        learned: metrics of the update that made them.
         held_out: the last held-out reward that was measured.
         spent: what the recorded iterations cost, under cost/.
     """
@@ -65,10 +68,12 @@ class TrainingRun:
     trainer: TrainerGroup
     tracker: Tracker
     store: CheckpointStore
+    stages: KeptStages
     canary: Canary | None
     guards: GuardWatch
     utilisation: Utilisation | None = None
     iteration: int = 0
+    learned: dict[str, float] = field(default_factory=dict)
     held_out: float = float("nan")
     spent: dict[str, float] = field(default_factory=dict)
 
@@ -176,9 +181,24 @@ class TrainingRun:
             for number, trace in traces.items():
                 self.tracker.log_bytes(trace, f"profile/{iteration:06d}/{name}_{number}.json.gz")
 
-    def state(self) -> RunState:
-        """The record of a checkpoint of now."""
-        return RunState(self.iteration, self.config.digest(), self.inputs.digest, self.tracker.run_id)
+    def state(self, iteration: int, metrics: Mapping[str, float] | None = None) -> RunState:
+        """The record of what is kept of an iteration."""
+        digests = self.config.digest(), self.inputs.digest
+        return RunState(iteration, *digests, self.tracker.run_id, dict(metrics or {}))
+
+    def forget_stages(self) -> None:
+        """Remove what is kept of iterations that MLflow and a checkpoint have."""
+        for saved in self.store.iterations()[-1:]:  # of an earlier iteration, where one is being written
+            self.stages.forget(saved)
+
+    def recorded(self, iteration: int) -> bool:
+        """Has MLflow everything of the iteration?"""
+        return iteration in self.tracker.logged_steps
+
+    @property
+    def next_iteration(self) -> int:
+        """The first that is not done: the last one that is in the weights, where MLflow has not got all of it."""
+        return self.iteration + 1 if self.iteration == 0 or self.recorded(self.iteration) else self.iteration
 
     def resume(self) -> None:
         """Continue from the newest checkpoint, if there is one."""
@@ -187,7 +207,8 @@ class TrainingRun:
             return
         state, weights = found
         self.trainer.load(weights)
-        self.iteration = state.iteration
+        self.iteration, self.learned = state.iteration, state.metrics
+        self.stages.forget(self.next_iteration - 1)
         self.spent = {name: value for name, value in self.tracker.latest().items() if name.startswith("cost/")}
 
 
@@ -273,7 +294,8 @@ def _start_actors(config: TrainConfig, inputs: Inputs, tracker: Tracker, store: 
     utilisation = None
     if inputs.flops is not None:
         utilisation = Utilisation(config, inputs.flops, rollout and rollout.group, trainer.group)
-    return TrainingRun(config, inputs, rollout, reward, trainer, tracker, store, canary, guards, utilisation)
+    stages = KeptStages(config.run_dir / "stages")
+    return TrainingRun(config, inputs, rollout, reward, trainer, tracker, store, stages, canary, guards, utilisation)
 
 
 def guard_metrics(config: TrainConfig) -> dict[str, str]:

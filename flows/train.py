@@ -14,7 +14,7 @@ import pandas as pd
 from prefect import flow, get_run_logger
 
 from flows.checks import check_inputs
-from flows.collect import Sampling, collect, submit
+from flows.collect import Collected, Sampling, collect, finish_ahead, submit
 from flows.config import TrainConfig, TrainOverrides
 from flows.progress import Progress
 from flows.run import TrainingRun, open_run
@@ -32,8 +32,7 @@ from tasks.metrics import (
 )
 from tasks.old_log_prob import old_log_prob
 from tasks.pictures import WIDEST_GRID, grid
-from tasks.rollout import finish_rollout
-from tasks.tracking import log_step
+from tasks.tracking import log_files
 from tasks.update import Synced, sync_weights, update
 from tasks.validate import Validation, validate
 
@@ -63,73 +62,92 @@ def fit(run: TrainingRun) -> Summary:
     """All iterations that are not done yet, and the run's summary."""
     settings = run.config.trainer
     total, started = settings.total_training_steps, time.perf_counter()
-    bar = Progress(run.config.run_name, total, run.iteration)
+    first = run.next_iteration
+    bar = Progress(run.config.run_name, total, first - 1)
     clock = Stopwatch()
     ahead = sample_again(run, clock)
     if run.samples:
         sync(run, clock, run.sampling_weights)
-    if run.samples and run.iteration == 0 and settings.val_before_train:
+    if run.samples and run.iteration == 0 and settings.val_before_train and not run.recorded(0):
         result = measure(run, clock)
-        log_step(clock, run.tracker, 0, result.metrics(), *_validation_records(result))
+        run.tracker.log_step(0, result.metrics(), *_validation_records(result))
         bar.show(held_out=result.reward)
-    first = run.iteration + 1
     for iteration in range(first, total + 1):
         metrics, ahead = iterate(run, iteration, ahead)
         if iteration == first:
             _warn_of_distance(run, metrics)
         bar.advance(reward=metrics.get("critic/rewards/mean", math.nan), held_out=run.held_out)
     bar.close()
+    run.store.settle()
+    run.forget_stages()
     return summarise(run, (time.perf_counter() - started) / 60)
 
 
 def iterate(run: TrainingRun, iteration: int, ahead: Sampling | None) -> tuple[dict[str, float], Sampling | None]:
-    """One iteration, as the paper has it.
+    """One iteration, as the paper has it. Of one that was killed, what is left of it.
 
     Args:
-        ahead: its samples, where the iteration before has asked for them.
+        ahead: its samples, where the iteration before has asked for them; of one that is in the weights already, the
+            next one's.
 
     Returns:
         Its metrics, and the next iteration's samples if they are made ahead.
     """
-    correction, clock = run.config.algorithm.rollout_correction, Stopwatch()
-
+    clock, trained = Stopwatch(), iteration <= run.iteration
     with run.profiled("rollout", iteration, clock):
-        collected = collect(run, iteration, clock, ahead)
-    ahead = submit(run, iteration + 1) if _is_sampled_ahead(run, iteration + 1) else None
+        collected = collect(run, iteration, clock, None if trained else ahead)
+    if not trained:
+        ahead = submit(run, iteration + 1) if _is_sampled_ahead(run, iteration + 1) else None
+        learn(run, iteration, collected, clock)
+        if ahead:  # from the weights of before the update, all of it: so the next sync waits
+            finish_ahead(run, iteration + 1, ahead, clock)
+    metrics = collected.metrics | run.learned
+    if run.samples:
+        metrics |= sync(run, clock, run.sampling_weights).metrics()
+    if not run.recorded(iteration):
+        record(run, iteration, collected, metrics, clock)
+    run.forget_stages()
+    return metrics, ahead
+
+
+def learn(run: TrainingRun, iteration: int, collected: Collected, clock: Stopwatch) -> None:
+    """The update, and the checkpoint that is due after it."""
+    correction, settings = run.config.algorithm.rollout_correction, run.config.trainer
     batches, advantages = collected.batches, collected.advantages
     with run.rollout.asleep(clock) if run.samples else nullcontext():
         old = None if correction.bypass_mode else old_log_prob(clock, run.trainer, batches, advantages, correction)
         with run.profiled("trainer", iteration, clock):
-            metrics = collected.metrics | update(clock, run.trainer, batches, advantages, old)
+            run.learned = update(clock, run.trainer, batches, advantages, old)
     run.iteration = iteration
-    if ahead:  # from the weights of before the update, all of it: so the next sync waits
-        finish_rollout(clock, ahead.batches, stage="gen_ahead")
-    if run.samples:
-        metrics |= sync(run, clock, run.sampling_weights).metrics()
+    if _due(iteration, settings.save_freq, run):
+        state = run.state(iteration, run.learned)
+        save_checkpoint(clock, run.store, run.trainer, state, settings.async_checkpoint)
 
-    validation = measure(run, clock) if run.samples and _due(iteration, run.config.trainer.test_freq, run) else None
+
+def record(run: TrainingRun, iteration: int, collected: Collected, metrics: dict[str, float], clock: Stopwatch) -> None:
+    """Validate and export where that is due, and log the iteration.
+
+    The log's last request ends the iteration: killed before it, the iteration's record is made again, from what is
+    kept of its samples and its checkpoint.
+    """
+    settings, images = run.config.trainer, len(collected.advantages)
+    validation = measure(run, clock) if run.samples and _due(iteration, settings.test_freq, run) else None
     metrics |= validation.metrics() if validation else {}
-    metrics |= run.watch(metrics) | {"cost/images": float(iteration * len(advantages))}
+    metrics |= run.watch(metrics) | {"cost/images": float(iteration * images)}
     pictures, tables = _validation_records(validation)
     if collected.pictures:
         columns = min(run.config.actor_rollout_ref.rollout.n, WIDEST_GRID)
         pictures["samples"] = grid(np.stack(collected.pictures), columns=columns)
     tables["samples"] = collected.samples
-    # Logged before the checkpoint: killed in between, the iteration runs again with the same result and its record
-    # is already there; the other way round it would be lost.
-    new = log_step(clock, run.tracker, iteration, metrics, pictures, tables, {"pictures": collected.pictures})
-    if run.config.trainer.export_freq and iteration % run.config.trainer.export_freq == 0:
+    if settings.export_freq and iteration % settings.export_freq == 0:
         register_export(clock, run)
-    if _due(iteration, run.config.trainer.save_freq, run):
-        save_checkpoint(clock, run.store, run.trainer, run.state(), run.config.trainer.async_checkpoint)
-    if new:
-        with clock.stage("memory"):
-            memory = run.memory()
-        times = _time_metrics(run, clock, len(advantages))
-        if run.utilisation is not None:
-            times |= run.utilisation.metrics(batches, metrics, clock.seconds)
-        run.tracker.log_metrics(iteration, times | memory)
-    return metrics, ahead
+    log_files(clock, run.tracker, iteration, pictures, tables, {"pictures": collected.pictures})
+    with clock.stage("memory"):
+        memory = run.memory()
+    times = _time_metrics(run, clock, images)
+    if run.utilisation is not None and "update_actor" in clock.seconds:  # else an earlier process made the update
+        times |= run.utilisation.metrics(collected.batches, metrics, clock.seconds)
+    run.tracker.log_step(iteration, metrics | times | memory)
 
 
 def sample_again(run: TrainingRun, clock: Stopwatch) -> Sampling | None:
@@ -138,7 +156,7 @@ def sample_again(run: TrainingRun, clock: Stopwatch) -> Sampling | None:
         return None
     sync(run, clock, "previous")
     ahead = submit(run, run.iteration + 1)
-    finish_rollout(clock, ahead.batches, stage="gen_ahead")
+    finish_ahead(run, run.iteration + 1, ahead, clock)
     return ahead
 
 
@@ -173,8 +191,10 @@ def _warn_of_distance(run: TrainingRun, metrics: Mapping[str, float]) -> None:
 
 
 def _is_sampled_ahead(run: TrainingRun, iteration: int) -> bool:
+    """Is it to be sampled during the update before it? Not if an earlier process of this run has sampled it."""
     settings = run.config.trainer
-    return settings.one_step_off_policy and iteration <= settings.total_training_steps
+    due = settings.one_step_off_policy and iteration <= settings.total_training_steps
+    return due and not run.stages.has_rollout(iteration)
 
 
 def _due(iteration: int, every: int, run: TrainingRun) -> bool:

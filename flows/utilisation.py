@@ -50,7 +50,8 @@ class Utilisation:
                 shapes, trained, policy, others, recorded=recorded, recompute=True
             )
             spent["update/recomputed"] = spent["update"]
-        if "rollout" in self.groups and self.config.rollout_devices:
+        sampled = metrics.get("perf/rollout_busy_s", 0.0) > 0.0  # else an earlier process of the run did it
+        if sampled and "rollout" in self.groups and self.config.rollout_devices:
             flops["rollout"] = self.flops.rollout(shapes)
             share = self.config.rollout_devices / len(self.groups["rollout"])
             spent["rollout"] = metrics["perf/rollout_busy_s"] * share

@@ -11,7 +11,7 @@ from tasks.clock import Stopwatch
 from tasks.cluster import ray_cluster
 from tasks.lineage import lineage
 from tasks.reward import RewardGroup
-from tasks.tracking import Tracker, log_step
+from tasks.tracking import Tracker
 from tasks.validate import validate as measure
 
 
@@ -46,7 +46,7 @@ def validate(
         tracker.log_lineage(lineage(config.data_read()), 0)
         pipeline = settings.validation_pipeline()
         result = measure(clock, rollout, reward, inputs.test, settings.val_kwargs.n, pipeline)
-        log_step(clock, tracker, 0, result.metrics(), {"validation": result.sheet}, {"validation": result.samples})
+        tracker.log_step(0, result.metrics(), {"validation": result.sheet}, {"validation": result.samples})
     return result.metrics()
 
 

@@ -20,7 +20,7 @@ from tasks.lineage import lineage
 from tasks.registry import CHAMPION, ITERATION, TABLE, Measurements, measurable_versions, tag_regression
 from tasks.reward import RewardGroup
 from tasks.rollout import RolloutGroup
-from tasks.tracking import Tracker, log_step, mlflow_client
+from tasks.tracking import Tracker, mlflow_client
 from tasks.validate import Validation
 from tasks.validate import validate as draw
 
@@ -101,7 +101,7 @@ class Sweep:
             step = 0 if version is None else int(version.tags[ITERATION])
             verdict = Verdict(None, None) if version is None else self._compare(table, version)
             pictures = {f"{cell.label}/seed_{cell.seed}".replace("/", "-"): result.sheet for cell, result in results}
-            log_step(clock, tracker, step, metrics(table, verdict), pictures)
+            tracker.log_step(step, metrics(table, verdict), pictures)
             tracker.log_table(table, TABLE)
             return None if version is None else self._judge(version, verdict, tracker)
 

@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ class RunState:
         config_digest: of the config that made it.
         data_digest: of the prompts and embeddings it was made from.
         mlflow_run_id: the run that it continues.
+        metrics: of the update that made the weights: MLflow has the iteration only after its validation.
         format: version of this record.
     """
 
@@ -50,19 +51,21 @@ class RunState:
     config_digest: str
     data_digest: str
     mlflow_run_id: str
+    metrics: dict[str, float] = field(default_factory=dict)
     format: int = FORMAT
 
 
 class CheckpointStore:
-    """The checkpoints of one run, `folder`/iter_000010 and so on.
+    """The checkpoints of one run, `folder`/iter_000010 and so on; or other files of its iterations.
 
     Args:
         folder: is created.
-        keep: newest checkpoints that stay.
+        keep: newest checkpoints that stay; None keeps all.
+        content: folder of each checkpoint in which its files are, beside the record.
     """
 
-    def __init__(self, folder: Path, keep: int):
-        self.folder, self.keep = folder, keep
+    def __init__(self, folder: Path, keep: int | None = None, content: str = WEIGHTS):
+        self.folder, self.keep, self.content = folder, keep, content
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._under_way: Future[Path] | None = None
         folder.mkdir(parents=True, exist_ok=True)
@@ -77,15 +80,15 @@ class CheckpointStore:
         """Where the checkpoint of that iteration is."""
         return self.folder / f"iter_{iteration:06d}"
 
-    def save(self, state: RunState, write_weights: Callable[[Path], None]) -> Path:
+    def save(self, state: RunState, write: Callable[[Path], None]) -> Path:
         """Write a checkpoint; on any error nothing is left and the older ones stay.
 
         Args:
-            state: its record.
-            write_weights: writes the trainer's files into the (existing) folder it is given.
+            state: its record. An older checkpoint of the same iteration gives way.
+            write: writes the files (a trainer's) into the (existing) folder it is given.
         """
         self.settle()
-        return self._finish(self._begin(state, write_weights), state)
+        return self._finish(self._begin(state, write), state)
 
     def save_in_background(
         self, state: RunState, start_writing: Callable[[Path], None], wait_until_written: Callable[[], None]
@@ -127,38 +130,49 @@ class CheckpointStore:
             raise
         self.settle()
 
-    def _begin(self, state: RunState, write_weights: Callable[[Path], None]) -> Path:
-        """The folder aside with the trainer's files, or with their beginnings."""
+    def _begin(self, state: RunState, write: Callable[[Path], None]) -> Path:
+        """The folder aside with the files, or with their beginnings."""
         aside = self.folder / f".writing-{state.iteration:06d}"
         with _removed_on_error(aside):
-            (aside / WEIGHTS).mkdir(parents=True)
-            write_weights(aside / WEIGHTS)
+            (aside / self.content).mkdir(parents=True)
+            write(aside / self.content)
         return aside
 
     def _finish(self, aside: Path, state: RunState, wait_until_written: Callable[[], None] = lambda: None) -> Path:
-        """The checkpoint in its place, once the trainer's files are complete."""
+        """The checkpoint in its place, once its files are complete."""
         with _removed_on_error(aside):
             wait_until_written()
-            record = asdict(state) | {"files": _digests(aside / WEIGHTS)}
+            record = asdict(state) | {"files": _digests(aside / self.content)}
             (aside / RECORD).write_text(json.dumps(record, indent=1))
             _flush(aside)
-            verify(aside)
+            verify(aside, self.content)
+            shutil.rmtree(self.path(state.iteration), ignore_errors=True)
             aside.rename(self.path(state.iteration))
             _flush_folder(self.folder)
-        for old in self.iterations()[: -self.keep]:
+        for old in self.iterations()[: -self.keep] if self.keep else []:
             shutil.rmtree(self.path(old))
         return self.path(state.iteration)
 
+    def remove(self, through: int) -> None:
+        """Remove the checkpoints of iterations up to that one."""
+        for iteration in self.iterations():
+            if iteration <= through:
+                shutil.rmtree(self.path(iteration))
+
     def latest(self, config_digest: str, data_digest: str) -> tuple[RunState, Path] | None:
-        """The newest checkpoint's record and its weights folder; None if there is no checkpoint.
+        """The newest checkpoint, see `load`; None if there is no checkpoint."""
+        return self.load(self.iterations()[-1], config_digest, data_digest) if self.iterations() else None
+
+    def load(self, iteration: int, config_digest: str, data_digest: str) -> tuple[RunState, Path] | None:
+        """The record and the files' folder of one checkpoint; None if it is not there.
 
         Raises:
             CheckpointError: its files are not what its record says, or another config or other data made it.
         """
-        if not self.iterations():
+        folder = self.path(iteration)
+        if not folder.is_dir():
             return None
-        folder = self.path(self.iterations()[-1])
-        record = verify(folder)
+        record = verify(folder, self.content)
         record.pop("files")
         state = RunState(**record)
         for what, stored, present in (
@@ -167,7 +181,7 @@ class CheckpointStore:
         ):
             if stored != present:
                 raise CheckpointError(f"{folder} was made {what}: give the run another trainer.experiment_name")
-        return state, folder / WEIGHTS
+        return state, folder / self.content
 
 
 @contextmanager
@@ -205,20 +219,20 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def verify(folder: Path) -> dict[str, Any]:
+def verify(folder: Path, content: str = WEIGHTS) -> dict[str, Any]:
     """The record of a checkpoint whose files are whole."""
     try:
         record = json.loads((folder / RECORD).read_text())
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"{folder / RECORD} cannot be read: {error}; remove the folder to use an older one"
+            f"{folder / RECORD} cannot be read: {error}; remove the folder to go on without it"
         ) from error
     if record.get("format") != FORMAT:
         raise CheckpointError(f"{folder} has format {record.get('format')}, this version reads {FORMAT}")
-    found = _digests(folder / WEIGHTS)
+    found = _digests(folder / content)
     if found != record["files"]:
         wrong = sorted(name for name in {*found, *record["files"]} if found.get(name) != record["files"].get(name))
-        raise CheckpointError(f"{folder} is damaged ({', '.join(wrong)}): remove the folder to use an older one")
+        raise CheckpointError(f"{folder} is damaged ({', '.join(wrong)}): remove the folder to go on without it")
     return record
 
 
@@ -244,7 +258,7 @@ def _flush_folder(folder: Path) -> None:
 def save_checkpoint(
     clock: Stopwatch, store: CheckpointStore, trainer: TrainerGroup, state: RunState, in_background: bool
 ) -> None:
-    """Write policy, optimiser and run state of an iteration; the one before is complete then.
+    """Write policy, optimiser and run state of an iteration: the update is kept. The one before is complete then.
 
     Args:
         in_background: return once the ranks have copied their state to host memory, and write from there.

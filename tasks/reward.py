@@ -202,8 +202,11 @@ class RewardGroup:
         samples["reward"] = trained_reward(scores, self.config.functions, uids)
         parts: Iterable[pd.DataFrame] = [samples, *(table for table, _ in collected.values())]
         joined = pd.concat([*parts, _statistics(ray.get(list(pending.statistics)), uids)], axis=1)
-        weights = {name: entry.share for name, entry in self.config.functions.items()}
-        return Scores(joined, weights, {name: busy for name, (_, busy) in collected.items()})
+        return Scores(joined, self.weights(), {name: busy for name, (_, busy) in collected.items()})
+
+    def weights(self) -> dict[str, float]:
+        """Reward name -> its share of the trained reward, 0 for a guard."""
+        return {name: entry.share for name, entry in self.config.functions.items()}
 
 
 def wanted_inputs(config: RewardConfig) -> set[str]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
 import torch
 from prefect import task
@@ -18,7 +19,8 @@ from models.base import DiffusionModelBase, DiffusionModelConfig
 from models.config import DiffusionPipelineConfig
 from models.engines.canary import Canary, check_canary
 from models.engines.rollout_engine import RolloutEngine
-from models.engines.trajectories import LATENTS, PICTURES, PromptTable, RolloutRequest
+from models.engines.samples_file import read_samples, write_samples
+from models.engines.trajectories import LATENTS, PICTURES, PromptTable, RolloutRequest, Samples
 from models.engines.weights import WeightSyncError
 from models.schedulers.noise_keys import NoiseKey
 from tasks.clock import Stopwatch
@@ -89,6 +91,18 @@ class RolloutActor:
         made = self.engine.produce(request, pipeline)
         pictures, latents = (None if kept is None else kept.numpy() for kept in (made.pictures, made.latents))
         return made.recorded, pictures, latents, time.perf_counter() - start
+
+    def write(self, file: Path, recorded: Samples, pictures: np.ndarray | None, latents: np.ndarray | None) -> None:
+        """Write what `generate` returned."""
+        outputs = {PICTURES: pictures, LATENTS: latents}
+        # Ray's arrays are read-only, which torch warns about.
+        given = {name: torch.from_numpy(np.array(array)) for name, array in outputs.items() if array is not None}
+        write_samples(file, recorded, given)
+
+    def read(self, file: Path) -> tuple[Any, ...]:
+        """What `generate` returned and `write` wrote; it took no seconds."""
+        recorded, outputs = read_samples(file)
+        return recorded, *(outputs[name].numpy() if name in outputs else None for name in (PICTURES, LATENTS)), 0.0
 
     @measures_gpu_memory("update_weights")
     def hold(self, weights: PolicyWeights) -> float:
@@ -162,6 +176,7 @@ class PendingBatch:
             latents, where the loss noises them again.
         text: tokens of the denoiser's text and of its negative prompt, 0 where there is none.
         pictures, latents: likewise; None where the rollout was not asked for them.
+        worker: who samples it.
     """
 
     prompts: tuple[Prompt, ...]
@@ -171,6 +186,28 @@ class PendingBatch:
     pictures: ray.ObjectRef | None
     latents: ray.ObjectRef | None
     seconds: ray.ObjectRef
+    worker: int
+
+
+Part = Sequence[tuple[Prompt, int]]
+"""The samples of one batch: the prompt, and which of the prompt's samples it is."""
+
+
+def pending_batch(
+    part: Part, text: tuple[int, int], answer: Sequence[ray.ObjectRef], outputs: frozenset[str], worker: int
+) -> PendingBatch:
+    """A batch from the references to what `RolloutActor.generate` returns."""
+    trajectories, pictures, latents, seconds = answer
+    return PendingBatch(
+        tuple(prompt for prompt, _ in part),
+        tuple(index for _, index in part),
+        text,
+        trajectories,
+        pictures if PICTURES in outputs else None,
+        latents if LATENTS in outputs else None,
+        seconds,
+        worker,
+    )
 
 
 class RolloutGroup:
@@ -232,31 +269,22 @@ class RolloutGroup:
             draw: for looking at, not for training: decode pictures also where no reward asks for them.
         """
         outputs = self.outputs | {PICTURES} if draw else self.outputs
-        samples = [(prompt, index) for prompt in prompts for index in range(n)]
         batches = []
-        for start in range(0, len(samples), self.settings.micro_batch_size):
-            part = samples[start : start + self.settings.micro_batch_size]
+        for part in self.parts(prompts, n):
             request = self._request(
                 part, self.seed if seed is None else seed, iteration, window, pipeline, outputs, not draw
             )
             worker = self.router.next_free()
             actor = self.group.actors[worker]
-            trajectories, pictures, latents, seconds = actor.generate.options(num_returns=4).remote(
-                request, pipeline, self.weights
-            )
-            self.router.taken(worker, seconds)
-            batches.append(
-                PendingBatch(
-                    tuple(prompt for prompt, _ in part),
-                    tuple(index for _, index in part),
-                    request.prompts.lengths,
-                    trajectories,
-                    pictures if PICTURES in outputs else None,
-                    latents if LATENTS in outputs else None,
-                    seconds,
-                )
-            )
+            answer = actor.generate.options(num_returns=4).remote(request, pipeline, self.weights)
+            batches.append(pending_batch(part, request.prompts.lengths, answer, outputs, worker))
+            self.router.taken(worker, batches[-1].seconds)
         return batches
+
+    def parts(self, prompts: Sequence[Prompt], n: int) -> list[Part]:
+        """How `n` samples of every prompt are cut into batches: the prompt and the sample index of each sample."""
+        samples, size = [(prompt, index) for prompt in prompts for index in range(n)], self.settings.micro_batch_size
+        return [samples[start : start + size] for start in range(0, len(samples), size)]
 
     def on(self, embeddings: PromptEmbeddings) -> "RolloutGroup":
         """The same workers for the prompts of another data set."""
@@ -266,7 +294,7 @@ class RolloutGroup:
 
     def _request(
         self,
-        part: Sequence[tuple[Prompt, int]],
+        part: Part,
         seed: int,
         iteration: int,
         window: Sequence[int],

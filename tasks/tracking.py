@@ -107,15 +107,25 @@ class Tracker:
         """
         if step in self.logged_steps:
             return False
+        self.log_files(step, pictures, tables, albums)
+        self.log_metrics(step, {**metrics, STEP_MARK: float(step)})
+        self.logged_steps.add(step)
+        return True
+
+    def log_files(
+        self,
+        step: int,
+        pictures: Mapping[str, Image.Image] | None = None,
+        tables: Mapping[str, pd.DataFrame] | None = None,
+        albums: Mapping[str, Sequence[np.ndarray]] | None = None,
+    ) -> None:
+        """What a step has beside its metrics, see `log_step`; what is there already is written again."""
         for key, picture in (pictures or {}).items():
             self._log_picture(key, picture, step)
         for name, table in (tables or {}).items():
             self.log_table(table, f"{name}/{step:06d}.parquet")
         for name, pictures_of_step in (albums or {}).items():
             self._log_album(pictures_of_step, f"{name}/{step:06d}")
-        self.log_metrics(step, {**metrics, STEP_MARK: float(step)})
-        self.logged_steps.add(step)
-        return True
 
     def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Metrics of a step in one request."""
@@ -214,15 +224,9 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 @task(name="log", cache_policy=NO_CACHE, persist_result=False)
-def log_step(
-    clock: Stopwatch,
-    tracker: Tracker,
-    step: int,
-    metrics: dict[str, float],
-    pictures: Any = None,
-    tables: Any = None,
-    albums: Any = None,
-) -> bool:
-    """See `Tracker.log_step`."""
+def log_files(
+    clock: Stopwatch, tracker: Tracker, step: int, pictures: Any = None, tables: Any = None, albums: Any = None
+) -> None:
+    """See `Tracker.log_files`."""
     with clock.stage("log"):
-        return tracker.log_step(step, metrics, pictures, tables, albums)
+        tracker.log_files(step, pictures, tables, albums)

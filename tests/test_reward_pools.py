@@ -41,7 +41,7 @@ def batches(shard: int = 4) -> list[PendingBatch]:
         rows = range(start, start + len(levels))
         prompts = tuple(Prompt(f"group-{i // 3}", str(i), None, {}, "") for i in rows)
         indices = tuple(i % 3 for i in rows)
-        found.append(PendingBatch(prompts, indices, (5, 0), done, ray.put(pictures), ray.put(latents), done))
+        found.append(PendingBatch(prompts, indices, (5, 0), done, ray.put(pictures), ray.put(latents), done, 0))
     return found
 
 

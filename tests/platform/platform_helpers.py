@@ -115,14 +115,14 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def wait_until(condition: Callable[[], Any], seconds: float, what: str) -> Any:
+def wait_until(condition: Callable[[], Any], seconds: float, what: str, every: float = 0.5) -> Any:
     """Poll until `condition` gives something true; fails after `seconds`."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         result = condition()
         if result:
             return result
-        time.sleep(0.5)
+        time.sleep(every)
     pytest.fail(f"{what} did not happen within {seconds} s")
 
 

@@ -3,6 +3,9 @@
 import os
 import re
 import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +16,8 @@ import torch
 from platform_helpers import Workspace, make_workspace, wait_until
 from safetensors.torch import load_file
 
-from benchmarks.kill_rounds import outcome, processes_of
+from benchmarks.kill_rounds import processes_of
+from benchmarks.run_state import outcome
 from tasks.dataset import load_prompts
 from tasks.history import MEASURED_ANEW
 from tasks.pairs import best_and_worst, read_pictures, write_pairs
@@ -119,6 +123,54 @@ def test_killed_and_started_again(
     assert resumed.info.run_id == run.info.run_id
     assert resumed.info.status == "FINISHED"
     assert outcome(killed.folder, killed.client()).difference(outcome(undisturbed.folder, undisturbed.client())) is None
+
+
+@contextmanager
+def running(workspace: Workspace, settings: tuple[str, ...]) -> Iterator[psutil.Process]:
+    """A run that is killed, with all that it started, at the block's end."""
+    process = workspace.start("-m", "flows.train", "tiny", *[w for setting in settings for w in ("--set", setting)])
+    try:
+        yield psutil.Process(process.pid)
+    finally:
+        kill_everything(process)
+
+
+def there(workspace: Workspace, driver: psutil.Process, path: str, victim: str = "driver") -> psutil.Process:
+    """Wait until the run's folder has that path; then the run's only process of a kind."""
+    wait_until(lambda: list(workspace.folder.glob(f"runs/*/{path}")), 240, path, every=0.02)
+    (found,) = processes_of(driver, victim)
+    return found
+
+
+@pytest.mark.slow
+def test_no_finished_stage_is_done_again(
+    tmp_path: Path, prepared: Path, prefect_server: dict[str, str], undisturbed: Workspace
+) -> None:
+    """Killed in an update, and again in the validation after a checkpoint: each time only that stage is repeated.
+
+    A process that is suspended holds the stage that needs it until the kill comes.
+    """
+    settings = (*STEPS, "trainer.save_freq=3")
+    killed = make_workspace(tmp_path / "killed", prepared, prefect_server)
+    with running(killed, settings) as driver:
+        there(killed, driver, "validation/000000.png", "trainer").suspend()  # it is idle until the first update
+        there(killed, driver, "stages/reward/iter_000001")
+        time.sleep(1)  # into the update
+    with running(killed, settings) as driver:
+        there(killed, driver, "stages/reward/iter_000003", "reward").suspend()
+        there(killed, driver, "checkpoints/iter_000003")
+        time.sleep(1)  # into the validation
+    kept = killed.run_folder() / "stages" / "reward"
+    assert {path.name for path in kept.iterdir()} == {"iter_000001", "iter_000002", "iter_000003"}
+    killed.train(*settings)
+    assert outcome(killed.folder, killed.client()).difference(outcome(undisturbed.folder, undisturbed.client())) is None
+
+    (run,) = killed.mlflow_runs()
+    points = killed.client().get_metric_history(run.info.run_id, "perf/rollout_busy_s")
+    assert {point.step for point in points if point.value == 0} == {1, 3}  # read, not sampled
+    trained = killed.client().get_metric_history(run.info.run_id, "timing_s/update_actor")
+    assert {point.step for point in trained} == {1, 2, 4, 5, 6}  # the third update was in the checkpoint
+    assert not list(killed.run_folder().glob("stages/*/iter_*"))
 
 
 FEW_STEPS = ("trainer.total_training_steps=4", "trainer.test_freq=0", "trainer.val_before_train=false")

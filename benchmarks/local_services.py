@@ -1,0 +1,107 @@
+"""A Prefect server, an MLflow server and a worker of a benchmark's own."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+from mlflow import MlflowClient
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Services:
+    """A Prefect server, an MLflow server and, where asked for, a worker, each of which can be killed and come back."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.ports = {"prefect": _free_port(), "mlflow": _free_port()}
+        self.environment = os.environ | {
+            "PREFECT_HOME": str(folder / "prefect"),
+            "PREFECT_API_URL": f"http://127.0.0.1:{self.ports['prefect']}/api",
+            "PREFECT_LOGGING_LEVEL": "WARNING",
+            "MLFLOW_TRACKING_URI": f"http://127.0.0.1:{self.ports['mlflow']}",
+            "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
+            "OMP_WAIT_POLICY": "passive",
+            "PYTHONPATH": str(ROOT),
+        }
+        self.running: dict[str, subprocess.Popen] = {}
+
+    @property
+    def client(self) -> MlflowClient:
+        """MLflow's own file, which can be read while its server is dead."""
+        return MlflowClient(f"sqlite:///{self.folder}/mlflow.db")
+
+    def start(self, name: str) -> None:
+        """Start one, and wait until it answers."""
+        address = ["--host", "127.0.0.1", "--port", str(self.ports.get(name))]
+        store = ["--backend-store-uri", f"sqlite:///{self.folder}/mlflow.db"]
+        artifacts = ["--default-artifact-root", (self.folder / "mlruns").as_uri(), "--no-serve-artifacts"]
+        commands = {
+            "prefect": ["prefect", "server", "start", *address],
+            "mlflow": ["mlflow", "server", *address, *store, *artifacts, "--workers", "1"],
+            "worker": ["prefect", "worker", "start", "--pool", "local"],
+        }
+        self.running[name] = self.python("-m", *commands[name], folder=self.folder)
+        if name in self.ports:
+            path = "/api/health" if name == "prefect" else "/health"
+            wait_until(lambda: _answers(f"http://127.0.0.1:{self.ports[name]}{path}"), 180, f"{name}'s start")
+
+    def kill(self, name: str) -> None:
+        """kill -9 of it; of a server also its own workers, of a worker not the flow runs that it started."""
+        process = psutil.Process(self.running.pop(name).pid)
+        family = [process] if name == "worker" else [process, *process.children(recursive=True)]
+        for member in family:
+            member.kill()
+        psutil.wait_procs(family, timeout=30)
+
+    def python(self, *arguments: str, folder: Path) -> subprocess.Popen:
+        """`python ...` in a folder, in a session of its own, its output in a file."""
+        with (folder / "output.log").open("a") as log:
+            command = [sys.executable, *arguments]
+            return subprocess.Popen(
+                command, cwd=folder, env=self.environment, stdout=log, stderr=log, start_new_session=True
+            )
+
+
+@contextmanager
+def services(folder: Path) -> Iterator[Services]:
+    """Both servers; they end with the block."""
+    both = Services(folder)
+    try:
+        both.start("prefect")
+        both.start("mlflow")
+        yield both
+    finally:
+        for name in list(both.running):
+            both.kill(name)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=2).is_success
+    except httpx.TransportError:
+        return False
+
+
+def wait_until(condition: Callable[[], Any], seconds: float, what: str, every: float = 0.5) -> Any:
+    """What `condition` gives, once it is true; TimeoutError where it is not within `seconds`."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if result := condition():
+            return result
+        time.sleep(every)
+    raise TimeoutError(f"{what} did not come within {seconds:.0f} s")
