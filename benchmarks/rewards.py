@@ -1,12 +1,13 @@
-"""What rewards cost in CPU time: 512 generated pictures one by one, in batches, and through the HTTP scorer.
+"""What rewards cost: 512 generated pictures one by one, in batches, and through the HTTP scorer.
 
     python -m benchmarks.rewards [--images 512] [--only ocr clip_score] [--write]
+    python -m benchmarks.rewards --device cuda [--write]     # those with a model, on a GPU
 
 The pictures come from the quickstart's base model, 24 x 48 pixels, and are enlarged to 512 x 512 where that is the
 size in question. CLIP and BLIP models have their published sizes and random weights: speed does not depend on them.
-Each is built when its row comes, and deleted after it; the largest, ViT-H/14, took 8 GB of memory. One CPU thread each.
-CPU time, client and server together, says the same on a busy machine as on an idle one. --write puts
-the table into docs/rewards.md.
+Each is built when its row comes, and deleted after it; the largest, ViT-H/14, took 8 GB of memory. On the CPU one
+thread each, and CPU time, client and server together, which says the same on a busy machine as on an idle one; on a GPU
+wall time, for which the machine must be idle. --write puts the table into docs/rewards.md.
 """
 
 import argparse
@@ -57,7 +58,7 @@ BLIP_L16 = Published("BlipForImageTextRetrieval", 16, (1024, 24, 16), (768, 12, 
 
 @dataclass(frozen=True)
 class Case:
-    """One row: a reward with options, the pictures' size, and at most how many, where 512 would take too long.
+    """One row: a reward with options, the pictures' size, and how many at most on the CPU, where 512 would take hours.
 
     `model` and `head`, the widths of a head's layers, say what is built for it.
     """
@@ -73,7 +74,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Row:
-    """CPU seconds for 1,000 pictures."""
+    """Seconds for 1,000 pictures."""
 
     case: Case
     images: int
@@ -88,10 +89,10 @@ CASES = (
     Case("brightness", LARGE),
     Case("jpeg_incompressibility", SMALL),
     Case("jpeg_incompressibility", LARGE),
-    Case("shapes", LARGE, images=128),
+    Case("shapes", LARGE),
     Case("ocr", SMALL, note="whole picture"),
-    Case("ocr", LARGE, {"detect": True, "upscale": 1}, 32, "detect"),
-    Case("clip_score", LARGE, images=64, note="ViT-B/32", model=CLIP_B32),
+    Case("ocr", LARGE, {"detect": True, "upscale": 1}, note="detect"),
+    Case("clip_score", LARGE, note="ViT-B/32", model=CLIP_B32),
     Case("hps", LARGE, images=8, note="ViT-H/14", model=CLIP_H14),
     Case("pickscore", LARGE, images=8, note="ViT-H/14", model=CLIP_H14),
     Case("aesthetic", LARGE, images=16, note="ViT-L/14, linear head", model=CLIP_L14, head=(768, 1)),
@@ -172,13 +173,13 @@ def save_random_head(widths: Sequence[int], path: Path) -> None:
 
 
 @contextmanager
-def built(case: Case) -> Iterator[Case]:
-    """The case, with options that name its random model and head as long as this lasts."""
+def built(case: Case, device: str) -> Iterator[Case]:
+    """The case, with options that name its random model and head as long as this lasts, and the model's device."""
     with tempfile.TemporaryDirectory() as name:
         folder, options = Path(name), dict(case.options)
         if case.model:
             save_random_model(case.model, folder / "model")
-            options |= {"model": str(folder / "model"), "processor": str(folder / "model")}
+            options |= {"model": str(folder / "model"), "processor": str(folder / "model"), "device": device}
         if case.head:
             save_random_head(case.head, folder / "head.safetensors")
             options["head"] = str(folder / "head.safetensors")
@@ -208,10 +209,17 @@ def seconds_a_thousand(
     prompts: Sequence[Prompt],
     batch: int,
     server: psutil.Process | None = None,
+    *,
+    wall: bool = False,
 ) -> float:
-    """CPU seconds for 1,000 pictures in calls of `batch`, after one call to warm up."""
+    """CPU seconds, this process's and the server's, or `wall` seconds for 1,000 pictures in calls of `batch`.
+
+    One call before them warms up.
+    """
 
     def clock() -> float:
+        if wall:
+            return time.perf_counter()
         return time.process_time() + (sum(server.cpu_times()[:2]) if server else 0.0)
 
     score(images[:batch], prompts[:batch])
@@ -221,9 +229,10 @@ def seconds_a_thousand(
     return (clock() - start) * 1000 / len(images)
 
 
-def measure(case: Case, pictures: np.ndarray, prompts: Sequence[Prompt]) -> Row:
+def measure(case: Case, pictures: np.ndarray, prompts: Sequence[Prompt], device: str) -> Row:
     """One row of the table."""
-    count = min(case.images, len(pictures))
+    wall = device == "cuda"
+    count = len(pictures) if wall else min(case.images, len(pictures))
     images, asked = enlarged(pictures[:count], case.size), prompts[:count]
     if case.reward == "picture statistics":
         alone, batched = (
@@ -231,10 +240,10 @@ def measure(case: Case, pictures: np.ndarray, prompts: Sequence[Prompt]) -> Row:
         )
         return Row(case, count, alone, batched, None)
     reward: Reward | None = get_reward(case.reward, **case.options)
-    alone, batched = (seconds_a_thousand(reward, images, asked, size) for size in (1, BATCH))
+    alone, batched = (seconds_a_thousand(reward, images, asked, size, wall=wall) for size in (1, BATCH))
     reward = None  # The server holds its own, and two of the large ones may be more than the memory.
     with served(case) as (address, server):
-        http = seconds_a_thousand(get_reward("remote", url=address), images, asked, BATCH, server)
+        http = seconds_a_thousand(get_reward("remote", url=address), images, asked, BATCH, server, wall=wall)
     return Row(case, count, alone, batched, http)
 
 
@@ -257,6 +266,7 @@ def main() -> None:
     """Generate, time, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--images", type=int, default=512)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: the rewards with a model alone")
     parser.add_argument("--only", nargs="+", help="rewards, if not all")
     parser.add_argument("--write", action="store_true", help=f"put the table into {DOCS}")
     given = parser.parse_args()
@@ -269,13 +279,14 @@ def main() -> None:
     pictures = generate(given.images, prompts)
     rows = []
     for case in CASES:
-        if given.only and case.reward not in given.only:
+        if (given.only and case.reward not in given.only) or (given.device == "cuda" and case.model is None):
             continue
-        with built(case) as ready:
-            rows.append(measure(ready, pictures, prompts))
+        with built(case, given.device) as ready:
+            rows.append(measure(ready, pictures, prompts, given.device))
         print(table(rows[-1:]).splitlines()[-1], flush=True)
     if given.write:
-        put_table(DOCS, "rewards.py", table(rows).rstrip())
+        script = "rewards.py --device cuda" if given.device == "cuda" else "rewards.py"
+        put_table(DOCS, script, table(rows).rstrip())
 
 
 if __name__ == "__main__":

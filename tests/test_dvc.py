@@ -25,7 +25,7 @@ pytest.importorskip("dvc", reason="the data stages need the extra doubleflow[dat
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
-SOURCES = ("flows", "tasks", "models", "data/raw", "data/.gitignore", "dvc.yaml", "params.yaml")
+SOURCES = (".gitignore", "flows", "tasks", "models", "data/raw", "data/.gitignore", "dvc.yaml", "params.yaml")
 OUTPUTS = (
     "data/prompts.parquet",
     "data/base_model",
