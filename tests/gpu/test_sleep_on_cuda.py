@@ -1,0 +1,73 @@
+"""A sleeping rollout engine gives its weights' memory back, and samples the same pictures afterwards.
+
+At the size of Stable Diffusion 3.5 medium, random weights. Skipped without CUDA. On a GPU machine:
+`python -m pytest tests/gpu/test_sleep_on_cuda.py -s`.
+"""
+
+import gc
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.rollout import build, request_of, settings_of
+from models.config import VllmOmniConfig
+from models.engines.diffusers_rollout import DiffusersRolloutEngine
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; there is none here")
+
+MODEL, GIB = "sd3.5-medium", 2**30
+LACKS_VLLM = importlib.util.find_spec("vllm_omni") is None
+ENGINES = [
+    "diffusers",
+    pytest.param("vllm_omni", marks=pytest.mark.skipif(LACKS_VLLM, reason="vLLM-Omni is not installed here")),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model in diffusers format."""
+    made = tmp_path_factory.mktemp("model") / "model"
+    build(MODEL, made, "cuda")
+    return made
+
+
+@pytest.fixture
+def engine(request: pytest.FixtureRequest, folder: Path) -> Iterator[Any]:
+    """An engine of the parametrised kind."""
+    config = settings_of(MODEL, folder, 512, lora=False)
+    if request.param == "diffusers":
+        yield DiffusersRolloutEngine(config, "cuda")
+        return
+    from models.engines.vllm_omni.engine import VllmOmniRolloutEngine
+
+    started = VllmOmniRolloutEngine(config, VllmOmniConfig(request_timeout_s=300), max_num_seqs=4, sleep_mode=True)
+    yield started
+    started.shutdown()
+
+
+def used() -> float:
+    """GiB of the GPU's memory, by whoever; what nothing refers to any more is given back first."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / GIB
+
+
+@pytest.mark.parametrize("engine", ENGINES, indirect=True)
+def test_weights_leave_the_gpu_and_come_back(folder: Path, engine: Any) -> None:
+    request = request_of(settings_of(MODEL, folder, 512, lora=False), 4, with_negative=False)
+    pictures, before = engine.generate(request)
+    weights = sum(file.stat().st_size for file in folder.rglob("*.safetensors")) / GIB
+    awake = used()
+    engine.sleep()
+    asleep = used()
+    print(f"{type(engine).__name__}: weights {weights:.2f} GiB, awake {awake:.2f}, asleep {asleep:.2f}")
+    assert awake - asleep > 0.95 * weights
+    engine.wake()
+    again, after = engine.generate(request)
+    assert torch.equal(again, pictures)
+    assert torch.equal(after.log_probs, before.log_probs)
