@@ -1,9 +1,11 @@
 """Sweeps: many training runs over some fields of a config, as children of one MLflow run."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from itertools import product
 from pathlib import Path
+from threading import Lock
 from typing import Any, Literal
 
 import optuna
@@ -107,8 +109,7 @@ def sweep(config: TrainConfig, search: SweepConfig, overrides: TrainOverrides | 
         tracker.log_start(search, {"doubleflow.sweep": search.name})
         remaining = prepare_trials(study, search)
         if remaining:
-            trials = Trials(config, search, folder, tracker)
-            study.optimize(trials, n_trials=remaining, n_jobs=search.parallel, catch=(ChildDied, ValueError))
+            run_trials(study, Trials(config, search, folder, tracker), remaining, search.parallel)
         return _conclude(study, tracker)
 
 
@@ -177,6 +178,34 @@ def prepare_trials(study: optuna.Study, search: SweepConfig) -> int:
             study.enqueue_trial(params)
             queued.append(params)
     return len(queued) if search.sampler == "grid" else max(search.trials - len(finished), 0)
+
+
+def run_trials(study: optuna.Study, objective: Callable[[optuna.Trial], float], count: int, parallel: int) -> None:
+    """`count` trials, `parallel` at a time. One whose run dies has failed; any other error ends the sweep.
+
+    Optuna's own loop does this too, but its threads can be given one queued trial twice where the storage is sqlite.
+    """
+    one_asks = Lock()
+
+    def run_one() -> None:
+        with one_asks:
+            trial = study.ask()
+        try:
+            study.tell(trial, objective(trial))
+        except optuna.TrialPruned:
+            study.tell(trial, state=TrialState.PRUNED)
+        except (ChildDied, ValueError) as error:
+            trial.set_user_attr("error", str(error))
+            study.tell(trial, state=TrialState.FAIL)
+
+    with ThreadPoolExecutor(parallel) as threads:
+        running = [threads.submit(run_one) for _ in range(count)]
+        try:
+            for done in as_completed(running):
+                done.result()
+        except BaseException:
+            threads.shutdown(cancel_futures=True)
+            raise
 
 
 def check_fields(config: TrainConfig, search: SweepConfig) -> None:

@@ -8,7 +8,8 @@ from optuna.trial import TrialState
 
 from flows.checks import ConfigError
 from flows.config import TrainConfig
-from flows.sweep import Dimension, SweepConfig, check_fields, open_study, prepare_trials
+from flows.sweep import Dimension, SweepConfig, check_fields, open_study, prepare_trials, run_trials
+from tasks.child import ChildDied
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 GRID = {
@@ -20,7 +21,7 @@ GRID = {
 def run_some(search: SweepConfig, folder: Path, objective, count: int | None = None) -> optuna.Study:
     study = open_study(search, folder)
     left = prepare_trials(study, search)
-    study.optimize(objective(search), n_trials=left if count is None else count, catch=(RuntimeError,))
+    run_trials(study, objective(search), left if count is None else count, parallel=1)
     return study
 
 
@@ -28,7 +29,7 @@ def seed_of(search: SweepConfig):
     def objective(trial: optuna.Trial) -> float:
         values = {name: dimension.suggest(trial, name) for name, dimension in search.space.items()}
         if trial.number == 1:
-            raise RuntimeError("a dead child")
+            raise ChildDied("a dead child")
         return values["trainer.seed"] / values["data.train_batch_size"]
 
     return objective
@@ -46,6 +47,32 @@ def test_a_grid_that_was_interrupted_is_completed_point_by_point(tmp_path: Path)
     assert not study.get_trials(states=[TrialState.RUNNING, TrialState.WAITING])
     assert study.best_params == {"trainer.seed": 2, "data.train_batch_size": 4}
     assert prepare_trials(study, search) == 0
+
+
+def test_trials_at_a_time_are_different_ones(tmp_path: Path) -> None:
+    """Twelve queued points for six threads: each is tried once, however they meet at the storage."""
+    search = SweepConfig(sampler="grid", space={"trainer.seed": {"low": 0, "high": 11, "step": 1}})
+    study, tried = open_study(search, tmp_path), []
+
+    def objective(trial: optuna.Trial) -> float:
+        tried.append(search.space["trainer.seed"].suggest(trial, "trainer.seed"))
+        return float(tried[-1])
+
+    run_trials(study, objective, prepare_trials(study, search), parallel=6)
+    assert sorted(tried) == list(range(12))
+
+
+def test_an_error_that_is_no_dead_child_ends_the_sweep(tmp_path: Path) -> None:
+    search, begun = SweepConfig(sampler="random", trials=20, space={"trainer.seed": {"low": 0, "high": 9}}), []
+    study = open_study(search, tmp_path)
+
+    def objective(trial: optuna.Trial) -> float:
+        begun.append(trial.number)
+        raise OSError("the disk is full")
+
+    with pytest.raises(OSError, match="full"):
+        run_trials(study, objective, prepare_trials(study, search), parallel=2)
+    assert len(begun) < 20
 
 
 @pytest.mark.parametrize("sampler", ["random", "tpe"])
