@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from models.base import DiffusionModelBase, DiffusionModelConfig
-from models.engines.sampling import velocity_field
+from models.engines.sampling import halves_field
 from models.engines.trajectories import PromptTable
 from models.engines.weights import WeightSyncError
 from models.schedulers.noise_keys import INITIAL_NOISE, NoiseKey, draw
@@ -33,14 +33,16 @@ def canary_velocity(
     canary: Canary,
     device: torch.device | str,
 ) -> Tensor:
-    """The model's velocity for the canary, [P, ...], fp32 on the CPU."""
+    """The network's output for the canary, [P, ...], fp32 on the CPU; with guidance [2P, ...], that of the negative
+    prompt last: guidance would multiply the difference that rounding makes between two engines."""
     prompts = canary.prompts.to(device)
     index = torch.arange(len(prompts.prompt_embeds), device=device)
     keys = [NoiseKey(0, 0, "canary", i) for i in index.tolist()]
     latents = draw(keys, INITIAL_NOISE, adapter.latent_shape(model_config), device)
-    velocity = velocity_field(adapter, module, model_config, prompts, index)
-    guided, _ = velocity(latents, torch.tensor(canary.timestep, device=device))
-    return guided.cpu()
+    halves = halves_field(adapter, module, model_config, prompts, index)(
+        latents, torch.tensor(canary.timestep, device=device)
+    )
+    return torch.cat([half for half in halves if half is not None]).float().cpu()
 
 
 def check_canary(trainer: Tensor, rollout: Tensor, version: int, tolerance: float) -> float:

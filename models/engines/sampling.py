@@ -35,16 +35,33 @@ def velocity_field(
 ) -> "Velocity":
     """v(latents [B, ...], timestep scalar or [B]) of the model for fixed prompts, fp32; beside it the network's output
     without the prompt, where there is guidance."""
-    text, extras = prompts.expand(prompt_index), prompts.expand_extras(prompt_index)
+    halves = halves_field(adapter, module, model_config, prompts, prompt_index)
 
     def velocity(latents: Tensor, timestep: Tensor) -> tuple[Tensor, Tensor | None]:
-        inputs, negative = adapter.prepare_model_inputs(
-            module, model_config, latents, timestep.expand(len(latents)), **text, micro_batch=extras, step=0
-        )
-        conditional, unconditional = adapter.predict_halves(module, inputs, negative)
+        conditional, unconditional = halves(latents, timestep)
         return adapter.guide(model_config, conditional, unconditional), unconditional
 
     return velocity
+
+
+def halves_field(
+    adapter: type[DiffusionModelBase],
+    module: nn.Module,
+    model_config: DiffusionModelConfig,
+    prompts: PromptTable,
+    prompt_index: Tensor,
+) -> "Velocity":
+    """The network's outputs of latents [B, ...] at a timestep (scalar or [B]) with the prompt and, where there is
+    guidance, without it."""
+    text, extras = prompts.expand(prompt_index), prompts.expand_extras(prompt_index)
+
+    def halves(latents: Tensor, timestep: Tensor) -> tuple[Tensor, Tensor | None]:
+        inputs, negative = adapter.prepare_model_inputs(
+            module, model_config, latents, timestep.expand(len(latents)), **text, micro_batch=extras, step=0
+        )
+        return adapter.predict_halves(module, inputs, negative)
+
+    return halves
 
 
 @torch.no_grad()

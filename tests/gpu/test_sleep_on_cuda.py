@@ -6,12 +6,14 @@ At the size of Stable Diffusion 3.5 medium, random weights. Skipped without CUDA
 
 import gc
 import importlib.util
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from benchmarks.rollout import build, request_of, settings_of
 from models.config import VllmOmniConfig
@@ -57,11 +59,17 @@ def used() -> float:
     return (total - free) / GIB
 
 
+def bytes_in_bf16(file: Path) -> int:
+    """Of the tensors in a file, once they are loaded."""
+    with safe_open(file, "pt") as stored:
+        return 2 * sum(math.prod(stored.get_slice(name).get_shape()) for name in stored.keys())  # noqa: SIM118
+
+
 @pytest.mark.parametrize("engine", ENGINES, indirect=True)
 def test_weights_leave_the_gpu_and_come_back(folder: Path, engine: Any) -> None:
     request = request_of(settings_of(MODEL, folder, 512, lora=False), 4, with_negative=False)
     pictures, before = engine.generate(request)
-    weights = sum(file.stat().st_size for file in folder.rglob("*.safetensors")) / GIB
+    weights = sum(map(bytes_in_bf16, folder.rglob("*.safetensors"))) / GIB
     awake = used()
     engine.sleep()
     asleep = used()
