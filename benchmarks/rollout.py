@@ -151,12 +151,14 @@ def start(config: DiffusionModelConfig, chosen: dict[str, Any], device: str, lar
     return engine
 
 
-def replay_distance(engine: Any, trajectories: Trajectories) -> dict[str, float]:
-    """|difference| of the log-probs to those that the trainer's own forward gives: this engine is diffusers'."""
-    adapter, config, device = engine.adapter, engine.model_config, engine.device
-    config = (
-        replace(config, pipeline=guided(config)) if trajectories.prompts.negative_prompt_embeds is not None else config
-    )
+def replay_distance(engine: Any, trajectories: Trajectories, pipeline: DiffusionPipelineConfig) -> dict[str, float]:
+    """|difference| of the log-probs to those that the trainer's own forward gives: this engine is diffusers'.
+
+    Args:
+        pipeline: how the trajectories were sampled.
+    """
+    adapter, device = engine.adapter, engine.device
+    config = replace(engine.model_config, pipeline=pipeline)
     moved = trajectories.to(device)
     text, extras = moved.prompts.expand(moved.prompt_index), moved.prompts.expand_extras(moved.prompt_index)
     scheduler = adapter.build_scheduler(config)
@@ -206,7 +208,8 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         for file in arguments.work.glob("*.pt"):
             if "LoRA" not in file.stem:
                 trajectories = torch.load(file, weights_only=False)
-                numbers[f"log-prob distance of {file.stem}"] = replay_distance(engine, trajectories)
+                sampled_with = guided(config) if "guided" in file.stem else config.pipeline
+                numbers[f"log-prob distance of {file.stem}"] = replay_distance(engine, trajectories, sampled_with)
     if chosen["engine"] == "vllm_omni":
         engine.shutdown()
     return numbers

@@ -66,7 +66,7 @@ def test_samples_weights_and_sleep(tiny_model: Path, start: Any, dtype: str, lor
     request = rollout_request(samples=4, negative_length=4)
     pictures, trajectories = engine.generate(request)
     assert pictures.shape == (8, 16, 24, 3)
-    distance = replay_distance(oracle, trajectories)
+    distance = replay_distance(oracle, trajectories, config.pipeline)
     print(f"{dtype} LoRA {lora_rank}: canary {difference:.3g}, log-probs {distance}")
     assert distance["max"] <= LARGEST[dtype]
 
