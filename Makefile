@@ -45,11 +45,11 @@ down: ## end what `make up` started
 status: ## what `make up` started and whether it is alive
 	@$(BIN)/python -m flows.services status
 
-# Whole runs mostly wait for processes to start, so two of the parts run side by side on two cores.
+# Whole runs mostly wait for processes to start, so three of the parts run side by side on two cores.
 test: ## install and run every test, those of vLLM-Omni in an environment of their own
 	@$(MAKE) --no-print-directory --jobs 2 $(VENV)/.dev $(VLLM_VENV)/.dev
 	@$(MAKE) --no-print-directory lint
-	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target test-platform test-units test-learning test-omni
+	@$(MAKE) --no-print-directory --jobs 3 --output-sync=target test-platform test-units test-learning test-omni
 
 test-platform: $(VENV)/.dev
 	@$(BIN)/python -m pytest tests/platform --ignore tests/platform/test_learning.py
