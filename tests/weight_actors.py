@@ -56,14 +56,27 @@ class Actors:
 
 @contextmanager
 def started(
-    model: Path, folder: Path, *, device: str = "cpu", ranks: int = 2, workers: int = 2, colocated: bool = False
+    model: Path,
+    folder: Path,
+    *,
+    device: str = "cpu",
+    ranks: int = 2,
+    workers: int = 2,
+    colocated: bool = False,
+    engine: str = "diffusers",
 ) -> Iterator[Actors]:
-    """In a Ray cluster of their own; `folder` for embeddings, `colocated` on the same GPUs."""
+    """In a Ray cluster of their own; `folder` for embeddings, `colocated` on the same GPUs, `engine` samples."""
     config = model_config(model)
     names = {"negative_prompt": " ", "max_sequence_length": 6, "model": "none", "model_digest": "none"}
     write_embeddings(PROMPTS, _encode, folder / "embeddings", 8, batch_size=8, **names)
     settings = DiffusionRolloutConfig(
-        n=2, micro_batch_size=2, num_actors=workers, max_restarts=4, pipeline=config.pipeline, algo=config.algo
+        name=engine,
+        n=2,
+        micro_batch_size=2,
+        num_actors=workers,
+        max_restarts=4,
+        pipeline=config.pipeline,
+        algo=config.algo,
     )
     embeddings = PromptEmbeddings.open(folder / "embeddings")
     with ray_cluster(RayConfig(num_cpus=2)):
