@@ -126,10 +126,11 @@ def test_sampling_is_the_pipelines_own(
     request = model.request(guided, samples=1, window=(), texts=texts)
     start = draw(request.keys, INITIAL_NOISE, adapter.latent_shape(config), "cpu")
     transformer = adapter.load_transformer(config, torch.float32).eval()
-    latents, trajectories = sample(
+    denoised = sample(
         adapter, transformer, adapter.build_scheduler(config), config, request, "cpu", initial_latents=start.clone()
     )
-    assert trajectories is None
+    latents = denoised.latents
+    assert denoised.recorded() is None
     text = {"prompt": list(texts)} | ({"negative_prompt": [NEGATIVE] * len(texts)} if guided else {})
     assert torch.equal(latents, model.oracle(config, start, "latent", **text))
     pictures = adapter.decode(adapter.load_vae(config), config, latents)

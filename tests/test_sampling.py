@@ -26,8 +26,8 @@ def test_engine_draws_the_start_by_its_noise_keys(tiny_model: Path) -> None:
     pictures, _ = engine.generate(request)
     start = draw(request.keys, INITIAL_NOISE, (24, 16), "cpu")
     scheduler = QwenImage.build_scheduler(config)
-    latents, _ = sample(QwenImage, engine.transformer, scheduler, config, request, "cpu", initial_latents=start)
-    assert torch.equal(pictures, engine.decode(latents))
+    done = sample(QwenImage, engine.transformer, scheduler, config, request, "cpu", initial_latents=start)
+    assert torch.equal(pictures, engine.decode(done.latents))
 
 
 def test_encoding_is_the_pipelines_packing_of_the_vaes_latents(tiny_model: Path) -> None:

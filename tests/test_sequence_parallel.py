@@ -47,7 +47,7 @@ def sampled(family: str, folder: Path) -> Any:
     window, index = () if finished else (0, 1), torch.tensor([0, 0, 1, 1])
     request = RolloutRequest(noise_keys(2, 2), prompts_of(family), index, window, record_finished=finished)
     module, scheduler = adapter.load_transformer(config, torch.float32), adapter.build_scheduler(config)
-    return sample(adapter, module, scheduler, config, request, "cpu")[1]
+    return sample(adapter, module, scheduler, config, request, "cpu").recorded()
 
 
 def trained(rank: int, folder: Path, samples: dict[str, Any], sharing: int) -> dict[str, dict[str, Any]]:

@@ -64,6 +64,92 @@ def halves_field(
     return halves
 
 
+class Denoising:
+    """A request on its way from noise to finished latents; whoever has the model's velocity takes it a step further.
+
+    Args:
+        scheduler: with timesteps set for `model_config.pipeline`; others on their way may share it.
+        model_config: how it is sampled.
+        request: what to sample.
+        latents: [B, ...] to start from.
+
+    Raises:
+        ValueError: there is a window but no noise, or finished latents are wanted of it.
+
+    Attributes:
+        step: the next one.
+        latents: [B, ...] before it.
+    """
+
+    def __init__(
+        self,
+        scheduler: FlowMatchSDEDiscreteScheduler,
+        model_config: DiffusionModelConfig,
+        request: RolloutRequest,
+        latents: Tensor,
+    ):
+        if request.window and request.record_finished:
+            raise ValueError("finished latents are recorded for the ODE: leave the window empty")
+        if request.window and model_config.algo.noise_level == 0:
+            raise ValueError("a window of stochastic steps needs algo.noise_level above 0; leave it empty for the ODE")
+        self._scheduler, self.model_config, self.request = scheduler, model_config, request
+        self.step, self.latents = 0, latents
+        self._path: list[Tensor] = []
+        self._log_probs: list[Tensor] = []
+        self._means: list[Tensor] = []
+        self._unconditional: list[Tensor] = []
+
+    @property
+    def timesteps(self) -> Tensor:
+        """Of all steps, [T]."""
+        return self._scheduler.timesteps
+
+    def advance(self, velocity: Tensor, unconditional: Tensor | None) -> None:
+        """Take the next step; both tensors [B, ...] as `velocity_field` gives them for it."""
+        request, algo, step = self.request, self.model_config.algo, self.step
+        explore = step in request.window
+        if explore and step - 1 not in request.window:
+            self._path.append(self.latents)
+        self._scheduler._step_index = step
+        output: Any = self._scheduler.step(
+            velocity,
+            self.timesteps[step],
+            self.latents,
+            generator=generators(request.keys, step) if explore else None,
+            noise_level=algo.noise_level if explore else 0.0,
+            sde_type=algo.sde_type,
+        )
+        self.latents, self.step = output.prev_sample, step + 1
+        if explore:
+            self._path.append(self.latents)
+            self._log_probs.append(output.log_prob)
+            if request.record_means:
+                self._means.append(output.prev_sample_mean)
+            if request.record_unconditional and unconditional is not None:
+                self._unconditional.append(unconditional)
+
+    def recorded(self) -> Trajectories | FinishedLatents | None:
+        """What the request asks to be recorded, after the last step: the window's trajectories or the finished latents,
+        on the CPU, or None."""
+        request = self.request
+        if request.record_finished:
+            return FinishedLatents(request.keys, request.prompts, request.prompt_index, self.latents.cpu())
+        if not request.window:
+            return None
+        timesteps = self.timesteps[list(request.window)].expand(len(self.latents), -1)
+        return Trajectories(
+            keys=request.keys,
+            prompts=request.prompts,
+            prompt_index=request.prompt_index,
+            window=request.window,
+            latents=torch.stack(self._path, 1).cpu(),
+            timesteps=timesteps.cpu().contiguous(),
+            log_probs=torch.stack(self._log_probs, 1).cpu(),
+            means=torch.stack(self._means, 1).cpu() if request.record_means else None,
+            unconditional=torch.stack(self._unconditional, 1).cpu() if self._unconditional else None,
+        )
+
+
 @torch.no_grad()
 def sample(
     adapter: type[DiffusionModelBase],
@@ -73,73 +159,24 @@ def sample(
     request: RolloutRequest,
     device: torch.device | str,
     initial_latents: Tensor | None = None,
-) -> tuple[Tensor, Trajectories | FinishedLatents | None]:
-    """Denoise one request.
+) -> Denoising:
+    """Denoise one request; errors as `Denoising`.
 
     Args:
         scheduler: with timesteps set for `model_config.pipeline`.
         initial_latents: [B, ...] to start from; None draws them by the noise keys.
 
-    Raises:
-        ValueError: there is a window but no noise.
-
     Returns:
-        (finished latents [B, ...] fp32, what the request asks to be recorded: the window's trajectories or the finished
-        latents, on the CPU, or None).
+        the request after its last step.
     """
-    if request.window and request.record_finished:
-        raise ValueError("finished latents are recorded for the ODE: leave the window empty")
-    if request.window and model_config.algo.noise_level == 0:
-        raise ValueError("a window of stochastic steps needs algo.noise_level above 0; leave it empty for the ODE")
+    if initial_latents is None:
+        initial_latents = draw(request.keys, INITIAL_NOISE, adapter.latent_shape(model_config), device)
+    denoising = Denoising(scheduler, model_config, request, initial_latents)
     prompts, index = request.prompts.to(device), request.prompt_index.to(device)
     velocity = velocity_field(adapter, module, model_config, prompts, index)
-    latents = initial_latents
-    if latents is None:
-        latents = draw(request.keys, INITIAL_NOISE, adapter.latent_shape(model_config), device)
-    scheduler.set_begin_index(0)
-    scheduler._step_index = None  # diffusers' own pipelines restart a scheduler by set_timesteps; ours stay set
-    path: list[Tensor] = []
-    log_probs: list[Tensor] = []
-    means: list[Tensor] = []
-    without_prompt: list[Tensor] = []
-    for step, timestep in enumerate(scheduler.timesteps):
-        explore = step in request.window
-        if explore and step - 1 not in request.window:
-            path.append(latents)
-        guided, unconditional = velocity(latents, timestep)
-        output: Any = scheduler.step(
-            guided,
-            timestep,
-            latents,
-            generator=generators(request.keys, step) if explore else None,
-            noise_level=model_config.algo.noise_level if explore else 0.0,
-            sde_type=model_config.algo.sde_type,
-        )
-        latents = output.prev_sample
-        if explore:
-            path.append(latents)
-            log_probs.append(output.log_prob)
-            if request.record_means:
-                means.append(output.prev_sample_mean)
-            if request.record_unconditional and unconditional is not None:
-                without_prompt.append(unconditional)
-    if request.record_finished:
-        return latents, FinishedLatents(request.keys, request.prompts, request.prompt_index, latents.cpu())
-    if not request.window:
-        return latents, None
-    timesteps = scheduler.timesteps[list(request.window)].expand(len(latents), -1)
-    trajectories = Trajectories(
-        keys=request.keys,
-        prompts=request.prompts,
-        prompt_index=request.prompt_index,
-        window=request.window,
-        latents=torch.stack(path, 1).cpu(),
-        timesteps=timesteps.cpu().contiguous(),
-        log_probs=torch.stack(log_probs, 1).cpu(),
-        means=torch.stack(means, 1).cpu() if request.record_means else None,
-        unconditional=torch.stack(without_prompt, 1).cpu() if without_prompt else None,
-    )
-    return latents, trajectories
+    for timestep in denoising.timesteps:
+        denoising.advance(*velocity(denoising.latents, timestep))
+    return denoising
 
 
 class Sampler:
@@ -178,13 +215,24 @@ class Sampler:
             pipeline: how, if not as in the training rollout (validation).
             algo: how to explore, if not as in the settings.
         """
-        own = self.model_config
-        config = replace(own, pipeline=pipeline or own.pipeline, algo=algo or own.algo)
-        latents, recorded = sample(self.adapter, self.module, self._scheduler(config), config, request, self.device)
+        config = self._config(pipeline, algo)
+        return self.finish(sample(self.adapter, self.module, self._scheduler(config), config, request, self.device))
+
+    def begin(
+        self, request: RolloutRequest, pipeline: "DiffusionPipelineConfig", algo: "DiffusionRolloutAlgoConfig"
+    ) -> Denoising:
+        """A request before its first step, for whoever takes the steps one by one; arguments as `produce`."""
+        config = self._config(pipeline, algo)
+        noise = draw(request.keys, INITIAL_NOISE, self.adapter.latent_shape(config), self.device)
+        return Denoising(self._scheduler(config), config, request, noise)
+
+    def finish(self, denoising: Denoising) -> Generated:
+        """What a request wants after its last step."""
+        outputs, latents = denoising.request.outputs, denoising.latents
         return Generated(
-            pictures=self.decode(latents, config) if PICTURES in request.outputs else None,
-            latents=latents.cpu() if LATENTS in request.outputs else None,
-            recorded=recorded,
+            pictures=self.decode(latents, denoising.model_config) if PICTURES in outputs else None,
+            latents=latents.cpu() if LATENTS in outputs else None,
+            recorded=denoising.recorded(),
         )
 
     def generate(self, request: RolloutRequest, pipeline: "DiffusionPipelineConfig | None" = None) -> tuple[Any, Any]:
@@ -196,6 +244,12 @@ class Sampler:
     def decode(self, latents: Tensor, model_config: DiffusionModelConfig | None = None) -> Tensor:
         """Finished latents [B, ...] to pictures [B, H, W, 3], uint8, on the CPU."""
         return self.adapter.decode(self.vae, model_config or self.model_config, latents).cpu()
+
+    def _config(
+        self, pipeline: "DiffusionPipelineConfig | None", algo: "DiffusionRolloutAlgoConfig | None"
+    ) -> DiffusionModelConfig:
+        own = self.model_config
+        return replace(own, pipeline=pipeline or own.pipeline, algo=algo or own.algo)
 
     def _scheduler(self, config: DiffusionModelConfig) -> Any:
         if config.pipeline not in self._schedulers:
