@@ -104,6 +104,11 @@ class VllmOmniConfig(Section):
         None, description="Attention kernels on a GPU; null is vLLM-Omni's choice. The CPU has one."
     )
     enforce_eager: bool = Field(True, description="false compiles the transformer's blocks at the first request.")
+    step_execution: bool = Field(
+        False,
+        description="Let a sample join those that are being denoised, instead of waiting until they are finished; each "
+        "picture is then decoded alone.",
+    )
     request_batch_max_wait_ms: float = Field(
         100.0, ge=0, description="Longest wait for a batch to fill; a full one starts at once."
     )

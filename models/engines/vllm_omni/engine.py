@@ -100,6 +100,7 @@ class VllmOmniRolloutEngine:
             custom_pipeline_args=arguments,
             worker_extension_cls="models.engines.vllm_omni.worker.RolloutWorkerExtension",
             distributed_executor_backend="uni",
+            step_execution=settings.step_execution,
             enable_sleep_mode=sleep_mode,
             **backend,
         )
@@ -207,7 +208,8 @@ class VllmOmniRolloutEngine:
         self._wait(self._sleep())
 
     async def _sleep(self) -> None:
-        await self._engine.pause_generation(mode="keep")
+        if not self.settings.step_execution:  # which cannot be paused; calls come one at a time, so it is idle
+            await self._engine.pause_generation(mode="keep")
         self._asleep = True
         _acknowledged("sleep", await self._engine.sleep(level=1))
 
@@ -217,7 +219,8 @@ class VllmOmniRolloutEngine:
 
     async def _wake(self) -> None:
         _acknowledged("wake", await self._engine.wake_up())
-        await self._engine.resume_generation()
+        if not self.settings.step_execution:
+            await self._engine.resume_generation()
         self._asleep = False
 
     def shutdown(self) -> None:

@@ -16,11 +16,13 @@ from torch import Tensor, nn
 from models.base import DiffusionModelBase, DiffusionModelConfig
 from models.engines.sampling import Sampler
 from models.engines.trajectories import Generated, PromptTable, Trajectories
-from models.engines.vllm_omni.sample_request import EXTRA_ARG, SampleRequest, check_alike, join
+from models.engines.vllm_omni.sample_request import SampleRequest, check_alike, join, sample_of
+from models.engines.vllm_omni.steps import StepExecution
 
 
-class RolloutPipeline(nn.Module):
-    """Base of the rollout pipelines; vLLM-Omni builds it, loads `transformer` by its own loader and calls `forward`.
+class RolloutPipeline(StepExecution, nn.Module):
+    """Base of the rollout pipelines; vLLM-Omni builds it, loads `transformer` by its own loader and calls `forward`
+    for whole batches, or `StepExecution`'s methods.
 
     Args:
         od_config: vLLM-Omni's settings; `custom_pipeline_args["model_config"]` holds `DiffusionModelConfig`'s fields.
@@ -104,23 +106,27 @@ class RolloutPipeline(nn.Module):
             ValueError: a request without a sample, samples that cannot share a batch, or an unknown prompt table.
         """
         if req.is_dummy_run():
-            return [self._output(Generated(None, None, None)) for _ in req.requests]
-        samples = [_sample_of(parameters) for parameters in req.sampling_params_list]
+            return [self.output_of(Generated(None, None, None)) for _ in req.requests]
+        samples = [sample_of(parameters) for parameters in req.sampling_params_list]
         check_alike(samples)
         outputs: list[Any] = [None] * len(samples)
         for table in dict.fromkeys(sample.table for sample in samples):
             places = sorted(
                 (i for i, sample in enumerate(samples) if sample.table == table), key=lambda i: samples[i].place
             )
-            if table not in self.prompt_tables:
-                raise ValueError(f"prompt table {table} is not in this worker: put it there before its samples")
-            request = join([samples[i] for i in places], self.prompt_tables[table])
+            request = join([samples[i] for i in places], self.table_of(samples[places[0]]))
             made = self.sampler.produce(request, samples[0].pipeline, samples[0].algo)
             for row, i in enumerate(places):
-                outputs[i] = self._output(_row(made, row))
+                outputs[i] = self.output_of(_row(made, row))
         return outputs
 
-    def _output(self, made: Generated) -> Any:
+    def table_of(self, sample: SampleRequest) -> PromptTable:
+        """The prompts of a sample."""
+        if sample.table not in self.prompt_tables:
+            raise ValueError(f"prompt table {sample.table} is not in this worker: put it there before its samples")
+        return self.prompt_tables[sample.table]
+
+    def output_of(self, made: Generated) -> Any:
         """One sample's, as vLLM-Omni carries it; the lists' order is what `engine._joined` reads."""
         from vllm_omni.diffusion.data import DiffusionOutput
 
@@ -177,13 +183,3 @@ def _row(made: Generated, row: int) -> Generated:
     """One sample of a batch."""
     pictures, latents = (None if kept is None else kept[row : row + 1] for kept in (made.pictures, made.latents))
     return Generated(pictures, latents, made.recorded and made.recorded.rows(torch.tensor([row])))
-
-
-def _sample_of(parameters: Any) -> SampleRequest:
-    sample = (parameters.extra_args or {}).get(EXTRA_ARG)
-    if sample is None:
-        raise ValueError(
-            f"this engine serves rollouts: a request needs extra_args[{EXTRA_ARG!r}]; plain prompts are for a server "
-            "of the exported weights"
-        )
-    return sample

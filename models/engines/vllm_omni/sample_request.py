@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -126,3 +126,18 @@ def join(samples: Sequence[SampleRequest], prompts: PromptTable) -> RolloutReque
         record_finished=samples[0].record_finished,
         outputs=samples[0].outputs,
     )
+
+
+def sample_of(parameters: Any) -> SampleRequest:
+    """What vLLM-Omni's sampling parameters carry.
+
+    Raises:
+        ValueError: nothing.
+    """
+    sample = (parameters.extra_args or {}).get(EXTRA_ARG)
+    if sample is None:
+        raise ValueError(
+            f"this engine serves rollouts: a request needs extra_args[{EXTRA_ARG!r}]; plain prompts are for a server "
+            "of the exported weights"
+        )
+    return sample
