@@ -40,6 +40,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "diffusers, LoRA": {"engine": "diffusers", "lora": True},
     "vllm-omni, SDPA": {"engine": "vllm_omni", "attention": "TORCH_SDPA"},
     "vllm-omni, SDPA, LoRA": {"engine": "vllm_omni", "attention": "TORCH_SDPA", "lora": True},
+    "vllm-omni, SDPA, step execution": {"engine": "vllm_omni", "attention": "TORCH_SDPA", "step_execution": True},
     "vllm-omni, FA3": {"engine": "vllm_omni", "attention": "FLASH_ATTN"},
     "vllm-omni, SDPA, compiled": {"engine": "vllm_omni", "attention": "TORCH_SDPA", "compiled": True},
 }
@@ -65,11 +66,12 @@ def build(model: str, folder: Path, device: str) -> None:
     aside.rename(folder)
 
 
-def settings_of(model: str, folder: Path, size: int, lora: bool) -> DiffusionModelConfig:
-    """The model's config; guidance is off."""
+def settings_of(model: str, folder: Path, size: int, chosen: dict[str, Any]) -> DiffusionModelConfig:
+    """The model's config for a variant; guidance is off."""
     dtype = "float32" if model in TINY else "bfloat16"
+    compiled = chosen["engine"] == "diffusers" and bool(chosen.get("compiled"))
     return DiffusionModelConfig.load(
-        ModelConfig(path=str(folder), dtype=dtype, **(LORA if lora else {})),
+        ModelConfig(path=str(folder), dtype=dtype, compile=compiled, **(LORA if chosen.get("lora") else {})),
         DiffusionPipelineConfig(height=size, width=size, num_inference_steps=SAMPLE_STEPS),
         DiffusionRolloutAlgoConfig(),
     )
@@ -79,6 +81,11 @@ def guided(config: DiffusionModelConfig) -> DiffusionPipelineConfig:
     """The same sampling with guidance: twice the work."""
     field = DiffusionModelBase.get_class(config).pipeline_fields[0]
     return config.pipeline.model_copy(update={field: 4.0})
+
+
+def warm_up(pipeline: DiffusionPipelineConfig) -> DiffusionPipelineConfig:
+    """The same sampling in as few steps as the window allows. What is compiled wants the whole at its first call."""
+    return pipeline.model_copy(update={"num_inference_steps": len(WINDOW)})
 
 
 def request_of(config: DiffusionModelConfig, batch: int, with_negative: bool) -> RolloutRequest:
@@ -140,15 +147,15 @@ def start(config: DiffusionModelConfig, chosen: dict[str, Any], device: str, lar
         from models.engines.vllm_omni.engine import VllmOmniRolloutEngine
 
         attention = chosen["attention"] if device == "cuda" else None
-        settings = VllmOmniConfig(attention_backend=attention, enforce_eager=not chosen.get("compiled"))
+        settings = VllmOmniConfig(
+            attention_backend=attention,
+            enforce_eager=not chosen.get("compiled"),
+            step_execution=bool(chosen.get("step_execution")),
+        )
         return VllmOmniRolloutEngine(config, settings, max_num_seqs=largest, sleep_mode=True)
     from models.engines.diffusers_rollout import DiffusersRolloutEngine
 
-    engine = DiffusersRolloutEngine(config, device)
-    if chosen.get("compiled"):
-        for block in engine.adapter.transformer_blocks(engine.transformer):
-            block.compile(fullgraph=True)
-    return engine
+    return DiffusersRolloutEngine(config, device)
 
 
 def replay_distance(engine: Any, trajectories: Trajectories, pipeline: DiffusionPipelineConfig) -> dict[str, float]:
@@ -187,14 +194,15 @@ def sync_seconds(engine: Any, config: DiffusionModelConfig, device: str) -> floa
 def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """All numbers of one variant."""
     chosen, device = VARIANTS[name], arguments.device
-    config = settings_of(arguments.model, arguments.work / "model", arguments.size, bool(chosen.get("lora")))
+    config = settings_of(arguments.model, arguments.work / "model", arguments.size, chosen)
     seconds, engine = timed(lambda: start(config, chosen, device, max(arguments.batches)), device)
     numbers: dict[str, Any] = {"variant": name, "start_s": seconds}
     numbers["sync_s"] = sync_seconds(engine, config, device)
     for pipeline, label in ((config.pipeline, ""), (guided(config), ", guided")):
         for batch in arguments.batches:
             request = request_of(config, batch, with_negative=bool(label))
-            warm, _ = timed(lambda r=request, p=pipeline: engine.generate(r, p), device)
+            first = pipeline if chosen.get("compiled") else warm_up(pipeline)
+            warm, _ = timed(lambda r=request, p=first: engine.generate(r, p), device)
             seconds, _ = timed(lambda r=request, p=pipeline: engine.generate(r, p), device)
             numbers[f"images/s, {batch}{label}"] = batch / seconds
             numbers[f"first call s, {batch}{label}"] = warm
