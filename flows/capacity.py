@@ -90,8 +90,10 @@ def _update(config: TrainConfig, model_config: DiffusionModelConfig, cost: PassC
 def _rollout(config: TrainConfig, model_config: DiffusionModelConfig, cost: PassCost) -> Need | None:
     if not config.samples:
         return None
-    samples = config.actor_rollout_ref.rollout.micro_batch_size
-    return rollout_need(cost, model_config, decoding_bytes(model_config, samples), samples)
+    settings = config.actor_rollout_ref.rollout
+    samples = settings.micro_batch_size
+    vae = decoding_bytes(model_config, samples)
+    return rollout_need(cost, model_config, vae, samples, settings.processes_per_worker)
 
 
 def _advice(config: TrainConfig, need: Need) -> str:

@@ -12,7 +12,7 @@ from models.algorithms.losses import OLD_MEAN, TEACHER_MEAN, TRAINER_TYPES
 from models.base import DiffusionModelBase, DiffusionModelConfig, read_architecture
 from models.engines.sequence_parallel import check_sequence_split
 from models.engines.training_engine import get_training_engine
-from models.engines.vllm_omni.engine import pipeline_class
+from models.engines.vllm_omni.engine import check_tensor_split, pipeline_class
 from models.engines.weights import LORA_FILE
 from models.flops import PolicyFlops
 from models.latents import text_width
@@ -70,6 +70,7 @@ def check_inputs(config: TrainConfig, trains: bool = True) -> Inputs:
         )
     if rollout.name == "vllm_omni":
         pipeline_class(model_config)
+        check_tensor_split(model_config, rollout.vllm_omni.tensor_parallel_size)
     latent_shape = adapter.latent_shape(model_config)
     _check_teacher(config, model_config)
     train, test = load_prompts(config.data.prompts, "train"), load_prompts(config.data.prompts, "test")

@@ -370,7 +370,7 @@ class TrainConfig(Section):
         ranks = float(self.trainer.world_size) if trains and on_cuda else 0.0
         if trains and not self.samples:
             return ranks
-        workers = rollout.num_actors * rollout.num_gpus_per_actor if on_cuda else 0.0
+        workers = rollout.num_actors * rollout.gpus_per_worker if on_cuda else 0.0
         models = ranks if trains and self.shares_gpus else ranks + workers
         return models + self.reward.num_gpus
 
@@ -378,7 +378,8 @@ class TrainConfig(Section):
     def rollout_devices(self) -> float:
         """GPUs that sample, or on the CPU the rollout's processes."""
         rollout = self.actor_rollout_ref.rollout
-        shares = 1.0 if self.trainer.device == "cpu" or self.shares_gpus else rollout.num_gpus_per_actor
+        on_cpu = self.trainer.device == "cpu"
+        shares = rollout.processes_per_worker if on_cpu or self.shares_gpus else rollout.gpus_per_worker
         return rollout.num_actors * shares
 
     @property

@@ -56,7 +56,7 @@ def validation_sweep(
     if not pending:
         return Completed(message=f"every version of {name} is measured")
     settings = config.actor_rollout_ref.rollout
-    gpus = settings.num_actors * settings.num_gpus_per_actor if config.trainer.device == "cuda" else 0
+    gpus = settings.num_actors * settings.gpus_per_worker if config.trainer.device == "cuda" else 0
     parent = Tracker(config.tracking, f"validation-sweep-{name}")
     with (
         gpu_slots(config.ray_init, gpus),

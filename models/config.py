@@ -103,6 +103,9 @@ class VllmOmniConfig(Section):
     attention_backend: Literal["FLASH_ATTN", "TORCH_SDPA"] | None = Field(
         None, description="Attention kernels on a GPU; null is vLLM-Omni's choice. The CPU has one."
     )
+    tensor_parallel_size: int = Field(
+        1, ge=1, description="GPUs that a worker spreads the transformer over, a process on each (docs/vllm-omni.md)."
+    )
     enforce_eager: bool = Field(True, description="false compiles the transformer's blocks at the first request.")
     step_execution: bool = Field(
         False,

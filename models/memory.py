@@ -87,18 +87,21 @@ def update_need(
     return Need(resident, passing)
 
 
-def rollout_need(cost: PassCost, model_config: DiffusionModelConfig, vae: tuple[int, int], samples: int) -> Need:
-    """One worker that samples and decodes so many at a time, by either engine.
+def rollout_need(
+    cost: PassCost, model_config: DiffusionModelConfig, vae: tuple[int, int], samples: int, processes: int = 1
+) -> Need:
+    """One worker's process that samples and decodes so many at a time, by either engine.
 
     Args:
         cost: of some samples.
         vae: what `decoding_bytes` gives for so many.
+        processes: that divide the transformer among them; what each of them holds whole of it is not counted.
     """
     lora = cost.trained if model_config.model.lora_rank else 0
     weights, decoding = vae
     return Need(
-        {"weights": (cost.parameters + lora) * _bytes(model_config.model.dtype), "VAE": weights},
-        {f"activations of {samples} samples": max(cost.sampling_bytes / cost.samples * samples, decoding)},
+        {"weights": (cost.parameters + lora) * _bytes(model_config.model.dtype) / processes, "VAE": weights},
+        {f"activations of {samples} samples": max(cost.sampling_bytes / cost.samples * samples / processes, decoding)},
     )
 
 

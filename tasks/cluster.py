@@ -133,9 +133,9 @@ def require_resources(gpus: float, cpus: float) -> None:
     there = ray.cluster_resources()
     if gpus > there.get("GPU", 0.0):
         raise ClusterError(
-            f"the run needs {gpus:g} GPUs (trainer ranks, rollout.num_actors x num_gpus_per_actor and each reward's "
-            f"num_workers x num_gpus) but the Ray cluster has {there.get('GPU', 0.0):g}: lower them, or set "
-            "trainer.device to cpu"
+            f"the run needs {gpus:g} GPUs (trainer ranks, rollout.num_actors x num_gpus_per_actor x "
+            "vllm_omni.tensor_parallel_size and each reward's num_workers x num_gpus) but the Ray cluster has "
+            f"{there.get('GPU', 0.0):g}: lower them, or set trainer.device to cpu"
         )
     if cpus > there.get("CPU", 0.0):
         raise ClusterError(

@@ -57,7 +57,9 @@ class DiffusionRolloutConfig(Section):
         16, ge=1, description="Samples denoised together. A batch of this size is never split or merged afterwards."
     )
     num_actors: int = Field(1, ge=1, description="Rollout workers; the pictures do not depend on their number.")
-    num_gpus_per_actor: float = Field(1.0, ge=0, description="GPUs (or a share of one) each worker takes on CUDA.")
+    num_gpus_per_actor: float = Field(
+        1.0, ge=0, description="GPUs (or a share of one) of each worker's process on CUDA."
+    )
     num_threads: int = Field(1, ge=1, description="CPU threads of each worker.")
     placement: Literal["separate", "colocated"] = Field(
         "separate",
@@ -105,6 +107,44 @@ class DiffusionRolloutConfig(Section):
                 f"leave noise in the finished picture: let it end at {steps - 1} or before"
             )
         return self
+
+    @model_validator(mode="after")
+    def _whole_workers(self):
+        size = self.vllm_omni.tensor_parallel_size
+        if size == 1:
+            return self
+        field = f"rollout.vllm_omni.tensor_parallel_size is {size}"
+        if self.name != "vllm_omni":
+            raise ValueError(
+                f"{field}, but rollout.name is {self.name}, whose workers are one process: set name to vllm_omni, or "
+                "tensor_parallel_size to 1"
+            )
+        if self.placement == "colocated":
+            raise ValueError(
+                f"{field}, but rollout.placement is colocated, which puts one process of the rollout on each trainer "
+                "rank's GPU: set placement to separate, or tensor_parallel_size to 1"
+            )
+        if self.weight_transport == "collective":
+            raise ValueError(
+                f"{field}, but rollout.weight_transport is collective, whose broadcast ends in the worker's first "
+                "process: set weight_transport to object_store, or tensor_parallel_size to 1"
+            )
+        if self.num_gpus_per_actor != 1:
+            raise ValueError(
+                f"{field} and rollout.num_gpus_per_actor {self.num_gpus_per_actor:g}, but each process of a worker "
+                "takes a whole GPU: leave num_gpus_per_actor at 1"
+            )
+        return self
+
+    @property
+    def processes_per_worker(self) -> int:
+        """Processes that hold one copy of the model together."""
+        return self.vllm_omni.tensor_parallel_size
+
+    @property
+    def gpus_per_worker(self) -> float:
+        """GPUs, or the share of one, that a worker takes where it shares none with a trainer rank."""
+        return self.num_gpus_per_actor * self.processes_per_worker
 
     def validation_pipeline(self) -> DiffusionPipelineConfig:
         """The rollout's sampling with validation's own values in place."""

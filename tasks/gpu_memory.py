@@ -14,7 +14,8 @@ PEAKS = "gpu_peaks"
 def measures_gpu_memory(stage: str | Callable[..., str]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator of an actor's method: what the tensors of its process took at most while it ran.
 
-    Where the process has not used CUDA there is nothing to measure, and nothing is done.
+    Where the process has no tensors on a GPU there is nothing to measure, and nothing is done: so with a rollout
+    worker whose model lives in processes of its own.
 
     Args:
         stage: what it counts as, or a function of the method's arguments that says so.
@@ -28,7 +29,7 @@ def measures_gpu_memory(stage: str | Callable[..., str]) -> Callable[[Callable[.
             try:
                 return method(self, *arguments, **named)
             finally:
-                if torch.cuda.is_initialized():
+                if torch.cuda.is_initialized() and torch.cuda.max_memory_allocated():
                     name = stage if isinstance(stage, str) else stage(*arguments, **named)
                     peaks = self.__dict__.setdefault(PEAKS, {})
                     peaks[name] = max(peaks.get(name, 0), torch.cuda.max_memory_allocated())

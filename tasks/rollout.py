@@ -235,7 +235,7 @@ class RolloutGroup:
         self.record_means, self.record_unconditional = record_means, record_unconditional
         self.record_finished, self.outputs = record_finished, outputs
         self.pipeline, self.adapter = model_config.pipeline, DiffusionModelBase.get_class(model_config)
-        gpus = 0.0 if device != "cuda" else settings.num_gpus_per_actor if shared is None else GPU_SHARE
+        gpus = 0.0 if device != "cuda" else settings.gpus_per_worker if shared is None else GPU_SHARE
         self.group = ActorGroup(
             RolloutActor,
             settings.num_actors,

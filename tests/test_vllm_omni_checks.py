@@ -9,9 +9,10 @@ import torch
 from helpers import model_config, prompt_table, rollout_request
 
 from flows.config import TrainConfig
-from models.engines.vllm_omni.engine import RolloutEngineError, pipeline_class, reply
+from models.engines.vllm_omni.engine import RolloutEngineError, agreed, check_tensor_split, pipeline_class, reply
 from models.engines.vllm_omni.lora_names import lora_tensors
 from models.engines.vllm_omni.sample_request import check_alike, join, split, table_digest
+from models.engines.weights import WeightSyncError
 from models.qwen_image import QwenImageRollout
 
 
@@ -93,3 +94,47 @@ def test_colocated_workers_are_as_many_as_ranks() -> None:
     rollout = {"placement": "colocated", "num_actors": 2}
     with pytest.raises(ValueError, match=r"rollout.num_actors is 2, set it to the 1 ranks"):
         TrainConfig.model_validate({"actor_rollout_ref": {"rollout": rollout}})
+
+
+# ---- tensor parallelism
+
+
+def parallel(size: int, **rollout: object) -> TrainConfig:
+    settings = {"name": "vllm_omni", "vllm_omni": {"tensor_parallel_size": size}} | rollout
+    return TrainConfig.model_validate({"actor_rollout_ref": {"rollout": settings}, "trainer": {"device": "cuda"}})
+
+
+@pytest.mark.parametrize(
+    ("rollout", "message"),
+    [
+        ({"name": "diffusers"}, "rollout.name is diffusers, .* set name to vllm_omni"),
+        ({"placement": "colocated"}, "rollout.placement is colocated, .* set placement to separate"),
+        ({"weight_transport": "collective"}, "weight_transport is collective, .* set weight_transport to object_store"),
+        ({"num_gpus_per_actor": 0.5}, "rollout.num_gpus_per_actor 0.5, but each process .* leave num_gpus_per_actor"),
+    ],
+)
+def test_what_a_worker_of_several_processes_cannot_do_is_refused(rollout: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=f"tensor_parallel_size is 2.*{message}"):
+        parallel(2, **rollout)
+
+
+def test_all_gpus_of_a_worker_count() -> None:
+    config = parallel(4, num_actors=2)
+    assert config.gpus_needed() == config.trainer.world_size + 8
+    assert config.rollout_devices == 8
+    assert config.digest() == parallel(1).digest()  # where it computes shapes no weights
+
+
+def test_heads_that_do_not_divide_are_refused(tiny_model: Path) -> None:
+    check_tensor_split(model_config(tiny_model), 2)
+    with pytest.raises(ValueError, match="tensor_parallel_size is 4, which does not divide the 2 attention heads"):
+        check_tensor_split(model_config(tiny_model), 4)
+
+
+def test_ranks_that_predict_different_things_are_found_out() -> None:
+    velocity = torch.randn(2, 3, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(agreed([velocity]), velocity)
+    assert torch.equal(agreed([velocity, velocity * (1 + 1e-7)]), velocity)
+    for other in (velocity * 1.001, velocity * float("nan")):
+        with pytest.raises(WeightSyncError, match="rank 2 of a rollout worker predicts something else"):
+            agreed([velocity, velocity, other])

@@ -1,9 +1,13 @@
-"""vLLM-Omni in Ray's workers: routing, weights, a worker that dies, sleep and wake."""
+"""vLLM-Omni in Ray's workers: routing, weights, a worker that dies, sleep and wake, tensor parallelism."""
 
+import os
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import ray
 import torch
@@ -11,9 +15,10 @@ from helpers import TEXT_DIM, model_config
 from torch import Tensor
 
 from models.base import DiffusionModelConfig
+from models.config import VllmOmniConfig
 from models.engines.canary import Canary
 from models.engines.diffusers_rollout import DiffusersRolloutEngine
-from models.engines.weights import WeightSyncError
+from models.engines.weights import WeightSyncError, trainable
 from tasks.clock import Stopwatch
 from tasks.cluster import ray_cluster
 from tasks.config import DiffusionRolloutConfig, RayConfig
@@ -62,24 +67,41 @@ def group(config: DiffusionModelConfig, embeddings: PromptEmbeddings) -> Iterato
         yield running
 
 
-def sampled(batches: list[PendingBatch]) -> tuple[np.ndarray, Tensor]:
-    """Pictures and log-probs of all batches."""
+Sampled = tuple[np.ndarray, Tensor, Tensor]
+"""Pictures, log-probs and latents."""
+
+
+def sampled(batches: list[PendingBatch]) -> Sampled:
+    """Of all batches."""
     pictures = np.concatenate(ray.get([batch.pictures for batch in batches]))
-    return pictures, torch.cat([path.log_probs for path in ray.get([batch.trajectories for batch in batches])])
+    paths = ray.get([batch.trajectories for batch in batches])
+    return pictures, torch.cat([path.log_probs for path in paths]), torch.cat([path.latents for path in paths])
 
 
-def expected(group: RolloutGroup, oracle: DiffusersRolloutEngine, iteration: int) -> tuple[np.ndarray, Tensor]:
+def expected(group: RolloutGroup, oracle: DiffusersRolloutEngine, iteration: int) -> Sampled:
     """What the in-process engine samples for the same requests."""
     samples = [(prompt, i) for prompt in PROMPTS for i in range(2)]
     parts = [group._request(samples[i : i + 4], 0, iteration, WINDOW, None, group.outputs) for i in (0, 4)]
     results = [oracle.generate(part) for part in parts]
-    log_probs = [trajectories.log_probs for _, trajectories in results if trajectories]
-    return np.concatenate([pictures.numpy() for pictures, _ in results]), torch.cat(log_probs)
+    log_probs, latents = (torch.cat([getattr(path, name) for _, path in results]) for name in ("log_probs", "latents"))
+    return np.concatenate([pictures.numpy() for pictures, _ in results]), log_probs, latents
 
 
-def assert_alike(one: tuple[np.ndarray, Tensor], other: tuple[np.ndarray, Tensor]) -> None:
+def assert_alike(one: Sampled, other: Sampled, log_probs: float = 1e-5) -> None:
     assert np.abs(one[0].astype(int) - other[0].astype(int)).max() <= 1
-    torch.testing.assert_close(one[1], other[1], rtol=0, atol=1e-5)
+    torch.testing.assert_close(one[1], other[1], rtol=0, atol=log_probs)
+    torch.testing.assert_close(one[2], other[2], rtol=0, atol=2e-5)
+
+
+def synced(
+    groups: list[RolloutGroup], oracle: DiffusersRolloutEngine, weights: dict[str, Tensor], version: int
+) -> None:
+    """Give workers and oracle the same weights; the workers' canary is the oracle's."""
+    oracle.load_weights(weights)
+    canary = Canary(groups[0].prompt_table(["uid-0", "uid-1"]))
+    velocity = ray.put(oracle.canary_velocity(canary))
+    for group in groups:
+        assert group.load_weights(ray.put(weights), canary, velocity, version, 1e-5) < 1e-5
 
 
 def test_workers_share_the_batches_and_sample_what_one_engine_does(
@@ -95,10 +117,7 @@ def test_weights_arrive_and_a_worker_that_dies_comes_back_with_them(
     """The batches that the dead worker had are sampled again, from the weights of the last sync."""
     oracle = DiffusersRolloutEngine(config)
     changed = {name: p.detach() * 1.05 for name, p in oracle.transformer.named_parameters()}
-    oracle.load_weights(changed)
-    canary = Canary(group.prompt_table(["uid-0", "uid-1"]))
-    velocity = oracle.canary_velocity(canary)
-    assert group.load_weights(ray.put(changed), canary, ray.put(velocity), 1, 1e-4) < 1e-4
+    synced([group], oracle, changed, 1)
     right = expected(group, oracle, 2)
     assert_alike(sampled(group.submit(PROMPTS, 2, 2, WINDOW)), right)
 
@@ -119,6 +138,57 @@ def test_during_the_update_the_workers_sleep(group: RolloutGroup) -> None:
     after = sampled(group.submit(PROMPTS, 2, 3, WINDOW))
     assert np.array_equal(before[0], after[0])
     assert clock.seconds["sleep"] > 0
+
+
+@pytest.fixture
+def pair(group: RolloutGroup, config: DiffusionModelConfig, embeddings: PromptEmbeddings) -> RolloutGroup:
+    """One worker of two processes, beside those of one."""
+    changes = {"num_actors": 1, "placement": "separate", "max_restarts": 0}
+    parallel = {"vllm_omni": VllmOmniConfig(tensor_parallel_size=2)}
+    settings = group.settings.model_copy(update=changes | parallel)
+    return RolloutGroup(config, embeddings, settings, device="cpu", seed=0)
+
+
+def test_two_processes_sample_what_one_does_and_die_with_their_worker(
+    group: RolloutGroup, pair: RolloutGroup, config: DiffusionModelConfig
+) -> None:
+    """Full weights, then LoRA on top of others; sleep and wake. The sums of two halves round otherwise."""
+    oracle = DiffusersRolloutEngine(config)
+    start = {name: parameter.detach().clone() for name, parameter in oracle.transformer.named_parameters()}
+    for version, scale in enumerate((1.05, 1.0), start=3):
+        synced([group, pair], oracle, {name: weight * scale for name, weight in start.items()}, version)
+        one, two = (sampled(workers.submit(PROMPTS, 2, 4, WINDOW)) for workers in (group, pair))
+        assert_alike(one, two, log_probs=1e-6)
+
+    (worker,) = pair.group.actors
+    low_rank = replace(config, model=config.model.model_copy(update={"lora_rank": 4, "lora_alpha": 8}))
+    ray.get(worker.__ray_call__.remote(lambda actor: setattr(actor.engine, "model_config", low_rank)))
+    oracle = DiffusersRolloutEngine(low_rank)
+    generator = torch.Generator().manual_seed(1)
+    shapes = {name: parameter.shape for name, parameter in trainable(oracle.transformer).items()}
+    synced([pair], oracle, {name: torch.randn(s, generator=generator) * 0.2 for name, s in shapes.items()}, 5)
+    adapted = sampled(pair.submit(PROMPTS, 2, 4, WINDOW))
+    assert_alike(adapted, expected(pair, oracle, 4), log_probs=1e-6)
+    assert (adapted[2] - two[2]).abs().max() > 0.1
+
+    ray.get([worker.sleep.remote(), worker.wake.remote()])
+    assert np.array_equal(sampled(pair.submit(PROMPTS, 2, 4, WINDOW))[0], adapted[0])
+
+    process = psutil.Process(ray.get(worker.__ray_call__.remote(lambda _: os.getpid())))
+    others = process.children(recursive=True)
+    assert sum("DiffusionWorker" in " ".join(other.cmdline()) for other in others) == 2, others
+    busy = pair.submit(PROMPTS, 2, 4, WINDOW)
+    process.kill()
+    deadline = time.monotonic() + 20
+    while left := [other for other in others if _lives(other)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+    with pytest.raises(ray.exceptions.RayActorError):
+        sampled(busy)
+
+
+def _lives(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
 def test_a_worker_that_holds_other_weights_is_found_out(group: RolloutGroup, config: DiffusionModelConfig) -> None:

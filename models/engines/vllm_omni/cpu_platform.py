@@ -11,6 +11,9 @@ import torch
 from vllm.platforms.cpu import CpuPlatform
 from vllm_omni.platforms.interface import OmniPlatform, OmniPlatformEnum
 
+PROCESSES = 8
+"""What the machine is asked for: each process of tensor parallelism counts as a device."""
+
 
 class CpuOmniPlatform(OmniPlatform, CpuPlatform):
     """What the diffusion engine asks of a platform. A CPU has no caching allocator, so its memory figures are 0."""
@@ -44,7 +47,7 @@ class CpuOmniPlatform(OmniPlatform, CpuPlatform):
 
     @classmethod
     def get_device_count(cls) -> int:
-        return 1
+        return PROCESSES
 
     @classmethod
     def get_device_version(cls) -> str | None:

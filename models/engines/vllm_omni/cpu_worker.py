@@ -3,6 +3,7 @@
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 import vllm._custom_ops as custom_ops
 import vllm.model_executor.layers.utils as layer_utils
 from vllm_omni.diffusion.attention.backends.sdpa import SDPABackend, SDPAImpl
@@ -32,6 +33,9 @@ class CpuDiffusionWorker(DiffusionWorker):
         # loaded; PyPI's wheels do not even have them. The plain matrix product keeps it.
         custom_ops._supports_onednn = False
         layer_utils.check_cpu_sgl_kernel = lambda n, k, dtype: False
+        if self.od_config.num_gpus > 1:
+            # A worker's process asks torch from which device it copies its answers; torch knows no accelerator here.
+            torch.accelerator.current_accelerator = lambda check_available=False: self.device
         super().init_device()
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager:

@@ -5,7 +5,7 @@ import importlib.util
 import itertools
 import os
 import threading
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,7 +18,9 @@ from models.engines.rollout_engine import WeightLoad
 from models.engines.trajectories import FinishedLatents, Generated, RolloutRequest, Trajectories
 from models.engines.vllm_omni.sample_request import EXTRA_ARG, SampleRequest, split, table_digest
 from models.engines.vllm_omni.weight_loads import FullLoad, LoraLoad
+from models.engines.weight_buckets import buckets, packed, shared
 from models.engines.weights import WeightSyncError, read_exported
+from models.latents import component_config
 
 if TYPE_CHECKING:
     from models.config import DiffusionPipelineConfig, VllmOmniConfig
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 FIRST_PORT, PORTS = 20000, 10000
 """Below Linux's ephemeral ports."""
+RANKS_AGREE = 1e-5
+"""Largest relative difference of two ranks' velocities. Each has the sum of all parts, so it is 0 as a rule."""
 
 
 class RolloutEngineError(RuntimeError):
@@ -53,8 +57,25 @@ def pipeline_class(model_config: DiffusionModelConfig) -> Any:
     return found
 
 
+def check_tensor_split(model_config: DiffusionModelConfig, size: int) -> None:
+    """Raise where a model's attention cannot be divided among `size` processes; reads a config file only.
+
+    Raises:
+        ValueError: the heads do not divide.
+    """
+    transformer = component_config(model_config.path, "transformer")
+    heads = next((transformer[name] for name in ("num_attention_heads", "n_heads") if name in transformer), size)
+    if heads % size:
+        raise ValueError(
+            f"rollout.vllm_omni.tensor_parallel_size is {size}, which does not divide the {heads} attention heads of "
+            f"{model_config.architecture}: choose a divisor of them"
+        )
+
+
 class VllmOmniRolloutEngine:
     """One vLLM-Omni engine with the transformer and the decoder of a model.
+
+    With tensor parallelism the model is in child processes, which die with this one.
 
     Its event loop runs in a thread of its own; the methods here block, are called one at a time, and raise in the
     caller what goes wrong in the engine.
@@ -99,7 +120,8 @@ class VllmOmniRolloutEngine:
             request_batch_max_wait_ms=settings.request_batch_max_wait_ms,
             custom_pipeline_args=arguments,
             worker_extension_cls="models.engines.vllm_omni.worker.RolloutWorkerExtension",
-            distributed_executor_backend="uni",
+            tensor_parallel_size=settings.tensor_parallel_size,
+            distributed_executor_backend="uni" if settings.tensor_parallel_size == 1 else "mp",
             step_execution=settings.step_execution,
             enable_sleep_mode=sleep_mode,
             **backend,
@@ -171,16 +193,22 @@ class VllmOmniRolloutEngine:
             WeightSyncError: they leave some of vLLM-Omni's own as they were.
         """
         load = self.begin_load()
-        load.take(weights)
+        for bucket in buckets(weights.items()):
+            load.take(bucket)
         load.finish()
 
     def begin_load(self) -> WeightLoad:
         """Take the trainer's weights piece by piece; errors as `load_weights`."""
         if self.model_config.model.lora_rank:
             return LoraLoad(lambda weights: self._wait(self._load_lora(weights)))
-        return FullLoad(
-            self.model_config.architecture, lambda weights: self._wait(self._order("load_named_weights", weights))
-        )
+        return FullLoad(self.model_config.architecture, lambda weights: self._wait(self._put(weights)))
+
+    async def _put(self, weights: dict[str, Tensor]) -> list[str]:
+        """Copy some full weights; see `RolloutWorkerExtension.load_named_weights`."""
+        if self.settings.tensor_parallel_size == 1:
+            return await self._order("load_named_weights", weights)
+        slots, flat = packed(weights)  # pickled, they would be copied for each process, and more than once
+        return await self._order("load_shared_weights", slots, shared(flat))
 
     async def _load_lora(self, weights: Mapping[str, Tensor]) -> None:
         from models.engines.vllm_omni.lora import lora_request
@@ -198,8 +226,12 @@ class VllmOmniRolloutEngine:
         self.load_weights(read_exported(self.adapter, self.model_config, folder))
 
     def canary_velocity(self, canary: Canary) -> Tensor:
-        """What this copy of the model predicts for the canary, fp32 on the CPU."""
-        return self._wait(self._order("rollout_canary", canary, self._lora)).clone()
+        """What this copy of the model predicts for the canary, fp32 on the CPU.
+
+        Raises:
+            WeightSyncError: its processes predict different things.
+        """
+        return agreed(self._wait(self._order("rollout_canary", canary, self._lora))).clone()
 
     # ---- memory
 
@@ -243,7 +275,7 @@ class VllmOmniRolloutEngine:
             raise RolloutEngineError(f"vLLM-Omni failed: {error}") from error
 
     async def _order(self, method: str, *arguments: Any) -> Any:
-        """Ask the worker; its one answer."""
+        """Ask the worker; its one answer. That of several ranks is rank 0's, and an error where it failed on any."""
         return reply(method, await self._engine.collective_rpc(method, args=arguments))
 
 
@@ -264,6 +296,23 @@ def reply(method: str, replies: list[Any]) -> Any:
         if isinstance(answer, dict) and (answer.get("error") or answer.get("todo") or answer.get("supported") is False):
             raise RolloutEngineError(f"vLLM-Omni's worker failed at {method}: {answer.get('error') or answer}")
     return answer
+
+
+def agreed(velocities: Sequence[Tensor]) -> Tensor:
+    """What all ranks of a worker predict.
+
+    Raises:
+        WeightSyncError: they predict different things.
+    """
+    first, *others = velocities
+    for rank, velocity in enumerate(others, start=1):
+        difference = ((velocity - first).norm() / first.norm()).item()
+        if not difference <= RANKS_AGREE:  # also catches NaN
+            raise WeightSyncError(
+                f"tensor-parallel rank {rank} of a rollout worker predicts something else than rank 0, by "
+                f"{difference:.3g} (relative), allowed {RANKS_AGREE:g}: they do not hold parts of one model"
+            )
+    return first
 
 
 def _acknowledged(what: str, acknowledgements: list[Any]) -> None:
