@@ -66,12 +66,11 @@ def build(model: str, folder: Path, device: str) -> None:
     aside.rename(folder)
 
 
-def settings_of(model: str, folder: Path, size: int, chosen: dict[str, Any]) -> DiffusionModelConfig:
-    """The model's config for a variant; guidance is off."""
+def settings_of(model: str, folder: Path, size: int, lora: bool, compiled: bool = False) -> DiffusionModelConfig:
+    """The model's config; guidance is off. Only diffusers compiles by it; vLLM-Omni has a setting of its own."""
     dtype = "float32" if model in TINY else "bfloat16"
-    compiled = chosen["engine"] == "diffusers" and bool(chosen.get("compiled"))
     return DiffusionModelConfig.load(
-        ModelConfig(path=str(folder), dtype=dtype, compile=compiled, **(LORA if chosen.get("lora") else {})),
+        ModelConfig(path=str(folder), dtype=dtype, compile=compiled, **(LORA if lora else {})),
         DiffusionPipelineConfig(height=size, width=size, num_inference_steps=SAMPLE_STEPS),
         DiffusionRolloutAlgoConfig(),
     )
@@ -194,14 +193,15 @@ def sync_seconds(engine: Any, config: DiffusionModelConfig, device: str) -> floa
 def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """All numbers of one variant."""
     chosen, device = VARIANTS[name], arguments.device
-    config = settings_of(arguments.model, arguments.work / "model", arguments.size, chosen)
+    lora, compiled = bool(chosen.get("lora")), bool(chosen.get("compiled"))
+    config = settings_of(arguments.model, arguments.work / "model", arguments.size, lora, compiled)
     seconds, engine = timed(lambda: start(config, chosen, device, max(arguments.batches)), device)
     numbers: dict[str, Any] = {"variant": name, "start_s": seconds}
     numbers["sync_s"] = sync_seconds(engine, config, device)
     for pipeline, label in ((config.pipeline, ""), (guided(config), ", guided")):
         for batch in arguments.batches:
             request = request_of(config, batch, with_negative=bool(label))
-            first = pipeline if chosen.get("compiled") else warm_up(pipeline)
+            first = pipeline if compiled else warm_up(pipeline)
             warm, _ = timed(lambda r=request, p=first: engine.generate(r, p), device)
             seconds, _ = timed(lambda r=request, p=pipeline: engine.generate(r, p), device)
             numbers[f"images/s, {batch}{label}"] = batch / seconds

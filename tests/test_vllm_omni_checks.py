@@ -9,7 +9,8 @@ import torch
 from helpers import model_config, prompt_table, rollout_request
 
 from flows.config import TrainConfig
-from models.engines.vllm_omni.engine import RolloutEngineError, agreed, check_tensor_split, pipeline_class, reply
+from models.engines.vllm_omni.answers import RolloutEngineError, agreed, reply
+from models.engines.vllm_omni.engine import check_tensor_split, pipeline_class
 from models.engines.vllm_omni.lora_names import lora_tensors
 from models.engines.vllm_omni.sample_request import check_alike, join, split, table_digest
 from models.engines.weights import WeightSyncError

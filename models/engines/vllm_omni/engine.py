@@ -5,17 +5,17 @@ import importlib.util
 import itertools
 import os
 import threading
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from models.base import DiffusionModelBase, DiffusionModelConfig, VllmOmniPipelineBase
 from models.engines.canary import Canary
 from models.engines.rollout_engine import WeightLoad
-from models.engines.trajectories import FinishedLatents, Generated, RolloutRequest, Trajectories
+from models.engines.trajectories import Generated, RolloutRequest
+from models.engines.vllm_omni.answers import RolloutEngineError, acknowledged, agreed, joined, reply
 from models.engines.vllm_omni.sample_request import EXTRA_ARG, SampleRequest, split, table_digest
 from models.engines.vllm_omni.weight_loads import FullLoad, LoraLoad
 from models.engines.weight_buckets import buckets, packed, shared
@@ -28,12 +28,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 FIRST_PORT, PORTS = 20000, 10000
 """Below Linux's ephemeral ports."""
-RANKS_AGREE = 1e-5
-"""Largest relative difference of two ranks' velocities. Each has the sum of all parts, so it is 0 as a rule."""
-
-
-class RolloutEngineError(RuntimeError):
-    """The engine could not do what it was asked."""
 
 
 def pipeline_class(model_config: DiffusionModelConfig) -> Any:
@@ -157,7 +151,7 @@ class VllmOmniRolloutEngine:
             raise errors.exceptions[0] from None
         finally:
             await self._order("drop_prompts", table)
-        return _joined(request, [task.result() for task in running])
+        return joined(request, [task.result() for task in running])
 
     async def _sample(self, sample: SampleRequest) -> Any:
         """vLLM-Omni's answer to one sample."""
@@ -243,14 +237,14 @@ class VllmOmniRolloutEngine:
         if not self.settings.step_execution:  # which cannot be paused; calls come one at a time, so it is idle
             await self._engine.pause_generation(mode="keep")
         self._asleep = True
-        _acknowledged("sleep", await self._engine.sleep(level=1))
+        acknowledged("sleep", await self._engine.sleep(level=1))
 
     def wake(self) -> None:
         """Bring the weights back; new ones may be loaded then."""
         self._wait(self._wake())
 
     async def _wake(self) -> None:
-        _acknowledged("wake", await self._engine.wake_up())
+        acknowledged("wake", await self._engine.wake_up())
         if not self.settings.step_execution:
             await self._engine.resume_generation()
         self._asleep = False
@@ -277,76 +271,6 @@ class VllmOmniRolloutEngine:
     async def _order(self, method: str, *arguments: Any) -> Any:
         """Ask the worker; its one answer. That of several ranks is rank 0's, and an error where it failed on any."""
         return reply(method, await self._engine.collective_rpc(method, args=arguments))
-
-
-def reply(method: str, replies: list[Any]) -> Any:
-    """The single worker's answer out of what `collective_rpc` returns: a list over stages of lists over workers.
-
-    It reports failures there without raising. LoRA methods come as one answer a stage.
-
-    Raises:
-        RolloutEngineError: a worker failed, is missing, or does not know the method.
-    """
-    answer: Any = replies
-    for _ in range(2):
-        if isinstance(answer, list):
-            if len(answer) != 1:
-                raise RolloutEngineError(f"vLLM-Omni gave {len(answer)} answers to {method} where one was due")
-            answer = answer[0]
-        if isinstance(answer, dict) and (answer.get("error") or answer.get("todo") or answer.get("supported") is False):
-            raise RolloutEngineError(f"vLLM-Omni's worker failed at {method}: {answer.get('error') or answer}")
-    return answer
-
-
-def agreed(velocities: Sequence[Tensor]) -> Tensor:
-    """What all ranks of a worker predict.
-
-    Raises:
-        WeightSyncError: they predict different things.
-    """
-    first, *others = velocities
-    for rank, velocity in enumerate(others, start=1):
-        difference = ((velocity - first).norm() / first.norm()).item()
-        if not difference <= RANKS_AGREE:  # also catches NaN
-            raise WeightSyncError(
-                f"tensor-parallel rank {rank} of a rollout worker predicts something else than rank 0, by "
-                f"{difference:.3g} (relative), allowed {RANKS_AGREE:g}: they do not hold parts of one model"
-            )
-    return first
-
-
-def _acknowledged(what: str, acknowledgements: list[Any]) -> None:
-    failed = [answer for answer in acknowledgements if getattr(answer, "status", None) != "SUCCESS"]
-    if failed or not acknowledgements:
-        raise RolloutEngineError(f"vLLM-Omni did not {what}: {failed or 'no worker answered'}")
-
-
-def _joined(request: RolloutRequest, answers: list[Any]) -> Generated:
-    """The whole request's samples, from the answers in its order."""
-    decoded = [[answer.trajectory_decoded[place] for answer in answers] for place in range(4)]
-    pictures, latents, means, unconditional = (None if part[0] is None else torch.cat(part) for part in decoded)
-    return Generated(pictures, latents, _recorded(request, answers, means, unconditional))
-
-
-def _recorded(
-    request: RolloutRequest, answers: list[Any], means: Tensor | None, unconditional: Tensor | None
-) -> Trajectories | FinishedLatents | None:
-    if not request.window and not request.record_finished:
-        return None
-    latents = torch.cat([answer.trajectory_latents for answer in answers])
-    if request.record_finished:
-        return FinishedLatents(request.keys, request.prompts, request.prompt_index, latents)
-    return Trajectories(
-        keys=request.keys,
-        prompts=request.prompts,
-        prompt_index=request.prompt_index,
-        window=request.window,
-        latents=latents,
-        timesteps=torch.cat([answer.trajectory_timesteps for answer in answers]),
-        log_probs=torch.cat([answer.trajectory_log_probs for answer in answers]),
-        means=means,
-        unconditional=unconditional,
-    )
 
 
 def _path(kind: type) -> str:
