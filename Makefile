@@ -51,6 +51,9 @@ test: ## install and run every test, those of vLLM-Omni in an environment of the
 	@$(MAKE) --no-print-directory lint
 	@$(MAKE) --no-print-directory --jobs 3 --output-sync=target test-platform test-units test-learning test-omni
 
+# Ray's workers are at nice 15 by default: beside two busy parts they would hardly run.
+test-platform test-units test-learning test-omni: export RAY_worker_niceness = 0
+
 test-platform: $(VENV)/.dev
 	@$(BIN)/python -m pytest tests/platform --ignore tests/platform/test_learning.py
 

@@ -16,7 +16,7 @@ from models.engines.diffusers_rollout import DiffusersRolloutEngine
 from models.engines.fsdp import DiffusersFSDPEngine
 from models.engines.sampling import velocity_field
 from models.engines.trajectories import Trajectories
-from tasks.update import TrainerRank
+from tasks.trainer_rank import TrainerRank
 from tasks.update_plan import RankMiniBatch
 
 pytestmark = pytest.mark.usefixtures("one_rank")

@@ -1,0 +1,40 @@
+"""Changes laid over a config, and the form of a section in which every field may be left out."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, create_model
+
+
+def set_fields(values: Any) -> Any:
+    """Input of a config as plain mappings of the fields that were set."""
+    if isinstance(values, BaseModel):
+        return values.model_dump(exclude_unset=True)
+    if isinstance(values, Mapping):
+        return {name: set_fields(value) for name, value in values.items()}
+    return values
+
+
+def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """`base` with `changes` laid over it, section by section; `reward.functions` is replaced, not merged."""
+    result = dict(base)
+    for name, value in changes.items():
+        nested = isinstance(value, dict) and isinstance(base.get(name), dict) and name != "functions"
+        result[name] = merged(base[name], value) if nested else value
+    return result
+
+
+def optional(section: type[BaseModel]) -> type[BaseModel]:
+    """The same section with every field optional: descriptions and bounds stay, cross-checks wait for the merge."""
+    fields: dict[str, Any] = {}
+    for name, info in section.model_fields.items():
+        annotation: Any = info.annotation
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            annotation = optional(annotation)
+        bounded: Any = annotation
+        for constraint in info.metadata:
+            bounded = Annotated[bounded, constraint]
+        fields[name] = (bounded | None, Field(default=None, description=info.description))
+    return create_model(
+        f"{section.__name__}Override", __config__=ConfigDict(extra="forbid"), __doc__=section.__doc__, **fields
+    )
