@@ -144,6 +144,8 @@ def _play(both: Services, victim: str, stage: str, folder: Path, expected: Outco
         return stage == "starting" or there or logged(folder, both.client) >= iteration or not _alive(driver)
 
     wait_until(begun, 400, f"{stage} of iteration {iteration}", every=0.05)
+    if victim in ACTORS or victim in DAEMONS:  # while a run starts they are not there yet
+        wait_until(lambda: not _alive(driver) or processes_of(driver, victim), 400, f"a process to kill: {victim}")
     time.sleep(random.uniform(0, MOMENT_SECONDS[stage]))
     family = [driver, *driver.children(recursive=True)] if _alive(driver) else []
     candidates = processes_of(driver, victim) if family else []
@@ -274,9 +276,10 @@ def play_all(rounds: int, victims: Sequence[str], log: Path) -> None:
         if both.python("-m", "flows.train", "quickstart", folder=base / "undisturbed").wait(600):
             raise SystemExit((base / "undisturbed" / "output.log").read_text()[-3000:])
         expected = outcome(base / "undisturbed", both.client)
-        stages = itertools.cycle(random.sample(list(MOMENT_SECONDS), len(MOMENT_SECONDS)))
-        for number, victim in itertools.product(range(rounds), victims):
-            result = play(both, victim, next(stages), base / f"{victim}-{number}", expected)
+        stages = random.sample(list(MOMENT_SECONDS), len(MOMENT_SECONDS))
+        for number, (place, victim) in itertools.product(range(rounds), enumerate(victims)):
+            stage = stages[(number + place) % len(stages)]  # five rounds, and a victim has had every stage
+            result = play(both, victim, stage, base / f"{victim}-{number}", expected)
             line = json.dumps(vars(result) | {"equal": result.equal})
             print(line, flush=True)
             with log.open("a") as stream:
