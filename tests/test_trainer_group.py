@@ -66,7 +66,7 @@ def groups(cluster: None, tiny_model: Path) -> dict[str, TrainerGroup]:
 def batch(trajectories: Trajectories) -> PendingBatch:
     done = ray.put(0.0)
     prompts = tuple(Prompt(f"prompt-{i // 2}", str(i), None, {}, "") for i in range(4))
-    return PendingBatch(prompts, (0, 1, 0, 1), (5, 0), ray.put(trajectories), None, None, done)
+    return PendingBatch(prompts, (0, 1, 0, 1), (5, 0), ray.put(trajectories), None, None, done, 0)
 
 
 def weights_of(group: TrainerGroup) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
