@@ -23,7 +23,7 @@ export PREFECT_LOGGING_LEVEL ?= WARNING
 export OMP_WAIT_POLICY = passive
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: quickstart test lint train data up down status clean help test-platform test-units test-learning test-omni
+.PHONY: quickstart test lint train data up down status clean help test-platform test-units test-learning test-omni test-alone
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -50,9 +50,10 @@ test: ## install and run every test, those of vLLM-Omni in an environment of the
 	@$(MAKE) --no-print-directory --jobs 2 $(VENV)/.dev $(VLLM_VENV)/.dev
 	@$(MAKE) --no-print-directory lint
 	@$(MAKE) --no-print-directory --jobs 3 --output-sync=target test-platform test-units test-learning test-omni
+	@$(MAKE) --no-print-directory test-alone
 
 # Ray's workers are at nice 15 by default: beside two busy parts they would hardly run.
-test-platform test-units test-learning test-omni: export RAY_worker_niceness = 0
+test-platform test-units test-learning test-omni test-alone: export RAY_worker_niceness = 0
 
 test-platform: $(VENV)/.dev
 	@$(BIN)/python -m pytest tests/platform --ignore tests/platform/test_learning.py
@@ -61,10 +62,13 @@ test-learning: $(VENV)/.dev
 	@$(BIN)/python -m pytest tests/platform/test_learning.py
 
 test-units: $(VENV)/.dev
-	@$(BIN)/python -m pytest --ignore tests/platform --ignore tests/omni
+	@$(BIN)/python -m pytest --ignore tests/platform --ignore tests/omni --ignore tests/gpu/test_flow.py
 
 test-omni: $(VLLM_VENV)/.dev
-	@$(VLLM_VENV)/bin/python -m pytest tests/omni
+	@$(VLLM_VENV)/bin/python -m pytest tests/omni -m "not alone"
+
+test-alone: $(VLLM_VENV)/.dev
+	@$(VLLM_VENV)/bin/python -m pytest tests/omni -m alone
 
 lint: $(VENV)/.dev ## style, types and the direction of imports
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports

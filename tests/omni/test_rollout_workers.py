@@ -149,6 +149,7 @@ def pair(group: RolloutGroup, config: DiffusionModelConfig, embeddings: PromptEm
     return RolloutGroup(config, embeddings, settings, device="cpu", seed=0)
 
 
+@pytest.mark.alone
 def test_two_processes_sample_what_one_does_and_die_with_their_worker(
     group: RolloutGroup, pair: RolloutGroup, config: DiffusionModelConfig
 ) -> None:

@@ -56,9 +56,10 @@ def everything(request: RolloutRequest) -> RolloutRequest:
     return replace(request, record_means=True, record_unconditional=True, outputs=outputs)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_pictures_and_paths_of_every_family(engine_of: Any, name: str, tmp_path: Path) -> None:
-    """A window in the middle, with guidance, beside the in-process engine."""
+@pytest.mark.parametrize("name", ["z_image", "wan"])
+def test_pictures_and_paths_of_other_families(engine_of: Any, name: str, tmp_path: Path) -> None:
+    """A window in the middle, with guidance, beside the in-process engine; the other families differ from Qwen-Image
+    in nothing that steps see."""
     checkpoint = Checkpoint(FAMILIES[name], tmp_path / "model", {})
     config = checkpoint.config(guided=True)
     request = everything(checkpoint.request(guided=True, samples=1, window=(1, 2)))

@@ -147,7 +147,7 @@ class VllmOmniRolloutEngine:
             async with asyncio.TaskGroup() as group:
                 samples = split(request, table, self.model_config, pipeline)
                 running = [group.create_task(self._sample(sample)) for sample in samples]
-        except* Exception as errors:
+        except ExceptionGroup as errors:  # `except*` would put what is raised here into a group again
             raise errors.exceptions[0] from None
         finally:
             await self._order("drop_prompts", table)
