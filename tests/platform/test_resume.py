@@ -5,7 +5,7 @@ import re
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -41,10 +41,13 @@ def final_weights(workspace: Workspace) -> dict:
 def kill_everything(process) -> set[str]:
     """kill -9 of the driver and all it started: what a machine that goes down does. The classes of its actors."""
     children = psutil.Process(process.pid).children(recursive=True)
-    titles = [" ".join(child.cmdline()) for child in children if child.is_running()]
+    titles = []
+    for child in children:
+        with suppress(psutil.NoSuchProcess):  # it has just ended; a zombie has no title either
+            titles.append(" ".join(child.cmdline()))
     os.kill(process.pid, signal.SIGKILL)
     for child in children:
-        if child.is_running():
+        with suppress(psutil.NoSuchProcess):
             child.kill()
     process.wait()
     psutil.wait_procs(children, timeout=20)
