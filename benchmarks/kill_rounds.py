@@ -46,6 +46,7 @@ from benchmarks.run_state import (
     stage_now,
     status,
 )
+from flows.overrides import merged
 
 DOCS = Path("docs/platform.md")
 FILLER = "filler"
@@ -200,7 +201,7 @@ def workspace(folder: Path, changes: dict[str, Any]) -> None:
         (folder / name).symlink_to(ROOT / name)
     project = yaml.safe_load((ROOT / "prefect.yaml").read_text())
     (quickstart,) = (entry for entry in project["deployments"] if entry["name"] == "quickstart")
-    quickstart["parameters"]["config"] = _merged(_merged(quickstart["parameters"]["config"], SMALL), changes)
+    quickstart["parameters"]["config"] = merged(merged(quickstart["parameters"]["config"], SMALL), changes)
     (folder / "prefect.yaml").write_text(yaml.safe_dump(project | {"deployments": [quickstart], "definitions": {}}))
 
 
@@ -213,14 +214,6 @@ def _start_run(both: Services, folder: Path, by_worker: bool) -> psutil.Process:
         subprocess.run([*prefect, *command], cwd=folder, env=both.environment, check=True, capture_output=True)
     own = psutil.Process(both.running["worker"].pid)
     return wait_until(lambda: own.children(), 120, "the worker's flow run")[0]
-
-
-def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    def value(name: str) -> Any:
-        nested = isinstance(changes[name], dict) and isinstance(base.get(name), dict)
-        return _merged(base[name], changes[name]) if nested else changes[name]
-
-    return base | {name: value(name) for name in changes}
 
 
 def _alive(process: psutil.Process) -> bool:

@@ -45,6 +45,11 @@ def canary_velocity(
     return torch.cat([half for half in halves if half is not None]).float().cpu()
 
 
+def relative_difference(one: Tensor, other: Tensor) -> float:
+    """|other - one| / |one|; not finite where one of them is not."""
+    return ((other - one).norm() / one.norm()).item()
+
+
 def check_canary(trainer: Tensor, rollout: Tensor, version: int, tolerance: float) -> float:
     """Relative difference |rollout - trainer| / |trainer| of the two velocities.
 
@@ -56,7 +61,7 @@ def check_canary(trainer: Tensor, rollout: Tensor, version: int, tolerance: floa
     Raises:
         WeightSyncError: they differ by more, or are not finite.
     """
-    difference = ((rollout - trainer).norm() / trainer.norm()).item()
+    difference = relative_difference(trainer, rollout)
     if not difference <= tolerance:  # also catches NaN
         raise WeightSyncError(
             f"after the weight sync of policy version {version} a rollout actor's velocity differs from the "

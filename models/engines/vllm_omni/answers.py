@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from models.engines.canary import relative_difference
 from models.engines.trajectories import FinishedLatents, Generated, RolloutRequest, Trajectories
 from models.engines.weights import WeightSyncError
 
@@ -44,7 +45,7 @@ def agreed(velocities: Sequence[Tensor]) -> Tensor:
     """
     first, *others = velocities
     for rank, velocity in enumerate(others, start=1):
-        difference = ((velocity - first).norm() / first.norm()).item()
+        difference = relative_difference(first, velocity)
         if not difference <= RANKS_AGREE:  # also catches NaN
             raise WeightSyncError(
                 f"tensor-parallel rank {rank} of a rollout worker predicts something else than rank 0, by "
