@@ -8,6 +8,8 @@ RECIPE ?= quickstart
 PREFECT_PORT ?= 4200
 MLFLOW_PORT ?= 5000
 RUNS ?= 2
+# The parts of tests/platform that `make test` runs beside the others.
+RESUME = resume one_step_off_policy
 
 # Nobody is watched, and nothing waits for a network that may be closed.
 export DO_NOT_TRACK = true
@@ -23,7 +25,7 @@ export PREFECT_LOGGING_LEVEL ?= WARNING
 export OMP_WAIT_POLICY = passive
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: quickstart test lint train data up down status clean help test-platform test-units test-learning test-omni test-alone
+.PHONY: quickstart test lint train data up down status clean help test-platform test-resume test-units test-learning test-omni test-alone
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -45,18 +47,21 @@ down: ## end what `make up` started
 status: ## what `make up` started and whether it is alive
 	@$(BIN)/python -m flows.services status
 
-# Whole runs mostly wait for processes to start, so three of the parts run side by side on two cores.
+# Whole runs mostly wait for processes to start, so four of the parts run side by side on two cores.
 test: ## install and run every test, those of vLLM-Omni in an environment of their own
 	@$(MAKE) --no-print-directory --jobs 2 $(VENV)/.dev $(VLLM_VENV)/.dev
 	@$(MAKE) --no-print-directory lint
-	@$(MAKE) --no-print-directory --jobs 3 --output-sync=target test-platform test-units test-learning test-omni
+	@$(MAKE) --no-print-directory --jobs 4 --output-sync=target test-platform test-resume test-units test-learning test-omni
 	@$(MAKE) --no-print-directory test-alone
 
 # Ray's workers are at nice 15 by default: beside two busy parts they would hardly run.
-test-platform test-units test-learning test-omni test-alone: export RAY_worker_niceness = 0
+test-platform test-resume test-units test-learning test-omni test-alone: export RAY_worker_niceness = 0
 
 test-platform: $(VENV)/.dev
-	@$(BIN)/python -m pytest tests/platform --ignore tests/platform/test_learning.py
+	@$(BIN)/python -m pytest tests/platform $(foreach part,learning $(RESUME),--ignore tests/platform/test_$(part).py)
+
+test-resume: $(VENV)/.dev
+	@$(BIN)/python -m pytest $(foreach part,$(RESUME),tests/platform/test_$(part).py)
 
 test-learning: $(VENV)/.dev
 	@$(BIN)/python -m pytest tests/platform/test_learning.py

@@ -32,7 +32,7 @@ from models.engines.weights import make_trainable, trainable
 from models.schedulers.noise_keys import NoiseKey
 
 TINY = {"tiny-qwen-image": "qwen_image", "tiny-sd3": "stable_diffusion_3"}
-SAMPLE_STEPS, WINDOW, REPLAYED = 10, (0, 1), 8
+WINDOW, REPLAYED = (0, 1), 8
 LORA = {"lora_rank": 32, "lora_alpha": 64}
 VARIANTS: dict[str, dict[str, Any]] = {
     "diffusers, eager": {"engine": "diffusers"},
@@ -43,6 +43,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "vllm-omni, SDPA, step execution": {"engine": "vllm_omni", "attention": "TORCH_SDPA", "step_execution": True},
     "vllm-omni, FA3": {"engine": "vllm_omni", "attention": "FLASH_ATTN"},
     "vllm-omni, SDPA, compiled": {"engine": "vllm_omni", "attention": "TORCH_SDPA", "compiled": True},
+    "vllm-omni, SDPA, two processes": {"engine": "vllm_omni", "attention": "TORCH_SDPA", "processes": 2},
 }
 ONLY_ON_A_GPU = ("diffusers, compiled", "vllm-omni, FA3", "vllm-omni, SDPA, compiled")
 
@@ -66,12 +67,14 @@ def build(model: str, folder: Path, device: str) -> None:
     aside.rename(folder)
 
 
-def settings_of(model: str, folder: Path, size: int, lora: bool, compiled: bool = False) -> DiffusionModelConfig:
+def settings_of(
+    model: str, folder: Path, size: int, lora: bool, compiled: bool = False, steps: int = 10
+) -> DiffusionModelConfig:
     """The model's config; guidance is off. Only diffusers compiles by it; vLLM-Omni has a setting of its own."""
     dtype = "float32" if model in TINY else "bfloat16"
     return DiffusionModelConfig.load(
         ModelConfig(path=str(folder), dtype=dtype, compile=compiled, **(LORA if lora else {})),
-        DiffusionPipelineConfig(height=size, width=size, num_inference_steps=SAMPLE_STEPS),
+        DiffusionPipelineConfig(height=size, width=size, num_inference_steps=steps),
         DiffusionRolloutAlgoConfig(),
     )
 
@@ -140,6 +143,11 @@ def used_gib(device: str) -> float | None:
     return (total - free) / 2**30
 
 
+def can_sleep(chosen: dict[str, Any]) -> bool:
+    """An engine spread over several GPUs is never colocated, so it need not sleep."""
+    return chosen.get("processes", 1) == 1
+
+
 def start(config: DiffusionModelConfig, chosen: dict[str, Any], device: str, largest: int) -> Any:
     """The engine of a variant."""
     if chosen["engine"] == "vllm_omni":
@@ -150,8 +158,9 @@ def start(config: DiffusionModelConfig, chosen: dict[str, Any], device: str, lar
             attention_backend=attention,
             enforce_eager=not chosen.get("compiled"),
             step_execution=bool(chosen.get("step_execution")),
+            tensor_parallel_size=chosen.get("processes", 1),
         )
-        return VllmOmniRolloutEngine(config, settings, max_num_seqs=largest, sleep_mode=True)
+        return VllmOmniRolloutEngine(config, settings, max_num_seqs=largest, sleep_mode=can_sleep(chosen))
     from models.engines.diffusers_rollout import DiffusersRolloutEngine
 
     return DiffusersRolloutEngine(config, device)
@@ -194,7 +203,8 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """All numbers of one variant."""
     chosen, device = VARIANTS[name], arguments.device
     lora, compiled = bool(chosen.get("lora")), bool(chosen.get("compiled"))
-    config = settings_of(arguments.model, arguments.work / "model", arguments.size, lora, compiled)
+    folder, size, steps = arguments.work / "model", arguments.size, arguments.steps
+    config = settings_of(arguments.model, folder, size, lora, compiled, steps)
     seconds, engine = timed(lambda: start(config, chosen, device, max(arguments.batches)), device)
     numbers: dict[str, Any] = {"variant": name, "start_s": seconds}
     numbers["sync_s"] = sync_seconds(engine, config, device)
@@ -209,9 +219,10 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         _, paths = engine.generate(request_of(config, REPLAYED, with_negative=bool(label)), pipeline)
         torch.save(paths, arguments.work / f"{name}{label}.pt")
     numbers["GPU GiB"] = used_gib(device)
-    numbers["sleep_s"], _ = timed(engine.sleep, device)
-    numbers["GPU GiB asleep"] = used_gib(device)
-    numbers["wake_s"], _ = timed(engine.wake, device)
+    if can_sleep(chosen):
+        numbers["sleep_s"], _ = timed(engine.sleep, device)
+        numbers["GPU GiB asleep"] = used_gib(device)
+        numbers["wake_s"], _ = timed(engine.wake, device)
     if name == "diffusers, eager":
         for file in arguments.work.glob("*.pt"):
             if "LoRA" not in file.stem:
@@ -256,6 +267,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("runs/benchmark_rollout"))
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 16, 32])
     parser.add_argument("--size", type=int, help="pixels a side; 16 for tiny models, else 512")
+    parser.add_argument("--steps", type=int, default=10, help="denoising steps of a picture")
     parser.add_argument("--only", nargs="+", choices=list(VARIANTS), help="these variants alone")
     parser.add_argument("--variant", choices=list(VARIANTS), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
