@@ -1,6 +1,6 @@
 """Kill a part of a run at a random moment, start the same command again, and compare with a run that nothing disturbed.
 
-    python -m benchmarks.kill_rounds [--rounds 1] [--victims driver rollout ...] [--seed 0] [--log rounds.jsonl]
+    python -m benchmarks.kill_rounds [--rounds 1] [--victims driver ...] [--seed 0] [--log rounds.jsonl] [--missing]
 
 Each round runs a small form of the quickstart on a Prefect and an MLflow server of its own, in a temporary folder, and
 kills one victim with SIGKILL: the driver, an actor of each kind, Ray's head (its GCS) or its raylet, the MLflow or the
@@ -243,13 +243,14 @@ def main() -> None:
     parser.add_argument("--victims", nargs="+", choices=VICTIMS, default=list(VICTIMS))
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
     parser.add_argument("--log", type=Path, default=Path("kill_rounds.jsonl"), help="every round's line is added here")
+    parser.add_argument("--missing", action="store_true", help="leave out a victim's stages that the log holds already")
     parser.add_argument("--write", action="store_true", help=f"put the table into {DOCS}")
     chosen = parser.parse_args()
     random.seed(chosen.seed)
     os.environ["MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR"] = "false"
     if chosen.rounds:
-        play_all(chosen.rounds, chosen.victims, chosen.log)
-    rounds = [json.loads(line) for line in chosen.log.read_text().splitlines()]
+        play_all(chosen.rounds, chosen.victims, chosen.log, chosen.missing)
+    rounds = rounds_in(chosen.log)
     print(table(rounds))
     if chosen.write:
         put_table(DOCS, "kill_rounds.py", table(rounds))
@@ -257,8 +258,18 @@ def main() -> None:
         raise SystemExit(1)
 
 
-def play_all(rounds: int, victims: Sequence[str], log: Path) -> None:
-    """So many rounds of each victim, after a run that nothing disturbs; every round's line goes to the log."""
+def rounds_in(log: Path) -> list[dict[str, Any]]:
+    """What the log holds."""
+    return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+
+
+def play_all(rounds: int, victims: Sequence[str], log: Path, missing: bool) -> None:
+    """So many rounds of each victim, after a run that nothing disturbs; every round's line goes to the log.
+
+    Args:
+        missing: leave out the stages in which a victim was found and killed before.
+    """
+    done = {(entry["victim"], entry["stage"]) for entry in rounds_in(log) if entry["found"] and missing}
     base = Path(tempfile.mkdtemp(prefix="kill-rounds-"))
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, base, ignore_errors=True)
@@ -272,6 +283,8 @@ def play_all(rounds: int, victims: Sequence[str], log: Path) -> None:
         stages = random.sample(list(MOMENT_SECONDS), len(MOMENT_SECONDS))
         for number, (place, victim) in itertools.product(range(rounds), enumerate(victims)):
             stage = stages[(number + place) % len(stages)]  # five rounds, and a victim has had every stage
+            if (victim, stage) in done:
+                continue
             result = play(both, victim, stage, base / f"{victim}-{number}", expected)
             line = json.dumps(vars(result) | {"equal": result.equal})
             print(line, flush=True)
