@@ -1,7 +1,7 @@
 """The data stages of dvc.yaml: `python -m flows.prepare prompts|base-model|embeddings|preferences|pairs`.
 
 Each reads params.yaml and puts its output in place only when all of it is made, so a stage that fails leaves the old
-output as it was.
+output as it was. A stage that samples or encodes imports the model families, seconds of work, and the others do not.
 """
 
 import json
@@ -33,8 +33,6 @@ from tasks.dataset import (
     put_in_place,
     write_embeddings,
 )
-from tasks.pairs import common_size, read_pictures, write_pairs
-from tasks.preferences import sampled_preferences
 from tasks.rewards import RewardError
 
 if TYPE_CHECKING:
@@ -153,6 +151,8 @@ def _adapter_of(model: Path, **pipeline: int) -> "tuple[type[DiffusionModelBase]
 @one_line_errors()
 def preferences() -> None:
     """Sample the base model on the train prompts, and write each one's best and worst picture."""
+    from tasks.preferences import sampled_preferences
+
     params = load_params(PARAMS).preferences
     _require_base_model()
     table = sampled_preferences(BASE_MODEL, EMBEDDINGS, load_prompts(PROMPTS, "train"), **params.model_dump())
@@ -171,6 +171,8 @@ def preferences() -> None:
 def pairs() -> None:
     """Encode a preference table with the base model's VAE, and write data/pairs/."""
     import torch
+
+    from tasks.pairs import common_size, read_pictures, write_pairs
 
     params = load_params(PARAMS).pairs
     _require_base_model()
