@@ -29,15 +29,9 @@ sys.path.append(str(Path(__file__).parents[1] / "tests"))  # the tests' checkpoi
 
 import models.families  # noqa: F401  registers the adapters
 from benchmarks.real_size import use_random_weights, write_configs
+from models.actor_config import DiffusionActorConfig, DiffusionLossConfig, FSDPConfig
 from models.base import DiffusionModelBase, DiffusionModelConfig
-from models.config import (
-    DiffusionActorConfig,
-    DiffusionLossConfig,
-    DiffusionPipelineConfig,
-    DiffusionRolloutAlgoConfig,
-    FSDPConfig,
-    ModelConfig,
-)
+from models.config import DiffusionPipelineConfig, DiffusionRolloutAlgoConfig, ModelConfig
 from models.engines.actor_batch import ActorBatch
 from models.engines.diffusers_rollout import DiffusersRolloutEngine
 from models.engines.fsdp import DiffusersFSDPEngine

@@ -16,7 +16,8 @@ from pydantic import BaseModel, Field, ModelWrapValidatorHandler, model_validato
 from flows.algorithms import absent, preset, tree_of
 from flows.overrides import merged, optional, set_fields
 from flows.trainer_config import TrainerConfig
-from models.config import DiffusionActorConfig, ModelConfig, Section
+from models.actor_config import DiffusionActorConfig
+from models.config import ModelConfig, Section
 from tasks.config import (
     DataConfig,
     DiffusionAlgoConfig,

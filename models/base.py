@@ -6,25 +6,23 @@ folder's model_index.json. Registered for an architecture alone, an adapter serv
 """
 
 import importlib
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from models.guidance import in_one_pass
+from models.model_config import DiffusionModelConfig, read_architecture
+from models.registry import C, Registry
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline, SchedulerMixin
     from tensordict import TensorDict
 
-    from models.config import DiffusionPipelineConfig, DiffusionRolloutAlgoConfig, ModelConfig
-
-C = TypeVar("C", bound=type)
+    from models.config import DiffusionPipelineConfig
 
 UNCONDITIONAL = "unconditional"
 """Name under which samples carry the half of the guidance without the prompt."""
@@ -33,85 +31,8 @@ OPTIONAL_PIPELINE_FIELDS: dict[str, float | None] = {"true_cfg_scale": 1.0, "gui
 """Fields of `rollout.pipeline` that only some families read, and the value with which each says nothing."""
 
 
-@dataclass(frozen=True)
-class DiffusionModelConfig:
-    """What an adapter sees of the configuration.
-
-    Attributes:
-        path: folder in diffusers format.
-        architecture: `_class_name` of its model_index.json.
-        algorithm: second half of the registry key.
-        pipeline: how a picture is sampled.
-        algo: how a sample explores.
-        model: which weights are trained.
-    """
-
-    path: str
-    architecture: str
-    algorithm: str
-    pipeline: "DiffusionPipelineConfig"
-    algo: "DiffusionRolloutAlgoConfig"
-    model: "ModelConfig"
-
-    @classmethod
-    def load(
-        cls, model: "ModelConfig", pipeline: "DiffusionPipelineConfig", algo: "DiffusionRolloutAlgoConfig"
-    ) -> "DiffusionModelConfig":
-        """Reads the architecture from the model's folder; see `read_architecture` for the errors."""
-        return cls(model.path, read_architecture(model.path), model.algorithm, pipeline, algo, model)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Number format of the denoiser's forward."""
-        return getattr(torch, self.model.dtype)
-
-
-def read_architecture(path: str | Path) -> str:
-    """`_class_name` of the folder's model_index.json.
-
-    Raises:
-        FileNotFoundError: the folder is not in diffusers format.
-        ValueError: model_index.json names no class.
-    """
-    index = Path(path) / "model_index.json"
-    if not index.is_file():
-        raise FileNotFoundError(f"{index} does not exist: model.path must be a folder in diffusers format")
-    name = json.loads(index.read_text()).get("_class_name")
-    if not name:
-        raise ValueError(f"{index} has no _class_name, so the pipeline's architecture is unknown")
-    return name
-
-
-class _Registry:
-    """Classes under (architecture, algorithm), or under an architecture alone (algorithm None)."""
-
-    def __init__(self, what: str):
-        self.what = what
-        self.entries: dict[tuple[str, str | None], type] = {}
-
-    def register(self, architecture: str, algorithm: str | None) -> Callable[[C], C]:
-        def decorate(cls: C) -> C:
-            key = (architecture, algorithm)
-            known = self.entries.get(key)
-            if known is not None and (known.__module__, known.__qualname__) != (
-                cls.__module__,
-                cls.__qualname__,
-            ):
-                raise ValueError(
-                    f"{self.what} for {key} is already registered: {known.__module__}.{known.__qualname__}"
-                )
-            self.entries[key] = cls
-            return cls
-
-        return decorate
-
-    def find(self, architecture: str, algorithm: str | None) -> type | None:
-        """The exact pair first, then the architecture's own."""
-        return self.entries.get((architecture, algorithm)) or self.entries.get((architecture, None))
-
-
-_ADAPTERS = _Registry("A training adapter")
-_PIPELINES = _Registry("A vLLM-Omni pipeline")
+_ADAPTERS = Registry("A training adapter")
+_PIPELINES = Registry("A vLLM-Omni pipeline")
 
 
 class DiffusionModelBase(ABC):

@@ -24,7 +24,7 @@ from models.latents import component_config, pipeline_config
 from models.meta_pass import PassCost
 
 if TYPE_CHECKING:
-    from models.config import DiffusionActorConfig
+    from models.actor_config import DiffusionActorConfig
 
 Config = Mapping[str, Any]
 TIME_CHANNELS = 256

@@ -13,7 +13,7 @@ from models.base import DiffusionModelConfig
 from models.meta_pass import PassCost
 
 if TYPE_CHECKING:
-    from models.config import DiffusionActorConfig
+    from models.actor_config import DiffusionActorConfig
 
 GIB = 2**30
 MASTER_BYTES = 4

@@ -5,10 +5,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from models.actor_config import ForwardProcessConfig
 from models.config import (
     DiffusionPipelineConfig,
     DiffusionRolloutAlgoConfig,
-    ForwardProcessConfig,
     RolloutCorrectionConfig,
     Section,
     VllmOmniConfig,

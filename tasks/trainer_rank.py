@@ -9,8 +9,8 @@ from typing import Any
 import ray
 import torch
 
+from models.actor_config import DiffusionActorConfig, ForwardProcessConfig
 from models.base import DiffusionModelBase, DiffusionModelConfig
-from models.config import DiffusionActorConfig, ForwardProcessConfig
 from models.engines.canary import Canary
 from models.engines.ema import HeldWeights
 from models.engines.trajectories import FinishedLatents, Trajectories

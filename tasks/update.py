@@ -11,9 +11,9 @@ import torch
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
+from models.actor_config import DiffusionActorConfig, ForwardProcessConfig
 from models.algorithms import needs_old_means
 from models.base import DiffusionModelConfig
-from models.config import DiffusionActorConfig, ForwardProcessConfig
 from models.engines.canary import Canary
 from models.engines.ema import HeldWeights
 from tasks.clock import Stopwatch

@@ -13,17 +13,9 @@ import torch.multiprocessing as mp
 from pydantic import BaseModel
 
 import models.qwen_image  # noqa: F401  (registers its adapter)
+from models.actor_config import DiffusionActorConfig, DiffusionLossConfig, EmaConfig, FSDPConfig, OptimConfig
 from models.base import DiffusionModelConfig
-from models.config import (
-    DiffusionActorConfig,
-    DiffusionLossConfig,
-    DiffusionPipelineConfig,
-    DiffusionRolloutAlgoConfig,
-    EmaConfig,
-    FSDPConfig,
-    ModelConfig,
-    OptimConfig,
-)
+from models.config import DiffusionPipelineConfig, DiffusionRolloutAlgoConfig, ModelConfig
 from models.engines.training_engine import TrainingEngine
 from models.engines.trajectories import PromptTable, RolloutRequest
 from models.schedulers import NoiseKey

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from models.actor_config import DiffusionActorConfig, ForwardProcessConfig
 from models.algorithms.losses import get_diffusion_loss_fn
 from models.base import DiffusionModelBase, DiffusionModelConfig
-from models.config import DiffusionActorConfig, ForwardProcessConfig
 from models.engines.actor_batch import ActorBatch, WeightedMetrics, micro_batch_of
 from models.engines.canary import Canary, canary_velocity
 from models.engines.ema import HeldWeights

@@ -11,8 +11,8 @@ import torch
 from plain_trainer import plain_module
 from torch import Tensor, nn
 
+from models.actor_config import DiffusionActorConfig
 from models.base import DiffusionModelConfig
-from models.config import DiffusionActorConfig
 from models.engines.trajectories import FinishedLatents, PromptTable
 from models.engines.weights import trainable
 from models.qwen_image import QwenImage

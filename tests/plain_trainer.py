@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from models.actor_config import DiffusionActorConfig
 from models.base import DiffusionModelConfig
-from models.config import DiffusionActorConfig
 from models.engines.trajectories import Trajectories
 from models.engines.weights import make_trainable, trainable
 from models.qwen_image import QwenImage

@@ -10,7 +10,7 @@ from helpers import actor_config, model_config, rollout_request
 from plain_trainer import latents_around, plain_updates
 from torch import Tensor
 
-from models.config import ForwardProcessConfig
+from models.actor_config import ForwardProcessConfig
 from models.engines.actor_batch import ActorBatch
 from models.engines.diffusers_rollout import DiffusersRolloutEngine
 from models.engines.fsdp import DiffusersFSDPEngine

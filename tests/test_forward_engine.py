@@ -13,8 +13,8 @@ from plain_forward import Noised, noised, plain_iterations, with_pairs_noise
 from plain_trainer import plain_kl, plain_module, plain_replay
 from torch import Tensor, nn
 
+from models.actor_config import ForwardProcessConfig
 from models.base import DiffusionModelConfig
-from models.config import ForwardProcessConfig
 from models.engines.actor_batch import ActorBatch
 from models.engines.diffusers_rollout import DiffusersRolloutEngine
 from models.engines.fsdp import DiffusersFSDPEngine

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Normal, kl_divergence
 
+from models.actor_config import DiffusionActorConfig, DiffusionLossConfig, ForwardProcessConfig
 from models.algorithms import (
     AdvantageWeightedMatchingLoss,
     DiffusionNFTLoss,
@@ -20,7 +21,6 @@ from models.algorithms import (
 )
 from models.algorithms.losses import velocity_distance
 from models.algorithms.old_policy import old_policy_decay
-from models.config import DiffusionActorConfig, DiffusionLossConfig, ForwardProcessConfig
 
 SAMPLES, SHAPE = 12, (5, 3)
 WEIGHTINGS = ("uniform", "t", "t2", "huber", "ghuber")

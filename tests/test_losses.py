@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Normal, kl_divergence
 
+from models.actor_config import DiffusionActorConfig, DiffusionLossConfig
 from models.algorithms import (
     DiffusionLossFn,
     DiffusionLossResult,
@@ -21,7 +22,6 @@ from models.algorithms import (
     needs_old_means,
     register_diffusion_loss,
 )
-from models.config import DiffusionActorConfig, DiffusionLossConfig
 
 CLIP = 0.1
 CONFIG = DiffusionActorConfig(diffusion_loss=DiffusionLossConfig(clip_ratio=CLIP, adv_clip_max=5.0))

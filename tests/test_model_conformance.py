@@ -15,8 +15,8 @@ from helpers import PROMPTS, actor_config, model_config, noise_keys
 from tiny_models import FAMILIES, NEGATIVE, Family
 from torch import Tensor
 
+from models.actor_config import ForwardProcessConfig
 from models.base import OPTIONAL_PIPELINE_FIELDS, DiffusionModelConfig
-from models.config import ForwardProcessConfig
 from models.engines.actor_batch import ActorBatch
 from models.engines.canary import Canary, check_canary
 from models.engines.diffusers_rollout import DiffusersRolloutEngine

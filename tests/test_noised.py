@@ -9,8 +9,8 @@ import torch
 from helpers import prompt_table
 from torch import Tensor
 
+from models.actor_config import ForwardProcessConfig
 from models.algorithms import DPOLoss, get_diffusion_loss_fn
-from models.config import ForwardProcessConfig
 from models.engines.noised import NoisedLatents, add_noise, noised
 from models.engines.trajectories import FinishedLatents
 from models.schedulers.noise_keys import NoiseKey

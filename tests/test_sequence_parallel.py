@@ -10,8 +10,8 @@ from helpers import actor_config, gloo_world, model_config, noise_keys, prompt_t
 from torch import Tensor
 
 import models.families  # noqa: F401  registers the adapters
+from models.actor_config import ForwardProcessConfig
 from models.base import DiffusionModelBase, DiffusionModelConfig
-from models.config import ForwardProcessConfig
 from models.engines.actor_batch import ActorBatch
 from models.engines.canary import Canary
 from models.engines.fsdp import DiffusersFSDPEngine

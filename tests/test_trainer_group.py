@@ -9,7 +9,7 @@ import ray
 import torch
 from helpers import actor_config, model_config, prompt_table, rollout_request
 
-from models.config import ForwardProcessConfig
+from models.actor_config import ForwardProcessConfig
 from models.engines.canary import Canary
 from models.engines.diffusers_rollout import DiffusersRolloutEngine
 from models.engines.trajectories import Trajectories

@@ -14,7 +14,7 @@ import torch
 from helpers import TEXT_DIM, actor_config, model_config
 from torch import Tensor
 
-from models.config import ForwardProcessConfig
+from models.actor_config import ForwardProcessConfig
 from models.engines.canary import Canary
 from models.engines.weights import trainable
 from tasks.cluster import SharedGpus, ray_cluster

@@ -16,7 +16,7 @@ from models.algorithms.losses import (
 )
 
 if TYPE_CHECKING:
-    from models.config import DiffusionActorConfig
+    from models.actor_config import DiffusionActorConfig
 
 
 @register_diffusion_loss("distill_kl")

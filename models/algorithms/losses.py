@@ -20,7 +20,7 @@ from models.algorithms.registry import NameRegistry
 from models.schedulers.kernels import mean_dims
 
 if TYPE_CHECKING:
-    from models.config import DiffusionActorConfig
+    from models.actor_config import DiffusionActorConfig
 
 Process = Literal["reverse", "forward"]
 MODEL_OUTPUTS: dict[Process, tuple[str, ...]] = {

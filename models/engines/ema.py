@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from models.engines.weights import trainable
 
 if TYPE_CHECKING:
-    from models.config import EmaConfig
+    from models.actor_config import EmaConfig
 
 HeldWeights = Literal["policy", "average", "old", "previous"]
 """The trained weights, their moving average, the old policy of DiffusionNFT and its kin, and the trained weights of

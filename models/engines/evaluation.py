@@ -32,7 +32,7 @@ from models.engines.weights import LORA_FILE
 from models.schedulers import FlowMatchSDEDiscreteScheduler
 
 if TYPE_CHECKING:
-    from models.config import DiffusionActorConfig
+    from models.actor_config import DiffusionActorConfig
 
 STEPWISE_DATA = ("old_log_probs", OLD_MEAN, IS_WEIGHTS, "noise", "sigmas", *VELOCITIES)
 LOG_PROB_DISTANCES = ("logprob_abs_diff/mean", "logprob_abs_diff/max")

@@ -14,7 +14,7 @@ from models.engines.noised import NoisedLatents, noised
 from models.engines.trajectories import FinishedLatents
 
 if TYPE_CHECKING:
-    from models.config import ForwardProcessConfig
+    from models.actor_config import ForwardProcessConfig
 
 
 def noised_batch(

@@ -30,7 +30,7 @@ from models.engines.trajectories import Trajectories
 from models.engines.weights import make_trainable, trainable
 
 if TYPE_CHECKING:
-    from models.config import DiffusionActorConfig, ForwardProcessConfig
+    from models.actor_config import DiffusionActorConfig, ForwardProcessConfig
 
 
 @TRAINING_ENGINES.register("fsdp2")

@@ -11,7 +11,7 @@ from models.engines.trajectories import FinishedLatents, Samples
 from models.schedulers.noise_keys import FORWARD_LEVELS, FORWARD_NOISE, NoiseKey, draw, generators
 
 if TYPE_CHECKING:
-    from models.config import ForwardProcessConfig
+    from models.actor_config import ForwardProcessConfig
 
 
 @dataclass(frozen=True)

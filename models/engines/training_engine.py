@@ -15,7 +15,7 @@ from models.engines.ema import HeldWeights
 from models.engines.trajectories import Trajectories
 
 if TYPE_CHECKING:
-    from models.config import DiffusionActorConfig, ForwardProcessConfig
+    from models.actor_config import DiffusionActorConfig, ForwardProcessConfig
 
 
 class TrainingEngine(Protocol):
