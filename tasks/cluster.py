@@ -83,18 +83,18 @@ def ray_cluster(config: RayConfig, full_determinism: bool = False) -> Iterator[N
         place = {"address": address}
     if address or full_determinism:
         place["runtime_env"] = environment
-    try:
-        ray.init(log_to_driver=config.log_to_driver, logging_level="WARNING", **place)
-    except (ConnectionError, AuthenticationError) as error:
-        raise ClusterError(
-            f"the Ray cluster at RAY_ADDRESS {address} cannot be joined ({error}): start it, unset RAY_ADDRESS, or, if "
-            "it was started with a token, set RAY_AUTH_MODE=token and have the same token here"
-        ) from error
-    try:
-        with watchdog():
+    with watchdog():
+        try:
+            ray.init(log_to_driver=config.log_to_driver, logging_level="WARNING", **place)
+        except (ConnectionError, AuthenticationError) as error:
+            raise ClusterError(
+                f"the Ray cluster at RAY_ADDRESS {address} cannot be joined ({error}): start it, unset RAY_ADDRESS, "
+                "or, if it was started with a token, set RAY_AUTH_MODE=token and have the same token here"
+            ) from error
+        try:
             yield
-    finally:
-        ray.shutdown()
+        finally:
+            ray.shutdown()
 
 
 @contextmanager

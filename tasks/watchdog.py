@@ -2,47 +2,65 @@
 
 A process that gets SIGKILL runs no handler, and those of its children that made themselves independent (Ray's
 daemons and agents, Prefect's temporary server) live on. The watchdog is a small process at the other end of a pipe:
-when the driver dies, however it dies, the kernel closes the pipe.
+when the driver dies, however it dies, the kernel closes the pipe. It knows what to end by a mark in the environment,
+which a process hands on to all that it starts.
 """
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from uuid import uuid4
 
 import psutil
 
 GRACE_SECONDS = 5
 DONE = "done"
+MARK = "DOUBLEFLOW_STARTED_BY"
+ROUNDS = 3
+"""A daemon that is being ended may just have started another process: so look again."""
 
 
 @contextmanager
 def watchdog() -> Iterator[None]:
-    """Should this process die within the block, the processes that it had started by the block's beginning end too."""
+    """Should this process die within the block, the processes end too that it had started before and starts in it."""
     family = [(child.pid, child.create_time()) for child in psutil.Process().children(recursive=True)]
-    process = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, text=True, start_new_session=True)
+    mark, before = uuid4().hex, os.environ.get(MARK)
+    own = {name: value for name, value in os.environ.items() if name != MARK}  # not below any other one's block
+    command = [sys.executable, __file__, mark]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True, env=own)
     assert process.stdin is not None
     process.stdin.write("".join(f"{pid} {created!r}\n" for pid, created in family))
     process.stdin.flush()
+    os.environ[MARK] = mark
     try:
         yield
     finally:
+        os.environ.pop(MARK)
+        if before is not None:
+            os.environ[MARK] = before
         process.stdin.write(f"{DONE}\n")
         process.stdin.close()
         process.wait()
 
 
-def main() -> None:
-    """Read pids and their start times until the pipe ends; unless it ends with `done`, end these processes."""
+def main(mark: str) -> None:
+    """Read pids and their start times until the pipe ends; unless it ends with `done`, end these and the marked."""
     lines = sys.stdin.read().split("\n")
     if DONE in lines:
         return
     orphans = list(_alive(line.split() for line in lines if line))
-    for orphan in orphans:
-        orphan.terminate()
-    _, left = psutil.wait_procs(orphans, timeout=GRACE_SECONDS)
-    for orphan in left:
-        orphan.kill()
+    for _ in range(ROUNDS):
+        orphans = list({*orphans, *_marked(mark)})
+        for orphan in orphans:
+            with suppress(psutil.NoSuchProcess):
+                orphan.terminate()
+        _, orphans = psutil.wait_procs(orphans, timeout=GRACE_SECONDS)
+        for orphan in orphans:
+            with suppress(psutil.NoSuchProcess):
+                orphan.kill()
+        _, orphans = psutil.wait_procs(orphans, timeout=GRACE_SECONDS)
 
 
 def _alive(records: Iterator[list[str]]) -> Iterator[psutil.Process]:
@@ -56,5 +74,13 @@ def _alive(records: Iterator[list[str]]) -> Iterator[psutil.Process]:
             continue
 
 
+def _marked(mark: str) -> Iterator[psutil.Process]:
+    """This user's processes that carry the mark, and what is below them: Ray's agents write over their environment."""
+    for process in psutil.process_iter():
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            if process.environ().get(MARK) == mark:
+                yield from (process, *process.children(recursive=True))
+
+
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

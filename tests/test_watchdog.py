@@ -1,0 +1,69 @@
+"""What a killed driver had started ends with it; real processes and a real SIGKILL."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SLEEPER = "import time; time.sleep(120)"
+DAEMON = """
+import subprocess, sys, time
+own = {"PATH": "/usr/bin:/bin"}  # as an agent of Ray's: nobody can read in its environment whose it is
+agent = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"], env=own, start_new_session=True)
+print(agent.pid, flush=True)
+time.sleep(120)
+"""
+DRIVER = """
+import subprocess, sys, time
+from tasks.watchdog import watchdog
+sleeper, daemon = sys.argv[1:]
+def start(code):
+    return subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stdout=subprocess.PIPE, text=True)
+before = start(sleeper)
+with watchdog():
+    within = start(daemon)
+    print(before.pid, within.pid, within.stdout.readline().strip(), flush=True)
+    if sys.stdin.readline().strip() == "wait":
+        time.sleep(120)
+"""
+
+
+@pytest.fixture
+def driver():
+    """A driver with a process that it started before the block, a daemon within, and the daemon's agent."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", DRIVER, SLEEPER, DAEMON],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    started = [psutil.Process(int(pid)) for pid in process.stdout.readline().split()]
+    assert len(started) == 3
+    yield process, started
+    process.kill()
+    process.wait()
+    for one in started:
+        if one.is_running():
+            one.kill()
+
+
+def test_all_that_a_killed_driver_started_ends(driver):
+    process, started = driver
+    process.send_signal(signal.SIGKILL)
+    _, left = psutil.wait_procs(started, timeout=30)
+    assert not left
+
+
+def test_what_a_driver_leaves_behind_in_peace_lives_on(driver):
+    process, started = driver
+    process.communicate("done\n", timeout=30)
+    assert process.returncode == 0
+    _, left = psutil.wait_procs(started, timeout=1)
+    assert set(left) == set(started)
