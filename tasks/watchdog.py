@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from uuid import uuid4
 
 import psutil
 
@@ -24,25 +23,31 @@ ROUNDS = 3
 
 @contextmanager
 def watchdog() -> Iterator[None]:
-    """Should this process die within the block, the processes end too that it had started before and starts in it."""
+    """Should this process die within the block, the processes end too that it had started before and starts in it.
+
+    Threads may have blocks of their own at the same time: each ends what any of them has started.
+    """
     family = [(child.pid, child.create_time()) for child in psutil.Process().children(recursive=True)]
-    mark, before = uuid4().hex, os.environ.get(MARK)
+    mark = _mark()
     own = {name: value for name, value in os.environ.items() if name != MARK}  # not below any other one's block
     command = [sys.executable, __file__, mark]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True, env=own)
     assert process.stdin is not None
     process.stdin.write("".join(f"{pid} {created!r}\n" for pid, created in family))
     process.stdin.flush()
-    os.environ[MARK] = mark
     try:
         yield
     finally:
-        os.environ.pop(MARK)
-        if before is not None:
-            os.environ[MARK] = before
         process.stdin.write(f"{DONE}\n")
         process.stdin.close()
         process.wait()
+
+
+def _mark() -> str:
+    """This process's, from now on in its environment. One for all its threads, which share the environment."""
+    process = psutil.Process()
+    os.environ[MARK] = f"{process.pid} {process.create_time()!r}"
+    return os.environ[MARK]
 
 
 def main(mark: str) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tasks.watchdog import MARK, watchdog
+
 ROOT = Path(__file__).parents[1]
 SLEEPER = "import time; time.sleep(120)"
 DAEMON = """
@@ -67,3 +69,14 @@ def test_what_a_driver_leaves_behind_in_peace_lives_on(driver):
     assert process.returncode == 0
     _, left = psutil.wait_procs(started, timeout=1)
     assert set(left) == set(started)
+
+
+def test_blocks_of_threads_end_in_any_order(monkeypatch):
+    monkeypatch.setenv(MARK, "of whoever has started this process")
+    first, second = watchdog(), watchdog()
+    first.__enter__()
+    second.__enter__()
+    assert os.environ[MARK].split()[0] == str(os.getpid())
+    first.__exit__(None, None, None)
+    assert os.environ[MARK].split()[0] == str(os.getpid())
+    second.__exit__(None, None, None)
