@@ -21,10 +21,11 @@ from models.engines.ema import HeldWeights
 from models.schedulers.windows import window_steps
 from tasks.checkpoint import CheckpointError, CheckpointStore, RunState, alone
 from tasks.clock import Stopwatch
-from tasks.cluster import SharedGpus, driver_memory, require_resources
+from tasks.cluster import SharedGpus, require_resources
 from tasks.dataset import Prompt
 from tasks.guards import HACKING_TAG, GuardWatch
 from tasks.lineage import lineage
+from tasks.memory import resident_mb
 from tasks.pairs import SIDES, Pair
 from tasks.picture_statistics import NAMES as STATISTICS
 from tasks.profiling import traced
@@ -163,7 +164,10 @@ class TrainingRun:
         if self.rollout is not None and self.reward is not None:
             pools = {f"reward_{name}".replace(":", "/"): pool.group for name, pool in self.reward.pools.items()}
             groups |= {"rollout": self.rollout.group, **pools}
-        return driver_memory() | {n: v for name, group in groups.items() for n, v in group.memory(name).items()}
+        metrics = {"memory/driver_mb": resident_mb()}
+        for name, group in groups.items():
+            metrics |= group.memory(name)
+        return metrics
 
     @contextmanager
     def profiled(self, name: str, iteration: int, clock: Stopwatch) -> Iterator[None]:

@@ -69,10 +69,9 @@ class Utilisation:
             "update": settings.actor.fsdp_config.param_dtype or settings.model.dtype,
             "rollout": settings.model.dtype,
         }
-        names = {stage: ray.get(group.actors[0].__ray_call__.remote(_device)) for stage, group in self.groups.items()}
+        names = {  # by a lambda, because an actor would import this module to have its function
+            stage: ray.get(group.actors[0].__ray_call__.remote(lambda _: torch.cuda.get_device_name()))
+            for stage, group in self.groups.items()
+        }
         peaks = {stage: peak_tflops(name, formats[stage]) for stage, name in names.items()}
         return {stage: peak for stage, peak in peaks.items() if peak is not None}
-
-
-def _device(_actor: object) -> str:
-    return torch.cuda.get_device_name()

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import psutil
 import ray
 from prefect.client.orchestration import get_client
 from prefect.concurrency.sync import concurrency
@@ -19,7 +18,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from models import determinism
 from tasks.config import RayConfig
-from tasks.gpu_memory import peak_metrics, peaks_since_last_time
+from tasks.memory import memory_of, peak_metrics
 from tasks.watchdog import watchdog
 
 
@@ -202,19 +201,6 @@ class ActorGroup:
     def memory(self, name: str) -> dict[str, float]:
         """memory/<name>_<number>_mb of every actor: what its process holds of its machine's memory; and what the stages
         since the last call took of its GPU at most, see `peak_metrics`."""
-        found = ray.get([actor.__ray_call__.remote(_memory) for actor in self.actors])
+        found = ray.get([actor.__ray_call__.remote(memory_of) for actor in self.actors])
         resident = {f"memory/{name}_{number}_mb": size for number, (size, _) in enumerate(found)}
         return resident | peak_metrics(name, [peaks for _, peaks in found])
-
-
-def driver_memory() -> dict[str, float]:
-    """memory/driver_mb, of this process."""
-    return {"memory/driver_mb": _resident_mb()}
-
-
-def _memory(actor: Any) -> tuple[float, dict[str, int]]:
-    return _resident_mb(), peaks_since_last_time(actor)
-
-
-def _resident_mb() -> float:
-    return psutil.Process().memory_info().rss / 1e6

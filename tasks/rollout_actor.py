@@ -17,7 +17,7 @@ from models.engines.samples_file import read_samples, write_samples
 from models.engines.trajectories import LATENTS, PICTURES, RolloutRequest, Samples
 from models.engines.weights import WeightSyncError
 from tasks.config import DiffusionRolloutConfig
-from tasks.gpu_memory import measures_gpu_memory
+from tasks.memory import measures_gpu_memory
 from tasks.weight_transport import Arrival, Courier, Parcel
 
 

@@ -15,7 +15,7 @@ from models.engines.canary import Canary
 from models.engines.ema import HeldWeights
 from models.engines.trajectories import FinishedLatents, Trajectories
 from models.engines.weight_buckets import buckets
-from tasks.gpu_memory import measures_gpu_memory
+from tasks.memory import measures_gpu_memory
 from tasks.update_plan import RankMiniBatch
 from tasks.weight_transport import Courier, Route
 

@@ -1,5 +1,6 @@
-"""Builders for the tests: a tiny model folder, configs from flat keywords, requests, and spawned gloo ranks."""
+"""Builders for the tests: a tiny model folder, configs from flat keywords, requests, and gloo ranks as processes."""
 
+import gc
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from forked import CONTEXT
 from pydantic import BaseModel
 
 import models.qwen_image  # noqa: F401  (registers its adapter)
@@ -131,13 +133,15 @@ def gloo_world(
     could take in between. With device "cuda" each rank has a GPU, and NCCL beside gloo.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    mp.spawn(_rank_main, (world_size, str(folder), device, function, arguments), nprocs=world_size)
+    arguments = (world_size, str(folder), device, function, arguments)
+    mp.start_processes(_rank_main, arguments, nprocs=world_size, start_method=CONTEXT.get_start_method())
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(world_size)]
 
 
 def _rank_main(
     rank: int, world_size: int, folder: str, device: str, function: Callable[..., Any], arguments: tuple
 ) -> None:
+    gc.freeze()  # a collection would copy every page that is shared with the other forks
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     backend = "gloo"
@@ -147,7 +151,7 @@ def _rank_main(
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
     try:
         torch.save(function(rank, *arguments), f"{folder}/rank{rank}.pt")
-    except BaseException as error:  # torch's CheckpointException is no Exception, and spawn would swallow its message
+    except BaseException as error:  # torch's CheckpointException is no Exception, and torch would swallow its message
         raise RuntimeError(f"rank {rank}: {error}") from error
     finally:
         dist.destroy_process_group()

@@ -23,7 +23,7 @@ from models.engines.trajectories import PromptTable
 from models.engines.weights import make_trainable, trainable
 from models.memory import GIB, rollout_need, update_need
 from models.meta_pass import PassCost, decoding_bytes, pass_cost
-from tasks.gpu_memory import measures_gpu_memory, peak_metrics, peaks_since_last_time
+from tasks.memory import measures_gpu_memory, peak_metrics, peaks_since_last_time
 
 
 def trainable_module(config: DiffusionModelConfig) -> torch.nn.Module:

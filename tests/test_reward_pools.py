@@ -1,5 +1,6 @@
 """Reward workers on a real Ray: how batches are cut, and what happens when a reward raises, hangs or dies."""
 
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -176,6 +177,13 @@ def test_statistics_of_the_pictures_are_measured_beside_the_rewards(cluster: Non
     assert plain == [0, 0, 0]
     # Three plain pictures 10 apart have a standard deviation of 10, whatever their mean.
     assert found["image/diversity"].to_numpy() == pytest.approx([10 / 255] * 12, rel=1e-5)
+
+
+def test_asking_for_its_memory_loads_a_worker_with_nothing(cluster: None) -> None:
+    group = next(iter(RewardGroup(config(brightness={})).pools.values())).group
+    assert 0 < group.memory("reward")["memory/reward_0_mb"] < 1000
+    (loaded,) = ray.get([actor.__ray_call__.remote(lambda _: set(sys.modules)) for actor in group.actors])
+    assert not loaded & {"torch", "prefect", "mlflow", "tasks.cluster"}
 
 
 def test_rewards_that_reserve_more_than_there_is_are_refused(cluster: None) -> None:

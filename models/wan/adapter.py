@@ -4,7 +4,6 @@ import math
 from typing import Any
 
 import torch
-from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 from torch import Tensor, nn
 
 from models.base import DiffusionModelBase, DiffusionModelConfig, select_step
@@ -119,6 +118,8 @@ class Wan(DiffusionModelBase):
 
     @classmethod
     def prompt_lengths(cls, pipeline: Any, prompts: list[str]) -> list[int]:
+        from diffusers.pipelines.wan.pipeline_wan import prompt_clean  # here: every family's start would wait for it
+
         return [len(ids) for ids in pipeline.tokenizer([prompt_clean(prompt) for prompt in prompts])["input_ids"]]
 
     @classmethod

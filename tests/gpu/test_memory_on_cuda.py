@@ -12,7 +12,7 @@ from models.base import DiffusionModelBase
 from models.engines.sampling import velocity_field
 from models.engines.weights import make_trainable
 from models.meta_pass import pass_cost
-from tasks.gpu_memory import measures_gpu_memory, peaks_since_last_time
+from tasks.memory import measures_gpu_memory, peaks_since_last_time
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; there is none here")
 

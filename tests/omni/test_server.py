@@ -15,7 +15,7 @@ import torch
 from diffusers import QwenImagePipeline
 from helpers import model_config
 from PIL import Image
-from platform_helpers import background, free_port, wait_until
+from platform_helpers import PATIENCE, background, free_port, wait_until
 from typer.testing import CliRunner
 
 from flows.lora_for_server import app
@@ -41,7 +41,7 @@ def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
             except httpx.TransportError:
                 return False
 
-        wait_until(answers, 180, f"the start of the server of {folder / 'log'}")
+        wait_until(answers, f"the start of the server of {folder / 'log'}")
         yield address
 
 
@@ -61,7 +61,7 @@ def exported(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 def served(address: str, **more: Any) -> np.ndarray:
     """The picture that the server answers with."""
     body = {"prompt": PROMPT, "size": "24x16", "n": 1, "seed": 1} | STEPS | more
-    answer = httpx.post(f"{address}/v1/images/generations", json=body, timeout=120)
+    answer = httpx.post(f"{address}/v1/images/generations", json=body, timeout=PATIENCE)
     assert answer.status_code == 200, answer.text
     picture = Image.open(io.BytesIO(base64.b64decode(answer.json()["data"][0]["b64_json"])))
     return np.asarray(picture).astype(int)

@@ -1,11 +1,13 @@
 """Real servers and whole runs: each test gets a workspace like a user's folder, on one Prefect server."""
 
 import os
+import secrets
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,8 +17,10 @@ from typing import Any
 
 import httpx
 import mlflow
+import psutil
 import pytest
 import yaml
+from forked import Program
 from mlflow import MlflowClient
 
 RECIPE = {
@@ -36,6 +40,10 @@ RECIPE = {
     "trainer": {"experiment_name": "tiny", "total_training_steps": 3, "test_freq": 2, "save_freq": 1},
 }
 
+PATIENCE = 900
+"""Seconds after which something that should have happened is taken to hang: many times what it takes on a slow machine,
+for a test that gives up early on a busy one tells nothing."""
+
 
 @dataclass(frozen=True)
 class Workspace:
@@ -44,24 +52,18 @@ class Workspace:
     folder: Path
     environment: dict[str, str]
 
-    def start(self, *arguments: str) -> subprocess.Popen:
+    def start(self, *arguments: str) -> Program:
         """`python ...` in the folder, as the leader of a process group of its own."""
-        return subprocess.Popen(
-            [sys.executable, *arguments],
-            cwd=self.folder,
-            env=self.environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+        descriptor, log = tempfile.mkstemp(".log", f"{self.folder.name}-", self.folder.parent)
+        os.close(descriptor)
+        return Program(arguments, self.folder, self.environment, Path(log))
 
     def run(self, *arguments: str, check: bool = True) -> str:
         """The output of `python ...`, which must succeed if `check`."""
         process = self.start(*arguments)
-        output, _ = process.communicate(timeout=300)
-        assert not check or process.returncode == 0, output[-6000:]
-        return output
+        code = process.wait(PATIENCE)
+        assert not check or code == 0, process.output()[-6000:]
+        return process.output()
 
     def train(self, *settings: str, check: bool = True) -> str:
         """`python -m flows.train tiny --set ...`."""
@@ -115,15 +117,15 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def wait_until(condition: Callable[[], Any], seconds: float, what: str, every: float = 0.5) -> Any:
-    """Poll until `condition` gives something true; fails after `seconds`."""
-    deadline = time.monotonic() + seconds
+def wait_until(condition: Callable[[], Any], what: str, every: float = 0.5) -> Any:
+    """Poll until `condition` gives something true; fails after `PATIENCE`."""
+    deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
         result = condition()
         if result:
             return result
         time.sleep(every)
-    pytest.fail(f"{what} did not happen within {seconds} s")
+    pytest.fail(f"{what} did not happen within {PATIENCE} s")
 
 
 @pytest.fixture(scope="session")
@@ -141,8 +143,41 @@ def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[st
             except httpx.TransportError:
                 return False
 
-        wait_until(answers, 90, "the Prefect server's start")
+        wait_until(answers, "the Prefect server's start")
         yield environment
+
+
+@dataclass(frozen=True)
+class RayHead:
+    """A cluster of one machine: its process, and the variables of those who may see it, and of those who join it."""
+
+    process: psutil.Process
+    seen: dict[str, str]
+    joined: dict[str, str]
+
+
+@pytest.fixture(scope="session")
+def ray_head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayHead]:
+    """As `ray start` makes it in a folder of its own, with a token."""
+    folder, port = tmp_path_factory.mktemp("head"), free_port()
+    # Where Ray writes the address of the latest cluster; the name is short because its sockets are there too.
+    temporary = tempfile.mkdtemp(prefix="ray-")
+    seen = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_TMPDIR": temporary}
+    place = ["--head", "--block", "--port", str(port), "--num-cpus", "2", "--include-dashboard=false"]
+    log = folder / "ray.log"
+    with log.open("w") as stream:
+        command = [str(Path(sys.executable).with_name("ray")), "start", *place]
+        environment = os.environ | seen | {"PYTHONUNBUFFERED": "1"}
+        head = psutil.Popen(command, cwd=folder, env=environment, stdout=stream, stderr=stream)
+    try:
+        wait_until(lambda: "Ray runtime started" in log.read_text(), f"Ray's start ({log})")
+        yield RayHead(head, seen, seen | {"RAY_ADDRESS": f"127.0.0.1:{port}"})
+    finally:
+        family = [head, *head.children(recursive=True)]
+        for process in family:
+            process.kill()
+        psutil.wait_procs(family, timeout=30)
+        shutil.rmtree(temporary)
 
 
 @pytest.fixture(scope="session")

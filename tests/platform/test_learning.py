@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from platform_helpers import Workspace
+from platform_helpers import PATIENCE, Workspace
 from scipy.stats import ttest_rel
 
 ROOT = Path(__file__).parents[2]
@@ -19,7 +19,7 @@ def quickstart(tmp_path: Path, prefect_server: dict[str, str]) -> Workspace:
     """The project's recipe and data; the data stages run if they have not (about three minutes on two cores)."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # the stages call `python`
     command = [sys.executable, "-m", "dvc", "repro", "--quiet", "embeddings", "base_model"]
-    subprocess.run(command, cwd=ROOT, env=os.environ | {"PATH": path}, check=True, timeout=900)
+    subprocess.run(command, cwd=ROOT, env=os.environ | {"PATH": path}, check=True, timeout=PATIENCE)
     folder = tmp_path / "quickstart"
     folder.mkdir()
     shutil.copy(ROOT / "prefect.yaml", folder)

@@ -75,10 +75,10 @@ def test_up_schedule_verdict_reaction_down(trained: Workspace) -> None:
         pids = [pid for pid, _ in json.loads((trained.folder / ".services/pids.json").read_text()).values()]
         family = [process for pid in pids for process in (psutil.Process(pid), *psutil.Process(pid).children(True))]
 
-        failed = wait_until(lambda: runs(api, "validation-sweep", "FAILED"), 300, "a scheduled sweep's verdict")[0]
+        failed = wait_until(lambda: runs(api, "validation-sweep", "FAILED"), "a scheduled sweep's verdict")[0]
         assert failed["auto_scheduled"]
         assert "tiny version 2 is worse than the best so far by -0." in failed["state"]["message"]
-        wait_until(lambda: runs(api, "compare", "COMPLETED"), 180, "the automation's comparison")
+        wait_until(lambda: runs(api, "compare", "COMPLETED"), "the automation's comparison")
         check_registry(MlflowClient(mlflow, mlflow))
         pages = list((trained.folder / "runs").glob("compare-*.html"))  # one for each regression, as far as they came
         assert pages
@@ -122,11 +122,11 @@ def post(api: str, path: str, body: dict) -> list:
 
     def answer() -> httpx.Response | None:
         try:
-            response = httpx.post(f"{api}/{path}", json=body, timeout=20)
+            response = httpx.post(f"{api}/{path}", json=body, timeout=120)
         except httpx.TransportError:
             return None
         return None if response.status_code == 503 else response
 
-    response = wait_until(answer, 120, f"an answer from {path}")
+    response = wait_until(answer, f"an answer from {path}")
     assert response.is_success, response.text
     return response.json()

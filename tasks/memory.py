@@ -1,10 +1,13 @@
-"""The most GPU memory that a stage took, measured inside the actors."""
+"""What processes hold of their machine's memory, and the most GPU memory that a stage took.
+
+Actors of every kind import this when they are asked: so nothing large is imported here.
+"""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
+import psutil
 
 GIB = 2**30
 PEAKS = "gpu_peaks"
@@ -24,6 +27,8 @@ def measures_gpu_memory(stage: str | Callable[..., str]) -> Callable[[Callable[.
     def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def measured(self: Any, *arguments: Any, **named: Any) -> Any:
+            import torch  # here: the workers of a reward have no other use for it
+
             if torch.cuda.is_initialized():
                 torch.cuda.reset_peak_memory_stats()
             try:
@@ -51,3 +56,13 @@ def peak_metrics(group: str, peaks: Sequence[Mapping[str, int]]) -> dict[str, fl
         f"memory/{group}/gpu_peak_gib/{stage}": max(of_actor.get(stage, 0) for of_actor in peaks) / GIB
         for stage in stages
     }
+
+
+def resident_mb() -> float:
+    """Of this process."""
+    return psutil.Process().memory_info().rss / 1e6
+
+
+def memory_of(actor: Any) -> tuple[float, dict[str, int]]:
+    """What an actor's process holds of its machine's memory, in MB, and `peaks_since_last_time`."""
+    return resident_mb(), peaks_since_last_time(actor)
