@@ -50,7 +50,8 @@ class Program:
 
     def __init__(self, arguments: Sequence[str], folder: Path, environment: dict[str, str], log: Path):
         self._log = log
-        self._process = CONTEXT.Process(target=_become, args=(tuple(arguments), str(folder), environment, str(log)))
+        what = (tuple(arguments), str(folder), environment, str(log))
+        self._process = CONTEXT.Process(target=_become, args=what, daemon=True)  # it ends, at the latest, with pytest
         self._process.start()
         self.pid = self._process.pid
 

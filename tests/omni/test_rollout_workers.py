@@ -177,7 +177,8 @@ def test_two_processes_sample_what_one_does_and_die_with_their_worker(
 
     process = psutil.Process(ray.get(worker.__ray_call__.remote(lambda _: os.getpid())))
     others = process.children(recursive=True)
-    assert sum("DiffusionWorker" in " ".join(other.cmdline()) for other in others) == 2, others
+    # By their size: whether a process can set its title depends on the order of its environment.
+    assert sum(other.memory_info().rss > 400e6 for other in others) == 2, others
     busy = pair.submit(PROMPTS, 2, 4, WINDOW)
     process.kill()
     deadline = time.monotonic() + 20
