@@ -10,6 +10,7 @@ MLFLOW_PORT ?= 5000
 RUNS ?= 2
 # The parts of tests/platform that `make test` runs beside the others.
 RESUME = resume one_step_off_policy
+TESTS = test-platform test-resume test-units test-learning test-omni test-alone
 
 # Nobody is watched, and nothing waits for a network that may be closed.
 export DO_NOT_TRACK = true
@@ -25,7 +26,7 @@ export PREFECT_LOGGING_LEVEL ?= WARNING
 export OMP_WAIT_POLICY = passive
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: quickstart test lint train data up down status clean help test-platform test-resume test-units test-learning test-omni test-alone
+.PHONY: quickstart test lint train data up down status clean help $(TESTS)
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -56,7 +57,6 @@ test: ## install and run every test, those of vLLM-Omni in an environment of the
 	@$(MAKE) --no-print-directory --jobs 3 --output-sync=target test-platform test-resume test-units test-learning test-omni
 	@$(MAKE) --no-print-directory test-alone
 
-TESTS = test-platform test-resume test-units test-learning test-omni test-alone
 # Ray's workers are at nice 15 by default: beside two busy parts they would hardly run.
 $(TESTS): export RAY_worker_niceness = 0
 # The tests start hundreds of processes of half a GiB. On a virtual machine whose host takes back what lies free, the

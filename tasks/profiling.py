@@ -4,14 +4,16 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from tasks.cluster import ActorGroup
 from tasks.config import ProfileConfig
+
+if TYPE_CHECKING:  # the actors import this module, and have no use for Prefect
+    from tasks.cluster import ActorGroup
 
 PROFILER = "profiler"
 """Where an actor keeps the one that is running."""
@@ -19,7 +21,7 @@ PROFILER = "profiler"
 
 @contextmanager
 def traced(
-    group: ActorGroup, numbers: Sequence[int], settings: ProfileConfig, traces: dict[int, bytes]
+    group: "ActorGroup", numbers: Sequence[int], settings: ProfileConfig, traces: dict[int, bytes]
 ) -> Iterator[None]:
     """What the actors of these numbers do during the block; afterwards `traces` has a gzipped Chrome trace of each.
 
