@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
+import psutil
+
 CONTEXT = mp.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     [
@@ -57,6 +59,8 @@ class Program:
 
     def poll(self) -> int | None:
         """The exit code, negative for a signal, or None while it runs."""
+        if self._process.exitcode is None and not _runs(self.pid):
+            self._process.join()  # the fork server, its parent, is about to tell
         return self._process.exitcode
 
     def wait(self, seconds: float | None = None) -> int:
@@ -73,6 +77,13 @@ class Program:
     def output(self) -> str:
         """What it has printed so far, errors too."""
         return self._log.read_text()
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _become(arguments: tuple[str, ...], folder: str, environment: dict[str, str], log: str) -> None:

@@ -13,7 +13,8 @@ import pandas as pd
 import psutil
 import pytest
 import torch
-from platform_helpers import Workspace, make_workspace, wait_until
+from forked import Program
+from platform_helpers import PATIENCE, Workspace, make_workspace, wait_until
 from safetensors.torch import load_file
 
 from benchmarks.kill_rounds import processes_of
@@ -38,7 +39,7 @@ def final_weights(workspace: Workspace) -> dict:
     return load_file(workspace.run_folder() / "weights/transformer/diffusion_pytorch_model.safetensors")
 
 
-def kill_everything(process) -> set[str]:
+def kill_everything(process: Program) -> set[str]:
     """kill -9 of the driver and all it started: what a machine that goes down does. The classes of its actors."""
     children = psutil.Process(process.pid).children(recursive=True)
     titles = []
@@ -92,7 +93,7 @@ def kill(driver: psutil.Process, victim: str) -> None:
     family = [driver, *driver.children(recursive=True)]
     (chosen,) = processes_of(driver, victim)
     chosen.kill()
-    _, alive = psutil.wait_procs(family, timeout=300)
+    _, alive = psutil.wait_procs(family, timeout=PATIENCE)
     assert not [member for member in alive if member.status() != psutil.STATUS_ZOMBIE]
 
 
