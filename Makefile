@@ -51,8 +51,7 @@ status: ## what `make up` started and whether it is alive
 # Whole runs mostly wait for processes to start, so three of the parts run side by side on two cores. The base model's
 # training, which one of them needs, has both cores to itself: beside others its threads wait for each other.
 test: ## install and run every test, those of vLLM-Omni in an environment of their own
-	@$(MAKE) --no-print-directory --jobs 2 $(VENV)/.dev $(VLLM_VENV)/.dev
-	@$(MAKE) --no-print-directory lint
+	@$(MAKE) --no-print-directory --jobs 2 lint $(VLLM_VENV)/.dev
 	@$(MAKE) --no-print-directory data
 	@$(MAKE) --no-print-directory --jobs 3 --output-sync=target test-platform test-resume test-units test-learning test-omni
 	@$(MAKE) --no-print-directory test-alone

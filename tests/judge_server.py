@@ -76,7 +76,7 @@ def judge_server() -> Iterator[Judging]:
             if (word == "broken" and first) or word == "always broken":
                 return self.send(500, {"error": {"message": "out of order"}}, {"retry-after-ms": "50"})
             if (word == "slow" and first) or word == "always slow":
-                time.sleep(1.6)
+                time.sleep(4)
             if word == "crowd":
                 time.sleep(0.05)
             if (word == "cut" and first) or word == "always cut":

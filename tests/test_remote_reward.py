@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
+from patience import PATIENCE
 
 from tasks.dataset import Prompt
 from tasks.rewards import RewardError, get_reward
@@ -40,7 +41,7 @@ def served(*arguments: str) -> Iterator[str]:
         yield line.rpartition(" ")[2].strip()
     finally:
         process.terminate()
-        process.wait(timeout=20)
+        process.wait(timeout=PATIENCE)
 
 
 @contextmanager

@@ -1,7 +1,6 @@
 """Reward workers on a real Ray: how batches are cut, and what happens when a reward raises, hangs or dies."""
 
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import ray
+from patience import wait_until
 
 from tasks.cluster import ClusterError, ray_cluster, require_resources
 from tasks.config import RayConfig, RewardConfig
@@ -91,10 +91,7 @@ def test_a_batch_is_scored_while_the_next_is_still_sampled(cluster: None, tmp_pa
 
     @ray.remote(num_cpus=0)
     def sampled_late(pictures: np.ndarray) -> np.ndarray:
-        deadline = time.monotonic() + 60
-        while not calls.exists():
-            assert time.monotonic() < deadline, "the first batch was not scored"
-            time.sleep(0.02)
+        wait_until(calls.exists, "the first batch's scoring", every=0.02)
         return pictures
 
     first, second, third = batches()

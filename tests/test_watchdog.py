@@ -8,17 +8,18 @@ from pathlib import Path
 
 import psutil
 import pytest
+from patience import PATIENCE
 
 from tasks.watchdog import MARK, watchdog
 
 ROOT = Path(__file__).parents[1]
-SLEEPER = "import time; time.sleep(120)"
+SLEEPER = "import time; time.sleep(7200)"
 DAEMON = """
 import subprocess, sys, time
 own = {"PATH": "/usr/bin:/bin"}  # as an agent of Ray's: nobody can read in its environment whose it is
-agent = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"], env=own, start_new_session=True)
+agent = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(7200)"], env=own, start_new_session=True)
 print(agent.pid, flush=True)
-time.sleep(120)
+time.sleep(7200)
 """
 DRIVER = """
 import subprocess, sys, time
@@ -31,7 +32,7 @@ with watchdog():
     within = start(daemon)
     print(before.pid, within.pid, within.stdout.readline().strip(), flush=True)
     if sys.stdin.readline().strip() == "wait":
-        time.sleep(120)
+        time.sleep(7200)
 """
 
 
@@ -59,13 +60,13 @@ def driver():
 def test_all_that_a_killed_driver_started_ends(driver):
     process, started = driver
     process.send_signal(signal.SIGKILL)
-    _, left = psutil.wait_procs(started, timeout=30)
+    _, left = psutil.wait_procs(started, timeout=PATIENCE)
     assert not left
 
 
 def test_what_a_driver_leaves_behind_in_peace_lives_on(driver):
     process, started = driver
-    process.communicate("done\n", timeout=30)
+    process.communicate("done\n", timeout=PATIENCE)
     assert process.returncode == 0
     _, left = psutil.wait_procs(started, timeout=1)
     assert set(left) == set(started)

@@ -14,8 +14,9 @@ import pytest
 import torch
 from diffusers import QwenImagePipeline
 from helpers import model_config
+from patience import PATIENCE, wait_for_server
 from PIL import Image
-from platform_helpers import PATIENCE, background, free_port, wait_until
+from platform_helpers import background, free_port
 from typer.testing import CliRunner
 
 from flows.lora_for_server import app
@@ -34,14 +35,7 @@ def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
     address = f"http://127.0.0.1:{port}"
     with background(command, os.environ | {"VLLM_NO_USAGE_STATS": "1"}, folder / "log", folder):
-
-        def answers() -> bool:
-            try:
-                return httpx.get(f"{address}/health", timeout=2).status_code == 200
-            except httpx.TransportError:
-                return False
-
-        wait_until(answers, f"the start of the server of {folder / 'log'}")
+        wait_for_server(f"{address}/health", f"the start of the server of {folder / 'log'}")
         yield address
 
 

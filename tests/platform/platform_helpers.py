@@ -8,20 +8,19 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import mlflow
 import psutil
 import pytest
 import yaml
 from forked import Program
 from mlflow import MlflowClient
+from patience import PATIENCE, wait_for_server, wait_until
 
 RECIPE = {
     "data": {"train_batch_size": 4},
@@ -39,10 +38,6 @@ RECIPE = {
     "reward": {"functions": {"jpeg_incompressibility": {}}},
     "trainer": {"experiment_name": "tiny", "total_training_steps": 3, "test_freq": 2, "save_freq": 1},
 }
-
-PATIENCE = 900
-"""Seconds after which something that should have happened is taken to hang: many times what it takes on a slow machine,
-for a test that gives up early on a busy one tells nothing."""
 
 
 @dataclass(frozen=True)
@@ -117,17 +112,6 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def wait_until(condition: Callable[[], Any], what: str, every: float = 0.5) -> Any:
-    """Poll until `condition` gives something true; fails after `PATIENCE`."""
-    deadline = time.monotonic() + PATIENCE
-    while time.monotonic() < deadline:
-        result = condition()
-        if result:
-            return result
-        time.sleep(every)
-    pytest.fail(f"{what} did not happen within {PATIENCE} s")
-
-
 @pytest.fixture(scope="session")
 def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """A Prefect server on loopback; the environment that leads to it."""
@@ -136,14 +120,7 @@ def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[st
     environment |= {"PREFECT_LOGGING_LEVEL": "WARNING", "OMP_WAIT_POLICY": "passive"}
     command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
     with background(command, environment, home / "server.log", home):
-
-        def answers() -> bool:
-            try:
-                return httpx.get(f"{environment['PREFECT_API_URL']}/health", timeout=2).status_code == 200
-            except httpx.TransportError:
-                return False
-
-        wait_until(answers, "the Prefect server's start")
+        wait_for_server(f"{environment['PREFECT_API_URL']}/health", "the Prefect server's start")
         yield environment
 
 
@@ -176,7 +153,7 @@ def ray_head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayHead]:
         family = [head, *head.children(recursive=True)]
         for process in family:
             process.kill()
-        psutil.wait_procs(family, timeout=30)
+        psutil.wait_procs(family, timeout=PATIENCE)
         shutil.rmtree(temporary)
 
 

@@ -5,14 +5,13 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-import httpx
 import psutil
 import pytest
 import yaml
-from platform_helpers import PATIENCE, RayHead, Workspace, background, make_workspace, wait_until
+from patience import PATIENCE, post, wait_until
+from platform_helpers import RayHead, Workspace, background, make_workspace
 
 FAST = {"trainer": {"total_training_steps": 1, "val_before_train": False}}
 
@@ -42,15 +41,8 @@ def deployed(tmp_path_factory: pytest.TempPathFactory, prepared: Path, prefect_s
 
 
 def api(workspace: Workspace, path: str, body: dict | list) -> list:
-    """POST to the server; 503 is its word for a database that is busy, and asks to come again."""
-
-    def answer() -> httpx.Response | None:
-        response = httpx.post(f"{workspace.environment['PREFECT_API_URL']}/{path}", json=body, timeout=120)
-        return None if response.status_code == 503 else response
-
-    response = wait_until(answer, f"an answer from {path}")
-    assert response.is_success, response.text
-    return response.json()
+    """What the server answers to a POST."""
+    return post(f"{workspace.environment['PREFECT_API_URL']}/{path}", body)
 
 
 def actors_of(head: psutil.Process) -> list[str]:
@@ -60,7 +52,7 @@ def actors_of(head: psutil.Process) -> list[str]:
 
 
 @pytest.mark.slow
-def test_deployment_runs_under_a_worker_and_on_its_schedule(deployed: Workspace, ray_head: RayHead) -> None:
+def test_deployment_runs_under_a_worker(deployed: Workspace, ray_head: RayHead) -> None:
     """On a cluster that is there already, started in another folder, which stays as it was."""
     head = ray_head.process
     daemons = {child.pid for child in head.children() if not child.cmdline()[0].startswith("ray::")}
@@ -88,30 +80,21 @@ def test_without_an_address_a_run_has_a_cluster_of_its_own(ray_head: RayHead) ->
 
 
 def run_deployed(deployed: Workspace, head: psutil.Process) -> None:
-    """By hand, and then on its schedule."""
+    """By hand; `test_services.py` waits for a schedule."""
     worker = [sys.executable, "-m", "prefect", "worker", "start", "--pool", "local"]
     log = deployed.folder / "worker.log"
     with background(worker, deployed.environment, log, deployed.folder):
         prefect(deployed, "deployment", "run", "train/tiny", "--param", f"overrides={json.dumps(FAST)}")
         wait_until(lambda: len(actors_of(head)) == 3, f"the actors' start on the cluster (worker log: {log})")
-        wait_until(lambda: completed(deployed, scheduled=False), f"the run (worker log: {log})")
+        wait_until(lambda: completed(deployed), f"the run (worker log: {log})")
         (run,) = deployed.mlflow_runs()
         assert run.info.status == "FINISHED"
 
-        # The second run is the scheduler's own: same config, so it continues the finished run at once.
-        # The scheduler must see the schedule before its first moment comes; else it is the next one, a minute later.
-        anchor = (datetime.now(UTC) + timedelta(seconds=20)).isoformat()
-        schedule = {"schedule": {"interval": 60, "anchor_date": anchor}, "parameters": {"overrides": FAST}}
-        (tiny,) = api(deployed, "deployments/filter", {"deployments": {"name": {"any_": ["tiny"]}}})
-        api(deployed, f"deployments/{tiny['id']}/schedules", [schedule | {"active": True}])
 
-        wait_until(lambda: completed(deployed, scheduled=True), f"the scheduled run (worker log: {log})")
-
-
-def completed(deployed: Workspace, scheduled: bool) -> bool:
-    """Has a run of that kind been completed?"""
-    body = {"flow_runs": {"state": {"type": {"any_": ["COMPLETED"]}}}}
-    return any(run["auto_scheduled"] == scheduled for run in api(deployed, "flow_runs/filter", body))
+def completed(deployed: Workspace) -> bool:
+    """Has a run of the deployment been completed?"""
+    body = {"deployments": {"name": {"any_": ["tiny"]}}, "flow_runs": {"state": {"type": {"any_": ["COMPLETED"]}}}}
+    return bool(api(deployed, "flow_runs/filter", body))
 
 
 def test_bad_parameters_are_refused_when_the_run_is_created(deployed: Workspace) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from platform_helpers import PATIENCE, Workspace
+from patience import PATIENCE
+from platform_helpers import Workspace
 from scipy.stats import ttest_rel
 
 ROOT = Path(__file__).parents[2]

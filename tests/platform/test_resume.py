@@ -14,7 +14,8 @@ import psutil
 import pytest
 import torch
 from forked import Program
-from platform_helpers import PATIENCE, Workspace, make_workspace, wait_until
+from patience import PATIENCE, wait_until
+from platform_helpers import Workspace, make_workspace
 from safetensors.torch import load_file
 
 from benchmarks.kill_rounds import processes_of
@@ -51,7 +52,7 @@ def kill_everything(process: Program) -> set[str]:
         with suppress(psutil.NoSuchProcess):
             child.kill()
     process.wait()
-    psutil.wait_procs(children, timeout=60)
+    psutil.wait_procs(children, timeout=PATIENCE)
     return {found[1] for title in titles if (found := re.match(r"ray::(\w+)", title))} - RAYS_OWN
 
 

@@ -5,12 +5,12 @@ import shutil
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-import httpx
 import psutil
 import pytest
 import yaml
 from mlflow import MlflowClient
-from platform_helpers import RECIPE, Workspace, free_port, make_workspace, wait_until
+from patience import post, wait_until
+from platform_helpers import RECIPE, Workspace, free_port, make_workspace
 from safetensors.torch import load_file, save_file
 
 from flows.validation_sweep import REGRESSION
@@ -70,7 +70,7 @@ def test_up_schedule_verdict_reaction_down(trained: Workspace) -> None:
         assert f"export PREFECT_API_URL={api}" in output
         assert "already up" in trained.run(*services, "up", check=False)
         assert trained.run(*services, "status").count(" up") == 3
-        limits = {entry["name"]: entry["limit"] for entry in post(api, "v2/concurrency_limits/filter", {})}
+        limits = {entry["name"]: entry["limit"] for entry in post(f"{api}/v2/concurrency_limits/filter", {})}
         assert limits["local-gpus"] == 3
         pids = [pid for pid, _ in json.loads((trained.folder / ".services/pids.json").read_text()).values()]
         family = [process for pid in pids for process in (psutil.Process(pid), *psutil.Process(pid).children(True))]
@@ -114,19 +114,4 @@ def versions_run(client: MlflowClient) -> str:
 
 def runs(api: str, flow: str, state: str) -> list:
     body = {"flows": {"name": {"any_": [flow]}}, "flow_runs": {"state": {"type": {"any_": [state]}}}}
-    return post(api, "flow_runs/filter", body)
-
-
-def post(api: str, path: str, body: dict) -> list:
-    """A server that is busy says 503, or nothing for a while: ask again."""
-
-    def answer() -> httpx.Response | None:
-        try:
-            response = httpx.post(f"{api}/{path}", json=body, timeout=120)
-        except httpx.TransportError:
-            return None
-        return None if response.status_code == 503 else response
-
-    response = wait_until(answer, f"an answer from {path}")
-    assert response.is_success, response.text
-    return response.json()
+    return post(f"{api}/flow_runs/filter", body)

@@ -7,7 +7,8 @@ from contextlib import suppress
 
 import psutil
 import pytest
-from platform_helpers import RayHead, Workspace, wait_until
+from patience import PATIENCE, wait_until
+from platform_helpers import RayHead, Workspace
 
 SEARCH = {
     "name": "lr",
@@ -50,7 +51,7 @@ def test_a_killed_child_fails_alone_and_a_killed_sweep_goes_on(workspace: Worksp
     assert len(running) <= 2
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    psutil.wait_procs(running, timeout=300)
+    psutil.wait_procs(running, timeout=PATIENCE)
     assert not [child for child in running if child.is_running()]  # nobody trains for a sweep that is gone
 
     result = json.loads(workspace.run(*command).splitlines()[-1])
