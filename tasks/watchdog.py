@@ -47,6 +47,8 @@ def _mark() -> str:
     """This process's, from now on in its environment. One for all its threads, which share the environment."""
     process = psutil.Process()
     os.environ[MARK] = f"{process.pid} {process.create_time()!r}"
+    # For setproctitle, by which Ray's agents set their titles: else they write over the environment that is read here.
+    os.environ["SPT_NOENV"] = "1"
     return os.environ[MARK]
 
 
@@ -80,7 +82,7 @@ def _alive(records: Iterator[list[str]]) -> Iterator[psutil.Process]:
 
 
 def _marked(mark: str) -> Iterator[psutil.Process]:
-    """This user's processes that carry the mark, and what is below them: Ray's agents write over their environment."""
+    """This user's processes that carry the mark, and what is below them, whatever its environment."""
     for process in psutil.process_iter():
         with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             if process.environ().get(MARK) == mark:

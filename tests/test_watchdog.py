@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 SLEEPER = "import time; time.sleep(7200)"
 DAEMON = """
 import subprocess, sys, time
-own = {"PATH": "/usr/bin:/bin"}  # as an agent of Ray's: nobody can read in its environment whose it is
+own = {"PATH": "/usr/bin:/bin"}  # nobody can read in its environment whose it is
 agent = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(7200)"], env=own, start_new_session=True)
 print(agent.pid, flush=True)
 time.sleep(7200)
@@ -36,17 +36,26 @@ with watchdog():
 """
 
 
+RAY_DRIVER = """
+import sys
+from tasks.cluster import ray_cluster
+from tasks.config import RayConfig
+with ray_cluster(RayConfig(num_cpus=1)):
+    print("started", flush=True)
+    sys.stdin.readline()
+"""
+
+
+def start(*code):
+    command, env = [sys.executable, "-c", *code], os.environ | {"PYTHONPATH": str(ROOT)}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    return subprocess.Popen(command, cwd=ROOT, env=env, text=True, **pipes)
+
+
 @pytest.fixture
 def driver():
     """A driver with a process that it started before the block, a daemon within, and the daemon's agent."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", DRIVER, SLEEPER, DAEMON],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    process = start(DRIVER, SLEEPER, DAEMON)
     started = [psutil.Process(int(pid)) for pid in process.stdout.readline().split()]
     assert len(started) == 3
     yield process, started
@@ -62,6 +71,33 @@ def test_all_that_a_killed_driver_started_ends(driver):
     process.send_signal(signal.SIGKILL)
     _, left = psutil.wait_procs(started, timeout=PATIENCE)
     assert not left
+
+
+def test_rays_agents_end_too_when_their_raylet_was_faster():
+    """It dies with the driver, by Ray's own doing; the agents may live for a minute, looking for a head that is gone.
+
+    They are suspended here, so that they end by the watchdog or not at all.
+    """
+    process = start(RAY_DRIVER)
+    assert process.stdout.readline() == "started\n"
+    family = psutil.Process(process.pid).children(recursive=True)
+    agents = [one for one in family if one.name() in ("ray::DashboardAgent", "ray::RuntimeEnvAgent")]
+    (raylet,) = [one for one in family if one.name() == "raylet"]
+    (guard,) = [one for one in family if any(word.endswith("watchdog.py") for word in one.cmdline())]
+    assert len(agents) == 2
+    try:
+        for one in (*agents, guard):
+            one.suspend()
+        process.kill()
+        process.wait()
+        assert not psutil.wait_procs([raylet], timeout=PATIENCE)[1]
+        guard.resume()
+        assert not psutil.wait_procs([guard], timeout=PATIENCE)[1]
+        assert not [one for one in agents if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+    finally:
+        for one in agents:
+            if one.is_running():
+                one.kill()
 
 
 def test_what_a_driver_leaves_behind_in_peace_lives_on(driver):
