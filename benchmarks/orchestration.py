@@ -17,18 +17,31 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import psutil
+import ray
+from prefect import flow, task
+from prefect.cache_policies import NO_CACHE
+from ray import ObjectRef
+from ray.actor import ActorHandle
 
 from benchmarks.docs import put_table
 from benchmarks.local_services import Services
+from tasks.checkpoint import CheckpointStore, RunState
+from tasks.clock import Stopwatch
+from tasks.cluster import ActorGroup, ray_cluster
+from tasks.config import RayConfig, TrackingConfig
+from tasks.pictures import grid
+from tasks.tracking import Tracker
 
 DOCS = Path("docs/platform.md")
 
 METRICS = {f"group/metric_{number}": float(number) for number in range(40)}
 SAMPLES, PICTURES = 192, 32
+WARM_UP = 3
 
 
 def direct(size: int, iterations: int) -> list[float]:
@@ -61,82 +74,104 @@ class Worker:
         file.write_bytes(payload.data)
 
 
-def measure(size: int, iterations: int, folder: Path) -> pd.DataFrame:
-    """Milliseconds of each iteration on the platform, by part; run in a process of its own."""
-    import ray
-    from prefect import flow, task
-    from prefect.cache_policies import NO_CACHE
+class Stages:
+    """What the stages of an iteration do, on actors, in MLflow and on the disk."""
 
-    from tasks.checkpoint import CheckpointStore, RunState
-    from tasks.clock import Stopwatch
-    from tasks.cluster import ActorGroup, ray_cluster
-    from tasks.config import RayConfig, TrackingConfig
-    from tasks.pictures import grid
-    from tasks.tracking import Tracker
-
-    def stage(part: str, work: Callable) -> Callable:
-        """As the stages' tasks are: the work is timed inside, so what is left is Prefect."""
-
-        @task(name=part, cache_policy=NO_CACHE, persist_result=False)
-        def run(clock, *arguments):
-            with clock.stage(part):
-                return work(*arguments)
-
-        return run
-
-    @flow(name="orchestration", persist_result=False)
-    def iterate_all() -> pd.DataFrame:
-        (rollout,), (reward,), (trainer,) = (ActorGroup(Worker, 1, 0).actors for _ in range(3))
+    def __init__(self, size: int, folder: Path):
+        self.size = size
+        (self.rollout,), (self.reward,), (self.trainer,) = (ActorGroup(Worker, 1, 0).actors for _ in range(3))
         place = TrackingConfig(uri=f"sqlite:///{folder}/mlflow.db", artifacts=(folder / "mlruns").as_uri())
-        tracker = Tracker(place, "orchestration")
-        store, kept = CheckpointStore(folder / "checkpoints", 2), CheckpointStore(folder / "stages")
-        tables = {"samples": pd.DataFrame({f"column_{n}": np.arange(SAMPLES, dtype=float) for n in range(8)})}
-        pictures = [np.random.default_rng(0).integers(0, 255, (24, 48, 3), np.uint8)] * PICTURES
+        self.tracker = Tracker(place, "orchestration")
+        self.checkpoints, self.kept = CheckpointStore(folder / "checkpoints", 2), CheckpointStore(folder / "stages")
+        self.tables = {"samples": pd.DataFrame({f"column_{n}": np.arange(SAMPLES, dtype=float) for n in range(8)})}
+        self.pictures = [np.random.default_rng(0).integers(0, 255, (24, 48, 3), np.uint8)] * PICTURES
 
-        def sample():
-            reference = rollout.produce.remote(size)
-            ray.wait([reference], fetch_local=False)
-            return reference
+    def sample(self) -> ObjectRef:
+        """A payload that stays where it was made."""
+        reference = self.rollout.produce.remote(self.size)
+        ray.wait([reference], fetch_local=False)
+        return reference
 
-        sample_task = stage("ray", sample)
-        consume = stage("ray", lambda actor, reference: ray.get(actor.consume.remote(reference)))
-        sync = stage("ray", lambda: ray.get(rollout.consume.remote(trainer.produce.remote(size))))
-        advantage = stage("stages", lambda: np.zeros(SAMPLES) - 0.0)
-        log = stage("mlflow", lambda step: tracker.log_metrics(step, METRICS))
+    def consume(self, actor: ActorHandle, reference: ObjectRef) -> None:
+        """Another actor reads it."""
+        ray.get(actor.consume.remote(reference))
 
-        def keep(step, drawn):
-            tracker.log_step(step, {}, {"samples": drawn}, tables, {"pictures": pictures})
+    def sync(self) -> None:
+        """A payload from the trainer to the rollout."""
+        ray.get(self.rollout.consume.remote(self.trainer.produce.remote(self.size)))
 
-        def checkpoint(step):
-            store.save(RunState(step, "c", "d", "r"), lambda at: (at / "weights").write_bytes(bytes(4096)))
+    def advantage(self) -> np.ndarray:
+        """The stage that is a function on the driver."""
+        return np.zeros(SAMPLES) - 0.0
 
-        def keep_stage(step, reference):
-            state = RunState(step, "c", "d", "r")
-            kept.save(state, lambda at: ray.get(rollout.write.remote(at.resolve() / "batch", reference)))
-            kept.remove(step)
+    def log(self, step: int) -> None:
+        """The metrics, in one request."""
+        self.tracker.log_metrics(step, METRICS)
 
-        records, save = stage("records", keep), stage("checkpoint", checkpoint)
-        keep_rollout = stage("kept", keep_stage)
-        rows = []
-        for step in range(iterations):
-            clock = Stopwatch()
-            reference = sample_task(clock)
-            consume(clock, reward, reference)
-            advantage(clock)
-            consume(clock, trainer, reference)
-            sync(clock)
-            log(clock, step)
-            save(clock, step)
-            timed = clock.finished()
-            timed["prefect"] = timed["step"] - sum(value for name, value in timed.items() if name != "step")
-            # By themselves: data's size, not the platform, decides what it costs to write.
-            records(after := Stopwatch(), step, grid(np.stack(pictures), 16))
-            keep_rollout(after, step, reference)
-            rows.append(timed | after.seconds)
-        return pd.DataFrame(rows)
+    def checkpoint(self, step: int) -> None:
+        """One whose only file is small."""
+        self.checkpoints.save(RunState(step, "c", "d", "r"), lambda at: (at / "weights").write_bytes(bytes(4096)))
 
-    with ray_cluster(RayConfig()):
-        return iterate_all()
+    def records(self, step: int) -> None:
+        """The samples' table, pictures and grid."""
+        drawn = grid(np.stack(self.pictures), 16)
+        self.tracker.log_step(step, {}, {"samples": drawn}, self.tables, {"pictures": self.pictures})
+
+    def keep(self, step: int, reference: ObjectRef) -> None:
+        """The payload as a kept stage."""
+
+        def write(folder: Path) -> None:
+            ray.get(self.rollout.write.remote(folder.resolve() / "batch", reference))
+
+        self.kept.save(RunState(step, "c", "d", "r"), write)
+        self.kept.remove(step)
+
+
+def as_task(part: str, work: Callable) -> Callable:
+    """As the stages' tasks are: the work is timed inside, so what is left is Prefect."""
+
+    @task(name=part, cache_policy=NO_CACHE, persist_result=False)
+    def run(clock: Stopwatch, *arguments: Any) -> Any:
+        with clock.stage(part):
+            return work(*arguments)
+
+    return run
+
+
+@flow(name="orchestration", persist_result=False)
+def measure(size: int, iterations: int, folder: Path) -> pd.DataFrame:
+    """Seconds of each iteration on the platform, by part; run in a process of its own."""
+    stages, rows = Stages(size, folder), []
+    sample, consume, sync = (as_task("ray", work) for work in (stages.sample, stages.consume, stages.sync))
+    advantage, log = as_task("stages", stages.advantage), as_task("mlflow", stages.log)
+    checkpoint, records = as_task("checkpoint", stages.checkpoint), as_task("records", stages.records)
+    keep = as_task("kept", stages.keep)
+    for step in range(iterations):
+        clock = Stopwatch()
+        reference = sample(clock)
+        consume(clock, stages.reward, reference)
+        advantage(clock)
+        consume(clock, stages.trainer, reference)
+        sync(clock)
+        log(clock, step)
+        checkpoint(clock, step)
+        timed = clock.finished()
+        timed["prefect"] = timed["step"] - sum(value for name, value in timed.items() if name != "step")
+        # By themselves: data's size, not the platform, decides what it costs to write.
+        records(after := Stopwatch(), step)
+        keep(after, step, reference)
+        rows.append(timed | after.seconds)
+    return pd.DataFrame(rows)
+
+
+def compare(server: str, size: int, iterations: int, folder: Path, environment: dict[str, str]) -> dict[str, Any]:
+    """A row of the table: the medians in milliseconds, without the first iterations."""
+    folder.mkdir()
+    options = ["--iterations", str(iterations), "--child", str(size), str(folder)]
+    subprocess.run([sys.executable, "-m", "benchmarks.orchestration", *options], env=environment, check=True)
+    times = pd.read_parquet(folder / "times.parquet").iloc[WARM_UP:].median() * 1000
+    beyond = times["step"] - 1000 * float(np.median(direct(size, iterations)))
+    return {"load": psutil.getloadavg()[0], "server": server, "payload": size, "beyond direct": beyond, **times}
 
 
 def main() -> None:
@@ -150,7 +185,8 @@ def main() -> None:
     chosen = parser.parse_args()
     if chosen.child:
         size, folder = int(chosen.child[0]), Path(chosen.child[1])
-        measure(size, chosen.iterations, folder).to_parquet(folder / "times.parquet")
+        with ray_cluster(RayConfig()):
+            measure(size, chosen.iterations, folder).to_parquet(folder / "times.parquet")
         return
     rows = []
     with tempfile.TemporaryDirectory(prefix="orchestration-") as base:
@@ -163,20 +199,12 @@ def main() -> None:
             else:
                 environment.pop("PREFECT_API_URL")
             for size in chosen.payloads:
-                folder = Path(base) / f"{server}-{size}"
-                folder.mkdir()
-                options = ["--iterations", str(chosen.iterations), "--child", str(size), str(folder)]
-                command = [sys.executable, "-m", "benchmarks.orchestration", *options]
-                subprocess.run(command, env=environment, check=True)
-                times = pd.read_parquet(folder / "times.parquet").iloc[3:].median() * 1000
-                beyond = times["step"] - 1000 * float(np.median(direct(size, chosen.iterations)))
-                load = psutil.getloadavg()[0]
-                rows.append({"load": load, "server": server, "payload": size, "beyond direct": beyond, **times})
+                rows.append(compare(server, size, chosen.iterations, Path(base) / f"{server}-{size}", environment))
         for name in list(services.running):
             services.kill(name)
     columns = ["server", "payload", "beyond direct", "prefect", "ray", "mlflow", "checkpoint", "records", "kept"]
     found = pd.DataFrame(rows)[["load", *columns]].to_markdown(index=False, floatfmt=".1f", intfmt=",")
-    found += f"\n\nMedians of {chosen.iterations - 3} iterations on {os.cpu_count()} cores, in milliseconds."
+    found += f"\n\nMedians of {chosen.iterations - WARM_UP} iterations on {os.cpu_count()} cores, in milliseconds."
     print(found)
     if chosen.write:
         put_table(DOCS, "orchestration.py", found)

@@ -217,7 +217,8 @@ def test_latents_are_enough_a_worker_may_die_and_hacking_is_flagged(workspace: W
     )
     (run,) = workspace.mlflow_runs()
     assert run.info.status == "FINISHED"
-    assert len((workspace.folder / "calls1.0").read_text()) == 5 * 4 + 1 + 1, "the dead worker's batch twice, and val"
+    # The dead worker's batch twice, the one before too if its answer had not left the process, and the validation's.
+    assert len((workspace.folder / "calls1.0").read_text()) - (5 * 4 + 1) in (1, 2)
     metrics, client = run.data.metrics, workspace.client()
     assert metrics["reward/climbs/missing"] == 0
     assert metrics["perf/reward_busy_s/climbs"] > 0
