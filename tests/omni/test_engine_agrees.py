@@ -33,7 +33,7 @@ def config(tiny_model: Path) -> DiffusionModelConfig:
 @pytest.fixture(scope="module")
 def engine(config: DiffusionModelConfig) -> Iterator[VllmOmniRolloutEngine]:
     """One engine with all weights trainable; a test leaves it with the weights it found."""
-    running = VllmOmniRolloutEngine(config, VllmOmniConfig(request_timeout_s=120), max_num_seqs=6, sleep_mode=True)
+    running = VllmOmniRolloutEngine(config, VllmOmniConfig(), max_num_seqs=6, sleep_mode=True)
     yield running
     running.shutdown()
 

@@ -34,7 +34,7 @@ def engine_of(checkpoint: Checkpoint) -> Iterator[Any]:
 
     def start(**settings: Any) -> VllmOmniRolloutEngine:
         config = checkpoint.config(guided=True, **settings)
-        started.append(VllmOmniRolloutEngine(config, VllmOmniConfig(request_timeout_s=120), max_num_seqs=6))
+        started.append(VllmOmniRolloutEngine(config, VllmOmniConfig(), max_num_seqs=6))
         return started[-1]
 
     yield start

@@ -28,7 +28,7 @@ def config(tiny_model: Path) -> DiffusionModelConfig:
 
 @pytest.fixture(scope="module")
 def engine(config: DiffusionModelConfig) -> Iterator[VllmOmniRolloutEngine]:
-    running = VllmOmniRolloutEngine(config, VllmOmniConfig(request_timeout_s=120), max_num_seqs=4)
+    running = VllmOmniRolloutEngine(config, VllmOmniConfig(), max_num_seqs=4)
     yield running
     running.shutdown()
 

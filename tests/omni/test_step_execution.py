@@ -31,7 +31,7 @@ def engine_of() -> Iterator[Callable[..., VllmOmniRolloutEngine]]:
     def start(config: DiffusionModelConfig, step_execution: bool) -> VllmOmniRolloutEngine:
         while started:
             started.pop().shutdown()
-        settings = VllmOmniConfig(request_timeout_s=120, step_execution=step_execution)
+        settings = VllmOmniConfig(step_execution=step_execution)
         started.append(VllmOmniRolloutEngine(config, settings, max_num_seqs=6, sleep_mode=True))
         return started[0]
 
