@@ -74,17 +74,17 @@ def test_all_that_a_killed_driver_started_ends(driver):
 
 
 def test_rays_agents_end_too_when_their_raylet_was_faster():
-    """It dies with the driver, by Ray's own doing; the agents may live for a minute, looking for a head that is gone.
+    """It dies with the driver, by Ray's own doing; its agents may live for a minute, looking for a head that is gone.
 
     They are suspended here, so that they end by the watchdog or not at all.
     """
     process = start(RAY_DRIVER)
     assert process.stdout.readline() == "started\n"
     family = psutil.Process(process.pid).children(recursive=True)
-    agents = [one for one in family if one.name() in ("ray::DashboardAgent", "ray::RuntimeEnvAgent")]
     (raylet,) = [one for one in family if one.name() == "raylet"]
+    agents = raylet.children()  # and workers, as far as they have been started
     (guard,) = [one for one in family if any(word.endswith("watchdog.py") for word in one.cmdline())]
-    assert len(agents) == 2
+    assert len(agents) >= 2
     try:
         for one in (*agents, guard):
             one.suspend()

@@ -153,7 +153,7 @@ def ray_head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayHead]:
         family = [head, *head.children(recursive=True)]
         for process in family:
             process.kill()
-        psutil.wait_procs(family, timeout=PATIENCE)
+        psutil.wait_procs(family, timeout=30)
         shutil.rmtree(temporary)
 
 

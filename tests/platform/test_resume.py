@@ -52,7 +52,7 @@ def kill_everything(process: Program) -> set[str]:
         with suppress(psutil.NoSuchProcess):
             child.kill()
     process.wait()
-    psutil.wait_procs(children, timeout=PATIENCE)
+    psutil.wait_procs(children, timeout=60)
     return {found[1] for title in titles if (found := re.match(r"ray::(\w+)", title))} - RAYS_OWN
 
 
