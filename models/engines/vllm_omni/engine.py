@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 FIRST_PORT, PORTS = 20000, 10000
 """Below Linux's ephemeral ports."""
+EXECUTOR = "models.engines.vllm_omni.executor.BatchExecutor"
 
 
 def pipeline_class(model_config: DiffusionModelConfig) -> Any:
@@ -115,7 +116,7 @@ class VllmOmniRolloutEngine:
             custom_pipeline_args=arguments,
             worker_extension_cls="models.engines.vllm_omni.worker.RolloutWorkerExtension",
             tensor_parallel_size=settings.tensor_parallel_size,
-            distributed_executor_backend="uni" if settings.tensor_parallel_size == 1 else "mp",
+            distributed_executor_backend="uni" if settings.tensor_parallel_size == 1 else EXECUTOR,
             step_execution=settings.step_execution,
             enable_sleep_mode=sleep_mode,
             **backend,
@@ -266,7 +267,7 @@ class VllmOmniRolloutEngine:
         except (RolloutEngineError, WeightSyncError, ValueError):
             raise
         except Exception as error:
-            raise RolloutEngineError(f"vLLM-Omni failed: {error}") from error
+            raise RolloutEngineError(f"vLLM-Omni failed: {str(error) or repr(error)}") from error
 
     async def _order(self, method: str, *arguments: Any) -> Any:
         """Ask the worker; its one answer. That of several ranks is rank 0's, and an error where it failed on any."""
