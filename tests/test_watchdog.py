@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from patience import PATIENCE
+from patience import PATIENCE, lives
 
 from tasks.watchdog import MARK, watchdog
 
@@ -93,7 +93,7 @@ def test_rays_agents_end_too_when_their_raylet_was_faster():
         assert not psutil.wait_procs([raylet], timeout=PATIENCE)[1]
         guard.resume()
         assert not psutil.wait_procs([guard], timeout=PATIENCE)[1]
-        assert not [one for one in agents if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+        assert not [one for one in agents if lives(one)]
     finally:
         for one in agents:
             if one.is_running():

@@ -11,7 +11,7 @@ import pytest
 import ray
 import torch
 from helpers import TEXT_DIM, model_config
-from patience import wait_until
+from patience import lives, wait_until
 from torch import Tensor
 
 from models.base import DiffusionModelConfig
@@ -181,13 +181,9 @@ def test_two_processes_sample_what_one_does_and_die_with_their_worker(
     assert sum(other.memory_info().rss > 400e6 for other in others) == 2, others
     busy = pair.submit(PROMPTS, 2, 4, WINDOW)
     process.kill()
-    wait_until(lambda: not any(_lives(other) for other in others), "the end of the worker's own processes", every=0.1)
+    wait_until(lambda: not any(lives(other) for other in others), "the end of the worker's own processes", every=0.1)
     with pytest.raises(ray.exceptions.RayActorError):
         sampled(busy)
-
-
-def _lives(process: psutil.Process) -> bool:
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
 def test_a_worker_that_holds_other_weights_is_found_out(group: RolloutGroup, config: DiffusionModelConfig) -> None:

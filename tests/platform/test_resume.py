@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 from forked import Program
-from patience import PATIENCE, wait_until
+from patience import PATIENCE, lives, wait_until
 from platform_helpers import Workspace, make_workspace
 from safetensors.torch import load_file
 
@@ -95,7 +95,7 @@ def kill(driver: psutil.Process, victim: str) -> None:
     (chosen,) = processes_of(driver, victim)
     chosen.kill()
     _, alive = psutil.wait_procs(family, timeout=PATIENCE)
-    assert not [member for member in alive if member.status() != psutil.STATUS_ZOMBIE]
+    assert not [member for member in alive if lives(member)]
 
 
 @contextmanager
