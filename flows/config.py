@@ -281,10 +281,12 @@ class TrainConfig(Section):
     def records_unconditional(self) -> bool:
         """Does the update take the rollout's half of the guidance without the prompt as it is?
 
-        Samples that were made ahead come from older weights than those of the update.
+        Not where they were made ahead, from older weights than those of the update, nor where the trainer computes the
+        old log-probs itself: with both halves its own, which the first update must repeat.
         """
         constant = self.actor_rollout_ref.actor.guidance_gradient == "conditional"
-        return constant and not self.trainer.one_step_off_policy
+        bypasses = self.algorithm.rollout_correction.bypass_mode
+        return constant and bypasses and not self.trainer.one_step_off_policy
 
     @property
     def shares_gpus(self) -> bool:

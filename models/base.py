@@ -184,16 +184,25 @@ class DiffusionModelBase(ABC):
 
     @classmethod
     def predict_halves(
-        cls, module: nn.Module, model_inputs: dict[str, Any], negative_model_inputs: dict[str, Any] | None
+        cls,
+        module: nn.Module,
+        model_inputs: dict[str, Any],
+        negative_model_inputs: dict[str, Any] | None,
+        one_pass: bool = True,
     ) -> tuple[Tensor, Tensor | None]:
-        """`denoise` with the prompt and, with guidance, without it; in one pass where the family's pipeline does so."""
+        """`denoise` with the prompt and, with guidance, without it; in one pass where the family's pipeline does so.
+
+        Args:
+            one_pass: false computes them apart wherever the pipeline would join them, as an update does that takes
+                one of them as given: a batch of another size is rounded otherwise.
+        """
 
         def forward(inputs: dict[str, Any]) -> Tensor:
             return cls.denoise(module, inputs)
 
         if negative_model_inputs is None:
             return forward(model_inputs), None
-        if cls.guides_in_one_pass:
+        if cls.guides_in_one_pass and one_pass:
             return in_one_pass(forward, model_inputs, negative_model_inputs, cls.negative_first)
         return forward(model_inputs), forward(negative_model_inputs)
 

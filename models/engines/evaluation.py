@@ -87,7 +87,7 @@ class PolicyEvaluation:
         data = self._data_of(micro_batch, step)
         if forward_only:
             with torch.no_grad():
-                return self._output(self.module, micro_batch, data, step), {}
+                return self._output(self.module, micro_batch, data, step, learning=True), {}
         assert loss_function is not None, "forward_step needs a loss_function unless forward_only"
         if loss_function.process == "reverse":
             data |= self._compared_means(loss_function, micro_batch, data, step)
@@ -142,7 +142,8 @@ class PolicyEvaluation:
     def _output(
         self, module: nn.Module, micro_batch: TensorDict, data: dict[str, Tensor], step: int, learning: bool = False
     ) -> dict[str, Tensor]:
-        """MODEL_OUTPUTS of the micro-batch's process; `learning` says that a gradient is to come of it."""
+        """MODEL_OUTPUTS of the micro-batch's process; `learning` says that it is the loss's, or what it compares with,
+        and so is computed in the same passes."""
         if "noisy_latents" in data:
             timesteps = data["sigmas"] * self.scheduler.config.num_train_timesteps
             inputs, negative = self._inputs(module, micro_batch, data["noisy_latents"], timesteps, step)

@@ -32,10 +32,11 @@ def velocity_field(
     model_config: DiffusionModelConfig,
     prompts: PromptTable,
     prompt_index: Tensor,
+    one_pass: bool = True,
 ) -> "Velocity":
     """v(latents [B, ...], timestep scalar or [B]) of the model for fixed prompts, fp32; beside it the network's output
-    without the prompt, where there is guidance."""
-    halves = halves_field(adapter, module, model_config, prompts, prompt_index)
+    without the prompt, where there is guidance. `one_pass` as in `predict_halves`."""
+    halves = halves_field(adapter, module, model_config, prompts, prompt_index, one_pass)
 
     def velocity(latents: Tensor, timestep: Tensor) -> tuple[Tensor, Tensor | None]:
         conditional, unconditional = halves(latents, timestep)
@@ -50,16 +51,17 @@ def halves_field(
     model_config: DiffusionModelConfig,
     prompts: PromptTable,
     prompt_index: Tensor,
+    one_pass: bool = True,
 ) -> "Velocity":
     """The network's outputs of latents [B, ...] at a timestep (scalar or [B]) with the prompt and, where there is
-    guidance, without it."""
+    guidance, without it. `one_pass` as in `predict_halves`."""
     text, extras = prompts.expand(prompt_index), prompts.expand_extras(prompt_index)
 
     def halves(latents: Tensor, timestep: Tensor) -> tuple[Tensor, Tensor | None]:
         inputs, negative = adapter.prepare_model_inputs(
             module, model_config, latents, timestep.expand(len(latents)), **text, micro_batch=extras, step=0
         )
-        return adapter.predict_halves(module, inputs, negative)
+        return adapter.predict_halves(module, inputs, negative, one_pass)
 
     return halves
 
@@ -173,7 +175,9 @@ def sample(
         initial_latents = draw(request.keys, INITIAL_NOISE, adapter.latent_shape(model_config), device)
     denoising = Denoising(scheduler, model_config, request, initial_latents)
     prompts, index = request.prompts.to(device), request.prompt_index.to(device)
-    velocity = velocity_field(adapter, module, model_config, prompts, index)
+    # An update that takes the recorded half as given computes the other one alone, and must find the same numbers.
+    apart = request.record_unconditional
+    velocity = velocity_field(adapter, module, model_config, prompts, index, one_pass=not apart)
     for timestep in denoising.timesteps:
         denoising.advance(*velocity(denoising.latents, timestep))
     return denoising

@@ -1,0 +1,237 @@
+"""How far the update's log-probs are from the rollout's before any weight moves, at real size, and what it costs.
+
+    python -m benchmarks.log_prob_distance --model sd3.5-medium --graphs apart one casts
+    python -m benchmarks.log_prob_distance --model tiny --device cpu        # that it runs
+
+`apart` compiles a graph for sampling and another one for the update, `one` lets both run the update's
+(`models.engines.compiled`), `casts` compiles two and has each round where eager code does, `eager` compiles nothing.
+Each case is a line of JSON in <work>/results.jsonl: the distance of the rollout (mean and largest), of the trainer's
+own rescoring, the share of samples whose ratio leaves the recipe's clip range, and the seconds of a rollout. Weights
+are random.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))  # the tests' checkpoints and published configs
+
+import models.engines.diffusers_rollout as rollout_module
+import models.engines.fsdp as trainer_module
+import models.families  # noqa: F401  registers the adapters
+from benchmarks.iteration import _move_off_zero, advantages_of, sync
+from benchmarks.real_size import use_random_weights, write_configs
+from models.actor_config import DiffusionActorConfig, DiffusionLossConfig, FSDPConfig, OptimConfig
+from models.base import DiffusionModelBase, DiffusionModelConfig
+from models.config import DiffusionPipelineConfig, DiffusionRolloutAlgoConfig, ModelConfig
+from models.engines.actor_batch import ActorBatch
+from models.engines.compiled import compile_blocks
+from models.engines.diffusers_rollout import DiffusersRolloutEngine
+from models.engines.fsdp import DiffusersFSDPEngine
+from models.engines.trajectories import PromptTable, RolloutRequest, Trajectories
+from models.latents import component_config
+from models.schedulers.noise_keys import NoiseKey
+
+
+@dataclass(frozen=True)
+class Size:
+    """What is sampled and trained on: as the recipe of that model does."""
+
+    guidance: dict[str, float]
+    plain: dict[str, float]
+    lora: tuple[int, int]
+    clip: float
+    noise_level: float
+    window: tuple[int, ...]
+    batch: int
+    text_tokens: int
+    pixels: int = 512
+    steps: int = 10
+
+
+SIZES = {
+    "tiny": Size({"true_cfg_scale": 4.0}, {}, (4, 8), 1e-5, 0.7, (0, 1), 4, 8, 16, 4),
+    "sd3.5-medium": Size({"guidance_scale": 4.5}, {}, (32, 64), 1e-4, 0.7, tuple(range(9)), 24, 205),
+    "qwen-image": Size({"true_cfg_scale": 4.0}, {}, (64, 128), 1e-5, 1.2, (0, 1), 8, 128),
+    "flux.1-dev": Size({"guidance_scale": 3.5, "true_cfg_scale": 2.0}, {"guidance_scale": 3.5}, (32, 64), 1e-5, 0.7, (0, 1), 8, 512),
+}
+
+
+def model_config_of(name: str, folder: Path, lora: bool, compiled: bool, guided: bool) -> DiffusionModelConfig:
+    """The model as a case samples it."""
+    size = SIZES[name]
+    rank, alpha = size.lora if lora else (0, 1)
+    return DiffusionModelConfig.load(
+        ModelConfig(path=str(folder), dtype="bfloat16", lora_rank=rank, lora_alpha=alpha, compile=compiled),
+        DiffusionPipelineConfig(
+            height=size.pixels,
+            width=size.pixels,
+            num_inference_steps=size.steps,
+            **(size.guidance if guided else size.plain),
+        ),
+        DiffusionRolloutAlgoConfig(sde_type="sde", noise_level=size.noise_level),
+    )
+
+
+def request_of(config: DiffusionModelConfig, size: Size, record: bool, iteration: int) -> RolloutRequest:
+    """A batch of four prompts with random embeddings, and a negative one of the same length."""
+    text = component_config(config.path, "transformer")
+    generator = torch.Generator().manual_seed(0)
+
+    def embedded(rows: int, prefix: str = "") -> dict[str, torch.Tensor]:
+        found = {"prompt_embeds": torch.randn(rows, size.text_tokens, text["joint_attention_dim"], generator=generator)}
+        found["prompt_embeds_mask"] = torch.ones(rows, size.text_tokens, dtype=torch.bool)
+        if "pooled_projection_dim" in text:
+            found["pooled_prompt_embeds"] = torch.randn(rows, text["pooled_projection_dim"], generator=generator)
+        return {prefix + name: tensor for name, tensor in found.items()}
+
+    return RolloutRequest(
+        keys=tuple(NoiseKey(0, iteration, f"prompt-{i % 4}", i // 4) for i in range(size.batch)),
+        prompts=PromptTable.of(embedded(4) | embedded(1, "negative_")),
+        prompt_index=torch.arange(size.batch) % 4,
+        window=size.window,
+        record_unconditional=record,
+        outputs=frozenset(),
+    )
+
+
+def cases(arguments: argparse.Namespace) -> Iterator[tuple[str, bool, str, int]]:
+    """(label, guided, guidance_gradient, micro-batch of the update) of each case."""
+    batch = SIZES[arguments.model].batch
+    everything = {
+        "guided, gradient through the conditional half": (True, "conditional", batch),
+        "guided, gradient through both": (True, "both", batch),
+        "without guidance": (False, "both", batch),
+        "without guidance, update in halves of the batch": (False, "both", batch // 2),
+    }
+    for number, (label, case) in enumerate(everything.items()):
+        if number in arguments.cases:
+            yield label, *case
+
+
+def measure(arguments: argparse.Namespace, graph: str) -> None:
+    """All cases of one way to compile."""
+    size, device, folder = SIZES[arguments.model], arguments.device, arguments.work / arguments.model
+    torch._dynamo.reset()
+    torch._inductor.config.emulate_precision_casts = graph == "casts"
+    chosen = compile_blocks if graph == "one" else _compile_apart
+    rollout_module.compile_blocks = trainer_module.compile_blocks = chosen  # type: ignore[attr-defined]
+    rollout_module.compile_decoder = lambda vae: None  # type: ignore[attr-defined]  # nothing is decoded here
+    lora, compiled = not arguments.full, graph != "eager"
+    config = model_config_of(arguments.model, folder, lora, compiled, True)
+    if arguments.model != "tiny":
+        use_random_weights(DiffusionModelBase.get_class(config), device)
+    actor = DiffusionActorConfig(
+        diffusion_loss=DiffusionLossConfig(clip_ratio=size.clip),
+        optim=OptimConfig(lr=1e-12, weight_decay=0.0),  # no weight moves: every case begins with the same ones
+        fsdp_config=FSDPConfig(gradient_checkpointing=arguments.checkpointing, shard_frozen=False),
+    )
+    trainer = DiffusersFSDPEngine(config, actor, device)
+    trainer.initialize()
+    _move_off_zero(trainer)
+    rollout = DiffusersRolloutEngine(config, device)
+    sync(trainer, rollout)
+    for label, guided, gradient, micro in cases(arguments):
+        config = model_config_of(arguments.model, folder, lora, compiled, guided)
+        trainer.model_config = rollout.model_config = config
+        trainer.actor_config = actor.model_copy(
+            update={"guidance_gradient": gradient, "ppo_micro_batch_size_per_gpu": micro}
+        )
+        line = {"model": arguments.model, "lora": lora, "graph": graph, "case": label}
+        append(arguments.work, line | distances(trainer, rollout, request_of(config, size, gradient == "conditional", 0)))
+
+
+def distances(trainer: DiffusersFSDPEngine, rollout: DiffusersRolloutEngine, request: RolloutRequest) -> dict[str, Any]:
+    """Numbers of one case."""
+    began = _now()
+    trajectories = rollout.produce(request).recorded
+    assert isinstance(trajectories, Trajectories)
+    first = _now() - began
+    seconds = []
+    for _ in range(2):
+        began = _now()
+        rollout.produce(request)
+        seconds.append(_now() - began)
+    batch, began = len(trajectories), _now()
+    met = trainer.update_policy([ActorBatch([(trajectories, advantages_of(batch))], batch)])
+    updated = _now() - began
+    again, began = rollout.produce(request).recorded, _now()
+    rescored = trainer.rescored(trajectories)
+    rescoring = _now() - began
+    own = trainer.update_policy([ActorBatch([(replace(rescored, unconditional=None), advantages_of(batch))], batch)])
+    assert isinstance(again, Trajectories)
+    return {
+        "mean": met["logprob_abs_diff/mean"],
+        "max": met["logprob_abs_diff/max"],
+        "clipped": met["pg_clipfrac"],
+        "rescored mean": own["logprob_abs_diff/mean"],
+        "rescored max": own["logprob_abs_diff/max"],
+        "rescored clipped": own["pg_clipfrac"],
+        "rollout repeats": torch.equal(again.log_probs, trajectories.log_probs),
+        "rollout s": min(seconds),
+        "first rollout s": first,
+        "first update s": updated,
+        "rescoring s": rescoring,
+        "peak GiB": torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None,
+    }
+
+
+def _compile_apart(adapter: type[DiffusionModelBase], module: Any) -> None:
+    """As it is usually done: a graph for every mode of autograd."""
+    torch._dynamo.config.recompile_limit = 64
+    torch._dynamo.config.accumulated_recompile_limit = 512
+    for block in adapter.transformer_blocks(module):
+        block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False)
+
+
+def _now() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def append(work: Path, line: dict[str, Any]) -> None:
+    """Keep a case's line, and show it."""
+    text = json.dumps({k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in line.items()})
+    with (work / "results.jsonl").open("a") as stream:
+        stream.write(text + "\n")
+    print(text, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=SIZES, default="tiny")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
+    parser.add_argument("--graphs", nargs="+", choices=["apart", "one", "casts", "eager"], default=["apart", "one"])
+    parser.add_argument("--cases", nargs="+", type=int, default=[0, 1, 2, 3], help="numbers, in the order of `cases`")
+    parser.add_argument("--full", action="store_true", help="train all weights instead of LoRA")
+    parser.add_argument("--checkpointing", action="store_true", help="recompute activations")
+    parser.add_argument("--work", type=Path, default=Path("runs/benchmark_log_prob_distance"))
+    arguments = parser.parse_args()
+    folder = arguments.work / arguments.model
+    if not (folder / "model_index.json").is_file():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        if arguments.model == "tiny":
+            from tiny_models import FAMILIES
+
+            FAMILIES["qwen_image"].save(folder)
+        else:
+            write_configs(arguments.model, folder)
+    on_gpu = arguments.device == "cuda"
+    settings: dict[str, Any] = {"device_id": torch.device("cuda:0")} if on_gpu else {}
+    dist.init_process_group("nccl" if on_gpu else "gloo", store=dist.HashStore(), rank=0, world_size=1, **settings)
+    for graph in arguments.graphs:
+        measure(arguments, graph)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
