@@ -122,6 +122,7 @@ def measure(arguments: argparse.Namespace, graph: str) -> None:
     size, device, folder = SIZES[arguments.model], arguments.device, arguments.work / arguments.model
     torch._dynamo.reset()
     torch._inductor.config.emulate_precision_casts = graph == "casts"
+    torch._inductor.config.deterministic = graph == "casts"
     chosen = compile_blocks if graph == "one" else _compile_apart
     rollout_module.compile_blocks = trainer_module.compile_blocks = chosen  # type: ignore[attr-defined]
     rollout_module.compile_decoder = lambda vae: None  # type: ignore[attr-defined]  # nothing is decoded here
@@ -156,7 +157,7 @@ def distances(trainer: DiffusersFSDPEngine, rollout: DiffusersRolloutEngine, req
     assert isinstance(trajectories, Trajectories)
     first = _now() - began
     seconds = []
-    for _ in range(2):
+    for _ in range(3):
         began = _now()
         rollout.produce(request)
         seconds.append(_now() - began)
@@ -164,9 +165,9 @@ def distances(trainer: DiffusersFSDPEngine, rollout: DiffusersRolloutEngine, req
     met = trainer.update_policy([ActorBatch([(trajectories, advantages_of(batch))], batch)])
     updated = _now() - began
     again, began = rollout.produce(request).recorded, _now()
-    rescored = trainer.rescored(trajectories)
+    rescored = trainer.rescored(replace(trajectories, unconditional=None))
     rescoring = _now() - began
-    own = trainer.update_policy([ActorBatch([(replace(rescored, unconditional=None), advantages_of(batch))], batch)])
+    own = trainer.update_policy([ActorBatch([(rescored, advantages_of(batch))], batch)])
     assert isinstance(again, Trajectories)
     return {
         "mean": met["logprob_abs_diff/mean"],

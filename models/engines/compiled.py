@@ -12,6 +12,11 @@ from models.base import DiffusionModelBase
 VARIANTS = 64
 """Most compilations of one block's code: they differ in shape, gradient, adapters on or off, kind of block."""
 
+SAME_EVERYWHERE: dict[str, Any] = {"deterministic": True}
+"""Inductor's options. It may not choose by a stopwatch how a kernel adds up its rows, or whether a matrix is padded:
+rollout and trainer compile in a process each, and would choose differently. (Set in torch's configuration instead, it
+is gone after the first compilation.)"""
+
 Forward = Callable[..., Any]
 
 
@@ -29,7 +34,8 @@ def compile_blocks(adapter: type[DiffusionModelBase], module: nn.Module) -> None
     limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, 8 * VARIANTS)
     graph = OneGraph()
     for block in adapter.transformer_blocks(module):
-        block.forward = graph.of_block(torch.compile(block.forward, fullgraph=True, dynamic=False))
+        compiled = torch.compile(block.forward, fullgraph=True, dynamic=False, options=SAME_EVERYWHERE)
+        block.forward = graph.of_block(compiled)
     module.forward = graph.of_whole(module.forward)
 
 

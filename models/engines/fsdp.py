@@ -56,7 +56,8 @@ class DiffusersFSDPEngine(PolicyEvaluation):
         """Load, freeze, shard; then optimiser, warm-up, copies of the weights, reference and teacher."""
         sharing = self.actor_config.fsdp_config.ulysses_sequence_parallel_size
         self._sequence_mesh = sequence_mesh(self.device, sharing) if sharing > 1 else None
-        self.module = self._sharded(self._load(trained=True))
+        # Nothing in these models depends on the mode but that compiled code is made anew for each.
+        self.module = self._sharded(self._load(trained=True)).eval()
         settings = self.actor_config.optim
         self.optimizer = torch.optim.AdamW(
             list(trainable(self.module).values()),
@@ -97,7 +98,6 @@ class DiffusersFSDPEngine(PolicyEvaluation):
         if self.previous is not None:
             self.previous.follow(0)
         collected, prepared, counted, recorded = WeightedMetrics(), self._prepared(batches), 0, 0
-        self.module.train()
         for number, batch in enumerate(batches):
             if prepared[id(batch)].global_count == 0:  # on every rank: no pair was left of any group
                 continue
@@ -105,7 +105,6 @@ class DiffusersFSDPEngine(PolicyEvaluation):
             counted += trained
             recorded += trained if number == 0 and prepared[id(batch)].records_unconditional else 0
             collected.add({"lr": float(self.lr_scheduler.get_last_lr()[0]), "grad_norm": self._optimizer_step()})
-        self.module.eval()
         self._move_old_policy()
         self._release_memory()
         return collected.combined() | {
@@ -238,7 +237,6 @@ class DiffusersFSDPEngine(PolicyEvaluation):
 
     def canary_velocity(self, canary: Canary) -> Tensor:
         """What the trainer's model predicts for the canary, fp32 on the CPU."""
-        self.module.eval()
         return canary_velocity(self.adapter, self.module, self.model_config, canary, self.device)
 
     # ---- checkpoint
