@@ -181,9 +181,7 @@ def replay_distance(engine: Any, trajectories: Trajectories, pipeline: Diffusion
     with torch.no_grad():
         for step in range(len(moved.window)):
             one = moved.step(step)
-            inputs = adapter.prepare_model_inputs(
-                engine.transformer, config, one.latents, one.timesteps, **text, micro_batch=extras, step=0
-            )
+            inputs = adapter.model_inputs(engine.transformer, config, one.latents, one.timesteps, text, extras)
             given = {"latents": one.latents, "timesteps": one.timesteps}
             log_prob, *_ = adapter.forward_and_sample_previous_step(
                 engine.transformer, scheduler, config, *inputs, given, 0

@@ -30,7 +30,7 @@ def measure_cost(
 ) -> PolicyFlops | None:
     """What a micro-batch with the longest of these prompts costs; None where nothing is known of the transformer."""
     name = component_config(model_config.path, "transformer")["_class_name"]
-    if not hasattr(diffusers, name) or not has_formula(name):
+    if not hasattr(diffusers, name) or not has_formula(model_config):
         log.warning("%s is no transformer that this project can count: no perf/mfu, and no check of memory", name)
         return None
     actor = config.actor_rollout_ref.actor
@@ -75,7 +75,7 @@ def check_fits(config: TrainConfig, model_config: DiffusionModelConfig, cost: Pa
 
 def _update(config: TrainConfig, model_config: DiffusionModelConfig, cost: PassCost) -> Need:
     actor = config.actor_rollout_ref.actor
-    loss = get_diffusion_loss_fn(actor.diffusion_loss.loss_mode)
+    loss = get_diffusion_loss_fn(actor.diffusion_loss.loss_mode, actor.diffusion_loss.options)
     refers = actor.use_kl_loss or REF_VELOCITY in loss.required_data_keys
     return update_need(
         cost,

@@ -4,18 +4,19 @@ import hashlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import models.families  # noqa: F401  registers the adapters
 from flows.capacity import check_fits, measure_cost
 from flows.config import TrainConfig
-from models.algorithms import check_loss_inputs, get_diffusion_adv_estimator_fn, get_diffusion_loss_fn
+from models.algorithms import check_advantage, check_loss_inputs, get_diffusion_loss_fn
 from models.algorithms.losses import OLD_MEAN, TEACHER_MEAN, TRAINER_TYPES
 from models.base import DiffusionModelBase, DiffusionModelConfig, read_architecture
 from models.engines.sequence_parallel import check_sequence_split
 from models.engines.training_engine import get_training_engine
 from models.engines.vllm_omni.engine import check_tensor_split, pipeline_class
 from models.engines.weights import LORA_FILE
+from models.families import load_families
 from models.flops import PolicyFlops
 from models.latents import text_width
+from models.schedulers import check_kernel
 from tasks.dataset import INDEX, Prompt, PromptEmbeddings, load_prompts
 from tasks.pairs import PairDataset
 from tasks.rewards import check_reward
@@ -54,7 +55,9 @@ def check_inputs(config: TrainConfig, trains: bool = True) -> Inputs:
         ConfigError, or the named thing's own error: one sentence, what is wrong and what would be right.
     """
     rollout = config.actor_rollout_ref.rollout
-    get_diffusion_adv_estimator_fn(config.algorithm.adv_estimator)
+    load_families(config.actor_rollout_ref.model.external_lib)
+    check_advantage(config.algorithm.adv_estimator, config.algorithm.adv_options)
+    check_kernel(rollout.algo.sde_type, rollout.algo.sde_options)
     get_training_engine(config.actor_rollout_ref.actor.strategy)
     _check_loss(config)
     for name, entry in config.reward.named().values():
@@ -174,8 +177,9 @@ def _check_loss(config: TrainConfig) -> None:
     rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
     name, steps = actor.diffusion_loss.loss_mode, rollout.pipeline.num_inference_steps
     weighted = config.algorithm.rollout_correction.rollout_is is not None
-    check_loss_inputs(name, actor.use_kl_loss, weighted, actor.teacher_path is not None)
-    loss = get_diffusion_loss_fn(name)
+    options = actor.diffusion_loss.options
+    check_loss_inputs(name, actor.use_kl_loss, weighted, actor.teacher_path is not None, options)
+    loss = get_diffusion_loss_fn(name, options)
     for field, right in (("trainer_type", TRAINER_TYPES[loss.process]), ("paired_preference", loss.paired)):
         if getattr(config.algorithm, field) != right:
             raise ConfigError(

@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
-import models.families  # noqa: F401  registers the families
 from models.base import VllmOmniPipelineBase, read_architecture
 from models.engines.vllm_omni.lora_names import write_peft_folder
+from models.families import load_families
 
 app = typer.Typer(help=__doc__, add_completion=False)
 
@@ -19,6 +19,7 @@ def main(
     model: Annotated[Path, typer.Option(help="Base model, in diffusers format.")] = Path("data/base_model"),
 ) -> None:
     """Write a PEFT folder: what a request's `lora` may name as its `path`."""
+    load_families()
     architecture = read_architecture(model)
     pipeline = VllmOmniPipelineBase.get_class(architecture, "flow_grpo")
     if pipeline is None:

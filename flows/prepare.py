@@ -104,6 +104,7 @@ def embeddings(
     max_sequence_length: Annotated[int | None, typer.Option(help="In place of the one in params.yaml.")] = None,
     dtype: Annotated[str, typer.Option(help="Number format of the text encoders and the embeddings.")] = "float32",
     device: Annotated[str, typer.Option(help="Where they compute: cpu or cuda.")] = "cpu",
+    external_lib: Annotated[str | None, typer.Option(help="Modules that register a family of your own.")] = None,
 ) -> None:
     """Encode the prompts once with the model's text encoders, as its own pipeline does, and write data/embeddings/."""
     import torch
@@ -114,7 +115,7 @@ def embeddings(
     chosen = [prompt for split in params.splits for prompt in load_prompts(PROMPTS, split)]
     limit = max_sequence_length or params.max_sequence_length
     torch.set_num_threads(params.threads)
-    adapter, _ = _adapter_of(model)
+    adapter, _ = _adapter_of(model, external_lib)
     pipeline = adapter.load_text_pipeline(model, getattr(torch, dtype)).to(device)
     check_prompt_lengths(chosen, adapter.prompt_lengths(pipeline, [prompt.prompt for prompt in chosen]), limit)
 
@@ -136,13 +137,15 @@ def embeddings(
     typer.echo(f"{out}: {len(chosen)} prompts and the negative prompt")
 
 
-def _adapter_of(model: Path, **pipeline: int) -> "tuple[type[DiffusionModelBase], DiffusionModelConfig]":
+def _adapter_of(
+    model: Path, external_lib: str | None = None, **pipeline: int
+) -> "tuple[type[DiffusionModelBase], DiffusionModelConfig]":
     """The adapter of a model folder, and its settings; `pipeline` are sampling fields, such as the height."""
-    import models.families  # noqa: F401  registers the adapters
     from models.base import DiffusionModelBase, DiffusionModelConfig
     from models.config import DiffusionPipelineConfig, DiffusionRolloutAlgoConfig, ModelConfig
 
-    sections = ModelConfig(path=str(model)), DiffusionPipelineConfig(**pipeline), DiffusionRolloutAlgoConfig()
+    described = ModelConfig(path=str(model), external_lib=external_lib)
+    sections = described, DiffusionPipelineConfig(**pipeline), DiffusionRolloutAlgoConfig()
     model_config = DiffusionModelConfig.load(*sections)
     return DiffusionModelBase.get_class(model_config), model_config
 

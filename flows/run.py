@@ -91,7 +91,8 @@ class TrainingRun:
     @property
     def loss(self) -> DiffusionLossFn:
         """What the run minimises."""
-        return get_diffusion_loss_fn(self.config.actor_rollout_ref.actor.diffusion_loss.loss_mode)
+        settings = self.config.actor_rollout_ref.actor.diffusion_loss
+        return get_diffusion_loss_fn(settings.loss_mode, settings.options)
 
     def prompts(self, iteration: int) -> list[Prompt]:
         """The iteration's train prompts."""
@@ -248,14 +249,14 @@ def _open_run(config: TrainConfig, inputs: Inputs) -> Iterator[TrainingRun]:
 
 def start_rollout(config: TrainConfig, inputs: Inputs, shared: SharedGpus | None = None) -> RolloutGroup:
     """The rollout workers of a config, on their own GPUs or on `shared` ones; their models load in the background."""
-    loss = config.actor_rollout_ref.actor.diffusion_loss.loss_mode
+    loss = config.actor_rollout_ref.actor.diffusion_loss
     return RolloutGroup(
         inputs.model_config,
         inputs.embeddings,
         config.actor_rollout_ref.rollout,
         device=config.trainer.device,
         seed=config.trainer.seed,
-        record_means=config.algorithm.rollout_correction.bypass_mode and needs_old_means(loss),
+        record_means=config.algorithm.rollout_correction.bypass_mode and needs_old_means(loss.loss_mode, loss.options),
         record_unconditional=config.records_unconditional,
         record_finished=config.algorithm.trainer_type == "direct_preference",
         outputs=frozenset(LATENTS if wants == "latents" else PICTURES for wants in wanted_inputs(config.reward)),

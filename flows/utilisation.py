@@ -40,7 +40,7 @@ class Utilisation:
         shapes = [Batch(len(batch.prompts), *batch.text) for batch in batches]
         trained = metrics.get("actor/sample_steps", 0.0) * self.config.data_ranks
         recorded = metrics.get("actor/recorded_steps", 0.0) * self.config.data_ranks
-        loss = get_diffusion_loss_fn(settings.actor.diffusion_loss.loss_mode)
+        loss = get_diffusion_loss_fn(settings.actor.diffusion_loss.loss_mode, settings.actor.diffusion_loss.options)
         seen = trained / (settings.actor.ppo_epochs if loss.process == "forward" else 1)
         policy, others = (passes * seen for passes in compared_passes(loss, settings.actor))
         flops = {"update": self.flops.update(shapes, trained, policy, others, recorded=recorded)}

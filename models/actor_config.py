@@ -1,6 +1,6 @@
 """Settings of the update that the models floor reads: optimiser, sharding, losses; see `models.config`."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -66,6 +66,9 @@ class DiffusionLossConfig(Section):
     """Which policy loss, and its bounds."""
 
     loss_mode: str = Field("flow_grpo", description="Registered name of the loss, or package.module:Class.")
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="Keyword arguments of a loss of your own; those of the project take none."
+    )
     clip_ratio: float = Field(
         1e-4,
         gt=0,

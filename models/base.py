@@ -7,7 +7,7 @@ folder's model_index.json. Registered for an architecture alone, an adapter serv
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from models.guidance import in_one_pass
+from models.latents import vae_factor
 from models.model_config import DiffusionModelConfig, read_architecture
+from models.operations import Config
 from models.registry import C, Registry
 
 if TYPE_CHECKING:
@@ -59,6 +61,9 @@ class DiffusionModelBase(ABC):
 
     negative_first: ClassVar[bool] = True
 
+    one_text_length: ClassVar[bool] = False
+    """The texts of both halves of the guidance are filled up to the longest."""
+
     samples_video: ClassVar[bool] = False
     """`decode` returns [B, F, H, W, 3] instead of [B, H, W, 3]."""
 
@@ -72,14 +77,24 @@ class DiffusionModelBase(ABC):
         """The adapter of (architecture, algorithm).
 
         Raises:
-            ValueError: no adapter is registered; the message lists the known architectures.
+            ValueError: no adapter is registered, the message lists the known architectures; it lacks a hook that every
+                family writes; or a module that registers families cannot be imported.
         """
+        from models.families import load_families
+
+        load_families(model_config.external_lib)
         found = _ADAPTERS.find(model_config.architecture, model_config.algorithm)
         if found is None:
             known = ", ".join(sorted({architecture for architecture, _ in _ADAPTERS.entries}))
             raise ValueError(
                 f"no adapter for architecture {model_config.architecture!r} (algorithm {model_config.algorithm!r}) "
                 f"of {model_config.path}; known architectures: {known}"
+            )
+        lacking = ", ".join(sorted(getattr(found, "__abstractmethods__", ())))
+        if lacking:
+            raise ValueError(
+                f"{found.__module__}.{found.__qualname__}, the adapter of {model_config.architecture}, lacks "
+                f"{lacking}: write what docs/add-a-model.md says of them"
             )
         return found
 
@@ -117,7 +132,8 @@ class DiffusionModelBase(ABC):
             negative_prompt_embeds: [B, L', D], or None without guidance.
             negative_prompt_embeds_mask: [B, L'].
             micro_batch: further inputs of the samples by name, for families that need them: at least the prompt
-                table's extras, such as `pooled_prompt_embeds` [B, D].
+                table's extras, such as `pooled_prompt_embeds` [B, D], and the numbers `height`, `width` and
+                `vae_scale_factor`.
             step: index into the trajectory; ignored for a selected latent.
         """
 
@@ -176,6 +192,32 @@ class DiffusionModelBase(ABC):
         """Tokens of each prompt that count against max_sequence_length; above it the text would be cut."""
 
     # ---- what all families share; a family may have its own
+
+    @classmethod
+    def model_inputs(
+        cls,
+        module: nn.Module,
+        model_config: DiffusionModelConfig,
+        latents: Tensor,
+        timesteps: Tensor,
+        text: Mapping[str, Any],
+        micro_batch: "TensorDict | dict[str, Any]",
+        step: int = 0,
+    ) -> tuple[dict[str, Any], dict[str, Any] | None]:
+        """`prepare_model_inputs` as every engine asks for it: with the picture's size in the micro-batch, and nothing
+        for a negative prompt where there is no guidance.
+
+        Args:
+            text: the four embeddings and masks by the names of `prepare_model_inputs`.
+        """
+        size = {"height": model_config.pipeline.height, "width": model_config.pipeline.width}
+        given = micro_batch.copy()
+        for name, number in (size | {"vae_scale_factor": vae_factor(model_config.path)}).items():
+            given.set_non_tensor(name, number) if hasattr(given, "set_non_tensor") else given.update({name: number})
+        inputs, negative = cls.prepare_model_inputs(
+            module, model_config, latents, timesteps, **text, micro_batch=given, step=step
+        )
+        return inputs, negative if cls.is_guided(model_config.pipeline) else None
 
     @classmethod
     def denoise(cls, module: nn.Module, model_inputs: dict[str, Any]) -> Tensor:
@@ -271,6 +313,18 @@ class DiffusionModelBase(ABC):
         return model_inputs
 
     @classmethod
+    def multiplications(cls, config: Config, image_tokens: int, text_tokens: int, timesteps: int) -> int | None:
+        """Multiplications of one forward of one sample, out of the transformer's config.json (`models.operations`).
+
+        None: not known, and a run has no perf/mfu and does not check whether it fits the GPU.
+
+        Args:
+            image_tokens, text_tokens: of one sample, with what the denoiser sees of padding.
+            timesteps: how many timesteps are embedded: one, or one for each image token.
+        """
+        return None
+
+    @classmethod
     def is_guided(cls, pipeline: "DiffusionPipelineConfig") -> bool:
         """Whether these settings ask for classifier-free guidance, which needs negative embeddings."""
         scale = getattr(pipeline, cls.pipeline_fields[0]) if cls.pipeline_fields else None
@@ -306,7 +360,8 @@ class DiffusionModelBase(ABC):
         """Replay one step of a rollout under the module's present weights.
 
         Args:
-            scheduler_inputs: `latents` [B, W+1, ...] and `timesteps` [B, W] of the rollout; with `unconditional`
+            scheduler_inputs: `latents` [B, W+1, ...] and `timesteps` [B, W] of the rollout, also as `all_latents` and
+                `all_timesteps`; with `unconditional`
                 [B, ...] this step's half of the guidance without the prompt is taken as given.
             step: which of the W steps.
 
@@ -325,6 +380,7 @@ class DiffusionModelBase(ABC):
             timestep=timesteps[:, step],
             noise_level=model_config.algo.noise_level,
             sde_type=model_config.algo.sde_type,
+            sde_options=getattr(model_config.algo, "sde_options", None),
             prev_sample=latents[:, step + 1],
             return_sqrt_dt=True,
         )

@@ -7,11 +7,10 @@ has torch, diffusers, peft and tensordict but no pydantic: any object with the s
 Field names are the reference system's (VeRL-Omni) wherever it has one.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-SdeType = Literal["sde", "cps", "dance_sde"]
 WindowMode = Literal["random", "progressive", "decay"]
 
 
@@ -49,7 +48,15 @@ class DiffusionPipelineConfig(Section):
 class DiffusionRolloutAlgoConfig(Section):
     """How a sample explores: the reverse-process kernel and the window of steps that are stochastic and trained."""
 
-    sde_type: SdeType = Field("sde", description="Reverse-process kernel: sde (Flow-GRPO), cps or dance_sde.")
+    sde_type: str = Field(
+        "sde",
+        description="Reverse-process kernel: sde (Flow-GRPO), cps, dance_sde, or one of your own by its registered "
+        "name or as package.module:function.",
+        examples=["sde", "cps", "dance_sde"],
+    )
+    sde_options: dict[str, Any] = Field(
+        default_factory=dict, description="Keyword arguments of a kernel of your own; sde, cps and dance_sde take none."
+    )
     noise_level: float = Field(
         0.7,
         ge=0.0,
@@ -129,6 +136,11 @@ class ModelConfig(Section):
     )
     lora_rank: int = Field(0, ge=0, description="LoRA rank; 0 trains all of the transformer's weights.")
     lora_alpha: int = Field(64, ge=1, description="LoRA scale numerator: the update is scaled by alpha / rank.")
+    external_lib: str | None = Field(
+        None,
+        description="Python modules, separated by commas, that are imported wherever the model is used: they register "
+        "families, kernels, losses and advantages of your own.",
+    )
     target_modules: tuple[str, ...] | None = Field(
         None, description="Module names that get LoRA weights; null takes the model family's own list."
     )

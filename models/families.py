@@ -1,4 +1,12 @@
-"""Importing this module registers every model family that ships with the project."""
+"""The model families: the project's own, those of installed packages, and those of modules that a config names.
+
+Importing this module registers the first. `DiffusionModelBase.get_class` asks for all of them, so that a family is
+known in every process that looks for its adapter: driver, rollout worker, trainer rank, and vLLM-Omni's processes.
+"""
+
+import functools
+import importlib
+from importlib.metadata import entry_points
 
 import models.flux
 import models.qwen_image
@@ -6,4 +14,35 @@ import models.stable_diffusion_3
 import models.wan
 import models.z_image
 
-__all__ = ["models"]
+__all__ = ["GROUP", "load_families", "models"]
+
+GROUP = "doubleflow.families"
+"""Entry points of this group are modules that register families, kernels, losses or advantages when imported."""
+
+
+def load_families(external_lib: str | None = None) -> None:
+    """Import what registers families outside of the project, once in a process.
+
+    Args:
+        external_lib: modules to import, separated by commas, beside those of installed packages.
+
+    Raises:
+        ValueError: one of them cannot be imported.
+    """
+    _load_installed()
+    for name in (external_lib or "").split(","):
+        if name.strip():
+            _import(name.strip(), f"actor_rollout_ref.model.external_lib names {name.strip()!r}")
+
+
+@functools.cache
+def _load_installed() -> None:
+    for entry in entry_points(group=GROUP):
+        _import(entry.module, f"entry point {entry.name!r} of group {GROUP} is {entry.value!r}")
+
+
+def _import(name: str, said_by: str) -> None:
+    try:
+        importlib.import_module(name)
+    except ImportError as error:
+        raise ValueError(f"{said_by}, which cannot be imported: {error}") from error

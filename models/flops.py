@@ -1,14 +1,14 @@
 """Floating-point operations of a denoiser's forward, from its config alone: what a step must cost.
 
 Matrix products and attention are counted, two operations for a multiplication with its addition, as torch's
-FlopCounterMode counts them. The formulas leave LoRA out, which adds 1 % to Stable Diffusion 3.5 at rank 32 and 3 % to
-Qwen-Image at 64; `PolicyFlops` has it, from a pass over the real module.
+FlopCounterMode counts them. The adapters' formulas leave LoRA out, which adds 1 % to Stable Diffusion 3.5 at rank 32
+and 3 % to Qwen-Image at 64; `PolicyFlops` has it, from a pass over the real module.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from models.algorithms.losses import (
     EMA_VELOCITY,
@@ -22,17 +22,10 @@ from models.algorithms.losses import (
 from models.base import DiffusionModelBase, DiffusionModelConfig
 from models.latents import component_config, pipeline_config
 from models.meta_pass import PassCost
+from models.operations import Config
 
 if TYPE_CHECKING:
     from models.actor_config import DiffusionActorConfig
-
-Config = Mapping[str, Any]
-TIME_CHANNELS = 256
-"""Sines and cosines of a timestep, in all of these architectures."""
-Z_IMAGE_MULTIPLE = 32
-"""Z-Image fills image and caption up to a multiple of this."""
-ONE_LENGTH = ("ZImageTransformer2DModel",)
-"""Here both halves of guidance are one batch, whose texts are filled up to the longest."""
 
 
 class Batch(NamedTuple):
@@ -114,9 +107,10 @@ class PolicyFlops:
         return step_flops(self.model_config, batch.text_tokens, batch.negative_tokens or None)
 
 
-def has_formula(class_name: str) -> bool:
-    """Can the operations of this transformer be counted?"""
-    return class_name in _FORMULAS
+def has_formula(model_config: DiffusionModelConfig) -> bool:
+    """Can the operations of this model's transformer be counted?"""
+    adapter, config = DiffusionModelBase.get_class(model_config), component_config(model_config.path, "transformer")
+    return adapter.multiplications(config, 1, 1, 1) is not None
 
 
 def compared_passes(loss: DiffusionLossFn, actor_config: "DiffusionActorConfig") -> tuple[int, int]:
@@ -154,9 +148,9 @@ def step_forwards(
     texts = [text_tokens]
     if adapter.is_guided(model_config.pipeline):
         texts.append(text_tokens if negative_tokens is None else negative_tokens)
-    if config["_class_name"] in ONE_LENGTH:
+    if adapter.one_text_length:
         texts = [max(texts)] * len(texts)
-    return [forward_flops(config, tokens, text, timesteps) for text in texts]
+    return [forward_flops(adapter, config, tokens, text, timesteps) for text in texts]
 
 
 def image_tokens(config: Config, latent_shape: tuple[int, ...]) -> int:
@@ -169,107 +163,22 @@ def image_tokens(config: Config, latent_shape: tuple[int, ...]) -> int:
     return math.prod(length // side for length, side in zip(lengths, sides[-len(lengths) :], strict=True))
 
 
-def forward_flops(config: Config, image_tokens: int, text_tokens: int, timesteps: int = 1) -> float:
+def forward_flops(
+    adapter: type[DiffusionModelBase], config: Config, image_tokens: int, text_tokens: int, timesteps: int = 1
+) -> float:
     """Operations of one forward of one sample.
 
     Args:
-        config: the transformer's config.json; `_class_name` says which architecture it is.
+        adapter: of the model's family.
+        config: the transformer's config.json.
         image_tokens: of one sample.
         text_tokens: of one sample, padding that the denoiser sees included.
         timesteps: how many timesteps are embedded: one, or one for each image token.
 
     Raises:
-        ValueError: no formula for this transformer.
+        ValueError: the family has no formula.
     """
-    count = _FORMULAS.get(config["_class_name"])
+    count = adapter.multiplications(config, image_tokens, text_tokens, timesteps)
     if count is None:
-        known = ", ".join(sorted(_FORMULAS))
-        raise ValueError(f"no formula for the operations of {config['_class_name']!r}; there are formulas for {known}")
-    return 2.0 * count(config, image_tokens, text_tokens, timesteps)
-
-
-def _width(config: Config) -> int:
-    return config["num_attention_heads"] * config["attention_head_dim"]
-
-
-def _attention(queries: int, keys: int, width: int) -> int:
-    """Scores and their weighted sum."""
-    return 2 * queries * keys * width
-
-
-def _embedded(inputs: int, width: int) -> int:
-    """One vector through two layers, to the model's width."""
-    return inputs * width + width**2
-
-
-def _double_block(width: int, image: int, text: int) -> int:
-    """Two streams with weights of their own (projections, MLP, modulation) that attend to each other."""
-    return (4 + 8) * width**2 * (image + text) + 12 * width**2 + _attention(image + text, image + text, width)
-
-
-def _stable_diffusion_3(config: Config, image: int, text: int, timesteps: int) -> int:
-    width, patch = _width(config), config["patch_size"] ** 2
-    embedders = patch * config["in_channels"] * width * image + config["joint_attention_dim"] * width * text
-    time = _embedded(TIME_CHANNELS, width) + _embedded(config["pooled_projection_dim"], width)
-    blocks = config["num_layers"] * _double_block(width, image, text)
-    second = 4 * width**2 * image + 3 * width**2 + _attention(image, image, width)
-    # The last block's text has no output: no projection, no MLP, and two of the six modulations.
-    unused = (1 + 8) * width**2 * text + 4 * width**2
-    out = 2 * width**2 + width * patch * config["out_channels"] * image
-    return embedders + time + blocks + len(config["dual_attention_layers"]) * second - unused + out
-
-
-def _qwen_image(config: Config, image: int, text: int, timesteps: int) -> int:
-    width = _width(config)
-    embedders = config["in_channels"] * width * image + config["joint_attention_dim"] * width * text
-    blocks = config["num_layers"] * _double_block(width, image, text)
-    out = 2 * width**2 + width * config["patch_size"] ** 2 * config["out_channels"] * image
-    return embedders + _embedded(TIME_CHANNELS, width) + blocks + out
-
-
-def _flux(config: Config, image: int, text: int, timesteps: int) -> int:
-    width, both = _width(config), image + text
-    embedders = config["in_channels"] * width * image + config["joint_attention_dim"] * width * text
-    scalars = 2 if config["guidance_embeds"] else 1
-    time = scalars * _embedded(TIME_CHANNELS, width) + _embedded(config["pooled_projection_dim"], width)
-    double = config["num_layers"] * _double_block(width, image, text)
-    # Queries, keys, values and MLP side by side, joined by one output projection of width 5.
-    single = config["num_single_layers"] * (
-        (3 + 4 + 5) * width**2 * both + 3 * width**2 + _attention(both, both, width)
-    )
-    out = 2 * width**2 + width * config["in_channels"] * image
-    return embedders + time + double + single + out
-
-
-def _z_image(config: Config, image: int, text: int, timesteps: int) -> int:
-    width, channels = config["dim"], config["all_patch_size"][0] ** 2 * config["in_channels"]
-    image, text = (math.ceil(tokens / Z_IMAGE_MULTIPLE) * Z_IMAGE_MULTIPLE for tokens in (image, text))
-    narrow = min(width, 256)  # of the modulation's input
-
-    def block(tokens: int) -> int:
-        return (4 * width**2 + 3 * width * int(width / 3 * 8)) * tokens + _attention(tokens, tokens, width)
-
-    embedders = channels * width * image + config["cap_feat_dim"] * width * text
-    time = TIME_CHANNELS * 1024 + 1024 * narrow
-    refiners = config["n_refiner_layers"] * (block(image) + block(text) + 4 * narrow * width)
-    layers = config["n_layers"] * (block(image + text) + 4 * narrow * width)
-    return embedders + time + refiners + layers + narrow * width + width * channels * (image + text)
-
-
-def _wan(config: Config, image: int, text: int, timesteps: int) -> int:
-    width, patch = _width(config), math.prod(config["patch_size"])
-    embedders = patch * config["in_channels"] * width * image + _embedded(config["text_dim"], width) * text
-    time = (_embedded(config["freq_dim"], width) + 6 * width**2) * timesteps
-    own = 4 * width**2 * image + _attention(image, image, width)
-    cross = 2 * width**2 * (image + text) + _attention(image, text, width)
-    blocks = config["num_layers"] * (own + cross + 2 * width * config["ffn_dim"] * image)
-    return embedders + time + blocks + width * patch * config["out_channels"] * image
-
-
-_FORMULAS: dict[str, Callable[[Config, int, int, int], int]] = {
-    "SD3Transformer2DModel": _stable_diffusion_3,
-    "QwenImageTransformer2DModel": _qwen_image,
-    "FluxTransformer2DModel": _flux,
-    "ZImageTransformer2DModel": _z_image,
-    "WanTransformer3DModel": _wan,
-}
+        raise ValueError(f"{adapter.__qualname__} has no formula for the operations of {config['_class_name']!r}")
+    return 2.0 * count

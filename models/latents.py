@@ -50,6 +50,16 @@ def kl_vae_factor(path: str) -> int:
     return 2 ** (len(component_config(path, "vae")["block_out_channels"]) - 1)
 
 
+def vae_factor(path: str) -> int:
+    """How much smaller than the picture the latent of a folder's VAE is, a side."""
+    config = component_config(path, "vae")
+    if "scale_factor_spatial" in config:
+        return config["scale_factor_spatial"]
+    if "temperal_downsample" in config:  # diffusers' own spelling
+        return 2 ** len(config["temperal_downsample"])
+    return kl_vae_factor(path)
+
+
 def unpacked(latents: Tensor, rows: int, columns: int) -> Tensor:
     """Tokens of 2x2 latent pixels [B, rows/2 * columns/2, 4C] to a latent [B, C, rows, columns]."""
     batch, _, channels = latents.shape
@@ -65,14 +75,15 @@ def packed(latents: Tensor) -> Tensor:
 
 
 def unscaled(vae: Any, latents: Tensor) -> Tensor:
-    """The VAE's own latent where it is normalised by one factor and one shift."""
+    """The VAE's own latent where it is normalised by one factor and, unless that is null, one shift."""
     latents = latents.to(next(vae.parameters()).dtype)
-    return latents / vae.config.scaling_factor + vae.config.shift_factor
+    latents = latents / vae.config.scaling_factor
+    return latents if vae.config.shift_factor is None else latents + vae.config.shift_factor
 
 
 def scaled(vae: Any, latents: Tensor) -> Tensor:
     """The inverse of `unscaled`, fp32."""
-    return (latents.float() - vae.config.shift_factor) * vae.config.scaling_factor
+    return (latents.float() - (vae.config.shift_factor or 0.0)) * vae.config.scaling_factor
 
 
 def destandardised(vae: Any, latents: Tensor) -> Tensor:

@@ -156,9 +156,7 @@ def _velocity(
     timestep = torch.empty(samples, device="meta")
 
     def velocity() -> Tensor:
-        inputs = adapter.prepare_model_inputs(
-            module, model_config, latents, timestep, **text, micro_batch=extras, step=0
-        )
+        inputs = adapter.model_inputs(module, model_config, latents, timestep, text, extras)
         if not (constant_half and inputs[1] is not None and torch.is_grad_enabled()):
             return adapter.predict_velocity(module, model_config, *inputs)
         with torch.no_grad():

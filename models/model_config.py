@@ -39,6 +39,26 @@ class DiffusionModelConfig:
         return cls(model.path, read_architecture(model.path), model.algorithm, pipeline, algo, model)
 
     @property
+    def external_lib(self) -> str | None:
+        """Modules that register families, separated by commas."""
+        return getattr(self.model, "external_lib", None)
+
+    @property
+    def local_path(self) -> str:
+        """`path`, under the reference system's name for a copy on this machine: a path is one already."""
+        return self.path
+
+    @property
+    def transformer_subfolder(self) -> str:
+        """Folder of the denoiser within `path`."""
+        return "transformer"
+
+    @property
+    def config_path(self) -> str:
+        """Folder of the denoiser's config file."""
+        return str(Path(self.path) / self.transformer_subfolder)
+
+    @property
     def dtype(self) -> torch.dtype:
         """Number format of the denoiser's forward."""
         return getattr(torch, self.model.dtype)

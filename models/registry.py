@@ -1,9 +1,12 @@
-"""Classes by architecture and algorithm."""
+"""What a config names: classes by architecture and algorithm, and anything by its name or import path."""
 
-from collections.abc import Callable
-from typing import TypeVar
+import importlib
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Generic, TypeVar
 
 C = TypeVar("C", bound=type)
+T = TypeVar("T")
 
 
 class Registry:
@@ -38,3 +41,82 @@ class Registry:
     def find(self, architecture: str, algorithm: str | None) -> type | None:
         """The exact pair first, then the architecture's own."""
         return self.entries.get((architecture, algorithm)) or self.entries.get((architecture, None))
+
+
+class NameRegistry(Generic[T]):
+    """A table of named objects with errors that list what is known.
+
+    A name may also be an import path, `package.module:object`, so that a user's own file needs no edit in here.
+    """
+
+    def __init__(self, what: str, field: str):
+        self.what, self.field = what, field
+        self.entries: dict[str, T] = {}
+
+    def register(self, name: str) -> Callable[[T], T]:
+        """Decorator that enters an object.
+
+        Raises:
+            ValueError: another one has that name.
+        """
+
+        def decorate(entry: T) -> T:
+            known = self.entries.get(name)
+            if known is not None and _path(known) != _path(entry):
+                raise ValueError(f"{self.what} {name!r} is already registered as {_path(known)}")
+            self.entries[name] = entry
+            return entry
+
+        return decorate
+
+    def get(self, name: str) -> T:
+        """The entry called `name`, or the object at the import path `module:object`.
+
+        Raises:
+            ValueError: neither; the message names the config field and lists the known names.
+        """
+        if name in self.entries:
+            return self.entries[name]
+        if ":" in name:
+            return self._imported(name)
+        known = ", ".join(sorted(self.entries))
+        raise ValueError(f"{self.field} is {name!r}; known: {known}; or give package.module:object")
+
+    def _imported(self, path: str) -> T:
+        module_name, _, attribute = path.partition(":")
+        try:
+            return getattr(importlib.import_module(module_name), attribute)
+        except (ImportError, AttributeError) as error:
+            raise ValueError(f"{self.field} is {path!r}, which cannot be imported: {error}") from error
+
+
+def _path(entry: Any) -> str:
+    named = entry[0] if isinstance(entry, tuple) else entry
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def check_options(field: str, name: str, target: Callable, options: Mapping[str, Any], given: Collection[str]) -> None:
+    """Are these keyword arguments ones that the config may give to `target`?
+
+    What a parameter `**kwargs` would swallow is refused like any other misspelt setting.
+
+    Args:
+        field: where the options stand in the config.
+        name: of the target in the config.
+        target: a function, or a class for its `__init__`.
+        options: what the config gives.
+        given: parameters that the project itself fills in.
+
+    Raises:
+        ValueError: an option that is no parameter, or a parameter without a default that is not among them.
+    """
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    parameters = inspect.signature(target).parameters.values()
+    own = {p.name: p.default is p.empty for p in parameters if p.kind in kinds and p.name not in given}
+    unknown = sorted(options.keys() - own.keys())
+    if unknown:
+        known = f"takes {', '.join(sorted(own))}" if own else "takes no options"
+        raise ValueError(f"{field} has {', '.join(unknown)}, but {name} {known}")
+    missing = sorted(option for option, needed in own.items() if needed and option not in options)
+    if missing:
+        raise ValueError(f"{field} lacks {', '.join(missing)}, without which {name} cannot be used")

@@ -44,7 +44,8 @@ def compute_advantage(
             `reward_weights`, reward name -> weight.
         adv_estimator: registered name of the estimator, or package.module:function.
         norm_adv_by_std_in_grpo, global_std: see `compute_flow_grpo_outcome_advantage`.
-        config: `adv_mode` and `drop_equal_groups` are read; None is their defaults. The estimator gets it too.
+        config: `adv_options`, `adv_mode` and `drop_equal_groups` are read; None is their defaults. The estimator gets
+            it too.
 
     Returns:
         `data` with `advantages` and `returns` [B]; NaN is left out of the update.
@@ -67,6 +68,7 @@ def compute_advantage(
         config=config,
         reward_scores={name: torch.tensor(scores) for name, scores in data.get("reward_scores", {}).items()},
         reward_weights=data.get("reward_weights", {}),
+        **config.adv_options,
     )
     advantages, returns = (np.where(alone, np.float32(np.nan), found.numpy()) for found in estimates)
     advantages = ADV_MODES[config.adv_mode](advantages)

@@ -275,6 +275,11 @@ class DiffusionAlgoConfig(ForwardProcessConfig):
         description="What is kept of advantages: all, max(A, 0), min(A, 0), 1 where A > 0 else 0, or the sign.",
     )
     adv_estimator: str = Field("flow_grpo", description="Advantage estimator, or package.module:function.")
+    adv_options: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Keyword arguments of the advantage estimator; flow_grpo and gdpo take epsilon, what their "
+        "standard deviations are kept above 0 with.",
+    )
     norm_adv_by_std_in_grpo: bool = Field(True, description="Divide by a standard deviation; false is Dr.GRPO.")
     global_std: bool = Field(True, description="Divide by the whole batch's standard deviation, not the group's.")
     drop_equal_groups: bool = Field(

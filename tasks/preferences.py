@@ -40,8 +40,6 @@ def sampled_preferences(
         reward: name of a registered reward.
         images_per_prompt, height, width, steps, batch_size, seed: see `PreferencesParams`.
     """
-    import models.families  # noqa: F401  registers the adapters
-
     pipeline = DiffusionPipelineConfig(height=height, width=width, num_inference_steps=steps)
     config = DiffusionModelConfig.load(ModelConfig(path=str(model)), pipeline, DiffusionRolloutAlgoConfig())
     scorer, store = get_reward(reward), PromptEmbeddings.open(embeddings)

@@ -54,8 +54,6 @@ class RolloutActor:
 
     @measures_gpu_memory("load")
     def __init__(self, model_config: DiffusionModelConfig, settings: DiffusionRolloutConfig, device: str):
-        import models.families  # noqa: F401  registers the adapters in this process
-
         torch.set_num_threads(settings.num_threads)
         self.engine = _engine(model_config, settings, device)
         self.held, self.difference, self.device = 0, 0.0, device

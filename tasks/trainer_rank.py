@@ -48,7 +48,6 @@ class TrainerRank:
         """Join the process group and build the engine."""
         import torch.distributed as dist
 
-        import models.families  # noqa: F401  registers the adapters in this process
         from models.engines.training_engine import get_training_engine
 
         # Also gloo on CUDA: for what lies in host memory, and for checkpoints that are written in the background.

@@ -65,7 +65,8 @@ class TrainerGroup:
         Batches are all of one size and a multiple of the ranks (the config's checks), so every rank makes as many
         passes.
         """
-        with_means = needs_old_means(self.actor_config.diffusion_loss.loss_mode)
+        loss = self.actor_config.diffusion_loss
+        with_means = needs_old_means(loss.loss_mode, loss.options)
         ranks = len(self.group) // self.sharing
         answers = []
         for number, actor in enumerate(self.group.actors):

@@ -38,7 +38,7 @@ class PlainEngine(PolicyEvaluation):
         assert not keeps_previous, "this engine keeps no copies"
         self.model_config, self.actor_config, self.device = model_config, actor_config, device
         self.adapter = DiffusionModelBase.get_class(model_config)
-        self.loss_fn = get_diffusion_loss_fn(actor_config.diffusion_loss.loss_mode)
+        self.loss_fn = get_diffusion_loss_fn(actor_config.diffusion_loss.loss_mode, actor_config.diffusion_loss.options)
         self.reference = self.teacher = self.old_policy = None
         self.saving: Future | None = None
 

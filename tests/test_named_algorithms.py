@@ -246,6 +246,17 @@ def test_what_an_algorithm_does_not_use_is_not_refused(settings: tuple[str, ...]
             "known: awm, dance_grpo, diffusion_nft, distill_fm_mse, distill_kl, dpo, flow_dppo, flow_grpo, ",
         ),
         (("algorithm.adv_estimator=grop",), "known: dance_grpo, flow_grpo, gdpo, mix_grpo"),
+        (("actor_rollout_ref.rollout.algo.sde_type=ode",), r"algo.sde_type is 'ode'; known: cps, dance_sde, sde"),
+        (
+            ("actor_rollout_ref.rollout.algo.sde_options.power=2",),
+            r"sde_options has power, but kernel 'sde' takes no",
+        ),
+        (("algorithm.adv_options.power=2",), r"adv_options has power, but advantage 'flow_grpo' takes epsilon$"),
+        (
+            (f"{ACTOR}.diffusion_loss.options.alpha=2",),
+            r"diffusion_loss.options has alpha, but loss 'flow_grpo' takes no options",
+        ),
+        (("actor_rollout_ref.model.external_lib=no_such",), r"external_lib names 'no_such', which cannot be imported"),
         (
             ("actor_rollout_ref.actor.diffusion_loss.loss_mode=test_losses:PairLoss",),
             "needs velocity, partner; an update gives log_probs",

@@ -21,6 +21,7 @@ from models.base import DiffusionModelBase, DiffusionModelConfig
 from models.engines.trajectories import PromptTable
 from models.engines.weights import make_trainable, trainable
 from models.flops import forward_flops, step_flops
+from models.qwen_image import QwenImage
 
 KL_VAE = {"block_out_channels": [128, 256, 512, 512]}
 STATIC = {"shift": 3.0, "num_train_timesteps": 1000}
@@ -240,10 +241,13 @@ def counted(
 
 
 def test_a_guided_step_is_two_forwards(tmp_path: Path) -> None:
-    _, config = published("qwen-image", tmp_path, true_cfg_scale=4.0)
-    assert step_flops(config, 128) == 2 * forward_flops(MODELS["qwen-image"].transformer, 1024, 128)
+    adapter, config = published("qwen-image", tmp_path, true_cfg_scale=4.0)
+    assert step_flops(config, 128) == 2 * forward_flops(adapter, MODELS["qwen-image"].transformer, 1024, 128)
 
 
-def test_unknown_transformer_has_no_count() -> None:
-    with pytest.raises(ValueError, match=r"'NoSuchTransformer'; there are formulas for .*SD3Transformer2DModel"):
-        forward_flops({"_class_name": "NoSuchTransformer"}, 1, 1)
+def test_a_family_without_a_formula_has_no_count() -> None:
+    class Uncounted(QwenImage):
+        multiplications = DiffusionModelBase.multiplications
+
+    with pytest.raises(ValueError, match=r"Uncounted has no formula for the operations of 'NoSuchTransformer'"):
+        forward_flops(Uncounted, {"_class_name": "NoSuchTransformer"}, 1, 1)

@@ -155,6 +155,23 @@ def test_the_exact_pair_comes_before_the_architecture(tmp_path: Path) -> None:
     assert DiffusionModelBase.get_class(model_config(folder, algorithm="flow_grpo")) is Every
 
 
+@pytest.mark.usefixtures("own_registry")
+def test_hooks_that_an_adapter_lacks_are_named(tmp_path: Path) -> None:
+    """When it is asked for: an adapter has no instances, so Python would never say so."""
+
+    class Half(DiffusionModelBase):
+        latent_shape = QwenImage.latent_shape
+        set_timesteps = QwenImage.set_timesteps
+        prepare_model_inputs = QwenImage.prepare_model_inputs
+        decode = QwenImage.decode
+        encode = QwenImage.encode
+        prompt_lengths = QwenImage.prompt_lengths
+
+    DiffusionModelBase.register("ForTestsPipeline")(Half)
+    with pytest.raises(ValueError, match=r"Half, the adapter of ForTestsPipeline, lacks encode_prompts, guide: write"):
+        DiffusionModelBase.get_class(model_config(folder_of("ForTestsPipeline", tmp_path)))
+
+
 def test_an_architecture_serves_every_algorithm(tiny_model: Path) -> None:
     for algorithm in ("flow_grpo", "diffusion_nft", "my_own"):
         assert DiffusionModelBase.get_class(model_config(tiny_model, algorithm=algorithm)) is QwenImage

@@ -143,6 +143,12 @@ def test_steps_advance_and_begin_where_told() -> None:
         assert scheduler.step_index == index + 1
 
 
+@pytest.mark.parametrize("timestep", [0, torch.tensor(1)])
+def test_the_number_of_a_step_is_not_its_timestep(timestep: int | torch.Tensor) -> None:
+    with pytest.raises(ValueError, match=r"timestep is .*, an integer: give an element of scheduler.timesteps"):
+        sde_scheduler().step(normal(1, 4, seed=1), timestep, normal(1, 4))
+
+
 # ---- batches
 
 

@@ -70,6 +70,7 @@ class Family:
         call: what the diffusers pipeline is called with besides, such as the length of its text.
         unguided_call: what turns its guidance off.
         text_rows: rows of embeddings [B, L, D] whose length max_sequence_length bounds.
+        padded: the denoiser sees the text's padding, and both halves of guidance have texts of one length.
         dead_ends: parts of the names of weights whose output leads nowhere, so that no gradient reaches them.
         prepare: makes the diffusers pipeline the oracle, where it is not so from the start.
     """
@@ -83,6 +84,7 @@ class Family:
     call: dict[str, Any] = field(default_factory=lambda: {"max_sequence_length": MAX_SEQUENCE_LENGTH})
     unguided_call: dict[str, Any] = field(default_factory=dict)
     text_rows: tuple[int, int | None] = (0, None)
+    padded: bool = False
     dead_ends: tuple[str, ...] = ()
     prepare: Callable[[Any], None] = lambda pipeline: None
 
@@ -91,8 +93,8 @@ class Family:
         return {name for name in names if any(part in name for part in self.dead_ends)}
 
 
-def enliven(module: nn.Module, seed: int = 1) -> nn.Module:
-    """Give every weight that is zero, or one like a norm's, a value that matters."""
+def enliven(module: nn.Module, seed: int = 1, gain: float = 1.0) -> nn.Module:
+    """Give every weight that is zero, or one like a norm's, a value that matters; matrices are multiplied by `gain`."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
@@ -100,6 +102,8 @@ def enliven(module: nn.Module, seed: int = 1) -> nn.Module:
                 parameter.normal_(std=0.3, generator=generator)
             elif "norm" in name and parameter.ndim == 1:
                 parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+            elif parameter.ndim > 1:
+                parameter.mul_(gain)
     return module.eval()
 
 
@@ -151,7 +155,7 @@ def t5_config(tokenizer: T5Tokenizer, width: int) -> dict[str, Any]:
     }
 
 
-def kl_vae(latent_channels: int = 4) -> AutoencoderKL:
+def kl_vae(latent_channels: int = 4, shift_factor: float | None = 0.2) -> AutoencoderKL:
     """One halving of height and width, and statistics that are not trivial."""
     return AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * 2,
@@ -161,7 +165,7 @@ def kl_vae(latent_channels: int = 4) -> AutoencoderKL:
         norm_num_groups=2,
         latent_channels=latent_channels,
         scaling_factor=1.3,
-        shift_factor=0.2,
+        shift_factor=shift_factor,
         use_quant_conv=False,
         use_post_quant_conv=False,
     )
@@ -361,6 +365,7 @@ FAMILIES = {
         guided={"guidance_scale": 4.5},
         unguided_call={"guidance_scale": 1.0},
         text_rows=(CLIP_LENGTH, None),
+        padded=True,
         dead_ends=("transformer_blocks.2.attn.add_q_proj", "transformer_blocks.2.attn.norm_added_q"),
     ),
     "flux": Family(
@@ -398,7 +403,8 @@ def embeddings_of(
     pooled = transformer.get("pooled_projection_dim")
     longest = max(lengths)
     mask = torch.arange(longest) < torch.tensor(lengths)[:, None]
-    if config.architecture == "StableDiffusion3Pipeline":  # no mask, and both halves of guidance of one length
+    adapter = DiffusionModelBase.get_class(config)
+    if any(family.padded for family in FAMILIES.values() if family.adapter is adapter):
         mask, negative_length = torch.ones_like(mask), negative_length and longest
     tensors = {"prompt_embeds": torch.randn(len(lengths), longest, width), "prompt_embeds_mask": mask}
     if pooled:

@@ -2,6 +2,7 @@
 
 from models.algorithms.advantages import (
     DiffusionAdvantageEstimator,
+    check_advantage,
     compute_flow_grpo_outcome_advantage,
     compute_gdpo_outcome_advantage,
     get_diffusion_adv_estimator_fn,
@@ -36,6 +37,7 @@ __all__ = [
     "FlowGRPOLoss",
     "GRPOGuardLoss",
     "KLLoss",
+    "check_advantage",
     "check_loss_inputs",
     "compute_flow_grpo_outcome_advantage",
     "compute_gdpo_outcome_advantage",

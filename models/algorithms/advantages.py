@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.algorithms.registry import NameRegistry
+from models.registry import NameRegistry, check_options
 
 
 class DiffusionAdvantageEstimator(StrEnum):
@@ -24,7 +24,7 @@ class AdvantageFn(Protocol):
     """(rewards [B], prompt uid of each sample [B], ...) -> (advantages [B], returns [B]).
 
     `kwargs` hold `reward_scores`, reward name -> scores [B], and `reward_weights`, reward name -> weight, of which the
-    rewards are the weighted sum.
+    rewards are the weighted sum, and besides what the config gives as `algorithm.adv_options`.
     """
 
     def __call__(
@@ -39,6 +39,15 @@ class AdvantageFn(Protocol):
 
 
 _ADVANTAGES: NameRegistry[AdvantageFn] = NameRegistry("advantage estimator", "algorithm.adv_estimator")
+_GIVEN = (
+    "sample_level_rewards",
+    "index",
+    "norm_adv_by_std_in_grpo",
+    "global_std",
+    "config",
+    "reward_scores",
+    "reward_weights",
+)
 
 
 def register_diffusion_adv_est(name_or_enum: str | DiffusionAdvantageEstimator):
@@ -53,6 +62,12 @@ def get_diffusion_adv_estimator_fn(name_or_enum: str | DiffusionAdvantageEstimat
         ValueError: unknown; the message lists the known names.
     """
     return _ADVANTAGES.get(_name(name_or_enum))
+
+
+def check_advantage(name: str, options: Mapping[str, Any]) -> None:
+    """Raise what `get_diffusion_adv_estimator_fn` raises, and ValueError for options that it does not take."""
+    found = get_diffusion_adv_estimator_fn(name)
+    check_options("algorithm.adv_options", f"advantage {name!r}", found, options, given=_GIVEN)
 
 
 def _name(name_or_enum: str | DiffusionAdvantageEstimator) -> str:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from torch import Tensor
 
-from models.algorithms.registry import NameRegistry
+from models.registry import NameRegistry, check_options
 from models.schedulers.kernels import mean_dims
 
 if TYPE_CHECKING:
@@ -128,7 +128,8 @@ class DiffusionLossFn(ABC):
             raise ValueError(f"loss {loss_name!r} needs {', '.join(missing)}, which the update was not given")
 
 
-_LOSSES: NameRegistry[type[DiffusionLossFn]] = NameRegistry("loss", "actor_rollout_ref.actor.diffusion_loss.loss_mode")
+_FIELD = "actor_rollout_ref.actor.diffusion_loss"
+_LOSSES: NameRegistry[type[DiffusionLossFn]] = NameRegistry("loss", f"{_FIELD}.loss_mode")
 
 
 def register_diffusion_loss(name: str):
@@ -136,16 +137,27 @@ def register_diffusion_loss(name: str):
     return _LOSSES.register(name)
 
 
-def get_diffusion_loss_fn(name: str) -> DiffusionLossFn:
+def get_diffusion_loss_fn(name: str, options: Mapping[str, Any] | None = None) -> DiffusionLossFn:
     """An instance of the loss of that name, or at that import path.
 
+    Args:
+        options: keyword arguments of its class, `diffusion_loss.options`.
+
     Raises:
-        ValueError: unknown; the message lists the known names.
+        ValueError: unknown, the message lists the known names; or an option that the class does not take.
     """
-    return _LOSSES.get(name)()
+    found, options = _LOSSES.get(name), options or {}
+    check_options(f"{_FIELD}.options", f"loss {name!r}", found, options, given=())
+    return found(**options)
 
 
-def check_loss_inputs(name: str, use_kl_loss: bool, weighted: bool = False, teacher: bool = False) -> None:
+def check_loss_inputs(
+    name: str,
+    use_kl_loss: bool,
+    weighted: bool = False,
+    teacher: bool = False,
+    options: Mapping[str, Any] | None = None,
+) -> None:
     """Check before any model loads that the engine can give a loss what it declares.
 
     Args:
@@ -153,12 +165,13 @@ def check_loss_inputs(name: str, use_kl_loss: bool, weighted: bool = False, teac
         use_kl_loss: is there a reference?
         weighted: will samples have importance weights?
         teacher: is there one?
+        options: keyword arguments of its class.
 
     Raises:
-        ValueError: unknown loss, one that asks for something else (every such key is named), one that would ignore the
-            weights, or a teacher that is missing or of no use.
+        ValueError: unknown loss or option, a loss that asks for something else (every such key is named), one that
+            would ignore the weights, or a teacher that is missing or of no use.
     """
-    loss = get_diffusion_loss_fn(name)
+    loss = get_diffusion_loss_fn(name, options)
     given, outputs = {*DATA[loss.process]}, MODEL_OUTPUTS[loss.process]
     if use_kl_loss:
         given.add(REF_MEAN if loss.process == "reverse" else REF_VELOCITY)
@@ -178,9 +191,9 @@ def check_loss_inputs(name: str, use_kl_loss: bool, weighted: bool = False, teac
         )
 
 
-def needs_old_means(name: str) -> bool:
+def needs_old_means(name: str, options: Mapping[str, Any] | None = None) -> bool:
     """Does this loss compare the means of a step before and after?"""
-    return OLD_MEAN in get_diffusion_loss_fn(name).required_data_keys
+    return OLD_MEAN in get_diffusion_loss_fn(name, options).required_data_keys
 
 
 class KLLoss:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from models.actor_config import DiffusionActorConfig
 
 STEPWISE_DATA = ("old_log_probs", OLD_MEAN, IS_WEIGHTS, "noise", "sigmas", *VELOCITIES)
+TEXT = ("prompt_embeds", "prompt_embeds_mask", "negative_prompt_embeds", "negative_prompt_embeds_mask")
 LOG_PROB_DISTANCES = ("logprob_abs_diff/mean", "logprob_abs_diff/max")
 
 
@@ -151,6 +152,7 @@ class PolicyEvaluation:
             return {"velocity": self.adapter.predict_velocity(module, self.model_config, inputs, negative, half)}
         inputs, negative = self._inputs(module, micro_batch, micro_batch["latents"], micro_batch["timesteps"], step)
         replayed: dict[str, Any] = {name: micro_batch[name] for name in ("latents", "timesteps")}
+        replayed |= {f"all_{name}": replayed[name] for name in ("latents", "timesteps")}  # the reference system's names
         replayed[UNCONDITIONAL] = self._fixed_half(micro_batch, negative, step) if learning else None
         log_probs, mean, std_dev_t, sqrt_dt = self.adapter.forward_and_sample_previous_step(
             module, self.scheduler, self.model_config, inputs, negative, replayed, step
@@ -170,18 +172,8 @@ class PolicyEvaluation:
     def _inputs(
         self, module: nn.Module, micro_batch: TensorDict, latents: Tensor, timesteps: Tensor, step: int
     ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        return self.adapter.prepare_model_inputs(
-            module,
-            self.model_config,
-            latents,
-            timesteps,
-            micro_batch["prompt_embeds"],
-            micro_batch["prompt_embeds_mask"],
-            micro_batch.get("negative_prompt_embeds"),
-            micro_batch.get("negative_prompt_embeds_mask"),
-            micro_batch,
-            step,
-        )
+        text = {name: micro_batch.get(name) for name in TEXT}
+        return self.adapter.model_inputs(module, self.model_config, latents, timesteps, text, micro_batch, step)
 
     def _compared_means(
         self, loss_function: DiffusionLossFn, micro_batch: TensorDict, data: dict[str, Tensor], step: int

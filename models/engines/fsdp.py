@@ -47,7 +47,7 @@ class DiffusersFSDPEngine(PolicyEvaluation):
     ):
         self.model_config, self.actor_config, self.device = model_config, actor_config, device
         self.adapter = DiffusionModelBase.get_class(model_config)
-        self.loss_fn = get_diffusion_loss_fn(actor_config.diffusion_loss.loss_mode)
+        self.loss_fn = get_diffusion_loss_fn(actor_config.diffusion_loss.loss_mode, actor_config.diffusion_loss.options)
         self._forward_config, self._keeps_previous = forward_config, keeps_previous
         self.checkpoint = EngineCheckpoint(self)
         self.optimizer_steps = self.updates = 0

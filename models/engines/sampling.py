@@ -58,9 +58,9 @@ def halves_field(
     text, extras = prompts.expand(prompt_index), prompts.expand_extras(prompt_index)
 
     def halves(latents: Tensor, timestep: Tensor) -> tuple[Tensor, Tensor | None]:
-        inputs, negative = adapter.prepare_model_inputs(
-            module, model_config, latents, timestep.expand(len(latents)), **text, micro_batch=extras, step=0
-        )
+        # A path of one step: an adapter may index it as it does the trainer's.
+        path, timesteps = latents[:, None], timestep.expand(len(latents))[:, None]
+        inputs, negative = adapter.model_inputs(module, model_config, path, timesteps, text, extras)
         return adapter.predict_halves(module, inputs, negative, one_pass)
 
     return halves
@@ -120,6 +120,7 @@ class Denoising:
             generator=generators(request.keys, step) if explore else None,
             noise_level=algo.noise_level if explore else 0.0,
             sde_type=algo.sde_type,
+            sde_options=getattr(algo, "sde_options", None),
         )
         self.latents, self.step = output.prev_sample, step + 1
         if explore:

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
-from models.algorithms.registry import NameRegistry
 from models.base import DiffusionModelConfig
 from models.engines.actor_batch import ActorBatch
 from models.engines.canary import Canary
 from models.engines.ema import HeldWeights
 from models.engines.trajectories import Trajectories
+from models.registry import NameRegistry
 
 if TYPE_CHECKING:
     from models.actor_config import DiffusionActorConfig, ForwardProcessConfig

@@ -19,6 +19,7 @@ from models.latents import (
     unpacked,
     unscaled,
 )
+from models.operations import TIME_CHANNELS, Config, attention, double_block, embedded, model_width
 from models.schedulers import FlowMatchSDEDiscreteScheduler
 from models.schedulers.shift import image_shift
 
@@ -128,6 +129,20 @@ class Flux(DiffusionModelBase):
     def prompt_lengths(cls, pipeline: Any, prompts: list[str]) -> list[int]:
         """T5's tokens; CLIP gives one vector of the first 77."""
         return [len(ids) for ids in pipeline.tokenizer_2(prompts)["input_ids"]]
+
+    @classmethod
+    def multiplications(cls, config: Config, image_tokens: int, text_tokens: int, timesteps: int) -> int:
+        width, both = model_width(config), image_tokens + text_tokens
+        embedders = config["in_channels"] * width * image_tokens + config["joint_attention_dim"] * width * text_tokens
+        scalars = 2 if config["guidance_embeds"] else 1
+        time = scalars * embedded(TIME_CHANNELS, width) + embedded(config["pooled_projection_dim"], width)
+        double = config["num_layers"] * double_block(width, image_tokens, text_tokens)
+        # Queries, keys, values and MLP side by side, joined by one output projection of width 5.
+        single = config["num_single_layers"] * (
+            (3 + 4 + 5) * width**2 * both + 3 * width**2 + attention(both, both, width)
+        )
+        out = 2 * width**2 + width * config["in_channels"] * image_tokens
+        return embedders + time + double + single + out
 
     @classmethod
     def transformer_blocks(cls, module: nn.Module) -> list[nn.Module]:

@@ -18,6 +18,7 @@ from models.latents import (
     to_uint8,
     unpacked,
 )
+from models.operations import TIME_CHANNELS, Config, double_block, embedded, model_width
 from models.schedulers import FlowMatchSDEDiscreteScheduler
 from models.schedulers.shift import image_shift
 
@@ -130,6 +131,14 @@ class QwenImage(DiffusionModelBase):
         chats = [pipeline.prompt_template_encode.format(prompt) for prompt in prompts]
         dropped = pipeline.prompt_template_encode_start_idx
         return [len(ids) - dropped for ids in pipeline.tokenizer(chats)["input_ids"]]
+
+    @classmethod
+    def multiplications(cls, config: Config, image_tokens: int, text_tokens: int, timesteps: int) -> int:
+        width = model_width(config)
+        embedders = config["in_channels"] * width * image_tokens + config["joint_attention_dim"] * width * text_tokens
+        blocks = config["num_layers"] * double_block(width, image_tokens, text_tokens)
+        out = 2 * width**2 + width * config["patch_size"] ** 2 * config["out_channels"] * image_tokens
+        return embedders + embedded(TIME_CHANNELS, width) + blocks + out
 
     @classmethod
     def split_sequences(cls, model_config: DiffusionModelConfig, text_tokens: int) -> dict[str, int]:

@@ -4,7 +4,7 @@ from models.schedulers.flow_match_sde import (
     FlowMatchSDEDiscreteScheduler,
     FlowMatchSDEDiscreteSchedulerOutput,
 )
-from models.schedulers.kernels import KERNELS, ReverseStep
+from models.schedulers.kernels import KERNELS, ReverseStep, check_kernel, register_kernel
 from models.schedulers.noise_keys import NoiseKey, generators
 from models.schedulers.windows import window_steps
 
@@ -14,6 +14,8 @@ __all__ = [
     "FlowMatchSDEDiscreteSchedulerOutput",
     "NoiseKey",
     "ReverseStep",
+    "check_kernel",
     "generators",
+    "register_kernel",
     "window_steps",
 ]

@@ -1,8 +1,8 @@
 """The stochastic reverse process that rollout and update share."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
@@ -10,10 +10,7 @@ from diffusers.utils import BaseOutput
 from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
-from models.schedulers.kernels import KERNELS, ReverseStep
-
-if TYPE_CHECKING:
-    from models.config import SdeType
+from models.schedulers.kernels import ReverseStep, get_kernel
 
 Generators = torch.Generator | Sequence[torch.Generator] | None
 
@@ -56,8 +53,9 @@ class FlowMatchSDEDiscreteScheduler(FlowMatchEulerDiscreteScheduler):
         return_dict: bool = True,
         noise_level: float = 0.7,
         prev_sample: Tensor | None = None,
-        sde_type: "SdeType" = "sde",
+        sde_type: str = "sde",
         return_logprobs: bool = True,
+        sde_options: Mapping[str, Any] | None = None,
     ) -> FlowMatchSDEDiscreteSchedulerOutput | tuple:
         """One sequential step of the denoising loop; advances the internal step index.
 
@@ -69,8 +67,15 @@ class FlowMatchSDEDiscreteScheduler(FlowMatchEulerDiscreteScheduler):
             generator: one generator, or one a sample.
             per_token_timesteps: not supported.
             return_dict: a `FlowMatchSDEDiscreteSchedulerOutput`, else the tuple of its fields.
-            noise_level, prev_sample, sde_type, return_logprobs: see `sample_previous_step`.
+            noise_level, prev_sample, sde_type, return_logprobs, sde_options: see `sample_previous_step`.
+
+        Raises:
+            ValueError: the timestep is a whole number, which may be a step's index.
         """
+        if isinstance(timestep, int) or (isinstance(timestep, Tensor) and not timestep.is_floating_point()):
+            raise ValueError(
+                f"timestep is {timestep}, an integer: give an element of scheduler.timesteps, not the number of a step"
+            )
         if self.step_index is None:
             self._init_step_index(timestep)
         output = self.sample_previous_step(
@@ -82,6 +87,7 @@ class FlowMatchSDEDiscreteScheduler(FlowMatchEulerDiscreteScheduler):
             prev_sample=prev_sample,
             sde_type=sde_type,
             return_logprobs=return_logprobs,
+            sde_options=sde_options,
         )
         self._step_index += 1
         return FlowMatchSDEDiscreteSchedulerOutput(*output) if return_dict else output
@@ -95,9 +101,10 @@ class FlowMatchSDEDiscreteScheduler(FlowMatchEulerDiscreteScheduler):
         per_token_timesteps: Tensor | None = None,
         noise_level: float = 0.7,
         prev_sample: Tensor | None = None,
-        sde_type: "SdeType" = "sde",
+        sde_type: str = "sde",
         return_logprobs: bool = True,
         return_sqrt_dt: bool = False,
+        sde_options: Mapping[str, Any] | None = None,
     ) -> tuple:
         """Sample x' from x, or score a given x'.
 
@@ -109,9 +116,10 @@ class FlowMatchSDEDiscreteScheduler(FlowMatchEulerDiscreteScheduler):
             per_token_timesteps: not supported.
             noise_level: a (sde, cps) or eta (dance_sde); 0 is the deterministic Euler step.
             prev_sample: x' to score; no gradient flows through it. None draws it.
-            sde_type: name of the kernel.
+            sde_type: name or import path of the kernel.
             return_logprobs: False leaves the log-prob None.
             return_sqrt_dt: also return sqrt(-D), [B].
+            sde_options: keyword arguments of the kernel.
 
         Returns:
             (prev_sample, log_prob, prev_sample_mean, std_dev_t[, sqrt_dt]), all fp32; log_prob is None for an ODE
@@ -123,8 +131,7 @@ class FlowMatchSDEDiscreteScheduler(FlowMatchEulerDiscreteScheduler):
         """
         if per_token_timesteps is not None:
             raise NotImplementedError("per_token_timesteps is not supported by FlowMatchSDEDiscreteScheduler")
-        if sde_type not in KERNELS:
-            raise ValueError(f"sde_type is {sde_type!r}; known kernels: {', '.join(sorted(KERNELS))}")
+        kernel, log_density = get_kernel(sde_type)
         sample, velocity = sample.float(), model_output.float()
         sigma, sigma_next = self._sigmas_of(timestep, sample)
         output: tuple[Tensor, Tensor | None, Tensor, Tensor]
@@ -133,9 +140,8 @@ class FlowMatchSDEDiscreteScheduler(FlowMatchEulerDiscreteScheduler):
             drawn = mean if prev_sample is None else prev_sample.detach().float()
             output = (drawn, None, mean, torch.zeros_like(sigma))
         else:
-            kernel, log_density = KERNELS[sde_type]
             sigma_max = self.sigmas[1].to(sample.device).expand_as(sigma)
-            distribution = kernel(sample, velocity, sigma, sigma_next, sigma_max, noise_level)
+            distribution = kernel(sample, velocity, sigma, sigma_next, sigma_max, noise_level, **(sde_options or {}))
             prev_sample = _drawn(distribution, generator) if prev_sample is None else prev_sample.detach().float()
             log_prob = log_density(prev_sample, distribution) if return_logprobs else None
             output = (prev_sample, log_prob, distribution.mean, distribution.std_dev_t)

@@ -8,12 +8,16 @@ Shapes: `sample` and `velocity` are [B, ...]; `sigma`, `sigma_next` and `sigma_m
 broadcast. A kernel gives the mean and the full standard deviation of x', and knows its own log-density.
 """
 
+import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+
+from models.registry import NameRegistry, check_options
 
 
 @dataclass(frozen=True)
@@ -29,8 +33,11 @@ class ReverseStep:
     std_dev_t: Tensor
 
 
-Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], ReverseStep]
+Kernel = Callable[..., ReverseStep]
+"""(sample, velocity, sigma, sigma_next, sigma_max, noise_level), by position; its options follow as keywords."""
+KERNEL_ARGUMENTS = 6
 LogProb = Callable[[Tensor, ReverseStep], Tensor]
+F = TypeVar("F", bound=Kernel)
 
 
 def _drifted(sample: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor, g: Tensor) -> ReverseStep:
@@ -92,8 +99,52 @@ def mean_dims(values: Tensor) -> Tensor:
     return values.flatten(1).mean(1)
 
 
-KERNELS: dict[str, tuple[Kernel, LogProb]] = {
-    "sde": (sde_step, gaussian_log_prob),
-    "dance_sde": (dance_sde_step, gaussian_log_prob),
-    "cps": (cps_step, cps_log_prob),
-}
+class SdeKernel(NamedTuple):
+    """How x' is drawn, and the log-density of what was drawn."""
+
+    step: Kernel
+    log_prob: LogProb
+
+
+_REGISTRY: NameRegistry[SdeKernel] = NameRegistry("kernel", "actor_rollout_ref.rollout.algo.sde_type")
+KERNELS = _REGISTRY.entries
+"""The registered kernels by name."""
+
+
+def register_kernel(name: str, log_prob: LogProb = gaussian_log_prob) -> Callable[[F], F]:
+    """Function decorator that makes a kernel selectable as `rollout.algo.sde_type`; rollout and update both use it.
+
+    Args:
+        name: of the kernel.
+        log_prob: log-density [B] of x' under a step, a mean over the latent.
+    """
+
+    def decorate(step: F) -> F:
+        _REGISTRY.register(name)(SdeKernel(step, log_prob))
+        return step
+
+    return decorate
+
+
+def get_kernel(name: str) -> SdeKernel:
+    """The kernel of that name, or at that import path; one that is not registered has the Gaussian's log-density.
+
+    Raises:
+        ValueError: unknown; the message lists the known names.
+    """
+    found: Any = _REGISTRY.get(name)
+    if isinstance(found, SdeKernel):
+        return found
+    return next((known for known in KERNELS.values() if known.step is found), SdeKernel(found, gaussian_log_prob))
+
+
+def check_kernel(name: str, options: Mapping[str, Any]) -> None:
+    """Raise what `get_kernel` raises, and ValueError for options that the kernel does not take."""
+    step = get_kernel(name).step
+    given = [*inspect.signature(step).parameters][:KERNEL_ARGUMENTS]
+    check_options("actor_rollout_ref.rollout.algo.sde_options", f"kernel {name!r}", step, options, given)
+
+
+register_kernel("sde")(sde_step)
+register_kernel("dance_sde")(dance_sde_step)
+register_kernel("cps", log_prob=cps_log_prob)(cps_step)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from models.base import DiffusionModelBase, DiffusionModelConfig, select_step
 from models.guidance import guided
 from models.latents import component_config, kl_vae_factor, latent_grid, pixels_of, scaled, to_uint8, unscaled
+from models.operations import TIME_CHANNELS, Config, attention, double_block, embedded, model_width
 from models.schedulers import FlowMatchSDEDiscreteScheduler
 from models.schedulers.shift import image_shift
 
@@ -120,3 +121,16 @@ class StableDiffusion3(DiffusionModelBase):
     def prompt_lengths(cls, pipeline: Any, prompts: list[str]) -> list[int]:
         """T5's tokens. CLIP cuts at 77 without harm: T5 reads on."""
         return [len(ids) for ids in pipeline.tokenizer_3(prompts)["input_ids"]]
+
+    @classmethod
+    def multiplications(cls, config: Config, image_tokens: int, text_tokens: int, timesteps: int) -> int:
+        width, patch = model_width(config), config["patch_size"] ** 2
+        embedders = patch * config["in_channels"] * width * image_tokens
+        embedders += config["joint_attention_dim"] * width * text_tokens
+        time = embedded(TIME_CHANNELS, width) + embedded(config["pooled_projection_dim"], width)
+        blocks = config["num_layers"] * double_block(width, image_tokens, text_tokens)
+        second = 4 * width**2 * image_tokens + 3 * width**2 + attention(image_tokens, image_tokens, width)
+        # The last block's text has no output: no projection, no MLP, and two of the six modulations.
+        unused = (1 + 8) * width**2 * text_tokens + 4 * width**2
+        out = 2 * width**2 + width * patch * config["out_channels"] * image_tokens
+        return embedders + time + blocks + len(config["dual_attention_layers"]) * second - unused + out

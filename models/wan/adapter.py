@@ -17,6 +17,7 @@ from models.latents import (
     standardised,
     to_uint8,
 )
+from models.operations import Config, attention, embedded, model_width
 from models.schedulers import FlowMatchSDEDiscreteScheduler
 
 
@@ -121,6 +122,17 @@ class Wan(DiffusionModelBase):
         from diffusers.pipelines.wan.pipeline_wan import prompt_clean  # here: every family's start would wait for it
 
         return [len(ids) for ids in pipeline.tokenizer([prompt_clean(prompt) for prompt in prompts])["input_ids"]]
+
+    @classmethod
+    def multiplications(cls, config: Config, image_tokens: int, text_tokens: int, timesteps: int) -> int:
+        width, patch = model_width(config), math.prod(config["patch_size"])
+        embedders = patch * config["in_channels"] * width * image_tokens
+        embedders += embedded(config["text_dim"], width) * text_tokens
+        time = (embedded(config["freq_dim"], width) + 6 * width**2) * timesteps
+        own = 4 * width**2 * image_tokens + attention(image_tokens, image_tokens, width)
+        cross = 2 * width**2 * (image_tokens + text_tokens) + attention(image_tokens, text_tokens, width)
+        blocks = config["num_layers"] * (own + cross + 2 * width * config["ffn_dim"] * image_tokens)
+        return embedders + time + blocks + width * patch * config["out_channels"] * image_tokens
 
     @classmethod
     def split_sequences(cls, model_config: DiffusionModelConfig, text_tokens: int) -> dict[str, int]:

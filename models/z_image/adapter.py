@@ -1,5 +1,6 @@
 """Training and in-process sampling adapter of Z-Image."""
 
+import math
 from typing import Any
 
 import torch
@@ -7,10 +8,14 @@ from torch import Tensor, nn
 
 from models.base import DiffusionModelBase, DiffusionModelConfig, select_step
 from models.latents import component_config, kl_vae_factor, latent_grid, pixels_of, scaled, to_uint8, unscaled
+from models.operations import TIME_CHANNELS, Config, attention
 from models.schedulers import FlowMatchSDEDiscreteScheduler
 from models.schedulers.shift import image_shift
 
 PATCH = 2
+
+MULTIPLE = 32
+"""The denoiser fills image and caption up to a multiple of this."""
 
 
 @DiffusionModelBase.register("ZImagePipeline")
@@ -33,6 +38,8 @@ class ZImage(DiffusionModelBase):
     pipeline_fields = ("guidance_scale",)
     guides_in_one_pass = True
     negative_first = False
+
+    one_text_length = True
 
     @classmethod
     def set_timesteps(
@@ -128,6 +135,21 @@ class ZImage(DiffusionModelBase):
             for prompt in prompts
         ]
         return [len(ids) for ids in pipeline.tokenizer(chats)["input_ids"]]
+
+    @classmethod
+    def multiplications(cls, config: Config, image_tokens: int, text_tokens: int, timesteps: int) -> int:
+        width, channels = config["dim"], config["all_patch_size"][0] ** 2 * config["in_channels"]
+        image, text = (math.ceil(tokens / MULTIPLE) * MULTIPLE for tokens in (image_tokens, text_tokens))
+        narrow = min(width, 256)  # of the modulation's input
+
+        def block(tokens: int) -> int:
+            return (4 * width**2 + 3 * width * int(width / 3 * 8)) * tokens + attention(tokens, tokens, width)
+
+        embedders = channels * width * image + config["cap_feat_dim"] * width * text
+        time = TIME_CHANNELS * 1024 + 1024 * narrow
+        refiners = config["n_refiner_layers"] * (block(image) + block(text) + 4 * narrow * width)
+        layers = config["n_layers"] * (block(image + text) + 4 * narrow * width)
+        return embedders + time + refiners + layers + narrow * width + width * channels * (image + text)
 
     @classmethod
     def transformer_blocks(cls, module: nn.Module) -> list[nn.Module]:

@@ -101,7 +101,7 @@ def test_bad_parameters_are_refused_when_the_run_is_created(deployed: Workspace)
     for bad, name in [
         ({"trainer": {"total_training_steps": 0}}, "total_training_steps"),
         ({"trainer": {"total_trainin_steps": 3}}, "total_trainin_steps"),
-        ({"actor_rollout_ref": {"rollout": {"algo": {"sde_type": "ode"}}}}, "ode"),
+        ({"actor_rollout_ref": {"rollout": {"algo": {"sde_window_mode": "ode"}}}}, "ode"),
     ]:
         parameter = f"overrides={json.dumps(bad)}"
         assert name in prefect(deployed, "deployment", "run", "train/tiny", "--param", parameter, check=False)

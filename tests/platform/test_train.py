@@ -156,15 +156,32 @@ def test_lora_with_kl_average_and_guidance_runs_and_its_export_validates(workspa
     assert measured.data.metrics["val/reward/mean"] == run.data.metrics["val/reward/mean"]
 
 
+OWN_KERNEL = """
+from models.schedulers import ReverseStep, register_kernel
+
+
+@register_kernel("fading")
+def fading_step(sample, velocity, sigma, sigma_next, sigma_max, noise_level, *, power):
+    return ReverseStep(sample + velocity * (sigma_next - sigma), noise_level * sigma**power)
+"""
+
+
 @pytest.mark.slow
 def test_named_algorithms_with_their_own_old_log_probs(workspace: Workspace) -> None:
-    """Single steps, several rewards and a corrected Guard: the stage is timed, and equal engines need no correction."""
+    """Single steps, several rewards and a corrected Guard: the stage is timed, and equal engines need no correction.
+
+    The kernel is a user's, known by its name to driver, rollout workers and ranks through external_lib.
+    """
+    write_module(workspace, "own_kernel", OWN_KERNEL)
     workspace.train(
+        "actor_rollout_ref.model.external_lib=own_kernel",
         "algorithm={name: grpo_guard, adv_estimator: gdpo}",
         "algorithm.rollout_correction={bypass_mode: false, rollout_is: step}",
         "algorithm.rollout_correction.rollout_rs=seq_max_k2",
         "algorithm.rollout_correction.rollout_rs_threshold=0.1",
         "actor_rollout_ref.rollout.algo={sde_window_size: 2, sde_window_range: [0, 3], sde_contiguous: false}",
+        "actor_rollout_ref.rollout.algo.sde_type=fading",
+        "actor_rollout_ref.rollout.algo.sde_options.power=0.5",
         "reward.functions={jpeg_incompressibility: {}, jpeg_compressibility: {weight: 0.5}}",
         "trainer.total_training_steps=2",
     )

@@ -63,6 +63,7 @@ _SHARED = (
     "pipeline",
     "algo.noise_level",
     "algo.sde_type",
+    "algo.sde_options",
 )
 
 
@@ -106,10 +107,10 @@ def check_alike(samples: Sequence[SampleRequest]) -> None:
         ValueError: they do not; the message names the field.
     """
     for name in _SHARED:
-        values = {attrgetter(name)(sample) for sample in samples}
-        if len(values) > 1:
+        values = [attrgetter(name)(sample) for sample in samples]
+        if any(value != values[0] for value in values):
             raise ValueError(
-                f"one batch holds samples with {name} {' and '.join(sorted(map(str, values)))}: send them one after "
+                f"one batch holds samples with {name} {' and '.join(sorted({*map(str, values)}))}: send them one after "
                 "the other"
             )
 
