@@ -23,7 +23,7 @@ from tasks.checkpoint import CheckpointError, CheckpointStore, RunState, alone
 from tasks.clock import Stopwatch
 from tasks.cluster import SharedGpus, require_resources
 from tasks.dataset import Prompt
-from tasks.guards import HACKING_TAG, GuardWatch
+from tasks.guards import FLOOR_TAG, HACKING_TAG, FloorWatch, GuardWatch
 from tasks.lineage import lineage
 from tasks.memory import resident_mb
 from tasks.pairs import SIDES, Pair
@@ -55,6 +55,7 @@ class TrainingRun:
         stages: what is kept of iterations that are not in a checkpoint yet.
         canary: the input that proves a weight sync; None where there is nothing to sync to.
         guards: what shows reward hacking.
+        floor: what shows a reward that tells no sample from another; None where nothing is scored.
         utilisation: of the devices; None where the model's operations cannot be counted.
         iteration: the last one that is in the weights.
         learned: metrics of the update that made them.
@@ -77,6 +78,7 @@ class TrainingRun:
     learned: dict[str, float] = field(default_factory=dict)
     held_out: float = float("nan")
     spent: dict[str, float] = field(default_factory=dict)
+    floor: FloorWatch | None = None
 
     @property
     def samples(self) -> bool:
@@ -152,6 +154,14 @@ class TrainingRun:
         if now is not None and now != before:
             self.tracker.tag(HACKING_TAG, now)
             get_run_logger().warning("this may be reward hacking: %s; look at the pictures", now)
+        stuck = self.floor.observe(self.iteration, metrics) if self.floor else None
+        if stuck is not None:
+            self.tracker.tag(FLOOR_TAG, stuck)
+            get_run_logger().warning(
+                "the reward may not work: %s; look at the pictures and at what the reward makes of them, and see "
+                "docs/rewards.md",
+                stuck,
+            )
         return found
 
     def validation_pictures(self) -> dict[int, Path]:
@@ -299,7 +309,10 @@ def _start_actors(config: TrainConfig, inputs: Inputs, tracker: Tracker, store: 
     if inputs.flops is not None:
         utilisation = Utilisation(config, inputs.flops, rollout and rollout.group, trainer.group)
     stages = KeptStages(config.run_dir / "stages")
-    return TrainingRun(config, inputs, rollout, reward, trainer, tracker, store, stages, canary, guards, utilisation)
+    run = TrainingRun(config, inputs, rollout, reward, trainer, tracker, store, stages, canary, guards, utilisation)
+    if reward is not None:
+        run.floor = FloorWatch(config.reward, trainer_settings.total_training_steps, tracker.history)
+    return run
 
 
 def guard_metrics(config: TrainConfig) -> dict[str, str]:
