@@ -38,6 +38,8 @@ from tasks.validate import Validation
 
 T = TypeVar("T")
 CANARY_PROMPTS = 2
+OPTIMIZER_STEPS = "actor/optimizer_steps"
+"""Of the run so far, as the engine counts them."""
 CUDA_CANARY_TOLERANCE = 0.01
 OTHER_ENGINE_TOLERANCE = 1e-4
 """On the CPU, where the rollout engine is not the trainer's: sums in another order."""
@@ -145,6 +147,18 @@ class TrainingRun:
         folder = self.config.run_dir / "validation"
         folder.mkdir(exist_ok=True)
         result.sheet.save(folder / f"{self.iteration:06d}.png")
+
+    def take_update(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        """Remember an update's metrics; one that made no optimiser step is a warning and actor/update_skipped."""
+        skipped = metrics.get(OPTIMIZER_STEPS) == self.learned.get(OPTIMIZER_STEPS, 0.0)
+        self.learned = {**metrics, "actor/update_skipped": float(skipped)}
+        if skipped:
+            get_run_logger().warning("the update of iteration %d was skipped: it made no optimiser step", iteration)
+
+    @property
+    def moved(self) -> bool:
+        """Has any optimiser step been made? An engine that does not count them is taken to have made some."""
+        return self.learned.get(OPTIMIZER_STEPS, 1.0) > 0
 
     def watch(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """The guards' metrics of this iteration; a new flag is a warning and a tag of the run."""
