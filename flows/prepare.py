@@ -64,10 +64,12 @@ def prompts() -> None:
         seed=params.seed,
         target_pattern=params.target_pattern,
     )
+    repeated = table.attrs.pop("repeated")  # the file is the rows alone
     with put_in_place(PROMPTS) as path:
         table.to_parquet(path, index=False)
     counts = ", ".join(f"{split} {n}" for split, n in table["split"].value_counts().items())
-    typer.echo(f"{PROMPTS}: {len(table)} prompts ({counts})")
+    merged = f", {repeated} rows merged with an equal one" if repeated else ""
+    typer.echo(f"{PROMPTS}: {len(table)} prompts ({counts}{merged})")
 
 
 @app.command("base-model")

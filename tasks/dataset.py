@@ -47,9 +47,12 @@ def build_prompt_table(
     The prompts are shuffled by `seed`: the first `n_test` make the test split, the next `n_train` the train split
     (None: all that are left) and the rest the pretrain split. A row that names its split keeps it and is not counted.
     A row without a `target` key gets the group of `target_pattern`, a regular expression; without one it has no target.
-    Raises DatasetError for unusable rows, repeated prompts, a pattern that does not match, or too few prompts.
+    Rows that are the same in every key are one, at the first one's place; `attrs["repeated"]` counts the others.
+    Raises DatasetError for unusable rows, a prompt with two different rows, a pattern that does not match, or too few
+    prompts.
     """
-    rows = [row for file in files for row in read_prompt_file(Path(file))]
+    read = [row for file in files for row in read_prompt_file(Path(file))]
+    rows = _without_repeats(read)
     uids = [row.fields.get("uid") or prompt_uid(row.prompt) for row in rows]
     _check_distinct([row.prompt for row in rows], rows, "prompt")
     _check_distinct(uids, rows, "uid")
@@ -66,7 +69,9 @@ def build_prompt_table(
         )
         for uid, row in zip(uids, rows, strict=True)
     ]
-    return pd.DataFrame(table, columns=COLUMNS, dtype="str")
+    frame = pd.DataFrame(table, columns=COLUMNS, dtype="str")
+    frame.attrs["repeated"] = len(read) - len(rows)
+    return frame
 
 
 def load_prompts(path: str | Path, split: str | None = None) -> list[Prompt]:
@@ -265,11 +270,24 @@ def _write_shard(path: Path, texts: dict[str, str], encode: "Encode", batch_size
     return embeds.shape[-1], sorted(encoded)
 
 
+def _without_repeats(rows: list[PromptRow]) -> list[PromptRow]:
+    """The first of each set of rows with the same prompt and the same other keys."""
+    kept: dict[str, list[PromptRow]] = {}
+    for row in rows:
+        known = kept.setdefault(row.prompt, [])
+        if not any(row.fields == other.fields for other in known):
+            known.append(row)
+    first = {id(row) for known in kept.values() for row in known}
+    return [row for row in rows if id(row) in first]
+
+
 def _check_distinct(keys: list[str], rows: list[PromptRow], what: str) -> None:
     first: dict[str, PromptRow] = {}
     for key, row in zip(keys, rows, strict=True):
         if key in first:
-            raise DatasetError(f"{row.source}: the {what} {key!r} already stands at {first[key].source}; keep one")
+            raise DatasetError(
+                f"{row.source}: the {what} {key!r} already stands at {first[key].source} with other content; keep one"
+            )
         first[key] = row
 
 
