@@ -12,9 +12,9 @@ def compute_data_metrics_diffusion(batch: Mapping[str, Any]) -> dict[str, float]
     """Statistics of rewards and advantages.
 
     Args:
-        batch: `sample_level_rewards`, `uid` [B], and where there are any `advantages` and `returns`; each [B], [B, 1] or
-            [B, T]. Of rewards of several steps a sample's is the mean. NaN marks what is missing; it is counted and
-            left out.
+        batch: `sample_level_rewards`, `uid` [B], and where there are any `advantages` and `returns`, each [B], [B, 1]
+            or [B, T]. Of rewards of several steps a sample's is the mean. NaN marks what is missing; it is counted
+            and left out.
 
     Returns:
         critic/rewards/mean, max, min, zero_std_ratio, std_mean, group_size, missing, dropped_groups;

@@ -198,13 +198,15 @@ def update(
         old: scores of the old policy; None takes the rollout's (`bypass_mode`).
 
     Returns:
-        Metrics under actor/, whether or not the loss names them so, and under rollout_corr/ how far apart the rollout's and the trainer's log-probs are.
+        Metrics under actor/, whether or not the loss names them so, and under rollout_corr/ how far apart the rollout's
+        and the trainer's log-probs are.
     """
     with clock.stage("update_actor"):
         metrics = trainer.update(batches, advantages, old)
     distances = {name: metrics.pop(name) for name in list(metrics) if name.startswith("logprob_abs_diff")}
     between = {f"rollout_corr/{name.replace('/', '_')}": value for name, value in distances.items()}
-    return {f"actor/{name.removeprefix('actor/')}": value for name, value in metrics.items()} | (between if old is None else old.metrics)
+    named = {f"actor/{name.removeprefix('actor/')}": value for name, value in metrics.items()}
+    return named | (between if old is None else old.metrics)
 
 
 @task(name="sync-weights", cache_policy=NO_CACHE, persist_result=False)

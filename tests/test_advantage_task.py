@@ -152,7 +152,9 @@ def test_gdpo_drops_a_group_only_where_each_reward_ties() -> None:
     found = advantages_of(text + taste, UIDS, config, scores, weights)
     assert np.isnan(found).tolist() == [False] * 3 + [True] * 3
     heavier = weights | {"text": 2}
-    kept = advantages_of(2 * text + taste, UIDS, config.model_copy(update={"drop_equal_groups": False}), scores, heavier)
+    kept = advantages_of(
+        2 * text + taste, UIDS, config.model_copy(update={"drop_equal_groups": False}), scores, heavier
+    )
     dropped = advantages_of(2 * text + taste, UIDS, config, scores, heavier)
     np.testing.assert_array_equal(dropped[:3], kept[:3])
     assert np.abs(dropped[:3]).max() > 0.3

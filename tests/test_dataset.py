@@ -96,7 +96,9 @@ def test_rows_that_repeat_are_one_row_and_the_others_are_counted(tmp_path):
     lines = table(written(tmp_path / "p.txt", "one", "two", "one"))
     assert (lines["prompt"].tolist(), lines.attrs["repeated"]) == (["one", "two"], 1)
     counted = GENEVAL.replace('"count": 2', '"count": 3')
-    with pytest.raises(DatasetError, match=r"r.jsonl:3: the prompt 'a photo of two cups' already stands at .*r.jsonl:1"):
+    with pytest.raises(
+        DatasetError, match=r"r.jsonl:3: the prompt 'a photo of two cups' already stands at .*r.jsonl:1"
+    ):
         table(written(tmp_path / "r.jsonl", GENEVAL, GENEVAL, counted))
 
 
@@ -116,7 +118,11 @@ def test_parquet_is_read_like_jsonl(tmp_path):
     [
         ("p.txt", "", "p.txt is empty"),
         ("p.txt", "one\n\nthree\n", "p.txt:2: the prompt must be a text that is not blank"),
-        ("p.jsonl", '{"prompt":"a"}\n{"prompt":"a","n":1}\n', "p.jsonl:2: the prompt 'a' already stands at .*p.jsonl:1 with"),
+        (
+            "p.jsonl",
+            '{"prompt":"a"}\n{"prompt":"a","n":1}\n',
+            "p.jsonl:2: the prompt 'a' already stands at .*p.jsonl:1 with",
+        ),
         ("p.jsonl", '{"prompt": "a"}\n{"prompt": \n', "p.jsonl:2: broken JSON"),
         ("p.jsonl", '["a"]\n', "p.jsonl:1: a line must be one JSON object"),
         ("p.jsonl", '{"text": "a"}\n', "p.jsonl:1: the prompt must be a text that is not blank, not None"),

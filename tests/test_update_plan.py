@@ -73,7 +73,7 @@ def test_an_update_may_be_empty_only_where_every_sample_was_left_out() -> None:
     check_plans(plan_updates(SIZES, dropped, 8, world_size=2, epochs=1), dropped)
     check_plans(plan_updates(SIZES, advantages(), 8, world_size=2, epochs=1), advantages())
     rejected = plan_updates(SIZES, advantages((3,)), 8, world_size=2, epochs=1, kept=np.zeros(16))
-    with pytest.raises(NothingToLearn, match="of the 15 samples with an advantage .*rollout_correction left none"):
+    with pytest.raises(NothingToLearn, match=r"of the 15 samples with an advantage .*rollout_correction left none"):
         check_plans(rejected, advantages((3,)))
 
 

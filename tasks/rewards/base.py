@@ -224,7 +224,8 @@ class FunctionReward(Reward):
 def weighted_sum(results: Mapping[str, np.ndarray], weights: Mapping[str, float]) -> np.ndarray:
     """r = sum_k w_k r_k, float32 [B]. NaN where any reward with a weight is NaN: part of a sum is not the sum.
 
-    A sum that float32 cannot hold is NaN, too. A reward of weight 0 is only watched: its NaN spoil nothing. Raises RewardError when the names differ.
+    A sum that float32 cannot hold is NaN, too. A reward of weight 0 is only watched: its NaN spoil nothing. Raises
+    RewardError when the names differ.
     """
     if set(results) != set(weights):
         raise RewardError(f"rewards {sorted(results)} need a weight each, but the weights are for {sorted(weights)}")

@@ -260,7 +260,9 @@ def test_a_reward_that_tells_nothing_apart_is_told_and_weights_that_never_moved_
     assert (metrics["actor/optimizer_steps"], metrics["actor/update_skipped"]) == (0, 1)
     assert metrics["critic/advantages/missing"] == 16
     assert metrics["reward/blind/at_floor"] == 1
-    sentence = "the scores of blind were all near the lowest there can be, or all alike, in each of the first 2 iterations"
+    sentence = (
+        "the scores of blind were all near the lowest there can be, or all alike, in each of the first 2 iterations"
+    )
     assert run.data.tags["doubleflow.reward_at_floor"] == sentence
     assert f"the reward may not work: {sentence}" in said
     assert "the update of iteration 2 was skipped" in said
