@@ -28,6 +28,7 @@ from tasks.digests import SCHEME
 from tasks.pairs import PairDataset, read_pictures
 
 PARAMS = Path(__file__).parents[1] / "params.yaml"
+PAGE = (Path(__file__).parents[1] / "docs" / "data.md").read_text()
 SMALL = {"images_per_prompt": 2, "height": 16, "width": 32, "steps": 1, "batch_size": 3}
 MODEL = "models/tiny-sd3"
 
@@ -149,6 +150,15 @@ def test_guidance_shows_in_the_pictures(here: Path) -> None:
 )
 def test_a_wrong_option_is_one_line(here: Path, arguments: tuple[str, ...], complaint: str) -> None:
     assert complaint in " ".join(prepare(*arguments, fails=True).split())
+
+
+def test_the_pages_commands_are_known(here: Path) -> None:
+    """Every option of them: what is missing is the model alone."""
+    section = PAGE.split("### Pairs of another model")[1].split("\n## ")[0]
+    commands = [line.split()[3:] for line in section.replace("\\\n", "").splitlines() if "flows.prepare" in line]
+    assert [command[0] for command in commands] == ["embeddings", "preferences", "pairs"]
+    for command in commands:
+        assert "error: models/sd3.5-medium holds no model" in prepare(*command, fails=True)
 
 
 # ---- data of another model, and data that is damaged
