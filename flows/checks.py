@@ -1,6 +1,7 @@
 """What can be known to be wrong before any model loads."""
 
 import hashlib
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,8 +19,11 @@ from models.flops import PolicyFlops
 from models.latents import text_width
 from models.schedulers import check_kernel
 from tasks.dataset import INDEX, Prompt, PromptEmbeddings, load_prompts
+from tasks.digests import IMAGE_SIDE, TEXT_SIDE, check_files, made_with
 from tasks.pairs import PairDataset
 from tasks.rewards import check_reward
+
+log = logging.getLogger(__name__)
 
 
 class ConfigError(ValueError):
@@ -128,7 +132,32 @@ def _open_pairs(config: TrainConfig, embeddings: PromptEmbeddings, latent_shape:
             f"{config.data.embeddings} lacks the embedding of the prompt of pair {missing[0].uid!r} ({len(missing)} in "
             "all): put the pairs' prompts into the prompt table and run `dvc repro embeddings`"
         )
+    _check_origin(config, config.data.pairs, pairs, IMAGE_SIDE, "pairs")
     return pairs
+
+
+def _check_origin(
+    config: TrainConfig, folder: Path, data: PromptEmbeddings | PairDataset, parts: tuple[str, ...], stage: str
+) -> None:
+    """What was encoded before was encoded by these parts of this model, and is as it was written.
+
+    Data of older versions cannot be compared: it is taken, with a warning.
+    """
+    model, maker = config.actor_rollout_ref.model.path, " and ".join(part.rstrip("*") for part in parts)
+    same = made_with(data.model_digest, model, parts)
+    if same is False:
+        raise ConfigError(
+            f"data.{stage} {folder} was made with another {maker} than actor_rollout_ref.model.path {model} has: make "
+            f"it with `python -m flows.prepare {stage} --model {model} --out {folder}`, or give the model that made it"
+        )
+    if data.sha256 is None:
+        log.warning(
+            "data.%s %s is of an older version: whether the %s of %s made it, and whether it is whole, is not checked; "
+            "`python -m flows.prepare %s` makes it anew",
+            *(stage, folder, maker, model, stage),
+        )
+        return
+    check_files(folder, data.sha256)
 
 
 def _check_teacher(config: TrainConfig, model_config: DiffusionModelConfig) -> None:
@@ -170,6 +199,7 @@ def _check_embeddings(config: TrainConfig, embeddings: PromptEmbeddings, extras:
             f"rollout.pipeline.max_sequence_length is {wanted}, but {config.data.embeddings} was encoded with "
             f"{embeddings.max_sequence_length}: encode the prompts again or leave the field out"
         )
+    _check_origin(config, config.data.embeddings, embeddings, TEXT_SIDE, "embeddings")
 
 
 def _check_loss(config: TrainConfig) -> None:

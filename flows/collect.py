@@ -105,6 +105,8 @@ def collect(run: TrainingRun, iteration: int, clock: Stopwatch, ahead: Sampling 
     lag = {"rollout/policy_lag": float(iteration - 1 - version)}
     busy = {"perf/rollout_busy_s": scored.seconds, "perf/reward_busy_s": scores.busy_seconds}
     metrics = _reward_metrics(scores, advantages) | scores.metrics() | lag | busy
+    if run.floor is not None:
+        metrics |= run.floor.metrics(iteration, scores.by_reward)
     return Collected(scored.batches, advantages, samples, metrics, scored.pictures)
 
 

@@ -5,13 +5,13 @@ output as it was. A stage that samples or encodes imports the model families, se
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+import yaml
 
 from flows.prepare_config import (
     BASE_MODEL,
@@ -33,7 +33,8 @@ from tasks.dataset import (
     put_in_place,
     write_embeddings,
 )
-from tasks.rewards import RewardError
+from tasks.digests import IMAGE_SIDE, TEXT_SIDE, parts_digest
+from tasks.rewards import RewardError, get_reward
 
 if TYPE_CHECKING:
     from models.base import DiffusionModelBase, DiffusionModelConfig
@@ -64,10 +65,12 @@ def prompts() -> None:
         seed=params.seed,
         target_pattern=params.target_pattern,
     )
+    repeated = table.attrs.pop("repeated")  # the file is the rows alone
     with put_in_place(PROMPTS) as path:
         table.to_parquet(path, index=False)
     counts = ", ".join(f"{split} {n}" for split, n in table["split"].value_counts().items())
-    typer.echo(f"{PROMPTS}: {len(table)} prompts ({counts})")
+    merged = f", {repeated} rows merged with an equal one" if repeated else ""
+    typer.echo(f"{PROMPTS}: {len(table)} prompts ({counts}{merged})")
 
 
 @app.command("base-model")
@@ -110,8 +113,7 @@ def embeddings(
     import torch
 
     params = load_params(PARAMS).embeddings
-    if not (model / "model_index.json").is_file():
-        raise PrepareError(f"{model} holds no model; `dvc repro base_model` makes {BASE_MODEL}")
+    _require_model(model)
     chosen = [prompt for split in params.splits for prompt in load_prompts(PROMPTS, split)]
     limit = max_sequence_length or params.max_sequence_length
     torch.set_num_threads(params.threads)
@@ -132,7 +134,7 @@ def embeddings(
         negative_prompt=adapter.negative_prompt if params.negative_prompt is None else params.negative_prompt,
         max_sequence_length=limit,
         model=model.as_posix(),
-        model_digest=_digest(sorted([*model.glob("text_encoder*"), *model.glob("tokenizer*")])),
+        model_digest=_digest(model, TEXT_SIDE),
     )
     typer.echo(f"{out}: {len(chosen)} prompts and the negative prompt")
 
@@ -150,56 +152,99 @@ def _adapter_of(
     return DiffusionModelBase.get_class(model_config), model_config
 
 
+Model = Annotated[Path, typer.Option("--model", help="Folder in diffusers format.")]
+Device = Annotated[str, typer.Option("--device", help="Where the model computes: cpu or cuda.")]
+Changes = Annotated[list[str] | None, typer.Option("--set", help="field=value of rollout.pipeline; may be repeated.")]
+Options = Annotated[list[str] | None, typer.Option("--option", help="name=value of the reward; may be repeated.")]
+
+
 @app.command()
 @one_line_errors()
-def preferences() -> None:
-    """Sample the base model on the train prompts, and write each one's best and worst picture."""
+def preferences(
+    model: Model = BASE_MODEL,
+    embeddings: Annotated[Path, typer.Option(help="Folder of the embeddings by this model's encoders.")] = EMBEDDINGS,
+    out: Annotated[Path, typer.Option(help="Table to write.")] = PREFERENCES,
+    reward: Annotated[str | None, typer.Option(help="In place of the one in params.yaml.")] = None,
+    option: Options = None,
+    changes: Changes = None,
+    dtype: Annotated[str, typer.Option(help="Number format of the model.")] = "float32",
+    device: Device = "cpu",
+) -> None:
+    """Sample a model on the train prompts, and write each one's best and worst picture."""
     from tasks.preferences import sampled_preferences
 
     params = load_params(PARAMS).preferences
-    _require_base_model()
-    table = sampled_preferences(BASE_MODEL, EMBEDDINGS, load_prompts(PROMPTS, "train"), **params.model_dump())
+    _require_model(model)
+    sampling = {"height": params.height, "width": params.width, "num_inference_steps": params.steps}
+    name = reward or params.reward
+    table = sampled_preferences(
+        model,
+        embeddings,
+        load_prompts(PROMPTS, "train"),
+        reward=get_reward(name, **_named_values(option, "--option")),
+        images_per_prompt=params.images_per_prompt,
+        pipeline=sampling | _named_values(changes, "--set"),
+        batch_size=params.batch_size,
+        seed=params.seed,
+        dtype=dtype,
+        device=device,
+    )
     if table.empty:
         raise PrepareError(
-            f"no train prompt of {PROMPTS} has two pictures that {params.reward} scores differently; set more "
+            f"no train prompt of {PROMPTS} has two pictures that {name} scores differently; set more "
             "preferences.images_per_prompt or another preferences.reward"
         )
-    with put_in_place(PREFERENCES) as path:
+    with put_in_place(out) as path:
         table.to_parquet(path, index=False)
-    typer.echo(f"{PREFERENCES}: {len(table) // 2} pairs")
+    typer.echo(f"{out}: {len(table) // 2} pairs")
 
 
 @app.command()
 @one_line_errors()
-def pairs() -> None:
-    """Encode a preference table with the base model's VAE, and write data/pairs/."""
+def pairs(
+    model: Model = BASE_MODEL,
+    table: Annotated[Path | None, typer.Option(help="Preference table, in place of the one in params.yaml.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder to write.")] = PAIRS,
+    device: Device = "cpu",
+) -> None:
+    """Encode a preference table with a model's VAE, and write data/pairs/."""
     import torch
 
     from tasks.pairs import common_size, read_pictures, write_pairs
 
     params = load_params(PARAMS).pairs
-    _require_base_model()
-    pictures = read_pictures(Path(params.table))
-    height, width = common_size(pictures, params.table)
-    adapter, model_config = _adapter_of(BASE_MODEL, height=height, width=width)
+    table = table or Path(params.table)
+    _require_model(model)
+    pictures = read_pictures(table)
+    height, width = common_size(pictures, str(table))
+    adapter, model_config = _adapter_of(model, height=height, width=width)
     try:
         adapter.latent_shape(model_config)
     except ValueError as error:
-        raise PrepareError(f"the pictures of {params.table} do not fit the model: {error}") from error
-    vae = adapter.load_vae(model_config)
+        raise PrepareError(f"the pictures of {table} do not fit the model: {error}") from error
+    vae = adapter.load_vae(model_config).to(device)
     write_pairs(
         pictures,
-        lambda images: adapter.encode(vae, model_config, torch.from_numpy(images)),
-        PAIRS,
+        lambda images: adapter.encode(vae, model_config, torch.from_numpy(images).to(device)).cpu(),
+        out,
         shard_size=params.shard_size,
-        model_digest=_digest([BASE_MODEL / "vae"]),
+        model_digest=_digest(model, IMAGE_SIDE),
     )
-    typer.echo(f"{PAIRS}: {len(pictures)} pairs")
+    typer.echo(f"{out}: {len(pictures)} pairs")
 
 
-def _require_base_model() -> None:
-    if not (BASE_MODEL / "model_index.json").is_file():
-        raise PrepareError(f"{BASE_MODEL} holds no model; `dvc repro base_model` makes it")
+def _named_values(settings: list[str] | None, flag: str) -> dict[str, Any]:
+    """`["a=1"]` as {"a": 1}; values are YAML."""
+    pairs = [setting.partition("=") for setting in settings or []]
+    for name, equals, _ in pairs:
+        if not equals:
+            raise PrepareError(f"{flag} {name!r} must have the form name=value")
+    return {name: yaml.safe_load(value) for name, _, value in pairs}
+
+
+def _require_model(model: Path) -> None:
+    if not (model / "model_index.json").is_file():
+        raise PrepareError(f"{model} holds no model; `dvc repro base_model` makes {BASE_MODEL}")
 
 
 def _check_gate(reward: float, gate: GateParams) -> None:
@@ -211,14 +256,12 @@ def _check_gate(reward: float, gate: GateParams) -> None:
         )
 
 
-def _digest(folders: Sequence[Path]) -> str:
-    """BLAKE2b of the names and bytes of all files in `folders`."""
-    digest = blake2b(digest_size=16)
-    for folder in folders:
-        for path in sorted(file for file in folder.rglob("*") if file.is_file()):
-            digest.update(f"{folder.name}/{path.relative_to(folder).as_posix()}\0{path.stat().st_size}\0".encode())
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
+def _digest(model: Path, parts: tuple[str, ...]) -> str:
+    """Of the parts of a model that encode, by which a run knows its data. Raises PrepareError where it has none."""
+    found = parts_digest(model, parts)
+    if found is None:
+        raise PrepareError(f"{model} holds no weights in {', '.join(parts)}: give a whole model in diffusers format")
+    return found
 
 
 if __name__ == "__main__":

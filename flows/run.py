@@ -23,7 +23,7 @@ from tasks.checkpoint import CheckpointError, CheckpointStore, RunState, alone
 from tasks.clock import Stopwatch
 from tasks.cluster import SharedGpus, require_resources
 from tasks.dataset import Prompt
-from tasks.guards import HACKING_TAG, GuardWatch
+from tasks.guards import FLOOR_TAG, HACKING_TAG, FloorWatch, GuardWatch
 from tasks.lineage import lineage
 from tasks.memory import resident_mb
 from tasks.pairs import SIDES, Pair
@@ -38,6 +38,8 @@ from tasks.validate import Validation
 
 T = TypeVar("T")
 CANARY_PROMPTS = 2
+OPTIMIZER_STEPS = "actor/optimizer_steps"
+"""Of the run so far, as the engine counts them."""
 CUDA_CANARY_TOLERANCE = 0.01
 OTHER_ENGINE_TOLERANCE = 1e-4
 """On the CPU, where the rollout engine is not the trainer's: sums in another order."""
@@ -55,6 +57,7 @@ class TrainingRun:
         stages: what is kept of iterations that are not in a checkpoint yet.
         canary: the input that proves a weight sync; None where there is nothing to sync to.
         guards: what shows reward hacking.
+        floor: what shows a reward that tells no sample from another; None where nothing is scored.
         utilisation: of the devices; None where the model's operations cannot be counted.
         iteration: the last one that is in the weights.
         learned: metrics of the update that made them.
@@ -77,6 +80,7 @@ class TrainingRun:
     learned: dict[str, float] = field(default_factory=dict)
     held_out: float = float("nan")
     spent: dict[str, float] = field(default_factory=dict)
+    floor: FloorWatch | None = None
 
     @property
     def samples(self) -> bool:
@@ -145,6 +149,18 @@ class TrainingRun:
         folder.mkdir(exist_ok=True)
         result.sheet.save(folder / f"{self.iteration:06d}.png")
 
+    def take_update(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        """Remember an update's metrics; one that made no optimiser step is a warning and actor/update_skipped."""
+        skipped = metrics.get(OPTIMIZER_STEPS) == self.learned.get(OPTIMIZER_STEPS, 0.0)
+        self.learned = {**metrics, "actor/update_skipped": float(skipped)}
+        if skipped:
+            get_run_logger().warning("the update of iteration %d was skipped: it made no optimiser step", iteration)
+
+    @property
+    def moved(self) -> bool:
+        """Has any optimiser step been made? An engine that does not count them is taken to have made some."""
+        return self.learned.get(OPTIMIZER_STEPS, 1.0) > 0
+
     def watch(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """The guards' metrics of this iteration; a new flag is a warning and a tag of the run."""
         before = self.guards.sentence()
@@ -153,6 +169,14 @@ class TrainingRun:
         if now is not None and now != before:
             self.tracker.tag(HACKING_TAG, now)
             get_run_logger().warning("this may be reward hacking: %s; look at the pictures", now)
+        stuck = self.floor.observe(self.iteration, metrics) if self.floor else None
+        if stuck is not None:
+            self.tracker.tag(FLOOR_TAG, stuck)
+            get_run_logger().warning(
+                "the reward may not work: %s; look at the pictures and at what the reward makes of them, and see "
+                "docs/rewards.md",
+                stuck,
+            )
         return found
 
     def validation_pictures(self) -> dict[int, Path]:
@@ -300,7 +324,10 @@ def _start_actors(config: TrainConfig, inputs: Inputs, tracker: Tracker, store: 
     if inputs.flops is not None:
         utilisation = Utilisation(config, inputs.flops, rollout and rollout.group, trainer.group)
     stages = KeptStages(config.run_dir / "stages")
-    return TrainingRun(config, inputs, rollout, reward, trainer, tracker, store, stages, canary, guards, utilisation)
+    run = TrainingRun(config, inputs, rollout, reward, trainer, tracker, store, stages, canary, guards, utilisation)
+    if reward is not None:
+        run.floor = FloorWatch(config.reward, trainer_settings.total_training_steps, tracker.history)
+    return run
 
 
 def guard_metrics(config: TrainConfig) -> dict[str, str]:

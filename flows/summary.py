@@ -1,6 +1,5 @@
 """What a finished run leaves and tells its owner."""
 
-import math
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -8,12 +7,15 @@ from typing import Any
 
 from mlflow.entities.model_registry import ModelVersion
 from PIL import Image
+from prefect import get_run_logger
 
 from flows.run import TrainingRun
 from tasks.clock import Stopwatch
 from tasks.pictures import titled
 from tasks.registry import register_weights
 from tasks.update import TrainerGroup
+
+UNMOVED_TAG = "doubleflow.weights_never_moved"
 
 
 @dataclass(frozen=True)
@@ -24,9 +26,11 @@ class Summary:
         run_name, mlflow_run_id, tracking_uri: where to look.
         iterations: in the weights.
         held_out_before, held_out_after: mean held-out reward of the first and the last validation.
+        validations: how many there were; NaN above where there was none.
         minutes: of this process; a resumed run counts its last part.
-        weights: folder that diffusers loads.
-        registered: the same weights in MLflow's model registry.
+        weights: folder that diffusers loads; empty where no optimiser step was made.
+        registered: the same weights in MLflow's model registry; empty likewise.
+        base_model: folder of the weights that the run began with.
         picture: the same held-out prompts and noise before and after.
     """
 
@@ -36,9 +40,11 @@ class Summary:
     iterations: int
     held_out_before: float
     held_out_after: float
+    validations: int
     minutes: float
     weights: str
     registered: str
+    base_model: str
     picture: str
 
     def as_dict(self) -> dict[str, Any]:
@@ -51,8 +57,7 @@ class Summary:
             f"run            {self.run_name}",
             f"trained        {self.iterations} iterations, {self.minutes:.1f} minutes",
             *self._measured(),
-            f"weights        {self.weights}",
-            f"registered     {self.registered}",
+            *self._kept(),
             f"MLflow page    .venv/bin/mlflow ui --backend-store-uri {self.tracking_uri}",
             "Prefect page   PREFECT_HOME=.prefect .venv/bin/prefect server start",
         ]
@@ -60,17 +65,38 @@ class Summary:
 
     def _measured(self) -> list[str]:
         """What validation found; an offline run has none."""
-        if math.isnan(self.held_out_after):
+        if not self.validations:
             return ["held-out       not measured: python -m flows.validate --weights (the folder below)"]
-        return [
-            f"held-out       {self.held_out_before:.3f} -> {self.held_out_after:.3f}",
-            f"pictures       {self.picture}",
-        ]
+        measured = f"{self.held_out_before:.3f} -> {self.held_out_after:.3f}"
+        if self.validations == 1:
+            measured = f"{self.held_out_after:.3f} (measured once)"
+        return [f"held-out       {measured}", f"pictures       {self.picture}"]
+
+    def _kept(self) -> list[str]:
+        if not self.weights:
+            return [f"weights        {unmoved(self.base_model)}"]
+        return [f"weights        {self.weights}", f"registered     {self.registered}"]
+
+
+def unmoved(base_model: str) -> str:
+    """What is said of a run without an optimiser step."""
+    return (
+        f"neither exported nor registered: no iteration made an optimiser step, so they still are those of {base_model}"
+    )
 
 
 def summarise(run: TrainingRun, minutes: float) -> Summary:
-    """Export the weights, draw before and after, and put both with the MLflow run."""
-    weights, version = register_export(Stopwatch(), run)
+    """Export the weights, draw before and after, and put both with the MLflow run.
+
+    Weights that no optimiser step has moved are not exported: who found them would take them for trained ones.
+    """
+    base_model, weights, registered = str(run.config.actor_rollout_ref.model.path), "", ""
+    if run.moved:
+        folder, version = register_export(Stopwatch(), run)
+        weights, registered = str(folder), f"models:/{version.name}/{version.version}"
+    else:
+        run.tracker.tag(UNMOVED_TAG, unmoved(base_model))
+        get_run_logger().warning("the weights are %s", unmoved(base_model))
     picture = run.config.run_dir / "before_after.png"
     drawn = run.validation_pictures()
     if drawn:
@@ -86,9 +112,11 @@ def summarise(run: TrainingRun, minutes: float) -> Summary:
         iterations=run.iteration,
         held_out_before=rewards[min(rewards)] if rewards else float("nan"),
         held_out_after=rewards[max(rewards)] if rewards else float("nan"),
+        validations=len(rewards),
         minutes=minutes,
-        weights=str(weights),
-        registered=f"models:/{version.name}/{version.version}",
+        weights=weights,
+        registered=registered,
+        base_model=base_model,
         picture=str(picture),
     )
 

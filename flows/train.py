@@ -117,7 +117,7 @@ def learn(run: TrainingRun, iteration: int, collected: Collected, clock: Stopwat
     with run.rollout.asleep(clock) if run.samples else nullcontext():
         old = None if correction.bypass_mode else old_log_prob(clock, run.trainer, batches, advantages, correction)
         with run.profiled("trainer", iteration, clock):
-            run.learned = update(clock, run.trainer, batches, advantages, old)
+            run.take_update(iteration, update(clock, run.trainer, batches, advantages, old))
     run.iteration = iteration
     if _due(iteration, settings.save_freq, run):
         state = run.state(iteration, run.learned)
@@ -139,7 +139,7 @@ def record(run: TrainingRun, iteration: int, collected: Collected, metrics: dict
         columns = min(run.config.actor_rollout_ref.rollout.n, WIDEST_GRID)
         pictures["samples"] = grid(np.stack(collected.pictures), columns=columns)
     tables["samples"] = collected.samples
-    if settings.export_freq and iteration % settings.export_freq == 0:
+    if settings.export_freq and iteration % settings.export_freq == 0 and run.moved:
         register_export(clock, run)
     log_files(clock, run.tracker, iteration, pictures, tables, {"pictures": collected.pictures})
     with clock.stage("memory"):

@@ -1,6 +1,6 @@
 """Advantage: rewards become what the update weighs each sample with."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -8,7 +8,8 @@ import torch
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from models.algorithms import get_diffusion_adv_estimator_fn
+from models.algorithms import compute_gdpo_outcome_advantage, get_diffusion_adv_estimator_fn
+from models.algorithms.advantages import has_reward
 from tasks.clock import Stopwatch
 from tasks.config import DiffusionAlgoConfig
 from tasks.reward import Scores
@@ -39,58 +40,93 @@ def compute_advantage(
     A group of which fewer than two samples have their reward is dropped: there is nothing to compare.
 
     Args:
-        data: `sample_level_rewards` [B], the weighted sum of the scores, NaN where missing; `uid` [B], equal for the
-            samples of a group; where the estimator asks for them `reward_scores`, reward name -> [B], and
-            `reward_weights`, reward name -> weight.
+        data: `sample_level_rewards`, the weighted sum of the scores, [B], [B, 1] or [B, T], not finite where missing;
+            `uid` [B], equal for the samples of a group; where the estimator asks for them `reward_scores`, reward name
+            -> [B], and `reward_weights`, reward name -> weight.
         adv_estimator: registered name of the estimator, or package.module:function.
         norm_adv_by_std_in_grpo, global_std: see `compute_flow_grpo_outcome_advantage`.
         config: `adv_options`, `adv_mode` and `drop_equal_groups` are read; None is their defaults. The estimator gets
             it too.
 
     Returns:
-        `data` with `advantages` and `returns` [B]; NaN is left out of the update.
+        `data` with `advantages` and `returns` of the rewards' shape; NaN is left out of the update. All are NaN only
+        where `drop_equal_groups` dropped every group: such an iteration has no update.
 
     Raises:
-        NothingToLearn: every reward is missing, or no group has two.
+        NothingToLearn: every reward is missing, no group has two, or the estimator gives no finite advantage; the
+            message names the rewards.
     """
     config = config or DiffusionAlgoConfig()
     rewards, uids = np.asarray(data["sample_level_rewards"], np.float32), np.asarray(data["uid"])
-    if np.isnan(rewards).all():
-        raise NothingToLearn("every reward of the iteration is missing, so there is nothing to learn from")
-    alone = too_small(rewards, uids)
+    rewards = np.where(np.isfinite(rewards), rewards, np.float32(np.nan))
+    present = has_reward(torch.tensor(rewards), uids).numpy()
+    if not present.any():
+        raise NothingToLearn(
+            f"every reward of the iteration is missing{_missing(data)}, so there is nothing to learn from"
+        )
+    alone = too_small(present, uids)
     if alone.all():
-        raise NothingToLearn("no prompt has two samples with a reward, so there is nothing to compare and learn from")
-    estimates = get_diffusion_adv_estimator_fn(adv_estimator)(
+        raise NothingToLearn(
+            f"no prompt has two samples with a reward{_missing(data)}, so there is nothing to compare and learn from"
+        )
+    estimator, scores = get_diffusion_adv_estimator_fn(adv_estimator), data.get("reward_scores", {})
+    estimates = estimator(
         torch.tensor(rewards),
         uids,
         norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo,
         global_std=global_std,
         config=config,
-        reward_scores={name: torch.tensor(scores) for name, scores in data.get("reward_scores", {}).items()},
+        reward_scores={name: torch.tensor(values) for name, values in scores.items()},
         reward_weights=data.get("reward_weights", {}),
         **config.adv_options,
     )
-    advantages, returns = (np.where(alone, np.float32(np.nan), found.numpy()) for found in estimates)
+    advantages, returns = (_finite(found.numpy(), ~alone) for found in estimates)
+    if np.isnan(advantages).all():
+        raise NothingToLearn(
+            f"algorithm.adv_estimator {adv_estimator} gives no sample of the iteration a finite advantage"
+            f"{_missing(data)}, so there is nothing to learn from"
+        )
     advantages = ADV_MODES[config.adv_mode](advantages)
     if config.drop_equal_groups:
-        advantages = without_equal_groups(advantages, rewards, uids)
+        compared = [rewards]
+        if estimator is compute_gdpo_outcome_advantage:  # it compares each reward by itself, and never their sum
+            weights = data["reward_weights"]
+            compared = [np.asarray(values) for name, values in scores.items() if weights[name] != 0]
+        advantages = without_equal_groups(advantages, compared, present, uids)
     return {**data, "advantages": advantages, "returns": returns}
 
 
-def too_small(rewards: np.ndarray, uids: np.ndarray) -> np.ndarray:
-    """Mask [B] of the samples whose group has fewer than two rewards that are not missing."""
-    present: dict[str, int] = {}
-    for uid, missing in zip(uids, np.isnan(rewards), strict=True):
-        present[uid] = present.get(uid, 0) + int(not missing)
-    return np.array([present[uid] < 2 for uid in uids])
+def _finite(values: np.ndarray, kept: np.ndarray) -> np.ndarray:
+    """Values [B] or [B, T] with NaN for what is not finite and for the samples that are not kept, a mask [B]."""
+    rows = kept.reshape(-1, *[1] * (values.ndim - 1))
+    return np.where(rows & np.isfinite(values), values, np.float32(np.nan))
 
 
-def without_equal_groups(advantages: np.ndarray, rewards: np.ndarray, uids: np.ndarray) -> np.ndarray:
-    """Advantages [B] with NaN for the samples of groups whose present rewards are all equal."""
+def _missing(data: Mapping[str, Any]) -> str:
+    """What an error says of each reward with a weight, as in " (ocr: 3 of 16 missing, taste: 0 of 16 missing)"."""
+    weights = data.get("reward_weights", {})
+    scores = {name: np.asarray(values) for name, values in data.get("reward_scores", {}).items() if weights.get(name)}
+    counts = [f"{name}: {(~np.isfinite(values)).sum()} of {len(values)} missing" for name, values in scores.items()]
+    return f" ({', '.join(counts)})" if counts else ""
+
+
+def too_small(present: np.ndarray, uids: np.ndarray) -> np.ndarray:
+    """Mask [B] of the samples whose group has fewer than two samples that are present, a mask [B]."""
+    counts: dict[str, int] = {}
+    for uid, there in zip(uids, present, strict=True):
+        counts[uid] = counts.get(uid, 0) + int(there)
+    return np.array([counts[uid] < 2 for uid in uids])
+
+
+def without_equal_groups(
+    advantages: np.ndarray, compared: Sequence[np.ndarray], present: np.ndarray, uids: np.ndarray
+) -> np.ndarray:
+    """Advantages [B] with NaN for the samples of groups whose present samples tie in each of the compared rewards."""
     kept = advantages.copy()
     for uid in np.unique(uids):
         group = uids == uid
-        if np.unique(rewards[group & ~np.isnan(rewards)]).size <= 1:
+        own = [values[group & present] for values in compared]
+        if all(np.unique(values[np.isfinite(values)]).size <= 1 for values in own):
             kept[group] = np.nan
     return kept
 

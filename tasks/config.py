@@ -205,6 +205,12 @@ class GuardConfig(Section):
     p_value: float = Field(
         0.01, gt=0, lt=1, description="Level of the trend tests, shared among the guards: p_value / their number each."
     )
+    floor_iterations: int = Field(
+        3,
+        ge=0,
+        description="First iterations in which a trained reward is watched for scores that are all near its lowest, or "
+        "all alike: if they are in each of them, the run warns. 0 does not watch.",
+    )
 
 
 class RewardConfig(Section):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from tasks.digests import file_digests, opened, read_index
 from tasks.prompt_files import NEGATIVE_UID, SPLITS, DatasetError, PromptRow, read_parquet, read_prompt_file
 
 if TYPE_CHECKING:
@@ -47,9 +48,12 @@ def build_prompt_table(
     The prompts are shuffled by `seed`: the first `n_test` make the test split, the next `n_train` the train split
     (None: all that are left) and the rest the pretrain split. A row that names its split keeps it and is not counted.
     A row without a `target` key gets the group of `target_pattern`, a regular expression; without one it has no target.
-    Raises DatasetError for unusable rows, repeated prompts, a pattern that does not match, or too few prompts.
+    Rows that are the same in every key are one, at the first one's place; `attrs["repeated"]` counts the others.
+    Raises DatasetError for unusable rows, a prompt with two different rows, a pattern that does not match, or too few
+    prompts.
     """
-    rows = [row for file in files for row in read_prompt_file(Path(file))]
+    read = [row for file in files for row in read_prompt_file(Path(file))]
+    rows = _without_repeats(read)
     uids = [row.fields.get("uid") or prompt_uid(row.prompt) for row in rows]
     _check_distinct([row.prompt for row in rows], rows, "prompt")
     _check_distinct(uids, rows, "uid")
@@ -66,7 +70,9 @@ def build_prompt_table(
         )
         for uid, row in zip(uids, rows, strict=True)
     ]
-    return pd.DataFrame(table, columns=COLUMNS, dtype="str")
+    frame = pd.DataFrame(table, columns=COLUMNS, dtype="str")
+    frame.attrs["repeated"] = len(read) - len(rows)
+    return frame
 
 
 def load_prompts(path: str | Path, split: str | None = None) -> list[Prompt]:
@@ -101,7 +107,8 @@ def check_prompt_lengths(prompts: Sequence[Prompt], lengths: Sequence[int], max_
 class PromptEmbeddings:
     """Text embeddings on disk, one unpadded tensor a prompt; only what is asked for is read.
 
-    `extras` names what is stored for each prompt besides, for example `pooled_prompt_embeds`.
+    `extras` names what is stored for each prompt besides, for example `pooled_prompt_embeds`. `model_digest` says which
+    text encoders it was, see `tasks.digests.parts_digest`; `sha256` is of each file, None in data of older versions.
     """
 
     def __init__(self, folder: Path, index: dict[str, Any]):
@@ -111,15 +118,14 @@ class PromptEmbeddings:
         self.dim: int = index["dim"]
         self.max_sequence_length: int = index["max_sequence_length"]
         self.extras: tuple[str, ...] = tuple(index["extras"])
+        self.sha256: dict[str, str] | None = index.get("sha256")
         self._shards: dict[str, str] = index["shards"]
 
     @classmethod
     def open(cls, folder: str | Path) -> "PromptEmbeddings":
         """The embeddings that `write_embeddings` left in `folder`. Raises DatasetError when there are none."""
         index = Path(folder) / INDEX
-        if not index.is_file():
-            raise DatasetError(f"{index} is missing; `dvc repro embeddings` makes it")
-        stored = json.loads(index.read_text())
+        stored = read_index(index, "embeddings")
         if "extras" not in stored:
             raise DatasetError(f"{index} is of an older version of this project; `dvc repro embeddings` makes it anew")
         return cls(Path(folder), stored)
@@ -145,11 +151,9 @@ class PromptEmbeddings:
 
     def longest(self, uids: Sequence[str]) -> str:
         """Which of these prompts has the most tokens; the embeddings themselves are not read."""
-        from safetensors import safe_open
-
         lengths: dict[str, int] = {}
         for shard in sorted({self._shards[uid] for uid in uids}):
-            with safe_open(self.folder / shard, framework="pt") as file:
+            with opened(self.folder / shard) as file:
                 here = [uid for uid in uids if self._shards[uid] == shard]
                 lengths |= {uid: file.get_slice(uid).get_shape()[0] for uid in here}
         return max(uids, key=lengths.__getitem__)
@@ -159,8 +163,6 @@ class PromptEmbeddings:
         return self.get([NEGATIVE_UID])
 
     def _read(self, uids: Sequence[str]) -> dict[str, "torch.Tensor"]:
-        from safetensors import safe_open
-
         missing = [uid for uid in uids if uid not in self._shards]
         if missing:
             raise DatasetError(
@@ -169,7 +171,7 @@ class PromptEmbeddings:
             )
         rows: dict[str, torch.Tensor] = {}
         for shard in sorted({self._shards[uid] for uid in uids}):
-            with safe_open(self.folder / shard, framework="pt") as file:
+            with opened(self.folder / shard) as file:
                 here = [uid for uid in uids if self._shards[uid] == shard]
                 names = here + [f"{uid}/{name}" for uid in here for name in self.extras]
                 rows |= {name: file.get_tensor(name) for name in names}
@@ -210,6 +212,7 @@ def write_embeddings(
             "max_sequence_length": max_sequence_length,
             "dim": dim,
             "extras": extras,
+            "sha256": file_digests(folder),
             "shards": shards,
         }
         (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n")
@@ -265,11 +268,24 @@ def _write_shard(path: Path, texts: dict[str, str], encode: "Encode", batch_size
     return embeds.shape[-1], sorted(encoded)
 
 
+def _without_repeats(rows: list[PromptRow]) -> list[PromptRow]:
+    """The first of each set of rows with the same prompt and the same other keys."""
+    kept: dict[str, list[PromptRow]] = {}
+    for row in rows:
+        known = kept.setdefault(row.prompt, [])
+        if not any(row.fields == other.fields for other in known):
+            known.append(row)
+    first = {id(row) for known in kept.values() for row in known}
+    return [row for row in rows if id(row) in first]
+
+
 def _check_distinct(keys: list[str], rows: list[PromptRow], what: str) -> None:
     first: dict[str, PromptRow] = {}
     for key, row in zip(keys, rows, strict=True):
         if key in first:
-            raise DatasetError(f"{row.source}: the {what} {key!r} already stands at {first[key].source}; keep one")
+            raise DatasetError(
+                f"{row.source}: the {what} {key!r} already stands at {first[key].source} with other content; keep one"
+            )
         first[key] = row
 
 

@@ -1,14 +1,21 @@
-"""Reward hacking shows: the trained reward rises while something that nobody trains on falls."""
+"""What shows that a reward is no good: it never leaves its floor, or it rises while what nobody trains on falls."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from scipy.stats import kendalltau
 
-from tasks.config import GuardConfig
+from tasks.config import GuardConfig, RewardConfig
+from tasks.rewards import reward_bounds
 
 TRAINED = "critic/rewards/mean"
 HACKING_TAG = "doubleflow.reward_hacking"
+FLOOR_TAG = "doubleflow.reward_at_floor"
+FLOOR_SHARE, FLOOR_QUANTILE = 0.2, 0.95
+"""Near the floor: so many of the samples score within this share of the reward's bounds above the lowest score."""
+ALIKE = 1e-6
+"""Scores that differ by less than this share of their size are one score, rounded in different ways."""
 
 
 @dataclass(frozen=True)
@@ -86,3 +93,66 @@ class GuardWatch:
         return "the reward rises while " + ", ".join(
             f"{guard} falls (since iteration {step})" for guard, step in self.since.items()
         )
+
+
+def near_floor(scores: np.ndarray, weight: float, bounds: tuple[float, float] | None) -> bool:
+    """Do the scores [B] of one reward tell the samples apart in no way, or almost none above the worst there can be?
+
+    Args:
+        scores: NaN where missing; those are left out.
+        weight: a reward of negative weight is at its worst at its upper bound.
+        bounds: the lowest and the highest score; without them only scores that are all alike count.
+    """
+    present = scores[np.isfinite(scores)].astype(np.float64)
+    if len(present) < 2:
+        return False
+    if np.ptp(present) <= ALIKE * np.abs(present).max():
+        return True
+    if bounds is None:
+        return False
+    worst, best = bounds if weight > 0 else bounds[::-1]
+    return bool(np.quantile((present - worst) / (best - worst), FLOOR_QUANTILE) <= FLOOR_SHARE)
+
+
+class FloorWatch:
+    """Watches the trained rewards of a run's first iterations for scores that never leave the floor.
+
+    Args:
+        config: the rewards, and `guards.floor_iterations`.
+        iterations: that the run is to have; a shorter run is watched throughout.
+        history: metric -> its values by iteration, of the iterations before this process.
+    """
+
+    def __init__(self, config: RewardConfig, iterations: int, history: Callable[[str], Mapping[int, float]]):
+        self.iterations = min(config.guards.floor_iterations, iterations)
+        self.rewards = {
+            label: (entry.share, reward_bounds(name, **entry.options))
+            for label, (name, entry) in config.named().items()
+            if entry.share
+        }
+        self.seen = {label: dict(history(self._metric(label))) for label in self.rewards if self.iterations}
+
+    def metrics(self, iteration: int, scores: Mapping[str, np.ndarray]) -> dict[str, float]:
+        """reward/<name>/at_floor, 1 or 0, of a watched iteration's scores: reward name -> [B]."""
+        if iteration > self.iterations:
+            return {}
+        found = {label: near_floor(scores[label], *settings) for label, settings in self.rewards.items()}
+        return {self._metric(label): float(at_floor) for label, at_floor in found.items()}
+
+    def observe(self, iteration: int, metrics: Mapping[str, float]) -> str | None:
+        """Take in an iteration's metrics; after the last that is watched what a warning should say, else None."""
+        for label, values in self.seen.items():
+            if self._metric(label) in metrics:
+                values[iteration] = metrics[self._metric(label)]
+        if iteration != self.iterations:
+            return None
+        stuck = [label for label, values in self.seen.items() if all(values.get(i + 1) for i in range(iteration))]
+        if not stuck:
+            return None
+        return (
+            f"the scores of {', '.join(stuck)} were all near the lowest there can be, or all alike, in each of the "
+            f"first {iteration} iterations"
+        )
+
+    def _metric(self, label: str) -> str:
+        return f"reward/{label}/at_floor"

@@ -12,14 +12,17 @@ def compute_data_metrics_diffusion(batch: Mapping[str, Any]) -> dict[str, float]
     """Statistics of rewards and advantages.
 
     Args:
-        batch: `sample_level_rewards` [B], `uid` [B], and where there are any `advantages` [B] and `returns` [B].
-            NaN marks a missing reward; it is counted and left out.
+        batch: `sample_level_rewards`, `uid` [B], and where there are any `advantages` and `returns`, each [B], [B, 1]
+            or [B, T]. Of rewards of several steps a sample's is the mean. NaN marks what is missing; it is counted
+            and left out.
 
     Returns:
         critic/rewards/mean, max, min, zero_std_ratio, std_mean, group_size, missing, dropped_groups;
-        critic/advantages/* and critic/returns/* mean, max, min.
+        critic/advantages/* and critic/returns/* mean, max, min, and critic/advantages/missing, the samples that are
+        left out of the update: all of them where there is none.
     """
     rewards, uids = np.asarray(batch["sample_level_rewards"], np.float64), np.asarray(batch["uid"])
+    rewards = np.where(np.isfinite(rewards), rewards, np.nan).reshape(len(uids), -1).mean(1)
     groups = [rewards[uids == uid] for uid in np.unique(uids)]
     deviations = [float(np.std(group[~np.isnan(group)])) for group in groups if (~np.isnan(group)).any()]
     metrics = _spread("critic/rewards", rewards) | {
@@ -32,6 +35,9 @@ def compute_data_metrics_diffusion(batch: Mapping[str, Any]) -> dict[str, float]
     for name in ("advantages", "returns"):
         if name in batch:
             metrics |= _spread(f"critic/{name}", np.asarray(batch[name], np.float64))
+    if "advantages" in batch:
+        rows = np.asarray(batch["advantages"]).reshape(len(uids), -1)
+        metrics["critic/advantages/missing"] = float(np.isnan(rows).any(1).sum())
     return metrics
 
 

@@ -17,6 +17,7 @@ from PIL import Image, UnidentifiedImageError
 from models.engines.trajectories import FinishedLatents
 from models.schedulers.noise_keys import NoiseKey
 from tasks.dataset import INDEX, PromptEmbeddings, prompt_uid, put_in_place
+from tasks.digests import file_digests, opened, read_index
 from tasks.prompt_files import DatasetError, read_parquet
 from tasks.rollout import prompt_table
 
@@ -140,11 +141,16 @@ def write_pairs(
             tensors = {}
             for pair, sides in part:
                 latents = encode(np.stack([_pixels(sides[side]["image"]) for side in SIDES]))
-                tensors |= {f"{pair.uid}/{side}": latents[i].clone() for i, side in enumerate(SIDES)}
+                tensors |= {f"{pair.uid}/{side}": latents[i].contiguous().clone() for i, side in enumerate(SIDES)}
                 index.append(asdict(pair) | {"shard": name})
             save_file(tensors, folder / name)
         shape = list(next(iter(tensors.values())).shape)
-        record = {"latent_shape": shape, "model_digest": model_digest, "pairs": index}
+        record = {
+            "latent_shape": shape,
+            "model_digest": model_digest,
+            "sha256": file_digests(folder),
+            "pairs": index,
+        }
         (folder / INDEX).write_text(json.dumps(record, indent=1) + "\n")
 
 
@@ -172,22 +178,33 @@ def common_size(pictures: Sequence[tuple[Pair, dict[str, Any]]], where: str) -> 
 
 
 class PairDataset:
-    """The pairs of the `pairs` stage; latents are read when they are asked for."""
+    """The pairs of the `pairs` stage; latents are read when they are asked for.
 
-    def __init__(self, folder: Path, latent_shape: tuple[int, ...], pairs: list[Pair]):
+    `model_digest` says which VAE it was, see `tasks.digests.parts_digest`; `sha256` is of each file, None in data of
+    older versions.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        latent_shape: tuple[int, ...],
+        pairs: list[Pair],
+        model_digest: str,
+        sha256: dict[str, str] | None,
+    ):
         self.folder, self.latent_shape, self.pairs = folder, latent_shape, pairs
+        self.model_digest, self.sha256 = model_digest, sha256
 
     @classmethod
     def open(cls, folder: str | Path) -> "PairDataset":
         """The pairs that `write_pairs` left in `folder`. Raises DatasetError for none, or one in the wrong order."""
         index = Path(folder) / INDEX
-        if not index.is_file():
-            raise DatasetError(f"{index} is missing; `dvc repro pairs` makes it")
-        record = json.loads(index.read_text())
+        record = read_index(index, "pairs")
         pairs = [Pair(**entry) for entry in record["pairs"]]
         for pair in pairs:
             check_order(pair, str(index))
-        return cls(Path(folder), tuple(record["latent_shape"]), pairs)
+        shape, digest = tuple(record["latent_shape"]), record["model_digest"]
+        return cls(Path(folder), shape, pairs, digest, record.get("sha256"))
 
     def batches(
         self, pairs: Sequence[Pair], embeddings: PromptEmbeddings, size: int, seed: int, iteration: int
@@ -210,11 +227,10 @@ class PairDataset:
 
     def _latents(self, pairs: Sequence[Pair]) -> "torch.Tensor":
         import torch
-        from safetensors import safe_open
 
         found: dict[str, torch.Tensor] = {}
         for shard in sorted({pair.shard for pair in pairs}):
-            with safe_open(self.folder / shard, framework="pt") as file:
+            with opened(self.folder / shard) as file:
                 for pair in pairs:
                     if pair.shard == shard:
                         found |= {f"{pair.uid}/{side}": file.get_tensor(f"{pair.uid}/{side}") for side in SIDES}

@@ -1,21 +1,24 @@
 """Preference pairs of a model's own: sample it, score the pictures, keep each prompt's best and worst."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
 from tqdm import tqdm
 
-from models.base import DiffusionModelConfig
+from models.base import DiffusionModelBase, DiffusionModelConfig
 from models.config import DiffusionPipelineConfig, DiffusionRolloutAlgoConfig, ModelConfig
 from models.engines.diffusers_rollout import DiffusersRolloutEngine
 from models.engines.trajectories import RolloutRequest
 from models.schedulers.noise_keys import NoiseKey
 from tasks.dataset import Prompt, PromptEmbeddings
+from tasks.digests import TEXT_SIDE, made_with
 from tasks.pairs import best_and_worst
-from tasks.rewards import get_reward
+from tasks.prompt_files import DatasetError
+from tasks.rewards import Reward
 from tasks.rollout import prompt_table
 
 
@@ -24,34 +27,50 @@ def sampled_preferences(
     embeddings: Path,
     prompts: Sequence[Prompt],
     *,
-    reward: str,
+    reward: Reward,
     images_per_prompt: int,
-    height: int,
-    width: int,
-    steps: int,
+    pipeline: Mapping[str, Any],
     batch_size: int,
     seed: int,
+    dtype: str = "float32",
+    device: str = "cpu",
 ) -> pd.DataFrame:
     """The preference table of `tasks.pairs` for these prompts; one whose pictures are all worth the same gives no pair.
 
     Args:
         model: folder in diffusers format.
-        embeddings: folder of the `embeddings` stage.
-        reward: name of a registered reward.
-        images_per_prompt, height, width, steps, batch_size, seed: see `PreferencesParams`.
+        embeddings: folder of the `embeddings` stage, by this model's encoders.
+        reward: what says which picture is better.
+        pipeline: fields of `DiffusionPipelineConfig`: size, steps, guidance.
+        images_per_prompt, batch_size, seed: see `PreferencesParams`.
+        dtype, device: in which number format and where the model computes.
+
+    Raises:
+        DatasetError: the model cannot be sampled so, or other encoders made the embeddings.
     """
-    pipeline = DiffusionPipelineConfig(height=height, width=width, num_inference_steps=steps)
-    config = DiffusionModelConfig.load(ModelConfig(path=str(model)), pipeline, DiffusionRolloutAlgoConfig())
-    scorer, store = get_reward(reward), PromptEmbeddings.open(embeddings)
-    engine = DiffusersRolloutEngine(config)
+    store = PromptEmbeddings.open(embeddings)
+    if made_with(store.model_digest, model, TEXT_SIDE) is False:
+        raise DatasetError(
+            f"{embeddings} was made with other text encoders than {model} has: encode the prompts with it"
+        )
+    try:
+        sampling = DiffusionPipelineConfig(**pipeline)
+        config = DiffusionModelConfig.load(
+            ModelConfig(path=str(model), dtype=dtype), sampling, DiffusionRolloutAlgoConfig()
+        )
+        adapter = DiffusionModelBase.get_class(config)
+        adapter.check_pipeline(config)
+    except ValueError as error:
+        raise DatasetError(f"{model} cannot be sampled so: {' '.join(str(error).split())}") from error
+    engine = DiffusersRolloutEngine(config, device)
     tables = []
     for start in tqdm(range(0, len(prompts), batch_size), desc="preferences", unit="batch"):
         part = prompts[start : start + batch_size]
         keys = tuple(NoiseKey(seed, 0, prompt.uid, i) for prompt in part for i in range(images_per_prompt))
         rows = torch.arange(len(part)).repeat_interleave(images_per_prompt)
-        table = prompt_table(store, [prompt.uid for prompt in part], needs_negative=False)
+        table = prompt_table(store, [prompt.uid for prompt in part], adapter.is_guided(sampling))
         pictures = engine.generate(RolloutRequest(keys, table, rows, window=()))[0].numpy()
-        scores = scorer(pictures, [prompt for prompt in part for _ in range(images_per_prompt)]).scores
+        scores = reward(pictures, [prompt for prompt in part for _ in range(images_per_prompt)]).scores
         tables.append(
             best_and_worst([prompt.prompt for prompt in part], pictures, np.asarray(scores), images_per_prompt)
         )

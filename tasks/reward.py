@@ -17,7 +17,7 @@ from tasks.cluster import ActorGroup
 from tasks.config import RewardConfig, RewardFunctionConfig
 from tasks.picture_statistics import diversity, picture_statistics
 from tasks.reward_worker import RewardWorker
-from tasks.rewards import RewardError, RewardResult, reward_input, weighted_sum, with_group_means
+from tasks.rewards import NOT_FINITE, RewardError, RewardResult, reward_input, weighted_sum, with_group_means
 from tasks.rollout import PendingBatch
 
 
@@ -76,9 +76,15 @@ class Scores:
         return sum(self.busy.values())
 
     def metrics(self) -> dict[str, float]:
-        """reward/<name>/missing, the samples without that score, and perf/reward_busy_s/<name>."""
+        """reward/<name>/missing, the samples without that score, of them reward/<name>/not_finite, where the reward did
+        answer, and perf/reward_busy_s/<name>."""
         missing = {f"reward/{name}/missing": float(np.isnan(v).sum()) for name, v in self.by_reward.items()}
+        missing |= {f"reward/{name}/not_finite": float(self._not_finite(name)) for name in self.by_reward}
         return missing | {f"perf/reward_busy_s/{name}": seconds for name, seconds in self.busy.items()}
+
+    def _not_finite(self, name: str) -> int:
+        errors = self.samples.get(f"{name}/error", pd.Series(dtype=object))
+        return sum(isinstance(error, str) and error.startswith(NOT_FINITE) for error in errors)
 
 
 class RewardPool:
@@ -158,9 +164,7 @@ class RewardPool:
         missing = table[f"reward/{self.name}"].isna()
         if missing.mean() <= limit:
             return
-        column = f"{self.name}/error"
-        reasons = table.loc[missing, column].dropna() if column in table else []
-        reason = reasons.iloc[0] if len(reasons) else "the reward itself returned NaN"
+        reason = table.loc[missing, f"{self.name}/error"].dropna().iloc[0]
         raise RewardFailure(
             f"reward {self.name!r} is missing for {missing.sum()} of {len(table)} samples, more than "
             f"reward.max_missing_fraction {limit:g} allows; its error: {reason}"

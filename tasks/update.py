@@ -16,12 +16,13 @@ from models.algorithms import needs_old_means
 from models.base import DiffusionModelConfig
 from models.engines.canary import Canary
 from models.engines.ema import HeldWeights
+from tasks.advantage import NothingToLearn
 from tasks.clock import Stopwatch
 from tasks.cluster import GPU_SHARE, ActorGroup, SharedGpus
 from tasks.pairs import PairBatch
 from tasks.rollout import PendingBatch, RolloutGroup
 from tasks.trainer_rank import TrainerRank
-from tasks.update_plan import OldScores, over_ranks, plan_updates
+from tasks.update_plan import OldScores, RankMiniBatch, over_ranks, plan_updates
 from tasks.weight_transport import Routes
 
 SAVING_POLL_S = 0.2
@@ -82,7 +83,11 @@ class TrainerGroup:
     def update(
         self, batches: Sequence[PendingBatch | PairBatch], advantages: np.ndarray, old: OldScores | None
     ) -> dict[str, float]:
-        """Train on one iteration's batches; metrics averaged over the ranks that have them."""
+        """Train on one iteration's batches; metrics averaged over the ranks that have them.
+
+        Raises:
+            NothingToLearn: samples have an advantage, but none is left to train on.
+        """
         plans = plan_updates(
             [len(batch.prompts) for batch in batches],
             advantages,
@@ -91,6 +96,7 @@ class TrainerGroup:
             self.actor_config.ppo_epochs,
             None if old is None else old.kept(),
         )
+        check_plans(plans, advantages)
         running = []
         for number, actor in enumerate(self.group.actors):
             plan, used = plans[number // self.sharing]
@@ -149,6 +155,20 @@ class TrainerGroup:
         return Synced(difference, size / 2**30)
 
 
+def check_plans(plans: Sequence[tuple[Sequence[RankMiniBatch], Sequence[int]]], advantages: np.ndarray) -> None:
+    """An update without an optimiser step is one whose advantages were all left out on purpose, as NaN.
+
+    Raises:
+        NothingToLearn: it is not; every step of every sample with an advantage was rejected.
+    """
+    learnable = int(np.isfinite(advantages).sum())
+    if learnable and not any(plan for plan, _ in plans):
+        raise NothingToLearn(
+            f"of the {learnable} samples with an advantage algorithm.rollout_correction left none to train on: widen "
+            "rollout_rs_threshold, or find out why rollout and trainer differ"
+        )
+
+
 class Synced(NamedTuple):
     """What a weight sync tells.
 
@@ -179,13 +199,15 @@ def update(
         old: scores of the old policy; None takes the rollout's (`bypass_mode`).
 
     Returns:
-        Metrics under actor/, and under rollout_corr/ how far apart the rollout's and the trainer's log-probs are.
+        Metrics under actor/, whether or not the loss names them so, and under rollout_corr/ how far apart the rollout's
+        and the trainer's log-probs are.
     """
     with clock.stage("update_actor"):
         metrics = trainer.update(batches, advantages, old)
     distances = {name: metrics.pop(name) for name in list(metrics) if name.startswith("logprob_abs_diff")}
     between = {f"rollout_corr/{name.replace('/', '_')}": value for name, value in distances.items()}
-    return {f"actor/{name}": value for name, value in metrics.items()} | (between if old is None else old.metrics)
+    named = {f"actor/{name.removeprefix('actor/')}": value for name, value in metrics.items()}
+    return named | (between if old is None else old.metrics)
 
 
 @task(name="sync-weights", cache_policy=NO_CACHE, persist_result=False)

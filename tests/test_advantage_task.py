@@ -109,3 +109,54 @@ def test_gdpo_leaves_a_missing_optional_reward_out_of_its_own_statistics() -> No
     assert found == pytest.approx((combined - combined.mean()) / combined.std(ddof=1), rel=1e-6)
     gone = advantages_of(text, uids, config, {"text": text, "taste": taste * nan}, {"text": 1.0, "taste": 2.0})
     assert gone == pytest.approx(z_text, rel=1e-6)
+
+
+# ---- nothing to learn from
+
+
+def infinite_advantage(sample_level_rewards, index, **settings):
+    """An estimator that divides by 0."""
+    return sample_level_rewards / 0, sample_level_rewards / 0
+
+
+@pytest.mark.parametrize("config", [{}, {"global_std": False}, {"norm_adv_by_std_in_grpo": False}])
+def test_an_infinite_reward_costs_its_own_sample_and_no_other(config: dict) -> None:
+    """Closed form: the five others get what they would get without it."""
+    settings = DiffusionAlgoConfig(**config)
+    for odd in (np.inf, -np.inf):
+        rewards = np.array([0.1, 0.5, 0.9, 0.2, odd, 0.8], np.float32)
+        found = advantages_of(rewards, UIDS, settings, {}, {})
+        there = np.isfinite(rewards)
+        assert np.isnan(found).tolist() == (~there).tolist()
+        np.testing.assert_array_equal(found[there], advantages_of(rewards[there], UIDS[there], settings, {}, {}))
+
+
+def test_an_iteration_without_a_finite_advantage_names_the_reward() -> None:
+    weights = {"text": 1.0, "taste": 0.5, "watched": 0.0}
+    gone = np.array([np.inf, -np.inf, np.nan] * 2, np.float32)
+    scores = {"text": gone, "taste": REWARDS, "watched": gone}
+    said = r"\(text: 6 of 6 missing, taste: 0 of 6 missing\), so there is nothing"
+    for config in (DiffusionAlgoConfig(), DiffusionAlgoConfig(drop_equal_groups=True)):
+        with pytest.raises(NothingToLearn, match=f"every reward of the iteration is missing {said}"):
+            advantages_of(gone, UIDS, config, scores, weights)
+    estimator = DiffusionAlgoConfig(adv_estimator=f"{__name__}:infinite_advantage")
+    with pytest.raises(NothingToLearn, match=r"infinite_advantage gives no sample .* finite advantage \(text: 0 of 6"):
+        advantages_of(REWARDS, UIDS, estimator, {"text": REWARDS}, {"text": 1.0})
+
+
+def test_gdpo_drops_a_group_only_where_each_reward_ties() -> None:
+    """Weighted sums that tie hide rewards that do not: in group a they are 1, in group b all three are equal."""
+    text, taste = np.array([0, 0.5, 1, 2, 2, 2], np.float32), np.array([1, 0.5, 0, 3, 3, 3], np.float32)
+    scores, weights = {"text": text, "taste": taste, "watched": np.arange(6)}, {"text": 1, "taste": 1, "watched": 0}
+    config = DiffusionAlgoConfig(adv_estimator="gdpo", drop_equal_groups=True)
+    found = advantages_of(text + taste, UIDS, config, scores, weights)
+    assert np.isnan(found).tolist() == [False] * 3 + [True] * 3
+    heavier = weights | {"text": 2}
+    kept = advantages_of(
+        2 * text + taste, UIDS, config.model_copy(update={"drop_equal_groups": False}), scores, heavier
+    )
+    dropped = advantages_of(2 * text + taste, UIDS, config, scores, heavier)
+    np.testing.assert_array_equal(dropped[:3], kept[:3])
+    assert np.abs(dropped[:3]).max() > 0.3
+    of_the_sum = advantages_of(text + taste, UIDS, config.model_copy(update={"adv_estimator": "flow_grpo"}), {}, {})
+    assert np.isnan(of_the_sum).all(), "the others compare the sum"

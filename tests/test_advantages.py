@@ -20,6 +20,7 @@ from models.algorithms import (
 )
 from tasks.advantage import compute_advantage
 from tasks.config import DiffusionAlgoConfig
+from tasks.metrics import compute_data_metrics_diffusion
 from tasks.reward import Scores
 
 REWARDS = [0.1, 0.5, 0.9, 0.2, 0.2, 0.8]
@@ -259,3 +260,94 @@ def test_a_taken_name_is_not_overwritten() -> None:
     with pytest.raises(ValueError, match="'flow_grpo' is already registered"):
         register_diffusion_adv_est("flow_grpo")(constant_advantage)
     assert get_diffusion_adv_estimator_fn("flow_grpo") is compute_flow_grpo_outcome_advantage
+
+
+# ---- shapes
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"global_std": False}, {"norm_adv_by_std_in_grpo": False}], ids=["global", "group", "dr"]
+)
+@pytest.mark.parametrize("steps", [1, 3])
+def test_rewards_of_one_or_more_steps_give_advantages_of_their_shape(settings: dict[str, Any], steps: int) -> None:
+    """Every step is a value of its group and of the batch, in plain Python floats; [B, 1] gives what [B] does."""
+    draw = random.Random(steps)
+    rewards = [[reward + draw.gauss(0.0, 0.1) for _ in range(steps)] for reward in [*REWARDS, 0.4]]
+    groups = [*GROUPS, "alone"]
+    index = np.array(groups, dtype=object)
+    values, returns = compute_flow_grpo_outcome_advantage(torch.tensor(rewards).double(), index, **settings)
+    assert values.shape == returns.shape == (7, steps)
+    everything = statistics.stdev([value for row in rewards for value in row])
+    for row, group, found in zip(rewards[:6], groups[:6], values.tolist(), strict=False):
+        own = [value for other, name in zip(rewards, groups, strict=True) if name == group for value in other]
+        scale = (everything if settings.get("global_std", True) else statistics.stdev(own)) + 1e-4
+        scale = scale if settings.get("norm_adv_by_std_in_grpo", True) else 1.0
+        assert found == pytest.approx([(value - statistics.fmean(own)) / scale for value in row], rel=1e-5, abs=1e-7)
+    assert values[6].tolist() == [0.0] * steps
+    if steps == 1:
+        flat, _ = compute_flow_grpo_outcome_advantage(torch.tensor(rewards).double()[:, 0], index, **settings)
+        assert torch.equal(values[:, 0], flat)
+
+
+def test_gdpo_takes_the_same_shapes() -> None:
+    scores = {"ocr": torch.tensor(REWARDS), "taste": torch.tensor([1.0, 2.0, 4.0, 3.0, 2.0, 1.0])}
+    weights, index = {"ocr": 1.0, "taste": 0.5}, np.array(GROUPS)
+    total = scores["ocr"] + 0.5 * scores["taste"]
+    flat, _ = compute_gdpo_outcome_advantage(total, index, reward_scores=scores, reward_weights=weights)
+    column, _ = compute_gdpo_outcome_advantage(total[:, None], index, reward_scores=scores, reward_weights=weights)
+    assert torch.equal(column[:, 0], flat)
+    wide, returns = compute_gdpo_outcome_advantage(
+        total[:, None].expand(-1, 4), index, reward_scores=scores, reward_weights=weights
+    )
+    assert wide.shape == returns.shape == (6, 4)
+    assert torch.equal(wide, wide[:, :1].expand(-1, 4))
+    assert (wide[:, 0] / flat).tolist() == pytest.approx([(wide[0, 0] / flat[0]).item()] * 6, rel=1e-5)
+
+
+@pytest.mark.parametrize("estimator", ["flow_grpo", "gdpo"])
+def test_the_stage_takes_the_same_shapes_and_a_step_without_reward_is_a_sample_without(estimator: str) -> None:
+    rewards = np.repeat(np.array(REWARDS, np.float32)[:, None], 3, axis=1)
+    rewards[1, 2] = np.inf
+    data = {"sample_level_rewards": rewards, "uid": np.array(GROUPS)}
+    data |= {"reward_scores": {"ocr": rewards}, "reward_weights": {"ocr": 1.0}}
+    found = compute_advantage(data, estimator)
+    assert found["advantages"].shape == found["returns"].shape == (6, 3)
+    assert np.isnan(found["advantages"]).tolist() == [[False] * 3, [True] * 3, *[[False] * 3] * 4]
+    metrics = compute_data_metrics_diffusion(found)
+    present = np.array([0.1, 0.9, 0.2, 0.2, 0.8])
+    assert metrics["critic/rewards/mean"] == pytest.approx(present.mean())
+    assert metrics["critic/rewards/missing"] == metrics["critic/advantages/missing"] == 1
+    assert metrics["critic/rewards/group_size"] == 3
+    assert metrics["critic/advantages/max"] == pytest.approx(np.nanmax(found["advantages"]))
+
+
+@pytest.mark.parametrize(("shape", "uids"), [((6, 2, 2), 6), ((6,), 5), ((), 1)])
+def test_another_shape_is_refused(shape: tuple[int, ...], uids: int) -> None:
+    with pytest.raises(ValueError, match=rf"the shape \[.*\] and there are {uids} uids: give rewards \[B\], \[B, 1\]"):
+        compute_flow_grpo_outcome_advantage(torch.zeros(shape), np.array(["a"] * uids))
+
+
+@pytest.mark.parametrize("odd", [float("inf"), -float("inf"), NAN])
+@pytest.mark.parametrize("settings", [{}, {"global_std": False}, {"norm_adv_by_std_in_grpo": False}])
+def test_what_is_not_finite_is_missing(odd: float, settings: dict[str, Any]) -> None:
+    found = advantages([0.1, odd, *REWARDS[1:]], ["a", *GROUPS], **settings)
+    assert math.isnan(found.pop(1))
+    assert found == pytest.approx(advantages(REWARDS, GROUPS, **settings), rel=1e-12)
+
+
+def test_gdpo_leaves_out_what_is_not_finite() -> None:
+    """Of a sample, or of one optional reward of it."""
+    scores = {"ocr": [0.1, 0.5, 0.9, 0.2], "taste": [1.0, NAN, 3.0, 5.0]}
+    odd = {name: [math.inf if math.isnan(v) else v for v in values] for name, values in scores.items()}
+    weights, total = {"ocr": 1.0, "taste": 1.0}, torch.tensor([0.1, 0.5, 0.9, math.inf])
+    found = [
+        compute_gdpo_outcome_advantage(
+            total,
+            np.array(["a"] * 4),
+            reward_scores={name: torch.tensor(values) for name, values in given.items()},
+            reward_weights=weights,
+        )[0].tolist()
+        for given in (scores, odd)
+    ]
+    assert found[0] == pytest.approx(found[1], nan_ok=True)
+    assert [math.isnan(value) for value in found[1]] == [False, False, False, True]

@@ -81,6 +81,27 @@ def test_jsonl_keeps_unknown_keys_as_metadata_and_honours_known_ones(tmp_path):
     assert load_prompts(tmp_path / "t.parquet", "test") == [Prompt("sign-1", 'a sign "open"', "open", {}, f"{file}:2")]
 
 
+def test_rows_that_repeat_are_one_row_and_the_others_are_counted(tmp_path):
+    """GenEval's list has each of its 553 rows four times."""
+    other = GENEVAL.replace("cups", "mugs").replace("two", "three")
+    spaced = '{"prompt": "a photo of two cups ", "include": [{"count": 2, "class": "cup"}], "tag": "counting"}'
+    file = written(tmp_path / "p.jsonl", GENEVAL, other, GENEVAL, other, GENEVAL)
+    again = written(tmp_path / "q.jsonl", spaced)
+    found = table(file, again)
+    assert found["prompt"].tolist() == ["a photo of two cups", "a photo of three mugs"]
+    assert found["source"].tolist() == [f"{file}:1", f"{file}:2"]
+    assert found.attrs["repeated"] == 4
+    found.to_parquet(tmp_path / "t.parquet")
+    assert len(load_prompts(tmp_path / "t.parquet")) == 2
+    lines = table(written(tmp_path / "p.txt", "one", "two", "one"))
+    assert (lines["prompt"].tolist(), lines.attrs["repeated"]) == (["one", "two"], 1)
+    counted = GENEVAL.replace('"count": 2', '"count": 3')
+    with pytest.raises(
+        DatasetError, match=r"r.jsonl:3: the prompt 'a photo of two cups' already stands at .*r.jsonl:1"
+    ):
+        table(written(tmp_path / "r.jsonl", GENEVAL, GENEVAL, counted))
+
+
 def test_parquet_is_read_like_jsonl(tmp_path):
     pd.DataFrame(
         {"prompt": ["a cat", "a dog"], "target": [None, "dog"], "tags": [["x", "y"], []], "split": ["test", None]}
@@ -97,7 +118,11 @@ def test_parquet_is_read_like_jsonl(tmp_path):
     [
         ("p.txt", "", "p.txt is empty"),
         ("p.txt", "one\n\nthree\n", "p.txt:2: the prompt must be a text that is not blank"),
-        ("p.txt", "one\ntwo\none\n", "p.txt:3: the prompt 'one' already stands at .*p.txt:1"),
+        (
+            "p.jsonl",
+            '{"prompt":"a"}\n{"prompt":"a","n":1}\n',
+            "p.jsonl:2: the prompt 'a' already stands at .*p.jsonl:1 with",
+        ),
         ("p.jsonl", '{"prompt": "a"}\n{"prompt": \n', "p.jsonl:2: broken JSON"),
         ("p.jsonl", '["a"]\n', "p.jsonl:1: a line must be one JSON object"),
         ("p.jsonl", '{"text": "a"}\n', "p.jsonl:1: the prompt must be a text that is not blank, not None"),
@@ -128,8 +153,8 @@ def test_other_complaints(tmp_path):
         table(two, pattern=r"(\d+)")
     with pytest.raises(DatasetError, match="n_test=2 and n_train=1 ask for more than the 2 prompts"):
         table(two, n_test=2, n_train=1)
-    with pytest.raises(DatasetError, match=r"two.txt:1: the prompt 'number 1' already stands at .*numbers.txt:1"):
-        table(written(tmp_path / "numbers.txt", "number 1"), two)
+    with pytest.raises(DatasetError, match=r"two.txt:1: the prompt 'number 1' already stands at .*numbers.jsonl:1"):
+        table(written(tmp_path / "numbers.jsonl", '{"prompt": "number 1", "target": "1"}'), two)
 
 
 def test_load_prompts_complains(tmp_path):

@@ -161,9 +161,9 @@ def test_a_second_repro_does_nothing(unchanged):
 
 def test_bad_input_leaves_the_old_outputs(unchanged):
     with (unchanged / "data" / "raw" / "numbers.txt").open("a") as raw:
-        raw.write("the number 007\n")
+        raw.write("\nthe number 1000\n")
     printed = dvc(unchanged, "repro", fails=True)
-    assert "numbers.txt:1001: the prompt 'the number 007' already stands at data/raw/numbers.txt:8" in printed
+    assert "data/raw/numbers.txt:1001: the prompt must be a text that is not blank" in printed
     assert "Traceback" not in printed
 
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from scipy.stats import kendalltau
 
-from tasks.config import GuardConfig
-from tasks.guards import TRAINED, GuardWatch, trend
+from tasks.config import GuardConfig, RewardConfig
+from tasks.guards import TRAINED, FloorWatch, GuardWatch, trend
 from tasks.picture_statistics import diversity, edge_density, entropy, picture_statistics, saturation, thumbnail
 
 # --- statistics
@@ -143,3 +143,65 @@ def test_a_resumed_watch_sees_what_the_first_saw() -> None:
     resumed = watch(logged)  # killed after iteration 12, its newest checkpoint being of iteration 10
     assert run(resumed, RISING[10:], 1 - RISING[10:], NOISE[10:], first=11) == whole[10:]
     assert resumed.sentence() == "the reward rises while taste falls (since iteration 10)"
+
+
+# --- a reward that never leaves its floor
+
+
+def floor(history: dict | None = None, iterations: int = 100, **functions: dict) -> FloorWatch:
+    past = history or {}
+    return FloorWatch(RewardConfig(functions=functions), iterations, lambda name: past.get(name, {}))
+
+
+def told(watched: FloorWatch, *scores: np.ndarray, name: str = "ocr", first: int = 1) -> list[str | None]:
+    return [watched.observe(i, watched.metrics(i, {name: values})) for i, values in enumerate(scores, first)]
+
+
+RNG = np.random.default_rng(3)
+BLIND = [RNG.uniform(0, 0.05, 64).astype(np.float32) for _ in range(4)]
+QUICKSTART = [RNG.choice([0, 1 / 3, 2 / 3, 1], 192, p=[0.2, 0.25, 0.3, 0.25]).astype(np.float32) for _ in range(4)]
+
+
+def test_a_reward_near_its_floor_in_the_first_iterations_is_told_once() -> None:
+    for scores in (BLIND, [np.zeros(64, np.float32)] * 4):
+        found = told(floor(ocr={}), *scores)
+        assert [bool(sentence) for sentence in found] == [False, False, True, False]
+        assert "the scores of ocr were all near the lowest" in str(found[2])
+        assert "in each of the first 3 iterations" in str(found[2])
+    assert told(floor(iterations=2, ocr={}), *BLIND[:2])[1] is not None, "a shorter run is watched throughout"
+    off = FloorWatch(RewardConfig(functions={"ocr": {}}, guards={"floor_iterations": 0}), 9, lambda name: {})
+    assert told(off, *BLIND) == [None] * 4
+    assert off.metrics(1, {"ocr": BLIND[0]}) == {}
+
+
+@pytest.mark.parametrize(
+    "scores",
+    [
+        QUICKSTART,
+        [*BLIND[:2], QUICKSTART[0]],
+        [np.r_[np.zeros(56), np.ones(8)].astype(np.float32)] * 3,  # one in eight is right: hard, and to be learnt
+        [np.full(64, np.nan, np.float32)] * 3,  # missing is counted elsewhere
+    ],
+)
+def test_a_reward_that_tells_samples_apart_is_left_alone(scores: list[np.ndarray]) -> None:
+    assert told(floor(ocr={}), *scores) == [None] * len(scores)
+
+
+def test_without_bounds_only_scores_that_are_all_alike_count() -> None:
+    small = [RNG.uniform(0, 0.05, 64) for _ in range(3)]  # a reward may be small by nature
+    assert told(floor(jpeg_compressibility={}), *small, name="jpeg_compressibility") == [None] * 3
+    alike = [np.full(64, 21.5, np.float32) * (1 + 1e-7 * RNG.standard_normal(64))] * 3
+    assert told(floor(jpeg_compressibility={}), *alike, name="jpeg_compressibility")[2] is not None
+
+
+def test_the_floor_of_a_reward_with_negative_weight_is_its_upper_bound() -> None:
+    white = [1 - scores for scores in BLIND[:3]]
+    assert told(floor(brightness={"weight": -1.0}), *white, name="brightness")[2] is not None
+    assert told(floor(brightness={"weight": -1.0}), *BLIND[:3], name="brightness") == [None] * 3
+
+
+def test_guards_are_not_watched_and_a_resumed_run_remembers() -> None:
+    watched = floor(ocr={}, shapes={"guard": True})
+    assert watched.metrics(1, {"ocr": BLIND[0], "shapes": BLIND[0]}) == {"reward/ocr/at_floor": 1.0}
+    assert told(floor({"reward/ocr/at_floor": {1: 1.0, 2: 1.0}}, ocr={}), BLIND[2], first=3)[0] is not None
+    assert told(floor({"reward/ocr/at_floor": {1: 0.0, 2: 1.0}}, ocr={}), BLIND[2], first=3) == [None]

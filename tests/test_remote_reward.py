@@ -132,7 +132,8 @@ def test_details_nan_errors_and_latents_pass_through() -> None:
         latents[2] = 1.5
         result = remote(latents, prompts_of(3))
         assert np.array_equal(result.scores, np.array([0, np.nan, 3], np.float32), equal_nan=True)
-        assert result.details == {"target": ["target 0", "target 1", "target 2"], "level": [0, None, 2]}
+        told = {"target": ["target 0", "target 1", "target 2"], "level": [0, None, 2]}
+        assert result.details == told | {"error": [None, "the reward itself returned nan", None]}
         with pytest.raises(RewardError, match=r"the server at .* refuses: peculiar: no prompt says anything"):
             remote(latents[:1], [Prompt("u", "", None, {}, "")])
         with pytest.raises(RemoteFailure, match="answered 500: ZeroDivisionError: division by zero"):
@@ -163,6 +164,16 @@ def test_a_busy_or_restarting_server_is_asked_again() -> None:
         remote = get_reward("remote", url=address, max_retries=2)
         with pytest.raises(RemoteFailure, match="answered 503: starting"):
             remote(IMAGES, prompts_of())
+
+
+def test_what_a_server_says_that_is_not_finite_is_missing() -> None:
+    """Python's JSON has Infinity, and any JSON has numbers that float32 cannot hold."""
+    odd = GOOD | {"scores": [0.5, float("inf"), 1e300, None, 0.25]}
+    with answering((200, HOSTED | {"protocol": 1}), (200, odd)) as address:
+        result = get_reward("remote", url=address)(IMAGES, prompts_of())
+    assert np.isnan(result.scores).tolist() == [False, True, True, True, False]
+    said = [f"the reward itself returned {value}" for value in ("inf", "1e+300", "nan")]
+    assert result.details["error"] == [None, *said, None]
 
 
 def test_another_version_in_the_middle_of_a_run_is_an_error() -> None:

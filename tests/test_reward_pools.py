@@ -146,6 +146,16 @@ def test_above_the_fraction_the_run_stops_with_the_rewards_own_error(cluster: No
         of("nan_for_dark", {}, max_missing_fraction=0.0)
 
 
+def test_an_infinite_score_is_missing_and_counted(cluster: None) -> None:
+    found = scored(config(infinite_for_dark={}))
+    assert np.isnan(found.rewards).tolist() == [True] + [False] * 11
+    assert found.samples["infinite_for_dark/error"][0] == "the reward itself returned -inf"
+    metrics = found.metrics()
+    assert metrics["reward/infinite_for_dark/missing"] == metrics["reward/infinite_for_dark/not_finite"] == 1
+    with pytest.raises(RewardFailure, match=r"missing for 1 of 12 .*; its error: the reward itself returned -inf"):
+        of("infinite_for_dark", {}, max_missing_fraction=0.05)
+
+
 def test_a_worker_that_keeps_dying_says_so(cluster: None, tmp_path: Path) -> None:
     settings = {"options": {"folder": str(tmp_path)}, "retries": 0, "batch_size": 12}
     with pytest.raises(RewardFailure, match=r"its worker died, or took longer .* 600, 1 times in a row \(.+"):

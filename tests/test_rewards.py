@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from models.tiny_qwen_image.render import render_picture
 from models.tiny_qwen_image.settings import TinySettings
 from tasks.config import RewardConfig
-from tasks.reward import trained_reward
+from tasks.reward import Scores, trained_reward
 from tasks.rewards import (
     Reward,
     RewardError,
@@ -173,6 +174,49 @@ def test_latents_go_to_the_rewards_that_want_them():
     assert reward_input("ocr", threads=2) == "images"
 
 
+def ill(images, prompts):
+    """What the prompts ask for, as the score."""
+    return RewardResult(np.array([float(p.prompt) for p in prompts]), {"error": [p.target for p in prompts]})
+
+
+def test_a_score_that_is_not_finite_is_missing_and_says_what_it_was():
+    """Also one that float32 cannot hold. A reason of the reward's own stays, and a finite score needs none."""
+    given = ["0.5", "inf", "-inf", "nan", "1e300", "inf"]
+    prompts = [Wanted(text) for text in given[:-1]] + [Wanted("inf", "the light was off")]
+    result = get_reward(f"{__name__}:ill")(np.zeros((6, 4, 4, 3), np.uint8), prompts)
+    assert np.array_equal(result.scores, np.array([0.5] + [np.nan] * 5, np.float32), equal_nan=True)
+    said = [f"the reward itself returned {value}" for value in ("inf", "-inf", "nan", "1e+300")]
+    assert result.details["error"] == [None, *said, "the light was off"]
+    bare = Redness()(np.zeros((1, 4, 4, 3), np.uint8), prompts[:1])
+    assert bare.details == {}
+
+
+class Brighter(Redness):
+    """Scores of frames whose sum float32 cannot hold, and an infinite one for white frames."""
+
+    def score(self, images, prompts):
+        means = images.mean(axis=(1, 2, 3))
+        return np.where(means == 255, np.inf, 3e38)
+
+
+def test_a_video_is_missing_where_a_frame_is_and_large_scores_have_a_mean():
+    videos = np.zeros((2, 3, 4, 4, 3), np.uint8)
+    videos[0, 1] = 255
+    result = Brighter()(videos, [Wanted("a"), Wanted("b")])
+    assert np.isnan(result.scores[0])
+    assert result.scores[1] == pytest.approx(3e38)
+    assert result.details["error"] == ["the reward itself returned inf", None]
+
+
+def test_what_was_not_finite_is_counted():
+    table = pd.DataFrame({"uid": list("ab"), "reward/x": [np.nan, 1.0], "reward/y": np.float32([np.nan, np.nan])})
+    table["x/error"] = ["the reward itself returned inf", None]
+    table["y/error"] = ["ConnectionError: no", "ConnectionError: no"]
+    metrics = Scores(table, {"x": 1.0, "y": 1.0}, {}).metrics()
+    assert (metrics["reward/x/missing"], metrics["reward/x/not_finite"]) == (1, 1)
+    assert (metrics["reward/y/missing"], metrics["reward/y/not_finite"]) == (2, 0)
+
+
 def test_a_name_is_registered_once():
     with pytest.raises(RewardError, match="'ocr' is already registered by OcrReward"):
         register_reward("ocr")(Redness)
@@ -304,6 +348,8 @@ def test_weighted_sum():
     assert total.dtype == np.float32
     assert np.array_equal(total, np.array([2, 0, np.nan], np.float32), equal_nan=True)
     assert weighted_sum(results, {"a": 0, "b": 1.0}).tolist() == [0, 1, 1]
+    large = weighted_sum({"a": np.array([3e38, 1.0], np.float32)}, {"a": 10.0})
+    assert np.array_equal(large, np.array([np.nan, 10.0], np.float32), equal_nan=True), "beyond float32"
     with pytest.raises(RewardError, match=r"rewards \['a', 'b'\] need a weight each, but the weights are for \['a'\]"):
         weighted_sum(results, {"a": 1.0})
     with pytest.raises(RewardError, match="every reward has weight 0"):

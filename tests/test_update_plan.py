@@ -4,6 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from tasks.advantage import NothingToLearn
+from tasks.clock import Stopwatch
+from tasks.update import check_plans, update
 from tasks.update_plan import OldScores, RankMiniBatch, over_ranks, plan_updates
 
 NAN = float("nan")
@@ -63,3 +66,24 @@ def test_share_of_steps_that_are_kept() -> None:
 def test_metrics_over_ranks_of_which_one_had_nothing_to_train_on() -> None:
     ranks = [{"pg_loss": 1.0, "ratio_deviation/max": 0.1, "lr": 0.5}, {"lr": 0.5}, {"pg_loss": 3.0, "lr": 0.5}]
     assert over_ranks(ranks) == {"pg_loss": 2.0, "ratio_deviation/max": 0.1, "lr": 0.5}
+
+
+def test_an_update_may_be_empty_only_where_every_sample_was_left_out() -> None:
+    dropped = advantages(tuple(range(16)))
+    check_plans(plan_updates(SIZES, dropped, 8, world_size=2, epochs=1), dropped)
+    check_plans(plan_updates(SIZES, advantages(), 8, world_size=2, epochs=1), advantages())
+    rejected = plan_updates(SIZES, advantages((3,)), 8, world_size=2, epochs=1, kept=np.zeros(16))
+    with pytest.raises(NothingToLearn, match=r"of the 15 samples with an advantage .*rollout_correction left none"):
+        check_plans(rejected, advantages((3,)))
+
+
+class PortedTrainer:
+    """Answers with the metrics of a loss from a code that writes the prefix itself, and of one that does not."""
+
+    def update(self, *_: object) -> dict[str, float]:
+        return {"actor/ppo_kl": 0.25, "pg_loss": 0.5, "logprob_abs_diff/mean": 0.125}
+
+
+def test_a_loss_may_write_the_actors_prefix_itself() -> None:
+    found = update.fn(Stopwatch(), PortedTrainer(), [], np.zeros(1))  # type: ignore[arg-type]
+    assert found == {"actor/ppo_kl": 0.25, "actor/pg_loss": 0.5, "rollout_corr/logprob_abs_diff_mean": 0.125}

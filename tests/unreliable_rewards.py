@@ -67,6 +67,12 @@ def nan_for_dark(images, prompts):
     return np.where(means == 0, np.nan, means)
 
 
+def infinite_for_dark(images, prompts):
+    """The logarithm of brightness, which a black picture has none of."""
+    with np.errstate(divide="ignore"):
+        return np.log(images.mean(axis=(1, 2, 3)))
+
+
 def latent_size(latents, prompts):
     """Mean square of each latent."""
     return (latents**2).mean(axis=tuple(range(1, latents.ndim)))

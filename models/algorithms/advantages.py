@@ -21,7 +21,9 @@ class DiffusionAdvantageEstimator(StrEnum):
 
 
 class AdvantageFn(Protocol):
-    """(rewards [B], prompt uid of each sample [B], ...) -> (advantages [B], returns [B]).
+    """(rewards, prompt uid of each sample [B], ...) -> (advantages, returns), all three of one shape.
+
+    The shape is [B] in this project's own runs. The estimators here take [B, 1] and [B, T] as well.
 
     `kwargs` hold `reward_scores`, reward name -> scores [B], and `reward_weights`, reward name -> weight, of which the
     rewards are the weighted sum, and besides what the config gives as `algorithm.adv_options`.
@@ -92,7 +94,9 @@ def compute_flow_grpo_outcome_advantage(
     (`global_std`) or the group's. Without `norm_adv_by_std_in_grpo` A = r - mean_group (Dr.GRPO, arXiv 2503.20783).
 
     Args:
-        sample_level_rewards: [B]; NaN marks a missing reward. It is left out of every statistic, never scored 0.
+        sample_level_rewards: [B] or [B, 1]; or [B, T] with a reward for each of T denoising steps, where means and
+            deviations are over all steps of all samples, as in the reference system. What is not finite marks a missing
+            reward. Its sample is left out of every statistic, never scored 0.
         index: [B], each sample's prompt uid: the group.
         epsilon: added to the standard deviation.
         norm_adv_by_std_in_grpo: divide by a standard deviation at all.
@@ -100,10 +104,13 @@ def compute_flow_grpo_outcome_advantage(
         config, kwargs: part of the estimators' common signature; not read here.
 
     Returns:
-        (advantages [B], returns [B]); a missing reward gives NaN, a sample alone in its group 0.
+        (advantages, returns) of the rewards' shape; a missing reward gives NaN, a sample alone in its group 0.
+
+    Raises:
+        ValueError: the rewards have another shape, or there is not one uid a sample.
     """
+    present = has_reward(sample_level_rewards, index)
     rewards = sample_level_rewards.double()
-    present = ~torch.isnan(rewards)
     advantages = torch.full_like(rewards, float("nan"))
     batch_std = _std(rewards[present])
     for group in _groups(index, present):
@@ -135,19 +142,23 @@ def compute_gdpo_outcome_advantage(
     standard deviations with ddof 1, the last one also at least epsilon.
 
     Args:
-        sample_level_rewards: [B], the weighted sum; NaN leaves the sample out of every statistic.
+        sample_level_rewards: the weighted sum, [B], [B, 1] or [B, T] as for `compute_flow_grpo_outcome_advantage`; what
+            is not finite leaves the sample out of every statistic.
         index: [B], each sample's prompt uid: the group.
         epsilon: least standard deviation.
         config: part of the estimators' common signature; not read here.
-        reward_scores: reward name -> [B]. NaN of a sample that is present marks an optional reward that is missing:
-            it leaves that reward's statistics, and z_k = 0 there.
+        reward_scores: reward name -> [B] or the rewards' shape. What is not finite of a sample that is present marks an
+            optional reward that is missing: it leaves that reward's statistics, and z_k = 0 there.
         reward_weights: reward name -> weight; a reward of weight 0 is only watched.
         kwargs: the settings that choose a standard deviation; not read here, GDPO always takes both.
 
     Returns:
-        (advantages [B], returns [B]); a missing reward gives NaN, a sample alone in its group 0.
+        (advantages, returns) of the rewards' shape; a missing reward gives NaN, a sample alone in its group 0.
+
+    Raises:
+        ValueError: the rewards have another shape, or there is not one uid a sample.
     """
-    present = ~torch.isnan(sample_level_rewards)
+    present = has_reward(sample_level_rewards, index)
     advantages = torch.full_like(sample_level_rewards, float("nan"), dtype=torch.float64)
     combined = torch.zeros_like(advantages)
     compared = torch.zeros_like(present)
@@ -158,16 +169,35 @@ def compute_gdpo_outcome_advantage(
         compared |= group
         for name, weight in reward_weights.items():
             if weight != 0:
-                values = reward_scores[name].double()[group]
-                known = values[~torch.isnan(values)]
-                if len(known):
-                    scored = (values - known.mean()) / _std(known).clamp_min(epsilon)
-                    combined[group] += weight * scored.nan_to_num(nan=0.0)
+                values = _like(reward_scores[name].double(), advantages)[group]
+                known = values.isfinite()
+                if known.any():
+                    scored = (values - values[known].mean()) / _std(values[known]).clamp_min(epsilon)
+                    combined[group] += weight * scored.where(known, 0.0)
     values = combined[compared]
     if len(values):
         advantages[compared] = (values - values.mean()) / _std(values).clamp_min(epsilon)
     advantages = advantages.to(sample_level_rewards.dtype)
     return advantages, advantages
+
+
+def has_reward(rewards: Tensor, index: np.ndarray) -> Tensor:
+    """Mask [B] of the samples whose reward is finite, in each of its steps where it has several.
+
+    Raises:
+        ValueError: the rewards are not [B], [B, 1] or [B, T], or there is not one uid a sample.
+    """
+    if rewards.ndim not in (1, 2) or len(rewards) != len(index):
+        raise ValueError(
+            f"sample_level_rewards have the shape {list(rewards.shape)} and there are {len(index)} uids: give rewards "
+            "[B], [B, 1] or [B, T] and one uid a sample"
+        )
+    return rewards.isfinite().reshape(len(rewards), -1).all(1)
+
+
+def _like(scores: Tensor, rewards: Tensor) -> Tensor:
+    """Scores [B] at each step of rewards [B, T]; others as they are."""
+    return scores[:, None].expand_as(rewards) if scores.ndim < rewards.ndim else scores.expand_as(rewards)
 
 
 def _groups(index: np.ndarray, present: Tensor) -> list[Tensor]:

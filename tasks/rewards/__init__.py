@@ -2,6 +2,7 @@
 
 from tasks.rewards import brightness, clip, image_reward, jpeg, judge, ocr, remote, shapes  # noqa: F401
 from tasks.rewards.base import (
+    NOT_FINITE,
     Input,
     Reward,
     RewardError,
@@ -11,12 +12,14 @@ from tasks.rewards.base import (
     get_reward,
     known_rewards,
     register_reward,
+    reward_bounds,
     reward_input,
     weighted_sum,
     with_group_means,
 )
 
 __all__ = [
+    "NOT_FINITE",
     "Input",
     "Reward",
     "RewardError",
@@ -26,6 +29,7 @@ __all__ = [
     "get_reward",
     "known_rewards",
     "register_reward",
+    "reward_bounds",
     "reward_input",
     "weighted_sum",
     "with_group_means",

@@ -16,6 +16,10 @@ Input = Literal["images", "video", "latents"]
 """What a reward may ask for: pictures, whole videos, or the sampler's finished latents."""
 
 
+NOT_FINITE = "the reward itself returned"
+"""Begins the error of a score that was given and is no number to learn from."""
+
+
 class RewardError(ValueError):
     """A reward is unknown, was given unusable options, or was asked to score what it cannot.
 
@@ -39,7 +43,8 @@ class ScoredPrompt(Protocol):
 class RewardResult:
     """`scores`: float32 [B], NaN where an image could not be scored. `details`: lists of length B, for the logs.
 
-    The detail `error` says of each NaN why it is one, and is None elsewhere.
+    The detail `error` says of each NaN why it is one, and is None elsewhere. A reward may leave it out: what it returns
+    that is not finite becomes NaN with its value as the error.
     """
 
     scores: np.ndarray
@@ -50,7 +55,9 @@ class Reward(ABC):
     """Scores a batch. Subclasses set `name` and `version`, and write `score` as `def` or as `async def`.
 
     `version` goes into a run's lineage: it must change whenever the same image could get another score.
-    A score that could not be had is NaN and never 0: a failure is no bad picture.
+    A score that could not be had is NaN and never 0: a failure is no bad picture. An infinite one counts as NaN.
+    `bounds` are the lowest and the highest score there can be, None where that is not known; a run whose first scores
+    all lie near the lowest says so.
     `wants` says what `score` is given: "images", uint8 RGB [B, H, W, 3]; "video", uint8 RGB [B, F, H, W, 3], a picture
     being a video of one frame; "latents", float32 [B, ...], as the sampler left them.
     """
@@ -58,6 +65,7 @@ class Reward(ABC):
     name: str
     version: str
     wants: ClassVar[Input] = "images"
+    bounds: ClassVar[tuple[float, float] | None] = None
 
     def __call__(self, batch: np.ndarray, prompts: Sequence[ScoredPrompt]) -> RewardResult:
         """Score a batch, each sample with its prompt.
@@ -98,12 +106,22 @@ class Reward(ABC):
         result: Any = self._loop.run(_value_of(answer)) if inspect.isawaitable(answer) else answer
         if not isinstance(result, RewardResult):
             result = RewardResult(np.asarray(result))
-        scores = np.asarray(result.scores, dtype=np.float32)
+        given = np.asarray(result.scores, dtype=np.float64)
+        with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and so missing
+            scores = given.astype(np.float32)
         sizes = {"scores": scores.shape} | {key: (len(values),) for key, values in result.details.items()}
         wrong = {key: shape for key, shape in sizes.items() if shape != (len(batch),)}
         if wrong:
             raise RewardError(f"{self.name}: of {len(batch)} images it must return one value each, not {wrong}")
-        return RewardResult(scores, result.details)
+        missing = ~np.isfinite(scores)
+        if not missing.any():
+            return RewardResult(scores, result.details)
+        said = result.details.get("error", [None] * len(scores))
+        error = [
+            f"{NOT_FINITE} {value}" if gone and reason is None else reason
+            for value, gone, reason in zip(given, missing, said, strict=True)
+        ]
+        return RewardResult(np.where(missing, np.float32(np.nan), scores), result.details | {"error": error})
 
     @cached_property
     def _loop(self) -> asyncio.Runner:
@@ -120,7 +138,8 @@ def _mean_over_frames(result: RewardResult, frames: int) -> RewardResult:
     details = {key: [v[i : i + frames] for i in range(0, len(v), frames)] for key, v in result.details.items()}
     if "error" in details:  # the first one: a video has one reason to be missing
         details["error"] = [next((e for e in errors if e is not None), None) for errors in details["error"]]
-    return RewardResult(result.scores.reshape(-1, frames).mean(1), details)
+    means = result.scores.reshape(-1, frames).mean(1, dtype=np.float64)  # in float32 large scores' sum is infinite
+    return RewardResult(means.astype(np.float32), details)
 
 
 _REGISTRY: dict[str, type[Reward]] = {}
@@ -148,7 +167,7 @@ def get_reward(name: str, **options: Any) -> Reward:
     """A reward by its registered name, or by import path "package.module:attribute" of a Reward class or a function.
 
     A function, `def` or `async def`, is called as `function(images, prompts, **options)` and returns a RewardResult
-    or scores [B]; its attributes `version` and `wants` count as a class's do.
+    or scores [B]; its attributes `version`, `wants` and `bounds` count as a class's do.
     Raises RewardError for an unknown name, path or option.
     """
     found = check_reward(name, **options)
@@ -158,6 +177,11 @@ def get_reward(name: str, **options: Any) -> Reward:
 def reward_input(name: str, **options: Any) -> Input:
     """What the reward wants, without loading it. Raises what `get_reward` raises."""
     return getattr(check_reward(name, **options), "wants", "images")
+
+
+def reward_bounds(name: str, **options: Any) -> tuple[float, float] | None:
+    """The reward's lowest and highest score, where it tells them, without loading it. Raises what `get_reward` does."""
+    return getattr(check_reward(name, **options), "bounds", None)
 
 
 def check_reward(name: str, **options: Any) -> Callable:
@@ -200,14 +224,17 @@ class FunctionReward(Reward):
 def weighted_sum(results: Mapping[str, np.ndarray], weights: Mapping[str, float]) -> np.ndarray:
     """r = sum_k w_k r_k, float32 [B]. NaN where any reward with a weight is NaN: part of a sum is not the sum.
 
-    A reward of weight 0 is only watched: its NaN spoil nothing. Raises RewardError when the names differ.
+    A sum that float32 cannot hold is NaN, too. A reward of weight 0 is only watched: its NaN spoil nothing. Raises
+    RewardError when the names differ.
     """
     if set(results) != set(weights):
         raise RewardError(f"rewards {sorted(results)} need a weight each, but the weights are for {sorted(weights)}")
     terms = [weight * results[name].astype(np.float64) for name, weight in weights.items() if weight != 0]
     if not terms:
         raise RewardError("every reward has weight 0; at least one must count")
-    return np.sum(terms, axis=0).astype(np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        total = np.sum(terms, axis=0).astype(np.float32)
+    return np.where(np.isfinite(total), total, np.float32(np.nan))
 
 
 def with_group_means(scores: np.ndarray, uids: np.ndarray) -> np.ndarray:

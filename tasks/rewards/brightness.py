@@ -13,6 +13,7 @@ class Brightness(Reward):
     """Mean luma (ITU-R BT.601) of the picture: 0 is black, 1 is white."""
 
     version = "1"
+    bounds = (0.0, 1.0)
 
     def score(self, images: np.ndarray, prompts: Sequence[ScoredPrompt]) -> RewardResult:
         """The prompts do not matter."""

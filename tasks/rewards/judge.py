@@ -182,6 +182,8 @@ class OcrJudge(Judge):
     The details are those of a judge, and `exact`.
     """
 
+    bounds = (0.0, 1.0)
+
     def __init__(
         self,
         *,
@@ -221,6 +223,8 @@ class GradeJudge(Judge):
 
     The axes are those of UnifiedReward (arXiv 2503.05236). The details are those of a judge, and each axis's grade.
     """
+
+    bounds = (0.0, 1.0)
 
     def __init__(
         self,

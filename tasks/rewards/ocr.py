@@ -22,6 +22,8 @@ class OcrReward(Reward):
     24x48 pixels without detection.
     """
 
+    bounds = (0.0, 1.0)
+
     def __init__(
         self,
         *,

@@ -174,4 +174,4 @@ def unpack_batch(tensor: bytes | None, images: Sequence[bytes]) -> np.ndarray:
 def unpack_result(answer: dict[str, Any]) -> RewardResult:
     """Scores and details of an answer; null is NaN."""
     scores = [np.nan if score is None else score for score in answer["scores"]]
-    return RewardResult(np.array(scores, dtype=np.float32), answer["details"])
+    return RewardResult(np.array(scores, dtype=np.float64), answer["details"])

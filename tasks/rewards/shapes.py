@@ -44,6 +44,7 @@ class ShapesReward(Reward):
     """
 
     version = "1"
+    bounds = (0.0, 1.0)
 
     def __init__(self, *, contrast: int = 40, min_pixels: int = 12):
         """

@@ -250,6 +250,47 @@ def test_latents_are_enough_a_worker_may_die_and_hacking_is_flagged(workspace: W
     assert f"this may be reward hacking: {sentence}" in output
 
 
+BLIND_REWARD = """
+import numpy as np
+
+
+def blind(images, prompts):
+    return np.full(len(images), 0.25)
+"""
+
+
+def test_a_reward_that_tells_nothing_apart_is_told_and_weights_that_never_moved_are_not_registered(
+    workspace: Workspace,
+) -> None:
+    """Every group ties and is dropped, so each update is skipped, and nothing is there to be called trained."""
+    write_module(workspace, "blind_reward", BLIND_REWARD)
+    output = workspace.train(
+        "reward.functions={blind: {reward: 'blind_reward:blind'}}",
+        "reward.guards={floor_iterations: 2, statistics: false}",
+        "algorithm.drop_equal_groups=true",
+        "trainer={total_training_steps: 2, val_before_train: false, test_freq: 0, save_freq: 0, export_freq: 1}",
+    )
+    said = " ".join(output.split())
+    (run,) = workspace.mlflow_runs()
+    metrics, client = run.data.metrics, workspace.client()
+    assert run.info.status == "FINISHED"
+    assert (metrics["actor/optimizer_steps"], metrics["actor/update_skipped"]) == (0, 1)
+    assert metrics["critic/advantages/missing"] == 16
+    assert metrics["reward/blind/at_floor"] == 1
+    sentence = (
+        "the scores of blind were all near the lowest there can be, or all alike, in each of the first 2 iterations"
+    )
+    assert run.data.tags["doubleflow.reward_at_floor"] == sentence
+    assert f"the reward may not work: {sentence}" in said
+    assert "the update of iteration 2 was skipped" in said
+    assert not client.search_registered_models()
+    assert not (workspace.run_folder() / "weights").exists()
+    kept = "neither exported nor registered: no iteration made an optimiser step, so they still are those of"
+    assert f"weights {kept} data/base_model" in said
+    assert run.data.tags["doubleflow.weights_never_moved"].startswith(kept)
+    assert "held-out 0.250 (measured once)" in said
+
+
 def test_a_failing_reward_fails_the_run_and_leaves_nothing_running(workspace: Workspace) -> None:
     source = "def score(images, prompts):\n    raise RuntimeError('the scorer is out of order')\n"
     write_module(workspace, "broken_reward", source)
