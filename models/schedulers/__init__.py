@@ -5,6 +5,7 @@ from models.schedulers.flow_match_sde import (
     FlowMatchSDEDiscreteSchedulerOutput,
 )
 from models.schedulers.kernels import KERNELS, ReverseStep
+from models.schedulers.leftover import leftover_noise
 from models.schedulers.noise_keys import NoiseKey, generators
 from models.schedulers.windows import window_steps
 
@@ -15,5 +16,6 @@ __all__ = [
     "NoiseKey",
     "ReverseStep",
     "generators",
+    "leftover_noise",
     "window_steps",
 ]
