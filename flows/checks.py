@@ -211,8 +211,8 @@ def _check_loss(config: TrainConfig) -> None:
     if loss.process == "forward":
         if actor.kl_loss_type != "gaussian":
             raise ConfigError(
-                f"actor.kl_loss_type is {actor.kl_loss_type}, but with loss {name} the distance to the start is that of "
-                "the velocities, which has no step length: leave it out"
+                f"actor.kl_loss_type is {actor.kl_loss_type}, but with loss {name} the distance to the start is that "
+                "of the velocities, which has no step length: leave it out"
             )
         return
     _check_steps(config)
@@ -238,11 +238,11 @@ def _check_steps(config: TrainConfig) -> None:
     low, high = rollout.algo.window_bounds(steps)
     if kernel == "cps" and high == steps and (rollout.algo.sde_window_size or high - low) == 1:
         raise ConfigError(
-            f"rollout.algo.sde_window_range [{low}, {high}) with one trained step may choose the last of {steps}, which "
-            f"has no noise and no gradient with cps: let it end at {steps - 1}"
+            f"rollout.algo.sde_window_range [{low}, {high}) with one trained step may choose the last of {steps}, "
+            f"which has no noise and no gradient with cps: let it end at {steps - 1}"
         )
     if actor.kl_loss_type == "flow_grpo" and kernel == "cps":
         raise ConfigError(
-            "actor.kl_loss_type is flow_grpo, which leaves out the step length of sd = g sqrt(-D), but sde_type is cps, "
-            "whose deviation has none: use gaussian, which is public code's form for cps too"
+            "actor.kl_loss_type is flow_grpo, which leaves out the step length of sd = g sqrt(-D), but sde_type is "
+            "cps, whose deviation has none: use gaussian, which is public code's form for cps too"
         )

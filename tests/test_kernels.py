@@ -99,7 +99,10 @@ def test_a_schedule_that_starts_at_one_up_to_rounding_starts_at_one() -> None:
         x, v = torch.tensor([[0.5, -0.4]]), torch.tensor([[-0.3, 0.9]])
         _, log_prob, mean, std = scheduler.sample_previous_step(x, v, scheduler.timesteps[:1], prev_sample=x)
         s_next = scheduler.sigmas[1].item()
-        expected = [reference_step("sde", *pair, 1.0, s_next, s_next, 0.7) for pair in zip((0.5, -0.4), (-0.3, 0.9), strict=True)]
+        expected = [
+            reference_step("sde", *pair, 1.0, s_next, s_next, 0.7)
+            for pair in zip((0.5, -0.4), (-0.3, 0.9), strict=True)
+        ]
         assert std.item() == pytest.approx(expected[0][1], rel=1e-5)
         assert mean[0].tolist() == pytest.approx([m for m, _ in expected], rel=1e-5)
         assert log_prob.isfinite().all()

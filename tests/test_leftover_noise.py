@@ -68,7 +68,7 @@ def std_of_finished(sigmas: list[float], algo: DiffusionRolloutAlgoConfig, windo
     [
         (3.0, 10, {"sde_type": "sde", "noise_level": 0.7}, 0.23, 0.10),  # public Flow-GRPO
         (5.0, 16, {"sde_type": "dance_sde", "noise_level": 1.2}, 0.96, 0.11),
-        (5.0, 10, {"sde_type": "dance_sde", "noise_level": 1.2, "sde_window_size": 2, "sde_window_range": (3, 5)}, 0.08, 0.08),
+        (5.0, 10, {"sde_type": "dance_sde", "noise_level": 1.2, "sde_window_size": 2, "sde_window_range": (3, 5)}, 0.08, 0.08),  # noqa: E501
         (3.0, 10, {"sde_type": "cps", "noise_level": 0.8}, 0.09, 0.10),
     ],
 )  # fmt: skip
@@ -118,11 +118,37 @@ def test_of_a_window_that_moves_the_worst_place_counts() -> None:
     common: dict[str, Any] = {"sde_type": "dance_sde", "noise_level": 1.2, "sde_window_size": 2}
     ranged = DiffusionRolloutAlgoConfig(**common, sde_window_range=(0, 9))
     at = [
-        leftover_noise(scheduler, DiffusionRolloutAlgoConfig(**common, sde_window_range=(lo, lo + 2))) for lo in range(8)
+        leftover_noise(scheduler, DiffusionRolloutAlgoConfig(**common, sde_window_range=(lo, lo + 2)))
+        for lo in range(8)
     ]
     assert leftover_noise(scheduler, ranged) == max(at) == at[7]
     moving = DiffusionRolloutAlgoConfig(**common, sde_window_range=(0, 9), sde_window_mode="progressive")
     assert leftover_noise(scheduler, moving) == at[6]  # it stands at 0, 2, 4 and 6
+
+
+DOCUMENTED: list[tuple[int, dict[str, Any], dict[str, Any]]] = [  # the rows of docs/algorithms.md
+    (10, {"shift": 3.0}, {"sde_type": "sde", "noise_level": 0.7}),
+    (10, QWEN_IMAGE, {"sde_type": "sde", "noise_level": 1.2, "sde_window_size": 2, "sde_window_range": (0, 5)}),
+    (
+        10,
+        {"shift": 5.0},
+        {"sde_type": "dance_sde", "noise_level": 1.2, "sde_window_size": 2, "sde_window_range": (0, 5)},
+    ),
+    (16, {"shift": 5.0}, {"sde_type": "dance_sde", "noise_level": 1.2}),
+]
+
+
+def test_the_documented_numbers() -> None:
+    page = (ROOT / "docs/algorithms.md").read_text()
+    table = page.split("### Leftover noise")[1].split("\n| any |")[0]
+    rows = [[cell.strip() for cell in line.split("|")[3:6]] for line in table.splitlines() if line.startswith("| ")]
+    measured = []
+    for steps, schedule, algo in DOCUMENTED:
+        scheduler, settings = scheduler_of(steps, **schedule), DiffusionRolloutAlgoConfig(**algo)
+        sigmas, left = scheduler.sigmas.double().tolist(), leftover_noise(scheduler, settings)
+        plain = std_of_finished(sigmas, settings, range(0), DATA_STD)
+        measured.append([f"{value:.2f}" for value in (math.hypot(left, plain), plain, left)])
+    assert rows[1:] == measured
 
 
 # ---- the recipes
@@ -140,6 +166,8 @@ def test_every_recipe_that_explores_stays_below_the_limit(recipe: str) -> None:
 
 def test_wan_explored_at_fifteen_of_sixteen_steps_would_train_on_noise() -> None:
     rollout = {"algo": {"noise_level": 1.2}, "pipeline": {"num_inference_steps": 16}}
-    config = TrainConfig.model_validate({"algorithm": {"name": "dance_grpo"}, "actor_rollout_ref": {"rollout": rollout}})
+    config = TrainConfig.model_validate(
+        {"algorithm": {"name": "dance_grpo"}, "actor_rollout_ref": {"rollout": rollout}}
+    )
     assert left_by(config, shift=5.0) == pytest.approx(0.958, abs=1e-3)
     assert left_by(config, shift=5.0) > LIMIT

@@ -195,7 +195,8 @@ def test_a_window_whose_noise_would_stay_is_refused(workspace: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kernel", "why"), [("sde", "would leave its noise"), ("dance_sde", "would leave its noise"), ("cps", "no gradient")]
+    ("kernel", "why"),
+    [("sde", "would leave its noise"), ("dance_sde", "would leave its noise"), ("cps", "no gradient")],
 )
 def test_a_sampler_of_one_step_cannot_explore(workspace: Path, kernel: str, why: str) -> None:
     with pytest.raises(ConfigError, match=rf"num_inference_steps is 1, but loss flow_grpo .* {why}.* take at least 2"):
@@ -206,7 +207,9 @@ def test_a_sampler_of_one_step_cannot_explore(workspace: Path, kernel: str, why:
 
 def test_the_last_step_of_cps_alone_trains_nothing(workspace: Path) -> None:
     cps: dict[str, Any] = {"sde_type": "cps", "sde_window_range": [2, 4]}
-    with pytest.raises(ConfigError, match=r"\[2, 4\) with one trained step may choose the last of 4, .*let it end at 3"):
+    with pytest.raises(
+        ConfigError, match=r"\[2, 4\) with one trained step may choose the last of 4, .*let it end at 3"
+    ):
         checked(workspace, "qwen_image", algo=cps | {"sde_window_size": 1}, num_inference_steps=4)
     assert isinstance(checked(workspace, "qwen_image", algo=cps, num_inference_steps=4), Inputs)
 

@@ -84,9 +84,7 @@ def _variance_after(path: Sequence[Step], start: float) -> float:
     return variance
 
 
-def _largest_variance(
-    ode: Sequence[Step], explored: Sequence[Step], start: float, allowed: range, size: int
-) -> float:
+def _largest_variance(ode: Sequence[Step], explored: Sequence[Step], start: float, allowed: range, size: int) -> float:
     """Over all choices of `size` steps of `allowed`.
 
     A step's variance grows with the one before, so the largest after each number of explored steps is all that counts.
