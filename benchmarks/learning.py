@@ -50,7 +50,7 @@ SETTINGS: dict[str, list[str]] = {
     "flow_dppo": [],
     "dpo": FORWARD,
     "dpo_offline": ["algorithm.name=dpo", "algorithm.sample_source=offline", *FORWARD],
-    "diffusion_nft": FORWARD,
+    "diffusion_nft": [*FORWARD, "algorithm.old_policy_decay_schedule=copy"],
     "awm": [*FORWARD, f"{ACTOR}.diffusion_loss.clip_ratio=1.0"],
     "distill_kl": [],
     "distill_fm_mse": FORWARD,

@@ -31,6 +31,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         f"{LOSS}.loss_mode": "diffusion_nft",
         f"{ACTOR}.use_kl_loss": True,
         f"{ACTOR}.kl_loss_coef": 1e-4,
+        "algorithm.old_policy_decay_schedule": "linear_to_0_5",
     },
     "awm": {
         **FINISHED_SAMPLES,

@@ -17,7 +17,7 @@ from models.engines.weights import LORA_FILE
 from models.families import load_families
 from models.flops import PolicyFlops
 from models.latents import text_width
-from models.schedulers import check_kernel
+from models.schedulers import FlowMatchSDEDiscreteScheduler, check_kernel, leftover_noise
 from tasks.dataset import INDEX, Prompt, PromptEmbeddings, load_prompts
 from tasks.digests import IMAGE_SIDE, TEXT_SIDE, check_files, made_with
 from tasks.pairs import PairDataset
@@ -79,6 +79,8 @@ def check_inputs(config: TrainConfig, trains: bool = True) -> Inputs:
         pipeline_class(model_config)
         check_tensor_split(model_config, rollout.vllm_omni.tensor_parallel_size)
     latent_shape = adapter.latent_shape(model_config)
+    if trains:
+        _check_exploration(config, adapter.build_scheduler(model_config))
     _check_teacher(config, model_config)
     train, test = load_prompts(config.data.prompts, "train"), load_prompts(config.data.prompts, "test")
     test = test[: rollout.val_kwargs.max_prompts]
@@ -105,6 +107,24 @@ def check_inputs(config: TrainConfig, trains: bool = True) -> Inputs:
     if flops is not None:
         check_fits(config, model_config, flops.cost)
     return Inputs(model_config, train, test, embeddings, pairs, hashlib.sha256(content).hexdigest()[:16], flops)
+
+
+def _check_exploration(config: TrainConfig, scheduler: FlowMatchSDEDiscreteScheduler) -> None:
+    """What the window's steps add is taken away again by those that follow, nearly."""
+    rollout = config.actor_rollout_ref.rollout
+    algo, steps = rollout.algo, rollout.pipeline.num_inference_steps
+    if config.algorithm.trainer_type != "policy_gradient" or not config.samples:
+        return
+    left = leftover_noise(scheduler, algo)
+    if left > algo.max_leftover_noise:
+        low, high = algo.window_bounds(steps)
+        size = algo.sde_window_size or high - low
+        raise ConfigError(
+            f"exploring would leave noise of standard deviation {left:.2f} in the finished latents, more than "
+            f"rollout.algo.max_leftover_noise {algo.max_leftover_noise:g}: {size} steps of [{low}, {high}) of "
+            f"{steps} with {algo.sde_type} at noise_level {algo.noise_level:g}; let sde_window_range end earlier or "
+            "lower noise_level"
+        )
 
 
 def _check_count(config: TrainConfig, there: int) -> None:
@@ -222,11 +242,40 @@ def _check_loss(config: TrainConfig) -> None:
             "samples of older weights for its own: set it to false"
         )
     if loss.process == "forward":
+        if actor.kl_loss_type != "gaussian":
+            raise ConfigError(
+                f"actor.kl_loss_type is {actor.kl_loss_type}, but with loss {name} the distance to the start is that "
+                "of the velocities, which has no step length: leave it out"
+            )
         return
+    _check_steps(config)
     gaussian = {OLD_MEAN, TEACHER_MEAN} & {*loss.required_data_keys}
     divides = f"loss {name}" if gaussian else "use_kl_loss" if actor.use_kl_loss else None
     if divides and rollout.algo.sde_type == "cps" and rollout.algo.window_bounds(steps)[1] == steps:
         raise ConfigError(
             f"rollout.algo.sde_window_range ends at the last of {steps} steps, whose standard deviation is 0 with cps, "
             f"and {divides} divides by it: let it end at {steps - 1} or before"
+        )
+
+
+def _check_steps(config: TrainConfig) -> None:
+    """There is a step to learn from that the picture survives, and the KL's form has a meaning for the kernel."""
+    rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
+    kernel, steps = rollout.algo.sde_type, rollout.pipeline.num_inference_steps
+    if steps == 1:
+        why = "has no noise and no gradient" if kernel == "cps" else "would leave its noise in the finished picture"
+        raise ConfigError(
+            f"rollout.pipeline.num_inference_steps is 1, but loss {actor.diffusion_loss.loss_mode} trains on the "
+            f"sampler's random steps, and the last one {why} with {kernel}: take at least 2"
+        )
+    low, high = rollout.algo.window_bounds(steps)
+    if kernel == "cps" and high == steps and (rollout.algo.sde_window_size or high - low) == 1:
+        raise ConfigError(
+            f"rollout.algo.sde_window_range [{low}, {high}) with one trained step may choose the last of {steps}, "
+            f"which has no noise and no gradient with cps: let it end at {steps - 1}"
+        )
+    if actor.kl_loss_type == "flow_grpo" and kernel == "cps":
+        raise ConfigError(
+            "actor.kl_loss_type is flow_grpo, which leaves out the step length of sd = g sqrt(-D), but sde_type is "
+            "cps, whose deviation has none: use gaussian, which is public code's form for cps too"
         )

@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 from models.config import Section
 
 AwmWeighting = Literal["uniform", "t", "t2", "huber", "ghuber"]
+KlLossType = Literal["gaussian", "flow_grpo"]
 DecaySchedule = Literal["copy", "linear_to_0_3", "linear_to_0_5", "delayed_linear_to_0_999"]
 
 
@@ -171,8 +172,13 @@ class DiffusionActorConfig(Section):
     kl_loss_coef: float = Field(
         0.0,
         ge=0,
-        description="Its weight. The KL is the true Gaussian one, mean (mu-mu_ref)^2 / (2 sd^2). Public code divides "
-        "by 2 g^2 without the step length: its beta is about beta * (-D) here.",
+        description="Its weight, in the units of kl_loss_type.",
+    )
+    kl_loss_type: KlLossType = Field(
+        "gaussian",
+        description="gaussian is the divergence itself, mean (mu-mu_ref)^2 / (2 sd^2). flow_grpo leaves out the step "
+        "length, mean (mu-mu_ref)^2 / (2 g^2) with sd = g sqrt(-D), as public Flow-GRPO code does: its beta goes with "
+        "this one.",
     )
     guidance_gradient: Literal["both", "conditional"] = Field(
         "both",
@@ -194,4 +200,9 @@ class DiffusionActorConfig(Section):
     def _kl_needs_a_weight(self):
         if self.use_kl_loss and self.kl_loss_coef == 0:
             raise ValueError("use_kl_loss is true but kl_loss_coef is 0: give the coefficient a positive value")
+        if self.kl_loss_type != "gaussian" and not self.use_kl_loss:
+            raise ValueError(
+                f"kl_loss_type is {self.kl_loss_type} but use_kl_loss is false, so there is no KL: set use_kl_loss to "
+                "true, or leave kl_loss_type out"
+            )
         return self

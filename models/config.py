@@ -61,7 +61,15 @@ class DiffusionRolloutAlgoConfig(Section):
         0.7,
         ge=0.0,
         le=10.0,
-        description="Noise of the kernel: a for sde and cps, eta for dance_sde. 0 is the ODE.",
+        description="Noise of the kernel: a for sde and cps (there at most 1, all of the noise anew), eta for "
+        "dance_sde. 0 is the ODE.",
+    )
+    max_leftover_noise: float = Field(
+        0.5,
+        gt=0,
+        description="Largest standard deviation of the noise that exploring may leave in the finished latents, "
+        "predicted from the schedule before the run (docs/algorithms.md); above it the run is refused. Published "
+        "settings leave up to 0.21.",
     )
     sde_window_size: int | None = Field(
         None, ge=1, description="Number of stochastic, trained steps; null takes the whole range."
@@ -84,6 +92,15 @@ class DiffusionRolloutAlgoConfig(Section):
     sde_contiguous: bool = Field(
         True, description="Consecutive steps; false draws any sde_window_size steps of the range."
     )
+
+    @model_validator(mode="after")
+    def _cps_turns_by_a_right_angle_at_most(self):
+        if self.sde_type == "cps" and self.noise_level > 1:
+            raise ValueError(
+                f"noise_level is {self.noise_level:g}, but cps takes the noise's share sin(noise_level pi/2), which "
+                "falls again above 1: give it at most 1"
+            )
+        return self
 
     @model_validator(mode="after")
     def _window_is_defined(self):

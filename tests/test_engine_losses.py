@@ -208,6 +208,16 @@ def test_a_rejected_step_takes_its_kl_along(tiny_model: Path) -> None:
     assert largest_difference(with_rejected.gather_weights(), without.gather_weights()) < 1e-6
 
 
+def test_the_kl_has_the_form_that_the_config_names(tiny_model: Path) -> None:
+    """At steps of one length, here 1/4, public Flow-GRPO's form is the Gaussian one times that length."""
+    trajectories, distance = rolled_out(tiny_model), {}
+    for form in ("gaussian", "flow_grpo"):  # too small a weight to move anything
+        engine = trainer(tiny_model, use_kl_loss=True, kl_loss_coef=1e-12, kl_loss_type=form)
+        distance[form] = [engine.update_policy([batch_of(trajectories)])["kl_loss"] for _ in range(2)][1]
+    assert distance["gaussian"] > 1e-6
+    assert distance["flow_grpo"] == pytest.approx(distance["gaussian"] / 4, rel=1e-4)
+
+
 def test_a_rank_joins_old_scores_to_the_batches_they_belong_to(tiny_model: Path) -> None:
     """What the driver hands a rank: a plan, log-probs and weights of each batch, then paths, then means."""
     rank = TrainerRank(

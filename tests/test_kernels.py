@@ -85,6 +85,41 @@ def test_kernels_equal_the_formulas_on_random_tensors(name: str) -> None:
         assert log_prob[b].item() == pytest.approx(sum(densities) / 15, rel=1e-12)
 
 
+def starts_near_one() -> list[float]:
+    """Static shifts of two decimals whose first sigma is not 1 but 1 up to rounding."""
+    shifts = [round(1 + i / 100, 2) for i in range(1201)]
+    firsts = {shift: FlowMatchSDEDiscreteScheduler(shift=shift) for shift in shifts}
+    for scheduler in firsts.values():
+        scheduler.set_timesteps(10)
+    return [shift for shift, scheduler in firsts.items() if scheduler.sigmas[0] != 1]
+
+
+def test_a_schedule_that_starts_at_one_up_to_rounding_starts_at_one() -> None:
+    shifts = starts_near_one()
+    assert len(shifts) == 24
+    assert {1.18, 1.43, 1.92, 2.36} < {*shifts}
+    for shift in shifts:
+        scheduler = FlowMatchSDEDiscreteScheduler(shift=shift)
+        scheduler.set_timesteps(10)
+        x, v = torch.tensor([[0.5, -0.4]]), torch.tensor([[-0.3, 0.9]])
+        _, log_prob, mean, std = scheduler.sample_previous_step(x, v, scheduler.timesteps[:1], prev_sample=x)
+        s_next = scheduler.sigmas[1].item()
+        expected = [
+            reference_step("sde", *pair, 1.0, s_next, s_next, 0.7)
+            for pair in zip((0.5, -0.4), (-0.3, 0.9), strict=True)
+        ]
+        assert std.item() == pytest.approx(expected[0][1], rel=1e-5)
+        assert mean[0].tolist() == pytest.approx([m for m, _ in expected], rel=1e-5)
+        assert log_prob.isfinite().all()
+
+
+@pytest.mark.parametrize("shift", [1.0, 1.15, 3.0, 5.0, 12.0])
+def test_published_shifts_start_at_one_exactly(shift: float) -> None:
+    scheduler = FlowMatchSDEDiscreteScheduler(shift=shift)
+    scheduler.set_timesteps(10)
+    assert scheduler.sigmas[0] == 1
+
+
 def test_dance_sde_equals_its_score_form() -> None:
     """DanceGRPO's public code adds -eta^2/2 * score * D with score = -(x - (1-s) x0_hat) / s^2."""
     generator = torch.Generator().manual_seed(1)

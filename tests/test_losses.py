@@ -22,6 +22,7 @@ from models.algorithms import (
     needs_old_means,
     register_diffusion_loss,
 )
+from models.schedulers import FlowMatchSDEDiscreteScheduler
 
 CLIP = 0.1
 CONFIG = DiffusionActorConfig(diffusion_loss=DiffusionLossConfig(clip_ratio=CLIP, adv_clip_max=5.0))
@@ -274,6 +275,38 @@ def test_kl_gradient_pulls_the_mean_back() -> None:
     (gradient,) = torch.autograd.grad(loss, mean)
     assert torch.allclose(gradient, mean.detach() / std**2 / 4)
     assert not metrics["kl_loss"].requires_grad
+
+
+def test_kl_of_flow_grpo_is_the_public_formula() -> None:
+    """Their loop divides the squared distance of the means by 2 g^2, g = sd / sqrt(-D)."""
+    generator = torch.Generator().manual_seed(0)
+    mean, reference_mean = torch.randn(2, 3, 4, 5, 2, generator=generator, dtype=torch.float64)
+    g = torch.tensor([0.7, 1.2, 3.3], dtype=torch.float64).view(3, 1, 1, 1)
+    sqrt_dt = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
+    means = {"prev_sample_mean": mean, "ref_prev_sample_mean": reference_mean}
+    std = g * sqrt_dt.view(3, 1, 1, 1)
+    public, metrics = KLLoss.compute_loss(**means, std_dev_t=std, sqrt_dt=sqrt_dt)
+    expected = (((mean - reference_mean) ** 2).mean(dim=(1, 2, 3), keepdim=True) / (2 * g**2)).mean()
+    assert public.item() == pytest.approx(expected.item(), rel=1e-12)
+    assert metrics["kl_loss"].item() == public.item()
+    for row in range(3):
+        one = {name: value[row : row + 1] for name, value in means.items()}
+        gaussian, _ = KLLoss.compute_loss(**one, std_dev_t=std[row : row + 1])
+        same, _ = KLLoss.compute_loss(**one, std_dev_t=std[row : row + 1], sqrt_dt=sqrt_dt[row : row + 1])
+        assert same.item() == pytest.approx(gaussian.item() * sqrt_dt[row].item() ** 2, rel=1e-12)
+
+
+def test_how_far_apart_the_two_forms_of_the_kl_are() -> None:
+    """On Stable Diffusion 3's schedule, at equal distance of the velocities: what docs/algorithms.md says."""
+    scheduler = FlowMatchSDEDiscreteScheduler(shift=3.0)
+    scheduler.set_timesteps(10)
+    sigma, lengths = scheduler.sigmas[:9].double(), -scheduler.sigmas.double().diff()[:9]
+    factors = 1 / lengths
+    assert factors[[0, -1]].tolist() == pytest.approx([25.1, 3.7], abs=0.05)
+    assert factors.mean().item() == pytest.approx(13.0, abs=0.05)
+    g_squared = 0.49 * sigma / (1 - torch.where(sigma == 1, sigma[1], sigma))
+    public = (lengths * (1 + g_squared * (1 - sigma) / (2 * sigma))) ** 2 / (2 * g_squared)
+    assert ((public * factors).sum() / public.sum()).item() == pytest.approx(4.4, abs=0.05)
 
 
 # ---- declared inputs and the registry

@@ -71,13 +71,20 @@ def checked(
     algorithm: str = "flow_grpo",
     actor: Any = None,
     trainer: Any = None,
+    algo: Any = None,
     **settings: Any,
 ):
     """`check_inputs` of a small run on two ranks with this model; `settings` are fields of rollout.pipeline."""
     family = FAMILIES[model]
     height, width = family.sizes[0]
     pipeline = {"height": height, "width": width} | family.plain | settings
-    rollout = {"n": 2, "micro_batch_size": 2, "pipeline": pipeline, "val_kwargs": {"pipeline": val or {}}}
+    rollout = {
+        "n": 2,
+        "micro_batch_size": 2,
+        "pipeline": pipeline,
+        "algo": algo or {},
+        "val_kwargs": {"pipeline": val or {}},
+    }
     config = {
         "data": {
             "prompts": workspace / "prompts.parquet",
@@ -152,6 +159,7 @@ def changed_configs(workspace: Path, model: str, folder: Path, old: str, new: st
         (folder / model / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / model / name).write_text(text.replace(old, new))
     assert replaced == 1
+    (folder / model / "scheduler").symlink_to(workspace / model / "scheduler")
     for name in ("prompts.parquet", *EMBEDDINGS.values()):
         (folder / name).symlink_to(workspace / name)
     return folder
@@ -168,6 +176,51 @@ def test_a_model_with_two_denoisers(workspace: Path, tmp_path: Path) -> None:
     two = changed_configs(workspace, "wan", tmp_path, '"boundary_ratio": null', '"boundary_ratio": 0.9')
     with pytest.raises(ValueError, match=r"has two denoisers .*use a Wan model with one"):
         checked(two, "wan")
+
+
+def test_a_window_whose_noise_would_stay_is_refused(workspace: Path) -> None:
+    """The last steps are the model's own schedule's: Wan's go from 0.40 to 0.02 to 0."""
+    loud: dict[str, Any] = {"algorithm": "dance_grpo", "num_inference_steps": 10}
+    message = (
+        r"noise of standard deviation 1\.07 in the finished latents, more than rollout.algo.max_leftover_noise 0.5: 9 "
+        r"steps of \[0, 9\) of 10 with dance_sde at noise_level 1.2; let sde_window_range end earlier or lower"
+    )
+    with pytest.raises(ConfigError, match=message):
+        checked(workspace, "wan", algo={"noise_level": 1.2}, **loud)
+    for right in ({"sde_window_size": 2, "sde_window_range": [0, 5]}, {"max_leftover_noise": 1.1}):
+        assert isinstance(checked(workspace, "wan", algo={"noise_level": 1.2} | right, **loud), Inputs)
+    public = {"sde_type": "sde", "noise_level": 0.7}
+    assert isinstance(checked(workspace, "stable_diffusion_3", algo=public, num_inference_steps=10), Inputs)
+    assert isinstance(checked(workspace, "wan", algo={"sde_type": "cps", "noise_level": 0.8}), Inputs)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "why"),
+    [("sde", "would leave its noise"), ("dance_sde", "would leave its noise"), ("cps", "no gradient")],
+)
+def test_a_sampler_of_one_step_cannot_explore(workspace: Path, kernel: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=rf"num_inference_steps is 1, but loss flow_grpo .* {why}.* take at least 2"):
+        checked(workspace, "qwen_image", algo={"sde_type": kernel}, num_inference_steps=1)
+    finished = checked(workspace, "qwen_image", algorithm="diffusion_nft", num_inference_steps=1)
+    assert isinstance(finished, Inputs)
+
+
+def test_the_last_step_of_cps_alone_trains_nothing(workspace: Path) -> None:
+    cps: dict[str, Any] = {"sde_type": "cps", "sde_window_range": [2, 4]}
+    with pytest.raises(
+        ConfigError, match=r"\[2, 4\) with one trained step may choose the last of 4, .*let it end at 3"
+    ):
+        checked(workspace, "qwen_image", algo=cps | {"sde_window_size": 1}, num_inference_steps=4)
+    assert isinstance(checked(workspace, "qwen_image", algo=cps, num_inference_steps=4), Inputs)
+
+
+def test_the_public_kl_is_for_kernels_with_a_step_length(workspace: Path) -> None:
+    kl = {"use_kl_loss": True, "kl_loss_coef": 0.04, "kl_loss_type": "flow_grpo"}
+    assert isinstance(checked(workspace, "qwen_image", actor=kl), Inputs)
+    with pytest.raises(ConfigError, match=r"kl_loss_type is flow_grpo, .* but sde_type is cps, .* use gaussian"):
+        checked(workspace, "qwen_image", actor=kl, algo={"sde_type": "cps", "noise_level": 0.8})
+    with pytest.raises(ConfigError, match=r"kl_loss_type is flow_grpo, but with loss diffusion_nft .* leave it out"):
+        checked(workspace, "qwen_image", algorithm="diffusion_nft", actor=kl)
 
 
 def test_losses_of_the_forward_process_train_without_guidance(workspace: Path) -> None:

@@ -201,16 +201,25 @@ class KLLoss:
 
     @classmethod
     def compute_loss(
-        cls, *, prev_sample_mean: Tensor, ref_prev_sample_mean: Tensor, std_dev_t: Tensor
+        cls,
+        *,
+        prev_sample_mean: Tensor,
+        ref_prev_sample_mean: Tensor,
+        std_dev_t: Tensor,
+        sqrt_dt: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Any]]:
         """mean over batch and latent of (mu - mu_ref)^2 / (2 sd^2): the true Gaussian KL, per latent element.
+
+        With `sqrt_dt` divided by 2 g^2 instead, sd = g sqrt(-D): public Flow-GRPO's form, (-D) times the KL.
 
         Args:
             prev_sample_mean: [B, ...], the policy's.
             ref_prev_sample_mean: [B, ...], the reference's, without gradient.
             std_dev_t: [B, 1, ...], the standard deviation they share.
+            sqrt_dt: [B], sqrt(-D).
         """
-        kl = mean_drift(prev_sample_mean, ref_prev_sample_mean, std_dev_t).mean()
+        scale = std_dev_t if sqrt_dt is None else std_dev_t / sqrt_dt.reshape(std_dev_t.shape)
+        kl = mean_drift(prev_sample_mean, ref_prev_sample_mean, scale).mean()
         return kl, {"kl_loss": kl.detach()}
 
 

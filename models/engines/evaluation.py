@@ -189,9 +189,8 @@ class PolicyEvaluation:
                 means[TEACHER_MEAN] = self._output(self.teacher, micro_batch, data, step)["prev_sample_mean"]
         return means
 
-    @staticmethod
     def _distance_to_reference(
-        loss_function: DiffusionLossFn, output: dict[str, Tensor], data: dict[str, Tensor]
+        self, loss_function: DiffusionLossFn, output: dict[str, Tensor], data: dict[str, Tensor]
     ) -> Tensor:
         if loss_function.process == "forward":
             return velocity_distance(output["velocity"], data[REF_VELOCITY])
@@ -199,6 +198,7 @@ class PolicyEvaluation:
             prev_sample_mean=output["prev_sample_mean"],
             ref_prev_sample_mean=data[REF_MEAN],
             std_dev_t=output["std_dev_t"],
+            sqrt_dt=output["sqrt_dt"] if self.actor_config.kl_loss_type == "flow_grpo" else None,
         )
         return kl
 

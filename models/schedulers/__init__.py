@@ -5,6 +5,7 @@ from models.schedulers.flow_match_sde import (
     FlowMatchSDEDiscreteSchedulerOutput,
 )
 from models.schedulers.kernels import KERNELS, ReverseStep, check_kernel, register_kernel
+from models.schedulers.leftover import leftover_noise
 from models.schedulers.noise_keys import NoiseKey, generators
 from models.schedulers.windows import window_steps
 
@@ -16,6 +17,7 @@ __all__ = [
     "ReverseStep",
     "check_kernel",
     "generators",
+    "leftover_noise",
     "register_kernel",
     "window_steps",
 ]

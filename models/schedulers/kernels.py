@@ -33,6 +33,9 @@ class ReverseStep:
     std_dev_t: Tensor
 
 
+AT_ONE = 1e-6
+"""A schedule that starts at 1 does so up to rounding: some static shifts give 1 + 1.2e-7 or 1 - 6e-8 in fp32."""
+
 Kernel = Callable[..., ReverseStep]
 """(sample, velocity, sigma, sigma_next, sigma_max, noise_level), by position; its options follow as keywords."""
 KERNEL_ARGUMENTS = 6
@@ -53,9 +56,10 @@ def sde_step(
 ) -> ReverseStep:
     """Flow-GRPO's SDE (arXiv 2505.05470): g = a sqrt(s / (1-s)).
 
-    At s = 1 the coefficient would be infinite, so g alone uses `sigma_max`, the schedule's second sigma.
+    At s = 1 the coefficient would be infinite, so g alone uses `sigma_max`, the schedule's second sigma. Only the first
+    step of a schedule can be so near to 1: the second of a thousand steps would need a shift of a thousand.
     """
-    finite = torch.where(sigma == 1, sigma_max, sigma)
+    finite = torch.where((sigma - 1).abs() < AT_ONE, sigma_max, sigma)
     return _drifted(sample, velocity, sigma, sigma_next, noise_level * torch.sqrt(sigma / (1 - finite)))
 
 
