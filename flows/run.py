@@ -247,7 +247,7 @@ def _open_run(config: TrainConfig, inputs: Inputs) -> Iterator[TrainingRun]:
 
 
 def start_rollout(config: TrainConfig, inputs: Inputs, places: RankPlaces | None = None) -> RolloutGroup:
-    """The rollout workers of a config, on their own GPUs or at the ranks' `places`; their models load in the background."""
+    """The rollout workers of a config, at the ranks' `places` or elsewhere; their models load in the background."""
     loss = config.actor_rollout_ref.actor.diffusion_loss.loss_mode
     return RolloutGroup(
         inputs.model_config,

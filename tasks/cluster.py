@@ -5,7 +5,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import ray
@@ -25,6 +25,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from models import determinism
 from tasks.config import RayConfig
 from tasks.memory import memory_of, peak_metrics
+from tasks.ray_files import keep_token_private, working_folder
 from tasks.watchdog import watchdog
 
 log = logging.getLogger(__name__)
@@ -67,7 +68,8 @@ def _worker_setup(folder: str | None, full_determinism: bool) -> Callable[[], No
 def ray_cluster(config: RayConfig, full_determinism: bool = False) -> Iterator[None]:
     """Join the cluster at RAY_ADDRESS, or start one here; disconnect (and end one started here) afterwards.
 
-    A driver that is killed in between takes the one started here along, and Prefect's temporary server.
+    A driver that is killed in between takes the one started here along, and Prefect's temporary server. The files of
+    one started here are this user's alone, see `tasks.ray_files`.
 
     Args:
         config: which cluster.
@@ -76,6 +78,7 @@ def ray_cluster(config: RayConfig, full_determinism: bool = False) -> Iterator[N
 
     Raises:
         ClusterError: the cluster at RAY_ADDRESS does not answer, or not to this process.
+        RayFilesError: Ray's files have no place, or others could read its token.
     """
     for name, value in QUIET_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -90,7 +93,10 @@ def ray_cluster(config: RayConfig, full_determinism: bool = False) -> Iterator[N
         place = {"address": address}
     if address or full_determinism:
         place["runtime_env"] = environment
-    with watchdog():
+    keep_token_private(makes_one=address is None)
+    with nullcontext() if address else working_folder() as folder, watchdog(folder):
+        if folder is not None:
+            place["_temp_dir"] = str(folder)
         try:
             ray.init(log_to_driver=config.log_to_driver, logging_level="WARNING", **place)
         except (ConnectionError, AuthenticationError) as error:
@@ -181,18 +187,18 @@ class RankPlaces:
         on_gpus = device == "cuda"
         self.num_gpus = 0.0 if not on_gpus else GPU_SHARE if shared else 1.0
         # A group's parts must ask for something, and CPUs may all be reserved: a byte of memory is there always.
-        unit = {"GPU": 1} if on_gpus else {"memory": 1}
+        kind = "GPU" if on_gpus else "memory"
         fitting = f"in({','.join(_machines_with(machines, ranks, on_gpus))})"
         if machines == 1:
-            self._group = _held([unit] * ranks, "STRICT_PACK", [fitting] * ranks)
+            self._group = _held([{kind: 1}] * ranks, "STRICT_PACK", [fitting] * ranks)
             return
         # Parts of one GPU each, so that Ray gives every place one; but its spreading knows whole parts alone. So a
         # group of one part a machine finds out where there is room.
-        finder = _held([{name: ranks for name in unit}] * machines, "STRICT_SPREAD", [fitting] * machines)
+        finder = _held([{kind: ranks}] * machines, "STRICT_SPREAD", [fitting] * machines)
         chosen = placement_group_table(finder)["bundles_to_node_id"]
         remove_placement_group(finder)
         count = machines * ranks
-        self._group = _held([unit] * count, "PACK", [chosen[number // ranks] for number in range(count)])
+        self._group = _held([{kind: 1}] * count, "PACK", [chosen[number // ranks] for number in range(count)])
 
     def place(self, number: int) -> PlacementGroupSchedulingStrategy:
         """For an actor that is rank `number`, or goes with it."""

@@ -7,6 +7,7 @@ which a process hands on to all that it starts.
 """
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -26,15 +27,18 @@ ROUNDS = 3
 
 
 @contextmanager
-def watchdog() -> Iterator[None]:
+def watchdog(folder: Path | None = None) -> Iterator[None]:
     """Should this process die within the block, the processes end too that it had started before and starts in it.
 
     Threads may have blocks of their own at the same time: each ends what any of them has started.
+
+    Args:
+        folder: is removed then, and the one around it if that is empty.
     """
     family = list(_identities(psutil.Process().children(recursive=True)))
     mark = _mark()
     own = {name: value for name, value in os.environ.items() if name != MARK}  # not below any other one's block
-    command = [sys.executable, "-m", "tasks.watchdog", mark]
+    command = [sys.executable, "-m", "tasks.watchdog", mark, *([] if folder is None else [str(folder)])]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True, env=own, cwd=ROOT)
     assert process.stdin is not None
     process.stdin.write("".join(f"{member}\n" for member in family))
@@ -55,8 +59,9 @@ def _mark() -> str:
     return os.environ[MARK]
 
 
-def main(mark: str) -> None:
-    """Read processes' identities until the pipe ends; unless it ends with `done`, end these and the marked."""
+def main(mark: str, folder: str | None = None) -> None:
+    """Read processes' identities until the pipe ends; unless it ends with `done`, end these and the marked, and remove
+    the folder that they worked in."""
     lines = sys.stdin.read().split("\n")
     if DONE in lines:
         return
@@ -72,6 +77,10 @@ def main(mark: str) -> None:
             with suppress(psutil.NoSuchProcess):
                 orphan.kill()
         _, orphans = psutil.wait_procs(orphans, timeout=GRACE_SECONDS)
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):
+            Path(folder).parent.rmdir()
 
 
 def _identities(processes: list[psutil.Process]) -> Iterator[ProcessIdentity]:
@@ -90,4 +99,4 @@ def _marked(mark: str) -> Iterator[psutil.Process]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])
