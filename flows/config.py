@@ -173,10 +173,10 @@ class TrainConfig(Section):
     def _check_batches(self) -> None:
         rollout, actor = self.actor_rollout_ref.rollout, self.actor_rollout_ref.actor
         sharing = actor.fsdp_config.ulysses_sequence_parallel_size
-        if self.trainer.world_size % sharing:
+        if self.trainer.n_gpus_per_node % sharing:
             raise ValueError(
-                f"actor.fsdp_config.ulysses_sequence_parallel_size is {sharing}: the {self.trainer.world_size} trainer "
-                "ranks (trainer.nnodes x n_gpus_per_node) must be a multiple of it"
+                f"actor.fsdp_config.ulysses_sequence_parallel_size is {sharing}: ranks that share a sequence are on "
+                f"one machine, so trainer.n_gpus_per_node {self.trainer.n_gpus_per_node} must be a multiple of it"
             )
         prompts, mini, micro = self.data.train_batch_size, actor.ppo_mini_batch_size, rollout.micro_batch_size
         if prompts % mini:

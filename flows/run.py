@@ -21,7 +21,7 @@ from models.engines.ema import HeldWeights
 from models.schedulers.windows import window_steps
 from tasks.checkpoint import CheckpointError, CheckpointStore, RunState, alone
 from tasks.clock import Stopwatch
-from tasks.cluster import SharedGpus, require_resources
+from tasks.cluster import RankPlaces, require_resources
 from tasks.dataset import Prompt
 from tasks.guards import FLOOR_TAG, HACKING_TAG, FloorWatch, GuardWatch
 from tasks.lineage import lineage
@@ -271,8 +271,8 @@ def _open_run(config: TrainConfig, inputs: Inputs) -> Iterator[TrainingRun]:
             yield run
 
 
-def start_rollout(config: TrainConfig, inputs: Inputs, shared: SharedGpus | None = None) -> RolloutGroup:
-    """The rollout workers of a config, on their own GPUs or on `shared` ones; their models load in the background."""
+def start_rollout(config: TrainConfig, inputs: Inputs, places: RankPlaces | None = None) -> RolloutGroup:
+    """The rollout workers of a config, at the ranks' `places` or elsewhere; their models load in the background."""
     loss = config.actor_rollout_ref.actor.diffusion_loss
     return RolloutGroup(
         inputs.model_config,
@@ -284,7 +284,7 @@ def start_rollout(config: TrainConfig, inputs: Inputs, shared: SharedGpus | None
         record_unconditional=config.records_unconditional,
         record_finished=config.algorithm.trainer_type == "direct_preference",
         outputs=frozenset(LATENTS if wants == "latents" else PICTURES for wants in wanted_inputs(config.reward)),
-        shared=shared,
+        places=places,
     )
 
 
@@ -294,13 +294,23 @@ def check_resources(config: TrainConfig, trains: bool = True) -> None:
     require_resources(config.gpus_needed(trains), rewards)
 
 
+def rank_places(config: TrainConfig) -> RankPlaces:
+    """Of the trainer's ranks, and of the rollout workers that are colocated with them."""
+    trainer, placement = config.trainer, config.actor_rollout_ref.rollout.placement
+    shared = config.samples and placement == "colocated"
+    return RankPlaces(trainer.nnodes, trainer.n_gpus_per_node, trainer.device, shared)
+
+
 def _start_actors(config: TrainConfig, inputs: Inputs, tracker: Tracker, store: CheckpointStore) -> TrainingRun:
     """All groups load their models at the same time."""
     settings, trainer_settings = config.actor_rollout_ref, config.trainer
     online = config.samples
     check_resources(config)
-    shared = SharedGpus(trainer_settings.world_size) if online and config.shares_gpus else None
-    rollout, reward = (start_rollout(config, inputs, shared), RewardGroup(config.reward)) if online else (None, None)
+    # Before the rollout, whose workers could else take a GPU here and there, and leave no machine with enough of them.
+    places = rank_places(config)
+    together = settings.rollout.placement == "colocated"
+    rollout = start_rollout(config, inputs, places if together else None) if online else None
+    reward = RewardGroup(config.reward) if online else None
     per_prompt = settings.rollout.n if online else len(SIDES)
     trainer = TrainerGroup(
         inputs.model_config,
@@ -311,7 +321,7 @@ def _start_actors(config: TrainConfig, inputs: Inputs, tracker: Tracker, store: 
         num_threads=trainer_settings.num_threads,
         mini_batch_samples=settings.actor.ppo_mini_batch_size * per_prompt,
         keeps_previous=trainer_settings.one_step_off_policy,
-        shared=shared,
+        places=places,
     )
     started = trainer.start()
     canary = None

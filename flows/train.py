@@ -204,12 +204,11 @@ def _due(iteration: int, every: int, run: TrainingRun) -> bool:
 
 def _time_metrics(run: TrainingRun, clock: Stopwatch, images: int) -> dict[str, float]:
     """Where the iteration's time went, its records and its checkpoint included."""
-    seconds = clock.finished()
+    seconds, trainer = clock.finished(), run.config.trainer
     run.spent = cost_metrics(run.spent, seconds, run.config.gpus)
+    devices = run.config.gpus if trainer.device == "cuda" else trainer.world_size
     return (
-        compute_throughput_metrics_diffusion(
-            {"sample_level_rewards": range(images)}, seconds, run.config.trainer.world_size
-        )
+        compute_throughput_metrics_diffusion({"sample_level_rewards": range(images)}, seconds, devices)
         | compute_timing_metrics_diffusion(seconds, images)
         | orchestration_metrics(seconds)
         | run.spent

@@ -1,10 +1,11 @@
 """Ray: start-up and the groups of long-lived actors that hold the models."""
 
+import itertools
 import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import ray
@@ -13,13 +14,21 @@ from prefect.concurrency.sync import concurrency
 from prefect.exceptions import ObjectNotFound
 from ray import cloudpickle
 from ray.exceptions import AuthenticationError
-from ray.util.placement_group import placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from models import determinism
 from tasks.config import RayConfig
 from tasks.memory import memory_of, peak_metrics
+from tasks.ray_files import keep_token_private, working_folder
 from tasks.watchdog import watchdog
+
+log = logging.getLogger(__name__)
 
 
 class ClusterError(RuntimeError):
@@ -59,7 +68,8 @@ def _worker_setup(folder: str | None, full_determinism: bool) -> Callable[[], No
 def ray_cluster(config: RayConfig, full_determinism: bool = False) -> Iterator[None]:
     """Join the cluster at RAY_ADDRESS, or start one here; disconnect (and end one started here) afterwards.
 
-    A driver that is killed in between takes the one started here along, and Prefect's temporary server.
+    A driver that is killed in between takes the one started here along, and Prefect's temporary server. The files of
+    one started here are this user's alone, see `tasks.ray_files`.
 
     Args:
         config: which cluster.
@@ -68,6 +78,7 @@ def ray_cluster(config: RayConfig, full_determinism: bool = False) -> Iterator[N
 
     Raises:
         ClusterError: the cluster at RAY_ADDRESS does not answer, or not to this process.
+        RayFilesError: Ray's files have no place, or others could read its token.
     """
     for name, value in QUIET_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -82,7 +93,10 @@ def ray_cluster(config: RayConfig, full_determinism: bool = False) -> Iterator[N
         place = {"address": address}
     if address or full_determinism:
         place["runtime_env"] = environment
-    with watchdog():
+    keep_token_private(makes_one=address is None)
+    with nullcontext() if address else working_folder() as folder, watchdog(folder):
+        if folder is not None:
+            place["_temp_dir"] = str(folder)
         try:
             ray.init(log_to_driver=config.log_to_driver, logging_level="WARNING", **place)
         except (ConnectionError, AuthenticationError) as error:
@@ -146,21 +160,76 @@ def require_resources(gpus: float, cpus: float) -> None:
 GPU_SHARE = 0.5
 """What Ray counts for an actor on a shared GPU; it limits nothing."""
 
+NODE_LABEL = "ray.io/node-id"
+WAIT_WARNING_S = 30
 
-class SharedGpus:
-    """GPUs of which each is shared by one actor of every group that is placed on them.
+
+class RankPlaces:
+    """One place for each trainer rank: as many on each machine, those of consecutive ranks together.
+
+    A place is a GPU of its own, or on the CPU a claim to the machine that takes nothing of it. A rollout worker that
+    is to share a rank's GPU, or to read its memory, goes to the rank's place. Returns when the places are held.
 
     Args:
-        count: how many, on as few machines as will do.
+        machines: `trainer.nnodes`.
+        ranks: on each, `trainer.n_gpus_per_node`.
+        device: "cuda" or "cpu".
+        shared: each place takes a rank and a rollout worker.
+
+    Attributes:
+        num_gpus: what an actor at a place asks for.
+
+    Raises:
+        ClusterError: too few machines are of that size.
     """
 
-    def __init__(self, count: int):
-        self._group = placement_group([{"GPU": 1}] * count, strategy="PACK")
-        ray.get(self._group.ready())
+    def __init__(self, machines: int, ranks: int, device: str, shared: bool = False):
+        on_gpus = device == "cuda"
+        self.num_gpus = 0.0 if not on_gpus else GPU_SHARE if shared else 1.0
+        # A group's parts must ask for something, and CPUs may all be reserved: a byte of memory is there always.
+        kind = "GPU" if on_gpus else "memory"
+        fitting = f"in({','.join(_machines_with(machines, ranks, on_gpus))})"
+        if machines == 1:
+            self._group = _held([{kind: 1}] * ranks, "STRICT_PACK", [fitting] * ranks)
+            return
+        # Parts of one GPU each, so that Ray gives every place one; but its spreading knows whole parts alone. So a
+        # group of one part a machine finds out where there is room.
+        finder = _held([{kind: ranks}] * machines, "STRICT_SPREAD", [fitting] * machines)
+        chosen = placement_group_table(finder)["bundles_to_node_id"]
+        remove_placement_group(finder)
+        count = machines * ranks
+        self._group = _held([{kind: 1}] * count, "PACK", [chosen[number // ranks] for number in range(count)])
 
     def place(self, number: int) -> PlacementGroupSchedulingStrategy:
-        """For an actor on GPU `number`."""
+        """For an actor that is rank `number`, or goes with it."""
         return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=number)
+
+
+def _machines_with(machines: int, ranks: int, gpus: bool) -> list[str]:
+    """Ids of the machines that have so many GPUs in all, used or not; or any CPU, which a head may be without."""
+    kind, needed = ("GPU", ranks) if gpus else ("CPU", 0.0)
+    sizes = {node["NodeID"]: node["Resources"].get(kind, 0.0) for node in ray.nodes() if node["Alive"]}
+    fitting = [node for node, size in sizes.items() if size >= needed and size > 0]
+    if len(fitting) < machines:
+        size = f" with {ranks} GPUs each" if gpus else ""
+        there = ", ".join(f"{size:g}" for size in sorted(sizes.values(), reverse=True))
+        raise ClusterError(
+            f"trainer.nnodes {machines} x trainer.n_gpus_per_node {ranks} asks for {machines} machines{size}, but the "
+            f"Ray cluster has {len(fitting)} that will do ({kind}s of its machines: {there}): lower one of the two, or "
+            "add machines"
+        )
+    return fitting
+
+
+def _held(bundles: list[dict[str, float]], strategy: str, nodes: list[str]) -> PlacementGroup:
+    """A placement group once it has its resources, which other runs may still hold."""
+    selectors = [{NODE_LABEL: node} for node in nodes]
+    group = placement_group(bundles, strategy=strategy, bundle_label_selector=selectors)
+    for waited in itertools.count():  # by the second, so that the run can be ended meanwhile
+        if group.wait(1):
+            return group
+        if waited == WAIT_WARNING_S:
+            log.warning("waiting for GPUs of the Ray cluster that others hold")
 
 
 class ActorGroup:
@@ -173,7 +242,7 @@ class ActorGroup:
         count: how many.
         num_gpus: GPUs, or a share of one, that each takes.
         arguments: the constructor's, the same for all.
-        shared: put actor i on GPU i of these.
+        places: where actor i is, of these; without them Ray chooses.
         options: Ray's own: num_cpus, max_restarts and so on.
     """
 
@@ -184,12 +253,12 @@ class ActorGroup:
         num_gpus: float,
         arguments: Sequence[Any] = (),
         *,
-        shared: SharedGpus | None = None,
+        places: RankPlaces | None = None,
         **options: Any,
     ):
         remote, given = ray.remote(actor_class), {"num_cpus": 0, "num_gpus": num_gpus} | options
-        places = [{} if shared is None else {"scheduling_strategy": shared.place(i)} for i in range(count)]
-        self.actors = [remote.options(**given | place).remote(*arguments) for place in places]
+        where = [{} if places is None else {"scheduling_strategy": places.place(i)} for i in range(count)]
+        self.actors = [remote.options(**given | place).remote(*arguments) for place in where]
 
     def __len__(self) -> int:
         return len(self.actors)

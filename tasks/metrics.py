@@ -42,14 +42,14 @@ def compute_data_metrics_diffusion(batch: Mapping[str, Any]) -> dict[str, float]
 
 
 def compute_throughput_metrics_diffusion(
-    batch: Mapping[str, Any], timing_raw: Mapping[str, float], n_gpus: int
+    batch: Mapping[str, Any], timing_raw: Mapping[str, float], n_gpus: float
 ) -> dict[str, float]:
     """perf/total_num_images, perf/time_per_step and perf/throughput (images per second and GPU).
 
     Args:
         batch: with `sample_level_rewards` [B].
         timing_raw: seconds by stage, with `step`.
-        n_gpus: trainer ranks.
+        n_gpus: that the run holds: of trainer ranks, rollout workers and rewards; on the CPU trainer ranks.
     """
     images, seconds = len(batch["sample_level_rewards"]), timing_raw["step"]
     return {

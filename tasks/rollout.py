@@ -18,7 +18,7 @@ from models.engines.canary import Canary
 from models.engines.trajectories import LATENTS, PICTURES, PromptTable, RolloutRequest
 from models.schedulers.noise_keys import NoiseKey
 from tasks.clock import Stopwatch
-from tasks.cluster import GPU_SHARE, ActorGroup, SharedGpus
+from tasks.cluster import ActorGroup, RankPlaces
 from tasks.config import DiffusionRolloutConfig
 from tasks.dataset import Prompt, PromptEmbeddings
 from tasks.rollout_actor import PolicyWeights, RolloutActor
@@ -89,19 +89,19 @@ class RolloutGroup:
         record_unconditional: bool = False,
         record_finished: bool = False,
         outputs: frozenset[str] = frozenset({PICTURES}),
-        shared: SharedGpus | None = None,
+        places: RankPlaces | None = None,
     ):
         self.embeddings, self.settings, self.seed = embeddings, settings, seed
         self.record_means, self.record_unconditional = record_means, record_unconditional
         self.record_finished, self.outputs = record_finished, outputs
         self.pipeline, self.adapter = model_config.pipeline, DiffusionModelBase.get_class(model_config)
-        gpus = 0.0 if device != "cuda" else settings.gpus_per_worker if shared is None else GPU_SHARE
+        alone = settings.gpus_per_worker if device == "cuda" else 0.0
         self.group = ActorGroup(
             RolloutActor,
             settings.num_actors,
-            gpus,
+            alone if places is None else places.num_gpus,
             (model_config, settings, device),
-            shared=shared,
+            places=places,
             max_restarts=settings.max_restarts,
             max_task_retries=settings.max_restarts,
         )

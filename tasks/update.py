@@ -18,7 +18,7 @@ from models.engines.canary import Canary
 from models.engines.ema import HeldWeights
 from tasks.advantage import NothingToLearn
 from tasks.clock import Stopwatch
-from tasks.cluster import GPU_SHARE, ActorGroup, SharedGpus
+from tasks.cluster import ActorGroup, RankPlaces
 from tasks.pairs import PairBatch
 from tasks.rollout import PendingBatch, RolloutGroup
 from tasks.trainer_rank import TrainerRank
@@ -42,14 +42,14 @@ class TrainerGroup:
         num_threads: int,
         mini_batch_samples: int,
         keeps_previous: bool = False,
-        shared: SharedGpus | None = None,
+        places: RankPlaces | None = None,
     ):
         self.actor_config, self.mini_batch_samples = actor_config, mini_batch_samples
         self.sharing = actor_config.fsdp_config.ulysses_sequence_parallel_size
         self.device = device
-        gpus = 0.0 if device != "cuda" else 1.0 if shared is None else GPU_SHARE
+        gpus = places.num_gpus if places is not None else 1.0 if device == "cuda" else 0.0
         arguments = (model_config, actor_config, forward_config, device, num_threads, keeps_previous)
-        self.group = ActorGroup(TrainerRank, world_size, gpus, arguments, shared=shared)
+        self.group = ActorGroup(TrainerRank, world_size, gpus, arguments, places=places)
         self.routes = Routes(self.group.actors)
 
     def start(self) -> list[ray.ObjectRef]:

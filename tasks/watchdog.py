@@ -7,13 +7,18 @@ which a process hands on to all that it starts.
 """
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import psutil
 
+from tasks.processes import ProcessIdentity
+
+ROOT = Path(__file__).parent.parent
 GRACE_SECONDS = 5
 DONE = "done"
 MARK = "DOUBLEFLOW_STARTED_BY"
@@ -22,18 +27,21 @@ ROUNDS = 3
 
 
 @contextmanager
-def watchdog() -> Iterator[None]:
+def watchdog(folder: Path | None = None) -> Iterator[None]:
     """Should this process die within the block, the processes end too that it had started before and starts in it.
 
     Threads may have blocks of their own at the same time: each ends what any of them has started.
+
+    Args:
+        folder: is removed then, and the one around it if that is empty.
     """
-    family = [(child.pid, child.create_time()) for child in psutil.Process().children(recursive=True)]
+    family = list(_identities(psutil.Process().children(recursive=True)))
     mark = _mark()
     own = {name: value for name, value in os.environ.items() if name != MARK}  # not below any other one's block
-    command = [sys.executable, __file__, mark]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True, env=own)
+    command = [sys.executable, "-m", "tasks.watchdog", mark, *([] if folder is None else [str(folder)])]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True, env=own, cwd=ROOT)
     assert process.stdin is not None
-    process.stdin.write("".join(f"{pid} {created!r}\n" for pid, created in family))
+    process.stdin.write("".join(f"{member}\n" for member in family))
     process.stdin.flush()
     try:
         yield
@@ -45,19 +53,20 @@ def watchdog() -> Iterator[None]:
 
 def _mark() -> str:
     """This process's, from now on in its environment. One for all its threads, which share the environment."""
-    process = psutil.Process()
-    os.environ[MARK] = f"{process.pid} {process.create_time()!r}"
+    os.environ[MARK] = str(ProcessIdentity.of(os.getpid()))
     # For setproctitle, by which Ray's agents set their titles: else they write over the environment that is read here.
     os.environ["SPT_NOENV"] = "1"
     return os.environ[MARK]
 
 
-def main(mark: str) -> None:
-    """Read pids and their start times until the pipe ends; unless it ends with `done`, end these and the marked."""
+def main(mark: str, folder: str | None = None) -> None:
+    """Read processes' identities until the pipe ends; unless it ends with `done`, end these and the marked, and remove
+    the folder that they worked in."""
     lines = sys.stdin.read().split("\n")
     if DONE in lines:
         return
-    orphans = list(_alive(line.split() for line in lines if line))
+    family = [ProcessIdentity.parsed(line).process() for line in lines if line]
+    orphans = [process for process in family if process is not None]
     for _ in range(ROUNDS):
         orphans = list({*orphans, *_marked(mark)})
         for orphan in orphans:
@@ -68,17 +77,17 @@ def main(mark: str) -> None:
             with suppress(psutil.NoSuchProcess):
                 orphan.kill()
         _, orphans = psutil.wait_procs(orphans, timeout=GRACE_SECONDS)
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):
+            Path(folder).parent.rmdir()
 
 
-def _alive(records: Iterator[list[str]]) -> Iterator[psutil.Process]:
-    """Processes that still are who they were: a pid may have gone to another one."""
-    for pid, created in records:
-        try:
-            process = psutil.Process(int(pid))
-            if process.create_time() == float(created):
-                yield process
-        except psutil.NoSuchProcess:
-            continue
+def _identities(processes: list[psutil.Process]) -> Iterator[ProcessIdentity]:
+    """Of those that are still there."""
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            yield ProcessIdentity.of(process.pid)
 
 
 def _marked(mark: str) -> Iterator[psutil.Process]:
@@ -90,4 +99,4 @@ def _marked(mark: str) -> Iterator[psutil.Process]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

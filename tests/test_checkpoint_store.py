@@ -1,15 +1,21 @@
 """Checkpoints are whole or not there: also when the disk is full, and with two processes at one run."""
 
+import errno
+import json
 import os
+import re
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tasks.checkpoint import CheckpointError, CheckpointStore, RunState, alone
+from tasks.processes import ProcessIdentity
 
 ROOT = Path(__file__).parent.parent
 MEBIBYTE = 1 << 20
@@ -92,9 +98,27 @@ def test_an_error_in_the_background_is_raised_by_whatever_comes_next(tmp_path: P
 def test_a_run_has_one_process_and_a_killed_one_lets_go(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "held\n"
-    with pytest.raises(CheckpointError, match="another process works on"), alone(tmp_path):
-        pass
+    owner = rf"another process works on .* \(pid {process.pid} on {re.escape(socket.gethostname())}\): end it first"
+    for _ in range(2):  # who asks in vain leaves the record as it is
+        with pytest.raises(CheckpointError, match=owner), alone(tmp_path):
+            pass
     process.kill()
     process.wait()
     with alone(tmp_path):
+        record = json.loads((tmp_path / ".lock").read_text())
+        assert record.pop("host") == socket.gethostname()
+        assert ProcessIdentity(**record).process() == psutil.Process()
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    """As NFS 3 without its lock daemon answers."""
+
+    def refuse(*arguments: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    kind = subprocess.check_output(["df", "--output=fstype", tmp_path], text=True).split()[-1]
+    sentence = rf"cannot be locked, .* file system {kind} at /.* says '{os.strerror(code)}'; .*default_local_dir"
+    with pytest.raises(CheckpointError, match=sentence), alone(tmp_path):
         pass

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import ray
 
-from tasks.cluster import GPU_SHARE, ActorGroup, SharedGpus
+from tasks.cluster import ActorGroup, RankPlaces
 from tasks.router import Router
 
 
@@ -72,8 +72,8 @@ def test_groups_on_shared_gpus_have_one_actor_of_each_on_every_gpu() -> None:
         def gpu(self) -> list[int]:
             return ray.get_gpu_ids()
 
-    shared = SharedGpus(2)
-    groups = [ActorGroup(WhichGpu, 2, GPU_SHARE, shared=shared) for _ in range(2)]
+    places = RankPlaces(1, 2, "cuda", shared=True)
+    groups = [ActorGroup(WhichGpu, 2, places.num_gpus, places=places) for _ in range(2)]
     (first, second) = [group.call_all("gpu") for group in groups]
     assert first == second
     assert sorted(gpu for one in first for gpu in one) == [0, 1]

@@ -46,16 +46,28 @@ with ray_cluster(RayConfig(num_cpus=1)):
 """
 
 
-def start(*code):
-    command, env = [sys.executable, "-c", *code], os.environ | {"PYTHONPATH": str(ROOT)}
+CLOCK_STEP = """
+import sys
+if "-c" not in sys.orig_argv:  # as the driver and all others are started
+    from psutil import _pslinux
+    before = _pslinux.boot_time
+    _pslinux.boot_time = lambda: before() + 3600
+"""
+"""For Python's start: what a watchdog sees of the clock was set by an hour since the driver looked at it."""
+
+
+def start(*code, path=ROOT):
+    command, env = [sys.executable, "-c", *code], os.environ | {"PYTHONPATH": str(path)}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     return subprocess.Popen(command, cwd=ROOT, env=env, text=True, **pipes)
 
 
 @pytest.fixture
-def driver():
+def driver(request, tmp_path):
     """A driver with a process that it started before the block, a daemon within, and the daemon's agent."""
-    process = start(DRIVER, SLEEPER, DAEMON)
+    if getattr(request, "param", "clock goes on") == "clock is set":
+        (tmp_path / "sitecustomize.py").write_text(CLOCK_STEP)
+    process = start(DRIVER, SLEEPER, DAEMON, path=f"{tmp_path}{os.pathsep}{ROOT}")
     started = [psutil.Process(int(pid)) for pid in process.stdout.readline().split()]
     assert len(started) == 3
     yield process, started
@@ -66,6 +78,7 @@ def driver():
             one.kill()
 
 
+@pytest.mark.parametrize("driver", ["clock goes on", "clock is set"], indirect=True)
 def test_all_that_a_killed_driver_started_ends(driver):
     process, started = driver
     process.send_signal(signal.SIGKILL)
@@ -83,7 +96,7 @@ def test_rays_agents_end_too_when_their_raylet_was_faster():
     family = psutil.Process(process.pid).children(recursive=True)
     (raylet,) = [one for one in family if one.name() == "raylet"]
     agents = raylet.children()  # and workers, as far as they have been started
-    (guard,) = [one for one in family if any(word.endswith("watchdog.py") for word in one.cmdline())]
+    (guard,) = [one for one in family if "tasks.watchdog" in one.cmdline()]
     assert len(agents) >= 2
     try:
         for one in (*agents, guard):

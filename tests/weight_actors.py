@@ -17,7 +17,7 @@ from torch import Tensor
 from models.actor_config import ForwardProcessConfig
 from models.engines.canary import Canary
 from models.engines.weights import trainable
-from tasks.cluster import SharedGpus, ray_cluster
+from tasks.cluster import RankPlaces, ray_cluster
 from tasks.config import DiffusionRolloutConfig, RayConfig
 from tasks.dataset import Prompt, PromptEmbeddings, write_embeddings
 from tasks.rollout import RolloutGroup
@@ -80,8 +80,10 @@ def started(
     )
     embeddings = PromptEmbeddings.open(folder / "embeddings")
     with ray_cluster(RayConfig(num_cpus=2)):
-        shared = SharedGpus(ranks) if colocated else None
-        rollout = RolloutGroup(config, embeddings, settings, device=device, seed=0, shared=shared)
+        places = RankPlaces(1, ranks, device, colocated)
+        rollout = RolloutGroup(
+            config, embeddings, settings, device=device, seed=0, places=places if colocated else None
+        )
         trainer = TrainerGroup(
             config,
             actor_config(),
@@ -90,7 +92,7 @@ def started(
             device=device,
             num_threads=1,
             mini_batch_samples=4,
-            shared=shared,
+            places=places,
         )
         ray.get(trainer.start())
         yield Actors(trainer, rollout, Canary(rollout.prompt_table(["uid-0", "uid-1"])))

@@ -1,0 +1,57 @@
+"""Which process is which: also after its pid went to another one, and after the clock was set.
+
+The time of day at which a process started is no mark of it: the kernel keeps the ticks between boot and start, and who
+adds the boot's time of day gets another sum after every step of the clock. The ticks themselves never change.
+"""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class ProcessIdentity(NamedTuple):
+    """One process of all that there have been; a list of these three in JSON, see `parsed` for words.
+
+    Attributes:
+        pid: its number.
+        started: clock ticks from the boot to its start, proc(5)'s starttime.
+        boot: the kernel's id of that boot.
+    """
+
+    pid: int
+    started: int
+    boot: str
+
+    def __str__(self) -> str:
+        return f"{self.pid} {self.started} {self.boot}"
+
+    @classmethod
+    def parsed(cls, words: str) -> "ProcessIdentity":
+        """From what `str` gave."""
+        pid, started, boot = words.split()
+        return cls(int(pid), int(started), boot)
+
+    @classmethod
+    def of(cls, pid: int) -> "ProcessIdentity":
+        """Of the process that has the pid now.
+
+        Raises:
+            psutil.NoSuchProcess: none has.
+        """
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # its name may hold anything
+        except (FileNotFoundError, ProcessLookupError) as error:
+            raise psutil.NoSuchProcess(pid) from error
+        return cls(pid, int(fields[19]), BOOT_ID.read_text().strip())
+
+    def process(self) -> psutil.Process | None:
+        """The process, if it still is; one that has ended and waits for its parent is not."""
+        try:
+            found = psutil.Process(self.pid)
+            same = ProcessIdentity.of(self.pid) == self
+            return found if same and found.status() != psutil.STATUS_ZOMBIE else None
+        except psutil.NoSuchProcess:
+            return None
