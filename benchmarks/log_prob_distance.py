@@ -61,7 +61,9 @@ SIZES = {
     "tiny": Size({"true_cfg_scale": 4.0}, {}, (4, 8), 1e-5, 0.7, (0, 1), 4, 8, 16, 4),
     "sd3.5-medium": Size({"guidance_scale": 4.5}, {}, (32, 64), 1e-4, 0.7, tuple(range(9)), 24, 205),
     "qwen-image": Size({"true_cfg_scale": 4.0}, {}, (64, 128), 1e-5, 1.2, (0, 1), 8, 128),
-    "flux.1-dev": Size({"guidance_scale": 3.5, "true_cfg_scale": 2.0}, {"guidance_scale": 3.5}, (32, 64), 1e-5, 0.7, (0, 1), 8, 512),
+    "flux.1-dev": Size(
+        {"guidance_scale": 3.5, "true_cfg_scale": 2.0}, {"guidance_scale": 3.5}, (32, 64), 1e-5, 0.7, (0, 1), 8, 512
+    ),
 }
 
 
@@ -122,7 +124,6 @@ def measure(arguments: argparse.Namespace, graph: str) -> None:
     size, device, folder = SIZES[arguments.model], arguments.device, arguments.work / arguments.model
     torch._dynamo.reset()
     torch._inductor.config.emulate_precision_casts = graph == "casts"
-    torch._inductor.config.deterministic = graph == "casts"
     chosen = compile_blocks if graph == "one" else _compile_apart
     rollout_module.compile_blocks = trainer_module.compile_blocks = chosen  # type: ignore[attr-defined]
     rollout_module.compile_decoder = lambda vae: None  # type: ignore[attr-defined]  # nothing is decoded here
@@ -147,7 +148,8 @@ def measure(arguments: argparse.Namespace, graph: str) -> None:
             update={"guidance_gradient": gradient, "ppo_micro_batch_size_per_gpu": micro}
         )
         line = {"model": arguments.model, "lora": lora, "graph": graph, "case": label}
-        append(arguments.work, line | distances(trainer, rollout, request_of(config, size, gradient == "conditional", 0)))
+        request = request_of(config, size, gradient == "conditional", 0)
+        append(arguments.work, line | distances(trainer, rollout, request))
 
 
 def distances(trainer: DiffusersFSDPEngine, rollout: DiffusersRolloutEngine, request: RolloutRequest) -> dict[str, Any]:

@@ -28,12 +28,12 @@ TEXT_DIM = 32
 PROMPTS = ["the number 472", "a red sign that says hello", "hi"]
 
 
-def save_tiny_model(folder: Path) -> Path:
+def save_tiny_model(folder: Path, layers: int = 2) -> Path:
     """Save an untrained tiny pipeline in which no weight is zero and the latent statistics are not trivial.
 
     The modulations are large, so that prompt, timestep and guidance all show in the picture.
     """
-    settings = TinySettings(text_dim=TEXT_DIM, text_layers=1, layers=2, heads=2)
+    settings = TinySettings(text_dim=TEXT_DIM, text_layers=1, layers=layers, heads=2)
     pipeline = build_pipeline(PROMPTS, settings)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
