@@ -16,7 +16,7 @@ from flows.checks import Inputs
 from flows.config import TrainConfig
 from flows.utilisation import Utilisation
 from models.algorithms import DiffusionLossFn, get_diffusion_loss_fn, needs_old_means
-from models.engines.canary import Canary
+from models.engines.canary import Canary, CanaryLimits
 from models.engines.ema import HeldWeights
 from models.schedulers.windows import window_steps
 from tasks.checkpoint import CheckpointError, CheckpointStore, RunState, alone
@@ -63,6 +63,7 @@ class TrainingRun:
         learned: metrics of the update that made them.
         held_out: the last held-out reward that was measured.
         spent: what the recorded iterations cost, under cost/.
+        has_updated: has this process made an update?
     """
 
     config: TrainConfig
@@ -81,6 +82,7 @@ class TrainingRun:
     held_out: float = float("nan")
     spent: dict[str, float] = field(default_factory=dict)
     floor: FloorWatch | None = None
+    has_updated: bool = False
 
     @property
     def samples(self) -> bool:
@@ -132,8 +134,12 @@ class TrainingRun:
         )
 
     @property
-    def tolerance(self) -> float:
-        """Largest canary difference allowed."""
+    def canary_limits(self) -> CanaryLimits:
+        """How far a rollout worker's canary may be from the trainer's."""
+        return CanaryLimits(self._canary_tolerance, self.config.trainer.canary_missing_share)
+
+    @property
+    def _canary_tolerance(self) -> float:
         if self.config.trainer.canary_tolerance is not None:
             return self.config.trainer.canary_tolerance
         if self.config.trainer.device == "cuda":
@@ -327,7 +333,11 @@ def _start_actors(config: TrainConfig, inputs: Inputs, tracker: Tracker, store: 
     canary = None
     if rollout is not None:
         rollout.group.call_all("ready")
-        canary = Canary(rollout.prompt_table([prompt.uid for prompt in inputs.test[:CANARY_PROMPTS]]))
+        canary = Canary(
+            rollout.prompt_table([prompt.uid for prompt in inputs.test[:CANARY_PROMPTS]]),
+            rows=trainer_settings.canary_batch or settings.rollout.micro_batch_size,
+            timesteps=trainer_settings.canary_timesteps,
+        )
     ray.get(started)
     guards = GuardWatch(config.reward.guards, guard_metrics(config), tracker.history)
     utilisation = None

@@ -21,6 +21,7 @@ from flows.run import TrainingRun, open_run
 from flows.summary import Summary, register_export, summarise
 from models.algorithms.rollout_correction import too_far_apart
 from models.engines.ema import HeldWeights
+from models.engines.evaluation import FIRST_RATIO
 from tasks.checkpoint import save_checkpoint
 from tasks.clock import Stopwatch
 from tasks.cluster import gpu_slots, ray_cluster
@@ -74,8 +75,6 @@ def fit(run: TrainingRun) -> Summary:
         bar.show(held_out=result.reward)
     for iteration in range(first, total + 1):
         metrics, ahead = iterate(run, iteration, ahead)
-        if iteration == first:
-            _warn_of_distance(run, metrics)
         bar.advance(reward=metrics.get("critic/rewards/mean", math.nan), held_out=run.held_out)
     bar.close()
     run.store.settle()
@@ -111,13 +110,22 @@ def iterate(run: TrainingRun, iteration: int, ahead: Sampling | None) -> tuple[d
 
 
 def learn(run: TrainingRun, iteration: int, collected: Collected, clock: Stopwatch) -> None:
-    """The update, and the checkpoint that is due after it."""
+    """The update, and the checkpoint that is due after it.
+
+    Raises:
+        RatioError: it is the process's first, and see `check_first_ratio`. No checkpoint has the update then.
+    """
     correction, settings = run.config.algorithm.rollout_correction, run.config.trainer
     batches, advantages = collected.batches, collected.advantages
     with run.rollout.asleep(clock) if run.samples else nullcontext():
         old = None if correction.bypass_mode else old_log_prob(clock, run.trainer, batches, advantages, correction)
         with run.profiled("trainer", iteration, clock):
             run.take_update(iteration, update(clock, run.trainer, batches, advantages, old))
+    if not run.has_updated:
+        run.has_updated = True
+        warning = check_first_ratio(run.config, run.learned, collected.metrics.get("rollout/policy_lag", 0.0))
+        if warning:
+            get_run_logger().warning(warning)
     run.iteration = iteration
     if _due(iteration, settings.save_freq, run):
         state = run.state(iteration, run.learned)
@@ -163,7 +171,7 @@ def sample_again(run: TrainingRun, clock: Stopwatch) -> Sampling | None:
 def sync(run: TrainingRun, clock: Stopwatch, which: HeldWeights) -> Synced:
     """Give the rollout one of the trainer's sets of weights."""
     version = run.iteration - 1 if which == "previous" else run.iteration
-    return sync_weights(clock, run.trainer, run.rollout, run.canary, version, run.tolerance, which)
+    return sync_weights(clock, run.trainer, run.rollout, run.canary, version, run.canary_limits, which)
 
 
 def measure(run: TrainingRun, clock: Stopwatch) -> Validation:
@@ -180,14 +188,20 @@ def measure(run: TrainingRun, clock: Stopwatch) -> Validation:
     return result
 
 
-def _warn_of_distance(run: TrainingRun, metrics: Mapping[str, float]) -> None:
-    """Say so once if the rollout engine is not the trainer's equal; a loss without a clip range has nothing to lose."""
-    distance = metrics.get("rollout_corr/logprob_abs_diff_mean")
-    if distance is None or "actor/pg_clipfrac" not in metrics or metrics["rollout/policy_lag"]:
-        return
-    message = too_far_apart(distance, run.config.actor_rollout_ref.actor.diffusion_loss.clip_ratio)
-    if message:
-        get_run_logger().warning(message)
+def check_first_ratio(config: TrainConfig, learned: Mapping[str, float], lag: float) -> str | None:
+    """A warning where rounding takes much of the clip range, from the metrics of a process's first update.
+
+    Nothing is said of a loss that clips no ratio of log-probs, and of recorded log-probs that are `lag` updates older
+    than the weights: their ratios differ from 1 for another reason.
+
+    Raises:
+        RatioError: it is more than `trainer.max_logprob_difference` allows.
+    """
+    deviation, bypass = learned.get(f"actor/{FIRST_RATIO}"), config.algorithm.rollout_correction.bypass_mode
+    if deviation is None or "actor/pg_clipfrac" not in learned or (lag and bypass):
+        return None
+    clip_ratio = config.actor_rollout_ref.actor.diffusion_loss.clip_ratio
+    return too_far_apart(deviation, clip_ratio, config.trainer.max_logprob_difference, bypass)
 
 
 def _is_sampled_ahead(run: TrainingRun, iteration: int) -> bool:

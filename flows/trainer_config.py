@@ -58,6 +58,28 @@ class TrainerConfig(Section):
         description="Largest relative difference of velocities after a weight sync; null is 0.01 on CUDA; on "
         "the CPU 0, or 1e-4 where the rollout engine is vLLM-Omni.",
     )
+    canary_missing_share: float = Field(
+        0.75,
+        gt=0,
+        lt=1,
+        description="Largest share of the trainer's own change of velocity since the last weight sync that may be "
+        "missing from a rollout worker's: 0 where it holds the new weights, 1 where it holds older ones, 1/2 for both "
+        "where rounding is larger than the change.",
+    )
+    canary_timesteps: int = Field(
+        3,
+        ge=1,
+        description="Timesteps of the rollout's schedule that a weight sync is checked at, first and last included.",
+    )
+    canary_batch: int | None = Field(
+        None, ge=1, description="Samples that a weight sync is checked with; null is rollout.micro_batch_size."
+    )
+    max_logprob_difference: float | None = Field(
+        0.5,
+        gt=0,
+        description="Share of diffusion_loss.clip_ratio by which a clipped loss's ratios may differ from 1 on "
+        "average before the weights move; more stops the run at its first update. null only warns, above a third.",
+    )
     device_peak_tflops: float | None = Field(
         None,
         gt=0,

@@ -11,8 +11,12 @@ from mlflow import MlflowClient
 from mlflow.entities import Run
 from mlflow.exceptions import MlflowException
 
-MEASURED_ANEW = ("timing", "perf/", "memory/", "cost/hours", "cost/gpu_hours")
-"""Beginnings of the metrics that differ between two runs of the same thing: seconds and bytes."""
+MEASURED_ANEW = (
+    *("timing", "perf/", "memory/", "cost/hours", "cost/gpu_hours"),
+    *("sync/canary_change", "sync/canary_missing"),
+)
+"""Beginnings of the metrics that differ between two runs of the same thing: seconds, bytes, and what a process compares
+with its own weight sync before."""
 
 
 class HistoryError(RuntimeError):
@@ -85,5 +89,5 @@ class RunHistory:
 
 
 def comparable(metrics: Mapping[str, dict[int, float]]) -> dict[str, dict[int, float]]:
-    """Without seconds and bytes."""
+    """Without those of `MEASURED_ANEW`."""
     return {name: points for name, points in metrics.items() if not name.startswith(MEASURED_ANEW)}

@@ -14,7 +14,7 @@ from prefect.cache_policies import NO_CACHE
 
 from models.base import DiffusionModelBase, DiffusionModelConfig
 from models.config import DiffusionPipelineConfig
-from models.engines.canary import Canary
+from models.engines.canary import Agreement, Canary, CanaryLimits
 from models.engines.trajectories import LATENTS, PICTURES, PromptTable, RolloutRequest
 from models.schedulers.noise_keys import NoiseKey
 from tasks.clock import Stopwatch
@@ -186,23 +186,24 @@ class RolloutGroup:
         self,
         tensors: ray.ObjectRef | None,
         canary: Canary,
-        velocity: ray.ObjectRef,
+        proofs: Sequence[ray.ObjectRef],
         version: int,
-        tolerance: float,
+        limits: CanaryLimits,
         sent: tuple[int, int] | None = None,
-    ) -> float:
-        """Give every worker the same weights; the largest difference of a canary.
+    ) -> Agreement:
+        """Give every worker the same weights; how well the worst one's canary agrees with the trainer's.
 
         Args:
             tensors: where a worker finds them; None where they were sent and no copy is kept.
+            proofs: of these weights and, where there was one, of the sync before.
             sent: number and buckets of weights that the workers have by now, see `next_number`.
 
         Raises:
-            WeightSyncError: a worker's is beyond the tolerance.
+            WeightSyncError: a worker holds others, or its canary is beyond the limits.
         """
         number, buckets = sent or (self.next_number(), 0)
         kept = () if tensors is None else (tensors,)
-        check = {"canary": canary, "velocity": (velocity,), "version": version, "tolerance": tolerance}
+        check = {"canary": canary, "proofs": tuple(proofs), "version": version, "limits": limits}
         return self._hold(PolicyWeights(number, kept, buckets, **check))
 
     def next_number(self) -> int:
@@ -213,9 +214,9 @@ class RolloutGroup:
         """Give every worker the weights that a run exported to `folder`."""
         self._hold(PolicyWeights(self.next_number(), folder=folder))
 
-    def _hold(self, weights: PolicyWeights) -> float:
+    def _hold(self, weights: PolicyWeights) -> Agreement:
         self.weights = weights
-        return max(self.group.call_all("hold", weights))
+        return Agreement.worst(self.group.call_all("hold", weights))
 
     @contextmanager
     def asleep(self, clock: Stopwatch) -> Iterator[None]:

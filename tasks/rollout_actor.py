@@ -1,7 +1,8 @@
 """The rollout worker: a Ray actor with one engine and its weights."""
 
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ import torch
 
 from models.base import DiffusionModelConfig
 from models.config import DiffusionPipelineConfig
-from models.engines.canary import Canary, check_canary
-from models.engines.rollout_engine import RolloutEngine
+from models.engines.canary import Agreement, Canary, CanaryLimits, Proof, check_velocity
+from models.engines.rollout_engine import RolloutEngine, WeightLoad
 from models.engines.samples_file import read_samples, write_samples
 from models.engines.trajectories import LATENTS, PICTURES, RolloutRequest, Samples
+from models.engines.weight_buckets import buckets
+from models.engines.weight_digests import DigestBook, check_digests, digests_of
 from models.engines.weights import WeightSyncError
 from tasks.config import DiffusionRolloutConfig
 from tasks.memory import measures_gpu_memory
@@ -31,8 +34,9 @@ class PolicyWeights:
         buckets: so many came to the worker directly, see `tasks.weight_transport`; where they did not, or not all of
             them, it takes `tensors`.
         folder: where a run exported them, if they are not a trainer's.
-        canary, velocity: input and the trainer's answer (a reference, in a list), which the worker must repeat.
-        version, tolerance: see `check_canary`.
+        canary: the input from which the worker must repeat the trainer's answer; None asks for no proof.
+        proofs: references to the trainer's `Proof` of these weights and, after the first sync, of those before.
+        version, limits: see `check_velocity`.
     """
 
     number: int
@@ -40,9 +44,9 @@ class PolicyWeights:
     buckets: int = 0
     folder: Path | None = None
     canary: Canary | None = None
-    velocity: tuple[ray.ObjectRef, ...] = ()
+    proofs: tuple[ray.ObjectRef, ...] = ()
     version: int = 0
-    tolerance: float = 0.0
+    limits: CanaryLimits = field(default_factory=CanaryLimits)
 
 
 def _stage_of(_request: RolloutRequest, pipeline: DiffusionPipelineConfig | None, _weights: Any) -> str:
@@ -56,7 +60,8 @@ class RolloutActor:
     def __init__(self, model_config: DiffusionModelConfig, settings: DiffusionRolloutConfig, device: str):
         torch.set_num_threads(settings.num_threads)
         self.engine = _engine(model_config, settings, device)
-        self.held, self.difference, self.device = 0, 0.0, device
+        self.held, self.agreement, self.device = 0, Agreement(0.0), device
+        self.given = DigestBook(device=device)
         self.courier = Courier(device)
         self.arrival: Arrival | None = None
 
@@ -92,24 +97,31 @@ class RolloutActor:
         return recorded, *(outputs[name].numpy() if name in outputs else None for name in (PICTURES, LATENTS)), 0.0
 
     @measures_gpu_memory("update_weights")
-    def hold(self, weights: PolicyWeights) -> float:
-        """Take these weights, unless they are there already; the canary's relative difference to the trainer's.
+    def hold(self, weights: PolicyWeights) -> Agreement:
+        """Take these weights, unless they are there already; how well the canary's velocity agrees with the trainer's.
 
         Raises:
-            WeightSyncError: the engine does not take them, or its canary is beyond the tolerance.
+            WeightSyncError: the engine does not take them, holds others, or its canary is beyond the limits.
         """
         if self.held != weights.number:
             self._load(weights)
             if weights.canary is not None:
-                own, expected = self.engine.canary_velocity(weights.canary), ray.get(weights.velocity[0])
-                self.difference = check_canary(expected, own, weights.version, weights.tolerance)
+                proof, *before = ray.get(list(weights.proofs))
+                self.agreement = self._checked(weights.canary, proof, before[0].velocity if before else None, weights)
             self.held = weights.number
-        return self.difference
+        return self.agreement
+
+    def _checked(self, canary: Canary, proof: Proof, last: torch.Tensor | None, weights: PolicyWeights) -> Agreement:
+        held = self.engine.held_weights()
+        digests = self.given.digests() if held is None else digests_of(held)
+        check_digests(proof.digests, digests, weights.version)
+        own = self.engine.canary_velocity(canary)
+        return check_velocity(proof.velocity, own, last, weights.version, weights.limits)
 
     def take(self, parcel: Parcel) -> None:
         """The next bucket of weights that the trainer sends directly. `hold` follows the last one."""
         if parcel.index == 0:
-            self.held, self.arrival = 0, Arrival(parcel.number, self.engine.begin_load(), self.device)
+            self.held, self.arrival = 0, Arrival(parcel.number, self._begin_load(), self.device)
         weights = self.courier.receive(parcel)
         if self.arrival is not None:  # else this process is younger than the transfer, and `hold` takes another way
             self.arrival.take(weights)
@@ -121,12 +133,23 @@ class RolloutActor:
         elif weights.buckets and arrival is not None and arrival.finish(weights.number, weights.buckets):
             return
         elif weights.tensors:
-            self.engine.load_weights(ray.get(weights.tensors[0]))
+            load, given = self._begin_load(), ray.get(weights.tensors[0])
+            for bucket in buckets(given.items()):
+                load.take(bucket)
+            load.finish()
         elif weights.buckets:
             raise WeightSyncError(
                 f"policy version {weights.version} did not reach a rollout worker, and rollout.max_restarts is 0, so "
                 "that no copy is kept for such a one"
             )
+
+    def _begin_load(self) -> WeightLoad:
+        """A load of the engine's; of one that does not keep the weights as they come, their digests are taken here."""
+        load = self.engine.begin_load()
+        if self.engine.held_weights() is not None:
+            return load
+        self.given = DigestBook(device=self.device)
+        return _DigestedLoad(load, self.given)
 
     def sleep(self) -> None:
         """Give up the GPU's memory until `wake`."""
@@ -135,6 +158,20 @@ class RolloutActor:
     def wake(self) -> None:
         """Be ready for new weights and samples."""
         self.engine.wake()
+
+
+class _DigestedLoad:
+    """A load that digests what passes through it."""
+
+    def __init__(self, load: WeightLoad, book: DigestBook):
+        self._load, self._book = load, book
+
+    def take(self, weights: Mapping[str, torch.Tensor]) -> None:
+        self._book.add(weights.items())
+        self._load.take(weights)
+
+    def finish(self) -> None:
+        self._load.finish()
 
 
 def _engine(model_config: DiffusionModelConfig, settings: DiffusionRolloutConfig, device: str) -> RolloutEngine:

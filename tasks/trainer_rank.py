@@ -1,7 +1,7 @@
 """One rank of the trainer: a Ray actor with its part of the engine."""
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,11 @@ import torch
 
 from models.actor_config import DiffusionActorConfig, ForwardProcessConfig
 from models.base import DiffusionModelBase, DiffusionModelConfig
-from models.engines.canary import Canary
+from models.engines.canary import Canary, Proof
 from models.engines.ema import HeldWeights
 from models.engines.trajectories import FinishedLatents, Trajectories
 from models.engines.weight_buckets import buckets
+from models.engines.weight_digests import DigestBook
 from tasks.memory import measures_gpu_memory
 from tasks.update_plan import RankMiniBatch
 from tasks.weight_transport import Courier, Route
@@ -59,6 +60,7 @@ class TrainerRank:
             self.model_config, self.actor_config, self.device, self.forward_config, self.keeps_previous
         )
         self.engine.initialize()
+        self.rank, self.book = rank, DigestBook()
         return True
 
     @measures_gpu_memory("old_log_prob")
@@ -102,13 +104,15 @@ class TrainerRank:
         return self.engine.update_policy([batches[entry.positions] for entry in plan])
 
     @measures_gpu_memory("update_weights")
-    def weights_and_canary(
-        self, canary: Canary, which: HeldWeights
-    ) -> tuple[dict[str, torch.Tensor], torch.Tensor, int]:
-        """The weights of `engine.holding(which)` (whole on rank 0), what they predict for the canary, and bytes."""
+    def weights_and_proof(self, canary: Canary, which: HeldWeights) -> tuple[dict[str, torch.Tensor], Proof, int]:
+        """The weights of `engine.holding(which)` (whole on rank 0), what a worker must find out of them, and bytes."""
+        weights = {}
         with self.engine.holding(which):
-            weights, velocity = self.engine.gather_weights(), self.engine.canary_velocity(canary)
-        return weights, velocity, sum(tensor.nbytes for tensor in weights.values())
+            for name, whole in self._digested(self.engine.whole_weights()):
+                if self.rank == 0:
+                    weights[name] = whole.cpu().clone()
+            proof = self._proof(canary)
+        return weights, proof, sum(tensor.nbytes for tensor in weights.values())
 
     def weights(self, which: HeldWeights) -> dict[str, torch.Tensor]:
         """The weights of `engine.holding(which)`, whole on rank 0."""
@@ -118,20 +122,29 @@ class TrainerRank:
     @measures_gpu_memory("update_weights")
     def send_weights(
         self, number: int, route: Route, limit: int, canary: Canary, which: HeldWeights
-    ) -> tuple[torch.Tensor, tuple[int, int]]:
+    ) -> tuple[Proof, tuple[int, int]]:
         """Send the weights of `engine.holding(which)` in buckets of about `limit` bytes.
 
-        Every rank takes part in gathering them, with receivers on its route or without. Returns what they predict for
-        the canary, and how many buckets and bytes they are.
+        Every rank takes part in gathering them, with receivers on its route or without. Returns what a worker must find
+        out of them, and how many buckets and bytes they are.
         """
         count = size = 0
         with self.engine.holding(which):
-            for bucket in buckets(self.engine.whole_weights(), limit):
+            for bucket in buckets(self._digested(self.engine.whole_weights()), limit):
                 if route.receivers:
                     self.courier.send(number, count, bucket, route)
                 count += 1
                 size += sum(tensor.nbytes for tensor in bucket.values())
-            return self.engine.canary_velocity(canary), (count, size)
+            return self._proof(canary), (count, size)
+
+    def _digested(self, weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The same weights; rank 0, whose proof counts, digests them as they pass: in the format in which they travel,
+        and in the model's, in which a rollout holds them."""
+        self.book = DigestBook(self.model_config.dtype)
+        return self.book.passing(weights) if self.rank == 0 else weights
+
+    def _proof(self, canary: Canary) -> Proof:
+        return Proof(self.engine.canary_velocity(canary), self.book.digests())
 
     @measures_gpu_memory("save_checkpoint")
     def save_checkpoint(self, folder: Path) -> None:

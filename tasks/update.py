@@ -14,7 +14,7 @@ from prefect.cache_policies import NO_CACHE
 from models.actor_config import DiffusionActorConfig, ForwardProcessConfig
 from models.algorithms import needs_old_means
 from models.base import DiffusionModelConfig
-from models.engines.canary import Canary
+from models.engines.canary import Agreement, Canary, CanaryLimits
 from models.engines.ema import HeldWeights
 from tasks.advantage import NothingToLearn
 from tasks.clock import Stopwatch
@@ -51,6 +51,7 @@ class TrainerGroup:
         arguments = (model_config, actor_config, forward_config, device, num_threads, keeps_previous)
         self.group = ActorGroup(TrainerRank, world_size, gpus, arguments, places=places)
         self.routes = Routes(self.group.actors)
+        self._proofs: list[ray.ObjectRef] = []  # of the last sync
 
     def start(self) -> list[ray.ObjectRef]:
         """Build the engines; the references are ready when they are."""
@@ -133,15 +134,16 @@ class TrainerGroup:
         self.group.call_all("export", folder)
 
     def broadcast(
-        self, rollout: RolloutGroup, canary: Canary, version: int, tolerance: float, which: HeldWeights
+        self, rollout: RolloutGroup, canary: Canary, version: int, limits: CanaryLimits, which: HeldWeights
     ) -> "Synced":
         """Send the weights to every rollout worker and prove that they arrived; see `sync_weights`."""
         ranks, settings = self.group.actors, rollout.settings
         if settings.weight_transport == "object_store":
-            parts = [actor.weights_and_canary.options(num_returns=3).remote(canary, which) for actor in ranks]
-            tensors, velocity, size = parts[0]
-            difference = rollout.load_weights(tensors, canary, velocity, version, tolerance)
-            return Synced(difference, ray.get(size) / 2**30)
+            parts = [actor.weights_and_proof.options(num_returns=3).remote(canary, which) for actor in ranks]
+            tensors, proof, size = parts[0]
+            agreement = rollout.load_weights(tensors, canary, [proof, *self._proofs], version, limits)
+            self._proofs = [proof]
+            return Synced(agreement, ray.get(size) / 2**30)
         number, limit = rollout.next_number(), int(settings.update_weights_bucket_megabytes * 2**20)
         routes = self.routes.to(rollout.group.actors, settings.weight_transport)
         parts = [
@@ -151,8 +153,11 @@ class TrainerGroup:
         # For a worker that will have to be started again. It is made while the others already sample.
         copies = [actor.weights.remote(which) for actor in ranks] if settings.max_restarts else [None]
         count, size = ray.get([sent for _, sent in parts])[0]
-        difference = rollout.load_weights(copies[0], canary, parts[0][0], version, tolerance, sent=(number, count))
-        return Synced(difference, size / 2**30)
+        proof = parts[0][0]
+        proofs = [proof, *self._proofs]
+        agreement = rollout.load_weights(copies[0], canary, proofs, version, limits, sent=(number, count))
+        self._proofs = [proof]
+        return Synced(agreement, size / 2**30)
 
 
 def check_plans(plans: Sequence[tuple[Sequence[RankMiniBatch], Sequence[int]]], advantages: np.ndarray) -> None:
@@ -173,16 +178,17 @@ class Synced(NamedTuple):
     """What a weight sync tells.
 
     Attributes:
-        difference: the canary's largest relative difference over the rollout workers.
+        agreement: of the canary's velocities, the worst over the rollout workers.
         gib: size of the weights, of which every worker got a copy.
     """
 
-    difference: float
+    agreement: Agreement
     gib: float
 
     def metrics(self) -> dict[str, float]:
         """Under sync/."""
-        return {"sync/canary_difference": self.difference, "sync/gib": self.gib}
+        found = {f"sync/canary_{name}": value for name, value in self.agreement._asdict().items() if value is not None}
+        return found | {"sync/gib": self.gib}
 
 
 @task(name="update", cache_policy=NO_CACHE, persist_result=False)
@@ -217,7 +223,7 @@ def sync_weights(
     rollout: RolloutGroup,
     canary: Canary,
     version: int,
-    tolerance: float,
+    limits: CanaryLimits,
     which: HeldWeights,
 ) -> Synced:
     """Give the rollout the trainer's weights, on the way that `rollout.weight_transport` says.
@@ -226,7 +232,7 @@ def sync_weights(
         which: the policy's or one of the copies that the trainer keeps, see `TrainingEngine.holding`.
 
     Raises:
-        WeightSyncError: the canary's difference is above `tolerance`, or the weights could not be sent.
+        WeightSyncError: a worker holds other weights or its canary is beyond `limits`, or they could not be sent.
     """
     with clock.stage("update_weights"):
-        return trainer.broadcast(rollout, canary, version, tolerance, which)
+        return trainer.broadcast(rollout, canary, version, limits, which)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import model_config, rollout_request, save_tiny_model, trainer
+from helpers import actor_config, model_config, rollout_request, save_tiny_model
 from torch import nn
 
 from models.base import DiffusionModelConfig

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from models.algorithms import correct
-from models.algorithms.rollout_correction import too_far_apart
+from models.algorithms.rollout_correction import RatioError, too_far_apart
 from models.config import RolloutCorrectionConfig
 
 STEPS = 3
@@ -170,12 +170,20 @@ def test_equal_engines_need_no_correction() -> None:
     assert metrics["rollout_corr/chi2"] == metrics["rollout_corr/k3_kl"] == 0.0
 
 
-def test_a_third_of_the_clip_range_is_the_limit() -> None:
-    assert too_far_apart(3.3e-5, 1e-4) is None
-    message = too_far_apart(3.4e-5, 1e-4)
+def test_a_third_of_the_clip_range_warns_and_more_than_allowed_stops() -> None:
+    assert too_far_apart(3.3e-5, 1e-4, 0.5, True) is None
+    message = too_far_apart(3.4e-5, 1e-4, 0.5, True)
     assert message is not None
-    assert "differ by 3.4e-05" in message
-    assert "diffusion_loss.clip_ratio 0.0001" in message
+    assert "differ from 1 by 3.4e-05 on average, 0.34 of diffusion_loss.clip_ratio 0.0001" in message
+    with pytest.raises(RatioError, match=r"7.4e-05 on average, 0.74 of .* allows a share of 0.5, and null only warns"):
+        too_far_apart(7.4e-5, 1e-4, 0.5, True)
+    with pytest.raises(RatioError, match=r"0\.2 of diffusion_loss\.clip_ratio"):
+        too_far_apart(2e-5, 1e-4, 0.1, True)
+    assert too_far_apart(7.4e-5, 1e-4, None, True) is not None
+    assert too_far_apart(2e-5, 1e-4, None, True) is None
+    for bypass, advice in ((True, "Set .*bypass_mode false"), (False, "Set actor.guidance_gradient both")):
+        with pytest.raises(RatioError, match=advice):
+            too_far_apart(1.0, 1e-4, 0.5, bypass)
 
 
 # ---- settings

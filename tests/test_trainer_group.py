@@ -70,8 +70,8 @@ def batch(trajectories: Trajectories) -> PendingBatch:
 
 
 def weights_of(group: TrainerGroup) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    (weights, canary, _), *_ = group.group.call_all("weights_and_canary", Canary(prompt_table((5, 3))), "policy")
-    return weights, canary
+    (weights, proof, _), *_ = group.group.call_all("weights_and_proof", Canary(prompt_table((5, 3))), "policy")
+    return weights, proof.velocity
 
 
 def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:

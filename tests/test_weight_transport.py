@@ -9,9 +9,10 @@ import pytest
 import ray
 import torch
 from torch import Tensor
-from weight_actors import BUCKET, Actors, assert_equal, pictures, started
+from weight_actors import BUCKET, Actors, assert_equal, mend, pictures, spoil, started
 
 from flows.config import TrainConfig
+from models.engines.canary import CanaryLimits
 from models.engines.vllm_omni.weight_loads import FullLoad
 from models.engines.weight_buckets import buckets, byte_count, packed, shared, unpacked
 from models.engines.weights import TrainableLoad, WeightSyncError
@@ -34,7 +35,10 @@ def test_workers_hold_the_trainers_bits(actors: Actors, transport: str) -> None:
     assert_equal(weights)
     bytes_of_one = sum(tensor.nbytes for tensor in weights[0].values())
     assert bytes_of_one > 3 * BUCKET * 2**20
-    assert synced.metrics() == {"sync/canary_difference": 0.0, "sync/gib": bytes_of_one / 2**30}
+    metrics = synced.metrics()
+    assert metrics.pop("sync/canary_change", 1.0) > 1e-3  # none at the first sync
+    assert metrics.pop("sync/canary_missing", 0.0) == 0.0
+    assert metrics == {"sync/canary_difference": 0.0, "sync/gib": bytes_of_one / 2**30}
 
 
 @pytest.mark.parametrize("transport", DIRECT)
@@ -54,7 +58,7 @@ def test_a_worker_that_dies_comes_back_to_the_weights_and_to_the_next_sync(actor
     assert np.array_equal(pictures(group), before)
     assert_equal(actors.held())
     synced, group = actors.sync(transport)
-    assert synced.difference == 0.0
+    assert synced.agreement.difference == 0.0
     assert_equal(actors.held())
     assert not np.array_equal(pictures(group), before)
 
@@ -66,10 +70,23 @@ def test_weights_that_did_not_all_come_are_taken_from_the_copy(actors: Actors) -
     late = Parcel(99, 1, slots, Courier("cpu").place(), shared(flat))
     actors.rollout.group.call_all("take", late)
     ranks = actors.trainer.group.actors
-    parts = [rank.weights_and_canary.options(num_returns=3).remote(actors.canary, "policy") for rank in ranks]
-    tensors, velocity, _ = parts[0]
-    assert actors.rollout.load_weights(tensors, actors.canary, velocity, 0, 0.0, sent=(99, 2)) == 0.0
+    parts = [rank.weights_and_proof.options(num_returns=3).remote(actors.canary, "policy") for rank in ranks]
+    tensors, proof, _ = parts[0]
+    agreement = actors.rollout.load_weights(tensors, actors.canary, [proof], 0, CanaryLimits(), sent=(99, 2))
+    assert agreement == (0.0, None, None)
     assert_equal(actors.held())
+
+
+@pytest.mark.parametrize(("transport", "repacks"), [("object_store", False), ("ipc", False), ("ipc", True)])
+def test_weights_that_came_as_others_are_named(actors: Actors, transport: str, repacks: bool) -> None:
+    """Before any velocity is looked at, and whether or not the engine shows its own weights."""
+    first = actors.rollout.group.actors[0]
+    ray.get(first.__ray_call__.remote(spoil, repacks))
+    with pytest.raises(WeightSyncError, match=r"holds something else .* of \d+ tensors differ .* \['[a-z_]+[.]"):
+        actors.sync(transport)
+    ray.get(first.__ray_call__.remote(mend))
+    for way in ("object_store", *DIRECT):
+        assert actors.sync(way)[0].agreement.difference == 0.0
 
 
 def test_a_worker_without_the_weights_samples_nothing(actors: Actors) -> None:

@@ -15,7 +15,7 @@ from helpers import TEXT_DIM, actor_config, model_config
 from torch import Tensor
 
 from models.actor_config import ForwardProcessConfig
-from models.engines.canary import Canary
+from models.engines.canary import Canary, CanaryLimits
 from models.engines.weights import trainable
 from tasks.cluster import RankPlaces, ray_cluster
 from tasks.config import DiffusionRolloutConfig, RayConfig
@@ -46,7 +46,7 @@ class Actors:
         group = copy.copy(self.rollout)
         update = {"weight_transport": transport, "update_weights_bucket_megabytes": BUCKET} | settings
         group.settings = self.rollout.settings.model_copy(update=update)
-        return self.trainer.broadcast(group, self.canary, self.version, 0.0, "policy"), group
+        return self.trainer.broadcast(group, self.canary, self.version, CanaryLimits(), "policy"), group
 
     def held(self) -> list[dict[str, Tensor]]:
         """The trainer's weights, then each worker's, on the CPU."""
@@ -96,6 +96,36 @@ def started(
         )
         ray.get(trainer.start())
         yield Actors(trainer, rollout, Canary(rollout.prompt_table(["uid-0", "uid-1"])))
+
+
+def spoil(worker: Any, repacks: bool) -> None:
+    """Let the last tensor of each bucket come to this worker's engine as another one; `repacks` makes the engine one
+    whose own weights cannot be looked at, and spoils them on their way to it."""
+
+    def spoiled(weights: Any) -> dict[str, Tensor]:
+        *_, last = weights
+        return {name: tensor * 1.001 if name == last else tensor for name, tensor in weights.items()}
+
+    if repacks:
+        receive = worker.courier.receive
+        worker.engine.held_weights = lambda: None
+        worker.courier.receive = lambda parcel: spoiled(receive(parcel))
+        return
+    begin = worker.engine.begin_load
+
+    def begin_spoiled() -> Any:
+        load = begin()
+        take = load.take
+        load.take = lambda weights: take(spoiled(weights))
+        return load
+
+    worker.engine.begin_load = begin_spoiled
+
+
+def mend(worker: Any) -> None:
+    """Undo `spoil`, but for the engine that repacks."""
+    worker.courier.__dict__.pop("receive", None)
+    worker.engine.__dict__.pop("begin_load", None)
 
 
 def assert_equal(weights: list[dict[str, Tensor]]) -> None:

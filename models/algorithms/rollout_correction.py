@@ -15,7 +15,11 @@ if TYPE_CHECKING:
     from models.config import RolloutCorrectionConfig
 
 LOG_RATIO_LIMIT = 20.0
-ALLOWED_SHARE_OF_CLIP = 1 / 3
+WARNED_SHARE_OF_CLIP = 1 / 3
+
+
+class RatioError(RuntimeError):
+    """The first ratios of a run are too far from 1 for its clip range."""
 
 
 @dataclass(frozen=True)
@@ -120,15 +124,32 @@ def divergences(log_ratio: Tensor) -> dict[str, float]:
     return {f"rollout_corr/{name}": float(value) for name, value in values.items()}
 
 
-def too_far_apart(distance: float, clip_ratio: float) -> str | None:
-    """A sentence where the engines' mean |lp_old - lp_rollout| eats up the clip range, else None."""
-    if distance <= clip_ratio * ALLOWED_SHARE_OF_CLIP:
+def too_far_apart(deviation: float, clip_ratio: float, allowed: float | None, bypass_mode: bool) -> str | None:
+    """A sentence where what is no change of the policy eats up the clip range, else None.
+
+    Args:
+        deviation: mean |ratio - 1| before the weights move, where old and present log-probs are of the same weights.
+        clip_ratio: the loss's.
+        allowed: share of it that the deviation may be, `trainer.max_logprob_difference`; None never raises.
+        bypass_mode: are the old log-probs the rollout's, or the trainer's own?
+
+    Raises:
+        RatioError: it is a larger share.
+    """
+    share = deviation / clip_ratio
+    if share <= WARNED_SHARE_OF_CLIP and (allowed is None or share <= allowed):
         return None
-    return (
-        f"rollout and trainer give the same samples log-probs that differ by {distance:.2g} on average, more than a "
-        f"third of diffusion_loss.clip_ratio {clip_ratio:.2g}: the clip then acts on that difference. Use the same "
-        "number format and guidance on both sides, or set algorithm.rollout_correction.bypass_mode to false"
+    sides = "the rollout's log-probs" if bypass_mode else "the trainer's own log-probs of before the update"
+    other = "actor.guidance_gradient both or model.compile false"
+    change = "algorithm.rollout_correction.bypass_mode false" if bypass_mode else other
+    found = (
+        f"before any weight has moved the ratios to {sides} differ from 1 by {deviation:.2g} on average, {share:.2g} "
+        f"of diffusion_loss.clip_ratio {clip_ratio:.2g}: the clip acts on that, not on the policy. Set {change}, "
+        "compute in one number format on both sides (model.dtype, fsdp_config.param_dtype), or widen clip_ratio"
     )
+    if allowed is not None and share > allowed:
+        raise RatioError(f"{found}; trainer.max_logprob_difference allows a share of {allowed:g}, and null only warns")
+    return found
 
 
 def _shares_left_out(kept: Tensor) -> dict[str, float]:

@@ -46,6 +46,10 @@ class DiffusersRolloutEngine(Sampler):
         """Take weights from a folder that a run exported."""
         load_exported(self.adapter, self.transformer, self.model_config, folder)
 
+    def held_weights(self) -> Mapping[str, Tensor]:
+        """The trained weights as they are in the module now."""
+        return trainable(self.transformer)
+
     def canary_velocity(self, canary: Canary) -> Tensor:
         """What this copy of the model predicts for the canary, fp32 on the CPU."""
         return canary_velocity(self.adapter, self.transformer, self.model_config, canary, self.device)

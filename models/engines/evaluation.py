@@ -36,7 +36,10 @@ if TYPE_CHECKING:
 
 STEPWISE_DATA = ("old_log_probs", OLD_MEAN, IS_WEIGHTS, "noise", "sigmas", *VELOCITIES)
 TEXT = ("prompt_embeds", "prompt_embeds_mask", "negative_prompt_embeds", "negative_prompt_embeds_mask")
-LOG_PROB_DISTANCES = ("logprob_abs_diff/mean", "logprob_abs_diff/max")
+FIRST_RATIO = "ratio_deviation/first"
+"""`ratio_deviation/mean` of the first optimiser step: of the loss's own ratio, so in the unit of its clip range."""
+LOG_PROB_DISTANCES = ("logprob_abs_diff/mean", "logprob_abs_diff/max", FIRST_RATIO)
+"""Metrics that mean something only before the weights move."""
 
 
 class PolicyEvaluation:
@@ -100,7 +103,9 @@ class PolicyEvaluation:
         metrics["loss" if result.add_loss_metric else "pg_loss"] = loss.detach()
         if "old_log_probs" in data:
             distance = (output["log_probs"].detach() - data["old_log_probs"]).abs()
-            metrics |= dict(zip(LOG_PROB_DISTANCES, (distance.mean(), distance.max()), strict=True))
+            metrics |= {"logprob_abs_diff/mean": distance.mean(), "logprob_abs_diff/max": distance.max()}
+            if "ratio_deviation/mean" in metrics:
+                metrics[FIRST_RATIO] = metrics["ratio_deviation/mean"]
         if self.actor_config.use_kl_loss:
             kl = self._distance_to_reference(loss_function, output, data)
             loss = loss + self.actor_config.kl_loss_coef * kl

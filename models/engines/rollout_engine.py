@@ -47,6 +47,10 @@ class RolloutEngine(Protocol):
     def load_exported(self, folder: Path) -> None:
         """Take weights from a folder that a run exported."""
 
+    def held_weights(self) -> Mapping[str, Tensor] | None:
+        """The trained weights as they are in the engine now, under the trainer's names; None where it keeps them in
+        another form."""
+
     def canary_velocity(self, canary: Canary) -> Tensor:
         """What this copy of the model predicts for the canary, fp32 on the CPU."""
 

@@ -15,6 +15,7 @@ from models.engines.actor_batch import ActorBatch
 from models.engines.canary import Canary, check_canary
 from models.engines.diffusers_rollout import DiffusersRolloutEngine
 from models.engines.fsdp import DiffusersFSDPEngine
+from models.engines.weight_digests import check_digests, digests_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; there is none here")
 
@@ -57,6 +58,9 @@ def test_replay_update_sync_and_checkpoint(
     rollout.load_weights(trainer.gather_weights())
     canary = Canary(prompt_table((5, 3), 4 if guidance > 1 else None))
     assert check_canary(trainer.canary_velocity(canary), rollout.canary_velocity(canary), 1, tolerance=0.0) == 0
+    held, formats = digests_of(rollout.held_weights()), (torch.float32, config.dtype)
+    check_digests(digests_of(dict(trainer.whole_weights()), *formats), held, 1)
+    check_digests(digests_of(trainer.gather_weights(), *formats), held, 1)  # added up on the CPU
 
     trainer.save_checkpoint(tmp_path / "checkpoint")
     saved = trainer.gather_weights()

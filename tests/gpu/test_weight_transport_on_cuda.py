@@ -123,7 +123,7 @@ def test_a_rollout_worker_gets_the_trainers_bits(tiny_model: Path, tmp_path: Pat
     with started(tiny_model, tmp_path, device="cuda", ranks=1, workers=1, colocated=gpus == 1) as actors:
         for _ in range(2):
             synced, group = actors.sync(transport)
-            assert synced.difference == 0.0
+            assert synced.agreement.difference == 0.0
             assert_equal(actors.held())
         before = pictures(group)
         ray.kill(actors.rollout.group.actors[0], no_restart=False)

@@ -22,4 +22,4 @@ def test_the_canary_is_the_trainers_to_the_bit(actors: Actors, transport: str) -
         synced, group = actors.sync(transport, max_restarts=0)
         assert group.weights is not None
         assert not group.weights.tensors
-        assert synced.difference == 0.0
+        assert synced.agreement.difference == 0.0

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from models.base import DiffusionModelConfig
 from models.config import VllmOmniConfig
-from models.engines.canary import Canary
+from models.engines.canary import Canary, CanaryLimits, Proof
 from models.engines.diffusers_rollout import DiffusersRolloutEngine
+from models.engines.weight_digests import digests_of
 from models.engines.weights import WeightSyncError, trainable
 from tasks.clock import Stopwatch
 from tasks.cluster import ray_cluster
@@ -99,9 +100,10 @@ def synced(
     """Give workers and oracle the same weights; the workers' canary is the oracle's."""
     oracle.load_weights(weights)
     canary = Canary(groups[0].prompt_table(["uid-0", "uid-1"]))
-    velocity = ray.put(oracle.canary_velocity(canary))
+    proof = ray.put(Proof(oracle.canary_velocity(canary), digests_of(weights)))
     for group in groups:
-        assert group.load_weights(ray.put(weights), canary, velocity, version, 1e-5) < 1e-5
+        agreement = group.load_weights(ray.put(weights), canary, [proof], version, CanaryLimits(1e-5))
+        assert agreement.difference < 1e-5
 
 
 def test_workers_share_the_batches_and_sample_what_one_engine_does(
@@ -191,8 +193,8 @@ def test_a_worker_that_holds_other_weights_is_found_out(group: RolloutGroup, con
     oracle = DiffusersRolloutEngine(config)
     weights = {name: parameter.detach() for name, parameter in oracle.transformer.named_parameters()}
     canary = Canary(group.prompt_table(["uid-0"]))
-    other = ray.put(oracle.canary_velocity(canary) * 1.1)
+    other = ray.put(Proof(oracle.canary_velocity(canary) * 1.1, digests_of(weights)))
     with pytest.raises(WeightSyncError, match=r"policy version 2 .* allowed 0.0001"):
-        group.load_weights(ray.put(weights), canary, other, 2, 1e-4)
+        group.load_weights(ray.put(weights), canary, [other], 2, CanaryLimits(1e-4))
     with pytest.raises(WeightSyncError, match="policy version 2"):
         ray.get(group.submit(PROMPTS[:1], 2, 3, WINDOW)[0].pictures)

@@ -302,6 +302,19 @@ def test_a_failing_reward_fails_the_run_and_leaves_nothing_running(workspace: Wo
     assert not list((workspace.run_folder() / "checkpoints").iterdir())
 
 
+def test_ratios_that_are_rounding_stop_the_run_at_its_first_update(workspace: Workspace) -> None:
+    """No checkpoint has that update."""
+    formats = ("actor_rollout_ref.model.dtype=bfloat16", "actor_rollout_ref.actor.fsdp_config.param_dtype=float32")
+    short = ("trainer={total_training_steps: 1, val_before_train: false, canary_tolerance: 0.1}", *formats)
+    output = workspace.train(*short, check=False)
+    assert re.search(
+        r"the clip acts on that, not on the policy. Set algorithm.rollout_correction.bypass_mode false", output
+    )
+    (run,) = workspace.mlflow_runs()
+    assert run.info.status == "FAILED"
+    assert not list((workspace.run_folder() / "checkpoints").iterdir())
+
+
 @pytest.mark.parametrize(
     ("setting", "message"),
     [

@@ -220,6 +220,9 @@ class VllmOmniRolloutEngine:
         """Take weights from a folder that a run exported."""
         self.load_weights(read_exported(self.adapter, self.model_config, folder))
 
+    def held_weights(self) -> None:
+        """vLLM-Omni puts several of the trainer's tensors into one, and LoRA matrices into slots of its own."""
+
     def canary_velocity(self, canary: Canary) -> Tensor:
         """What this copy of the model predicts for the canary, fp32 on the CPU.
 
