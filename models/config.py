@@ -124,6 +124,11 @@ class ModelConfig(Section):
     """Which model is trained, and which of its weights."""
 
     path: str = Field("data/base_model", description="Folder in diffusers format (model_index.json at its root).")
+    initial_weights: str | None = Field(
+        None,
+        description="Folder with the weights that another run exported (LoRA or all of them, as this run trains), from "
+        "which training starts; null starts from model.path, which stays the reference of KL and losses.",
+    )
     algorithm: str = Field(
         "flow_grpo", description="Adapter key beside the architecture; an adapter may serve every algorithm."
     )

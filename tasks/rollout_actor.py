@@ -124,7 +124,7 @@ class RolloutActor:
             return
         elif weights.tensors:
             self.engine.load_weights(ray.get(weights.tensors[0]))
-        elif weights.buckets:
+        else:
             raise WeightSyncError(
                 f"policy version {weights.version} did not reach a rollout worker, and rollout.max_restarts is 0, so "
                 "that no copy is kept for such a one"
