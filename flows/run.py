@@ -286,6 +286,7 @@ def _start_actors(config: TrainConfig, inputs: Inputs, tracker: Tracker, store: 
         num_threads=trainer_settings.num_threads,
         mini_batch_samples=settings.actor.ppo_mini_batch_size * per_prompt,
         keeps_previous=trainer_settings.one_step_off_policy,
+        max_nonfinite_steps=trainer_settings.skippable_steps,
         shared=shared,
     )
     started = trainer.start()

@@ -259,6 +259,7 @@ def test_a_failing_reward_fails_the_run_and_leaves_nothing_running(workspace: Wo
         ("algorithm.name=grop", "known: flow_grpo, dance_grpo"),
         ("reward.functions={ocrr: {}}", "no reward 'ocrr'"),
         ("actor_rollout_ref.model.path=nowhere", "nowhere/model_index.json does not exist"),
+        ("actor_rollout_ref.model.initial_weights=nowhere", "which holds neither pytorch_lora_weights.safetensors nor"),
         ("actor_rollout_ref.rollout.pipeline.height=18", "must be multiples of 4"),
         ("trainer.total_training_stepz=3", "total_training_stepz"),
     ],
