@@ -13,7 +13,7 @@ from models.base import DiffusionModelBase, DiffusionModelConfig, read_architect
 from models.engines.sequence_parallel import check_sequence_split
 from models.engines.training_engine import get_training_engine
 from models.engines.vllm_omni.engine import check_tensor_split, pipeline_class
-from models.engines.weights import LORA_FILE
+from models.engines.weights import LORA_FILE, check_initial_weights
 from models.families import load_families
 from models.flops import PolicyFlops
 from models.latents import text_width
@@ -82,6 +82,8 @@ def check_inputs(config: TrainConfig, trains: bool = True) -> Inputs:
     if trains:
         _check_exploration(config, adapter.build_scheduler(model_config))
     _check_teacher(config, model_config)
+    if trains:
+        check_initial_weights(adapter, model_config)
     train, test = load_prompts(config.data.prompts, "train"), load_prompts(config.data.prompts, "test")
     test = test[: rollout.val_kwargs.max_prompts]
     embeddings = PromptEmbeddings.open(config.data.embeddings)

@@ -75,6 +75,8 @@ NOT_SHAPING: dict[str, Any] = {
         "max_logprob_difference",
         "device_peak_tflops",
         "gpu_memory_gib",
+        "on_nonfinite",
+        "max_nonfinite_steps",
         "profile",
     },
 }
@@ -332,7 +334,9 @@ class TrainConfig(Section):
 
     def data_read(self) -> list[Path]:
         """The files and folders that a run reads."""
-        return [self.data.prompts, self.data.embeddings, Path(self.actor_rollout_ref.model.path)]
+        model = self.actor_rollout_ref.model
+        start = [] if model.initial_weights is None else [Path(model.initial_weights)]
+        return [self.data.prompts, self.data.embeddings, Path(model.path), *start]
 
     def digest(self) -> str:
         """8 hex digits over the settings that shape the weights.

@@ -328,6 +328,7 @@ def _start_actors(config: TrainConfig, inputs: Inputs, tracker: Tracker, store: 
         mini_batch_samples=settings.actor.ppo_mini_batch_size * per_prompt,
         keeps_previous=trainer_settings.one_step_off_policy,
         places=places,
+        max_nonfinite_steps=trainer_settings.skippable_steps,
     )
     started = trainer.start()
     canary = None

@@ -92,7 +92,20 @@ class TrainerConfig(Section):
         description="Memory of a GPU that the run must fit into; null is that of the driver's own GPU, and without one "
         "nothing is checked.",
     )
+    on_nonfinite: Literal["stop", "skip"] = Field(
+        "stop",
+        description="What to do about an optimiser step whose gradient is not finite: stop the run before it, or skip "
+        "the step, which leaves weights and optimiser as they were. A stopped run may go on with skip.",
+    )
+    max_nonfinite_steps: int = Field(
+        3, ge=1, description="With on_nonfinite skip: so many steps in a row are left out; the next one stops the run."
+    )
     profile: ProfileConfig = Field(default_factory=ProfileConfig, description="Traces of chosen iterations.")
+
+    @property
+    def skippable_steps(self) -> int:
+        """Optimiser steps in a row that may be left out."""
+        return self.max_nonfinite_steps if self.on_nonfinite == "skip" else 0
 
     @property
     def world_size(self) -> int:

@@ -26,7 +26,9 @@ class EmaConfig(Section):
     """An exponential moving average of the trained weights, used for validation and export."""
 
     enable: bool = Field(False, description="Keep the average; validation and exported weights then use it.")
-    decay: float = Field(0.9, gt=0, lt=1, description="Largest decay; step s uses min((1+s)/(10+s), decay).")
+    decay: float = Field(
+        0.9, gt=0, lt=1, description="Largest decay; after s optimiser steps it is min((1+s)/(10+s), decay)."
+    )
     update_interval: int = Field(8, ge=1, description="Optimiser steps between two updates of the average.")
 
 
@@ -166,8 +168,8 @@ class DiffusionActorConfig(Section):
     ppo_epochs: int = Field(1, ge=1, description="Passes over one iteration's samples.")
     use_kl_loss: bool = Field(
         False,
-        description="Add the distance to the starting policy to the loss: the KL divergence of a step's Gaussians, or "
-        "with a loss of the forward process the mean squared difference of the velocities.",
+        description="Add the distance to the model at model.path to the loss: the KL divergence of a step's Gaussians, "
+        "or with a loss of the forward process the mean squared difference of the velocities.",
     )
     kl_loss_coef: float = Field(
         0.0,

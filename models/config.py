@@ -7,9 +7,9 @@ has torch, diffusers, peft and tensordict but no pydantic: any object with the s
 Field names are the reference system's (VeRL-Omni) wherever it has one.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 WindowMode = Literal["random", "progressive", "decay"]
 
@@ -148,6 +148,11 @@ class ModelConfig(Section):
     """Which model is trained, and which of its weights."""
 
     path: str = Field("data/base_model", description="Folder in diffusers format (model_index.json at its root).")
+    initial_weights: str | None = Field(
+        None,
+        description="Folder with the weights that another run exported (LoRA or all of them, as this run trains), from "
+        "which training starts; null starts from model.path, which stays the reference of KL and losses.",
+    )
     algorithm: str = Field(
         "flow_grpo", description="Adapter key beside the architecture; an adapter may serve every algorithm."
     )
@@ -172,6 +177,22 @@ class ModelConfig(Section):
     )
 
 
+def _step(value: Any) -> Any:
+    """A step of a path is what verl calls a token."""
+    return "step" if value == "token" else value
+
+
+def _bounds(value: Any) -> Any:
+    """verl writes two bounds as one text, lo_hi."""
+    return value.split("_") if isinstance(value, str) and "_" in value else value
+
+
+ImportanceMode = Annotated[
+    Literal["step", "sequence"], BeforeValidator(_step, json_schema_input_type=Literal["step", "token", "sequence"])
+]
+RejectionThreshold = Annotated[
+    float | tuple[float, float], BeforeValidator(_bounds, json_schema_input_type=float | tuple[float, float] | str)
+]
 RejectionMode = Literal[
     "step_k1",
     "step_k2",
@@ -199,8 +220,10 @@ class RolloutCorrectionConfig(Section):
         description="Take the rollout's log-probs as the old ones. false computes them again before the first "
         "optimiser step: another forward pass over all samples, which rollout_is and rollout_rs need.",
     )
-    rollout_is: Literal["step", "sequence"] | None = Field(
-        None, description="Weigh the loss by exp(lr) of the step, or exp(sum of lr) of the sample; null does not."
+    rollout_is: ImportanceMode | None = Field(
+        None,
+        description="Weigh the loss by exp(lr) of the step (also called token), or exp(sum of lr) of the sample; null "
+        "does not.",
     )
     rollout_is_threshold: float = Field(2.0, gt=0, description="Importance weights are truncated at this.")
     rollout_is_bounds: tuple[float, float] | None = Field(
@@ -212,8 +235,10 @@ class RolloutCorrectionConfig(Section):
         description="Leave out steps (step_) or whole samples (seq_: by the sum, mean or worst of their steps) whose "
         "k1 = lr, k2 = lr^2/2 or k3 = exp(lr) - 1 - lr exceeds the threshold; null keeps all.",
     )
-    rollout_rs_threshold: float | tuple[float, float] | None = Field(
-        None, description="k1: [lo, hi] that exp(lr) must lie in. k2 and k3: the largest value kept."
+    rollout_rs_threshold: RejectionThreshold | None = Field(
+        None,
+        description="k1: [lo, hi], or the text lo_hi, that exp(lr) must lie in; verl bounds exp(-lr), so its [lo, hi] "
+        "is [1/hi, 1/lo] here. k2 and k3: the largest value kept.",
     )
 
     @model_validator(mode="after")

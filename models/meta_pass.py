@@ -21,7 +21,7 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
 from models.base import DiffusionModelBase, DiffusionModelConfig
-from models.engines.weights import make_trainable, trainable
+from models.engines.weights import kept_in_fp32, make_trainable, trainable
 from models.latents import component_config
 
 if TYPE_CHECKING:
@@ -112,9 +112,9 @@ def meta_transformer(adapter: type[DiffusionModelBase], model_config: DiffusionM
     with torch.device("meta"):
         module: Any = getattr(diffusers, config["_class_name"]).from_config(config)
         make_trainable(adapter, module, model_config)
-    kept = tuple(getattr(module, "_keep_in_fp32_modules", None) or ())
+    kept = kept_in_fp32(module)
     for name, parameter in module.named_parameters():
-        if not any(part in name.split(".") for part in kept):
+        if name not in kept:
             parameter.data = parameter.data.to(model_config.dtype)
     for parameter in trainable(module).values():  # gradients of weights are accounted for where they are sharded
         parameter.register_post_accumulate_grad_hook(_forget_gradient)

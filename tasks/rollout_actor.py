@@ -137,7 +137,7 @@ class RolloutActor:
             for bucket in buckets(given.items()):
                 load.take(bucket)
             load.finish()
-        elif weights.buckets:
+        else:
             raise WeightSyncError(
                 f"policy version {weights.version} did not reach a rollout worker, and rollout.max_restarts is 0, so "
                 "that no copy is kept for such a one"

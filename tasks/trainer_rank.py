@@ -13,6 +13,7 @@ from models.actor_config import DiffusionActorConfig, ForwardProcessConfig
 from models.base import DiffusionModelBase, DiffusionModelConfig
 from models.engines.canary import Canary, Proof
 from models.engines.ema import HeldWeights
+from models.engines.training_engine import TrainingEngine, get_training_engine
 from models.engines.trajectories import FinishedLatents, Trajectories
 from models.engines.weight_buckets import buckets
 from models.engines.weight_digests import DigestBook
@@ -32,10 +33,12 @@ class TrainerRank:
         device: str,
         num_threads: int,
         keeps_previous: bool = False,
+        max_nonfinite_steps: int = 0,
     ):
         torch.set_num_threads(num_threads)
         self.model_config, self.actor_config, self.device = model_config, actor_config, device
         self.forward_config, self.keeps_previous = forward_config, keeps_previous
+        self.skippable = max_nonfinite_steps
         self.courier = Courier(device)
 
     def reserve_address(self) -> tuple[str, int]:
@@ -49,19 +52,21 @@ class TrainerRank:
         """Join the process group and build the engine."""
         import torch.distributed as dist
 
-        from models.engines.training_engine import get_training_engine
-
         # Also gloo on CUDA: for what lies in host memory, and for checkpoints that are written in the background.
         backend = "cpu:gloo,cuda:nccl" if self.device == "cuda" else "gloo"
         host, port = address
         dist.init_process_group(backend, init_method=f"tcp://{host}:{port}", rank=rank, world_size=world_size)
-        engine_class = get_training_engine(self.actor_config.strategy)
-        self.engine = engine_class(
-            self.model_config, self.actor_config, self.device, self.forward_config, self.keeps_previous
-        )
+        self.engine = self.new_engine()
         self.engine.initialize()
         self.rank, self.book = rank, DigestBook()
         return True
+
+    def new_engine(self) -> TrainingEngine:
+        """The engine that the config names, with nothing loaded."""
+        given = (self.model_config, self.actor_config, self.device, self.forward_config, self.keeps_previous)
+        engine_class = get_training_engine(self.actor_config.strategy)
+        # What says nothing is not given: an engine that always stops need not know of it.
+        return engine_class(*given, **{"max_nonfinite_steps": self.skippable} if self.skippable else {})
 
     @measures_gpu_memory("old_log_prob")
     def old_log_probs(self, with_means: bool, *trajectories: Trajectories) -> tuple:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import ray
 import torch
-from prefect import task
+from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
 from models.actor_config import DiffusionActorConfig, ForwardProcessConfig
@@ -43,12 +43,21 @@ class TrainerGroup:
         mini_batch_samples: int,
         keeps_previous: bool = False,
         places: RankPlaces | None = None,
+        max_nonfinite_steps: int = 0,
     ):
         self.actor_config, self.mini_batch_samples = actor_config, mini_batch_samples
         self.sharing = actor_config.fsdp_config.ulysses_sequence_parallel_size
         self.device = device
         gpus = places.num_gpus if places is not None else 1.0 if device == "cuda" else 0.0
-        arguments = (model_config, actor_config, forward_config, device, num_threads, keeps_previous)
+        arguments = (
+            model_config,
+            actor_config,
+            forward_config,
+            device,
+            num_threads,
+            keeps_previous,
+            max_nonfinite_steps,
+        )
         self.group = ActorGroup(TrainerRank, world_size, gpus, arguments, places=places)
         self.routes = Routes(self.group.actors)
         self._proofs: list[ray.ObjectRef] = []  # of the last sync
@@ -204,12 +213,20 @@ def update(
     Args:
         old: scores of the old policy; None takes the rollout's (`bypass_mode`).
 
+    Optimiser steps that were left out are warned of.
+
     Returns:
         Metrics under actor/, whether or not the loss names them so, and under rollout_corr/ how far apart the rollout's
         and the trainer's log-probs are.
     """
     with clock.stage("update_actor"):
         metrics = trainer.update(batches, advantages, old)
+    if metrics.get("nonfinite_steps"):
+        get_run_logger().warning(
+            "%d optimiser steps of this iteration were left out, because their gradient was not finite "
+            "(trainer.on_nonfinite skip): look at its samples and rewards",
+            metrics["nonfinite_steps"],
+        )
     distances = {name: metrics.pop(name) for name in list(metrics) if name.startswith("logprob_abs_diff")}
     between = {f"rollout_corr/{name.replace('/', '_')}": value for name, value in distances.items()}
     named = {f"actor/{name.removeprefix('actor/')}": value for name, value in metrics.items()}

@@ -141,6 +141,8 @@ class Arrival:
 
     def finish(self, number: int, buckets: int) -> bool:
         """Are these the weights of that number, with all their buckets? Then the engine has them now."""
+        if not buckets:
+            raise WeightSyncError("the trainer sent none of its weights")
         if (self._number, self._buckets) != (number, buckets):
             return False
         self._load.finish()

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -14,16 +15,18 @@ from diffusers import DiffusionPipeline
 from helpers import PROMPTS, actor_config, model_config, noise_keys
 from tiny_models import FAMILIES, NEGATIVE, Family
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from models.actor_config import ForwardProcessConfig
 from models.base import OPTIONAL_PIPELINE_FIELDS, DiffusionModelConfig
 from models.engines.actor_batch import ActorBatch
 from models.engines.canary import Canary, check_canary
 from models.engines.diffusers_rollout import DiffusersRolloutEngine
+from models.engines.engine_checkpoint import EngineCheckpoint
 from models.engines.fsdp import DiffusersFSDPEngine
 from models.engines.sampling import sample
 from models.engines.trajectories import PromptTable, RolloutRequest, Trajectories
-from models.engines.weights import export_weights, make_trainable, trainable
+from models.engines.weights import export_weights, kept_in_fp32, make_trainable, trainable
 from models.schedulers.noise_keys import INITIAL_NOISE, draw
 from tasks.dataset import Prompt, PromptEmbeddings, write_embeddings
 
@@ -264,16 +267,57 @@ def test_replayed_log_probs_are_the_rollouts_own(checkpoint_of: Any, name: str, 
 
 
 @with_and_without_guidance
+@pytest.mark.parametrize("weights", [{}, LORA], ids=["full", "lora"])
 @every_family
 @pytest.mark.usefixtures("one_rank")
-def test_replay_in_bfloat16(checkpoint_of: Any, name: str, guided: bool) -> None:
-    """The sharded engine casts nothing that the rollout does not: timesteps and rotary angles keep their format."""
+def test_replay_in_bfloat16(checkpoint_of: Any, name: str, weights: dict[str, int], guided: bool) -> None:
+    """The sharded engine casts nothing that the rollout does not: timesteps and rotary angles keep their format,
+    buffers have the rollout's, and what diffusers keeps in fp32 stays so: rollout, policy and reference are one."""
     model = checkpoint_of(name)
-    config = model.config(guided, dtype="bfloat16", **LORA)
+    config = model.config(guided, dtype="bfloat16", **weights)
     trajectories = model.rolled_out(config, guided)
-    assert torch.equal(trainer(config).rescored(trajectories).log_probs, trajectories.log_probs)
-    in_fp32 = model.rolled_out(model.config(guided, **LORA), guided)
+    engine = trainer(config, use_kl_loss=True, kl_loss_coef=0.1)
+    assert torch.equal(engine.rescored(trajectories).log_probs, trajectories.log_probs)
+    canary = Canary(model.prompts(PROMPTS[:2], guided))
+    own = DiffusersRolloutEngine(config).canary_velocity(canary)
+    assert check_canary(engine.canary_velocity(canary), own, version=0, tolerance=0.0) == 0.0
+    first = engine.update_policy([ActorBatch([(trajectories, ADVANTAGES)], 6)])
+    assert first["logprob_abs_diff/max"] == first["kl_loss"] == 0.0
+    in_fp32 = model.rolled_out(model.config(guided, **weights), guided)
     assert not torch.equal(in_fp32.log_probs, trajectories.log_probs)
+
+
+@every_family
+@pytest.mark.usefixtures("one_rank")
+def test_full_weights_in_bfloat16_are_exported_as_they_are_sampled_with(
+    checkpoint_of: Any, name: str, tmp_path: Path
+) -> None:
+    """After two updates: every parameter and buffer of the rollout is, in value and format, what diffusers loads."""
+    model = checkpoint_of(name)
+    config = model.config(dtype="bfloat16")
+    trajectories, rollout = model.rolled_out(config, False), DiffusersRolloutEngine(config)
+    engine = trainer(config, clip_grad=0.1)
+    start = engine.gather_weights()
+    norms = [engine.update_policy([ActorBatch([(trajectories, ADVANTAGES)], 6)])["grad_norm"] for _ in range(2)]
+    weights = engine.gather_weights()
+    assert min(norms) > 0
+    moved = {key for key, tensor in weights.items() if not torch.equal(tensor, start[key])}
+    kept = kept_in_fp32(rollout.transformer)
+    assert bool(kept) == (name == "wan")
+    assert kept <= moved
+    assert {key for key, p in trainable(rollout.transformer).items() if p.dtype == torch.float32} == kept
+    rollout.load_weights(weights)
+    canary = Canary(model.prompts(PROMPTS[:2], False))
+    assert check_canary(engine.canary_velocity(canary), rollout.canary_velocity(canary), 2, tolerance=0.0) == 0.0
+    export_weights(model.adapter, config, weights, tmp_path / "exported")
+    loaded = DiffusionPipeline.from_pretrained(tmp_path / "exported", dtype=torch.bfloat16).transformer
+    for ours, theirs in (
+        (rollout.transformer.named_parameters(), loaded.named_parameters()),
+        (rollout.transformer.named_buffers(), loaded.named_buffers()),
+    ):
+        for (key, own), (same, other) in zip(ours, theirs, strict=True):
+            assert (key, own.dtype) == (same, other.dtype)
+            assert torch.equal(own, other), key
 
 
 @with_and_without_guidance
@@ -422,6 +466,51 @@ def test_exported_weights_load_in_diffusers(
     start = draw(request.keys, INITIAL_NOISE, model.adapter.latent_shape(config), "cpu")
     theirs = (np.asarray(other.oracle(config, start, "np", prompt=list(PROMPTS))) * 255).round()
     assert np.array_equal(theirs, ours.numpy())
+
+
+@pytest.mark.parametrize("name", ["qwen_image", "stable_diffusion_3", "wan"])
+@pytest.mark.usefixtures("one_rank")
+def test_a_checkpoint_of_an_earlier_version_goes_on(
+    checkpoint_of: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which sharded what diffusers keeps in fp32, had fp32 buffers in a bf16 model, and counted the average's moves."""
+    model = checkpoint_of(name)
+    config, settings = model.config(dtype="bfloat16"), {"enable": True, "update_interval": 1, "clip_grad": 0.1}
+    batch = ActorBatch([(model.rolled_out(config, False), ADVANTAGES)], 6)
+    state = EngineCheckpoint._state
+
+    def earlier_state(checkpoint: EngineCheckpoint) -> dict[str, Any]:
+        found = state(checkpoint)
+        del found["extra"]["nonfinite_in_a_row"]
+        found["extra"]["ema_updates"] = 1
+        return found
+
+    with monkeypatch.context() as earlier:
+        earlier.setattr("models.engines.fsdp.kept_in_fp32", lambda module: set())
+        earlier.setattr("models.engines.fsdp.keep_formats", lambda module, dtype: None)
+        earlier.setattr(EngineCheckpoint, "_state", earlier_state)
+        saved = trainer(config, **settings)
+        saved.update_policy([batch])
+        saved.save_checkpoint(tmp_path / "checkpoint")
+    engine = trainer(config, **settings)
+    engine.load_checkpoint(tmp_path / "checkpoint")
+    for one, other in ((saved.averaged, engine.averaged), (nullcontext, nullcontext)):
+        with one(), other():
+            expected, loaded = saved.gather_weights(), engine.gather_weights()
+        assert all(torch.equal(loaded[key], expected[key]) for key in expected)
+    moments = [
+        {key: each.optimizer.state[p]["exp_avg"] for key, p in trainable(each.module).items()}
+        for each in (saved, engine)
+    ]
+    for key, kept in moments[0].items():
+        assert torch.equal(whole(moments[1][key]), whole(kept)), key
+    formats = {key: buffer.dtype for key, buffer in DiffusersRolloutEngine(config).transformer.named_buffers()}
+    assert {key: buffer.dtype for key, buffer in engine.module.named_buffers()} == formats
+    assert engine.update_policy([batch])["optimizer_steps"] == 2
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def trainer(config: DiffusionModelConfig, **settings: Any) -> DiffusersFSDPEngine:

@@ -209,3 +209,30 @@ def test_a_third_of_the_clip_range_warns_and_more_than_allowed_stops() -> None:
 def test_settings_that_cannot_act_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         RolloutCorrectionConfig(**settings)
+
+
+# ---- settings of verl
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.9, 3.0), (0.5, 2.0), (0.2, 1.5)])
+def test_k1_is_verls_with_the_bounds_turned_over(low: float, high: float) -> None:
+    """verl keeps a step where -lr, its k1, is in [log lo, log hi]."""
+    old, rollout = log_probs()
+    settings = config(rollout_rs="step_k1", rollout_rs_threshold=(1 / high, 1 / low))
+    kept = ~corrected(old, rollout, [True] * 30, settings).is_weights.isnan()
+    theirs = [[math.log(low) <= -lr <= math.log(high) for lr in row] for row in log_ratios(old, rollout)]
+    assert kept.tolist() == theirs
+    ours = corrected(old, rollout, [True] * 30, config(rollout_rs="step_k1", rollout_rs_threshold=(low, high)))
+    assert (kept.tolist() == (~ours.is_weights.isnan()).tolist()) == (low * high == 1)
+
+
+def test_verls_names_are_read() -> None:
+    named = config(rollout_is="token", rollout_rs="seq_mean_k1", rollout_rs_threshold="0.5_2.0")
+    assert named == config(rollout_is="step", rollout_rs="seq_mean_k1", rollout_rs_threshold=(0.5, 2.0))
+    assert config(rollout_rs="step_k2", rollout_rs_threshold="0.3").rollout_rs_threshold == 0.3
+    schema = RolloutCorrectionConfig.model_json_schema()["properties"]
+    assert "token" in str(schema["rollout_is"])
+    assert "string" in str(schema["rollout_rs_threshold"])
+    for wrong in ("0.5_", "1_2_3", "low_high"):
+        with pytest.raises(ValueError, match="rollout_rs_threshold"):
+            config(rollout_rs="seq_mean_k1", rollout_rs_threshold=wrong)

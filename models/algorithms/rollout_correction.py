@@ -86,7 +86,8 @@ def importance_weights(log_ratio: Tensor, kept: Tensor, config: "RolloutCorrecti
 def rejected(log_ratio: Tensor, mode: str, threshold: float | tuple[float, float]) -> Tensor:
     """Which steps are left out, [B, W].
 
-    k1 = lr must lie in [log lo, log hi]; k2 = lr^2 / 2 and k3 = exp(lr) - 1 - lr must not exceed the threshold.
+    k1 = lr must lie in [log lo, log hi], so exp(lr) = old / rollout in [lo, hi] (verl's k1 is -lr, so it bounds
+    rollout / old); k2 = lr^2 / 2 and k3 = exp(lr) - 1 - lr must not exceed the threshold.
     `step_` looks at each step, `seq_sum_`, `seq_mean_` and `seq_max_` at the sample: the sum or mean of its steps, or
     whether any step is out.
 

@@ -110,6 +110,11 @@ class WeightedMetrics:
             for name, value in metrics.items():
                 self.entries[name].append((float(value), weight))
 
+    def join(self, other: "WeightedMetrics") -> None:
+        """Take another's numbers too."""
+        for name, entries in other.entries.items():
+            self.entries[name] += entries
+
     def combined(self) -> dict[str, float]:
         """Name -> average or maximum."""
         return {

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from models.engines.weights import trainable
+from models.engines.weights import named, trainable
 
 if TYPE_CHECKING:
     from models.actor_config import EmaConfig
@@ -16,6 +16,14 @@ if TYPE_CHECKING:
 HeldWeights = Literal["policy", "average", "old", "previous"]
 """The trained weights, their moving average, the old policy of DiffusionNFT and its kin, and the trained weights of
 before the last update."""
+
+
+def reshard(module: nn.Module) -> None:
+    """Let the module hold its shards. Without `reshard_after_forward` it may still hold gathered weights, in the format
+    of the forward, and the next forward would compute with those and not with what is put into the shards."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
 
 
 class WeightCopy:
@@ -50,24 +58,27 @@ class WeightCopy:
             parameter.copy_(values[name])
 
     def _parameters(self) -> dict[str, nn.Parameter]:
-        """The trained shards. Without `reshard_after_forward` the module may still hold gathered weights; the next
-        forward would then compute with those and not with what is put into the shards."""
-        for part in self.module.modules():
-            if isinstance(part, FSDPModule):
-                part.reshard()
-        return trainable(self.module)
+        """The trained shards."""
+        reshard(self.module)
+        return named(self.module, self.shadow)
 
 
 class WeightAverage(WeightCopy):
-    """Exponential moving average: decay_s = min((1 + s) / (10 + s), decay) after s updates, as in Flow-GRPO."""
+    """Exponential moving average: decay_s = min((1 + s) / (10 + s), decay) after s optimiser steps.
+
+    The ramp is that of `EMAModuleWrapper` in github.com/yifan123/flow_grpo, flow_grpo/ema.py: it counts the optimiser
+    steps, also those between two moves of the average.
+    """
 
     def __init__(self, module: nn.Module, config: "EmaConfig"):
         super().__init__(module)
-        self.config, self.updates = config, 0
+        self.config = config
 
     def update(self, optimizer_step: int) -> None:
-        """Move the average towards the weights; acts at every `update_interval`-th optimiser step."""
-        if optimizer_step % self.config.update_interval:
-            return
-        self.follow(min((1 + self.updates) / (10 + self.updates), self.config.decay))
-        self.updates += 1
+        """Move the average towards the weights; acts at every `update_interval`-th optimiser step.
+
+        Args:
+            optimizer_step: how many have been made, the last one included.
+        """
+        if optimizer_step % self.config.update_interval == 0:
+            self.follow(min((1 + optimizer_step) / (10 + optimizer_step), self.config.decay))

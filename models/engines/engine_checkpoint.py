@@ -67,6 +67,7 @@ class EngineCheckpoint:
     def load(self, folder: Path) -> None:
         """Restore what a save wrote, in place."""
         engine, state = self.engine, self._state()
+        _forget_what_is_newer(state["extra"], folder)
         with _errors_are_exceptions():
             dcp.load(state, checkpoint_id=str(folder))
         options = StateDictOptions(ignore_frozen_params=True, strict=False)
@@ -77,8 +78,7 @@ class EngineCheckpoint:
         extra = state["extra"]
         engine.lr_scheduler.load_state_dict(extra["lr_scheduler"])
         engine.optimizer_steps, engine.updates = extra["optimizer_steps"], extra["updates"]
-        if engine.ema is not None:
-            engine.ema.updates = extra["ema_updates"]
+        engine.nonfinite.in_a_row = extra.get("nonfinite_in_a_row", 0)
         torch.set_rng_state(extra["torch_rng"])
 
     def _state(self) -> dict[str, Any]:
@@ -90,7 +90,7 @@ class EngineCheckpoint:
                 "lr_scheduler": engine.lr_scheduler.state_dict(),
                 "optimizer_steps": engine.optimizer_steps,
                 "updates": engine.updates,
-                "ema_updates": engine.ema.updates if engine.ema else 0,
+                "nonfinite_in_a_row": engine.nonfinite.in_a_row,
                 "torch_rng": torch.get_rng_state(),
             },
         }
@@ -101,6 +101,17 @@ class EngineCheckpoint:
         if engine.previous is not None:
             state["previous"] = engine.previous.shadow
         return state
+
+
+NEWER = frozenset({"nonfinite_in_a_row"})
+"""What checkpoints of earlier versions lack; it is 0 there."""
+
+
+def _forget_what_is_newer(extra: dict[str, Any], folder: Path) -> None:
+    there = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    for name in NEWER:
+        if f"extra.{name}" not in there:
+            del extra[name]
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from models.algorithms.losses import (
 from models.base import UNCONDITIONAL, DiffusionModelBase, DiffusionModelConfig
 from models.engines.ema import WeightCopy
 from models.engines.noised import add_noise
-from models.engines.weights import LORA_FILE
+from models.engines.weights import LORA_FILE, trainable
 from models.schedulers import FlowMatchSDEDiscreteScheduler
 
 if TYPE_CHECKING:
@@ -221,7 +221,15 @@ def load_teacher(adapter: type[DiffusionModelBase], model_config: DiffusionModel
 
 @contextmanager
 def _adapters_off(module: Any) -> Iterator[None]:
+    """Within the block the module computes with its base weights; what is trained stays so.
+
+    peft takes requires_grad from the LoRA weights while they are off, and gives it back to those that are registered by
+    then. Under FSDP these may be gathered copies, and the shards would be frozen from then on.
+    """
+    trained = list(trainable(module).values())
     module.disable_adapters()
+    for parameter in trained:
+        parameter.requires_grad_(True)
     try:
         yield
     finally:

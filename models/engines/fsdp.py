@@ -20,14 +20,15 @@ from models.engines.actor_batch import ActorBatch, PreparedBatch, WeightedMetric
 from models.engines.adam_state import adam_state_on_device, allocate_adam_state, offload_adam_state
 from models.engines.canary import Canary, canary_velocity
 from models.engines.compiled import compile_blocks
-from models.engines.ema import HeldWeights, WeightAverage, WeightCopy
+from models.engines.ema import HeldWeights, WeightAverage, WeightCopy, reshard
 from models.engines.engine_checkpoint import EngineCheckpoint
 from models.engines.evaluation import LOG_PROB_DISTANCES, PolicyEvaluation, load_teacher
 from models.engines.forward_batches import noised_batch
+from models.engines.gradients import NonfiniteSteps, average_whole, clip_gradients
 from models.engines.sequence_parallel import sequence_mesh, split_sequences
 from models.engines.training_engine import TRAINING_ENGINES
 from models.engines.trajectories import Trajectories
-from models.engines.weights import make_trainable, trainable
+from models.engines.weights import keep_formats, kept_in_fp32, load_exported, make_trainable, named, trainable
 
 if TYPE_CHECKING:
     from models.actor_config import DiffusionActorConfig, ForwardProcessConfig
@@ -44,6 +45,7 @@ class DiffusersFSDPEngine(PolicyEvaluation):
         device: str = "cpu",
         forward_config: "ForwardProcessConfig | None" = None,
         keeps_previous: bool = False,
+        max_nonfinite_steps: int = 0,
     ):
         self.model_config, self.actor_config, self.device = model_config, actor_config, device
         self.adapter = DiffusionModelBase.get_class(model_config)
@@ -51,6 +53,7 @@ class DiffusersFSDPEngine(PolicyEvaluation):
         self._forward_config, self._keeps_previous = forward_config, keeps_previous
         self.checkpoint = EngineCheckpoint(self)
         self.optimizer_steps = self.updates = 0
+        self.nonfinite = NonfiniteSteps(max_nonfinite_steps)
 
     def initialize(self) -> None:
         """Load, freeze, shard; then optimiser, warm-up, copies of the weights, reference and teacher."""
@@ -58,9 +61,10 @@ class DiffusersFSDPEngine(PolicyEvaluation):
         self._sequence_mesh = sequence_mesh(self.device, sharing) if sharing > 1 else None
         # Nothing in these models depends on the mode but that compiled code is made anew for each.
         self.module = self._sharded(self._load(trained=True)).eval()
+        self._trained = tuple(trainable(self.module))
         settings = self.actor_config.optim
         self.optimizer = torch.optim.AdamW(
-            list(trainable(self.module).values()),
+            list(self._shards().values()),
             lr=settings.lr,
             betas=settings.betas,
             eps=settings.eps,
@@ -87,30 +91,40 @@ class DiffusersFSDPEngine(PolicyEvaluation):
         """One optimiser step per batch; the same batch given twice is trained on twice.
 
         Returns:
-            Metrics without prefix, averaged over this rank's counted samples, timesteps and optimiser steps, and as
+            Metrics without prefix, averaged over this rank's counted samples, timesteps and optimiser steps; as
+            `nonfinite_steps` how many optimiser steps were left out (they are in no other metric), and as
             `sample_steps` how many samples times timesteps these are (`recorded_steps`: those whose half of the
             guidance without the prompt was not computed);
             logprob_abs_diff/* are of the first step alone, before the weights move.
 
         Raises:
-            FloatingPointError: the gradient is not finite; the weights are then untouched by it.
+            FloatingPointError: a gradient is not finite, and more steps in a row are not than may be left out; the
+                weights are untouched by it.
         """
         if self.previous is not None:
             self.previous.follow(0)
-        collected, prepared, counted, recorded = WeightedMetrics(), self._prepared(batches), 0, 0
+        collected, prepared = WeightedMetrics(), self._prepared(batches)
+        counted = recorded = left_out = 0
         for number, batch in enumerate(batches):
             if prepared[id(batch)].global_count == 0:  # on every rank: no pair was left of any group
                 continue
-            trained = self._accumulate_gradients(prepared[id(batch)], collected, first=number == 0)
+            of_step = WeightedMetrics()
+            trained = self._accumulate_gradients(prepared[id(batch)], of_step, first=number == 0)
             counted += trained
             recorded += trained if number == 0 and prepared[id(batch)].records_unconditional else 0
-            collected.add({"lr": float(self.lr_scheduler.get_last_lr()[0]), "grad_norm": self._optimizer_step()})
+            rate, norm = float(self.lr_scheduler.get_last_lr()[0]), self._optimizer_step()
+            if norm is None:
+                left_out += 1
+                continue
+            collected.join(of_step)
+            collected.add({"lr": rate, "grad_norm": norm})
         self._move_old_policy()
         self._release_memory()
         return collected.combined() | {
             "optimizer_steps": self.optimizer_steps,
             "sample_steps": counted,
             "recorded_steps": recorded,
+            "nonfinite_steps": left_out,
         }
 
     def _prepared(self, batches: Sequence[ActorBatch]) -> dict[int, PreparedBatch]:
@@ -179,16 +193,16 @@ class DiffusersFSDPEngine(PolicyEvaluation):
         scored = {field: torch.cat([piece[field] for piece in pieces]) for field in names}
         return replace(trajectories, log_probs=scored["log_probs"], means=scored.get("means"))
 
-    def _optimizer_step(self) -> float:
-        parameters = list(trainable(self.module).values())
-        norm = torch.nn.utils.clip_grad_norm_(parameters, self.actor_config.optim.clip_grad)
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        if not torch.isfinite(norm):
+    def _optimizer_step(self) -> float | None:
+        """The gradient's norm before it was clipped; None where it is not finite and the step was left out."""
+        parameters = list(self._shards().values())
+        average_whole(parameters)
+        norm = clip_gradients(parameters, self.actor_config.optim.clip_grad)
+        if not torch.isfinite(norm):  # it is over all ranks, so they agree
             self.optimizer.zero_grad()
-            raise FloatingPointError(
-                f"the gradient norm of optimiser step {self.optimizer_steps} is {norm.item()}: lower optim.lr or check "
-                "the rewards of this iteration"
-            )
+            self.nonfinite.leave_out(norm.item(), self.optimizer_steps)
+            return None
+        self.nonfinite.in_a_row = 0
         offloaded = self.actor_config.fsdp_config.optimizer_offload
         with adam_state_on_device(self.optimizer) if offloaded else nullcontext():
             self.optimizer.step()
@@ -200,6 +214,11 @@ class DiffusersFSDPEngine(PolicyEvaluation):
         return norm.item()
 
     # ---- weights
+
+    def _shards(self) -> dict[str, nn.Parameter]:
+        """Name -> what this rank has of each trained weight."""
+        reshard(self.module)
+        return named(self.module, self._trained)
 
     def averaged(self) -> AbstractContextManager[None]:
         """Context in which the engine's weights are the moving average, where the config asks for one."""
@@ -231,7 +250,7 @@ class DiffusersFSDPEngine(PolicyEvaluation):
 
     def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Name and tensor of the trained weights one by one, whole and on the device; every rank must take them all."""
-        for name, parameter in trainable(self.module).items():
+        for name, parameter in self._shards().items():
             whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
             yield name, whole.detach().to(self.device)
 
@@ -263,8 +282,11 @@ class DiffusersFSDPEngine(PolicyEvaluation):
         full = trained and self.model_config.model.lora_rank == 0
         dtype = torch.float32 if full else self.model_config.dtype
         module: Any = self.adapter.load_transformer(self.model_config, dtype)
+        keep_formats(module, self.model_config.dtype)
         if trained:
             make_trainable(self.adapter, module, self.model_config)
+            if self.model_config.model.initial_weights is not None:
+                load_exported(self.adapter, module, self.model_config, Path(self.model_config.model.initial_weights))
             if self.actor_config.fsdp_config.gradient_checkpointing:
                 module.enable_gradient_checkpointing()
         else:
@@ -283,18 +305,22 @@ class DiffusersFSDPEngine(PolicyEvaluation):
         settings, own = self.actor_config.fsdp_config, self.model_config.model.dtype
         if self._sequence_mesh is not None:
             split_sequences(self.adapter, module, self._sequence_mesh)
+        policy_format = settings.param_dtype or own
         policy = MixedPrecisionPolicy(
-            param_dtype=getattr(torch, settings.param_dtype or own),
+            param_dtype=getattr(torch, policy_format),
             reduce_dtype=getattr(torch, settings.reduce_dtype),
             # The adapter casts what the family's pipeline casts. Timesteps and rotary angles are not among it: rounded
             # here, the trainer would see another timestep than the rollout.
             cast_forward_inputs=settings.param_dtype not in (None, own),
         )
-        # Frozen weights that diffusers keeps in fp32 in a bf16 model stay so, whole on every rank: they are few, and
-        # rounded here they would make another model than the rollout's.
+        # Weights that diffusers keeps in fp32 in a bf16 model stay so, whole on every rank: they are few, and rounded
+        # here they would make another model than the rollout's. FSDP computes with one format a block.
         frozen = [p for p in module.parameters() if not p.requires_grad]
         whole = self.model_config.model.lora_rank > 0 and not settings.shard_frozen
         kept = {p for p in frozen if whole or p.dtype != getattr(torch, own)}
+        if own == policy_format == "bfloat16":
+            in_fp32 = kept_in_fp32(module)
+            kept |= {p for name, p in trainable(module).items() if name in in_fp32}
         offload = CPUOffloadPolicy(pin_memory=self.device == "cuda") if settings.param_offload else OffloadPolicy()
         mesh = init_device_mesh(self.device, (dist.get_world_size(),))
         for part in (*self.adapter.transformer_blocks(module), module):

@@ -28,6 +28,7 @@ class TrainingEngine(Protocol):
         device: str = "cpu",
         forward_config: "ForwardProcessConfig | None" = None,
         keeps_previous: bool = False,
+        max_nonfinite_steps: int = 0,
     ) -> None:
         """Keep the settings; nothing is loaded yet.
 
@@ -37,16 +38,20 @@ class TrainingEngine(Protocol):
             device: "cpu" (gloo) or "cuda" (nccl, and gloo for what lies in host memory).
             forward_config: noise levels and old policy; losses of the forward process need it.
             keeps_previous: hold on to the weights of before the last update, as `holding("previous")`.
+            max_nonfinite_steps: leave out so many optimiser steps in a row whose gradient is not finite, and report
+                them as `nonfinite_steps`; given only where it is not 0.
         """
 
     def initialize(self) -> None:
-        """Load the model, and build optimiser and copies of the weights."""
+        """Load the model, with `model.initial_weights` where there are some, and build optimiser and copies of the
+        weights."""
 
     def update_policy(self, batches: Sequence[ActorBatch]) -> dict[str, float]:
         """One optimiser step for each of this rank's batches; its metrics, without prefix.
 
         Raises:
-            FloatingPointError: the gradient is not finite; the weights are then untouched by it.
+            FloatingPointError: a gradient is not finite, as were `max_nonfinite_steps` in a row before it; the weights
+                are then untouched by it.
         """
 
     def rescored(self, trajectories: Trajectories, with_means: bool = False) -> Trajectories:

@@ -1,15 +1,18 @@
 """Which weights are trained, under which names they travel, and how they are written for others to load."""
 
+import json
 import shutil
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set, Sized
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline
+from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
 from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -53,25 +56,62 @@ def make_trainable(adapter: type[DiffusionModelBase], module: nn.Module, model_c
         parameter.data = parameter.data.float()
 
 
+def kept_in_fp32(module: nn.Module) -> set[str]:
+    """Names of the parameters and stored buffers that diffusers' `from_pretrained` keeps in fp32 in any model: its
+    `_keep_in_fp32_modules` are parts of their names."""
+    kept = {*(getattr(module, "_keep_in_fp32_modules", None) or ())}
+    return {name for name in module.state_dict() if kept & {*name.split(".")}}
+
+
+def keep_formats(module: nn.Module, dtype: torch.dtype) -> None:
+    """Round the stored buffers of a module that was loaded in fp32 as loading it in `dtype` does.
+
+    FSDP computes with parameters in the model's format and leaves buffers as they are.
+    """
+    stored, kept = module.state_dict(), kept_in_fp32(module)
+    for name, buffer in module.named_buffers():
+        if name in stored and name not in kept and buffer.is_floating_point():
+            buffer.data = buffer.data.to(dtype)
+
+
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
     """Name -> parameter of what is trained, in the module's order."""
     return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+
+
+def named(module: nn.Module, names: Iterable[str]) -> dict[str, nn.Parameter]:
+    """The parameters of these names.
+
+    Raises:
+        WeightSyncError: the module lacks one, or no name is given.
+    """
+    every = dict(module.named_parameters())
+    found = {name: every[name] for name in names if name in every}
+    _check_names({*names} - found.keys())
+    _check_some(found)
+    return found
 
 
 def load_trainable(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Copy `weights` into the module's trained parameters, casting to their number format.
 
     Raises:
-        WeightSyncError: the two sets of names differ.
+        WeightSyncError: the two sets of names differ, or are empty.
     """
     own = trainable(module)
     _check_names(own.keys() ^ weights.keys())
+    _check_some(own)
     _copy(own, weights)
 
 
 def _check_names(different: Set[str]) -> None:
     if different:
         raise WeightSyncError(f"weights do not match the model: {len(different)} names differ: {sorted(different)[:3]}")
+
+
+def _check_some(weights: Sized) -> None:
+    if not len(weights):
+        raise WeightSyncError("the model has no trained weights: nothing could be learnt, sent or kept")
 
 
 def _copy(own: Mapping[str, nn.Parameter], weights: Mapping[str, Tensor]) -> None:
@@ -88,6 +128,7 @@ class TrainableLoad:
 
     def __init__(self, module: nn.Module):
         self._own = trainable(module)
+        _check_some(self._own)
         self._missing = set(self._own)
 
     def take(self, weights: Mapping[str, Tensor]) -> None:
@@ -156,6 +197,66 @@ def read_exported(
         name.removeprefix("transformer.").replace(".weight", f".{ADAPTER_NAME}.weight"): tensor
         for name, tensor in stored.items()
     }
+
+
+def check_initial_weights(adapter: type[DiffusionModelBase], model_config: DiffusionModelConfig) -> None:
+    """`model.initial_weights`, where it is given, is an export of what this run trains; reads headers only.
+
+    Raises:
+        ValueError: there are none, or they are of another kind, rank, scale, choice of modules or model.
+    """
+    model = model_config.model
+    if model.initial_weights is None:
+        return
+    folder, field = Path(model.initial_weights), f"model.initial_weights is {model.initial_weights}"
+    lora, full = (folder / LORA_FILE).is_file(), (folder / "transformer" / "config.json").is_file()
+    if not (lora or full):
+        raise ValueError(
+            f"{field}, which holds neither {LORA_FILE} nor transformer/: give the folder that a run exported, "
+            "runs/<run name>/weights"
+        )
+    if lora != (model.lora_rank > 0):
+        held, wanted = ("LoRA weights", "0, which trains all") if lora else ("full weights", f"{model.lora_rank}")
+        raise ValueError(
+            f"{field}, which holds {held}, but model.lora_rank is {wanted}: give an export of the same kind"
+        )
+    if full:
+        own, other = (_architecture(Path(path)) for path in (model_config.path, folder))
+        if own != other:
+            different = sorted(name for name in own.keys() | other.keys() if own.get(name) != other.get(name))
+            raise ValueError(
+                f"{field}, whose transformer differs from that of model.path {model_config.path} in "
+                f"{', '.join(different)}: give weights of the same model"
+            )
+        return
+    _check_lora(adapter, model_config, folder / LORA_FILE, field)
+
+
+def _architecture(folder: Path) -> dict[str, Any]:
+    """What the transformer's config says of its weights."""
+    config = json.loads((folder / "transformer" / "config.json").read_text())
+    return {name: value for name, value in config.items() if name not in ("_name_or_path", "_diffusers_version")}
+
+
+def _check_lora(adapter: type[DiffusionModelBase], model_config: DiffusionModelConfig, file: Path, field: str) -> None:
+    with safe_open(file, "pt") as stored:
+        header = json.loads((stored.metadata() or {}).get(LORA_ADAPTER_METADATA_KEY, "{}"))
+    written = {name.removeprefix("transformer."): value for name, value in header.items()}
+    model = model_config.model
+    wanted = {
+        "r": ("lora_rank", model.lora_rank),
+        "lora_alpha": ("lora_alpha", model.lora_alpha),
+        "target_modules": ("target_modules", sorted(model.target_modules or adapter.lora_target_modules)),
+    }
+    for name, (setting, own) in wanted.items():
+        if name not in written:
+            raise ValueError(f"{field}, whose {LORA_FILE} does not say its {name}: give an export of this project")
+        other = sorted(written[name]) if isinstance(written[name], list) else written[name]
+        if other != own:
+            raise ValueError(
+                f"{field}, which was trained with {setting} {other}, but model.{setting} is {own}: it would be "
+                "another policy; set the same"
+            )
 
 
 def _pipeline_class(model_config: DiffusionModelConfig) -> type[DiffusionPipeline]:

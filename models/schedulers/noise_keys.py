@@ -35,7 +35,11 @@ class NoiseKey:
     sample_index: int
 
     def seed_of(self, step: int) -> int:
-        """A 63-bit seed for one step's draw; sha256, because Python's own hash differs from process to process."""
+        """A 63-bit seed for one step's draw; sha256, because Python's own hash differs from process to process.
+
+        torch's CPU generator keeps the lower 32 of its bits. Of n draws about n^2 / 2^33 pairs then share their noise:
+        .02 in an iteration of 1152 samples with 11 draws each. More bits would change every draw there has been.
+        """
         name = f"{self.seed}/{self.iteration}/{self.prompt_uid}/{self.sample_index}/{step}"
         return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1
 

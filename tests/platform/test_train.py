@@ -330,6 +330,7 @@ def test_ratios_that_are_rounding_stop_the_run_at_its_first_update(workspace: Wo
         ("algorithm.name=grop", "known: flow_grpo, dance_grpo"),
         ("reward.functions={ocrr: {}}", "no reward 'ocrr'"),
         ("actor_rollout_ref.model.path=nowhere", "nowhere/model_index.json does not exist"),
+        ("actor_rollout_ref.model.initial_weights=nowhere", "which holds neither pytorch_lora_weights.safetensors nor"),
         ("actor_rollout_ref.rollout.pipeline.height=18", "must be multiples of 4"),
         ("trainer.total_training_stepz=3", "total_training_stepz"),
     ],

@@ -52,5 +52,7 @@ class LoraLoad:
         self._weights |= {name: tensor.detach().cpu().clone() for name, tensor in weights.items()}
 
     def finish(self) -> None:
-        """Give them all to the engine."""
+        """Give them all to the engine; raise WeightSyncError where none has come."""
+        if not self._weights:
+            raise WeightSyncError("the trainer sent none of its LoRA weights")
         self._put(self._weights)
