@@ -19,7 +19,18 @@ CREDENTIAL_FILES = (
     *(".git-credentials", ".boto", ".s3cfg", ".dockercfg", "kubeconfig*", "*.kubeconfig", "service_account*.json"),
     *("id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*", "*.pem", "*.key", "*.p12", "*.pfx", "*.ppk", "*.jks"),
     *("*.keystore", "*.kdbx", "*.gpg", "*.asc", "*credential*", "*secret*", "*password*", "*passwd*"),
-    *("*api_key*", "*api-key*", "*apikey*", "token", ".token", "*.token", "*_token", "*-token", "*_token.txt", "*_token.json"),
+    *(
+        "*api_key*",
+        "*api-key*",
+        "*apikey*",
+        "token",
+        ".token",
+        "*.token",
+        "*_token",
+        "*-token",
+        "*_token.txt",
+        "*_token.json",
+    ),
 )
 """Names of files that hold keys by habit, in lower case."""
 CREDENTIAL_FOLDERS = (".aws", ".azure", ".docker", ".gcloud", ".gnupg", ".kube", ".ssh", "secrets", ".secrets")
@@ -30,7 +41,7 @@ HABITUALLY_IGNORED = (
 """What most projects ignore, and this repository may have forgotten to: outputs of notebooks hold anything."""
 IGNORED_FOLDERS = (
     *("__pycache__", ".venv", "venv", "node_modules", ".idea", ".vscode", ".ipynb_checkpoints", "wandb"),
-    *(".cache", ".mypy_cache", ".pytest_cache", ".ruff_cache", ".services"),
+    *(".cache", ".mypy_cache", ".pytest_cache", ".ruff_cache", ".services", ".doubleflow"),
 )
 SOURCE = (".py", ".md")
 """A committed file that ends so is code or text, whatever it is called; of its change only the content is looked at."""

@@ -168,9 +168,7 @@ def test_more_names_than_a_command_line_holds(repository: Path) -> None:
     assert record.patch.count(b"\nnew file mode") + record.patch.startswith(b"diff") >= len(names)
 
 
-def test_the_sum_has_a_cap_and_what_is_beyond_it_is_named(
-    repository: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_sum_has_a_cap_and_what_is_beyond_it_is_named(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tasks.code_difference.LARGEST_SUM", 5000)
     (repository / "code.py").write_text("a" * 2000)
     for name, size in (("large", 4000), ("small", 2500)):
