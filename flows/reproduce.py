@@ -52,7 +52,7 @@ def reproduce(run: str, iterations: int = 3, tolerance: float = 1e-5, tracking: 
     metric that is different fails the flow run.
 
     This runs code that the MLflow server names: do it only for runs whose server and author you trust. The patch must
-    have the digest that the run's tag holds; whose code it is, and the files that it changes, are logged before it runs.
+    have the digest that the run's tag holds; whose code it is and which files it changes is logged before it runs.
 
     Args:
         run: MLflow run id of a training run.

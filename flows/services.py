@@ -128,7 +128,7 @@ def status() -> None:
 def down() -> None:
     """End the processes and all that they started, the worker and its flow runs first; exit code 1 if one is missing.
 
-    The record of one that was not found stays: it has ended by itself, or is in another container or on another machine.
+    The record of one that was not found stays: it has ended by itself, or is in another container or machine.
     """
     if not HERE.is_dir():
         return

@@ -102,7 +102,7 @@ def code_difference(code: Path) -> CodeDifference:
         for names, out in ((changed, tracked_out), (untracked, untracked_out)):
             taken, room = _fitting(code, [name for name in names if name not in out], room)
             out |= {name: SUM for name in names if name not in out and name not in taken}
-            out |= {name: UNREADABLE for name in index.add(taken)}
+            out |= dict.fromkeys(index.add(taken), UNREADABLE)
         names_only = ("--cached", "--name-only", "--no-renames", "-z")
         for name in index.names("diff", *names_only, "--text", f"-G{KEY_IN_TEXT}", "HEAD"):
             (tracked_out if name in changed else untracked_out)[name] = KEY
