@@ -7,6 +7,7 @@ weights and what is in MLflow stay.
 import fcntl
 import os
 import shutil
+import socket
 import subprocess
 import tempfile
 import time
@@ -111,11 +112,12 @@ def _locked(file: Path) -> bool:
 
 
 def _services_live(folder: Path) -> bool:
-    """Does one of them run, or is its record no longer to be read?"""
+    """Does one of them run, maybe on another machine, or is their record no longer to be read?"""
     from flows.services import ServiceError, recorded_in
 
+    here = socket.gethostname()
     try:
-        return any(not process.ended and process.alive for process in recorded_in(folder / "pids.json").values())
+        return any(process.alive or process.host != here for process in recorded_in(folder / "pids.json").values())
     except ServiceError:
         return True
 

@@ -19,18 +19,8 @@ CREDENTIAL_FILES = (
     *(".git-credentials", ".boto", ".s3cfg", ".dockercfg", "kubeconfig*", "*.kubeconfig", "service_account*.json"),
     *("id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*", "*.pem", "*.key", "*.p12", "*.pfx", "*.ppk", "*.jks"),
     *("*.keystore", "*.kdbx", "*.gpg", "*.asc", "*credential*", "*secret*", "*password*", "*passwd*"),
-    *(
-        "*api_key*",
-        "*api-key*",
-        "*apikey*",
-        "token",
-        ".token",
-        "*.token",
-        "*_token",
-        "*-token",
-        "*_token.txt",
-        "*_token.json",
-    ),
+    *("*api_key*", "*api-key*", "*apikey*", "token", ".token", "*.token", "*_token", "*-token"),
+    *("*_token.txt", "*_token.json"),
 )
 """Names of files that hold keys by habit, in lower case."""
 CREDENTIAL_FOLDERS = (".aws", ".azure", ".docker", ".gcloud", ".gnupg", ".kube", ".ssh", "secrets", ".secrets")
@@ -46,8 +36,9 @@ IGNORED_FOLDERS = (
 SOURCE = (".py", ".md")
 """A committed file that ends so is code or text, whatever it is called; of its change only the content is looked at."""
 KEY_IN_TEXT = (
-    r"-----BEGIN [A-Z ]*PRIVATE KEY-----|AKIA[0-9A-Z]{16}|hf_[A-Za-z0-9]{30,}|gh[pousr]_[A-Za-z0-9]{30,}"
-    r"|github_pat_[A-Za-z0-9_]{30,}|glpat-[A-Za-z0-9_-]{20,}|sk-[A-Za-z0-9_-]{20,}|xox[abprs]-[A-Za-z0-9-]{10,}"
+    r"-----BEGIN [A-Z ]*PRIVATE KEY-----|AKIA[0-9A-Z]{16}|gh[pousr]_[A-Za-z0-9]{30,}"
+    r"|github_pat_[A-Za-z0-9_]{30,}|glpat-[A-Za-z0-9_-]{20,}|xox[abprs]-[A-Za-z0-9-]{10,}"
+    r"|(^|[^A-Za-z0-9_-])(sk-[A-Za-z0-9_-]{20,}|hf_[A-Za-z0-9]{30,})"
     r"|AIza[A-Za-z0-9_-]{35}|eyJ[A-Za-z0-9_-]{10,}\.eyJ[A-Za-z0-9_-]{10,}\."
     r"|[a-z][a-z0-9+.-]*://[^/@ :\"']+:[^/@ \"']+@"
     r"|([Aa][Pp][Ii]_?[Kk][Ee][Yy]|[Tt][Oo][Kk][Ee][Nn]|[Pp][Aa][Ss][Ss][Ww][Oo][Rr][Dd]|[Ss][Ee][Cc][Rr][Ee][Tt])"
