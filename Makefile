@@ -23,10 +23,14 @@ export HF_HUB_DISABLE_PROGRESS_BARS = 1
 # Prefect's database and settings live beside the code, not in the home folder.
 export PREFECT_HOME = $(CURDIR)/.prefect
 export PREFECT_LOGGING_LEVEL ?= WARNING
+# DVC unpickles what it finds in this folder: by default one that every user of the machine can write.
+export DVC_SITE_CACHE_DIR = $(CURDIR)/.doubleflow/dvc
+# A job runner and its API, which nothing here uses.
+export MLFLOW_SERVER_ENABLE_JOB_EXECUTION = false
 export OMP_WAIT_POLICY = passive
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: quickstart test lint train data up down status clean help $(TESTS)
+.PHONY: quickstart test lint train data up down status prune clean help .doubleflow $(TESTS)
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -36,11 +40,14 @@ quickstart: $(VENV)/.data data train ## install, prepare data, train the tiny mo
 train: $(VENV)/.data
 	@$(BIN)/python -m flows.train $(RECIPE)
 
-data: $(VENV)/.data ## prompts, base model and embeddings, as far as they are not there yet
+data: $(VENV)/.data .doubleflow ## prompts, base model and embeddings, as far as they are not there yet
 	@$(BIN)/dvc repro --quiet embeddings base_model
 
 up: $(VENV)/.data ## start Prefect, MLflow and a worker here, and deploy every recipe
 	@$(BIN)/python -m flows.services up --prefect-port $(PREFECT_PORT) --mlflow-port $(MLFLOW_PORT) --runs $(RUNS)
+
+prune: $(VENV)/.data ## what dead runs have left on the disk; `make prune YES=--yes` removes it
+	@$(BIN)/python -m flows.prune $(YES)
 
 down: ## end what `make up` started
 	@$(BIN)/python -m flows.services down
@@ -57,6 +64,7 @@ test: ## install and run every test, those of vLLM-Omni in an environment of the
 	@$(MAKE) --no-print-directory test-alone
 
 # Ray's workers are at nice 15 by default: beside two busy parts they would hardly run.
+$(TESTS): .doubleflow
 $(TESTS): export RAY_worker_niceness = 0
 # The tests start hundreds of processes of half a GiB. On a virtual machine whose host takes back what lies free, the
 # first touch of a page is the most expensive part of that: in pages of 2 MiB, and kept, they take two thirds the time.
@@ -89,6 +97,9 @@ lint: $(VENV)/.dev ## style, types and the direction of imports
 
 clean: ## remove the environment and every result; the data stays in DVC's cache
 	rm -rf $(VENV) $(VLLM_VENV) runs mlruns mlflow.db .prefect
+
+.doubleflow: # what others could have written is not kept: it is a cache
+	@find $@ -maxdepth 0 -perm /022 -exec rm -rf {} + 2>/dev/null; install -d -m 700 $@
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

@@ -60,8 +60,10 @@ def train_command(train: Callable[..., dict[str, Any]]) -> None:
 
     def main(recipe: Recipe = "quickstart", config: ConfigFile = None, changes: Changes = None) -> None:
         """Train a recipe here and now, and print where the results are."""
+        from flows.access import guard_temporary_server
         from flows.summary import Summary
 
+        guard_temporary_server()
         chosen = (
             load_recipe(recipe) if config is None else TrainConfig.model_validate(yaml.safe_load(config.read_text()))
         )
@@ -80,6 +82,9 @@ def validate_command(validate: Callable[..., dict[str, float]]) -> None:
         changes: Changes = None,
     ) -> None:
         """Measure one set of weights on the held-out prompts."""
+        from flows.access import guard_temporary_server
+
+        guard_temporary_server()
         for name, value in sorted(validate(load_recipe(recipe), weights, parse_changes(changes or [])).items()):
             typer.echo(f"{name:32} {value:.4f}")
 

@@ -1,12 +1,14 @@
 """Do the first iterations of a recorded run again, from its commit and its data, and say what came out the same."""
 
+import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,17 +16,21 @@ from tempfile import mkdtemp
 from typing import Any
 
 from mlflow.utils.mlflow_tags import MLFLOW_GIT_COMMIT
-from prefect import flow
+from prefect import flow, get_run_logger
 from prefect.artifacts import create_table_artifact
 from prefect.states import Completed, Failed, State
 
+from flows.access import dvc_environment
 from flows.checks import ConfigError
+from models.import_paths import check_allowed
 from tasks.config import TrackingConfig
 from tasks.history import HistoryError, RunHistory, comparable
-from tasks.lineage import dvc_hashes
+from tasks.lineage import dvc_hashes, start_tag
 from tasks.tracking import mlflow_client
 
 EQUAL, CLOSE, DIFFERENT = "equal", "within tolerance", "different"
+IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+WORKTREE = "doubleflow-"
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,9 @@ def reproduce(run: str, iterations: int = 3, tolerance: float = 1e-5, tracking: 
     the table of outcomes as `reproduction.json`. On CPU everything should be equal; on a GPU, within tolerance. A
     metric that is different fails the flow run.
 
+    This runs code that the MLflow server names: do it only for runs whose server and author you trust. The patch must
+    have the digest that the run's tag holds; whose code it is and which files it changes is logged before it runs.
+
     Args:
         run: MLflow run id of a training run.
         iterations: how many of its first iterations.
@@ -55,6 +64,7 @@ def reproduce(run: str, iterations: int = 3, tolerance: float = 1e-5, tracking: 
     client = mlflow_client(tracking)
     history = RunHistory(client, run)
     config = shortened(history.config(), iterations, f"reproduce-{run[:8]}")
+    check_import_paths(config)
     with worktree(history) as folder:
         check_data(history, folder)
         new = RunHistory(client, _train(folder, config, _absolute(client.tracking_uri)))
@@ -89,22 +99,83 @@ def shortened(config: dict[str, Any], iterations: int, name: str) -> dict[str, A
 @contextmanager
 def worktree(history: RunHistory) -> Iterator[Path]:
     """The repository at the run's commit with its differing files and DVC's data, in a folder that goes afterwards."""
-    commit = history.run.data.tags.get(MLFLOW_GIT_COMMIT)
-    if commit is None:
-        raise HistoryError(f"run {history.run_id} has no git commit: it did not run from a repository")
-    folder = Path(mkdtemp(prefix="doubleflow-"))
+    commit, patch = recorded_code(history)
+    private = Path(mkdtemp(prefix=f"{WORKTREE}{os.getpid()}-"))  # only this user's; the number is for `make prune`
+    folder = private / "code"
     try:
         _call("git", "worktree", "add", "--detach", str(folder), commit)
-        patch = history.file("lineage/000000/code.patch")
-        if patch.stat().st_size:
+        files = patched_files(patch, folder)
+        get_run_logger().warning(
+            "reproduce runs other code: commit %s by %s, and what %s recorded of run %s in %s: %s",
+            *(commit[:12], _author(commit), history.run.info.user_id or "an unknown user", history.run_id),
+            *(history.client.tracking_uri, f"changes in {', '.join(files)}" if files else "no changes"),
+        )
+        if files:
             _call("git", "-C", str(folder), "apply", str(patch))
         cache = subprocess.check_output([sys.executable, "-m", "dvc", "cache", "dir"], text=True).strip()
-        _call(sys.executable, "-m", "dvc", "cache", "dir", "--local", str(Path(cache).resolve()), folder=folder)
-        _call(sys.executable, "-m", "dvc", "checkout", "--quiet", folder=folder)
+        environment = os.environ | dvc_environment(private)
+        where = str(Path(cache).resolve())
+        _call(sys.executable, "-m", "dvc", "cache", "dir", "--local", where, folder=folder, environment=environment)
+        _call(sys.executable, "-m", "dvc", "checkout", "--quiet", folder=folder, environment=environment)
         yield folder
     finally:
         subprocess.run(["git", "worktree", "remove", "--force", str(folder)], capture_output=True)
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(private, ignore_errors=True)
+
+
+def recorded_code(history: RunHistory) -> tuple[str, Path]:
+    """(commit, patch) of the run's first start.
+
+    Raises:
+        HistoryError: it did not run from a repository, or the patch is not the one that was recorded.
+    """
+    tags = history.run.data.tags
+    if tags.get(MLFLOW_GIT_COMMIT) is None:
+        raise HistoryError(f"run {history.run_id} has no git commit: it did not run from a repository")
+    patch = history.file("lineage/000000/code.patch")
+    found = f"sha256:{hashlib.sha256(patch.read_bytes()).hexdigest()}"
+    commit, _, digest = tags.get(start_tag(0), "").partition(" ")
+    if not digest:
+        raise HistoryError(
+            f"run {history.run_id} has no tag {start_tag(0)}, which holds its patch's digest: it is older than these "
+            f"tags, or somebody removed it. Read lineage/000000/code.patch; if you trust it, set the tag to "
+            f"'{tags[MLFLOW_GIT_COMMIT]} {found}'"
+        )
+    if digest != found:
+        raise HistoryError(
+            f"lineage/000000/code.patch of run {history.run_id} has {found}, but its tag {start_tag(0)} says {digest}: "
+            "somebody changed it after the run, so its code is not run"
+        )
+    return commit, patch
+
+
+def patched_files(patch: Path, folder: Path) -> list[str]:
+    """The files that it adds, changes or removes."""
+    if not patch.stat().st_size:
+        return []
+    listed = subprocess.run(["git", "-C", str(folder), "apply", "--numstat", "-z", str(patch)], capture_output=True)
+    if listed.returncode:
+        raise HistoryError(f"{patch} is no patch: {listed.stderr.decode(errors='replace').strip()}")
+    return [row.rpartition(b"\t")[2].decode(errors="backslashreplace") for row in listed.stdout.split(b"\0") if row]
+
+
+def check_import_paths(config: Any) -> None:
+    """Raise ModuleNotAllowed where the config names code of a module that this machine does not allow."""
+    for path in import_paths(config):
+        check_allowed(path)
+
+
+def import_paths(tree: Any) -> list[str]:
+    """The texts and names of a config that are import paths, "package.module:object"."""
+    if isinstance(tree, str):
+        return [tree] if IMPORT_PATH.fullmatch(tree) else []
+    if isinstance(tree, Mapping):
+        tree = [*tree, *tree.values()]
+    return [path for item in tree for path in import_paths(item)] if isinstance(tree, Sequence) else []
+
+
+def _author(commit: str) -> str:
+    return subprocess.check_output(["git", "show", "--no-patch", "--format=%an <%ae>", commit], text=True).strip()
 
 
 def check_data(history: RunHistory, folder: Path) -> None:
@@ -150,6 +221,7 @@ def _train(folder: Path, config: dict[str, Any], tracking_uri: str) -> str:
     file = folder / ".doubleflow-config.json"
     file.write_text(json.dumps(config))
     environment = os.environ | {"PYTHONPATH": str(folder), "MLFLOW_TRACKING_URI": tracking_uri}
+    environment |= dvc_environment(folder.parent)
     _call(sys.executable, "-m", "flows.train", "--config", str(file), folder=folder, environment=environment)
     (record,) = folder.glob("runs/*/run.json")
     return str(json.loads(record.read_text())["mlflow_run_id"])

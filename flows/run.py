@@ -26,6 +26,7 @@ from tasks.dataset import Prompt
 from tasks.guards import FLOOR_TAG, HACKING_TAG, FloorWatch, GuardWatch
 from tasks.lineage import lineage
 from tasks.memory import resident_mb
+from tasks.ownership import require_own
 from tasks.pairs import SIDES, Pair
 from tasks.picture_statistics import NAMES as STATISTICS
 from tasks.profiling import traced
@@ -241,6 +242,7 @@ class TrainingRun:
         if found is None:
             return
         state, weights = found
+        require_own(weights)
         self.trainer.load(weights)
         self.iteration, self.learned = state.iteration, state.metrics
         self.stages.forget(self.next_iteration - 1)

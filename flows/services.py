@@ -1,9 +1,11 @@
 """What one machine needs to run deployments: `python -m flows.services up`, `status`, `down` (make up, make down).
 
 Up starts a Prefect server, MLflow and a worker, and makes the work pool, the GPU limit, the deployments and the
-automations. The processes' pids and logs are in .services/; down ends them and removes it. Databases and results stay.
+automations. The servers want a secret that is made here. It is in .services/, which only its owner can read, with the
+processes' pids and logs; down ends them and removes it. Databases and results stay.
 """
 
+import fcntl
 import json
 import os
 import shutil
@@ -11,7 +13,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated
 
@@ -19,14 +24,50 @@ import httpx
 import psutil
 import typer
 
+from flows import service_log
+from flows.access import (
+    USER,
+    AccessError,
+    dvc_environment,
+    exports,
+    new_access,
+    private_folder,
+    server_settings,
+    write_private,
+)
+from tasks.processes import boot_id, identity, lives
+
 HERE = Path(".services")
 RECORD = HERE / "pids.json"
+ENVIRONMENT = HERE / "environment"
 START_SECONDS, END_SECONDS = 120, 30
+LARGEST_LOG = 10_000_000
+MLFLOW_APP = "doubleflow"
+LOG_WRITERS: dict[str, subprocess.Popen] = {}
 app = typer.Typer(help="Servers and a worker on this machine.", no_args_is_help=True, add_completion=False)
 
 
 class ServiceError(RuntimeError):
     """The services cannot be started as asked."""
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A process that was started: `identity` is that of `tasks.processes`, `host` the machine."""
+
+    pid: int
+    identity: str
+    host: str
+
+    @property
+    def alive(self) -> bool:
+        """Does it still run, here?"""
+        return self.host == socket.gethostname() and lives(self.pid, self.identity)
+
+    @property
+    def ended(self) -> bool:
+        """Has it surely ended: this machine was started again since?"""
+        return self.host == socket.gethostname() and not self.identity.startswith(f"{boot_id()}/")
 
 
 @app.command()
@@ -38,50 +79,102 @@ def up(
     gpus: Annotated[int | None, typer.Option(help="GPUs of this machine; left out, as many as torch finds.")] = None,
 ) -> None:
     """Start everything; if one part does not start, nothing stays."""
-    if RECORD.is_file() and _living():
-        raise ServiceError(f"already up ({', '.join(_living())}): `make down` first")
-    for name, port in (("prefect", prefect_port), ("mlflow", mlflow_port)):
-        _require_free(name, port)
-    shutil.rmtree(HERE, ignore_errors=True)
-    HERE.mkdir()
-    urls = {
-        "PREFECT_API_URL": f"http://127.0.0.1:{prefect_port}/api",
-        "MLFLOW_TRACKING_URI": f"http://127.0.0.1:{mlflow_port}",
-        "DOUBLEFLOW_HOME": str(Path.cwd()),
-    }
-    environment = os.environ | urls
-    try:
-        server = ["prefect", "server", "start", "--host", "127.0.0.1", "--port", str(prefect_port)]
-        _start("prefect", server, environment)
-        _start("mlflow", _mlflow_server(mlflow_port), environment)
-        _wait_for("prefect", f"{urls['PREFECT_API_URL']}/health")
-        _wait_for("mlflow", f"{urls['MLFLOW_TRACKING_URI']}/health")
-        _prepare_server(environment, pool, runs, _gpu_count() if gpus is None else gpus)
-        _start("worker", ["prefect", "worker", "start", "--pool", pool, "--name", "local"], environment)
-    except BaseException:
-        down()
-        raise
+    with _alone():
+        if alive := _living():
+            raise ServiceError(f"already up ({', '.join(alive)}): `make down` first")
+        for name, port in (("prefect", prefect_port), ("mlflow", mlflow_port)):
+            _require_free(name, port)
+        _require_app()
+        _clear()
+        urls = {
+            "PREFECT_API_URL": f"http://127.0.0.1:{prefect_port}/api",
+            "MLFLOW_TRACKING_URI": f"http://127.0.0.1:{mlflow_port}",
+            "DOUBLEFLOW_HOME": str(Path.cwd()),
+        }
+        access = new_access()
+        write_private(ENVIRONMENT, exports(urls | access))
+        # Never as an argument: every user of the machine sees those.
+        environment = os.environ | urls | access | dvc_environment(Path.cwd())
+        servers = environment | server_settings(access, prefect_port)
+        try:
+            server = ["prefect", "server", "start", "--host", "127.0.0.1", "--port", str(prefect_port)]
+            _start("prefect", server, servers)
+            _start("mlflow", _mlflow_server(mlflow_port), servers)
+            _wait_for("prefect", f"{urls['PREFECT_API_URL']}/health")
+            _wait_for("mlflow", f"{urls['MLFLOW_TRACKING_URI']}/health")
+            _prepare_server(environment, pool, runs, _gpu_count() if gpus is None else gpus)
+            _start("worker", ["prefect", "worker", "start", "--pool", pool, "--name", "local"], environment)
+        except BaseException:
+            for process in reversed(_living().values()):
+                _end(process)
+            _clear()
+            raise
     typer.echo(f"Prefect {urls['PREFECT_API_URL'].removesuffix('/api')}   MLflow {urls['MLFLOW_TRACKING_URI']}")
-    for name, value in urls.items():
-        typer.echo(f"export {name}={value}")
+    typer.echo(f"Prefect's page asks for PREFECT_API_AUTH_STRING, MLflow's for {USER} and MLFLOW_TRACKING_PASSWORD.")
+    typer.echo(f"For another terminal, `. {ENVIRONMENT}` or:\n{exports(urls | access)}", nl=False)
 
 
 @app.command()
 def status() -> None:
     """Which of the processes are alive; exit code 1 if one is not."""
-    recorded = json.loads(RECORD.read_text()) if RECORD.is_file() else {}
-    alive = _living()
-    for name, (pid, _) in recorded.items():
-        typer.echo(f"{name:10} pid {pid:<8} {'up' if name in alive else 'gone, see ' + str(HERE / f'{name}.log')}")
-    raise typer.Exit(0 if recorded and len(alive) == len(recorded) else 1)
+    recorded = _recorded()
+    for name, process in recorded.items():
+        state = "up" if process.alive else f"gone, see {HERE / f'{name}.log'}"
+        typer.echo(f"{name:10} pid {process.pid:<8} {state}")
+    raise typer.Exit(0 if recorded and all(process.alive for process in recorded.values()) else 1)
 
 
 @app.command()
 def down() -> None:
-    """End the processes and all that they started, the worker and its flow runs first."""
-    for process in reversed(_living().values()):
-        _end(process)
-    shutil.rmtree(HERE, ignore_errors=True)
+    """End the processes and all that they started, the worker and its flow runs first; exit code 1 if one is missing.
+
+    The record of one that was not found stays: it has ended by itself, or is in another container or machine.
+    """
+    if not HERE.is_dir():
+        return
+    with _alone():
+        recorded, living = _recorded(), _living()
+        for process in reversed(living.values()):
+            _end(process)
+        missing = {name: entry for name, entry in recorded.items() if name not in living and not entry.ended}
+        if not missing:
+            shutil.rmtree(HERE)
+            return
+        _write_record(missing)
+        for name, entry in missing.items():
+            typer.echo(f"{name} (pid {entry.pid} on {entry.host}) was not found: has it ended by itself?", err=True)
+        typer.echo(
+            f"Their record and logs stay in {HERE}/. If they run in another container or on that machine, run `down` "
+            f"there; else remove the folder, or the next `up` does.",
+            err=True,
+        )
+    raise typer.Exit(1)
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Hold .services/, which is made: no two of `up` and `down` work at the same time.
+
+    Raises:
+        ServiceError: another one does.
+    """
+    busy = f"another `up` or `down` is at work in {Path.cwd()}: wait for it"
+    with (private_folder(HERE) / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            same = os.stat(lock.name).st_ino == os.fstat(lock.fileno()).st_ino  # not one that has been removed since
+        except (BlockingIOError, FileNotFoundError) as error:
+            raise ServiceError(busy) from error
+        if not same:
+            raise ServiceError(busy)
+        yield
+
+
+def _clear() -> None:
+    """Remove what an earlier start has left, but the lock."""
+    for file in HERE.iterdir():
+        if file.name != "lock":
+            file.unlink()
 
 
 def _mlflow_server(port: int) -> list[str]:
@@ -89,14 +182,17 @@ def _mlflow_server(port: int) -> list[str]:
     root = Path("mlruns").resolve().as_uri()
     address = ["--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     store = ["--backend-store-uri", "sqlite:///mlflow.db", "--default-artifact-root", root, "--no-serve-artifacts"]
-    return ["mlflow", "server", *address, *store]
+    return ["mlflow", "server", "--app-name", MLFLOW_APP, *address, *store]
 
 
 def _prepare_server(environment: Mapping[str, str], pool: str, runs: int, gpus: int) -> None:
     """Work pool, GPU limit, deployments and automations; those that exist are brought up to date."""
-    os.environ |= environment  # before Prefect is imported, which reads its address once
+    os.environ |= environment
+    from prefect.context import refresh_global_settings_context
+
     from flows.server import set_up_pool, update_automations
 
+    refresh_global_settings_context()
     set_up_pool(pool, runs, f"{pool}-gpus", gpus)
     deploy = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all"]
     result = subprocess.run(deploy, env=environment, capture_output=True, text=True)
@@ -107,12 +203,17 @@ def _prepare_server(environment: Mapping[str, str], pool: str, runs: int, gpus: 
 
 def _start(name: str, arguments: list[str], environment: Mapping[str, str]) -> None:
     """A process of a session of its own, so that Ctrl-C in this terminal does not reach it."""
-    with (HERE / f"{name}.log").open("w") as log:
+    log = [sys.executable, "-S", service_log.__file__, str(HERE / f"{name}.log"), str(LARGEST_LOG)]
+    writer = subprocess.Popen(log, stdin=subprocess.PIPE, start_new_session=True)
+    assert writer.stdin is not None
+    with writer.stdin as pipe:
         process = subprocess.Popen(
-            [sys.executable, "-m", *arguments], env=environment, stdout=log, stderr=log, start_new_session=True
+            [sys.executable, "-m", *arguments], env=environment, stdout=pipe, stderr=pipe, start_new_session=True
         )
-    recorded = json.loads(RECORD.read_text()) if RECORD.is_file() else {}
-    RECORD.write_text(json.dumps(recorded | {name: (process.pid, psutil.Process(process.pid).create_time())}))
+    LOG_WRITERS[name] = writer
+    # One that has ended already is recorded, too: `_wait_for` says why.
+    recorded = Recorded(process.pid, identity(process.pid) or f"{boot_id()}/ended", socket.gethostname())
+    _write_record(_recorded() | {name: recorded})
 
 
 def _wait_for(name: str, url: str) -> None:
@@ -123,19 +224,48 @@ def _wait_for(name: str, url: str) -> None:
                 return
         except httpx.TransportError:
             time.sleep(0.5)
-    raise ServiceError(f"{name} did not start: {(HERE / f'{name}.log').read_text()[-2000:]}")
+    if name not in _living():
+        with suppress(subprocess.TimeoutExpired):
+            LOG_WRITERS[name].wait(END_SECONDS)  # it writes the last words
+    raise ServiceError(f"{name} did not start: {(HERE / f'{name}.log').read_text(errors='replace')[-2000:]}")
+
+
+def _recorded() -> dict[str, Recorded]:
+    return recorded_in(RECORD)
+
+
+def recorded_in(file: Path) -> dict[str, Recorded]:
+    """Name -> process of what was started; nothing without the file.
+
+    Raises:
+        ServiceError: the record is broken.
+    """
+    if not file.is_file():
+        return {}
+    try:
+        record = json.loads(file.read_text())
+        return {str(name): Recorded(int(pid), str(who), str(host)) for name, (pid, who, host) in record.items()}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise ServiceError(
+            f"{file} cannot be read ({error}): end the servers and the worker by hand, if they run (`pgrep -af "
+            f"'prefect|mlflow'`), then remove {file.parent}/"
+        ) from error
+
+
+def _write_record(processes: Mapping[str, Recorded]) -> None:
+    """Written aside and renamed: there is the old record or the new one."""
+    aside = RECORD.with_suffix(".new")
+    write_private(aside, json.dumps({name: (p.pid, p.identity, p.host) for name, p in processes.items()}))
+    os.replace(aside, RECORD)
 
 
 def _living() -> dict[str, psutil.Process]:
     """Name -> process of those that are alive; a pid that has gone to another process since is not one of them."""
     found = {}
-    for name, (pid, created) in (json.loads(RECORD.read_text()) if RECORD.is_file() else {}).items():
-        try:
-            process = psutil.Process(pid)
-            if process.create_time() == created and process.status() != psutil.STATUS_ZOMBIE:
-                found[name] = process
-        except psutil.NoSuchProcess:
-            continue
+    for name, process in _recorded().items():
+        with suppress(psutil.NoSuchProcess):
+            if process.alive:
+                found[name] = psutil.Process(process.pid)
     return found
 
 
@@ -158,6 +288,13 @@ def _require_free(name: str, port: int) -> None:
             raise ServiceError(f"port {port} for {name} is taken: choose another with --{name}-port") from error
 
 
+def _require_app() -> None:
+    if MLFLOW_APP not in entry_points(group="mlflow.app").names:
+        raise ServiceError(
+            "the installed package does not have MLflow's guard yet: `pip install -e .` again (`make up` does it)"
+        )
+
+
 def _gpu_count() -> int:
     import torch
 
@@ -167,5 +304,5 @@ def _gpu_count() -> int:
 if __name__ == "__main__":
     try:
         app()
-    except ServiceError as error:
+    except (ServiceError, AccessError) as error:
         raise SystemExit(f"error: {error}") from error

@@ -1,6 +1,7 @@
 """Sweeps: many training runs over some fields of a config, as children of one MLflow run."""
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from itertools import product
@@ -23,6 +24,8 @@ from tasks.child import ChildDied, child_run
 from tasks.tracking import Tracker
 
 DONE = (TrialState.COMPLETE, TrialState.PRUNED)
+MOST_GRID_POINTS = 10_000
+"""More would fill the study's file before the first run starts."""
 
 
 class Dimension(Section):
@@ -59,16 +62,26 @@ class Dimension(Section):
         """
         if self.choices is not None:
             return list(self.choices)
+        return [self.low + number * self.step for number in range(self.grid_size())]
+
+    def grid_size(self) -> int:
+        """How many values the grid has. Raises what `grid` raises."""
+        if self.choices is not None:
+            return len(self.choices)
         if self.step is None:
             raise ConfigError("sampler grid needs choices, or a step with low and high")
-        count = int((self.high - self.low) / self.step + 1e-9) + 1
-        return [self.low + number * self.step for number in range(count)]
+        return int(min((self.high - self.low) / self.step, 1e18) + 1e-9) + 1
 
 
 class SweepConfig(Section):
     """Which runs are tried, and how."""
 
-    name: str = Field("sweep", pattern=r"^[A-Za-z0-9._-]+$", description="A sweep of the same name is continued.")
+    name: str = Field(
+        "sweep",
+        pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$",
+        max_length=100,
+        description="A sweep of the same name is continued. It names a folder, so it begins with no dot or dash.",
+    )
     space: dict[str, Dimension] = Field(min_length=1, description="Config field, as a.b.c, to its values.")
     sampler: Literal["grid", "random", "tpe"] = Field("tpe", description="How values are chosen.")
     pruner: Literal["median", "none"] = Field(
@@ -209,7 +222,14 @@ def run_trials(study: optuna.Study, objective: Callable[[optuna.Trial], float], 
 
 
 def check_fields(config: TrainConfig, search: SweepConfig) -> None:
-    """Every field exists and takes its first value."""
+    """Every field exists and takes its first value; a grid is small enough to be listed."""
+    if search.sampler == "grid":
+        points = math.prod(dimension.grid_size() for dimension in search.space.values())
+        if points > MOST_GRID_POINTS:
+            raise ConfigError(
+                f"search.space is a grid of {float(points):.3g} points, at most {MOST_GRID_POINTS} are allowed: take "
+                "larger steps or fewer fields, or set search.sampler to random or tpe, which search.trials bounds"
+            )
     for path, dimension in search.space.items():
         value = dimension.low if dimension.choices is None else dimension.choices[0]
         try:

@@ -13,7 +13,10 @@ class TrainerConfig(Section):
     """The loop: how long, how often it measures and saves, and on what."""
 
     experiment_name: str = Field(
-        "run", pattern=r"^[A-Za-z0-9._-]+$", description="Name of the run; a digest of the config is appended."
+        "run",
+        pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$",
+        max_length=100,
+        description="Name of the run; a digest of the config is appended.",
     )
     total_training_steps: int = Field(100, ge=1, description="Iterations.")
     seed: int = Field(0, ge=0, description="Seed of every random draw of the run.")

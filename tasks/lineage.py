@@ -1,10 +1,9 @@
 """Where a run came from: code, data, packages and hardware, exactly enough to do it again."""
 
+import hashlib
 import json
 import os
 import platform
-import subprocess
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -17,9 +16,9 @@ import yaml
 from mlflow.entities import Dataset, DatasetInput, InputTag
 from mlflow.utils.mlflow_tags import MLFLOW_GIT_COMMIT
 
+from tasks.code_difference import CodeDifference, GitError, code_difference, git
+
 CODE = Path(__file__).resolve().parents[1]
-LARGEST_UNTRACKED = 1 << 20
-"""Bytes; a larger file that git does not know is named in the record but not copied into the patch."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class Lineage:
     Attributes:
         tags: the commit, and whether files differed from it.
         patch: what differed, for `git apply` on the commit; new files included.
-        environment: python, package versions, hardware, and files that the patch leaves out.
+        environment: python, package versions, hardware, and files that the patch leaves out, with the reason.
         datasets: the DVC outputs that the run reads, with their hashes.
     """
 
@@ -37,6 +36,16 @@ class Lineage:
     patch: bytes
     environment: dict[str, Any]
     datasets: list[DatasetInput]
+
+    def start_tag(self, iteration: int) -> dict[str, str]:
+        """Tag of the start after that iteration: its commit and the digest of its patch; nothing without a commit."""
+        commit = self.tags.get(MLFLOW_GIT_COMMIT)
+        return {start_tag(iteration): f"{commit} sha256:{hashlib.sha256(self.patch).hexdigest()}"} if commit else {}
+
+
+def start_tag(iteration: int) -> str:
+    """Name of the tag of the start after that iteration."""
+    return f"doubleflow.lineage.{iteration:06d}"
 
 
 def lineage(data: Sequence[Path], code: Path = CODE) -> Lineage:
@@ -47,17 +56,19 @@ def lineage(data: Sequence[Path], code: Path = CODE) -> Lineage:
         code: the repository's root.
     """
     commit = _commit(code)
-    patch, left_out = _patch(code) if commit else (b"", [])
-    tags = {MLFLOW_GIT_COMMIT: commit, "doubleflow.git_dirty": str(bool(patch or left_out)).lower()} if commit else {}
+    difference = code_difference(code) if commit else CodeDifference()
+    dirty = bool(difference.patch or difference.untracked_left_out or difference.tracked_left_out)
+    tags = {MLFLOW_GIT_COMMIT: commit, "doubleflow.git_dirty": str(dirty).lower()} if commit else {}
     environment = {
         "python": platform.python_version(),
         "packages": {d.name: d.version for d in sorted(metadata.distributions(), key=lambda d: d.name.lower())},
         "hardware": hardware(),
-        "untracked_left_out": left_out,
+        "untracked_left_out": difference.untracked_left_out,
+        "tracked_left_out": difference.tracked_left_out,
     }
     hashes = dvc_hashes(Path("."))
     used = [path for path in hashes if any(Path(path) == d or Path(path) in d.parents for d in data)]
-    return Lineage(tags, patch, environment, [_dataset(path, hashes[path]) for path in used])
+    return Lineage(tags, difference.patch, environment, [_dataset(path, hashes[path]) for path in used])
 
 
 def hardware() -> dict[str, Any]:
@@ -99,36 +110,6 @@ def _dataset(path: str, digest: str) -> DatasetInput:
 def _commit(code: Path) -> str | None:
     """The commit that `code` is at; None outside a repository or without git."""
     try:
-        return _git(code, "rev-parse", "HEAD").decode().strip()
-    except (OSError, subprocess.CalledProcessError):
+        return git(code, "rev-parse", "HEAD").decode().strip()
+    except (OSError, GitError):
         return None
-
-
-def _patch(code: Path) -> tuple[bytes, list[str]]:
-    """(the difference between the commit and the files that git does not ignore, files too large for it).
-
-    Made in an index and an object store of its own, so the repository stays as it is.
-    """
-    untracked = [
-        name for name in _git(code, "ls-files", "--others", "--exclude-standard", "-z").decode().split("\0") if name
-    ]
-    left_out = [name for name in untracked if (code / name).lstat().st_size > LARGEST_UNTRACKED]
-    taken = [name for name in untracked if name not in left_out]
-    with tempfile.TemporaryDirectory() as folder:
-        objects = _git(code, "rev-parse", "--path-format=absolute", "--git-path", "objects").decode().strip()
-        environment = {
-            "GIT_INDEX_FILE": f"{folder}/index",
-            "GIT_OBJECT_DIRECTORY": folder,
-            "GIT_ALTERNATE_OBJECT_DIRECTORIES": objects,
-        }
-        _git(code, "read-tree", "HEAD", **environment)
-        _git(code, "add", "--update", **environment)
-        if taken:
-            _git(code, "add", "--", *taken, **environment)
-        return _git(code, "diff", "--cached", "--binary", "HEAD", **environment), left_out
-
-
-def _git(folder: Path, *arguments: str, **environment: str) -> bytes:
-    """Output of a git command."""
-    command = ["git", "-C", str(folder), *arguments]
-    return subprocess.run(command, env=os.environ | environment, capture_output=True, check=True).stdout

@@ -45,7 +45,7 @@ class ProcessIdentity(NamedTuple):
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # its name may hold anything
         except (FileNotFoundError, ProcessLookupError) as error:
             raise psutil.NoSuchProcess(pid) from error
-        return cls(pid, int(fields[19]), BOOT_ID.read_text().strip())
+        return cls(pid, int(fields[19]), boot_id())
 
     def process(self) -> psutil.Process | None:
         """The process, if it still is; one that has ended and waits for its parent is not."""
@@ -55,3 +55,25 @@ class ProcessIdentity(NamedTuple):
             return found if same and found.status() != psutil.STATUS_ZOMBIE else None
         except psutil.NoSuchProcess:
             return None
+
+
+def identity(pid: int) -> str | None:
+    """`boot id/start ticks` for a record that has the pid beside it; None where no such process runs, zombies included."""
+    try:
+        found = ProcessIdentity.of(pid)
+    except psutil.NoSuchProcess:
+        return None
+    return None if found.process() is None else f"{found.boot}/{found.started}"
+
+
+_identity = identity
+
+
+def lives(pid: int, identity: str) -> bool:
+    """Does the process of that number and `identity` still run?"""
+    return _identity(pid) == identity
+
+
+def boot_id() -> str:
+    """Of the running kernel; another one after each start of the machine."""
+    return BOOT_ID.read_text().strip()

@@ -22,17 +22,27 @@ from prefect.cache_policies import NO_CACHE
 from models.config import Section
 from tasks.clock import Stopwatch
 from tasks.config import TrackingConfig
+from tasks.credentials import refuse_password_in_url
 from tasks.lineage import Lineage
 from tasks.pictures import still
 
 STEP_MARK = "trainer/global_step"
 """Logged last of a step's records, so its history says which steps are complete."""
 PARAM_LIMIT = 6000
+PASSWORD_OF_MLFLOW = (
+    "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or use the database's own password file (as ~/.pgpass)"
+)
 
 
 def mlflow_client(config: TrackingConfig) -> MlflowClient:
-    """MLflow as configured, or as MLFLOW_TRACKING_URI says; runs and registry are in the same place."""
+    """MLflow as configured, or as MLFLOW_TRACKING_URI says; runs and registry are in the same place.
+
+    Raises:
+        CredentialError: the address holds a password, which summaries, records and errors would repeat.
+    """
     uri = os.environ.get("MLFLOW_TRACKING_URI", config.uri)
+    for field, value in (("tracking.uri", config.uri), ("MLFLOW_TRACKING_URI", uri)):
+        refuse_password_in_url(value, field, PASSWORD_OF_MLFLOW)
     return MlflowClient(tracking_uri=uri, registry_uri=uri)
 
 
@@ -81,7 +91,8 @@ class Tracker:
 
     def log_lineage(self, lineage: Lineage, iteration: int) -> None:
         """Where this start of the run came from, under the iteration that it begins after."""
-        self.client.log_batch(self.run_id, tags=[RunTag(name, value) for name, value in lineage.tags.items()])
+        tags = lineage.tags | lineage.start_tag(iteration)
+        self.client.log_batch(self.run_id, tags=[RunTag(name, value) for name, value in tags.items()])
         self.client.log_inputs(self.run_id, lineage.datasets)
         self.client.log_dict(self.run_id, lineage.environment, f"lineage/{iteration:06d}/environment.json")
         with tempfile.TemporaryDirectory() as folder:

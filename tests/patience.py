@@ -44,12 +44,12 @@ def wait_for_server(address: str, what: str) -> None:
     wait_until(answers, what)
 
 
-def post(address: str, body: dict | list) -> list:
+def post(address: str, body: dict | list, auth: tuple[str, str] | None = None) -> list:
     """What a Prefect server answers: one that is busy says 503, or nothing for a while, and is asked again."""
 
     def answer() -> httpx.Response | None:
         try:
-            response = httpx.post(address, json=body, timeout=120)
+            response = httpx.post(address, json=body, timeout=120, auth=auth)
         except httpx.TransportError:
             return None
         return None if response.status_code == 503 else response

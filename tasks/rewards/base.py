@@ -12,6 +12,9 @@ from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 
+from models.import_paths import ModuleNotAllowed, check_allowed
+from tasks.credentials import CredentialError, refuse_secret_options
+
 Input = Literal["images", "video", "latents"]
 """What a reward may ask for: pictures, whole videos, or the sampler's finished latents."""
 
@@ -261,13 +264,20 @@ def with_group_means(scores: np.ndarray, uids: np.ndarray) -> np.ndarray:
 def _import(path: str) -> Any:
     module, _, attribute = path.partition(":")
     try:
+        check_allowed(path)
         return getattr(importlib.import_module(module), attribute)
     except (ModuleNotFoundError, AttributeError) as error:
         raise RewardError(f"the reward {path!r} cannot be imported: {error}") from error
+    except ModuleNotAllowed as error:
+        raise RewardError(f"the reward {error}") from error
 
 
 def _check_options(name: str, target: Callable, arguments: tuple, options: dict[str, Any]) -> None:
     signature = _signature(target)
+    try:
+        refuse_secret_options(options, f"reward {name!r}")
+    except CredentialError as error:
+        raise RewardError(str(error)) from None
     try:
         signature.bind(*arguments, **options)
     except TypeError as error:

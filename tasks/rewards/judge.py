@@ -68,7 +68,7 @@ class Judge(Reward):
     ):
         """
         Args:
-            base_url: of the API, as in "http://judge:8000/v1".
+            base_url: of the API, as in "http://judge:8000/v1"; one with a user name and password is refused.
             model: as the server calls it.
             template: the question; {prompt} stands for the picture's prompt.
             api_key_env: environment variable that holds the API key; it must be set where the reward workers run.

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 from PIL import Image
 
+from tasks.credentials import CredentialError, read_secret
 from tasks.rewards.base import Reward, RewardError, RewardResult, ScoredPrompt, register_reward
 
 PROTOCOL = 1
@@ -28,19 +29,29 @@ class RemoteReward(Reward):
     """Scores and details of the reward that a server hosts; its version is the server's."""
 
     def __init__(
-        self, *, url: str, encoding: Literal["tensor", "png"] = "tensor", timeout_s: float = 300.0, max_retries: int = 4
+        self,
+        *,
+        url: str,
+        encoding: Literal["tensor", "png"] = "tensor",
+        timeout_s: float = 300.0,
+        max_retries: int = 4,
+        token_env: str | None = None,
     ):
         """
         Args:
-            url: of the server, as in "http://scorer:8100".
+            url: of the server, as in "http://scorer:8100"; without user name and password.
             encoding: how pictures travel: as one safetensors tensor, or each as a PNG, which takes time and less of
                 the network.
             timeout_s: for the server's answer to one batch.
             max_retries: requests after the first one, with exponential backoff or after the time that Retry-After
                 names, where the connection fails or the server is busy or restarting.
+            token_env: environment variable that holds the token for what stands before the server (a reverse proxy),
+                sent as `Authorization: Bearer`; it must be set where the reward workers run. The token itself is never
+                part of the configuration, an error or a log. Over a network it wants an https URL.
 
         Raises:
-            RewardError: no server answers there, it speaks another protocol, or it wants other input.
+            RewardError: no server answers there, it speaks another protocol or wants other input, or the environment
+                variable is not set.
         """
         import requests
         from requests.adapters import HTTPAdapter
@@ -51,7 +62,12 @@ class RemoteReward(Reward):
         retry = Retry(
             max_retries, backoff_factor=0.5, status_forcelist=RETRIED, allowed_methods=None, raise_on_status=False
         )
+        try:
+            self._token = read_secret(token_env, "token_env", self.name) if token_env is not None else None
+        except CredentialError as error:
+            raise RewardError(str(error)) from None
         self._session = requests.Session()
+        self._session.auth = self._sign  # also where there is no token: else requests would look into ~/.netrc
         self._session.mount("http://", HTTPAdapter(max_retries=retry))
         self._session.mount("https://", HTTPAdapter(max_retries=retry))
         self._url, self._encoding, self._timeout = url.rstrip("/"), encoding, timeout_s
@@ -96,16 +112,29 @@ class RemoteReward(Reward):
             )
         return self._answer(response)
 
+    def _sign(self, request: Any) -> Any:
+        if self._token is not None:
+            request.headers["Authorization"] = f"Bearer {self._token}"
+        return request
+
+    def _told(self, text: Any) -> str:
+        """A server's words; it may quote the token that it was given."""
+        return str(text).replace(self._token, "***") if self._token else str(text)
+
     def _answer(self, response: Any) -> dict[str, Any]:
         """The body of a good response. Raises the errors of `score`."""
+        if response.status_code in (401, 403):
+            raise RewardError(
+                f"{self.name}: {self._url} answered {response.status_code}: it wants a token that token_env names"
+            )
         try:
             body = response.json()
         except ValueError as error:
             raise RemoteFailure(f"{self._url} answered {response.status_code} without JSON") from error
         if response.status_code == 400:
-            raise RewardError(f"{self.name}: the server at {self._url} refuses: {body.get('error')}")
+            raise RewardError(f"{self.name}: the server at {self._url} refuses: {self._told(body.get('error'))}")
         if not response.ok:
-            raise RemoteFailure(f"{self._url} answered {response.status_code}: {body.get('error', body)}")
+            raise RemoteFailure(f"{self._url} answered {response.status_code}: {self._told(body.get('error', body))}")
         check_protocol(body.get("protocol"), f"the server at {self._url}", "this client")
         return body
 

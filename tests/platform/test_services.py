@@ -1,10 +1,16 @@
-"""`make up`; the schedule fires, the sweep judges, the automation reacts; `make down` leaves nothing."""
+"""`make up`; only who has the secret is answered; the schedule fires, the sweep judges, the automation reacts.
+
+`make down` leaves nothing.
+"""
 
 import json
+import os
+import re
 import shutil
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 import yaml
@@ -56,10 +62,10 @@ def trained(tmp_path: Path, prepared: Path, prefect_server: dict[str, str]) -> W
 
 
 @pytest.mark.slow
-def test_up_schedule_verdict_reaction_down(trained: Workspace) -> None:
+def test_up_schedule_verdict_reaction_down(trained: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     ports = free_port(), free_port()
     api, mlflow = f"http://127.0.0.1:{ports[0]}/api", f"http://127.0.0.1:{ports[1]}"
-    for name in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI"):
+    for name in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI", "DVC_SITE_CACHE_DIR"):
         trained.environment.pop(name, None)
     trained.environment["PREFECT_HOME"] = str(trained.folder / ".prefect")
     services = ("-m", "flows.services")
@@ -68,25 +74,75 @@ def test_up_schedule_verdict_reaction_down(trained: Workspace) -> None:
             *services, "up", "--prefect-port", str(ports[0]), "--mlflow-port", str(ports[1]), "--gpus", "3"
         )
         assert f"export PREFECT_API_URL={api}" in output
+        exported = dict(re.findall(r"^export (\w+)=(.*)$", output, re.MULTILINE))
+        auth = tuple(exported["PREFECT_API_AUTH_STRING"].split(":", 1))
+        for name in ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD"):
+            monkeypatch.setenv(name, exported[name])
+        secrets = [auth[1], exported["MLFLOW_TRACKING_PASSWORD"]]
         assert "already up" in trained.run(*services, "up", check=False)
         assert trained.run(*services, "status").count(" up") == 3
-        limits = {entry["name"]: entry["limit"] for entry in post(f"{api}/v2/concurrency_limits/filter", {})}
+        limits = {entry["name"]: entry["limit"] for entry in post(f"{api}/v2/concurrency_limits/filter", {}, auth)}
         assert limits["local-gpus"] == 3
-        pids = [pid for pid, _ in json.loads((trained.folder / ".services/pids.json").read_text()).values()]
+        pids = [pid for pid, *_ in json.loads((trained.folder / ".services/pids.json").read_text()).values()]
         family = [process for pid in pids for process in (psutil.Process(pid), *psutil.Process(pid).children(True))]
+        check_strangers(api, mlflow)
+        check_secret_file(trained.folder, secrets)
+        addresses = {c.laddr for p in family for c in p.net_connections() if c.status == psutil.CONN_LISTEN}
+        assert {address.port for address in addresses} >= set(ports)
+        assert {address.ip for address in addresses} == {"127.0.0.1"}, "a neighbour on the network reaches nothing"
+        assert not [p for p in family if "huey" in " ".join(p.cmdline()) or "_job_runner" in " ".join(p.cmdline())]
 
-        failed = wait_until(lambda: runs(api, "validation-sweep", "FAILED"), "a scheduled sweep's verdict")[0]
+        failed = wait_until(lambda: runs(api, "validation-sweep", "FAILED", auth), "a scheduled sweep's verdict")[0]
         assert failed["auto_scheduled"]
         assert "tiny version 2 is worse than the best so far by -0." in failed["state"]["message"]
-        wait_until(lambda: runs(api, "compare", "COMPLETED"), "the automation's comparison")
+        wait_until(lambda: runs(api, "compare", "COMPLETED", auth), "the automation's comparison")
         check_registry(MlflowClient(mlflow, mlflow))
         pages = list((trained.folder / "runs").glob("compare-*.html"))  # one for each regression, as far as they came
         assert pages
         assert all("jpeg_compressibility" in page.read_text() for page in pages)
+        check_nowhere_written(trained.folder, secrets)
     finally:
         trained.run(*services, "down")
     assert not [process for process in family if process.is_running()]
     assert not (trained.folder / ".services").exists()
+
+
+def check_strangers(api: str, mlflow: str) -> None:
+    """Another user of the machine, and a page that a browser has open, get nothing from either server."""
+    experiments = f"{mlflow}/api/2.0/mlflow/experiments/search"
+    page = {"Origin": "http://evil.example", "Content-Type": "text/plain"}
+    rebound = page | {"Host": "rebound.evil.example"}
+    near = {"Origin": "http://localhost:9999", "Content-Type": "text/plain"}  # another user's server on this machine
+    for headers in ({"Content-Type": "application/json"}, page, rebound, near):
+        for address in (f"{api}/flows/filter", f"{api}/work_pools/", experiments):
+            for auth in (None, ("doubleflow", "guessed")):
+                refused = httpx.post(address, content='{"max_results": 1, "name": "x"}', headers=headers, auth=auth)
+                assert refused.status_code == 401, (address, headers, refused.text)
+                assert "access-control-allow-origin" not in refused.headers
+    for address in (f"{api}/admin/settings", f"{mlflow}/", f"{mlflow}/ajax-api/3.0/mlflow/assistant/config"):
+        assert httpx.get(address).status_code == 401
+    ask = {"Origin": "http://evil.example", "Access-Control-Request-Method": "POST"}
+    for address in (f"{api}/flows/filter", experiments):
+        assert "access-control-allow-origin" not in httpx.options(address, headers=ask).headers
+
+
+def check_secret_file(folder: Path, secrets: list[str]) -> None:
+    """Its owner alone reads it and enters its folder, and no command line shows it."""
+    file = folder / ".services/environment"
+    assert all(secret in file.read_text() for secret in secrets)
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert file.parent.stat().st_mode & 0o777 == 0o700
+    assert (folder / ".doubleflow").stat().st_mode & 0o777 == 0o700
+    commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if os.access(path, os.R_OK)]
+    assert not [command for command in commands for secret in secrets if secret.encode() in command]
+
+
+def check_nowhere_written(folder: Path, secrets: list[str]) -> None:
+    """Neither MLflow, Prefect's data base, the runs' folders nor the logs hold the secrets."""
+    files = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
+    assert any(path.name == "prefect.db" for path in files)
+    texts = {path: path.read_bytes() for path in files if path.name != "environment"}
+    assert not [path for path, text in texts.items() for secret in secrets if secret.encode() in text]
 
 
 def check_registry(client: MlflowClient) -> None:
@@ -112,6 +168,6 @@ def versions_run(client: MlflowClient) -> str:
     return client.get_model_version("tiny", "2").run_id
 
 
-def runs(api: str, flow: str, state: str) -> list:
+def runs(api: str, flow: str, state: str, auth: tuple[str, str]) -> list:
     body = {"flows": {"name": {"any_": [flow]}}, "flow_runs": {"state": {"type": {"any_": [state]}}}}
-    return post(f"{api}/flow_runs/filter", body)
+    return post(f"{api}/flow_runs/filter", body, auth)

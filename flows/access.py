@@ -1,0 +1,95 @@
+"""Who may talk to the servers on this machine: whoever knows a secret that is made at their start."""
+
+import os
+import secrets
+import shlex
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+USER = "doubleflow"
+NOWHERE = "http://127.0.0.1"
+"""An origin that no page has: the temporary server has no pages."""
+DVC_SITE_CACHE = Path(".doubleflow/dvc")
+
+
+class AccessError(RuntimeError):
+    """A folder or file that should be this user's alone is not."""
+
+
+def new_access() -> dict[str, str]:
+    """The variables by which Prefect's and MLflow's clients are let in, with new secrets."""
+    return {
+        "PREFECT_API_AUTH_STRING": f"{USER}:{secrets.token_urlsafe(32)}",
+        "MLFLOW_TRACKING_USERNAME": USER,
+        "MLFLOW_TRACKING_PASSWORD": secrets.token_urlsafe(32),
+    }
+
+
+def server_settings(access: Mapping[str, str], prefect_port: int | None = None) -> dict[str, str]:
+    """The variables by which the servers themselves want these secrets, and offer no more than is used.
+
+    Args:
+        access: of `new_access`.
+        prefect_port: of Prefect's pages; None where it has none.
+    """
+    hosts = ("127.0.0.1", "localhost")
+    origins = NOWHERE if prefect_port is None else ",".join(f"http://{host}:{prefect_port}" for host in hosts)
+    return {
+        "PREFECT_SERVER_API_AUTH_STRING": access["PREFECT_API_AUTH_STRING"],
+        "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": origins,
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+    }
+
+
+def guard_temporary_server() -> None:
+    """Call it before the first flow: the server that Prefect starts for a run without one then wants a secret, too.
+
+    With an address in the environment or in Prefect's profile nothing changes: that server has its own rules.
+    """
+    from prefect.context import refresh_global_settings_context
+    from prefect.settings import get_current_settings
+
+    if get_current_settings().api.url is not None:
+        return
+    access = new_access()
+    wanted = server_settings(access) | {"PREFECT_API_AUTH_STRING": access["PREFECT_API_AUTH_STRING"]}
+    os.environ |= {name: value for name, value in wanted.items() if name.startswith("PREFECT")}
+    refresh_global_settings_context()
+
+
+def private_folder(folder: Path) -> Path:
+    """The folder, which is made, and from now on its owner's alone (mode 0700).
+
+    Raises:
+        AccessError: it is a link or somebody else's.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.is_symlink() or folder.lstat().st_uid != os.geteuid():
+        raise AccessError(f"{folder} is a link or another user's: remove it, a folder of your own is made in its place")
+    folder.chmod(0o700)
+    return folder
+
+
+def write_private(file: Path, text: str) -> None:
+    """A new file that only its owner can read (mode 0600), from its first byte on."""
+    file.unlink(missing_ok=True)
+    with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as stream:
+        stream.write(text)
+
+
+def exports(variables: Mapping[str, str]) -> str:
+    """Lines for a shell."""
+    return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in variables.items())
+
+
+def dvc_environment(root: Path) -> dict[str, str]:
+    """The variable that keeps DVC's working folder in a private folder of `root`, which is made.
+
+    DVC makes it in the system's temporary folder, writable for everybody, and unpickles what it finds there.
+    """
+    folder = root / DVC_SITE_CACHE.parent
+    if folder.is_dir() and folder.stat().st_mode & 0o022:  # DVC made it: what others could have written goes
+        shutil.rmtree(folder)
+    private_folder(folder)
+    return {"DVC_SITE_CACHE_DIR": str((root / DVC_SITE_CACHE).resolve())}

@@ -1,0 +1,166 @@
+"""What dead runs have left on the disk: `python -m flows.prune` lists it, `--yes` removes it (make prune).
+
+Nothing that a living process uses is listed, and nothing that a finished run's record needs: checkpoints, exported
+weights and what is in MLflow stay.
+"""
+
+import fcntl
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import psutil
+import typer
+
+from tasks.processes import identity
+
+RAY, STAGES, VALIDATION, WORKTREES, LOGS = (
+    "Ray's session folders of dead clusters",
+    "kept stages of old runs (a run started again samples them anew)",
+    "validation grids of old runs (MLflow has them, too)",
+    "working copies of killed reproductions",
+    "logs of services that have ended",
+)
+WORKTREE = "doubleflow-"
+DAY = 86_400
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """One folder that nobody needs."""
+
+    kind: str
+    path: Path
+    bytes: int
+
+
+def leftovers(project: Path, temporary: Sequence[Path], days: float) -> list[Leftover]:
+    """What could go.
+
+    Args:
+        project: the folder with runs/ and .services/.
+        temporary: folders in which Ray and `reproduce` work.
+        days: runs whose folder was changed since are left alone.
+    """
+    commands = " ".join(_used_texts())
+    found = [(RAY, path) for folder in temporary for path in _ray_sessions(folder, commands)]
+    found += [(WORKTREES, path) for folder in temporary for path in _worktrees(folder, commands)]
+    for run in _old_runs(project / "runs", days):
+        found += [(kind, run / name) for kind, name in ((STAGES, "stages"), (VALIDATION, "validation"))]
+    services = project / ".services"
+    if services.is_dir() and not _locked(services / "lock") and not _services_live(services):
+        found.append((LOGS, services))
+    return [Leftover(kind, path, _size(path)) for kind, path in found if path.is_dir()]
+
+
+def remove(item: Leftover) -> None:
+    """Remove it; git forgets a working copy, too."""
+    shutil.rmtree(item.path, ignore_errors=True)
+    if item.kind == WORKTREES:
+        subprocess.run(["git", "worktree", "prune"], capture_output=True)
+
+
+def _ray_sessions(folder: Path, commands: str) -> Iterator[Path]:
+    """Every process of a cluster, and each of its workers, has the session's folder in its command or environment."""
+    for path in sorted(folder.glob("**/session_*" if folder.name == "ray" else "ray*/**/session_*")):
+        if path.is_dir() and not path.is_symlink() and _own(path) and path.name not in commands and _quiet(path):
+            yield path
+
+
+def _quiet(path: Path) -> bool:
+    """Is it older than an hour, or does its starter, whose number ends its name, no longer run?"""
+    starter = path.name.rpartition("_")[2]
+    if starter.isdigit() and identity(int(starter)) is None:
+        return True
+    return time.time() - path.stat().st_mtime > 3600
+
+
+def _worktrees(folder: Path, commands: str) -> Iterator[Path]:
+    for path in sorted(folder.glob(f"{WORKTREE}*")):
+        number = path.name.removeprefix(WORKTREE).partition("-")[0]
+        alive = number.isdigit() and identity(int(number)) is not None
+        is_copy = (path / "code/.git").is_file() or (path / ".git").is_file()
+        if is_copy and not path.is_symlink() and _own(path) and not alive and str(path) not in commands:
+            yield path
+
+
+def _old_runs(folder: Path, days: float) -> Iterator[Path]:
+    """Runs that nobody works on and that nothing was written to for so long."""
+    for record in sorted(folder.glob("*/run.json")):
+        run = record.parent
+        newest = max(path.lstat().st_mtime for path in (run, *run.glob("*"), *run.glob("*/*")))
+        if time.time() - newest > days * DAY and not _locked(run / ".lock"):
+            yield run
+
+
+def _locked(file: Path) -> bool:
+    if not file.is_file():
+        return False
+    with file.open("r+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:  # held, or a file system without locks: then nobody knows
+            return True
+    return False
+
+
+def _services_live(folder: Path) -> bool:
+    """Does one of them run, maybe on another machine, or is their record no longer to be read?"""
+    from flows.services import ServiceError, recorded_in
+
+    here = socket.gethostname()
+    try:
+        return any(process.alive or process.host != here for process in recorded_in(folder / "pids.json").values())
+    except ServiceError:
+        return True
+
+
+def _used_texts() -> Iterator[str]:
+    """Commands, working folders and Ray's variables of this user's processes."""
+    for process in psutil.process_iter():
+        try:
+            yield " ".join(process.cmdline())
+            yield process.cwd()
+            yield " ".join(value for name, value in process.environ().items() if name.startswith("RAY"))
+        except (psutil.Error, OSError):
+            continue
+
+
+def _own(path: Path) -> bool:
+    return path.lstat().st_uid == os.geteuid()
+
+
+def _size(folder: Path) -> int:
+    """Bytes on the disk."""
+    return sum(path.lstat().st_blocks * 512 for path in (folder, *folder.rglob("*")))
+
+
+def main(
+    yes: Annotated[bool, typer.Option("--yes", help="Remove what is listed.")] = False,
+    days: Annotated[float, typer.Option(min=0, help="Age from which a run's folder counts as old.")] = 14.0,
+) -> None:
+    """List what dead runs have left, what it costs, and remove it if asked to."""
+    ray = os.environ.get("RAY_TMPDIR")
+    temporary = dict.fromkeys([Path(tempfile.gettempdir()), Path("/tmp"), *([Path(ray)] if ray else [])])
+    items = leftovers(Path.cwd(), list(temporary), days)
+    for kind in (RAY, STAGES, VALIDATION, WORKTREES, LOGS):
+        of_kind = [item for item in items if item.kind == kind]
+        typer.echo(f"{sum(item.bytes for item in of_kind) / 1e6:10.1f} MB in {len(of_kind):4} {kind}")
+        for item in of_kind:
+            typer.echo(f"{item.bytes / 1e6:10.1f} MB   {item.path}")
+    if yes:
+        for item in items:
+            remove(item)
+    verb = "removed" if yes else "to be removed by --yes"
+    typer.echo(f"{sum(item.bytes for item in items) / 1e6:10.1f} MB {verb}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
