@@ -13,6 +13,7 @@ import models.qwen_image
 import models.stable_diffusion_3
 import models.wan
 import models.z_image
+from models.import_paths import check_allowed
 
 __all__ = ["GROUP", "load_families", "models"]
 
@@ -32,6 +33,7 @@ def load_families(external_lib: str | None = None) -> None:
     _load_installed()
     for name in (external_lib or "").split(","):
         if name.strip():
+            check_allowed(name.strip())
             _import(name.strip(), f"actor_rollout_ref.model.external_lib names {name.strip()!r}")
 
 

@@ -5,6 +5,8 @@ import inspect
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Generic, TypeVar
 
+from models.import_paths import check_allowed
+
 C = TypeVar("C", bound=type)
 T = TypeVar("T")
 
@@ -84,9 +86,10 @@ class NameRegistry(Generic[T]):
 
     def _imported(self, path: str) -> T:
         module_name, _, attribute = path.partition(":")
+        check_allowed(path)
         try:
             return getattr(importlib.import_module(module_name), attribute)
-        except (ImportError, AttributeError) as error:
+        except (ImportError, AttributeError, ValueError, TypeError) as error:
             raise ValueError(f"{self.field} is {path!r}, which cannot be imported: {error}") from error
 
 

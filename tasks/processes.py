@@ -58,7 +58,7 @@ class ProcessIdentity(NamedTuple):
 
 
 def identity(pid: int) -> str | None:
-    """`boot id/start ticks` for a record that has the pid beside it; None where no such process runs, zombies included."""
+    """`boot id/start ticks`, for a record with the pid beside it; None where no such process runs, or only a zombie."""
     try:
         found = ProcessIdentity.of(pid)
     except psutil.NoSuchProcess:
