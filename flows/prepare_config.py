@@ -10,6 +10,7 @@ from typing import Annotated, Literal, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from models.errors import DoubleflowError
 from models.tiny_qwen_image.settings import TinySettings
 
 RAW = "data/raw/"
@@ -23,7 +24,7 @@ PAIRS = Path("data/pairs")
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
-class PrepareError(ValueError):
+class PrepareError(DoubleflowError, ValueError):
     """A data stage cannot go on; the message says which field, file or number is at fault."""
 
 

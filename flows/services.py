@@ -19,13 +19,15 @@ import httpx
 import psutil
 import typer
 
+from models.errors import DoubleflowError
+
 HERE = Path(".services")
 RECORD = HERE / "pids.json"
 START_SECONDS, END_SECONDS = 120, 30
 app = typer.Typer(help="Servers and a worker on this machine.", no_args_is_help=True, add_completion=False)
 
 
-class ServiceError(RuntimeError):
+class ServiceError(DoubleflowError, RuntimeError):
     """The services cannot be started as asked."""
 
 

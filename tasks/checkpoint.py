@@ -20,6 +20,7 @@ from typing import Any
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
+from models.errors import DoubleflowError
 from tasks.clock import Stopwatch
 from tasks.update import TrainerGroup
 
@@ -29,7 +30,7 @@ FORMAT = 1
 FAILING_WAIT_S = 60.0
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(DoubleflowError, RuntimeError):
     """A checkpoint cannot be used."""
 
 

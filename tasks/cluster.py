@@ -17,12 +17,13 @@ from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from models import determinism
+from models.errors import DoubleflowError
 from tasks.config import RayConfig
 from tasks.memory import memory_of, peak_metrics
 from tasks.watchdog import watchdog
 
 
-class ClusterError(RuntimeError):
+class ClusterError(DoubleflowError, RuntimeError):
     """The cluster cannot hold the run."""
 
 

@@ -11,11 +11,13 @@ from mlflow import MlflowClient
 from mlflow.entities import Run
 from mlflow.exceptions import MlflowException
 
+from models.errors import DoubleflowError
+
 MEASURED_ANEW = ("timing", "perf/", "memory/", "cost/hours", "cost/gpu_hours")
 """Beginnings of the metrics that differ between two runs of the same thing: seconds and bytes."""
 
 
-class HistoryError(RuntimeError):
+class HistoryError(DoubleflowError, RuntimeError):
     """A run is not there, or has not recorded what is asked for."""
 
 

@@ -12,11 +12,13 @@ from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 
+from models.errors import DoubleflowError
+
 Input = Literal["images", "video", "latents"]
 """What a reward may ask for: pictures, whole videos, or the sampler's finished latents."""
 
 
-class RewardError(ValueError):
+class RewardError(DoubleflowError, ValueError):
     """A reward is unknown, was given unusable options, or was asked to score what it cannot.
 
     It is a mistake of the run's set-up: it ends the run and is not tried again. Any other error of a reward is a
