@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from models.config import Section
+from models.config import NotShaping, Section
 from tasks.config import ProfileConfig
 
 
@@ -15,62 +15,68 @@ class TrainerConfig(Section):
     experiment_name: str = Field(
         "run", pattern=r"^[A-Za-z0-9._-]+$", description="Name of the run; a digest of the config is appended."
     )
-    total_training_steps: int = Field(100, ge=1, description="Iterations.")
+    total_training_steps: NotShaping[int] = Field(100, ge=1, description="Iterations.")
     seed: int = Field(0, ge=0, description="Seed of every random draw of the run.")
     device: Literal["cpu", "cuda"] = Field("cpu", description="Where rollout and update compute.")
-    nnodes: int = Field(1, ge=1, description="Machines of the trainer.")
-    n_gpus_per_node: int = Field(1, ge=1, description="Trainer ranks a machine: GPUs, or CPU processes.")
-    num_threads: int = Field(1, ge=1, description="CPU threads of each trainer rank.")
+    nnodes: NotShaping[int] = Field(1, ge=1, description="Machines of the trainer.")
+    n_gpus_per_node: NotShaping[int] = Field(1, ge=1, description="Trainer ranks a machine: GPUs, or CPU processes.")
+    num_threads: NotShaping[int] = Field(1, ge=1, description="CPU threads of each trainer rank.")
     one_step_off_policy: bool = Field(
         False,
         description="Sample the next iteration during the update, with weights that are one update older. Needs "
         "rollout.placement separate, and a loss that compares with old log-probs.",
     )
-    val_before_train: bool = Field(True, description="Validate the starting weights.")
-    test_freq: int = Field(10, ge=0, description="Iterations between validations; 0 validates only at the end.")
-    save_freq: int = Field(10, ge=0, description="Iterations between checkpoints; 0 saves only at the end.")
-    export_freq: int = Field(
+    val_before_train: NotShaping[bool] = Field(True, description="Validate the starting weights.")
+    test_freq: NotShaping[int] = Field(
+        10, ge=0, description="Iterations between validations; 0 validates only at the end."
+    )
+    save_freq: NotShaping[int] = Field(10, ge=0, description="Iterations between checkpoints; 0 saves only at the end.")
+    export_freq: NotShaping[int] = Field(
         0, ge=0, description="Iterations between versions in MLflow's model registry; 0 registers only the end."
     )
-    max_actor_ckpt_to_keep: int = Field(2, ge=1, description="Newest checkpoints kept; older ones are deleted.")
-    async_checkpoint: bool = Field(
+    max_actor_ckpt_to_keep: NotShaping[int] = Field(
+        2, ge=1, description="Newest checkpoints kept; older ones are deleted."
+    )
+    async_checkpoint: NotShaping[bool] = Field(
         False,
         description="Write checkpoints in the background, from a copy in host memory of weights and optimiser. The "
         "iteration does not wait; killed meanwhile, the run continues from the checkpoint before.",
     )
-    keep_stages: bool = Field(
+    keep_stages: NotShaping[bool] = Field(
         True,
         description="Keep finished rollouts in the run's folder until a checkpoint has their iteration, so that a run "
         "started again need not sample them again.",
     )
-    full_determinism: bool = Field(
+    full_determinism: NotShaping[bool] = Field(
         False,
         description="Only deterministic kernels in every actor: on one machine a run repeats to the last bit on CUDA "
         "too, more slowly. An operation that has none is an error.",
     )
-    resume_mode: Literal["auto", "disable"] = Field(
+    resume_mode: NotShaping[Literal["auto", "disable"]] = Field(
         "auto", description="auto continues a run of the same name and config; disable refuses if there is one."
     )
-    default_local_dir: Path = Field(Path("runs"), description="Folder of checkpoints and stage results.")
-    canary_tolerance: float | None = Field(
+    default_local_dir: NotShaping[Path] = Field(Path("runs"), description="Folder of checkpoints and stage results.")
+    canary_tolerance: NotShaping[float | None] = Field(
         None,
         ge=0,
         description="Largest relative difference of velocities after a weight sync; null is 0.01 on CUDA; on "
         "the CPU 0, or 1e-4 where the rollout engine is vLLM-Omni.",
     )
-    device_peak_tflops: float | None = Field(
+    device_peak_tflops: NotShaping[float | None] = Field(
         None,
         gt=0,
         description="1e12 operations a second that a device can do at most, for perf/mfu; null takes the data sheet of "
         "the GPU, where its name is known.",
     )
-    gpu_memory_gib: float | None = Field(
+    gpu_memory_gib: NotShaping[float | None] = Field(
         None,
         gt=0,
         description="Memory of a GPU that the run must fit into; null is that of the driver's own GPU, and without one "
         "nothing is checked.",
     )
-    profile: ProfileConfig = Field(default_factory=ProfileConfig, description="Traces of chosen iterations.")
+    profile: NotShaping[ProfileConfig] = Field(
+        default_factory=ProfileConfig, description="Traces of chosen iterations."
+    )
 
     @property
     def world_size(self) -> int:

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from models.config import Section
+from models.config import NotShaping, Section
 
 AwmWeighting = Literal["uniform", "t", "t2", "huber", "ghuber"]
 DecaySchedule = Literal["copy", "linear_to_0_3", "linear_to_0_5", "delayed_linear_to_0_999"]
@@ -47,17 +47,17 @@ class FSDPConfig(Section):
         description="With LoRA: shard the frozen weights too. false keeps them whole on every rank, so that only the "
         "LoRA weights travel: faster where the model fits.",
     )
-    param_offload: bool = Field(
+    param_offload: NotShaping[bool] = Field(
         False,
         description="Keep the shards of all weights, the gradients and the optimiser in host memory: a block's weights "
         "come to the GPU when it computes, and AdamW steps on the CPU.",
     )
-    optimizer_offload: bool = Field(
+    optimizer_offload: NotShaping[bool] = Field(
         False,
         description="Keep AdamW's moments in host memory, on the GPU for the optimiser step alone. With param_offload "
         "they are there already.",
     )
-    ulysses_sequence_parallel_size: int = Field(
+    ulysses_sequence_parallel_size: NotShaping[int] = Field(
         1, ge=1, description="Ranks that share the tokens of a sample, for sequences too long for one GPU (video)."
     )
 

@@ -7,12 +7,30 @@ has torch, diffusers, peft and tensordict but no pydantic: any object with the s
 Field names are the reference system's (VeRL-Omni) wherever it has one.
 """
 
-from typing import Literal
+from enum import Enum
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 SdeType = Literal["sde", "cps", "dance_sde"]
 WindowMode = Literal["random", "progressive", "decay"]
+
+
+T = TypeVar("T")
+
+
+class Mark(Enum):
+    """What a field's annotation says of the run's name (`flows.identity`); it is in no schema and checks nothing."""
+
+    NOT_SHAPING = "not shaping"
+    LATER = "later"
+
+
+NotShaping = Annotated[T, Mark.NOT_SHAPING]
+"""A setting that leaves the trained weights as they are, up to rounding: a run may go on with another value."""
+Later = Annotated[T, Mark.LATER]
+"""A setting that shapes the weights and is younger than runs that are to be continued. It counts only where it differs
+from its default, which must be what the code did before the field was there."""
 
 
 class Section(BaseModel):
