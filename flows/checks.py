@@ -7,6 +7,7 @@ from pathlib import Path
 import models.families  # noqa: F401  registers the adapters
 from flows.capacity import check_fits, measure_cost
 from flows.config import TrainConfig
+from flows.errors import ConfigError
 from models.algorithms import check_loss_inputs, get_diffusion_adv_estimator_fn, get_diffusion_loss_fn
 from models.algorithms.losses import OLD_MEAN, TEACHER_MEAN, TRAINER_TYPES
 from models.base import DiffusionModelBase, DiffusionModelConfig, read_architecture
@@ -19,10 +20,6 @@ from models.latents import text_width
 from tasks.dataset import INDEX, Prompt, PromptEmbeddings, load_prompts
 from tasks.pairs import PairDataset
 from tasks.rewards import check_reward
-
-
-class ConfigError(ValueError):
-    """A run cannot start as configured."""
 
 
 @dataclass(frozen=True)

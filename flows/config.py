@@ -8,14 +8,16 @@ place; what the reference mirrors between sections stands once here.
 import functools
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import BaseModel, Field, ModelWrapValidatorHandler, model_validator
+from pydantic import BaseModel, Field, ModelWrapValidatorHandler, ValidationError, model_validator
 
-from flows.algorithms import absent, preset, tree_of
+from flows.algorithms import absent, decided_by_name, preset, tree_of
+from flows.errors import ConfigError, described
 from flows.identity import shaping
-from flows.overrides import merged, optional, set_fields
+from flows.overrides import flat, merged, optional, set_fields, without
 from flows.trainer_config import TrainerConfig
 from models.actor_config import DiffusionActorConfig
 from models.config import ModelConfig, NotShaping, Section
@@ -293,16 +295,40 @@ class TrainConfig(Section):
         return hashlib.sha256(json.dumps(counted, sort_keys=True).encode()).hexdigest()[:8]
 
     def with_changes(self, changes: BaseModel | dict[str, Any] | None) -> "TrainConfig":
-        """This config with some fields replaced, checked as a whole; fields that only its algorithm's name had set
-        follow a new name.
+        """This config with some fields replaced, checked as a whole.
+
+        Another `algorithm.name` is that algorithm as published: what this config says of kernel, window, loss and the
+        rest of `decided_by_name` stays behind, see `left_behind`; what the changes say of them counts.
 
         Args:
             changes: nested mapping of fields, or a `TrainOverrides`, of which the fields that were set count.
+
+        Raises:
+            ConfigError: the result is no config; what is wrong of it, in a sentence.
         """
         if changes is None:
             return self
-        given = changes.model_dump(exclude_unset=True) if isinstance(changes, BaseModel) else changes
-        return TrainConfig.model_validate(merged(self.model_dump(exclude_unset=True), given))
+        given = set_fields(changes)
+        kept, _ = self._beside(given)
+        try:
+            return TrainConfig.model_validate(merged(kept, given))
+        except ValidationError as error:
+            raise ConfigError(described(error, TrainConfig)) from error
+
+    def left_behind(self, changes: BaseModel | dict[str, Any] | None) -> dict[str, tuple[Any, Any]]:
+        """Dotted path -> (value here, value there) of the fields that this config gives and that `with_changes` takes
+        from another algorithm's name instead."""
+        given = set_fields(changes or {})
+        _, taken = self._beside(given)
+        there, own = flat(self.with_changes(given).model_dump()), flat(given)
+        values = {path: (value, there.get(path)) for path, value in taken.items() if path not in own}
+        return {path: pair for path, pair in values.items() if pair[0] != pair[1]}
+
+    def _beside(self, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What these changes leave of the fields that are set here, and what another algorithm's name takes away."""
+        here, algorithm = self.model_dump(exclude_unset=True), given.get("algorithm")
+        name = algorithm.get("name", self.algorithm.name) if isinstance(algorithm, Mapping) else self.algorithm.name
+        return (here, {}) if name == self.algorithm.name else without(here, decided_by_name())
 
 
 TrainOverrides = optional(TrainConfig)

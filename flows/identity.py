@@ -1,4 +1,4 @@
-"""Which settings a run's name stands for: the marks `NotShaping` and `Later` of `models.config`, read off the fields."""
+"""Which settings a run's name stands for, by the marks `NotShaping` and `Later` (models.config) on the fields."""
 
 from collections.abc import Mapping
 from typing import Any
