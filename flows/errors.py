@@ -2,8 +2,9 @@
 
 import difflib
 from collections.abc import Iterator
+from dataclasses import is_dataclass
 from types import NoneType, UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -42,19 +43,19 @@ def near(name: str, known: list[str]) -> str:
     return f"; did you mean {' or '.join(found)}?" if found else ""
 
 
-def _sentence(problem: ErrorDetails, path: str, root: type[BaseModel], holder: type[BaseModel] | None) -> str:
+def _sentence(problem: ErrorDetails, path: str, root: type, holder: type | None) -> str:
     kind, value = problem["type"], problem["input"]
-    if kind == "extra_forbidden":
+    if kind in ("extra_forbidden", "unexpected_keyword_argument"):
         return _no_field(path, root, holder)
-    if kind == "missing":
+    if kind in ("missing", "missing_argument"):
         return f"{path or 'the whole'} is missing"
     if kind == "value_error":
         text = str(problem["ctx"]["error"])
         return text if not path or path.rpartition(".")[2] in text else f"{path}: {text}"
     section = _section(_annotation(root, path))
-    if kind in ("model_type", "model_attributes_type") and section is not None:
-        return f"{path or 'the whole'}{_is(value)}; it is a section with the fields {', '.join(section.model_fields)}"
-    said = problem["msg"].replace("Input should", "it should", 1)
+    if kind in ("model_type", "model_attributes_type", "dataclass_type") and section is not None:
+        return f"{path or 'the whole'}{_is(value)}; it is a section with the fields {', '.join(_fields(section))}"
+    said = "it should be a path" if kind == "path_type" else problem["msg"].replace("Input should", "it should", 1)
     return f"{path or 'the whole'}{_is(value)}; {said[0].lower()}{said[1:]}"
 
 
@@ -64,33 +65,31 @@ def _is(value: Any) -> str:
     return f" is {value!r}" if scalar and len(repr(value)) <= LONGEST_VALUE else " is of another kind"
 
 
-def _no_field(path: str, root: type[BaseModel], holder: type[BaseModel] | None) -> str:
+def _no_field(path: str, root: type, holder: type | None) -> str:
     where, _, name = path.rpartition(".")
-    text = f"{where or 'the whole'} has no field {name!r}"
-    known = list(holder.model_fields) if holder else []
+    text = f"{where} has no field {name!r}" if where else f"there is no field {name!r}"
+    known = list(_fields(holder)) if holder else []
     nearest = near(name, known)
     if nearest:
         return text + nearest
     elsewhere = [found for found in _paths(root) if found.rpartition(".")[2] == name]
     if elsewhere:
         return f"{text}; did you mean {' or '.join(elsewhere[:3])}?"
-    return f"{text}; it has {', '.join(known)}" if known else text
+    return f"{text}; known: {', '.join(known)}" if known else text
 
 
-def _place(root: type[BaseModel], location: tuple[int | str, ...]) -> tuple[str, type[BaseModel] | None]:
+def _place(root: type, location: tuple[int | str, ...]) -> tuple[str, type | None]:
     """The dotted path of pydantic's location, and the section that its last part should be a field of.
 
     Pydantic also names the members of a union that it tried; they are no part of a path.
     """
     path: list[str] = []
-    holder: type[BaseModel] | None = None
+    holder: type | None = None
     here: Any = root
     for part in location:
-        section, entries = _section(here), _entries(here)
+        section, entries = _section(here), _entries(here, type(part))
         if section is not None:
-            holder = section
-            field = section.model_fields.get(str(part))
-            here = field.annotation if field else None
+            holder, here = section, _fields(section).get(str(part))
         elif entries is not None:
             holder, here = None, entries
         else:
@@ -99,24 +98,32 @@ def _place(root: type[BaseModel], location: tuple[int | str, ...]) -> tuple[str,
     return ".".join(path), holder
 
 
-def _annotation(root: type[BaseModel], path: str) -> Any:
+def _annotation(root: type, path: str) -> Any:
     here: Any = root
     for part in filter(None, path.split(".")):
         section = _section(here)
-        field = section.model_fields.get(part) if section else None
-        here = field.annotation if field else _entries(here)
+        here = _fields(section).get(part) if section else _entries(here, int if part.isdigit() else str)
     return here
 
 
-def _section(annotation: Any) -> type[BaseModel] | None:
-    """The section that a field of this type holds."""
-    return next((one for one in _members(annotation) if isinstance(one, type) and issubclass(one, BaseModel)), None)
+def _section(annotation: Any) -> type | None:
+    """The section, a pydantic model or dataclass, that a field of this type holds."""
+    found = (one for one in _members(annotation) if isinstance(one, type))
+    return next((one for one in found if issubclass(one, BaseModel) or is_dataclass(one)), None)
 
 
-def _entries(annotation: Any) -> Any:
-    """The type of the entries, where it is a mapping, list or tuple."""
+def _fields(section: type) -> dict[str, Any]:
+    """Name -> type of a section's fields."""
+    if issubclass(section, BaseModel):
+        return {name: field.annotation for name, field in section.model_fields.items()}
+    return get_type_hints(section)
+
+
+def _entries(annotation: Any, key: type) -> Any:
+    """The type of the entries that such a key names: those of a mapping, or by number those of a list or tuple."""
+    kinds = (dict,) if key is str else (dict, list, tuple)
     for one in _members(annotation):
-        if get_origin(one) in (dict, list, tuple):
+        if get_origin(one) in kinds:
             return get_args(one)[-1 if get_origin(one) is dict else 0]
     return None
 
@@ -133,10 +140,10 @@ def _members(annotation: Any) -> Iterator[Any]:
         yield annotation
 
 
-def _paths(section: type[BaseModel], path: str = "") -> Iterator[str]:
+def _paths(section: type, path: str = "") -> Iterator[str]:
     """Every field's dotted path."""
-    for name, field in section.model_fields.items():
+    for name, annotation in _fields(section).items():
         yield path + name
-        below = _section(field.annotation)
+        below = _section(annotation)
         if below is not None:
             yield from _paths(below, f"{path}{name}.")
