@@ -5,8 +5,7 @@ output as it was. A stage that samples or encodes imports the model families, se
 """
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -24,36 +23,24 @@ from flows.prepare_config import (
     PrepareError,
     load_params,
 )
+from flows.terminal import commands
 from tasks.base_model import score_base_model, train_base_model
 from tasks.dataset import (
-    DatasetError,
     build_prompt_table,
     check_prompt_lengths,
     load_prompts,
     put_in_place,
     write_embeddings,
 )
-from tasks.rewards import RewardError
 
 if TYPE_CHECKING:
     from models.base import DiffusionModelBase, DiffusionModelConfig
 
 PARAMS = Path("params.yaml")
-app = typer.Typer(help="Make the data sets; usually called by `dvc repro`.", no_args_is_help=True, add_completion=False)
-
-
-@contextmanager
-def one_line_errors() -> Iterator[None]:
-    """Say what is wrong with the data or the parameters in one line instead of a traceback, and exit with 1."""
-    try:
-        yield
-    except (PrepareError, DatasetError, RewardError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from error
+app = commands("Make the data sets; usually called by `dvc repro`.")
 
 
 @app.command()
-@one_line_errors()
 def prompts() -> None:
     """Read the raw prompt files, split them, and write data/prompts.parquet."""
     params = load_params(PARAMS).prompts
@@ -71,7 +58,6 @@ def prompts() -> None:
 
 
 @app.command("base-model")
-@one_line_errors()
 def base_model() -> None:
     """Pre-train the tiny Qwen-Image model, test it on held-out prompts, and write data/base_model/."""
     params = load_params(PARAMS).base_model
@@ -97,7 +83,6 @@ def base_model() -> None:
 
 
 @app.command()
-@one_line_errors()
 def embeddings(
     model: Annotated[Path, typer.Option(help="Folder in diffusers format whose text encoders encode.")] = BASE_MODEL,
     out: Annotated[Path, typer.Option(help="Folder to write.")] = EMBEDDINGS,
@@ -148,7 +133,6 @@ def _adapter_of(model: Path, **pipeline: int) -> "tuple[type[DiffusionModelBase]
 
 
 @app.command()
-@one_line_errors()
 def preferences() -> None:
     """Sample the base model on the train prompts, and write each one's best and worst picture."""
     from tasks.preferences import sampled_preferences
@@ -167,7 +151,6 @@ def preferences() -> None:
 
 
 @app.command()
-@one_line_errors()
 def pairs() -> None:
     """Encode a preference table with the base model's VAE, and write data/pairs/."""
     import torch

@@ -10,6 +10,7 @@ from typing import Annotated, Literal, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from flows.errors import described
 from models.errors import DoubleflowError
 from models.tiny_qwen_image.settings import TinySettings
 
@@ -146,5 +147,4 @@ def load_params(path: Path) -> PrepareParams:
     except yaml.YAMLError as error:
         raise PrepareError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     except ValidationError as error:
-        problems = (f"{'.'.join(map(str, e['loc'])) or 'the whole file'}: {e['msg']}" for e in error.errors())
-        raise PrepareError(f"{path}: {'; '.join(problems)}") from error
+        raise PrepareError(f"{path}: {described(error, PrepareParams)}") from error

@@ -19,12 +19,13 @@ import httpx
 import psutil
 import typer
 
+from flows.terminal import commands
 from models.errors import DoubleflowError
 
 HERE = Path(".services")
 RECORD = HERE / "pids.json"
 START_SECONDS, END_SECONDS = 120, 30
-app = typer.Typer(help="Servers and a worker on this machine.", no_args_is_help=True, add_completion=False)
+app = commands("Servers and a worker on this machine.")
 
 
 class ServiceError(DoubleflowError, RuntimeError):
@@ -167,7 +168,4 @@ def _gpu_count() -> int:
 
 
 if __name__ == "__main__":
-    try:
-        app()
-    except ServiceError as error:
-        raise SystemExit(f"error: {error}") from error
+    app()

@@ -9,7 +9,7 @@ import yaml
 from prefect.utilities.callables import parameter_schema
 
 from flows.recipes import load_recipe
-from flows.sweep import SweepConfig
+from flows.sweep_config import SweepConfig
 
 ROOT = Path(__file__).parent.parent
 DEPLOYMENTS = {d["name"]: d for d in yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]}
