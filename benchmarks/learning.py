@@ -36,6 +36,11 @@ COMMON = [
     "trainer.save_freq=24",
     f"ray_init.num_cpus={CORES}",  # Ray counts the machine's cores, not those that a run is pinned to
 ]
+OF_QUICKSTART = [
+    f"{ROLLOUT}.algo={{sde_type: sde, noise_level: 0.7, sde_window_range: [0, 4]}}",
+    f"{ACTOR}.diffusion_loss.clip_ratio=1.0e-3",
+]
+"""The recipe's kernel, window and clip range, which another algorithm's name would otherwise bring itself."""
 FORWARD = ["algorithm.num_train_timesteps=4"]
 SETTINGS: dict[str, list[str]] = {
     "flow_grpo": [],
@@ -55,8 +60,8 @@ SETTINGS: dict[str, list[str]] = {
     "distill_kl": [],
     "distill_fm_mse": FORWARD,
 }
-"""What an algorithm changes in the quickstart beside `algorithm.name`. The recipe gives kernel, window and clip range
-itself, so an algorithm that is about those gives its own."""
+"""What an algorithm changes in the quickstart beside `algorithm.name`. All keep the recipe's kernel, window and clip
+range, so that they are compared at equal ones; an algorithm that is about those gives its own."""
 
 
 @dataclass(frozen=True)
@@ -154,6 +159,7 @@ def changes(algorithm: str, seed: int, folder: Path) -> list[str]:
     return [
         *COMMON,
         f"algorithm.name={algorithm}",
+        *OF_QUICKSTART,
         *teacher,
         *SETTINGS[algorithm],
         f"trainer.seed={seed}",

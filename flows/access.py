@@ -7,13 +7,15 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+from models.errors import DoubleflowError
+
 USER = "doubleflow"
 NOWHERE = "http://127.0.0.1"
 """An origin that no page has: the temporary server has no pages."""
 DVC_SITE_CACHE = Path(".doubleflow/dvc")
 
 
-class AccessError(RuntimeError):
+class AccessError(DoubleflowError, RuntimeError):
     """A folder or file that should be this user's alone is not."""
 
 

@@ -4,8 +4,11 @@ The parts are independent (docs/algorithms.md); a named algorithm is a choice of
 in a preset, and only where it differs from the field's own default, which is Flow-GRPO's.
 """
 
+import difflib
 from collections.abc import Iterator, Mapping
 from typing import Any
+
+from models.actor_config import ForwardProcessConfig
 
 KERNEL = "actor_rollout_ref.rollout.algo"
 ACTOR = "actor_rollout_ref.actor"
@@ -56,9 +59,19 @@ def preset(given: Mapping[str, Any]) -> dict[str, Any]:
     """
     algorithm = given.get("algorithm")
     name = algorithm.get("name", DEFAULT) if isinstance(algorithm, Mapping) else DEFAULT
-    if name not in PRESETS:
-        raise ValueError(f"algorithm.name is {name!r}; known: {', '.join(PRESETS)}")
+    if not isinstance(name, str) or name not in PRESETS:
+        near = difflib.get_close_matches(str(name), PRESETS, n=1)
+        meant = f"; did you mean {near[0]}?" if near else ""
+        raise ValueError(f"algorithm.name is {name!r}; known: {', '.join(PRESETS)}{meant}")
     return {ADAPTER: name} | PRESETS[name]
+
+
+def decided_by_name() -> list[str]:
+    """Dotted paths of all that an algorithm's name speaks for: kernel and window, the loss, its noise levels and old
+    policy, and whatever some preset sets. Another name takes the place of all of them, not of its preset's alone."""
+    set_somewhere = dict.fromkeys(path for fields in PRESETS.values() for path in fields)
+    levels = [f"algorithm.{name}" for name in ForwardProcessConfig.model_fields]
+    return list(dict.fromkeys([KERNEL, LOSS, ADAPTER, *levels, *set_somewhere]))
 
 
 def tree_of(paths: Mapping[str, Any]) -> dict[str, Any]:

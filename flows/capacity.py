@@ -11,6 +11,7 @@ from flows.config import TrainConfig
 from models.algorithms import get_diffusion_loss_fn
 from models.algorithms.losses import REF_VELOCITY
 from models.base import DiffusionModelBase, DiffusionModelConfig
+from models.errors import DoubleflowError
 from models.flops import Batch, PolicyFlops, has_formula
 from models.latents import component_config
 from models.memory import GIB, Need, rollout_need, update_need
@@ -21,7 +22,7 @@ from tasks.rollout import prompt_table
 log = logging.getLogger(__name__)
 
 
-class DoesNotFit(ValueError):
+class DoesNotFit(DoubleflowError, ValueError):
     """The run needs more memory than a GPU has."""
 
 

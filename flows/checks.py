@@ -7,6 +7,8 @@ from pathlib import Path
 
 from flows.capacity import check_fits, measure_cost
 from flows.config import TrainConfig
+from flows.early import check_folder, raising_config_errors
+from flows.errors import ConfigError
 from models.algorithms import check_advantage, check_loss_inputs, get_diffusion_loss_fn
 from models.algorithms.losses import OLD_MEAN, TEACHER_MEAN, TRAINER_TYPES
 from models.base import DiffusionModelBase, DiffusionModelConfig, read_architecture
@@ -24,10 +26,6 @@ from tasks.pairs import PairDataset
 from tasks.rewards import check_reward
 
 log = logging.getLogger(__name__)
-
-
-class ConfigError(ValueError):
-    """A run cannot start as configured."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +47,12 @@ class Inputs:
     flops: PolicyFlops | None = None
 
 
+@raising_config_errors
 def check_inputs(config: TrainConfig, trains: bool = True) -> Inputs:
     """Resolve every name and file of the config.
 
     Args:
-        trains: check, too, that the update and the rollout fit the GPUs.
+        trains: check, too, that the update and the rollout fit the GPUs, and that the run can write its folder.
 
     Raises:
         ConfigError, or the named thing's own error: one sentence, what is wrong and what would be right.
@@ -70,7 +69,7 @@ def check_inputs(config: TrainConfig, trains: bool = True) -> Inputs:
     adapter = DiffusionModelBase.get_class(model_config)
     for pipeline in (rollout.pipeline, rollout.validation_pipeline()):
         adapter.check_pipeline(replace(model_config, pipeline=pipeline))
-    if config.algorithm.trainer_type == "direct_preference" and adapter.is_guided(rollout.pipeline):
+    if trains and config.algorithm.trainer_type == "direct_preference" and adapter.is_guided(rollout.pipeline):
         raise ConfigError(
             f"rollout.pipeline.{adapter.pipeline_fields[0]} asks for guidance, but loss "
             f"{config.actor_rollout_ref.actor.diffusion_loss.loss_mode} trains the velocity without it: leave it out"
@@ -108,6 +107,8 @@ def check_inputs(config: TrainConfig, trains: bool = True) -> Inputs:
         flops = measure_cost(config, model_config, embeddings, uids)
     if flops is not None:
         check_fits(config, model_config, flops.cost)
+    if trains:
+        check_folder(config.trainer.default_local_dir)
     return Inputs(model_config, train, test, embeddings, pairs, hashlib.sha256(content).hexdigest()[:16], flops)
 
 

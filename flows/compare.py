@@ -1,5 +1,10 @@
 """Compare two recorded runs: one HTML page with their configs, curves, rewards, costs and pictures."""
 
+if __name__ == "__main__":  # before the imports that take seconds, so that a wrong command is answered at once
+    from flows.commands import main
+
+    main("compare")
+
 import base64
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -8,16 +8,19 @@ place; what the reference mirrors between sections stands once here.
 import functools
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import BaseModel, Field, ModelWrapValidatorHandler, model_validator
+from pydantic import BaseModel, Field, ModelWrapValidatorHandler, ValidationError, model_validator
 
-from flows.algorithms import absent, preset, tree_of
-from flows.overrides import merged, optional, set_fields
+from flows.algorithms import absent, decided_by_name, preset, tree_of
+from flows.errors import ConfigError, described
+from flows.identity import shaping
+from flows.overrides import flat, merged, optional, set_fields, without
 from flows.trainer_config import TrainerConfig
 from models.actor_config import DiffusionActorConfig
-from models.config import ModelConfig, Section
+from models.config import ModelConfig, NotShaping, Section
 from tasks.config import (
     DataConfig,
     DiffusionAlgoConfig,
@@ -26,61 +29,6 @@ from tasks.config import (
     RewardConfig,
     TrackingConfig,
 )
-
-NOT_SHAPING: dict[str, Any] = {
-    "algorithm": {"name"},  # it stands for other fields, and those count
-    "tracking": True,
-    "ray_init": True,
-    "reward": {
-        "functions": {
-            "__all__": {"num_workers", "num_cpus", "num_gpus", "batch_size", "retries", "retry_wait_s", "timeout_s"}
-        },
-        "max_missing_fraction": True,
-        "guards": True,
-    },
-    "actor_rollout_ref": {
-        "rollout": {
-            "num_actors",
-            "num_gpus_per_actor",
-            "num_threads",
-            "placement",
-            "max_queued_batches",
-            "max_restarts",
-            "weight_transport",
-            "update_weights_bucket_megabytes",
-            "vllm_omni",
-            "val_kwargs",
-        },
-        "actor": {"fsdp_config": {"param_offload", "optimizer_offload", "ulysses_sequence_parallel_size"}},
-    },
-    "trainer": {
-        "total_training_steps",
-        "nnodes",
-        "n_gpus_per_node",
-        "num_threads",
-        "val_before_train",
-        "test_freq",
-        "save_freq",
-        "export_freq",
-        "max_actor_ckpt_to_keep",
-        "async_checkpoint",
-        "full_determinism",
-        "keep_stages",
-        "resume_mode",
-        "default_local_dir",
-        "canary_tolerance",
-        "canary_missing_share",
-        "canary_timesteps",
-        "canary_batch",
-        "max_logprob_difference",
-        "device_peak_tflops",
-        "gpu_memory_gib",
-        "on_nonfinite",
-        "max_nonfinite_steps",
-        "profile",
-    },
-}
-"""Settings that leave the trained weights as they are, up to rounding."""
 
 
 class ActorRolloutRefConfig(Section):
@@ -103,8 +51,8 @@ class TrainConfig(Section):
     )
     reward: RewardConfig = Field(default_factory=RewardConfig, description="Rewards.")
     trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="The loop.")
-    ray_init: RayConfig = Field(default_factory=RayConfig, description="The cluster.")
-    tracking: TrackingConfig = Field(default_factory=TrackingConfig, description="Where MLflow is.")
+    ray_init: NotShaping[RayConfig] = Field(default_factory=RayConfig, description="The cluster.")
+    tracking: NotShaping[TrackingConfig] = Field(default_factory=TrackingConfig, description="Where MLflow is.")
 
     @model_validator(mode="wrap")
     @classmethod
@@ -339,28 +287,52 @@ class TrainConfig(Section):
         return [self.data.prompts, self.data.embeddings, Path(model.path), *start]
 
     def digest(self) -> str:
-        """8 hex digits over the settings that shape the weights.
+        """8 hex digits over the settings that shape the weights: all but those marked `NotShaping`.
 
         Where a run computes, writes and tracks, how often it measures and how long it goes on do not count: such a
         run may continue elsewhere, or for longer. (How long counts with sde_window_mode decay, which paces itself by
         it.) An algorithm's name and the same fields written out are one run.
         """
-        shaping = self.model_dump(mode="json", exclude=NOT_SHAPING)
+        counted = shaping(self)
         if self.actor_rollout_ref.rollout.algo.sde_window_mode == "decay":
-            shaping["trainer"]["total_training_steps"] = self.trainer.total_training_steps
-        return hashlib.sha256(json.dumps(shaping, sort_keys=True).encode()).hexdigest()[:8]
+            counted["trainer"]["total_training_steps"] = self.trainer.total_training_steps
+        return hashlib.sha256(json.dumps(counted, sort_keys=True).encode()).hexdigest()[:8]
 
     def with_changes(self, changes: BaseModel | dict[str, Any] | None) -> "TrainConfig":
-        """This config with some fields replaced, checked as a whole; fields that only its algorithm's name had set
-        follow a new name.
+        """This config with some fields replaced, checked as a whole.
+
+        Another `algorithm.name` is that algorithm as published: what this config says of kernel, window, loss and the
+        rest of `decided_by_name` stays behind, see `left_behind`; what the changes say of them counts.
 
         Args:
             changes: nested mapping of fields, or a `TrainOverrides`, of which the fields that were set count.
+
+        Raises:
+            ConfigError: the result is no config; what is wrong of it, in a sentence.
         """
         if changes is None:
             return self
-        given = changes.model_dump(exclude_unset=True) if isinstance(changes, BaseModel) else changes
-        return TrainConfig.model_validate(merged(self.model_dump(exclude_unset=True), given))
+        given = set_fields(changes)
+        kept, _ = self._beside(given)
+        try:
+            return TrainConfig.model_validate(merged(kept, given))
+        except ValidationError as error:
+            raise ConfigError(described(error, TrainConfig)) from error
+
+    def left_behind(self, changes: BaseModel | dict[str, Any] | None) -> dict[str, tuple[Any, Any]]:
+        """Dotted path -> (value here, value there) of the fields that this config gives and that `with_changes` takes
+        from another algorithm's name instead."""
+        given = set_fields(changes or {})
+        _, taken = self._beside(given)
+        there, own = flat(self.with_changes(given).model_dump()), flat(given)
+        values = {path: (value, there.get(path)) for path, value in taken.items() if path not in own}
+        return {path: pair for path, pair in values.items() if pair[0] != pair[1]}
+
+    def _beside(self, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What these changes leave of the fields that are set here, and what another algorithm's name takes away."""
+        here, algorithm = self.model_dump(exclude_unset=True), given.get("algorithm")
+        name = algorithm.get("name", self.algorithm.name) if isinstance(algorithm, Mapping) else self.algorithm.name
+        return (here, {}) if name == self.algorithm.name else without(here, decided_by_name())
 
 
 TrainOverrides = optional(TrainConfig)

@@ -6,18 +6,24 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pandas as pd
 from pydantic import Field
 
 from flows.checks import ConfigError, Inputs
 from flows.config import TrainConfig
-from models.config import Section
+from flows.early import as_config_errors
+from models.base import DiffusionModelBase, DiffusionModelConfig
+from models.config import DiffusionPipelineConfig, Section
 from tasks.comparison import Interval
 from tasks.config import RewardConfig
 from tasks.dataset import Prompt, PromptEmbeddings, load_prompts
 from tasks.validate import Validation
+
+DRAWN_AS = 2
+"""Counts up where the same settings come to other pictures, so that all weights are measured again. 2: guidance_scale
+of val_kwargs.pipeline is drawn with."""
 
 
 class PromptSet(Section):
@@ -35,8 +41,17 @@ class Measurement(Section):
     sets: dict[str, PromptSet] = Field(
         default_factory=dict, description="Name -> prompts; empty takes the test split of the config's data."
     )
-    num_inference_steps: list[int] = Field(default_factory=list, description="Each of them; empty is the recipe's.")
-    true_cfg_scale: list[float] = Field(default_factory=list, description="Each of them; empty is the recipe's.")
+    num_inference_steps: list[Annotated[int, Field(ge=1, le=1000)]] = Field(
+        default_factory=list, description="Each of them; empty is the recipe's."
+    )
+    true_cfg_scale: list[Annotated[float, Field(ge=1)]] = Field(
+        default_factory=list,
+        description="Each of them, for models that are guided by it (Qwen-Image, FLUX.1); empty is the recipe's.",
+    )
+    guidance_scale: list[Annotated[float, Field(ge=0)]] = Field(
+        default_factory=list,
+        description="The same for those guided by guidance_scale (Stable Diffusion 3, Wan, Z-Image).",
+    )
     seeds: list[int] = Field([0], min_length=1, description="Each of them; the noise is the same for all weights.")
     n: int = Field(1, ge=1, description="Pictures of each prompt, for each of all these.")
     reward: RewardConfig | None = Field(
@@ -47,19 +62,34 @@ class Measurement(Section):
 
 @dataclass(frozen=True)
 class Cell:
-    """One way of drawing: a set of prompts, steps, guidance and seed."""
+    """One way of drawing: a set of prompts, steps, guidance and seed.
+
+    Attributes:
+        guided_by: the field of the pipeline that guides this model, None where none does.
+        guidance: its value; null, which turns it off, is 0 here.
+    """
 
     name: str
     prompts: list[Prompt]
     embeddings: PromptEmbeddings
     steps: int
+    guided_by: str | None
     guidance: float
     seed: int
 
     @property
     def label(self) -> str:
         """For metrics' names; all seeds of a cell are one metric."""
-        return f"{self.name}/steps_{self.steps}/guidance_{self.guidance:g}"
+        return _label(self.name, self.steps, self.guided_by, self.guidance)
+
+    def drawn_by(self, pipeline: DiffusionPipelineConfig) -> DiffusionPipelineConfig:
+        """A validation's sampling with the cell's own steps and guidance in place."""
+        guidance = {self.guided_by: self.guidance or None} if self.guided_by else {}
+        return pipeline.model_copy(update={"num_inference_steps": self.steps, **guidance})
+
+
+def _label(name: str, steps: int, guided_by: str | None, guidance: float) -> str:
+    return f"{name}/steps_{steps}" + (f"/{guided_by}_{guidance:g}" if guided_by else "")
 
 
 @dataclass(frozen=True)
@@ -84,12 +114,40 @@ class Verdict:
 
 
 def for_measuring(config: TrainConfig, measurement: Measurement) -> TrainConfig:
-    """The config with the held-out rewards in place, and guidance wherever some cell needs its negative prompt."""
-    scales = measurement.true_cfg_scale or [config.actor_rollout_ref.rollout.validation_pipeline().true_cfg_scale]
-    changes: dict[str, Any] = {"actor_rollout_ref": {"rollout": {"pipeline": {"true_cfg_scale": max(scales)}}}}
+    """The config with the held-out rewards in place, and guidance wherever some cell needs its negative prompt.
+
+    Raises:
+        ConfigError: the measurement gives a guidance that this model does not have.
+    """
+    field = guided_by(config)
+    changes: dict[str, Any] = {}
+    for other in sorted({"true_cfg_scale", "guidance_scale"} - {field}):
+        if getattr(measurement, other):
+            raise ConfigError(
+                f"measurement.{other} is {getattr(measurement, other)}, but the model of actor_rollout_ref.model.path "
+                f"{config.actor_rollout_ref.model.path} is guided by {field or 'nothing'}: leave it out"
+                + (f", or give measurement.{field}" if field else "")
+            )
+    if field is not None:
+        pipeline = config.actor_rollout_ref.rollout.validation_pipeline()
+        scales = getattr(measurement, field) or [getattr(pipeline, field)]
+        changes["actor_rollout_ref"] = {"rollout": {"pipeline": {field: max(scales)}}}
     if measurement.reward is not None:
         changes["reward"] = measurement.reward.model_dump()
     return config.with_changes(changes)
+
+
+def guided_by(config: TrainConfig) -> str | None:
+    """The field of `rollout.pipeline` that turns the model's classifier-free guidance on; None where none does.
+
+    Raises:
+        ConfigError: the model's folder is not there, or of an unknown architecture.
+    """
+    model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
+    with as_config_errors():
+        adapter = DiffusionModelBase.get_class(DiffusionModelConfig.load(model, rollout.pipeline, rollout.algo))
+    field = adapter.pipeline_fields[0] if adapter.pipeline_fields else None
+    return field if field in ("true_cfg_scale", "guidance_scale") else None
 
 
 def cells(config: TrainConfig, inputs: Inputs, measurement: Measurement) -> Iterator[Cell]:
@@ -98,7 +156,8 @@ def cells(config: TrainConfig, inputs: Inputs, measurement: Measurement) -> Iter
     Raises:
         ConfigError: a set has fewer than two prompts, or a prompt without an embedding.
     """
-    pipeline = config.actor_rollout_ref.rollout.validation_pipeline()
+    pipeline, field = config.actor_rollout_ref.rollout.validation_pipeline(), guided_by(config)
+    scales = (getattr(measurement, field) or [getattr(pipeline, field) or 0.0]) if field else [0.0]
     sets = {"test": (inputs.test, inputs.embeddings)}
     if measurement.sets:
         sets = {name: _load(name, entry) for name, entry in measurement.sets.items()}
@@ -106,23 +165,23 @@ def cells(config: TrainConfig, inputs: Inputs, measurement: Measurement) -> Iter
         if len(prompts) < 2:
             raise ConfigError(f"measurement.sets: {name} has {len(prompts)} prompt; an interval needs at least 2")
         yield from (
-            Cell(name, prompts, embeddings, steps, guidance, seed)
+            Cell(name, prompts, embeddings, steps, field, guidance, seed)
             for steps, guidance, seed in product(
                 measurement.num_inference_steps or [pipeline.num_inference_steps],
-                measurement.true_cfg_scale or [pipeline.true_cfg_scale],
+                scales,
                 measurement.seeds,
             )
         )
 
 
-def metrics(table: pd.DataFrame, verdict: Verdict) -> dict[str, float]:
-    """val/<set>/steps_<k>/guidance_<g>/<reward>/mean over all seeds, their mean over cells, and the gains."""
+def metrics(table: pd.DataFrame, verdict: Verdict, guided_by: str | None) -> dict[str, float]:
+    """val/<set>/steps_<k>/<guided_by>_<g>/<reward>/mean over all seeds, their mean over cells, and the gains."""
     rewards = [name for name in table.columns if name == "reward" or name.startswith("reward/")]
     means = table.groupby(["set", "steps", "guidance"])[rewards].mean()
     result = {f"val/{name}/mean": float(table[name].mean()) for name in rewards}
     result["val/reward/missing"] = float(table["reward"].isna().sum())
     for (name, steps, guidance), row in means.iterrows():
-        label = f"{name}/steps_{steps}/guidance_{guidance:g}"
+        label = _label(name, steps, guided_by, guidance)
         result |= {f"val/{label}/{reward}/mean": float(value) for reward, value in row.items()}
     for against in ("base", "best"):
         gain: Interval | None = getattr(verdict, against)
@@ -153,6 +212,7 @@ def measurement_digest(config: TrainConfig, inputs: Inputs, measurement: Measure
     """Of everything that a measurement depends on beside the weights."""
     rollout = config.actor_rollout_ref.rollout
     dumped = [
+        DRAWN_AS,
         measurement.model_dump(mode="json"),
         rollout.validation_pipeline().model_dump(mode="json"),
         config.actor_rollout_ref.model.model_dump(mode="json"),

@@ -1,6 +1,7 @@
 """Changes laid over a config, and the form of a section in which every field may be left out."""
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
@@ -22,6 +23,27 @@ def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
         nested = isinstance(value, dict) and isinstance(base.get(name), dict) and name != "functions"
         result[name] = merged(base[name], value) if nested else value
     return result
+
+
+def without(tree: Mapping[str, Any], paths: Iterable[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The tree without what is at these dotted paths or below them, and that: dotted path of a value -> the value."""
+    kept, taken = copy.deepcopy(dict(tree)), dict[str, Any]()
+    for path in paths:
+        *parents, leaf = path.split(".")
+        node: Any = kept
+        for parent in parents:
+            node = node.get(parent, {}) if isinstance(node, dict) else {}
+        if isinstance(node, dict) and leaf in node:
+            taken |= flat(node.pop(leaf), path)
+    return kept, taken
+
+
+def flat(value: Any, path: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}; at "x", {"x.a.b": 1}."""
+    if not isinstance(value, Mapping):
+        return {path: value}
+    below = f"{path}." if path else ""
+    return {name: entry for key, part in value.items() for name, entry in flat(part, f"{below}{key}").items()}
 
 
 def optional(section: type[BaseModel]) -> type[BaseModel]:

@@ -5,8 +5,6 @@ output as it was. A stage that samples or encodes imports the model families, se
 """
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,9 +22,9 @@ from flows.prepare_config import (
     PrepareError,
     load_params,
 )
+from flows.terminal import commands
 from tasks.base_model import score_base_model, train_base_model
 from tasks.dataset import (
-    DatasetError,
     build_prompt_table,
     check_prompt_lengths,
     load_prompts,
@@ -34,27 +32,16 @@ from tasks.dataset import (
     write_embeddings,
 )
 from tasks.digests import IMAGE_SIDE, TEXT_SIDE, parts_digest
-from tasks.rewards import RewardError, get_reward
+from tasks.rewards import get_reward
 
 if TYPE_CHECKING:
     from models.base import DiffusionModelBase, DiffusionModelConfig
 
 PARAMS = Path("params.yaml")
-app = typer.Typer(help="Make the data sets; usually called by `dvc repro`.", no_args_is_help=True, add_completion=False)
-
-
-@contextmanager
-def one_line_errors() -> Iterator[None]:
-    """Say what is wrong with the data or the parameters in one line instead of a traceback, and exit with 1."""
-    try:
-        yield
-    except (PrepareError, DatasetError, RewardError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from error
+app = commands("Make the data sets; usually called by `dvc repro`.")
 
 
 @app.command()
-@one_line_errors()
 def prompts() -> None:
     """Read the raw prompt files, split them, and write data/prompts.parquet."""
     params = load_params(PARAMS).prompts
@@ -74,7 +61,6 @@ def prompts() -> None:
 
 
 @app.command("base-model")
-@one_line_errors()
 def base_model() -> None:
     """Pre-train the tiny Qwen-Image model, test it on held-out prompts, and write data/base_model/."""
     params = load_params(PARAMS).base_model
@@ -100,7 +86,6 @@ def base_model() -> None:
 
 
 @app.command()
-@one_line_errors()
 def embeddings(
     model: Annotated[Path, typer.Option(help="Folder in diffusers format whose text encoders encode.")] = BASE_MODEL,
     out: Annotated[Path, typer.Option(help="Folder to write.")] = EMBEDDINGS,
@@ -159,7 +144,6 @@ Options = Annotated[list[str] | None, typer.Option("--option", help="name=value 
 
 
 @app.command()
-@one_line_errors()
 def preferences(
     model: Model = BASE_MODEL,
     embeddings: Annotated[Path, typer.Option(help="Folder of the embeddings by this model's encoders.")] = EMBEDDINGS,
@@ -200,7 +184,6 @@ def preferences(
 
 
 @app.command()
-@one_line_errors()
 def pairs(
     model: Model = BASE_MODEL,
     table: Annotated[Path | None, typer.Option(help="Preference table, in place of the one in params.yaml.")] = None,

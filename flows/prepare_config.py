@@ -10,6 +10,8 @@ from typing import Annotated, Literal, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from flows.errors import described
+from models.errors import DoubleflowError
 from models.tiny_qwen_image.settings import TinySettings
 
 RAW = "data/raw/"
@@ -23,7 +25,7 @@ PAIRS = Path("data/pairs")
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
-class PrepareError(ValueError):
+class PrepareError(DoubleflowError, ValueError):
     """A data stage cannot go on; the message says which field, file or number is at fault."""
 
 
@@ -145,5 +147,4 @@ def load_params(path: Path) -> PrepareParams:
     except yaml.YAMLError as error:
         raise PrepareError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     except ValidationError as error:
-        problems = (f"{'.'.join(map(str, e['loc'])) or 'the whole file'}: {e['msg']}" for e in error.errors())
-        raise PrepareError(f"{path}: {'; '.join(problems)}") from error
+        raise PrepareError(f"{path}: {described(error, PrepareParams)}") from error

@@ -1,91 +1,114 @@
-"""Recipes are the deployments of prefect.yaml; this runs one without a server of its own."""
+"""Recipes are the deployments of prefect.yaml; this reads one, and what the command line changes of it.
 
-from collections.abc import Callable
+It imports neither torch nor Prefect: what is wrong is known in the first second.
+"""
+
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any, TypeVar
 
-import typer
 import yaml
+from pydantic import BaseModel, ValidationError
 
 from flows.config import TrainConfig, TrainOverrides
+from flows.errors import RecipeError, described, near
 
 PREFECT_FILE = Path("prefect.yaml")
-
-
-class RecipeError(ValueError):
-    """A recipe cannot be used."""
+Settings = TypeVar("Settings", bound=BaseModel)
 
 
 def load_recipe(name: str, file: Path = PREFECT_FILE) -> TrainConfig:
     """The config of the train deployment called `name`.
 
     Raises:
-        RecipeError: there is no such deployment; the message lists those there are.
+        RecipeError: there is no such deployment, and the message lists those there are; or it is no config.
     """
-    deployments = yaml.safe_load(file.read_text())["deployments"]
-    recipes = {d["name"]: d for d in deployments if d["entrypoint"].startswith("flows/train.py:")}
-    if name not in recipes:
-        raise RecipeError(f"{file} has no train deployment {name!r}; it has {', '.join(sorted(recipes))}")
-    return TrainConfig.model_validate(recipes[name]["parameters"]["config"])
+    return checked(TrainConfig, load_parameters("train", name, file).get("config"), f"{file}, recipe {name}")
+
+
+def load_parameters(flow: str, name: str, file: Path = PREFECT_FILE) -> Mapping[str, Any]:
+    """The parameters of a deployment of flows/<flow>.py, unchecked.
+
+    Raises:
+        RecipeError: there is no such file or deployment.
+    """
+    content = read_yaml(file, "run from the repository's root")
+    deployments = content.get("deployments") if isinstance(content, Mapping) else None
+    if not isinstance(deployments, list) or not all(isinstance(entry, Mapping) for entry in deployments):
+        raise RecipeError(f"{file} has no list `deployments`: it is no file of Prefect deployments")
+    there = {d.get("name"): d for d in deployments if str(d.get("entrypoint")).startswith(f"flows/{flow}.py:")}
+    if name not in there:
+        known = sorted(filter(None, there))
+        raise RecipeError(f"{file} has no {flow} deployment {name!r}; it has {', '.join(known)}{near(name, known)}")
+    return there[name].get("parameters") or {}
+
+
+def load_config(file: Path) -> TrainConfig:
+    """A whole config as JSON or YAML, as a run records it.
+
+    Raises:
+        RecipeError: the file is missing, or is no config.
+    """
+    return checked(TrainConfig, read_yaml(file, "give a config.json of a run"), str(file))
+
+
+def checked(section: type[Settings], values: Any, source: str) -> Settings:
+    """The section of these values. Raises RecipeError, which names the source and every wrong field."""
+    try:
+        return section.model_validate(values)
+    except ValidationError as error:
+        raise RecipeError(f"{source}: {described(error, section)}") from error
+    except ValueError as error:
+        raise RecipeError(f"{source}: {error}") from error
+
+
+def read_yaml(file: Path, advice: str) -> Any:
+    """What is in a YAML or JSON file. Raises RecipeError where there is none, with the advice."""
+    try:
+        return yaml.safe_load(file.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not text"
+        raise RecipeError(f"{file} cannot be read ({reason}): {advice}") from error
+    except yaml.YAMLError as error:
+        raise RecipeError(f"{file} is neither YAML nor JSON: {_reason(error)}") from error
 
 
 def parse_changes(settings: list[str]) -> TrainOverrides:
     """`["trainer.seed=1", "reward.functions={ocr: {}}"]` as overrides; values are YAML.
 
     Raises:
-        RecipeError: an item has no equals sign.
+        RecipeError: an item has no equals sign, names no field, or gives a field a value that it cannot have.
     """
+    # The form's classes have names of their own; a message is about the config's fields.
+    tree = parse_settings(settings, "--set")
+    try:
+        return TrainOverrides.model_validate(tree)
+    except ValidationError as error:
+        raise RecipeError(f"--set: {described(error, TrainConfig)}") from error
+
+
+def parse_settings(settings: list[str], option: str) -> dict[str, Any]:
+    """`["a.b=1"]` as {"a": {"b": 1}}. Raises RecipeError, which names the option."""
     tree: dict[str, Any] = {}
     for setting in settings:
         path, equals, value = setting.partition("=")
-        if not equals:
-            raise RecipeError(f"--set {setting!r} must have the form field.path=value")
-        *parents, leaf = path.split(".")
-        node = tree
+        *parents, leaf = path.strip().split(".")
+        if not equals or not all([*parents, leaf]):
+            raise RecipeError(f"{option} {setting!r} must have the form field.path=value")
+        node: Any = tree
         for parent in parents:
             node = node.setdefault(parent, {})
-        node[leaf] = yaml.safe_load(value)
-    return TrainOverrides.model_validate(tree)
+            if not isinstance(node, dict):
+                raise RecipeError(f"{option} {setting!r}: {parent} is set to {node!r} as well, which has no parts")
+        try:
+            node[leaf] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise RecipeError(f"{option} {setting!r}: the value is not YAML: {_reason(error)}") from error
+    return tree
 
 
-Recipe = Annotated[str, typer.Argument(help="A train deployment of prefect.yaml.")]
-ConfigFile = Annotated[
-    Path | None, typer.Option("--config", help="A whole config as JSON, as a run records it, in a recipe's place.")
-]
-Changes = Annotated[list[str] | None, typer.Option("--set", help="field.path=value; may be repeated.")]
-
-
-def train_command(train: Callable[..., dict[str, Any]]) -> None:
-    """`python -m flows.train [RECIPE] [--config FILE] [--set field=value ...]`."""
-
-    def main(recipe: Recipe = "quickstart", config: ConfigFile = None, changes: Changes = None) -> None:
-        """Train a recipe here and now, and print where the results are."""
-        from flows.access import guard_temporary_server
-        from flows.summary import Summary
-
-        guard_temporary_server()
-        chosen = (
-            load_recipe(recipe) if config is None else TrainConfig.model_validate(yaml.safe_load(config.read_text()))
-        )
-        summary = Summary(**train(chosen, parse_changes(changes or [])))
-        typer.echo(f"\n{summary.text()}\n")
-
-    typer.run(main)
-
-
-def validate_command(validate: Callable[..., dict[str, float]]) -> None:
-    """`python -m flows.validate [RECIPE] [--weights FOLDER] [--set field=value ...]`."""
-
-    def main(
-        recipe: Recipe = "quickstart",
-        weights: Annotated[Path | None, typer.Option(help="Folder that a run exported; else the base model.")] = None,
-        changes: Changes = None,
-    ) -> None:
-        """Measure one set of weights on the held-out prompts."""
-        from flows.access import guard_temporary_server
-
-        guard_temporary_server()
-        for name, value in sorted(validate(load_recipe(recipe), weights, parse_changes(changes or [])).items()):
-            typer.echo(f"{name:32} {value:.4f}")
-
-    typer.run(main)
+def _reason(error: yaml.YAMLError) -> str:
+    """What is wrong, and where."""
+    mark = getattr(error, "problem_mark", None)
+    where = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+    return f"{getattr(error, 'problem', None) or 'not text'}{where}"

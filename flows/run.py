@@ -13,7 +13,7 @@ import ray
 from prefect import get_run_logger
 
 from flows.checks import Inputs
-from flows.config import TrainConfig
+from flows.config import TrainConfig, TrainOverrides
 from flows.utilisation import Utilisation
 from models.algorithms import DiffusionLossFn, get_diffusion_loss_fn, needs_old_means
 from models.engines.canary import Canary, CanaryLimits
@@ -21,7 +21,7 @@ from models.engines.ema import HeldWeights
 from models.schedulers.windows import window_steps
 from tasks.checkpoint import CheckpointError, CheckpointStore, RunState, alone
 from tasks.clock import Stopwatch
-from tasks.cluster import RankPlaces, require_resources
+from tasks.cluster import RankPlaces, gpu_slots, ray_cluster, require_resources
 from tasks.dataset import Prompt
 from tasks.guards import FLOOR_TAG, HACKING_TAG, FloorWatch, GuardWatch
 from tasks.lineage import lineage
@@ -249,34 +249,85 @@ class TrainingRun:
         self.spent = {name: value for name, value in self.tracker.latest().items() if name.startswith("cost/")}
 
 
+def changed(config: TrainConfig, overrides: TrainOverrides | None) -> TrainConfig:
+    """The config with its overrides; what another algorithm's name takes from it is told in the flow run's log."""
+    behind = config.left_behind(overrides)
+    result = config.with_changes(overrides)
+    if behind:
+        fields = ", ".join(f"{path} {here} (now {there})" for path, (here, there) in behind.items())
+        get_run_logger().warning(
+            "algorithm.name is now %s, as published: without the recipe's %s", result.algorithm.name, fields
+        )
+    return result
+
+
+@contextmanager
+def opened(config: TrainConfig, name: str, *, trains: bool, run_id: str | None = None) -> Iterator[Tracker]:
+    """What everything that needs actors begins with: the GPUs' slots, the cluster, proof that it is large enough, and
+    the tracker. Afterwards the MLflow run is FINISHED, FAILED or KILLED, never RUNNING.
+
+    Args:
+        name: of a new MLflow run.
+        trains: for training; without, a measurement needs no trainer ranks.
+        run_id: the MLflow run to continue.
+
+    Raises:
+        ClusterError: the slots' pool or the cluster cannot hold the actors.
+    """
+    with (
+        gpu_slots(config.ray_init, config.gpus_needed(trains)),
+        ray_cluster(config.ray_init, config.trainer.full_determinism),
+    ):
+        check_resources(config, trains)
+        tracker = Tracker(config.tracking, name, run_id)
+        with tracker.concluded():
+            yield tracker
+
+
 @contextmanager
 def open_run(config: TrainConfig, inputs: Inputs) -> Iterator[TrainingRun]:
-    """Start the actors and the tracker; afterwards the MLflow run is FINISHED, FAILED or KILLED, never RUNNING.
+    """Open training, and start or continue the run.
 
     Raises:
         CheckpointError: another process works on the run, or it has checkpoints that it should not have.
+        ClusterError: as `opened`.
     """
-    with alone(config.run_dir), _open_run(config, inputs) as run:
-        yield run
+    with alone(config.run_dir):
+        store = CheckpointStore(config.run_dir / "checkpoints", config.trainer.max_actor_ckpt_to_keep)
+        if config.trainer.resume_mode == "disable" and store.iterations():
+            raise CheckpointError(
+                f"{config.run_dir} has checkpoints and trainer.resume_mode is disable: use auto or another "
+                "trainer.experiment_name"
+            )
+        with opened(config, config.run_name, trains=True, run_id=_remembered_run_id(config)) as tracker:
+            _remember_run_id(config, tracker.run_id)
+            run = _start_actors(config, inputs, tracker, store)
+            tracker.log_start(config, run_tags(config, inputs, run.reward))
+            run.resume()
+            tracker.log_lineage(lineage(config.data_read()), run.iteration)
+            with store.settled():
+                yield run
+
+
+@dataclass(frozen=True)
+class MeasuringRun:
+    """What `flows.validate` and `flows.validation_sweep` work with: samplers, rewards and their MLflow run."""
+
+    rollout: RolloutGroup
+    reward: RewardGroup
+    tracker: Tracker
 
 
 @contextmanager
-def _open_run(config: TrainConfig, inputs: Inputs) -> Iterator[TrainingRun]:
-    store = CheckpointStore(config.run_dir / "checkpoints", config.trainer.max_actor_ckpt_to_keep)
-    if config.trainer.resume_mode == "disable" and store.iterations():
-        raise CheckpointError(
-            f"{config.run_dir} has checkpoints and trainer.resume_mode is disable: use auto or another "
-            "trainer.experiment_name"
-        )
-    tracker = Tracker(config.tracking, config.run_name, _remembered_run_id(config))
-    with tracker.concluded():
-        _remember_run_id(config, tracker.run_id)
-        run = _start_actors(config, inputs, tracker, store)
-        tracker.log_start(config, run_tags(config, inputs, run.reward))
-        run.resume()
-        tracker.log_lineage(lineage(config.data_read()), run.iteration)
-        with store.settled():
-            yield run
+def open_measurement(
+    config: TrainConfig, inputs: Inputs, name: str, tags: Mapping[str, str] | None = None
+) -> Iterator[MeasuringRun]:
+    """Open a measurement of weights, an MLflow run of its own. Raises ClusterError as `opened`."""
+    with opened(config, name, trains=False) as tracker:
+        run = MeasuringRun(start_rollout(config, inputs), RewardGroup(config.reward), tracker)
+        tracker.log_start(config, run_tags(config, inputs, run.reward) | (tags or {}))
+        tracker.log_lineage(lineage(config.data_read()), 0)
+        yield run
 
 
 def start_rollout(config: TrainConfig, inputs: Inputs, places: RankPlaces | None = None) -> RolloutGroup:
@@ -313,7 +364,6 @@ def _start_actors(config: TrainConfig, inputs: Inputs, tracker: Tracker, store: 
     """All groups load their models at the same time."""
     settings, trainer_settings = config.actor_rollout_ref, config.trainer
     online = config.samples
-    check_resources(config)
     # Before the rollout, whose workers could else take a GPU here and there, and leave no machine with enough of them.
     places = rank_places(config)
     together = settings.rollout.placement == "colocated"

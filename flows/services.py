@@ -27,7 +27,6 @@ import typer
 from flows import service_log
 from flows.access import (
     USER,
-    AccessError,
     dvc_environment,
     exports,
     new_access,
@@ -35,6 +34,8 @@ from flows.access import (
     server_settings,
     write_private,
 )
+from flows.terminal import commands
+from models.errors import DoubleflowError
 from tasks.processes import boot_id, identity, lives
 
 HERE = Path(".services")
@@ -44,10 +45,10 @@ START_SECONDS, END_SECONDS = 120, 30
 LARGEST_LOG = 10_000_000
 MLFLOW_APP = "doubleflow"
 LOG_WRITERS: dict[str, subprocess.Popen] = {}
-app = typer.Typer(help="Servers and a worker on this machine.", no_args_is_help=True, add_completion=False)
+app = commands("Servers and a worker on this machine.")
 
 
-class ServiceError(RuntimeError):
+class ServiceError(DoubleflowError, RuntimeError):
     """The services cannot be started as asked."""
 
 
@@ -302,7 +303,4 @@ def _gpu_count() -> int:
 
 
 if __name__ == "__main__":
-    try:
-        app()
-    except (ServiceError, AccessError) as error:
-        raise SystemExit(f"error: {error}") from error
+    app()

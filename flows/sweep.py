@@ -1,99 +1,33 @@
 """Sweeps: many training runs over some fields of a config, as children of one MLflow run."""
 
+if __name__ == "__main__":  # before the imports that take seconds, so that a wrong command is answered at once
+    from flows.commands import main
+
+    main("sweep")
+
 import json
-import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from itertools import product
 from pathlib import Path
 from threading import Lock
-from typing import Any, Literal
+from typing import Any
 
 import optuna
 import pandas as pd
 from optuna.trial import TrialState
 from prefect import flow
 from prefect.artifacts import create_table_artifact
-from pydantic import Field, model_validator
 
 from flows.algorithms import tree_of
-from flows.checks import ConfigError, check_inputs
+from flows.checks import check_inputs
 from flows.config import TrainConfig, TrainOverrides
-from models.config import Section
+from flows.run import changed
+from flows.sweep_config import SweepConfig, check_fields
 from tasks.child import ChildDied, child_run
 from tasks.tracking import Tracker
 
 DONE = (TrialState.COMPLETE, TrialState.PRUNED)
-MOST_GRID_POINTS = 10_000
-"""More would fill the study's file before the first run starts."""
-
-
-class Dimension(Section):
-    """The values of one field: a list, or a range."""
-
-    choices: list[str | bool | int | float | None] | None = Field(None, min_length=1, description="These values.")
-    low: int | float | None = Field(None, description="Smallest value; two whole numbers make a range of them.")
-    high: int | float | None = Field(None, description="Largest value, included.")
-    step: int | float | None = Field(None, gt=0, description="Distance of the values; a grid over a range needs it.")
-    log: bool = Field(False, description="Draw the logarithm evenly.")
-
-    @model_validator(mode="after")
-    def _list_or_range(self):
-        ranged = self.low is not None and self.high is not None
-        if (self.choices is not None) == ranged or (self.low is None) != (self.high is None):
-            raise ValueError("a dimension is either choices, or low and high")
-        if ranged and (not self.low < self.high or (self.log and (self.low <= 0 or self.step is not None))):
-            raise ValueError("low must be below high; log needs low above 0 and no step")
-        return self
-
-    def suggest(self, trial: optuna.Trial, name: str) -> Any:
-        """Optuna's choice."""
-        if self.choices is not None:
-            return trial.suggest_categorical(name, self.choices)
-        if isinstance(self.low, int) and isinstance(self.high, int) and isinstance(self.step, int | None):
-            return trial.suggest_int(name, self.low, self.high, log=self.log, step=self.step or 1)
-        return trial.suggest_float(name, float(self.low), float(self.high), log=self.log, step=self.step)
-
-    def grid(self) -> list[Any]:
-        """Every value.
-
-        Raises:
-            ConfigError: a range without a step has no grid.
-        """
-        if self.choices is not None:
-            return list(self.choices)
-        return [self.low + number * self.step for number in range(self.grid_size())]
-
-    def grid_size(self) -> int:
-        """How many values the grid has. Raises what `grid` raises."""
-        if self.choices is not None:
-            return len(self.choices)
-        if self.step is None:
-            raise ConfigError("sampler grid needs choices, or a step with low and high")
-        return int(min((self.high - self.low) / self.step, 1e18) + 1e-9) + 1
-
-
-class SweepConfig(Section):
-    """Which runs are tried, and how."""
-
-    name: str = Field(
-        "sweep",
-        pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$",
-        max_length=100,
-        description="A sweep of the same name is continued. It names a folder, so it begins with no dot or dash.",
-    )
-    space: dict[str, Dimension] = Field(min_length=1, description="Config field, as a.b.c, to its values.")
-    sampler: Literal["grid", "random", "tpe"] = Field("tpe", description="How values are chosen.")
-    pruner: Literal["median", "none"] = Field(
-        "median", description="median stops a run whose metric is below the median of the runs before it."
-    )
-    startup_trials: int = Field(5, ge=1, description="Runs before tpe models and median stops anything.")
-    warmup_steps: int = Field(0, ge=0, description="Iterations of a run in which it is not stopped.")
-    trials: int = Field(20, ge=1, description="Runs in all; a grid has as many as it has points.")
-    parallel: int = Field(1, ge=1, description="Runs at a time.")
-    metric: str = Field("val/reward/mean", description="What is compared, after every validation and at the end.")
-    direction: Literal["maximize", "minimize"] = Field("maximize", description="Which way is better.")
-    seed: int = Field(0, ge=0, description="Of random and tpe.")
 
 
 @flow(name="sweep", persist_result=False)
@@ -109,7 +43,7 @@ def sweep(config: TrainConfig, search: SweepConfig, overrides: TrainOverrides | 
         search: which fields are tried, how, and what is compared.
         overrides: changes to the config.
     """
-    config = config.with_changes(overrides)
+    config = changed(config, overrides)
     config = config.with_changes({"trainer": {"experiment_name": search.name}})
     check_inputs(config)
     check_fields(config, search)
@@ -141,7 +75,11 @@ class Trials:
             ValueError: the values make no valid config, or the run never measured the metric.
         """
         values = {name: dimension.suggest(trial, name) for name, dimension in self.search.space.items()}
-        config = self.config.with_changes(tree_of(values))
+        changes = tree_of(values)
+        config = self.config.with_changes(changes)
+        behind = {path: str(here) for path, (here, _) in self.config.left_behind(changes).items()}
+        if behind:  # for another algorithm.name
+            trial.set_user_attr("left_behind", behind)
         file = self.folder / f"{config.run_name}.json"
         file.write_text(config.model_dump_json(indent=1, exclude_unset=True))
         value = None
@@ -219,23 +157,6 @@ def run_trials(study: optuna.Study, objective: Callable[[optuna.Trial], float], 
         except BaseException:
             threads.shutdown(cancel_futures=True)
             raise
-
-
-def check_fields(config: TrainConfig, search: SweepConfig) -> None:
-    """Every field exists and takes its first value; a grid is small enough to be listed."""
-    if search.sampler == "grid":
-        points = math.prod(dimension.grid_size() for dimension in search.space.values())
-        if points > MOST_GRID_POINTS:
-            raise ConfigError(
-                f"search.space is a grid of {float(points):.3g} points, at most {MOST_GRID_POINTS} are allowed: take "
-                "larger steps or fewer fields, or set search.sampler to random or tpe, which search.trials bounds"
-            )
-    for path, dimension in search.space.items():
-        value = dimension.low if dimension.choices is None else dimension.choices[0]
-        try:
-            config.with_changes(tree_of({path: value}))
-        except ValueError as error:
-            raise ConfigError(f"search.space: {path} cannot be {value!r}: {error}") from error
 
 
 def _conclude(study: optuna.Study, tracker: Tracker) -> dict[str, Any]:

@@ -3,6 +3,11 @@
 With `trainer.one_step_off_policy` the next iteration is sampled during the update.
 """
 
+if __name__ == "__main__":  # before the imports that take seconds, so that a wrong command is answered at once
+    from flows.commands import main
+
+    main("train")
+
 import math
 import time
 from collections.abc import Mapping
@@ -17,14 +22,13 @@ from flows.checks import check_inputs
 from flows.collect import Collected, Sampling, collect, finish_ahead, submit
 from flows.config import TrainConfig, TrainOverrides
 from flows.progress import Progress
-from flows.run import TrainingRun, open_run
+from flows.run import TrainingRun, changed, open_run
 from flows.summary import Summary, register_export, summarise
 from models.algorithms.rollout_correction import too_far_apart
 from models.engines.ema import HeldWeights
 from models.engines.evaluation import FIRST_RATIO
 from tasks.checkpoint import save_checkpoint
 from tasks.clock import Stopwatch
-from tasks.cluster import gpu_slots, ray_cluster
 from tasks.metrics import (
     compute_throughput_metrics_diffusion,
     compute_timing_metrics_diffusion,
@@ -49,13 +53,9 @@ def train(config: TrainConfig, overrides: TrainOverrides | None = None) -> dict[
         config: everything the run depends on.
         overrides: changes to it, for use with a deployment: only the fields given here are replaced.
     """
-    config = config.with_changes(overrides)
+    config = changed(config, overrides)
     inputs = check_inputs(config)
-    with (
-        gpu_slots(config.ray_init, config.gpus),
-        ray_cluster(config.ray_init, config.trainer.full_determinism),
-        open_run(config, inputs) as run,
-    ):
+    with open_run(config, inputs) as run:
         return fit(run).as_dict()
 
 
@@ -233,9 +233,3 @@ def _validation_records(result: Validation | None) -> tuple[dict[str, Any], dict
     if result is None:
         return {}, {}
     return {"validation": result.sheet}, {"validation": result.samples}
-
-
-if __name__ == "__main__":
-    from flows.recipes import train_command
-
-    train_command(train)

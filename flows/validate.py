@@ -1,17 +1,18 @@
 """Validation of one set of weights, as a run of its own."""
 
+if __name__ == "__main__":  # before the imports that take seconds, so that a wrong command is answered at once
+    from flows.commands import main
+
+    main("validate")
+
 from pathlib import Path
 
 from prefect import flow
 
 from flows.checks import ConfigError, check_inputs
 from flows.config import TrainConfig, TrainOverrides
-from flows.run import check_resources, run_tags, start_rollout
+from flows.run import changed, open_measurement
 from tasks.clock import Stopwatch
-from tasks.cluster import ray_cluster
-from tasks.lineage import lineage
-from tasks.reward import RewardGroup
-from tasks.tracking import Tracker
 from tasks.validate import validate as measure
 
 
@@ -29,28 +30,16 @@ def validate(
         weights: folder that a run exported; left out, the base model is measured.
         overrides: changes to the config.
     """
-    config = config.with_changes(overrides)
+    config = changed(config, overrides)
     inputs = check_inputs(config, trains=False)
     if weights is not None and not weights.is_dir():
         raise ConfigError(f"weights is {weights}, which is not a folder: give one that a run exported")
     settings = config.actor_rollout_ref.rollout
     name = f"validate-{config.run_name}-{weights.parent.name if weights else 'base'}"
-    tracker, clock = Tracker(config.tracking, name), Stopwatch()
-    with tracker.concluded(), ray_cluster(config.ray_init, config.trainer.full_determinism):
-        check_resources(config, trains=False)
-        rollout, reward = start_rollout(config, inputs), RewardGroup(config.reward)
+    with open_measurement(config, inputs, name, {"doubleflow.weights": str(weights or "base")}) as run:
         if weights is not None:
-            rollout.load_exported(weights.resolve())
-        tags = run_tags(config, inputs, reward) | {"doubleflow.weights": str(weights or "base")}
-        tracker.log_start(config, tags)
-        tracker.log_lineage(lineage(config.data_read()), 0)
+            run.rollout.load_exported(weights.resolve())
         pipeline = settings.validation_pipeline()
-        result = measure(clock, rollout, reward, inputs.test, settings.val_kwargs.n, pipeline)
-        tracker.log_step(0, result.metrics(), {"validation": result.sheet}, {"validation": result.samples})
+        result = measure(Stopwatch(), run.rollout, run.reward, inputs.test, settings.val_kwargs.n, pipeline)
+        run.tracker.log_step(0, result.metrics(), {"validation": result.sheet}, {"validation": result.samples})
     return result.metrics()
-
-
-if __name__ == "__main__":
-    from flows.recipes import validate_command
-
-    validate_command(validate)

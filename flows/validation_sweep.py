@@ -1,5 +1,6 @@
 """The validation sweep: measure the registered weights that are not measured yet, and judge them."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -9,16 +10,22 @@ from prefect import flow, get_run_logger
 from prefect.events import emit_event
 from prefect.states import Completed, Failed, State
 
-from flows.checks import Inputs, check_inputs
+from flows.checks import check_inputs
 from flows.config import TrainConfig, TrainOverrides
-from flows.measurement import Cell, Measurement, Verdict, cells, for_measuring, labelled, measurement_digest, metrics
-from flows.run import run_tags, start_rollout
+from flows.measurement import (
+    Cell,
+    Measurement,
+    Verdict,
+    cells,
+    for_measuring,
+    labelled,
+    measurement_digest,
+    metrics,
+)
+from flows.run import MeasuringRun, changed, open_measurement
 from tasks.clock import Stopwatch
-from tasks.cluster import gpu_slots, ray_cluster
 from tasks.comparison import paired_gain
-from tasks.lineage import lineage
 from tasks.registry import CHAMPION, ITERATION, TABLE, Measurements, measurable_versions, tag_regression
-from tasks.reward import RewardGroup
 from tasks.rollout import RolloutGroup
 from tasks.tracking import Tracker, mlflow_client
 from tasks.validate import Validation
@@ -46,7 +53,7 @@ def validation_sweep(
         overrides: changes to the config.
     """
     measurement = measurement or Measurement()
-    config = for_measuring(config.with_changes(overrides), measurement)
+    config = for_measuring(changed(config, overrides), measurement)
     inputs = check_inputs(config, trains=False)
     measured = Measurements(
         mlflow_client(config.tracking), config.tracking.experiment, measurement_digest(config, inputs, measurement)
@@ -55,15 +62,9 @@ def validation_sweep(
     pending = [version for version in measurable_versions(measured.client, name) if measured.of(version) is None]
     if not pending:
         return Completed(message=f"every version of {name} is measured")
-    settings = config.actor_rollout_ref.rollout
-    gpus = settings.num_actors * settings.gpus_per_worker if config.trainer.device == "cuda" else 0
-    parent = Tracker(config.tracking, f"validation-sweep-{name}")
-    with (
-        gpu_slots(config.ray_init, gpus),
-        ray_cluster(config.ray_init, config.trainer.full_determinism),
-        parent.concluded(),
-    ):
-        sweep = Sweep(config, inputs, measurement, measured, parent)
+    drawn = list(cells(config, inputs, measurement))
+    with open_measurement(config, inputs, f"validation-sweep-{name}") as run:
+        sweep = Sweep(config, drawn, measurement, measured, run)
         if measured.run(BASE) is None:
             sweep.measure(None)
         regressions = [text for version in pending if (text := sweep.measure(version))]
@@ -76,13 +77,15 @@ class Sweep:
     """The actors and records of one sweep."""
 
     def __init__(
-        self, config: TrainConfig, inputs: Inputs, measurement: Measurement, measured: Measurements, parent: Tracker
+        self,
+        config: TrainConfig,
+        drawn: Sequence[Cell],
+        measurement: Measurement,
+        measured: Measurements,
+        run: MeasuringRun,
     ):
-        self.config, self.inputs, self.measurement, self.measured = config, inputs, measurement, measured
-        self.parent, self.cells = parent, list(cells(config, inputs, measurement))
-        self.rollout, self.reward = start_rollout(config, inputs), RewardGroup(config.reward)
-        parent.log_start(config, run_tags(config, inputs, self.reward))
-        parent.log_lineage(lineage(config.data_read()), 0)
+        self.config, self.cells, self.measurement, self.measured = config, drawn, measurement, measured
+        self.run = run
 
     def measure(self, version: ModelVersion | None) -> str | None:
         """Draw, log and judge one version (None: the base model); says what is wrong with a version that got worse.
@@ -90,33 +93,29 @@ class Sweep:
         The measurement's run ends only when the verdict is in the registry, so one that was killed is done again.
         """
         subject = BASE if version is None else f"{version.name}/{version.version}"
-        tracker, clock = Tracker(self.config.tracking, subject, parent=self.parent.run_id), Stopwatch()
+        tracker, clock = Tracker(self.config.tracking, subject, parent=self.run.tracker.run_id), Stopwatch()
         with tracker.concluded():
             tracker.log_start(self.config, self.measured.tags(subject))
             rollout = self._holding(version)
-            results = [
-                (cell, self._draw(clock, rollout, cell)) for cell in cells(self.config, self.inputs, self.measurement)
-            ]
+            results = [(cell, self._draw(clock, rollout, cell)) for cell in self.cells]
             table = pd.concat([labelled(cell, result) for cell, result in results], ignore_index=True)
             step = 0 if version is None else int(version.tags[ITERATION])
             verdict = Verdict(None, None) if version is None else self._compare(table, version)
             pictures = {f"{cell.label}/seed_{cell.seed}".replace("/", "-"): result.sheet for cell, result in results}
-            tracker.log_step(step, metrics(table, verdict), pictures)
+            tracker.log_step(step, metrics(table, verdict, self.cells[0].guided_by), pictures)
             tracker.log_table(table, TABLE)
             return None if version is None else self._judge(version, verdict, tracker)
 
     def _holding(self, version: ModelVersion | None) -> RolloutGroup:
         if version is not None:
             folder = download_artifacts(version.source, tracking_uri=self.measured.client.tracking_uri)
-            self.rollout.load_exported(Path(folder).resolve())
-        return self.rollout
+            self.run.rollout.load_exported(Path(folder).resolve())
+        return self.run.rollout
 
     def _draw(self, clock: Stopwatch, rollout: RolloutGroup, cell: Cell) -> Validation:
-        pipeline = self.config.actor_rollout_ref.rollout.pipeline.model_copy(
-            update={"num_inference_steps": cell.steps, "true_cfg_scale": cell.guidance}
-        )
+        pipeline = cell.drawn_by(self.config.actor_rollout_ref.rollout.validation_pipeline())
         return draw(
-            clock, rollout.on(cell.embeddings), self.reward, cell.prompts, self.measurement.n, pipeline, cell.seed
+            clock, rollout.on(cell.embeddings), self.run.reward, cell.prompts, self.measurement.n, pipeline, cell.seed
         )
 
     def _compare(self, table: pd.DataFrame, version: ModelVersion) -> Verdict:

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from models.config import Section
+from models.config import Later, NotShaping, Section
 
 AwmWeighting = Literal["uniform", "t", "t2", "huber", "ghuber"]
 KlLossType = Literal["gaussian", "flow_grpo"]
@@ -50,17 +50,17 @@ class FSDPConfig(Section):
         description="With LoRA: shard the frozen weights too. false keeps them whole on every rank, so that only the "
         "LoRA weights travel: faster where the model fits.",
     )
-    param_offload: bool = Field(
+    param_offload: NotShaping[bool] = Field(
         False,
         description="Keep the shards of all weights, the gradients and the optimiser in host memory: a block's weights "
         "come to the GPU when it computes, and AdamW steps on the CPU.",
     )
-    optimizer_offload: bool = Field(
+    optimizer_offload: NotShaping[bool] = Field(
         False,
         description="Keep AdamW's moments in host memory, on the GPU for the optimiser step alone. With param_offload "
         "they are there already.",
     )
-    ulysses_sequence_parallel_size: int = Field(
+    ulysses_sequence_parallel_size: NotShaping[int] = Field(
         1, ge=1, description="Ranks that share the tokens of a sample, for sequences too long for one GPU (video)."
     )
 
@@ -69,7 +69,7 @@ class DiffusionLossConfig(Section):
     """Which policy loss, and its bounds."""
 
     loss_mode: str = Field("flow_grpo", description="Registered name of the loss, or package.module:Class.")
-    options: dict[str, Any] = Field(
+    options: Later[dict[str, Any]] = Field(
         default_factory=dict, description="Keyword arguments of a loss of your own; those of the project take none."
     )
     clip_ratio: float = Field(
@@ -176,7 +176,7 @@ class DiffusionActorConfig(Section):
         ge=0,
         description="Its weight, in the units of kl_loss_type.",
     )
-    kl_loss_type: KlLossType = Field(
+    kl_loss_type: Later[KlLossType] = Field(
         "gaussian",
         description="gaussian is the divergence itself, mean (mu-mu_ref)^2 / (2 sd^2). flow_grpo leaves out the step "
         "length, mean (mu-mu_ref)^2 / (2 g^2) with sd = g sqrt(-D), as public Flow-GRPO code does: its beta goes with "

@@ -7,11 +7,29 @@ has torch, diffusers, peft and tensordict but no pydantic: any object with the s
 Field names are the reference system's (VeRL-Omni) wherever it has one.
 """
 
-from typing import Annotated, Any, Literal
+from enum import Enum
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 WindowMode = Literal["random", "progressive", "decay"]
+
+
+T = TypeVar("T")
+
+
+class Mark(Enum):
+    """What a field's annotation says of the run's name (`flows.identity`); it is in no schema and checks nothing."""
+
+    NOT_SHAPING = "not shaping"
+    LATER = "later"
+
+
+NotShaping = Annotated[T, Mark.NOT_SHAPING]
+"""A setting that leaves the trained weights as they are, up to rounding: a run may go on with another value."""
+Later = Annotated[T, Mark.LATER]
+"""A setting that shapes the weights and is younger than runs that are to be continued. It counts only where it differs
+from its default, which must be what the code did before the field was there."""
 
 
 class Section(BaseModel):
@@ -54,7 +72,7 @@ class DiffusionRolloutAlgoConfig(Section):
         "name or as package.module:function.",
         examples=["sde", "cps", "dance_sde"],
     )
-    sde_options: dict[str, Any] = Field(
+    sde_options: Later[dict[str, Any]] = Field(
         default_factory=dict, description="Keyword arguments of a kernel of your own; sde, cps and dance_sde take none."
     )
     noise_level: float = Field(
@@ -64,7 +82,7 @@ class DiffusionRolloutAlgoConfig(Section):
         description="Noise of the kernel: a for sde and cps (there at most 1, all of the noise anew), eta for "
         "dance_sde. 0 is the ODE.",
     )
-    max_leftover_noise: float = Field(
+    max_leftover_noise: NotShaping[float] = Field(
         0.5,
         gt=0,
         description="Largest standard deviation of the noise that exploring may leave in the finished latents, "
@@ -148,7 +166,7 @@ class ModelConfig(Section):
     """Which model is trained, and which of its weights."""
 
     path: str = Field("data/base_model", description="Folder in diffusers format (model_index.json at its root).")
-    initial_weights: str | None = Field(
+    initial_weights: Later[str | None] = Field(
         None,
         description="Folder with the weights that another run exported (LoRA or all of them, as this run trains), from "
         "which training starts; null starts from model.path, which stays the reference of KL and losses.",
@@ -158,7 +176,7 @@ class ModelConfig(Section):
     )
     lora_rank: int = Field(0, ge=0, description="LoRA rank; 0 trains all of the transformer's weights.")
     lora_alpha: int = Field(64, ge=1, description="LoRA scale numerator: the update is scaled by alpha / rank.")
-    external_lib: str | None = Field(
+    external_lib: Later[str | None] = Field(
         None,
         description="Python modules, separated by commas, that are imported wherever the model is used: they register "
         "families, kernels, losses and advantages of your own.",

@@ -2,10 +2,12 @@
 
 import os
 
+from models.errors import DoubleflowError
+
 ALLOWED = "DOUBLEFLOW_ALLOWED_MODULES"
 
 
-class ModuleNotAllowed(ValueError):
+class ModuleNotAllowed(DoubleflowError, ValueError):
     """A config names code of a module that this machine's setting does not allow."""
 
 

@@ -10,6 +10,7 @@ from prefect.cache_policies import NO_CACHE
 
 from models.algorithms import compute_gdpo_outcome_advantage, get_diffusion_adv_estimator_fn
 from models.algorithms.advantages import has_reward
+from models.errors import DoubleflowError
 from tasks.clock import Stopwatch
 from tasks.config import DiffusionAlgoConfig
 from tasks.reward import Scores
@@ -24,7 +25,7 @@ ADV_MODES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 """What DiffusionNFT may keep of an advantage (arXiv 2509.16117); NaN stays NaN."""
 
 
-class NothingToLearn(RuntimeError):
+class NothingToLearn(DoubleflowError, RuntimeError):
     """No sample of an iteration has an advantage to learn from."""
 
 

@@ -22,6 +22,7 @@ import psutil
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
+from models.errors import DoubleflowError
 from tasks.clock import Stopwatch
 from tasks.processes import ProcessIdentity
 from tasks.update import TrainerGroup
@@ -32,7 +33,7 @@ FORMAT = 1
 FAILING_WAIT_S = 60.0
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(DoubleflowError, RuntimeError):
     """A checkpoint cannot be used."""
 
 

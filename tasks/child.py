@@ -13,12 +13,13 @@ from pathlib import Path
 from mlflow import MlflowClient
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
 
+from models.errors import DoubleflowError
 from tasks.watchdog import watchdog
 
 END_SECONDS = 60
 
 
-class ChildDied(RuntimeError):
+class ChildDied(DoubleflowError, RuntimeError):
     """A child run ended with an error or was killed."""
 
 

@@ -23,6 +23,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from models import determinism
+from models.errors import DoubleflowError
 from tasks.config import RayConfig
 from tasks.memory import memory_of, peak_metrics
 from tasks.ray_files import keep_token_private, working_folder
@@ -31,7 +32,7 @@ from tasks.watchdog import watchdog
 log = logging.getLogger(__name__)
 
 
-class ClusterError(RuntimeError):
+class ClusterError(DoubleflowError, RuntimeError):
     """The cluster cannot hold the run."""
 
 

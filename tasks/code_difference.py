@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
+from models.errors import DoubleflowError
+
 LARGEST_UNTRACKED = 1 << 20
 """Bytes; a larger file that git does not know is named in the record but not copied into the patch."""
 LARGEST_SUM = 32 << 20
@@ -57,7 +59,7 @@ CREDENTIAL, HABIT, KEY, LARGE, SUM, REPOSITORY, UNREADABLE = (
 )
 
 
-class GitError(RuntimeError):
+class GitError(DoubleflowError, RuntimeError):
     """git failed; with its own words."""
 
 

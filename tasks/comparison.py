@@ -6,11 +6,13 @@ import numpy as np
 import pandas as pd
 from scipy.stats import bootstrap
 
+from models.errors import DoubleflowError
+
 PAIR = ("set", "steps", "guidance", "seed", "uid", "sample_index")
 """Columns that name a picture: two sets of weights draw it from the same prompt and the same noise."""
 
 
-class ComparisonError(ValueError):
+class ComparisonError(DoubleflowError, ValueError):
     """Two measurements cannot be compared."""
 
 

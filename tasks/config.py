@@ -9,6 +9,8 @@ from models.actor_config import ForwardProcessConfig
 from models.config import (
     DiffusionPipelineConfig,
     DiffusionRolloutAlgoConfig,
+    Later,
+    NotShaping,
     RolloutCorrectionConfig,
     Section,
     VllmOmniConfig,
@@ -56,38 +58,42 @@ class DiffusionRolloutConfig(Section):
     micro_batch_size: int = Field(
         16, ge=1, description="Samples denoised together. A batch of this size is never split or merged afterwards."
     )
-    num_actors: int = Field(1, ge=1, description="Rollout workers; the pictures do not depend on their number.")
-    num_gpus_per_actor: float = Field(
+    num_actors: NotShaping[int] = Field(
+        1, ge=1, description="Rollout workers; the pictures do not depend on their number."
+    )
+    num_gpus_per_actor: NotShaping[float] = Field(
         1.0, ge=0, description="GPUs (or a share of one) of each worker's process on CUDA."
     )
-    num_threads: int = Field(1, ge=1, description="CPU threads of each worker.")
-    placement: Literal["separate", "colocated"] = Field(
+    num_threads: NotShaping[int] = Field(1, ge=1, description="CPU threads of each worker.")
+    placement: NotShaping[Literal["separate", "colocated"]] = Field(
         "separate",
         description="colocated puts a worker on each trainer rank's GPU; it gives its memory up during the update.",
     )
-    max_queued_batches: int = Field(
+    max_queued_batches: NotShaping[int] = Field(
         16, ge=1, description="Batches that wait at one worker; beyond them, handing out more waits for a free place."
     )
-    max_restarts: int = Field(
+    max_restarts: NotShaping[int] = Field(
         2, ge=0, description="How often a worker that died is started again; its batches are then sampled again."
     )
-    weight_transport: Literal["object_store", "ipc", "collective"] = Field(
+    weight_transport: NotShaping[Literal["object_store", "ipc", "collective"]] = Field(
         "object_store",
         description="How new weights reach the workers: through Ray's object store; ipc, where placement is colocated, "
         "by the trainer's own memory (CUDA IPC, on the CPU shared memory); collective, where it is separate, by a "
         "broadcast (NCCL, on the CPU gloo).",
     )
-    update_weights_bucket_megabytes: float = Field(
+    update_weights_bucket_megabytes: NotShaping[float] = Field(
         512, gt=0, description="MiB of weights that ipc and collective send at once."
     )
-    vllm_omni: VllmOmniConfig = Field(default_factory=VllmOmniConfig, description="Settings of that engine.")
+    vllm_omni: NotShaping[VllmOmniConfig] = Field(
+        default_factory=VllmOmniConfig, description="Settings of that engine."
+    )
     pipeline: DiffusionPipelineConfig = Field(
         default_factory=DiffusionPipelineConfig, description="How a picture is sampled."
     )
     algo: DiffusionRolloutAlgoConfig = Field(
         default_factory=DiffusionRolloutAlgoConfig, description="How a sample explores."
     )
-    val_kwargs: ValidationConfig = Field(default_factory=ValidationConfig, description="Held-out pictures.")
+    val_kwargs: NotShaping[ValidationConfig] = Field(default_factory=ValidationConfig, description="Held-out pictures.")
 
     @model_validator(mode="after")
     def _window_fits(self):
@@ -168,15 +174,19 @@ class RewardFunctionConfig(Section):
     )
     guard: bool = Field(False, description="Measured, never trained on, and watched for a fall while the reward rises.")
     options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the reward.")
-    num_workers: int = Field(1, ge=1, description="Worker processes; each loads the reward once.")
-    num_cpus: float = Field(0.0, ge=0, description="CPUs each worker reserves; 0 shares what there is.")
-    num_gpus: float = Field(0.0, ge=0, description="GPUs, or a share of one, each worker takes.")
-    batch_size: int | None = Field(
+    num_workers: NotShaping[int] = Field(1, ge=1, description="Worker processes; each loads the reward once.")
+    num_cpus: NotShaping[float] = Field(0.0, ge=0, description="CPUs each worker reserves; 0 shares what there is.")
+    num_gpus: NotShaping[float] = Field(0.0, ge=0, description="GPUs, or a share of one, each worker takes.")
+    batch_size: NotShaping[int | None] = Field(
         None, ge=1, description="Pictures a call, across prompts and rollout batches; null is a rollout batch."
     )
-    retries: int = Field(2, ge=0, description="Times a batch is scored again after an error or its worker's death.")
-    retry_wait_s: float = Field(1.0, ge=0, description="Seconds before a batch that raised an error is tried again.")
-    timeout_s: float = Field(
+    retries: NotShaping[int] = Field(
+        2, ge=0, description="Times a batch is scored again after an error or its worker's death."
+    )
+    retry_wait_s: NotShaping[float] = Field(
+        1.0, ge=0, description="Seconds before a batch that raised an error is tried again."
+    )
+    timeout_s: NotShaping[float] = Field(
         600.0, gt=0, description="Seconds a batch may take; then its worker is ended, started again, and retries."
     )
 
@@ -220,13 +230,13 @@ class RewardConfig(Section):
         default_factory=lambda: {"ocr": RewardFunctionConfig()},
         description="Reward name, package.module:object or a label, to its weight, options and workers.",
     )
-    max_missing_fraction: float = Field(
+    max_missing_fraction: NotShaping[float] = Field(
         0.1,
         ge=0,
         le=1,
         description="Above this share of missing scores of a reward the run stops with its error.",
     )
-    guards: GuardConfig = Field(default_factory=GuardConfig, description="Signs of reward hacking.")
+    guards: NotShaping[GuardConfig] = Field(default_factory=GuardConfig, description="Signs of reward hacking.")
 
     @model_validator(mode="after")
     def _something_is_rewarded(self):
@@ -257,7 +267,7 @@ class RewardConfig(Section):
 class DiffusionAlgoConfig(ForwardProcessConfig):
     """The algorithm: what its name stands for, which stages it chains, and how rewards become advantages."""
 
-    name: str = Field(
+    name: NotShaping[str] = Field(
         "flow_grpo",
         description="flow_grpo, dance_grpo, mix_grpo, grpo_guard, flow_dppo, dpo, diffusion_nft, awm, distill_kl or "
         "distill_fm_mse: sets kernel, window, advantage and loss with their defaults, wherever such a field is not "
@@ -281,7 +291,7 @@ class DiffusionAlgoConfig(ForwardProcessConfig):
         description="What is kept of advantages: all, max(A, 0), min(A, 0), 1 where A > 0 else 0, or the sign.",
     )
     adv_estimator: str = Field("flow_grpo", description="Advantage estimator, or package.module:function.")
-    adv_options: dict[str, Any] = Field(
+    adv_options: Later[dict[str, Any]] = Field(
         default_factory=dict,
         description="Keyword arguments of the advantage estimator; flow_grpo and gdpo take epsilon, what their "
         "standard deviations are kept above 0 with.",

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
+from models.errors import DoubleflowError
+
 SECRET_NAME = re.compile(
     r"(?:.*[_-])?(?:api_?key|access_?key|secret_?key|private_?key|auth_?key|token|passwords?|passwd|secrets?|credentials?"
     r"|bearer|authorization)|key",
@@ -14,7 +16,7 @@ SECRET_NAME = re.compile(
 """Names of options that hold a secret. What ends in `_env` names an environment variable and is none."""
 
 
-class CredentialError(ValueError):
+class CredentialError(DoubleflowError, ValueError):
     """A secret was given where it would be recorded."""
 
 

@@ -11,6 +11,8 @@ from mlflow import MlflowClient
 from mlflow.entities import Run
 from mlflow.exceptions import MlflowException
 
+from models.errors import DoubleflowError
+
 MEASURED_ANEW = (
     *("timing", "perf/", "memory/", "cost/hours", "cost/gpu_hours"),
     *("sync/canary_change", "sync/canary_missing"),
@@ -19,7 +21,7 @@ MEASURED_ANEW = (
 with its own weight sync before."""
 
 
-class HistoryError(RuntimeError):
+class HistoryError(DoubleflowError, RuntimeError):
     """A run is not there, or has not recorded what is asked for."""
 
 

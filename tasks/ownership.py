@@ -6,8 +6,10 @@ import pwd
 import stat
 from pathlib import Path
 
+from models.errors import DoubleflowError
 
-class OwnershipError(RuntimeError):
+
+class OwnershipError(DoubleflowError, RuntimeError):
     """Somebody else could have written what is about to be run or unpickled."""
 
 

@@ -12,12 +12,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from models.errors import DoubleflowError
+
 SPLITS = ("train", "test", "pretrain")
 NEGATIVE_UID = "negative"
 """Key of the empty prompt among the embeddings; no prompt of a data set may take it."""
 
 
-class DatasetError(ValueError):
+class DatasetError(DoubleflowError, ValueError):
     """A data set is unusable; the message names the file and the line (in a parquet file: the row, from 1)."""
 
 

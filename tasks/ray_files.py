@@ -14,13 +14,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from models.errors import DoubleflowError
+
 log = logging.getLogger(__name__)
 
 LONGEST = 40
 """Characters of a folder's path with which the names of Ray's sockets are at most the 107 that Linux takes."""
 
 
-class RayFilesError(RuntimeError):
+class RayFilesError(DoubleflowError, RuntimeError):
     """Ray's files have no place, or others could read them."""
 
 

@@ -12,6 +12,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 from ray.exceptions import RayActorError, RayTaskError
 
+from models.errors import DoubleflowError
 from tasks.clock import Stopwatch
 from tasks.cluster import ActorGroup
 from tasks.config import RewardConfig, RewardFunctionConfig
@@ -21,7 +22,7 @@ from tasks.rewards import NOT_FINITE, RewardError, RewardResult, reward_input, w
 from tasks.rollout import PendingBatch
 
 
-class RewardFailure(RuntimeError):
+class RewardFailure(DoubleflowError, RuntimeError):
     """Too many scores of a reward are missing; the message holds the reward's own error."""
 
 

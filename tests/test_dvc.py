@@ -173,7 +173,7 @@ def test_a_wrong_field_is_named(unchanged):
     printed = dvc(unchanged, "repro", fails=True)
     assert "params.yaml: prompts.target_pattern: " in printed
     assert "'number' has 0 groups" in printed
-    assert "base_model.model.stepz: Unexpected keyword argument" in printed
+    assert "base_model.model has no field 'stepz'; did you mean steps?" in printed
     assert "Traceback" not in printed
 
 

@@ -243,7 +243,7 @@ def test_the_command_encodes_with_any_model(workspace: Path, tmp_path: Path, mon
     monkeypatch.chdir(tmp_path)
     arguments = ["embeddings", "--model", "stable_diffusion_3", "--out", "pooled", "--max-sequence-length"]
     short = CliRunner().invoke(app, [*arguments, "8"])
-    assert short.exit_code == 1
+    assert short.exit_code == 2
     assert "tokens with its template, but max_sequence_length=8" in short.output
     result = CliRunner().invoke(app, [*arguments, "24"])
     assert result.exit_code == 0, result.output

@@ -1,13 +1,15 @@
-"""One name selects kernel, window, advantage and loss; what is given by hand wins; what is wrong is said early."""
+"""One name selects kernel, window, advantage and loss; what is given beside it wins; what is wrong is said early."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from flows.algorithms import PRESETS
+from flows.algorithms import PRESETS, decided_by_name, tree_of
 from flows.checks import ConfigError, check_inputs
-from flows.config import TrainConfig
+from flows.config import TrainConfig, TrainOverrides
+from flows.overrides import flat
 from flows.recipes import load_recipe, parse_changes
 from tasks.config import DiffusionAlgoConfig
 
@@ -91,12 +93,73 @@ def test_a_default_given_by_hand_wins_too() -> None:
     assert parts(config)["kernel"] == ("sde", 0.3)
 
 
+RECIPES = [
+    deployment["name"]
+    for deployment in yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
+    if deployment["entrypoint"] == "flows/train.py:train"
+]
+
+
+def decided(config: TrainConfig) -> dict[str, Any]:
+    """All that a name speaks for: whole sections and single fields."""
+    values = flat(config.model_dump())
+    below = tuple(decided_by_name())
+    return {
+        path: value for path, value in values.items() if path in below or path.startswith(tuple(f"{p}." for p in below))
+    }
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("name", PRESETS)
+def test_another_name_on_a_recipe_is_that_algorithm_as_published(recipe: str, name: str) -> None:
+    """By --set, by a deployment's overrides and by a sweep, whatever the recipe says of the same things."""
+    config = load_recipe(recipe, ROOT / "prefect.yaml")
+    if config.algorithm.name == name:
+        assert changed(f"algorithm.name={name}", of=config) == config  # it is what the recipe chose, and set up
+        return
+    beside = {  # dpo-offline's pairs are no part of an algorithm, and some have no place in a recipe's batches or steps
+        "algorithm.sample_source": "online",
+        "actor_rollout_ref.rollout.pipeline.num_inference_steps": 10,
+        "actor_rollout_ref.rollout.micro_batch_size": config.actor_rollout_ref.rollout.n,
+        f"{ACTOR}.ppo_micro_batch_size_per_gpu": 2,
+    }
+    changes = {"algorithm.name": name} | beside
+    results = [
+        changed(*(f"{path}={value}" for path, value in changes.items()), of=config),
+        config.with_changes(TrainOverrides.model_validate(tree_of(changes))),
+        config.with_changes(tree_of(beside)).with_changes(tree_of({"algorithm.name": name})),
+    ]
+    assert results[0] == results[1] == results[2]
+    assert decided(results[0]) == decided(named(name))
+    kept = {"trainer", "data", "reward", "tracking", "ray_init"}
+    assert results[0].model_dump(include=kept) == config.model_dump(include=kept)
+    assert results[0].actor_rollout_ref.actor.optim == config.actor_rollout_ref.actor.optim
+
+
+def test_what_the_changes_say_themselves_counts_beside_the_name() -> None:
+    recipe = load_recipe("quickstart", ROOT / "prefect.yaml")
+    awm = changed("algorithm.name=awm", f"{ACTOR}.diffusion_loss.clip_ratio=0.5", of=recipe)
+    assert parts(awm)["loss"] == ("awm", 0.5)
+    dance = changed("algorithm.name=dance_grpo", "actor_rollout_ref.rollout.algo={sde_window_range: [0, 2]}", of=recipe)
+    assert parts(dance)["kernel"] == ("dance_sde", 0.3)
+    assert parts(dance)["window"] == (None, (0, 2))
+
+
+def test_what_is_left_behind_for_a_name_is_told() -> None:
+    recipe = load_recipe("quickstart", ROOT / "prefect.yaml")
+    behind = recipe.left_behind(parse_changes(["algorithm.name=awm", "actor_rollout_ref.rollout.algo.noise_level=0.1"]))
+    assert behind == {
+        "actor_rollout_ref.rollout.algo.sde_window_range": ((0, 4), None),
+        f"{ACTOR}.diffusion_loss.clip_ratio": (1e-3, 1.0),
+    }
+    assert recipe.left_behind(parse_changes(["trainer.seed=1"])) == recipe.left_behind(None) == {}
+
+
 def test_another_name_later_takes_its_own_values() -> None:
-    """The first name's values were never given; what was given stays."""
+    """Given or not, what the first name spoke for goes; without another name it stays."""
     config = named("mix_grpo", actor_rollout_ref={"rollout": {"algo": {"noise_level": 1.1}}})
     assert parts(changed("algorithm.name=grpo_guard", of=config)) == FLOW_GRPO | {
         "adapter": "grpo_guard",
-        "kernel": ("sde", 1.1),
         "loss": ("grpo_guard", 2e-6),
     }
     later = changed("actor_rollout_ref.rollout.algo.sde_window_size=3", of=config)
@@ -109,12 +172,15 @@ def test_changes_keep_what_the_recipe_said() -> None:
     config = changed("trainer.seed=3", of=recipe)
     assert config.model_dump(exclude={"trainer"}) == recipe.model_dump(exclude={"trainer"})
     assert config.trainer.seed == 3
-    assert changed("algorithm.name=grpo_guard", of=recipe).actor_rollout_ref.actor.diffusion_loss.clip_ratio == 1e-3
 
 
 def test_unknown_names_list_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"algorithm\.name is 'grpo'; known: flow_grpo, dance_grpo, mix_grpo, grpo_gu"):
         named("grpo")
+    with pytest.raises(ValueError, match=r"algorithm\.name is 'grpo_gaurd'; known: .*; did you mean grpo_guard\?"):
+        named("grpo_gaurd")
+    with pytest.raises(ValueError, match=r"algorithm\.name is \['awm'\]; known"):
+        TrainConfig.model_validate({"algorithm": {"name": ["awm"]}})
 
 
 # ---- the run's name

@@ -16,7 +16,7 @@ from PIL import Image, ImageDraw, ImageFont
 from prefect.utilities.callables import parameter_schema
 
 from flows.recipes import load_recipe
-from flows.sweep import SweepConfig
+from flows.sweep_config import SweepConfig
 from tasks.rewards import get_reward
 
 ROOT = Path(__file__).parent.parent

@@ -8,7 +8,8 @@ from optuna.trial import TrialState
 
 from flows.checks import ConfigError
 from flows.config import TrainConfig
-from flows.sweep import Dimension, SweepConfig, check_fields, open_study, prepare_trials, run_trials
+from flows.sweep import open_study, prepare_trials, run_trials
+from flows.sweep_config import Dimension, SweepConfig, check_fields
 from tasks.child import ChildDied
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from models.errors import DoubleflowError
+
 if TYPE_CHECKING:
     from models.config import RolloutCorrectionConfig
 
@@ -18,7 +20,7 @@ LOG_RATIO_LIMIT = 20.0
 WARNED_SHARE_OF_CLIP = 1 / 3
 
 
-class RatioError(RuntimeError):
+class RatioError(DoubleflowError, RuntimeError):
     """The first ratios of a run are too far from 1 for its clip range."""
 
 

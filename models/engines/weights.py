@@ -17,13 +17,14 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from models.base import DiffusionModelBase, DiffusionModelConfig
+from models.errors import DoubleflowError
 
 ADAPTER_NAME = "default"
 LORA_FILE = "pytorch_lora_weights.safetensors"
 LORA_INIT_SEED = 20250505
 
 
-class WeightSyncError(RuntimeError):
+class WeightSyncError(DoubleflowError, RuntimeError):
     """Rollout and trainer do not hold the same weights."""
 
 

@@ -1,13 +1,14 @@
 """Sigma schedules and reverse-process kernels."""
 
-from models.schedulers.flow_match_sde import (
-    FlowMatchSDEDiscreteScheduler,
-    FlowMatchSDEDiscreteSchedulerOutput,
-)
+from typing import TYPE_CHECKING, Any
+
 from models.schedulers.kernels import KERNELS, ReverseStep, check_kernel, register_kernel
 from models.schedulers.leftover import leftover_noise
 from models.schedulers.noise_keys import NoiseKey, generators
 from models.schedulers.windows import window_steps
+
+if TYPE_CHECKING:
+    from models.schedulers.flow_match_sde import FlowMatchSDEDiscreteScheduler, FlowMatchSDEDiscreteSchedulerOutput
 
 __all__ = [
     "KERNELS",
@@ -21,3 +22,13 @@ __all__ = [
     "register_kernel",
     "window_steps",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The scheduler itself, when it is asked for: diffusers takes seconds to import, and the losses, which need only
+    the kernels, are looked up before a run starts."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from models.schedulers import flow_match_sde
+
+    return getattr(flow_match_sde, name)

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 
+from models.errors import DoubleflowError
 from models.import_paths import ModuleNotAllowed, check_allowed
 from tasks.credentials import CredentialError, refuse_secret_options
 
@@ -23,7 +24,7 @@ NOT_FINITE = "the reward itself returned"
 """Begins the error of a score that was given and is no number to learn from."""
 
 
-class RewardError(ValueError):
+class RewardError(DoubleflowError, ValueError):
     """A reward is unknown, was given unusable options, or was asked to score what it cannot.
 
     It is a mistake of the run's set-up: it ends the run and is not tried again. Any other error of a reward is a

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from PIL import Image
 
+from models.errors import DoubleflowError
 from tasks.rewards.base import Reward, RewardError, RewardResult, ScoredPrompt, register_reward
 from tasks.rewards.ocr import Target, check_target, plain_text, text_similarity, wanted_text
 
@@ -30,7 +31,7 @@ SHOWN = 200
 """Characters of an unusable answer that go into its error."""
 
 
-class UnusableAnswer(ValueError):
+class UnusableAnswer(DoubleflowError, ValueError):
     """The judge answered, but not the question."""
 
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 from PIL import Image
 
+from models.errors import DoubleflowError
 from tasks.credentials import CredentialError, read_secret
 from tasks.rewards.base import Reward, RewardError, RewardResult, ScoredPrompt, register_reward
 
@@ -20,7 +21,7 @@ RETRIED = (429, 502, 503, 504)
 """Statuses after which the same request is sent again. A 500 is the reward's own failure, which the run retries."""
 
 
-class RemoteFailure(RuntimeError):
+class RemoteFailure(DoubleflowError, RuntimeError):
     """The server could not score a batch; the message holds what it said."""
 
 

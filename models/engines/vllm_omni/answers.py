@@ -9,12 +9,13 @@ from torch import Tensor
 from models.engines.canary import relative_difference
 from models.engines.trajectories import FinishedLatents, Generated, RolloutRequest, Trajectories
 from models.engines.weights import WeightSyncError
+from models.errors import DoubleflowError
 
 RANKS_AGREE = 1e-5
 """Largest relative difference of two ranks' velocities. Each has the sum of all parts, so it is 0 as a rule."""
 
 
-class RolloutEngineError(RuntimeError):
+class RolloutEngineError(DoubleflowError, RuntimeError):
     """The engine could not do what it was asked."""
 
 

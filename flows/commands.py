@@ -1,0 +1,151 @@
+"""The commands `python -m flows.train`, `validate`, `sweep`, `reproduce` and `compare`.
+
+A module that holds a flow calls its command before its own imports, which take seconds. The command checks what it
+was given with pydantic and YAML alone (`flows.recipes`, `flows.early`), and imports the flow when all that is right.
+"""
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flows.config import TrainConfig, TrainOverrides
+from flows.early import check_early, check_folder, check_tracking
+from flows.errors import ConfigError
+from flows.recipes import checked, load_config, load_parameters, load_recipe, parse_changes, parse_settings
+from flows.terminal import Debug, in_a_sentence, run_command, started
+from tasks.config import TrackingConfig
+
+Recipe = Annotated[str, typer.Argument(help="A train deployment of prefect.yaml.")]
+ConfigFile = Annotated[
+    Path | None, typer.Option("--config", help="A whole config as JSON, as a run records it, in a recipe's place.")
+]
+Changes = Annotated[list[str] | None, typer.Option("--set", help="field.path=value; may be repeated.")]
+Run = Annotated[str, typer.Argument(help="MLflow run id.")]
+Tracking = Annotated[str | None, typer.Option(help="MLflow's URI; else MLFLOW_TRACKING_URI, or mlflow.db.")]
+
+
+def _chosen(
+    recipe: str, file: Path | None, changes: list[str] | None, trains: bool
+) -> tuple[TrainConfig, TrainOverrides]:
+    """The config and its changes, which together are right as far as can be said early."""
+    overrides = parse_changes(changes or [])
+    config = load_recipe(recipe) if file is None else load_config(file)
+    check_early(config.with_changes(overrides), trains)
+    return config, overrides
+
+
+def train(
+    recipe: Recipe = "quickstart", config: ConfigFile = None, changes: Changes = None, debug: Debug = False
+) -> None:
+    """Train a recipe here and now, and print where the results are."""
+    with in_a_sentence(debug):
+        chosen, overrides = _chosen(recipe, config, changes, trains=True)
+        from flows.access import guard_temporary_server
+        from flows.summary import Summary
+        from flows.train import train as flow
+
+        guard_temporary_server()
+        summary = Summary(**started(flow, debug, chosen, overrides))
+        typer.echo(f"\n{summary.text()}\n")
+
+
+def validate(
+    recipe: Recipe = "quickstart",
+    config: ConfigFile = None,
+    weights: Annotated[Path | None, typer.Option(help="Folder that a run exported; else the base model.")] = None,
+    changes: Changes = None,
+    debug: Debug = False,
+) -> None:
+    """Measure one set of weights on the held-out prompts."""
+    with in_a_sentence(debug):
+        chosen, overrides = _chosen(recipe, config, changes, trains=False)
+        if weights is not None and not weights.is_dir():
+            raise ConfigError(f"--weights is {weights}, which is not a folder: give one that a run exported")
+        from flows.access import guard_temporary_server
+        from flows.validate import validate as flow
+
+        guard_temporary_server()
+        for name, value in sorted(started(flow, debug, chosen, weights, overrides).items()):
+            typer.echo(f"{name:32} {value:.4f}")
+
+
+def sweep(
+    deployment: Annotated[str, typer.Argument(help="A sweep deployment of prefect.yaml.")] = "sweep",
+    search: Annotated[
+        list[str] | None, typer.Option("--search", help="field=value of what is searched; may be repeated.")
+    ] = None,
+    changes: Changes = None,
+    debug: Debug = False,
+) -> None:
+    """Train with many settings, and print the best."""
+    with in_a_sentence(debug):
+        from flows.overrides import merged
+        from flows.sweep_config import SweepConfig, check_fields
+
+        given, source = load_parameters("sweep", deployment), f"prefect.yaml, deployment {deployment}"
+        config = checked(TrainConfig, given.get("config"), source)
+        searched = checked(SweepConfig, given.get("search"), source).model_dump(exclude_unset=True)
+        searches = checked(SweepConfig, merged(searched, parse_settings(search or [], "--search")), "--search")
+        overrides = parse_changes(changes or [])
+        changed = config.with_changes(overrides)
+        check_early(changed)
+        check_fields(changed, searches)
+        from flows.sweep import sweep as flow
+
+        for name, value in started(flow, debug, config, searches, overrides).items():
+            typer.echo(f"{name:16} {value}")
+
+
+def reproduce(
+    run: Run,
+    iterations: Annotated[int, typer.Option(min=1, help="How many of the run's first iterations.")] = 3,
+    tolerance: Annotated[float, typer.Option(min=0, help="Largest difference of a metric.")] = 1e-5,
+    tracking: Tracking = None,
+    debug: Debug = False,
+) -> None:
+    """Do a recorded run's first iterations again, from its commit and its data, and compare."""
+    with in_a_sentence(debug):
+        place = _recorded(tracking, run)
+        from flows.reproduce import reproduce as flow
+
+        state = started(flow, debug, run, iterations, tolerance, place, return_state=True)
+        if not state.is_completed():
+            state.result()  # raises
+        typer.echo(state.message)
+
+
+def compare(
+    run: Run,
+    against: Run,
+    folder: Annotated[Path, typer.Option(help="Where the page is written.")] = Path("runs"),
+    tracking: Tracking = None,
+    debug: Debug = False,
+) -> None:
+    """Write a page that compares two recorded runs, and print its path."""
+    with in_a_sentence(debug):
+        check_folder(folder, "--folder")
+        place = _recorded(tracking, run, against)
+        from flows.compare import compare as flow
+
+        typer.echo(started(flow, debug, run, against, place, folder))
+
+
+def _recorded(tracking: str | None, *runs: str) -> TrackingConfig:
+    """Where MLflow is, and has these runs."""
+    place = TrackingConfig() if tracking is None else TrackingConfig(uri=tracking)
+    if tracking is not None:
+        os.environ["MLFLOW_TRACKING_URI"] = tracking  # which goes before the config's
+    check_tracking(os.environ.get("MLFLOW_TRACKING_URI", place.uri))
+    from tasks.history import RunHistory
+    from tasks.tracking import mlflow_client
+
+    for run in runs:
+        RunHistory(mlflow_client(place), run)
+    return place
+
+
+def main(command: str) -> None:
+    """Run one of the commands with the arguments of this process, and end it."""
+    run_command({f.__name__: f for f in (train, validate, sweep, reproduce, compare)}[command])

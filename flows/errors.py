@@ -1,0 +1,149 @@
+"""What is wrong with the settings, in a sentence: which field of which file, what it is, and what would be right."""
+
+import difflib
+from collections.abc import Iterator
+from dataclasses import is_dataclass
+from types import NoneType, UnionType
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from models.errors import DoubleflowError
+
+LONGEST_VALUE = 60
+MOST_PROBLEMS = 5
+
+
+class ConfigError(DoubleflowError, ValueError):
+    """A run cannot start as configured."""
+
+
+class RecipeError(ConfigError):
+    """A recipe, or what the command line says of it, cannot be used."""
+
+
+def described(error: ValidationError, root: type[BaseModel]) -> str:
+    """All that pydantic found wrong with a `root`, each problem once: the field's path, its value, what would be right.
+
+    A name that is no field comes with the nearest that is one, or with all that there are.
+    """
+    found: dict[str, list[str]] = {}
+    for problem in error.errors(include_url=False):
+        path, holder = _place(root, problem["loc"])
+        found.setdefault(path, []).append(_sentence(problem, path, root, holder))
+    sentences = [" or ".join(dict.fromkeys(texts)) for texts in found.values()]
+    left = len(sentences) - MOST_PROBLEMS
+    return "; ".join([*sentences[:MOST_PROBLEMS], *([f"and {left} more"] if left > 0 else [])])
+
+
+def near(name: str, known: list[str]) -> str:
+    """ "; did you mean x?", or nothing where nothing is near."""
+    found = difflib.get_close_matches(name, known, n=2)
+    return f"; did you mean {' or '.join(found)}?" if found else ""
+
+
+def _sentence(problem: ErrorDetails, path: str, root: type, holder: type | None) -> str:
+    kind, value = problem["type"], problem["input"]
+    if kind in ("extra_forbidden", "unexpected_keyword_argument"):
+        return _no_field(path, root, holder)
+    if kind in ("missing", "missing_argument"):
+        return f"{path or 'the whole'} is missing"
+    if kind == "value_error":
+        text = str(problem["ctx"]["error"])
+        return text if not path or path.rpartition(".")[2] in text else f"{path}: {text}"
+    section = _section(_annotation(root, path))
+    if kind in ("model_type", "model_attributes_type", "dataclass_type") and section is not None:
+        return f"{path or 'the whole'}{_is(value)}; it is a section with the fields {', '.join(_fields(section))}"
+    said = "it should be a path" if kind == "path_type" else problem["msg"].replace("Input should", "it should", 1)
+    return f"{path or 'the whole'}{_is(value)}; {said[0].lower()}{said[1:]}"
+
+
+def _is(value: Any) -> str:
+    """ " is 3"; a large value, or one with parts, is not repeated."""
+    scalar = isinstance(value, str | int | float | bool | NoneType)
+    return f" is {value!r}" if scalar and len(repr(value)) <= LONGEST_VALUE else " is of another kind"
+
+
+def _no_field(path: str, root: type, holder: type | None) -> str:
+    where, _, name = path.rpartition(".")
+    text = f"{where} has no field {name!r}" if where else f"there is no field {name!r}"
+    known = list(_fields(holder)) if holder else []
+    nearest = near(name, known)
+    if nearest:
+        return text + nearest
+    elsewhere = [found for found in _paths(root) if found.rpartition(".")[2] == name]
+    if elsewhere:
+        return f"{text}; did you mean {' or '.join(elsewhere[:3])}?"
+    return f"{text}; known: {', '.join(known)}" if known else text
+
+
+def _place(root: type, location: tuple[int | str, ...]) -> tuple[str, type | None]:
+    """The dotted path of pydantic's location, and the section that its last part should be a field of.
+
+    Pydantic also names the members of a union that it tried; they are no part of a path.
+    """
+    path: list[str] = []
+    holder: type | None = None
+    here: Any = root
+    for part in location:
+        section, entries = _section(here), _entries(here, type(part))
+        if section is not None:
+            holder, here = section, _fields(section).get(str(part))
+        elif entries is not None:
+            holder, here = None, entries
+        else:
+            continue
+        path.append(str(part))
+    return ".".join(path), holder
+
+
+def _annotation(root: type, path: str) -> Any:
+    here: Any = root
+    for part in filter(None, path.split(".")):
+        section = _section(here)
+        here = _fields(section).get(part) if section else _entries(here, int if part.isdigit() else str)
+    return here
+
+
+def _section(annotation: Any) -> type | None:
+    """The section, a pydantic model or dataclass, that a field of this type holds."""
+    found = (one for one in _members(annotation) if isinstance(one, type))
+    return next((one for one in found if issubclass(one, BaseModel) or is_dataclass(one)), None)
+
+
+def _fields(section: type) -> dict[str, Any]:
+    """Name -> type of a section's fields."""
+    if issubclass(section, BaseModel):
+        return {name: field.annotation for name, field in section.model_fields.items()}
+    return get_type_hints(section)
+
+
+def _entries(annotation: Any, key: type) -> Any:
+    """The type of the entries that such a key names: those of a mapping, or by number those of a list or tuple."""
+    kinds = (dict,) if key is str else (dict, list, tuple)
+    for one in _members(annotation):
+        if get_origin(one) in kinds:
+            return get_args(one)[-1 if get_origin(one) is dict else 0]
+    return None
+
+
+def _members(annotation: Any) -> Iterator[Any]:
+    """The type itself, or those of a union, without annotations."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        yield from _members(get_args(annotation)[0])
+    elif origin in (Union, UnionType):
+        for member in get_args(annotation):
+            yield from _members(member)
+    else:
+        yield annotation
+
+
+def _paths(section: type, path: str = "") -> Iterator[str]:
+    """Every field's dotted path."""
+    for name, annotation in _fields(section).items():
+        yield path + name
+        below = _section(annotation)
+        if below is not None:
+            yield from _paths(below, f"{path}{name}.")

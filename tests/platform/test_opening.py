@@ -1,0 +1,141 @@
+"""How a run is opened: slots and resources first, for training and for measurements alike; and what an error looks like
+in the terminal and on the flow run's page."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+from patience import PATIENCE, post, wait_until
+from platform_helpers import RECIPE, RayHead, Workspace
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate
+from prefect.settings import PREFECT_API_URL, temporary_settings
+
+from tasks.cluster import ClusterError, gpu_slots
+from tasks.config import RayConfig, TrackingConfig
+from tasks.registry import register
+from tasks.tracking import Tracker
+
+REWARD_ON_A_GPU = "reward.functions={jpeg_incompressibility: {num_gpus: 1}}"
+SWEEP = """
+import sys
+from flows.recipes import load_recipe, parse_changes
+from flows.terminal import in_a_sentence, started
+from flows.validation_sweep import validation_sweep
+
+with in_a_sentence():
+    started(validation_sweep, False, load_recipe("tiny"), None, parse_changes(sys.argv[1:]), return_state=True).result()
+"""
+
+
+def on(server: dict[str, str]) -> AbstractContextManager[Any]:
+    """This thread talks to that server."""
+    return temporary_settings({PREFECT_API_URL: server["PREFECT_API_URL"]})
+
+
+@pytest.fixture
+def pool(prefect_server: dict[str, str]) -> Iterator[str]:
+    """A limit of two GPUs on the server, which this process talks to."""
+    with on(prefect_server):
+        with get_client(sync_client=True) as client:
+            client.create_global_concurrency_limit(GlobalConcurrencyLimitCreate(name="two-gpus", limit=2))
+        yield "two-gpus"
+        with get_client(sync_client=True) as client:
+            client.delete_global_concurrency_limit_by_name("two-gpus")
+
+
+def taken(pool: str) -> int:
+    with get_client(sync_client=True) as client:
+        return client.read_global_concurrency_limit_by_name(pool).active_slots
+
+
+def test_a_run_holds_a_slot_for_each_gpu_and_another_waits_for_them(pool: str, prefect_server: dict[str, str]) -> None:
+    config, entered, leave = RayConfig(gpu_pool=pool), threading.Event(), threading.Event()
+
+    def second() -> None:
+        with on(prefect_server), gpu_slots(config, 1):
+            entered.set()
+            leave.wait(PATIENCE)
+
+    with gpu_slots(config, 1.5):
+        assert taken(pool) == 2  # half a GPU takes a whole slot
+        other = threading.Thread(target=second)
+        other.start()
+        assert not entered.wait(1)
+    assert entered.wait(PATIENCE)
+    assert taken(pool) == 1
+    leave.set()
+    other.join()
+    assert taken(pool) == 0
+    with gpu_slots(config, 0), gpu_slots(RayConfig(), 4):
+        assert taken(pool) == 0  # a run without GPUs, or without a pool, asks for none
+
+
+def test_a_pool_that_cannot_hold_the_run_is_an_error(pool: str) -> None:
+    with (
+        pytest.raises(ClusterError, match=r"needs 3 GPUs but ray_init\.gpu_pool two-gpus has 2 in all"),
+        gpu_slots(RayConfig(gpu_pool=pool), 2.5),
+    ):
+        pass
+    with (
+        pytest.raises(ClusterError, match="'nowhere', which Prefect does not know"),
+        gpu_slots(RayConfig(gpu_pool="nowhere"), 1),
+    ):
+        pass
+
+
+def registered(workspace: Workspace) -> None:
+    """A version of the recipe's model, for a sweep to measure."""
+    tracking = TrackingConfig(
+        uri=f"sqlite:///{workspace.folder}/mlflow.db", artifacts=(workspace.folder / "mlruns").as_uri()
+    )
+    experiment = str(RECIPE["trainer"]["experiment_name"])
+    register(Tracker(tracking, "trained"), experiment, workspace.folder / "data/base_model", 10, {})
+
+
+@pytest.mark.parametrize("flow", ["train", "validate", "sweep"])
+def test_every_flow_counts_the_rewards_gpus(workspace: Workspace, ray_head: RayHead, flow: str) -> None:
+    """On the CPU a reward may have a GPU: each flow asks the pool for it, and then whether the cluster has one."""
+    workspace.environment.update(ray_head.joined)
+    if flow == "sweep":
+        registered(workspace)
+
+    def output(*settings: str) -> str:
+        changes = [word for setting in settings for word in ("--set", setting)]
+        command = ("-c", SWEEP, *settings) if flow == "sweep" else ("-m", f"flows.{flow}", "tiny", *changes)
+        process = workspace.start(*command)
+        assert process.wait(PATIENCE) == 1, process.output()[-3000:]
+        return process.output()
+
+    assert "error: ray_init.gpu_pool is 'nowhere'" in output(REWARD_ON_A_GPU, "ray_init.gpu_pool=nowhere")
+    assert "error: the run needs 1 GPUs" in output(REWARD_ON_A_GPU)
+
+
+def test_an_error_inside_a_flow_is_one_sentence_here_and_has_its_frames_on_the_page(workspace: Workspace) -> None:
+    command = ("-m", "flows.train", "tiny", "--set", "data.train_batch_size=100")
+    process = workspace.start(*command)
+    assert process.wait(PATIENCE) == 2
+    lines = process.output().splitlines()
+    assert lines[-1].startswith("error: data.train_batch_size is 100 but data/prompts.parquet has only 8 train prompts")
+    assert "Traceback" not in process.output()
+    assert len(lines) <= 4
+    assert not (workspace.folder / "mlflow.db").exists()
+
+    def recorded() -> list[str]:
+        logs = post(f"{workspace.environment['PREFECT_API_URL']}/logs/filter", {"sort": "TIMESTAMP_DESC"})
+        return [log["message"] for log in logs if "train_batch_size is 100" in log["message"]]
+
+    assert any("Traceback" in message for message in wait_until(recorded, "the flow run's log"))
+    debug = workspace.start(*command, "--debug")
+    assert debug.wait(PATIENCE) == 1
+    assert 'flows/checks.py", line' in debug.output()
+
+
+def test_another_algorithm_tells_what_it_leaves_behind(workspace: Workspace) -> None:
+    """In the log of the run that is refused afterwards, so that nothing has to be sampled."""
+    output = workspace.train("algorithm.name=dance_grpo", "data.train_batch_size=100", check=False)
+    told = "algorithm.name is now dance_grpo, as published: without the recipe's"
+    assert f"{told} actor_rollout_ref.rollout.algo.noise_level 0.7 (now 0.3)" in " ".join(output.split())
+    assert not (workspace.folder / "runs").exists()
