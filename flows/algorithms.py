@@ -14,6 +14,8 @@ KERNEL = "actor_rollout_ref.rollout.algo"
 ACTOR = "actor_rollout_ref.actor"
 LOSS = f"{ACTOR}.diffusion_loss"
 FINISHED_SAMPLES = {"algorithm.trainer_type": "direct_preference"}
+KL_FORM = f"{ACTOR}.kl_loss_type"
+CORRECTION = "algorithm.rollout_correction"
 ADAPTER = "actor_rollout_ref.model.algorithm"
 
 DEFAULT = "flow_grpo"
@@ -66,12 +68,14 @@ def preset(given: Mapping[str, Any]) -> dict[str, Any]:
     return {ADAPTER: name} | PRESETS[name]
 
 
-def decided_by_name() -> list[str]:
+def decided_by_name(name: str) -> list[str]:
     """Dotted paths of all that an algorithm's name speaks for: kernel and window, the loss, its noise levels and old
-    policy, and whatever some preset sets. Another name takes the place of all of them, not of its preset's alone."""
+    policy, the form of its KL, and whatever some preset sets; where it reads no log-probs, also how they are corrected.
+    Another name takes the place of all of them, not of its preset's alone."""
+    unread = [CORRECTION] if FINISHED_SAMPLES.items() <= PRESETS.get(name, {}).items() else []
     set_somewhere = dict.fromkeys(path for fields in PRESETS.values() for path in fields)
     levels = [f"algorithm.{name}" for name in ForwardProcessConfig.model_fields]
-    return list(dict.fromkeys([KERNEL, LOSS, ADAPTER, *levels, *set_somewhere]))
+    return list(dict.fromkeys([KERNEL, LOSS, KL_FORM, ADAPTER, *levels, *set_somewhere, *unread]))
 
 
 def tree_of(paths: Mapping[str, Any]) -> dict[str, Any]:

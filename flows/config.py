@@ -332,7 +332,7 @@ class TrainConfig(Section):
         """What these changes leave of the fields that are set here, and what another algorithm's name takes away."""
         here, algorithm = self.model_dump(exclude_unset=True), given.get("algorithm")
         name = algorithm.get("name", self.algorithm.name) if isinstance(algorithm, Mapping) else self.algorithm.name
-        return (here, {}) if name == self.algorithm.name else without(here, decided_by_name())
+        return (here, {}) if name == self.algorithm.name else without(here, decided_by_name(name))
 
 
 TrainOverrides = optional(TrainConfig)

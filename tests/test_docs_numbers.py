@@ -15,7 +15,7 @@ from flows.algorithms import PRESETS
 from flows.config import TrainConfig
 from flows.recipes import load_recipe
 from flows.run import CANARY_PROMPTS, CUDA_CANARY_TOLERANCE, OTHER_ENGINE_TOLERANCE
-from models.algorithms.rollout_correction import ALLOWED_SHARE_OF_CLIP, LOG_RATIO_LIMIT
+from models.algorithms.rollout_correction import WARNED_SHARE_OF_CLIP, LOG_RATIO_LIMIT
 from models.flops import step_flops
 from tasks.validate import GRID_PICTURES
 
@@ -147,7 +147,7 @@ CLAIMS: list[tuple[Any, ...]] = [
     ("docs/algorithms.md", "`dpo`, beta #;", named("dpo", f"{LOSS}.dpo_beta")),
     (
         "docs/algorithms.md",
-        "`diffusion_nft`, b #; distance to the start # |",
+        "`diffusion_nft`, b #; distance to the start #; old policy",
         named("diffusion_nft", f"{LOSS}.nft_beta"),
         named("diffusion_nft", f"{ACTOR}.kl_loss_coef"),
     ),
@@ -160,7 +160,7 @@ CLAIMS: list[tuple[Any, ...]] = [
     (
         "docs/algorithms.md",
         "`--set actor_rollout_ref.actor.diffusion_loss.clip_ratio=#`",
-        named("awm", f"{LOSS}.clip_ratio"),
+        quickstart(f"{LOSS}.clip_ratio"),
     ),
     (
         "docs/algorithms.md",
@@ -179,7 +179,7 @@ CLAIMS: list[tuple[Any, ...]] = [
         quickstart(f"{LOSS}.clip_ratio"),
     ),
     ("docs/algorithms.md", "minus that of the rollout, clamped to ±#", LOG_RATIO_LIMIT),
-    ("docs/algorithms.md", "above a @ of `clip_ratio`", ALLOWED_SHARE_OF_CLIP),
+    ("docs/algorithms.md", "above a @ of `clip_ratio`", WARNED_SHARE_OF_CLIP),
     (
         "docs/architecture.md",
         "by default # on CUDA, and on the CPU #, or # with vLLM-Omni",

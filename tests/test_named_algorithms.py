@@ -100,10 +100,10 @@ RECIPES = [
 ]
 
 
-def decided(config: TrainConfig) -> dict[str, Any]:
+def decided(config: TrainConfig, name: str) -> dict[str, Any]:
     """All that a name speaks for: whole sections and single fields."""
     values = flat(config.model_dump())
-    below = tuple(decided_by_name())
+    below = tuple(decided_by_name(name))
     return {
         path: value for path, value in values.items() if path in below or path.startswith(tuple(f"{p}." for p in below))
     }
@@ -130,7 +130,7 @@ def test_another_name_on_a_recipe_is_that_algorithm_as_published(recipe: str, na
         config.with_changes(tree_of(beside)).with_changes(tree_of({"algorithm.name": name})),
     ]
     assert results[0] == results[1] == results[2]
-    assert decided(results[0]) == decided(named(name))
+    assert decided(results[0], name) == decided(named(name), name)
     kept = {"trainer", "data", "reward", "tracking", "ray_init"}
     assert results[0].model_dump(include=kept) == config.model_dump(include=kept)
     assert results[0].actor_rollout_ref.actor.optim == config.actor_rollout_ref.actor.optim
