@@ -15,7 +15,7 @@ from flows.algorithms import PRESETS
 from flows.config import TrainConfig
 from flows.recipes import load_recipe
 from flows.run import CANARY_PROMPTS, CUDA_CANARY_TOLERANCE, OTHER_ENGINE_TOLERANCE
-from models.algorithms.rollout_correction import WARNED_SHARE_OF_CLIP, LOG_RATIO_LIMIT
+from models.algorithms.rollout_correction import LOG_RATIO_LIMIT, WARNED_SHARE_OF_CLIP
 from models.flops import step_flops
 from tasks.validate import GRID_PICTURES
 
