@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from flows.access import dvc_environment, private_folder, write_private
+from flows.config import TrainConfig
 from flows.reproduce import check_import_paths, patched_files, recorded_code
-from flows.sweep import MOST_GRID_POINTS, SweepConfig, check_fields
-from flows.train import TrainConfig
+from flows.sweep_config import MOST_GRID_POINTS, SweepConfig, check_fields
 from models.import_paths import ALLOWED, ModuleNotAllowed, check_allowed
 from tasks.config import RewardConfig, TrackingConfig
 from tasks.credentials import CredentialError, without_password
