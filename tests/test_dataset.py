@@ -17,9 +17,9 @@ from tasks.dataset import (
     check_prompt_lengths,
     load_prompts,
     prompt_uid,
-    put_in_place,
     write_embeddings,
 )
+from tasks.in_place import put_in_place
 
 NUMBERS = Path(__file__).parents[1] / "data" / "raw" / "numbers.txt"
 GENEVAL = '{"tag": "counting", "include": [{"class": "cup", "count": 2}], "prompt": "a photo of two cups"}'
