@@ -28,10 +28,10 @@ from tasks.dataset import (
     build_prompt_table,
     check_prompt_lengths,
     load_prompts,
-    put_in_place,
     write_embeddings,
 )
 from tasks.digests import IMAGE_SIDE, TEXT_SIDE, parts_digest
+from tasks.in_place import put_in_place
 from tasks.rewards import get_reward
 
 if TYPE_CHECKING:

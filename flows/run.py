@@ -24,6 +24,7 @@ from tasks.clock import Stopwatch
 from tasks.cluster import RankPlaces, gpu_slots, ray_cluster, require_resources
 from tasks.dataset import Prompt
 from tasks.guards import FLOOR_TAG, HACKING_TAG, FloorWatch, GuardWatch
+from tasks.in_place import put_in_place
 from tasks.lineage import lineage
 from tasks.memory import resident_mb
 from tasks.ownership import require_own
@@ -39,6 +40,7 @@ from tasks.validate import Validation
 
 T = TypeVar("T")
 CANARY_PROMPTS = 2
+RUN_RECORD = "run.json"
 OPTIMIZER_STEPS = "actor/optimizer_steps"
 """Of the run so far, as the engine counts them."""
 CUDA_CANARY_TOLERANCE = 0.01
@@ -418,13 +420,26 @@ def run_tags(config: TrainConfig, inputs: Inputs, reward: RewardGroup | None) ->
 
 
 def _remembered_run_id(config: TrainConfig) -> str | None:
-    record = config.run_dir / "run.json"
-    return json.loads(record.read_text())["mlflow_run_id"] if record.is_file() else None
+    """The MLflow run to continue; None where the run begins. Raises CheckpointError where the record is damaged."""
+    file = config.run_dir / RUN_RECORD
+    if not os.path.lexists(file):
+        return None
+    try:
+        run_id = json.loads(file.read_text())["mlflow_run_id"]
+        if isinstance(run_id, str) and run_id:
+            return run_id
+        reason = f"mlflow_run_id is {run_id!r}"
+    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
+        reason = repr(error)
+    raise CheckpointError(
+        f"{file} does not say which MLflow run to continue ({reason}): write "
+        '{"mlflow_run_id": "..."} into it, with the id in any checkpoints/iter_*/state.json beside it, or remove it to '
+        "go on in a new MLflow run"
+    )
 
 
 def _remember_run_id(config: TrainConfig, run_id: str) -> None:
-    """Written aside and renamed: a run killed here has the old record or the new one."""
+    """A run killed here, or a power cut, leaves the old record or the new one."""
     record = {"mlflow_run_id": run_id, "run_name": config.run_name, "config": config.model_dump(mode="json")}
-    aside = config.run_dir / ".run.json"
-    aside.write_text(json.dumps(record, indent=1))
-    os.replace(aside, config.run_dir / "run.json")
+    with put_in_place(config.run_dir / RUN_RECORD) as aside:
+        aside.write_text(json.dumps(record, indent=1))

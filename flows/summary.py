@@ -1,6 +1,5 @@
 """What a finished run leaves and tells its owner."""
 
-import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from prefect import get_run_logger
 
 from flows.run import TrainingRun
 from tasks.clock import Stopwatch
+from tasks.in_place import put_in_place
 from tasks.pictures import titled
 from tasks.registry import register_weights
 from tasks.update import TrainerGroup
@@ -137,10 +137,7 @@ def register_export(clock: Stopwatch, run: TrainingRun) -> tuple[Path, ModelVers
 
 
 def export(trainer: TrainerGroup, folder: Path) -> Path:
-    """The trained weights at `folder`, as diffusers loads them; written aside, then put in place of an older export."""
-    aside = folder.with_name(f".{folder.name}")
-    shutil.rmtree(aside, ignore_errors=True)
-    trainer.export(aside)
-    shutil.rmtree(folder, ignore_errors=True)
-    aside.rename(folder)
+    """The trained weights at `folder`, as diffusers loads them; an older export stays until they are whole."""
+    with put_in_place(folder) as aside:
+        trainer.export(aside)
     return folder

@@ -9,26 +9,32 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import socket
+import stat
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, ClassVar, TextIO
 
 import psutil
 from prefect import task
 from prefect.cache_policies import NO_CACHE
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from models.errors import DoubleflowError
 from tasks.clock import Stopwatch
+from tasks.in_place import flush, move_in_place, remove
 from tasks.processes import ProcessIdentity
 from tasks.update import TrainerGroup
 
 RECORD = "state.json"
 WEIGHTS = "trainer"
+RECORD_DIGEST = "record_sha256"
+"""Of the record's other keys; records of older versions have none."""
 FORMAT = 1
 FAILING_WAIT_S = 60.0
 
@@ -58,6 +64,11 @@ class RunState:
     metrics: dict[str, float] = field(default_factory=dict)
     format: int = FORMAT
 
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid")
+
+
+_STATE = TypeAdapter(RunState)
+
 
 class CheckpointStore:
     """The checkpoints of one run, `folder`/iter_000010 and so on; or other files of its iterations.
@@ -72,17 +83,31 @@ class CheckpointStore:
         self.folder, self.keep, self.content = folder, keep, content
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._under_way: Future[Path] | None = None
-        folder.mkdir(parents=True, exist_ok=True)
-        for leftover in folder.glob(".writing-*"):
-            shutil.rmtree(leftover)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except FileExistsError as error:
+            raise CheckpointError(
+                f"{folder} is no folder, or a link to one that is not there: mount or move back what it leads to, or "
+                "remove it to begin without checkpoints"
+            ) from error
+        remove(*(self._aside(iteration) for iteration in self._named(".writing-")))
 
     def iterations(self) -> list[int]:
-        """Iterations that have a checkpoint, ascending."""
-        return sorted(int(path.name.removeprefix("iter_")) for path in self.folder.glob("iter_*"))
+        """Iterations whose name a checkpoint has, ascending; other names are nobody's."""
+        return self._named("iter_")
 
     def path(self, iteration: int) -> Path:
         """Where the checkpoint of that iteration is."""
         return self.folder / f"iter_{iteration:06d}"
+
+    def _aside(self, iteration: int) -> Path:
+        """Where it is until it is whole."""
+        return self.folder / f".writing-{iteration:06d}"
+
+    def _named(self, prefix: str) -> list[int]:
+        """The numbers of the entries that have exactly the name that this class gives."""
+        pattern = re.compile(re.escape(prefix) + "([0-9]{6}|[1-9][0-9]{6,})")
+        return sorted(int(found[1]) for path in self.folder.iterdir() if (found := pattern.fullmatch(path.name)))
 
     def save(self, state: RunState, write: Callable[[Path], None]) -> Path:
         """Write a checkpoint; on any error nothing is left and the older ones stay.
@@ -136,7 +161,7 @@ class CheckpointStore:
 
     def _begin(self, state: RunState, write: Callable[[Path], None]) -> Path:
         """The folder aside with the files, or with their beginnings."""
-        aside = self.folder / f".writing-{state.iteration:06d}"
+        aside = self._aside(state.iteration)
         with _removed_on_error(aside):
             (aside / self.content).mkdir(parents=True)
             write(aside / self.content)
@@ -147,38 +172,45 @@ class CheckpointStore:
         with _removed_on_error(aside):
             wait_until_written()
             record = asdict(state) | {"files": _digests(aside / self.content)}
-            (aside / RECORD).write_text(json.dumps(record, indent=1))
-            _flush(aside)
+            (aside / RECORD).write_text(json.dumps(record | {RECORD_DIGEST: _record_digest(record)}, indent=1))
+            flush(aside)
             verify(aside, self.content)
-            shutil.rmtree(self.path(state.iteration), ignore_errors=True)
-            aside.rename(self.path(state.iteration))
-            _flush_folder(self.folder)
-        for old in self.iterations()[: -self.keep] if self.keep else []:
-            shutil.rmtree(self.path(old))
+            move_in_place(aside, self.path(state.iteration))
+        self._let_old_ones_go(state.iteration)
         return self.path(state.iteration)
+
+    def _let_old_ones_go(self, saved: int) -> None:
+        """Keep the newest up to the one just saved; what only has a checkpoint's name takes the place of none."""
+        paths = [self.path(iteration) for iteration in self.iterations() if iteration <= saved]
+        whole = [path for path in paths if (path / RECORD).is_file()]
+        remove(*(whole[: -self.keep] if self.keep else []))
 
     def remove(self, through: int) -> None:
         """Remove the checkpoints of iterations up to that one."""
         for iteration in self.iterations():
             if iteration <= through:
-                shutil.rmtree(self.path(iteration))
+                remove(self.path(iteration))
 
     def latest(self, config_digest: str, data_digest: str) -> tuple[RunState, Path] | None:
-        """The newest checkpoint, see `load`; None if there is no checkpoint."""
+        """The newest checkpoint, see `load`; None only if nothing has a checkpoint's name."""
         return self.load(self.iterations()[-1], config_digest, data_digest) if self.iterations() else None
 
     def load(self, iteration: int, config_digest: str, data_digest: str) -> tuple[RunState, Path] | None:
-        """The record and the files' folder of one checkpoint; None if it is not there.
+        """The record and the files' folder of one checkpoint; None if nothing is there.
 
         Raises:
-            CheckpointError: its files are not what its record says, or another config or other data made it.
+            CheckpointError: it is no folder or cannot be reached, its record or files are not what was written, or
+                another config or other data made it.
         """
         folder = self.path(iteration)
-        if not folder.is_dir():
+        if not _is_there(folder):
             return None
-        record = verify(folder, self.content)
-        record.pop("files")
-        state = RunState(**record)
+        state = verify(folder, self.content)
+        if state.iteration != iteration:
+            raise CheckpointError(
+                f"{folder / RECORD} is of iteration {state.iteration}, the folder's name of {iteration}: give it the "
+                "name that it had, or remove it to go on without it"
+            )
         for what, stored, present in (
             ("by another config", state.config_digest, config_digest),
             ("from other prompts or embeddings", state.data_digest, data_digest),
@@ -253,39 +285,69 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def verify(folder: Path, content: str = WEIGHTS) -> dict[str, Any]:
-    """The record of a checkpoint whose files are whole."""
+def verify(folder: Path, content: str = WEIGHTS) -> RunState:
+    """The state in the record of a checkpoint; it and the files are what was written.
+
+    Raises:
+        CheckpointError: they are not, or cannot be read.
+    """
+    record = _read_record(folder / RECORD)
+    files = record.pop("files", None)
+    if not isinstance(files, dict):
+        raise _damaged(folder / RECORD, "it lists no files")
     try:
-        record = json.loads((folder / RECORD).read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{folder / RECORD} cannot be read: {error}; remove the folder to go on without it"
-        ) from error
-    if record.get("format") != FORMAT:
-        raise CheckpointError(f"{folder} has format {record.get('format')}, this version reads {FORMAT}")
-    found = _digests(folder / content)
-    if found != record["files"]:
-        wrong = sorted(name for name in {*found, *record["files"]} if found.get(name) != record["files"].get(name))
+        state = _STATE.validate_json(json.dumps(record))
+    except ValidationError as error:
+        faults = "; ".join(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors())
+        raise _damaged(folder / RECORD, faults) from error
+    try:
+        found = _digests(folder / content)
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {error}; remove the folder to go on without it") from error
+    if found != files:
+        wrong = sorted(name for name in {*found, *files} if found.get(name) != files.get(name))
         raise CheckpointError(f"{folder} is damaged ({', '.join(wrong)}): remove the folder to go on without it")
+    return state
+
+
+def _read_record(file: Path) -> dict[str, Any]:
+    """A checkpoint's record without the digest of itself, which is compared."""
+    try:
+        record = json.loads(file.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}; remove the folder to go on without it") from error
+    if not isinstance(record, dict):
+        raise _damaged(file, "it is no JSON object")
+    if record.get("format") != FORMAT:
+        raise CheckpointError(f"{file} has format {record.get('format')}, this version reads {FORMAT}")
+    if RECORD_DIGEST in record and record.pop(RECORD_DIGEST) != _record_digest(record):
+        raise _damaged(file, "its digest is of another content")
     return record
 
 
-def _flush(folder: Path) -> None:
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as stream:
-                os.fsync(stream.fileno())
-        else:
-            _flush_folder(path)
-    _flush_folder(folder)
+def _record_digest(record: dict[str, Any]) -> str:
+    """SHA-256 of a record, the same before it is written and after it is read."""
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
-def _flush_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
+def _damaged(file: Path, fault: str) -> CheckpointError:
+    return CheckpointError(f"{file} is damaged ({fault}): remove the folder to go on without it")
+
+
+def _is_there(path: Path) -> bool:
+    """Is the folder there? Raises CheckpointError where something else is, such as a link to an unmounted disk."""
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        if stat.S_ISDIR(path.stat().st_mode):
+            return True
+        fault = "is no folder"
+    except OSError as error:
+        if isinstance(error, FileNotFoundError) and not path.is_symlink():
+            return False
+        fault = f"leads to nothing that can be reached ({error.strerror})"
+    raise CheckpointError(
+        f"{path} has the name of a checkpoint and {fault}: mount or move back what belongs there, or remove it to go "
+        "on without it"
+    )
 
 
 @task(name="save-checkpoint", cache_policy=NO_CACHE, persist_result=False)

@@ -2,9 +2,7 @@
 
 import json
 import re
-import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from tasks.digests import file_digests, opened, read_index
+from tasks.in_place import put_in_place
 from tasks.prompt_files import NEGATIVE_UID, SPLITS, DatasetError, PromptRow, read_parquet, read_prompt_file
 
 if TYPE_CHECKING:
@@ -216,36 +215,6 @@ def write_embeddings(
             "shards": shards,
         }
         (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n")
-
-
-@contextmanager
-def put_in_place(path: Path) -> Iterator[Path]:
-    """A name beside `path` to write a file or folder under; it becomes `path` only if the block ends well.
-
-    Whatever stood at `path` stays until then. A folder is swapped by two renames; should the process be killed just
-    between them, the next call puts the old folder back first.
-    """
-    partial, old = (path.with_name(f".{path.name}.{kind}") for kind in ("partial", "old"))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if old.exists() and not path.exists():
-        old.rename(path)
-    _remove(partial, old)
-    try:
-        yield partial
-        if path.is_dir():
-            path.rename(old)
-        partial.replace(path)
-        _remove(old)
-    finally:
-        _remove(partial)
-
-
-def _remove(*paths: Path) -> None:
-    for path in paths:
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
 
 
 def _write_shard(path: Path, texts: dict[str, str], encode: "Encode", batch_size: int) -> tuple[int, list[str]]:

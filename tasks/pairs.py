@@ -16,8 +16,9 @@ from PIL import Image, UnidentifiedImageError
 
 from models.engines.trajectories import FinishedLatents
 from models.schedulers.noise_keys import NoiseKey
-from tasks.dataset import INDEX, PromptEmbeddings, prompt_uid, put_in_place
+from tasks.dataset import INDEX, PromptEmbeddings, prompt_uid
 from tasks.digests import file_digests, opened, read_index
+from tasks.in_place import put_in_place
 from tasks.prompt_files import DatasetError, read_parquet
 from tasks.rollout import prompt_table
 

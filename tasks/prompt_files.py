@@ -5,6 +5,7 @@ so GenEval's `{"tag": ..., "include": [...], "prompt": ...}` is read as it is.
 """
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ from models.errors import DoubleflowError
 SPLITS = ("train", "test", "pretrain")
 NEGATIVE_UID = "negative"
 """Key of the empty prompt among the embeddings; no prompt of a data set may take it."""
+RESERVED_UIDS = (NEGATIVE_UID, "__metadata__")
+"""The other one is where safetensors keeps a file's own metadata."""
+UID = re.compile(r"[\w.-]{1,128}")
 
 
 class DatasetError(DoubleflowError, ValueError):
@@ -91,6 +95,17 @@ def _checked_row(raw: dict[str, Any], source: str) -> PromptRow:
             raise DatasetError(f"{source}: {key} must be a text, not {fields[key]!r}")
     if fields.get("split") not in (None, *SPLITS):
         raise DatasetError(f"{source}: {fields['split']!r} is no split; it must be one of {', '.join(SPLITS)}")
-    if fields.get("uid") in ("", NEGATIVE_UID):
-        raise DatasetError(f"{source}: the uid {fields['uid']!r} is reserved; choose another or leave it out")
+    _check_uid(fields.get("uid"), source)
     return PromptRow(prompt.strip(), source, fields)
+
+
+def _check_uid(uid: str | None, source: str) -> None:
+    """A uid names tensors: `a/pooled` would be an extra of prompt `a`, and safetensors keeps one name for itself."""
+    if uid in RESERVED_UIDS:
+        raise DatasetError(f"{source}: the uid {uid!r} is reserved; choose another or leave it out")
+    if uid is not None and not UID.fullmatch(uid):
+        shown = uid if len(uid) <= 40 else f"{uid[:40]}..."
+        raise DatasetError(
+            f"{source}: the uid {shown!r} must be 1 to 128 letters, digits and characters of `_.-`; change it, or "
+            "leave it out"
+        )

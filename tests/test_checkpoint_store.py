@@ -95,6 +95,140 @@ def test_an_error_in_the_background_is_raised_by_whatever_comes_next(tmp_path: P
     assert [path.name for path in tmp_path.iterdir()] == ["iter_000001"]
 
 
+def stray(path: Path, kind: str) -> None:
+    if kind == "file":
+        path.touch()
+    elif kind == "empty folder":  # where a disk is not mounted
+        path.mkdir()
+    else:
+        path.symlink_to(path.parent / "nowhere")
+
+
+@pytest.mark.parametrize("kind", ["dangling link", "file", "empty folder"])
+def test_a_newest_entry_that_is_no_checkpoint_is_an_error_and_costs_no_good_one(tmp_path: Path, kind: str) -> None:
+    """Without a word the run would begin again, and its new checkpoints would be the ones to go."""
+    store = CheckpointStore(tmp_path, keep=2)
+    assert store.latest("config", "data") is None
+    for iteration in (1, 2):
+        store.save(state(iteration), writer(10))
+    stray(tmp_path / "iter_000009", kind)
+    with pytest.raises(CheckpointError, match=r"iter_000009.*remove (it|the folder) to go on without it$"):
+        CheckpointStore(tmp_path, keep=2).latest("config", "data")
+    for iteration in (3, 4):
+        store.save(state(iteration), writer(10))
+    assert store.iterations() == [3, 4, 9]
+    store.save(state(9), writer(10))  # gives way, as an older checkpoint would
+    assert store.latest("config", "data")[0] == state(9)
+    assert store.iterations() == [4, 9]
+
+
+@pytest.mark.parametrize("kind", ["dangling link", "file", "empty folder"])
+def test_what_only_has_the_name_takes_no_checkpoints_place(tmp_path: Path, kind: str) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    store.save(state(1), writer(10))
+    for iteration in (2, 3):
+        stray(tmp_path / f"iter_{iteration:06d}", kind)
+    store.save(state(4), writer(10))
+    assert store.load(1, "config", "data")[0] == state(1)
+    store.remove(through=3)
+    assert store.iterations() == [4]
+
+
+def test_a_checkpoint_that_lies_behind_a_link_is_one(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "here", keep=1)
+    moved = store.save(state(1), writer(10)).rename(tmp_path / "moved")
+    (tmp_path / "here/iter_000001").symlink_to(moved)
+    assert store.latest("config", "data")[0] == state(1)
+    store.save(state(2), writer(10))
+    assert store.iterations() == [2]
+    assert moved.is_dir(), "of a link only the link goes"
+
+
+def test_a_folder_of_checkpoints_that_leads_nowhere_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").symlink_to(tmp_path / "unmounted")
+    with pytest.raises(CheckpointError, match="checkpoints is no folder, or a link to one that is not there: mount"):
+        CheckpointStore(tmp_path / "checkpoints")
+
+
+def test_other_names_are_nobodys(tmp_path: Path) -> None:
+    CheckpointStore(tmp_path).save(state(2), writer(10))
+    others = ["iter_x", "iter_000002.bak", "iter_3", "iter_0000004", "iter_-00005", "notes", ".writing-notes"]
+    for name in others:
+        (tmp_path / name).mkdir()
+    (tmp_path / ".writing-x").touch()
+    (tmp_path / ".writing-000003").touch()  # what a killed run leaves has this name
+    (tmp_path / ".writing-000004").mkdir()
+    store = CheckpointStore(tmp_path, keep=1)
+    assert store.iterations() == [2]
+    for iteration in (3, 1_000_000):
+        store.save(state(iteration), writer(10))
+    assert store.latest("config", "data")[0] == state(1_000_000)
+    assert {path.name for path in tmp_path.iterdir()} == {*others, ".writing-x", "iter_1000000"}
+
+
+def changed_record(folder: Path, **changes: object) -> None:
+    record = json.loads((folder / "state.json").read_text())
+    (folder / "state.json").write_text(json.dumps({**record, **changes}))
+
+
+METRICS = {"loss": 0.1, "nan": float("nan"), "inf": float("inf"), "count": 3}
+
+
+@pytest.mark.parametrize("change", [{"iteration": 1}, {"metrics": {"loss": 0.2}}, {"mlflow_run_id": "another"}])
+def test_a_changed_record_is_found_by_its_own_digest(tmp_path: Path, change: dict[str, object]) -> None:
+    store = CheckpointStore(tmp_path)
+    path = store.save(RunState(2, "config", "data", "run", METRICS), writer(10))
+    found = store.latest("config", "data")[0]
+    assert {**found.metrics, "nan": 0} == {**METRICS, "nan": 0}
+    changed_record(path, **change)
+    with pytest.raises(CheckpointError, match=r"000002/state.json is damaged \(its digest is of another content\)"):
+        store.latest("config", "data")
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({}, None),
+        ({"iteration": 999}, "is of iteration 999, the folder's name of 2"),
+        ({"iteration": "2"}, r"damaged \(iteration: .*integer"),
+        ({"iteration": True}, r"damaged \(iteration: .*integer"),
+        ({"metrics": None}, r"damaged \(metrics: "),
+        ({"metrics": {"a": "b"}}, r"damaged \(metrics.a: "),
+        ({"config_digest": 3}, r"damaged \(config_digest: "),
+        ({"mlflow_run_id": None}, r"damaged \(mlflow_run_id: "),
+        ({"more": 1}, r"damaged \(more: "),
+        ({"files": None}, "it lists no files"),
+        ({"files": []}, "it lists no files"),
+        ({"format": 2}, "has format 2, this version reads 1"),
+    ],
+)
+def test_a_record_without_a_digest_is_read_and_its_values_checked(
+    tmp_path: Path, change: dict[str, object], complaint: str | None
+) -> None:
+    """As older versions wrote it."""
+    store = CheckpointStore(tmp_path)
+    path = store.save(state(2), writer(10))
+    record = json.loads((path / "state.json").read_text())
+    record.pop("record_sha256", None)
+    (path / "state.json").write_text(json.dumps(record | change))
+    if complaint is None:
+        assert store.latest("config", "data")[0] == state(2)
+    else:
+        with pytest.raises(CheckpointError, match=f"iter_000002/state.json .*{complaint}"):
+            store.latest("config", "data")
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b"null", b'{"iteration"', b"\xff", b'{"format": 1, "files": {}}', None]
+)
+def test_a_record_that_is_none_is_named(tmp_path: Path, content: bytes | None) -> None:
+    store = CheckpointStore(tmp_path)
+    file = store.save(state(2), writer(10)) / "state.json"
+    file.unlink() if content is None else file.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"iter_000002/state.json .*: .*remove the folder to go on without it"):
+        store.latest("config", "data")
+
+
 def test_a_run_has_one_process_and_a_killed_one_lets_go(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "held\n"

@@ -17,9 +17,9 @@ from tasks.dataset import (
     check_prompt_lengths,
     load_prompts,
     prompt_uid,
-    put_in_place,
     write_embeddings,
 )
+from tasks.in_place import put_in_place
 
 NUMBERS = Path(__file__).parents[1] / "data" / "raw" / "numbers.txt"
 GENEVAL = '{"tag": "counting", "include": [{"class": "cup", "count": 2}], "prompt": "a photo of two cups"}'
@@ -140,6 +140,26 @@ def test_unusable_files_are_named_with_their_line(tmp_path, name, content, compl
     (tmp_path / name).write_text(content)
     with pytest.raises(DatasetError, match=complaint):
         table(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["p.jsonl", "p.parquet"])
+@pytest.mark.parametrize("uid", ["a/pooled", "../x", "a\0b", "a b", " ", "", "a\n", "x" * 129, "__metadata__"])
+def test_a_uid_that_is_no_name_for_a_tensor_is_named_with_its_line(tmp_path, name, uid):
+    """`a/pooled` would be the extra `pooled` of the prompt `a`."""
+    rows = [{"prompt": "a", "uid": "a"}, {"prompt": "b", "uid": uid}]
+    if name == "p.parquet":
+        pd.DataFrame(rows).to_parquet(tmp_path / name)
+    else:
+        written(tmp_path / name, *map(json.dumps, rows))
+    with pytest.raises(DatasetError, match=rf"{name}:2: the uid '.*(is reserved|must be 1 to 128 letters)") as raised:
+        table(tmp_path / name)
+    assert len(str(raised.value)) < len(str(tmp_path)) + 200
+
+
+def test_uids_are_letters_digits_and_three_more_characters(tmp_path):
+    uids = ["sign-1", "v1.2_b", "x" * 128, "0", "été", prompt_uid("a")]
+    rows = [json.dumps({"prompt": f"p{i}", "uid": uid}) for i, uid in enumerate(uids)]
+    assert table(written(tmp_path / "p.jsonl", *rows))["uid"].tolist() == uids
 
 
 def test_other_complaints(tmp_path):
