@@ -4,12 +4,12 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -18,6 +18,7 @@ from flows.errors import ConfigError
 from flows.terminal import command_of, exit_code, in_a_sentence
 from tasks.checkpoint import CheckpointError
 from tasks.cluster import ClusterError
+from tasks.processes import identity
 
 ROOT = Path(__file__).parent.parent
 SET, LOSS = "--set", "actor_rollout_ref.actor.diffusion_loss"
@@ -151,7 +152,7 @@ def test_sub_commands_say_it_too(folder: Path) -> None:
     shown = CliRunner().invoke(prepare.app, ["--debug", "prompts"])
     assert isinstance(shown.exception, prepare.PrepareError)
     (folder / ".services").mkdir()
-    started = [os.getpid(), psutil.Process().create_time()]
+    started = [os.getpid(), identity(os.getpid()), socket.gethostname()]
     (folder / ".services/pids.json").write_text(json.dumps({"prefect": started}))
     up = CliRunner().invoke(services.app, ["up"])
     assert (up.exit_code, up.stderr) == (1, "error: already up (prefect): `make down` first\n")
