@@ -274,6 +274,8 @@ def _decoded(images: Sequence[bytes], max_pixels: int, max_mb: float) -> np.ndar
             opened.append(Image.open(io.BytesIO(image), formats=("PNG",)))
         except (*unreadable, Image.DecompressionBombError) as error:
             raise RewardError(f"the pictures cannot be read: picture {number} is a broken PNG") from error
+        if opened[-1].size != (width, height):
+            raise RewardError(f"the pictures cannot be read: picture {number} has two headers")
     sizes = {picture.size for picture in opened}
     if len(sizes) > 1:
         raise RewardError(f"the pictures cannot be read: they must be of one size, not {sorted(sizes)}")

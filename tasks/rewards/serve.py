@@ -116,7 +116,9 @@ def _capped(receive: Receive, max_bytes: int) -> Receive:
         while message.get("more_body") and seen <= 2 * max_bytes:
             message = await receive()
             seen += len(message.get("body", b""))
-        raise TooLarge(f"the request is larger than {max_bytes / 1e6:g} MB, which is all that is taken: send fewer at once")
+        raise TooLarge(
+            f"the request is larger than {max_bytes / 1e6:g} MB, which is all that is taken: send fewer at once"
+        )
 
     return counted
 
@@ -175,7 +177,9 @@ def main(
         if not equals:
             raise typer.BadParameter(f"{name!r} must have the form name=value", param_hint="--option")
     loaded = get_reward(reward, **{name: yaml.safe_load(value) for name, _, value in pairs})
-    config = uvicorn.Config(make_app(loaded, Limits(max_pixels, max_request_mb, max_pictures)), host=host, port=port, log_level="warning")
+    config = uvicorn.Config(
+        make_app(loaded, Limits(max_pixels, max_request_mb, max_pictures)), host=host, port=port, log_level="warning"
+    )
     listening = config.bind_socket()
     address = f"http://{host}:{listening.getsockname()[1]}"
     typer.echo(f"{loaded.name} ({loaded.version}) is served at {address}")
