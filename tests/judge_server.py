@@ -86,7 +86,7 @@ def judge_server() -> Iterator[Judging]:
             if word == "always prose":
                 return self.send(200, answer("The alignment is fine. Style 4, coherence 9."))
             if word == "contradiction":
-                return self.send(200, answer(f"Alignment: 5\n{grades}"))
+                return self.send(200, answer(f"Alignment: 2\n{grades}"))
             if word == "endless":
                 return self.send(200, answer(grades + "\n" * 4000))
             if word == "quoted":

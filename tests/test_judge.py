@@ -77,7 +77,7 @@ def test_a_passing_trouble_costs_another_request_and_no_score(server: Judging, t
         ("always prose", 2, "no grade from 1 to 5 for alignment in 'The alignment is fine"),
         ("long", 2, "cut off at max_tokens 256"),
         ("empty", 2, "the answer is empty"),
-        ("contradiction", 2, "different grades for alignment in 'Alignment: 5"),
+        ("contradiction", 2, "different grades for alignment in 'Alignment: 2"),
         ("endless", 2, r"the answer has \d+ characters, more than 4000"),
         ("echo", 1, "BadRequestError: .*refused"),
     ],

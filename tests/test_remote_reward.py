@@ -3,8 +3,8 @@
 import io
 import json
 import os
-import subprocess
 import struct
+import subprocess
 import sys
 import threading
 import zlib
@@ -291,6 +291,6 @@ def test_an_answer_that_is_not_as_the_protocol_says_is_a_failure_in_one_sentence
 
 
 def test_a_server_that_says_half_of_what_it_hosts_is_a_failure() -> None:
-    with answering((200, {"protocol": 1, "name": "x"})) as address:
-        with pytest.raises(RemoteFailure, match="answered not as the protocol says: version: Field required"):
-            get_reward("remote", url=address)
+    complaint = "answered not as the protocol says: version: Field required"
+    with answering((200, {"protocol": 1, "name": "x"})) as address, pytest.raises(RemoteFailure, match=complaint):
+        get_reward("remote", url=address)
