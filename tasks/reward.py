@@ -19,6 +19,7 @@ from tasks.config import RewardConfig, RewardFunctionConfig
 from tasks.picture_statistics import diversity, picture_statistics
 from tasks.reward_worker import RewardWorker
 from tasks.rewards import NOT_FINITE, RewardError, RewardResult, reward_input, weighted_sum, with_group_means
+from tasks.rewards.base import one_kind_of_lists
 from tasks.rollout import PendingBatch
 
 
@@ -148,7 +149,7 @@ class RewardPool:
             details = {f"{self.name}/{detail}": values for detail, values in result.details.items()}
             frames.append(pd.DataFrame({f"reward/{self.name}": result.scores.astype(np.float32)} | details))
             busy += seconds
-        table = pd.concat(frames, ignore_index=True)
+        table = joined_calls(frames)
         self._check_missing(table, max_missing_fraction, cause)
         return table, busy
 
@@ -170,6 +171,14 @@ class RewardPool:
             f"reward {self.name!r} is missing for {missing.sum()} of {len(table)} samples, more than "
             f"reward.max_missing_fraction {limit:g} allows; its error: {reason}"
         ) from cause
+
+
+def joined_calls(frames: Sequence[pd.DataFrame]) -> pd.DataFrame:
+    """The calls' tables as one that can be written, though calls may differ in what kind a detail is."""
+    table = pd.concat(frames, ignore_index=True)
+    for column in table.columns[table.dtypes == object]:
+        table[column] = pd.Series(one_kind_of_lists(table[column]), dtype=object)
+    return table
 
 
 class RewardGroup:

@@ -85,6 +85,12 @@ def judge_server() -> Iterator[Judging]:
                 return self.send(200, answer("What a lovely picture, I like it."))
             if word == "always prose":
                 return self.send(200, answer("The alignment is fine. Style 4, coherence 9."))
+            if word == "contradiction":
+                return self.send(200, answer(f"Alignment: 2\n{grades}"))
+            if word == "endless":
+                return self.send(200, answer(grades + "\n" * 4000))
+            if word == "quoted":
+                return self.send(200, answer(f"The picture says 'Alignment: 5, Style: 5'.\n{grades}"))
             if word == "long":
                 return self.send(200, answer(grades, "length"))
             if word == "empty":

@@ -1,10 +1,13 @@
 """The HTTP scorer: a real server process and its client, and servers that are not what the client expects."""
 
+import io
 import json
 import os
+import struct
 import subprocess
 import sys
 import threading
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -13,11 +16,14 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
+from fastapi.testclient import TestClient
 from patience import PATIENCE
+from PIL import Image
 
 from tasks.dataset import Prompt
 from tasks.rewards import RewardError, get_reward
-from tasks.rewards.remote import RemoteFailure, pack_request, pack_tensor
+from tasks.rewards.remote import RemoteFailure, pack_images, pack_request, pack_tensor
+from tasks.rewards.serve import Limits, make_app
 
 HERE = Path(__file__).parent
 RNG = np.random.default_rng(0)
@@ -182,3 +188,109 @@ def test_another_version_in_the_middle_of_a_run_is_an_error() -> None:
         remote(IMAGES, prompts_of())
         with pytest.raises(RewardError, match="now hosts version '2' in place of '1'"):
             remote(IMAGES, prompts_of())
+
+
+def png(width: int, height: int, body: bytes = b"", again: bytes = b"") -> bytes:
+    """A 1-bit PNG of that size by its header; `again` is a second header."""
+
+    def chunk(name: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+
+    header = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
+    parts = chunk(b"IHDR", header) + (chunk(b"IHDR", again) if again else b"")
+    return b"\x89PNG\r\n\x1a\n" + parts + chunk(b"IDAT", zlib.compress(body)) + chunk(b"IEND", b"")
+
+
+def saved(form: str) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(IMAGES[0]).save(buffer, format=form)
+    return buffer.getvalue()
+
+
+BOMB = png(13000, 13000, b"\x00" * (13000 // 8 + 1) * 13000)
+
+
+@pytest.mark.parametrize(
+    ("limits", "images", "status", "complaint"),
+    [
+        (Limits(), [BOMB], 413, "picture 0 has 13000 x 13000 pixels, and at most 16777216 are taken"),
+        (Limits(), [png(20000, 20000)], 413, "picture 0 has 20000 x 20000 pixels"),
+        (Limits(max_pixels=700), [saved("PNG")], 413, "32 x 24 pixels, and at most 700"),
+        (Limits(), [png(4096, 4096)] * 30, 413, "30 pictures of 4096 x 4096 pixels take more than 1024 MB unpacked"),
+        (Limits(max_request_mb=0.001), [saved("PNG")], 413, "the request is larger than 0.001 MB"),
+        (Limits(max_pictures=2), [saved("PNG")] * 3, 400, "3 parts `images`, and at most 2 are taken"),
+        (Limits(max_pictures=2), [saved("PNG")] * 9, 400, "Too many files"),
+        (Limits(), [png(8, 8, again=struct.pack(">IIBBBBB", 13000, 13000, 1, 0, 0, 0, 0))], 400, "cannot be read"),
+        (Limits(), [png(8, 0)], 400, "picture 0 has 8 x 0 pixels"),
+        (Limits(), [png(8, 8)], 400, "the pictures cannot be read: picture 0"),
+        (Limits(), [png(8, 8), png(9, 8)], 400, "they must be of one size"),
+        *((Limits(), [saved(form)], 400, "picture 0 is no PNG") for form in ("GIF", "TIFF", "TGA", "JPEG", "EPS")),
+    ],
+)
+def test_pictures_that_are_too_large_or_no_png_are_refused_before_they_are_decoded(
+    monkeypatch: pytest.MonkeyPatch, limits: Limits, images: list[bytes], status: int, complaint: str
+) -> None:
+    loaded: list[tuple] = []
+    load = Image.Image.load
+    monkeypatch.setattr(Image.Image, "load", lambda image: loaded.append(image.size) or load(image))
+    client = TestClient(make_app(get_reward("brightness"), limits), raise_server_exceptions=False)
+    files = [("request", ("r", pack_request(prompts_of(len(images)))))]
+    response = client.post("/v1/score", files=[*files, *(("images", (f"{i}", x)) for i, x in enumerate(images))])
+    assert (response.status_code, set(response.json())) == (status, {"protocol", "error"})
+    assert complaint in response.json()["error"]
+    assert not [size for size in loaded if size[0] * size[1] > 1000]
+
+
+def test_a_request_that_is_too_large_is_one_sentence_for_the_client() -> None:
+    with served("--reward", "brightness", "--max-request-mb", "0.005") as address:
+        remote = get_reward("remote", url=address)
+        assert len(remote(IMAGES[:1], prompts_of(1)).scores) == 1
+        with pytest.raises(RewardError, match=r"refuses: the request is larger than 0\.005 MB"):
+            remote(np.repeat(IMAGES, 300, axis=0), prompts_of(1500))
+
+
+def test_details_that_json_has_no_number_for_are_null() -> None:
+    def endless(images, prompts):
+        from tasks.rewards import RewardResult
+
+        return RewardResult(np.zeros(len(images)), {"d": [np.inf] * len(images)})
+
+    from tasks.rewards.base import FunctionReward
+
+    client = TestClient(make_app(FunctionReward("endless", endless, {})), raise_server_exceptions=False)
+    files = [("request", ("r", pack_request(prompts_of()))), *pack_images(IMAGES)]
+    assert client.post("/v1/score", files=files).json()["details"] == {"d": [None] * 5}
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {key: value for key, value in GOOD.items() if key != "scores"},
+        {key: value for key, value in GOOD.items() if key != "version"},
+        {key: value for key, value in GOOD.items() if key != "details"},
+        GOOD | {"scores": 5},
+        GOOD | {"scores": ["0.5"] * 5},
+        GOOD | {"scores": [[0.5]] * 5},
+        GOOD | {"scores": [True] * 5},
+        GOOD | {"scores": [10**400] * 5},
+        GOOD | {"scores": [0.5] * 4},
+        GOOD | {"details": None},
+        GOOD | {"details": {"text": 3}},
+        GOOD | {"details": {"text": ["x"]}},
+        GOOD | {"version": 1},
+        [GOOD],
+        "good",
+        None,
+    ],
+)
+def test_an_answer_that_is_not_as_the_protocol_says_is_a_failure_in_one_sentence(answer) -> None:
+    with answering((200, HOSTED | {"protocol": 1}), (200, answer)) as address:
+        remote = get_reward("remote", url=address)
+        with pytest.raises(RemoteFailure, match=r"^http://127\S+ answered [^\n]+$"):
+            remote(IMAGES, prompts_of())
+
+
+def test_a_server_that_says_half_of_what_it_hosts_is_a_failure() -> None:
+    complaint = "answered not as the protocol says: version: Field required"
+    with answering((200, {"protocol": 1, "name": "x"})) as address, pytest.raises(RemoteFailure, match=complaint):
+        get_reward("remote", url=address)

@@ -12,7 +12,7 @@ import pytest
 from models.tiny_qwen_image.render import render_picture
 from models.tiny_qwen_image.settings import TinySettings
 from tasks.config import RewardConfig
-from tasks.reward import Scores, trained_reward
+from tasks.reward import Scores, joined_calls, trained_reward
 from tasks.rewards import (
     Reward,
     RewardError,
@@ -215,6 +215,54 @@ def test_what_was_not_finite_is_counted():
     metrics = Scores(table, {"x": 1.0, "y": 1.0}, {}).metrics()
     assert (metrics["reward/x/missing"], metrics["reward/x/not_finite"]) == (1, 1)
     assert (metrics["reward/y/missing"], metrics["reward/y/not_finite"]) == (2, 0)
+
+
+def odd_details(images, prompts):
+    """Each prompt's metadata as the details."""
+    return RewardResult(np.zeros(len(images)), {key: [p.metadata[key] for p in prompts] for key in prompts[0].metadata})
+
+
+MIXED = {
+    "text": ([1, "x"], ["1", "x"]),
+    "bool": ([True, 2.5], ["True", "2.5"]),
+    "list": ([[1], {"a": 2}], ["[1]", "{'a': 2}"]),
+    "large": ([2**70, 1], [str(2**70), "1"]),
+    "digits": ([10**5000, "x"], ["a value that cannot be written (int)", "x"]),
+    "surrogate": (["\ud800", "x"], ["\\ud800", "x"]),
+    "none": ([None, "x"], [None, "x"]),
+    "gap": ([np.nan, "x"], [None, "x"]),
+    "numbers": ([np.float32(0.5), np.int64(2)], [0.5, 2]),
+    "bools": ([np.bool_(True), None], [True, None]),
+    "error": ([np.nan, 3], [None, "3"]),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_a_detail_is_of_one_kind_and_any_table_can_be_written(name, tmp_path):
+    given, expected = MIXED[name]
+    prompts = [Wanted("a", metadata={name: value}) for value in given]
+    result = get_reward(f"{__name__}:odd_details")(np.zeros((2, 4, 4, 3), np.uint8), prompts)
+    assert result.details[name] == expected
+    assert [type(value) for value in result.details[name]] == [type(value) for value in expected]
+    pd.DataFrame(result.details).to_parquet(tmp_path / "samples.parquet", index=False)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "written"),
+    [
+        ([1, 2], ["x"], ["1", "2", "x"]),
+        ([True, False], [0.5], ["True", "False", "0.5"]),
+        ([[1, 2], [3, 4]], [["x", None]], [["1", "2"], ["3", "4"], ["x", None]]),
+        (["x", "y"], None, ["x", "y", None]),
+    ],
+)
+def test_calls_whose_details_differ_in_kind_make_one_table(first, second, written, tmp_path):
+    scores = {"reward/r": np.zeros(len(first), np.float32)}, {"reward/r": np.zeros(1, np.float32)}
+    details = {"r/d": first}, {} if second is None else {"r/d": second}
+    table = joined_calls([pd.DataFrame(score | detail) for score, detail in zip(scores, details, strict=True)])
+    table.to_parquet(tmp_path / "samples.parquet", index=False)
+    read = pd.read_parquet(tmp_path / "samples.parquet")["r/d"]
+    assert [list(v) if isinstance(v, np.ndarray) else (None if pd.isna(v) else v) for v in read] == written
 
 
 def test_a_name_is_registered_once():

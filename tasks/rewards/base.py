@@ -4,7 +4,7 @@ import asyncio
 import importlib
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
@@ -49,6 +49,7 @@ class RewardResult:
 
     The detail `error` says of each NaN why it is one, and is None elsewhere. A reward may leave it out: what it returns
     that is not finite becomes NaN with its value as the error.
+    A detail's values are numbers, or all bools, or all text, with None among them; `Reward` makes text of any other.
     """
 
     scores: np.ndarray
@@ -113,24 +114,77 @@ class Reward(ABC):
         given = np.asarray(result.scores, dtype=np.float64)
         with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and so missing
             scores = given.astype(np.float32)
-        sizes = {"scores": scores.shape} | {key: (len(values),) for key, values in result.details.items()}
+        details = {_text(name): values for name, values in result.details.items()}
+        sizes = {"scores": scores.shape} | {key: (len(values),) for key, values in details.items()}
         wrong = {key: shape for key, shape in sizes.items() if shape != (len(batch),)}
         if wrong:
             raise RewardError(f"{self.name}: of {len(batch)} images it must return one value each, not {wrong}")
+        details = {name: one_kind(values) for name, values in details.items()}
+        if "error" in details:  # pandas and numpy write NaN where there is nothing
+            details["error"] = [None if _kind(v) is None else _text(v) for v in details["error"]]
         missing = ~np.isfinite(scores)
         if not missing.any():
-            return RewardResult(scores, result.details)
-        said = result.details.get("error", [None] * len(scores))
+            return RewardResult(scores, details)
+        said = details.get("error", [None] * len(scores))
         error = [
             f"{NOT_FINITE} {value}" if gone and reason is None else reason
             for value, gone, reason in zip(given, missing, said, strict=True)
         ]
-        return RewardResult(np.where(missing, np.float32(np.nan), scores), result.details | {"error": error})
+        return RewardResult(np.where(missing, np.float32(np.nan), scores), details | {"error": error})
 
     @cached_property
     def _loop(self) -> asyncio.Runner:
         """One event loop for the reward's life, so that its connections outlive a batch."""
         return asyncio.Runner()
+
+
+def one_kind(values: Iterable[Any]) -> list:
+    """A detail's values as a column of one kind, which a table can hold: bools, numbers or text, and None.
+
+    A number, a bool, a text and None stay what they are, numpy's become Python's, and anything else becomes text. Where
+    kinds are mixed, all become text but None. NaN among bools or text is None, as pandas writes it.
+    """
+    plain = [_plain(value) for value in values]
+    kinds = {_kind(value) for value in plain} - {None}
+    if not kinds or kinds == {"number"}:
+        return plain
+    told = [None if _kind(value) is None else value for value in plain]
+    return told if len(kinds) == 1 else [None if value is None else _text(value) for value in told]
+
+
+def one_kind_of_lists(rows: Iterable[Any]) -> list:
+    """As `one_kind`, where a row may be the list of a video's frames: all lists together then hold one kind."""
+    rows = list(rows)
+    if not any(isinstance(row, list) for row in rows):
+        return one_kind(rows)
+    lists = [row if isinstance(row, list) else [row] for row in rows]
+    flat = iter(one_kind(value for row in lists for value in row))
+    return [[next(flat) for _ in row] for row in lists]
+
+
+def _plain(value: Any) -> bool | int | float | str | None:
+    if getattr(value, "shape", None) == ():  # a scalar of numpy or torch
+        value = value.item()
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        return int(value) if -(2**63) <= value < 2**63 else _text(value)  # a table's integers have 64 bits
+    return float(value) if isinstance(value, float) else _text(value)
+
+
+def _kind(value: Any) -> str | None:
+    if value is None or value != value:
+        return None
+    return "text" if isinstance(value, str) else "bool" if isinstance(value, bool) else "number"
+
+
+def _text(value: Any) -> str:
+    """As text that UTF-8 can write: half of a surrogate pair, which JSON may bring, becomes its escape."""
+    try:
+        text = str(value)
+    except (ValueError, RecursionError):  # an int of more digits, or lists deeper, than Python writes
+        text = f"a value that cannot be written ({type(value).__name__})"
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 async def _value_of(answer: Awaitable[Any]) -> Any:

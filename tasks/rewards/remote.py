@@ -5,11 +5,14 @@ The protocol is in docs/rewards.md.
 
 import io
 import json
+import struct
+import zlib
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from PIL import Image
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from models.errors import DoubleflowError
 from tasks.credentials import CredentialError, read_secret
@@ -21,8 +24,41 @@ RETRIED = (429, 502, 503, 504)
 """Statuses after which the same request is sent again. A 500 is the reward's own failure, which the run retries."""
 
 
+MAX_PIXELS = 4096 * 4096
+"""Of one PNG, unless the server is told otherwise."""
+MAX_REQUEST_MB = 1024.0
+"""Of one request, and of its pictures when they are unpacked, unless the server is told otherwise; 10^6 bytes each."""
+
+
+class TooLarge(RewardError):
+    """A request is larger than the server takes."""
+
+
 class RemoteFailure(DoubleflowError, RuntimeError):
     """The server could not score a batch; the message holds what it said."""
+
+
+class Hosted(BaseModel):
+    """What a server says of its reward."""
+
+    model_config = ConfigDict(strict=True)
+
+    name: str
+    version: str
+    wants: str
+
+
+class Answer(BaseModel):
+    """What a server says of a batch; a detail's values are looked at by `Reward`."""
+
+    model_config = ConfigDict(strict=True)
+
+    version: str
+    scores: list[float | None]
+    details: dict[str, list[Any]]
+
+
+Body = TypeVar("Body", bound=BaseModel)
 
 
 @register_reward("remote")
@@ -73,33 +109,39 @@ class RemoteReward(Reward):
         self._session.mount("https://", HTTPAdapter(max_retries=retry))
         self._url, self._encoding, self._timeout = url.rstrip("/"), encoding, timeout_s
         hosted = self._hosted()
-        if hosted["wants"] != self.wants:
-            kind = {"images": "remote"}.get(hosted["wants"], f"remote_{hosted['wants']}")
+        if hosted.wants != self.wants:
+            kind = {"images": "remote"}.get(hosted.wants, f"remote_{hosted.wants}")
             raise RewardError(
-                f"{self.name}: the server at {url} hosts {hosted['name']}, which wants {hosted['wants']}: use {kind}"
+                f"{self.name}: the server at {url} hosts {hosted.name}, which wants {hosted.wants}: use {kind}"
             )
-        self._remote_version = hosted["version"]
-        self.version = f"{hosted['name']} {hosted['version']}"
+        self._remote_version = hosted.version
+        self.version = f"{hosted.name} {hosted.version}"
 
     def score(self, batch: np.ndarray, prompts: Sequence[ScoredPrompt]) -> RewardResult:
         """Send the batch and wait.
 
         Raises:
             RewardError: the server says that the reward cannot be used so, or hosts another version than before.
-            RemoteFailure: anything else went wrong there.
+            RemoteFailure: anything else went wrong there, or the answer is not as the protocol says.
         """
         files = [("request", ("request.json", pack_request(prompts), "application/json"))]
         files += pack_images(batch) if self._encoding == "png" else [pack_tensor(batch)]
         response = self._session.post(f"{self._url}/v1/score", files=files, timeout=self._timeout)
-        answer = self._answer(response)
-        if answer["version"] != self._remote_version:
+        answer = self._answer(response, Answer)
+        if answer.version != self._remote_version:
             raise RewardError(
-                f"{self.name}: the server at {self._url} now hosts version {answer['version']!r} in place of "
+                f"{self.name}: the server at {self._url} now hosts version {answer.version!r} in place of "
                 f"{self._remote_version!r}: scores of one run must be comparable"
+            )
+        sizes = {"scores": len(answer.scores)} | {name: len(values) for name, values in answer.details.items()}
+        wrong = {name: size for name, size in sizes.items() if size != len(batch)}
+        if wrong:
+            raise RemoteFailure(
+                f"{self._url} answered with {self._told(wrong)} values in place of one for each of {len(batch)} samples"
             )
         return unpack_result(answer)
 
-    def _hosted(self) -> dict[str, Any]:
+    def _hosted(self) -> Hosted:
         import requests
 
         try:
@@ -111,7 +153,7 @@ class RemoteReward(Reward):
                 f"{self.name}: {self._url} has no /v1/reward: it is no reward server, or speaks another protocol than "
                 f"this client's {PROTOCOL}"
             )
-        return self._answer(response)
+        return self._answer(response, Hosted)
 
     def _sign(self, request: Any) -> Any:
         if self._token is not None:
@@ -122,7 +164,7 @@ class RemoteReward(Reward):
         """A server's words; it may quote the token that it was given."""
         return str(text).replace(self._token, "***") if self._token else str(text)
 
-    def _answer(self, response: Any) -> dict[str, Any]:
+    def _answer(self, response: Any, form: type[Body]) -> Body:
         """The body of a good response. Raises the errors of `score`."""
         if response.status_code in (401, 403):
             raise RewardError(
@@ -130,14 +172,21 @@ class RemoteReward(Reward):
             )
         try:
             body = response.json()
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RemoteFailure(f"{self._url} answered {response.status_code} without JSON") from error
-        if response.status_code == 400:
+        if not isinstance(body, dict):
+            raise RemoteFailure(f"{self._url} answered {response.status_code} with JSON that is no object")
+        if response.status_code in (400, 413):
             raise RewardError(f"{self.name}: the server at {self._url} refuses: {self._told(body.get('error'))}")
         if not response.ok:
             raise RemoteFailure(f"{self._url} answered {response.status_code}: {self._told(body.get('error', body))}")
         check_protocol(body.get("protocol"), f"the server at {self._url}", "this client")
-        return body
+        try:
+            return form.model_validate(body)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+            place = self._told(".".join(str(part) for part in first["loc"]))
+            raise RemoteFailure(f"{self._url} answered not as the protocol says: {place}: {first['msg']}") from None
 
 
 @register_reward("remote_video")
@@ -186,22 +235,76 @@ def pack_images(images: np.ndarray) -> list[tuple[str, tuple[str, bytes, str]]]:
     return parts
 
 
-def unpack_batch(tensor: bytes | None, images: Sequence[bytes]) -> np.ndarray:
-    """The batch of a request. Raises RewardError where it is neither a tensor nor PNGs of one size."""
+def unpack_batch(
+    tensor: bytes | None,
+    images: Sequence[bytes],
+    max_pixels: int = MAX_PIXELS,
+    max_mb: float = MAX_REQUEST_MB,
+) -> np.ndarray:
+    """The batch of a request. Pictures that are too large are refused by what their headers say, before any is decoded.
+
+    Raises:
+        TooLarge: a picture has more than `max_pixels`, or all together take more than `max_mb`, 10^6 bytes each.
+        RewardError: it is neither a tensor nor PNGs of one size.
+    """
     from safetensors import SafetensorError
     from safetensors.numpy import load
 
     if (tensor is None) == (not images):
         raise RewardError("give either one part `tensor` or one part `images` a picture")
+    if tensor is None:
+        return _decoded(images, max_pixels, max_mb)
     try:
-        if tensor is not None:
-            return load(tensor)[TENSOR]
-        return np.stack([np.asarray(Image.open(io.BytesIO(image)).convert("RGB")) for image in images])
-    except (SafetensorError, KeyError, OSError, ValueError) as error:
+        batch = load(tensor)[TENSOR]
+    except (SafetensorError, KeyError, TypeError, AttributeError, OSError, ValueError) as error:
         raise RewardError(f"the pictures cannot be read: {error}") from error
+    if batch.size == 0:
+        raise RewardError(f"the tensor `{TENSOR}` is empty: {batch.shape}")
+    return batch
 
 
-def unpack_result(answer: dict[str, Any]) -> RewardResult:
+def _decoded(images: Sequence[bytes], max_pixels: int, max_mb: float) -> np.ndarray:
+    unreadable = (OSError, ValueError, SyntaxError, EOFError, struct.error, zlib.error)
+    opened: list[Image.Image] = []
+    for number, image in enumerate(images):
+        width, height = _png_size(image, number)
+        if width * height > max_pixels:
+            raise TooLarge(f"picture {number} has {width} x {height} pixels, and at most {max_pixels} are taken")
+        try:
+            opened.append(Image.open(io.BytesIO(image), formats=("PNG",)))
+        except (*unreadable, Image.DecompressionBombError) as error:
+            raise RewardError(f"the pictures cannot be read: picture {number} is a broken PNG") from error
+        if opened[-1].size != (width, height):
+            raise RewardError(f"the pictures cannot be read: picture {number} has two headers")
+    sizes = {picture.size for picture in opened}
+    if len(sizes) > 1:
+        raise RewardError(f"the pictures cannot be read: they must be of one size, not {sorted(sizes)}")
+    width, height = sizes.pop()
+    if len(opened) * width * height * 3 > max_mb * 1e6:
+        raise TooLarge(
+            f"{len(opened)} pictures of {width} x {height} pixels take more than {max_mb:g} MB unpacked: send fewer at once"
+        )
+    batch = np.empty((len(opened), height, width, 3), np.uint8)
+    for number, picture in enumerate(opened):
+        try:
+            with picture:
+                batch[number] = np.asarray(picture.convert("RGB"))
+        except unreadable as error:
+            raise RewardError(f"the pictures cannot be read: picture {number}: {error}") from error
+    return batch
+
+
+def _png_size(image: bytes, number: int) -> tuple[int, int]:
+    """(width, height) by the header, which a PNG begins with: its signature and the chunk IHDR."""
+    if len(image) < 24 or image[:8] != b"\x89PNG\r\n\x1a\n" or image[12:16] != b"IHDR":
+        raise RewardError(f"the pictures cannot be read: picture {number} is no PNG")
+    width, height = struct.unpack(">II", image[16:24])
+    if width * height == 0:
+        raise RewardError(f"the pictures cannot be read: picture {number} has {width} x {height} pixels")
+    return width, height
+
+
+def unpack_result(answer: Answer) -> RewardResult:
     """Scores and details of an answer; null is NaN."""
-    scores = [np.nan if score is None else score for score in answer["scores"]]
-    return RewardResult(np.array(scores, dtype=np.float64), answer["details"])
+    scores = [np.nan if score is None else score for score in answer.scores]
+    return RewardResult(np.array(scores, dtype=np.float64), dict(answer.details))

@@ -10,16 +10,19 @@ import math
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, BinaryIO
 
 import typer
 import uvicorn
 import yaml
-from fastapi import FastAPI, File, Request, UploadFile
+from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
+from starlette.datastructures import FormData, UploadFile
+from starlette.exceptions import HTTPException
+from starlette.types import Message, Receive
 
 from tasks.rewards.base import Reward, RewardError, RewardResult, get_reward
-from tasks.rewards.remote import PROTOCOL, check_protocol, unpack_batch
+from tasks.rewards.remote import MAX_PIXELS, MAX_REQUEST_MB, PROTOCOL, TooLarge, check_protocol, unpack_batch
 
 
 @dataclass(frozen=True)
@@ -30,9 +33,31 @@ class SentPrompt:
     target: str | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if not (isinstance(self.prompt, str) and isinstance(self.target, str | None)):
+            raise TypeError("a prompt must be text, and its target text or null")
+        if not isinstance(self.metadata, dict):
+            raise TypeError("a prompt's metadata must be an object")
 
-def make_app(reward: Reward) -> FastAPI:
-    """The server of one reward. Batches are scored one at a time, in one thread: rewards need not be thread-safe."""
+
+@dataclass(frozen=True)
+class Limits:
+    """What a server takes.
+
+    Attributes:
+        max_pixels: of one PNG.
+        max_request_mb: of one request, and of its PNGs when they are unpacked; 10^6 bytes each.
+        max_pictures: PNGs of one request.
+    """
+
+    max_pixels: int = MAX_PIXELS
+    max_request_mb: float = MAX_REQUEST_MB
+    max_pictures: int = 1000
+
+
+def make_app(reward: Reward, limits: Limits = Limits()) -> FastAPI:
+    """The server of one reward. Batches are read and scored one at a time, in one thread: rewards need not be
+    thread-safe, and whoever waits has its pictures on the disk."""
     app = FastAPI(title=f"Reward {reward.name}", version=str(PROTOCOL))
     thread = ThreadPoolExecutor(1)
 
@@ -41,17 +66,27 @@ def make_app(reward: Reward) -> FastAPI:
         """What is hosted here."""
         return {"protocol": PROTOCOL, "name": reward.name, "version": reward.version, "wants": reward.wants}
 
+    def scored(request: bytes | BinaryIO, tensor: BinaryIO | None, images: list[BinaryIO]) -> RewardResult:
+        prompts = _prompts(request if isinstance(request, bytes) else request.read())
+        content = tensor.read() if tensor else None, [image.read() for image in images]
+        return reward(unpack_batch(*content, limits.max_pixels, limits.max_request_mb), prompts)
+
     @app.post("/v1/score")
-    async def score(
-        request: Annotated[UploadFile, File()],
-        tensor: Annotated[UploadFile | None, File()] = None,
-        images: Annotated[list[UploadFile] | None, File()] = None,
-    ) -> dict[str, Any]:
-        """Score one batch."""
-        prompts = _prompts(await request.read())
-        batch = unpack_batch(await tensor.read() if tensor else None, [await image.read() for image in images or []])
-        result = await asyncio.get_running_loop().run_in_executor(thread, reward, batch, prompts)
+    async def score(request: Request) -> dict[str, Any]:
+        """Score one batch: a form with the parts `request` and either `tensor` or `images`."""
+        capped = Request(request.scope, _capped(request.receive, int(limits.max_request_mb * 1e6)))
+        async with capped.form(max_files=limits.max_pictures + 2, max_fields=8) as form:
+            parts = _parts(form, limits.max_pictures)
+            result = await asyncio.get_running_loop().run_in_executor(thread, scored, *parts)
         return {"protocol": PROTOCOL, "version": reward.version} | _as_json(result)
+
+    @app.exception_handler(TooLarge)
+    def too_large(_: Request, error: TooLarge) -> JSONResponse:
+        return JSONResponse({"protocol": PROTOCOL, "error": str(error)}, status_code=413)
+
+    @app.exception_handler(HTTPException)
+    def refused(_: Request, error: HTTPException) -> JSONResponse:
+        return JSONResponse({"protocol": PROTOCOL, "error": str(error.detail)}, status_code=error.status_code)
 
     @app.exception_handler(RewardError)
     def misuse(_: Request, error: RewardError) -> JSONResponse:
@@ -64,12 +99,50 @@ def make_app(reward: Reward) -> FastAPI:
     return app
 
 
+def _capped(receive: Receive, max_bytes: int) -> Receive:
+    """`receive`, which raises TooLarge for a body of more bytes.
+
+    As many bytes again are read and dropped before it does: a client that still sends would see a lost connection in
+    place of the answer.
+    """
+    seen = 0
+
+    async def counted() -> Message:
+        nonlocal seen
+        message = await receive()
+        seen += len(message.get("body", b""))
+        if seen <= max_bytes:
+            return message
+        while message.get("more_body") and seen <= 2 * max_bytes:
+            message = await receive()
+            seen += len(message.get("body", b""))
+        raise TooLarge(
+            f"the request is larger than {max_bytes / 1e6:g} MB, which is all that is taken: send fewer at once"
+        )
+
+    return counted
+
+
+def _parts(form: FormData, max_pictures: int) -> tuple[bytes | BinaryIO, BinaryIO | None, list[BinaryIO]]:
+    """The parts `request`, `tensor` and `images` of a request, not yet read."""
+    request, tensor, images = form.get("request"), form.get("tensor"), form.getlist("images")
+    if request is None:
+        raise RewardError("the form has no part `request`")
+    if len(images) > max_pictures:
+        raise RewardError(f"the form has {len(images)} parts `images`, and at most {max_pictures} are taken")
+    files = [part.file for part in (*images, tensor) if isinstance(part, UploadFile)]
+    if len(files) != len(images) + (tensor is not None):
+        raise RewardError("the parts `tensor` and `images` must be files: give each a file name")
+    content = request.file if isinstance(request, UploadFile) else request.encode()
+    return content, files[len(images)] if tensor is not None else None, files[: len(images)]
+
+
 def _prompts(content: bytes) -> list[SentPrompt]:
     try:
         body = json.loads(content)
         check_protocol(body.get("protocol"), "the client", "this server")
         return [SentPrompt(**row) for row in body["prompts"]]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, RewardError):
             raise
         raise RewardError(f"the part `request` is not as the protocol says: {error!r}") from error
@@ -77,13 +150,14 @@ def _prompts(content: bytes) -> list[SentPrompt]:
 
 def _as_json(result: RewardResult) -> dict[str, Any]:
     details = {name: [_plain(value) for value in values] for name, values in result.details.items()}
-    return {"scores": [_plain(score) for score in result.scores], "details": details}
+    return {"scores": [_plain(score) for score in result.scores.tolist()], "details": details}
 
 
 def _plain(value: Any) -> Any:
-    """numpy's scalars as Python's, NaN as None."""
-    value = value.item() if hasattr(value, "item") else value
-    return None if isinstance(value, float) and math.isnan(value) else value
+    """None for what JSON has no number for; a video's details are lists of its frames'."""
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def main(
@@ -91,6 +165,11 @@ def main(
     port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8100,
     host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 is all of this machine's.")] = "127.0.0.1",
     option: Annotated[list[str] | None, typer.Option(help="name=value of the reward, YAML; may be repeated.")] = None,
+    max_pixels: Annotated[int, typer.Option(min=1, help="Of one PNG.")] = MAX_PIXELS,
+    max_request_mb: Annotated[
+        float, typer.Option(min=0.001, help="Of one request, and of its PNGs when they are unpacked.")
+    ] = MAX_REQUEST_MB,
+    max_pictures: Annotated[int, typer.Option(min=1, help="PNGs of one request.")] = 1000,
 ) -> None:
     """Load a reward and serve it until the process is ended."""
     pairs = [text.partition("=") for text in option or []]
@@ -98,7 +177,9 @@ def main(
         if not equals:
             raise typer.BadParameter(f"{name!r} must have the form name=value", param_hint="--option")
     loaded = get_reward(reward, **{name: yaml.safe_load(value) for name, _, value in pairs})
-    config = uvicorn.Config(make_app(loaded), host=host, port=port, log_level="warning")
+    config = uvicorn.Config(
+        make_app(loaded, Limits(max_pixels, max_request_mb, max_pictures)), host=host, port=port, log_level="warning"
+    )
     listening = config.bind_socket()
     address = f"http://{host}:{listening.getsockname()[1]}"
     typer.echo(f"{loaded.name} ({loaded.version}) is served at {address}")
