@@ -176,7 +176,7 @@ class RewardPool:
 def joined_calls(frames: Sequence[pd.DataFrame]) -> pd.DataFrame:
     """The calls' tables as one that can be written, though calls may differ in what kind a detail is."""
     table = pd.concat(frames, ignore_index=True)
-    for column in table.columns[table.dtypes == object]:
+    for column in table.select_dtypes(object).columns:
         table[column] = pd.Series(one_kind_of_lists(table[column]), dtype=object)
     return table
 

@@ -276,8 +276,8 @@ def data_url(image: np.ndarray) -> str:
 def _grade(axis: str, answer: str) -> float:
     """The grade of an axis: of the last line that begins with it; all such lines must say the same.
 
-    What stands elsewhere in a line may be a quotation of the picture. Raises UnusableAnswer where there is no grade from
-    1 to 5, or where there are different ones.
+    What stands elsewhere in a line may be a quotation of the picture. Raises UnusableAnswer where there is no grade
+    from 1 to 5, or where there are different ones.
     """
     # Each repetition has a bound or can give nothing back: the time is linear in the answer's length.
     scale = r"(?:\s{1,4}(?:score|grade))?[^\w\n]{0,12}(?:1\s{0,4}(?:-|to)\s{0,4}5(?!\d)[^\w\n]{0,12})?"

@@ -282,7 +282,7 @@ def _decoded(images: Sequence[bytes], max_pixels: int, max_mb: float) -> np.ndar
     width, height = sizes.pop()
     if len(opened) * width * height * 3 > max_mb * 1e6:
         raise TooLarge(
-            f"{len(opened)} pictures of {width} x {height} pixels take more than {max_mb:g} MB unpacked: send fewer at once"
+            f"{len(opened)} pictures of {width} x {height} pixels take more than {max_mb:g} MB unpacked: send fewer"
         )
     batch = np.empty((len(opened), height, width, 3), np.uint8)
     for number, picture in enumerate(opened):
