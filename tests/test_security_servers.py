@@ -26,7 +26,7 @@ TEMPORARY = """
 import json, os
 import httpx
 from prefect.client.orchestration import get_client
-from flows.recipes import train_command
+import flows.commands, flows.train
 
 def train(config, overrides):
     before = os.environ["PREFECT_SERVER_API_AUTH_STRING"]
@@ -46,7 +46,8 @@ def train(config, overrides):
     }))
     raise SystemExit
 
-train_command(train)
+flows.train.train, flows.commands._chosen = train, lambda *arguments, **named: (None, None)
+flows.commands.train()
 """
 
 
@@ -121,7 +122,7 @@ def write_record(**entries: tuple[int, str | None, str]) -> None:
 
 
 def run(*arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(app, arguments)
+    result = CliRunner().invoke(app, ["--debug", *arguments])
     if result.exception and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result.exit_code, result.output
