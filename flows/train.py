@@ -122,7 +122,8 @@ def learn(run: TrainingRun, iteration: int, collected: Collected, clock: Stopwat
         with run.profiled("trainer", iteration, clock):
             run.take_update(iteration, update(clock, run.trainer, batches, advantages, old))
     if not run.has_updated:
-        run.has_updated = True
+        # An update whose first step was left out says nothing of it: the next one is looked at.
+        run.has_updated = not run.learned.get("actor/nonfinite_steps")
         warning = check_first_ratio(run.config, run.learned, collected.metrics.get("rollout/policy_lag", 0.0))
         if warning:
             get_run_logger().warning(warning)
