@@ -177,7 +177,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         use_random_weights(DiffusionModelBase.get_class(model_config), device)
     trainer = DiffusersFSDPEngine(model_config, actor, device)
     trainer.initialize()
-    _move_off_zero(trainer)
+    move_off_zero(trainer)
     rollout = DiffusersRolloutEngine(model_config, device)
     sync(trainer, rollout)
     numbers: dict[str, Any] = {"variant": arguments.variant, "kl": arguments.kl, "ranks": ranks} | sizes
@@ -226,7 +226,7 @@ def sync(trainer: DiffusersFSDPEngine, rollout: DiffusersRolloutEngine) -> None:
     rollout.load_weights(weights)
 
 
-def _move_off_zero(trainer: DiffusersFSDPEngine) -> None:
+def move_off_zero(trainer: DiffusersFSDPEngine) -> None:
     """LoRA's B matrices start at 0, where A has no gradient: a trained model is the honest case."""
     for parameter in trainable(trainer.module).values():
         local = parameter.to_local() if hasattr(parameter, "to_local") else parameter

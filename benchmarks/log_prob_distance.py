@@ -27,7 +27,7 @@ sys.path.append(str(Path(__file__).parents[1] / "tests"))  # the tests' checkpoi
 import models.engines.diffusers_rollout as rollout_module
 import models.engines.fsdp as trainer_module
 import models.families  # noqa: F401  registers the adapters
-from benchmarks.iteration import _move_off_zero, advantages_of, sync
+from benchmarks.iteration import advantages_of, move_off_zero, sync
 from benchmarks.real_size import use_random_weights, write_configs
 from models.actor_config import DiffusionActorConfig, DiffusionLossConfig, FSDPConfig, OptimConfig
 from models.base import DiffusionModelBase, DiffusionModelConfig
@@ -138,7 +138,7 @@ def measure(arguments: argparse.Namespace, graph: str) -> None:
     )
     trainer = DiffusersFSDPEngine(config, actor, device)
     trainer.initialize()
-    _move_off_zero(trainer)
+    move_off_zero(trainer)
     rollout = DiffusersRolloutEngine(config, device)
     sync(trainer, rollout)
     for label, guided, gradient, micro in cases(arguments):
