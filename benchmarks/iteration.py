@@ -119,16 +119,16 @@ def configs(model: str, folder: Path, chosen: dict[str, Any], kl: float) -> tupl
     return model_config, actor
 
 
-def request_of(config: DiffusionModelConfig, work: Work, batch: int, record: bool, iteration: int) -> RolloutRequest:
+def request_of(
+    config: DiffusionModelConfig, text_tokens: int, window: tuple[int, ...], batch: int, record: bool, iteration: int
+) -> RolloutRequest:
     """`batch` samples of four prompts, with random embeddings of the model's width and another text to contrast."""
     text = component_config(config.path, "transformer")
     generator = torch.Generator().manual_seed(0)
 
     def embedded(rows: int, prefix: str = "") -> dict[str, Tensor]:
-        tensors = {
-            "prompt_embeds": torch.randn(rows, work.text_tokens, text["joint_attention_dim"], generator=generator)
-        }
-        tensors["prompt_embeds_mask"] = torch.ones(rows, work.text_tokens, dtype=torch.bool)
+        tensors = {"prompt_embeds": torch.randn(rows, text_tokens, text["joint_attention_dim"], generator=generator)}
+        tensors["prompt_embeds_mask"] = torch.ones(rows, text_tokens, dtype=torch.bool)
         if "pooled_projection_dim" in text:
             tensors["pooled_prompt_embeds"] = torch.randn(rows, text["pooled_projection_dim"], generator=generator)
         return {prefix + name: tensor for name, tensor in tensors.items()}
@@ -138,7 +138,7 @@ def request_of(config: DiffusionModelConfig, work: Work, batch: int, record: boo
         keys=keys,
         prompts=PromptTable.of(embedded(4) | embedded(1, "negative_")),
         prompt_index=torch.arange(batch) % 4,
-        window=work.window,
+        window=window,
         record_unconditional=record,
     )
 
@@ -184,7 +184,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     laps: dict[str, list[float]] = {"rollout_s": [], "update_s": [], "sync_s": []}
     clock = Clock(device)
     for iteration in range(arguments.repeats + 1):
-        request = request_of(model_config, work, batch, chosen.get("record", False), iteration)
+        record = chosen.get("record", False)
+        request = request_of(model_config, work.text_tokens, work.window, batch, record, iteration)
         clock.lap()
         trajectories = rollout.produce(request).recorded
         assert isinstance(trajectories, Trajectories)

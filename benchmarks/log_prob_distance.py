@@ -27,7 +27,7 @@ sys.path.append(str(Path(__file__).parents[1] / "tests"))  # the tests' checkpoi
 import models.engines.diffusers_rollout as rollout_module
 import models.engines.fsdp as trainer_module
 import models.families  # noqa: F401  registers the adapters
-from benchmarks.iteration import advantages_of, move_off_zero, sync
+from benchmarks.iteration import advantages_of, move_off_zero, request_of, sync
 from benchmarks.real_size import use_random_weights, write_configs
 from models.actor_config import DiffusionActorConfig, DiffusionLossConfig, FSDPConfig, OptimConfig
 from models.base import DiffusionModelBase, DiffusionModelConfig
@@ -36,9 +36,7 @@ from models.engines.actor_batch import ActorBatch
 from models.engines.compiled import compile_blocks
 from models.engines.diffusers_rollout import DiffusersRolloutEngine
 from models.engines.fsdp import DiffusersFSDPEngine
-from models.engines.trajectories import PromptTable, RolloutRequest, Trajectories
-from models.latents import component_config
-from models.schedulers.noise_keys import NoiseKey
+from models.engines.trajectories import RolloutRequest, Trajectories
 
 
 @dataclass(frozen=True)
@@ -80,28 +78,6 @@ def model_config_of(name: str, folder: Path, lora: bool, compiled: bool, guided:
             **(size.guidance if guided else size.plain),
         ),
         DiffusionRolloutAlgoConfig(sde_type="sde", noise_level=size.noise_level),
-    )
-
-
-def request_of(config: DiffusionModelConfig, size: Size, record: bool, iteration: int) -> RolloutRequest:
-    """A batch of four prompts with random embeddings, and a negative one of the same length."""
-    text = component_config(config.path, "transformer")
-    generator = torch.Generator().manual_seed(0)
-
-    def embedded(rows: int, prefix: str = "") -> dict[str, torch.Tensor]:
-        found = {"prompt_embeds": torch.randn(rows, size.text_tokens, text["joint_attention_dim"], generator=generator)}
-        found["prompt_embeds_mask"] = torch.ones(rows, size.text_tokens, dtype=torch.bool)
-        if "pooled_projection_dim" in text:
-            found["pooled_prompt_embeds"] = torch.randn(rows, text["pooled_projection_dim"], generator=generator)
-        return {prefix + name: tensor for name, tensor in found.items()}
-
-    return RolloutRequest(
-        keys=tuple(NoiseKey(0, iteration, f"prompt-{i % 4}", i // 4) for i in range(size.batch)),
-        prompts=PromptTable.of(embedded(4) | embedded(1, "negative_")),
-        prompt_index=torch.arange(size.batch) % 4,
-        window=size.window,
-        record_unconditional=record,
-        outputs=frozenset(),
     )
 
 
@@ -148,8 +124,10 @@ def measure(arguments: argparse.Namespace, graph: str) -> None:
             update={"guidance_gradient": gradient, "ppo_micro_batch_size_per_gpu": micro}
         )
         line = {"model": arguments.model, "lora": lora, "graph": graph, "case": label}
-        request = request_of(config, size, gradient == "conditional", 0)
-        append(arguments.work, line | distances(trainer, rollout, request))
+        record = gradient == "conditional"
+        request = request_of(config, size.text_tokens, size.window, size.batch, record, iteration=0)
+        undecoded = replace(request, outputs=frozenset())
+        append(arguments.work, line | distances(trainer, rollout, undecoded))
 
 
 def distances(trainer: DiffusersFSDPEngine, rollout: DiffusersRolloutEngine, request: RolloutRequest) -> dict[str, Any]:

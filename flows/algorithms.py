@@ -4,10 +4,10 @@ The parts are independent (docs/algorithms.md); a named algorithm is a choice of
 in a preset, and only where it differs from the field's own default, which is Flow-GRPO's.
 """
 
-import difflib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from flows.errors import near
 from models.actor_config import ForwardProcessConfig
 
 KERNEL = "actor_rollout_ref.rollout.algo"
@@ -62,8 +62,7 @@ def preset(given: Mapping[str, Any]) -> dict[str, Any]:
     algorithm = given.get("algorithm")
     name = algorithm.get("name", DEFAULT) if isinstance(algorithm, Mapping) else DEFAULT
     if not isinstance(name, str) or name not in PRESETS:
-        near = difflib.get_close_matches(str(name), PRESETS, n=1)
-        meant = f"; did you mean {near[0]}?" if near else ""
+        meant = near(str(name), PRESETS, most=1)
         raise ValueError(f"algorithm.name is {name!r}; known: {', '.join(PRESETS)}{meant}")
     return {ADAPTER: name} | PRESETS[name]
 

@@ -1,7 +1,7 @@
 """What is wrong with the settings, in a sentence: which field of which file, what it is, and what would be right."""
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import is_dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
@@ -37,9 +37,9 @@ def described(error: ValidationError, root: type[BaseModel]) -> str:
     return "; ".join([*sentences[:MOST_PROBLEMS], *([f"and {left} more"] if left > 0 else [])])
 
 
-def near(name: str, known: list[str]) -> str:
-    """ "; did you mean x?", or nothing where nothing is near."""
-    found = difflib.get_close_matches(name, known, n=2)
+def near(name: str, known: Iterable[str], most: int = 2) -> str:
+    """ "; did you mean x?", of the nearest at most so many, or nothing where nothing is near."""
+    found = difflib.get_close_matches(name, list(known), n=most)
     return f"; did you mean {' or '.join(found)}?" if found else ""
 
 

@@ -27,6 +27,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from models.errors import DoubleflowError
 from tasks.clock import Stopwatch
+from tasks.digests import sha256_of
 from tasks.in_place import flush, move_in_place, remove
 from tasks.processes import ProcessIdentity
 from tasks.update import TrainerGroup
@@ -277,12 +278,7 @@ def _file_system(folder: Path) -> str:
 
 def _digests(folder: Path) -> dict[str, str]:
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): _digest(path) for path in files}
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+    return {str(path.relative_to(folder)): sha256_of(path) for path in files}
 
 
 def verify(folder: Path, content: str = WEIGHTS) -> RunState:

@@ -58,7 +58,7 @@ def made_with(recorded: str, model: str | Path, folders: tuple[str, ...]) -> boo
 
 def file_digests(folder: Path) -> dict[str, str]:
     """Name -> SHA-256 of each safetensors file in a folder."""
-    return {file.name: _sha256(file) for file in sorted(folder.glob("*.safetensors"))}
+    return {file.name: sha256_of(file) for file in sorted(folder.glob("*.safetensors"))}
 
 
 def check_files(folder: Path, recorded: Mapping[str, str]) -> None:
@@ -110,9 +110,10 @@ def opened(file: Path) -> Iterator[Any]:
 @functools.lru_cache(maxsize=4096)
 def _seen(file: Path, size: int, changed: int) -> str:
     """The digest of a file as it was at that size and time."""
-    return _sha256(file)
+    return sha256_of(file)
 
 
-def _sha256(file: Path) -> str:
+def sha256_of(file: Path) -> str:
+    """SHA-256 of a file's bytes, in hexadecimal digits."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()

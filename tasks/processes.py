@@ -66,12 +66,9 @@ def identity(pid: int) -> str | None:
     return None if found.process() is None else f"{found.boot}/{found.started}"
 
 
-_identity = identity
-
-
-def lives(pid: int, identity: str) -> bool:
-    """Does the process of that number and `identity` still run?"""
-    return _identity(pid) == identity
+def lives(pid: int, known: str) -> bool:
+    """Does the process of that number, whose `identity` was this, still run?"""
+    return identity(pid) == known
 
 
 def boot_id() -> str:

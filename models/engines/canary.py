@@ -105,9 +105,7 @@ def canary_velocity(
 
 def _timesteps(adapter: type[DiffusionModelBase], model_config: DiffusionModelConfig, count: int) -> Tensor:
     """Of the run's own schedule, as the network is fed them; [count], or all where it has fewer."""
-    scheduler = adapter.build_scheduler(model_config)
-    adapter.set_timesteps(scheduler, model_config, "cpu")
-    there = scheduler.timesteps
+    there = adapter.build_scheduler(model_config).timesteps
     if count == 1:
         return there[len(there) // 2 :][:1]
     return there[torch.linspace(0, len(there) - 1, min(count, len(there))).round().long()]
