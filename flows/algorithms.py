@@ -71,7 +71,7 @@ def decided_by_name(name: str) -> list[str]:
     """Dotted paths of all that an algorithm's name speaks for: kernel and window, the loss, its noise levels and old
     policy, the form of its KL, and whatever some preset sets; where it reads no log-probs, also how they are corrected.
     Another name takes the place of all of them, not of its preset's alone."""
-    unread = [CORRECTION] if FINISHED_SAMPLES.items() <= PRESETS.get(name, {}).items() else []
+    unread = [CORRECTION] if name in PRESETS and FINISHED_SAMPLES.items() <= PRESETS[name].items() else []
     set_somewhere = dict.fromkeys(path for fields in PRESETS.values() for path in fields)
     levels = [f"algorithm.{name}" for name in ForwardProcessConfig.model_fields]
     return list(dict.fromkeys([KERNEL, LOSS, KL_FORM, ADAPTER, *levels, *set_somewhere, *unread]))

@@ -312,7 +312,7 @@ class TrainConfig(Section):
         """
         if changes is None:
             return self
-        given = set_fields(changes)
+        given = _mapping(changes)
         kept, _ = self._beside(given)
         try:
             return TrainConfig.model_validate(merged(kept, given))
@@ -322,7 +322,7 @@ class TrainConfig(Section):
     def left_behind(self, changes: BaseModel | dict[str, Any] | None) -> dict[str, tuple[Any, Any]]:
         """Dotted path -> (value here, value there) of the fields that this config gives and that `with_changes` takes
         from another algorithm's name instead."""
-        given = set_fields(changes or {})
+        given = _mapping(changes or {})
         _, taken = self._beside(given)
         there, own = flat(self.with_changes(given).model_dump()), flat(given)
         values = {path: (value, there.get(path)) for path, value in taken.items() if path not in own}
@@ -332,7 +332,20 @@ class TrainConfig(Section):
         """What these changes leave of the fields that are set here, and what another algorithm's name takes away."""
         here, algorithm = self.model_dump(exclude_unset=True), given.get("algorithm")
         name = algorithm.get("name", self.algorithm.name) if isinstance(algorithm, Mapping) else self.algorithm.name
+        if not isinstance(name, str):  # which the check of the whole says
+            return here, {}
         return (here, {}) if name == self.algorithm.name else without(here, decided_by_name(name))
+
+
+def _mapping(changes: Any) -> dict[str, Any]:
+    """The fields that changes set. Raises ConfigError where they are no mapping of fields."""
+    given = set_fields(changes)
+    if not isinstance(given, dict) or not all(isinstance(name, str) for name in given):
+        raise ConfigError(
+            f"the changes are {given!r:.60}; they should be a mapping of the sections "
+            f"{', '.join(TrainConfig.model_fields)}"
+        )
+    return given
 
 
 TrainOverrides = optional(TrainConfig)

@@ -87,6 +87,9 @@ def _place(root: type, location: tuple[int | str, ...]) -> tuple[str, type | Non
     holder: type | None = None
     here: Any = root
     for part in location:
+        if part == "[key]":  # the name of the entry before it is wrong, which the mapping is told
+            path.pop()
+            continue
         section, entries = _section(here), _entries(here, type(part))
         if section is not None:
             holder, here = section, _fields(section).get(str(part))
@@ -94,8 +97,14 @@ def _place(root: type, location: tuple[int | str, ...]) -> tuple[str, type | Non
             holder, here = None, entries
         else:
             continue
-        path.append(str(part))
+        path.append(_shown(part))
     return ".".join(path), holder
+
+
+def _shown(part: int | str) -> str:
+    """A part of a path, also where somebody's own name is long or cannot be shown."""
+    text = str(part)
+    return text if text.isprintable() and len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]!r}"
 
 
 def _annotation(root: type, path: str) -> Any:

@@ -6,13 +6,27 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
+from flows.errors import ConfigError
 
-def set_fields(values: Any) -> Any:
-    """Input of a config as plain mappings of the fields that were set."""
+DEEPEST = 40
+"""Mappings inside one another: the tree has six, options of its own below them up to twenty more."""
+
+
+def set_fields(values: Any, deepest: int = DEEPEST) -> Any:
+    """Input of a config as plain mappings of the fields that were set.
+
+    Raises:
+        ConfigError: mappings are nested without end, as a YAML alias of itself is.
+    """
     if isinstance(values, BaseModel):
         return values.model_dump(exclude_unset=True)
     if isinstance(values, Mapping):
-        return {name: set_fields(value) for name, value in values.items()}
+        if deepest == 0:
+            raise ConfigError(
+                f"the settings are nested more than {DEEPEST} levels deep, and no section is: look for "
+                "an alias that holds itself"
+            )
+        return {name: set_fields(value, deepest - 1) for name, value in values.items()}
     return values
 
 
@@ -58,5 +72,8 @@ def optional(section: type[BaseModel]) -> type[BaseModel]:
             bounded = Annotated[bounded, constraint]
         fields[name] = (bounded | None, Field(default=None, description=info.description))
     return create_model(
-        f"{section.__name__}Override", __config__=ConfigDict(extra="forbid"), __doc__=section.__doc__, **fields
+        f"{section.__name__}Override",
+        __config__=ConfigDict(extra="forbid", allow_inf_nan=False),
+        __doc__=section.__doc__,
+        **fields,
     )

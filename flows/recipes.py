@@ -3,6 +3,7 @@
 It imports neither torch nor Prefect: what is wrong is known in the first second.
 """
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,6 +15,9 @@ from flows.config import TrainConfig, TrainOverrides
 from flows.errors import RecipeError, described, near
 
 PREFECT_FILE = Path("prefect.yaml")
+NO_YAML = (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, RecursionError)
+"""What PyYAML raises for text that it cannot read: beside its own errors those of Python for a 13th month, digits
+without end, a tag that does not suit its value or thousands of brackets."""
 Settings = TypeVar("Settings", bound=BaseModel)
 
 
@@ -65,11 +69,12 @@ def checked(section: type[Settings], values: Any, source: str) -> Settings:
 def read_yaml(file: Path, advice: str) -> Any:
     """What is in a YAML or JSON file. Raises RecipeError where there is none, with the advice."""
     try:
-        return yaml.safe_load(file.read_text())
+        # YAML 1.1 takes JSON's 1e-7, which has no dot, for text.
+        return json.loads(file.read_text()) if file.suffix == ".json" else yaml.safe_load(file.read_text())
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not text"
         raise RecipeError(f"{file} cannot be read ({reason}): {advice}") from error
-    except yaml.YAMLError as error:
+    except NO_YAML as error:
         raise RecipeError(f"{file} is neither YAML nor JSON: {_reason(error)}") from error
 
 
@@ -90,6 +95,7 @@ def parse_changes(settings: list[str]) -> TrainOverrides:
 def parse_settings(settings: list[str], option: str) -> dict[str, Any]:
     """`["a.b=1"]` as {"a": {"b": 1}}. Raises RecipeError, which names the option."""
     tree: dict[str, Any] = {}
+    sections = dict[tuple[str, ...], str]()  # to the setting that named a part of it
     for setting in settings:
         path, equals, value = setting.partition("=")
         *parents, leaf = path.strip().split(".")
@@ -100,15 +106,25 @@ def parse_settings(settings: list[str], option: str) -> dict[str, Any]:
             node = node.setdefault(parent, {})
             if not isinstance(node, dict):
                 raise RecipeError(f"{option} {setting!r}: {parent} is set to {node!r} as well, which has no parts")
+        if (*parents, leaf) in sections:
+            raise RecipeError(
+                f"{option} {setting!r:.100} would undo {sections[*parents, leaf]!r:.100} before it: give the section "
+                "first, or all of it at once"
+            )
+        sections |= {tuple(parents[: depth + 1]): setting for depth in range(len(parents))}
         try:
             node[leaf] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
-            raise RecipeError(f"{option} {setting!r}: the value is not YAML: {_reason(error)}") from error
+        except NO_YAML as error:
+            raise RecipeError(f"{option} {setting!r:.100}: the value is not YAML: {_reason(error)}") from error
     return tree
 
 
-def _reason(error: yaml.YAMLError) -> str:
+def _reason(error: Exception) -> str:
     """What is wrong, and where."""
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    if not isinstance(error, yaml.YAMLError):
+        return " ".join(str(error).split())[:200] if isinstance(error, ValueError) else "a tag does not suit its value"
     mark = getattr(error, "problem_mark", None)
     where = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
     return f"{getattr(error, 'problem', None) or 'not text'}{where}"

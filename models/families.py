@@ -46,5 +46,5 @@ def _load_installed() -> None:
 def _import(name: str, said_by: str) -> None:
     try:
         importlib.import_module(name)
-    except ImportError as error:
+    except (ImportError, TypeError, ValueError) as error:
         raise ValueError(f"{said_by}, which cannot be imported: {error}") from error

@@ -321,10 +321,10 @@ def _import(path: str) -> Any:
     try:
         check_allowed(path)
         return getattr(importlib.import_module(module), attribute)
-    except (ModuleNotFoundError, AttributeError) as error:
-        raise RewardError(f"the reward {path!r} cannot be imported: {error}") from error
     except ModuleNotAllowed as error:
         raise RewardError(f"the reward {error}") from error
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
+        raise RewardError(f"the reward {path!r} cannot be imported: {error}") from error
 
 
 def _check_options(name: str, target: Callable, arguments: tuple, options: dict[str, Any]) -> None:
