@@ -15,6 +15,7 @@ from flows.checks import ConfigError, Inputs
 from flows.config import TrainConfig
 from flows.early import as_config_errors
 from models.base import DiffusionModelBase, DiffusionModelConfig
+from models.bounds import MOST_BATCH, MOST_COUNT, MOST_GUIDANCE, MOST_NOISE_LEVELS, Seed, SetName
 from models.config import DiffusionPipelineConfig, Section
 from tasks.comparison import Interval
 from tasks.config import RewardConfig
@@ -24,6 +25,8 @@ from tasks.validate import Validation
 DRAWN_AS = 2
 """Counts up where the same settings come to other pictures, so that all weights are measured again. 2: guidance_scale
 of val_kwargs.pipeline is drawn with."""
+MOST_VALUES = 1000
+"""Of one dimension of a measurement."""
 
 
 class PromptSet(Section):
@@ -32,28 +35,34 @@ class PromptSet(Section):
     prompts: Path = Field(description="Prompt table of a `prompts` stage.")
     embeddings: Path = Field(description="Folder of an `embeddings` stage.")
     split: Literal["train", "test", "pretrain"] = Field("test", description="Which of the table's prompts.")
-    max_prompts: int | None = Field(None, ge=2, description="Use only the first so many; null takes all.")
+    max_prompts: int | None = Field(
+        None, ge=2, le=MOST_COUNT, description="Use only the first so many; null takes all."
+    )
 
 
 class Measurement(Section):
     """What is drawn for each set of weights, and what counts as a difference."""
 
-    sets: dict[str, PromptSet] = Field(
+    sets: dict[SetName, PromptSet] = Field(
         default_factory=dict, description="Name -> prompts; empty takes the test split of the config's data."
     )
-    num_inference_steps: list[Annotated[int, Field(ge=1, le=1000)]] = Field(
-        default_factory=list, description="Each of them; empty is the recipe's."
+    num_inference_steps: list[Annotated[int, Field(ge=1, le=MOST_NOISE_LEVELS)]] = Field(
+        default_factory=list, max_length=MOST_VALUES, description="Each of them; empty is the recipe's."
     )
-    true_cfg_scale: list[Annotated[float, Field(ge=1)]] = Field(
+    true_cfg_scale: list[Annotated[float, Field(ge=1, le=MOST_GUIDANCE)]] = Field(
         default_factory=list,
+        max_length=MOST_VALUES,
         description="Each of them, for models that are guided by it (Qwen-Image, FLUX.1); empty is the recipe's.",
     )
-    guidance_scale: list[Annotated[float, Field(ge=0)]] = Field(
+    guidance_scale: list[Annotated[float, Field(ge=0, le=MOST_GUIDANCE)]] = Field(
         default_factory=list,
+        max_length=MOST_VALUES,
         description="The same for those guided by guidance_scale (Stable Diffusion 3, Wan, Z-Image).",
     )
-    seeds: list[int] = Field([0], min_length=1, description="Each of them; the noise is the same for all weights.")
-    n: int = Field(1, ge=1, description="Pictures of each prompt, for each of all these.")
+    seeds: list[Seed] = Field(
+        [0], min_length=1, max_length=MOST_VALUES, description="Each of them; the noise is the same for all weights."
+    )
+    n: int = Field(1, ge=1, le=MOST_BATCH, description="Pictures of each prompt, for each of all these.")
     reward: RewardConfig | None = Field(
         None, description="Held-out rewards, the weighted sum decides; null is the config's own reward."
     )

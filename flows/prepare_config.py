@@ -4,13 +4,23 @@ No field has a default here: DVC compares the values in params.yaml, so that is 
 """
 
 import re
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from flows.errors import described
+from models.bounds import (
+    MOST_BATCH,
+    MOST_COUNT,
+    MOST_NOISE_LEVELS,
+    MOST_PIXELS,
+    MOST_THREADS,
+    Seed,
+    check_texts,
+)
 from models.errors import DoubleflowError
 from models.tiny_qwen_image.settings import TinySettings
 
@@ -30,16 +40,21 @@ class PrepareError(DoubleflowError, ValueError):
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @field_validator("*")
+    @classmethod
+    def _texts_can_be_written(cls, value: Any) -> Any:
+        return check_texts(value)
 
 
 class PromptsParams(_Section):
     """Stage `prompts`: raw files -> data/prompts.parquet."""
 
     files: list[str] = Field(min_length=1, description="Raw prompt files (.txt, .jsonl, .parquet) within data/raw/.")
-    n_test: int = Field(ge=0, description="Prompts held out of the base model's training and of RL.")
-    n_train: int | None = Field(ge=0, description="Prompts for RL; null takes all that are left.")
-    seed: int = Field(description="Seed of the shuffle that decides the splits.")
+    n_test: int = Field(ge=0, le=MOST_COUNT, description="Prompts held out of the base model's training and of RL.")
+    n_train: int | None = Field(ge=0, le=MOST_COUNT, description="Prompts for RL; null takes all that are left.")
+    seed: Seed = Field(description="Seed of the shuffle that decides the splits.")
     target_pattern: str | None = Field(
         description="Regular expression with one group: the part of a prompt that the picture should show as text.",
     )
@@ -68,10 +83,10 @@ class PromptsParams(_Section):
 class GateParams(_Section):
     """What the base model must reach on held-out prompts: RL needs something to start from and something to learn."""
 
-    prompts: int = Field(ge=1, description="How many prompts of the test split are drawn.")
-    images_per_prompt: int = Field(ge=1, description="Pictures of each.")
-    steps: int = Field(ge=1, description="Sampling steps of the standard pipeline.")
-    seed: int = Field(description="Seed of the pictures' noise.")
+    prompts: int = Field(ge=1, le=MOST_COUNT, description="How many prompts of the test split are drawn.")
+    images_per_prompt: int = Field(ge=1, le=MOST_BATCH, description="Pictures of each.")
+    steps: int = Field(ge=1, le=MOST_NOISE_LEVELS, description="Sampling steps of the standard pipeline.")
+    seed: Seed = Field(description="Seed of the pictures' noise.")
     min_reward: Share = Field(description="Least mean OCR reward; RL from weaker models learns scribbles.")
     max_reward: Share = Field(description="Greatest mean OCR reward; above it little is left to learn.")
 
@@ -88,6 +103,18 @@ class BaseModelParams(_Section):
     model: TinySettings = Field(description="See models/tiny_qwen_image/settings.py.")
     gate: GateParams = Field(description="The model is kept only within these bounds.")
 
+    @field_validator("model")
+    @classmethod
+    def _numbers_are_small(cls, model: TinySettings) -> TinySettings:
+        # The class has no bounds of its own: its file is a dependency of the stage, which a change would run again.
+        for name, value in asdict(model).items():
+            for number in value if isinstance(value, tuple) else [value]:
+                if not abs(number) <= MOST_COUNT:  # NaN is not, either
+                    raise ValueError(f"model.{name} is {number:g}: give a finite number of at most {MOST_COUNT:g}")
+        if model.seed < 0:
+            raise ValueError(f"model.seed is {model.seed}: give a whole number from 0 on")
+        return model
+
 
 class EmbeddingsParams(_Section):
     """Stage `embeddings`: data/prompts.parquet and the text encoder -> data/embeddings/."""
@@ -103,29 +130,34 @@ class EmbeddingsParams(_Section):
     )
     batch_size: int = Field(
         ge=1,
+        le=MOST_BATCH,
         description="Prompts encoded at once; with 1 an embedding cannot depend, in the last bits, on its neighbours.",
     )
-    shard_size: int = Field(ge=1, description="Prompts in a safetensors file.")
-    threads: int = Field(ge=1, description="CPU threads of torch; sums change in the last bit with them.")
+    shard_size: int = Field(ge=1, le=MOST_COUNT, description="Prompts in a safetensors file.")
+    threads: int = Field(
+        ge=1, le=MOST_THREADS, description="CPU threads of torch; sums change in the last bit with them."
+    )
 
 
 class PreferencesParams(_Section):
     """Stage `preferences`: base model, embeddings and a reward -> data/preferences.parquet."""
 
     reward: str = Field(description="Reward that says which of a prompt's pictures is better.")
-    images_per_prompt: int = Field(ge=2, description="Pictures of each train prompt; the best and the worst are kept.")
-    height: int = Field(ge=8, description="Picture height in pixels.")
-    width: int = Field(ge=8, description="Picture width in pixels.")
-    steps: int = Field(ge=1, description="Denoising steps.")
-    batch_size: int = Field(ge=1, description="Prompts sampled at once.")
-    seed: int = Field(description="Seed of the noise.")
+    images_per_prompt: int = Field(
+        ge=2, le=MOST_BATCH, description="Pictures of each train prompt; the best and the worst are kept."
+    )
+    height: int = Field(ge=8, le=MOST_PIXELS, description="Picture height in pixels.")
+    width: int = Field(ge=8, le=MOST_PIXELS, description="Picture width in pixels.")
+    steps: int = Field(ge=1, le=MOST_NOISE_LEVELS, description="Denoising steps.")
+    batch_size: int = Field(ge=1, le=MOST_BATCH, description="Prompts sampled at once.")
+    seed: Seed = Field(description="Seed of the noise.")
 
 
 class PairsParams(_Section):
     """Stage `pairs`: a preference table and the VAE -> data/pairs/."""
 
     table: str = Field(description="Preference table, see docs/data.md.")
-    shard_size: int = Field(ge=1, description="Pairs in a safetensors file.")
+    shard_size: int = Field(ge=1, le=MOST_COUNT, description="Pairs in a safetensors file.")
 
 
 class PrepareParams(_Section):

@@ -8,22 +8,38 @@ from pydantic import Field, model_validator
 from flows.algorithms import tree_of
 from flows.config import TrainConfig
 from flows.errors import ConfigError
+from models.bounds import (
+    MOST_ITERATIONS,
+    MOST_NUMPY_SEED,
+    MOST_PROCESSES,
+    MetricName,
+    PositiveRealNumber,
+    PositiveWholeNumber,
+    RealNumber,
+    WholeNumber,
+)
 from models.config import Section
 
 if TYPE_CHECKING:
     import optuna
 
-MOST_GRID_POINTS = 10_000
-"""More would fill the study's file before the first run starts."""
+MOST_RUNS = MOST_GRID_POINTS = 10_000
+"""Of a sweep. More points of a grid would fill the study's file before the first run starts."""
 
 
 class Dimension(Section):
     """The values of one field: a list, or a range."""
 
-    choices: list[str | bool | int | float | None] | None = Field(None, min_length=1, description="These values.")
-    low: int | float | None = Field(None, description="Smallest value; two whole numbers make a range of them.")
-    high: int | float | None = Field(None, description="Largest value, included.")
-    step: int | float | None = Field(None, gt=0, description="Distance of the values; a grid over a range needs it.")
+    choices: list[str | bool | WholeNumber | RealNumber | None] | None = Field(
+        None, min_length=1, description="These values."
+    )
+    low: WholeNumber | RealNumber | None = Field(
+        None, description="Smallest value; two whole numbers make a range of them."
+    )
+    high: WholeNumber | RealNumber | None = Field(None, description="Largest value, included.")
+    step: PositiveWholeNumber | PositiveRealNumber | None = Field(
+        None, description="Distance of the values; a grid over a range needs it."
+    )
     log: bool = Field(False, description="Draw the logarithm evenly.")
 
     @model_validator(mode="after")
@@ -76,13 +92,17 @@ class SweepConfig(Section):
     pruner: Literal["median", "none"] = Field(
         "median", description="median stops a run whose metric is below the median of the runs before it."
     )
-    startup_trials: int = Field(5, ge=1, description="Runs before tpe models and median stops anything.")
-    warmup_steps: int = Field(0, ge=0, description="Iterations of a run in which it is not stopped.")
-    trials: int = Field(20, ge=1, description="Runs in all; a grid has as many as it has points.")
-    parallel: int = Field(1, ge=1, description="Runs at a time.")
-    metric: str = Field("val/reward/mean", description="What is compared, after every validation and at the end.")
+    startup_trials: int = Field(5, ge=1, le=MOST_RUNS, description="Runs before tpe models and median stops anything.")
+    warmup_steps: int = Field(
+        0, ge=0, le=MOST_ITERATIONS, description="Iterations of a run in which it is not stopped."
+    )
+    trials: int = Field(20, ge=1, le=MOST_RUNS, description="Runs in all; a grid has as many as it has points.")
+    parallel: int = Field(1, ge=1, le=MOST_PROCESSES, description="Runs at a time.")
+    metric: MetricName = Field(
+        "val/reward/mean", description="What is compared, after every validation and at the end."
+    )
     direction: Literal["maximize", "minimize"] = Field("maximize", description="Which way is better.")
-    seed: int = Field(0, ge=0, description="Of random and tpe.")
+    seed: int = Field(0, ge=0, le=MOST_NUMPY_SEED, description="Of random and tpe.")
 
 
 def check_fields(config: TrainConfig, search: SweepConfig) -> None:

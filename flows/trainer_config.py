@@ -5,6 +5,16 @@ from typing import Literal
 
 from pydantic import Field
 
+from models.bounds import (
+    MOST_BATCH,
+    MOST_COEFFICIENT,
+    MOST_ITERATIONS,
+    MOST_NOISE_LEVELS,
+    MOST_PROCESSES,
+    MOST_SEED,
+    MOST_STEPS,
+    MOST_THREADS,
+)
 from models.config import NotShaping, Section
 from tasks.config import ProfileConfig
 
@@ -18,12 +28,14 @@ class TrainerConfig(Section):
         max_length=100,
         description="Name of the run; a digest of the config is appended.",
     )
-    total_training_steps: NotShaping[int] = Field(100, ge=1, description="Iterations.")
-    seed: int = Field(0, ge=0, description="Seed of every random draw of the run.")
+    total_training_steps: NotShaping[int] = Field(100, ge=1, le=MOST_ITERATIONS, description="Iterations.")
+    seed: int = Field(0, ge=0, le=MOST_SEED, description="Seed of every random draw of the run.")
     device: Literal["cpu", "cuda"] = Field("cpu", description="Where rollout and update compute.")
-    nnodes: NotShaping[int] = Field(1, ge=1, description="Machines of the trainer.")
-    n_gpus_per_node: NotShaping[int] = Field(1, ge=1, description="Trainer ranks a machine: GPUs, or CPU processes.")
-    num_threads: NotShaping[int] = Field(1, ge=1, description="CPU threads of each trainer rank.")
+    nnodes: NotShaping[int] = Field(1, ge=1, le=MOST_PROCESSES, description="Machines of the trainer.")
+    n_gpus_per_node: NotShaping[int] = Field(
+        1, ge=1, le=MOST_PROCESSES, description="Trainer ranks a machine: GPUs, or CPU processes."
+    )
+    num_threads: NotShaping[int] = Field(1, ge=1, le=MOST_THREADS, description="CPU threads of each trainer rank.")
     one_step_off_policy: bool = Field(
         False,
         description="Sample the next iteration during the update, with weights that are one update older. Needs "
@@ -31,14 +43,19 @@ class TrainerConfig(Section):
     )
     val_before_train: NotShaping[bool] = Field(True, description="Validate the starting weights.")
     test_freq: NotShaping[int] = Field(
-        10, ge=0, description="Iterations between validations; 0 validates only at the end."
+        10, ge=0, le=MOST_ITERATIONS, description="Iterations between validations; 0 validates only at the end."
     )
-    save_freq: NotShaping[int] = Field(10, ge=0, description="Iterations between checkpoints; 0 saves only at the end.")
+    save_freq: NotShaping[int] = Field(
+        10, ge=0, le=MOST_ITERATIONS, description="Iterations between checkpoints; 0 saves only at the end."
+    )
     export_freq: NotShaping[int] = Field(
-        0, ge=0, description="Iterations between versions in MLflow's model registry; 0 registers only the end."
+        0,
+        ge=0,
+        le=MOST_ITERATIONS,
+        description="Iterations between versions in MLflow's model registry; 0 registers only the end.",
     )
     max_actor_ckpt_to_keep: NotShaping[int] = Field(
-        2, ge=1, description="Newest checkpoints kept; older ones are deleted."
+        2, ge=1, le=MOST_ITERATIONS, description="Newest checkpoints kept; older ones are deleted."
     )
     async_checkpoint: NotShaping[bool] = Field(
         False,
@@ -62,6 +79,7 @@ class TrainerConfig(Section):
     canary_tolerance: NotShaping[float | None] = Field(
         None,
         ge=0,
+        le=1.0,
         description="Largest relative difference of velocities after a weight sync; null is 0.01 on CUDA; on "
         "the CPU 0, or 1e-4 where the rollout engine is vLLM-Omni.",
     )
@@ -76,26 +94,33 @@ class TrainerConfig(Section):
     canary_timesteps: NotShaping[int] = Field(
         3,
         ge=1,
+        le=MOST_NOISE_LEVELS,
         description="Timesteps of the rollout's schedule that a weight sync is checked at, first and last included.",
     )
     canary_batch: NotShaping[int | None] = Field(
-        None, ge=1, description="Samples that a weight sync is checked with; null is rollout.micro_batch_size."
+        None,
+        ge=1,
+        le=MOST_BATCH,
+        description="Samples that a weight sync is checked with; null is rollout.micro_batch_size.",
     )
     max_logprob_difference: NotShaping[float | None] = Field(
         0.5,
         gt=0,
+        le=MOST_COEFFICIENT,
         description="Share of diffusion_loss.clip_ratio by which a clipped loss's ratios may differ from 1 on "
         "average before the weights move; more stops the run at its first update. null only warns, above a third.",
     )
     device_peak_tflops: NotShaping[float | None] = Field(
         None,
         gt=0,
+        le=1e6,
         description="1e12 operations a second that a device can do at most, for perf/mfu; null takes the data sheet of "
         "the GPU, where its name is known.",
     )
     gpu_memory_gib: NotShaping[float | None] = Field(
         None,
         gt=0,
+        le=1e5,
         description="Memory of a GPU that the run must fit into; null is that of the driver's own GPU, and without one "
         "nothing is checked.",
     )
@@ -105,7 +130,10 @@ class TrainerConfig(Section):
         "the step, which leaves weights and optimiser as they were. A stopped run may go on with skip.",
     )
     max_nonfinite_steps: NotShaping[int] = Field(
-        3, ge=1, description="With on_nonfinite skip: so many steps in a row are left out; the next one stops the run."
+        3,
+        ge=1,
+        le=MOST_STEPS,
+        description="With on_nonfinite skip: so many steps in a row are left out; the next one stops the run.",
     )
     profile: NotShaping[ProfileConfig] = Field(
         default_factory=ProfileConfig, description="Traces of chosen iterations."

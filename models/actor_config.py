@@ -1,12 +1,22 @@
 """Settings of the update that the models floor reads: optimiser, sharding, losses; see `models.config`."""
 
-from typing import Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from models.bounds import (
+    MOST_BATCH,
+    MOST_COEFFICIENT,
+    MOST_ITERATIONS,
+    MOST_NOISE_LEVELS,
+    MOST_PROCESSES,
+    MOST_STEPS,
+    Options,
+)
 from models.config import Later, NotShaping, Section
 
 AwmWeighting = Literal["uniform", "t", "t2", "huber", "ghuber"]
+Decay = Annotated[float, Field(ge=0, lt=1)]
 KlLossType = Literal["gaussian", "flow_grpo"]
 DecaySchedule = Literal["copy", "linear_to_0_3", "linear_to_0_5", "delayed_linear_to_0_999"]
 
@@ -14,12 +24,14 @@ DecaySchedule = Literal["copy", "linear_to_0_3", "linear_to_0_5", "delayed_linea
 class OptimConfig(Section):
     """AdamW with a linear warm-up to a constant learning rate."""
 
-    lr: float = Field(3e-4, gt=0, description="Learning rate after the warm-up.")
-    betas: tuple[float, float] = Field((0.9, 0.999), description="Decay of AdamW's first and second moments.")
-    eps: float = Field(1e-8, gt=0, description="Added to AdamW's denominator.")
-    weight_decay: float = Field(1e-4, ge=0, description="Decoupled weight decay.")
-    lr_warmup_steps: int = Field(0, ge=0, description="Optimiser steps of linear warm-up from lr/steps to lr.")
-    clip_grad: float = Field(1.0, gt=0, description="Largest norm of the gradient over all ranks.")
+    lr: float = Field(3e-4, gt=0, le=1.0, description="Learning rate after the warm-up.")
+    betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="Decay of AdamW's first and second moments.")
+    eps: float = Field(1e-8, gt=0, le=1.0, description="Added to AdamW's denominator.")
+    weight_decay: float = Field(1e-4, ge=0, le=100.0, description="Decoupled weight decay.")
+    lr_warmup_steps: int = Field(
+        0, ge=0, le=MOST_STEPS, description="Optimiser steps of linear warm-up from lr/steps to lr."
+    )
+    clip_grad: float = Field(1.0, gt=0, le=1e9, description="Largest norm of the gradient over all ranks.")
 
 
 class EmaConfig(Section):
@@ -29,7 +41,9 @@ class EmaConfig(Section):
     decay: float = Field(
         0.9, gt=0, lt=1, description="Largest decay; after s optimiser steps it is min((1+s)/(10+s), decay)."
     )
-    update_interval: int = Field(8, ge=1, description="Optimiser steps between two updates of the average.")
+    update_interval: int = Field(
+        8, ge=1, le=MOST_STEPS, description="Optimiser steps between two updates of the average."
+    )
 
 
 class FSDPConfig(Section):
@@ -61,7 +75,10 @@ class FSDPConfig(Section):
         "they are there already.",
     )
     ulysses_sequence_parallel_size: NotShaping[int] = Field(
-        1, ge=1, description="Ranks that share the tokens of a sample, for sequences too long for one GPU (video)."
+        1,
+        ge=1,
+        le=MOST_PROCESSES,
+        description="Ranks that share the tokens of a sample, for sequences too long for one GPU (video).",
     )
 
 
@@ -69,24 +86,29 @@ class DiffusionLossConfig(Section):
     """Which policy loss, and its bounds."""
 
     loss_mode: str = Field("flow_grpo", description="Registered name of the loss, or package.module:Class.")
-    options: Later[dict[str, Any]] = Field(
+    options: Later[Options] = Field(
         default_factory=dict, description="Keyword arguments of a loss of your own; those of the project take none."
     )
     clip_ratio: float = Field(
         1e-4,
         gt=0,
+        le=MOST_COEFFICIENT,
         description="Ratio clip range (not read by flow_dppo). Log-probs are means over the latent, so it is small: "
         "1e-3..2e-6.",
     )
     adv_clip_max: float = Field(
-        5.0, gt=0, description="Advantages are clamped to plus or minus this (not by flow_dppo)."
+        5.0, gt=0, le=MOST_COEFFICIENT, description="Advantages are clamped to plus or minus this (not by flow_dppo)."
     )
     kl_mask_threshold: float = Field(
-        1e-5, gt=0, description="flow_dppo only: KL per latent element above which a step may not go further."
+        1e-5,
+        gt=0,
+        le=MOST_COEFFICIENT,
+        description="flow_dppo only: KL per latent element above which a step may not go further.",
     )
     dpo_beta: float = Field(
         100.0,
         gt=0,
+        le=MOST_COEFFICIENT,
         description="dpo only: how sharply a pair's error difference counts; 100 in recipes, 2000 in the paper.",
     )
     nft_beta: float = Field(
@@ -96,7 +118,10 @@ class DiffusionLossConfig(Section):
         "uniform", description="awm only: how a timestep's matching error becomes a log-prob, docs/algorithms.md."
     )
     awm_ema_coef: float = Field(
-        1.0, ge=0, description="awm only: weight of the distance to the slowly moving copy of the policy."
+        1.0,
+        ge=0,
+        le=MOST_COEFFICIENT,
+        description="awm only: weight of the distance to the slowly moving copy of the policy.",
     )
 
 
@@ -114,6 +139,7 @@ class ForwardProcessConfig(Section):
     num_train_timesteps: int | None = Field(
         None,
         ge=1,
+        le=MOST_NOISE_LEVELS,
         description="Noise levels of each sample in an update, of a schedule drawn without repetition; null takes "
         "every one of the schedule, or 1 of logit_normal.",
     )
@@ -126,7 +152,9 @@ class ForwardProcessConfig(Section):
         "0.001 an optimiser step up to 0.5, linear_to_0_3 up to 0.3, delayed_linear_to_0_999 by 0.0075 after 75 steps.",
     )
     old_policy_decay: float | None = Field(None, ge=0, lt=1, description="A constant d instead of the schedule.")
-    old_policy_update_interval: int = Field(1, ge=1, description="Iterations between two updates of the old policy.")
+    old_policy_update_interval: int = Field(
+        1, ge=1, le=MOST_ITERATIONS, description="Iterations between two updates of the old policy."
+    )
 
     @model_validator(mode="after")
     def _fraction_of_a_schedule(self):
@@ -158,14 +186,17 @@ class DiffusionActorConfig(Section):
     """The update: how samples become optimiser steps."""
 
     strategy: str = Field("fsdp2", description="Training engine: fsdp2, or package.module:Class (docs/training.md).")
-    ppo_mini_batch_size: int = Field(16, ge=1, description="Prompts (with all their samples) per optimiser step.")
+    ppo_mini_batch_size: int = Field(
+        16, ge=1, le=MOST_BATCH, description="Prompts (with all their samples) per optimiser step."
+    )
     ppo_micro_batch_size_per_gpu: int = Field(
         16,
         ge=1,
+        le=MOST_BATCH,
         description="Largest number of samples in a forward and backward pass. At rollout.micro_batch_size or above, "
         "batches pass as they were sampled and replay their log-probs to the last bit.",
     )
-    ppo_epochs: int = Field(1, ge=1, description="Passes over one iteration's samples.")
+    ppo_epochs: int = Field(1, ge=1, le=1000, description="Passes over one iteration's samples.")
     use_kl_loss: bool = Field(
         False,
         description="Add the distance to the model at model.path to the loss: the KL divergence of a step's Gaussians, "
@@ -174,6 +205,7 @@ class DiffusionActorConfig(Section):
     kl_loss_coef: float = Field(
         0.0,
         ge=0,
+        le=MOST_COEFFICIENT,
         description="Its weight, in the units of kl_loss_type.",
     )
     kl_loss_type: Later[KlLossType] = Field(

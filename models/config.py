@@ -10,9 +10,23 @@ Field names are the reference system's (VeRL-Omni) wherever it has one.
 from enum import Enum
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+
+from models.bounds import (
+    LONGEST_WAIT_S,
+    MOST_GUIDANCE,
+    MOST_ITERATIONS,
+    MOST_NOISE_LEVELS,
+    MOST_PIXELS,
+    MOST_PROCESSES,
+    MOST_RATIO,
+    MOST_TOKENS,
+    Options,
+    check_texts,
+)
 
 WindowMode = Literal["random", "progressive", "decay"]
+NoiseLevel = Annotated[int, Field(ge=0, le=MOST_NOISE_LEVELS)]
 
 
 T = TypeVar("T")
@@ -33,32 +47,47 @@ from its default, which must be what the code did before the field was there."""
 
 
 class Section(BaseModel):
-    """A part of the tree: immutable, and a misspelt field is an error rather than a silent default."""
+    """A part of the tree: immutable, and a misspelt field is an error rather than a silent default.
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    No number is NaN or infinite, and text can be written into paths, databases and a terminal.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+
+    @field_validator("*")
+    @classmethod
+    def _texts_can_be_written(cls, value: Any) -> Any:
+        return check_texts(value)
 
 
 class DiffusionPipelineConfig(Section):
     """How a picture is sampled. Start from the model card's values, so that exploration begins at a good point."""
 
-    height: int = Field(512, ge=8, description="Picture height in pixels, a multiple of the model's patch.")
-    width: int = Field(512, ge=8, description="Picture width in pixels, a multiple of the model's patch.")
-    num_inference_steps: int = Field(10, ge=1, le=1000, description="Denoising steps of one sample.")
+    height: int = Field(
+        512, ge=8, le=MOST_PIXELS, description="Picture height in pixels, a multiple of the model's patch."
+    )
+    width: int = Field(
+        512, ge=8, le=MOST_PIXELS, description="Picture width in pixels, a multiple of the model's patch."
+    )
+    num_inference_steps: int = Field(10, ge=1, le=MOST_NOISE_LEVELS, description="Denoising steps of one sample.")
     true_cfg_scale: float = Field(
         1.0,
         ge=1.0,
+        le=MOST_GUIDANCE,
         description="Classifier-free guidance of Qwen-Image and FLUX.1; 1 turns it off and halves the work.",
     )
     guidance_scale: float | None = Field(
         None,
         ge=0.0,
+        le=MOST_GUIDANCE,
         description="Classifier-free guidance of Stable Diffusion 3, Wan (off up to 1) and Z-Image (off at 0), where "
         "null turns it off; for FLUX.1-dev the scale that the model was distilled with, which it must be given.",
     )
-    num_frames: int | None = Field(None, ge=1, description="Frames of a video; null for models of pictures.")
+    num_frames: int | None = Field(None, ge=1, le=10_000, description="Frames of a video; null for models of pictures.")
     max_sequence_length: int | None = Field(
         None,
         ge=1,
+        le=MOST_TOKENS,
         description="Tokens of a prompt with which the embeddings must have been made; null takes them as they are.",
     )
 
@@ -72,7 +101,7 @@ class DiffusionRolloutAlgoConfig(Section):
         "name or as package.module:function.",
         examples=["sde", "cps", "dance_sde"],
     )
-    sde_options: Later[dict[str, Any]] = Field(
+    sde_options: Later[Options] = Field(
         default_factory=dict, description="Keyword arguments of a kernel of your own; sde, cps and dance_sde take none."
     )
     noise_level: float = Field(
@@ -85,14 +114,15 @@ class DiffusionRolloutAlgoConfig(Section):
     max_leftover_noise: NotShaping[float] = Field(
         0.5,
         gt=0,
+        le=100.0,
         description="Largest standard deviation of the noise that exploring may leave in the finished latents, "
         "predicted from the schedule before the run (docs/algorithms.md); above it the run is refused. Published "
         "settings leave up to 0.21.",
     )
     sde_window_size: int | None = Field(
-        None, ge=1, description="Number of stochastic, trained steps; null takes the whole range."
+        None, ge=1, le=MOST_NOISE_LEVELS, description="Number of stochastic, trained steps; null takes the whole range."
     )
-    sde_window_range: tuple[int, int] | None = Field(
+    sde_window_range: tuple[NoiseLevel, NoiseLevel] | None = Field(
         None,
         description="Steps [lo, hi) that the window may cover; null is every step but the last, which would add "
         "noise to the finished picture.",
@@ -105,6 +135,7 @@ class DiffusionRolloutAlgoConfig(Section):
     iters_per_group: int = Field(
         25,
         ge=1,
+        le=MOST_ITERATIONS,
         description="Iterations at one place, for progressive and decay; decay lets it fall linearly to a quarter.",
     )
     sde_contiguous: bool = Field(
@@ -146,7 +177,10 @@ class VllmOmniConfig(Section):
         None, description="Attention kernels on a GPU; null is vLLM-Omni's choice. The CPU has one."
     )
     tensor_parallel_size: int = Field(
-        1, ge=1, description="GPUs that a worker spreads the transformer over, a process on each (docs/vllm-omni.md)."
+        1,
+        ge=1,
+        le=MOST_PROCESSES,
+        description="GPUs that a worker spreads the transformer over, a process on each (docs/vllm-omni.md).",
     )
     enforce_eager: bool = Field(True, description="false compiles the transformer's blocks at the first request.")
     step_execution: bool = Field(
@@ -155,10 +189,16 @@ class VllmOmniConfig(Section):
         "picture is then decoded alone.",
     )
     request_batch_max_wait_ms: float = Field(
-        100.0, ge=0, description="Longest wait for a batch to fill; a full one starts at once."
+        100.0,
+        ge=0,
+        le=1000 * LONGEST_WAIT_S,
+        description="Longest wait for a batch to fill; a full one starts at once.",
     )
     request_timeout_s: float = Field(
-        1800.0, gt=0, description="Longest time for one batch, or for one order to the engine; then the run fails."
+        1800.0,
+        gt=0,
+        le=LONGEST_WAIT_S,
+        description="Longest time for one batch, or for one order to the engine; then the run fails.",
     )
 
 
@@ -174,8 +214,10 @@ class ModelConfig(Section):
     algorithm: str = Field(
         "flow_grpo", description="Adapter key beside the architecture; an adapter may serve every algorithm."
     )
-    lora_rank: int = Field(0, ge=0, description="LoRA rank; 0 trains all of the transformer's weights.")
-    lora_alpha: int = Field(64, ge=1, description="LoRA scale numerator: the update is scaled by alpha / rank.")
+    lora_rank: int = Field(0, ge=0, le=65_536, description="LoRA rank; 0 trains all of the transformer's weights.")
+    lora_alpha: int = Field(
+        64, ge=1, le=1_000_000, description="LoRA scale numerator: the update is scaled by alpha / rank."
+    )
     external_lib: Later[str | None] = Field(
         None,
         description="Python modules, separated by commas, that are imported wherever the model is used: they register "
@@ -208,8 +250,9 @@ def _bounds(value: Any) -> Any:
 ImportanceMode = Annotated[
     Literal["step", "sequence"], BeforeValidator(_step, json_schema_input_type=Literal["step", "token", "sequence"])
 ]
+Ratio = Annotated[float, Field(ge=0, le=MOST_RATIO)]
 RejectionThreshold = Annotated[
-    float | tuple[float, float], BeforeValidator(_bounds, json_schema_input_type=float | tuple[float, float] | str)
+    Ratio | tuple[Ratio, Ratio], BeforeValidator(_bounds, json_schema_input_type=Ratio | tuple[Ratio, Ratio] | str)
 ]
 RejectionMode = Literal[
     "step_k1",
@@ -243,8 +286,10 @@ class RolloutCorrectionConfig(Section):
         description="Weigh the loss by exp(lr) of the step (also called token), or exp(sum of lr) of the sample; null "
         "does not.",
     )
-    rollout_is_threshold: float = Field(2.0, gt=0, description="Importance weights are truncated at this.")
-    rollout_is_bounds: tuple[float, float] | None = Field(
+    rollout_is_threshold: float = Field(
+        2.0, gt=0, le=MOST_RATIO, description="Importance weights are truncated at this."
+    )
+    rollout_is_bounds: tuple[Ratio, Ratio] | None = Field(
         None, description="Weights outside [lo, hi], before truncation, become 0 and still count in the mean."
     )
     rollout_is_batch_normalize: bool = Field(False, description="Divide the weights by their mean.")

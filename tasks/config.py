@@ -1,11 +1,29 @@
 """Settings that the tasks floor reads; `flows.config` composes them into the one tree."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from models.actor_config import ForwardProcessConfig
+from models.bounds import (
+    LONGEST_WAIT_S,
+    MOST_BATCH,
+    MOST_COEFFICIENT,
+    MOST_COUNT,
+    MOST_GPUS,
+    MOST_GUIDANCE,
+    MOST_ITERATIONS,
+    MOST_MEGABYTES,
+    MOST_NOISE_LEVELS,
+    MOST_PROCESSES,
+    MOST_RETRIES,
+    MOST_THREADS,
+    ExperimentName,
+    Options,
+    PoolName,
+    RewardName,
+)
 from models.config import (
     DiffusionPipelineConfig,
     DiffusionRolloutAlgoConfig,
@@ -26,23 +44,30 @@ class DataConfig(Section):
         Path("data/pairs"), description="Folder of the `pairs` stage, read where algorithm.sample_source is offline."
     )
     train_batch_size: int = Field(
-        16, ge=1, description="Prompts per iteration, each sampled rollout.n times; offline, pairs per iteration."
+        16,
+        ge=1,
+        le=MOST_BATCH,
+        description="Prompts per iteration, each sampled rollout.n times; offline, pairs per iteration.",
     )
 
 
 class ValidationPipelineConfig(Section):
     """How validation samples: always the ODE, with the same noise for every checkpoint."""
 
-    num_inference_steps: int | None = Field(None, ge=1, description="Denoising steps; null is the rollout's number.")
-    true_cfg_scale: float | None = Field(None, ge=1.0, description="Guidance; null is the rollout's.")
-    guidance_scale: float | None = Field(None, ge=0.0, description="Guidance; null is the rollout's.")
+    num_inference_steps: int | None = Field(
+        None, ge=1, le=MOST_NOISE_LEVELS, description="Denoising steps; null is the rollout's number."
+    )
+    true_cfg_scale: float | None = Field(None, ge=1.0, le=MOST_GUIDANCE, description="Guidance; null is the rollout's.")
+    guidance_scale: float | None = Field(None, ge=0.0, le=MOST_GUIDANCE, description="Guidance; null is the rollout's.")
 
 
 class ValidationConfig(Section):
     """Which held-out pictures measure progress."""
 
-    n: int = Field(1, ge=1, description="Pictures per held-out prompt.")
-    max_prompts: int | None = Field(None, ge=1, description="Use only the first so many held-out prompts.")
+    n: int = Field(1, ge=1, le=MOST_BATCH, description="Pictures per held-out prompt.")
+    max_prompts: int | None = Field(
+        None, ge=1, le=MOST_COUNT, description="Use only the first so many held-out prompts."
+    )
     pipeline: ValidationPipelineConfig = Field(
         default_factory=ValidationPipelineConfig, description="What differs from the rollout's sampling."
     )
@@ -54,26 +79,35 @@ class DiffusionRolloutConfig(Section):
     name: Literal["diffusers", "vllm_omni"] = Field(
         "diffusers", description="Rollout engine: diffusers in the worker's process, or vLLM-Omni (docs/vllm-omni.md)."
     )
-    n: int = Field(16, ge=1, description="Samples per prompt: the group whose mean is the baseline.")
+    n: int = Field(16, ge=1, le=MOST_BATCH, description="Samples per prompt: the group whose mean is the baseline.")
     micro_batch_size: int = Field(
-        16, ge=1, description="Samples denoised together. A batch of this size is never split or merged afterwards."
+        16,
+        ge=1,
+        le=MOST_BATCH,
+        description="Samples denoised together. A batch of this size is never split or merged afterwards.",
     )
     num_actors: NotShaping[int] = Field(
-        1, ge=1, description="Rollout workers; the pictures do not depend on their number."
+        1, ge=1, le=MOST_PROCESSES, description="Rollout workers; the pictures do not depend on their number."
     )
     num_gpus_per_actor: NotShaping[float] = Field(
-        1.0, ge=0, description="GPUs (or a share of one) of each worker's process on CUDA."
+        1.0, ge=0, le=MOST_GPUS, description="GPUs (or a share of one) of each worker's process on CUDA."
     )
-    num_threads: NotShaping[int] = Field(1, ge=1, description="CPU threads of each worker.")
+    num_threads: NotShaping[int] = Field(1, ge=1, le=MOST_THREADS, description="CPU threads of each worker.")
     placement: NotShaping[Literal["separate", "colocated"]] = Field(
         "separate",
         description="colocated puts a worker on each trainer rank's GPU; it gives its memory up during the update.",
     )
     max_queued_batches: NotShaping[int] = Field(
-        16, ge=1, description="Batches that wait at one worker; beyond them, handing out more waits for a free place."
+        16,
+        ge=1,
+        le=MOST_BATCH,
+        description="Batches that wait at one worker; beyond them, handing out more waits for a free place.",
     )
     max_restarts: NotShaping[int] = Field(
-        2, ge=0, description="How often a worker that died is started again; its batches are then sampled again."
+        2,
+        ge=0,
+        le=MOST_RETRIES,
+        description="How often a worker that died is started again; its batches are then sampled again.",
     )
     weight_transport: NotShaping[Literal["object_store", "ipc", "collective"]] = Field(
         "object_store",
@@ -82,7 +116,7 @@ class DiffusionRolloutConfig(Section):
         "broadcast (NCCL, on the CPU gloo).",
     )
     update_weights_bucket_megabytes: NotShaping[float] = Field(
-        512, gt=0, description="MiB of weights that ipc and collective send at once."
+        512, gt=0, le=MOST_MEGABYTES, description="MiB of weights that ipc and collective send at once."
     )
     vllm_omni: NotShaping[VllmOmniConfig] = Field(
         default_factory=VllmOmniConfig, description="Settings of that engine."
@@ -165,7 +199,10 @@ class RewardFunctionConfig(Section):
         None, description="Registered name or package.module:object, where the key is a label; null takes the key."
     )
     weight: float | None = Field(
-        None, description="Its share of the trained reward; 0 only measures. Null is 1, and 0 for a guard."
+        None,
+        ge=-MOST_COEFFICIENT,
+        le=MOST_COEFFICIENT,
+        description="Its share of the trained reward; 0 only measures. Null is 1, and 0 for a guard.",
     )
     required: bool = Field(
         True,
@@ -173,21 +210,33 @@ class RewardFunctionConfig(Section):
         "counts as its group's mean: it speaks neither for nor against the sample.",
     )
     guard: bool = Field(False, description="Measured, never trained on, and watched for a fall while the reward rises.")
-    options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the reward.")
-    num_workers: NotShaping[int] = Field(1, ge=1, description="Worker processes; each loads the reward once.")
-    num_cpus: NotShaping[float] = Field(0.0, ge=0, description="CPUs each worker reserves; 0 shares what there is.")
-    num_gpus: NotShaping[float] = Field(0.0, ge=0, description="GPUs, or a share of one, each worker takes.")
+    options: Options = Field(default_factory=dict, description="Keyword arguments of the reward.")
+    num_workers: NotShaping[int] = Field(
+        1, ge=1, le=MOST_PROCESSES, description="Worker processes; each loads the reward once."
+    )
+    num_cpus: NotShaping[float] = Field(
+        0.0, ge=0, le=MOST_THREADS, description="CPUs each worker reserves; 0 shares what there is."
+    )
+    num_gpus: NotShaping[float] = Field(
+        0.0, ge=0, le=MOST_GPUS, description="GPUs, or a share of one, each worker takes."
+    )
     batch_size: NotShaping[int | None] = Field(
-        None, ge=1, description="Pictures a call, across prompts and rollout batches; null is a rollout batch."
+        None,
+        ge=1,
+        le=MOST_BATCH,
+        description="Pictures a call, across prompts and rollout batches; null is a rollout batch.",
     )
     retries: NotShaping[int] = Field(
-        2, ge=0, description="Times a batch is scored again after an error or its worker's death."
+        2, ge=0, le=MOST_RETRIES, description="Times a batch is scored again after an error or its worker's death."
     )
     retry_wait_s: NotShaping[float] = Field(
-        1.0, ge=0, description="Seconds before a batch that raised an error is tried again."
+        1.0, ge=0, le=LONGEST_WAIT_S, description="Seconds before a batch that raised an error is tried again."
     )
     timeout_s: NotShaping[float] = Field(
-        600.0, gt=0, description="Seconds a batch may take; then its worker is ended, started again, and retries."
+        600.0,
+        gt=0,
+        le=LONGEST_WAIT_S,
+        description="Seconds a batch may take; then its worker is ended, started again, and retries.",
     )
 
     @model_validator(mode="after")
@@ -211,13 +260,14 @@ class GuardConfig(Section):
     statistics: bool = Field(
         True, description="Measure edge density, entropy, saturation and diversity of the pictures, as guards too."
     )
-    window: int = Field(20, ge=5, description="Iterations over which trends are tested.")
+    window: int = Field(20, ge=5, le=MOST_ITERATIONS, description="Iterations over which trends are tested.")
     p_value: float = Field(
         0.01, gt=0, lt=1, description="Level of the trend tests, shared among the guards: p_value / their number each."
     )
     floor_iterations: int = Field(
         3,
         ge=0,
+        le=MOST_ITERATIONS,
         description="First iterations in which a trained reward is watched for scores that are all near its lowest, or "
         "all alike: if they are in each of them, the run warns. 0 does not watch.",
     )
@@ -226,7 +276,7 @@ class GuardConfig(Section):
 class RewardConfig(Section):
     """What is rewarded, who computes it, and when too little of it came back."""
 
-    functions: dict[str, RewardFunctionConfig] = Field(
+    functions: dict[RewardName, RewardFunctionConfig] = Field(
         default_factory=lambda: {"ocr": RewardFunctionConfig()},
         description="Reward name, package.module:object or a label, to its weight, options and workers.",
     )
@@ -291,7 +341,7 @@ class DiffusionAlgoConfig(ForwardProcessConfig):
         description="What is kept of advantages: all, max(A, 0), min(A, 0), 1 where A > 0 else 0, or the sign.",
     )
     adv_estimator: str = Field("flow_grpo", description="Advantage estimator, or package.module:function.")
-    adv_options: Later[dict[str, Any]] = Field(
+    adv_options: Later[Options] = Field(
         default_factory=dict,
         description="Keyword arguments of the advantage estimator; flow_grpo and gdpo take epsilon, what their "
         "standard deviations are kept above 0 with.",
@@ -329,9 +379,11 @@ class DiffusionAlgoConfig(ForwardProcessConfig):
 class RayConfig(Section):
     """The cluster. With RAY_ADDRESS set the run joins that one, otherwise it starts its own on this machine."""
 
-    num_cpus: int | None = Field(None, ge=1, description="CPUs of a cluster started here; null is what there is.")
+    num_cpus: int | None = Field(
+        None, ge=1, le=MOST_THREADS, description="CPUs of a cluster started here; null is what there is."
+    )
     log_to_driver: bool = Field(False, description="Show the workers' output in the driver's terminal.")
-    gpu_pool: str | None = Field(
+    gpu_pool: PoolName | None = Field(
         None,
         description="Prefect's global concurrency limit with a slot for each GPU of the pool; a CUDA run holds as many "
         "as it uses, so that two runs share none.",
@@ -341,11 +393,13 @@ class RayConfig(Section):
 class ProfileConfig(Section):
     """torch.profiler traces out of the actors (docs/measuring.md). Without iterations nothing is profiled."""
 
-    iterations: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+    iterations: tuple[Annotated[int, Field(ge=1, le=MOST_ITERATIONS)], ...] = Field(
         (), description="Iterations that are profiled; their traces are artifacts under profile/<iteration>/."
     )
-    ranks: tuple[Annotated[int, Field(ge=0)], ...] = Field((0,), description="Trainer ranks whose update is traced.")
-    rollout_workers: tuple[Annotated[int, Field(ge=0)], ...] = Field(
+    ranks: tuple[Annotated[int, Field(ge=0, lt=MOST_PROCESSES)], ...] = Field(
+        (0,), description="Trainer ranks whose update is traced."
+    )
+    rollout_workers: tuple[Annotated[int, Field(ge=0, lt=MOST_PROCESSES)], ...] = Field(
         (0,), description="Rollout workers whose sampling is traced."
     )
     record_shapes: bool = Field(False, description="Keep the shapes of each operation's inputs.")
@@ -358,7 +412,10 @@ class TrackingConfig(Section):
 
     uri: str = Field("sqlite:///mlflow.db", description="MLflow tracking URI; MLFLOW_TRACKING_URI overrides it.")
     artifacts: str | None = Field(None, description="Artifact root of a new experiment; null is ./mlruns.")
-    experiment: str = Field("doubleflow", description="MLflow experiment.")
+    experiment: ExperimentName = Field("doubleflow", description="MLflow experiment.")
     pictures: int = Field(
-        32, ge=0, description="Pictures of each iteration that are kept, one by one and as a grid; 0 keeps none."
+        32,
+        ge=0,
+        le=MOST_BATCH,
+        description="Pictures of each iteration that are kept, one by one and as a grid; 0 keeps none.",
     )
