@@ -2,7 +2,7 @@
 
 import importlib.util
 
-import models  # noqa: F401, I001  before diffusers, see models/torchvision_ops.py
+import models  # noqa: F401  before diffusers, see models/torchvision_ops.py
 
 if all(importlib.util.find_spec(name) for name in ("prefect", "mlflow", "ray")):
     from platform_helpers import prefect_server, prepared, workspace
