@@ -1,13 +1,16 @@
 """How far the update's log-probs are from the rollout's before any weight moves, at real size, and what it costs.
 
     python -m benchmarks.log_prob_distance --model sd3.5-medium --graphs apart one casts
+    python -m benchmarks.log_prob_distance --model sd3.5-medium --full --checkpointing --graphs one
+    python -m benchmarks.log_prob_distance --model flux.1-dev --full --no-step --checkpointing --graphs one
     python -m benchmarks.log_prob_distance --model tiny --device cpu        # that it runs
 
 `apart` compiles a graph for sampling and another one for the update, `one` lets both run the update's
 (`models.engines.compiled`), `casts` compiles two and has each round where eager code does, `eager` compiles nothing.
 Each case is a line of JSON in <work>/results.jsonl: the distance of the rollout (mean and largest), of the trainer's
-own rescoring, the share of samples whose ratio leaves the recipe's clip range, and the seconds of a rollout. Weights
-are random.
+own rescoring, the largest |ratio - 1|, the share of samples whose ratio leaves the recipe's clip range, and the seconds
+of a rollout. Weights are random. `--full` trains all weights; `--no-step` has no AdamW, so that a model fits whose
+moments do not.
 """
 
 import argparse
@@ -27,7 +30,7 @@ sys.path.append(str(Path(__file__).parents[1] / "tests"))  # the tests' checkpoi
 import models.engines.diffusers_rollout as rollout_module
 import models.engines.fsdp as trainer_module
 import models.families  # noqa: F401  registers the adapters
-from benchmarks.iteration import advantages_of, move_off_zero, request_of, sync
+from benchmarks.iteration import advantages_of, move_off_zero, request_of
 from benchmarks.real_size import use_random_weights, write_configs
 from models.actor_config import DiffusionActorConfig, DiffusionLossConfig, FSDPConfig, OptimConfig
 from models.base import DiffusionModelBase, DiffusionModelConfig
@@ -36,6 +39,7 @@ from models.engines.actor_batch import ActorBatch
 from models.engines.compiled import compile_blocks
 from models.engines.diffusers_rollout import DiffusersRolloutEngine
 from models.engines.fsdp import DiffusersFSDPEngine
+from models.engines.gradients import clip_gradients
 from models.engines.trajectories import RolloutRequest, Trajectories
 
 
@@ -112,11 +116,12 @@ def measure(arguments: argparse.Namespace, graph: str) -> None:
         optim=OptimConfig(lr=1e-12, weight_decay=0.0),  # no weight moves: every case begins with the same ones
         fsdp_config=FSDPConfig(gradient_checkpointing=arguments.checkpointing, shard_frozen=False),
     )
-    trainer = DiffusersFSDPEngine(config, actor, device)
+    if arguments.no_step:
+        trainer_module.allocate_adam_state = lambda optimizer: None  # type: ignore[attr-defined]
+    trainer = (Unmoved if arguments.no_step else DiffusersFSDPEngine)(config, actor, device)
     trainer.initialize()
     move_off_zero(trainer)
     rollout = DiffusersRolloutEngine(config, device)
-    sync(trainer, rollout)
     for label, guided, gradient, micro in cases(arguments):
         config = model_config_of(arguments.model, folder, lora, compiled, guided)
         trainer.model_config = rollout.model_config = config
@@ -127,17 +132,37 @@ def measure(arguments: argparse.Namespace, graph: str) -> None:
         record = gradient == "conditional"
         request = request_of(config, size.text_tokens, size.window, size.batch, record, iteration=0)
         undecoded = replace(request, outputs=frozenset())
-        append(arguments.work, line | distances(trainer, rollout, undecoded))
+        sync(trainer, rollout)
+        append(arguments.work, line | distances(trainer, rollout, undecoded, arguments.repeats))
 
 
-def distances(trainer: DiffusersFSDPEngine, rollout: DiffusersRolloutEngine, request: RolloutRequest) -> dict[str, Any]:
-    """Numbers of one case."""
+class Unmoved(DiffusersFSDPEngine):
+    """A trainer that has gradients, and no optimiser to move its weights."""
+
+    def _optimizer_step(self) -> float | None:
+        norm = clip_gradients(list(self._shards().values()), self.actor_config.optim.clip_grad)
+        self.optimizer.zero_grad()
+        return norm.item()
+
+
+def sync(trainer: DiffusersFSDPEngine, rollout: DiffusersRolloutEngine) -> None:
+    """Give the rollout the trainer's weights, one tensor after the other on the device."""
+    load = rollout.begin_load()
+    for name, weight in trainer.whole_weights():
+        load.take({name: weight})
+    load.finish()
+
+
+def distances(
+    trainer: DiffusersFSDPEngine, rollout: DiffusersRolloutEngine, request: RolloutRequest, repeats: int
+) -> dict[str, Any]:
+    """Numbers of one case; the rollout is timed `repeats` times."""
     began = _now()
     trajectories = rollout.produce(request).recorded
     assert isinstance(trajectories, Trajectories)
     first = _now() - began
     seconds = []
-    for _ in range(3):
+    for _ in range(repeats):
         began = _now()
         rollout.produce(request)
         seconds.append(_now() - began)
@@ -152,12 +177,14 @@ def distances(trainer: DiffusersFSDPEngine, rollout: DiffusersRolloutEngine, req
     return {
         "mean": met["logprob_abs_diff/mean"],
         "max": met["logprob_abs_diff/max"],
+        "ratio": met["ratio_deviation/max"],
         "clipped": met["pg_clipfrac"],
+        "gradient": met["grad_norm"],
         "rescored mean": own["logprob_abs_diff/mean"],
         "rescored max": own["logprob_abs_diff/max"],
         "rescored clipped": own["pg_clipfrac"],
         "rollout repeats": torch.equal(again.log_probs, trajectories.log_probs),
-        "rollout s": min(seconds),
+        "rollout s": min(seconds, default=None),
         "first rollout s": first,
         "first update s": updated,
         "rescoring s": rescoring,
@@ -194,7 +221,9 @@ def main() -> None:
     parser.add_argument("--graphs", nargs="+", choices=["apart", "one", "casts", "eager"], default=["apart", "one"])
     parser.add_argument("--cases", nargs="+", type=int, default=[0, 1, 2, 3], help="numbers, in the order of `cases`")
     parser.add_argument("--full", action="store_true", help="train all weights instead of LoRA")
+    parser.add_argument("--no-step", action="store_true", help="keep no moments of AdamW, and take no step")
     parser.add_argument("--checkpointing", action="store_true", help="recompute activations")
+    parser.add_argument("--repeats", type=int, default=3, help="rollouts that are timed")
     parser.add_argument("--work", type=Path, default=Path("runs/benchmark_log_prob_distance"))
     arguments = parser.parse_args()
     folder = arguments.work / arguments.model

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from models.base import DiffusionModelBase, DiffusionModelConfig
+from models.engines.weights import keep_formats
 from models.latents import component_config
 
 SEED = 0
@@ -32,10 +33,13 @@ def write_configs(model: str, folder: Path) -> None:
 
 
 def transformer(folder: str | Path, dtype: torch.dtype, device: str) -> nn.Module:
-    """The denoiser of the folder's config; the same weights at every call on the same device."""
+    """The denoiser of the folder's config; the same weights at every call on the same device. Its stored buffers are in
+    the format in which loading it gives them: the constructor makes some of them in fp32."""
     settings = component_config(str(folder), "transformer")
     kind = getattr(diffusers, settings["_class_name"])
-    return _drawn(lambda: kind(**{k: v for k, v in settings.items() if not k.startswith("_")}), dtype, device)
+    module = _drawn(lambda: kind(**{k: v for k, v in settings.items() if not k.startswith("_")}), dtype, device)
+    keep_formats(module, dtype)
+    return module
 
 
 def vae(architecture: str, device: str, dtype: torch.dtype = torch.bfloat16) -> Any:

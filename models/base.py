@@ -64,6 +64,9 @@ class DiffusionModelBase(ABC):
     one_text_length: ClassVar[bool] = False
     """The texts of both halves of the guidance are filled up to the longest."""
 
+    cuda_attention: ClassVar[str | None] = None
+    """diffusers' name of the attention kernel on a GPU in bf16 and fp16, where torch's own choice will not do."""
+
     samples_video: ClassVar[bool] = False
     """`decode` returns [B, F, H, W, 3] instead of [B, H, W, 3]."""
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from models.base import DiffusionModelBase, DiffusionModelConfig
+from models.engines.attention import choose_attention
 from models.engines.canary import Canary, canary_velocity
 from models.engines.compiled import compile_blocks, compile_decoder
 from models.engines.sampling import Sampler
@@ -24,6 +25,7 @@ class DiffusersRolloutEngine(Sampler):
     def __init__(self, model_config: DiffusionModelConfig, device: str = "cpu"):
         adapter = DiffusionModelBase.get_class(model_config)
         self.transformer = adapter.load_transformer(model_config, model_config.dtype).to(device).eval()
+        choose_attention(adapter, self.transformer, device, model_config.dtype)
         make_trainable(adapter, self.transformer, model_config)
         # The trainer keeps LoRA weights in fp32 for its optimiser and computes with them in the model's format.
         # Full weights are in the formats that diffusers loads, some of a bf16 model in fp32.

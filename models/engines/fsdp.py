@@ -18,6 +18,7 @@ from models.algorithms.old_policy import old_policy_decay
 from models.base import DiffusionModelBase, DiffusionModelConfig
 from models.engines.actor_batch import ActorBatch, PreparedBatch, WeightedMetrics, micro_batch_of
 from models.engines.adam_state import adam_state_on_device, allocate_adam_state, offload_adam_state
+from models.engines.attention import choose_attention
 from models.engines.canary import Canary, canary_velocity
 from models.engines.compiled import compile_blocks
 from models.engines.ema import HeldWeights, WeightAverage, WeightCopy, reshard
@@ -303,9 +304,10 @@ class DiffusersFSDPEngine(PolicyEvaluation):
 
     def _sharded(self, module: nn.Module) -> nn.Module:
         settings, own = self.actor_config.fsdp_config, self.model_config.model.dtype
+        policy_format = settings.param_dtype or own
+        choose_attention(self.adapter, module, self.device, getattr(torch, policy_format))
         if self._sequence_mesh is not None:
             split_sequences(self.adapter, module, self._sequence_mesh)
-        policy_format = settings.param_dtype or own
         policy = MixedPrecisionPolicy(
             param_dtype=getattr(torch, policy_format),
             reduce_dtype=getattr(torch, settings.reduce_dtype),

@@ -49,6 +49,8 @@ class Flux(DiffusionModelBase):
     )
     pipeline_fields = ("true_cfg_scale", "guidance_scale")
     prompt_extras = ("pooled_prompt_embeds",)
+    # torch 2.11 chooses cuDNN's on an H200, whose backward pass ends in an illegal memory access here.
+    cuda_attention = "_native_flash"
 
     @classmethod
     def set_timesteps(
