@@ -212,6 +212,7 @@ def pairs(
         out,
         shard_size=params.shard_size,
         model_digest=_digest(model, IMAGE_SIDE),
+        where=str(table),
     )
     typer.echo(f"{out}: {len(pictures)} pairs")
 
