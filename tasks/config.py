@@ -362,3 +362,15 @@ class TrackingConfig(Section):
     pictures: int = Field(
         32, ge=0, description="Pictures of each iteration that are kept, one by one and as a grid; 0 keeps none."
     )
+    keep_pictures: int | None = Field(
+        None,
+        ge=1,
+        description="Newest iterations whose pictures stay, one by one and as a grid; older ones are removed from "
+        "MLflow, which the run's log and tag say. Tables and metrics stay. Null keeps all.",
+    )
+    keep_validation_grids: int | None = Field(
+        None,
+        ge=1,
+        description="Newest validation grids that stay beside the first, in MLflow and in the run's folder. Null "
+        "keeps all.",
+    )
