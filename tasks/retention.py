@@ -48,12 +48,11 @@ def _remove_pictures(tracker: Tracker, keep: int | None) -> list[int]:
     """Albums and grids of an iteration's samples."""
     if keep is None:
         return []
-    albums = {int(Path(path).name): path for path in tracker.listed("pictures")}
-    sheets = tracker.picture_files("samples")
-    old = surplus(albums.keys() | sheets.keys(), keep)
-    tracker.remove(
-        [path for step in old for path in (*sheets.get(step, ()), *([albums[step]] if step in albums else []))]
-    )
+    files = tracker.picture_files("samples")
+    for album in tracker.listed("pictures"):
+        files.setdefault(int(Path(album).name), []).append(album)
+    old = surplus(files, keep)
+    tracker.remove([path for step in old for path in files[step]])
     return old
 
 

@@ -1,4 +1,4 @@
-"""locks/, constraints.txt and pyproject.toml agree: an install from the locks is complete, and every file has a hash."""
+"""locks/, constraints.txt and pyproject.toml agree: an install from the locks is whole, and each file has a hash."""
 
 import re
 import tomllib

@@ -80,6 +80,7 @@ class Reward(ABC):
             name: of the reward, for the message.
             options: what the config gives; defaults are not among them.
         """
+        return None
 
     def __call__(self, batch: np.ndarray, prompts: Sequence[ScoredPrompt]) -> RewardResult:
         """Score a batch, each sample with its prompt.
