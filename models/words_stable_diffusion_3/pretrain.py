@@ -258,7 +258,7 @@ def update_average(average: list[torch.Tensor], parameters: list[torch.nn.Parame
 @torch.no_grad()
 def copy_weights(parameters: list[torch.nn.Parameter], values: list[torch.Tensor]) -> None:
     """In place."""
-    torch._foreach_copy_(parameters, values)
+    torch._foreach_copy_([*parameters], values)
 
 
 def normalised(pixels: torch.Tensor) -> torch.Tensor:
