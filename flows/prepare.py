@@ -93,13 +93,15 @@ def embeddings(
     dtype: Annotated[str, typer.Option(help="Number format of the text encoders and the embeddings.")] = "float32",
     device: Annotated[str, typer.Option(help="Where they compute: cpu or cuda.")] = "cpu",
     external_lib: Annotated[str | None, typer.Option(help="Modules that register a family of your own.")] = None,
+    table: Annotated[Path, typer.Option("--prompts", help="Prompt table whose prompts are encoded.")] = PROMPTS,
+    batch_size: Annotated[int | None, typer.Option(help="In place of the one in params.yaml.")] = None,
 ) -> None:
     """Encode the prompts once with the model's text encoders, as its own pipeline does, and write data/embeddings/."""
     import torch
 
     params = load_params(PARAMS).embeddings
     _require_model(model)
-    chosen = [prompt for split in params.splits for prompt in load_prompts(PROMPTS, split)]
+    chosen = [prompt for split in params.splits for prompt in load_prompts(table, split)]
     limit = max_sequence_length or params.max_sequence_length
     torch.set_num_threads(params.threads)
     adapter, _ = _adapter_of(model, external_lib)
@@ -115,7 +117,7 @@ def embeddings(
         encode,
         out,
         params.shard_size,
-        batch_size=params.batch_size,
+        batch_size=batch_size or params.batch_size,
         negative_prompt=adapter.negative_prompt if params.negative_prompt is None else params.negative_prompt,
         max_sequence_length=limit,
         model=model.as_posix(),

@@ -23,6 +23,7 @@ from models.bounds import (
 )
 from models.errors import DoubleflowError
 from models.tiny_qwen_image.settings import TinySettings
+from models.words_stable_diffusion_3.settings import WordsSettings
 
 RAW = "data/raw/"
 PROMPTS = Path("data/prompts.parquet")
@@ -31,6 +32,9 @@ BASE_MODEL_METRICS = Path("data/base_model_metrics.json")
 EMBEDDINGS = Path("data/embeddings")
 PREFERENCES = Path("data/preferences.parquet")
 PAIRS = Path("data/pairs")
+WORDS_PROMPTS = Path("data/words/prompts.parquet")
+WORDS_MODEL = Path("data/words/base_model")
+WORDS_METRICS = Path("data/words/base_model_metrics.json")
 
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -160,6 +164,15 @@ class PairsParams(_Section):
     shard_size: int = Field(ge=1, le=MOST_COUNT, description="Pairs in a safetensors file.")
 
 
+class WordsParams(_Section):
+    """Stages `words_prompts` and `words_base_model`: data/words/, the model that writes a word."""
+
+    device: Literal["cpu", "cuda"] = Field(description="Where the base model is trained and measured.")
+    processes: int = Field(ge=1, description="Processes that read pictures while it trains.")
+    model: WordsSettings = Field(description="See models/words_stable_diffusion_3/settings.py.")
+    gate: GateParams = Field(description="The model is kept only within these bounds.")
+
+
 class PrepareParams(_Section):
     """All of params.yaml."""
 
@@ -168,6 +181,7 @@ class PrepareParams(_Section):
     embeddings: EmbeddingsParams
     preferences: PreferencesParams
     pairs: PairsParams
+    words: WordsParams
 
 
 def load_params(path: Path) -> PrepareParams:

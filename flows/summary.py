@@ -32,6 +32,7 @@ class Summary:
         registered: the same weights in MLflow's model registry; empty likewise.
         base_model: folder of the weights that the run began with.
         picture: the same held-out prompts and noise before and after.
+        gpu_minutes: of all recorded iterations, those of earlier processes too; 0 on the CPU.
     """
 
     run_name: str
@@ -46,6 +47,7 @@ class Summary:
     registered: str
     base_model: str
     picture: str
+    gpu_minutes: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
         """As plain values, for Prefect and JSON."""
@@ -55,13 +57,16 @@ class Summary:
         """For the terminal."""
         lines = [
             f"run            {self.run_name}",
-            f"trained        {self.iterations} iterations, {self.minutes:.1f} minutes",
+            f"trained        {self.iterations} iterations, {self.minutes:.1f} minutes{self._spent()}",
             *self._measured(),
             *self._kept(),
             f"MLflow page    .venv/bin/mlflow ui --backend-store-uri {self.tracking_uri}",
             "Prefect page   PREFECT_HOME=.prefect .venv/bin/prefect server start",
         ]
         return "\n".join(f"  {line}" for line in lines)
+
+    def _spent(self) -> str:
+        return f", {self.gpu_minutes:.1f} GPU-minutes" if self.gpu_minutes else ""
 
     def _measured(self) -> list[str]:
         """What validation found; an offline run has none."""
@@ -118,6 +123,7 @@ def summarise(run: TrainingRun, minutes: float) -> Summary:
         registered=registered,
         base_model=base_model,
         picture=str(picture),
+        gpu_minutes=60 * run.spent.get("cost/gpu_hours", 0.0),
     )
 
 

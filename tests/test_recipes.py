@@ -157,8 +157,9 @@ def picture_of(text: str, letters: int, height: int, width: int) -> np.ndarray:
 
 
 TEXTS = {
-    True: [("OPEN 24 HOURS", 40), ("Hello World", 64), ("COFFEE", 120)],
-    False: [("472", 18), ("905", 20), ("138", 22)],  # of the tiny model's pictures
+    "gpu": [("OPEN 24 HOURS", 40), ("Hello World", 64), ("COFFEE", 120)],
+    "one-gpu": [("orava", 34), ("bakapu", 38), ("acotugu", 42)],  # of the words model's pictures
+    "cpu": [("472", 18), ("905", 20), ("138", 22)],  # of the tiny model's
 }
 SAMPLED = [name for name, d in DEPLOYMENTS.items() if d["entrypoint"].startswith("flows/train.py:")]
 
@@ -167,7 +168,7 @@ SAMPLED = [name for name, d in DEPLOYMENTS.items() if d["entrypoint"].startswith
 def test_a_recipes_reward_knows_a_perfect_picture_from_an_empty_one(recipe: str) -> None:
     """At the recipe's own size."""
     pipeline = load_recipe(recipe, ROOT / "prefect.yaml").actor_rollout_ref.rollout.pipeline
-    size, texts = (pipeline.height, pipeline.width), TEXTS[recipe in REAL_SIZE]
+    size, texts = (pipeline.height, pipeline.width), TEXTS[DEPLOYMENTS[recipe]["tags"][1]]
     perfect = np.stack([picture_of(text, letters, *size) for text, letters in texts])
     wanted = [Wanted(text) for text, _ in texts]
     reward = reward_of(recipe)

@@ -46,3 +46,8 @@ def test_weights_that_never_moved_are_not_offered() -> None:
         "data/base_model"
     )
     assert lines(WHOLE)["registered"] == "models:/r/1"
+
+
+def test_gpu_minutes_are_told_where_a_gpu_was_held() -> None:
+    assert lines(WHOLE)["trained"] == "3 iterations, 1.0 minutes"
+    assert lines(replace(WHOLE, gpu_minutes=2.04))["trained"] == "3 iterations, 1.0 minutes, 2.0 GPU-minutes"

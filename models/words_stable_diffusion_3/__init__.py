@@ -1,0 +1,1 @@
+"""A model of Stable Diffusion 3's architecture that one GPU pre-trains from nothing in minutes: it writes a word."""

@@ -1,0 +1,128 @@
+"""The words model's stages under a real DVC and its recipes as real runs, with the smallest model, on the CPU."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import yaml
+from platform_helpers import Workspace
+
+from models.words_stable_diffusion_3.settings import smallest
+
+pytest.importorskip("dvc", reason="the data stages need the extra doubleflow[data]")
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+SMALL = smallest()
+STAGES = "data/words/dvc.yaml"
+ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
+ON_THE_CPU = [
+    "trainer.device=cpu",
+    "trainer.total_training_steps=2",
+    "actor_rollout_ref.model.dtype=float32",
+    "actor_rollout_ref.model.compile=false",
+    "actor_rollout_ref.model.lora_rank=4",
+    f"{ACTOR}.fsdp_config.param_dtype=float32",
+    f"{ACTOR}.ppo_mini_batch_size=2",
+    f"{ACTOR}.ppo_micro_batch_size_per_gpu=8",
+    f"{ROLLOUT}.pipeline.height={SMALL.height}",
+    f"{ROLLOUT}.pipeline.width={SMALL.width}",
+    f"{ROLLOUT}.n=4",
+    f"{ROLLOUT}.micro_batch_size=8",
+    "data.train_batch_size=4",
+    # Its pictures hold no text: their size in bytes is a reward that always differs.
+    "reward.functions={jpeg_incompressibility: {}}",
+]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, prefect_server: dict[str, str]) -> tuple[Workspace, str]:
+    """A repository after `dvc repro data/words/dvc.yaml`, and what that printed."""
+    folder = tmp_path_factory.mktemp("words")
+    for name in ("flows", "tasks", "models"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("prefect.yaml", "dvc.yaml", "data/.gitignore", STAGES):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
+    params = yaml.safe_load((ROOT / "params.yaml").read_text())
+    params["words"] |= {"device": "cpu", "processes": 2, "model": asdict(SMALL)}
+    params["words"]["gate"] |= {"prompts": SMALL.n_test, "steps": 2, "min_reward": 0.0, "max_reward": 1.0}
+    # Tuples are lists there.
+    (folder / "params.yaml").write_text(yaml.dump(params, Dumper=Listing))
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    workspace = Workspace(folder, prefect_server | {"PATH": path, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"})
+    workspace.run("-m", "dvc", "init", "--no-scm", "--quiet")
+    return workspace, workspace.run("-m", "dvc", "repro", STAGES)
+
+
+def base_model(workspace: Workspace, **environment: str) -> str:
+    """What the stage prints that must fail. In a process of its own: a fork of the tests has no children."""
+    command = [sys.executable, "-m", "flows.prepare_words", "base-model"]
+    done = subprocess.run(
+        command,
+        cwd=workspace.folder,
+        env=workspace.environment | environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    assert done.returncode != 0, done.stdout
+    return done.stdout
+
+
+class Listing(yaml.SafeDumper):
+    """YAML without tuples."""
+
+
+Listing.add_representer(tuple, lambda dumper, value: dumper.represent_list(value))
+
+
+def test_its_stages_make_what_a_run_reads(made: tuple[Workspace, str]) -> None:
+    workspace, printed = made
+    for stage in ("words_prompts", "words_base_model", "words_embeddings"):
+        assert re.search(f"Running stage '.*{stage}'", printed)
+    data = workspace.folder / "data" / "words"
+    metrics = yaml.safe_load((data / "base_model_metrics.json").read_text())
+    assert metrics["held_out_images"] == 2 * SMALL.n_test
+    assert set(metrics) >= {"held_out_reward", "held_out_exact", "watched_reward", "vae_loss", "transformer_loss"}
+    assert "Data and pipelines are up to date" in workspace.run("-m", "dvc", "repro", STAGES)
+
+
+def test_repro_in_the_root_knows_nothing_of_it(made: tuple[Workspace, str]) -> None:
+    assert "words" not in made[0].run("-m", "dvc", "stage", "list")
+
+
+def test_a_gate_that_it_does_not_pass_leaves_the_old_model(made: tuple[Workspace, str]) -> None:
+    folder = made[0].folder
+    params = (folder / "params.yaml").read_text()
+    model = folder / "data" / "words" / "base_model"
+    before = {path: path.stat().st_mtime_ns for path in model.rglob("*")}
+    (folder / "params.yaml").write_text(params.replace("min_reward: 0.0", "min_reward: 0.99"))
+    printed = base_model(made[0])
+    (folder / "params.yaml").write_text(params)
+    assert "is not within words.gate [0.99, 1.0]; set a higher words.model.target_reward in params.yaml" in printed
+    assert "Traceback" not in printed
+    assert before == {path: path.stat().st_mtime_ns for path in model.rglob("*")}
+
+
+def test_without_a_gpu_its_stage_says_so(made: tuple[Workspace, str]) -> None:
+    folder = made[0].folder
+    params = (folder / "params.yaml").read_text()
+    (folder / "params.yaml").write_text(params.replace("device: cpu", "device: cuda"))
+    printed = base_model(made[0], CUDA_VISIBLE_DEVICES="")
+    (folder / "params.yaml").write_text(params)
+    assert "error: words.device in params.yaml is cuda, but torch finds no GPU here" in printed
+
+
+@pytest.mark.parametrize("recipe", ["words", "words-flow-grpo"])
+def test_its_recipes_train(made: tuple[Workspace, str], recipe: str) -> None:
+    changes = [word for setting in ON_THE_CPU for word in ("--set", setting)]
+    printed = made[0].run("-m", "flows.train", recipe, *changes)
+    assert re.search(rf"run\s+{recipe}-\w+\n\s+trained\s+2 iterations", printed)
+    assert "weights        runs/" in printed, "no optimiser step was made"
