@@ -1,11 +1,14 @@
 """What the advantage stage adds to the estimators."""
 
 import numpy as np
+import pandas as pd
 import pytest
 
-from tasks.advantage import NothingToLearn, compute_advantage
+from tasks.advantage import NothingToLearn, advantage, compute_advantage
+from tasks.clock import Stopwatch
 from tasks.config import DiffusionAlgoConfig
 from tasks.metrics import compute_data_metrics_diffusion
+from tasks.reward import Scores
 
 UIDS = np.array(["a"] * 3 + ["b"] * 3)
 REWARDS = np.array([0.1, 0.5, 0.9, 0.7, 0.7, 0.7], np.float32)
@@ -28,6 +31,19 @@ def test_the_bare_call_has_the_estimators_defaults() -> None:
     assert found["returns"] == pytest.approx(golden, abs=1e-5)
     within = compute_advantage(data, "flow_grpo", global_std=False)["advantages"]
     assert within == pytest.approx([-0.99975, 0, 0.99975, -0.57718, -0.57718, 1.15437], abs=1e-5)
+
+
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("whole", [True, False])
+def test_the_stage_reads_both_normalisations_from_the_config(norm: bool, whole: bool) -> None:
+    """Two groups of different spread: the four combinations give different advantages."""
+    rewards = np.array([0.1, 0.5, 0.9, 0.2, 0.3, 0.4], np.float32)
+    samples = pd.DataFrame({"uid": UIDS, "reward": rewards, "reward/ocr": rewards})
+    config = DiffusionAlgoConfig(norm_adv_by_std_in_grpo=norm, global_std=whole)
+    found = advantage.fn(Stopwatch(), Scores(samples, {"ocr": 1.0}, {"ocr": 0.0}), config)
+    deviation = rewards - np.repeat([0.5, 0.3], 3)
+    spread = rewards.std(ddof=1) if whole else np.repeat([0.4, 0.1], 3)
+    assert found == pytest.approx(deviation / spread if norm else deviation, abs=2e-3)
 
 
 MODES = {

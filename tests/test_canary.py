@@ -71,6 +71,18 @@ def test_weights_one_update_old_are_refused_in_bf16(tiny_model: Path, lora_rank:
         last = now
 
 
+def test_the_canary_asks_for_both_halves_of_the_guidance(tiny_model: Path) -> None:
+    """Else an engine that takes another negative prompt, or none, would pass."""
+    rollout = DiffusersRolloutEngine(model_config(tiny_model, true_cfg_scale=3.0))
+    prompts = prompt_table((5, 3), 4)
+    assert prompts.negative_prompt_embeds is not None
+    other = replace(prompts, negative_prompt_embeds=prompts.negative_prompt_embeds + 1.0)
+    found, changed = (rollout.canary_velocity(Canary(table, rows=4, timesteps=2)) for table in (prompts, other))
+    assert found.shape[:2] == (2, 8)
+    assert torch.equal(found[:, :4], changed[:, :4])
+    assert not any(torch.allclose(one, two, atol=1e-3) for one, two in zip(found[0, 4:], changed[0, 4:], strict=True))
+
+
 def test_the_first_sync_has_nothing_to_compare_its_change_with() -> None:
     velocity = torch.ones(1, 4)
     assert check_velocity(velocity, velocity, None, 0, CanaryLimits()) == Agreement(0.0, None, None)

@@ -95,6 +95,49 @@ def test_an_error_in_the_background_is_raised_by_whatever_comes_next(tmp_path: P
     assert [path.name for path in tmp_path.iterdir()] == ["iter_000001"]
 
 
+def test_what_a_killed_save_left_is_removed_and_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / ".writing-000003" / "trainer").mkdir(parents=True)
+    (tmp_path / ".writing-000003" / "trainer" / "weights").write_bytes(b"half")
+    assert CheckpointStore(tmp_path).iterations() == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_changed_byte_is_damage(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    file = store.save(state(2), writer(100)) / "trainer" / "weights"
+    content = bytearray(file.read_bytes())
+    content[50] ^= 1
+    file.write_bytes(bytes(content))
+    with pytest.raises(CheckpointError, match=r"iter_000002 is damaged \(weights\): remove the folder to go on"):
+        store.load(2, "config", "data")
+
+
+@pytest.mark.parametrize(
+    ("config", "data", "complaint"),
+    [("another", "data", "by another config"), ("config", "another", "from other prompts or embeddings")],
+)
+def test_a_checkpoint_of_another_config_or_other_data_is_refused(
+    tmp_path: Path, config: str, data: str, complaint: str
+) -> None:
+    store = CheckpointStore(tmp_path)
+    store.save(state(2), writer(10))
+    with pytest.raises(CheckpointError, match=f"iter_000002 was made {complaint}: give the run another trainer.exper"):
+        store.latest(config, data)
+
+
+def test_what_reads_otherwise_than_it_was_written_is_no_checkpoint(tmp_path: Path) -> None:
+    """As of a disk that loses writes: this file's content is another at each read. The older checkpoint stays."""
+
+    def write(folder: Path) -> None:
+        (folder / "weights").symlink_to("/proc/sys/kernel/random/uuid")
+
+    store = CheckpointStore(tmp_path, keep=1)
+    store.save(state(1), writer(10))
+    with pytest.raises(CheckpointError, match=r"is damaged \(weights\)"):
+        store.save(state(2), write)
+    assert [path.name for path in tmp_path.iterdir()] == ["iter_000001"]
+
+
 def stray(path: Path, kind: str) -> None:
     if kind == "file":
         path.touch()

@@ -37,6 +37,14 @@ def test_the_prompts_are_the_unit() -> None:
     assert gain.high - gain.low == pytest.approx(2 * half, rel=0.15)
 
 
+def test_a_prompt_of_two_sets_is_two_observations() -> None:
+    """Its gains of 0 and 1 are not one gain of a half, which would leave one prompt to compare."""
+    both = [measurement(1, np.full(2, gain)).assign(set=name) for name, gain in (("test", 0.0), ("other", 1.0))]
+    new = pd.concat(both)
+    gain = paired_gain(new, new.assign(reward=0.0), "reward", 0.95)
+    assert (gain.mean, gain.high - gain.low) == (0.5, pytest.approx(1.0, abs=0.5))
+
+
 def test_missing_rewards_leave_their_pair_and_nothing_else() -> None:
     old, new = measurement(3, np.zeros(6)), measurement(3, np.array([np.nan, 2.0, 1.0, 3.0, np.nan, np.nan]))
     assert paired_gain(new, old, "reward", 0.9).mean == 2.0

@@ -125,6 +125,18 @@ def test_nothing_else_is_flagged(reward: np.ndarray, taste: np.ndarray) -> None:
     assert watched.sentence() is None
 
 
+def test_two_guards_share_the_level() -> None:
+    """A fall whose p-value lies between level / 2 and level is one of two chances, so it is no flag."""
+    taste = np.array([1.0, 0.9, 0.8, 0.7, 0.5, 0.6])
+    fall, rise = trend(taste).p_fall, trend(RISING[:6]).p_rise
+    assert rise < 1.5 * fall
+    for guards in ({"taste": "t"}, {"taste": "t", "diversity": "d"}):
+        watched = GuardWatch(GuardConfig(window=6, p_value=1.5 * fall), guards, lambda name: {})
+        rows = [{TRAINED: reward, "t": low, "d": 0.0} for reward, low in zip(RISING[:6], taste, strict=True)]
+        found = [watched.observe(number + 1, row) for number, row in enumerate(rows)][-1]
+        assert found["guard/taste/flag"] == float(len(guards) == 1)
+
+
 def test_flags_are_rare_where_nothing_happens() -> None:
     """400 independent windows of noise at 5 % for the reward and 5 % / 2 for a guard: 0.05 x 0.025 expected of each."""
     rng = np.random.default_rng(0)

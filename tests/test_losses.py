@@ -22,6 +22,7 @@ from models.algorithms import (
     needs_old_means,
     register_diffusion_loss,
 )
+from models.algorithms.losses import REF_MEAN, TEACHER_MEAN
 from models.schedulers import FlowMatchSDEDiscreteScheduler
 
 CLIP = 0.1
@@ -377,3 +378,14 @@ def test_a_taken_name_is_not_overwritten() -> None:
     with pytest.raises(ValueError, match="'flow_grpo' is already registered"):
         register_diffusion_loss("flow_grpo")(PairLoss)
     assert isinstance(get_diffusion_loss_fn("flow_grpo"), FlowGRPOLoss)
+
+
+def test_distillation_compares_with_the_teacher_also_where_a_reference_is_there() -> None:
+    """As with use_kl_loss, which brings the starting weights' means too."""
+    generator = torch.Generator().manual_seed(0)
+    mean, teacher, start = torch.randn(3, 2, 5, generator=generator, dtype=torch.float64)
+    output = {"prev_sample_mean": mean, "std_dev_t": torch.full((2, 1), 0.5, dtype=torch.float64)}
+    data = {TEACHER_MEAN: teacher, REF_MEAN: start}
+    loss = get_diffusion_loss_fn("distill_kl")(config=CONFIG, model_output=output, data=data).loss
+    expected = kl_divergence(Normal(mean, 0.5), Normal(teacher, 0.5)).mean()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-12)

@@ -11,8 +11,9 @@ from pydantic import ValidationError
 import models.families  # noqa: F401  registers the adapters
 from flows.config import TrainConfig
 from flows.errors import ConfigError
-from flows.measurement import Cell, Measurement, cells, for_measuring
+from flows.measurement import Cell, Measurement, Verdict, cells, for_measuring
 from models.config import DiffusionPipelineConfig
+from tasks.comparison import Interval
 
 Folder = Callable[[str], Path]
 INPUTS: Any = SimpleNamespace(test=["a prompt", "another"], embeddings=None)
@@ -63,3 +64,33 @@ def test_guidance_that_is_off_stays_off(tiny_folder: Folder) -> None:
 def test_a_measurement_has_the_bounds_of_the_pipelines_fields(wrong: dict[str, list[float]]) -> None:
     with pytest.raises(ValidationError, match="greater than or equal"):
         Measurement.model_validate(wrong)
+
+
+UP, LEVEL, DOWN = Interval(0.2, 0.1, 0.3), Interval(0.1, -0.1, 0.3), Interval(-0.2, -0.3, -0.1)
+
+
+@pytest.mark.parametrize(
+    ("base", "best", "better", "worse"),
+    [
+        (None, None, False, None),
+        (UP, None, True, None),
+        (LEVEL, None, False, None),
+        (DOWN, None, False, "the base model by -0.2000 [-0.3000, -0.1000]"),
+        (UP, UP, True, None),
+        (UP, LEVEL, False, None),  # as good as the champion is no reason to replace it
+        (LEVEL, UP, True, None),
+        (UP, DOWN, False, "the best so far by -0.2000 [-0.3000, -0.1000]"),
+        (
+            DOWN,
+            DOWN,
+            False,
+            "the base model by -0.2000 [-0.3000, -0.1000] and the best so far by -0.2000 [-0.3000, -0.1000]",
+        ),
+    ],
+)
+def test_a_verdict_needs_an_interval_without_zero(
+    base: Interval | None, best: Interval | None, better: bool, worse: str | None
+) -> None:
+    """Better than the best so far, or than the base where there is none; worse than either."""
+    verdict = Verdict(base, best)
+    assert (verdict.better, verdict.worse) == (better, worse)

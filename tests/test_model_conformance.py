@@ -1,7 +1,7 @@
 """Every model family, with its own diffusers pipeline as the oracle: sampling, replay, gradients, export, errors."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -15,6 +15,7 @@ from diffusers import DiffusionPipeline
 from helpers import PROMPTS, actor_config, model_config, noise_keys
 from tiny_models import FAMILIES, NEGATIVE, Family
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 
 from models.actor_config import ForwardProcessConfig
@@ -114,12 +115,20 @@ def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Che
 # ---- sampling
 
 
-@with_and_without_guidance
-@pytest.mark.parametrize("size", [0, 1], ids=["wide", "tall"])
-@pytest.mark.parametrize("texts", [PROMPTS, PROMPTS[:1]], ids=["padded", "single"])
-@pytest.mark.parametrize(
-    ("name", "scheduler"), [(name, scheduler) for name, family in FAMILIES.items() for scheduler in family.schedulers]
-)
+def sampling_cases() -> Iterator[Any]:
+    """(family, scheduler, texts, size, guided): every pair of values of any two of them, and of each family both kinds
+    of texts with and without guidance. The whole product, 80 cases, finds no more mutations of the adapters."""
+    for number, (name, family) in enumerate(FAMILIES.items()):
+        for other, scheduler in enumerate(family.schedulers):
+            for single in (False, True):
+                guided = single == bool(other)  # padded prompts with the family's own schedule, single with the other
+                size = (number + guided) % 2
+                kinds = ("single" if single else "padded", ("wide", "tall")[size], "guided" if guided else "plain")
+                texts = PROMPTS[:1] if single else PROMPTS
+                yield pytest.param(name, scheduler, texts, size, guided, id="-".join((name, scheduler, *kinds)))
+
+
+@pytest.mark.parametrize(("name", "scheduler", "texts", "size", "guided"), sampling_cases())
 def test_sampling_is_the_pipelines_own(
     checkpoint_of: Any, name: str, scheduler: str, texts: list[str], size: int, guided: bool
 ) -> None:
@@ -252,9 +261,15 @@ def test_prompt_lengths_are_those_that_the_encoder_keeps(checkpoint_of: Any, nam
 # ---- replay and training
 
 
-@with_and_without_guidance
-@every_family
-@pytest.mark.parametrize("sde_type", ["sde", "dance_sde", "cps"])
+def replay_cases() -> Iterator[Any]:
+    """(family, kernel, guided): every family with every kernel, half of them guided: of each family and kernel some."""
+    for number, name in enumerate(FAMILIES):
+        for other, sde_type in enumerate(("sde", "dance_sde", "cps")):
+            guided = (number + other) % 2 == 0
+            yield pytest.param(name, sde_type, guided, id=f"{name}-{sde_type}-{'guided' if guided else 'plain'}")
+
+
+@pytest.mark.parametrize(("name", "sde_type", "guided"), replay_cases())
 @pytest.mark.usefixtures("one_rank")
 def test_replayed_log_probs_are_the_rollouts_own(checkpoint_of: Any, name: str, sde_type: str, guided: bool) -> None:
     """Bit for bit where the micro-batch is the rollout's batch."""
@@ -266,25 +281,26 @@ def test_replayed_log_probs_are_the_rollouts_own(checkpoint_of: Any, name: str, 
     assert trajectories.log_probs.std() > 1e-4
 
 
-@with_and_without_guidance
 @pytest.mark.parametrize("weights", [{}, LORA], ids=["full", "lora"])
 @every_family
 @pytest.mark.usefixtures("one_rank")
-def test_replay_in_bfloat16(checkpoint_of: Any, name: str, weights: dict[str, int], guided: bool) -> None:
-    """The sharded engine casts nothing that the rollout does not: timesteps and rotary angles keep their format,
-    buffers have the rollout's, and what diffusers keeps in fp32 stays so: rollout, policy and reference are one."""
+def test_replay_in_bfloat16(checkpoint_of: Any, name: str, weights: dict[str, int]) -> None:
+    """Guided, so that both halves are there. The sharded engine casts nothing that the rollout does not: timesteps and
+    rotary angles keep their format, buffers have the rollout's, and what diffusers keeps in fp32 stays so: rollout,
+    policy and reference are one."""
     model = checkpoint_of(name)
-    config = model.config(guided, dtype="bfloat16", **weights)
-    trajectories = model.rolled_out(config, guided)
+    config = model.config(True, dtype="bfloat16", **weights)
+    trajectories = model.rolled_out(config, True)
     engine = trainer(config, use_kl_loss=True, kl_loss_coef=0.1)
     assert torch.equal(engine.rescored(trajectories).log_probs, trajectories.log_probs)
-    canary = Canary(model.prompts(PROMPTS[:2], guided))
+    canary = Canary(model.prompts(PROMPTS[:2], True))
     own = DiffusersRolloutEngine(config).canary_velocity(canary)
     assert check_canary(engine.canary_velocity(canary), own, version=0, tolerance=0.0) == 0.0
     first = engine.update_policy([ActorBatch([(trajectories, ADVANTAGES)], 6)])
     assert first["logprob_abs_diff/max"] == first["kl_loss"] == 0.0
-    in_fp32 = model.rolled_out(model.config(guided, **weights), guided)
-    assert not torch.equal(in_fp32.log_probs, trajectories.log_probs)
+    # Log-probs of drawn samples depend on the noise and its deviation alone: the paths tell the formats apart.
+    in_fp32 = model.rolled_out(model.config(True, **weights), True)
+    assert (in_fp32.latents - trajectories.latents).abs().max() > 1e-4
 
 
 @every_family
@@ -410,9 +426,23 @@ def test_gradients_reach_exactly_the_trained_weights(checkpoint_of: Any, name: s
     assert reached == set(trainable(module)) - model.family.unreached(trainable(module))
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.usefixtures("one_rank")
-def test_compiled_blocks_sample_and_learn_as_eager_ones(checkpoint_of: Any) -> None:
-    """Up to rounding; with LoRA inside the blocks and FSDP around them. The family that compiles fastest."""
+def test_compiled_blocks_sample_and_learn_as_eager_ones(
+    checkpoint_of: Any, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to rounding; with LoRA inside the blocks and FSDP around them. The family that compiles fastest.
+
+    Without inductor's code, which takes most of the time, the same blocks become graphs that compute as eager ones.
+    """
+    if backend != "inductor":
+        compiler = torch.compile
+
+        def by_backend(function: Any, *, options: dict[str, Any], **settings: Any) -> Any:
+            return compiler(function, backend=backend, **settings)
+
+        monkeypatch.setattr(torch, "compile", by_backend)
+    counters.clear()
     model = checkpoint_of("wan")
     eager = model.config(True, **LORA)
     compiled = replace(eager, model=eager.model.model_copy(update={"compile": True}))
@@ -425,7 +455,8 @@ def test_compiled_blocks_sample_and_learn_as_eager_ones(checkpoint_of: Any) -> N
         norm = engine.update_policy([ActorBatch([(trajectories, ADVANTAGES)], 6)])["grad_norm"]
         results.append((trajectories, norm, engine.gather_weights()))
     (expected, expected_norm, expected_weights), (trajectories, norm, weights) = results
-    assert not torch.equal(trajectories.latents, expected.latents), "nothing was compiled"
+    assert counters["stats"]["unique_graphs"] > 0, "nothing was compiled"
+    assert torch.equal(trajectories.latents, expected.latents) == (backend != "inductor")
     torch.testing.assert_close(trajectories.latents, expected.latents, rtol=0, atol=1e-4)
     torch.testing.assert_close(trajectories.log_probs, expected.log_probs, rtol=0, atol=1e-5)
     assert norm == pytest.approx(expected_norm, rel=1e-3)

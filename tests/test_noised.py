@@ -170,12 +170,14 @@ def test_joined_samples_keep_their_prompts() -> None:
     """Tables of prompts of different lengths are padded to the longest."""
     short = replace(samples_of(1, 2), prompts=prompt_table([3], seed=1), advantages=None)
     long = replace(samples_of(2, 1, iteration=2), prompts=prompt_table([7, 5], seed=2), advantages=None)
-    joined = FinishedLatents.joined([short, long])
-    assert joined.keys == short.keys + long.keys
-    assert torch.equal(joined.latents, torch.cat([short.latents, long.latents]))
+    third = replace(samples_of(2, 1, iteration=3), prompts=prompt_table([2, 6], seed=3), advantages=None)
+    joined = FinishedLatents.joined([short, long, third])
+    assert joined.keys == short.keys + long.keys + third.keys
+    assert torch.equal(joined.latents, torch.cat([short.latents, long.latents, third.latents]))
     text = joined.prompts.expand(joined.prompt_index)
-    assert text["prompt_embeds"].shape[:2] == (4, 7)
+    assert text["prompt_embeds"].shape[:2] == (6, 7)
+    assert torch.equal(text["prompt_embeds"][5, :6], third.prompts.prompt_embeds[1])
     assert torch.equal(text["prompt_embeds"][0, :3], short.prompts.prompt_embeds[0])
     assert torch.equal(text["prompt_embeds"][3], long.prompts.prompt_embeds[1])
-    assert text["prompt_embeds_mask"].sum(1).tolist() == [3, 3, 7, 5]
+    assert text["prompt_embeds_mask"].sum(1).tolist() == [3, 3, 7, 5, 2, 6]
     assert text["prompt_embeds"][0, 3:].abs().max() == 0

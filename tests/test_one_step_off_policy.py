@@ -33,6 +33,13 @@ def test_what_cannot_overlap_is_refused(algorithm: dict, rollout: dict, message:
         config(algorithm, **rollout)
 
 
+def test_the_queues_of_all_workers_hold_an_iteration() -> None:
+    """Sixteen batches: two workers that queue eight each take them, seven each do not."""
+    config(num_actors=2, max_queued_batches=8)
+    with pytest.raises(ValueError, match="2 rollout workers queue 7 batches each and an iteration has 16"):
+        config(num_actors=2, max_queued_batches=7)
+
+
 @pytest.mark.parametrize("correction", [{}, {"bypass_mode": False, "rollout_is": "step"}])
 @pytest.mark.parametrize("name", ["flow_grpo", "grpo_guard", "flow_dppo"])
 def test_losses_with_old_log_probs_can(name: str, correction: dict) -> None:

@@ -15,9 +15,11 @@ from PIL import Image
 from torch import Tensor
 
 from flows.checks import ConfigError, check_inputs
+from flows.collect import read_pairs
 from flows.config import TrainConfig
 from flows.recipes import parse_changes
 from models.schedulers.noise_keys import NoiseKey
+from tasks.clock import Stopwatch
 from tasks.dataset import DatasetError, Prompt, PromptEmbeddings, prompt_uid, write_embeddings
 from tasks.pairs import (
     COLUMNS,
@@ -254,6 +256,41 @@ def test_pairs_of_prompts_that_are_not_encoded_are_refused(stored: Path, tiny_mo
     encode_into(stored / "embeddings", [Prompt(prompt_uid(text), text, "train", None, {}) for text in TEXTS[:1]])
     with pytest.raises(ConfigError, match=r"lacks the embedding of the prompt of pair 'pair-1' \(3 in all\): put the"):
         check_inputs(offline(stored, tiny_model))
+
+
+@pytest.mark.parametrize(("split", "text"), [("train", TEXTS[1]), ("test", TEXTS[2])])
+def test_prompts_that_are_not_encoded_are_refused(stored: Path, tiny_model: Path, split: str, text: str) -> None:
+    """Those of the validation too: without the check the run would fail after its first iterations."""
+    shutil.rmtree(stored / "embeddings")
+    encode_into(stored / "embeddings", [Prompt(prompt_uid(t), t, split, None, {}) for t in TEXTS if t != text])
+    settings = ("algorithm.sample_source=online", "data.train_batch_size=2")
+    with pytest.raises(ConfigError, match=rf"embeddings lacks the embedding of '{text}' \(1 in all\): run `dvc repro"):
+        check_inputs(offline(stored, tiny_model, *settings))
+
+
+@pytest.mark.parametrize(("ranks", "sharing", "sizes"), [(1, 1, [4, 4]), (2, 1, [2, 2, 2, 2]), (2, 2, [4, 4])])
+def test_offline_each_rank_with_samples_of_its_own_has_a_batch_in_every_step(
+    stored: Path, tiny_model: Path, ranks: int, sharing: int, sizes: list[int]
+) -> None:
+    """Four pairs in optimiser steps of two; ranks that share a sequence share the batch."""
+    config = offline(
+        stored,
+        tiny_model,
+        f"trainer.n_gpus_per_node={ranks}",
+        f"actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size={sharing}",
+    )
+    assert config.data_ranks == ranks // sharing
+    data, embeddings = PairDataset.open(stored / "pairs"), PromptEmbeddings.open(stored / "embeddings")
+    found = read_pairs.fn(Stopwatch(), data, embeddings, config, data.pairs[:4], 1)
+    assert [len(batch.trajectories) for batch in found.batches] == sizes  # two samples a pair
+    assert len(found.advantages) == len(found.samples) * 2 == 8
+
+
+def test_an_optimiser_step_of_pairs_is_dealt_evenly(stored: Path, tiny_model: Path) -> None:
+    with pytest.raises(ValueError, match=r"ppo_mini_batch_size 2 \(pairs\) must be a multiple of the 4 trainer ranks"):
+        offline(stored, tiny_model, "trainer.n_gpus_per_node=4")
+    shared = "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=2"
+    assert offline(stored, tiny_model, "trainer.n_gpus_per_node=4", shared).data_ranks == 2
 
 
 # ---- teachers

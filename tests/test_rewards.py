@@ -12,7 +12,7 @@ import pytest
 from models.tiny_qwen_image.render import render_picture
 from models.tiny_qwen_image.settings import TinySettings
 from tasks.config import RewardConfig
-from tasks.reward import Scores, joined_calls, trained_reward
+from tasks.reward import RewardFailure, RewardPool, Scores, joined_calls, trained_reward
 from tasks.rewards import (
     Reward,
     RewardError,
@@ -454,3 +454,19 @@ def test_workers_do_not_make_another_run_and_guards_survive_being_written_out():
         "ocr": 1.0,
         "jpeg_compressibility": 0.0,
     }
+
+
+@pytest.mark.parametrize(
+    ("missing", "limit", "passes"), [(0, 0.0, True), (1, 0.0, False), (2, 0.25, True), (3, 0.25, False), (8, 1.0, True)]
+)
+def test_as_many_scores_may_be_missing_as_the_fraction_says(missing: int, limit: float, passes: bool) -> None:
+    """Of eight; none of them, and exactly the fraction, pass."""
+    pool = RewardPool.__new__(RewardPool)  # without its workers
+    pool.name = "ocr"
+    scores, errors = [np.nan] * missing + [0.5] * (8 - missing), ["out of order"] * missing + [None] * (8 - missing)
+    table = pd.DataFrame({"reward/ocr": scores, "ocr/error": errors})
+    if passes:
+        pool._check_missing(table, limit, None)
+    else:
+        with pytest.raises(RewardFailure, match=rf"'ocr' is missing for {missing} of 8 samples.*{limit:g} allows; its"):
+            pool._check_missing(table, limit, None)

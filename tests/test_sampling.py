@@ -2,6 +2,7 @@
 own."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import models.base
 from models.base import DiffusionModelBase, VllmOmniPipelineBase
 from models.engines.diffusers_rollout import DiffusersRolloutEngine
 from models.engines.sampling import sample
-from models.engines.trajectories import RolloutRequest
+from models.engines.trajectories import RolloutRequest, Trajectories
 from models.engines.weights import make_trainable
 from models.qwen_image import QwenImage
 from models.schedulers.noise_keys import INITIAL_NOISE, draw
@@ -126,6 +127,23 @@ def test_model_index_without_a_class(tmp_path: Path) -> None:
 
 
 # ---- the registry
+
+
+def test_every_step_of_the_window_has_noise_of_its_own(tiny_model: Path) -> None:
+    """z = (x' - mean) / sd of a recorded step is the draw that the sample's key names for it."""
+    config = model_config(tiny_model)
+    request = replace(rollout_request(samples=2, window=(0, 1, 2)), record_means=True)
+    _, path = DiffusersRolloutEngine(config).generate(request)
+    assert isinstance(path, Trajectories)
+    assert path.means is not None
+    scheduler, algo = QwenImage.build_scheduler(config), config.algo
+    for number, step in enumerate(request.window):
+        before, after = path.step(number).latents.unbind(1)
+        at = path.timesteps[:, number]
+        settings = {"noise_level": algo.noise_level, "sde_type": algo.sde_type, "prev_sample": after}
+        deviation = scheduler.sample_previous_step(before, torch.zeros_like(before), at, **settings)[3]
+        noise = (after - path.means[:, number]) / deviation
+        assert torch.allclose(noise, draw(request.keys, step, (24, 16), "cpu"), rtol=0, atol=1e-4)
 
 
 @pytest.fixture

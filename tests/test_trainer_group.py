@@ -14,7 +14,7 @@ from models.engines.canary import Canary
 from models.engines.diffusers_rollout import DiffusersRolloutEngine
 from models.engines.trajectories import Trajectories
 from tasks.checkpoint import CheckpointStore, RunState
-from tasks.cluster import ray_cluster
+from tasks.cluster import ActorGroup, ray_cluster
 from tasks.config import RayConfig
 from tasks.dataset import Prompt
 from tasks.rollout import PendingBatch
@@ -111,6 +111,29 @@ def test_other_engines_train_through_the_same_actor(
         assert largest_difference(weights_of(group)[0], weights) < 1e-6
         group.export(tmp_path / f"exported_{name}")
         assert (tmp_path / f"exported_{name}" / "pytorch_lora_weights.safetensors").is_file()
+
+
+@pytest.mark.parametrize("sharing", [1, 2])
+def test_old_log_probs_come_back_in_the_order_of_the_batches(cluster: None, sharing: int) -> None:
+    """Of four batches on two ranks, or on two pairs of ranks that share their samples' tokens."""
+
+    class Scorer:  # stands for a rank: a batch's number is its log-prob
+        def old_log_probs(self, with_means: bool, *own: torch.Tensor) -> list:
+            return [[(number, -number) for number in own], *own]
+
+    group = TrainerGroup.__new__(TrainerGroup)  # without its own ranks
+    group.actor_config, group.sharing = actor_config(), sharing
+    group.group = ActorGroup(Scorer, 2 * sharing, 0.0)
+    numbers = [torch.full((2, 1), float(number)) for number in range(4)]
+    prompts = (Prompt("prompt", "0", None, {}, ""),) * 2
+    done = ray.put(0.0)
+    batches = [PendingBatch(prompts, (0, 1), (5, 0), ray.put(number), None, None, done, 0) for number in numbers]
+    old, rollout, means = group.old_log_probs(batches)
+    assert [found[0, 0].item() for found in old] == [0, 1, 2, 3]
+    assert [found[0, 0].item() for found in rollout] == [0, -1, -2, -3]
+    assert [found[0, 0].item() for found in ray.get(means)] == [0, 1, 2, 3]
+    for actor in group.group.actors:
+        ray.kill(actor)
 
 
 def computes_deterministically(_actor: object) -> tuple[bool, bool, str]:

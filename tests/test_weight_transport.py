@@ -106,7 +106,11 @@ def test_buckets_are_whole_tensors_in_order() -> None:
     weights = {f"w{i}": torch.randn(3 + i, 5, generator=generator).to(kinds[i % 4]) for i in range(9)}
     weights |= {"scalar": torch.tensor(3.5), "empty": torch.zeros(0, 4)}
     cut = list(buckets(weights.items(), limit=200))
+    sizes = [[tensor.nbytes for tensor in bucket.values()] for bucket in cut]
     assert len(cut) > 3
+    for inside in sizes[:-1]:  # each reaches the limit, and not before its last tensor
+        assert sum(inside) >= 200 > sum(inside[:-1])
+    assert max(map(len, sizes)) > 1
     assert [name for bucket in cut for name in bucket] == list(weights)
     for bucket in cut:
         slots, flat = packed(bucket)

@@ -9,10 +9,6 @@ from pathlib import Path
 import pytest
 from platform_helpers import Workspace
 
-from flows.checks import ConfigError
-from flows.config import TrainConfig
-from flows.reproduce import compare_metrics, shortened
-
 ROOT = Path(__file__).parents[2]
 ROOT_FILES = ("flows", "tasks", "models")
 REPRODUCE = """
@@ -78,34 +74,3 @@ def test_a_run_of_changed_code_is_reproduced_bit_for_bit(repository: Workspace) 
     assert "actor_rollout_ref.rollout.n<" not in html  # what does not
     assert html.count("data:image/png;base64,") >= 4  # curves and grids
     assert "compare" in {item.path for item in repository.client().list_artifacts(run.info.run_id)}
-
-
-def test_outcomes_metric_by_metric() -> None:
-    old = {
-        "same": {1: 0.1, 2: 0.2, 3: 9.0},
-        "near": {1: 1000.0},
-        "far": {1: 1.0},
-        "gone": {1: 1.0, 2: 1.0},
-        "nan": {1: float("nan")},
-        "late": {3: 1.0},
-        "timing_s/step": {1: 5.0},
-    }
-    new = {"same": {1: 0.1, 2: 0.2}, "near": {1: 1000.001}, "far": {1: 1.1}, "gone": {1: 1.0}, "nan": {1: float("nan")}}
-    found = {outcome.metric: outcome.outcome for outcome in compare_metrics(old, new, 2, 1e-5)}
-    assert found == {
-        "same": "equal",
-        "near": "within tolerance",
-        "far": "different",
-        "gone": "different",
-        "nan": "equal",
-    }
-
-
-def test_a_run_that_paces_itself_by_its_length_is_done_again_whole() -> None:
-    algo = {"sde_window_mode": "decay", "sde_window_size": 2}
-    config = TrainConfig.model_validate({"actor_rollout_ref": {"rollout": {"algo": algo}}}).model_dump(mode="json")
-    assert shortened(config, 100, "again")["trainer"]["experiment_name"] == "again"
-    with pytest.raises(ConfigError, match="must be all 100"):
-        shortened(config, 3, "again")
-    with pytest.raises(ConfigError, match="give 1 to 100"):
-        shortened(config, 101, "again")

@@ -313,37 +313,3 @@ def test_ratios_that_are_rounding_stop_the_run_at_its_first_update(workspace: Wo
     (run,) = workspace.mlflow_runs()
     assert run.info.status == "FAILED"
     assert not list((workspace.run_folder() / "checkpoints").iterdir())
-
-
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ("actor_rollout_ref.rollout.n=1", "rollout.n is 1"),
-        ("actor_rollout_ref.rollout.algo.noise_level=0", "noise_level is 0"),
-        ("actor_rollout_ref.rollout.algo.sde_window_range=[0, 4]", "sde_window_range"),
-        ("actor_rollout_ref.rollout.algo.sde_window_range=[2, 9]", "must lie within the 4 denoising steps"),
-        ("actor_rollout_ref.actor.ppo_mini_batch_size=3", "must be a multiple of actor.ppo_mini_batch_size"),
-        ("trainer.n_gpus_per_node=5", "5 trainer ranks"),
-        ("data.train_batch_size=100", "has only 8 train prompts"),
-        ("algorithm.adv_estimator=grop", "known: dance_grpo, flow_grpo"),
-        ("actor_rollout_ref.actor.diffusion_loss.loss_mode=grop", "known: awm, dance_grpo, diffusion_nft"),
-        ("algorithm.name=grop", "known: flow_grpo, dance_grpo"),
-        ("reward.functions={ocrr: {}}", "no reward 'ocrr'"),
-        ("actor_rollout_ref.model.path=nowhere", "nowhere/model_index.json does not exist"),
-        ("actor_rollout_ref.model.initial_weights=nowhere", "which holds neither pytorch_lora_weights.safetensors nor"),
-        ("actor_rollout_ref.rollout.pipeline.height=18", "must be multiples of 4"),
-        ("trainer.total_training_stepz=3", "total_training_stepz"),
-    ],
-)
-def test_a_bad_setting_is_refused_on_the_driver(
-    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, setting: str, message: str
-) -> None:
-    """Through the same functions as the flow, before Ray or MLflow are touched."""
-    from flows.checks import check_inputs
-    from flows.recipes import load_recipe, parse_changes
-
-    monkeypatch.chdir(workspace.folder)
-    with pytest.raises((ValueError, FileNotFoundError), match=message.replace("[", r"\[")):
-        check_inputs(load_recipe("tiny").with_changes(parse_changes([setting])))
-    assert not (workspace.folder / "mlflow.db").exists()
-    assert not (workspace.folder / "runs").exists()
