@@ -30,7 +30,7 @@ export MLFLOW_SERVER_ENABLE_JOB_EXECUTION = false
 export OMP_WAIT_POLICY = passive
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: quickstart test lint train data up down status prune clean help .doubleflow $(TESTS)
+.PHONY: quickstart test lint docs train data up down status prune clean help .doubleflow $(TESTS)
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -95,8 +95,13 @@ test-alone: $(VLLM_VENV)/.dev
 lint: $(VENV)/.dev ## style, types and the direction of imports
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports
 
+# A banner about the future of MkDocs, which would hide the line that matters.
+docs: export NO_MKDOCS_2_WARNING = 1
+docs: $(VENV)/.docs ## build the site of the docs into build/site; a link that leads nowhere is an error
+	@$(BIN)/mkdocs build --strict
+
 clean: ## remove the environment and every result; the data stays in DVC's cache
-	rm -rf $(VENV) $(VLLM_VENV) runs mlruns mlflow.db .prefect
+	rm -rf $(VENV) $(VLLM_VENV) runs mlruns mlflow.db .prefect build
 
 .doubleflow: # what others could have written is not kept: it is a cache
 	@find $@ -maxdepth 0 -perm /022 -exec rm -rf {} + 2>/dev/null; install -d -m 700 $@
@@ -111,6 +116,10 @@ $(VENV)/.data: $(BIN)/python pyproject.toml constraints.txt
 
 $(VENV)/.dev: $(VENV)/.data
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.dev
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	@touch $@
 
 # torchvision, which vLLM needs, changes what every import of transformers does: so it has an environment to itself.
