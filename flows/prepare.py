@@ -1,4 +1,4 @@
-"""The data stages of dvc.yaml: `python -m flows.prepare prompts|base-model|embeddings|preferences|pairs`.
+"""The data stages of dvc.yaml: `python -m flows.prepare` prompts, base-model, embeddings, preferences or pairs.
 
 Each reads params.yaml and puts its output in place only when all of it is made, so a stage that fails leaves the old
 output as it was. A stage that samples or encodes imports the model families, seconds of work, and the others do not.

@@ -146,8 +146,8 @@ class DiffusionModelBase(ABC):
         """The velocity v = e - x0 in fp32, [B, ...] like the latent.
 
         Args:
-            conditional: what `denoise` gave with the prompt.
-            unconditional: what it gave without, or None without guidance.
+            conditional: [B, ...], what `denoise` gave with the prompt.
+            unconditional: [B, ...], what it gave without, or None without guidance.
         """
 
     @classmethod
@@ -170,7 +170,7 @@ class DiffusionModelBase(ABC):
     @classmethod
     @abstractmethod
     def encode(cls, vae: nn.Module, model_config: DiffusionModelConfig, images: Tensor) -> Tensor:
-        """Pictures as `decode` makes them to latents [B, ...] fp32: its inverse, for data sets of pictures."""
+        """Pictures [B, H, W, 3] uint8 to latents [B, ...] fp32: the inverse of `decode`, for data sets of pictures."""
 
     @classmethod
     @abstractmethod
@@ -211,6 +211,8 @@ class DiffusionModelBase(ABC):
         for a negative prompt where there is no guidance.
 
         Args:
+            latents: [B, W+1, ...] or [B, ...], as `prepare_model_inputs` takes them.
+            timesteps: [B, W] or [B], likewise.
             text: the four embeddings and masks by the names of `prepare_model_inputs`.
         """
         size = {"height": model_config.pipeline.height, "width": model_config.pipeline.width}
@@ -236,6 +238,8 @@ class DiffusionModelBase(ABC):
         one_pass: bool = True,
     ) -> tuple[Tensor, Tensor | None]:
         """`denoise` with the prompt and, with guidance, without it; in one pass where the family's pipeline does so.
+
+        Both are [B, ...] like the latent, in the network's number format; the second is None without guidance.
 
         Args:
             one_pass: false computes them apart wherever the pipeline would join them, as an update does that takes
@@ -263,7 +267,7 @@ class DiffusionModelBase(ABC):
         """The guided velocity v = e - x0 in fp32, [B, ...] like the latent.
 
         Args:
-            unconditional: the half without the prompt, where it is known already; it is not computed again then.
+            unconditional: [B, ...], the half without the prompt, where it is known already and not computed again.
         """
         if unconditional is None:
             return cls.guide(model_config, *cls.predict_halves(module, model_inputs, negative_model_inputs))

@@ -32,5 +32,5 @@ def _joined(first: Any, second: Any) -> Any:
 
 
 def guided(conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
-    """Ho & Salimans (arXiv 2207.12598): u + scale (c - u), in the network's number format as the pipelines do it."""
+    """u + scale (c - u), all [B, ...], in the network's number format as the pipelines do it (arXiv 2207.12598)."""
     return unconditional + scale * (conditional - unconditional)

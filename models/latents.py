@@ -68,21 +68,22 @@ def unpacked(latents: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def packed(latents: Tensor) -> Tensor:
-    """The inverse of `unpacked`."""
+    """The inverse of `unpacked`: a latent [B, C, rows, columns] to tokens [B, rows/2 * columns/2, 4C]."""
     batch, channels, rows, columns = latents.shape
     grid = latents.view(batch, channels, rows // 2, 2, columns // 2, 2).permute(0, 2, 4, 1, 3, 5)
     return grid.reshape(batch, rows // 2 * (columns // 2), channels * 4)
 
 
 def unscaled(vae: Any, latents: Tensor) -> Tensor:
-    """The VAE's own latent where it is normalised by one factor and, unless that is null, one shift."""
+    """The VAE's own latent [B, ...], of the given shape, where it is normalised by one factor and, unless that is null,
+    one shift."""
     latents = latents.to(next(vae.parameters()).dtype)
     latents = latents / vae.config.scaling_factor
     return latents if vae.config.shift_factor is None else latents + vae.config.shift_factor
 
 
 def scaled(vae: Any, latents: Tensor) -> Tensor:
-    """The inverse of `unscaled`, fp32."""
+    """The inverse of `unscaled`, [B, ...] fp32."""
     return (latents.float() - (vae.config.shift_factor or 0.0)) * vae.config.scaling_factor
 
 
@@ -96,7 +97,7 @@ def destandardised(vae: Any, latents: Tensor) -> Tensor:
 
 
 def standardised(vae: Any, latents: Tensor) -> Tensor:
-    """The inverse of `destandardised`, fp32."""
+    """The inverse of `destandardised`, [B, C, F, h, w] fp32."""
     latents = latents.float()
     mean, std = (
         torch.tensor(numbers).view(1, -1, 1, 1, 1).to(latents)

@@ -213,7 +213,7 @@ class PromptEmbeddings:
         return max(uids, key=lengths.__getitem__)
 
     def negative(self) -> dict[str, "torch.Tensor"]:
-        """The negative prompt, as `get` returns it for P = 1."""
+        """The negative prompt, as `get` returns it for P = 1: `prompt_embeds` [1, L, D] and so on."""
         return self.get([NEGATIVE_UID])
 
     def _read(self, uids: Sequence[str]) -> dict[str, "torch.Tensor"]:

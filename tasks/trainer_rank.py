@@ -83,7 +83,7 @@ class TrainerRank:
 
         Args:
             plan: which samples each step takes.
-            old: log-probs and weights of each batch, where the rollout's own are not the old ones.
+            old: log-probs [B, W] and weights [B, W] of each batch, where the rollout's own are not the old ones.
             given: the batches' trajectories, or finished latents; with `old` then the trajectories' means.
         """
         from models.engines.actor_batch import ActorBatch
@@ -110,7 +110,8 @@ class TrainerRank:
 
     @measures_gpu_memory("update_weights")
     def weights_and_proof(self, canary: Canary, which: HeldWeights) -> tuple[dict[str, torch.Tensor], Proof, int]:
-        """The weights of `engine.holding(which)` (whole on rank 0), what a worker must find out of them, and bytes."""
+        """The weights of `engine.holding(which)` (of whole shape on rank 0), what a worker must find out of them, and
+        bytes."""
         weights = {}
         with self.engine.holding(which):
             for name, whole in self._digested(self.engine.whole_weights()):
@@ -120,7 +121,7 @@ class TrainerRank:
         return weights, proof, sum(tensor.nbytes for tensor in weights.values())
 
     def weights(self, which: HeldWeights) -> dict[str, torch.Tensor]:
-        """The weights of `engine.holding(which)`, whole on rank 0."""
+        """The weights of `engine.holding(which)`, of whole shape on rank 0, else none."""
         with self.engine.holding(which):
             return self.engine.gather_weights()
 

@@ -97,7 +97,7 @@ class Courier:
         self.group_name, self._group, self._store = "", None, None
 
     def send(self, number: int, index: int, bucket: Mapping[str, Tensor], route: "Route") -> None:
-        """Returns when every receiver has taken the bucket; an error of one of them is raised here."""
+        """Returns when every receiver has taken the bucket, tensors of any shape; raises the error of one of them."""
         slots, flat = packed(bucket)
         handle = shared(flat) if route.transport == "ipc" else None
         parcel = Parcel(number, index, slots, self.place(), handle)
@@ -108,7 +108,7 @@ class Courier:
         ray.get(taken)  # the memory behind the handle lives until here
 
     def receive(self, parcel: Parcel) -> dict[str, Tensor]:
-        """The bucket's tensors: the sender's own memory, or this process' part of the broadcast.
+        """The bucket's tensors, in their shapes: the sender's own memory, or this process' part of the broadcast.
 
         Raises:
             WeightSyncError: its bytes cannot reach this process.
@@ -134,7 +134,7 @@ class Arrival:
         self._number, self._load, self._device, self._buckets = number, load, device, 0
 
     def take(self, weights: Mapping[str, Tensor]) -> None:
-        """The next bucket; it is copied when this returns."""
+        """The next bucket, tensors of whole shape; it is copied when this returns."""
         self._load.take(weights)
         settle(self._device)
         self._buckets += 1

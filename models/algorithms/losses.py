@@ -229,5 +229,5 @@ def mean_drift(prev_sample_mean: Tensor, other_mean: Tensor, std_dev_t: Tensor) 
 
 
 def velocity_distance(velocity: Tensor, other: Tensor) -> Tensor:
-    """mean over batch and latent of (v - v_other)^2, what the forward process has in place of a KL."""
+    """mean over batch and latent of (v - v_other)^2, both [B, ...]: what the forward process has in place of a KL."""
     return ((velocity - other) ** 2).mean()

@@ -205,13 +205,21 @@ def _of_each_sample(value: Tensor, like: Tensor) -> Tensor:
 
 
 def ratio_metrics(ratio: Tensor, log_ratio: Tensor, clip_ratio: float) -> dict[str, Tensor]:
-    """`ratio_spread` and how often the clip range is left."""
+    """`ratio_spread` and how often the clip range is left, scalars by name; `ratio` and `log_ratio` are [B]."""
     outside = (ratio.detach() - 1).abs() > clip_ratio
     return ratio_spread(ratio, log_ratio) | {"pg_clipfrac": outside.float().mean()}
 
 
 def ratio_spread(ratio: Tensor, log_ratio: Tensor) -> dict[str, Tensor]:
-    """What tells a healthy update: the ratio's distance from 1, and the approximate KL."""
+    """What tells a healthy update: the ratio's distance from 1, and the approximate KL mean(-log ratio).
+
+    Args:
+        ratio: [B], exp(log_ratio).
+        log_ratio: [B], log-prob of the policy minus the old one's.
+
+    Returns:
+        scalars by name, without gradient.
+    """
     deviation = (ratio.detach() - 1).abs()
     return {
         "ppo_kl": -log_ratio.detach().mean(),

@@ -64,7 +64,16 @@ class DPOLoss(DiffusionLossFn):
 
     @staticmethod
     def prepare_actor_batch(batch: Any, reward_tensor: Tensor, config: Any) -> Any:
-        """The best and the worst sample of each prompt uid, one pair after the other; ties give no pair."""
+        """The best and the worst sample of each prompt uid, one pair after the other; ties give no pair.
+
+        Args:
+            batch: `FinishedLatents` of B samples.
+            reward_tensor: [B], the advantages; NaN where a sample is left out.
+            config: not read.
+
+        Returns:
+            2 P samples of the P pairs: rows 2i are the better ones, rows 2i+1 the worse.
+        """
         groups: dict[str, list[int]] = {}
         for index, key in enumerate(batch.keys):
             if not reward_tensor[index].isnan():

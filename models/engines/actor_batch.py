@@ -91,7 +91,12 @@ def micro_batch_of(
 
 
 def counted_rows(trajectories: Trajectories, advantages: Tensor) -> Tensor:
-    """Indices of the samples that count in a window of one step: neither reward nor weight is missing."""
+    """Indices [b] of the samples that count in a window of one step: neither reward nor weight is missing.
+
+    Args:
+        trajectories: B samples of one step.
+        advantages: [B], NaN where the reward is missing.
+    """
     left_out = torch.isnan(advantages)
     if trajectories.is_weights is not None:
         left_out = left_out | torch.isnan(trajectories.is_weights[:, 0]).cpu()

@@ -112,7 +112,8 @@ def _timesteps(adapter: type[DiffusionModelBase], model_config: DiffusionModelCo
 
 
 def relative_difference(one: Tensor, other: Tensor) -> float:
-    """|other - one| / |one|, of the timestep where it is largest; not finite where one of them is not."""
+    """|other - one| / |one| of velocities [S, rows, ...], at the timestep where it is largest; not finite where one of
+    them is not."""
     rows, others = one.reshape(len(one), -1), other.reshape(len(one), -1)
     return ((others - rows).norm(dim=1) / rows.norm(dim=1)).max().item()
 
@@ -121,7 +122,7 @@ def check_canary(trainer: Tensor, rollout: Tensor, version: int, tolerance: floa
     """Relative difference |rollout - trainer| / |trainer| of the two velocities.
 
     Args:
-        trainer, rollout: velocities of the two sides.
+        trainer, rollout: [S, rows, ...], velocities of the two sides.
         version: policy version, for the message.
         tolerance: largest difference allowed; 0 demands equal bits.
 
@@ -146,8 +147,8 @@ def missing_share(last: Tensor, trainer: Tensor, rollout: Tensor) -> float | Non
     where rounding is larger than the change, so a limit well above 1/2 does not refuse the right weights.
 
     Args:
-        last: the trainer's velocity at the last sync.
-        trainer, rollout: of the two sides now.
+        last: [S, rows, ...], the trainer's velocity at the last sync.
+        trainer, rollout: [S, rows, ...], of the two sides now.
 
     Returns:
         the share; None where there is no change.
@@ -163,7 +164,7 @@ def check_change(
     """(relative change of the trainer's velocity since the last sync, `missing_share`).
 
     Args:
-        last, trainer, rollout: as `missing_share`.
+        last, trainer, rollout: [S, rows, ...], as `missing_share`.
         version: policy version, for the message.
         limit: largest share allowed.
 
@@ -183,7 +184,7 @@ def check_change(
 def check_velocity(
     trainer: Tensor, rollout: Tensor, last: Tensor | None, version: int, limits: CanaryLimits
 ) -> Agreement:
-    """`check_canary`, and `check_change` where there was a sync before."""
+    """`check_canary`, and `check_change` where there was a sync before; velocities are [S, rows, ...]."""
     difference = check_canary(trainer, rollout, version, limits.tolerance)
     if last is None:
         return Agreement(difference)

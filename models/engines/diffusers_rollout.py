@@ -38,7 +38,7 @@ class DiffusersRolloutEngine(Sampler):
         super().__init__(adapter, self.transformer, vae, model_config, device)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Take the trainer's weights (names as `models.engines.weights.trainable` gives them)."""
+        """Take the trainer's weights (names and shapes as `models.engines.weights.trainable` gives them)."""
         load_trainable(self.transformer, weights)
 
     def begin_load(self) -> TrainableLoad:
@@ -50,11 +50,11 @@ class DiffusersRolloutEngine(Sampler):
         load_exported(self.adapter, self.transformer, self.model_config, folder)
 
     def held_weights(self) -> Mapping[str, Tensor]:
-        """The trained weights as they are in the module now."""
+        """The trained weights as they are in the module now, each of its parameter's shape."""
         return trainable(self.transformer)
 
     def canary_velocity(self, canary: Canary) -> Tensor:
-        """What this copy of the model predicts for the canary, fp32 on the CPU."""
+        """What this copy of the model predicts for the canary, [S, rows, ...] fp32 on the CPU (`canary_velocity`)."""
         return canary_velocity(self.adapter, self.transformer, self.model_config, canary, self.device)
 
     def sleep(self) -> None:

@@ -242,7 +242,7 @@ class DiffusersFSDPEngine(PolicyEvaluation):
         return copy.applied()
 
     def gather_weights(self) -> dict[str, Tensor]:
-        """The trained weights, whole and on the CPU; on rank 0 (empty on the others)."""
+        """The trained weights by name, each of its whole shape, on the CPU; on rank 0 (empty on the others)."""
         gathered = {}
         for name, whole in self.whole_weights():
             if dist.get_rank() == 0:
@@ -250,13 +250,13 @@ class DiffusersFSDPEngine(PolicyEvaluation):
         return gathered
 
     def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and tensor of the trained weights one by one, whole and on the device; every rank must take them all."""
+        """Name and tensor of the trained weights one by one, in whole shape on the device; every rank must take all."""
         for name, parameter in self._shards().items():
             whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
             yield name, whole.detach().to(self.device)
 
     def canary_velocity(self, canary: Canary) -> Tensor:
-        """What the trainer's model predicts for the canary, fp32 on the CPU."""
+        """What the trainer's model predicts for the canary, [S, rows, ...] fp32 on the CPU (`canary_velocity`)."""
         return canary_velocity(self.adapter, self.module, self.model_config, canary, self.device)
 
     # ---- checkpoint

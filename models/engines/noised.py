@@ -47,7 +47,7 @@ class NoisedLatents(Samples):
         return replace(self, **one)
 
     def levelwise(self) -> dict[str, Tensor]:
-        """Name -> tensor of what there is for each level."""
+        """Name -> tensor of what there is for each level: `sigmas` [B, K], the others [B, K, ...]."""
         names = ("noise", "sigmas", OLD_VELOCITY, EMA_VELOCITY, REF_VELOCITY, TEACHER_VELOCITY)
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 

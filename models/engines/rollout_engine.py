@@ -17,7 +17,7 @@ class WeightLoad(Protocol):
     """The trainer's weights, coming in pieces."""
 
     def take(self, weights: Mapping[str, Tensor]) -> None:
-        """Some of them; nothing of the given tensors is needed afterwards."""
+        """Some of them, each of its whole shape; nothing of the given tensors is needed afterwards."""
 
     def finish(self) -> None:
         """All have come.
@@ -39,7 +39,7 @@ class RolloutEngine(Protocol):
         """
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Take the trainer's weights (names as `models.engines.weights.trainable` gives them)."""
+        """Take the trainer's weights (names and shapes as `models.engines.weights.trainable` gives them)."""
 
     def begin_load(self) -> WeightLoad:
         """Take the trainer's weights piece by piece. Nothing is sampled until the load is finished."""
@@ -48,11 +48,11 @@ class RolloutEngine(Protocol):
         """Take weights from a folder that a run exported."""
 
     def held_weights(self) -> Mapping[str, Tensor] | None:
-        """The trained weights as they are in the engine now, under the trainer's names; None where it keeps them in
-        another form."""
+        """The trained weights as they are in the engine now, under the trainer's names and in its shapes; None where it
+        keeps them in another form."""
 
     def canary_velocity(self, canary: Canary) -> Tensor:
-        """What this copy of the model predicts for the canary, fp32 on the CPU."""
+        """What this copy of the model predicts for the canary, [S, rows, ...] fp32 on the CPU (`canary_velocity`)."""
 
     def sleep(self) -> None:
         """Move the weights off the GPU: the trainer needs it. Nothing is sampled until `wake`."""

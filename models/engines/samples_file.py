@@ -20,7 +20,7 @@ SAMPLES, PROMPTS, OUTPUTS = "samples/", "prompts/", "outputs/"
 
 
 def write_samples(file: Path, samples: Samples, outputs: Mapping[str, Tensor]) -> None:
-    """Write samples, and beside them tensors by name such as their pictures.
+    """Write samples, and beside them tensors by name such as their pictures [B, H, W, 3]: of any shape and format.
 
     Raises:
         OSError: there is no room, or no such folder.
@@ -35,7 +35,7 @@ def write_samples(file: Path, samples: Samples, outputs: Mapping[str, Tensor]) -
 
 
 def read_samples(file: Path) -> tuple[Samples, dict[str, Tensor]]:
-    """What `write_samples` was given, bit for bit."""
+    """What `write_samples` was given, bit for bit and in the same shapes."""
     with safe_open(file, "pt") as stored:
         tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118  it is no mapping
         metadata = stored.metadata()

@@ -68,14 +68,14 @@ class TrainingEngine(Protocol):
         """Context in which the engine's weights are their moving average, where the config asks for one."""
 
     def gather_weights(self) -> dict[str, Tensor]:
-        """The trained weights, whole and on the CPU, named as `models.engines.weights.trainable` names them; on rank 0
-        (empty on the others)."""
+        """The trained weights by the names of `models.engines.weights.trainable`, each of its whole shape, on the
+        CPU; on rank 0 (empty on the others)."""
 
     def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The same one by one, on the device and on every rank; every rank must take them all."""
+        """The same one by one, of whole shape, on the device and on every rank; every rank must take them all."""
 
     def canary_velocity(self, canary: Canary) -> Tensor:
-        """What the trainer's model predicts for the canary, fp32 on the CPU."""
+        """What the trainer's model predicts for the canary, [S, rows, ...] fp32 on the CPU (`canary_velocity`)."""
 
     def save_checkpoint(self, folder: Path) -> None:
         """Write all that training needs to go on into a folder that exists, for any number of ranks to read."""

@@ -35,7 +35,7 @@ class PromptTable:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> "PromptTable":
-        """A table from tensors by name; names that are no field of it are its extras."""
+        """A table from tensors by name, of the shapes above; what is no field of it is one of its extras [P, ...]."""
         own = {f.name for f in fields(cls)} - {"extras"}
         extras = {name: tensor for name, tensor in tensors.items() if name not in own}
         return cls(**{name: tensor for name, tensor in tensors.items() if name in own}, extras=extras)

@@ -39,7 +39,7 @@ class Slot:
 
 
 def buckets(weights: Iterable[tuple[str, Tensor]], limit: int = BUCKET_BYTES) -> Iterator[dict[str, Tensor]]:
-    """Runs of whole tensors that reach `limit` bytes each, in the order given; the last may be smaller.
+    """Runs of whole tensors, of any shape, that reach `limit` bytes each, in the order given; the last may be smaller.
 
     Reads ahead no further than the bucket that it gives, so what is gathered one by one is never there all at once.
     """
@@ -68,7 +68,7 @@ def packed(bucket: Mapping[str, Tensor]) -> tuple[tuple[Slot, ...], Tensor]:
 
 
 def unpacked(slots: Iterable[Slot], flat: Tensor) -> dict[str, Tensor]:
-    """The tensors of a bucket, as views of its bytes."""
+    """The tensors of a bucket, each of its slot's shape, as views of its bytes `flat`, uint8 [n]."""
     return {s.name: flat[s.start : s.start + s.size].view(s.dtype).view(s.shape) for s in slots}
 
 
@@ -78,7 +78,8 @@ def byte_count(slots: Iterable[Slot]) -> int:
 
 
 def shared(flat: Tensor) -> bytes:
-    """A handle with which another process of this machine reads the same memory, as long as `flat` is kept alive."""
+    """A handle with which another process of this machine reads the same memory, as long as `flat`, of any shape, is
+    kept alive."""
     settle(flat.device)
     if flat.device.type == "cpu":
         # The other strategy passes open files, and only among a process' own children.
@@ -87,7 +88,7 @@ def shared(flat: Tensor) -> bytes:
 
 
 def opened(handle: bytes) -> Tensor:
-    """What another process `shared`: its memory, no copy."""
+    """What another process `shared`, of that shape: its memory, no copy."""
     return pickle.loads(handle)
 
 
@@ -122,7 +123,7 @@ class BroadcastGroup:
             self._backend = ProcessGroupGloo(store, rank, size, TRANSFER_TIMEOUT)
 
     def broadcast(self, flat: Tensor) -> None:
-        """Rank 0's `flat` into everybody's."""
+        """Rank 0's `flat`, of one shape and format on all ranks, into everybody's."""
         options = BroadcastOptions()
         options.rootRank = 0
         self._backend.broadcast([flat], options).wait()

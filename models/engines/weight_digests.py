@@ -68,14 +68,14 @@ class DigestBook:
         self._found: dict[tuple[str, str], Tensor] = {}
 
     def add(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Take some of the weights in."""
+        """Take some of the weights in: names and tensors of any shape."""
         for name, tensor in weights:
             there = tensor.detach() if self._device is None else tensor.detach().to(self._device)
             for dtype in dict.fromkeys((there.dtype, *self._formats)):
                 self._found[name, str(dtype)] = digest(there.to(dtype))
 
     def passing(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The same weights, each taken in before it is handed on."""
+        """The same weights, of any shape, each taken in before it is handed on."""
         for name, tensor in weights:
             self.add([(name, tensor)])
             yield name, tensor
@@ -91,7 +91,7 @@ class DigestBook:
 
 
 def digests_of(weights: Mapping[str, Tensor], *formats: torch.dtype, device: str | None = None) -> Digests:
-    """Digests of weights that are all there; arguments as `DigestBook`."""
+    """Digests of weights of any shape that are all there; arguments as `DigestBook`."""
     book = DigestBook(*formats, device=device)
     book.add(weights.items())
     return book.digests()

@@ -94,7 +94,7 @@ def named(module: nn.Module, names: Iterable[str]) -> dict[str, nn.Parameter]:
 
 
 def load_trainable(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Copy `weights` into the module's trained parameters, casting to their number format.
+    """Copy `weights` into the module's trained parameters, of the same shapes, casting to their number format.
 
     Raises:
         WeightSyncError: the two sets of names differ, or are empty.
@@ -133,7 +133,7 @@ class TrainableLoad:
         self._missing = set(self._own)
 
     def take(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy some of the weights."""
+        """Copy some of the weights, each of its parameter's shape."""
         _check_names(weights.keys() - self._own.keys())
         _copy(self._own, weights)
         self._missing -= weights.keys()
@@ -152,7 +152,7 @@ def export_weights(
     folder, the trained transformer beside the base model's other components, for `from_pretrained(folder)`.
 
     Args:
-        weights: trained parameters by name, as `trainable` names them.
+        weights: trained parameters by name and of the shapes of `trainable`.
         folder: is created; must not exist.
     """
     module: Any = adapter.load_transformer(model_config, model_config.dtype)
@@ -181,7 +181,7 @@ def load_exported(
 def read_exported(
     adapter: type[DiffusionModelBase], model_config: DiffusionModelConfig, folder: Path
 ) -> dict[str, Tensor]:
-    """Weights that `export_weights` wrote, under the names of `trainable`.
+    """Weights that `export_weights` wrote, under the names and in the shapes of `trainable`.
 
     Raises:
         FileNotFoundError: the folder holds neither LoRA weights nor a transformer, as the config would have it.

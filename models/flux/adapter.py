@@ -101,7 +101,7 @@ class Flux(DiffusionModelBase):
 
     @classmethod
     def guide(cls, model_config: DiffusionModelConfig, conditional: Tensor, unconditional: Tensor | None) -> Tensor:
-        """The distilled model's own guidance, and standard guidance around it if asked for."""
+        """The distilled model's own guidance, and standard guidance around it if asked for; [B, S, C]."""
         if unconditional is None:
             return conditional.float()
         return guided(conditional, unconditional, model_config.pipeline.true_cfg_scale).float()

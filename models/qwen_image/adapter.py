@@ -95,7 +95,7 @@ class QwenImage(DiffusionModelBase):
 
     @classmethod
     def guide(cls, model_config: DiffusionModelConfig, conditional: Tensor, unconditional: Tensor | None) -> Tensor:
-        """True guidance, then each token's velocity is rescaled to the length of its conditional half."""
+        """True guidance, then each token's velocity [B, S, C] is rescaled to the length of its conditional half."""
         if unconditional is None:
             return conditional.float()
         joined = guided(conditional, unconditional, model_config.pipeline.true_cfg_scale)

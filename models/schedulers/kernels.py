@@ -54,7 +54,7 @@ def _drifted(sample: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor
 def sde_step(
     sample: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor, sigma_max: Tensor, noise_level: float
 ) -> ReverseStep:
-    """Flow-GRPO's SDE (arXiv 2505.05470): g = a sqrt(s / (1-s)).
+    """Flow-GRPO's SDE (arXiv 2505.05470): g = a sqrt(s / (1-s)); `sample` [B, ...], the sigmas [B, 1, ...].
 
     At s = 1 the coefficient would be infinite, so g alone uses `sigma_max`, the schedule's second sigma. Only the first
     step of a schedule can be so near to 1: the second of a thousand steps would need a shift of a thousand.
@@ -66,14 +66,17 @@ def sde_step(
 def dance_sde_step(
     sample: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor, sigma_max: Tensor, noise_level: float
 ) -> ReverseStep:
-    """DanceGRPO's SDE (arXiv 2505.07818): a constant diffusion coefficient g = eta."""
+    """DanceGRPO's SDE (arXiv 2505.07818): a constant diffusion coefficient g = eta; shapes as `sde_step` [B, ...]."""
     return _drifted(sample, velocity, sigma, sigma_next, torch.full_like(sigma, noise_level))
 
 
 def cps_step(
     sample: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor, sigma_max: Tensor, noise_level: float
 ) -> ReverseStep:
-    """Coefficients-preserving sampling: sd = s' sin(a pi/2), the rest of s' stays on the predicted noise."""
+    """Coefficients-preserving sampling: sd = s' sin(a pi/2), the rest of s' stays on the predicted noise.
+
+    mu = (1-s') x0_hat + sqrt(s'^2 - sd^2) e_hat; shapes as `sde_step` [B, ...].
+    """
     std = sigma_next * math.sin(noise_level * math.pi / 2)
     clean_hat = sample - sigma * velocity
     noise_hat = sample + (1 - sigma) * velocity

@@ -44,7 +44,7 @@ class BatchedMuon(torch.optim.Optimizer):
 
 
 def orthogonalise(matrices: torch.Tensor, iterations: int = 5) -> torch.Tensor:
-    """Roughly the nearest (semi-)orthogonal matrix to each of `matrices`, (count, rows, columns)."""
+    """Roughly the nearest (semi-)orthogonal matrix to each of `matrices`, [count, rows, columns]."""
     wide = matrices.shape[-2] <= matrices.shape[-1]
     x = matrices if wide else matrices.mT
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)

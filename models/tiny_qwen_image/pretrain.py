@@ -76,8 +76,8 @@ def train_transformer(
 ) -> None:
     """Flow matching: x_t = (1 - t) x_0 + t noise, target velocity noise - x_0, mean squared error.
 
-    latents: (pictures, channels, h, w), standardised. owners: (pictures,), the row of `embeddings` each belongs to.
-    embeddings: (prompts, tokens, text_dim). mask: (prompts, tokens), or None where all prompts are equally long.
+    latents: [pictures, channels, h, w], standardised. owners: [pictures], the row of `embeddings` each belongs to.
+    embeddings: [prompts, tokens, text_dim]. mask: [prompts, tokens], or None where all prompts are equally long.
     At the end `transformer` holds the averaged weights.
     """
     generator = torch.Generator().manual_seed(settings.seed + 2)
@@ -121,7 +121,7 @@ def flow_loss(
     mask: torch.Tensor | None,
     grid: tuple[int, int, int],
 ) -> torch.Tensor:
-    """Mean squared error of the predicted velocity; clean and noise: (batch, tokens, 4 * channels), times: (batch,)."""
+    """Mean squared error of the predicted velocity, scalar; clean and noise [B, tokens, 4 * channels], times [B]."""
     t = times[:, None, None]
     velocity = transformer(
         hidden_states=(1 - t) * clean + t * noise,
@@ -135,7 +135,7 @@ def flow_loss(
 
 
 def vae_loss(vae: AutoencoderKLQwenImage, crops: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """Squared plus a little absolute error of the crops after encoding, noising and decoding.
+    """Squared plus a little absolute error of the crops [B, 3, height, width] after encoding, noising and decoding.
 
     The weak pull of the latents towards zero only stops their scale from drifting.
     """
@@ -145,7 +145,7 @@ def vae_loss(vae: AutoencoderKLQwenImage, crops: torch.Tensor, noise: torch.Tens
 
 
 def encode(vae: AutoencoderKLQwenImage, pixels: torch.Tensor) -> torch.Tensor:
-    """Mean latents (batch, channels, h, w) of pixels (batch, 3, height, width).
+    """Mean latents [B, channels, h, w] of pixels [B, 3, height, width].
 
     Goes past `vae.encode`, which keeps a cache for video on the object and so cannot run in two threads.
     """
@@ -154,17 +154,17 @@ def encode(vae: AutoencoderKLQwenImage, pixels: torch.Tensor) -> torch.Tensor:
 
 
 def decode(vae: AutoencoderKLQwenImage, latents: torch.Tensor) -> torch.Tensor:
-    """Pixels (batch, 3, height, width) of latents (batch, channels, h, w), not clamped; see `encode`."""
+    """Pixels [B, 3, height, width] of latents [B, channels, h, w], not clamped; see `encode`."""
     return vae.decoder(vae.post_quant_conv(latents[:, :, None]))[:, :, 0]
 
 
 def pack_latents(latents: torch.Tensor) -> torch.Tensor:
-    """(batch, channels, h, w) -> (batch, h/2 * w/2, 4 * channels), the pipeline's own order of 2x2 patches."""
+    """[B, channels, h, w] -> [B, h/2 * w/2, 4 * channels], the pipeline's own order of 2x2 patches."""
     return QwenImagePipeline._pack_latents(latents, *latents.shape).contiguous()
 
 
 def draw_crops(pixels: torch.Tensor, settings: TinySettings, generator: torch.Generator) -> torch.Tensor:
-    """A batch of square crops, all cut at one place: (vae_batch, 3, vae_crop, vae_crop)."""
+    """A batch of square crops, all cut at one place: [vae_batch, 3, vae_crop, vae_crop]."""
     rows = torch.randint(len(pixels), (settings.vae_batch,), generator=generator)
     size = settings.vae_crop
     # Even offsets keep the crops on the grid of the latents.
@@ -174,12 +174,12 @@ def draw_crops(pixels: torch.Tensor, settings: TinySettings, generator: torch.Ge
 
 
 def latent_size(crops: torch.Tensor, settings: TinySettings) -> tuple[int, ...]:
-    """Shape of the latents of `crops`."""
+    """Shape [B, channels, h, w] of the latents of `crops` [B, 3, height, width]."""
     return len(crops), settings.latent_channels, crops.shape[2] // 2, crops.shape[3] // 2
 
 
 def draw_batches(pictures: int, batch: int, generator: torch.Generator) -> Iterator[torch.Tensor]:
-    """Endless batches of row numbers, each picture once before any comes again."""
+    """Endless batches [batch] of row numbers, each picture once before any comes again."""
     left = torch.empty(0, dtype=torch.long)
     while True:
         while len(left) < batch:
@@ -189,7 +189,7 @@ def draw_batches(pictures: int, batch: int, generator: torch.Generator) -> Itera
 
 
 def draw_times(settings: TinySettings, generator: torch.Generator) -> torch.Tensor:
-    """Noise levels t in (0, 1) of a batch, (batch,): some uniform, the others logit-normal.
+    """Noise levels t in (0, 1) of a batch, [batch]: some uniform, the others logit-normal.
 
     Each kind is drawn one from every quantile of its distribution, so that no batch is all noise or all picture, which
     makes the gradient quieter at no cost.
@@ -202,13 +202,13 @@ def draw_times(settings: TinySettings, generator: torch.Generator) -> torch.Tens
 
 
 def stratified(count: int, generator: torch.Generator) -> torch.Tensor:
-    """`count` numbers in [0, 1), one from each of as many equal intervals, in rising order."""
+    """`count` numbers [count] of at least 0 and below 1, one from each of as many equal intervals, in rising order."""
     return (torch.arange(count) + torch.rand(count, generator=generator)) / max(1, count)
 
 
 @torch.no_grad()
 def update_average(average: list[torch.Tensor], parameters: list[torch.nn.Parameter], step: int, decay: float) -> None:
-    """Exponential moving average of the weights, with a shorter memory at the start."""
+    """Exponential moving average of the weights, tensor by tensor of one shape, with a shorter memory at the start."""
     weight = 1 - min(decay, (1 + step) / (10 + step))
     for mean, parameter in zip(average, parameters, strict=True):
         mean.lerp_(parameter, weight)

@@ -90,12 +90,12 @@ class ZImage(DiffusionModelBase):
 
     @classmethod
     def denoise(cls, module: nn.Module, model_inputs: dict[str, Any]) -> Tensor:
-        """The network knows lists of samples with a frame axis; guidance joins its halves in fp32."""
+        """The network knows lists of samples with a frame axis; guidance joins its halves in fp32, [B, C, h, w]."""
         return torch.stack([sample.float() for sample in module(**model_inputs)[0]]).squeeze(2)
 
     @classmethod
     def guide(cls, model_config: DiffusionModelConfig, conditional: Tensor, unconditional: Tensor | None) -> Tensor:
-        """c + w (c - u), with the sign turned."""
+        """c + w (c - u), [B, C, h, w], with the sign turned."""
         if unconditional is None:
             return -conditional
         scale = model_config.pipeline.guidance_scale or 0.0

@@ -87,7 +87,7 @@ class PretrainedReward(Reward):
         return values.to(self.device, next(self.model.parameters()).dtype)
 
     def tokens(self, prompts: Sequence[ScoredPrompt]) -> tuple[dict[str, "Tensor"], list[int]]:
-        """(input_ids and attention_mask of the different prompts, which of them each sample has).
+        """(input_ids and attention_mask [P, L] of the P different prompts, which of them each sample has).
 
         A prompt that is too long for the model is cut off, as these models were trained.
         """

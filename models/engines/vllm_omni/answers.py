@@ -39,7 +39,7 @@ def reply(method: str, replies: list[Any]) -> Any:
 
 
 def agreed(velocities: Sequence[Tensor]) -> Tensor:
-    """What all ranks of a worker predict.
+    """What all ranks of a worker predict, [S, rows, ...] each and of the result.
 
     Raises:
         WeightSyncError: they predict different things.

@@ -182,7 +182,7 @@ class VllmOmniRolloutEngine:
     # ---- weights
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Take the trainer's weights (names as `models.engines.weights.trainable` gives them).
+        """Take the trainer's weights (names and shapes as `models.engines.weights.trainable` gives them).
 
         Raises:
             WeightSyncError: they leave some of vLLM-Omni's own as they were.
@@ -224,7 +224,7 @@ class VllmOmniRolloutEngine:
         """vLLM-Omni puts several of the trainer's tensors into one, and LoRA matrices into slots of its own."""
 
     def canary_velocity(self, canary: Canary) -> Tensor:
-        """What this copy of the model predicts for the canary, fp32 on the CPU.
+        """What this copy of the model predicts for the canary, [S, rows, ...] fp32 on the CPU (`canary_velocity`).
 
         Raises:
             WeightSyncError: its processes predict different things.

@@ -38,7 +38,7 @@ def lora_request(
     Args:
         pipeline: the family's, for the names of its modules.
         targets: modules that have LoRA weights.
-        weights: as `models.engines.weights.trainable` names them.
+        weights: as `models.engines.weights.trainable` names them; A [rank, in], B [out, rank].
         number: identifier, above 0; every set of weights needs its own.
     """
     tensors = lora_tensors(pipeline, weights)

@@ -13,7 +13,8 @@ from models.engines.weights import ADAPTER_NAME, LORA_FILE
 
 
 def lora_tensors(pipeline: type[RolloutPipeline], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The trainer's LoRA weights (names as `models.engines.weights.trainable` gives them) as vLLM-Omni names them."""
+    """The trainer's LoRA weights (names as `models.engines.weights.trainable` gives them) as vLLM-Omni names them: the
+    same tensors, A [rank, in] and B [out, rank]."""
     tensors = {}
     for name, tensor in weights.items():
         module, matrix = name.split(".lora_")

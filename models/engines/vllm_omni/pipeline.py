@@ -88,7 +88,8 @@ class RolloutPipeline(StepExecution, nn.Module):
         return kind(**settings)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Copy weights by diffusers' names, each behind `transformer.`; names of the parameters that got theirs."""
+        """Copy weights by diffusers' names and in its shapes, each behind `transformer.`; names of the parameters that
+        got theirs."""
         from vllm.model_executor.models.utils import AutoWeightsLoader
 
         loaded = AutoWeightsLoader(self).load_weights(weights)

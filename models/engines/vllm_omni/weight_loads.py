@@ -21,7 +21,7 @@ class FullLoad:
         self._taken = 0
 
     def take(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy some of the weights."""
+        """Copy some of the weights, each of its whole shape."""
         kept = self._put(dict(weights))
         self._kept = kept if self._kept is None else sorted({*kept} & {*self._kept})
         self._taken += len(weights)
@@ -48,7 +48,7 @@ class LoraLoad:
         self._weights: dict[str, Tensor] = {}
 
     def take(self, weights: Mapping[str, Tensor]) -> None:
-        """Keep a copy of some of the weights."""
+        """Keep a copy of some of the weights, each of its whole shape."""
         self._weights |= {name: tensor.detach().cpu().clone() for name, tensor in weights.items()}
 
     def finish(self) -> None:

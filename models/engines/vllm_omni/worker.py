@@ -42,7 +42,8 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         return self.model_runner.pipeline.prompt_tables.pop(table, None) is not None
 
     def load_named_weights(self: Any, weights: dict[str, Tensor]) -> list[str]:
-        """Copy all transformer weights, by diffusers' names; names of the worker's own that none of them was for."""
+        """Copy all transformer weights, by diffusers' names and in its shapes; names of the worker's own that none of
+        them was for."""
         named = ((f"transformer.{name}", tensor.to(self.device)) for name, tensor in weights.items())
         pipeline = self.model_runner.pipeline
         with torch.no_grad():
@@ -56,7 +57,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
     @torch.no_grad()
     def rollout_canary(self: Any, canary: Canary, lora_request: Any) -> list[Tensor]:
         """See `models.engines.canary.canary_velocity`; with the LoRA weights of the request, if there is one. What each
-        rank computes."""
+        rank computes, [S, rows, ...]."""
         pipeline: RolloutPipeline = self.model_runner.pipeline
         self.lora_manager.set_active_adapter(lora_request)
         sampler = pipeline.sampler
