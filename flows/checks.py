@@ -20,8 +20,10 @@ from models.families import load_families
 from models.flops import PolicyFlops
 from models.latents import text_width
 from models.schedulers import FlowMatchSDEDiscreteScheduler, check_kernel, leftover_noise
+from tasks.base_weights import KnownDigests, check_recorded, weights_digest
 from tasks.dataset import INDEX, Prompt, PromptEmbeddings, load_prompts
 from tasks.digests import IMAGE_SIDE, TEXT_SIDE, check_files, made_with
+from tasks.lineage import dvc_hashes
 from tasks.pairs import PairDataset
 from tasks.rewards import check_reward
 
@@ -35,7 +37,8 @@ class Inputs:
     Attributes:
         pairs: None where samples are made and not read.
         flops: operations of rollout and update; None where the run does not train, or the model cannot be counted.
-        digest: of the prompt table and of the indices of embeddings and pairs.
+        digest: 16 hexadecimal digits over the prompt table and the indices of embeddings and pairs, "-", and 16 over
+            the weights that the run begins with: of `model.path`, `model.initial_weights` and `actor.teacher_path`.
     """
 
     model_config: DiffusionModelConfig
@@ -109,7 +112,17 @@ def check_inputs(config: TrainConfig, trains: bool = True) -> Inputs:
         check_fits(config, model_config, flops.cost)
     if trains:
         check_folder(config.trainer.default_local_dir)
-    return Inputs(model_config, train, test, embeddings, pairs, hashlib.sha256(content).hexdigest()[:16], flops)
+    digest = f"{hashlib.sha256(content).hexdigest()[:16]}-{_weights_digest(config, trains)}"
+    return Inputs(model_config, train, test, embeddings, pairs, digest, flops)
+
+
+def _weights_digest(config: TrainConfig, trains: bool) -> str:
+    """Of the weights that the run begins with; they and the prompt table are what DVC has recorded, where it has."""
+    settings, known = config.actor_rollout_ref, KnownDigests()
+    model = Path(settings.model.path)
+    check_recorded([config.data.prompts, model], dvc_hashes(Path(".")), known)
+    others = (settings.model.initial_weights, settings.actor.teacher_path) if trains else ()
+    return weights_digest([model, *(Path(folder) for folder in others if folder is not None)], known)
 
 
 def _check_exploration(config: TrainConfig, scheduler: FlowMatchSDEDiscreteScheduler) -> None:

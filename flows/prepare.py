@@ -179,7 +179,7 @@ def preferences(
             "preferences.images_per_prompt or another preferences.reward"
         )
     with put_in_place(out) as path:
-        table.to_parquet(path, index=False)
+        table.to_parquet(path, index=False, write_page_checksum=True)
     typer.echo(f"{out}: {len(table) // 2} pairs")
 
 
@@ -212,6 +212,7 @@ def pairs(
         out,
         shard_size=params.shard_size,
         model_digest=_digest(model, IMAGE_SIDE),
+        where=str(table),
     )
     typer.echo(f"{out}: {len(pictures)} pairs")
 

@@ -6,8 +6,8 @@ it takes the same steps in a thread.
 """
 
 import fcntl
-import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -27,7 +27,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from models.errors import DoubleflowError
 from tasks.clock import Stopwatch
-from tasks.digests import sha256_of
+from tasks.digests import record_digest, sha256_of
 from tasks.in_place import flush, move_in_place, remove
 from tasks.processes import ProcessIdentity
 from tasks.update import TrainerGroup
@@ -38,6 +38,8 @@ RECORD_DIGEST = "record_sha256"
 """Of the record's other keys; records of older versions have none."""
 FORMAT = 1
 FAILING_WAIT_S = 60.0
+
+log = logging.getLogger(__name__)
 
 
 class CheckpointError(DoubleflowError, RuntimeError):
@@ -52,7 +54,8 @@ class RunState:
         iteration: the last one that is in the weights. It is also the data cursor and the window's state: both are
             functions of (seed, iteration).
         config_digest: of the config that made it.
-        data_digest: of the prompts and embeddings it was made from.
+        data_digest: of the prompts, embeddings and pairs it was made from, "-", and of the weights that it began with,
+            see `flows.checks.Inputs`; records of older versions have the first part alone.
         mlflow_run_id: the run that it continues.
         metrics: of the update that made the weights: MLflow has the iteration only after its validation.
         format: version of this record.
@@ -173,7 +176,7 @@ class CheckpointStore:
         with _removed_on_error(aside):
             wait_until_written()
             record = asdict(state) | {"files": _digests(aside / self.content)}
-            (aside / RECORD).write_text(json.dumps(record | {RECORD_DIGEST: _record_digest(record)}, indent=1))
+            (aside / RECORD).write_text(json.dumps(record | {RECORD_DIGEST: record_digest(record)}, indent=1))
             flush(aside)
             verify(aside, self.content)
             move_in_place(aside, self.path(state.iteration))
@@ -214,11 +217,23 @@ class CheckpointStore:
             )
         for what, stored, present in (
             ("by another config", state.config_digest, config_digest),
-            ("from other prompts or embeddings", state.data_digest, data_digest),
+            ("from other prompts, embeddings or pairs", _part(state.data_digest, 0), _part(data_digest, 0)),
+            (
+                "from other weights in model.path, model.initial_weights or actor.teacher_path",
+                _part(state.data_digest, 1) or _part(data_digest, 1),
+                _part(data_digest, 1),
+            ),
         ):
             if stored != present:
                 raise CheckpointError(f"{folder} was made {what}: give the run another trainer.experiment_name")
+        if not _part(state.data_digest, 1) and _part(data_digest, 1):
+            log.warning("%s is of an older version: whether it was made from these base weights is not checked", folder)
         return state, folder / self.content
+
+
+def _part(data_digest: str, number: int) -> str:
+    """Of the data (0) or the weights (1); empty where a record of an older version has none of the weights."""
+    return (*data_digest.split("-"), "")[number]
 
 
 @contextmanager
@@ -316,14 +331,9 @@ def _read_record(file: Path) -> dict[str, Any]:
         raise _damaged(file, "it is no JSON object")
     if record.get("format") != FORMAT:
         raise CheckpointError(f"{file} has format {record.get('format')}, this version reads {FORMAT}")
-    if RECORD_DIGEST in record and record.pop(RECORD_DIGEST) != _record_digest(record):
+    if RECORD_DIGEST in record and record.pop(RECORD_DIGEST) != record_digest(record):
         raise _damaged(file, "its digest is of another content")
     return record
-
-
-def _record_digest(record: dict[str, Any]) -> str:
-    """SHA-256 of a record, the same before it is written and after it is read."""
-    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
 def _damaged(file: Path, fault: str) -> CheckpointError:

@@ -2,17 +2,27 @@
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import pandas as pd
+from pydantic import Field, TypeAdapter
 
-from tasks.digests import file_digests, opened, read_index
+from tasks.digests import check_listed, file_digests, opened, read_index, validated, write_index
 from tasks.in_place import put_in_place
-from tasks.prompt_files import NEGATIVE_UID, SPLITS, DatasetError, PromptRow, read_parquet, read_prompt_file
+from tasks.prompt_files import (
+    NEGATIVE_UID,
+    SPLITS,
+    DatasetError,
+    PromptRow,
+    check_text,
+    read_parquet,
+    read_prompt_file,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -21,6 +31,24 @@ if TYPE_CHECKING:
 
 COLUMNS = ("uid", "prompt", "split", "target", "metadata", "source")
 INDEX = "index.json"
+ShardName = Annotated[str, Field(pattern=r"^[\w.-]+\.safetensors$")]
+"""Of a file beside the index."""
+
+
+@dataclass(frozen=True)
+class EmbeddingsIndex:
+    """What `PromptEmbeddings` reads of its index; see there."""
+
+    model: str
+    model_digest: str
+    dim: Annotated[int, Field(gt=0)]
+    max_sequence_length: Annotated[int, Field(gt=0)]
+    extras: list[str]
+    shards: dict[str, ShardName]
+    sha256: dict[str, str] | None = None
+
+
+_EMBEDDINGS_INDEX = TypeAdapter(EmbeddingsIndex)
 
 
 @dataclass(frozen=True)
@@ -83,10 +111,38 @@ def load_prompts(path: str | Path, split: str | None = None) -> list[Prompt]:
         raise DatasetError(f"{split!r} is no split; it must be one of {', '.join(SPLITS)}")
     if not Path(path).is_file():
         raise DatasetError(f"{path} is missing; `dvc repro prompts` makes it")
-    rows = [row for row in read_parquet(Path(path)) if split in (None, row.get("split"))]
-    if not rows or not set(COLUMNS) <= set(rows[0]):
+    rows = read_parquet(Path(path))
+    if rows and set(COLUMNS) <= set(rows[0]):
+        numbered = [(number, row) for number, row in enumerate(rows, 1) if split in (None, row["split"])]
+    else:
+        numbered = []
+    if not numbered:
         raise DatasetError(f"{path} must have the columns {', '.join(COLUMNS)} and a row of split {split or 'any'!r}")
-    return [Prompt(r["uid"], r["prompt"], r["target"], json.loads(r["metadata"]), r["source"]) for r in rows]
+    prompts = [_stored_prompt(row, f"{path}:{number}") for number, row in numbered]
+    _check_once([prompt.uid for prompt in prompts], path)
+    return prompts
+
+
+def _stored_prompt(row: dict[str, Any], source: str) -> Prompt:
+    """A row of the table, which is as `build_prompt_table` makes it. Raises DatasetError that names row and column."""
+    for column in COLUMNS:
+        if not isinstance(row[column], str) and (column != "target" or row[column] is not None):
+            raise DatasetError(f"{source}: {column} is {row[column]!r}, not a text; `dvc repro prompts` makes it anew")
+    for column in ("uid", "prompt", "target"):
+        check_text(row[column] or "", column, source)
+    try:
+        metadata = json.loads(row["metadata"])
+    except (ValueError, RecursionError) as error:
+        raise DatasetError(f"{source}: metadata is no JSON: {error}; `dvc repro prompts` makes it anew") from error
+    if not isinstance(metadata, dict):
+        raise DatasetError(f"{source}: metadata is no JSON object; `dvc repro prompts` makes it anew")
+    return Prompt(row["uid"], row["prompt"], row["target"], metadata, row["source"])
+
+
+def _check_once(uids: Sequence[str], path: str | Path) -> None:
+    if len(set(uids)) != len(uids):
+        twice = next(uid for uid, count in Counter(uids).items() if count > 1)
+        raise DatasetError(f"{path} has the uid {twice!r} more than once; `dvc repro prompts` makes it anew")
 
 
 def check_prompt_lengths(prompts: Sequence[Prompt], lengths: Sequence[int], max_sequence_length: int) -> None:
@@ -110,24 +166,23 @@ class PromptEmbeddings:
     text encoders it was, see `tasks.digests.parts_digest`; `sha256` is of each file, None in data of older versions.
     """
 
-    def __init__(self, folder: Path, index: dict[str, Any]):
+    def __init__(self, folder: Path, index: EmbeddingsIndex):
         self.folder = folder
-        self.model: str = index["model"]
-        self.model_digest: str = index["model_digest"]
-        self.dim: int = index["dim"]
-        self.max_sequence_length: int = index["max_sequence_length"]
-        self.extras: tuple[str, ...] = tuple(index["extras"])
-        self.sha256: dict[str, str] | None = index.get("sha256")
-        self._shards: dict[str, str] = index["shards"]
+        self.model, self.model_digest = index.model, index.model_digest
+        self.dim, self.max_sequence_length = index.dim, index.max_sequence_length
+        self.extras = tuple(index.extras)
+        self.sha256, self._shards = index.sha256, index.shards
 
     @classmethod
     def open(cls, folder: str | Path) -> "PromptEmbeddings":
-        """The embeddings that `write_embeddings` left in `folder`. Raises DatasetError when there are none."""
+        """The embeddings that `write_embeddings` left in `folder`. Raises DatasetError for none, or a damaged index."""
         index = Path(folder) / INDEX
         stored = read_index(index, "embeddings")
         if "extras" not in stored:
             raise DatasetError(f"{index} is of an older version of this project; `dvc repro embeddings` makes it anew")
-        return cls(Path(folder), stored)
+        record = validated(_EMBEDDINGS_INDEX, stored, index, "embeddings")
+        check_listed(index, "embeddings", set(record.shards.values()), record.sha256)
+        return cls(Path(folder), record)
 
     def __contains__(self, uid: str) -> bool:
         return uid in self._shards
@@ -174,6 +229,12 @@ class PromptEmbeddings:
                 here = [uid for uid in uids if self._shards[uid] == shard]
                 names = here + [f"{uid}/{name}" for uid in here for name in self.extras]
                 rows |= {name: file.get_tensor(name) for name in names}
+        for uid in uids:
+            if rows[uid].ndim != 2 or rows[uid].shape[1] != self.dim or not rows[uid].is_floating_point():
+                raise DatasetError(
+                    f"{self.folder / self._shards[uid]} holds {list(rows[uid].shape)} of {rows[uid].dtype} for uid "
+                    f"{uid!r}, not tokens of {self.dim} numbers; run `dvc repro embeddings`"
+                )
         return rows
 
 
@@ -214,7 +275,7 @@ def write_embeddings(
             "sha256": file_digests(folder),
             "shards": shards,
         }
-        (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n")
+        write_index(folder / INDEX, index)
 
 
 def _write_shard(path: Path, texts: dict[str, str], encode: "Encode", batch_size: int) -> tuple[int, list[str]]:
@@ -282,6 +343,6 @@ def _target(row: PromptRow, pattern: str | None) -> str | None:
 def _metadata(row: PromptRow) -> str:
     metadata = {key: value for key, value in row.fields.items() if key not in ("uid", "target", "split")}
     try:
-        return json.dumps(metadata, ensure_ascii=False, sort_keys=True)
-    except TypeError as error:
+        return json.dumps(metadata, ensure_ascii=False, sort_keys=True, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
         raise DatasetError(f"{row.source}: the metadata cannot be kept as JSON: {error}") from error

@@ -7,7 +7,9 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
 
 from tasks.prompt_files import DatasetError
 
@@ -19,8 +21,11 @@ WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 END = 2**20
 CHECKED_GIB = 4
 """So much of a data set is read at a run's start at most."""
+INDEX_DIGEST = "index_sha256"
+"""Of an index's other keys; indices of older versions have none."""
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 def parts_digest(model: str | Path, folders: tuple[str, ...]) -> str | None:
@@ -85,14 +90,50 @@ def check_files(folder: Path, recorded: Mapping[str, str]) -> None:
             )
 
 
+def write_index(index: Path, record: Mapping[str, Any]) -> None:
+    """Write the index of a data set, with a digest of itself."""
+    index.write_text(json.dumps({**record, INDEX_DIGEST: record_digest(record)}, indent=1) + "\n")
+
+
 def read_index(index: Path, maker: str) -> dict[str, Any]:
-    """The index of a data set, which the stage `maker` makes. Raises DatasetError where it is missing or broken."""
+    """The index of a data set, which the stage `maker` makes. Raises DatasetError where it is missing or damaged."""
     if not index.is_file():
         raise DatasetError(f"{index} is missing; `dvc repro {maker}` makes it")
     try:
-        return json.loads(index.read_text())
-    except ValueError as error:
-        raise DatasetError(f"{index} is damaged: {error}; `dvc repro {maker}` makes it anew") from error
+        record = json.loads(index.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise _damaged_index(index, maker, str(error)) from error
+    if not isinstance(record, dict):
+        raise _damaged_index(index, maker, "it is no JSON object")
+    if INDEX_DIGEST in record and record.pop(INDEX_DIGEST) != record_digest(record):
+        raise _damaged_index(index, maker, "its digest is of another content")
+    return record
+
+
+def validated(kind: TypeAdapter[T], record: Mapping[str, Any], index: Path, maker: str) -> T:
+    """The record of an index as `kind`. Raises DatasetError that names the keys that are missing or of another type."""
+    try:
+        return kind.validate_json(json.dumps(record), strict=True)
+    except ValidationError as error:
+        faults = [f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors()]
+        more = f" and {len(faults) - 3} more" if len(faults) > 3 else ""
+        raise _damaged_index(index, maker, "; ".join(faults[:3]) + more) from error
+
+
+def check_listed(index: Path, maker: str, shards: set[str], recorded: Mapping[str, str] | None) -> None:
+    """Raise DatasetError where an index has not a digest of just the shards that it names."""
+    if recorded is not None and shards != set(recorded):
+        odd = min(shards ^ set(recorded))
+        raise _damaged_index(index, maker, f"it has not both content and a digest of {odd}")
+
+
+def record_digest(record: Mapping[str, Any]) -> str:
+    """SHA-256 of a record, the same before it is written as JSON and after it is read."""
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+
+
+def _damaged_index(index: Path, maker: str, fault: str) -> DatasetError:
+    return DatasetError(f"{index} is damaged: {fault}; `dvc repro {maker}` makes it anew")
 
 
 @contextmanager

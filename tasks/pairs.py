@@ -4,7 +4,8 @@ A table of pictures (long form: one row a picture) becomes latents once, in a da
 """
 
 import io
-import json
+import struct
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,14 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
+from pydantic import TypeAdapter
 
 from models.engines.trajectories import FinishedLatents
 from models.schedulers.noise_keys import NoiseKey
-from tasks.dataset import INDEX, PromptEmbeddings, prompt_uid
-from tasks.digests import file_digests, opened, read_index
+from tasks.dataset import INDEX, PromptEmbeddings, ShardName, prompt_uid
+from tasks.digests import check_listed, file_digests, opened, read_index, validated, write_index
 from tasks.in_place import put_in_place
-from tasks.prompt_files import DatasetError, read_parquet
+from tasks.prompt_files import DatasetError, check_text, read_parquet
 from tasks.rollout import prompt_table
 
 if TYPE_CHECKING:
@@ -27,6 +29,12 @@ if TYPE_CHECKING:
 
 COLUMNS = ("pair", "prompt", "image", "chosen", "score")
 SIDES = ("chosen", "rejected")
+FORMATS = ("PNG", "JPEG")
+PICTURE_ERRORS = (
+    *(OSError, SyntaxError, ValueError, TypeError, LookupError, EOFError, struct.error, zlib.error),
+    Image.DecompressionBombError,
+)
+"""What Pillow raises for bytes that are no whole picture."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +53,20 @@ class Pair:
     prompt_uid: str
     chosen_score: float | None
     rejected_score: float | None
-    shard: str = ""
+    shard: ShardName = ""
+
+
+@dataclass(frozen=True)
+class PairsIndex:
+    """What `PairDataset` reads of its index; see there."""
+
+    latent_shape: list[int]
+    model_digest: str
+    pairs: list[Pair]
+    sha256: dict[str, str] | None = None
+
+
+_PAIRS_INDEX = TypeAdapter(PairsIndex)
 
 
 @dataclass(frozen=True)
@@ -84,9 +105,23 @@ def read_pictures(file: Path) -> list[tuple[Pair, dict[str, Any]]]:
     if not rows or not set(COLUMNS) <= set(rows[0]):
         raise DatasetError(f"{file} must have the columns {', '.join(COLUMNS)} and at least one pair")
     members: dict[str, list[dict[str, Any]]] = {}
-    for row in rows:
+    for number, row in enumerate(rows, 1):
+        _check_picture_row(row, f"{file}:{number}")
         members.setdefault(str(row["pair"]), []).append(row)
     return [_checked_pair(file, uid, pictures) for uid, pictures in members.items()]
+
+
+def _check_picture_row(row: dict[str, Any], source: str) -> None:
+    """Raise DatasetError for values of another type than `read_pictures` names, but for `chosen` and the bytes."""
+    if isinstance(row["pair"], bool) or not isinstance(row["pair"], str | int):
+        raise DatasetError(f"{source}: the pair's name must be a text or a whole number, not {row['pair']!r}")
+    if not isinstance(row["prompt"], str):
+        raise DatasetError(f"{source}: the prompt must be a text, not {row['prompt']!r}")
+    check_text(str(row["pair"]), "pair's name", source)
+    check_text(row["prompt"], "prompt", source)
+    score = row["score"]
+    if score is not None and (isinstance(score, bool) or not isinstance(score, int | float)):
+        raise DatasetError(f"{source}: the score must be a number or null, not {score!r}")
 
 
 def _checked_pair(file: Path, uid: str, pictures: list[dict[str, Any]]) -> tuple[Pair, dict[str, Any]]:
@@ -124,12 +159,17 @@ def write_pairs(
     *,
     shard_size: int,
     model_digest: str,
+    where: str = "the preference table",
 ) -> None:
     """Encode the pictures into shards of `shard_size` pairs and an index; `out_dir` appears whole or not at all.
 
     Args:
         encode: pictures uint8 [B, H, W, 3] -> latents [B, ...].
         model_digest: of the VAE's files.
+        where: the pictures' table, for errors.
+
+    Raises:
+        DatasetError: a picture is damaged.
     """
     from safetensors.torch import save_file
 
@@ -141,7 +181,7 @@ def write_pairs(
             part = pictures[number * shard_size : (number + 1) * shard_size]
             tensors = {}
             for pair, sides in part:
-                latents = encode(np.stack([_pixels(sides[side]["image"]) for side in SIDES]))
+                latents = encode(np.stack([_pixels(sides, side, pair, where) for side in SIDES]))
                 tensors |= {f"{pair.uid}/{side}": latents[i].contiguous().clone() for i, side in enumerate(SIDES)}
                 index.append(asdict(pair) | {"shard": name})
             save_file(tensors, folder / name)
@@ -152,11 +192,16 @@ def write_pairs(
             "sha256": file_digests(folder),
             "pairs": index,
         }
-        (folder / INDEX).write_text(json.dumps(record, indent=1) + "\n")
+        write_index(folder / INDEX, record)
 
 
-def _pixels(encoded: bytes) -> np.ndarray:
-    return np.asarray(Image.open(io.BytesIO(encoded)).convert("RGB"))
+def _pixels(sides: dict[str, Any], side: str, pair: Pair, where: str) -> np.ndarray:
+    try:
+        return np.asarray(Image.open(io.BytesIO(sides[side]["image"]), formats=FORMATS).convert("RGB"))
+    except PICTURE_ERRORS as error:
+        raise DatasetError(
+            f"{where}: the {side} picture of pair {pair.uid!r} is damaged: {error}; replace it or leave the pair out"
+        ) from error
 
 
 def common_size(pictures: Sequence[tuple[Pair, dict[str, Any]]], where: str) -> tuple[int, int]:
@@ -165,8 +210,8 @@ def common_size(pictures: Sequence[tuple[Pair, dict[str, Any]]], where: str) -> 
     for pair, sides in pictures:
         for side in SIDES:
             try:
-                width, height = Image.open(io.BytesIO(sides[side]["image"])).size
-            except (UnidentifiedImageError, TypeError) as error:
+                width, height = Image.open(io.BytesIO(sides[side]["image"]), formats=FORMATS).size
+            except PICTURE_ERRORS as error:
                 raise DatasetError(f"{where}: the {side} picture of pair {pair.uid!r} is no PNG or JPEG") from error
             sizes.setdefault((height, width), pair.uid)
     if len(sizes) > 1:
@@ -200,12 +245,11 @@ class PairDataset:
     def open(cls, folder: str | Path) -> "PairDataset":
         """The pairs that `write_pairs` left in `folder`. Raises DatasetError for none, or one in the wrong order."""
         index = Path(folder) / INDEX
-        record = read_index(index, "pairs")
-        pairs = [Pair(**entry) for entry in record["pairs"]]
-        for pair in pairs:
+        record = validated(_PAIRS_INDEX, read_index(index, "pairs"), index, "pairs")
+        check_listed(index, "pairs", {pair.shard for pair in record.pairs}, record.sha256)
+        for pair in record.pairs:
             check_order(pair, str(index))
-        shape, digest = tuple(record["latent_shape"]), record["model_digest"]
-        return cls(Path(folder), shape, pairs, digest, record.get("sha256"))
+        return cls(Path(folder), tuple(record.latent_shape), record.pairs, record.model_digest, record.sha256)
 
     def batches(
         self, pairs: Sequence[Pair], embeddings: PromptEmbeddings, size: int, seed: int, iteration: int
@@ -235,6 +279,12 @@ class PairDataset:
                 for pair in pairs:
                     if pair.shard == shard:
                         found |= {f"{pair.uid}/{side}": file.get_tensor(f"{pair.uid}/{side}") for side in SIDES}
+        odd = [name for name, latents in found.items() if tuple(latents.shape) != self.latent_shape]
+        if odd:
+            raise DatasetError(
+                f"{self.folder} holds latents {list(found[odd[0]].shape)} of {odd[0]}, but its index says "
+                f"{list(self.latent_shape)}; run `dvc repro pairs`"
+            )
         return torch.stack([found[f"{pair.uid}/{side}"] for pair in pairs for side in SIDES]).float()
 
 

@@ -5,7 +5,9 @@ so GenEval's `{"tag": ..., "include": [...], "prompt": ...}` is read as it is.
 """
 
 import json
+import math
 import re
+import unicodedata
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,20 @@ NEGATIVE_UID = "negative"
 RESERVED_UIDS = (NEGATIVE_UID, "__metadata__")
 """The other one is where safetensors keeps a file's own metadata."""
 UID = re.compile(r"[\w.-]{1,128}")
+LONGEST_TEXT = 2**14
+"""Characters of a prompt or a target: many times what any text encoder reads."""
+LONGEST_LINE = 2**20
+"""Characters of a line, metadata included: a file of another kind, such as one long line of base64, ends here."""
+HIDDEN = {
+    "half of a surrogate pair": "[\ud800-\udfff]",
+    "a byte order mark within the text": "\ufeff",
+    "a mark that reorders the text shown": "[\u202a-\u202e\u2066-\u2069]",
+    "a carriage return that stands alone": r"\r(?!\n|\Z)",
+    "a control character": r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]",
+}
+"""What no one can have meant in a prompt, by name. Marks that scripts and emoji need, such as U+200D, are none."""
+_HIDDEN = re.compile("|".join(f"({pattern})" for pattern in HIDDEN.values()))
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class DatasetError(DoubleflowError, ValueError):
@@ -50,11 +66,20 @@ def read_prompt_file(path: Path) -> list[PromptRow]:
 
 
 def read_parquet(path: Path) -> list[dict[str, Any]]:
-    """The rows of a parquet file as plain Python values. Raises DatasetError when it is none."""
+    """The rows of a parquet file as plain Python values.
+
+    Pages that have a checksum are compared with it. Raises DatasetError when the file is none, is damaged, holds what
+    Python has no value for, or names a column twice.
+    """
     try:
-        return pq.read_table(path).to_pylist()
-    except pa.ArrowInvalid as error:
-        raise DatasetError(f"{path} is not a readable parquet file: {error}") from error
+        table = pq.read_table(path, partitioning=None, page_checksum_verification=True)
+        rows = table.to_pylist()
+    except (pa.ArrowException, OSError, ValueError, ArithmeticError, LookupError, RecursionError) as error:
+        raise DatasetError(f"{path} is not a readable parquet file: {_one_line(error)}; write it anew") from error
+    repeated = {name for name in table.column_names if table.column_names.count(name) > 1}
+    if repeated:
+        raise DatasetError(f"{path} has more than one column {min(repeated)!r}; keep one")
+    return rows
 
 
 def _read_txt(path: Path) -> list[dict[str, Any]]:
@@ -62,41 +87,121 @@ def _read_txt(path: Path) -> list[dict[str, Any]]:
 
 
 def _read_jsonl(path: Path) -> list[dict[str, Any]]:
-    rows = []
-    for number, line in enumerate(_lines(path), 1):
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DatasetError(f"{path}:{number}: broken JSON: {error.msg} at column {error.colno}") from error
-        if not isinstance(row, dict):
-            raise DatasetError(f'{path}:{number}: a line must be one JSON object like {{"prompt": "a red cup"}}')
-        rows.append(row)
-    return rows
+    return [_json_object(line, f"{path}:{number}") for number, line in enumerate(_lines(path), 1)]
+
+
+def _json_object(line: str, source: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line, object_pairs_hook=_distinct_keys)
+    except json.JSONDecodeError as error:
+        raise DatasetError(f"{source}: broken JSON: {error.msg} at column {error.colno}") from error
+    except (ValueError, RecursionError) as error:  # a key twice, a number of too many digits, brackets too deep
+        raise DatasetError(f"{source}: unusable JSON: {_one_line(error)}; mend the line") from error
+    if not isinstance(row, dict):
+        raise DatasetError(f'{source}: a line must be one JSON object like {{"prompt": "a red cup"}}')
+    return row
+
+
+def _distinct_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these pairs. JSON leaves open which of two equal keys counts, so it is neither."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} stands there twice")
+    return found
 
 
 def _lines(path: Path) -> list[str]:
     """The lines of a UTF-8 file, without the blank ones at its end."""
     raw = path.read_bytes()
     try:
-        text = raw.decode("utf-8-sig").rstrip()
+        text = raw.decode("utf-8-sig").rstrip(" \t\r\n")
     except UnicodeDecodeError as error:
         line = raw[: error.start].count(b"\n") + 1
         raise DatasetError(f"{path}:{line}: byte {raw[error.start]:#x} is not UTF-8; save the file as UTF-8") from error
-    return text.split("\n") if text else []
+    lines = text.split("\n") if text else []
+    for number, line in enumerate(lines, 1):
+        if "\r" in line[:-1]:
+            raise DatasetError(
+                f"{path}:{number}: a carriage return (U+000D) stands alone; end lines with a line feed, or with both"
+            )
+        if len(line) > LONGEST_LINE:
+            raise DatasetError(
+                f"{path}:{number}: a line of {len(line)} characters; the longest may have {LONGEST_LINE}"
+            )
+    return lines
 
 
 def _checked_row(raw: dict[str, Any], source: str) -> PromptRow:
     fields = dict(raw)
     prompt = fields.pop("prompt", None)
-    if not isinstance(prompt, str) or not prompt.strip():
-        raise DatasetError(f"{source}: the prompt must be a text that is not blank, not {prompt!r}")
+    if not isinstance(prompt, str) or not _is_visible(prompt):
+        shown = prompt if prompt is None or isinstance(prompt, str | int | float | bool) else type(prompt).__name__
+        raise DatasetError(f"{source}: the prompt must be a text that is not blank, not {_shortened(repr(shown))}")
     for key in ("uid", "target", "split"):
         if not isinstance(fields.get(key), str | None):
-            raise DatasetError(f"{source}: {key} must be a text, not {fields[key]!r}")
+            raise DatasetError(f"{source}: {key} must be a text, not {_shortened(repr(fields[key]))}")
+    check_text(prompt, "prompt", source)
+    if fields.get("target") is not None:
+        check_text(fields["target"], "target", source)
     if fields.get("split") not in (None, *SPLITS):
-        raise DatasetError(f"{source}: {fields['split']!r} is no split; it must be one of {', '.join(SPLITS)}")
+        raise DatasetError(
+            f"{source}: {_shortened(repr(fields['split']))} is no split; it must be one of {', '.join(SPLITS)}"
+        )
     _check_uid(fields.get("uid"), source)
+    _check_metadata({key: value for key, value in fields.items() if key not in ("uid", "target", "split")}, source)
     return PromptRow(prompt.strip(), source, fields)
+
+
+def check_text(text: str, what: str, source: str) -> None:
+    """Raise DatasetError for a text with one of `HIDDEN`, which would be encoded, drawn and shown, or one too long."""
+    if len(text) > LONGEST_TEXT:
+        raise DatasetError(f"{source}: the {what} has {len(text)} characters; the longest may have {LONGEST_TEXT}")
+    found = _HIDDEN.search(text)
+    if found and found.lastindex:
+        fault, code = [*HIDDEN][found.lastindex - 1], ord(found[0])
+        raise DatasetError(
+            f"{source}: character {found.start() + 1} of the {what} is {fault} (U+{code:04X}); remove it"
+        )
+
+
+def _is_visible(text: str) -> bool:
+    """Is there more than blanks, marks without width and combining marks without a letter?"""
+    return any(unicodedata.category(character)[0] not in "ZCM" for character in text)
+
+
+def _check_metadata(value: Any, source: str) -> None:
+    """Raise DatasetError for what JSON or a parquet file cannot hold."""
+    try:
+        fault = _metadata_fault(value)
+    except RecursionError as error:
+        raise DatasetError(f"{source}: the metadata is nested too deep; make it flatter") from error
+    if fault:
+        raise DatasetError(f"{source}: the metadata holds {fault}; leave it out or give another value")
+
+
+def _metadata_fault(value: Any) -> str | None:
+    match value:
+        case float():
+            return None if math.isfinite(value) else f"{value}, which JSON has no number for"
+        case str():
+            bad = _SURROGATE.search(value)
+            return None if bad is None else f"half of a surrogate pair (U+{ord(bad[0]):04X})"
+        case dict():
+            inner: Any = [*value.keys(), *value.values()]
+        case list() | tuple():
+            inner = value
+        case _:
+            return None
+    return next(filter(None, map(_metadata_fault, inner)), None)
+
+
+def _one_line(error: BaseException) -> str:
+    return _shortened(" ".join(str(error).split()) or type(error).__name__, 300)
+
+
+def _shortened(text: str, longest: int = 60) -> str:
+    return text if len(text) <= longest else f"{text[:longest]}..."
 
 
 def _check_uid(uid: str | None, source: str) -> None:

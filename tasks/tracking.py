@@ -29,6 +29,8 @@ from tasks.pictures import still
 STEP_MARK = "trainer/global_step"
 """Logged last of a step's records, so its history says which steps are complete."""
 PARAM_LIMIT = 6000
+LAST_WORDS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": 2, "MLFLOW_HTTP_REQUEST_TIMEOUT": 10}
+"""Of MLflow's settings, while a run that fails says so; nobody waits for more than half a minute."""
 PASSWORD_OF_MLFLOW = (
     "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or use the database's own password file (as ~/.pgpass)"
 )
@@ -190,7 +192,13 @@ class Tracker:
         try:
             yield
         except BaseException as error:
-            self.client.set_terminated(self.run_id, "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
+            status = "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED"
+            try:
+                with _few_retries():
+                    self.client.set_terminated(self.run_id, status)
+            except (Exception, KeyboardInterrupt) as of_mlflow:  # what ended the run is the error that is raised
+                reason = " ".join(str(of_mlflow).split()) or type(of_mlflow).__name__
+                error.add_note(f"MLflow at {self.uri} was not told that run {self.run_id} is {status}: {reason}")
             raise
         self.client.set_terminated(self.run_id, "FINISHED")
 
@@ -220,6 +228,22 @@ class Tracker:
     def _create(self, experiment: str, run_name: str, parent: str | None) -> str:
         tags = {MLFLOW_PARENT_RUN_ID: parent} if parent else {}
         return self.client.create_run(experiment, run_name=run_name, tags=tags).info.run_id
+
+
+@contextmanager
+def _few_retries() -> Iterator[None]:
+    """MLflow's requests within give up after seconds, where its own settings take minutes; a shorter one stays."""
+    before = {name: os.environ.get(name) for name in LAST_WORDS}
+    for name, most in LAST_WORDS.items():
+        os.environ[name] = str(min(most, int(before[name] or most)))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -140,6 +142,59 @@ def test_unusable_files_are_named_with_their_line(tmp_path, name, content, compl
     (tmp_path / name).write_text(content)
     with pytest.raises(DatasetError, match=complaint):
         table(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "complaint"),
+    [
+        ("p.txt", "one\nt\0wo", r"p.txt:2: character 2 of the prompt is a control character \(U\+0000\)"),
+        ("p.txt", "one\n\x1b[31mtwo", r"p.txt:2: character 1 of the prompt is a control character \(U\+001B\)"),
+        ("p.txt", "one\ntwo\x1f", r"p.txt:2: character 4 .* a control character"),
+        ("p.txt", "one\nt\u202ewo", r"p.txt:2: .* reorders the text shown \(U\+202E\)"),
+        ("p.txt", "one\n\u200b\u200d", "p.txt:2: the prompt must be a text that is not blank"),
+        ("p.txt", "\ufeff\ufeffone", "p.txt:1: .* a byte order mark within the text"),
+        ("p.txt", "one\rtwo\rthree", "p.txt:1: a carriage return .* stands alone"),
+        ("p.txt", "one\n" + "x" * 2**15, "p.txt:2: the prompt has 32768 characters; the longest may have 16384"),
+        ("p.txt", "one\n" + "x" * 2**21, "p.txt:2: a line of 2097152 characters"),
+        ("p.jsonl", '{"prompt":"a"}\n{"prompt":"b","prompt":"c"}', "p.jsonl:2: .* the key 'prompt' stands there twice"),
+        ("p.jsonl", '{"prompt":"a","m":{"x":1,"x":2}}', "p.jsonl:1: .* the key 'x' stands there twice"),
+        ("p.jsonl", '{"prompt":"a","m":[NaN]}', "p.jsonl:1: the metadata holds nan"),
+        ("p.jsonl", '{"prompt":"a","m":1e999}', "p.jsonl:1: the metadata holds inf"),
+        ("p.jsonl", '{"prompt":"a"}\n{"prompt":"b\\ud800"}', "p.jsonl:2: .* half of a surrogate pair"),
+        ("p.jsonl", '{"prompt":"a","m":{"\\udfff":1}}', "p.jsonl:1: the metadata holds half of a surrogate pair"),
+        ("p.jsonl", '{"prompt":"a","target":"\\u001b"}', "p.jsonl:1: character 1 of the target is a control character"),
+        ("p.jsonl", '{"prompt":"a"}\n{"m":' + "[" * 200_000, "p.jsonl:2: unusable JSON: .*recursion"),
+        ("p.jsonl", '{"prompt":"a","m":' + "9" * 5000 + "}", "p.jsonl:1: unusable JSON: .*4300"),
+    ],
+    ids=range(18),
+)
+def test_what_no_one_can_have_meant_is_named_with_its_line(tmp_path, name, content, complaint):
+    (tmp_path / name).write_bytes(content.encode())
+    with pytest.raises(DatasetError, match=complaint):
+        table(tmp_path / name)
+
+
+def test_what_scripts_and_emoji_need_is_text(tmp_path):
+    texts = ["\ufeffa\tb", "\u05d0\u200f1", "\U0001f468\u200d\U0001f469", "e\u0301", "crlf\r"]
+    (tmp_path / "p.txt").write_bytes("\n".join(texts).encode())
+    table(tmp_path / "p.txt").to_parquet(tmp_path / "t.parquet")
+    assert [prompt.prompt for prompt in load_prompts(tmp_path / "t.parquet")] == ["a\tb", *texts[1:4], "crlf"]
+
+
+def test_parquet_that_arrow_fails_on_in_other_ways_is_named(tmp_path):
+    """Not ArrowInvalid: a page that cannot be decoded, text that is not UTF-8, a zone that nobody knows."""
+    file = tmp_path / "p.parquet"
+    pd.DataFrame({"prompt": ["a", "bb"]}).to_parquet(file, compression="none")
+    file.write_bytes(file.read_bytes().replace(b"bb", b"\xff\xff"))
+    with pytest.raises(DatasetError, match=r"p.parquet is not a readable parquet file: .*utf"):
+        table(file)
+    when = pa.array([0], pa.timestamp("us", tz="Nowhere/Land"))
+    pq.write_table(pa.table({"prompt": ["a"], "when": when}), file)
+    with pytest.raises(DatasetError, match=r"p.parquet is not a readable parquet file: .*Nowhere"):
+        table(file)
+    file.write_bytes(file.read_bytes()[:8] + b"\xff" * 8 + file.read_bytes()[16:])
+    with pytest.raises(DatasetError, match=r"p.parquet is not a readable parquet file"):
+        table(file)
 
 
 @pytest.mark.parametrize("name", ["p.jsonl", "p.parquet"])

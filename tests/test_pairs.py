@@ -184,6 +184,10 @@ def test_a_data_set_that_was_tampered_with_is_refused(stored: Path) -> None:
     record = json.loads(index.read_text())
     record["pairs"][2] |= {"chosen_score": 0.1, "rejected_score": 0.2}
     index.write_text(json.dumps(record))
+    with pytest.raises(DatasetError, match=r"index.json is damaged: its digest is of another content"):
+        PairDataset.open(stored / "pairs")
+    del record["index_sha256"]  # an older version's has none
+    index.write_text(json.dumps(record))
     with pytest.raises(
         DatasetError, match=r"index.json: the chosen picture of pair 'pair-2' scores 0.1, not more than"
     ):

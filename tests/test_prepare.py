@@ -249,7 +249,7 @@ def test_data_of_an_older_version_is_taken_with_a_warning(copied: Path, caplog: 
         index = copied / "data" / name / "index.json"
         record = json.loads(index.read_text())
         assert record["model_digest"].startswith(SCHEME)
-        del record["sha256"]
+        del record["sha256"], record["index_sha256"]
         index.write_text(json.dumps(record | {"model_digest": "0123456789abcdef0123456789abcdef"}))
     check_inputs(offline())
     warned = [record.getMessage() for record in caplog.records]

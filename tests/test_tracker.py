@@ -1,6 +1,15 @@
 """What a resumed run adds to its MLflow record."""
 
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
 from pathlib import Path
+
+import pytest
+from patience import wait_for_server, wait_until
 
 from flows.config import TrainConfig
 from tasks.config import TrackingConfig
@@ -41,3 +50,49 @@ def test_parameters_are_what_was_chosen_and_config_json_is_everything(tmp_path: 
     assert params["actor_rollout_ref.actor.diffusion_loss.loss_mode"] == "grpo_guard"
     assert "trainer.total_training_steps" not in params
     assert RunHistory(run.client, run.run_id).config() == config.model_dump(mode="json")
+
+
+def listening(port: int) -> socket.socket | None:
+    """A socket that listens there; None while another one does."""
+    try:
+        return socket.create_server(("127.0.0.1", port))
+    except OSError:
+        return None
+
+
+@pytest.mark.parametrize("ended_by", [ZeroDivisionError, KeyboardInterrupt])
+def test_mlflow_that_is_gone_does_not_hide_what_ended_the_run(tmp_path: Path, monkeypatch, ended_by) -> None:
+    """Nor is it asked as often as in a run that goes on: each time it answers nothing is one try."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    command += ["--backend-store-uri", f"sqlite:///{tmp_path}/mlflow.db", "--artifacts-destination", str(tmp_path)]
+    quiet = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    server = subprocess.Popen(
+        command, cwd=tmp_path, env=quiet, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    try:
+        wait_for_server(f"http://127.0.0.1:{port}/health", "MLflow's start")
+        run = Tracker(TrackingConfig(uri=f"http://127.0.0.1:{port}"), "a-run")
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+    tries: list[int] = []
+    with wait_until(lambda: listening(port), "the last of MLflow's processes to let go of its port") as deaf:
+
+        def hang_up() -> None:
+            while True:
+                try:
+                    deaf.accept()[0].close()
+                except OSError:
+                    return
+                tries.append(1)
+
+        threading.Thread(target=hang_up, daemon=True).start()
+        with pytest.raises(ended_by) as raised, run.concluded():
+            raise ended_by
+    assert raised.value.__notes__[0].startswith(f"MLflow at http://127.0.0.1:{port} was not told that run")
+    assert 1 <= len(tries) <= 3
+    assert "MLFLOW_HTTP_REQUEST_MAX_RETRIES" not in os.environ
