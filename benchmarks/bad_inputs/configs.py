@@ -19,6 +19,7 @@ from benchmarks.bad_inputs.cases import Case, draws
 from flows.config import TrainConfig, TrainOverrides
 from flows.early import as_config_errors, check_early
 from flows.recipes import parse_changes
+from models.algorithms.advantages import check_advantage
 from models.schedulers.kernels import check_kernel
 
 MUTATIONS = "config: random mutations"
@@ -176,6 +177,7 @@ def checked(config: TrainConfig) -> TrainConfig:
     check_early(config)
     algo = config.actor_rollout_ref.rollout.algo
     with as_config_errors():
+        check_advantage(config.algorithm.adv_estimator, config.algorithm.adv_options)
         check_kernel(algo.sde_type, algo.sde_options)
     return config
 
@@ -254,6 +256,8 @@ def same(written: Any, taken: Any) -> bool:
         return isinstance(written, Mapping) and all(
             name in taken and same(written[name], taken[name]) for name in written
         )
+    if isinstance(written, bytes):  # YAML's !!binary
+        return written == str(taken).encode()
     return written == taken or (written, taken) == ("token", "step")
 
 

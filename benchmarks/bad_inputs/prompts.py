@@ -265,7 +265,7 @@ def _fault_of(taken: list[Prompt], rows: list[dict[str, Any]]) -> str | None:
         one = (row["prompt"].strip(), row.get("target"), rest)
         wanted += [one] if one not in wanted else []
     found = [(prompt.prompt, prompt.target, prompt.metadata) for prompt in taken]
-    if found != wanted:
+    if json.dumps(found, sort_keys=True) != json.dumps(wanted, sort_keys=True, default=repr):
         return f"read as {found!r:.150}, written as {wanted!r:.150}"
     for prompt in taken:
         fault = next(filter(None, (_fault_of_text(text) for text in (prompt.prompt, prompt.target or "x"))), None)
