@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.bad_inputs.cases import GOOD, Case, draws, judge
-from benchmarks.bad_inputs.targets import TARGETS, all_cases
+from benchmarks.bad_inputs.cases import GOOD, Case, Outcome, draws, judge
+from benchmarks.bad_inputs.targets import TARGETS, all_cases, whole
 
 PAGE = Path(__file__).parents[1] / "docs/security.md"
 SEED, COUNT = 0, 300
@@ -34,6 +34,18 @@ def test_no_input_is_a_traceback_is_taken_for_another_or_damages_a_file(target: 
         if judged.outcome not in GOOD:
             wrong.append(f"{judged.outcome.value}: {case.name[:200]}: {judged.words[:300]}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_inputs_with_nothing_wrong_are_taken(tmp_path: Path) -> None:
+    """Else a code that refuses everything would pass."""
+    refused = []
+    for number, case in enumerate(whole()):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        judged = judge(case, folder)
+        if judged.outcome is not Outcome.RIGHT:
+            refused.append(f"{judged.outcome.value}: {case.target}: {case.name}: {judged.words[:300]}")
+    assert not refused, "\n".join(refused)
 
 
 def test_there_are_as_many_as_the_page_says() -> None:

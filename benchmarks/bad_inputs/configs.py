@@ -517,3 +517,9 @@ def _fault_of_order(settings: list[str], config: TrainConfig) -> str | None:
         if not same(yaml.safe_load(value), taken):
             return f"{setting} came to {taken!r:.100}"
     return None
+
+
+def whole() -> list[Case]:
+    """Configs and a setting with nothing wrong."""
+    given = [_case(CHOSEN, f"base {number}", json.loads(_whole(number)), {}, 0) for number in range(len(BASES))]
+    return [*given, _set_case(["trainer.seed=7", "algorithm.name=awm"])]

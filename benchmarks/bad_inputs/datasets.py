@@ -84,7 +84,7 @@ def embeddings(seed: int) -> list[Case]:
                 f"#{number} {name}",
                 _prepared(_write_embeddings, change),
                 _read_embeddings,
-                lambda taken: _difference(taken, _embeddings_as_written()),
+                _fault_of_embeddings,
             )
         )
     return cases
@@ -286,3 +286,16 @@ def _fault_of_rows(rows: list[dict[str, Any]]) -> str | None:
         if row["score"] is not None and (type(row["score"]) is not float or not math.isfinite(row["score"])):
             return f"the score {row['score']!r}"
     return None
+
+
+def whole() -> list[Case]:
+    """Embeddings, a table and pairs as they were written."""
+    kept = Case(EMBEDDINGS, "whole", _write_embeddings, _read_embeddings, _fault_of_embeddings)
+    pairs = Case(
+        PAIRS, "whole", _whole_pairs, _read_pairs, lambda taken: _difference(taken, _pairs_as_written(_rows()))
+    )
+    return [kept, _table_case("whole", _rows(), None), pairs]
+
+
+def _fault_of_embeddings(taken: dict[str, Any]) -> str | None:
+    return _difference(taken, _embeddings_as_written())

@@ -285,3 +285,8 @@ def _fault_of_text(text: str) -> str | None:
     if len(text) > LONGEST:
         return f"{len(text)} characters"
     return None if any(character.isalnum() or 0x20 < ord(character) < 0x7F for character in text) else "nothing to see"
+
+
+def whole() -> list[Case]:
+    """The three kinds, undamaged."""
+    return [_whole_case(f"whole {kind}", kind, _whole_file(kind)) for kind in ("p.txt", "p.jsonl", "p.parquet")]

@@ -505,3 +505,17 @@ def _experiment_case(name: str) -> Case:
         return None if taken == name else f"the experiment {taken!r}"
 
     return Case(NAMES, f"experiment {name!r:.60}", lambda folder: None, act, fault)
+
+
+def whole() -> list[Case]:
+    """What each of these is meant to be."""
+    record = json.dumps({"mlflow": [os.getpid(), identity(os.getpid()), HOST]}).encode()
+    lock = b"stages:\n  one:\n    outs:\n    - path: data/x\n      md5: aabbccdd\n"
+    return [
+        _lineage_case("whole", lambda folder: None),
+        _lock_case("whole", "dvc.lock", lock),
+        _pid_case("whole", record),
+        _sweep_case({"name": "my-sweep", "space": SEED, "sampler": "grid"}),
+        _label_case("brightness"),
+        _experiment_case("my experiment"),
+    ]

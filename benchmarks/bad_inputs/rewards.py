@@ -568,3 +568,11 @@ def _fault_of_scores(result: RewardResult, content: bytes) -> str | None:
         if usable != math.isfinite(taken) or (usable and not math.isclose(score, taken, rel_tol=1e-6)):
             return f"{score!r} became {taken}"
     return None
+
+
+def whole() -> list[Case]:
+    """Requests and an answer by the protocol."""
+    request = request_part(body())
+    sent = [[request, tensor(safetensors())], [request, image(png()), image(png(BATCH[1]))]]
+    answered = _client_case("whole", "whole", _json(HOSTED), _json(ANSWER))
+    return [*(_parts_case("whole", parts) for parts in sent), answered]

@@ -195,3 +195,9 @@ def _run_record(name: str, content: bytes | None) -> Case:
         return None if run_id == known_run() else f"the run would go on as {run_id!r}"
 
     return Case(RUN_JSON, name, prepare, act, fault)
+
+
+def whole() -> list[Case]:
+    """Checkpoints and a record as they were written."""
+    record = json.dumps({"mlflow_run_id": known_run()}).encode()
+    return [_checkpoint_case("whole", lambda folder: None), _run_record("whole", record)]

@@ -26,3 +26,9 @@ TARGETS: dict[str, Callable[[int], list[Case]]] = {
 def all_cases(target: str, seed: int = 0) -> list[Case]:
     """The inputs of one target, a function of the seed."""
     return TARGETS[target](seed)
+
+
+def whole() -> list[Case]:
+    """Inputs of each kind that are right: a code that refused everything would pass all the others."""
+    parts = (configs, prompts, rewards, stores, datasets, records)
+    return [case for part in parts for case in part.whole()]
