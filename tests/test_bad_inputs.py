@@ -10,14 +10,11 @@ from benchmarks.bad_inputs.targets import TARGETS, all_cases, whole
 
 PAGE = Path(__file__).parents[1] / "docs/security.md"
 SEED, COUNT = 0, 300
-SLOW = 4
-"""A case of lineage calls git a dozen times: of those one in so many of the others."""
 
 
 def share(target: str, sizes: dict[str, int]) -> list[Case]:
     """So many inputs of a target as its share of all is, drawn by the seed."""
     number = max(round(COUNT * sizes[target] / sum(sizes.values())), 10)
-    number = number // SLOW if "lineage" in target else number
     return draws("the test's", 0, SEED).sample(all_cases(target, SEED), number)
 
 
