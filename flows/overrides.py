@@ -4,9 +4,10 @@ import copy
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, create_model
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, create_model, field_validator
 
 from flows.errors import ConfigError
+from models.bounds import check_truth
 
 DEEPEST = 40
 """Mappings inside one another: the tree has six, options of its own below them up to twenty more."""
@@ -60,6 +61,17 @@ def flat(value: Any, path: str = "") -> dict[str, Any]:
     return {name: entry for key, part in value.items() for name, entry in flat(part, f"{below}{key}").items()}
 
 
+class _Form(BaseModel):
+    """What all forms refuse: misspelt fields, and what is no number where a number should be."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _truth_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        return check_truth(value, cls.model_fields[str(info.field_name)].annotation)
+
+
 def optional(section: type[BaseModel]) -> type[BaseModel]:
     """The same section with every field optional: descriptions and bounds stay, cross-checks wait for the merge."""
     fields: dict[str, Any] = {}
@@ -71,9 +83,4 @@ def optional(section: type[BaseModel]) -> type[BaseModel]:
         for constraint in info.metadata:
             bounded = Annotated[bounded, constraint]
         fields[name] = (bounded | None, Field(default=None, description=info.description))
-    return create_model(
-        f"{section.__name__}Override",
-        __config__=ConfigDict(extra="forbid", allow_inf_nan=False),
-        __doc__=section.__doc__,
-        **fields,
-    )
+    return create_model(f"{section.__name__}Override", __base__=_Form, __doc__=section.__doc__, **fields)

@@ -100,12 +100,14 @@ def parse_settings(settings: list[str], option: str) -> dict[str, Any]:
         path, equals, value = setting.partition("=")
         *parents, leaf = path.strip().split(".")
         if not equals or not all([*parents, leaf]):
-            raise RecipeError(f"{option} {setting!r} must have the form field.path=value")
+            raise RecipeError(f"{option} {setting!r:.200} must have the form field.path=value")
         node: Any = tree
         for parent in parents:
             node = node.setdefault(parent, {})
             if not isinstance(node, dict):
-                raise RecipeError(f"{option} {setting!r}: {parent} is set to {node!r} as well, which has no parts")
+                raise RecipeError(
+                    f"{option} {setting!r:.200}: {parent} is set to {node!r:.100} as well, which has no parts"
+                )
         if (*parents, leaf) in sections:
             raise RecipeError(
                 f"{option} {setting!r:.100} would undo {sections[*parents, leaf]!r:.100} before it: give the section "

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import httpx
 import psutil
@@ -43,6 +43,8 @@ RECORD = HERE / "pids.json"
 ENVIRONMENT = HERE / "environment"
 START_SECONDS, END_SECONDS = 120, 30
 LARGEST_LOG = 10_000_000
+LARGEST_PID = 2**22
+"""proc(5), pid_max."""
 MLFLOW_APP = "doubleflow"
 LOG_WRITERS: dict[str, subprocess.Popen] = {}
 app = commands("Servers and a worker on this machine.")
@@ -244,13 +246,28 @@ def recorded_in(file: Path) -> dict[str, Recorded]:
     if not file.is_file():
         return {}
     try:
-        record = json.loads(file.read_text())
-        return {str(name): Recorded(int(pid), str(who), str(host)) for name, (pid, who, host) in record.items()}
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+        record = json.loads(file.read_text(), object_pairs_hook=_once)
+        return {name: _checked(entry) for name, entry in record.items()}
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ServiceError(
             f"{file} cannot be read ({error}): end the servers and the worker by hand, if they run (`pgrep -af "
             f"'prefect|mlflow'`), then remove {file.parent}/"
         ) from error
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; of two processes under one name only one would be ended."""
+    if len(dict(pairs)) != len(pairs):
+        raise ValueError("a name stands there twice")
+    return dict(pairs)
+
+
+def _checked(entry: Any) -> Recorded:
+    """One process of the record. Raises ValueError or TypeError where it is none."""
+    pid, who, host = entry
+    if type(pid) is not int or not 0 < pid <= LARGEST_PID or not isinstance(who, str) or not isinstance(host, str):
+        raise ValueError(f"{str(entry)[:60]} is no process")
+    return Recorded(pid, who, host)
 
 
 def _write_record(processes: Mapping[str, Recorded]) -> None:

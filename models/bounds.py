@@ -7,9 +7,9 @@ clearly, and each says what it comes from. A field whose own meaning gives a lim
 import math
 import re
 import unicodedata
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import PurePath
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 from pydantic import AfterValidator, Field
 
@@ -61,6 +61,31 @@ LONGEST_NAME = 200
 """MLflow's metrics and Prefect's limits take 250 and more, its experiments 256."""
 DEEPEST_OPTIONS = 20
 """Mappings and lists inside one another."""
+
+
+def check_truth(value: Any, annotation: Any) -> Any:
+    """The value as it is, unless it is a bool for a field of numbers, which pydantic would take for 1 or 0.
+
+    Args:
+        annotation: the field's type.
+
+    Raises:
+        ValueError: it is, or a list of such values is for a list.
+    """
+    kinds = {*_kinds(annotation)}
+    given = value if isinstance(value, list | tuple) else (value,)
+    if kinds & {int, float} and bool not in kinds and any(isinstance(one, bool) for one in given):
+        raise ValueError(f"it is {str(value).lower()}, which is no number: give a number")
+    return value
+
+
+def _kinds(annotation: Any) -> Iterator[Any]:
+    """The types that a type is made of, itself where it has no parts."""
+    parts = get_args(annotation)
+    if not parts:
+        yield annotation
+    for part in parts:
+        yield from _kinds(part)
 
 
 def check_text(text: str, may_break_lines: bool = False) -> str:

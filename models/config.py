@@ -10,7 +10,7 @@ Field names are the reference system's (VeRL-Omni) wherever it has one.
 from enum import Enum
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from models.bounds import (
     LONGEST_WAIT_S,
@@ -23,6 +23,7 @@ from models.bounds import (
     MOST_TOKENS,
     Options,
     check_texts,
+    check_truth,
 )
 
 WindowMode = Literal["random", "progressive", "decay"]
@@ -49,10 +50,15 @@ from its default, which must be what the code did before the field was there."""
 class Section(BaseModel):
     """A part of the tree: immutable, and a misspelt field is an error rather than a silent default.
 
-    No number is NaN or infinite, and text can be written into paths, databases and a terminal.
+    No number is NaN, infinite or a bool, and text can be written into paths, databases and a terminal.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _truth_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        return check_truth(value, cls.model_fields[str(info.field_name)].annotation)
 
     @field_validator("*")
     @classmethod

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -16,9 +17,16 @@ import yaml
 from mlflow.entities import Dataset, DatasetInput, InputTag
 from mlflow.utils.mlflow_tags import MLFLOW_GIT_COMMIT
 
+from models.errors import DoubleflowError
 from tasks.code_difference import CodeDifference, GitError, code_difference, git
 
 CODE = Path(__file__).resolve().parents[1]
+DIGEST = re.compile(r"[\w.-]+")
+REMEDY = "make it anew with `dvc commit`, or take the repository's with `git checkout`"
+
+
+class LineageError(DoubleflowError, RuntimeError):
+    """Where the data came from cannot be told."""
 
 
 @dataclass(frozen=True)
@@ -84,20 +92,47 @@ def hardware() -> dict[str, Any]:
 
 
 def dvc_hashes(root: Path) -> dict[str, str]:
-    """Path -> hash of every DVC output under `root`: the stages' of dvc.lock, and those that were `dvc add`ed."""
+    """Path -> hash of every DVC output under `root`: the stages' of dvc.lock, and those that were `dvc add`ed.
+
+    Raises:
+        LineageError: one of DVC's files is none of DVC's.
+    """
     return dict(_dvc_outputs(root))
 
 
 def _dvc_outputs(root: Path) -> Iterator[tuple[str, str]]:
     lock = root / "dvc.lock"
-    stages = yaml.safe_load(lock.read_text()).get("stages", {}) if lock.is_file() else {}
-    for stage in stages.values():
-        for out in stage.get("outs", []):
-            yield out["path"], str(out.get("md5") or out.get("hash"))
+    for stage in (_section(_read(lock), "stages", lock) if lock.is_file() else {}).values():
+        yield from _outs(stage, lock)
     for file in sorted(root.glob("data/**/*.dvc")):
-        for out in yaml.safe_load(file.read_text()).get("outs", []):
-            path = (file.parent / out["path"]).relative_to(root)
-            yield path.as_posix(), str(out.get("md5") or out.get("hash"))
+        for path, digest in _outs(_read(file), file):
+            yield (file.parent / path).relative_to(root).as_posix(), digest
+
+
+def _outs(stage: Any, file: Path) -> Iterator[tuple[str, str]]:
+    """(path, hash) of a stage's outputs."""
+    outs = stage.get("outs", []) if isinstance(stage, dict) else None
+    if not isinstance(outs, list):
+        raise LineageError(f"{file} has a stage without a list of outputs: {REMEDY}")
+    for out in outs:
+        path, digest = (out.get("path"), out.get("md5")) if isinstance(out, dict) else (None, None)
+        if not isinstance(path, str) or not isinstance(digest, str) or not DIGEST.fullmatch(digest):
+            raise LineageError(f"{file} has an output without path and md5, {str(out)[:100]!r}: {REMEDY}")
+        yield path, digest
+
+
+def _section(content: Any, name: str, file: Path) -> dict[str, Any]:
+    found = content.get(name, {}) if isinstance(content, dict) else None
+    if not isinstance(found, dict):
+        raise LineageError(f"{file} has no section {name!r}: {REMEDY}")
+    return found
+
+
+def _read(file: Path) -> Any:
+    try:
+        return yaml.safe_load(file.read_text())
+    except (OSError, yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise LineageError(f"{file} cannot be read ({' '.join(str(error).split())[:200]}): {REMEDY}") from error
 
 
 def _dataset(path: str, digest: str) -> DatasetInput:

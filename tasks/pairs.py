@@ -4,6 +4,7 @@ A table of pictures (long form: one row a picture) becomes latents once, in a da
 """
 
 import io
+import math
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -115,13 +116,14 @@ def _check_picture_row(row: dict[str, Any], source: str) -> None:
     """Raise DatasetError for values of another type than `read_pictures` names, but for `chosen` and the bytes."""
     if isinstance(row["pair"], bool) or not isinstance(row["pair"], str | int):
         raise DatasetError(f"{source}: the pair's name must be a text or a whole number, not {row['pair']!r}")
-    if not isinstance(row["prompt"], str):
-        raise DatasetError(f"{source}: the prompt must be a text, not {row['prompt']!r}")
+    if not isinstance(row["prompt"], str) or not row["prompt"].strip():
+        raise DatasetError(f"{source}: the prompt must be a text that is not blank, not {row['prompt']!r}")
     check_text(str(row["pair"]), "pair's name", source)
     check_text(row["prompt"], "prompt", source)
     score = row["score"]
-    if score is not None and (isinstance(score, bool) or not isinstance(score, int | float)):
-        raise DatasetError(f"{source}: the score must be a number or null, not {score!r}")
+    is_number = isinstance(score, int | float) and not isinstance(score, bool)
+    if score is not None and not (is_number and math.isfinite(score)):
+        raise DatasetError(f"{source}: the score must be a finite number or null, not {score!r}")
 
 
 def _checked_pair(file: Path, uid: str, pictures: list[dict[str, Any]]) -> tuple[Pair, dict[str, Any]]:

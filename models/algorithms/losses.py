@@ -144,9 +144,11 @@ def get_diffusion_loss_fn(name: str, options: Mapping[str, Any] | None = None) -
         options: keyword arguments of its class, `diffusion_loss.options`.
 
     Raises:
-        ValueError: unknown, the message lists the known names; or an option that the class does not take.
+        ValueError: unknown, the message lists the known names; no loss; or an option that the class does not take.
     """
     found, options = _LOSSES.get(name), options or {}
+    if not (isinstance(found, type) and issubclass(found, DiffusionLossFn)):
+        raise ValueError(f"{_FIELD}.loss_mode is {name!r}, which is no subclass of DiffusionLossFn: name one that is")
     check_options(f"{_FIELD}.options", f"loss {name!r}", found, options, given=())
     return found(**options)
 

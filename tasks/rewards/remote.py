@@ -28,6 +28,8 @@ MAX_PIXELS = 4096 * 4096
 """Of one PNG, unless the server is told otherwise."""
 MAX_REQUEST_MB = 1024.0
 """Of one request, and of its pictures when they are unpacked, unless the server is told otherwise; 10^6 bytes each."""
+CRITICAL_CHUNKS = (b"IHDR", b"PLTE", b"IDAT", b"IEND")
+"""Of a PNG: a reader that does not know one with a capital letter cannot show the picture."""
 
 
 class TooLarge(RewardError):
@@ -124,9 +126,14 @@ class RemoteReward(Reward):
             RewardError: the server says that the reward cannot be used so, or hosts another version than before.
             RemoteFailure: anything else went wrong there, or the answer is not as the protocol says.
         """
+        import requests
+
         files = [("request", ("request.json", pack_request(prompts), "application/json"))]
         files += pack_images(batch) if self._encoding == "png" else [pack_tensor(batch)]
-        response = self._session.post(f"{self._url}/v1/score", files=files, timeout=self._timeout)
+        try:
+            response = self._session.post(f"{self._url}/v1/score", files=files, timeout=self._timeout)
+        except (requests.RequestException, ValueError) as error:  # ValueError: it sends on to what is no address
+            raise RemoteFailure(f"{self._url} gives no answer that can be read: {self._told(error)}") from error
         answer = self._answer(response, Answer)
         if answer.version != self._remote_version:
             raise RewardError(
@@ -146,8 +153,8 @@ class RemoteReward(Reward):
 
         try:
             response = self._session.get(f"{self._url}/v1/reward", timeout=self._timeout)
-        except requests.RequestException as error:
-            raise RewardError(f"{self.name}: no reward server answers at {self._url}: {error}") from error
+        except (requests.RequestException, ValueError) as error:
+            raise RewardError(f"{self.name}: no reward server answers at {self._url}: {self._told(error)}") from error
         if response.status_code == 404:
             raise RewardError(
                 f"{self.name}: {self._url} has no /v1/reward: it is no reward server, or speaks another protocol than "
@@ -171,7 +178,8 @@ class RemoteReward(Reward):
                 f"{self.name}: {self._url} answered {response.status_code}: it wants a token that token_env names"
             )
         try:
-            body = response.json()
+            # Whatever it says of itself or of a sample is recorded, and it may repeat the token.
+            body = json.loads(self._told(response.content.decode()))
         except (ValueError, RecursionError) as error:
             raise RemoteFailure(f"{self._url} answered {response.status_code} without JSON") from error
         if not isinstance(body, dict):
@@ -205,7 +213,7 @@ class RemoteLatentsReward(RemoteReward):
 
 def check_protocol(theirs: Any, who: str, we: str) -> None:
     """Raise RewardError unless the other side speaks this protocol."""
-    if theirs != PROTOCOL:
+    if theirs != PROTOCOL or isinstance(theirs, bool):
         raise RewardError(
             f"{who} speaks reward protocol {theirs}, {we} {PROTOCOL}: install the same version of doubleflow on both"
         )
@@ -270,6 +278,7 @@ def _decoded(images: Sequence[bytes], max_pixels: int, max_mb: float) -> np.ndar
         width, height = _png_size(image, number)
         if width * height > max_pixels:
             raise TooLarge(f"picture {number} has {width} x {height} pixels, and at most {max_pixels} are taken")
+        _check_chunks(image, number)
         try:
             opened.append(Image.open(io.BytesIO(image), formats=("PNG",)))
         except (*unreadable, Image.DecompressionBombError) as error:
@@ -302,6 +311,25 @@ def _png_size(image: bytes, number: int) -> tuple[int, int]:
     if width * height == 0:
         raise RewardError(f"the pictures cannot be read: picture {number} has {width} x {height} pixels")
     return width, height
+
+
+def _check_chunks(image: bytes, number: int) -> None:
+    """A PNG's chunks are whole and of kinds that a reader knows; Pillow passes over the checksums of the pixels.
+
+    Raises:
+        RewardError: a checksum is of other bytes, the end is missing, or a critical chunk is of an unknown kind.
+    """
+    place, kind = 8, b""
+    while kind != b"IEND":
+        if place + 12 > len(image):
+            raise RewardError(f"the pictures cannot be read: picture {number} has no end")
+        (length,), kind = struct.unpack_from(">I", image, place), image[place + 4 : place + 8]
+        end = place + 8 + length
+        if image[end : end + 4] != struct.pack(">I", zlib.crc32(memoryview(image)[place + 4 : end])):
+            raise RewardError(f"the pictures cannot be read: picture {number} is damaged at byte {place}")
+        if kind[:1].isupper() and kind not in CRITICAL_CHUNKS:
+            raise RewardError(f"the pictures cannot be read: picture {number} has a chunk {kind!r} of no known kind")
+        place = end + 4
 
 
 def unpack_result(answer: Answer) -> RewardResult:

@@ -128,6 +128,9 @@ def _parts(form: FormData, max_pictures: int) -> tuple[bytes | BinaryIO, BinaryI
     request, tensor, images = form.get("request"), form.get("tensor"), form.getlist("images")
     if request is None:
         raise RewardError("the form has no part `request`")
+    for name in ("request", "tensor"):
+        if len(form.getlist(name)) > 1:
+            raise RewardError(f"the form has {len(form.getlist(name))} parts `{name}`; give one")
     if len(images) > max_pictures:
         raise RewardError(f"the form has {len(images)} parts `images`, and at most {max_pictures} are taken")
     files = [part.file for part in (*images, tensor) if isinstance(part, UploadFile)]
