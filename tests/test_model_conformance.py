@@ -1,6 +1,7 @@
 """Every model family, with its own diffusers pipeline as the oracle: sampling, replay, gradients, export, errors."""
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -306,9 +307,11 @@ def test_replay_in_bfloat16(checkpoint_of: Any, name: str, weights: dict[str, in
 @every_family
 @pytest.mark.usefixtures("one_rank")
 def test_full_weights_in_bfloat16_are_exported_as_they_are_sampled_with(
-    checkpoint_of: Any, name: str, tmp_path: Path
+    checkpoint_of: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After two updates: every parameter and buffer of the rollout is, in value and format, what diffusers loads."""
+    """After two updates: every parameter and buffer of the rollout is, in value and format, what diffusers loads. The
+    optimiser chooses as it does on CUDA: one call for all weights, where nothing forbids it."""
+    monkeypatch.setattr(sys.modules["torch.optim.adam"], "_default_to_fused_or_foreach", lambda *_, **__: (False, True))
     model = checkpoint_of(name)
     config = model.config(dtype="bfloat16")
     trajectories, rollout = model.rolled_out(config, False), DiffusersRolloutEngine(config)

@@ -63,13 +63,15 @@ class DiffusersFSDPEngine(PolicyEvaluation):
         # Nothing in these models depends on the mode but that compiled code is made anew for each.
         self.module = self._sharded(self._load(trained=True)).eval()
         self._trained = tuple(trainable(self.module))
-        settings = self.actor_config.optim
+        settings, shards = self.actor_config.optim, list(self._shards().values())
         self.optimizer = torch.optim.AdamW(
-            list(self._shards().values()),
+            shards,
             lr=settings.lr,
             betas=settings.betas,
             eps=settings.eps,
             weight_decay=settings.weight_decay,
+            # On CUDA torch makes one call for all weights: it cannot where some are sharded and a few whole.
+            foreach=False if len({isinstance(shard, DTensor) for shard in shards}) > 1 else None,
         )
         allocate_adam_state(self.optimizer)
         if self.actor_config.fsdp_config.optimizer_offload:
