@@ -25,20 +25,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-sys.path.append(str(Path(__file__).parents[1] / "tests"))  # the tests' checkpoints and published configs
-
 import models.families  # noqa: F401  registers the adapters
 from benchmarks.real_size import use_random_weights, write_configs
-from models.actor_config import DiffusionActorConfig, DiffusionLossConfig, FSDPConfig
-from models.base import DiffusionModelBase, DiffusionModelConfig
-from models.config import DiffusionPipelineConfig, DiffusionRolloutAlgoConfig, ModelConfig
-from models.engines.actor_batch import ActorBatch
-from models.engines.diffusers_rollout import DiffusersRolloutEngine
-from models.engines.fsdp import DiffusersFSDPEngine
-from models.engines.trajectories import PromptTable, RolloutRequest, Trajectories
-from models.engines.weights import trainable
-from models.latents import component_config
+from models.config.actor import DiffusionActorConfig, DiffusionLossConfig, FSDPConfig
+from models.config.algo import DiffusionRolloutAlgoConfig
+from models.config.model import ModelConfig
+from models.config.pipeline import DiffusionPipelineConfig
+from models.families.base import DiffusionModelBase, DiffusionModelConfig
+from models.families.latents import component_config
+from models.rollout.diffusers import DiffusersRolloutEngine
+from models.samples.trajectories import PromptTable, RolloutRequest, Trajectories
 from models.schedulers.noise_keys import NoiseKey
+from models.training.fsdp import DiffusersFSDPEngine
+from models.training.micro_batches import ActorBatch
+from models.weights.trainable import trainable
 
 
 @dataclass(frozen=True)
@@ -314,7 +314,7 @@ def main() -> None:
     arguments.work.mkdir(parents=True, exist_ok=True)
     if not (folder / "model_index.json").is_file():
         if arguments.model == "tiny":
-            from tiny_models import FAMILIES
+            from tests.support.tiny_models import FAMILIES
 
             FAMILIES["qwen_image"].save(folder)
         else:

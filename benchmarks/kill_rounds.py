@@ -46,7 +46,7 @@ from benchmarks.run_state import (
     stage_now,
     status,
 )
-from flows.overrides import merged
+from tasks.config.overrides import merged
 
 DOCS = Path("docs/platform.md")
 FILLER = "filler"

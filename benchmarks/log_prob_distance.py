@@ -6,7 +6,7 @@
     python -m benchmarks.log_prob_distance --model tiny --device cpu        # that it runs
 
 `apart` compiles a graph for sampling and another one for the update, `one` lets both run the update's
-(`models.engines.compiled`), `casts` compiles two and has each round where eager code does, `eager` compiles nothing.
+(`models.runtime.compiled`), `casts` compiles two and has each round where eager code does, `eager` compiles nothing.
 Each case is a line of JSON in <work>/results.jsonl: the distance of the rollout (mean and largest), of the trainer's
 own rescoring, the largest |ratio - 1|, the share of samples whose ratio leaves the recipe's clip range, and the seconds
 of a rollout. Weights are random. `--full` trains all weights; `--no-step` has no AdamW, so that a model fits whose
@@ -15,7 +15,6 @@ moments do not.
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -25,22 +24,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-sys.path.append(str(Path(__file__).parents[1] / "tests"))  # the tests' checkpoints and published configs
-
-import models.engines.diffusers_rollout as rollout_module
-import models.engines.fsdp as trainer_module
 import models.families  # noqa: F401  registers the adapters
+import models.rollout.diffusers as rollout_module
+import models.training.fsdp as trainer_module
 from benchmarks.iteration import advantages_of, move_off_zero, request_of
 from benchmarks.real_size import use_random_weights, write_configs
-from models.actor_config import DiffusionActorConfig, DiffusionLossConfig, FSDPConfig, OptimConfig
-from models.base import DiffusionModelBase, DiffusionModelConfig
-from models.config import DiffusionPipelineConfig, DiffusionRolloutAlgoConfig, ModelConfig
-from models.engines.actor_batch import ActorBatch
-from models.engines.compiled import compile_blocks
-from models.engines.diffusers_rollout import DiffusersRolloutEngine
-from models.engines.fsdp import DiffusersFSDPEngine
-from models.engines.gradients import clip_gradients
-from models.engines.trajectories import RolloutRequest, Trajectories
+from models.config.actor import DiffusionActorConfig, DiffusionLossConfig, FSDPConfig, OptimConfig
+from models.config.algo import DiffusionRolloutAlgoConfig
+from models.config.model import ModelConfig
+from models.config.pipeline import DiffusionPipelineConfig
+from models.families.base import DiffusionModelBase, DiffusionModelConfig
+from models.rollout.diffusers import DiffusersRolloutEngine
+from models.runtime.compiled import compile_blocks
+from models.samples.trajectories import RolloutRequest, Trajectories
+from models.training.fsdp import DiffusersFSDPEngine
+from models.training.gradients import clip_gradients
+from models.training.micro_batches import ActorBatch
 
 
 @dataclass(frozen=True)
@@ -230,7 +229,7 @@ def main() -> None:
     if not (folder / "model_index.json").is_file():
         folder.parent.mkdir(parents=True, exist_ok=True)
         if arguments.model == "tiny":
-            from tiny_models import FAMILIES
+            from tests.support.tiny_models import FAMILIES
 
             FAMILIES["qwen_image"].save(folder)
         else:

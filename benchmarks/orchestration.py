@@ -30,12 +30,13 @@ from ray.actor import ActorHandle
 
 from benchmarks.docs import put_table
 from benchmarks.local_services import Services
-from tasks.checkpoint import CheckpointStore, RunState
-from tasks.clock import Stopwatch
-from tasks.cluster import ActorGroup, ray_cluster
-from tasks.config import RayConfig, TrackingConfig
-from tasks.pictures import grid
-from tasks.tracking import Tracker
+from tasks.actors.cluster import ActorGroup, ray_cluster
+from tasks.config.tracking import TrackingConfig
+from tasks.config.trainer import RayConfig
+from tasks.records.pictures import grid
+from tasks.records.run_store import CheckpointStore, RunState
+from tasks.records.tracking import Tracker
+from tasks.system.stopwatch import Stopwatch
 
 DOCS = Path("docs/platform.md")
 

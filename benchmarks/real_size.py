@@ -8,16 +8,16 @@ import diffusers
 import torch
 from torch import nn
 
-from models.base import DiffusionModelBase, DiffusionModelConfig
-from models.engines.weights import keep_formats
-from models.latents import component_config
+from models.families.base import DiffusionModelBase, DiffusionModelConfig
+from models.families.latents import component_config
+from models.weights.trainable import keep_formats
 
 SEED = 0
 
 
 def write_configs(model: str, folder: Path) -> None:
-    """A folder in diffusers format with every config and no weight, of one of `tests/test_real_size.py`'s models."""
-    from test_real_size import MODELS
+    """A folder in diffusers format with every config and no weight, of a model of `tests/models/test_real_size.py`."""
+    from tests.models.test_real_size import MODELS
 
     published = MODELS[model]
     decoder = vae(published.architecture, "meta")

@@ -29,9 +29,9 @@ import torch
 from PIL import Image
 
 from benchmarks.docs import put_table
-from tasks.dataset import Prompt, load_prompts
-from tasks.picture_statistics import picture_statistics
+from tasks.data.prompts import Prompt, load_prompts
 from tasks.rewards import Reward, get_reward
+from tasks.rewards.statistics import picture_statistics
 
 DOCS = Path("docs/rewards.md")
 BATCH = 32

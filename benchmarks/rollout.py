@@ -21,15 +21,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-sys.path.append(str(Path(__file__).parents[1] / "tests"))  # the tests' checkpoints and published configs
-
 import models.families  # noqa: F401  registers the adapters
 from benchmarks.real_size import transformer, vae, write_configs
-from models.base import DiffusionModelBase, DiffusionModelConfig, read_architecture
-from models.config import DiffusionPipelineConfig, DiffusionRolloutAlgoConfig, ModelConfig, VllmOmniConfig
-from models.engines.trajectories import PromptTable, RolloutRequest, Trajectories
-from models.engines.weights import make_trainable, trainable
+from models.config.algo import DiffusionRolloutAlgoConfig
+from models.config.model import ModelConfig
+from models.config.pipeline import DiffusionPipelineConfig
+from models.config.vllm_omni import VllmOmniConfig
+from models.families.base import DiffusionModelBase, DiffusionModelConfig, read_architecture
+from models.samples.trajectories import PromptTable, RolloutRequest, Trajectories
 from models.schedulers.noise_keys import NoiseKey
+from models.weights.trainable import make_trainable, trainable
 
 TINY = {"tiny-qwen-image": "qwen_image", "tiny-sd3": "stable_diffusion_3"}
 WINDOW, REPLAYED = (0, 1), 8
@@ -56,7 +57,7 @@ def build(model: str, folder: Path, device: str) -> None:
     if (folder / "model_index.json").is_file():
         return
     if model in TINY:
-        from tiny_models import FAMILIES
+        from tests.support.tiny_models import FAMILIES
 
         FAMILIES[TINY[model]].save(folder)
         return
@@ -151,7 +152,7 @@ def can_sleep(chosen: dict[str, Any]) -> bool:
 def start(config: DiffusionModelConfig, chosen: dict[str, Any], device: str, largest: int) -> Any:
     """The engine of a variant."""
     if chosen["engine"] == "vllm_omni":
-        from models.engines.vllm_omni.engine import VllmOmniRolloutEngine
+        from models.rollout.vllm_omni.engine import VllmOmniRolloutEngine
 
         attention = chosen["attention"] if device == "cuda" else None
         settings = VllmOmniConfig(
@@ -161,7 +162,7 @@ def start(config: DiffusionModelConfig, chosen: dict[str, Any], device: str, lar
             tensor_parallel_size=chosen.get("processes", 1),
         )
         return VllmOmniRolloutEngine(config, settings, max_num_seqs=largest, sleep_mode=can_sleep(chosen))
-    from models.engines.diffusers_rollout import DiffusersRolloutEngine
+    from models.rollout.diffusers import DiffusersRolloutEngine
 
     return DiffusersRolloutEngine(config, device)
 

@@ -10,9 +10,9 @@ import pandas as pd
 from mlflow import MlflowClient
 from safetensors.torch import load_file
 
-from tasks.checkpoint import verify
-from tasks.history import RunHistory, comparable
-from tasks.tracking import STEP_MARK
+from tasks.records.history import RunHistory, comparable
+from tasks.records.run_store import verify
+from tasks.records.tracking import STEP_MARK
 
 STAGES = {"rollout": None, "reward": "stages/rollout", "update": "stages/reward", "record": "checkpoints"}
 """What an iteration goes through, each with the folder that has the iteration from the stage's beginning on. `record`

@@ -11,7 +11,7 @@ FLOORS = ("flows", "tasks", "models", "benchmarks", "tests")
 TEXT = """# The files
 
 Every file of the floors, of the benchmarks and of the tests, in one sentence: the first one of its docstring or of the
-comment that it begins with. `python docs/file_map.py` writes this page, and `tests/test_files.py` holds it true.
+comment that it begins with. `python docs/file_map.py` writes this page, and `tests/docs/test_files.py` holds it true.
 """
 SENTENCE = re.compile(r"^(.+?(?<!e\.g)(?<!i\.e)[.?!])(?=\s|$)")
 COMMENTS = {

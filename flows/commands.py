@@ -1,7 +1,7 @@
 """The commands `python -m flows.train`, `validate`, `sweep`, `reproduce` and `compare`.
 
 A module that holds a flow calls its command before its own imports, which take seconds. The command checks what it
-was given with pydantic and YAML alone (`flows.recipes`, `flows.early`), and imports the flow when all that is right.
+was given with pydantic and YAML alone (`flows.recipes`, `tasks.run.early`), and imports the flow once that is right.
 """
 
 import os
@@ -10,12 +10,12 @@ from typing import Annotated
 
 import typer
 
-from flows.config import TrainConfig, TrainOverrides
-from flows.early import check_early, check_folder, check_tracking
-from flows.errors import ConfigError
 from flows.recipes import checked, load_config, load_parameters, load_recipe, parse_changes, parse_settings
 from flows.terminal import Debug, in_a_sentence, run_command, started
-from tasks.config import TrackingConfig
+from tasks.config.errors import ConfigError
+from tasks.config.tracking import TrackingConfig
+from tasks.config.tree import TrainConfig, TrainOverrides
+from tasks.run.early import check_early, check_folder, check_tracking
 
 Recipe = Annotated[str, typer.Argument(help="A train deployment of prefect.yaml.")]
 ConfigFile = Annotated[
@@ -42,9 +42,9 @@ def train(
     """Train a recipe here and now, and print where the results are."""
     with in_a_sentence(debug):
         chosen, overrides = _chosen(recipe, config, changes, trains=True)
-        from flows.access import guard_temporary_server
-        from flows.summary import Summary
+        from flows.deploy.access import guard_temporary_server
         from flows.train import train as flow
+        from tasks.run.summary import Summary
 
         guard_temporary_server()
         summary = Summary(**started(flow, debug, chosen, overrides))
@@ -63,7 +63,7 @@ def validate(
         chosen, overrides = _chosen(recipe, config, changes, trains=False)
         if weights is not None and not weights.is_dir():
             raise ConfigError(f"--weights is {weights}, which is not a folder: give one that a run exported")
-        from flows.access import guard_temporary_server
+        from flows.deploy.access import guard_temporary_server
         from flows.validate import validate as flow
 
         guard_temporary_server()
@@ -81,8 +81,8 @@ def sweep(
 ) -> None:
     """Train with many settings, and print the best."""
     with in_a_sentence(debug):
-        from flows.overrides import merged
-        from flows.sweep_config import SweepConfig, check_fields
+        from tasks.config.overrides import merged
+        from tasks.config.sweep import SweepConfig, check_fields
 
         given, source = load_parameters("sweep", deployment), f"prefect.yaml, deployment {deployment}"
         config = checked(TrainConfig, given.get("config"), source)
@@ -138,8 +138,8 @@ def _recorded(tracking: str | None, *runs: str) -> TrackingConfig:
     if tracking is not None:
         os.environ["MLFLOW_TRACKING_URI"] = tracking  # which goes before the config's
     check_tracking(os.environ.get("MLFLOW_TRACKING_URI", place.uri))
-    from tasks.history import RunHistory
-    from tasks.tracking import mlflow_client
+    from tasks.records.history import RunHistory
+    from tasks.records.tracking import mlflow_client
 
     for run in runs:
         RunHistory(mlflow_client(place), run)

@@ -19,11 +19,11 @@ import pandas as pd
 from prefect import flow
 from prefect.artifacts import create_markdown_artifact
 
-from tasks.comparison import Interval, mean_interval, paired_gain
-from tasks.config import TrackingConfig
-from tasks.history import RunHistory
-from tasks.registry import TABLE
-from tasks.tracking import STEP_MARK, flat, mlflow_client
+from tasks.config.tracking import TrackingConfig
+from tasks.records.comparison import Interval, mean_interval, paired_gain
+from tasks.records.history import RunHistory
+from tasks.records.model_registry import TABLE
+from tasks.records.tracking import STEP_MARK, flat, mlflow_client
 
 matplotlib.use("agg")  # a flow run has no display
 CONFIDENCE = 0.95

@@ -5,9 +5,10 @@ from typing import Annotated
 
 import typer
 
-from models.base import VllmOmniPipelineBase, read_architecture
-from models.engines.vllm_omni.lora_names import write_peft_folder
 from models.families import load_families
+from models.families.base import read_architecture
+from models.rollout.vllm_omni.lora_names import write_peft_folder
+from models.rollout.vllm_omni.registry import VllmOmniPipelineBase
 
 app = typer.Typer(help=__doc__, add_completion=False)
 

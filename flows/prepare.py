@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 import yaml
 
-from flows.prepare_config import (
+from flows.terminal import commands
+from tasks.config.params import (
     BASE_MODEL,
     BASE_MODEL_METRICS,
     EMBEDDINGS,
@@ -22,20 +23,15 @@ from flows.prepare_config import (
     PrepareError,
     load_params,
 )
-from flows.terminal import commands
-from tasks.base_model import score_base_model, train_base_model
-from tasks.dataset import (
-    build_prompt_table,
-    check_prompt_lengths,
-    load_prompts,
-    write_embeddings,
-)
-from tasks.digests import IMAGE_SIDE, TEXT_SIDE, parts_digest
-from tasks.in_place import put_in_place
+from tasks.data.base_model import score_base_model, train_base_model
+from tasks.data.digests import IMAGE_SIDE, TEXT_SIDE, parts_digest
+from tasks.data.embeddings import write_embeddings
+from tasks.data.prompts import build_prompt_table, check_prompt_lengths, load_prompts
 from tasks.rewards import get_reward
+from tasks.system.files import put_in_place
 
 if TYPE_CHECKING:
-    from models.base import DiffusionModelBase, DiffusionModelConfig
+    from models.families.base import DiffusionModelBase, DiffusionModelConfig
 
 PARAMS = Path("params.yaml")
 app = commands("Make the data sets; usually called by `dvc repro`.")
@@ -130,8 +126,10 @@ def _adapter_of(
     model: Path, external_lib: str | None = None, **pipeline: int
 ) -> "tuple[type[DiffusionModelBase], DiffusionModelConfig]":
     """The adapter of a model folder, and its settings; `pipeline` are sampling fields, such as the height."""
-    from models.base import DiffusionModelBase, DiffusionModelConfig
-    from models.config import DiffusionPipelineConfig, DiffusionRolloutAlgoConfig, ModelConfig
+    from models.config.algo import DiffusionRolloutAlgoConfig
+    from models.config.model import ModelConfig
+    from models.config.pipeline import DiffusionPipelineConfig
+    from models.families.base import DiffusionModelBase, DiffusionModelConfig
 
     described = ModelConfig(path=str(model), external_lib=external_lib)
     sections = described, DiffusionPipelineConfig(**pipeline), DiffusionRolloutAlgoConfig()
@@ -157,7 +155,7 @@ def preferences(
     device: Device = "cpu",
 ) -> None:
     """Sample a model on the train prompts, and write each one's best and worst picture."""
-    from tasks.preferences import sampled_preferences
+    from tasks.data.preferences import sampled_preferences
 
     params = load_params(PARAMS).preferences
     _require_model(model)
@@ -195,7 +193,7 @@ def pairs(
     """Encode a preference table with a model's VAE, and write data/pairs/."""
     import torch
 
-    from tasks.pairs import common_size, read_pictures, write_pairs
+    from tasks.data.pairs import common_size, read_pictures, write_pairs
 
     params = load_params(PARAMS).pairs
     table = table or Path(params.table)

@@ -9,18 +9,11 @@ from time import perf_counter
 
 import typer
 
-from flows.prepare_config import (
-    WORDS_METRICS,
-    WORDS_MODEL,
-    WORDS_PROMPTS,
-    GateParams,
-    PrepareError,
-    load_params,
-)
 from flows.terminal import commands
-from tasks.dataset import load_prompts
-from tasks.in_place import put_in_place
-from tasks.words_base_model import score_words_model, train_words_model, words_prompt_table
+from tasks.config.params import WORDS_METRICS, WORDS_MODEL, WORDS_PROMPTS, GateParams, PrepareError, load_params
+from tasks.data.prompts import load_prompts
+from tasks.data.words_base_model import score_words_model, train_words_model, words_prompt_table
+from tasks.system.files import put_in_place
 
 PARAMS = Path("params.yaml")
 app = commands("Make the words model and its data; usually called by `dvc repro`.")

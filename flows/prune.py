@@ -19,7 +19,7 @@ from typing import Annotated
 import psutil
 import typer
 
-from tasks.processes import identity
+from tasks.system.processes import identity
 
 RAY, STAGES, VALIDATION, WORKTREES, LOGS = (
     "Ray's session folders of dead clusters",

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from flows.config import TrainConfig, TrainOverrides
-from flows.errors import RecipeError, described, near
+from tasks.config.errors import RecipeError, described, near
+from tasks.config.tree import TrainConfig, TrainOverrides
 
 PREFECT_FILE = Path("prefect.yaml")
 NO_YAML = (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, RecursionError)

@@ -25,13 +25,13 @@ from prefect import flow, get_run_logger
 from prefect.artifacts import create_table_artifact
 from prefect.states import Completed, Failed, State
 
-from flows.access import dvc_environment
-from flows.checks import ConfigError
+from flows.deploy.access import dvc_environment
 from models.import_paths import check_allowed
-from tasks.config import TrackingConfig
-from tasks.history import HistoryError, RunHistory, comparable
-from tasks.lineage import dvc_hashes, start_tag
-from tasks.tracking import mlflow_client
+from tasks.config.tracking import TrackingConfig
+from tasks.records.history import HistoryError, RunHistory, comparable
+from tasks.records.lineage import dvc_hashes, start_tag
+from tasks.records.tracking import mlflow_client
+from tasks.run.preflight import ConfigError
 
 EQUAL, CLOSE, DIFFERENT = "equal", "within tolerance", "different"
 IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")

@@ -24,8 +24,8 @@ import httpx
 import psutil
 import typer
 
-from flows import service_log
-from flows.access import (
+from flows.deploy import service_log
+from flows.deploy.access import (
     USER,
     dvc_environment,
     exports,
@@ -36,7 +36,7 @@ from flows.access import (
 )
 from flows.terminal import commands
 from models.errors import DoubleflowError
-from tasks.processes import boot_id, identity, lives
+from tasks.system.processes import boot_id, identity, lives
 
 HERE = Path(".services")
 RECORD = HERE / "pids.json"
@@ -56,7 +56,7 @@ class ServiceError(DoubleflowError, RuntimeError):
 
 @dataclass(frozen=True)
 class Recorded:
-    """A process that was started: `identity` is that of `tasks.processes`, `host` the machine."""
+    """A process that was started: `identity` is that of `tasks.system.processes`, `host` the machine."""
 
     pid: int
     identity: str
@@ -193,7 +193,7 @@ def _prepare_server(environment: Mapping[str, str], pool: str, runs: int, gpus: 
     os.environ |= environment
     from prefect.context import refresh_global_settings_context
 
-    from flows.server import set_up_pool, update_automations
+    from flows.deploy.prefect_server import set_up_pool, update_automations
 
     refresh_global_settings_context()
     set_up_pool(pool, runs, f"{pool}-gpus", gpus)

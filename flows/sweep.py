@@ -19,13 +19,13 @@ from optuna.trial import TrialState
 from prefect import flow
 from prefect.artifacts import create_table_artifact
 
-from flows.algorithms import tree_of
-from flows.checks import check_inputs
-from flows.config import TrainConfig, TrainOverrides
-from flows.run import changed
-from flows.sweep_config import SweepConfig, check_fields
-from tasks.child import ChildDied, child_run
-from tasks.tracking import Tracker
+from tasks.actors.child_run import ChildDied, child_run
+from tasks.config.presets import tree_of
+from tasks.config.sweep import SweepConfig, check_fields
+from tasks.config.tree import TrainConfig, TrainOverrides
+from tasks.records.tracking import Tracker
+from tasks.run.opening import changed
+from tasks.run.preflight import check_inputs
 
 DONE = (TrialState.COMPLETE, TrialState.PRUNED)
 

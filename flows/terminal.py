@@ -11,8 +11,8 @@ import typer
 from pydantic import ValidationError
 from typer.core import TyperGroup
 
-from flows.errors import described
 from models.errors import DoubleflowError
+from tasks.config.errors import described
 
 WRONG_INPUT, FAILED = 2, 1
 Debug = Annotated[bool, typer.Option("--debug", help="Show an error's whole traceback.")]
@@ -76,7 +76,7 @@ def sentence(error: Exception) -> str | None:
     """What the user is told; None for an error that was not raised to be read by one."""
     told = cause_of(error)
     if isinstance(told, ValidationError):
-        from flows.config import TrainConfig
+        from tasks.config.tree import TrainConfig
 
         return described(told, TrainConfig)
     if isinstance(told, DoubleflowError) or _is_one_of(told, ("prefect.exceptions", "FailedRun")):

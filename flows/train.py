@@ -18,28 +18,31 @@ import numpy as np
 import pandas as pd
 from prefect import flow, get_run_logger
 
-from flows.checks import check_inputs
-from flows.collect import Collected, Sampling, collect, finish_ahead, submit
-from flows.config import TrainConfig, TrainOverrides
-from flows.progress import Progress
-from flows.run import TrainingRun, changed, open_run
-from flows.summary import Summary, register_export, summarise
 from models.algorithms.rollout_correction import too_far_apart
-from models.engines.ema import HeldWeights
-from models.engines.evaluation import FIRST_RATIO
-from tasks.checkpoint import save_checkpoint
-from tasks.clock import Stopwatch
-from tasks.metrics import (
+from models.training.policy import FIRST_RATIO
+from models.training.weight_copies import HeldWeights
+from tasks.actors.trainer_group import Synced
+from tasks.config.tree import TrainConfig, TrainOverrides
+from tasks.records.metrics import (
     compute_throughput_metrics_diffusion,
     compute_timing_metrics_diffusion,
     cost_metrics,
     orchestration_metrics,
 )
-from tasks.old_log_prob import old_log_prob
-from tasks.pictures import WIDEST_GRID, grid
-from tasks.tracking import log_files
-from tasks.update import Synced, sync_weights, update
-from tasks.validate import Validation, validate
+from tasks.records.pictures import WIDEST_GRID, grid
+from tasks.run.collect import Collected, Sampling, collect, finish_ahead, submit
+from tasks.run.opening import changed, open_run
+from tasks.run.preflight import check_inputs
+from tasks.run.progress import Progress
+from tasks.run.summary import Summary, register_export, summarise
+from tasks.run.training import TrainingRun
+from tasks.stages.log import log_files
+from tasks.stages.old_log_prob import old_log_prob
+from tasks.stages.save import save_checkpoint
+from tasks.stages.sync import sync_weights
+from tasks.stages.update import update
+from tasks.stages.validation import Validation, validate
+from tasks.system.stopwatch import Stopwatch
 
 
 @flow(name="train", persist_result=False)

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from prefect import flow
 
-from flows.checks import ConfigError, check_inputs
-from flows.config import TrainConfig, TrainOverrides
-from flows.run import changed, open_measurement
-from tasks.clock import Stopwatch
-from tasks.validate import validate as measure
+from tasks.config.tree import TrainConfig, TrainOverrides
+from tasks.run.opening import changed, open_measurement
+from tasks.run.preflight import ConfigError, check_inputs
+from tasks.stages.validation import validate as measure
+from tasks.system.stopwatch import Stopwatch
 
 
 @flow(name="validate", persist_result=False)

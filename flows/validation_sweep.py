@@ -10,26 +10,18 @@ from prefect import flow, get_run_logger
 from prefect.events import emit_event
 from prefect.states import Completed, Failed, State
 
-from flows.checks import check_inputs
-from flows.config import TrainConfig, TrainOverrides
-from flows.measurement import (
-    Cell,
-    Measurement,
-    Verdict,
-    cells,
-    for_measuring,
-    labelled,
-    measurement_digest,
-    metrics,
-)
-from flows.run import MeasuringRun, changed, open_measurement
-from tasks.clock import Stopwatch
-from tasks.comparison import paired_gain
-from tasks.registry import CHAMPION, ITERATION, TABLE, Measurements, measurable_versions, tag_regression
-from tasks.rollout import RolloutGroup
-from tasks.tracking import Tracker, mlflow_client
-from tasks.validate import Validation
-from tasks.validate import validate as draw
+from tasks.actors.rollout_group import RolloutGroup
+from tasks.config.measurement import Measurement
+from tasks.config.tree import TrainConfig, TrainOverrides
+from tasks.records.comparison import paired_gain
+from tasks.records.model_registry import CHAMPION, ITERATION, TABLE, Measurements, measurable_versions, tag_regression
+from tasks.records.tracking import Tracker, mlflow_client
+from tasks.run.measuring import Cell, Verdict, cells, for_measuring, labelled, measurement_digest, metrics
+from tasks.run.opening import MeasuringRun, changed, open_measurement
+from tasks.run.preflight import check_inputs
+from tasks.stages.validation import Validation
+from tasks.stages.validation import validate as draw
+from tasks.system.stopwatch import Stopwatch
 
 REGRESSION = "doubleflow.regression"
 """Name of the event that automations react to, and of the tag on the run and the version."""

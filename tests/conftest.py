@@ -36,7 +36,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A complete QwenImagePipeline folder with random weights; nothing in it is zero. Read only."""
-    from helpers import save_tiny_model  # here, so that tests of plain functions start without diffusers
+    from tests.support.helpers import save_tiny_model  # here, so that tests of plain functions start without diffusers
 
     return save_tiny_model(tmp_path_factory.mktemp("tiny_model") / "base")
 
@@ -44,7 +44,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def one_rank() -> Iterator[None]:
     """torch.distributed with this process as its only rank."""
-    from helpers import single_rank
+    from tests.support.helpers import single_rank
 
     with single_rank():
         yield
@@ -53,7 +53,7 @@ def one_rank() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Name of a family -> its tiny checkpoint, made once. Read only."""
-    from tiny_models import FAMILIES
+    from tests.support.tiny_models import FAMILIES
 
     @functools.cache
     def folder(name: str) -> Path:

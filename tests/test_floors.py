@@ -35,11 +35,11 @@ import torch
 torch.set_num_threads(1)
 
 import models.algorithms
-import models.engines.fsdp
-import models.qwen_image
-from models.base import DiffusionModelConfig
-from models.engines.diffusers_rollout import DiffusersRolloutEngine
-from models.engines.trajectories import PromptTable, RolloutRequest
+import models.training.fsdp
+import models.families.qwen_image
+from models.families.base import DiffusionModelConfig
+from models.rollout.diffusers import DiffusersRolloutEngine
+from models.samples.trajectories import PromptTable, RolloutRequest
 from models.schedulers import NoiseKey
 
 

@@ -16,11 +16,11 @@ from mlflow.exceptions import MlflowException
 from mlflow.utils.validation import _validate_experiment_name, _validate_metric_name
 
 from benchmarks.bad_inputs.cases import Case, draws
-from flows.config import TrainConfig, TrainOverrides
-from flows.early import as_config_errors, check_early
 from flows.recipes import parse_changes
 from models.algorithms.advantages import check_advantage
 from models.schedulers.kernels import check_kernel
+from tasks.config.tree import TrainConfig, TrainOverrides
+from tasks.run.early import as_config_errors, check_early
 
 MUTATIONS = "config: random mutations"
 CHOSEN = "config: chosen values"

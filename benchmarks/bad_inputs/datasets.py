@@ -16,9 +16,10 @@ from PIL import Image
 
 from benchmarks.bad_inputs.cases import Case, damaged, draws
 from benchmarks.bad_inputs.configs import VALUES
-from tasks.dataset import Prompt, PromptEmbeddings, write_embeddings
-from tasks.digests import check_files
-from tasks.pairs import PairDataset, common_size, read_pictures, write_pairs
+from tasks.data.digests import check_files
+from tasks.data.embeddings import PromptEmbeddings, write_embeddings
+from tasks.data.pairs import PairDataset, common_size, read_pictures, write_pairs
+from tasks.data.prompts import Prompt
 
 EMBEDDINGS = "embeddings: shards and index"
 PAIRS = "preference tables, and pairs: shards and index"

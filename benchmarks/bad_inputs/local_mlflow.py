@@ -5,8 +5,8 @@ import functools
 import shutil
 import tempfile
 
-from tasks.config import TrackingConfig
-from tasks.tracking import Tracker
+from tasks.config.tracking import TrackingConfig
+from tasks.records.tracking import Tracker
 
 
 @functools.cache

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from benchmarks.bad_inputs.cases import Case, damaged, draws
-from tasks.dataset import Prompt, build_prompt_table, load_prompts
+from tasks.data.prompts import Prompt, build_prompt_table, load_prompts
 
 PROMPTS = "prompt files, through the table and back"
 TEXTS = ("a red cup", "a sign that says “open”", "日本の猫", "two dogs 🐕‍🦺", "שלום", "the number 472", "naïve café")

@@ -16,11 +16,11 @@ from benchmarks.bad_inputs.cases import Case, damaged, draws
 from benchmarks.bad_inputs.configs import VALUES
 from benchmarks.bad_inputs.local_mlflow import tracking
 from flows import services
-from flows.config import TrainConfig
-from flows.sweep_config import SweepConfig, check_fields
-from tasks.lineage import Lineage, lineage
-from tasks.processes import identity
-from tasks.tracking import Tracker
+from tasks.config.sweep import SweepConfig, check_fields
+from tasks.config.tree import TrainConfig
+from tasks.records.lineage import Lineage, lineage
+from tasks.records.tracking import Tracker
+from tasks.system.processes import identity
 
 LINEAGE = "lineage: repositories and `dvc.lock`"
 PIDS = "`pids.json`"

@@ -21,7 +21,7 @@ from PIL import Image
 
 from benchmarks.bad_inputs.cases import Case, damaged, draws
 from models.errors import DoubleflowError
-from tasks.dataset import Prompt
+from tasks.data.prompts import Prompt
 from tasks.rewards import RewardResult, get_reward
 from tasks.rewards.serve import Limits, make_app
 

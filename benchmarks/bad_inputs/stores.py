@@ -9,10 +9,10 @@ from typing import Any
 
 from benchmarks.bad_inputs.cases import Case, damaged, draws
 from benchmarks.bad_inputs.local_mlflow import known_run, tracking
-from flows.config import TrainConfig
-from flows.run import _remembered_run_id
-from tasks.checkpoint import CheckpointStore, RunState
-from tasks.tracking import Tracker
+from tasks.config.tree import TrainConfig
+from tasks.records.run_store import CheckpointStore, RunState
+from tasks.records.tracking import Tracker
+from tasks.run.opening import _remembered_run_id
 
 CHECKPOINTS = "checkpoints and their records"
 RUN_JSON = "`run.json`"

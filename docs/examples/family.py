@@ -7,11 +7,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from models.base import DiffusionModelBase, select_step
-from models.config import DiffusionPipelineConfig, DiffusionRolloutAlgoConfig, ModelConfig
-from models.engines.diffusers_rollout import DiffusersRolloutEngine
-from models.engines.trajectories import PromptTable, RolloutRequest
-from models.model_config import DiffusionModelConfig
+from models.config.algo import DiffusionRolloutAlgoConfig
+from models.config.model import ModelConfig
+from models.config.pipeline import DiffusionPipelineConfig
+from models.config.view import DiffusionModelConfig
+from models.families.base import DiffusionModelBase, select_step
+from models.rollout.diffusers import DiffusersRolloutEngine
+from models.samples.trajectories import PromptTable, RolloutRequest
 from models.schedulers import FlowMatchSDEDiscreteScheduler, NoiseKey
 
 

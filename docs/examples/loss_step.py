@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
-from models.actor_config import DiffusionActorConfig
 from models.algorithms import FlowGRPOLoss, compute_flow_grpo_outcome_advantage
+from models.config.actor import DiffusionActorConfig
 from models.schedulers import FlowMatchSDEDiscreteScheduler
 
 

@@ -4,10 +4,12 @@ import sys
 
 import torch
 
-from models.config import DiffusionPipelineConfig, DiffusionRolloutAlgoConfig, ModelConfig
-from models.engines.diffusers_rollout import DiffusersRolloutEngine
-from models.engines.trajectories import PromptTable, RolloutRequest
-from models.model_config import DiffusionModelConfig
+from models.config.algo import DiffusionRolloutAlgoConfig
+from models.config.model import ModelConfig
+from models.config.pipeline import DiffusionPipelineConfig
+from models.config.view import DiffusionModelConfig
+from models.rollout.diffusers import DiffusersRolloutEngine
+from models.samples.trajectories import PromptTable, RolloutRequest
 from models.schedulers import NoiseKey
 from models.tiny_qwen_image.build import build_pipeline
 from models.tiny_qwen_image.settings import TinySettings

@@ -21,7 +21,7 @@ from models.algorithms.policy_gradient import clipped_objective, ratio_metrics
 from models.schedulers.kernels import mean_dims
 
 if TYPE_CHECKING:
-    from models.actor_config import AwmWeighting, DiffusionActorConfig
+    from models.config.actor import AwmWeighting, DiffusionActorConfig
 
 LEAST_ERROR = 1e-5
 """Where an x0 prediction is exact, DiffusionNFT's normaliser would be 0."""

@@ -20,7 +20,7 @@ from models.registry import NameRegistry, check_options
 from models.schedulers.kernels import mean_dims
 
 if TYPE_CHECKING:
-    from models.actor_config import DiffusionActorConfig
+    from models.config.actor import DiffusionActorConfig
 
 Process = Literal["reverse", "forward"]
 MODEL_OUTPUTS: dict[Process, tuple[str, ...]] = {
@@ -97,7 +97,7 @@ class DiffusionLossFn(ABC):
         Reverse-process losses are not asked: their batches are replayed as they were sampled.
 
         Args:
-            batch: `models.engines.trajectories.FinishedLatents`.
+            batch: `models.samples.trajectories.FinishedLatents`.
             reward_tensor: [B], the advantages; NaN where a sample is left out.
             config: the actor's settings.
 

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from models.actor_config import DecaySchedule, ForwardProcessConfig
+    from models.config.actor import DecaySchedule, ForwardProcessConfig
 
 SCHEDULES: dict["DecaySchedule", tuple[int, float, float]] = {
     "copy": (0, 0.0, 0.0),

@@ -16,7 +16,7 @@ from models.algorithms.losses import (
 )
 
 if TYPE_CHECKING:
-    from models.actor_config import DiffusionActorConfig
+    from models.config.actor import DiffusionActorConfig
 
 
 @register_diffusion_loss("mix_grpo")

@@ -10,7 +10,7 @@ from models.algorithms.losses import REF_VELOCITY, DiffusionLossFn, DiffusionLos
 from models.schedulers.kernels import mean_dims
 
 if TYPE_CHECKING:
-    from models.actor_config import DiffusionActorConfig
+    from models.config.actor import DiffusionActorConfig
 
 
 @register_diffusion_loss("dpo")

@@ -14,7 +14,7 @@ from torch import Tensor
 from models.errors import DoubleflowError
 
 if TYPE_CHECKING:
-    from models.config import RolloutCorrectionConfig
+    from models.config.rollout_correction import RolloutCorrectionConfig
 
 LOG_RATIO_LIMIT = 20.0
 WARNED_SHARE_OF_CLIP = 1 / 3

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 if TYPE_CHECKING:
-    from models.config import DiffusionRolloutAlgoConfig
+    from models.config.algo import DiffusionRolloutAlgoConfig
     from models.schedulers.flow_match_sde import FlowMatchSDEDiscreteScheduler
 
 DATA_STD = 0.2

@@ -4,7 +4,7 @@ import random
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from models.config import DiffusionRolloutAlgoConfig
+    from models.config.algo import DiffusionRolloutAlgoConfig
 
 
 def window_steps(

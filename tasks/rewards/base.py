@@ -14,7 +14,7 @@ import numpy as np
 
 from models.errors import DoubleflowError
 from models.import_paths import ModuleNotAllowed, check_allowed
-from tasks.credentials import CredentialError, refuse_secret_options
+from tasks.system.credentials import CredentialError, refuse_secret_options
 
 Input = Literal["images", "video", "latents"]
 """What a reward may ask for: pictures, whole videos, or the sampler's finished latents."""
@@ -33,7 +33,7 @@ class RewardError(DoubleflowError, ValueError):
 
 
 class ScoredPrompt(Protocol):
-    """What a reward may know of a sample's prompt; `tasks.dataset.Prompt` is one."""
+    """What a reward may know of a sample's prompt; `tasks.data.prompts.Prompt` is one."""
 
     @property
     def prompt(self) -> str: ...

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tasks.picture_statistics import luma
 from tasks.rewards.base import Reward, RewardResult, ScoredPrompt, register_reward
+from tasks.rewards.statistics import luma
 
 
 @register_reward("brightness")

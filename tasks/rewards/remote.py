@@ -15,8 +15,8 @@ from PIL import Image
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from models.errors import DoubleflowError
-from tasks.credentials import CredentialError, read_secret
 from tasks.rewards.base import Reward, RewardError, RewardResult, ScoredPrompt, register_reward
+from tasks.system.credentials import CredentialError, read_secret
 
 PROTOCOL = 1
 TENSOR = "batch"

@@ -2,10 +2,10 @@
 
 import importlib.util
 
-import models  # noqa: F401  before diffusers, see models/torchvision_ops.py
+import models  # noqa: F401  before diffusers, see models/runtime/torchvision_ops.py
 
 if all(importlib.util.find_spec(name) for name in ("prefect", "mlflow", "ray")):
-    from platform_helpers import prefect_server, prepared, workspace
+    from tests.support.platform_helpers import prefect_server, prepared, workspace
 
     __all__ = ["prefect_server", "prepared", "workspace"]
 else:

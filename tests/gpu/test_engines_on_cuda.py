@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import actor_config, model_config, prompt_table, rollout_request
 
-from models.engines.actor_batch import ActorBatch
-from models.engines.canary import Canary, check_canary
-from models.engines.diffusers_rollout import DiffusersRolloutEngine
-from models.engines.fsdp import DiffusersFSDPEngine
-from models.engines.weight_digests import check_digests, digests_of
+from models.rollout.diffusers import DiffusersRolloutEngine
+from models.training.fsdp import DiffusersFSDPEngine
+from models.training.micro_batches import ActorBatch
+from models.weights.canary import Canary, check_canary
+from models.weights.digests import check_digests, digests_of
+from tests.support.helpers import actor_config, model_config, prompt_table, rollout_request
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; there is none here")
 

@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from platform_helpers import Workspace
-from tiny_models import FAMILIES
 from torch import Tensor
 
 from benchmarks.rollout import build
-from tasks.dataset import load_prompts, write_embeddings
+from tasks.data.embeddings import write_embeddings
+from tasks.data.prompts import load_prompts
+from tests.support.platform_helpers import Workspace
+from tests.support.tiny_models import FAMILIES
 
 ON_GPU = torch.cuda.is_available()
 TOKENS, WIDTH, POOLED = (205, 4096, 2048) if ON_GPU else (24, 32, 32)

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import actor_config, gloo_world, model_config, rollout_request, wait_until_saved
 from torch import Tensor
 
-from models.engines.actor_batch import ActorBatch
-from models.engines.diffusers_rollout import DiffusersRolloutEngine
-from models.engines.fsdp import DiffusersFSDPEngine
-from models.engines.trajectories import Trajectories
+from models.rollout.diffusers import DiffusersRolloutEngine
+from models.samples.trajectories import Trajectories
+from models.training.fsdp import DiffusersFSDPEngine
+from models.training.micro_batches import ActorBatch
+from tests.support.helpers import actor_config, gloo_world, model_config, rollout_request, wait_until_saved
 
 LORA = {"lora_rank": 4, "lora_alpha": 8}
 BASELINES = ("full", "lora")

@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import model_config
-from tiny_models import embeddings_of
 
-from models.base import DiffusionModelBase
-from models.engines.sampling import velocity_field
-from models.engines.weights import make_trainable
-from models.meta_pass import pass_cost
-from tasks.memory import measures_gpu_memory, peaks_since_last_time
+from models.cost.meta_pass import pass_cost
+from models.families.base import DiffusionModelBase
+from models.families.velocity import velocity_field
+from models.weights.trainable import make_trainable
+from tasks.actors.memory import measures_gpu_memory, peaks_since_last_time
+from tests.support.helpers import model_config
+from tests.support.tiny_models import embeddings_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; there is none here")
 

@@ -16,8 +16,8 @@ import torch
 from safetensors import safe_open
 
 from benchmarks.rollout import build, request_of, settings_of
-from models.config import VllmOmniConfig
-from models.engines.diffusers_rollout import DiffusersRolloutEngine
+from models.config.vllm_omni import VllmOmniConfig
+from models.rollout.diffusers import DiffusersRolloutEngine
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; there is none here")
 
@@ -44,7 +44,7 @@ def engine(request: pytest.FixtureRequest, folder: Path) -> Iterator[Any]:
     if request.param == "diffusers":
         yield DiffusersRolloutEngine(config, "cuda")
         return
-    from models.engines.vllm_omni.engine import VllmOmniRolloutEngine
+    from models.rollout.vllm_omni.engine import VllmOmniRolloutEngine
 
     started = VllmOmniRolloutEngine(config, VllmOmniConfig(request_timeout_s=300), max_num_seqs=4, sleep_mode=True)
     yield started

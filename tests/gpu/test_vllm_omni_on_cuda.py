@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import model_config, prompt_table, rollout_request
 
 from benchmarks.rollout import replay_distance
-from models.config import VllmOmniConfig
-from models.engines.canary import Canary, check_canary
-from models.engines.diffusers_rollout import DiffusersRolloutEngine
-from models.engines.weights import trainable
+from models.config.vllm_omni import VllmOmniConfig
+from models.rollout.diffusers import DiffusersRolloutEngine
+from models.weights.canary import Canary, check_canary
+from models.weights.trainable import trainable
+from tests.support.helpers import model_config, prompt_table, rollout_request
 
 LACKING = [name for name in ("vllm", "vllm_omni") if importlib.util.find_spec(name) is None]
 pytestmark = [
@@ -33,7 +33,7 @@ VELOCITY = {"float32": 1e-4, "bfloat16": 3e-2}
 @pytest.fixture
 def start() -> Iterator[Any]:
     """Starts engines and ends them: there can be one a process."""
-    from models.engines.vllm_omni.engine import VllmOmniRolloutEngine
+    from models.rollout.vllm_omni.engine import VllmOmniRolloutEngine
 
     started = []
 

@@ -13,12 +13,12 @@ import pytest
 import ray
 import torch
 import torch.multiprocessing as mp
-from helpers import gloo_world
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore
-from weight_actors import assert_equal, pictures, started
 
-from models.engines.weight_buckets import BroadcastGroup, buckets, byte_count, opened, packed, settle, shared, unpacked
+from models.weights.buckets import BroadcastGroup, buckets, byte_count, opened, packed, settle, shared, unpacked
+from tests.support.helpers import gloo_world
+from tests.support.weight_actors import assert_equal, pictures, started
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; there is none here")
 

@@ -14,22 +14,22 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import actor_config, model_config, noise_keys
-from tiny_models import FAMILIES, embeddings_of
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from benchmarks.iteration import advantages_of, move_off_zero, request_of
 from benchmarks.log_prob_distance import SIZES, sync
 from benchmarks.real_size import use_random_weights, write_configs
-from models.base import DiffusionModelConfig
-from models.engines.actor_batch import ActorBatch
-from models.engines.canary import Canary, check_canary
-from models.engines.diffusers_rollout import DiffusersRolloutEngine
-from models.engines.fsdp import DiffusersFSDPEngine
-from models.engines.trajectories import PromptTable, RolloutRequest, Trajectories
-from models.engines.weight_digests import check_digests, digests_of
-from models.engines.weights import kept_in_fp32, trainable
+from models.families.base import DiffusionModelConfig
+from models.rollout.diffusers import DiffusersRolloutEngine
+from models.samples.trajectories import PromptTable, RolloutRequest, Trajectories
+from models.training.fsdp import DiffusersFSDPEngine
+from models.training.micro_batches import ActorBatch
+from models.weights.canary import Canary, check_canary
+from models.weights.digests import check_digests, digests_of
+from models.weights.trainable import kept_in_fp32, trainable
+from tests.support.helpers import actor_config, model_config, noise_keys
+from tests.support.tiny_models import FAMILIES, embeddings_of
 
 HERE = "cuda" if torch.cuda.is_available() else "cpu"
 ON_GPU = pytest.mark.skipif(HERE == "cpu", reason="needs a CUDA device; there is none here")
@@ -139,7 +139,7 @@ def test_the_first_ratio_is_exactly_one(
         for loader in ("load_transformer", "load_vae"):  # for monkeypatch to give back
             monkeypatch.setattr(adapter, loader, getattr(adapter, loader))
         use_random_weights(adapter, HERE)
-        monkeypatch.setattr("models.engines.diffusers_rollout.compile_decoder", lambda vae: None)
+        monkeypatch.setattr("models.rollout.diffusers.compile_decoder", lambda vae: None)
         picture = {"height": 512, "width": 512, "compile": compiled}
 
     def config_of(guidance: dict[str, float]) -> DiffusionModelConfig:

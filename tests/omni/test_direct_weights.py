@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from weight_actors import Actors, started
+
+from tests.support.weight_actors import Actors, started
 
 
 @pytest.fixture(scope="module")

@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import actor_config, model_config, prompt_table, rollout_request
 
-from models.base import DiffusionModelConfig
-from models.config import VllmOmniConfig
-from models.engines.canary import Canary, check_canary
-from models.engines.diffusers_rollout import DiffusersRolloutEngine
-from models.engines.fsdp import DiffusersFSDPEngine
-from models.engines.vllm_omni.engine import RolloutEngineError, VllmOmniRolloutEngine
-from models.engines.vllm_omni.sample_request import split
-from models.engines.weight_buckets import buckets
-from models.engines.weights import WeightSyncError, export_weights
+from models.config.vllm_omni import VllmOmniConfig
+from models.families.base import DiffusionModelConfig
+from models.rollout.diffusers import DiffusersRolloutEngine
+from models.rollout.vllm_omni.engine import RolloutEngineError, VllmOmniRolloutEngine
+from models.rollout.vllm_omni.sample_request import split
+from models.training.fsdp import DiffusersFSDPEngine
+from models.weights.buckets import buckets
+from models.weights.canary import Canary, check_canary
+from models.weights.trainable import WeightSyncError, export_weights
+from tests.support.helpers import actor_config, model_config, prompt_table, rollout_request
 
 FLOOR = 2e-6
 """Largest |difference| of a log-prob to the trainer's: rounding in fp32 of a mean over the latent."""

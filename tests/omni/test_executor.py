@@ -12,7 +12,7 @@ from vllm_omni.diffusion.executor import multiproc_executor
 from vllm_omni.diffusion.executor.multiproc_executor import MultiprocDiffusionExecutor
 from vllm_omni.diffusion.worker.utils import BatchRunnerOutput, RunnerOutput
 
-from models.engines.vllm_omni.executor import BatchExecutor
+from models.rollout.vllm_omni.executor import BatchExecutor
 
 
 def waiting_for(kind: type, request: str, monkeypatch: pytest.MonkeyPatch) -> Future:

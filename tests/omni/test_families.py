@@ -5,16 +5,16 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import actor_config
-from test_model_conformance import Checkpoint
-from tiny_models import FAMILIES
 
-from models.config import VllmOmniConfig
-from models.engines.canary import Canary, check_canary
-from models.engines.diffusers_rollout import DiffusersRolloutEngine
-from models.engines.fsdp import DiffusersFSDPEngine
-from models.engines.vllm_omni.engine import VllmOmniRolloutEngine
-from models.engines.weights import trainable
+from models.config.vllm_omni import VllmOmniConfig
+from models.rollout.diffusers import DiffusersRolloutEngine
+from models.rollout.vllm_omni.engine import VllmOmniRolloutEngine
+from models.training.fsdp import DiffusersFSDPEngine
+from models.weights.canary import Canary, check_canary
+from models.weights.trainable import trainable
+from tests.models.test_model_conformance import Checkpoint
+from tests.support.helpers import actor_config
+from tests.support.tiny_models import FAMILIES
 
 FLOOR = 1e-6
 """Largest |difference| of a log-prob to the trainer's. Measured: 0 for Qwen-Image and FLUX, 2.4e-7 for the others."""

@@ -5,16 +5,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import model_config, prompt_table, rollout_request
 from torch import Tensor
 
-from models.base import DiffusionModelConfig
-from models.config import VllmOmniConfig
-from models.engines.canary import Canary, check_canary
-from models.engines.diffusers_rollout import DiffusersRolloutEngine
-from models.engines.vllm_omni.engine import RolloutEngineError, VllmOmniRolloutEngine
-from models.engines.weight_buckets import buckets
-from models.engines.weights import export_weights, trainable
+from models.config.vllm_omni import VllmOmniConfig
+from models.families.base import DiffusionModelConfig
+from models.rollout.diffusers import DiffusersRolloutEngine
+from models.rollout.vllm_omni.engine import RolloutEngineError, VllmOmniRolloutEngine
+from models.weights.buckets import buckets
+from models.weights.canary import Canary, check_canary
+from models.weights.trainable import export_weights, trainable
+from tests.support.helpers import model_config, prompt_table, rollout_request
 
 CANARY = Canary(prompt_table((5, 3), 4))
 AGREE = 1e-5

@@ -10,21 +10,23 @@ import psutil
 import pytest
 import ray
 import torch
-from helpers import TEXT_DIM, model_config
-from patience import lives, wait_until
 from torch import Tensor
 
-from models.base import DiffusionModelConfig
-from models.config import VllmOmniConfig
-from models.engines.canary import Canary, CanaryLimits, Proof
-from models.engines.diffusers_rollout import DiffusersRolloutEngine
-from models.engines.weight_digests import digests_of
-from models.engines.weights import WeightSyncError, trainable
-from tasks.clock import Stopwatch
-from tasks.cluster import ray_cluster
-from tasks.config import DiffusionRolloutConfig, RayConfig
-from tasks.dataset import Prompt, PromptEmbeddings, write_embeddings
-from tasks.rollout import PendingBatch, RolloutGroup
+from models.config.vllm_omni import VllmOmniConfig
+from models.families.base import DiffusionModelConfig
+from models.rollout.diffusers import DiffusersRolloutEngine
+from models.weights.canary import Canary, CanaryLimits, Proof
+from models.weights.digests import digests_of
+from models.weights.trainable import WeightSyncError, trainable
+from tasks.actors.cluster import ray_cluster
+from tasks.actors.rollout_group import PendingBatch, RolloutGroup
+from tasks.config.rollout import DiffusionRolloutConfig
+from tasks.config.trainer import RayConfig
+from tasks.data.embeddings import PromptEmbeddings, write_embeddings
+from tasks.data.prompts import Prompt
+from tasks.system.stopwatch import Stopwatch
+from tests.support.helpers import TEXT_DIM, model_config
+from tests.support.patience import lives, wait_until
 
 PROMPTS = [Prompt(f"uid-{i}", f"prompt {i}", None, {}, "here") for i in range(4)]
 WINDOW = (0, 1)

@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 import torch
 from diffusers import QwenImagePipeline
-from helpers import model_config
-from patience import PATIENCE, wait_for_server
 from PIL import Image
-from platform_helpers import background, free_port
 from typer.testing import CliRunner
 
 from flows.lora_for_server import app
-from models.engines.diffusers_rollout import DiffusersRolloutEngine
-from models.engines.weights import export_weights, trainable
+from models.rollout.diffusers import DiffusersRolloutEngine
+from models.weights.trainable import export_weights, trainable
+from tests.support.helpers import model_config
+from tests.support.patience import PATIENCE, wait_for_server
+from tests.support.platform_helpers import background, free_port
 
 PROMPT = "the number 472"
 STEPS = {"num_inference_steps": 2, "true_cfg_scale": 1.0}

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import model_config, rollout_request
-from test_model_conformance import Checkpoint
-from tiny_models import FAMILIES
 
-from models.base import DiffusionModelConfig
-from models.config import VllmOmniConfig
-from models.engines.diffusers_rollout import DiffusersRolloutEngine
-from models.engines.trajectories import LATENTS, PICTURES, Generated, RolloutRequest
-from models.engines.vllm_omni.engine import RolloutEngineError, VllmOmniRolloutEngine
-from models.engines.vllm_omni.sample_request import split
+from models.config.vllm_omni import VllmOmniConfig
+from models.families.base import DiffusionModelConfig
+from models.rollout.diffusers import DiffusersRolloutEngine
+from models.rollout.vllm_omni.engine import RolloutEngineError, VllmOmniRolloutEngine
+from models.rollout.vllm_omni.sample_request import split
+from models.samples.trajectories import LATENTS, PICTURES, Generated, RolloutRequest
+from tests.models.test_model_conformance import Checkpoint
+from tests.support.helpers import model_config, rollout_request
+from tests.support.tiny_models import FAMILIES
 
 NEAR = 1e-5
 """Largest |difference| of latents: samples meet in other batches than in request mode, and sums round otherwise."""

@@ -1,6 +1,6 @@
 """The training flow with vLLM-Omni as its rollout engine, on Prefect, Ray and MLflow."""
 
-from platform_helpers import Workspace, prefect_server, prepared, workspace
+from tests.support.platform_helpers import Workspace, prefect_server, prepared, workspace
 
 __all__ = ["prefect_server", "prepared", "workspace"]
 

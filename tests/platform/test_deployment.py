@@ -10,8 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
-from patience import PATIENCE, post, wait_until
-from platform_helpers import RayHead, Workspace, background, make_workspace
+
+from tests.support.patience import PATIENCE, post, wait_until
+from tests.support.platform_helpers import RayHead, Workspace, background, make_workspace
 
 FAST = {"trainer": {"total_training_steps": 1, "val_before_train": False}}
 
@@ -65,7 +66,7 @@ def test_deployment_runs_under_a_worker(deployed: Workspace, ray_head: RayHead) 
 def test_without_an_address_a_run_has_a_cluster_of_its_own(ray_head: RayHead) -> None:
     """Ray by itself joins whatever `ray start` has left on the machine."""
     ask = "import ray; print(ray.get_runtime_context().gcs_address)"
-    ours = f"from tasks.cluster import RayConfig, ray_cluster\nwith ray_cluster(RayConfig()): {ask}"
+    ours = f"from tasks.actors.cluster import RayConfig, ray_cluster\nwith ray_cluster(RayConfig()): {ask}"
     raw = f"import ray; ray.init(); {ask}"
     addresses = [
         subprocess.check_output(

@@ -6,7 +6,8 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from platform_helpers import Workspace
+
+from tests.support.platform_helpers import Workspace
 
 KEPT = Path(__file__).parents[1] / "kept_run"
 UNDISTURBED = json.loads((KEPT / "undisturbed.json").read_text())

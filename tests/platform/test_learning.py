@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from patience import PATIENCE
-from platform_helpers import Workspace
 from scipy.stats import ttest_rel
+
+from tests.support.patience import PATIENCE
+from tests.support.platform_helpers import Workspace
 
 ROOT = Path(__file__).parents[2]
 

@@ -6,22 +6,22 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
-from helpers import single_rank
-from platform_helpers import Workspace, make_workspace
-from test_resume import final_weights, history, resume, start_and_kill
 from torch import Tensor
 
-from flows.checks import check_inputs
 from flows.recipes import load_recipe, parse_changes
-from flows.run import TrainingRun
-from models.engines.actor_batch import ActorBatch
-from models.engines.diffusers_rollout import DiffusersRolloutEngine
-from models.engines.fsdp import DiffusersFSDPEngine
-from models.engines.trajectories import PICTURES, RolloutRequest
+from models.rollout.diffusers import DiffusersRolloutEngine
+from models.samples.trajectories import PICTURES, RolloutRequest
 from models.schedulers import NoiseKey
-from tasks.advantage import compute_advantage
+from models.training.fsdp import DiffusersFSDPEngine
+from models.training.micro_batches import ActorBatch
+from tasks.data.embeddings import prompt_table
 from tasks.rewards.jpeg import JpegIncompressibility
-from tasks.rollout import prompt_table
+from tasks.run.preflight import check_inputs
+from tasks.run.training import TrainingRun
+from tasks.stages.advantage import compute_advantage
+from tests.platform.test_resume import final_weights, history, resume, start_and_kill
+from tests.support.helpers import single_rank
+from tests.support.platform_helpers import Workspace, make_workspace
 
 ITERATIONS = 5
 SETTINGS = (

@@ -7,16 +7,17 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
-from patience import PATIENCE, post, wait_until
-from platform_helpers import RECIPE, RayHead, Workspace
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from tasks.cluster import ClusterError, gpu_slots
-from tasks.config import RayConfig, TrackingConfig
-from tasks.registry import register
-from tasks.tracking import Tracker
+from tasks.actors.cluster import ClusterError, gpu_slots
+from tasks.config.tracking import TrackingConfig
+from tasks.config.trainer import RayConfig
+from tasks.records.model_registry import register
+from tasks.records.tracking import Tracker
+from tests.support.patience import PATIENCE, post, wait_until
+from tests.support.platform_helpers import RECIPE, RayHead, Workspace
 
 REWARD_ON_A_GPU = "reward.functions={jpeg_incompressibility: {num_gpus: 1}}"
 SWEEP = """
@@ -130,7 +131,7 @@ def test_an_error_inside_a_flow_is_one_sentence_here_and_has_its_frames_on_the_p
     assert any("Traceback" in message for message in wait_until(recorded, "the flow run's log"))
     debug = workspace.start(*command, "--debug")
     assert debug.wait(PATIENCE) == 1
-    assert 'flows/checks.py", line' in debug.output()
+    assert 'tasks/run/preflight.py", line' in debug.output()
 
 
 def test_another_algorithm_tells_what_it_leaves_behind(workspace: Workspace) -> None:

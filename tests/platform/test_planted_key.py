@@ -13,8 +13,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from patience import wait_until
-from platform_helpers import Workspace
+
+from tests.support.patience import wait_until
+from tests.support.platform_helpers import Workspace
 
 ROOT = Path(__file__).parents[2]
 CODE = ("flows", "tasks", "models")

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from platform_helpers import Workspace
+
+from tests.support.platform_helpers import Workspace
 
 ROOT = Path(__file__).parents[2]
 ROOT_FILES = ("flows", "tasks", "models")

@@ -13,16 +13,16 @@ import pandas as pd
 import psutil
 import pytest
 import torch
-from forked import Program
-from patience import PATIENCE, lives, wait_until
-from platform_helpers import Workspace, make_workspace
 from safetensors.torch import load_file
 
 from benchmarks.kill_rounds import processes_of
 from benchmarks.run_state import outcome
-from tasks.dataset import load_prompts
-from tasks.history import MEASURED_ANEW
-from tasks.pairs import best_and_worst, read_pictures, write_pairs
+from tasks.data.pairs import best_and_worst, read_pictures, write_pairs
+from tasks.data.prompts import load_prompts
+from tasks.records.history import MEASURED_ANEW
+from tests.support.forked import Program
+from tests.support.patience import PATIENCE, lives, wait_until
+from tests.support.platform_helpers import Workspace, make_workspace
 
 STEPS = ("trainer.total_training_steps=6", "trainer.test_freq=3")
 RAYS_OWN = {"IDLE", "DashboardAgent", "RuntimeEnvAgent"}

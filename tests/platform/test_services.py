@@ -15,14 +15,14 @@ import psutil
 import pytest
 import yaml
 from mlflow import MlflowClient
-from patience import post, wait_until
-from platform_helpers import RECIPE, Workspace, free_port, make_workspace
 from safetensors.torch import load_file, save_file
 
 from flows.validation_sweep import REGRESSION
-from tasks.config import TrackingConfig
-from tasks.registry import CHAMPION, register
-from tasks.tracking import Tracker
+from tasks.config.tracking import TrackingConfig
+from tasks.records.model_registry import CHAMPION, register
+from tasks.records.tracking import Tracker
+from tests.support.patience import post, wait_until
+from tests.support.platform_helpers import RECIPE, Workspace, free_port, make_workspace
 
 ROOT = Path(__file__).parents[2]
 WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"

@@ -7,8 +7,9 @@ from contextlib import suppress
 
 import psutil
 import pytest
-from patience import PATIENCE, wait_until
-from platform_helpers import RayHead, Workspace
+
+from tests.support.patience import PATIENCE, wait_until
+from tests.support.platform_helpers import RayHead, Workspace
 
 SEARCH = {
     "name": "lr",

@@ -13,10 +13,10 @@ import pytest
 import torch
 from diffusers import QwenImagePipeline
 from PIL import Image
-from platform_helpers import RayHead, Workspace, make_workspace
 from safetensors.torch import load_file
 
 from tasks.rewards.jpeg import jpeg_kilobytes
+from tests.support.platform_helpers import RayHead, Workspace, make_workspace
 
 DOCUMENTED_METRICS = {
     *(f"critic/rewards/{name}" for name in ("mean", "max", "min", "zero_std_ratio", "std_mean", "group_size")),

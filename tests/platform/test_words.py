@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from platform_helpers import Workspace
 
 from models.words_stable_diffusion_3.settings import smallest
+from tests.support.platform_helpers import Workspace
 
 pytest.importorskip("dvc", reason="the data stages need the extra doubleflow[data]")
 

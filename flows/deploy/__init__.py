@@ -1,0 +1,1 @@
+"""Servers and deployments: machines, not runs."""

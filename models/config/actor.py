@@ -1,0 +1,242 @@
+"""Settings of the update that the models floor reads: optimiser, sharding, losses; see `models.config`."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from models.config.bounds import (
+    MOST_BATCH,
+    MOST_COEFFICIENT,
+    MOST_ITERATIONS,
+    MOST_NOISE_LEVELS,
+    MOST_PROCESSES,
+    MOST_STEPS,
+    Options,
+)
+from models.config.section import Later, NotShaping, Section
+
+AwmWeighting = Literal["uniform", "t", "t2", "huber", "ghuber"]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+KlLossType = Literal["gaussian", "flow_grpo"]
+DecaySchedule = Literal["copy", "linear_to_0_3", "linear_to_0_5", "delayed_linear_to_0_999"]
+
+
+class OptimConfig(Section):
+    """AdamW with a linear warm-up to a constant learning rate."""
+
+    lr: float = Field(3e-4, gt=0, le=1.0, description="Learning rate after the warm-up.")
+    betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="Decay of AdamW's first and second moments.")
+    eps: float = Field(1e-8, gt=0, le=1.0, description="Added to AdamW's denominator.")
+    weight_decay: float = Field(1e-4, ge=0, le=100.0, description="Decoupled weight decay.")
+    lr_warmup_steps: int = Field(
+        0, ge=0, le=MOST_STEPS, description="Optimiser steps of linear warm-up from lr/steps to lr."
+    )
+    clip_grad: float = Field(1.0, gt=0, le=1e9, description="Largest norm of the gradient over all ranks.")
+
+
+class EmaConfig(Section):
+    """An exponential moving average of the trained weights, used for validation and export."""
+
+    enable: bool = Field(False, description="Keep the average; validation and exported weights then use it.")
+    decay: float = Field(
+        0.9, gt=0, lt=1, description="Largest decay; after s optimiser steps it is min((1+s)/(10+s), decay)."
+    )
+    update_interval: int = Field(
+        8, ge=1, le=MOST_STEPS, description="Optimiser steps between two updates of the average."
+    )
+
+
+class FSDPConfig(Section):
+    """How the trainer's ranks hold and compute the model."""
+
+    param_dtype: Literal["float32", "bfloat16"] | None = Field(
+        None, description="Format in which the trainer computes; null is model.dtype, as the rollout does."
+    )
+    reduce_dtype: Literal["float32", "bfloat16"] = Field("float32", description="Format of gradient reduction.")
+    gradient_checkpointing: bool = Field(
+        False, description="Recompute activations in the backward pass: less memory, about a third more work."
+    )
+    reshard_after_forward: bool = Field(
+        True, description="Free unsharded weights between forward and backward: less memory, one more gather."
+    )
+    shard_frozen: bool = Field(
+        True,
+        description="With LoRA: shard the frozen weights too. false keeps them whole on every rank, so that only the "
+        "LoRA weights travel: faster where the model fits.",
+    )
+    param_offload: NotShaping[bool] = Field(
+        False,
+        description="Keep the shards of all weights, the gradients and the optimiser in host memory: a block's weights "
+        "come to the GPU when it computes, and AdamW steps on the CPU.",
+    )
+    optimizer_offload: NotShaping[bool] = Field(
+        False,
+        description="Keep AdamW's moments in host memory, on the GPU for the optimiser step alone. With param_offload "
+        "they are there already.",
+    )
+    ulysses_sequence_parallel_size: NotShaping[int] = Field(
+        1,
+        ge=1,
+        le=MOST_PROCESSES,
+        description="Ranks that share the tokens of a sample, for sequences too long for one GPU (video).",
+    )
+
+
+class DiffusionLossConfig(Section):
+    """Which policy loss, and its bounds."""
+
+    loss_mode: str = Field("flow_grpo", description="Registered name of the loss, or package.module:Class.")
+    options: Later[Options] = Field(
+        default_factory=dict, description="Keyword arguments of a loss of your own; those of the project take none."
+    )
+    clip_ratio: float = Field(
+        1e-4,
+        gt=0,
+        le=MOST_COEFFICIENT,
+        description="Ratio clip range (not read by flow_dppo). Log-probs are means over the latent, so it is small: "
+        "1e-3..2e-6.",
+    )
+    adv_clip_max: float = Field(
+        5.0, gt=0, le=MOST_COEFFICIENT, description="Advantages are clamped to plus or minus this (not by flow_dppo)."
+    )
+    kl_mask_threshold: float = Field(
+        1e-5,
+        gt=0,
+        le=MOST_COEFFICIENT,
+        description="flow_dppo only: KL per latent element above which a step may not go further.",
+    )
+    dpo_beta: float = Field(
+        100.0,
+        gt=0,
+        le=MOST_COEFFICIENT,
+        description="dpo only: how sharply a pair's error difference counts; 100 in recipes, 2000 in the paper.",
+    )
+    nft_beta: float = Field(
+        1.0, gt=0, le=1, description="diffusion_nft only: share of the policy in the implicit positive velocity."
+    )
+    awm_weighting: AwmWeighting = Field(
+        "uniform", description="awm only: how a timestep's matching error becomes a log-prob, docs/algorithms.md."
+    )
+    awm_ema_coef: float = Field(
+        1.0,
+        ge=0,
+        le=MOST_COEFFICIENT,
+        description="awm only: weight of the distance to the slowly moving copy of the policy.",
+    )
+
+
+class ForwardProcessConfig(Section):
+    """How finished samples are noised again, and the copy of the policy that some losses compare with.
+
+    Read by the losses of the forward process (dpo, diffusion_nft, awm, distill_fm_mse); the policy-gradient losses
+    train on the sampler's own steps and read none of it.
+    """
+
+    timestep_sampling: Literal["schedule", "logit_normal"] = Field(
+        "schedule",
+        description="Noise levels to train at: those of the rollout's own schedule, or drawn from logit-normal(0, 1).",
+    )
+    num_train_timesteps: int | None = Field(
+        None,
+        ge=1,
+        le=MOST_NOISE_LEVELS,
+        description="Noise levels of each sample in an update, of a schedule drawn without repetition; null takes "
+        "every one of the schedule, or 1 of logit_normal.",
+    )
+    timestep_fraction: float = Field(
+        1.0, gt=0, le=1, description="Share of the schedule's levels to train at, counted from pure noise."
+    )
+    old_policy_decay_schedule: DecaySchedule = Field(
+        "copy",
+        description="old <- d old + (1 - d) policy after an iteration: copy has d = 0; linear_to_0_5 lets d rise by "
+        "0.001 an optimiser step up to 0.5, linear_to_0_3 up to 0.3, delayed_linear_to_0_999 by 0.0075 after 75 steps.",
+    )
+    old_policy_decay: float | None = Field(None, ge=0, lt=1, description="A constant d instead of the schedule.")
+    old_policy_update_interval: int = Field(
+        1, ge=1, le=MOST_ITERATIONS, description="Iterations between two updates of the old policy."
+    )
+
+    @model_validator(mode="after")
+    def _fraction_of_a_schedule(self):
+        if self.timestep_sampling != "schedule" and self.timestep_fraction != 1.0:
+            raise ValueError(
+                f"timestep_fraction {self.timestep_fraction} is a share of the schedule's levels, but "
+                f"timestep_sampling is {self.timestep_sampling}: leave it at 1"
+            )
+        return self
+
+    def levels_per_sample(self, num_inference_steps: int) -> int:
+        """Noise levels of each sample in an update, for a schedule of that many steps.
+
+        Raises:
+            ValueError: num_train_timesteps asks for more than there are.
+        """
+        if self.timestep_sampling == "logit_normal":
+            return self.num_train_timesteps or 1
+        there = max(int(num_inference_steps * self.timestep_fraction), 1)
+        if (self.num_train_timesteps or 0) > there:
+            raise ValueError(
+                f"algorithm.num_train_timesteps is {self.num_train_timesteps}, but timestep_fraction "
+                f"{self.timestep_fraction} of {num_inference_steps} steps leaves {there}"
+            )
+        return self.num_train_timesteps or there
+
+
+class DiffusionActorConfig(Section):
+    """The update: how samples become optimiser steps."""
+
+    strategy: str = Field("fsdp2", description="Training engine: fsdp2, or package.module:Class (docs/training.md).")
+    ppo_mini_batch_size: int = Field(
+        16, ge=1, le=MOST_BATCH, description="Prompts (with all their samples) per optimiser step."
+    )
+    ppo_micro_batch_size_per_gpu: int = Field(
+        16,
+        ge=1,
+        le=MOST_BATCH,
+        description="Largest number of samples in a forward and backward pass. At rollout.micro_batch_size or above, "
+        "batches pass as they were sampled and replay their log-probs to the last bit.",
+    )
+    ppo_epochs: int = Field(1, ge=1, le=1000, description="Passes over one iteration's samples.")
+    use_kl_loss: bool = Field(
+        False,
+        description="Add the distance to the model at model.path to the loss: the KL divergence of a step's Gaussians, "
+        "or with a loss of the forward process the mean squared difference of the velocities.",
+    )
+    kl_loss_coef: float = Field(
+        0.0,
+        ge=0,
+        le=MOST_COEFFICIENT,
+        description="Its weight, in the units of kl_loss_type.",
+    )
+    kl_loss_type: Later[KlLossType] = Field(
+        "gaussian",
+        description="gaussian is the divergence itself, mean (mu-mu_ref)^2 / (2 sd^2). flow_grpo leaves out the step "
+        "length, mean (mu-mu_ref)^2 / (2 g^2) with sd = g sqrt(-D), as public Flow-GRPO code does: its beta goes with "
+        "this one.",
+    )
+    guidance_gradient: Literal["both", "conditional"] = Field(
+        "both",
+        description="With classifier-free guidance: both is the whole gradient. conditional takes the half without the "
+        "prompt as a constant, as public flow_grpo does; it is then computed without gradient, and in an iteration's "
+        "first optimiser step not at all, since the rollout has recorded it.",
+    )
+    diffusion_loss: DiffusionLossConfig = Field(default_factory=DiffusionLossConfig, description="The policy loss.")
+    teacher_path: str | None = Field(
+        None,
+        description="distill_kl and distill_fm_mse: the teacher, a folder in diffusers format of the same architecture "
+        "or one with the LoRA weights that a run exported.",
+    )
+    optim: OptimConfig = Field(default_factory=OptimConfig, description="The optimiser.")
+    ema: EmaConfig = Field(default_factory=EmaConfig, description="Averaged weights.")
+    fsdp_config: FSDPConfig = Field(default_factory=FSDPConfig, description="Sharding and precision.")
+
+    @model_validator(mode="after")
+    def _kl_needs_a_weight(self):
+        if self.use_kl_loss and self.kl_loss_coef == 0:
+            raise ValueError("use_kl_loss is true but kl_loss_coef is 0: give the coefficient a positive value")
+        if self.kl_loss_type != "gaussian" and not self.use_kl_loss:
+            raise ValueError(
+                f"kl_loss_type is {self.kl_loss_type} but use_kl_loss is false, so there is no KL: set use_kl_loss to "
+                "true, or leave kl_loss_type out"
+            )
+        return self

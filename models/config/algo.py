@@ -1,0 +1,88 @@
+"""`actor_rollout_ref.rollout.algo`: how the rollout explores, by kernel, window and noise."""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from models.config.bounds import MOST_ITERATIONS, MOST_NOISE_LEVELS, Options
+from models.config.section import Later, NoiseLevel, NotShaping, Section
+
+WindowMode = Literal["random", "progressive", "decay"]
+
+
+class DiffusionRolloutAlgoConfig(Section):
+    """How a sample explores: the reverse-process kernel and the window of steps that are stochastic and trained."""
+
+    sde_type: str = Field(
+        "sde",
+        description="Reverse-process kernel: sde (Flow-GRPO), cps, dance_sde, or one of your own by its registered "
+        "name or as package.module:function.",
+        examples=["sde", "cps", "dance_sde"],
+    )
+    sde_options: Later[Options] = Field(
+        default_factory=dict, description="Keyword arguments of a kernel of your own; sde, cps and dance_sde take none."
+    )
+    noise_level: float = Field(
+        0.7,
+        ge=0.0,
+        le=10.0,
+        description="Noise of the kernel: a for sde and cps (there at most 1, all of the noise anew), eta for "
+        "dance_sde. 0 is the ODE.",
+    )
+    max_leftover_noise: NotShaping[float] = Field(
+        0.5,
+        gt=0,
+        le=100.0,
+        description="Largest standard deviation of the noise that exploring may leave in the finished latents, "
+        "predicted from the schedule before the run (docs/algorithms.md); above it the run is refused. Published "
+        "settings leave up to 0.21.",
+    )
+    sde_window_size: int | None = Field(
+        None, ge=1, le=MOST_NOISE_LEVELS, description="Number of stochastic, trained steps; null takes the whole range."
+    )
+    sde_window_range: tuple[NoiseLevel, NoiseLevel] | None = Field(
+        None,
+        description="Steps [lo, hi) that the window may cover; null is every step but the last, which would add "
+        "noise to the finished picture.",
+    )
+    sde_window_mode: WindowMode = Field(
+        "random",
+        description="Where the window is: random draws its place each iteration; progressive moves it by its size "
+        "every iters_per_group iterations and past the end back to lo; decay does so faster and faster.",
+    )
+    iters_per_group: int = Field(
+        25,
+        ge=1,
+        le=MOST_ITERATIONS,
+        description="Iterations at one place, for progressive and decay; decay lets it fall linearly to a quarter.",
+    )
+    sde_contiguous: bool = Field(
+        True, description="Consecutive steps; false draws any sde_window_size steps of the range."
+    )
+
+    @model_validator(mode="after")
+    def _cps_turns_by_a_right_angle_at_most(self):
+        if self.sde_type == "cps" and self.noise_level > 1:
+            raise ValueError(
+                f"noise_level is {self.noise_level:g}, but cps takes the noise's share sin(noise_level pi/2), which "
+                "falls again above 1: give it at most 1"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _window_is_defined(self):
+        moves = self.sde_window_mode != "random"
+        if moves and self.sde_window_size is None:
+            raise ValueError(f"sde_window_mode {self.sde_window_mode} moves a window: give it a sde_window_size")
+        if moves and not self.sde_contiguous:
+            raise ValueError(
+                f"sde_contiguous is false but sde_window_mode is {self.sde_window_mode}: single steps are drawn, use "
+                "random"
+            )
+        if not self.sde_contiguous and self.sde_window_size is None:
+            raise ValueError("sde_contiguous is false but sde_window_size is null: say how many steps to draw")
+        return self
+
+    def window_bounds(self, num_inference_steps: int) -> tuple[int, int]:
+        """The half-open range of steps that the window may cover, for a sampler of that many steps."""
+        return self.sde_window_range or (0, max(num_inference_steps - 1, 1))

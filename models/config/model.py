@@ -1,0 +1,42 @@
+"""`actor_rollout_ref.model`: which checkpoint, and which of its weights are trained."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from models.config.section import Later, Section
+
+
+class ModelConfig(Section):
+    """Which model is trained, and which of its weights."""
+
+    path: str = Field("data/base_model", description="Folder in diffusers format (model_index.json at its root).")
+    initial_weights: Later[str | None] = Field(
+        None,
+        description="Folder with the weights that another run exported (LoRA or all of them, as this run trains), from "
+        "which training starts; null starts from model.path, which stays the reference of KL and losses.",
+    )
+    algorithm: str = Field(
+        "flow_grpo", description="Adapter key beside the architecture; an adapter may serve every algorithm."
+    )
+    lora_rank: int = Field(0, ge=0, le=65_536, description="LoRA rank; 0 trains all of the transformer's weights.")
+    lora_alpha: int = Field(
+        64, ge=1, le=1_000_000, description="LoRA scale numerator: the update is scaled by alpha / rank."
+    )
+    external_lib: Later[str | None] = Field(
+        None,
+        description="Python modules, separated by commas, that are imported wherever the model is used: they register "
+        "families, kernels, losses and advantages of your own.",
+    )
+    target_modules: tuple[str, ...] | None = Field(
+        None, description="Module names that get LoRA weights; null takes the model family's own list."
+    )
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="Number format of the frozen weights and of the denoiser's forward."
+    )
+    compile: bool = Field(
+        False,
+        description="Compile the transformer's blocks in the trainer and in the diffusers rollout, and there the image "
+        "decoder: on a GPU about half the time and less memory, for a minute at the first iteration and again at each "
+        "new batch size.",
+    )

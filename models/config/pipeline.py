@@ -1,0 +1,38 @@
+"""`actor_rollout_ref.rollout.pipeline`: how a picture is sampled."""
+
+from pydantic import Field
+
+from models.config.bounds import MOST_GUIDANCE, MOST_NOISE_LEVELS, MOST_PIXELS, MOST_TOKENS
+from models.config.section import Section
+
+
+class DiffusionPipelineConfig(Section):
+    """How a picture is sampled. Start from the model card's values, so that exploration begins at a good point."""
+
+    height: int = Field(
+        512, ge=8, le=MOST_PIXELS, description="Picture height in pixels, a multiple of the model's patch."
+    )
+    width: int = Field(
+        512, ge=8, le=MOST_PIXELS, description="Picture width in pixels, a multiple of the model's patch."
+    )
+    num_inference_steps: int = Field(10, ge=1, le=MOST_NOISE_LEVELS, description="Denoising steps of one sample.")
+    true_cfg_scale: float = Field(
+        1.0,
+        ge=1.0,
+        le=MOST_GUIDANCE,
+        description="Classifier-free guidance of Qwen-Image and FLUX.1; 1 turns it off and halves the work.",
+    )
+    guidance_scale: float | None = Field(
+        None,
+        ge=0.0,
+        le=MOST_GUIDANCE,
+        description="Classifier-free guidance of Stable Diffusion 3, Wan (off up to 1) and Z-Image (off at 0), where "
+        "null turns it off; for FLUX.1-dev the scale that the model was distilled with, which it must be given.",
+    )
+    num_frames: int | None = Field(None, ge=1, le=10_000, description="Frames of a video; null for models of pictures.")
+    max_sequence_length: int | None = Field(
+        None,
+        ge=1,
+        le=MOST_TOKENS,
+        description="Tokens of a prompt with which the embeddings must have been made; null takes them as they are.",
+    )

@@ -1,0 +1,54 @@
+"""What every section of the configuration is: closed, frozen, and marked where a field does not shape a run."""
+
+from enum import Enum
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+
+from models.config.bounds import (
+    MOST_NOISE_LEVELS,
+    MOST_RATIO,
+    check_texts,
+    check_truth,
+)
+
+NoiseLevel = Annotated[int, Field(ge=0, le=MOST_NOISE_LEVELS)]
+
+
+T = TypeVar("T")
+
+
+class Mark(Enum):
+    """What a field's annotation says of the run's name (`tasks.config.identity`); it is in no schema."""
+
+    NOT_SHAPING = "not shaping"
+    LATER = "later"
+
+
+NotShaping = Annotated[T, Mark.NOT_SHAPING]
+"""A setting that leaves the trained weights as they are, up to rounding: a run may go on with another value."""
+Later = Annotated[T, Mark.LATER]
+"""A setting that shapes the weights and is younger than runs that are to be continued. It counts only where it differs
+from its default, which must be what the code did before the field was there."""
+
+
+class Section(BaseModel):
+    """A part of the tree: immutable, and a misspelt field is an error rather than a silent default.
+
+    No number is NaN, infinite or a bool, and text can be written into paths, databases and a terminal.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _truth_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        return check_truth(value, cls.model_fields[str(info.field_name)].annotation)
+
+    @field_validator("*")
+    @classmethod
+    def _texts_can_be_written(cls, value: Any) -> Any:
+        return check_texts(value)
+
+
+Ratio = Annotated[float, Field(ge=0, le=MOST_RATIO)]

@@ -1,0 +1,82 @@
+"""Which model, and how it is sampled and trained: what an adapter sees of the configuration."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from models.config.algo import DiffusionRolloutAlgoConfig
+    from models.config.model import ModelConfig
+    from models.config.pipeline import DiffusionPipelineConfig
+
+
+@dataclass(frozen=True)
+class DiffusionModelConfig:
+    """What an adapter sees of the configuration.
+
+    Attributes:
+        path: folder in diffusers format.
+        architecture: `_class_name` of its model_index.json.
+        algorithm: second half of the registry key.
+        pipeline: how a picture is sampled.
+        algo: how a sample explores.
+        model: which weights are trained.
+    """
+
+    path: str
+    architecture: str
+    algorithm: str
+    pipeline: "DiffusionPipelineConfig"
+    algo: "DiffusionRolloutAlgoConfig"
+    model: "ModelConfig"
+
+    @classmethod
+    def load(
+        cls, model: "ModelConfig", pipeline: "DiffusionPipelineConfig", algo: "DiffusionRolloutAlgoConfig"
+    ) -> "DiffusionModelConfig":
+        """Reads the architecture from the model's folder; see `read_architecture` for the errors."""
+        return cls(model.path, read_architecture(model.path), model.algorithm, pipeline, algo, model)
+
+    @property
+    def external_lib(self) -> str | None:
+        """Modules that register families, separated by commas."""
+        return getattr(self.model, "external_lib", None)
+
+    @property
+    def local_path(self) -> str:
+        """`path`, under the reference system's name for a copy on this machine: a path is one already."""
+        return self.path
+
+    @property
+    def transformer_subfolder(self) -> str:
+        """Folder of the denoiser within `path`."""
+        return "transformer"
+
+    @property
+    def config_path(self) -> str:
+        """Folder of the denoiser's config file."""
+        return str(Path(self.path) / self.transformer_subfolder)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Number format of the denoiser's forward."""
+        return getattr(torch, self.model.dtype)
+
+
+def read_architecture(path: str | Path) -> str:
+    """`_class_name` of the folder's model_index.json.
+
+    Raises:
+        FileNotFoundError: the folder is not in diffusers format.
+        ValueError: model_index.json names no class.
+    """
+    index = Path(path) / "model_index.json"
+    if not index.is_file():
+        raise FileNotFoundError(f"{index} does not exist: model.path must be a folder in diffusers format")
+    name = json.loads(index.read_text()).get("_class_name")
+    if not name:
+        raise ValueError(f"{index} has no _class_name, so the pipeline's architecture is unknown")
+    return name

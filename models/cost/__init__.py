@@ -1,0 +1,1 @@
+"""What a pass costs, known before it runs: multiplications, memory, a device's peak."""

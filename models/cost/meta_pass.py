@@ -1,0 +1,259 @@
+"""What one velocity of a denoiser costs: the real module is run on the meta device, where tensors have no data.
+
+So the numbers follow the code of every family, its guidance and its LoRA, and no weights are needed. They are exact
+but for attention, which stands for a fused kernel: it keeps queries, keys, values, output and one number a row, and
+its score matrix never exists. Nothing else is fused, as without torch.compile.
+"""
+
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import flop_registry
+from torch.utils.weak import WeakIdKeyDictionary
+
+from models.families.base import DiffusionModelBase, DiffusionModelConfig
+from models.families.latents import component_config
+from models.weights.trainable import kept_in_fp32, make_trainable, trainable
+
+if TYPE_CHECKING:
+    from models.samples.trajectories import PromptTable
+
+
+@dataclass(frozen=True)
+class PassCost:
+    """The velocity of some samples, guidance included.
+
+    Attributes:
+        samples: how many.
+        parameters: of the denoiser, without LoRA.
+        frozen: of them, those that are not trained.
+        trained: parameters that are trained, LoRA's or all.
+        blocks: parameters of the largest repeated block, LoRA's included, and of all of them.
+        sampling_flops: operations of a forward without gradient.
+        training_flops: operations of forward and backward, what is computed again in the backward left out.
+        recomputed_flops: operations that gradient checkpointing adds.
+        sampling_bytes: most memory that a forward without gradient holds at a time, weights left out.
+        saved_bytes: what a forward leaves behind for its backward.
+        training_bytes: most memory that forward and backward hold at a time; weights and their gradients left out.
+    """
+
+    samples: int
+    parameters: int
+    frozen: int
+    trained: int
+    blocks: tuple[int, int]
+    sampling_flops: float
+    training_flops: float
+    recomputed_flops: float
+    sampling_bytes: int
+    saved_bytes: int
+    training_bytes: int
+
+
+def pass_cost(
+    model_config: DiffusionModelConfig,
+    prompts: "PromptTable",
+    samples: int = 1,
+    checkpointing: bool = False,
+    constant_half: bool = False,
+) -> PassCost:
+    """Run the model on the meta device.
+
+    Args:
+        model_config: the folder's config files are read; its dtype is the format of the weights and activations.
+        prompts: one prompt, of the length that is asked about, and the negative prompt where there is guidance.
+        samples: how many are computed together; the time that this takes does not depend on it.
+        checkpointing: activations are computed again in the backward.
+        constant_half: the update computes guidance's half without the prompt without gradient.
+    """
+    adapter = DiffusionModelBase.get_class(model_config)
+    module = meta_transformer(adapter, model_config)
+    blocks = [sum(p.numel() for p in block.parameters()) for block in adapter.transformer_blocks(module)]
+    velocity = _velocity(adapter, module, model_config, prompts, samples, constant_half)
+    attention = _FusedAttention()
+    with torch.no_grad():
+        sampling = _measured(velocity, module, attention)
+    training = _measured(velocity, module, attention, backward=True)
+    plain = training.flops
+    if checkpointing:
+        module.enable_gradient_checkpointing(attention.checkpoint)
+        training = _measured(velocity, module, attention, backward=True)
+    trained, every = (sum(p.numel() for p in ps) for ps in (trainable(module).values(), module.parameters()))
+    lora = model_config.model.lora_rank > 0
+    return PassCost(
+        samples=samples,
+        parameters=every - trained if lora else every,
+        frozen=every - trained,
+        trained=trained,
+        blocks=(max(blocks), sum(blocks)),
+        sampling_flops=sampling.flops,
+        training_flops=plain,
+        recomputed_flops=training.flops - plain,
+        sampling_bytes=sampling.peak,
+        saved_bytes=training.after_forward,
+        training_bytes=training.peak,
+    )
+
+
+def meta_transformer(adapter: type[DiffusionModelBase], model_config: DiffusionModelConfig) -> Any:
+    """The denoiser as rollout and trainer compute with it, on the meta device."""
+    import diffusers
+
+    config = component_config(model_config.path, "transformer")
+    with torch.device("meta"):
+        module: Any = getattr(diffusers, config["_class_name"]).from_config(config)
+        make_trainable(adapter, module, model_config)
+    kept = kept_in_fp32(module)
+    for name, parameter in module.named_parameters():
+        if name not in kept:
+            parameter.data = parameter.data.to(model_config.dtype)
+    for parameter in trainable(module).values():  # gradients of weights are accounted for where they are sharded
+        parameter.register_post_accumulate_grad_hook(_forget_gradient)
+    return module.train()
+
+
+def _forget_gradient(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+def decoding_bytes(model_config: DiffusionModelConfig, samples: int) -> tuple[int, int]:
+    """(parameters of the VAE in bytes, most memory that decoding so many samples holds at a time besides)."""
+    import diffusers
+
+    adapter = DiffusionModelBase.get_class(model_config)
+    config = component_config(model_config.path, "vae")
+    with torch.device("meta"):
+        vae: Any = getattr(diffusers, config["_class_name"]).from_config(config)
+    vae.to(model_config.dtype).eval()
+    latents = torch.empty(samples, *adapter.latent_shape(model_config), device="meta")
+    with torch.no_grad():
+        measured = _measured(lambda: adapter.decode(vae, model_config, latents), vae, _FusedAttention())
+    return sum(p.numel() * p.element_size() for p in vae.parameters()), measured.peak
+
+
+def _velocity(
+    adapter: type[DiffusionModelBase],
+    module: nn.Module,
+    model_config: DiffusionModelConfig,
+    prompts: "PromptTable",
+    samples: int,
+    constant_half: bool,
+) -> Callable[[], Tensor]:
+    index = torch.zeros(samples, dtype=torch.long)
+    table = prompts.to("meta")
+    text, extras = table.expand(index), table.expand_extras(index)
+    text |= {name: mask for name, mask in prompts.expand(index).items() if name.endswith("mask")}  # these are read
+    latents = torch.empty(samples, *adapter.latent_shape(model_config), device="meta")
+    timestep = torch.empty(samples, device="meta")
+
+    def velocity() -> Tensor:
+        inputs = adapter.model_inputs(module, model_config, latents, timestep, text, extras)
+        if not (constant_half and inputs[1] is not None and torch.is_grad_enabled()):
+            return adapter.predict_velocity(module, model_config, *inputs)
+        with torch.no_grad():
+            unconditional = adapter.denoise(module, inputs[1])
+        return adapter.predict_velocity(module, model_config, *inputs, unconditional)
+
+    return velocity
+
+
+@dataclass(frozen=True)
+class _Measured:
+    flops: float
+    peak: int
+    after_forward: int
+
+
+def _measured(
+    compute: Callable[[], Tensor], module: nn.Module, attention: "_FusedAttention", backward: bool = False
+) -> _Measured:
+    """Operations and memory of `compute`, and of its backward; the module's own tensors do not count."""
+    ledger, before = _Ledger(module), attention.flops
+    with ledger, attention:
+        output = compute()
+        after = ledger.live
+        if backward:
+            output.sum().backward()
+    return _Measured(ledger.flops + attention.flops - before, ledger.peak, after)
+
+
+class _Ledger(TorchDispatchMode):
+    """Adds up the storages that are alive, as an allocator without rounding would, and operations by torch's formulas.
+
+    `FlopCounterMode` itself would keep alive what gradient checkpointing frees.
+    """
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.live = self.peak = 0
+        self.flops = 0.0
+        self._known = WeakIdKeyDictionary()
+        for tensor in (*module.parameters(), *module.buffers()):
+            self._known[tensor.untyped_storage()] = True
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        formula = flop_registry.get(func._overloadpacket)
+        if formula is not None:
+            self.flops += formula(*args, **(kwargs or {}), out_val=result)
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self._enter(tensor.untyped_storage())
+        return result
+
+    def _enter(self, storage: torch.UntypedStorage) -> None:
+        if storage in self._known:
+            return
+        self._known[storage] = True
+        self.live += storage.nbytes()
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._leave, storage.nbytes())
+
+    def _leave(self, size: int) -> None:
+        self.live -= size
+
+
+class _FusedAttention(TorchFunctionMode):
+    """Puts the memory and the operations of a fused kernel in the place of attention's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0.0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is nn.functional.scaled_dot_product_attention:
+            query, key, value = args[:3] if len(args) >= 3 else [(kwargs or {})[n] for n in ("query", "key", "value")]
+            return _Attention.apply(query, key, value, self)
+        return func(*args, **(kwargs or {}))
+
+    def checkpoint(self, block: nn.Module, *args: Any) -> Any:
+        """As diffusers checkpoints a block; in the backward torch has switched function modes off."""
+        return checkpoint(block, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), self))
+
+
+class _Attention(torch.autograd.Function):
+    """Shapes of a fused attention; its backward needs no second score matrix in the count of operations."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mode: _FusedAttention) -> Tensor:
+        output = query.new_empty(*query.shape[:-1], value.shape[-1])
+        row_sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, output, row_sums)
+        ctx.mode, ctx.flops = mode, 2.0 * query.shape[:-1].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+        mode.flops += ctx.flops
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        ctx.mode.flops += 2 * ctx.flops
+        query, key, value, *_ = ctx.saved_tensors
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None

@@ -1,1 +1,0 @@
-"""Engines: what samples (rollout) and what trains (update), over one sampling loop and one reverse step."""

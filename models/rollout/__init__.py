@@ -1,0 +1,1 @@
+"""Sampling: the rollout engines and the denoising loop."""

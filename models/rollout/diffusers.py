@@ -1,0 +1,72 @@
+"""Sampling in this process with the diffusers modules: the engine for CPUs and the oracle for the faster one."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from models.families.base import DiffusionModelBase, DiffusionModelConfig
+from models.rollout.sampling import Sampler
+from models.runtime.attention import choose_attention
+from models.runtime.compiled import compile_blocks, compile_decoder
+from models.weights.canary import Canary, canary_velocity
+from models.weights.trainable import TrainableLoad, load_exported, load_trainable, make_trainable, trainable
+
+
+class DiffusersRolloutEngine(Sampler):
+    """Holds one copy of the denoiser and the decoder, and samples whole requests.
+
+    Args:
+        model_config: which model, and how it is sampled by default.
+        device: where it lives.
+    """
+
+    def __init__(self, model_config: DiffusionModelConfig, device: str = "cpu"):
+        adapter = DiffusionModelBase.get_class(model_config)
+        self.transformer = adapter.load_transformer(model_config, model_config.dtype).to(device).eval()
+        choose_attention(adapter, self.transformer, device, model_config.dtype)
+        make_trainable(adapter, self.transformer, model_config)
+        # The trainer keeps LoRA weights in fp32 for its optimiser and computes with them in the model's format.
+        # Full weights are in the formats that diffusers loads, some of a bf16 model in fp32.
+        for parameter in trainable(self.transformer).values() if model_config.model.lora_rank else ():
+            parameter.data = parameter.data.to(model_config.dtype)
+        vae = adapter.load_vae(model_config).to(device)
+        if model_config.model.compile:
+            compile_blocks(adapter, self.transformer)
+            compile_decoder(vae)
+        super().__init__(adapter, self.transformer, vae, model_config, device)
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Take the trainer's weights (names and shapes as `models.weights.trainable.trainable` gives them)."""
+        load_trainable(self.transformer, weights)
+
+    def begin_load(self) -> TrainableLoad:
+        """Take the trainer's weights piece by piece."""
+        return TrainableLoad(self.transformer)
+
+    def load_exported(self, folder: Path) -> None:
+        """Take weights from a folder that a run exported."""
+        load_exported(self.adapter, self.transformer, self.model_config, folder)
+
+    def held_weights(self) -> Mapping[str, Tensor]:
+        """The trained weights as they are in the module now, each of its parameter's shape."""
+        return trainable(self.transformer)
+
+    def canary_velocity(self, canary: Canary) -> Tensor:
+        """What this copy of the model predicts for the canary, [S, rows, ...] fp32 on the CPU (`canary_velocity`)."""
+        return canary_velocity(self.adapter, self.transformer, self.model_config, canary, self.device)
+
+    def sleep(self) -> None:
+        """Move the weights off the GPU."""
+        self._move("cpu")
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        """Bring the weights back."""
+        self._move(self.device)
+
+    def _move(self, device: torch.device | str) -> None:
+        self.transformer.to(device)
+        self.vae.to(device)

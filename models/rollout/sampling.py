@@ -1,0 +1,225 @@
+"""The denoising loop, once for all families and both uses of it: exploring (window of SDE steps) and the plain ODE."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from models.families.base import DiffusionModelBase, DiffusionModelConfig
+from models.families.velocity import velocity_field
+from models.samples.trajectories import (
+    LATENTS,
+    PICTURES,
+    FinishedLatents,
+    Generated,
+    RolloutRequest,
+    Trajectories,
+)
+from models.schedulers.flow_match_sde import FlowMatchSDEDiscreteScheduler
+from models.schedulers.noise_keys import INITIAL_NOISE, draw, generators
+
+if TYPE_CHECKING:
+    from models.config.algo import DiffusionRolloutAlgoConfig
+    from models.config.pipeline import DiffusionPipelineConfig
+
+    Velocity = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
+
+
+class Denoising:
+    """A request on its way from noise to finished latents; whoever has the model's velocity takes it a step further.
+
+    Args:
+        scheduler: with timesteps set for `model_config.pipeline`; others on their way may share it.
+        model_config: how it is sampled.
+        request: what to sample.
+        latents: [B, ...] to start from.
+
+    Raises:
+        ValueError: there is a window but no noise, or finished latents are wanted of it.
+
+    Attributes:
+        step: the next one.
+        latents: [B, ...] before it.
+    """
+
+    def __init__(
+        self,
+        scheduler: FlowMatchSDEDiscreteScheduler,
+        model_config: DiffusionModelConfig,
+        request: RolloutRequest,
+        latents: Tensor,
+    ):
+        if request.window and request.record_finished:
+            raise ValueError("finished latents are recorded for the ODE: leave the window empty")
+        if request.window and model_config.algo.noise_level == 0:
+            raise ValueError("a window of stochastic steps needs algo.noise_level above 0; leave it empty for the ODE")
+        self._scheduler, self.model_config, self.request = scheduler, model_config, request
+        self.step, self.latents = 0, latents
+        self._path: list[Tensor] = []
+        self._log_probs: list[Tensor] = []
+        self._means: list[Tensor] = []
+        self._unconditional: list[Tensor] = []
+
+    @property
+    def timesteps(self) -> Tensor:
+        """Of all steps, [T]."""
+        return self._scheduler.timesteps
+
+    def advance(self, velocity: Tensor, unconditional: Tensor | None) -> None:
+        """Take the next step; both tensors [B, ...] as `velocity_field` gives them for it."""
+        request, algo, step = self.request, self.model_config.algo, self.step
+        explore = step in request.window
+        if explore and step - 1 not in request.window:
+            self._path.append(self.latents)
+        self._scheduler._step_index = step
+        output: Any = self._scheduler.step(
+            velocity,
+            self.timesteps[step],
+            self.latents,
+            generator=generators(request.keys, step) if explore else None,
+            noise_level=algo.noise_level if explore else 0.0,
+            sde_type=algo.sde_type,
+            sde_options=getattr(algo, "sde_options", None),
+        )
+        self.latents, self.step = output.prev_sample, step + 1
+        if explore:
+            self._path.append(self.latents)
+            self._log_probs.append(output.log_prob)
+            if request.record_means:
+                self._means.append(output.prev_sample_mean)
+            if request.record_unconditional and unconditional is not None:
+                self._unconditional.append(unconditional)
+
+    def recorded(self) -> Trajectories | FinishedLatents | None:
+        """What the request asks to be recorded, after the last step: the window's trajectories or the finished latents,
+        on the CPU, or None."""
+        request = self.request
+        if request.record_finished:
+            return FinishedLatents(request.keys, request.prompts, request.prompt_index, self.latents.cpu())
+        if not request.window:
+            return None
+        timesteps = self.timesteps[list(request.window)].expand(len(self.latents), -1)
+        return Trajectories(
+            keys=request.keys,
+            prompts=request.prompts,
+            prompt_index=request.prompt_index,
+            window=request.window,
+            latents=torch.stack(self._path, 1).cpu(),
+            timesteps=timesteps.cpu().contiguous(),
+            log_probs=torch.stack(self._log_probs, 1).cpu(),
+            means=torch.stack(self._means, 1).cpu() if request.record_means else None,
+            unconditional=torch.stack(self._unconditional, 1).cpu() if self._unconditional else None,
+        )
+
+
+@torch.no_grad()
+def sample(
+    adapter: type[DiffusionModelBase],
+    module: nn.Module,
+    scheduler: FlowMatchSDEDiscreteScheduler,
+    model_config: DiffusionModelConfig,
+    request: RolloutRequest,
+    device: torch.device | str,
+    initial_latents: Tensor | None = None,
+) -> Denoising:
+    """Denoise one request; errors as `Denoising`.
+
+    Args:
+        scheduler: with timesteps set for `model_config.pipeline`.
+        initial_latents: [B, ...] to start from; None draws them by the noise keys.
+
+    Returns:
+        the request after its last step.
+    """
+    if initial_latents is None:
+        initial_latents = draw(request.keys, INITIAL_NOISE, adapter.latent_shape(model_config), device)
+    denoising = Denoising(scheduler, model_config, request, initial_latents)
+    prompts, index = request.prompts.to(device), request.prompt_index.to(device)
+    # An update that takes the recorded half as given computes the other one alone, and must find the same numbers.
+    apart = request.record_unconditional
+    velocity = velocity_field(adapter, module, model_config, prompts, index, one_pass=not apart)
+    for timestep in denoising.timesteps:
+        denoising.advance(*velocity(denoising.latents, timestep))
+    return denoising
+
+
+class Sampler:
+    """A denoiser and a decoder that sample whole requests; every rollout engine ends in one.
+
+    Args:
+        adapter: the model's family.
+        module: its denoiser, or a callable that takes the denoiser's keyword arguments.
+        vae: its decoder.
+        model_config: which model, and how it is sampled by default.
+        device: where both live.
+    """
+
+    def __init__(
+        self,
+        adapter: type[DiffusionModelBase],
+        module: Any,
+        vae: nn.Module,
+        model_config: DiffusionModelConfig,
+        device: torch.device | str,
+    ):
+        self.adapter, self.module, self.vae = adapter, module, vae
+        self.model_config, self.device = model_config, device
+        self._schedulers: dict[DiffusionPipelineConfig, FlowMatchSDEDiscreteScheduler] = {}
+
+    def produce(
+        self,
+        request: RolloutRequest,
+        pipeline: "DiffusionPipelineConfig | None" = None,
+        algo: "DiffusionRolloutAlgoConfig | None" = None,
+    ) -> Generated:
+        """Sample one request, and decode it if it asks for pictures.
+
+        Args:
+            request: what to sample.
+            pipeline: how, if not as in the training rollout (validation).
+            algo: how to explore, if not as in the settings.
+        """
+        config = self._config(pipeline, algo)
+        return self.finish(sample(self.adapter, self.module, self._scheduler(config), config, request, self.device))
+
+    def begin(
+        self, request: RolloutRequest, pipeline: "DiffusionPipelineConfig", algo: "DiffusionRolloutAlgoConfig"
+    ) -> Denoising:
+        """A request before its first step, for whoever takes the steps one by one; arguments as `produce`."""
+        config = self._config(pipeline, algo)
+        noise = draw(request.keys, INITIAL_NOISE, self.adapter.latent_shape(config), self.device)
+        return Denoising(self._scheduler(config), config, request, noise)
+
+    def finish(self, denoising: Denoising) -> Generated:
+        """What a request wants after its last step."""
+        outputs, latents = denoising.request.outputs, denoising.latents
+        return Generated(
+            pictures=self.decode(latents, denoising.model_config) if PICTURES in outputs else None,
+            latents=latents.cpu() if LATENTS in outputs else None,
+            recorded=denoising.recorded(),
+        )
+
+    def generate(self, request: RolloutRequest, pipeline: "DiffusionPipelineConfig | None" = None) -> tuple[Any, Any]:
+        """(pictures, what the request asks to be recorded) of `produce`."""
+        made = self.produce(request, pipeline)
+        return made.pictures, made.recorded
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor, model_config: DiffusionModelConfig | None = None) -> Tensor:
+        """Finished latents [B, ...] to pictures [B, H, W, 3], uint8, on the CPU."""
+        return self.adapter.decode(self.vae, model_config or self.model_config, latents).cpu()
+
+    def _config(
+        self, pipeline: "DiffusionPipelineConfig | None", algo: "DiffusionRolloutAlgoConfig | None"
+    ) -> DiffusionModelConfig:
+        own = self.model_config
+        return replace(own, pipeline=pipeline or own.pipeline, algo=algo or own.algo)
+
+    def _scheduler(self, config: DiffusionModelConfig) -> Any:
+        if config.pipeline not in self._schedulers:
+            scheduler = self.adapter.build_scheduler(config)
+            self.adapter.set_timesteps(scheduler, config, str(self.device))
+            self._schedulers[config.pipeline] = scheduler
+        return self._schedulers[config.pipeline]

@@ -1,0 +1,1 @@
+"""How torch runs: compilation, determinism."""

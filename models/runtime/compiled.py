@@ -1,0 +1,92 @@
+"""torch.compile of a denoiser, block by block, and of an image decoder."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from models.families.base import DiffusionModelBase
+
+VARIANTS = 64
+"""Most compilations of one block's code: they differ in shape, gradient, adapters on or off, kind of block."""
+
+SAME_EVERYWHERE: dict[str, Any] = {"deterministic": True}
+"""Inductor's options. It may not choose by a stopwatch how a kernel adds up its rows, or whether a matrix is padded:
+rollout and trainer compile in a process each, and would choose differently. (Set in torch's configuration instead, it
+is gone after the first compilation.)"""
+
+Forward = Callable[..., Any]
+
+
+def compile_blocks(adapter: type[DiffusionModelBase], module: nn.Module) -> None:
+    """Compile the forward of each repeated block, in place, so that it computes the same with and without gradient.
+
+    Blocks of one kind share their code, so it compiles once for all of them. The forward is replaced and not the
+    module: names stay, and FSDP's hooks stay outside of the graph.
+
+    A graph without gradient would be compiled apart from the update's, fuse other operations and so round bf16 in
+    other places: the ratio of a sample's first update would not be 1. `OneGraph` has the update's graph serve both.
+    """
+    limits = torch._dynamo.config
+    limits.recompile_limit = max(limits.recompile_limit, VARIANTS)
+    limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, 8 * VARIANTS)
+    graph = OneGraph()
+    for block in adapter.transformer_blocks(module):
+        compiled = torch.compile(block.forward, fullgraph=True, dynamic=False, options=SAME_EVERYWHERE)
+        block.forward = graph.of_block(compiled)
+    module.forward = graph.of_whole(module.forward)
+
+
+class OneGraph:
+    """Lets a module that is called without gradient run the code that was compiled for calls with gradient.
+
+    Such a call computes in grad mode, and each block's output is cut off from what made it: the activations that a
+    backward pass would need are freed block by block, and what the next block is given requires a gradient exactly
+    where it does in the update, which is what the compiled code is chosen by.
+    """
+
+    def __init__(self) -> None:
+        self._cuts = False
+
+    def of_whole(self, forward: Forward) -> Forward:
+        """The module's forward; its output has no gradient where it was called without."""
+
+        def whole(*arguments: Any, **named: Any) -> Any:
+            if torch.is_grad_enabled():
+                return forward(*arguments, **named)
+            self._cuts = True
+            try:
+                with torch.enable_grad():
+                    output = forward(*arguments, **named)
+            finally:
+                self._cuts = False
+            return tree_map_only(Tensor, Tensor.detach, output)
+
+        return whole
+
+    def of_block(self, forward: Forward) -> Forward:
+        """A block's forward."""
+
+        def block(*arguments: Any, **named: Any) -> Any:
+            output = forward(*arguments, **named)
+            return tree_map_only(Tensor, _cut, output) if self._cuts else output
+
+        return block
+
+
+def _cut(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def compile_decoder(vae: nn.Module) -> None:
+    """Compile an image VAE's decoder, in place, with its channels last in memory as its convolutions want them.
+
+    Others stay as they are: those of video walk through the frames with a cache, and cost little beside the denoiser.
+    """
+    from diffusers import AutoencoderKL
+
+    if isinstance(vae, AutoencoderKL):
+        decoder: Any = vae.decoder.to(memory_format=torch.channels_last)
+        decoder.forward = torch.compile(decoder.forward, dynamic=False)

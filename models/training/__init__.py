@@ -1,0 +1,1 @@
+"""The update: training engines, micro-batches, the policy under gradient."""

@@ -1,0 +1,341 @@
+"""The training engine: a diffusers transformer under FSDP2, trained step by step on what the rollout sampled."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from models.algorithms.losses import REF_VELOCITY, get_diffusion_loss_fn
+from models.algorithms.old_policy import old_policy_decay
+from models.families.base import DiffusionModelBase, DiffusionModelConfig
+from models.runtime.attention import choose_attention
+from models.runtime.compiled import compile_blocks
+from models.samples.trajectories import Trajectories
+from models.training.adam_state import adam_state_on_device, allocate_adam_state, offload_adam_state
+from models.training.checkpoint import EngineCheckpoint
+from models.training.engine import TRAINING_ENGINES
+from models.training.forward_batches import noised_batch
+from models.training.gradients import NonfiniteSteps, average_whole, clip_gradients
+from models.training.micro_batches import ActorBatch, PreparedBatch, WeightedMetrics, micro_batch_of
+from models.training.policy import LOG_PROB_DISTANCES, PolicyEvaluation, load_teacher
+from models.training.sequence_parallel import sequence_mesh, split_sequences
+from models.training.weight_copies import HeldWeights, WeightAverage, WeightCopy, reshard
+from models.weights.canary import Canary, canary_velocity
+from models.weights.trainable import keep_formats, kept_in_fp32, load_exported, make_trainable, named, trainable
+
+if TYPE_CHECKING:
+    from models.config.actor import DiffusionActorConfig, ForwardProcessConfig
+
+
+@TRAINING_ENGINES.register("fsdp2")
+class DiffusersFSDPEngine(PolicyEvaluation):
+    """One rank of the trainer under FSDP2; arguments and contract are `TrainingEngine`'s."""
+
+    def __init__(
+        self,
+        model_config: DiffusionModelConfig,
+        actor_config: "DiffusionActorConfig",
+        device: str = "cpu",
+        forward_config: "ForwardProcessConfig | None" = None,
+        keeps_previous: bool = False,
+        max_nonfinite_steps: int = 0,
+    ):
+        self.model_config, self.actor_config, self.device = model_config, actor_config, device
+        self.adapter = DiffusionModelBase.get_class(model_config)
+        self.loss_fn = get_diffusion_loss_fn(actor_config.diffusion_loss.loss_mode, actor_config.diffusion_loss.options)
+        self._forward_config, self._keeps_previous = forward_config, keeps_previous
+        self.checkpoint = EngineCheckpoint(self)
+        self.optimizer_steps = self.updates = 0
+        self.nonfinite = NonfiniteSteps(max_nonfinite_steps)
+
+    def initialize(self) -> None:
+        """Load, freeze, shard; then optimiser, warm-up, copies of the weights, reference and teacher."""
+        sharing = self.actor_config.fsdp_config.ulysses_sequence_parallel_size
+        self._sequence_mesh = sequence_mesh(self.device, sharing) if sharing > 1 else None
+        # Nothing in these models depends on the mode but that compiled code is made anew for each.
+        self.module = self._sharded(self._load(trained=True)).eval()
+        self._trained = tuple(trainable(self.module))
+        settings, shards = self.actor_config.optim, list(self._shards().values())
+        self.optimizer = torch.optim.AdamW(
+            shards,
+            lr=settings.lr,
+            betas=settings.betas,
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
+            # On CUDA torch makes one call for all weights: it cannot where some are sharded and a few whole.
+            foreach=False if len({isinstance(shard, DTensor) for shard in shards}) > 1 else None,
+        )
+        allocate_adam_state(self.optimizer)
+        if self.actor_config.fsdp_config.optimizer_offload:
+            offload_adam_state(self.optimizer)
+        warmup = max(settings.lr_warmup_steps, 1)
+        self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda s: min(1.0, (s + 1) / warmup))
+        self.ema = WeightAverage(self.module, self.actor_config.ema) if self.actor_config.ema.enable else None
+        self.scheduler = self.adapter.build_scheduler(self.model_config)
+        self.adapter.set_timesteps(self.scheduler, self.model_config, self.device)
+        self.old_policy = WeightCopy(self.module) if self.loss_fn.keeps_old_policy() else None
+        self.previous = WeightCopy(self.module) if self._keeps_previous else None
+        refers = self.actor_config.use_kl_loss or REF_VELOCITY in self.loss_fn.required_data_keys
+        full = self.model_config.model.lora_rank == 0
+        self.reference = self._sharded(self._load(trained=False)).eval() if refers and full else None
+        self.teacher = self._load_teacher()
+
+    # ---- the update
+
+    def update_policy(self, batches: Sequence[ActorBatch]) -> dict[str, float]:
+        """One optimiser step per batch; the same batch given twice is trained on twice.
+
+        Returns:
+            Metrics without prefix, averaged over this rank's counted samples, timesteps and optimiser steps; as
+            `nonfinite_steps` how many optimiser steps were left out (they are in no other metric), and as
+            `sample_steps` how many samples times timesteps these are (`recorded_steps`: those whose half of the
+            guidance without the prompt was not computed);
+            logprob_abs_diff/* are of the first step alone, before the weights move.
+
+        Raises:
+            FloatingPointError: a gradient is not finite, and more steps in a row are not than may be left out; the
+                weights are untouched by it.
+        """
+        if self.previous is not None:
+            self.previous.follow(0)
+        collected, prepared = WeightedMetrics(), self._prepared(batches)
+        counted = recorded = left_out = 0
+        for number, batch in enumerate(batches):
+            if prepared[id(batch)].global_count == 0:  # on every rank: no pair was left of any group
+                continue
+            of_step = WeightedMetrics()
+            trained = self._accumulate_gradients(prepared[id(batch)], of_step, first=number == 0)
+            counted += trained
+            recorded += trained if number == 0 and prepared[id(batch)].records_unconditional else 0
+            rate, norm = float(self.lr_scheduler.get_last_lr()[0]), self._optimizer_step()
+            if norm is None:
+                left_out += 1
+                continue
+            collected.join(of_step)
+            collected.add({"lr": rate, "grad_norm": norm})
+        self._move_old_policy()
+        self._release_memory()
+        return collected.combined() | {
+            "optimizer_steps": self.optimizer_steps,
+            "sample_steps": counted,
+            "recorded_steps": recorded,
+            "nonfinite_steps": left_out,
+        }
+
+    def _prepared(self, batches: Sequence[ActorBatch]) -> dict[int, PreparedBatch]:
+        """Each batch's pieces, before the first optimiser step: what is compared with belongs to the weights of now."""
+        prepared: dict[int, PreparedBatch] = {}
+        size = self.actor_config.ppo_micro_batch_size_per_gpu
+        for batch in batches:
+            if id(batch) in prepared:
+                continue
+            if self.loss_fn.process == "reverse":
+                prepared[id(batch)] = batch.prepared(size)
+            else:
+                assert self._forward_config, "a loss of the forward process needs the engine's forward_config"
+                prepared[id(batch)] = noised_batch(self, batch, self._forward_config, size)
+        return prepared
+
+    def _accumulate_gradients(self, batch: PreparedBatch, collected: WeightedMetrics, first: bool) -> int:
+        """How many samples times timesteps counted."""
+        total = 0
+        for number, (samples, advantages) in enumerate(batch.pieces):
+            if not first and isinstance(samples, Trajectories):  # the weights that the rollout sampled with are gone
+                samples = replace(samples, unconditional=None)
+            steps, on_device = samples.steps, samples.to(self.device)
+            for step in range(steps):
+                micro_batch, counted = micro_batch_of(on_device.step(step), advantages, self.device)
+                # A rank averages over its own samples and FSDP over ranks; this turns both into one mean over the
+                # mini-batch's counted samples and timesteps. Of ranks that share their samples each has the gradient of
+                # its own tokens: there FSDP's sum is what is wanted.
+                scale = counted * dist.get_world_size() / (batch.global_count * steps)
+                last = number == len(batch.pieces) - 1 and step == steps - 1
+                cast(FSDPModule, self.module).set_requires_gradient_sync(last)
+                loss, metrics = self.forward_step(micro_batch, self.loss_fn)
+                (loss * scale).backward()
+                distances = {name: metrics.pop(name) for name in LOG_PROB_DISTANCES if name in metrics}
+                collected.add(metrics | distances if first else metrics, counted)
+                total += counted
+        return total
+
+    def _move_old_policy(self) -> None:
+        """Once an iteration, after its optimiser steps."""
+        self.updates += 1
+        config = self._forward_config
+        if self.old_policy and config and self.updates % config.old_policy_update_interval == 0:
+            self.old_policy.follow(old_policy_decay(self.optimizer_steps, config))
+
+    def _release_memory(self) -> None:
+        """Where the trainer keeps its state in host memory, others may use what it took of the GPU for the update."""
+        settings = self.actor_config.fsdp_config
+        if self.device == "cuda" and (settings.param_offload or settings.optimizer_offload):
+            torch.cuda.empty_cache()
+
+    # ---- the trainer's own log-probs
+
+    def rescored(self, trajectories: Trajectories, with_means: bool = False) -> Trajectories:
+        """The same samples with `log_probs`, and if asked `means`, under the present weights."""
+        names = {"log_probs": "log_probs"} | ({"means": "prev_sample_mean"} if with_means else {})
+        batch = ActorBatch([(trajectories, torch.zeros(len(trajectories)))], len(trajectories))
+        pieces: list[dict[str, Tensor]] = []
+        for piece, zeros in batch.prepared(self.actor_config.ppo_micro_batch_size_per_gpu).pieces:
+            steps, on_device = [], piece.to(self.device)
+            for step in range(piece.steps):
+                micro_batch, _ = micro_batch_of(on_device.step(step), zeros, self.device)
+                output, _ = self.forward_step(micro_batch, None, forward_only=True)
+                steps.append({field: output[name].cpu() for field, name in names.items()})
+            pieces.append({field: torch.stack([one[field] for one in steps], 1) for field in names})
+        scored = {field: torch.cat([piece[field] for piece in pieces]) for field in names}
+        return replace(trajectories, log_probs=scored["log_probs"], means=scored.get("means"))
+
+    def _optimizer_step(self) -> float | None:
+        """The gradient's norm before it was clipped; None where it is not finite and the step was left out."""
+        parameters = list(self._shards().values())
+        average_whole(parameters)
+        norm = clip_gradients(parameters, self.actor_config.optim.clip_grad)
+        if not torch.isfinite(norm):  # it is over all ranks, so they agree
+            self.optimizer.zero_grad()
+            self.nonfinite.leave_out(norm.item(), self.optimizer_steps)
+            return None
+        self.nonfinite.in_a_row = 0
+        offloaded = self.actor_config.fsdp_config.optimizer_offload
+        with adam_state_on_device(self.optimizer) if offloaded else nullcontext():
+            self.optimizer.step()
+        self.lr_scheduler.step()
+        self.optimizer.zero_grad()
+        self.optimizer_steps += 1
+        if self.ema is not None:
+            self.ema.update(self.optimizer_steps)
+        return norm.item()
+
+    # ---- weights
+
+    def _shards(self) -> dict[str, nn.Parameter]:
+        """Name -> what this rank has of each trained weight."""
+        reshard(self.module)
+        return named(self.module, self._trained)
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Context in which the engine's weights are the moving average, where the config asks for one."""
+        return self.holding("average" if self.ema else "policy")
+
+    def holding(self, which: HeldWeights) -> AbstractContextManager[None]:
+        """Context in which the engine's weights are its own, or one of the copies that `HeldWeights` names.
+
+        Raises:
+            ValueError: the config keeps no such weights.
+        """
+        if which == "policy":
+            return nullcontext()
+        copy = {"average": self.ema, "old": self.old_policy, "previous": self.previous}[which]
+        if copy is None:
+            raise ValueError(
+                f"the trainer keeps no {which} weights: actor.ema.enable, the loss and trainer.one_step_off_policy "
+                "decide which it has"
+            )
+        return copy.applied()
+
+    def gather_weights(self) -> dict[str, Tensor]:
+        """The trained weights by name, each of its whole shape, on the CPU; on rank 0 (empty on the others)."""
+        gathered = {}
+        for name, whole in self.whole_weights():
+            if dist.get_rank() == 0:
+                gathered[name] = whole.cpu().clone()
+        return gathered
+
+    def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and tensor of the trained weights one by one, in whole shape on the device; every rank must take all."""
+        for name, parameter in self._shards().items():
+            whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            yield name, whole.detach().to(self.device)
+
+    def canary_velocity(self, canary: Canary) -> Tensor:
+        """What the trainer's model predicts for the canary, [S, rows, ...] fp32 on the CPU (`canary_velocity`)."""
+        return canary_velocity(self.adapter, self.module, self.model_config, canary, self.device)
+
+    # ---- checkpoint
+
+    def save_checkpoint(self, folder: Path) -> None:
+        """Write policy, its copies, optimiser, schedule and random state, sharded, for any number of ranks to read."""
+        self.checkpoint.save(folder)
+
+    def start_saving(self, folder: Path) -> None:
+        """The same from a copy in host memory, in the background."""
+        self.checkpoint.start_saving(folder)
+
+    def saving_finished(self) -> bool:
+        """Has what `start_saving` began been written? An error of the writing is raised here, once."""
+        return self.checkpoint.finished()
+
+    def load_checkpoint(self, folder: Path) -> None:
+        """Restore what a save wrote, in place."""
+        self.checkpoint.load(folder)
+
+    # ---- building
+
+    def _load(self, trained: bool) -> nn.Module:
+        full = trained and self.model_config.model.lora_rank == 0
+        dtype = torch.float32 if full else self.model_config.dtype
+        module: Any = self.adapter.load_transformer(self.model_config, dtype)
+        keep_formats(module, self.model_config.dtype)
+        if trained:
+            make_trainable(self.adapter, module, self.model_config)
+            if self.model_config.model.initial_weights is not None:
+                load_exported(self.adapter, module, self.model_config, Path(self.model_config.model.initial_weights))
+            if self.actor_config.fsdp_config.gradient_checkpointing:
+                module.enable_gradient_checkpointing()
+        else:
+            module.requires_grad_(False)
+        if self.model_config.model.compile:
+            compile_blocks(self.adapter, module)
+        return module
+
+    def _load_teacher(self) -> nn.Module | None:
+        if self.actor_config.teacher_path is None:
+            return None
+        teacher = load_teacher(self.adapter, self.model_config, self.actor_config.teacher_path)
+        return self._sharded(teacher).eval()
+
+    def _sharded(self, module: nn.Module) -> nn.Module:
+        settings, own = self.actor_config.fsdp_config, self.model_config.model.dtype
+        policy_format = settings.param_dtype or own
+        choose_attention(self.adapter, module, self.device, getattr(torch, policy_format))
+        if self._sequence_mesh is not None:
+            split_sequences(self.adapter, module, self._sequence_mesh)
+        policy = MixedPrecisionPolicy(
+            param_dtype=getattr(torch, policy_format),
+            reduce_dtype=getattr(torch, settings.reduce_dtype),
+            # The adapter casts what the family's pipeline casts. Timesteps and rotary angles are not among it: rounded
+            # here, the trainer would see another timestep than the rollout.
+            cast_forward_inputs=settings.param_dtype not in (None, own),
+        )
+        # Weights that diffusers keeps in fp32 in a bf16 model stay so, whole on every rank: they are few, and rounded
+        # here they would make another model than the rollout's. FSDP computes with one format a block.
+        frozen = [p for p in module.parameters() if not p.requires_grad]
+        whole = self.model_config.model.lora_rank > 0 and not settings.shard_frozen
+        kept = {p for p in frozen if whole or p.dtype != getattr(torch, own)}
+        if own == policy_format == "bfloat16":
+            in_fp32 = kept_in_fp32(module)
+            kept |= {p for name, p in trainable(module).items() if name in in_fp32}
+        offload = CPUOffloadPolicy(pin_memory=self.device == "cuda") if settings.param_offload else OffloadPolicy()
+        mesh = init_device_mesh(self.device, (dist.get_world_size(),))
+        for part in (*self.adapter.transformer_blocks(module), module):
+            fully_shard(
+                part,
+                mesh=mesh,
+                mp_policy=policy,
+                offload_policy=offload,
+                reshard_after_forward=settings.reshard_after_forward,
+                ignored_params=kept,
+            )
+        for parameter in kept:  # the others went to the device block by block, and there is never more than one whole
+            parameter.data = parameter.data.to(self.device)
+        return module

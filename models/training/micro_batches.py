@@ -1,0 +1,130 @@
+"""What an optimiser step trains on, and how its metrics are averaged."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from models.algorithms.losses import IS_WEIGHTS, OLD_MEAN
+from models.families.base import UNCONDITIONAL
+from models.samples.trajectories import FinishedLatents, Trajectories
+from models.training.noised import NoisedLatents
+
+
+@dataclass(frozen=True)
+class ActorBatch:
+    """What one rank trains on in one optimiser step.
+
+    Attributes:
+        parts: this rank's samples as they were sampled, each batch with its advantages [B]. A NaN advantage (a
+            missing reward) leaves the sample out, a NaN in the trajectories' `is_weights` that step of it.
+        global_count: samples of the mini-batch that count, over all ranks; one of which only some steps count is that
+            part of a sample. Not read by losses of the forward process, which choose for themselves.
+    """
+
+    parts: Sequence[tuple[Trajectories | FinishedLatents, Tensor]]
+    global_count: float
+
+    def prepared(self, size: int) -> "PreparedBatch":
+        """The trajectories, cut where they are larger than `size` and never merged: a merged batch is padded and
+        blocked differently, and would not replay its log-probs to the last bit."""
+        pieces: list[tuple[Any, Tensor]] = []
+        for samples, advantages in self.parts:
+            for index in torch.arange(len(samples)).split(size):
+                pieces.append((samples.rows(index), advantages[index]))
+        return PreparedBatch(pieces, self.global_count)
+
+
+@dataclass(frozen=True)
+class PreparedBatch:
+    """An optimiser step's micro-batches, and over how many samples of all ranks they are averaged.
+
+    Attributes:
+        pieces: samples with their advantages [B], NaN where one does not count.
+        global_count: see `ActorBatch`.
+    """
+
+    pieces: Sequence[tuple[Trajectories | NoisedLatents, Tensor]]
+    global_count: float
+
+    @property
+    def records_unconditional(self) -> bool:
+        """Do the samples bring the half of the guidance without the prompt?"""
+        return any(isinstance(s, Trajectories) and s.unconditional is not None for s, _ in self.pieces)
+
+
+def micro_batch_of(
+    samples: Trajectories | NoisedLatents, advantages: Tensor, device: torch.device | str
+) -> tuple[TensorDict, int]:
+    """Inputs of one micro-batch at one timestep, and how many of its samples count.
+
+    Args:
+        samples: of one step or level, on `device`.
+        advantages: [B], on the CPU; NaN where a sample does not count.
+    """
+    tensors: dict[str, Tensor | None]
+    if isinstance(samples, NoisedLatents):
+        rows, counted = torch.arange(len(samples)), int((~advantages.isnan()).sum())
+        tensors = {"clean_latents": samples.latents, **samples.levelwise()}
+    else:
+        # With none left, one sample is computed and weighted 0: every rank must take part in the collectives.
+        kept = counted_rows(samples, advantages)
+        rows, counted = kept if len(kept) else torch.zeros(1, dtype=torch.long), len(kept)
+        samples = samples.rows(rows)
+        weights = samples.is_weights
+        tensors = {
+            "latents": samples.latents,
+            "timesteps": samples.timesteps,
+            "old_log_probs": samples.log_probs,
+            OLD_MEAN: samples.means,
+            UNCONDITIONAL: samples.unconditional,
+            IS_WEIGHTS: None if weights is None else weights.nan_to_num(0.0),
+        }
+    tensors["advantages"] = advantages[rows].nan_to_num(0.0).to(device)
+    tensors |= samples.prompts.expand(samples.prompt_index) | samples.prompts.expand_extras(samples.prompt_index)
+    present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    return TensorDict(present, batch_size=[len(rows)]), counted
+
+
+def counted_rows(trajectories: Trajectories, advantages: Tensor) -> Tensor:
+    """Indices [b] of the samples that count in a window of one step: neither reward nor weight is missing.
+
+    Args:
+        trajectories: B samples of one step.
+        advantages: [B], NaN where the reward is missing.
+    """
+    left_out = torch.isnan(advantages)
+    if trajectories.is_weights is not None:
+        left_out = left_out | torch.isnan(trajectories.is_weights[:, 0]).cpu()
+    return torch.nonzero(~left_out).flatten()
+
+
+class WeightedMetrics:
+    """Averages of metrics over samples; names ending in /max keep the largest value."""
+
+    def __init__(self) -> None:
+        self.entries: dict[str, list[tuple[float, float]]] = defaultdict(list)
+
+    def add(self, metrics: Mapping[str, Any], weight: float = 1.0) -> None:
+        """Numbers that stand for `weight` samples; with none they say nothing and are left out."""
+        if weight:
+            for name, value in metrics.items():
+                self.entries[name].append((float(value), weight))
+
+    def join(self, other: "WeightedMetrics") -> None:
+        """Take another's numbers too."""
+        for name, entries in other.entries.items():
+            self.entries[name] += entries
+
+    def combined(self) -> dict[str, float]:
+        """Name -> average or maximum."""
+        return {
+            name: max(value for value, _ in entries)
+            if name.endswith("/max")
+            else sum(value * weight for value, weight in entries) / sum(weight for _, weight in entries)
+            for name, entries in self.entries.items()
+        }

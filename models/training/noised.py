@@ -1,0 +1,93 @@
+"""Finished samples, noised again: what the losses of the forward process train on."""
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from models.algorithms.losses import EMA_VELOCITY, OLD_VELOCITY, REF_VELOCITY, TEACHER_VELOCITY
+from models.samples.trajectories import FinishedLatents, Samples
+from models.schedulers.noise_keys import FORWARD_LEVELS, FORWARD_NOISE, NoiseKey, draw, generators
+
+if TYPE_CHECKING:
+    from models.config.actor import ForwardProcessConfig
+
+
+@dataclass(frozen=True)
+class NoisedLatents(Samples):
+    """B finished samples with K noise levels each; fp32, on the CPU until a micro-batch is computed.
+
+    Attributes:
+        latents: [B, ...], x0.
+        advantages: [B].
+        noise: [B, K, ...], e.
+        sigmas: [B, K], t.
+        old_velocity, ema_velocity, ref_velocity, teacher_velocity: [B, K, ...], see `VELOCITIES`; None where the loss
+            does not ask for them.
+    """
+
+    latents: Tensor
+    advantages: Tensor
+    noise: Tensor
+    sigmas: Tensor
+    old_velocity: Tensor | None = None
+    ema_velocity: Tensor | None = None
+    ref_velocity: Tensor | None = None
+    teacher_velocity: Tensor | None = None
+
+    @property
+    def steps(self) -> int:
+        """K."""
+        return self.sigmas.shape[1]
+
+    def step(self, number: int) -> "NoisedLatents":
+        """Level `number` alone: noise [B, 1, ...] and so on."""
+        one: dict[str, Any] = {name: tensor[:, number : number + 1] for name, tensor in self.levelwise().items()}
+        return replace(self, **one)
+
+    def levelwise(self) -> dict[str, Tensor]:
+        """Name -> tensor of what there is for each level: `sigmas` [B, K], the others [B, K, ...]."""
+        names = ("noise", "sigmas", OLD_VELOCITY, EMA_VELOCITY, REF_VELOCITY, TEACHER_VELOCITY)
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+
+def noised(samples: FinishedLatents, schedule: Tensor, config: "ForwardProcessConfig", paired: bool) -> NoisedLatents:
+    """Draw levels and noise for samples that a loss has chosen.
+
+    Every draw has a key, so the same samples are noised alike on any number of ranks and after a resume. The two
+    samples of a pair share theirs, the better one's.
+
+    Args:
+        schedule: [N+1], the rollout's sigmas from pure noise to 0.
+        config: which levels and how many.
+        paired: are rows 2i and 2i+1 a pair?
+    """
+    assert samples.advantages is not None, "the loss's prepare_actor_batch leaves the advantages with the samples"
+    keys = [samples.keys[i - i % 2] for i in range(len(samples))] if paired else list(samples.keys)
+    count = config.levels_per_sample(len(schedule) - 1)
+    noise = [draw(keys, FORWARD_NOISE - level, samples.latents.shape[1:], "cpu") for level in range(count)]
+    return NoisedLatents(
+        keys=samples.keys,
+        prompts=samples.prompts,
+        prompt_index=samples.prompt_index,
+        latents=samples.latents,
+        advantages=samples.advantages,
+        noise=torch.stack(noise, 1),
+        sigmas=_levels(keys, count, schedule.cpu(), config),
+    )
+
+
+def _levels(keys: list[NoiseKey], count: int, schedule: Tensor, config: "ForwardProcessConfig") -> Tensor:
+    """[B, count] noise levels t."""
+    drawn = generators(keys, FORWARD_LEVELS)
+    if config.timestep_sampling == "logit_normal":
+        return torch.stack([torch.randn(count, generator=generator).sigmoid() for generator in drawn])
+    candidates = schedule[: max(int((len(schedule) - 1) * config.timestep_fraction), 1)].float()
+    return torch.stack([candidates[torch.randperm(len(candidates), generator=g)[:count]] for g in drawn])
+
+
+def add_noise(clean: Tensor, noise: Tensor, sigmas: Tensor) -> Tensor:
+    """x_t = (1-t) x0 + t e, the forward process of rectified flow; `sigmas` [B] are t, the others [B, ...]."""
+    t = sigmas.view(-1, *[1] * (clean.ndim - 1))
+    return (1 - t) * clean + t * noise

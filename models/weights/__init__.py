@@ -1,0 +1,1 @@
+"""Weights on their way: what is trained, how it travels, whether it arrived."""

@@ -1,0 +1,266 @@
+"""Which weights are trained, under which names they travel, and how they are written for others to load."""
+
+import json
+import shutil
+from collections.abc import Iterable, Mapping, Set, Sized
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import DiffusionPipeline
+from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
+from peft import LoraConfig
+from peft.utils import get_peft_model_state_dict
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from models.errors import DoubleflowError
+from models.families.base import DiffusionModelBase, DiffusionModelConfig
+
+ADAPTER_NAME = "default"
+LORA_FILE = "pytorch_lora_weights.safetensors"
+LORA_INIT_SEED = 20250505
+
+
+class WeightSyncError(DoubleflowError, RuntimeError):
+    """Rollout and trainer do not hold the same weights."""
+
+
+def make_trainable(adapter: type[DiffusionModelBase], module: nn.Module, model_config: DiffusionModelConfig) -> None:
+    """Freeze everything but what the config trains: LoRA weights, or all of the transformer.
+
+    LoRA's A matrices start from a fixed seed, so that every rank and every rollout actor begins with the same ones.
+
+    Raises:
+        ValueError: a LoRA target names no module of this model.
+    """
+    module.requires_grad_(model_config.model.lora_rank == 0)
+    if model_config.model.lora_rank == 0:
+        return
+    targets = list(model_config.model.target_modules or adapter.lora_target_modules)
+    names = [name for name, _ in module.named_modules()]
+    unknown = [t for t in targets if not any(name == t or name.endswith(f".{t}") for name in names)]
+    if unknown:
+        raise ValueError(f"model.target_modules names {unknown}, which {type(module).__name__} does not have")
+    config = LoraConfig(
+        r=model_config.model.lora_rank,
+        lora_alpha=model_config.model.lora_alpha,
+        init_lora_weights="gaussian",
+        target_modules=targets,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(LORA_INIT_SEED)
+        module.add_adapter(config, adapter_name=ADAPTER_NAME)  # type: ignore[operator]
+    for parameter in trainable(module).values():
+        parameter.data = parameter.data.float()
+
+
+def kept_in_fp32(module: nn.Module) -> set[str]:
+    """Names of the parameters and stored buffers that diffusers' `from_pretrained` keeps in fp32 in any model: its
+    `_keep_in_fp32_modules` are parts of their names."""
+    kept = {*(getattr(module, "_keep_in_fp32_modules", None) or ())}
+    return {name for name in module.state_dict() if kept & {*name.split(".")}}
+
+
+def keep_formats(module: nn.Module, dtype: torch.dtype) -> None:
+    """Round the stored buffers of a module that was loaded in fp32 as loading it in `dtype` does.
+
+    FSDP computes with parameters in the model's format and leaves buffers as they are.
+    """
+    stored, kept = module.state_dict(), kept_in_fp32(module)
+    for name, buffer in module.named_buffers():
+        if name in stored and name not in kept and buffer.is_floating_point():
+            buffer.data = buffer.data.to(dtype)
+
+
+def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Name -> parameter of what is trained, in the module's order."""
+    return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+
+
+def named(module: nn.Module, names: Iterable[str]) -> dict[str, nn.Parameter]:
+    """The parameters of these names.
+
+    Raises:
+        WeightSyncError: the module lacks one, or no name is given.
+    """
+    every = dict(module.named_parameters())
+    found = {name: every[name] for name in names if name in every}
+    _check_names({*names} - found.keys())
+    _check_some(found)
+    return found
+
+
+def load_trainable(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Copy `weights` into the module's trained parameters, of the same shapes, casting to their number format.
+
+    Raises:
+        WeightSyncError: the two sets of names differ, or are empty.
+    """
+    own = trainable(module)
+    _check_names(own.keys() ^ weights.keys())
+    _check_some(own)
+    _copy(own, weights)
+
+
+def _check_names(different: Set[str]) -> None:
+    if different:
+        raise WeightSyncError(f"weights do not match the model: {len(different)} names differ: {sorted(different)[:3]}")
+
+
+def _check_some(weights: Sized) -> None:
+    if not len(weights):
+        raise WeightSyncError("the model has no trained weights: nothing could be learnt, sent or kept")
+
+
+def _copy(own: Mapping[str, nn.Parameter], weights: Mapping[str, Tensor]) -> None:
+    shapes = [name for name, tensor in weights.items() if own[name].shape != tensor.shape]
+    if shapes:
+        raise WeightSyncError(f"weights do not fit the model: {len(shapes)} shapes differ: {shapes[:3]}")
+    with torch.no_grad():
+        for name, tensor in weights.items():
+            own[name].copy_(tensor)
+
+
+class TrainableLoad:
+    """`load_trainable` piece by piece: every name must have come once `finish` is called; errors as there."""
+
+    def __init__(self, module: nn.Module):
+        self._own = trainable(module)
+        _check_some(self._own)
+        self._missing = set(self._own)
+
+    def take(self, weights: Mapping[str, Tensor]) -> None:
+        """Copy some of the weights, each of its parameter's shape."""
+        _check_names(weights.keys() - self._own.keys())
+        _copy(self._own, weights)
+        self._missing -= weights.keys()
+
+    def finish(self) -> None:
+        """All have come."""
+        _check_names(self._missing)
+
+
+def export_weights(
+    adapter: type[DiffusionModelBase], model_config: DiffusionModelConfig, weights: Mapping[str, Tensor], folder: Path
+) -> None:
+    """Write trained weights as diffusers users load them.
+
+    LoRA: `pytorch_lora_weights.safetensors` for `pipe.load_lora_weights(folder)`. Full weights: a whole pipeline
+    folder, the trained transformer beside the base model's other components, for `from_pretrained(folder)`.
+
+    Args:
+        weights: trained parameters by name and of the shapes of `trainable`.
+        folder: is created; must not exist.
+    """
+    module: Any = adapter.load_transformer(model_config, model_config.dtype)
+    make_trainable(adapter, module, model_config)
+    load_trainable(module, weights)
+    if model_config.model.lora_rank:
+        folder.mkdir(parents=True)
+        lora = get_peft_model_state_dict(module, adapter_name=ADAPTER_NAME)
+        _pipeline_class(model_config).save_lora_weights(
+            str(folder),
+            transformer_lora_layers={name: tensor.contiguous() for name, tensor in lora.items()},
+            transformer_lora_adapter_metadata=module.peft_config[ADAPTER_NAME].to_dict(),
+        )
+        return
+    shutil.copytree(model_config.path, folder, ignore=shutil.ignore_patterns("transformer"))
+    module.save_pretrained(folder / "transformer")
+
+
+def load_exported(
+    adapter: type[DiffusionModelBase], module: nn.Module, model_config: DiffusionModelConfig, folder: Path
+) -> None:
+    """Copy weights that `export_weights` wrote into a module made by `make_trainable`; errors as `read_exported`."""
+    load_trainable(module, read_exported(adapter, model_config, folder))
+
+
+def read_exported(
+    adapter: type[DiffusionModelBase], model_config: DiffusionModelConfig, folder: Path
+) -> dict[str, Tensor]:
+    """Weights that `export_weights` wrote, under the names and in the shapes of `trainable`.
+
+    Raises:
+        FileNotFoundError: the folder holds neither LoRA weights nor a transformer, as the config would have it.
+    """
+    if model_config.model.lora_rank == 0:
+        if not (folder / "transformer" / "config.json").is_file():
+            raise FileNotFoundError(f"{folder} holds no transformer/: give a folder that a full-weights run exported")
+        source = adapter.load_transformer(replace(model_config, path=str(folder)), model_config.dtype)
+        return {name: parameter.data for name, parameter in source.named_parameters()}
+    if not (folder / LORA_FILE).is_file():
+        raise FileNotFoundError(f"{folder} holds no {LORA_FILE}: give a folder that a LoRA run exported")
+    stored = load_file(folder / LORA_FILE)
+    return {
+        name.removeprefix("transformer.").replace(".weight", f".{ADAPTER_NAME}.weight"): tensor
+        for name, tensor in stored.items()
+    }
+
+
+def check_initial_weights(adapter: type[DiffusionModelBase], model_config: DiffusionModelConfig) -> None:
+    """`model.initial_weights`, where it is given, is an export of what this run trains; reads headers only.
+
+    Raises:
+        ValueError: there are none, or they are of another kind, rank, scale, choice of modules or model.
+    """
+    model = model_config.model
+    if model.initial_weights is None:
+        return
+    folder, field = Path(model.initial_weights), f"model.initial_weights is {model.initial_weights}"
+    lora, full = (folder / LORA_FILE).is_file(), (folder / "transformer" / "config.json").is_file()
+    if not (lora or full):
+        raise ValueError(
+            f"{field}, which holds neither {LORA_FILE} nor transformer/: give the folder that a run exported, "
+            "runs/<run name>/weights"
+        )
+    if lora != (model.lora_rank > 0):
+        held, wanted = ("LoRA weights", "0, which trains all") if lora else ("full weights", f"{model.lora_rank}")
+        raise ValueError(
+            f"{field}, which holds {held}, but model.lora_rank is {wanted}: give an export of the same kind"
+        )
+    if full:
+        own, other = (_architecture(Path(path)) for path in (model_config.path, folder))
+        if own != other:
+            different = sorted(name for name in own.keys() | other.keys() if own.get(name) != other.get(name))
+            raise ValueError(
+                f"{field}, whose transformer differs from that of model.path {model_config.path} in "
+                f"{', '.join(different)}: give weights of the same model"
+            )
+        return
+    _check_lora(adapter, model_config, folder / LORA_FILE, field)
+
+
+def _architecture(folder: Path) -> dict[str, Any]:
+    """What the transformer's config says of its weights."""
+    config = json.loads((folder / "transformer" / "config.json").read_text())
+    return {name: value for name, value in config.items() if name not in ("_name_or_path", "_diffusers_version")}
+
+
+def _check_lora(adapter: type[DiffusionModelBase], model_config: DiffusionModelConfig, file: Path, field: str) -> None:
+    with safe_open(file, "pt") as stored:
+        header = json.loads((stored.metadata() or {}).get(LORA_ADAPTER_METADATA_KEY, "{}"))
+    written = {name.removeprefix("transformer."): value for name, value in header.items()}
+    model = model_config.model
+    wanted = {
+        "r": ("lora_rank", model.lora_rank),
+        "lora_alpha": ("lora_alpha", model.lora_alpha),
+        "target_modules": ("target_modules", sorted(model.target_modules or adapter.lora_target_modules)),
+    }
+    for name, (setting, own) in wanted.items():
+        if name not in written:
+            raise ValueError(f"{field}, whose {LORA_FILE} does not say its {name}: give an export of this project")
+        other = sorted(written[name]) if isinstance(written[name], list) else written[name]
+        if other != own:
+            raise ValueError(
+                f"{field}, which was trained with {setting} {other}, but model.{setting} is {own}: it would be "
+                "another policy; set the same"
+            )
+
+
+def _pipeline_class(model_config: DiffusionModelConfig) -> type[DiffusionPipeline]:
+    import diffusers
+
+    return getattr(diffusers, model_config.architecture)

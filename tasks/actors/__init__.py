@@ -1,0 +1,1 @@
+"""What runs in other processes, and how the driver speaks with it."""

@@ -1,0 +1,276 @@
+"""Ray: start-up and the groups of long-lived actors that hold the models."""
+
+import itertools
+import logging
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import ray
+from prefect.client.orchestration import get_client
+from prefect.concurrency.sync import concurrency
+from prefect.exceptions import ObjectNotFound
+from ray import cloudpickle
+from ray.exceptions import AuthenticationError
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from models.errors import DoubleflowError
+from models.runtime import determinism
+from tasks.actors.memory import memory_of, peak_metrics
+from tasks.actors.ray_files import keep_token_private, working_folder
+from tasks.actors.watchdog import watchdog
+from tasks.config.trainer import RayConfig
+
+log = logging.getLogger(__name__)
+
+
+class ClusterError(DoubleflowError, RuntimeError):
+    """The cluster cannot hold the run."""
+
+
+QUIET_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "OMP_WAIT_POLICY": "passive",  # idle OpenMP threads that spin starve the other actors of a small machine
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
+
+# A worker runs its set-up before Ray has told it where the driver imports from.
+cloudpickle.register_pickle_by_value(determinism)
+
+
+WORKER_SETUP = "worker_process_setup_hook"
+
+
+def _worker_setup(folder: str | None, full_determinism: bool) -> Callable[[], None]:
+    """What a worker's process begins with. One of a cluster that was started elsewhere enters the driver's folder, from
+    which a config's relative paths count."""
+
+    def begin() -> None:
+        if folder is not None:
+            os.chdir(folder)
+        if full_determinism:
+            determinism.use_deterministic_algorithms()
+
+    return begin
+
+
+@contextmanager
+def ray_cluster(config: RayConfig, full_determinism: bool = False) -> Iterator[None]:
+    """Join the cluster at RAY_ADDRESS, or start one here; disconnect (and end one started here) afterwards.
+
+    A driver that is killed in between takes the one started here along, and Prefect's temporary server. The files of
+    one started here are this user's alone, see `tasks.actors.ray_files`.
+
+    Args:
+        config: which cluster.
+        full_determinism: every actor's process, also one that is started again, begins with
+            `models.runtime.determinism.use_deterministic_algorithms`.
+
+    Raises:
+        ClusterError: the cluster at RAY_ADDRESS does not answer, or not to this process.
+        RayFilesError: Ray's files have no place, or others could read its token.
+    """
+    for name, value in QUIET_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    address = os.environ.get("RAY_ADDRESS")
+    # Ray tells at every start that its token authentication is on, which is its default and stays so.
+    logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
+    # Without "local" Ray would join any cluster that `ray start` has left on this machine.
+    place: dict[str, Any] = {"address": "local", "num_cpus": config.num_cpus, "include_dashboard": False}
+    environment: dict[str, Any] = {WORKER_SETUP: _worker_setup(os.getcwd() if address else None, full_determinism)}
+    if address:
+        environment["env_vars"] = {name: os.environ[name] for name in QUIET_ENVIRONMENT}
+        place = {"address": address}
+    if address or full_determinism:
+        place["runtime_env"] = environment
+    keep_token_private(makes_one=address is None)
+    with nullcontext() if address else working_folder() as folder, watchdog(folder):
+        if folder is not None:
+            place["_temp_dir"] = str(folder)
+        try:
+            ray.init(log_to_driver=config.log_to_driver, logging_level="WARNING", **place)
+        except (ConnectionError, AuthenticationError) as error:
+            raise ClusterError(
+                f"the Ray cluster at RAY_ADDRESS {address} cannot be joined ({error}): start it, unset RAY_ADDRESS, "
+                "or, if it was started with a token, set RAY_AUTH_MODE=token and have the same token here"
+            ) from error
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+@contextmanager
+def gpu_slots(config: RayConfig, gpus: float) -> Iterator[None]:
+    """Hold a slot of `config.gpu_pool` for each GPU, so that two runs never share one; waits until they are free.
+
+    The slots are a lease: those of a run that was killed are free again after five minutes.
+
+    Raises:
+        ClusterError: the pool is unknown, or smaller than what the run needs.
+    """
+    if config.gpu_pool is None or gpus == 0:
+        yield
+        return
+    slots = math.ceil(gpus)
+    with get_client(sync_client=True) as client:
+        try:
+            limit = client.read_global_concurrency_limit_by_name(config.gpu_pool).limit
+        except ObjectNotFound as error:
+            raise ClusterError(
+                f"ray_init.gpu_pool is {config.gpu_pool!r}, which Prefect does not know: make it with `prefect gcl "
+                f"create {config.gpu_pool} --limit <GPUs>`"
+            ) from error
+    if slots > limit:
+        raise ClusterError(f"the run needs {slots} GPUs but ray_init.gpu_pool {config.gpu_pool} has {limit} in all")
+    with concurrency(config.gpu_pool, occupy=slots, strict=True):
+        yield
+
+
+def require_resources(gpus: float, cpus: float) -> None:
+    """Check that the cluster has that many GPUs and CPUs in all; Ray itself would wait for them for ever.
+
+    Raises:
+        ClusterError: it has fewer.
+    """
+    there = ray.cluster_resources()
+    if gpus > there.get("GPU", 0.0):
+        raise ClusterError(
+            f"the run needs {gpus:g} GPUs (trainer ranks, rollout.num_actors x num_gpus_per_actor x "
+            "vllm_omni.tensor_parallel_size and each reward's num_workers x num_gpus) but the Ray cluster has "
+            f"{there.get('GPU', 0.0):g}: lower them, or set trainer.device to cpu"
+        )
+    if cpus > there.get("CPU", 0.0):
+        raise ClusterError(
+            f"the rewards reserve {cpus:g} CPUs (num_workers x num_cpus of each of reward.functions) but the Ray "
+            f"cluster has {there.get('CPU', 0.0):g}: lower them; 0 reserves none"
+        )
+
+
+GPU_SHARE = 0.5
+"""What Ray counts for an actor on a shared GPU; it limits nothing."""
+
+NODE_LABEL = "ray.io/node-id"
+WAIT_WARNING_S = 30
+
+
+class RankPlaces:
+    """One place for each trainer rank: as many on each machine, those of consecutive ranks together.
+
+    A place is a GPU of its own, or on the CPU a claim to the machine that takes nothing of it. A rollout worker that
+    is to share a rank's GPU, or to read its memory, goes to the rank's place. Returns when the places are held.
+
+    Args:
+        machines: `trainer.nnodes`.
+        ranks: on each, `trainer.n_gpus_per_node`.
+        device: "cuda" or "cpu".
+        shared: each place takes a rank and a rollout worker.
+
+    Attributes:
+        num_gpus: what an actor at a place asks for.
+
+    Raises:
+        ClusterError: too few machines are of that size.
+    """
+
+    def __init__(self, machines: int, ranks: int, device: str, shared: bool = False):
+        on_gpus = device == "cuda"
+        self.num_gpus = 0.0 if not on_gpus else GPU_SHARE if shared else 1.0
+        # A group's parts must ask for something, and CPUs may all be reserved: a byte of memory is there always.
+        kind = "GPU" if on_gpus else "memory"
+        fitting = f"in({','.join(_machines_with(machines, ranks, on_gpus))})"
+        if machines == 1:
+            self._group = _held([{kind: 1}] * ranks, "STRICT_PACK", [fitting] * ranks)
+            return
+        # Parts of one GPU each, so that Ray gives every place one; but its spreading knows whole parts alone. So a
+        # group of one part a machine finds out where there is room.
+        finder = _held([{kind: ranks}] * machines, "STRICT_SPREAD", [fitting] * machines)
+        chosen = placement_group_table(finder)["bundles_to_node_id"]
+        remove_placement_group(finder)
+        count = machines * ranks
+        self._group = _held([{kind: 1}] * count, "PACK", [chosen[number // ranks] for number in range(count)])
+
+    def place(self, number: int) -> PlacementGroupSchedulingStrategy:
+        """For an actor that is rank `number`, or goes with it."""
+        return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=number)
+
+
+def _machines_with(machines: int, ranks: int, gpus: bool) -> list[str]:
+    """Ids of the machines that have so many GPUs in all, used or not; or any CPU, which a head may be without."""
+    kind, needed = ("GPU", ranks) if gpus else ("CPU", 0.0)
+    sizes = {node["NodeID"]: node["Resources"].get(kind, 0.0) for node in ray.nodes() if node["Alive"]}
+    fitting = [node for node, size in sizes.items() if size >= needed and size > 0]
+    if len(fitting) < machines:
+        size = f" with {ranks} GPUs each" if gpus else ""
+        there = ", ".join(f"{size:g}" for size in sorted(sizes.values(), reverse=True))
+        raise ClusterError(
+            f"trainer.nnodes {machines} x trainer.n_gpus_per_node {ranks} asks for {machines} machines{size}, but the "
+            f"Ray cluster has {len(fitting)} that will do ({kind}s of its machines: {there}): lower one of the two, or "
+            "add machines"
+        )
+    return fitting
+
+
+def _held(bundles: list[dict[str, float]], strategy: str, nodes: list[str]) -> PlacementGroup:
+    """A placement group once it has its resources, which other runs may still hold."""
+    selectors = [{NODE_LABEL: node} for node in nodes]
+    group = placement_group(bundles, strategy=strategy, bundle_label_selector=selectors)
+    for waited in itertools.count():  # by the second, so that the run can be ended meanwhile
+        if group.wait(1):
+            return group
+        if waited == WAIT_WARNING_S:
+            log.warning("waiting for GPUs of the Ray cluster that others hold")
+
+
+class ActorGroup:
+    """Actors of one class, started together and called in turn or all at once.
+
+    CPU actors ask for no cores, unless told to: the stages of an iteration take turns on the same ones.
+
+    Args:
+        actor_class: a plain class; it becomes a Ray actor here.
+        count: how many.
+        num_gpus: GPUs, or a share of one, that each takes.
+        arguments: the constructor's, the same for all.
+        places: where actor i is, of these; without them Ray chooses.
+        options: Ray's own: num_cpus, max_restarts and so on.
+    """
+
+    def __init__(
+        self,
+        actor_class: type,
+        count: int,
+        num_gpus: float,
+        arguments: Sequence[Any] = (),
+        *,
+        places: RankPlaces | None = None,
+        **options: Any,
+    ):
+        remote, given = ray.remote(actor_class), {"num_cpus": 0, "num_gpus": num_gpus} | options
+        where = [{} if places is None else {"scheduling_strategy": places.place(i)} for i in range(count)]
+        self.actors = [remote.options(**given | place).remote(*arguments) for place in where]
+
+    def __len__(self) -> int:
+        return len(self.actors)
+
+    def call_all(self, method: str, *arguments: Any) -> list[Any]:
+        """Call `method` on every actor; the results in the actors' order. An actor's error is raised here."""
+        return ray.get([getattr(actor, method).remote(*arguments) for actor in self.actors])
+
+    def memory(self, name: str) -> dict[str, float]:
+        """memory/<name>_<number>_mb of every actor: what its process holds of its machine's memory; and what the stages
+        since the last call took of its GPU at most, see `peak_metrics`."""
+        found = ray.get([actor.__ray_call__.remote(memory_of) for actor in self.actors])
+        resident = {f"memory/{name}_{number}_mb": size for number, (size, _) in enumerate(found)}
+        return resident | peak_metrics(name, [peaks for _, peaks in found])

@@ -1,0 +1,57 @@
+"""Traces of torch's profiler out of the actors, for chosen iterations; without them no actor hears of it."""
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from tasks.config.trainer import ProfileConfig
+
+if TYPE_CHECKING:  # the actors import this module, and have no use for Prefect
+    from tasks.actors.cluster import ActorGroup
+
+PROFILER = "profiler"
+"""Where an actor keeps the one that is running."""
+
+
+@contextmanager
+def traced(
+    group: "ActorGroup", numbers: Sequence[int], settings: ProfileConfig, traces: dict[int, bytes]
+) -> Iterator[None]:
+    """What the actors of these numbers do during the block; afterwards `traces` has a gzipped Chrome trace of each.
+
+    An actor that died meanwhile leaves none.
+    """
+    actors = {number: group.actors[number] for number in numbers}
+    ray.get([actor.__ray_call__.remote(_start, settings) for actor in actors.values()])
+    yield
+    found = ray.get([actor.__ray_call__.remote(_stop) for actor in actors.values()])
+    traces |= {number: trace for number, trace in zip(actors, found, strict=True) if trace is not None}
+
+
+def _start(actor: Any, settings: ProfileConfig) -> None:
+    cuda = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+    profiler = profile(
+        activities=[ProfilerActivity.CPU, *cuda],
+        record_shapes=settings.record_shapes,
+        with_stack=settings.with_stack,
+        profile_memory=settings.profile_memory,
+    )
+    profiler.start()
+    actor.__dict__[PROFILER] = profiler
+
+
+def _stop(actor: Any) -> bytes | None:
+    profiler = actor.__dict__.pop(PROFILER, None)
+    if profiler is None:
+        return None
+    profiler.stop()
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json.gz"
+        profiler.export_chrome_trace(str(trace))
+        return trace.read_bytes()

@@ -1,0 +1,246 @@
+"""All reward workers as one: what they are sent, and what they answer."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from models.errors import DoubleflowError
+from tasks.actors.cluster import ActorGroup
+from tasks.actors.reward_worker import RewardWorker
+from tasks.actors.rollout_group import PendingBatch
+from tasks.config.reward import RewardConfig, RewardFunctionConfig
+from tasks.rewards import NOT_FINITE, RewardError, RewardResult, reward_input, weighted_sum, with_group_means
+from tasks.rewards.base import one_kind_of_lists
+from tasks.rewards.statistics import diversity, picture_statistics
+
+
+class RewardFailure(DoubleflowError, RuntimeError):
+    """Too many scores of a reward are missing; the message holds the reward's own error."""
+
+
+@dataclass(frozen=True)
+class PendingCall:
+    """One call of a worker: how many samples it scores, and the reference of what `RewardWorker.score` returns."""
+
+    size: int
+    answer: ray.ObjectRef
+
+
+@dataclass(frozen=True)
+class PendingScores:
+    """What is being scored: reward name -> its calls in the samples' order, and each batch's picture statistics."""
+
+    calls: Mapping[str, Sequence[PendingCall]]
+    statistics: Sequence[ray.ObjectRef]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """An iteration's rewards.
+
+    Attributes:
+        samples: one row a sample: uid, prompt, sample_index, reward, reward/<name>, <name>/<detail>, image/<statistic>.
+        weights: reward name -> its share of the trained reward, 0 for a guard.
+        busy: reward name -> seconds its workers spent scoring.
+    """
+
+    samples: pd.DataFrame
+    weights: Mapping[str, float]
+    busy: Mapping[str, float]
+
+    @property
+    def rewards(self) -> np.ndarray:
+        """The trained reward [B], float32; NaN where one is missing."""
+        return self.samples["reward"].to_numpy(np.float32)
+
+    @property
+    def by_reward(self) -> dict[str, np.ndarray]:
+        """Reward name -> its scores [B], float32; NaN where one is missing."""
+        return {name: self.samples[f"reward/{name}"].to_numpy(np.float32) for name in self.weights}
+
+    @property
+    def uids(self) -> np.ndarray:
+        """Prompt uid [B]: the group."""
+        return self.samples["uid"].to_numpy(str)
+
+    @property
+    def busy_seconds(self) -> float:
+        """What all workers spent scoring."""
+        return sum(self.busy.values())
+
+    def metrics(self) -> dict[str, float]:
+        """reward/<name>/missing, the samples without that score, of them reward/<name>/not_finite, where the reward did
+        answer, and perf/reward_busy_s/<name>."""
+        missing = {f"reward/{name}/missing": float(np.isnan(v).sum()) for name, v in self.by_reward.items()}
+        missing |= {f"reward/{name}/not_finite": float(self._not_finite(name)) for name in self.by_reward}
+        return missing | {f"perf/reward_busy_s/{name}": seconds for name, seconds in self.busy.items()}
+
+    def _not_finite(self, name: str) -> int:
+        errors = self.samples.get(f"{name}/error", pd.Series(dtype=object))
+        return sum(isinstance(error, str) and error.startswith(NOT_FINITE) for error in errors)
+
+
+class RewardPool:
+    """The workers of one reward. Ray restarts one that dies and repeats its calls, and those that raised an error.
+
+    Args:
+        label: the reward's name in the run.
+        name: registered name or import path.
+        config: its settings.
+    """
+
+    def __init__(self, label: str, name: str, config: RewardFunctionConfig):
+        self.name, self.config = label, config
+        self.wants = reward_input(name, **config.options)
+        self.group = ActorGroup(
+            RewardWorker,
+            config.num_workers,
+            config.num_gpus,
+            (name, config),
+            num_cpus=config.num_cpus,
+            max_restarts=-1,
+            max_task_retries=config.retries,
+        )
+
+    def submit(self, batches: Sequence[PendingBatch]) -> list[PendingCall]:
+        """Start scoring: `batch_size` samples a call, each call as soon as the rollout batches it covers are there."""
+        prompts = [prompt for batch in batches for prompt in batch.prompts]
+        edges = np.cumsum([0] + [len(batch.prompts) for batch in batches])
+        size = self.config.batch_size
+        cuts = edges if size is None else np.append(np.arange(0, len(prompts), size), len(prompts))
+        calls = []
+        for number, (start, stop) in enumerate(pairwise(cuts)):
+            covered = [i for i in range(len(batches)) if edges[i] < stop and edges[i + 1] > start]
+            shards = [batches[i].latents if self.wants == "latents" else batches[i].pictures for i in covered]
+            score = self.group.actors[number % len(self.group)].score.options(retry_exceptions=True)
+            answer = score.remote(int(start - edges[covered[0]]), prompts[start:stop], *shards)
+            calls.append(PendingCall(int(stop - start), answer))
+        return calls
+
+    def collect(self, calls: Sequence[PendingCall], max_missing_fraction: float) -> tuple[pd.DataFrame, float]:
+        """Wait for the calls of an iteration. Scores that no retry could get are NaN, their error is a detail.
+
+        Returns:
+            (columns reward/<name> and <name>/<detail> of all samples, busy seconds).
+
+        Raises:
+            RewardError: the reward was asked for what it cannot do.
+            RewardFailure: more than `max_missing_fraction` of the scores are missing.
+        """
+        frames, busy, cause = [], 0.0, None
+        for call in calls:
+            try:
+                answer = ray.get(call.answer)
+            except (RayTaskError, RayActorError) as error:
+                cause = cause or error
+                answer = RewardResult(np.full(call.size, np.nan), {"error": [self._reason(error)] * call.size}), 0.0
+            if isinstance(answer, RewardError):
+                raise answer
+            result, seconds = answer
+            details = {f"{self.name}/{detail}": values for detail, values in result.details.items()}
+            frames.append(pd.DataFrame({f"reward/{self.name}": result.scores.astype(np.float32)} | details))
+            busy += seconds
+        table = joined_calls(frames)
+        self._check_missing(table, max_missing_fraction, cause)
+        return table, busy
+
+    def _reason(self, error: Exception) -> str:
+        if isinstance(error, RayTaskError):
+            return f"{type(error.cause).__name__}: {error.cause}"
+        last = str(error).strip().splitlines()[-1]
+        return (
+            f"its worker died, or took longer than timeout_s {self.config.timeout_s:g}, {self.config.retries + 1} "
+            f"times in a row ({last})"
+        )
+
+    def _check_missing(self, table: pd.DataFrame, limit: float, cause: Exception | None) -> None:
+        missing = table[f"reward/{self.name}"].isna()
+        if missing.mean() <= limit:
+            return
+        reason = table.loc[missing, f"{self.name}/error"].dropna().iloc[0]
+        raise RewardFailure(
+            f"reward {self.name!r} is missing for {missing.sum()} of {len(table)} samples, more than "
+            f"reward.max_missing_fraction {limit:g} allows; its error: {reason}"
+        ) from cause
+
+
+def joined_calls(frames: Sequence[pd.DataFrame]) -> pd.DataFrame:
+    """The calls' tables as one that can be written, though calls may differ in what kind a detail is."""
+    table = pd.concat(frames, ignore_index=True)
+    for column in table.select_dtypes(object).columns:
+        table[column] = pd.Series(one_kind_of_lists(table[column]), dtype=object)
+    return table
+
+
+class RewardGroup:
+    """All rewards of a run, each with its own workers."""
+
+    def __init__(self, config: RewardConfig):
+        self.config = config
+        self.pools = {label: RewardPool(label, name, entry) for label, (name, entry) in config.named().items()}
+
+    def versions(self) -> dict[str, str]:
+        """Reward name -> version; waits until the workers are up."""
+        return {name: pool.group.call_all("ready")[0] for name, pool in self.pools.items()}
+
+    def submit(self, batches: Sequence[PendingBatch]) -> PendingScores:
+        """Start scoring; Ray hands each batch over when it is there, while others are still sampled."""
+        calls = {name: pool.submit(batches) for name, pool in self.pools.items()}
+        # Stateless, so any idle worker of Ray's may do it, and Ray repeats it if that one dies.
+        measure = ray.remote(picture_statistics).options(num_cpus=0, num_returns=1)
+        pictures = [batch.pictures for batch in batches if batch.pictures is not None]
+        return PendingScores(calls, [measure.remote(p) for p in pictures] if self.config.guards.statistics else [])
+
+    def table(self, batches: Sequence[PendingBatch], pending: PendingScores) -> Scores:
+        """Wait for all rewards and join them into one table; see `RewardPool.collect` for the errors."""
+        samples = pd.DataFrame(
+            {
+                "uid": [prompt.uid for batch in batches for prompt in batch.prompts],
+                "prompt": [prompt.prompt for batch in batches for prompt in batch.prompts],
+                "sample_index": [index for batch in batches for index in batch.sample_index],
+            }
+        )
+        limit = self.config.max_missing_fraction
+        collected = {name: pool.collect(pending.calls[name], limit) for name, pool in self.pools.items()}
+        uids = samples["uid"].to_numpy(str)
+        scores = {name: table[f"reward/{name}"].to_numpy() for name, (table, _) in collected.items()}
+        samples["reward"] = trained_reward(scores, self.config.functions, uids)
+        parts: Iterable[pd.DataFrame] = [samples, *(table for table, _ in collected.values())]
+        joined = pd.concat([*parts, _statistics(ray.get(list(pending.statistics)), uids)], axis=1)
+        return Scores(joined, self.weights(), {name: busy for name, (_, busy) in collected.items()})
+
+    def weights(self) -> dict[str, float]:
+        """Reward name -> its share of the trained reward, 0 for a guard."""
+        return {name: entry.share for name, entry in self.config.functions.items()}
+
+
+def wanted_inputs(config: RewardConfig) -> set[str]:
+    """What the rewards of a run want, without loading them: some of "images", "video" and "latents"."""
+    return {reward_input(name, **entry.options) for name, entry in config.named().values()}
+
+
+def trained_reward(
+    scores: Mapping[str, np.ndarray], functions: Mapping[str, RewardFunctionConfig], uids: np.ndarray
+) -> np.ndarray:
+    """The weighted sum [B]: NaN where a required score is missing; an optional one is then its group's mean."""
+    filled = {
+        name: values if functions[name].required else with_group_means(values, uids) for name, values in scores.items()
+    }
+    return weighted_sum(filled, {name: functions[name].share for name in scores})
+
+
+def _statistics(measured: Sequence[tuple[dict[str, np.ndarray], np.ndarray]], uids: np.ndarray) -> pd.DataFrame:
+    """Columns image/<statistic>; none where no pictures were decoded, or none were to be measured."""
+    if not measured:
+        return pd.DataFrame()
+    columns: dict[str, Any] = {
+        f"image/{name}": np.concatenate([values[name] for values, _ in measured]) for name in measured[0][0]
+    }
+    thumbnails = np.concatenate([small for _, small in measured])
+    return pd.DataFrame(columns | {"image/diversity": diversity(thumbnails, uids)})

@@ -1,0 +1,234 @@
+"""All rollout workers as one: batches out, pictures and trajectories back by reference."""
+
+import copy
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+import torch
+
+from models.config.pipeline import DiffusionPipelineConfig
+from models.families.base import DiffusionModelBase, DiffusionModelConfig
+from models.samples.trajectories import LATENTS, PICTURES, PromptTable, RolloutRequest
+from models.schedulers.noise_keys import NoiseKey
+from models.weights.canary import Agreement, Canary, CanaryLimits
+from tasks.actors.cluster import ActorGroup, RankPlaces
+from tasks.actors.messages import PolicyWeights
+from tasks.actors.rollout_worker import RolloutActor
+from tasks.actors.router import Router
+from tasks.config.rollout import DiffusionRolloutConfig
+from tasks.data.embeddings import PromptEmbeddings, prompt_table
+from tasks.data.prompts import Prompt
+from tasks.system.stopwatch import Stopwatch
+
+
+@dataclass(frozen=True)
+class PendingBatch:
+    """A batch that is being sampled.
+
+    Attributes:
+        prompts: the prompt of each sample.
+        sample_index: which of its prompt's samples each one is.
+        trajectories, seconds: what `RolloutActor.generate` returns, as references; in place of trajectories finished
+            latents, where the loss noises them again.
+        text: tokens of the denoiser's text and of its negative prompt, 0 where there is none.
+        pictures, latents: likewise; None where the rollout was not asked for them.
+        worker: who samples it.
+    """
+
+    prompts: tuple[Prompt, ...]
+    sample_index: tuple[int, ...]
+    text: tuple[int, int]
+    trajectories: ray.ObjectRef
+    pictures: ray.ObjectRef | None
+    latents: ray.ObjectRef | None
+    seconds: ray.ObjectRef
+    worker: int
+
+
+Part = Sequence[tuple[Prompt, int]]
+"""The samples of one batch: the prompt, and which of the prompt's samples it is."""
+
+
+def pending_batch(
+    part: Part, text: tuple[int, int], answer: Sequence[ray.ObjectRef], outputs: frozenset[str], worker: int
+) -> PendingBatch:
+    """A batch from the references to what `RolloutActor.generate` returns."""
+    trajectories, pictures, latents, seconds = answer
+    return PendingBatch(
+        tuple(prompt for prompt, _ in part),
+        tuple(index for _, index in part),
+        text,
+        trajectories,
+        pictures if PICTURES in outputs else None,
+        latents if LATENTS in outputs else None,
+        seconds,
+        worker,
+    )
+
+
+class RolloutGroup:
+    """The rollout workers, and how an iteration's samples are laid out in batches.
+
+    Batches are cut before they are dealt out, and every draw has a noise key, so the number of workers changes nothing
+    but the speed.
+    """
+
+    def __init__(
+        self,
+        model_config: DiffusionModelConfig,
+        embeddings: PromptEmbeddings,
+        settings: DiffusionRolloutConfig,
+        *,
+        device: str,
+        seed: int,
+        record_means: bool = False,
+        record_unconditional: bool = False,
+        record_finished: bool = False,
+        outputs: frozenset[str] = frozenset({PICTURES}),
+        places: RankPlaces | None = None,
+    ):
+        self.embeddings, self.settings, self.seed = embeddings, settings, seed
+        self.record_means, self.record_unconditional = record_means, record_unconditional
+        self.record_finished, self.outputs = record_finished, outputs
+        self.pipeline, self.adapter = model_config.pipeline, DiffusionModelBase.get_class(model_config)
+        alone = settings.gpus_per_worker if device == "cuda" else 0.0
+        self.group = ActorGroup(
+            RolloutActor,
+            settings.num_actors,
+            alone if places is None else places.num_gpus,
+            (model_config, settings, device),
+            places=places,
+            max_restarts=settings.max_restarts,
+            max_task_retries=settings.max_restarts,
+        )
+        self.router = Router(len(self.group), settings.max_queued_batches)
+        self.weights: PolicyWeights | None = None
+        self._numbers = itertools.count(1)
+
+    def submit(
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        iteration: int,
+        window: Sequence[int],
+        pipeline: DiffusionPipelineConfig | None = None,
+        seed: int | None = None,
+        draw: bool = False,
+    ) -> list[PendingBatch]:
+        """Start sampling every prompt `n` times. Returns when every batch has found a place in a worker's queue.
+
+        Args:
+            iteration: names the noise; negative for validation.
+            window: stochastic steps; empty for the ODE.
+            pipeline: sampling settings, if not the rollout's own.
+            seed: of the noise, if not the run's own.
+            draw: for looking at, not for training: decode pictures also where no reward asks for them.
+        """
+        outputs = self.outputs | {PICTURES} if draw else self.outputs
+        batches = []
+        for part in self.parts(prompts, n):
+            request = self._request(
+                part, self.seed if seed is None else seed, iteration, window, pipeline, outputs, not draw
+            )
+            worker = self.router.next_free()
+            actor = self.group.actors[worker]
+            answer = actor.generate.options(num_returns=4).remote(request, pipeline, self.weights)
+            batches.append(pending_batch(part, request.prompts.lengths, answer, outputs, worker))
+            self.router.taken(worker, batches[-1].seconds)
+        return batches
+
+    def parts(self, prompts: Sequence[Prompt], n: int) -> list[Part]:
+        """How `n` samples of every prompt are cut into batches: the prompt and the sample index of each sample."""
+        samples, size = [(prompt, index) for prompt in prompts for index in range(n)], self.settings.micro_batch_size
+        return [samples[start : start + size] for start in range(0, len(samples), size)]
+
+    def on(self, embeddings: PromptEmbeddings) -> "RolloutGroup":
+        """The same workers for the prompts of another data set."""
+        group = copy.copy(self)
+        group.embeddings = embeddings
+        return group
+
+    def _request(
+        self,
+        part: Part,
+        seed: int,
+        iteration: int,
+        window: Sequence[int],
+        pipeline: DiffusionPipelineConfig | None,
+        outputs: frozenset[str],
+        trains: bool = True,
+    ) -> RolloutRequest:
+        uids = list(dict.fromkeys(prompt.uid for prompt, _ in part))
+        keys = tuple(NoiseKey(seed, iteration, prompt.uid, index) for prompt, index in part)
+        rows = torch.tensor([uids.index(prompt.uid) for prompt, _ in part])
+        table = self.prompt_table(uids, pipeline)
+        finished = self.record_finished and trains
+        return RolloutRequest(
+            keys=keys,
+            prompts=table,
+            prompt_index=rows,
+            window=tuple(window),
+            record_means=self.record_means,
+            record_unconditional=self.record_unconditional,
+            record_finished=finished,
+            outputs=outputs,
+        )
+
+    def prompt_table(self, uids: Sequence[str], pipeline: DiffusionPipelineConfig | None = None) -> PromptTable:
+        """Embeddings of these prompts, each once; the negative prompt's if `pipeline` (the rollout's own) is guided."""
+        return prompt_table(self.embeddings, uids, self.adapter.is_guided(pipeline or self.pipeline))
+
+    def load_weights(
+        self,
+        tensors: ray.ObjectRef | None,
+        canary: Canary,
+        proofs: Sequence[ray.ObjectRef],
+        version: int,
+        limits: CanaryLimits,
+        sent: tuple[int, int] | None = None,
+    ) -> Agreement:
+        """Give every worker the same weights; how well the worst one's canary agrees with the trainer's.
+
+        Args:
+            tensors: where a worker finds them; None where they were sent and no copy is kept.
+            proofs: of these weights and, where there was one, of the sync before.
+            sent: number and buckets of weights that the workers have by now, see `next_number`.
+
+        Raises:
+            WeightSyncError: a worker holds others, or its canary is beyond the limits.
+        """
+        number, buckets = sent or (self.next_number(), 0)
+        kept = () if tensors is None else (tensors,)
+        check = {"canary": canary, "proofs": tuple(proofs), "version": version, "limits": limits}
+        return self._hold(PolicyWeights(number, kept, buckets, **check))
+
+    def next_number(self) -> int:
+        """Of the next weights."""
+        return next(self._numbers)
+
+    def load_exported(self, folder: Path) -> None:
+        """Give every worker the weights that a run exported to `folder`."""
+        self._hold(PolicyWeights(self.next_number(), folder=folder))
+
+    def _hold(self, weights: PolicyWeights) -> Agreement:
+        self.weights = weights
+        return Agreement.worst(self.group.call_all("hold", weights))
+
+    @contextmanager
+    def asleep(self, clock: Stopwatch) -> Iterator[None]:
+        """The workers are off their GPUs during the block, if they share them with the trainer.
+
+        Weights that are to be sampled from are loaded after the block.
+        """
+        if self.settings.placement == "separate":
+            yield
+            return
+        with clock.stage("sleep"):
+            self.group.call_all("sleep")
+        yield
+        with clock.stage("sleep"):
+            self.group.call_all("wake")

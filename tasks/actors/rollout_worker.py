@@ -1,0 +1,164 @@
+"""The rollout worker: a Ray actor with one engine and its weights."""
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+
+from models.config.pipeline import DiffusionPipelineConfig
+from models.families.base import DiffusionModelConfig
+from models.rollout.engine import RolloutEngine, WeightLoad
+from models.samples.file import read_samples, write_samples
+from models.samples.trajectories import LATENTS, PICTURES, RolloutRequest, Samples
+from models.weights.buckets import buckets
+from models.weights.canary import Agreement, Canary, Proof, check_velocity
+from models.weights.digests import DigestBook, check_digests, digests_of
+from models.weights.trainable import WeightSyncError
+from tasks.actors.memory import measures_gpu_memory
+from tasks.actors.messages import PolicyWeights
+from tasks.actors.weight_transport import Arrival, Courier, Parcel
+from tasks.config.rollout import DiffusionRolloutConfig
+
+
+def _stage_of(_request: RolloutRequest, pipeline: DiffusionPipelineConfig | None, _weights: Any) -> str:
+    return "gen" if pipeline is None else "testing"
+
+
+class RolloutActor:
+    """One rollout worker: an engine and its weights."""
+
+    @measures_gpu_memory("load")
+    def __init__(self, model_config: DiffusionModelConfig, settings: DiffusionRolloutConfig, device: str):
+        torch.set_num_threads(settings.num_threads)
+        self.engine = _engine(model_config, settings, device)
+        self.held, self.agreement, self.device = 0, Agreement(0.0), device
+        self.given = DigestBook(device=device)
+        self.courier = Courier(device)
+        self.arrival: Arrival | None = None
+
+    def ready(self) -> bool:
+        """Answers once the model is loaded."""
+        return True
+
+    @measures_gpu_memory(_stage_of)
+    def generate(
+        self, request: RolloutRequest, pipeline: DiffusionPipelineConfig | None, weights: PolicyWeights | None
+    ) -> tuple[Any, ...]:
+        """(what the request asks to be recorded, pictures uint8 [B, H, W, 3], latents fp32 [B, ...], seconds it took).
+
+        Pictures and latents are numpy, or None where the request does not ask for them.
+        """
+        start = time.perf_counter()
+        if weights is not None:
+            self.hold(weights)
+        made = self.engine.produce(request, pipeline)
+        pictures, latents = (None if kept is None else kept.numpy() for kept in (made.pictures, made.latents))
+        return made.recorded, pictures, latents, time.perf_counter() - start
+
+    def write(self, file: Path, recorded: Samples, pictures: np.ndarray | None, latents: np.ndarray | None) -> None:
+        """Write what `generate` returned."""
+        outputs = {PICTURES: pictures, LATENTS: latents}
+        # Ray's arrays are read-only, which torch warns about.
+        given = {name: torch.from_numpy(np.array(array)) for name, array in outputs.items() if array is not None}
+        write_samples(file, recorded, given)
+
+    def read(self, file: Path) -> tuple[Any, ...]:
+        """What `generate` returned and `write` wrote; it took no seconds."""
+        recorded, outputs = read_samples(file)
+        return recorded, *(outputs[name].numpy() if name in outputs else None for name in (PICTURES, LATENTS)), 0.0
+
+    @measures_gpu_memory("update_weights")
+    def hold(self, weights: PolicyWeights) -> Agreement:
+        """Take these weights, unless they are there already; how well the canary's velocity agrees with the trainer's.
+
+        Raises:
+            WeightSyncError: the engine does not take them, holds others, or its canary is beyond the limits.
+        """
+        if self.held != weights.number:
+            self._load(weights)
+            if weights.canary is not None:
+                proof, *before = ray.get(list(weights.proofs))
+                self.agreement = self._checked(weights.canary, proof, before[0].velocity if before else None, weights)
+            self.held = weights.number
+        return self.agreement
+
+    def _checked(self, canary: Canary, proof: Proof, last: torch.Tensor | None, weights: PolicyWeights) -> Agreement:
+        held = self.engine.held_weights()
+        digests = self.given.digests() if held is None else digests_of(held)
+        check_digests(proof.digests, digests, weights.version)
+        own = self.engine.canary_velocity(canary)
+        return check_velocity(proof.velocity, own, last, weights.version, weights.limits)
+
+    def take(self, parcel: Parcel) -> None:
+        """The next bucket of weights that the trainer sends directly. `hold` follows the last one."""
+        if parcel.index == 0:
+            self.held, self.arrival = 0, Arrival(parcel.number, self._begin_load(), self.device)
+        weights = self.courier.receive(parcel)
+        if self.arrival is not None:  # else this process is younger than the transfer, and `hold` takes another way
+            self.arrival.take(weights)
+
+    def _load(self, weights: PolicyWeights) -> None:
+        arrival, self.arrival = self.arrival, None
+        if weights.folder is not None:
+            self.engine.load_exported(weights.folder)
+        elif weights.buckets and arrival is not None and arrival.finish(weights.number, weights.buckets):
+            return
+        elif weights.tensors:
+            load, given = self._begin_load(), ray.get(weights.tensors[0])
+            for bucket in buckets(given.items()):
+                load.take(bucket)
+            load.finish()
+        else:
+            raise WeightSyncError(
+                f"policy version {weights.version} did not reach a rollout worker, and rollout.max_restarts is 0, so "
+                "that no copy is kept for such a one"
+            )
+
+    def _begin_load(self) -> WeightLoad:
+        """A load of the engine's; of one that does not keep the weights as they come, their digests are taken here."""
+        load = self.engine.begin_load()
+        if self.engine.held_weights() is not None:
+            return load
+        self.given = DigestBook(device=self.device)
+        return _DigestedLoad(load, self.given)
+
+    def sleep(self) -> None:
+        """Give up the GPU's memory until `wake`."""
+        self.engine.sleep()
+
+    def wake(self) -> None:
+        """Be ready for new weights and samples."""
+        self.engine.wake()
+
+
+class _DigestedLoad:
+    """A load that digests what passes through it."""
+
+    def __init__(self, load: WeightLoad, book: DigestBook):
+        self._load, self._book = load, book
+
+    def take(self, weights: Mapping[str, torch.Tensor]) -> None:
+        self._book.add(weights.items())
+        self._load.take(weights)
+
+    def finish(self) -> None:
+        self._load.finish()
+
+
+def _engine(model_config: DiffusionModelConfig, settings: DiffusionRolloutConfig, device: str) -> RolloutEngine:
+    if settings.name == "vllm_omni":
+        from models.rollout.vllm_omni.engine import VllmOmniRolloutEngine
+
+        return VllmOmniRolloutEngine(
+            model_config,
+            settings.vllm_omni,
+            max_num_seqs=settings.micro_batch_size,
+            sleep_mode=settings.placement == "colocated",
+        )
+    from models.rollout.diffusers import DiffusersRolloutEngine
+
+    return DiffusersRolloutEngine(model_config, device)

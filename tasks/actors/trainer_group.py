@@ -1,0 +1,197 @@
+"""All trainer ranks as one."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import ray
+import torch
+
+from models.algorithms import needs_old_means
+from models.config.actor import DiffusionActorConfig, ForwardProcessConfig
+from models.families.base import DiffusionModelConfig
+from models.training.weight_copies import HeldWeights
+from models.weights.canary import Agreement, Canary, CanaryLimits
+from tasks.actors.cluster import ActorGroup, RankPlaces
+from tasks.actors.messages import RankMiniBatch
+from tasks.actors.rollout_group import PendingBatch, RolloutGroup
+from tasks.actors.trainer_rank import TrainerRank
+from tasks.actors.update_plan import NothingToLearn, OldScores, over_ranks, plan_updates
+from tasks.actors.weight_transport import Routes
+from tasks.data.pairs import PairBatch
+
+SAVING_POLL_S = 0.2
+
+
+class TrainerGroup:
+    """The trainer's ranks."""
+
+    def __init__(
+        self,
+        model_config: DiffusionModelConfig,
+        actor_config: DiffusionActorConfig,
+        forward_config: ForwardProcessConfig,
+        *,
+        world_size: int,
+        device: str,
+        num_threads: int,
+        mini_batch_samples: int,
+        keeps_previous: bool = False,
+        places: RankPlaces | None = None,
+        max_nonfinite_steps: int = 0,
+    ):
+        self.actor_config, self.mini_batch_samples = actor_config, mini_batch_samples
+        self.sharing = actor_config.fsdp_config.ulysses_sequence_parallel_size
+        self.device = device
+        gpus = places.num_gpus if places is not None else 1.0 if device == "cuda" else 0.0
+        arguments = (
+            model_config,
+            actor_config,
+            forward_config,
+            device,
+            num_threads,
+            keeps_previous,
+            max_nonfinite_steps,
+        )
+        self.group = ActorGroup(TrainerRank, world_size, gpus, arguments, places=places)
+        self.routes = Routes(self.group.actors)
+        self._proofs: list[ray.ObjectRef] = []  # of the last sync
+
+    def start(self) -> list[ray.ObjectRef]:
+        """Build the engines; the references are ready when they are."""
+        address = ray.get(self.group.actors[0].reserve_address.remote())
+        count = len(self.group)
+        return [actor.initialize.remote(rank, count, address) for rank, actor in enumerate(self.group.actors)]
+
+    def old_log_probs(
+        self, batches: Sequence[PendingBatch]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[ray.ObjectRef]]:
+        """Of each batch the log-probs [m, W] under the present weights, the rollout's, and a reference to its means.
+
+        Batches are all of one size and a multiple of the ranks (the config's checks), so every rank makes as many
+        passes.
+        """
+        loss = self.actor_config.diffusion_loss
+        with_means = needs_old_means(loss.loss_mode, loss.options)
+        ranks = len(self.group) // self.sharing
+        answers = []
+        for number, actor in enumerate(self.group.actors):
+            own = [batch.trajectories for batch in batches[number // self.sharing :: ranks]]
+            answers.append(actor.old_log_probs.options(num_returns=1 + len(own)).remote(with_means, *own))
+        answers = answers[:: self.sharing]
+        pairs = ray.get([answer[0] for answer in answers])
+        order = [divmod(number, ranks) for number in range(len(batches))]
+        scored = [pairs[rank][place] for place, rank in order]
+        means = [answers[rank][1 + place] for place, rank in order]
+        return [old for old, _ in scored], [rollout for _, rollout in scored], means
+
+    def update(
+        self, batches: Sequence[PendingBatch | PairBatch], advantages: np.ndarray, old: OldScores | None
+    ) -> dict[str, float]:
+        """Train on one iteration's batches; metrics averaged over the ranks that have them.
+
+        Raises:
+            NothingToLearn: samples have an advantage, but none is left to train on.
+        """
+        plans = plan_updates(
+            [len(batch.prompts) for batch in batches],
+            advantages,
+            self.mini_batch_samples,
+            len(self.group) // self.sharing,
+            self.actor_config.ppo_epochs,
+            None if old is None else old.kept(),
+        )
+        check_plans(plans, advantages)
+        running = []
+        for number, actor in enumerate(self.group.actors):
+            plan, used = plans[number // self.sharing]
+            given = [batches[i].trajectories for i in used]
+            if old is None:
+                running.append(actor.update.remote(plan, None, *given))
+                continue
+            scores = [(old.log_probs[i], old.is_weights[i]) for i in used]
+            running.append(actor.update.remote(plan, scores, *given, *[old.means[i] for i in used]))
+        return over_ranks(ray.get(running))
+
+    def save(self, folder: Path) -> None:
+        """Every rank writes its part of a checkpoint."""
+        self.group.call_all("save_checkpoint", folder)
+
+    def start_saving(self, folder: Path) -> None:
+        """Every rank copies its part of a checkpoint to host memory and begins to write it."""
+        self.group.call_all("start_saving", folder)
+
+    def wait_until_saved(self) -> None:
+        """Return when every rank has written what it began; a rank's error is raised here.
+
+        A rank answers between its other calls, so this asks and does not wait there.
+        """
+        while not all(self.group.call_all("saving_finished")):
+            time.sleep(SAVING_POLL_S)
+
+    def load(self, folder: Path) -> None:
+        """Every rank restores its part of a checkpoint."""
+        self.group.call_all("load_checkpoint", folder)
+
+    def export(self, folder: Path) -> None:
+        """Write the weights (the average, where one is kept) as diffusers users load them; see `export_weights`."""
+        self.group.call_all("export", folder)
+
+    def broadcast(
+        self, rollout: RolloutGroup, canary: Canary, version: int, limits: CanaryLimits, which: HeldWeights
+    ) -> "Synced":
+        """Send the weights to every rollout worker and prove that they arrived; see `sync_weights`."""
+        ranks, settings = self.group.actors, rollout.settings
+        if settings.weight_transport == "object_store":
+            parts = [actor.weights_and_proof.options(num_returns=3).remote(canary, which) for actor in ranks]
+            tensors, proof, size = parts[0]
+            agreement = rollout.load_weights(tensors, canary, [proof, *self._proofs], version, limits)
+            self._proofs = [proof]
+            return Synced(agreement, ray.get(size) / 2**30)
+        number, limit = rollout.next_number(), int(settings.update_weights_bucket_megabytes * 2**20)
+        routes = self.routes.to(rollout.group.actors, settings.weight_transport)
+        parts = [
+            actor.send_weights.options(num_returns=2).remote(number, route, limit, canary, which)
+            for actor, route in zip(ranks, routes, strict=True)
+        ]
+        # For a worker that will have to be started again. It is made while the others already sample.
+        copies = [actor.weights.remote(which) for actor in ranks] if settings.max_restarts else [None]
+        count, size = ray.get([sent for _, sent in parts])[0]
+        proof = parts[0][0]
+        proofs = [proof, *self._proofs]
+        agreement = rollout.load_weights(copies[0], canary, proofs, version, limits, sent=(number, count))
+        self._proofs = [proof]
+        return Synced(agreement, size / 2**30)
+
+
+def check_plans(plans: Sequence[tuple[Sequence[RankMiniBatch], Sequence[int]]], advantages: np.ndarray) -> None:
+    """An update without an optimiser step is one whose advantages were all left out on purpose, as NaN.
+
+    Raises:
+        NothingToLearn: it is not; every step of every sample with an advantage was rejected.
+    """
+    learnable = int(np.isfinite(advantages).sum())
+    if learnable and not any(plan for plan, _ in plans):
+        raise NothingToLearn(
+            f"of the {learnable} samples with an advantage algorithm.rollout_correction left none to train on: widen "
+            "rollout_rs_threshold, or find out why rollout and trainer differ"
+        )
+
+
+class Synced(NamedTuple):
+    """What a weight sync tells.
+
+    Attributes:
+        agreement: of the canary's velocities, the worst over the rollout workers.
+        gib: size of the weights, of which every worker got a copy.
+    """
+
+    agreement: Agreement
+    gib: float
+
+    def metrics(self) -> dict[str, float]:
+        """Under sync/."""
+        found = {f"sync/canary_{name}": value for name, value in self.agreement._asdict().items() if value is not None}
+        return found | {"sync/gib": self.gib}

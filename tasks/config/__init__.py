@@ -1,0 +1,1 @@
+"""The whole YAML: a file is named like its key."""

@@ -1,0 +1,33 @@
+"""Which settings a run's name stands for, by the marks `NotShaping` and `Later` (models.config) on the fields."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from models.config.section import Mark
+
+
+def shaping(section: BaseModel) -> dict[str, Any]:
+    """A section's fields that shape the weights, as JSON has them; a marked section is left out whole."""
+    return _counted(section, section.model_dump(mode="json"))
+
+
+def _counted(value: Any, dumped: Any) -> Any:
+    if isinstance(value, BaseModel):
+        fields = type(value).model_fields
+        return {
+            name: _counted(getattr(value, name), dumped[name])
+            for name, field in fields.items()
+            if _counts(field, getattr(value, name))
+        }
+    if isinstance(value, Mapping) and all(isinstance(entry, BaseModel) for entry in value.values()):
+        return {name: _counted(entry, dumped[name]) for name, entry in value.items()}
+    return dumped
+
+
+def _counts(field: FieldInfo, value: Any) -> bool:
+    if Mark.NOT_SHAPING in field.metadata:
+        return False
+    return Mark.LATER not in field.metadata or value != field.get_default(call_default_factory=True)

@@ -1,0 +1,86 @@
+"""Changes laid over a config, and the form of a section in which every field may be left out."""
+
+import copy
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, create_model, field_validator
+
+from models.config.bounds import check_truth
+from tasks.config.errors import ConfigError
+
+DEEPEST = 40
+"""Mappings inside one another: the tree has six, options of its own below them up to twenty more."""
+
+
+def set_fields(values: Any, deepest: int = DEEPEST) -> Any:
+    """Input of a config as plain mappings of the fields that were set.
+
+    Raises:
+        ConfigError: mappings are nested without end, as a YAML alias of itself is.
+    """
+    if isinstance(values, BaseModel):
+        return values.model_dump(exclude_unset=True)
+    if isinstance(values, Mapping):
+        if deepest == 0:
+            raise ConfigError(
+                f"the settings are nested more than {DEEPEST} levels deep, and no section is: look for "
+                "an alias that holds itself"
+            )
+        return {name: set_fields(value, deepest - 1) for name, value in values.items()}
+    return values
+
+
+def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """`base` with `changes` laid over it, section by section; `reward.functions` is replaced, not merged."""
+    result = dict(base)
+    for name, value in changes.items():
+        nested = isinstance(value, dict) and isinstance(base.get(name), dict) and name != "functions"
+        result[name] = merged(base[name], value) if nested else value
+    return result
+
+
+def without(tree: Mapping[str, Any], paths: Iterable[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The tree without what is at these dotted paths or below them, and that: dotted path of a value -> the value."""
+    kept, taken = copy.deepcopy(dict(tree)), dict[str, Any]()
+    for path in paths:
+        *parents, leaf = path.split(".")
+        node: Any = kept
+        for parent in parents:
+            node = node.get(parent, {}) if isinstance(node, dict) else {}
+        if isinstance(node, dict) and leaf in node:
+            taken |= flat(node.pop(leaf), path)
+    return kept, taken
+
+
+def flat(value: Any, path: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}; at "x", {"x.a.b": 1}."""
+    if not isinstance(value, Mapping):
+        return {path: value}
+    below = f"{path}." if path else ""
+    return {name: entry for key, part in value.items() for name, entry in flat(part, f"{below}{key}").items()}
+
+
+class _Form(BaseModel):
+    """What all forms refuse: misspelt fields, and what is no number where a number should be."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _truth_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        return check_truth(value, cls.model_fields[str(info.field_name)].annotation)
+
+
+def optional(section: type[BaseModel]) -> type[BaseModel]:
+    """The same section with every field optional: descriptions and bounds stay, cross-checks wait for the merge."""
+    fields: dict[str, Any] = {}
+    for name, info in section.model_fields.items():
+        annotation: Any = info.annotation
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            annotation = optional(annotation)
+        bounded: Any = annotation
+        for constraint in info.metadata:
+            bounded = Annotated[bounded, constraint]
+        fields[name] = (bounded | None, Field(default=None, description=info.description))
+    return create_model(f"{section.__name__}Override", __base__=_Form, __doc__=section.__doc__, **fields)

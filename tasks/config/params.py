@@ -1,0 +1,188 @@
+"""The parameters of the data stages: what `params.yaml` may say, and where the stages' files are.
+
+No field has a default here: DVC compares the values in params.yaml, so that is where all of them must stand.
+"""
+
+import re
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from models.config.bounds import MOST_BATCH, MOST_COUNT, MOST_NOISE_LEVELS, MOST_PIXELS, MOST_THREADS, Seed, check_texts
+from models.errors import DoubleflowError
+from models.tiny_qwen_image.settings import TinySettings
+from models.words_stable_diffusion_3.settings import WordsSettings
+from tasks.config.errors import described
+
+RAW = "data/raw/"
+PROMPTS = Path("data/prompts.parquet")
+BASE_MODEL = Path("data/base_model")
+BASE_MODEL_METRICS = Path("data/base_model_metrics.json")
+EMBEDDINGS = Path("data/embeddings")
+PREFERENCES = Path("data/preferences.parquet")
+PAIRS = Path("data/pairs")
+WORDS_PROMPTS = Path("data/words/prompts.parquet")
+WORDS_MODEL = Path("data/words/base_model")
+WORDS_METRICS = Path("data/words/base_model_metrics.json")
+
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class PrepareError(DoubleflowError, ValueError):
+    """A data stage cannot go on; the message says which field, file or number is at fault."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @field_validator("*")
+    @classmethod
+    def _texts_can_be_written(cls, value: Any) -> Any:
+        return check_texts(value)
+
+
+class PromptsParams(_Section):
+    """Stage `prompts`: raw files -> data/prompts.parquet."""
+
+    files: list[str] = Field(min_length=1, description="Raw prompt files (.txt, .jsonl, .parquet) within data/raw/.")
+    n_test: int = Field(ge=0, le=MOST_COUNT, description="Prompts held out of the base model's training and of RL.")
+    n_train: int | None = Field(ge=0, le=MOST_COUNT, description="Prompts for RL; null takes all that are left.")
+    seed: Seed = Field(description="Seed of the shuffle that decides the splits.")
+    target_pattern: str | None = Field(
+        description="Regular expression with one group: the part of a prompt that the picture should show as text.",
+    )
+
+    @field_validator("files")
+    @classmethod
+    def _within_raw(cls, files: list[str]) -> list[str]:
+        # DVC watches that folder; a change in a file elsewhere would go unnoticed.
+        outside = [file for file in files if not file.startswith(RAW) or ".." in Path(file).parts]
+        if outside:
+            raise ValueError(f"{outside[0]} is not within {RAW}, where DVC would see it change")
+        return files
+
+    @field_validator("target_pattern")
+    @classmethod
+    def _one_group(cls, pattern: str | None) -> str | None:
+        try:
+            groups = 1 if pattern is None else re.compile(pattern).groups
+        except re.error as error:
+            raise ValueError(f"{pattern!r} is no regular expression: {error}") from error
+        if groups != 1:
+            raise ValueError(f"{pattern!r} has {groups} groups; it must have one, around the wanted text")
+        return pattern
+
+
+class GateParams(_Section):
+    """What the base model must reach on held-out prompts: RL needs something to start from and something to learn."""
+
+    prompts: int = Field(ge=1, le=MOST_COUNT, description="How many prompts of the test split are drawn.")
+    images_per_prompt: int = Field(ge=1, le=MOST_BATCH, description="Pictures of each.")
+    steps: int = Field(ge=1, le=MOST_NOISE_LEVELS, description="Sampling steps of the standard pipeline.")
+    seed: Seed = Field(description="Seed of the pictures' noise.")
+    min_reward: Share = Field(description="Least mean OCR reward; RL from weaker models learns scribbles.")
+    max_reward: Share = Field(description="Greatest mean OCR reward; above it little is left to learn.")
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if self.min_reward > self.max_reward:
+            raise ValueError(f"min_reward {self.min_reward} must not be above max_reward {self.max_reward}")
+        return self
+
+
+class BaseModelParams(_Section):
+    """Stage `base_model`: data/prompts.parquet -> data/base_model/ and its metrics."""
+
+    model: TinySettings = Field(description="See models/tiny_qwen_image/settings.py.")
+    gate: GateParams = Field(description="The model is kept only within these bounds.")
+
+    @field_validator("model")
+    @classmethod
+    def _numbers_are_small(cls, model: TinySettings) -> TinySettings:
+        # The class has no bounds of its own: its file is a dependency of the stage, which a change would run again.
+        for name, value in asdict(model).items():
+            for number in value if isinstance(value, tuple) else [value]:
+                if not abs(number) <= MOST_COUNT:  # NaN is not, either
+                    raise ValueError(f"model.{name} is {number:g}: give a finite number of at most {MOST_COUNT:g}")
+        if model.seed < 0:
+            raise ValueError(f"model.seed is {model.seed}: give a whole number from 0 on")
+        return model
+
+
+class EmbeddingsParams(_Section):
+    """Stage `embeddings`: data/prompts.parquet and the text encoder -> data/embeddings/."""
+
+    splits: list[Literal["train", "test", "pretrain"]] = Field(
+        min_length=1, description="Splits whose prompts are encoded."
+    )
+    max_sequence_length: int = Field(
+        ge=1, le=1024, description="Tokens of a prompt as its model's template counts them; longer ones are refused."
+    )
+    negative_prompt: str | None = Field(
+        description="What classifier-free guidance contrasts with; null takes the model card's, mostly empty."
+    )
+    batch_size: int = Field(
+        ge=1,
+        le=MOST_BATCH,
+        description="Prompts encoded at once; with 1 an embedding cannot depend, in the last bits, on its neighbours.",
+    )
+    shard_size: int = Field(ge=1, le=MOST_COUNT, description="Prompts in a safetensors file.")
+    threads: int = Field(
+        ge=1, le=MOST_THREADS, description="CPU threads of torch; sums change in the last bit with them."
+    )
+
+
+class PreferencesParams(_Section):
+    """Stage `preferences`: base model, embeddings and a reward -> data/preferences.parquet."""
+
+    reward: str = Field(description="Reward that says which of a prompt's pictures is better.")
+    images_per_prompt: int = Field(
+        ge=2, le=MOST_BATCH, description="Pictures of each train prompt; the best and the worst are kept."
+    )
+    height: int = Field(ge=8, le=MOST_PIXELS, description="Picture height in pixels.")
+    width: int = Field(ge=8, le=MOST_PIXELS, description="Picture width in pixels.")
+    steps: int = Field(ge=1, le=MOST_NOISE_LEVELS, description="Denoising steps.")
+    batch_size: int = Field(ge=1, le=MOST_BATCH, description="Prompts sampled at once.")
+    seed: Seed = Field(description="Seed of the noise.")
+
+
+class PairsParams(_Section):
+    """Stage `pairs`: a preference table and the VAE -> data/pairs/."""
+
+    table: str = Field(description="Preference table, see docs/data.md.")
+    shard_size: int = Field(ge=1, le=MOST_COUNT, description="Pairs in a safetensors file.")
+
+
+class WordsParams(_Section):
+    """Stages `words_prompts` and `words_base_model`: data/words/, the model that writes a word."""
+
+    device: Literal["cpu", "cuda"] = Field(description="Where the base model is trained and measured.")
+    processes: int = Field(ge=1, description="Processes that read pictures while it trains.")
+    model: WordsSettings = Field(description="See models/words_stable_diffusion_3/settings.py.")
+    gate: GateParams = Field(description="The model is kept only within these bounds.")
+
+
+class PrepareParams(_Section):
+    """All of params.yaml."""
+
+    prompts: PromptsParams
+    base_model: BaseModelParams
+    embeddings: EmbeddingsParams
+    preferences: PreferencesParams
+    pairs: PairsParams
+    words: WordsParams
+
+
+def load_params(path: Path) -> PrepareParams:
+    """Read and check a parameter file. Raises PrepareError naming every wrong field."""
+    if not path.is_file():
+        raise PrepareError(f"{path} is missing; run from the repository's root")
+    try:
+        return PrepareParams.model_validate(yaml.safe_load(path.read_text()))
+    except yaml.YAMLError as error:
+        raise PrepareError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    except ValidationError as error:
+        raise PrepareError(f"{path}: {described(error, PrepareParams)}") from error

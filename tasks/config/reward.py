@@ -1,0 +1,139 @@
+"""`reward`: reward functions, their workers, and the guards that watch them."""
+
+from pydantic import Field, model_validator
+
+from models.config.bounds import (
+    LONGEST_WAIT_S,
+    MOST_BATCH,
+    MOST_COEFFICIENT,
+    MOST_GPUS,
+    MOST_ITERATIONS,
+    MOST_PROCESSES,
+    MOST_RETRIES,
+    MOST_THREADS,
+    Options,
+    RewardName,
+)
+from models.config.section import NotShaping, Section
+
+
+class RewardFunctionConfig(Section):
+    """One reward: what it counts, and the pool of workers that serves it."""
+
+    reward: str | None = Field(
+        None, description="Registered name or package.module:object, where the key is a label; null takes the key."
+    )
+    weight: float | None = Field(
+        None,
+        ge=-MOST_COEFFICIENT,
+        le=MOST_COEFFICIENT,
+        description="Its share of the trained reward; 0 only measures. Null is 1, and 0 for a guard.",
+    )
+    required: bool = Field(
+        True,
+        description="Without this score a sample leaves statistics and update. An optional reward that is missing "
+        "counts as its group's mean: it speaks neither for nor against the sample.",
+    )
+    guard: bool = Field(False, description="Measured, never trained on, and watched for a fall while the reward rises.")
+    options: Options = Field(default_factory=dict, description="Keyword arguments of the reward.")
+    num_workers: NotShaping[int] = Field(
+        1, ge=1, le=MOST_PROCESSES, description="Worker processes; each loads the reward once."
+    )
+    num_cpus: NotShaping[float] = Field(
+        0.0, ge=0, le=MOST_THREADS, description="CPUs each worker reserves; 0 shares what there is."
+    )
+    num_gpus: NotShaping[float] = Field(
+        0.0, ge=0, le=MOST_GPUS, description="GPUs, or a share of one, each worker takes."
+    )
+    batch_size: NotShaping[int | None] = Field(
+        None,
+        ge=1,
+        le=MOST_BATCH,
+        description="Pictures a call, across prompts and rollout batches; null is a rollout batch.",
+    )
+    retries: NotShaping[int] = Field(
+        2, ge=0, le=MOST_RETRIES, description="Times a batch is scored again after an error or its worker's death."
+    )
+    retry_wait_s: NotShaping[float] = Field(
+        1.0, ge=0, le=LONGEST_WAIT_S, description="Seconds before a batch that raised an error is tried again."
+    )
+    timeout_s: NotShaping[float] = Field(
+        600.0,
+        gt=0,
+        le=LONGEST_WAIT_S,
+        description="Seconds a batch may take; then its worker is ended, started again, and retries.",
+    )
+
+    @model_validator(mode="after")
+    def _a_guard_is_not_trained_on(self):
+        if self.guard and self.weight:
+            raise ValueError(
+                f"guard is true and weight {self.weight:g}: a guard is never trained on, so leave its weight out"
+            )
+        return self
+
+    @property
+    def share(self) -> float:
+        """Its weight in the trained reward."""
+        default = 0.0 if self.guard else 1.0
+        return default if self.weight is None else self.weight
+
+
+class GuardConfig(Section):
+    """What tells a better policy from one that found a hole in its reward."""
+
+    statistics: bool = Field(
+        True, description="Measure edge density, entropy, saturation and diversity of the pictures, as guards too."
+    )
+    window: int = Field(20, ge=5, le=MOST_ITERATIONS, description="Iterations over which trends are tested.")
+    p_value: float = Field(
+        0.01, gt=0, lt=1, description="Level of the trend tests, shared among the guards: p_value / their number each."
+    )
+    floor_iterations: int = Field(
+        3,
+        ge=0,
+        le=MOST_ITERATIONS,
+        description="First iterations in which a trained reward is watched for scores that are all near its lowest, or "
+        "all alike: if they are in each of them, the run warns. 0 does not watch.",
+    )
+
+
+class RewardConfig(Section):
+    """What is rewarded, who computes it, and when too little of it came back."""
+
+    functions: dict[RewardName, RewardFunctionConfig] = Field(
+        default_factory=lambda: {"ocr": RewardFunctionConfig()},
+        description="Reward name, package.module:object or a label, to its weight, options and workers.",
+    )
+    max_missing_fraction: NotShaping[float] = Field(
+        0.1,
+        ge=0,
+        le=1,
+        description="Above this share of missing scores of a reward the run stops with its error.",
+    )
+    guards: NotShaping[GuardConfig] = Field(default_factory=GuardConfig, description="Signs of reward hacking.")
+
+    @model_validator(mode="after")
+    def _something_is_rewarded(self):
+        if not self.functions:
+            raise ValueError("reward.functions is empty: name at least one reward, for example ocr")
+        if not any(entry.share for entry in self.functions.values()):
+            raise ValueError(
+                f"reward.functions {', '.join(self.functions)}: all are guards or have weight 0, so nothing is "
+                "rewarded; give one a weight"
+            )
+        return self
+
+    def named(self) -> dict[str, tuple[str, RewardFunctionConfig]]:
+        """Label -> (registered name or import path, settings)."""
+        return {label: (entry.reward or label, entry) for label, entry in self.functions.items()}
+
+    @property
+    def num_gpus(self) -> float:
+        """GPUs of all reward workers."""
+        return sum(entry.num_workers * entry.num_gpus for entry in self.functions.values())
+
+    @property
+    def num_cpus(self) -> float:
+        """CPUs that all reward workers reserve."""
+        return sum(entry.num_workers * entry.num_cpus for entry in self.functions.values())

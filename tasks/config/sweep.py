@@ -1,0 +1,122 @@
+"""What a sweep tries: fields of a config and their values."""
+
+import math
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field, model_validator
+
+from models.config.bounds import (
+    MOST_ITERATIONS,
+    MOST_NUMPY_SEED,
+    MOST_PROCESSES,
+    MetricName,
+    PositiveRealNumber,
+    PositiveWholeNumber,
+    RealNumber,
+    WholeNumber,
+)
+from models.config.section import Section
+from tasks.config.errors import ConfigError
+from tasks.config.presets import tree_of
+from tasks.config.tree import TrainConfig
+
+if TYPE_CHECKING:
+    import optuna
+
+MOST_RUNS = MOST_GRID_POINTS = 10_000
+"""Of a sweep. More points of a grid would fill the study's file before the first run starts."""
+
+
+class Dimension(Section):
+    """The values of one field: a list, or a range."""
+
+    choices: list[str | bool | WholeNumber | RealNumber | None] | None = Field(
+        None, min_length=1, description="These values."
+    )
+    low: WholeNumber | RealNumber | None = Field(
+        None, description="Smallest value; two whole numbers make a range of them."
+    )
+    high: WholeNumber | RealNumber | None = Field(None, description="Largest value, included.")
+    step: PositiveWholeNumber | PositiveRealNumber | None = Field(
+        None, description="Distance of the values; a grid over a range needs it."
+    )
+    log: bool = Field(False, description="Draw the logarithm evenly.")
+
+    @model_validator(mode="after")
+    def _list_or_range(self):
+        ranged = self.low is not None and self.high is not None
+        if (self.choices is not None) == ranged or (self.low is None) != (self.high is None):
+            raise ValueError("a dimension is either choices, or low and high")
+        if ranged and (not self.low < self.high or (self.log and (self.low <= 0 or self.step is not None))):
+            raise ValueError("low must be below high; log needs low above 0 and no step")
+        return self
+
+    def suggest(self, trial: "optuna.Trial", name: str) -> Any:
+        """Optuna's choice."""
+        if self.choices is not None:
+            return trial.suggest_categorical(name, self.choices)
+        if isinstance(self.low, int) and isinstance(self.high, int) and isinstance(self.step, int | None):
+            return trial.suggest_int(name, self.low, self.high, log=self.log, step=self.step or 1)
+        return trial.suggest_float(name, float(self.low), float(self.high), log=self.log, step=self.step)
+
+    def grid(self) -> list[Any]:
+        """Every value.
+
+        Raises:
+            ConfigError: a range without a step has no grid.
+        """
+        if self.choices is not None:
+            return list(self.choices)
+        return [self.low + number * self.step for number in range(self.grid_size())]
+
+    def grid_size(self) -> int:
+        """How many values the grid has. Raises what `grid` raises."""
+        if self.choices is not None:
+            return len(self.choices)
+        if self.step is None:
+            raise ConfigError("sampler grid needs choices, or a step with low and high")
+        return int(min((self.high - self.low) / self.step, 1e18) + 1e-9) + 1
+
+
+class SweepConfig(Section):
+    """Which runs are tried, and how."""
+
+    name: str = Field(
+        "sweep",
+        pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$",
+        max_length=100,
+        description="A sweep of the same name is continued. It names a folder, so it begins with no dot or dash.",
+    )
+    space: dict[str, Dimension] = Field(min_length=1, description="Config field, as a.b.c, to its values.")
+    sampler: Literal["grid", "random", "tpe"] = Field("tpe", description="How values are chosen.")
+    pruner: Literal["median", "none"] = Field(
+        "median", description="median stops a run whose metric is below the median of the runs before it."
+    )
+    startup_trials: int = Field(5, ge=1, le=MOST_RUNS, description="Runs before tpe models and median stops anything.")
+    warmup_steps: int = Field(
+        0, ge=0, le=MOST_ITERATIONS, description="Iterations of a run in which it is not stopped."
+    )
+    trials: int = Field(20, ge=1, le=MOST_RUNS, description="Runs in all; a grid has as many as it has points.")
+    parallel: int = Field(1, ge=1, le=MOST_PROCESSES, description="Runs at a time.")
+    metric: MetricName = Field(
+        "val/reward/mean", description="What is compared, after every validation and at the end."
+    )
+    direction: Literal["maximize", "minimize"] = Field("maximize", description="Which way is better.")
+    seed: int = Field(0, ge=0, le=MOST_NUMPY_SEED, description="Of random and tpe.")
+
+
+def check_fields(config: TrainConfig, search: SweepConfig) -> None:
+    """Every field exists and takes its first value; a grid is small enough to be listed."""
+    if search.sampler == "grid":
+        points = math.prod(dimension.grid_size() for dimension in search.space.values())
+        if points > MOST_GRID_POINTS:
+            raise ConfigError(
+                f"search.space is a grid of {float(points):.3g} points, at most {MOST_GRID_POINTS} are allowed: take "
+                "larger steps or fewer fields, or set search.sampler to random or tpe, which search.trials bounds"
+            )
+    for path, dimension in search.space.items():
+        value = dimension.low if dimension.choices is None else dimension.choices[0]
+        try:
+            config.with_changes(tree_of({path: value}))
+        except ValueError as error:
+            raise ConfigError(f"search.space: {path} cannot be {value!r}: {error}") from error

@@ -1,0 +1,32 @@
+"""`tracking`: where a run's record goes."""
+
+from pydantic import Field
+
+from models.config.bounds import MOST_BATCH, ExperimentName
+from models.config.section import Section
+
+
+class TrackingConfig(Section):
+    """MLflow."""
+
+    uri: str = Field("sqlite:///mlflow.db", description="MLflow tracking URI; MLFLOW_TRACKING_URI overrides it.")
+    artifacts: str | None = Field(None, description="Artifact root of a new experiment; null is ./mlruns.")
+    experiment: ExperimentName = Field("doubleflow", description="MLflow experiment.")
+    pictures: int = Field(
+        32,
+        ge=0,
+        le=MOST_BATCH,
+        description="Pictures of each iteration that are kept, one by one and as a grid; 0 keeps none.",
+    )
+    keep_pictures: int | None = Field(
+        None,
+        ge=1,
+        description="Newest iterations whose pictures stay, one by one and as a grid; older ones are removed from "
+        "MLflow, which the run's log and tag say. Tables and metrics stay. Null keeps all.",
+    )
+    keep_validation_grids: int | None = Field(
+        None,
+        ge=1,
+        description="Newest validation grids that stay beside the first, in MLflow and in the run's folder. Null "
+        "keeps all.",
+    )

@@ -1,0 +1,350 @@
+"""The one configuration tree of a run: sections from every floor, and the checks that join them.
+
+Field names follow the reference system (VeRL-Omni), so its users find their knobs: `actor_rollout_ref.rollout.n`,
+`actor_rollout_ref.actor.optim.lr`, `algorithm.adv_estimator`, `trainer.total_training_steps`. Every value has one
+place; what the reference mirrors between sections stands once here.
+"""
+
+import functools
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import BaseModel, Field, ModelWrapValidatorHandler, ValidationError, model_validator
+
+from models.config.actor import DiffusionActorConfig
+from models.config.model import ModelConfig
+from models.config.section import NotShaping, Section
+from tasks.config.algorithm import DiffusionAlgoConfig
+from tasks.config.data import DataConfig
+from tasks.config.errors import ConfigError, described
+from tasks.config.identity import shaping
+from tasks.config.overrides import flat, merged, optional, set_fields, without
+from tasks.config.presets import absent, decided_by_name, preset, tree_of
+from tasks.config.reward import RewardConfig
+from tasks.config.rollout import DiffusionRolloutConfig
+from tasks.config.tracking import TrackingConfig
+from tasks.config.trainer import RayConfig, TrainerConfig
+
+
+class ActorRolloutRefConfig(Section):
+    """The policy: the model, how it is sampled and how it is updated."""
+
+    model: ModelConfig = Field(default_factory=ModelConfig, description="Which model and which of its weights.")
+    rollout: DiffusionRolloutConfig = Field(default_factory=DiffusionRolloutConfig, description="Sampling.")
+    actor: DiffusionActorConfig = Field(default_factory=DiffusionActorConfig, description="The update.")
+
+
+class TrainConfig(Section):
+    """Everything a training run depends on."""
+
+    data: DataConfig = Field(default_factory=DataConfig, description="The data set.")
+    actor_rollout_ref: ActorRolloutRefConfig = Field(
+        default_factory=ActorRolloutRefConfig, description="The policy: model, rollout, update."
+    )
+    algorithm: DiffusionAlgoConfig = Field(
+        default_factory=DiffusionAlgoConfig, description="Its name, advantages and rollout correction."
+    )
+    reward: RewardConfig = Field(default_factory=RewardConfig, description="Rewards.")
+    trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="The loop.")
+    ray_init: NotShaping[RayConfig] = Field(default_factory=RayConfig, description="The cluster.")
+    tracking: NotShaping[TrackingConfig] = Field(default_factory=TrackingConfig, description="Where MLflow is.")
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _named_algorithm(cls, values: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """Fill in what `algorithm.name` stands for, once, where the field is not given.
+
+        A field so filled does not count as set: `with_changes` to another name takes that one's value.
+        """
+        given = set_fields(values)
+        if not isinstance(given, dict):
+            return handler(values)
+        named = preset(given)
+        config = handler(merged(tree_of(named), given))
+        for path in absent(named, given):
+            *parents, leaf = path.split(".")
+            functools.reduce(getattr, parents, config).model_fields_set.discard(leaf)
+        return config
+
+    @model_validator(mode="after")
+    def _sections_agree(self):
+        self._check_groups()
+        self._check_batches()
+        self._check_placement()
+        self._check_determinism()
+        self._check_profile()
+        return self
+
+    def _check_groups(self) -> None:
+        rollout, actor, algorithm = self.actor_rollout_ref.rollout, self.actor_rollout_ref.actor, self.algorithm
+        loss = actor.diffusion_loss.loss_mode
+        compares = self.samples and actor.teacher_path is None
+        if compares and rollout.n < 2:
+            raise ValueError(
+                f"actor_rollout_ref.rollout.n is {rollout.n}: {algorithm.adv_estimator} compares the samples of one "
+                "prompt and needs at least 2"
+            )
+        if algorithm.trainer_type == "policy_gradient" and rollout.algo.noise_level == 0:
+            raise ValueError(
+                f"actor_rollout_ref.rollout.algo.noise_level is 0, an ODE without log-probs: loss {loss} needs it "
+                "above 0"
+            )
+        if algorithm.trainer_type == "direct_preference":
+            self._check_finished_samples()
+
+    def _check_finished_samples(self) -> None:
+        rollout, actor, algorithm = self.actor_rollout_ref.rollout, self.actor_rollout_ref.actor, self.algorithm
+        loss = actor.diffusion_loss.loss_mode
+        algorithm.levels_per_sample(rollout.pipeline.num_inference_steps)
+        if not algorithm.rollout_correction.bypass_mode:
+            raise ValueError(
+                f"algorithm.rollout_correction.bypass_mode is false, but loss {loss} reads no log-probs that could be "
+                "corrected: set it to true"
+            )
+        if not algorithm.paired_preference:
+            return
+        if actor.ppo_micro_batch_size_per_gpu % 2:
+            raise ValueError(
+                f"actor.ppo_micro_batch_size_per_gpu is {actor.ppo_micro_batch_size_per_gpu}: loss {loss} compares "
+                "pairs and needs an even number"
+            )
+        if self.samples and rollout.micro_batch_size % rollout.n:
+            raise ValueError(
+                f"rollout.micro_batch_size {rollout.micro_batch_size} must be a multiple of rollout.n {rollout.n}: "
+                f"loss {loss} looks for its pairs among samples that are kept together"
+            )
+
+    @property
+    def data_ranks(self) -> int:
+        """Trainer ranks with samples of their own; those that share the tokens of a sample count once."""
+        return self.trainer.world_size // self.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size
+
+    def _check_batches(self) -> None:
+        rollout, actor = self.actor_rollout_ref.rollout, self.actor_rollout_ref.actor
+        sharing = actor.fsdp_config.ulysses_sequence_parallel_size
+        if self.trainer.n_gpus_per_node % sharing:
+            raise ValueError(
+                f"actor.fsdp_config.ulysses_sequence_parallel_size is {sharing}: ranks that share a sequence are on "
+                f"one machine, so trainer.n_gpus_per_node {self.trainer.n_gpus_per_node} must be a multiple of it"
+            )
+        prompts, mini, micro = self.data.train_batch_size, actor.ppo_mini_batch_size, rollout.micro_batch_size
+        if prompts % mini:
+            raise ValueError(
+                f"data.train_batch_size {prompts} must be a multiple of actor.ppo_mini_batch_size {mini} (both count "
+                "prompts)"
+            )
+        if not self.samples:
+            if mini % self.data_ranks:
+                raise ValueError(
+                    f"actor.ppo_mini_batch_size {mini} (pairs) must be a multiple of the {self.data_ranks} "
+                    "trainer ranks"
+                )
+            return
+        per_step, unit = mini * rollout.n, micro * self.data_ranks
+        if per_step % unit:
+            raise ValueError(
+                f"actor.ppo_mini_batch_size {mini} x rollout.n {rollout.n} = {per_step} samples must be a multiple of "
+                f"rollout.micro_batch_size {micro} x {self.data_ranks} trainer ranks = {unit}"
+            )
+
+    def _check_determinism(self) -> None:
+        name = self.actor_rollout_ref.rollout.name
+        if self.trainer.full_determinism and name != "diffusers":
+            raise ValueError(
+                f"trainer.full_determinism is true, but actor_rollout_ref.rollout.name is {name}, whose processes it "
+                "does not reach: sample with diffusers, or set it to false"
+            )
+
+    def _check_placement(self) -> None:
+        rollout, ranks = self.actor_rollout_ref.rollout, self.trainer.world_size
+        if rollout.placement == "colocated" and rollout.num_actors != ranks:
+            raise ValueError(
+                f"actor_rollout_ref.rollout.placement is colocated, one worker on each trainer rank's GPU: "
+                f"rollout.num_actors is {rollout.num_actors}, set it to the {ranks} ranks"
+            )
+        self._check_weight_transport()
+        if self.trainer.one_step_off_policy:
+            self._check_overlap()
+
+    def _check_overlap(self) -> None:
+        rollout, correction = self.actor_rollout_ref.rollout, self.algorithm.rollout_correction
+        if not self.samples:
+            raise ValueError(
+                "trainer.one_step_off_policy is true, but algorithm.sample_source offline has no rollout to overlap "
+                "with: set it to false"
+            )
+        if rollout.placement == "colocated":
+            raise ValueError(
+                "trainer.one_step_off_policy is true, but with actor_rollout_ref.rollout.placement colocated the "
+                "workers sleep during the update: set placement to separate"
+            )
+        if not correction.bypass_mode and correction.rollout_is is None:
+            raise ValueError(
+                "trainer.one_step_off_policy is true and algorithm.rollout_correction.bypass_mode false without "
+                "rollout_is: the loss would compare with weights that did not sample, and nothing would account for "
+                "it; set bypass_mode to true, or rollout_is to step or sequence"
+            )
+        batches = -(-self.data.train_batch_size * rollout.n // rollout.micro_batch_size)
+        if batches > rollout.num_actors * rollout.max_queued_batches:
+            raise ValueError(
+                f"trainer.one_step_off_policy is true, but {rollout.num_actors} rollout workers queue "
+                f"{rollout.max_queued_batches} batches each and an iteration has {batches}: the update would wait "
+                f"until they are handed out; raise actor_rollout_ref.rollout.max_queued_batches"
+            )
+
+    def _check_weight_transport(self) -> None:
+        rollout = self.actor_rollout_ref.rollout
+        needs = {"ipc": "colocated", "collective": "separate"}.get(rollout.weight_transport, rollout.placement)
+        if rollout.placement != needs:
+            why = {
+                "ipc": "a worker can read the trainer's memory only on the same GPU",
+                "collective": "NCCL takes no two processes on one GPU",
+            }[rollout.weight_transport]
+            raise ValueError(
+                f"actor_rollout_ref.rollout.weight_transport is {rollout.weight_transport} and rollout.placement "
+                f"{rollout.placement}, but {why}: set placement to {needs}, or weight_transport to object_store"
+            )
+        whole = rollout.num_gpus_per_actor >= 1 or self.trainer.device == "cpu"
+        if rollout.weight_transport == "collective" and not whole:
+            raise ValueError(
+                "actor_rollout_ref.rollout.weight_transport is collective and rollout.num_gpus_per_actor "
+                f"{rollout.num_gpus_per_actor:g}, but NCCL takes no two processes on one GPU: give every worker a "
+                "whole GPU, or set weight_transport to object_store"
+            )
+
+    def _check_profile(self) -> None:
+        profile, workers = self.trainer.profile, self.actor_rollout_ref.rollout.num_actors
+        for field, there in (("ranks", self.trainer.world_size), ("rollout_workers", workers)):
+            unknown = [number for number in getattr(profile, field) if number >= there]
+            if profile.iterations and unknown:
+                raise ValueError(
+                    f"trainer.profile.{field} names {unknown[0]}, but there are {there}: they count from 0"
+                )
+
+    @property
+    def samples(self) -> bool:
+        """Does a run of training start rollout and reward?"""
+        return self.algorithm.sample_source == "online"
+
+    @property
+    def records_unconditional(self) -> bool:
+        """Does the update take the rollout's half of the guidance without the prompt as it is?
+
+        Not where they were made ahead, from older weights than those of the update, nor where the trainer computes the
+        old log-probs itself: with both halves its own, which the first update must repeat.
+        """
+        constant = self.actor_rollout_ref.actor.guidance_gradient == "conditional"
+        bypasses = self.algorithm.rollout_correction.bypass_mode
+        return constant and bypasses and not self.trainer.one_step_off_policy
+
+    @property
+    def shares_gpus(self) -> bool:
+        """Do trainer and rollout take turns on the same GPUs?"""
+        return self.trainer.device == "cuda" and self.actor_rollout_ref.rollout.placement == "colocated"
+
+    @property
+    def gpus(self) -> float:
+        """GPUs that a run of training takes."""
+        return self.gpus_needed()
+
+    def gpus_needed(self, trains: bool = True) -> float:
+        """GPUs of trainer ranks, rollout workers and rewards; without `trains`, of a validation alone."""
+        rollout, on_cuda = self.actor_rollout_ref.rollout, self.trainer.device == "cuda"
+        ranks = float(self.trainer.world_size) if trains and on_cuda else 0.0
+        if trains and not self.samples:
+            return ranks
+        workers = rollout.num_actors * rollout.gpus_per_worker if on_cuda else 0.0
+        models = ranks if trains and self.shares_gpus else ranks + workers
+        return models + self.reward.num_gpus
+
+    @property
+    def rollout_devices(self) -> float:
+        """GPUs that sample, or on the CPU the rollout's processes."""
+        rollout = self.actor_rollout_ref.rollout
+        on_cpu = self.trainer.device == "cpu"
+        shares = rollout.processes_per_worker if on_cpu or self.shares_gpus else rollout.gpus_per_worker
+        return rollout.num_actors * shares
+
+    @property
+    def run_name(self) -> str:
+        """experiment_name and a digest of everything that shapes the result: a changed config is another run."""
+        return f"{self.trainer.experiment_name}-{self.digest()}"
+
+    @property
+    def run_dir(self) -> Path:
+        """Folder of this run's checkpoints and records."""
+        return self.trainer.default_local_dir / self.run_name
+
+    def data_read(self) -> list[Path]:
+        """The files and folders that a run reads."""
+        model = self.actor_rollout_ref.model
+        start = [] if model.initial_weights is None else [Path(model.initial_weights)]
+        return [self.data.prompts, self.data.embeddings, Path(model.path), *start]
+
+    def digest(self) -> str:
+        """8 hex digits over the settings that shape the weights: all but those marked `NotShaping`.
+
+        Where a run computes, writes and tracks, how often it measures and how long it goes on do not count: such a
+        run may continue elsewhere, or for longer. (How long counts with sde_window_mode decay, which paces itself by
+        it.) An algorithm's name and the same fields written out are one run.
+        """
+        counted = shaping(self)
+        if self.actor_rollout_ref.rollout.algo.sde_window_mode == "decay":
+            counted["trainer"]["total_training_steps"] = self.trainer.total_training_steps
+        return hashlib.sha256(json.dumps(counted, sort_keys=True).encode()).hexdigest()[:8]
+
+    def with_changes(self, changes: BaseModel | dict[str, Any] | None) -> "TrainConfig":
+        """This config with some fields replaced, checked as a whole.
+
+        Another `algorithm.name` is that algorithm as published: what this config says of kernel, window, loss and the
+        rest of `decided_by_name` stays behind, see `left_behind`; what the changes say of them counts.
+
+        Args:
+            changes: nested mapping of fields, or a `TrainOverrides`, of which the fields that were set count.
+
+        Raises:
+            ConfigError: the result is no config; what is wrong of it, in a sentence.
+        """
+        if changes is None:
+            return self
+        given = _mapping(changes)
+        kept, _ = self._beside(given)
+        try:
+            return TrainConfig.model_validate(merged(kept, given))
+        except ValidationError as error:
+            raise ConfigError(described(error, TrainConfig)) from error
+
+    def left_behind(self, changes: BaseModel | dict[str, Any] | None) -> dict[str, tuple[Any, Any]]:
+        """Dotted path -> (value here, value there) of the fields that this config gives and that `with_changes` takes
+        from another algorithm's name instead."""
+        given = _mapping(changes or {})
+        _, taken = self._beside(given)
+        there, own = flat(self.with_changes(given).model_dump()), flat(given)
+        values = {path: (value, there.get(path)) for path, value in taken.items() if path not in own}
+        return {path: pair for path, pair in values.items() if pair[0] != pair[1]}
+
+    def _beside(self, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What these changes leave of the fields that are set here, and what another algorithm's name takes away."""
+        here, algorithm = self.model_dump(exclude_unset=True), given.get("algorithm")
+        name = algorithm.get("name", self.algorithm.name) if isinstance(algorithm, Mapping) else self.algorithm.name
+        if not isinstance(name, str):  # which the check of the whole says
+            return here, {}
+        return (here, {}) if name == self.algorithm.name else without(here, decided_by_name(name))
+
+
+def _mapping(changes: Any) -> dict[str, Any]:
+    """The fields that changes set. Raises ConfigError where they are no mapping of fields."""
+    given = set_fields(changes)
+    if not isinstance(given, dict) or not all(isinstance(name, str) for name in given):
+        raise ConfigError(
+            f"the changes are {given!r:.60}; they should be a mapping of the sections "
+            f"{', '.join(TrainConfig.model_fields)}"
+        )
+    return given
+
+
+TrainOverrides = optional(TrainConfig)
+"""Changes to a recipe: any part of the tree, the rest left out."""

@@ -1,0 +1,1 @@
+"""What the data stages make and a run reads."""

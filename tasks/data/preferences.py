@@ -1,0 +1,79 @@
+"""Preference pairs of a model's own: sample it, score the pictures, keep each prompt's best and worst."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from tqdm import tqdm
+
+from models.config.algo import DiffusionRolloutAlgoConfig
+from models.config.model import ModelConfig
+from models.config.pipeline import DiffusionPipelineConfig
+from models.families.base import DiffusionModelBase, DiffusionModelConfig
+from models.rollout.diffusers import DiffusersRolloutEngine
+from models.samples.trajectories import RolloutRequest
+from models.schedulers.noise_keys import NoiseKey
+from tasks.data.digests import TEXT_SIDE, made_with
+from tasks.data.embeddings import PromptEmbeddings, prompt_table
+from tasks.data.pairs import best_and_worst
+from tasks.data.prompt_files import DatasetError
+from tasks.data.prompts import Prompt
+from tasks.rewards import Reward
+
+
+def sampled_preferences(
+    model: Path,
+    embeddings: Path,
+    prompts: Sequence[Prompt],
+    *,
+    reward: Reward,
+    images_per_prompt: int,
+    pipeline: Mapping[str, Any],
+    batch_size: int,
+    seed: int,
+    dtype: str = "float32",
+    device: str = "cpu",
+) -> pd.DataFrame:
+    """The preference table of `pairs` for these prompts; one whose pictures are all worth the same gives no pair.
+
+    Args:
+        model: folder in diffusers format.
+        embeddings: folder of the `embeddings` stage, by this model's encoders.
+        reward: what says which picture is better.
+        pipeline: fields of `DiffusionPipelineConfig`: size, steps, guidance.
+        images_per_prompt, batch_size, seed: see `PreferencesParams`.
+        dtype, device: in which number format and where the model computes.
+
+    Raises:
+        DatasetError: the model cannot be sampled so, or other encoders made the embeddings.
+    """
+    store = PromptEmbeddings.open(embeddings)
+    if made_with(store.model_digest, model, TEXT_SIDE) is False:
+        raise DatasetError(
+            f"{embeddings} was made with other text encoders than {model} has: encode the prompts with it"
+        )
+    try:
+        sampling = DiffusionPipelineConfig(**pipeline)
+        config = DiffusionModelConfig.load(
+            ModelConfig(path=str(model), dtype=dtype), sampling, DiffusionRolloutAlgoConfig()
+        )
+        adapter = DiffusionModelBase.get_class(config)
+        adapter.check_pipeline(config)
+    except ValueError as error:
+        raise DatasetError(f"{model} cannot be sampled so: {' '.join(str(error).split())}") from error
+    engine = DiffusersRolloutEngine(config, device)
+    tables = []
+    for start in tqdm(range(0, len(prompts), batch_size), desc="preferences", unit="batch"):
+        part = prompts[start : start + batch_size]
+        keys = tuple(NoiseKey(seed, 0, prompt.uid, i) for prompt in part for i in range(images_per_prompt))
+        rows = torch.arange(len(part)).repeat_interleave(images_per_prompt)
+        table = prompt_table(store, [prompt.uid for prompt in part], adapter.is_guided(sampling))
+        pictures = engine.generate(RolloutRequest(keys, table, rows, window=()))[0].numpy()
+        scores = reward(pictures, [prompt for prompt in part for _ in range(images_per_prompt)]).scores
+        tables.append(
+            best_and_worst([prompt.prompt for prompt in part], pictures, np.asarray(scores), images_per_prompt)
+        )
+    return pd.concat(tables, ignore_index=True)

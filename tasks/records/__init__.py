@@ -1,0 +1,1 @@
+"""What stays of a run: checkpoints, MLflow, lineage, guards, pictures."""

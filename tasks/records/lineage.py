@@ -1,0 +1,150 @@
+"""Where a run came from: code, data, packages and hardware, exactly enough to do it again."""
+
+import hashlib
+import json
+import os
+import platform
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+import yaml
+from mlflow.entities import Dataset, DatasetInput, InputTag
+from mlflow.utils.mlflow_tags import MLFLOW_GIT_COMMIT
+
+from models.errors import DoubleflowError
+from tasks.records.code_difference import CodeDifference, GitError, code_difference, git
+
+CODE = Path(__file__).resolve().parents[2]
+DIGEST = re.compile(r"[\w.-]+")
+REMEDY = "make it anew with `dvc commit`, or take the repository's with `git checkout`"
+
+
+class LineageError(DoubleflowError, RuntimeError):
+    """Where the data came from cannot be told."""
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """One start of a run.
+
+    Attributes:
+        tags: the commit, and whether files differed from it.
+        patch: what differed, for `git apply` on the commit; new files included.
+        environment: python, package versions, hardware, and files that the patch leaves out, with the reason.
+        datasets: the DVC outputs that the run reads, with their hashes.
+    """
+
+    tags: dict[str, str]
+    patch: bytes
+    environment: dict[str, Any]
+    datasets: list[DatasetInput]
+
+    def start_tag(self, iteration: int) -> dict[str, str]:
+        """Tag of the start after that iteration: its commit and the digest of its patch; nothing without a commit."""
+        commit = self.tags.get(MLFLOW_GIT_COMMIT)
+        return {start_tag(iteration): f"{commit} sha256:{hashlib.sha256(self.patch).hexdigest()}"} if commit else {}
+
+
+def start_tag(iteration: int) -> str:
+    """Name of the tag of the start after that iteration."""
+    return f"doubleflow.lineage.{iteration:06d}"
+
+
+def lineage(data: Sequence[Path], code: Path = CODE) -> Lineage:
+    """The lineage of a run that starts now; needs a running Ray for the cluster's hardware.
+
+    Args:
+        data: files and folders that the run reads, relative to the working directory.
+        code: the repository's root.
+    """
+    commit = _commit(code)
+    difference = code_difference(code) if commit else CodeDifference()
+    dirty = bool(difference.patch or difference.untracked_left_out or difference.tracked_left_out)
+    tags = {MLFLOW_GIT_COMMIT: commit, "doubleflow.git_dirty": str(dirty).lower()} if commit else {}
+    environment = {
+        "python": platform.python_version(),
+        "packages": {d.name: d.version for d in sorted(metadata.distributions(), key=lambda d: d.name.lower())},
+        "hardware": hardware(),
+        "untracked_left_out": difference.untracked_left_out,
+        "tracked_left_out": difference.tracked_left_out,
+    }
+    hashes = dvc_hashes(Path("."))
+    used = [path for path in hashes if any(Path(path) == d or Path(path) in d.parents for d in data)]
+    return Lineage(tags, difference.patch, environment, [_dataset(path, hashes[path]) for path in used])
+
+
+def hardware() -> dict[str, Any]:
+    """This machine and the Ray cluster's machines."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]] if ray.is_initialized() else []
+    return {
+        "machine": platform.platform(),
+        "processor": platform.processor() or platform.machine(),
+        "cpus": os.cpu_count(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "nodes": [{name: value for name, value in node.items() if not name.startswith("node:")} for node in nodes],
+    }
+
+
+def dvc_hashes(root: Path) -> dict[str, str]:
+    """Path -> hash of every DVC output under `root`: the stages' of dvc.lock, and those that were `dvc add`ed.
+
+    Raises:
+        LineageError: one of DVC's files is none of DVC's.
+    """
+    return dict(_dvc_outputs(root))
+
+
+def _dvc_outputs(root: Path) -> Iterator[tuple[str, str]]:
+    lock = root / "dvc.lock"
+    for stage in (_section(_read(lock), "stages", lock) if lock.is_file() else {}).values():
+        yield from _outs(stage, lock)
+    for file in sorted(root.glob("data/**/*.dvc")):
+        for path, digest in _outs(_read(file), file):
+            yield (file.parent / path).relative_to(root).as_posix(), digest
+
+
+def _outs(stage: Any, file: Path) -> Iterator[tuple[str, str]]:
+    """(path, hash) of a stage's outputs."""
+    outs = stage.get("outs", []) if isinstance(stage, dict) else None
+    if not isinstance(outs, list):
+        raise LineageError(f"{file} has a stage without a list of outputs: {REMEDY}")
+    for out in outs:
+        path, digest = (out.get("path"), out.get("md5")) if isinstance(out, dict) else (None, None)
+        if not isinstance(path, str) or not isinstance(digest, str) or not DIGEST.fullmatch(digest):
+            raise LineageError(f"{file} has an output without path and md5, {str(out)[:100]!r}: {REMEDY}")
+        yield path, digest
+
+
+def _section(content: Any, name: str, file: Path) -> dict[str, Any]:
+    found = content.get(name, {}) if isinstance(content, dict) else None
+    if not isinstance(found, dict):
+        raise LineageError(f"{file} has no section {name!r}: {REMEDY}")
+    return found
+
+
+def _read(file: Path) -> Any:
+    try:
+        return yaml.safe_load(file.read_text())
+    except (OSError, yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise LineageError(f"{file} cannot be read ({' '.join(str(error).split())[:200]}): {REMEDY}") from error
+
+
+def _dataset(path: str, digest: str) -> DatasetInput:
+    """As `mlflow.log_input` records it; MLflow allows 36 characters of digest, which is an md5 with DVC's `.dir`."""
+    source = json.dumps({"uri": path})
+    dataset = Dataset(name=path, digest=digest[:36], source_type="local", source=source)
+    return DatasetInput(dataset, tags=[InputTag("mlflow.data.context", "dvc")])
+
+
+def _commit(code: Path) -> str | None:
+    """The commit that `code` is at; None outside a repository or without git."""
+    try:
+        return git(code, "rev-parse", "HEAD").decode().strip()
+    except (OSError, GitError):
+        return None

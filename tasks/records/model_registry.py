@@ -1,0 +1,133 @@
+"""MLflow's model registry: exported weights as versions that diffusers loads as they are."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pandas as pd
+from mlflow import MlflowClient
+from mlflow.entities import LoggedModel, LoggedModelOutput
+from mlflow.entities.model_registry import ModelVersion
+from mlflow.exceptions import MlflowException
+from mlflow.protos.databricks_pb2 import (
+    INVALID_PARAMETER_VALUE,
+    RESOURCE_ALREADY_EXISTS,
+    RESOURCE_DOES_NOT_EXIST,
+    ErrorCode,
+)
+
+from tasks.records.tracking import Tracker
+
+CHAMPION = "champion"
+ITERATION = "doubleflow.iteration"
+LAYOUT = "diffusers"
+TABLE = "measurement.parquet"
+
+
+def register(tracker: Tracker, name: str, folder: Path, iteration: int, tags: Mapping[str, str]) -> ModelVersion:
+    """Put exported weights into the registry, once for each iteration of a run.
+
+    The version's files are `folder` itself: `load_lora_weights` or `from_pretrained` takes what
+    `mlflow.artifacts.download_artifacts("models:/<name>/<version>")` gives. A run that was killed in between finishes
+    what it began.
+
+    Args:
+        tracker: the run that made them.
+        name: of the registered model; made if there is none.
+        folder: what `export_weights` wrote.
+        iteration: the last one in the weights.
+        tags: of the version.
+    """
+    client = tracker.client
+    try:
+        client.create_registered_model(name)
+    except MlflowException as error:
+        if error.error_code != ErrorCode.Name(RESOURCE_ALREADY_EXISTS):
+            raise
+    for version in client.search_model_versions(f"name = '{name}' AND run_id = '{tracker.run_id}'"):
+        if version.tags.get(ITERATION) == str(iteration):
+            return version
+    model = _logged_model(tracker, f"{name}-{iteration:06d}", folder, iteration)
+    return client.create_model_version(
+        name,
+        source=model.artifact_location,  # "models:/<id>" would be looked up at MLflow's default address
+        run_id=tracker.run_id,
+        model_id=model.model_id,
+        tags={ITERATION: str(iteration), **tags},
+    )
+
+
+def _logged_model(tracker: Tracker, name: str, folder: Path, iteration: int) -> LoggedModel:
+    """The run's output model of that name, with its files; one that was begun is completed."""
+    client = tracker.client
+    experiment = client.get_run(tracker.run_id).info.experiment_id
+    begun = client.search_logged_models([experiment], f"name = '{name}' AND source_run_id = '{tracker.run_id}'")
+    model = begun[0] if begun else client.create_logged_model(experiment, name, tracker.run_id, model_type=LAYOUT)
+    if model.status != "READY":
+        client.log_model_artifacts(model.model_id, str(folder))
+        client.log_outputs(tracker.run_id, [LoggedModelOutput(model.model_id, iteration)])
+        client.finalize_logged_model(model.model_id, "READY")
+    return model
+
+
+def measurable_versions(client: MlflowClient, name: str) -> list[ModelVersion]:
+    """The versions of a registered model that `register` made: the champion, then the others from the oldest on."""
+    found = [v for v in client.search_model_versions(f"name = '{name}'") if ITERATION in v.tags]
+    best = champion(client, name)
+    return sorted(found, key=lambda v: (best is None or v.version != best.version, int(v.version)))
+
+
+def champion(client: MlflowClient, name: str) -> ModelVersion | None:
+    """The version with the alias `champion`; None if there is none."""
+    try:
+        return client.get_model_version_by_alias(name, CHAMPION)
+    except MlflowException as error:
+        if error.error_code in (ErrorCode.Name(RESOURCE_DOES_NOT_EXIST), ErrorCode.Name(INVALID_PARAMETER_VALUE)):
+            return None
+        raise
+
+
+def tag_regression(client: MlflowClient, tag: str, text: str, version: ModelVersion, measurement: str) -> None:
+    """Say on the version, on the run that trained it and on the run that measured it that it got worse."""
+    client.set_model_version_tag(version.name, version.version, tag, text)
+    for run_id in (version.run_id, measurement):
+        client.set_tag(run_id, tag, text)
+
+
+class Measurements:
+    """Finished measurements, found in MLflow by what was measured and by how.
+
+    Args:
+        client: MLflow.
+        experiment: where the measurements' runs are.
+        digest: of everything that two measurements must share to be compared.
+    """
+
+    def __init__(self, client: MlflowClient, experiment: str, digest: str):
+        self.client, self.experiment, self.digest = client, experiment, digest
+
+    def tags(self, subject: str) -> dict[str, str]:
+        """Of a measurement's run."""
+        return {"doubleflow.measurement": self.digest, "doubleflow.subject": subject}
+
+    def run(self, subject: str) -> str | None:
+        """Id of the finished run that measured `subject`: "base", or "<model>/<version>"."""
+        experiment = self.client.get_experiment_by_name(self.experiment)
+        if experiment is None:
+            return None
+        tags = [f"tags.`{name}` = '{value}'" for name, value in self.tags(subject).items()]
+        query = " AND ".join([*tags, "attributes.status = 'FINISHED'"])
+        runs = self.client.search_runs([experiment.experiment_id], query, max_results=1)
+        return runs[0].info.run_id if runs else None
+
+    def of(self, version: ModelVersion) -> str | None:
+        """Id of the finished run that measured this version."""
+        return self.run(f"{version.name}/{version.version}")
+
+    def champion(self, name: str) -> ModelVersion | None:
+        """See `champion`."""
+        return champion(self.client, name)
+
+    def table(self, subject: str) -> pd.DataFrame | None:
+        """The pictures' rewards of a finished measurement."""
+        run_id = self.run(subject)
+        return None if run_id is None else pd.read_parquet(self.client.download_artifacts(run_id, TABLE))

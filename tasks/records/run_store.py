@@ -1,0 +1,352 @@
+"""Checkpoints: complete, or not there.
+
+A checkpoint is written aside, flushed, verified against the digests in its own record and then renamed into place;
+a run killed at any moment leaves whole checkpoints and at most one folder that nobody reads. Written in the background,
+it takes the same steps in a thread.
+"""
+
+import fcntl
+import json
+import logging
+import os
+import re
+import shutil
+import socket
+import stat
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, TextIO
+
+import psutil
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from models.errors import DoubleflowError
+from tasks.data.digests import record_digest
+from tasks.system.files import flush, move_in_place, remove, sha256_of
+from tasks.system.processes import ProcessIdentity
+
+RECORD = "state.json"
+WEIGHTS = "trainer"
+RECORD_DIGEST = "record_sha256"
+"""Of the record's other keys; records of older versions have none."""
+FORMAT = 1
+FAILING_WAIT_S = 60.0
+
+log = logging.getLogger(__name__)
+
+
+class CheckpointError(DoubleflowError, RuntimeError):
+    """A checkpoint cannot be used."""
+
+
+@dataclass(frozen=True)
+class RunState:
+    """What a run needs to go on, beside the trainer's own files.
+
+    Attributes:
+        iteration: the last one that is in the weights. It is also the data cursor and the window's state: both are
+            functions of (seed, iteration).
+        config_digest: of the config that made it.
+        data_digest: of the prompts, embeddings and pairs it was made from, "-", and of the weights that it began with,
+            see `tasks.run.preflight.Inputs`; records of older versions have the first part alone.
+        mlflow_run_id: the run that it continues.
+        metrics: of the update that made the weights: MLflow has the iteration only after its validation.
+        format: version of this record.
+    """
+
+    iteration: int
+    config_digest: str
+    data_digest: str
+    mlflow_run_id: str
+    metrics: dict[str, float] = field(default_factory=dict)
+    format: int = FORMAT
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid")
+
+
+_STATE = TypeAdapter(RunState)
+
+
+class CheckpointStore:
+    """The checkpoints of one run, `folder`/iter_000010 and so on; or other files of its iterations.
+
+    Args:
+        folder: is created.
+        keep: newest checkpoints that stay; None keeps all.
+        content: folder of each checkpoint in which its files are, beside the record.
+    """
+
+    def __init__(self, folder: Path, keep: int | None = None, content: str = WEIGHTS):
+        self.folder, self.keep, self.content = folder, keep, content
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._under_way: Future[Path] | None = None
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except FileExistsError as error:
+            raise CheckpointError(
+                f"{folder} is no folder, or a link to one that is not there: mount or move back what it leads to, or "
+                "remove it to begin without checkpoints"
+            ) from error
+        remove(*(self._aside(iteration) for iteration in self._named(".writing-")))
+
+    def iterations(self) -> list[int]:
+        """Iterations whose name a checkpoint has, ascending; other names are nobody's."""
+        return self._named("iter_")
+
+    def path(self, iteration: int) -> Path:
+        """Where the checkpoint of that iteration is."""
+        return self.folder / f"iter_{iteration:06d}"
+
+    def _aside(self, iteration: int) -> Path:
+        """Where it is until it is whole."""
+        return self.folder / f".writing-{iteration:06d}"
+
+    def _named(self, prefix: str) -> list[int]:
+        """The numbers of the entries that have exactly the name that this class gives."""
+        pattern = re.compile(re.escape(prefix) + "([0-9]{6}|[1-9][0-9]{6,})")
+        return sorted(int(found[1]) for path in self.folder.iterdir() if (found := pattern.fullmatch(path.name)))
+
+    def save(self, state: RunState, write: Callable[[Path], None]) -> Path:
+        """Write a checkpoint; on any error nothing is left and the older ones stay.
+
+        Args:
+            state: its record. An older checkpoint of the same iteration gives way.
+            write: writes the files (a trainer's) into the (existing) folder it is given.
+        """
+        self.settle()
+        return self._finish(self._begin(state, write), state)
+
+    def save_in_background(
+        self, state: RunState, start_writing: Callable[[Path], None], wait_until_written: Callable[[], None]
+    ) -> None:
+        """The same in a thread of its own; the checkpoint is there once `settle` has returned.
+
+        Args:
+            state: its record.
+            start_writing: returns when the trainer may go on.
+            wait_until_written: returns when the trainer's files are complete; called in the thread.
+        """
+        self.settle()
+        aside = self._begin(state, start_writing)
+        self._under_way = self._thread.submit(self._finish, aside, state, wait_until_written)
+
+    def settle(self, timeout_s: float | None = None) -> None:
+        """Wait for the checkpoint that is being written, if there is one; its error is raised here.
+
+        Raises:
+            TimeoutError: it is not complete after so many seconds.
+        """
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            under_way.result(timeout_s)
+
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        """Context whose end waits for what is being written: nobody ends the trainer before.
+
+        After an error it waits for FAILING_WAIT_S at most: what failed may be the trainer, which answers no more.
+        """
+        try:
+            yield
+        except BaseException as error:
+            try:
+                self.settle(FAILING_WAIT_S)
+            except Exception as of_checkpoint:
+                error.add_note(f"the checkpoint that was being written is lost too: {of_checkpoint!r}")
+            raise
+        self.settle()
+
+    def _begin(self, state: RunState, write: Callable[[Path], None]) -> Path:
+        """The folder aside with the files, or with their beginnings."""
+        aside = self._aside(state.iteration)
+        with _removed_on_error(aside):
+            (aside / self.content).mkdir(parents=True)
+            write(aside / self.content)
+        return aside
+
+    def _finish(self, aside: Path, state: RunState, wait_until_written: Callable[[], None] = lambda: None) -> Path:
+        """The checkpoint in its place, once its files are complete."""
+        with _removed_on_error(aside):
+            wait_until_written()
+            record = asdict(state) | {"files": _digests(aside / self.content)}
+            (aside / RECORD).write_text(json.dumps(record | {RECORD_DIGEST: record_digest(record)}, indent=1))
+            flush(aside)
+            verify(aside, self.content)
+            move_in_place(aside, self.path(state.iteration))
+        self._let_old_ones_go(state.iteration)
+        return self.path(state.iteration)
+
+    def _let_old_ones_go(self, saved: int) -> None:
+        """Keep the newest up to the one just saved; what only has a checkpoint's name takes the place of none."""
+        paths = [self.path(iteration) for iteration in self.iterations() if iteration <= saved]
+        whole = [path for path in paths if (path / RECORD).is_file()]
+        remove(*(whole[: -self.keep] if self.keep else []))
+
+    def remove(self, through: int) -> None:
+        """Remove the checkpoints of iterations up to that one."""
+        for iteration in self.iterations():
+            if iteration <= through:
+                remove(self.path(iteration))
+
+    def latest(self, config_digest: str, data_digest: str) -> tuple[RunState, Path] | None:
+        """The newest checkpoint, see `load`; None only if nothing has a checkpoint's name."""
+        return self.load(self.iterations()[-1], config_digest, data_digest) if self.iterations() else None
+
+    def load(self, iteration: int, config_digest: str, data_digest: str) -> tuple[RunState, Path] | None:
+        """The record and the files' folder of one checkpoint; None if nothing is there.
+
+        Raises:
+            CheckpointError: it is no folder or cannot be reached, its record or files are not what was written, or
+                another config or other data made it.
+        """
+        folder = self.path(iteration)
+        if not _is_there(folder):
+            return None
+        state = verify(folder, self.content)
+        if state.iteration != iteration:
+            raise CheckpointError(
+                f"{folder / RECORD} is of iteration {state.iteration}, the folder's name of {iteration}: give it the "
+                "name that it had, or remove it to go on without it"
+            )
+        for what, stored, present in (
+            ("by another config", state.config_digest, config_digest),
+            ("from other prompts, embeddings or pairs", _part(state.data_digest, 0), _part(data_digest, 0)),
+            (
+                "from other weights in model.path, model.initial_weights or actor.teacher_path",
+                _part(state.data_digest, 1) or _part(data_digest, 1),
+                _part(data_digest, 1),
+            ),
+        ):
+            if stored != present:
+                raise CheckpointError(f"{folder} was made {what}: give the run another trainer.experiment_name")
+        if not _part(state.data_digest, 1) and _part(data_digest, 1):
+            log.warning("%s is of an older version: whether it was made from these base weights is not checked", folder)
+        return state, folder / self.content
+
+
+def _part(data_digest: str, number: int) -> str:
+    """Of the data (0) or the weights (1); empty where a record of an older version has none of the weights."""
+    return (*data_digest.split("-"), "")[number]
+
+
+@contextmanager
+def _removed_on_error(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Hold a run's folder, which is created; the kernel gives it back when this process ends, however it ends.
+
+    Who holds it, or held it last, is in its `.lock`: host, and pid, start and boot of the process.
+
+    Raises:
+        CheckpointError: another process holds it, or its file system has no locks.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise CheckpointError(
+                f"another process works on {folder}{_owner(lock)}: end it first, or wait for it"
+            ) from error
+        except OSError as error:
+            raise CheckpointError(
+                f"{folder} cannot be locked, which keeps a second process from it: its file system "
+                f"{_file_system(folder)} says {error.strerror!r}; mount it with locks, or set "
+                "trainer.default_local_dir to a folder of another one"
+            ) from error
+        lock.truncate(0)
+        json.dump({"host": socket.gethostname()} | ProcessIdentity.of(os.getpid())._asdict(), lock)
+        lock.flush()
+        yield
+
+
+def _owner(lock: TextIO) -> str:
+    """What the holder has written of itself, in brackets; nothing where it is only about to."""
+    lock.seek(0)
+    try:
+        owner = json.loads(lock.read())
+        return f" (pid {owner['pid']} on {owner['host']})"
+    except (ValueError, KeyError, TypeError):
+        return ""
+
+
+def _file_system(folder: Path) -> str:
+    """Its kind and where it is mounted."""
+    mounts = [mount for mount in psutil.disk_partitions(all=True) if folder.resolve().is_relative_to(mount.mountpoint)]
+    nearest = max(reversed(mounts), key=lambda mount: len(mount.mountpoint), default=None)
+    return "of an unknown kind" if nearest is None else f"{nearest.fstype} at {nearest.mountpoint}"
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): sha256_of(path) for path in files}
+
+
+def verify(folder: Path, content: str = WEIGHTS) -> RunState:
+    """The state in the record of a checkpoint; it and the files are what was written.
+
+    Raises:
+        CheckpointError: they are not, or cannot be read.
+    """
+    record = _read_record(folder / RECORD)
+    files = record.pop("files", None)
+    if not isinstance(files, dict):
+        raise _damaged(folder / RECORD, "it lists no files")
+    try:
+        state = _STATE.validate_json(json.dumps(record))
+    except ValidationError as error:
+        faults = "; ".join(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors())
+        raise _damaged(folder / RECORD, faults) from error
+    try:
+        found = _digests(folder / content)
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {error}; remove the folder to go on without it") from error
+    if found != files:
+        wrong = sorted(name for name in {*found, *files} if found.get(name) != files.get(name))
+        raise CheckpointError(f"{folder} is damaged ({', '.join(wrong)}): remove the folder to go on without it")
+    return state
+
+
+def _read_record(file: Path) -> dict[str, Any]:
+    """A checkpoint's record without the digest of itself, which is compared."""
+    try:
+        record = json.loads(file.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}; remove the folder to go on without it") from error
+    if not isinstance(record, dict):
+        raise _damaged(file, "it is no JSON object")
+    if record.get("format") != FORMAT:
+        raise CheckpointError(f"{file} has format {record.get('format')}, this version reads {FORMAT}")
+    if RECORD_DIGEST in record and record.pop(RECORD_DIGEST) != record_digest(record):
+        raise _damaged(file, "its digest is of another content")
+    return record
+
+
+def _damaged(file: Path, fault: str) -> CheckpointError:
+    return CheckpointError(f"{file} is damaged ({fault}): remove the folder to go on without it")
+
+
+def _is_there(path: Path) -> bool:
+    """Is the folder there? Raises CheckpointError where something else is, such as a link to an unmounted disk."""
+    try:
+        if stat.S_ISDIR(path.stat().st_mode):
+            return True
+        fault = "is no folder"
+    except OSError as error:
+        if isinstance(error, FileNotFoundError) and not path.is_symlink():
+            return False
+        fault = f"leads to nothing that can be reached ({error.strerror})"
+    raise CheckpointError(
+        f"{path} has the name of a checkpoint and {fault}: mount or move back what belongs there, or remove it to go "
+        "on without it"
+    )

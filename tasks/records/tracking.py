@@ -1,0 +1,278 @@
+"""MLflow: what a run was, what it measured, what it drew."""
+
+import json
+import os
+import re
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from mlflow import MlflowClient
+from mlflow.entities import Metric, Param, RunTag
+from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
+from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
+from PIL import Image
+
+from models.config.section import Section
+from tasks.config.tracking import TrackingConfig
+from tasks.records.lineage import Lineage
+from tasks.records.pictures import still
+from tasks.system.credentials import refuse_password_in_url
+
+STEP_MARK = "trainer/global_step"
+"""Logged last of a step's records, so its history says which steps are complete."""
+PARAM_LIMIT = 6000
+LAST_WORDS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": 2, "MLFLOW_HTTP_REQUEST_TIMEOUT": 10}
+"""Of MLflow's settings, while a run that fails says so; nobody waits for more than half a minute."""
+PASSWORD_OF_MLFLOW = (
+    "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or use the database's own password file (as ~/.pgpass)"
+)
+
+
+def mlflow_client(config: TrackingConfig) -> MlflowClient:
+    """MLflow as configured, or as MLFLOW_TRACKING_URI says; runs and registry are in the same place.
+
+    Raises:
+        CredentialError: the address holds a password, which summaries, records and errors would repeat.
+    """
+    uri = os.environ.get("MLFLOW_TRACKING_URI", config.uri)
+    for field, value in (("tracking.uri", config.uri), ("MLFLOW_TRACKING_URI", uri)):
+        refuse_password_in_url(value, field, PASSWORD_OF_MLFLOW)
+    return MlflowClient(tracking_uri=uri, registry_uri=uri)
+
+
+class Tracker:
+    """One MLflow run, which survives the process: a resumed run continues it, and no step is logged twice.
+
+    Args:
+        config: where MLflow is.
+        run_name: of a new run.
+        run_id: the run to continue; None starts a new one.
+        parent: run that a new one is nested under.
+    """
+
+    def __init__(self, config: TrackingConfig, run_name: str, run_id: str | None = None, parent: str | None = None):
+        self.client = mlflow_client(config)
+        self.uri = uri = self.client.tracking_uri
+        experiment = self._experiment(config, uri)
+        self.run_id = run_id or self._create(experiment, run_name, parent)
+        self.client.update_run(self.run_id, status="RUNNING")
+        self._pictures: dict[str, set[int]] = {}
+        self.logged_steps = {metric.step for metric in self.client.get_metric_history(self.run_id, STEP_MARK)}
+
+    def log_start(self, config: Section, tags: Mapping[str, str]) -> None:
+        """The configuration as config.json, the part of it that somebody chose as parameters, and tags.
+
+        A field is a parameter if a recipe or an override sets it, or if its value is not its default: MLflow's pages
+        show every parameter beside every picture, and a whole config has more than a hundred fields.
+
+        MLflow's parameters are final. A resumed run may differ in settings that do not shape it, such as how long it
+        goes on: the parameters stay those of the first start, and a tag resumed.<name> holds the present value.
+        """
+        whole = config.model_dump(mode="json")
+        present = {name: str(value)[:PARAM_LIMIT] for name, value in flat(whole).items()}
+        chosen = [
+            *flat(config.model_dump(mode="json", exclude_unset=True)),
+            *flat(config.model_dump(mode="json", exclude_defaults=True)),
+        ]
+        first = self.client.get_run(self.run_id).data.params
+        chosen = [name for name in dict.fromkeys(chosen) if name in present]  # no sections in which nothing is set
+        params = [] if first else [Param(name, present[name]) for name in chosen]
+        again = [name for name in dict.fromkeys([*first, *chosen]) if first and name in present]
+        changed = {f"resumed.{name}": present[name] for name in again if first.get(name) != present[name]}
+        labels = [RunTag(name, value) for name, value in (tags | changed).items()]
+        self.client.log_batch(self.run_id, params=params, tags=labels)
+        self.client.log_dict(self.run_id, whole, "config.json")
+
+    def log_lineage(self, lineage: Lineage, iteration: int) -> None:
+        """Where this start of the run came from, under the iteration that it begins after."""
+        tags = lineage.tags | lineage.start_tag(iteration)
+        self.client.log_batch(self.run_id, tags=[RunTag(name, value) for name, value in tags.items()])
+        self.client.log_inputs(self.run_id, lineage.datasets)
+        self.client.log_dict(self.run_id, lineage.environment, f"lineage/{iteration:06d}/environment.json")
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "code.patch").write_bytes(lineage.patch)
+            self.client.log_artifacts(self.run_id, folder, f"lineage/{iteration:06d}")
+
+    def log_step(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        pictures: Mapping[str, Image.Image] | None = None,
+        tables: Mapping[str, pd.DataFrame] | None = None,
+        albums: Mapping[str, Sequence[np.ndarray]] | None = None,
+    ) -> bool:
+        """Everything of one step, once: a step that is logged already is left as it is, and the answer is False.
+
+        Args:
+            step: iteration; 0 is before training.
+            metrics: all of them go in one request, after the artifacts.
+            pictures: image key -> picture, for MLflow's step slider.
+            tables: name -> rows, as <name>/000010.parquet.
+            albums: name -> pictures uint8 [H, W, 3], as <name>/000010/0000.png and so on.
+        """
+        if step in self.logged_steps:
+            return False
+        self.log_files(step, pictures, tables, albums)
+        self.log_metrics(step, {**metrics, STEP_MARK: float(step)})
+        self.logged_steps.add(step)
+        return True
+
+    def log_files(
+        self,
+        step: int,
+        pictures: Mapping[str, Image.Image] | None = None,
+        tables: Mapping[str, pd.DataFrame] | None = None,
+        albums: Mapping[str, Sequence[np.ndarray]] | None = None,
+    ) -> None:
+        """What a step has beside its metrics, see `log_step`; what is there already is written again."""
+        for key, picture in (pictures or {}).items():
+            self._log_picture(key, picture, step)
+        for name, table in (tables or {}).items():
+            self.log_table(table, f"{name}/{step:06d}.parquet")
+        for name, pictures_of_step in (albums or {}).items():
+            self._log_album(pictures_of_step, f"{name}/{step:06d}")
+
+    def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Metrics of a step in one request."""
+        now = int(time.time() * 1000)
+        self.client.log_batch(self.run_id, metrics=[Metric(name, v, now, step) for name, v in metrics.items()])
+
+    def tag(self, name: str, value: str) -> None:
+        """Set a tag of the run."""
+        self.client.set_tag(self.run_id, name, value)
+
+    def log_table(self, table: pd.DataFrame, path: str) -> None:
+        """A table as a parquet artifact at `path`."""
+        with tempfile.TemporaryDirectory() as folder:
+            local = Path(folder) / Path(path).name
+            table.to_parquet(local, index=False)
+            folder_there = Path(path).parent.as_posix()
+            self.client.log_artifact(self.run_id, str(local), None if folder_there == "." else folder_there)
+
+    def log_bytes(self, content: bytes, path: str) -> None:
+        """A file as an artifact at `path`, which names a folder, too."""
+        with tempfile.TemporaryDirectory() as folder:
+            local = Path(folder) / Path(path).name
+            local.write_bytes(content)
+            self.client.log_artifact(self.run_id, str(local), Path(path).parent.as_posix())
+
+    def _log_album(self, pictures: Sequence[np.ndarray], path: str) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            for number, picture in enumerate(pictures):
+                Image.fromarray(still(picture)).save(f"{folder}/{number:04d}.png", compress_level=1)
+            self.log_folder(Path(folder), path)
+
+    def log_folder(self, folder: Path, path: str | None = None) -> None:
+        """A folder's content as artifacts, at `path` or at the top."""
+        self.client.log_artifacts(self.run_id, str(folder), path)
+
+    def log_picture_file(self, picture: Image.Image, path: str) -> None:
+        """One picture as an artifact at `path`."""
+        self.client.log_image(self.run_id, picture, artifact_file=path)
+
+    def latest(self) -> dict[str, float]:
+        """Every metric's newest value."""
+        return dict(self.client.get_run(self.run_id).data.metrics)
+
+    def history(self, name: str) -> dict[int, float]:
+        """Step -> value of one metric."""
+        return {metric.step: metric.value for metric in self.client.get_metric_history(self.run_id, name)}
+
+    @contextmanager
+    def concluded(self) -> Iterator[None]:
+        """Afterwards the run is FINISHED, FAILED (an error) or KILLED (an interrupt), never RUNNING."""
+        try:
+            yield
+        except BaseException as error:
+            status = "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED"
+            try:
+                with _few_retries():
+                    self.client.set_terminated(self.run_id, status)
+            except (Exception, KeyboardInterrupt) as of_mlflow:  # what ended the run is the error that is raised
+                reason = " ".join(str(of_mlflow).split()) or type(of_mlflow).__name__
+                error.add_note(f"MLflow at {self.uri} was not told that run {self.run_id} is {status}: {reason}")
+            raise
+        self.client.set_terminated(self.run_id, "FINISHED")
+
+    def _log_picture(self, key: str, picture: Image.Image, step: int) -> None:
+        """Once a step, also when a run killed in the middle of its records comes back to it."""
+        if key not in self._pictures:
+            self._pictures[key] = self.picture_steps(key)
+        if step not in self._pictures[key]:
+            self.client.log_image(self.run_id, picture, key=key, step=step)
+            self._pictures[key].add(step)
+
+    def picture_steps(self, key: str) -> set[int]:
+        """Steps that have a picture of that key; MLflow keeps them in the files' names."""
+        return set(self.picture_files(key))
+
+    def picture_files(self, key: str) -> dict[int, list[str]]:
+        """Step -> artifact paths of its picture of that key, the picture and MLflow's small copy of it."""
+        found: dict[int, list[str]] = {}
+        for path in self.listed("images"):
+            match = re.match(rf"{re.escape(key)}([+%])step\1(\d+)\1", Path(path).name)
+            if match:
+                found.setdefault(int(match[2]), []).append(path)
+        return found
+
+    def _experiment(self, config: TrackingConfig, uri: str) -> str:
+        found = self.client.get_experiment_by_name(config.experiment)
+        if found is not None:
+            return found.experiment_id
+        root = config.artifacts
+        if root is None and uri.startswith("sqlite:"):
+            root = (Path("mlruns").resolve()).as_uri()
+        return self.client.create_experiment(config.experiment, artifact_location=root)
+
+    def _create(self, experiment: str, run_name: str, parent: str | None) -> str:
+        tags = {MLFLOW_PARENT_RUN_ID: parent} if parent else {}
+        return self.client.create_run(experiment, run_name=run_name, tags=tags).info.run_id
+
+    def remove(self, paths: Sequence[str]) -> None:
+        """Delete artifacts, files or folders.
+
+        Raises:
+            MlflowException: the artifact store cannot delete.
+        """
+        root = self.client.get_run(self.run_id).info.artifact_uri
+        store = get_artifact_repository(root, tracking_uri=self.uri)
+        for path in paths:
+            store.delete_artifacts(path)
+
+    def listed(self, folder: str) -> list[str]:
+        """Paths of what is in an artifact folder; none where there is no such folder."""
+        return [item.path for item in self.client.list_artifacts(self.run_id, folder)]
+
+
+@contextmanager
+def _few_retries() -> Iterator[None]:
+    """MLflow's requests within give up after seconds, where its own settings take minutes; a shorter one stays."""
+    before = {name: os.environ.get(name) for name in LAST_WORDS}
+    for name, most in LAST_WORDS.items():
+        os.environ[name] = str(min(most, int(before[name] or most)))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}; lists stay whole, as JSON. MLflow allows no colon in a parameter's name."""
+    fields: dict[str, Any] = {}
+    for name, value in tree.items():
+        path = f"{prefix}{name}".replace(":", "/")
+        if isinstance(value, Mapping) and value:
+            fields |= flat(value, f"{path}.")
+        else:
+            fields[path] = json.dumps(value) if isinstance(value, list | dict) else value
+    return fields

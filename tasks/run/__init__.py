@@ -1,0 +1,1 @@
+"""One run: what is open, what is known, what comes next."""

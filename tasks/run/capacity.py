@@ -1,0 +1,129 @@
+"""What a run's model costs, and whether it fits the GPUs: known before anything is loaded."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+import diffusers
+import torch
+
+from models.algorithms import get_diffusion_loss_fn
+from models.algorithms.losses import REF_VELOCITY
+from models.cost.flops import Batch, PolicyFlops, has_formula
+from models.cost.memory import GIB, Need, rollout_need, update_need
+from models.cost.meta_pass import PassCost, decoding_bytes, pass_cost
+from models.errors import DoubleflowError
+from models.families.base import DiffusionModelBase, DiffusionModelConfig
+from models.families.latents import component_config
+from tasks.config.tree import TrainConfig
+from tasks.data.embeddings import PromptEmbeddings, prompt_table
+
+log = logging.getLogger(__name__)
+
+
+class DoesNotFit(DoubleflowError, ValueError):
+    """The run needs more memory than a GPU has."""
+
+
+def measure_cost(
+    config: TrainConfig, model_config: DiffusionModelConfig, embeddings: PromptEmbeddings, uids: Sequence[str]
+) -> PolicyFlops | None:
+    """What a micro-batch with the longest of these prompts costs; None where nothing is known of the transformer."""
+    name = component_config(model_config.path, "transformer")["_class_name"]
+    if not hasattr(diffusers, name) or not has_formula(model_config):
+        log.warning("%s is no transformer that this project can count: no perf/mfu, and no check of memory", name)
+        return None
+    actor = config.actor_rollout_ref.actor
+    guided = DiffusionModelBase.get_class(model_config).is_guided(model_config.pipeline)
+    prompts = prompt_table(embeddings, [embeddings.longest(uids)], guided)
+    computed = actor.fsdp_config.param_dtype or model_config.model.dtype
+    samples, checkpointing = actor.ppo_micro_batch_size_per_gpu, actor.fsdp_config.gradient_checkpointing
+    cost = pass_cost(
+        _in_format(model_config, computed), prompts, samples, checkpointing, actor.guidance_gradient == "conditional"
+    )
+    return PolicyFlops(model_config, cost, Batch(samples, *prompts.lengths))
+
+
+def check_fits(config: TrainConfig, model_config: DiffusionModelConfig, cost: PassCost) -> None:
+    """Raises DoesNotFit for a run on CUDA whose update or rollout needs more than a GPU has."""
+    if config.trainer.device != "cuda":
+        return
+    there = _gpu_gib(config)
+    if there is None:
+        return
+    update, rollout = _update(config, model_config, cost), _rollout(config, model_config, cost)
+    if update.gib > there:
+        raise DoesNotFit(
+            f"the update needs {update.gib:.1f} GiB on each GPU ({update.sentence()}) but there are {there:.1f}: "
+            f"{_advice(config, update)}"
+        )
+    if rollout is None:
+        return
+    settings = config.actor_rollout_ref.rollout
+    beside, why = 0.0, ""
+    if config.shares_gpus:
+        beside, why = sum(update.resident.values()) / GIB, " beside the trainer's weights"
+    workers = 1 if config.shares_gpus else int(1 / settings.num_gpus_per_actor) if settings.num_gpus_per_actor else 1
+    needed = beside + max(workers, 1) * rollout.gib
+    if needed > there:
+        raise DoesNotFit(
+            f"the rollout needs {needed:.1f} GiB on each GPU{why} ({rollout.sentence()} for each worker) but there are "
+            f"{there:.1f}: lower rollout.micro_batch_size, now {settings.micro_batch_size}, "
+            + ("set rollout.placement to separate" if config.shares_gpus else "or raise rollout.num_gpus_per_actor")
+        )
+
+
+def _update(config: TrainConfig, model_config: DiffusionModelConfig, cost: PassCost) -> Need:
+    actor = config.actor_rollout_ref.actor
+    loss = get_diffusion_loss_fn(actor.diffusion_loss.loss_mode, actor.diffusion_loss.options)
+    refers = actor.use_kl_loss or REF_VELOCITY in loss.required_data_keys
+    return update_need(
+        cost,
+        model_config,
+        actor,
+        world_size=config.trainer.world_size,
+        copies=actor.ema.enable + loss.keeps_old_policy() + config.trainer.one_step_off_policy,
+        frozen_models=(refers and model_config.model.lora_rank == 0) + (actor.teacher_path is not None),
+    )
+
+
+def _rollout(config: TrainConfig, model_config: DiffusionModelConfig, cost: PassCost) -> Need | None:
+    if not config.samples:
+        return None
+    settings = config.actor_rollout_ref.rollout
+    samples = settings.micro_batch_size
+    vae = decoding_bytes(model_config, samples)
+    return rollout_need(cost, model_config, vae, samples, settings.processes_per_worker)
+
+
+def _advice(config: TrainConfig, need: Need) -> str:
+    """The settings that are left to make it smaller."""
+    actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
+    ways = []
+    if actor.ppo_micro_batch_size_per_gpu > 1:
+        ways.append(f"lower actor.ppo_micro_batch_size_per_gpu, now {actor.ppo_micro_batch_size_per_gpu}")
+    if not actor.fsdp_config.gradient_checkpointing:
+        ways.append("set actor.fsdp_config.gradient_checkpointing to true")
+    if not actor.fsdp_config.param_offload:
+        ways.append("set actor.fsdp_config.param_offload to true")
+    if not model.lora_rank:
+        ways.append("train LoRA with model.lora_rank")
+    if model.dtype == "float32":
+        ways.append("set model.dtype to bfloat16")
+    ways.append(f"raise trainer.n_gpus_per_node, now {config.trainer.n_gpus_per_node}")
+    return ", or ".join(ways)
+
+
+def _in_format(model_config: DiffusionModelConfig, dtype: str) -> DiffusionModelConfig:
+    return replace(model_config, model=model_config.model.model_copy(update={"dtype": dtype}))
+
+
+def _gpu_gib(config: TrainConfig) -> float | None:
+    """All of a GPU's memory: what others hold of it now, they may have given back when this run's turn comes."""
+    if config.trainer.gpu_memory_gib is not None:
+        return config.trainer.gpu_memory_gib
+    if torch.cuda.is_available():
+        devices = range(torch.cuda.device_count())
+        return min(torch.cuda.get_device_properties(device).total_memory for device in devices) / GIB
+    log.warning("the driver sees no GPU and trainer.gpu_memory_gib is null: whether the run fits is not checked")
+    return None

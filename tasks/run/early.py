@@ -1,0 +1,111 @@
+"""What the command line says before the imports that take seconds: names that nobody knows, files that are not there.
+
+Everything here is checked again, or goes wrong, in the flow; a deployment's run learns it there.
+"""
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+from urllib.parse import urlsplit
+
+from models.config.actor import DiffusionActorConfig
+from models.config.model import ModelConfig
+from models.errors import DoubleflowError
+from tasks.config.errors import ConfigError
+from tasks.config.tree import TrainConfig
+from tasks.rewards import check_reward
+
+P, R = ParamSpec("P"), TypeVar("R")
+
+
+def check_early(config: TrainConfig, trains: bool = True) -> None:
+    """The rewards, the files, the run's folder, and last, since it needs torch, the loss and the advantage.
+
+    Raises:
+        ConfigError, or the named thing's own error.
+    """
+    with as_config_errors():
+        for name, entry in config.reward.named().values():
+            check_reward(name, **entry.options)
+        check_files(config)
+        if trains:
+            check_folder(config.trainer.default_local_dir)
+        _check_parts(config)
+
+
+def check_files(config: TrainConfig) -> None:
+    """The data and the model that the config names are there. Raises ConfigError, which names the field."""
+    model, data = config.actor_rollout_ref.model, config.data
+    own = ModelConfig.model_fields["path"].default
+    model_advice = f"`dvc repro base_model` makes {own}" if model.path == own else "give a folder in diffusers format"
+    needed = {
+        "actor_rollout_ref.model.path": (Path(model.path) / "model_index.json", model_advice),
+        "data.prompts": (data.prompts, "`dvc repro prompts` makes data/prompts.parquet"),
+        "data.embeddings": (data.embeddings / "index.json", "`dvc repro embeddings` makes data/embeddings"),
+    }
+    if not config.samples:
+        needed["data.pairs"] = (data.pairs / "index.json", "`dvc repro pairs` makes data/pairs")
+    for field, (file, advice) in needed.items():
+        if not file.is_file():
+            folder = file.parent if file.name in ("model_index.json", "index.json") else file
+            raise ConfigError(f"{field} is {folder}, but {file} does not exist: {advice}")
+
+
+def check_folder(folder: Path, field: str = "trainer.default_local_dir") -> None:
+    """This folder can be written into, or made; nothing is left behind. Raises ConfigError, which names the field."""
+    there = folder.absolute()
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    try:
+        with tempfile.TemporaryDirectory(dir=there):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"{field} is {folder}, where nothing can be written ({there}: {error.strerror}): give a folder of your own"
+        ) from error
+
+
+def check_tracking(uri: str) -> None:
+    """A recorded run is looked for in a store that is there. Raises ConfigError."""
+    parts = urlsplit(uri)
+    if parts.scheme == "sqlite" and not Path(parts.path.removeprefix("/")).is_file():
+        raise ConfigError(
+            f"tracking.uri is {uri}, but there is no such file: run where the training ran, or set MLFLOW_TRACKING_URI"
+        )
+
+
+def _check_parts(config: TrainConfig) -> None:
+    from models.algorithms import get_diffusion_adv_estimator_fn, get_diffusion_loss_fn
+
+    actor = config.actor_rollout_ref.actor
+    get_diffusion_adv_estimator_fn(config.algorithm.adv_estimator)
+    get_diffusion_loss_fn(actor.diffusion_loss.loss_mode)
+    if actor.strategy != DiffusionActorConfig.model_fields["strategy"].default:  # the engines take seconds to import
+        from models.training.engine import get_training_engine
+
+        get_training_engine(actor.strategy)
+
+
+@contextmanager
+def as_config_errors() -> Iterator[None]:
+    """A name or file that is found wrong during the block is a ConfigError, whoever found it."""
+    try:
+        yield
+    except DoubleflowError:
+        raise
+    except (ValueError, OSError) as error:
+        raise ConfigError(str(error)) from error
+
+
+def raising_config_errors(check: Callable[P, R]) -> Callable[P, R]:
+    """The same check, whose errors are `as_config_errors`."""
+
+    @wraps(check)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        with as_config_errors():
+            return check(*args, **kwargs)
+
+    return checked

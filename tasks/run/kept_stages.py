@@ -1,0 +1,104 @@
+"""Finished stages of an iteration, kept in the run's folder until a checkpoint and MLflow have the iteration.
+
+A run that was killed then goes on with the stage that it was in: what was sampled is not sampled again, and what was
+scored is not scored again.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import ray
+
+from tasks.actors.reward_group import Scores
+from tasks.actors.rollout_group import PendingBatch, RolloutGroup, pending_batch
+from tasks.data.prompts import Prompt
+from tasks.records.run_store import CheckpointStore, RunState
+
+TABLE, FIRST_PICTURES = "scores.parquet", "pictures.npy"
+VERSION = "policy_version"
+
+
+class KeptStages:
+    """The rollouts and scores of a run's latest iterations: each whole, or not there.
+
+    Args:
+        folder: is created. Ray's machines must all see it, as they must see the checkpoints.
+    """
+
+    def __init__(self, folder: Path):
+        self._rollouts = CheckpointStore(folder / "rollout", content="batches")
+        self._scores = CheckpointStore(folder / "reward", content="scores")
+
+    def has_rollout(self, iteration: int) -> bool:
+        """Is the iteration's rollout kept?"""
+        return iteration in self._rollouts.iterations()
+
+    def keep_rollout(
+        self, state: RunState, version: int, workers: RolloutGroup, batches: Sequence[PendingBatch]
+    ) -> None:
+        """Write an iteration's batches, one file each, by the workers that sampled them; `version` is the policy's."""
+
+        def write_all(folder: Path) -> None:
+            files = [folder.resolve() / f"{number:04d}.safetensors" for number in range(len(batches))]
+            ray.get(
+                [
+                    workers.group.actors[batch.worker].write.remote(
+                        file, batch.trajectories, batch.pictures, batch.latents
+                    )
+                    for file, batch in zip(files, batches, strict=True)
+                ]
+            )
+
+        self._rollouts.save(replace(state, metrics={VERSION: version}), write_all)
+
+    def rollout(
+        self, state: RunState, workers: RolloutGroup, prompts: Sequence[Prompt], n: int
+    ) -> tuple[int, list[PendingBatch]] | None:
+        """(policy version, batches of `n` samples a prompt, which workers are reading); None where they are not kept.
+
+        Raises:
+            CheckpointError: they are damaged, or another config or other data made them.
+        """
+        found = self._rollouts.load(state.iteration, state.config_digest, state.data_digest)
+        if found is None:
+            return None
+        files, batches = sorted(found[1].resolve().iterdir()), []
+        for number, (part, file) in enumerate(zip(workers.parts(prompts, n), files, strict=True)):
+            worker = number % len(workers.group)
+            answer = workers.group.actors[worker].read.options(num_returns=4).remote(file)
+            text = workers.prompt_table([prompt.uid for prompt, _ in part]).lengths
+            batches.append(pending_batch(part, text, answer, workers.outputs, worker))
+        return int(found[0].metrics[VERSION]), batches
+
+    def keep_scores(self, state: RunState, version: int, scores: Scores, pictures: Sequence[np.ndarray]) -> None:
+        """Write an iteration's scores and its first pictures; `version` is the policy's that sampled."""
+
+        def write_all(folder: Path) -> None:
+            scores.samples.to_parquet(folder / TABLE, index=False)
+            if pictures:
+                np.save(folder / FIRST_PICTURES, np.stack(pictures))
+
+        self._scores.save(replace(state, metrics={VERSION: version}), write_all)
+
+    def scores(self, state: RunState, weights: Mapping[str, float]) -> tuple[int, Scores, list[np.ndarray]] | None:
+        """(policy version, scores, first pictures); None where they are not kept. `weights` is of `Scores`.
+
+        Raises:
+            CheckpointError: they are damaged, or another config or other data made them.
+        """
+        found = self._scores.load(state.iteration, state.config_digest, state.data_digest)
+        if found is None:
+            return None
+        samples = pd.read_parquet(found[1] / TABLE)
+        pictures = found[1] / FIRST_PICTURES
+        shown = list(np.load(pictures)) if pictures.is_file() else []
+        version = int(found[0].metrics[VERSION])
+        return version, Scores(samples, weights, dict.fromkeys(weights, 0.0)), shown
+
+    def forget(self, through: int) -> None:
+        """Remove what is kept of iterations up to that one."""
+        self._rollouts.remove(through)
+        self._scores.remove(through)

@@ -1,0 +1,225 @@
+"""The one way to open a run or a measurement: its lock, slots, cluster, tracker and actors."""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import ray
+from prefect import get_run_logger
+
+from models.algorithms import needs_old_means
+from models.weights.canary import Canary
+from tasks.actors.cluster import RankPlaces, gpu_slots, ray_cluster, require_resources
+from tasks.actors.reward_group import RewardGroup, wanted_inputs
+from tasks.actors.rollout_group import LATENTS, PICTURES, RolloutGroup
+from tasks.actors.trainer_group import TrainerGroup
+from tasks.config.tree import TrainConfig, TrainOverrides
+from tasks.data.pairs import SIDES
+from tasks.records.guards import FloorWatch, GuardWatch
+from tasks.records.lineage import lineage
+from tasks.records.run_store import CheckpointError, CheckpointStore, alone
+from tasks.records.tracking import Tracker
+from tasks.rewards.statistics import NAMES as STATISTICS
+from tasks.run.kept_stages import KeptStages
+from tasks.run.preflight import Inputs
+from tasks.run.training import CANARY_PROMPTS, TrainingRun
+from tasks.run.utilisation import Utilisation
+from tasks.system.files import put_in_place
+
+RUN_RECORD = "run.json"
+
+
+def changed(config: TrainConfig, overrides: TrainOverrides | None) -> TrainConfig:
+    """The config with its overrides; what another algorithm's name takes from it is told in the flow run's log."""
+    behind = config.left_behind(overrides)
+    result = config.with_changes(overrides)
+    if behind:
+        fields = ", ".join(f"{path} {here} (now {there})" for path, (here, there) in behind.items())
+        get_run_logger().warning(
+            "algorithm.name is now %s, as published: without the recipe's %s", result.algorithm.name, fields
+        )
+    return result
+
+
+@contextmanager
+def opened(config: TrainConfig, name: str, *, trains: bool, run_id: str | None = None) -> Iterator[Tracker]:
+    """What everything that needs actors begins with: the GPUs' slots, the cluster, proof that it is large enough, and
+    the tracker. Afterwards the MLflow run is FINISHED, FAILED or KILLED, never RUNNING.
+
+    Args:
+        name: of a new MLflow run.
+        trains: for training; without, a measurement needs no trainer ranks.
+        run_id: the MLflow run to continue.
+
+    Raises:
+        ClusterError: the slots' pool or the cluster cannot hold the actors.
+    """
+    with (
+        gpu_slots(config.ray_init, config.gpus_needed(trains)),
+        ray_cluster(config.ray_init, config.trainer.full_determinism),
+    ):
+        check_resources(config, trains)
+        tracker = Tracker(config.tracking, name, run_id)
+        with tracker.concluded():
+            yield tracker
+
+
+@contextmanager
+def open_run(config: TrainConfig, inputs: Inputs) -> Iterator[TrainingRun]:
+    """Open training, and start or continue the run.
+
+    Raises:
+        CheckpointError: another process works on the run, or it has checkpoints that it should not have.
+        ClusterError: as `opened`.
+    """
+    with alone(config.run_dir):
+        store = CheckpointStore(config.run_dir / "checkpoints", config.trainer.max_actor_ckpt_to_keep)
+        if config.trainer.resume_mode == "disable" and store.iterations():
+            raise CheckpointError(
+                f"{config.run_dir} has checkpoints and trainer.resume_mode is disable: use auto or another "
+                "trainer.experiment_name"
+            )
+        with opened(config, config.run_name, trains=True, run_id=_remembered_run_id(config)) as tracker:
+            _remember_run_id(config, tracker.run_id)
+            run = _start_actors(config, inputs, tracker, store)
+            tracker.log_start(config, run_tags(config, inputs, run.reward))
+            run.resume()
+            tracker.log_lineage(lineage(config.data_read()), run.iteration)
+            with store.settled():
+                yield run
+
+
+@dataclass(frozen=True)
+class MeasuringRun:
+    """What `flows.validate` and `flows.validation_sweep` work with: samplers, rewards and their MLflow run."""
+
+    rollout: RolloutGroup
+    reward: RewardGroup
+    tracker: Tracker
+
+
+@contextmanager
+def open_measurement(
+    config: TrainConfig, inputs: Inputs, name: str, tags: Mapping[str, str] | None = None
+) -> Iterator[MeasuringRun]:
+    """Open a measurement of weights, an MLflow run of its own. Raises ClusterError as `opened`."""
+    with opened(config, name, trains=False) as tracker:
+        run = MeasuringRun(start_rollout(config, inputs), RewardGroup(config.reward), tracker)
+        tracker.log_start(config, run_tags(config, inputs, run.reward) | (tags or {}))
+        tracker.log_lineage(lineage(config.data_read()), 0)
+        yield run
+
+
+def start_rollout(config: TrainConfig, inputs: Inputs, places: RankPlaces | None = None) -> RolloutGroup:
+    """The rollout workers of a config, at the ranks' `places` or elsewhere; their models load in the background."""
+    loss = config.actor_rollout_ref.actor.diffusion_loss
+    return RolloutGroup(
+        inputs.model_config,
+        inputs.embeddings,
+        config.actor_rollout_ref.rollout,
+        device=config.trainer.device,
+        seed=config.trainer.seed,
+        record_means=config.algorithm.rollout_correction.bypass_mode and needs_old_means(loss.loss_mode, loss.options),
+        record_unconditional=config.records_unconditional,
+        record_finished=config.algorithm.trainer_type == "direct_preference",
+        outputs=frozenset(LATENTS if wants == "latents" else PICTURES for wants in wanted_inputs(config.reward)),
+        places=places,
+    )
+
+
+def check_resources(config: TrainConfig, trains: bool = True) -> None:
+    """Raise ClusterError where the cluster cannot hold the actors: Ray would wait for ever."""
+    rewards = config.reward.num_cpus if config.samples or not trains else 0.0
+    require_resources(config.gpus_needed(trains), rewards)
+
+
+def rank_places(config: TrainConfig) -> RankPlaces:
+    """Of the trainer's ranks, and of the rollout workers that are colocated with them."""
+    trainer, placement = config.trainer, config.actor_rollout_ref.rollout.placement
+    shared = config.samples and placement == "colocated"
+    return RankPlaces(trainer.nnodes, trainer.n_gpus_per_node, trainer.device, shared)
+
+
+def _start_actors(config: TrainConfig, inputs: Inputs, tracker: Tracker, store: CheckpointStore) -> TrainingRun:
+    """All groups load their models at the same time."""
+    settings, trainer_settings = config.actor_rollout_ref, config.trainer
+    online = config.samples
+    # Before the rollout, whose workers could else take a GPU here and there, and leave no machine with enough of them.
+    places = rank_places(config)
+    together = settings.rollout.placement == "colocated"
+    rollout = start_rollout(config, inputs, places if together else None) if online else None
+    reward = RewardGroup(config.reward) if online else None
+    per_prompt = settings.rollout.n if online else len(SIDES)
+    trainer = TrainerGroup(
+        inputs.model_config,
+        settings.actor,
+        config.algorithm,
+        world_size=trainer_settings.world_size,
+        device=trainer_settings.device,
+        num_threads=trainer_settings.num_threads,
+        mini_batch_samples=settings.actor.ppo_mini_batch_size * per_prompt,
+        keeps_previous=trainer_settings.one_step_off_policy,
+        places=places,
+        max_nonfinite_steps=trainer_settings.skippable_steps,
+    )
+    started = trainer.start()
+    canary = None
+    if rollout is not None:
+        rollout.group.call_all("ready")
+        canary = Canary(
+            rollout.prompt_table([prompt.uid for prompt in inputs.test[:CANARY_PROMPTS]]),
+            rows=trainer_settings.canary_batch or settings.rollout.micro_batch_size,
+            timesteps=trainer_settings.canary_timesteps,
+        )
+    ray.get(started)
+    guards = GuardWatch(config.reward.guards, guard_metrics(config), tracker.history)
+    utilisation = None
+    if inputs.flops is not None:
+        utilisation = Utilisation(config, inputs.flops, rollout and rollout.group, trainer.group)
+    stages = KeptStages(config.run_dir / "stages")
+    run = TrainingRun(config, inputs, rollout, reward, trainer, tracker, store, stages, canary, guards, utilisation)
+    if reward is not None:
+        run.floor = FloorWatch(config.reward, trainer_settings.total_training_steps, tracker.history)
+    return run
+
+
+def guard_metrics(config: TrainConfig) -> dict[str, str]:
+    """Name of each guard -> the metric of an iteration that is watched."""
+    rewards = {name: f"train/reward/{name}/mean" for name, entry in config.reward.functions.items() if entry.guard}
+    watched = STATISTICS if config.reward.guards.statistics else ()
+    return rewards | {name: f"train/image/{name}/mean" for name in watched}
+
+
+def run_tags(config: TrainConfig, inputs: Inputs, reward: RewardGroup | None) -> dict[str, str]:
+    """What a run is found and compared by: digests of config and data, and the rewards' versions."""
+    found = {} if reward is None else reward.versions()
+    versions = {f"reward.{name.replace(':', '/')}": version for name, version in found.items()}
+    return versions | {"doubleflow.config_digest": config.digest(), "doubleflow.data_digest": inputs.digest}
+
+
+def _remembered_run_id(config: TrainConfig) -> str | None:
+    """The MLflow run to continue; None where the run begins. Raises CheckpointError where the record is damaged."""
+    file = config.run_dir / RUN_RECORD
+    if not os.path.lexists(file):
+        return None
+    try:
+        run_id = json.loads(file.read_text())["mlflow_run_id"]
+        if isinstance(run_id, str) and run_id:
+            return run_id
+        reason = f"mlflow_run_id is {run_id!r}"
+    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
+        reason = repr(error)
+    raise CheckpointError(
+        f"{file} does not say which MLflow run to continue ({reason}): write "
+        '{"mlflow_run_id": "..."} into it, with the id in any checkpoints/iter_*/state.json beside it, or remove it to '
+        "go on in a new MLflow run"
+    )
+
+
+def _remember_run_id(config: TrainConfig, run_id: str) -> None:
+    """A run killed here, or a power cut, leaves the old record or the new one."""
+    record = {"mlflow_run_id": run_id, "run_name": config.run_name, "config": config.model_dump(mode="json")}
+    with put_in_place(config.run_dir / RUN_RECORD) as aside:
+        aside.write_text(json.dumps(record, indent=1))

@@ -1,0 +1,149 @@
+"""What a finished run leaves and tells its owner."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mlflow.entities.model_registry import ModelVersion
+from PIL import Image
+from prefect import get_run_logger
+
+from tasks.actors.trainer_group import TrainerGroup
+from tasks.records.pictures import titled
+from tasks.run.training import TrainingRun
+from tasks.stages.log import register_weights
+from tasks.system.files import put_in_place
+from tasks.system.stopwatch import Stopwatch
+
+UNMOVED_TAG = "doubleflow.weights_never_moved"
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The end of a run.
+
+    Attributes:
+        run_name, mlflow_run_id, tracking_uri: where to look.
+        iterations: in the weights.
+        held_out_before, held_out_after: mean held-out reward of the first and the last validation.
+        validations: how many there were; NaN above where there was none.
+        minutes: of this process; a resumed run counts its last part.
+        weights: folder that diffusers loads; empty where no optimiser step was made.
+        registered: the same weights in MLflow's model registry; empty likewise.
+        base_model: folder of the weights that the run began with.
+        picture: the same held-out prompts and noise before and after.
+        gpu_minutes: of all recorded iterations, those of earlier processes too; 0 on the CPU.
+    """
+
+    run_name: str
+    mlflow_run_id: str
+    tracking_uri: str
+    iterations: int
+    held_out_before: float
+    held_out_after: float
+    validations: int
+    minutes: float
+    weights: str
+    registered: str
+    base_model: str
+    picture: str
+    gpu_minutes: float = 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """As plain values, for Prefect and JSON."""
+        return asdict(self)
+
+    def text(self) -> str:
+        """For the terminal."""
+        lines = [
+            f"run            {self.run_name}",
+            f"trained        {self.iterations} iterations, {self.minutes:.1f} minutes{self._spent()}",
+            *self._measured(),
+            *self._kept(),
+            f"MLflow page    .venv/bin/mlflow ui --backend-store-uri {self.tracking_uri}",
+            "Prefect page   PREFECT_HOME=.prefect .venv/bin/prefect server start",
+        ]
+        return "\n".join(f"  {line}" for line in lines)
+
+    def _spent(self) -> str:
+        return f", {self.gpu_minutes:.1f} GPU-minutes" if self.gpu_minutes else ""
+
+    def _measured(self) -> list[str]:
+        """What validation found; an offline run has none."""
+        if not self.validations:
+            return ["held-out       not measured: python -m flows.validate --weights (the folder below)"]
+        measured = f"{self.held_out_before:.3f} -> {self.held_out_after:.3f}"
+        if self.validations == 1:
+            measured = f"{self.held_out_after:.3f} (measured once)"
+        return [f"held-out       {measured}", f"pictures       {self.picture}"]
+
+    def _kept(self) -> list[str]:
+        if not self.weights:
+            return [f"weights        {unmoved(self.base_model)}"]
+        return [f"weights        {self.weights}", f"registered     {self.registered}"]
+
+
+def unmoved(base_model: str) -> str:
+    """What is said of a run without an optimiser step."""
+    return (
+        f"neither exported nor registered: no iteration made an optimiser step, so they still are those of {base_model}"
+    )
+
+
+def summarise(run: TrainingRun, minutes: float) -> Summary:
+    """Export the weights, draw before and after, and put both with the MLflow run.
+
+    Weights that no optimiser step has moved are not exported: who found them would take them for trained ones.
+    """
+    base_model, weights, registered = str(run.config.actor_rollout_ref.model.path), "", ""
+    if run.moved:
+        folder, version = register_export(Stopwatch(), run)
+        weights, registered = str(folder), f"models:/{version.name}/{version.version}"
+    else:
+        run.tracker.tag(UNMOVED_TAG, unmoved(base_model))
+        get_run_logger().warning("the weights are %s", unmoved(base_model))
+    picture = run.config.run_dir / "before_after.png"
+    drawn = run.validation_pictures()
+    if drawn:
+        steps = sorted(drawn)[:: max(len(drawn) - 1, 1)]
+        sheet = titled([(f"held-out prompts, iteration {step}", Image.open(drawn[step])) for step in steps])
+        sheet.save(picture)
+        run.tracker.log_picture_file(sheet, picture.name)
+    rewards = run.tracker.history("val/reward/mean")
+    return Summary(
+        run_name=run.config.run_name,
+        mlflow_run_id=run.tracker.run_id,
+        tracking_uri=run.tracker.uri,
+        iterations=run.iteration,
+        held_out_before=rewards[min(rewards)] if rewards else float("nan"),
+        held_out_after=rewards[max(rewards)] if rewards else float("nan"),
+        validations=len(rewards),
+        minutes=minutes,
+        weights=weights,
+        registered=registered,
+        base_model=base_model,
+        picture=str(picture),
+        gpu_minutes=60 * run.spent.get("cost/gpu_hours", 0.0),
+    )
+
+
+def register_export(clock: Stopwatch, run: TrainingRun) -> tuple[Path, ModelVersion]:
+    """Export the present weights to the run's folder and to the registry, under the run's experiment name."""
+    config = run.config
+    with clock.stage("export"):
+        folder = export(run.trainer, config.run_dir / "weights")
+    lora = config.actor_rollout_ref.model.lora_rank > 0
+    tags = {
+        "doubleflow.run_name": config.run_name,
+        "doubleflow.weights": "lora" if lora else "full",
+        "doubleflow.base_model": str(config.actor_rollout_ref.model.path),
+    }
+    name = config.trainer.experiment_name
+    return folder, register_weights(clock, run.tracker, name, folder, run.iteration, tags)
+
+
+def export(trainer: TrainerGroup, folder: Path) -> Path:
+    """The trained weights at `folder`, as diffusers loads them; an older export stays until they are whole."""
+    with put_in_place(folder) as aside:
+        trainer.export(aside)
+    return folder

@@ -1,0 +1,1 @@
+"""The Prefect tasks, one module a stage."""

@@ -1,0 +1,142 @@
+"""Advantage: rewards become what the update weighs each sample with."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from models.algorithms import compute_gdpo_outcome_advantage, get_diffusion_adv_estimator_fn
+from models.algorithms.advantages import has_reward
+from tasks.actors.reward_group import Scores
+from tasks.actors.update_plan import NothingToLearn
+from tasks.config.algorithm import DiffusionAlgoConfig
+from tasks.system.stopwatch import Stopwatch
+
+ADV_MODES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "continuous": lambda a: a,
+    "positive_only": lambda a: np.maximum(a, 0),
+    "negative_only": lambda a: np.minimum(a, 0),
+    "one_only": lambda a: np.where(np.isnan(a), a, a > 0).astype(a.dtype),
+    "binary": np.sign,
+}
+"""What DiffusionNFT may keep of an advantage (arXiv 2509.16117); NaN stays NaN."""
+
+
+def compute_advantage(
+    data: Mapping[str, Any],
+    adv_estimator: str,
+    norm_adv_by_std_in_grpo: bool = True,
+    global_std: bool = True,
+    config: DiffusionAlgoConfig | None = None,
+) -> dict[str, Any]:
+    """The batch with its advantages.
+
+    A group of which fewer than two samples have their reward is dropped: there is nothing to compare.
+
+    Args:
+        data: `sample_level_rewards`, the weighted sum of the scores, [B], [B, 1] or [B, T], not finite where missing;
+            `uid` [B], equal for the samples of a group; where the estimator asks for them `reward_scores`, reward name
+            -> [B], and `reward_weights`, reward name -> weight.
+        adv_estimator: registered name of the estimator, or package.module:function.
+        norm_adv_by_std_in_grpo, global_std: see `compute_flow_grpo_outcome_advantage`.
+        config: `adv_options`, `adv_mode` and `drop_equal_groups` are read; None is their defaults. The estimator gets
+            it too.
+
+    Returns:
+        `data` with `advantages` and `returns` of the rewards' shape; NaN is left out of the update. All are NaN only
+        where `drop_equal_groups` dropped every group: such an iteration has no update.
+
+    Raises:
+        NothingToLearn: every reward is missing, no group has two, or the estimator gives no finite advantage; the
+            message names the rewards.
+    """
+    config = config or DiffusionAlgoConfig()
+    rewards, uids = np.asarray(data["sample_level_rewards"], np.float32), np.asarray(data["uid"])
+    rewards = np.where(np.isfinite(rewards), rewards, np.float32(np.nan))
+    present = has_reward(torch.tensor(rewards), uids).numpy()
+    if not present.any():
+        raise NothingToLearn(
+            f"every reward of the iteration is missing{_missing(data)}, so there is nothing to learn from"
+        )
+    alone = too_small(present, uids)
+    if alone.all():
+        raise NothingToLearn(
+            f"no prompt has two samples with a reward{_missing(data)}, so there is nothing to compare and learn from"
+        )
+    estimator, scores = get_diffusion_adv_estimator_fn(adv_estimator), data.get("reward_scores", {})
+    estimates = estimator(
+        torch.tensor(rewards),
+        uids,
+        norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo,
+        global_std=global_std,
+        config=config,
+        reward_scores={name: torch.tensor(values) for name, values in scores.items()},
+        reward_weights=data.get("reward_weights", {}),
+        **config.adv_options,
+    )
+    advantages, returns = (_finite(found.numpy(), ~alone) for found in estimates)
+    if np.isnan(advantages).all():
+        raise NothingToLearn(
+            f"algorithm.adv_estimator {adv_estimator} gives no sample of the iteration a finite advantage"
+            f"{_missing(data)}, so there is nothing to learn from"
+        )
+    advantages = ADV_MODES[config.adv_mode](advantages)
+    if config.drop_equal_groups:
+        compared = [rewards]
+        if estimator is compute_gdpo_outcome_advantage:  # it compares each reward by itself, and never their sum
+            weights = data["reward_weights"]
+            compared = [np.asarray(values) for name, values in scores.items() if weights[name] != 0]
+        advantages = without_equal_groups(advantages, compared, present, uids)
+    return {**data, "advantages": advantages, "returns": returns}
+
+
+def _finite(values: np.ndarray, kept: np.ndarray) -> np.ndarray:
+    """Values [B] or [B, T] with NaN for what is not finite and for the samples that are not kept, a mask [B]."""
+    rows = kept.reshape(-1, *[1] * (values.ndim - 1))
+    return np.where(rows & np.isfinite(values), values, np.float32(np.nan))
+
+
+def _missing(data: Mapping[str, Any]) -> str:
+    """What an error says of each reward with a weight, as in " (ocr: 3 of 16 missing, taste: 0 of 16 missing)"."""
+    weights = data.get("reward_weights", {})
+    scores = {name: np.asarray(values) for name, values in data.get("reward_scores", {}).items() if weights.get(name)}
+    counts = [f"{name}: {(~np.isfinite(values)).sum()} of {len(values)} missing" for name, values in scores.items()]
+    return f" ({', '.join(counts)})" if counts else ""
+
+
+def too_small(present: np.ndarray, uids: np.ndarray) -> np.ndarray:
+    """Mask [B] of the samples whose group has fewer than two samples that are present, a mask [B]."""
+    counts: dict[str, int] = {}
+    for uid, there in zip(uids, present, strict=True):
+        counts[uid] = counts.get(uid, 0) + int(there)
+    return np.array([counts[uid] < 2 for uid in uids])
+
+
+def without_equal_groups(
+    advantages: np.ndarray, compared: Sequence[np.ndarray], present: np.ndarray, uids: np.ndarray
+) -> np.ndarray:
+    """Advantages [B] with NaN for the samples of groups whose present samples tie in each of the compared rewards."""
+    kept = advantages.copy()
+    for uid in np.unique(uids):
+        group = uids == uid
+        own = [values[group & present] for values in compared]
+        if all(np.unique(values[np.isfinite(values)]).size <= 1 for values in own):
+            kept[group] = np.nan
+    return kept
+
+
+@task(name="advantage", cache_policy=NO_CACHE, persist_result=False)
+def advantage(clock: Stopwatch, scores: Scores, config: DiffusionAlgoConfig) -> np.ndarray:
+    """Advantages [B] of an iteration's scores; see `compute_advantage`."""
+    data = {
+        "sample_level_rewards": scores.rewards,
+        "uid": scores.uids,
+        "reward_scores": scores.by_reward,
+        "reward_weights": scores.weights,
+    }
+    with clock.stage("adv"):
+        found = compute_advantage(data, config.adv_estimator, config.norm_adv_by_std_in_grpo, config.global_std, config)
+    return found["advantages"]

@@ -1,0 +1,41 @@
+"""Old log-probs: what the trainer's own weights say of the samples, before its first optimiser step."""
+
+import numpy as np
+import torch
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from models.algorithms import correct
+from models.config.rollout_correction import RolloutCorrectionConfig
+from tasks.actors.rollout_group import PendingBatch
+from tasks.actors.trainer_group import TrainerGroup
+from tasks.actors.update_plan import NothingToLearn, OldScores
+from tasks.system.stopwatch import Stopwatch
+
+
+@task(name="old-log-prob", cache_policy=NO_CACHE, persist_result=False)
+def old_log_prob(
+    clock: Stopwatch,
+    trainer: TrainerGroup,
+    batches: list[PendingBatch],
+    advantages: np.ndarray,
+    config: RolloutCorrectionConfig,
+) -> OldScores:
+    """Score every sample with the present weights, and correct for the rollout engine's own idea of them.
+
+    Raises:
+        NothingToLearn: every sample was rejected.
+    """
+    with clock.stage("old_log_prob"):
+        log_probs, rollout, means = trainer.old_log_probs(batches)
+        present = torch.from_numpy(~np.isnan(advantages))
+        correction = correct(torch.cat(log_probs), torch.cat(rollout), present, config)
+    weights: tuple[torch.Tensor | None, ...] = (None,) * len(batches)
+    if correction.is_weights is not None:
+        if correction.is_weights.isnan().all():
+            raise NothingToLearn(
+                f"algorithm.rollout_correction.rollout_rs {config.rollout_rs} rejected every sample at threshold "
+                f"{config.rollout_rs_threshold}: widen it, or find out why rollout and trainer differ"
+            )
+        weights = correction.is_weights.split([len(part) for part in log_probs])
+    return OldScores(tuple(log_probs), weights, tuple(means), correction.metrics)

@@ -1,0 +1,46 @@
+"""The task that updates the policy."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from prefect import get_run_logger, task
+from prefect.cache_policies import NO_CACHE
+
+from tasks.actors.rollout_group import PendingBatch
+from tasks.actors.trainer_group import TrainerGroup
+from tasks.actors.update_plan import OldScores
+from tasks.data.pairs import PairBatch
+from tasks.system.stopwatch import Stopwatch
+
+
+@task(name="update", cache_policy=NO_CACHE, persist_result=False)
+def update(
+    clock: Stopwatch,
+    trainer: TrainerGroup,
+    batches: Sequence[PendingBatch | PairBatch],
+    advantages: np.ndarray,
+    old: OldScores | None = None,
+) -> dict[str, float]:
+    """Train on one iteration's samples.
+
+    Args:
+        old: scores of the old policy; None takes the rollout's (`bypass_mode`).
+
+    Optimiser steps that were left out are warned of.
+
+    Returns:
+        Metrics under actor/, whether or not the loss names them so, and under rollout_corr/ how far apart the rollout's
+        and the trainer's log-probs are.
+    """
+    with clock.stage("update_actor"):
+        metrics = trainer.update(batches, advantages, old)
+    if metrics.get("nonfinite_steps"):
+        get_run_logger().warning(
+            "%d optimiser steps of this iteration were left out, because their gradient was not finite "
+            "(trainer.on_nonfinite skip): look at its samples and rewards",
+            metrics["nonfinite_steps"],
+        )
+    distances = {name: metrics.pop(name) for name in list(metrics) if name.startswith("logprob_abs_diff")}
+    between = {f"rollout_corr/{name.replace('/', '_')}": value for name, value in distances.items()}
+    named = {f"actor/{name.removeprefix('actor/')}": value for name, value in metrics.items()}
+    return named | (between if old is None else old.metrics)

@@ -1,0 +1,1 @@
+"""This machine: files that are whole, folders' owners, processes, credentials."""

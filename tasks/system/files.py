@@ -1,0 +1,75 @@
+"""Files and folders that are whole or not there: written aside, flushed to the disk, renamed.
+
+A rename alone is not enough: after a power cut the new name may stand before an empty file.
+"""
+
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def sha256_of(file: Path) -> str:
+    """SHA-256 of a file's bytes, in hexadecimal digits."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+@contextmanager
+def put_in_place(path: Path) -> Iterator[Path]:
+    """A name beside `path` to write a file or folder under; it becomes `path` only if the block ends well.
+
+    Whatever stood at `path` stays until then. A folder is swapped by two renames; should the process be killed just
+    between them, the next call puts the old folder back first.
+    """
+    partial, old = (path.with_name(f".{path.name}.{kind}") for kind in ("partial", "old"))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if old.exists() and not path.exists():
+        old.rename(path)
+    remove(partial, old)
+    try:
+        yield partial
+        flush(partial)
+        if path.is_dir():
+            path.rename(old)
+        partial.replace(path)
+        _sync(path.parent)
+        remove(old)
+    finally:
+        remove(partial)
+
+
+def move_in_place(aside: Path, path: Path) -> None:
+    """Rename a folder that `flush` has written out; what stood at `path` is removed just before."""
+    remove(path)
+    aside.rename(path)
+    _sync(path.parent)
+
+
+def flush(path: Path) -> None:
+    """Wait until a file, or a folder with all that is in it, is on the disk."""
+    if path.is_symlink():
+        return  # the folder around it holds all of it
+    if path.is_dir():
+        for inner in path.iterdir():
+            flush(inner)
+    _sync(path)
+
+
+def remove(*paths: Path) -> None:
+    """Remove files and folders, where they are there; of a link the link alone."""
+    for path in paths:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,103 @@
+"""Docstrings say the shapes: every public function of the floors that takes or gives a tensor."""
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+FLOORS = ("models", "tasks")
+SHAPE = re.compile(r"\[[^\[\]]*\]|\bscalars?\b|\bshapes?\b")
+"""[B, ...] or any other list of sizes, a scalar, or in words whose shape it is: weights by name have one each."""
+
+
+@dataclass(frozen=True)
+class Function:
+    """One function or method as it stands in the source.
+
+    Attributes:
+        place: path and line.
+        name: with its class.
+        bases: names of the classes that its class derives from; empty for a function.
+        docstring: or "".
+    """
+
+    place: str
+    name: str
+    bases: tuple[str, ...]
+    docstring: str
+
+    @property
+    def says_shapes(self) -> bool:
+        return SHAPE.search(self.docstring) is not None
+
+
+def functions() -> Iterator[Function]:
+    """The public functions of FLOORS, and the public methods of public classes, that have a Tensor in a signature."""
+    for floor in FLOORS:
+        for path in sorted((ROOT / floor).rglob("*.py")):
+            yield from in_module(path.read_text(), str(path.relative_to(ROOT)))
+
+
+def in_module(source: str, path: str) -> Iterator[Function]:
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef) and wanted(node):
+            yield Function(f"{path}:{node.lineno}", node.name, (), ast.get_docstring(node) or "")
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            bases = tuple(ast.unparse(base).split("[")[0].split(".")[-1] for base in node.bases)
+            for method in node.body:
+                if isinstance(method, ast.FunctionDef) and wanted(method):
+                    name = f"{node.name}.{method.name}"
+                    yield Function(f"{path}:{method.lineno}", name, bases, ast.get_docstring(method) or "")
+
+
+def wanted(node: ast.FunctionDef) -> bool:
+    arguments = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
+    annotations = [*(argument.annotation for argument in arguments), node.returns]
+    tensors = any(note is not None and re.search(r"\bTensor\b", ast.unparse(note)) for note in annotations)
+    return tensors and not node.name.startswith("_")
+
+
+def without_shapes(found: list[Function]) -> list[str]:
+    """Those that say no shape, and override no method of one of their base classes that does."""
+    said = {function.name for function in found if function.says_shapes}
+    return [
+        f"{function.place} {function.name}"
+        for function in found
+        if not function.says_shapes and not {f"{base}.{function.name.split('.')[-1]}" for base in function.bases} & said
+    ]
+
+
+def test_every_function_of_tensors_says_their_shapes() -> None:
+    found = list(functions())
+    assert len(found) > 150, "the functions are no longer found, so this test would prove nothing"
+    missing = without_shapes(found)
+    assert not missing, "no shape in the docstring, such as [B, ...]:\n" + "\n".join(missing)
+
+
+SOURCE = '''
+class Base:
+    def said(self, x: Tensor) -> None:
+        """Of x [B, ...]."""
+    def silent(self, x: "torch.Tensor | None") -> None:
+        """Of x."""
+
+class Derived(Base):
+    def said(self, x: Tensor) -> None: ...
+    def own(self) -> dict[str, Tensor]: ...
+    def _hidden(self, x: Tensor) -> None: ...
+
+class _Hidden:
+    def own(self, x: Tensor) -> None: ...
+
+def number(x: float) -> float: ...
+def alone(x: Tensor) -> None:
+    """Numbers in [0, 1)."""
+'''
+
+
+def test_what_counts_as_saying_them() -> None:
+    found = list(in_module(SOURCE, "here.py"))
+    assert [function.name for function in found] == ["Base.said", "Base.silent", "Derived.said", "Derived.own", "alone"]
+    assert [line.split()[1] for line in without_shapes(found)] == ["Base.silent", "Derived.own", "alone"]

@@ -1,0 +1,82 @@
+"""The examples of docs/examples, run as a reader would run them: what they print is what the maths says."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "docs" / "examples"
+PAGE = (ROOT / "docs" / "examples.md").read_text()
+NUMBER = r"-?\d+\.\d+(?:e[-+]\d+)?"
+
+
+def printed(name: str, *arguments: Path) -> list[str]:
+    """The lines that an example prints, run in a process of its own with nothing but the project on its path."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, EXAMPLES / f"{name}.py", *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.splitlines()
+
+
+def numbers(line: str) -> list[float]:
+    return [float(found) for found in re.findall(NUMBER, line)]
+
+
+def test_sampling(tmp_path: Path) -> None:
+    pictures, latents, *samples = printed("sample", tmp_path / "first")
+    assert pictures == "pictures (3, 16, 24, 3) torch.uint8"
+    assert latents == "latents (3, 3, 24, 16)"
+    log_probs = [numbers(line) for line in samples]
+    assert [len(steps) for steps in log_probs] == [2, 2, 2]
+    assert len({number for steps in log_probs for number in steps}) == 6, "samples and steps have noise of their own"
+    # For x' = mu + sd z the log-prob is -z^2/2 - log sd - log(2 pi)/2, and the 384 numbers of z average near 1.
+    assert all(-2 < number < 0 for steps in log_probs for number in steps)
+    assert printed("sample", tmp_path / "second") == [pictures, latents, *samples], "every draw has a key"
+
+
+def test_a_loss_step() -> None:
+    (loss, deviation), (after, moved) = (numbers(line) for line in printed("loss_step"))
+    assert deviation == 0, "before the first step the policy is the one that sampled"
+    assert loss == pytest.approx(0, abs=1e-6), "-mean A, and advantages are centred in their groups"
+    assert after < loss - 1e-6
+    assert moved > 0
+
+
+def test_a_reward() -> None:
+    redness, brightness, total = printed("reward")
+    assert numbers(redness) == [0.8, 0.8, 0.0]
+    assert redness.endswith("{'wanted': [True, False, False]}")
+    assert numbers(brightness) == [0.299, 1.0, 0.0], "the luma of red (ITU-R BT.601), of white and of black"
+    expected = [one - 0.5 * other for one, other in zip(numbers(redness), numbers(brightness), strict=True)]
+    assert numbers(total) == pytest.approx(expected, abs=1e-3)
+
+
+def test_a_kernel() -> None:
+    lines = printed("kernel")
+    assert [line.split()[1] for line in lines] == ["1.000", "0.667", "0.334"]
+    for line in lines:
+        sigma, deviation, error = numbers(line)
+        assert deviation == pytest.approx(0.7 * sigma**0.5 * (1 / 3) ** 0.5, abs=1e-3), "g sqrt(-D), g = a s^0.5"
+        assert error < 1e-5, "the log-prob is the Gaussian's own"
+
+
+def test_a_family(tmp_path: Path) -> None:
+    pictures, log_probs = printed("family", tmp_path / "toy")
+    assert pictures == "Toy (2, 8, 8, 3)"
+    first, second = numbers(log_probs)
+    assert first != second
+    assert -2 < first < 0
+    assert -2 < second < 0
+
+
+def test_the_page_shows_every_example() -> None:
+    shown = re.findall(r"^python docs/examples/(\w+)\.py", PAGE, re.MULTILINE)
+    assert sorted(shown) == sorted(path.stem for path in EXAMPLES.glob("*.py"))
+    for name in shown:
+        assert f"](examples/{name}.py)" in PAGE
+        assert f'--8<-- "docs/examples/{name}.py"' in PAGE

@@ -1,0 +1,1 @@
+"""Tests of the flows and of the commands."""

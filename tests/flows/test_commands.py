@@ -1,0 +1,198 @@
+"""What the commands say of a wrong recipe, field, type, path or value: one sentence, before the slow imports."""
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from flows import commands, prepare, services
+from flows.terminal import command_of, exit_code, in_a_sentence
+from tasks.actors.cluster import ClusterError
+from tasks.config.errors import ConfigError
+from tasks.records.run_store import CheckpointError
+from tasks.system.processes import identity
+
+ROOT = Path(__file__).parents[2]
+SET, LOSS = "--set", "actor_rollout_ref.actor.diffusion_loss"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The repository's recipes beside data of which the commands look only whether it is there."""
+    for name in ("prefect.yaml", "params.yaml"):
+        shutil.copy(ROOT / name, tmp_path)
+    for name in ("base_model/model_index.json", "embeddings/index.json", "prompts.parquet"):
+        (tmp_path / "data" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "data" / name).write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    return tmp_path
+
+
+def refused(command: Callable[..., None], *arguments: str) -> str:
+    """The sentence with which a command refuses its arguments."""
+    result = CliRunner().invoke(command_of(command), list(arguments))
+    assert result.exit_code == 2, result.output
+    assert isinstance(result.exception, SystemExit)
+    said = result.stderr.splitlines()
+    assert len(said) == 1, said
+    return said[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["quickstrat"],
+            "error: prefect.yaml has no train deployment 'quickstrat'; it has dance-grpo-wan, .*; did you ",
+        ),
+        ([SET, "trainer.total_trainin_steps=3"], "--set: trainer has no field .*; did you mean total_training_steps?"),
+        ([SET, "trainer.lr=1"], "trainer has no field 'lr'; did you mean actor_rollout_ref.actor.optim.lr?"),
+        (
+            [SET, "foo=1"],
+            "there is no field 'foo'; known: data, actor_rollout_ref, algorithm, reward, trainer, ray_init",
+        ),
+        (
+            [SET, "reward.functions={ocr: {wieght: 1}}"],
+            "reward.functions.ocr has no field 'wieght'; did you mean weight?",
+        ),
+        ([SET, "trainer.seed=abc"], "trainer.seed is 'abc'; it should be a valid integer"),
+        ([SET, "trainer=3"], "trainer is 3; it is a section with the fields experiment_name, total_training_steps"),
+        ([SET, "trainer.device=gpu"], "trainer.device is 'gpu'; it should be 'cpu' or 'cuda'"),
+        ([SET, "trainer.seed=[1"], r"--set 'trainer.seed=\[1': the value is not YAML"),
+        ([SET, "trainer.seed"], "--set 'trainer.seed' must have the form field.path=value"),
+        ([SET, "trainer=1", SET, "trainer.seed=2"], "trainer is set to 1 as well"),
+        ([SET, "algorithm.name=grpo_gaurd"], "algorithm.name is 'grpo_gaurd'; known: .*; did you mean grpo_guard?"),
+        ([SET, "actor_rollout_ref.rollout.n=1"], "rollout.n is 1"),
+        ([SET, f"{LOSS}.loss_mode=grop"], "loss_mode is 'grop'; known: awm, "),
+        ([SET, f"{LOSS}.loss_mode=nowhere:Loss"], "'nowhere:Loss', which cannot be imported"),
+        ([SET, "algorithm.adv_estimator=grop"], "adv_estimator is 'grop'; known: "),
+        ([SET, "reward.functions={ocrr: {}}"], "no reward 'ocrr'; known are "),
+        (
+            [SET, "actor_rollout_ref.model.path=none"],
+            "actor_rollout_ref.model.path is none, but none/model_index.json does not",
+        ),
+        ([SET, "data.prompts=no.parquet"], "data.prompts is no.parquet, .* does not exist: `dvc repro prompts`"),
+        ([SET, "algorithm.name=dpo", SET, "algorithm.sample_source=offline"], "data.pairs is data/pairs, but"),
+        (
+            [SET, "trainer.default_local_dir=/proc/runs"],
+            "trainer.default_local_dir is /proc/runs, where nothing can be",
+        ),
+        (["--config", "no.json"], r"no.json cannot be read \(No such file or directory\)"),
+        (["--config", "data"], r"data cannot be read \(Is a directory\)"),
+        (["--config", "broken.json"], "broken.json is neither YAML nor JSON"),
+        (["--config", "list.json"], r"list.json: the whole is of another kind; it is a section with the fields data"),
+    ],
+)
+def test_a_wrong_training_run_is_one_sentence(folder: Path, arguments: list[str], message: str) -> None:
+    (folder / "broken.json").write_text('{"trainer": ')
+    (folder / "list.json").write_text("[]")
+    said = refused(commands.train, *arguments)
+    assert re.search(message.replace("?", r"\?"), said), said
+    assert not (folder / "runs").exists()
+
+
+def test_a_broken_recipe_is_named_with_its_file(folder: Path) -> None:
+    text = (folder / "prefect.yaml").read_text()
+    (folder / "prefect.yaml").write_text(text.replace("total_training_steps: 100", "total_training_stepz: 100"))
+    said = refused(commands.train)
+    assert said.startswith(
+        "error: prefect.yaml, recipe quickstart: trainer has no field 'total_training_stepz'; did you"
+    )
+    (folder / "prefect.yaml").write_text("a: [")
+    assert "prefect.yaml is neither YAML nor JSON: expected the node content" in refused(commands.train)
+    (folder / "prefect.yaml").unlink()
+    assert "prefect.yaml cannot be read (No such file or directory): run from the repo" in refused(commands.train)
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "message"),
+    [
+        (commands.validate, ["--weights", "no"], "--weights is no, which is not a folder"),
+        (commands.validate, [SET, "trainer.sed=1"], "trainer has no field 'sed'; did you mean seed?"),
+        (commands.sweep, ["quickstart"], "prefect.yaml has no sweep deployment 'quickstart'; it has sweep"),
+        (commands.sweep, ["--search", "trails=3"], "--search: there is no field 'trails'; did you mean trials?"),
+        (
+            commands.sweep,
+            ["--search", "space={trainer.sed: {choices: [1]}}"],
+            "search.space: trainer.sed cannot be 1: trainer has no field 'sed'; did you mean seed?",
+        ),
+        (commands.reproduce, ["0123"], "tracking.uri is sqlite:///mlflow.db, but there is no such file"),
+        (
+            commands.compare,
+            ["0", "1", "--folder", "/proc/pages"],
+            "--folder is /proc/pages, where nothing can be written",
+        ),
+        (commands.compare, ["0", "1", "--tracking", "sqlite:///other.db"], "tracking.uri is sqlite:///other.db, but"),
+    ],
+)
+def test_the_other_commands_say_it_too(
+    folder: Path, command: Callable[..., None], arguments: list[str], message: str
+) -> None:
+    assert message in refused(command, *arguments)
+    assert not (folder / "mlflow.db").exists()
+
+
+def test_sub_commands_say_it_too(folder: Path) -> None:
+    params = (folder / "params.yaml").read_text()
+    (folder / "params.yaml").write_text(params.replace("n_test:", "n_tst:"))
+    result = CliRunner().invoke(prepare.app, ["prompts"])
+    assert result.exit_code == 2
+    assert result.stderr == (
+        "error: params.yaml: prompts.n_test is missing; prompts has no field 'n_tst'; did you mean n_test?\n"
+    )
+    shown = CliRunner().invoke(prepare.app, ["--debug", "prompts"])
+    assert isinstance(shown.exception, prepare.PrepareError)
+    (folder / ".services").mkdir()
+    started = [os.getpid(), identity(os.getpid()), socket.gethostname()]
+    (folder / ".services/pids.json").write_text(json.dumps({"prefect": started}))
+    up = CliRunner().invoke(services.app, ["up"])
+    assert (up.exit_code, up.stderr) == (1, "error: already up (prefect): `make down` first\n")
+
+
+def test_debug_shows_where(folder: Path) -> None:
+    result = CliRunner().invoke(command_of(commands.train), ["--debug", SET, "trainer.seed=abc"])
+    assert isinstance(result.exception, ConfigError)
+
+
+def test_wrong_input_and_a_failed_run_end_differently() -> None:
+    from ray.exceptions import RayTaskError
+
+    assert exit_code(ConfigError("x")) == 2
+    assert exit_code(ClusterError("x")) == exit_code(CheckpointError("x")) == 1
+    from_actor = RayTaskError("f", "frames", ConfigError("the sentence")).as_instanceof_cause()
+    assert exit_code(from_actor) == 2
+    with pytest.raises(KeyError), in_a_sentence():  # a defect keeps its traceback
+        raise KeyError("x")
+
+
+WITHOUT = """
+import runpy, sys
+sys.argv = ["flows.{flow}", *{arguments}]
+try:
+    runpy.run_module("flows.{flow}", run_name="__main__", alter_sys=True)
+finally:
+    print([name for name in ("torch", "prefect", "ray", "mlflow", "diffusers", "optuna") if name in sys.modules])
+"""
+
+
+@pytest.mark.parametrize(
+    ("flow", "arguments"),
+    [("train", ["no"]), ("sweep", ["no"]), ("validate", ["no"]), ("reproduce", ["no"]), ("compare", ["no", "no"])],
+)
+def test_it_is_said_before_the_slow_imports(folder: Path, flow: str, arguments: list[str]) -> None:
+    code = WITHOUT.format(flow=flow, arguments=arguments)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert result.returncode == 2, result.stderr
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    assert result.stdout == "[]\n"

@@ -1,0 +1,259 @@
+"""The data stages with a model of another family: the commands of docs/data.md for preference pairs of one's own."""
+
+import io
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import yaml
+from PIL import Image
+from typer.testing import CliRunner
+
+from flows.prepare import app
+from models.config.actor import ForwardProcessConfig
+from models.families.base import DiffusionModelBase
+from models.training.fsdp import DiffusersFSDPEngine
+from models.training.micro_batches import ActorBatch
+from tasks.config.tree import TrainConfig
+from tasks.data.digests import SCHEME
+from tasks.data.embeddings import PromptEmbeddings
+from tasks.data.pairs import PairDataset, read_pictures
+from tasks.data.prompts import DatasetError
+from tasks.run.preflight import ConfigError, check_inputs
+from tests.support.helpers import actor_config, model_config
+
+PARAMS = Path(__file__).parents[2] / "params.yaml"
+PAGE = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+SMALL = {"images_per_prompt": 2, "height": 16, "width": 32, "steps": 1, "batch_size": 3}
+MODEL = "models/tiny-sd3"
+
+
+def prepare(*arguments: str, fails: bool = False) -> str:
+    """What `python -m flows.prepare ...` prints."""
+    done = CliRunner().invoke(app, list(arguments))
+    assert (done.exit_code != 0) == fails, done.output
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return done.output
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Callable[[str], Path]) -> Path:
+    """A folder in which every stage ran with a tiny Stable Diffusion 3."""
+    folder = tmp_path_factory.mktemp("sd3")
+    (folder / "data" / "raw").mkdir(parents=True)
+    (folder / "data" / "raw" / "numbers.txt").write_text("".join(f"the number {n}\n" for n in range(470, 476)))
+    params = yaml.safe_load(PARAMS.read_text())
+    params["prompts"] |= {"n_test": 1, "n_train": 5}
+    params["preferences"] |= SMALL
+    (folder / "params.yaml").write_text(yaml.safe_dump(params))
+    shutil.copytree(tiny_folder("stable_diffusion_3"), folder / MODEL)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        prepare("prompts")
+        prepare("embeddings", "--model", MODEL, "--out", "data/sd3_embeddings", "--max-sequence-length", "24")
+        said = prepare(
+            *("preferences", "--model", MODEL, "--embeddings", "data/sd3_embeddings", "--out", "data/sd3.parquet"),
+            *("--reward", "brightness", "--set", "guidance_scale=4.5"),
+        )
+        assert "data/sd3.parquet: 5 pairs" in said
+        said = prepare("pairs", "--model", MODEL, "--table", "data/sd3.parquet", "--out", "data/sd3_pairs")
+        assert "data/sd3_pairs: 5 pairs" in said
+    return folder
+
+
+@pytest.fixture
+def here(made: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(made)
+    return made
+
+
+def offline(**data: str) -> TrainConfig:
+    """The run of docs/data.md, at the tiny model's size."""
+    settings: dict[str, Any] = {
+        "data": {"embeddings": "data/sd3_embeddings", "pairs": "data/sd3_pairs", "train_batch_size": 2} | data,
+        "actor_rollout_ref": {
+            "model": {"path": MODEL},
+            "rollout": {"pipeline": {"height": 16, "width": 32, "num_inference_steps": 4}},
+            "actor": {"ppo_mini_batch_size": 2, "ppo_micro_batch_size_per_gpu": 2},
+        },
+        "algorithm": {"name": "dpo", "sample_source": "offline"},
+    }
+    return TrainConfig.model_validate(settings)
+
+
+def test_pairs_of_stable_diffusion_3_are_made_and_a_run_takes_them(here: Path) -> None:
+    """The latents are those of the pictures that the table holds, by this model's VAE."""
+    inputs = check_inputs(offline())
+    assert inputs.pairs is not None
+    assert len(inputs.pairs.pairs) == 5
+    pictures = read_pictures(here / "data" / "sd3.parquet")
+    store = PromptEmbeddings.open(here / "data" / "sd3_embeddings")
+    (batch,) = inputs.pairs.batches(inputs.pairs.pairs[:2], store, 2, seed=0, iteration=1)
+    assert batch.trajectories.prompts.extras["pooled_prompt_embeds"].shape == (2, 32)
+    config = model_config(here / MODEL, height=16, width=32)
+    adapter = DiffusionModelBase.get_class(config)
+    pixels = np.array(Image.open(io.BytesIO(pictures[1][1]["rejected"]["image"])))
+    encoded = adapter.encode(adapter.load_vae(config), config, torch.from_numpy(pixels)[None])
+    assert torch.allclose(batch.trajectories.latents[3], encoded[0], rtol=0, atol=1e-5)
+    assert batch.trajectories.latents.std() > 0.01, "not one grey picture like another"
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_trainer_learns_from_these_pairs(here: Path) -> None:
+    """It starts knowing nothing of them, and orders them rightly after some steps over the same two."""
+    pairs, store = PairDataset.open("data/sd3_pairs"), PromptEmbeddings.open("data/sd3_embeddings")
+    (batch,) = pairs.batches(pairs.pairs[:2], store, 2, seed=0, iteration=1)
+    settings = actor_config(loss_mode="dpo", dpo_beta=100.0, lr=1e-3, eps=1e-8)
+    engine = DiffusersFSDPEngine(
+        model_config(here / MODEL, height=16, width=32), settings, forward_config=ForwardProcessConfig()
+    )
+    engine.initialize()
+    trained = ActorBatch([(batch.trajectories, torch.tensor(batch.advantages))], 4)
+    metrics = [engine.update_policy([trained]) for _ in range(8)]
+    assert metrics[0]["rewards/margins"] == 0.0
+    assert metrics[-1]["rewards/margins"] > 0.0
+    assert metrics[-1]["implicit_acc"] == 1.0
+
+
+def test_guidance_shows_in_the_pictures(here: Path) -> None:
+    """As the option says, with the negative prompt's embedding."""
+    plain = ("preferences", "--model", MODEL, "--embeddings", "data/sd3_embeddings", "--reward", "brightness")
+    prepare(*plain, "--out", "data/plain.parquet")
+    tables = [pd.read_parquet(here / "data" / name) for name in ("sd3.parquet", "plain.parquet")]
+    assert tables[0]["prompt"].tolist() == tables[1]["prompt"].tolist()
+    assert (tables[0]["image"] != tables[1]["image"]).all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("preferences", "--model", "nowhere"), "error: nowhere holds no model"),
+        (("pairs", "--model", "nowhere"), "error: nowhere holds no model"),
+        (("pairs", "--model", MODEL, "--table", "none.parquet"), "none.parquet is missing"),
+        (("preferences", "--model", MODEL, "--set", "steps"), "--set 'steps' must have the form name=value"),
+        (
+            ("preferences", "--model", MODEL, "--embeddings", "data/sd3_embeddings", "--set", "true_cfg_scale=4"),
+            "true_cfg_scale is 4.0, which StableDiffusion3Pipeline does not read",
+        ),
+        (
+            ("preferences", "--model", MODEL, "--embeddings", "data/sd3_embeddings", "--set", "guidance=4"),
+            "cannot be sampled so",
+        ),
+        (("preferences", "--model", MODEL, "--reward", "ocrr"), "there is no reward 'ocrr'"),
+        (("preferences", "--model", MODEL, "--reward", "ocr", "--option", "detekt=1"), "argument 'detekt'"),
+    ],
+)
+def test_a_wrong_option_is_one_line(here: Path, arguments: tuple[str, ...], complaint: str) -> None:
+    assert complaint in " ".join(prepare(*arguments, fails=True).split())
+
+
+def test_the_pages_commands_are_known(here: Path) -> None:
+    """Every option of them: what is missing is the model alone."""
+    section = PAGE.split("### Pairs of another model")[1].split("\n## ")[0]
+    commands = [line.split()[3:] for line in section.replace("\\\n", "").splitlines() if "flows.prepare" in line]
+    assert [command[0] for command in commands] == ["embeddings", "preferences", "pairs"]
+    for command in commands:
+        assert "error: models/sd3.5-medium holds no model" in prepare(*command, fails=True)
+
+
+# ---- data of another model, and data that is damaged
+
+
+@pytest.fixture
+def copied(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy that a test may damage."""
+    folder = shutil.copytree(made, tmp_path / "copy")
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def flip(file: Path, place: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[place] ^= 1
+    file.write_bytes(bytes(content))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ("text_encoder_3/model.safetensors", r"data.embeddings .* made with another text_encoder and tokenizer than"),
+        ("tokenizer_3/tokenizer.json", "data.embeddings .* made with another text_encoder and tokenizer than"),
+        (
+            "vae/diffusion_pytorch_model.safetensors",
+            r"data.pairs .* made with another vae than .*pairs --model",
+        ),
+    ],
+)
+def test_data_of_another_model_of_the_same_width_is_refused(copied: Path, changed: str, message: str) -> None:
+    check_inputs(offline())
+    flip(copied / MODEL / changed, -2)
+    with pytest.raises(ConfigError, match=message):
+        check_inputs(offline())
+
+
+def test_embeddings_of_another_model_sample_no_preferences(copied: Path) -> None:
+    flip(copied / MODEL / "text_encoder" / "model.safetensors", -2)
+    arguments = ("preferences", "--model", MODEL, "--embeddings", "data/sd3_embeddings", "--reward", "brightness")
+    assert "was made with other text encoders than" in " ".join(prepare(*arguments, fails=True).split())
+
+
+def test_a_folder_without_its_encoders_cannot_be_compared(copied: Path) -> None:
+    for part in ("text_encoder", "text_encoder_2", "text_encoder_3", "vae"):
+        for file in (copied / MODEL / part).glob("*.safetensors"):
+            file.unlink()
+    check_inputs(offline())
+
+
+@pytest.mark.parametrize("name", ["sd3_embeddings", "sd3_pairs"])
+def test_a_flipped_bit_a_lost_file_and_a_broken_index_are_named(copied: Path, name: str) -> None:
+    (shard,) = (copied / "data" / name).glob("*.safetensors")
+    whole = shard.read_bytes()
+    flip(shard, -3)
+    with pytest.raises(DatasetError, match=rf"{shard.name} is damaged: its SHA-256 is not the one that the index"):
+        check_inputs(offline())
+    shard.unlink()
+    with pytest.raises(DatasetError, match=rf"{shard.name} is missing, but the index lists it"):
+        check_inputs(offline())
+    shard.write_bytes(whole)
+    check_inputs(offline())
+    index = copied / "data" / name / "index.json"
+    index.write_text(index.read_text()[:-9])
+    with pytest.raises(DatasetError, match=r"index.json is damaged: .*`dvc repro (embeddings|pairs)` makes it anew"):
+        check_inputs(offline())
+
+
+def test_a_shard_that_cannot_be_read_is_named(copied: Path) -> None:
+    """Where no digest was compared before, as in a worker."""
+    (shard,) = (copied / "data" / "sd3_embeddings").glob("*.safetensors")
+    store = PromptEmbeddings.open(copied / "data" / "sd3_embeddings")
+    flip(shard, 0)
+    with pytest.raises(DatasetError, match=rf"{shard.name} cannot be read: .*; make the data anew"):
+        store.negative()
+    (shard,) = (copied / "data" / "sd3_pairs").glob("*.safetensors")
+    pairs = PairDataset.open(copied / "data" / "sd3_pairs")
+    flip(shard, 0)
+    store = PromptEmbeddings.open(copied / "data" / "sd3_embeddings")
+    with pytest.raises(DatasetError, match="cannot be read"):
+        list(pairs.batches(pairs.pairs[:2], store, 2, seed=0, iteration=1))
+
+
+def test_data_of_an_older_version_is_taken_with_a_warning(copied: Path, caplog: pytest.LogCaptureFixture) -> None:
+    check_inputs(offline())
+    assert not caplog.records
+    for name in ("sd3_embeddings", "sd3_pairs"):
+        index = copied / "data" / name / "index.json"
+        record = json.loads(index.read_text())
+        assert record["model_digest"].startswith(SCHEME)
+        del record["sha256"], record["index_sha256"]
+        index.write_text(json.dumps(record | {"model_digest": "0123456789abcdef0123456789abcdef"}))
+    check_inputs(offline())
+    warned = [record.getMessage() for record in caplog.records]
+    assert len(warned) == 2
+    assert all("is of an older version: whether the" in message for message in warned)
+    assert {message.split()[0] for message in warned} == {"data.embeddings", "data.pairs"}

@@ -1,0 +1,187 @@
+"""Every deployment of prefect.yaml is one that its flow would accept."""
+
+import importlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from matplotlib import font_manager
+from PIL import Image, ImageDraw, ImageFont
+from prefect.utilities.callables import parameter_schema
+
+from flows.recipes import load_recipe
+from tasks.config.sweep import SweepConfig
+from tasks.rewards import get_reward
+
+ROOT = Path(__file__).parents[2]
+DEPLOYMENTS = {d["name"]: d for d in yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]}
+NEEDS_MORE = {"reproduce": {"run": "0"}, "compare": {"run": "0", "against": "1"}}
+
+
+def flow_of(deployment: dict[str, Any]) -> Any:
+    file, name = deployment["entrypoint"].split(":")
+    return getattr(importlib.import_module(file.removesuffix(".py").replace("/", ".")), name)
+
+
+@pytest.mark.parametrize("name", DEPLOYMENTS)
+def test_the_flow_accepts_the_deployments_parameters(name: str) -> None:
+    deployment = DEPLOYMENTS[name]
+    flow_of(deployment).validate_parameters(deployment.get("parameters", {}) | NEEDS_MORE.get(name, {}))
+
+
+@pytest.mark.parametrize("name", DEPLOYMENTS)
+def test_every_parameter_is_described(name: str) -> None:
+    """What Prefect's form shows."""
+    schema = parameter_schema(flow_of(DEPLOYMENTS[name]).fn).model_dump_for_openapi()
+    fields = dict(schema["properties"])
+    for section, definition in schema.get("definitions", {}).items():
+        fields |= {f"{section}.{field}": entry for field, entry in definition.get("properties", {}).items()}
+    assert [field for field, entry in fields.items() if not entry.get("description")] == []
+
+
+def test_a_sweeps_dimensions_are_fields_of_its_config() -> None:
+    search = SweepConfig.model_validate(DEPLOYMENTS["sweep"]["parameters"]["search"])
+    parameters = load_recipe("quickstart", ROOT / "prefect.yaml").model_dump()
+    for path in search.space:
+        node: Any = parameters
+        for part in path.split("."):
+            node = node[part]
+
+
+# ---- docs/recipes.md: each recipe of real size beside its public original
+
+PAGE = (ROOT / "docs/recipes.md").read_text()
+SECTIONS = dict(re.findall(r"^## `([\w-]+)`$(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))
+REAL_SIZE = [name for name, d in DEPLOYMENTS.items() if "gpu" in d["tags"]]
+ELSEWHERE = (  # where and how fast a recipe runs, and what it measures and keeps on the way
+    "actor_rollout_ref.model.path",
+    "actor_rollout_ref.model.compile",
+    "actor_rollout_ref.rollout.micro_batch_size",
+    "actor_rollout_ref.rollout.num_actors",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
+    "actor_rollout_ref.actor.fsdp_config.",
+    "algorithm.name",
+    "reward.functions.ocr.num_workers",
+    "reward.functions.ocr.batch_size",
+    "ray_init.",
+    "trainer.",
+)
+
+
+def rows_of(recipe: str) -> Iterator[tuple[str, str, str, str, str]]:
+    """(field path, ours, theirs, where, why) of a recipe's table."""
+    for line in SECTIONS[recipe].splitlines():
+        if line.startswith("| `"):
+            field, ours, theirs, where, why = (cell.strip() for cell in line.strip().strip("|").split("|"))
+            path = field.strip("`")
+            prefix = "actor_rollout_ref." if path.partition(".")[0] in ("model", "rollout", "actor") else ""
+            yield prefix + path, ours.strip("`"), theirs, where, why
+
+
+def value_at(tree: Any, path: str) -> Any:
+    for part in path.split("."):
+        tree = tree[part]
+    return tree
+
+
+def leaves(tree: Any, path: str = "") -> Iterator[str]:
+    """Paths of the fields that a recipe sets; a reward's options are one field."""
+    for name, value in tree.items():
+        inner = f"{path}.{name}".lstrip(".")
+        if isinstance(value, dict) and name != "options":
+            yield from leaves(value, inner)
+        else:
+            yield inner
+
+
+def test_every_recipe_of_real_size_has_its_table() -> None:
+    assert set(REAL_SIZE) == {*SECTIONS}
+    assert len(REAL_SIZE) == 5
+
+
+@pytest.mark.parametrize("recipe", REAL_SIZE)
+def test_the_tables_say_what_the_recipes_say(recipe: str) -> None:
+    """Our column is the recipe's, the original has a file and a line, and what differs has a reason."""
+    config = load_recipe(recipe, ROOT / "prefect.yaml").model_dump(mode="json")
+    for path, ours, theirs, where, why in rows_of(recipe):
+        assert yaml.safe_load(ours) == value_at(config, path), path
+        assert re.fullmatch(r"`[\w./]+:\d+`", where), (path, where)
+        assert (theirs == "the same") == (why == ""), path
+        assert theirs == "the same" or yaml.safe_load(theirs.strip("`")) != value_at(config, path), path
+
+
+@pytest.mark.parametrize("recipe", REAL_SIZE)
+def test_the_tables_leave_no_field_out(recipe: str) -> None:
+    shown = [path for path, *_ in rows_of(recipe)]
+    given = {p for p in leaves(DEPLOYMENTS[recipe]["parameters"]["config"]) if not p.startswith(ELSEWHERE)}
+    assert given - {*shown} == set()
+    assert len(shown) == len({*shown})
+    assert "trainer.total_training_steps" in shown
+
+
+# ---- the rewards
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A prompt whose picture should show `target`."""
+
+    target: str
+    prompt: str = ""
+    metadata: Any = None
+
+
+@cache
+def ocr_of(name: str, options: str) -> Any:
+    """The reward of a recipe; recipes that share name and options share it."""
+    return get_reward(name, **yaml.safe_load(options))
+
+
+def reward_of(recipe: str) -> Any:
+    (entry,) = load_recipe(recipe, ROOT / "prefect.yaml").reward.named().values()
+    return ocr_of(entry[0], yaml.safe_dump(entry[1].options))
+
+
+def picture_of(text: str, letters: int, height: int, width: int) -> np.ndarray:
+    """The text in the middle of a light picture, letters of so many pixels."""
+    picture = Image.new("RGB", (width, height), (200, 220, 240))
+    font = ImageFont.truetype(font_manager.findfont("DejaVu Sans"), letters)
+    ImageDraw.Draw(picture).text((width / 2, height / 2), text, font=font, fill=(20, 20, 60), anchor="mm")
+    return np.asarray(picture)
+
+
+TEXTS = {
+    "gpu": [("OPEN 24 HOURS", 40), ("Hello World", 64), ("COFFEE", 120)],
+    "one-gpu": [("orava", 34), ("bakapu", 38), ("acotugu", 42)],  # of the words model's pictures
+    "cpu": [("472", 18), ("905", 20), ("138", 22)],  # of the tiny model's
+}
+SAMPLED = [name for name, d in DEPLOYMENTS.items() if d["entrypoint"].startswith("flows/train.py:")]
+
+
+@pytest.mark.parametrize("recipe", SAMPLED)
+def test_a_recipes_reward_knows_a_perfect_picture_from_an_empty_one(recipe: str) -> None:
+    """At the recipe's own size."""
+    pipeline = load_recipe(recipe, ROOT / "prefect.yaml").actor_rollout_ref.rollout.pipeline
+    size, texts = (pipeline.height, pipeline.width), TEXTS[DEPLOYMENTS[recipe]["tags"][1]]
+    perfect = np.stack([picture_of(text, letters, *size) for text, letters in texts])
+    wanted = [Wanted(text) for text, _ in texts]
+    reward = reward_of(recipe)
+    assert reward(perfect, wanted).scores.min() > 0.95
+    empty = np.full((1, *size, 3), 127, np.uint8)
+    assert reward(empty, wanted[:1]).scores.max() < 0.05
+    if pipeline.num_frames is not None:
+        video = np.repeat(perfect[:1, None], 2, axis=1)
+        assert reward(video, wanted[:1]).scores.min() > 0.95
+
+
+@pytest.mark.parametrize("recipe", REAL_SIZE)
+def test_another_text_scores_less(recipe: str) -> None:
+    pipeline = load_recipe(recipe, ROOT / "prefect.yaml").actor_rollout_ref.rollout.pipeline
+    other = picture_of("Hello Moon", 64, pipeline.height, pipeline.width)[None]
+    assert 0.3 < reward_of(recipe)(other, [Wanted("Hello World")]).scores[0] < 0.8

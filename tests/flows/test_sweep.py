@@ -1,0 +1,125 @@
+"""What a sweep tries: grid points once each, what was undone again, and nothing that is no field."""
+
+from pathlib import Path
+
+import optuna
+import pytest
+from optuna.trial import TrialState
+
+from flows.sweep import open_study, prepare_trials, run_trials
+from tasks.actors.child_run import ChildDied
+from tasks.config.sweep import Dimension, SweepConfig, check_fields
+from tasks.config.tree import TrainConfig
+from tasks.run.preflight import ConfigError
+
+optuna.logging.set_verbosity(optuna.logging.WARNING)
+GRID = {
+    "sampler": "grid",
+    "space": {"trainer.seed": {"low": 0, "high": 2, "step": 1}, "data.train_batch_size": {"choices": [4, 8]}},
+}
+
+
+def run_some(search: SweepConfig, folder: Path, objective, count: int | None = None) -> optuna.Study:
+    study = open_study(search, folder)
+    left = prepare_trials(study, search)
+    run_trials(study, objective(search), left if count is None else count, parallel=1)
+    return study
+
+
+def seed_of(search: SweepConfig):
+    def objective(trial: optuna.Trial) -> float:
+        values = {name: dimension.suggest(trial, name) for name, dimension in search.space.items()}
+        if trial.number == 1:
+            raise ChildDied("a dead child")
+        return values["trainer.seed"] / values["data.train_batch_size"]
+
+    return objective
+
+
+def test_a_grid_that_was_interrupted_is_completed_point_by_point(tmp_path: Path) -> None:
+    """Four of six points: three done, one failed, and one more left running by a kill."""
+    search = SweepConfig(**GRID)
+    study = run_some(search, tmp_path, seed_of, count=4)
+    study.ask()
+    study = run_some(search, tmp_path, seed_of)
+    complete = study.get_trials(states=[TrialState.COMPLETE])
+    points = [tuple(trial.params.values()) for trial in complete]
+    assert sorted(points) == [(seed, size) for seed in (0, 1, 2) for size in (4, 8)]
+    assert not study.get_trials(states=[TrialState.RUNNING, TrialState.WAITING])
+    assert study.best_params == {"trainer.seed": 2, "data.train_batch_size": 4}
+    assert prepare_trials(study, search) == 0
+
+
+def test_trials_at_a_time_are_different_ones(tmp_path: Path) -> None:
+    """Twelve queued points for six threads: each is tried once, however they meet at the storage."""
+    search = SweepConfig(sampler="grid", space={"trainer.seed": {"low": 0, "high": 11, "step": 1}})
+    study, tried = open_study(search, tmp_path), []
+
+    def objective(trial: optuna.Trial) -> float:
+        tried.append(search.space["trainer.seed"].suggest(trial, "trainer.seed"))
+        return float(tried[-1])
+
+    run_trials(study, objective, prepare_trials(study, search), parallel=6)
+    assert sorted(tried) == list(range(12))
+
+
+def test_an_error_that_is_no_dead_child_ends_the_sweep(tmp_path: Path) -> None:
+    search, begun = SweepConfig(sampler="random", trials=20, space={"trainer.seed": {"low": 0, "high": 9}}), []
+    study = open_study(search, tmp_path)
+
+    def objective(trial: optuna.Trial) -> float:
+        begun.append(trial.number)
+        raise OSError("the disk is full")
+
+    with pytest.raises(OSError, match="full"):
+        run_trials(study, objective, prepare_trials(study, search), parallel=2)
+    assert len(begun) < 20
+
+
+@pytest.mark.parametrize("sampler", ["random", "tpe"])
+def test_as_many_trials_as_asked_for_in_all(tmp_path: Path, sampler: str) -> None:
+    search = SweepConfig(**GRID | {"sampler": sampler, "trials": 9, "startup_trials": 3})
+    run_some(search, tmp_path, seed_of, count=4)
+    study = run_some(search, tmp_path, seed_of)
+    assert len(study.get_trials(states=[TrialState.COMPLETE])) == 9
+    assert {trial.params["data.train_batch_size"] for trial in study.trials} == {4, 8}
+
+
+def test_the_median_pruner_stops_the_worse_half(tmp_path: Path) -> None:
+    search = SweepConfig(**GRID | {"sampler": "random", "trials": 12, "startup_trials": 3})
+
+    def objective(_search: SweepConfig):
+        def run(trial: optuna.Trial) -> float:
+            for step in range(3):
+                trial.report(float(-trial.number), step)  # each run is worse than all before it
+                if trial.should_prune():
+                    raise optuna.TrialPruned
+            return float(-trial.number)
+
+        return run
+
+    study = run_some(search, tmp_path, objective)
+    assert [trial.state == TrialState.PRUNED for trial in study.trials] == [False] * 3 + [True] * 9
+
+
+@pytest.mark.parametrize(
+    ("space", "message"),
+    [
+        ({"trainer.sed": {"choices": [1]}}, "trainer.sed cannot be 1"),
+        ({"trainer.seed": {"choices": [-1]}}, "trainer.seed cannot be -1"),
+        ({"actor_rollout_ref.rollout.n": {"low": 1, "high": 4}}, "rollout.n is 1"),
+    ],
+)
+def test_a_dimension_that_is_no_field_is_refused(space: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_fields(TrainConfig(), SweepConfig(space=space))
+
+
+def test_dimensions_are_lists_or_ranges() -> None:
+    assert Dimension(low=0.5, high=1.0, step=0.25).grid() == [0.5, 0.75, 1.0]
+    both, zero = {"choices": [1], "low": 1, "high": 2}, {"low": 0, "high": 1, "log": True}
+    for bad in ({}, both, {"low": 1}, {"low": 2, "high": 1}, zero):
+        with pytest.raises(ValueError, match=r"either choices|must be below"):
+            Dimension(**bad)
+    with pytest.raises(ConfigError, match="needs choices, or a step"):
+        Dimension(low=0.1, high=0.2).grid()

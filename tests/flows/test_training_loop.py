@@ -1,0 +1,85 @@
+"""The training loop's own decisions: which prompts an iteration takes, and which weights the rollout is left with."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import flows.train as loop
+from tasks.config.tree import TrainConfig
+from tasks.run.training import TrainingRun
+from tasks.stages.sync import sync_weights
+from tasks.system.stopwatch import Stopwatch
+
+PROMPTS = [f"prompt {number}" for number in range(7)]
+
+
+def run_of(settings: dict[str, Any], **parts: Any) -> TrainingRun:
+    """A run of these settings without actors: `parts` are what a test needs of it."""
+    empty: Any = dict.fromkeys(("rollout", "reward", "trainer", "tracker", "store", "stages", "canary", "guards"))
+    return TrainingRun(TrainConfig.model_validate(settings), **empty | parts)
+
+
+def order_of(prompts: list[str], batch: int, iterations: range, seed: int = 3) -> list[list[str]]:
+    """The prompts of some iterations."""
+    settings = {
+        "data": {"train_batch_size": batch},
+        "actor_rollout_ref": {"actor": {"ppo_mini_batch_size": batch}},
+        "trainer": {"seed": seed},
+    }
+    run = run_of(settings, inputs=SimpleNamespace(train=prompts))
+    return [run.prompts(iteration) for iteration in iterations]
+
+
+def test_every_epoch_takes_every_prompt_once_in_an_order_of_its_own() -> None:
+    first, second = (order_of(PROMPTS[:6], 2, range(start, start + 3)) for start in (1, 4))
+    for epoch in (first, second):
+        assert sorted(prompt for part in epoch for prompt in part) == PROMPTS[:6]
+    assert first != second
+    assert first != order_of(PROMPTS[:6], 2, range(1, 4), seed=4)
+
+
+def test_the_order_is_that_of_the_first_release() -> None:
+    """A resumed run goes on in the order that it began with; seven prompts in twos leave one out of each epoch."""
+    taken = order_of(PROMPTS, 2, range(1, 7))
+    numbers = [[int(prompt[-1]) for prompt in part] for part in taken]
+    assert numbers == [[2, 4], [1, 3], [5, 0], [1, 4], [5, 0], [2, 3]]
+
+
+class Weights:
+    """Stands for the ranks and their way to the workers: `held` are those that the rollout samples with."""
+
+    def __init__(self, held: str) -> None:
+        self.held = held
+
+    def broadcast(self, rollout: Any, canary: Any, version: int, limits: Any, which: str) -> None:
+        self.held = which
+
+
+@pytest.mark.parametrize(
+    ("actor", "algorithm", "samples_with", "measured"),
+    [
+        ({}, "flow_grpo", "policy", "policy"),
+        ({"ema": {"enable": True}}, "flow_grpo", "policy", "average"),
+        ({}, "diffusion_nft", "old", "policy"),
+        ({"ema": {"enable": True}}, "diffusion_nft", "old", "average"),
+    ],
+)
+def test_a_validation_measures_its_weights_and_gives_the_rollout_its_own_back(
+    monkeypatch: pytest.MonkeyPatch, actor: dict, algorithm: str, samples_with: str, measured: str
+) -> None:
+    """Else every iteration after a validation would sample with the average."""
+    weights, seen = Weights(samples_with), []
+
+    def validate(*arguments: Any) -> Any:
+        seen.append(weights.held)
+        return SimpleNamespace(reward=0.5, sheet=SimpleNamespace(save=lambda path: None))
+
+    monkeypatch.setattr(loop, "sync_weights", sync_weights.fn)  # the task's function alone: there is no flow here
+    monkeypatch.setattr(loop, "validate", validate)
+    monkeypatch.setattr(TrainingRun, "keep_validation", lambda run, result: None)
+    settings = {"algorithm": {"name": algorithm}, "actor_rollout_ref": {"actor": actor}}
+    run = run_of(settings, inputs=SimpleNamespace(test=[]), trainer=weights)
+    assert run.sampling_weights == samples_with
+    loop.measure(run, Stopwatch())
+    assert (seen, weights.held) == ([measured], samples_with)

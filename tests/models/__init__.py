@@ -1,0 +1,1 @@
+"""Tests of the models floor: without Ray, Prefect or MLflow."""

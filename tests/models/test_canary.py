@@ -1,0 +1,220 @@
+"""What a weight sync is proved by: digests of the weights, and a velocity that followed the last change."""
+
+import struct
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from models.rollout.diffusers import DiffusersRolloutEngine
+from models.training.fsdp import DiffusersFSDPEngine
+from models.training.micro_batches import ActorBatch
+from models.weights import digests as weight_digests
+from models.weights.canary import (
+    Agreement,
+    Canary,
+    CanaryLimits,
+    check_canary,
+    check_velocity,
+    missing_share,
+    relative_difference,
+)
+from models.weights.digests import check_digests, digest, digests_of
+from models.weights.trainable import WeightSyncError
+from tests.support.helpers import actor_config, model_config, prompt_table, rollout_request
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+ON_CUDA = CanaryLimits(tolerance=0.01)
+WORD = (1 << 64) - 1
+
+
+def synced(trainer: DiffusersFSDPEngine, rollout: DiffusersRolloutEngine) -> None:
+    rollout.load_weights(trainer.gather_weights())
+
+
+def sent(trainer: DiffusersFSDPEngine) -> weight_digests.Digests:
+    return digests_of(dict(trainer.whole_weights()), trainer.model_config.dtype)
+
+
+@pytest.mark.parametrize(("lora_rank", "lr"), [(4, 1e-4), (0, 1e-5)])
+def test_weights_one_update_old_are_refused_in_bf16(tiny_model: Path, lora_rank: int, lr: float) -> None:
+    """The tolerance of CUDA would let them pass, in both updates; the new ones agree in every bit."""
+    config = model_config(tiny_model, dtype="bfloat16", lora_rank=lora_rank, lora_alpha=8, true_cfg_scale=3.0)
+    trainer, rollout = DiffusersFSDPEngine(config, actor_config(lr=lr)), DiffusersRolloutEngine(config)
+    trainer.initialize()
+    synced(trainer, rollout)
+    check_digests(sent(trainer), digests_of(rollout.held_weights()), 0)
+    _, samples = rollout.generate(rollout_request(samples=2, negative_length=4))
+    canary = Canary(prompt_table((5, 3), 4), rows=4, timesteps=3)
+    last = trainer.canary_velocity(canary)
+    for version in (1, 2):
+        trainer.update_policy([ActorBatch([(samples, torch.tensor([1.0, -0.8, 0.3, -1.5]))], 4)])
+        now, stale = trainer.canary_velocity(canary), rollout.canary_velocity(canary)
+        assert 0 < check_canary(now, stale, version, ON_CUDA.tolerance) < 0.01
+        with pytest.raises(
+            WeightSyncError, match=rf"version {version} .* lacks 1 of .* allowed 0.75: it still samples"
+        ):
+            check_velocity(now, stale, last, version, ON_CUDA)
+        with pytest.raises(WeightSyncError, match=rf"version {version} .* tensors differ in their digests.*\['"):
+            check_digests(sent(trainer), digests_of(rollout.held_weights()), version)
+
+        synced(trainer, rollout)
+        check_digests(sent(trainer), digests_of(rollout.held_weights()), version)
+        moved = relative_difference(now, last)
+        agreed = check_velocity(now, rollout.canary_velocity(canary), last, version, ON_CUDA)
+        assert agreed == Agreement(0.0, moved, 0.0)
+        last = now
+
+
+def test_the_canary_asks_for_both_halves_of_the_guidance(tiny_model: Path) -> None:
+    """Else an engine that takes another negative prompt, or none, would pass."""
+    rollout = DiffusersRolloutEngine(model_config(tiny_model, true_cfg_scale=3.0))
+    prompts = prompt_table((5, 3), 4)
+    assert prompts.negative_prompt_embeds is not None
+    other = replace(prompts, negative_prompt_embeds=prompts.negative_prompt_embeds + 1.0)
+    found, changed = (rollout.canary_velocity(Canary(table, rows=4, timesteps=2)) for table in (prompts, other))
+    assert found.shape[:2] == (2, 8)
+    assert torch.equal(found[:, :4], changed[:, :4])
+    assert not any(torch.allclose(one, two, atol=1e-3) for one, two in zip(found[0, 4:], changed[0, 4:], strict=True))
+
+
+def test_the_first_sync_has_nothing_to_compare_its_change_with() -> None:
+    velocity = torch.ones(1, 4)
+    assert check_velocity(velocity, velocity, None, 0, CanaryLimits()) == Agreement(0.0, None, None)
+    assert check_velocity(velocity, velocity, velocity, 0, CanaryLimits()) == Agreement(0.0, 0.0, None)
+
+
+def noise(number: int, size: float = 1.0) -> Tensor:
+    return size * torch.randn(1, 20_000, generator=torch.Generator().manual_seed(number))
+
+
+@pytest.mark.parametrize("older", [1, 3])
+@pytest.mark.parametrize("rounding", [0.0, 0.1, 0.3, 0.5])
+def test_the_missing_share_tells_new_from_old_through_rounding(rounding: float, older: int) -> None:
+    """In units of one update's change. The limit is in between, for weights of one and of three updates ago."""
+    changes, exact = [noise(number) for number in range(older)], 30 * noise(100)
+    last, now = exact - changes[-1] + noise(10, rounding), exact + noise(11, rounding)
+    stale, right = exact - sum(changes) + noise(12, rounding), exact + noise(13, rounding)
+    expected = rounding**2 / (1 + 2 * rounding**2)
+    assert missing_share(last, now, right) == pytest.approx(expected, abs=0.02)
+    assert missing_share(last, now, stale) == pytest.approx(1 - expected, abs=0.04)
+    limits = CanaryLimits(tolerance=1.0)
+    check_velocity(now, right, last, 1, limits)
+    with pytest.raises(WeightSyncError, match="older weights"):
+        check_velocity(now, stale, last, 1, limits)
+
+
+def test_right_weights_are_not_refused_where_rounding_hides_the_change() -> None:
+    exact = 30 * noise(100)
+    last, now, right = exact - noise(0) + noise(10, 9.0), exact + noise(11, 9.0), exact + noise(12, 9.0)
+    assert check_velocity(now, right, last, 1, CanaryLimits(tolerance=1.0)).missing == pytest.approx(0.5, abs=0.05)
+
+
+def test_the_worst_of_several_workers() -> None:
+    assert Agreement.worst([Agreement(0.1, 0.5, 0.2), Agreement(0.2, 0.5, None)]) == Agreement(0.2, 0.5, 0.2)
+    assert Agreement.worst([Agreement(0.1), Agreement(0.0)]) == Agreement(0.1, None, None)
+
+
+def test_the_canary_is_a_batch_of_the_run_at_timesteps_of_its_schedule(tiny_model: Path) -> None:
+    """Each prompt in turn, each row with its own noise; the half without the prompt hangs on the negative prompt."""
+    engine = DiffusersRolloutEngine(model_config(tiny_model, true_cfg_scale=3.0))
+    prompts = prompt_table((5, 3), 4)
+    velocity = engine.canary_velocity(Canary(prompts, rows=5, timesteps=3))
+    assert velocity.shape[:2] == (3, 10)
+    assert engine.canary_velocity(Canary(prompts)).shape[:2] == (1, 4)
+    assert engine.canary_velocity(Canary(prompts, rows=1, timesteps=9)).shape[:2] == (4, 2)
+    assert len({tuple(row.flatten()[:4].tolist()) for step in velocity for row in step}) == 30
+    assert prompts.negative_prompt_embeds is not None
+    other = replace(prompts, negative_prompt_embeds=prompts.negative_prompt_embeds + 1)
+    changed = engine.canary_velocity(Canary(other, rows=5, timesteps=3)) != velocity
+    assert changed[:, 5:].flatten(2).any(2).all()
+    assert not changed[:, :5].any()
+
+
+def test_the_timesteps_are_the_schedules_first_and_last(tiny_model: Path) -> None:
+    engine = DiffusersRolloutEngine(model_config(tiny_model))
+    seen: list[float] = []
+    forward = engine.transformer.forward
+
+    def watched(*given: Any, timestep: Tensor, **more: Any) -> Any:
+        seen.append(round(timestep[0].item() * 1000))
+        return forward(*given, timestep=timestep, **more)
+
+    engine.transformer.forward = watched
+    engine.produce(rollout_request(samples=1))
+    schedule, seen[:] = list(seen), []
+    engine.canary_velocity(Canary(prompt_table((5, 3)), timesteps=2))
+    engine.canary_velocity(Canary(prompt_table((5, 3))))
+    assert seen == [schedule[0], schedule[-1], schedule[2]]
+
+
+# ---- digests
+
+
+def reference(content: bytes) -> int:
+    """The formula in Python's own integers."""
+    words = struct.unpack(f"<{len(content) // 8 + 1}Q", content + bytes(8 - len(content) % 8))
+    total = 0
+    for place, word in enumerate(words):
+        x = (word + place * 0x9E3779B97F4A7C15) & WORD
+        for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
+            x = ((x ^ x >> 33) * factor) & WORD
+        total += x ^ x >> 33
+    return (total + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+@pytest.fixture(params=[1 << 15, 3])
+def piece(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Words that are mixed at once."""
+    monkeypatch.setitem(weight_digests.PIECE, "cpu", request.param)
+
+
+@pytest.mark.usefixtures("piece")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8])
+@pytest.mark.parametrize("shape", [(), (0, 3), (1,), (8,), (5, 7)])
+def test_a_digest_is_the_formulas(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = (100 * torch.randn(shape, generator=torch.Generator().manual_seed(0))).to(dtype)
+    expected = reference(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+    assert digest(tensor).item() == expected
+    beside = torch.cat([torch.zeros(1, dtype=dtype), tensor.reshape(-1)])
+    assert digest(beside[1:].view(shape)).item() == expected, "bytes that begin in the middle of a word"
+    if len(shape) == 2:
+        assert digest(tensor.t().contiguous().t()).item() == expected, "rows that do not follow each other"
+
+
+def test_a_digest_shows_every_bit_and_every_exchange() -> None:
+    tensor = torch.randn(64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    found = {digest(tensor).item()}
+    for place in range(64):
+        for bit in (0, 7, 15):
+            changed = tensor.view(torch.int16).clone()
+            changed[place] ^= torch.tensor(1 << bit if bit < 15 else -(1 << 15), dtype=torch.int16)
+            found.add(digest(changed.view(torch.bfloat16)).item())
+        both = tensor.clone()
+        both[[place, 3]] = -both[[place, 3]]
+        found.add(digest(both).item())
+        found.add(digest(tensor.roll(place)).item())
+    # Place 3 with itself is the flip of its sign bit again, and a roll by 0 is the tensor.
+    assert len(found) == 1 + 64 * 5 - 2
+
+
+def test_weights_that_differ_are_named() -> None:
+    weights = {f"w{i}": torch.full((3,), float(i)) for i in range(6)}
+    both = digests_of(weights, torch.bfloat16)
+    assert set(both["w0"]) == {"torch.float32", "torch.bfloat16"}
+    held = {name: tensor.bfloat16() for name, tensor in weights.items()} | {"w5": weights["w5"]}
+    check_digests(both, digests_of(held), 3)
+    changed = held | {name: held[name] + 1 for name in ("w1", "w2", "w3", "w4")}
+    with pytest.raises(WeightSyncError, match=r"policy version 3 .* 4 of 6 tensors .* \['w1', 'w2', 'w3'\]$"):
+        check_digests(both, digests_of(changed), 3)
+    with pytest.raises(WeightSyncError, match=r"6 of 6 tensors"):
+        check_digests(both, {}, 3)
+    with pytest.raises(WeightSyncError, match=r"1 of 7 tensors .* \['other'\]"):
+        check_digests(both, digests_of(held | {"other": weights["w0"]}), 3)
+    with pytest.raises(WeightSyncError, match=r"1 of 6 tensors .* \['w0'\]"):
+        check_digests(both, digests_of(held | {"w0": weights["w0"].double()}), 3)

@@ -1,0 +1,98 @@
+"""Compiled blocks in bf16: sampling, rescoring and the first update round alike, so the first ratio is exactly 1."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from models.families.base import DiffusionModelConfig
+from models.rollout.diffusers import DiffusersRolloutEngine
+from models.runtime.compiled import OneGraph
+from models.samples.trajectories import Trajectories
+from models.training.fsdp import DiffusersFSDPEngine
+from models.training.micro_batches import ActorBatch
+from tests.support.helpers import actor_config, model_config, rollout_request, save_tiny_model
+
+ADVANTAGES = torch.tensor([1.0, -0.8, 0.3, -1.5])
+
+
+def trainer(config: DiffusionModelConfig, **settings: Any) -> DiffusersFSDPEngine:
+    engine = DiffusersFSDPEngine(config, actor_config(**settings))
+    engine.initialize()
+    return engine
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_rank")
+def test_the_first_ratio_is_exactly_one_in_bf16(tmp_path: Path) -> None:
+    """Guided, with LoRA. Graphs that were compiled apart differ by 1e-3, more than most clip ranges."""
+    checkpoint = save_tiny_model(tmp_path / "model", layers=1)
+    config = model_config(checkpoint, dtype="bfloat16", lora_rank=4, lora_alpha=8, true_cfg_scale=3.0, compile=True)
+    rollout = DiffusersRolloutEngine(config)
+    for gradient in ("both", "conditional"):
+        request = rollout_request(negative_length=4, record_unconditional=gradient == "conditional")
+        trajectories = rollout.produce(request).recorded
+        assert isinstance(trajectories, Trajectories)
+        engine = trainer(config, guidance_gradient=gradient, lr=1e-6)
+        own = engine.rescored(replace(trajectories, unconditional=None))
+        assert torch.equal(own.log_probs, trajectories.log_probs)
+        metrics = engine.update_policy([ActorBatch([(trajectories, ADVANTAGES)], 4)])
+        assert metrics["logprob_abs_diff/max"] == 0.0
+        assert metrics["ratio_deviation/max"] == 0.0
+        assert metrics["grad_norm"] > 0
+        rescored = engine.rescored(replace(trajectories, unconditional=None))
+        again = engine.update_policy([ActorBatch([(rescored, ADVANTAGES)], 4)])
+        assert again["logprob_abs_diff/max"] == 0.0
+
+
+@pytest.mark.parametrize("gradient", ["both", "conditional"])
+@pytest.mark.usefixtures("one_rank")
+def test_rescored_log_probs_are_what_the_first_update_computes(tiny_model: Path, gradient: str) -> None:
+    """The half that takes no gradient is computed alone in both, whatever the rollout would have recorded."""
+    config = model_config(tiny_model, dtype="bfloat16", true_cfg_scale=3.0)
+    trajectories: Any = DiffusersRolloutEngine(config).produce(rollout_request(negative_length=4)).recorded
+    engine = trainer(config, guidance_gradient=gradient)
+    rescored = engine.rescored(trajectories)
+    assert engine.update_policy([ActorBatch([(rescored, ADVANTAGES)], 4)])["logprob_abs_diff/max"] == 0.0
+
+
+class Net(nn.Module):
+    """Two linear blocks that note what their inputs asked of autograd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+        self.seen: list[bool] = []
+        graph = OneGraph()
+        for block in self.blocks:
+            block.forward = graph.of_block(self._noted(block.forward))
+        self.forward = graph.of_whole(self.forward)  # type: ignore[method-assign]
+
+    def _noted(self, forward: Any) -> Any:
+        def block(tensor: torch.Tensor) -> torch.Tensor:
+            self.seen.append(tensor.requires_grad and torch.is_grad_enabled())
+            return forward(tensor)
+
+        return block
+
+    def forward(self, tensor: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            tensor = block(tensor)
+        return tensor
+
+
+def test_a_call_without_gradient_looks_like_one_with_it_from_inside() -> None:
+    """So that the same compiled code is chosen; the blocks' activations do not wait for a backward pass."""
+    net, given = Net(), torch.ones(2, 3)
+    with torch.no_grad():
+        sampled = net(given)
+    inside, net.seen = net.seen, []
+    learned = net(given)
+    assert inside == net.seen == [False, True]
+    assert not sampled.requires_grad
+    assert torch.equal(sampled, learned)
+    learned.sum().backward()
+    assert all(parameter.grad is not None for parameter in net.parameters())

@@ -1,0 +1,406 @@
+"""The trainer on one rank: replay, updates against plain autograd, averages, checkpoints, exports, weight sync."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from models.config.actor import EmaConfig
+from models.families.base import DiffusionModelConfig
+from models.families.qwen_image import QwenImage
+from models.rollout.diffusers import DiffusersRolloutEngine
+from models.samples.trajectories import LATENTS, PICTURES, Trajectories
+from models.training.fsdp import ActorBatch, DiffusersFSDPEngine
+from models.training.weight_copies import WeightAverage
+from models.weights.canary import Canary, check_canary
+from models.weights.trainable import WeightSyncError, load_trainable, trainable
+from tests.support.helpers import actor_config, model_config, prompt_table, rollout_request
+from tests.support.plain_trainer import plain_kl, plain_module, plain_replay, plain_updates
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+ADVANTAGES = torch.tensor([1.0, -0.8, 0.3, -1.5, 0.6, 0.9])
+KINDS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "lora": {"lora_rank": 4, "lora_alpha": 8},
+    "guided": {"true_cfg_scale": 3.0},
+    "guided_lora": {"true_cfg_scale": 3.0, "lora_rank": 4, "lora_alpha": 8},
+}
+every_kind = pytest.mark.parametrize("kind", KINDS)
+full_and_lora = pytest.mark.parametrize("kind", ["full", "lora"])
+
+
+def config_of(kind: str, tiny_model: Path) -> DiffusionModelConfig:
+    return model_config(tiny_model, **KINDS[kind])
+
+
+def rolled_out(config: DiffusionModelConfig, **recorded: bool) -> Trajectories:
+    """Six samples of three prompts of different lengths, over a window of three steps."""
+    guided = config.pipeline.true_cfg_scale > 1
+    request = rollout_request(samples=2, lengths=(5, 3, 7), negative_length=4 if guided else None, **recorded)
+    _, trajectories = DiffusersRolloutEngine(config).generate(request)
+    assert trajectories is not None
+    return trajectories
+
+
+def trainer(config: DiffusionModelConfig, **settings: Any) -> DiffusersFSDPEngine:
+    engine = DiffusersFSDPEngine(config, actor_config(**settings))
+    engine.initialize()
+    return engine
+
+
+def batch_of(trajectories: Trajectories, advantages: Tensor = ADVANTAGES) -> ActorBatch:
+    return ActorBatch([(trajectories, advantages)], int((~advantages.isnan()).sum()))
+
+
+def all_parameters(engine: DiffusersFSDPEngine) -> dict[str, Tensor]:
+    """Every parameter, trained or frozen, whole."""
+    named = ((n, p.detach()) for n, p in engine.module.named_parameters())
+    return {n: (p.full_tensor() if isinstance(p, DTensor) else p).clone() for n, p in named}
+
+
+def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max((one[name] - other[name]).abs().max().item() for name in one)
+
+
+# ---- replay
+
+
+def test_replay_in_micro_batches_differs_by_rounding_only(tiny_model: Path) -> None:
+    config = config_of("guided", tiny_model)
+    trajectories = rolled_out(config)
+    replayed = trainer(config, ppo_micro_batch_size_per_gpu=4).rescored(trajectories).log_probs
+    assert torch.allclose(replayed, trajectories.log_probs, rtol=0, atol=2e-6)
+
+
+def test_replay_agrees_with_the_formula(tiny_model: Path) -> None:
+    config = config_of("guided", tiny_model)
+    trajectories = rolled_out(config)
+    module = plain_module(config)
+    with torch.no_grad():
+        expected = [plain_replay(module, config, trajectories, step).log_probs for step in range(3)]
+    assert torch.allclose(trajectories.log_probs, torch.stack(expected, 1), rtol=0, atol=2e-6)
+
+
+def test_batches_are_cut_where_too_large_and_never_merged(tiny_model: Path) -> None:
+    config = config_of("full", tiny_model)
+    short, long = differently_long_rollouts(config)
+    pieces = ActorBatch([(short, ADVANTAGES[:2]), (long, ADVANTAGES[2:])], 6).prepared(3).pieces
+    assert [piece.keys for piece, _ in pieces] == [short.keys, long.keys[:3], long.keys[3:]]
+    assert torch.equal(torch.cat([advantages for _, advantages in pieces]), ADVANTAGES)
+    assert torch.equal(torch.cat([piece.latents for piece, _ in pieces[1:]]), long.latents)
+    assert pieces[2][0].prompt_index.tolist() == [1]
+
+
+def differently_long_rollouts(config: DiffusionModelConfig) -> list[Trajectories]:
+    """Two samples of a prompt of 3 tokens, and two each of prompts of 7 and 5, sampled apart."""
+    rollout = DiffusersRolloutEngine(config)
+    requests = [rollout_request(lengths=(3,)), rollout_request(lengths=(7, 5), iteration=1)]
+    sampled = [rollout.generate(request)[1] for request in requests]
+    return [trajectories for trajectories in sampled if trajectories is not None]
+
+
+# ---- updates
+
+
+@every_kind
+@pytest.mark.parametrize("clip_grad", [0.01, 1e6], ids=["norm_clipped", "norm_free"])
+def test_updates_equal_the_reference_trainer(tiny_model: Path, kind: str, clip_grad: float) -> None:
+    """Three updates, uneven micro-batches of 4 and 2: weights and gradient norms."""
+    config = config_of(kind, tiny_model)
+    trajectories = rolled_out(config)
+    engine = trainer(config, clip_grad=clip_grad)
+    start = engine.gather_weights()
+    metrics = [engine.update_policy([batch_of(trajectories)]) for _ in range(3)]
+    weights, norms = plain_updates(config, engine.actor_config, [(trajectories, ADVANTAGES)], updates=3)
+    assert [m["grad_norm"] for m in metrics] == pytest.approx(norms, rel=1e-4)
+    assert (norms[0] > clip_grad) == (clip_grad < 1)
+    assert largest_difference(engine.gather_weights(), weights) < 1e-6
+    assert largest_difference(engine.gather_weights(), start) > 1e-3
+
+
+@pytest.mark.parametrize("recorded", [False, True], ids=["computed", "recorded"])
+@pytest.mark.parametrize("kind", ["guided", "guided_lora"])
+def test_the_half_without_prompt_may_be_a_constant(tiny_model: Path, kind: str, recorded: bool) -> None:
+    """Three optimiser steps of one iteration: what the rollout recorded holds for the first one alone."""
+    config = config_of(kind, tiny_model)
+    trajectories = rolled_out(config, record_unconditional=recorded)
+    assert (trajectories.unconditional is not None) == recorded
+    settings = {"guidance_gradient": "conditional", "clip_grad": 1e6}
+    engine = trainer(config, **settings)
+    engine.update_policy([batch_of(trajectories)] * 3)
+    weights, _ = plain_updates(config, engine.actor_config, [(trajectories, ADVANTAGES)], updates=3)
+    both, _ = plain_updates(config, actor_config(clip_grad=1e6), [(trajectories, ADVANTAGES)], updates=3)
+    assert largest_difference(engine.gather_weights(), weights) < 1e-6
+    assert largest_difference(weights, both) > 1e-4
+
+
+def test_a_recorded_half_is_not_computed_again(tiny_model: Path) -> None:
+    """A wrong one shows in the first step's log-probs, and not in the reference's, which has a half of its own."""
+    config = config_of("guided", tiny_model)
+    trajectories = rolled_out(config, record_unconditional=True)
+    assert trajectories.unconditional is not None
+    wrong = replace(trajectories, unconditional=trajectories.unconditional + 1.0)
+    settings = {"guidance_gradient": "conditional", "use_kl_loss": True, "kl_loss_coef": 0.1}
+    told, misled = (trainer(config, **settings).update_policy([batch_of(t)]) for t in (trajectories, wrong))
+    assert told["ratio_deviation/max"] < 1e-5
+    assert misled["ratio_deviation/max"] > 1e-3
+    assert told["kl_loss"] < 1e-9
+    assert misled["kl_loss"] > 1e-6
+
+
+def test_parts_of_a_batch_add_up_to_one_mean(tiny_model: Path) -> None:
+    """A part of two and a part of four, of different lengths: each sample weighs the same, and replays exactly."""
+    config = config_of("full", tiny_model)
+    short, long = differently_long_rollouts(config)
+    parts = [(short, ADVANTAGES[:2]), (long, ADVANTAGES[2:])]
+    engine = trainer(config, clip_grad=1e6)
+    metrics = [engine.update_policy([ActorBatch(parts, 6)]) for _ in range(2)]
+    assert metrics[0]["ratio_deviation/max"] == 0.0
+    weights, norms = plain_updates(config, engine.actor_config, parts, updates=2)
+    assert [m["grad_norm"] for m in metrics] == pytest.approx(norms, rel=1e-4)
+    assert largest_difference(engine.gather_weights(), weights) < 1e-6
+
+
+@full_and_lora
+def test_kl_pulls_towards_the_reference_as_the_formula_says(tiny_model: Path, kind: str) -> None:
+    config = config_of(kind, tiny_model)
+    trajectories = rolled_out(config)
+    engine = trainer(config, use_kl_loss=True, kl_loss_coef=20.0, clip_grad=1e6)
+    for _ in range(3):
+        engine.update_policy([batch_of(trajectories)])
+    weights, _ = plain_updates(config, engine.actor_config, [(trajectories, ADVANTAGES)], updates=3)
+    without, _ = plain_updates(config, actor_config(clip_grad=1e6), [(trajectories, ADVANTAGES)], updates=3)
+    assert largest_difference(engine.gather_weights(), weights) < 1e-6
+    assert largest_difference(weights, without) > 1e-4
+
+
+@full_and_lora
+def test_kl_is_zero_at_the_start_and_then_the_gaussian_one(tiny_model: Path, kind: str) -> None:
+    config = config_of(kind, tiny_model)
+    trajectories = rolled_out(config)
+    engine = trainer(config, use_kl_loss=True, kl_loss_coef=0.5, ppo_micro_batch_size_per_gpu=6)
+    assert engine.update_policy([batch_of(trajectories)])["kl_loss"] == 0.0
+    own, base = plain_module(config), QwenImage.load_transformer(config, torch.float32)
+    load_trainable(own, engine.gather_weights())
+    with torch.no_grad():
+        pairs = [[plain_replay(m, config, trajectories, step) for m in (own, base)] for step in range(3)]
+    expected = sum(plain_kl(*pair).item() for pair in pairs) / 3
+    assert expected > 1e-6
+    assert engine.update_policy([batch_of(trajectories)])["kl_loss"] == pytest.approx(expected, rel=1e-3)
+
+
+def test_lora_starts_as_the_base_model_and_alike_everywhere(tiny_model: Path) -> None:
+    """The first matrices come from a seed of their own, whatever torch's global generator was doing."""
+    config = config_of("lora", tiny_model)
+    one = plain_module(config)
+    torch.rand(7)
+    before = torch.get_rng_state()
+    other = plain_module(config)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert largest_difference(dict(trainable(one)), dict(trainable(other))) == 0.0
+    assert {name for name, p in trainable(one).items() if p.any()} == {n for n in trainable(one) if "lora_A" in n}
+    base = config_of("full", tiny_model)
+    assert torch.equal(rolled_out(config).latents, rolled_out(base).latents)
+
+
+# ---- missing rewards
+
+
+@pytest.mark.parametrize("missing", [[1], [0, 1, 2, 3]], ids=["one_sample", "a_whole_micro_batch"])
+def test_a_missing_reward_leaves_the_update(tiny_model: Path, missing: Sequence[int]) -> None:
+    """Also its share of the KL, which an advantage of 0 would keep."""
+    config = config_of("full", tiny_model)
+    trajectories = rolled_out(config)
+    advantages = ADVANTAGES.clone()
+    advantages[missing] = float("nan")
+    kept = torch.tensor([row for row in range(6) if row not in missing])
+    with_missing, without = (trainer(config, use_kl_loss=True, kl_loss_coef=20.0) for _ in range(2))
+    start = without.gather_weights()
+    for _ in range(2):
+        with_missing.update_policy([batch_of(trajectories, advantages)])
+        without.update_policy([batch_of(trajectories.rows(kept), ADVANTAGES[kept])])
+    assert largest_difference(with_missing.gather_weights(), without.gather_weights()) < 1e-6
+    assert largest_difference(without.gather_weights(), start) > 1e-3
+
+
+def test_a_gradient_that_is_not_finite_stops_the_update(tiny_model: Path) -> None:
+    """The weights stay, and nothing of the bad gradient is left for the next update."""
+    config = config_of("full", tiny_model)
+    trajectories = rolled_out(config)
+    engine, untouched = trainer(config), trainer(config)
+    start = engine.gather_weights()
+    broken = trajectories.rows(torch.arange(6))
+    broken.latents[2, 1, 0, 0] = float("nan")
+    with pytest.raises(FloatingPointError, match=r"norm of optimiser step 0 is nan\. .* trainer\.on_nonfinite skip\. "):
+        engine.update_policy([batch_of(broken)])
+    assert largest_difference(engine.gather_weights(), start) == 0.0
+    for each in (engine, untouched):
+        each.update_policy([batch_of(trajectories)])
+    assert largest_difference(engine.gather_weights(), untouched.gather_weights()) == 0.0
+
+
+# ---- learning rate and averages
+
+
+def test_warm_up_is_linear_to_the_learning_rate(tiny_model: Path) -> None:
+    config = config_of("lora", tiny_model)
+    trajectories = rolled_out(config)
+    engine = trainer(config, lr_warmup_steps=4)
+    metrics = [engine.update_policy([batch_of(trajectories)]) for _ in range(6)]
+    rates = [0.25e-2, 0.5e-2, 0.75e-2, 1e-2, 1e-2, 1e-2]
+    weights, _ = plain_updates(config, engine.actor_config, [(trajectories, ADVANTAGES)], updates=6, rates=rates)
+    assert largest_difference(engine.gather_weights(), weights) < 1e-6
+    constant, _ = plain_updates(config, engine.actor_config, [(trajectories, ADVANTAGES)], updates=6)
+    assert largest_difference(constant, weights) > 1e-4
+    assert metrics[-1]["lr"] == 1e-2
+    assert metrics[-1]["optimizer_steps"] == 6
+
+
+@full_and_lora
+def test_average_follows_its_formula(tiny_model: Path, kind: str) -> None:
+    """shadow <- d shadow + (1-d) weights, d = min((1+s)/(10+s), decay) after s optimiser steps, every second one."""
+    config = config_of(kind, tiny_model)
+    trajectories = rolled_out(config)
+    engine = trainer(config, enable=True, decay=0.4, update_interval=2)
+    shadow = engine.gather_weights()
+    for update in range(1, 7):
+        engine.update_policy([batch_of(trajectories)])
+        weights = engine.gather_weights()
+        if update % 2 == 0:
+            decay = min((1 + update) / (10 + update), 0.4)
+            shadow = {name: decay * shadow[name] + (1 - decay) * weights[name] for name in shadow}
+        with engine.averaged():
+            averaged = engine.gather_weights()
+        assert largest_difference(averaged, shadow) < 1e-6
+        assert largest_difference(engine.gather_weights(), weights) == 0.0
+    assert largest_difference(shadow, weights) > 1e-5
+
+
+def test_the_average_lags_as_in_public_flow_grpo() -> None:
+    """Behind a weight that moves by 1 a step, with SD3's settings there: the ramp counts optimiser steps."""
+    module = nn.Linear(1, 1, bias=False, dtype=torch.float64)
+    nn.init.zeros_(module.weight)
+    average, shadow, lags = WeightAverage(module, EmaConfig(enable=True, decay=0.9, update_interval=8)), 0.0, {}
+    for step in range(1, 641):
+        nn.init.constant_(module.weight, step)
+        average.update(step)
+        if step % 8 == 0:
+            shadow += (1 - min((1 + step) / (10 + step), 0.9)) * (step - shadow)
+        lags[step] = step - average.shadow["weight"].item()
+        assert lags[step] == pytest.approx(step - shadow, abs=1e-9)
+    assert [round(lags[step]) for step in (40, 160, 320, 640)] == [19, 60, 71, 72]
+
+
+# ---- checkpoints
+
+
+@full_and_lora
+def test_a_resumed_trainer_goes_on_bit_for_bit(tiny_model: Path, kind: str, tmp_path: Path) -> None:
+    config = config_of(kind, tiny_model)
+    trajectories = rolled_out(config)
+    settings = {"enable": True, "update_interval": 1, "lr_warmup_steps": 5, "use_kl_loss": True, "kl_loss_coef": 0.1}
+    engine = trainer(config, **settings)
+    for _ in range(2):
+        engine.update_policy([batch_of(trajectories)])
+    engine.save_checkpoint(tmp_path / "checkpoint")
+    drawn = torch.rand(3)
+    resumed = trainer(config, **settings)
+    resumed.load_checkpoint(tmp_path / "checkpoint")
+    assert torch.equal(torch.rand(3), drawn)
+    for _ in range(2):
+        metrics = [each.update_policy([batch_of(trajectories)]) for each in (engine, resumed)]
+        assert metrics[0] == metrics[1]
+    assert metrics[0]["optimizer_steps"] == 4
+    assert largest_difference(all_parameters(engine), all_parameters(resumed)) == 0.0
+    with engine.averaged(), resumed.averaged():
+        assert largest_difference(engine.gather_weights(), resumed.gather_weights()) == 0.0
+
+
+def test_saving_before_the_first_update_changes_nothing(tiny_model: Path, tmp_path: Path) -> None:
+    config = config_of("full", tiny_model)
+    trajectories = rolled_out(config)
+    saved, unsaved, resumed = trainer(config), trainer(config), trainer(config)
+    saved.save_checkpoint(tmp_path / "checkpoint")
+    resumed.load_checkpoint(tmp_path / "checkpoint")
+    for engine in (saved, unsaved, resumed):
+        engine.update_policy([batch_of(trajectories)])
+    assert largest_difference(saved.gather_weights(), unsaved.gather_weights()) == 0.0
+    assert largest_difference(resumed.gather_weights(), unsaved.gather_weights()) == 0.0
+
+
+# ---- the weights leave the trainer
+
+
+Trained = tuple[DiffusersFSDPEngine, DiffusersRolloutEngine]
+
+
+@pytest.fixture(scope="module", params=["full", "lora"])
+def trained(request: pytest.FixtureRequest, tiny_model: Path) -> Trained:
+    """A trainer after two updates, and a rollout engine with its weights."""
+    config = config_of(request.param, tiny_model)
+    engine, rollout = trainer(config), DiffusersRolloutEngine(config)
+    trajectories = rolled_out(config)
+    for _ in range(2):
+        engine.update_policy([batch_of(trajectories)])
+    rollout.load_weights(engine.gather_weights())
+    return engine, rollout
+
+
+def test_canary_agrees_after_a_sync_and_notices_one_weight(trained: Trained) -> None:
+    engine, rollout = trained
+    canary = Canary(prompt_table((5, 3)))
+    ours = engine.canary_velocity(canary)
+    assert check_canary(ours, rollout.canary_velocity(canary), version=1, tolerance=0.0) == 0.0
+    weights = engine.gather_weights()
+    name = next(n for n in weights if "to_q" in n)
+    weights[name][0, 0] += 1e-2
+    rollout.load_weights(weights)
+    with pytest.raises(WeightSyncError, match=r"weight sync of policy version 7 .*allowed 0:"):
+        check_canary(ours, rollout.canary_velocity(canary), version=7, tolerance=0.0)
+    rollout.load_weights(engine.gather_weights())
+
+
+@pytest.mark.parametrize(("theirs", "tolerance"), [(1.02, 0.01), (float("nan"), 1e9)])
+def test_canary_beyond_its_tolerance(theirs: float, tolerance: float) -> None:
+    with pytest.raises(WeightSyncError):
+        check_canary(torch.ones(4), torch.full((4,), theirs), version=0, tolerance=tolerance)
+    assert check_canary(torch.ones(4), torch.full((4,), 1.02), version=0, tolerance=0.03) == pytest.approx(
+        0.02, rel=1e-4
+    )
+
+
+def test_weights_with_wrong_names_are_refused(trained: Trained) -> None:
+    engine, rollout = trained
+    weights = engine.gather_weights()
+    name, value = weights.popitem()
+    with pytest.raises(WeightSyncError, match="1 names differ") as error:
+        rollout.load_weights(weights)
+    assert name in str(error.value)
+    with pytest.raises(WeightSyncError, match="2 names differ"):
+        rollout.load_weights(weights | {name + "x": value})
+    assert (
+        check_canary(
+            engine.canary_velocity(Canary(prompt_table())), rollout.canary_velocity(Canary(prompt_table())), 0, 0.0
+        )
+        == 0.0
+    )
+
+
+def test_a_rollout_that_is_asked_for_latents_only_never_decodes(tiny_model: Path) -> None:
+    """The latents it leaves are those that the pictures are decoded from, to the bit."""
+    engine = DiffusersRolloutEngine(model_config(tiny_model))
+    decode, decoded = engine.vae.decode, []
+    engine.vae.decode = lambda *given, **more: decoded.append(1) or decode(*given, **more)
+    bare = engine.produce(replace(rollout_request(), outputs=frozenset({LATENTS})))
+    assert (bare.pictures, decoded) == (None, [])
+    assert bare.latents.dtype == torch.float32
+    drawn = engine.produce(replace(rollout_request(), outputs=frozenset({PICTURES})))
+    assert (drawn.latents, decoded) == (None, [1])
+    assert torch.equal(engine.decode(bare.latents), drawn.pictures)

@@ -1,0 +1,306 @@
+"""Losses of the forward process through the trainer on one rank, against plain autograd."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import QwenImagePipeline
+from torch import Tensor, nn
+
+from models.config.actor import ForwardProcessConfig
+from models.families.base import DiffusionModelConfig
+from models.families.qwen_image import QwenImage
+from models.rollout.diffusers import DiffusersRolloutEngine
+from models.samples.trajectories import FinishedLatents
+from models.training.fsdp import DiffusersFSDPEngine
+from models.training.micro_batches import ActorBatch
+from models.weights.trainable import export_weights, trainable
+from tests.support.helpers import actor_config, model_config, rollout_request
+from tests.support.plain_forward import Noised, noised, plain_iterations, with_pairs_noise
+from tests.support.plain_trainer import plain_kl, plain_module, plain_replay
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+NAN = float("nan")
+KINDS: dict[str, dict[str, Any]] = {"full": {}, "lora": {"lora_rank": 4, "lora_alpha": 8}}
+# Two mini-batches: two prompts of three samples and one of three; a missing reward, and a group whose rewards tie.
+ADVANTAGES = (torch.tensor([1.0, -0.8, NAN, 0.3, 0.3, 0.3]), torch.tensor([0.6, -0.9, 6.0]))
+KL = {"use_kl_loss": True, "kl_loss_coef": 0.2}
+LOSSES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "dpo": ({"dpo_beta": 3.0}, {"timestep_sampling": "logit_normal", "num_train_timesteps": 2}),
+    "diffusion_nft": ({"nft_beta": 0.4, **KL}, {"num_train_timesteps": 3, "old_policy_decay": 0.4}),
+    "awm": ({"clip_ratio": 0.02, "awm_weighting": "t", **KL}, {"timestep_fraction": 0.5, "old_policy_decay": 0.7}),
+}
+every_loss = pytest.mark.parametrize("loss", LOSSES)
+full_and_lora = pytest.mark.parametrize("kind", KINDS)
+
+
+def finished(config: DiffusionModelConfig) -> list[FinishedLatents]:
+    """The samples of the two mini-batches, of prompts with 5, 3 and 7 tokens."""
+    engine, parts = DiffusersRolloutEngine(config), []
+    for name, lengths in (("a", (5, 3)), ("b", (7,))):
+        request = rollout_request(samples=3, lengths=lengths, window=())
+        keys = tuple(replace(key, prompt_uid=f"{name}/{key.prompt_uid}") for key in request.keys)
+        _, samples = engine.generate(replace(request, keys=keys, record_finished=True))
+        assert isinstance(samples, FinishedLatents)
+        parts.append(samples)
+    return parts
+
+
+@pytest.fixture(scope="module")
+def samples(tiny_model: Path) -> list[FinishedLatents]:
+    """LoRA starts as the base model, so both kinds train on them."""
+    return finished(model_config(tiny_model))
+
+
+def trainer(config: DiffusionModelConfig, loss: str, **settings: Any) -> DiffusersFSDPEngine:
+    """An engine with the loss's settings above; `settings` are of either section."""
+    actor, forward = LOSSES.get(loss, ({}, {}))
+    changes = {name: settings.pop(name) for name in ForwardProcessConfig.model_fields if name in settings}
+    actor = {"loss_mode": loss, "ppo_micro_batch_size_per_gpu": 2, "clip_grad": 1e6} | actor | settings
+    engine = DiffusersFSDPEngine(
+        config, actor_config(**actor), forward_config=ForwardProcessConfig(**forward | changes)
+    )
+    engine.initialize()
+    return engine
+
+
+def batches_of(samples: Sequence[FinishedLatents], advantages: Sequence[Tensor] = ADVANTAGES) -> list[ActorBatch]:
+    pairs = zip(samples, advantages, strict=True)
+    return [ActorBatch([(part, row)], int((~row.isnan()).sum())) for part, row in pairs]
+
+
+def levels_of(samples: FinishedLatents, forward: ForwardProcessConfig) -> Tensor:
+    """[B, K] by the documented draw, step -2 of a sample's key."""
+    generators = [torch.Generator().manual_seed(key.seed_of(-2)) for key in samples.keys]
+    if forward.timestep_sampling == "logit_normal":
+        return torch.stack(
+            [torch.sigmoid(torch.randn(forward.num_train_timesteps or 1, generator=g)) for g in generators]
+        )
+    schedule = torch.tensor([1.0, 0.75, 0.5, 0.25])[: int(4 * forward.timestep_fraction)]
+    count = forward.num_train_timesteps or len(schedule)
+    return torch.stack([schedule[torch.randperm(len(schedule), generator=g)[:count]] for g in generators])
+
+
+def plain_data(engine: DiffusersFSDPEngine, samples: Sequence[FinishedLatents]) -> list[Noised]:
+    """What should be trained on: for dpo the best and worst of each group, else all that have an advantage."""
+    data = []
+    paired = engine.actor_config.diffusion_loss.loss_mode == "dpo"
+    chosen = ([0, 1], [2, 1]) if paired else ([0, 1, 3, 4, 5], [0, 1, 2])
+    for part, row, index in zip(samples, ADVANTAGES, chosen, strict=True):
+        rows = part.rows(torch.tensor(index))
+        rows = with_pairs_noise(rows) if paired else rows
+        data.append(noised(rows, row[index], levels_of(rows, engine._forward_config)))
+    return data
+
+
+def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max((one[name] - other[name]).abs().max().item() for name in one)
+
+
+def old_weights(engine: DiffusersFSDPEngine) -> dict[str, Tensor]:
+    with engine.holding("old"):
+        return engine.gather_weights()
+
+
+# ---- updates
+
+
+@full_and_lora
+@every_loss
+def test_iterations_equal_the_plain_trainers(
+    tiny_model: Path, samples: list[FinishedLatents], kind: str, loss: str
+) -> None:
+    """Two iterations of two mini-batches and two epochs, in micro-batches of two."""
+    config = model_config(tiny_model, **KINDS[kind])
+    engine = trainer(config, loss)
+    start = engine.gather_weights()
+    data = plain_data(engine, samples)
+    decay = engine._forward_config.old_policy_decay
+    plain = plain_iterations(config, engine.actor_config, [data, data], [decay, decay], epochs=2)
+    for number in range(2):
+        metrics = engine.update_policy(batches_of(samples) * 2)
+        assert metrics["grad_norm"] == pytest.approx(plain.norms[number], rel=1e-3)
+        assert largest_difference(engine.gather_weights(), plain.weights[number]) < 3e-6
+        if loss != "dpo":
+            assert largest_difference(old_weights(engine), plain.old[number]) < 3e-6
+    assert metrics["optimizer_steps"] == 8
+    assert largest_difference(plain.weights[1], start) > 1e-3
+    if loss != "dpo":
+        assert largest_difference(plain.weights[1], plain.old[1]) > 1e-3
+
+
+@full_and_lora
+def test_compared_velocities_are_of_the_weights_before_the_first_step(
+    tiny_model: Path, samples: list[FinishedLatents], kind: str
+) -> None:
+    """The first of an iteration's steps finds ratio 1 exactly, and the second does not."""
+    engine = trainer(model_config(tiny_model, **KINDS[kind]), "awm", use_kl_loss=False, kl_loss_coef=0.0)
+    first = engine.update_policy(batches_of(samples[:1], ADVANTAGES[:1]))
+    assert first["ratio_deviation/max"] == 0.0
+    assert first["ema_distance"] == 0.0
+    second = engine.update_policy(batches_of(samples[:1], ADVANTAGES[:1]) * 2)
+    assert second["ratio_deviation/max"] > 1e-4
+    assert second["ema_distance"] > 0
+
+
+@full_and_lora
+def test_the_reference_is_the_start_and_the_policy_begins_there(
+    tiny_model: Path, samples: list[FinishedLatents], kind: str
+) -> None:
+    """Adapters off, or a frozen copy: both are exactly the policy before the first step."""
+    config = model_config(tiny_model, **KINDS[kind])
+    engine = trainer(config, "dpo")
+    assert (engine.reference is None) == (kind == "lora")
+    first = engine.update_policy(batches_of(samples))
+    assert first["rewards/chosen"] != 0.0  # of the second step: the weights have moved
+    once = trainer(config, "dpo").update_policy(batches_of(samples[:1], ADVANTAGES[:1]))
+    assert once["rewards/chosen"] == once["rewards/rejected"] == 0.0
+    nft = trainer(config, "diffusion_nft")
+    metrics = nft.update_policy(batches_of(samples[:1], ADVANTAGES[:1]))
+    assert metrics["kl_loss"] == metrics["old_deviation"] == 0.0
+    metrics = nft.update_policy(batches_of(samples[:1], ADVANTAGES[:1]))
+    assert metrics["kl_loss"] > 0
+    assert metrics["old_deviation"] > 0
+
+
+@every_loss
+def test_an_iteration_without_a_pair_or_a_reward_moves_nothing(
+    tiny_model: Path, samples: list[FinishedLatents], loss: str
+) -> None:
+    engine = trainer(model_config(tiny_model), loss)
+    start = engine.gather_weights()
+    nothing = torch.full((6,), NAN) if loss != "dpo" else torch.tensor([0.5, 0.5, NAN, NAN, 0.1, NAN])
+    metrics = engine.update_policy(batches_of(samples[:1], [nothing]))
+    assert metrics["optimizer_steps"] == 0
+    assert "grad_norm" not in metrics
+    assert largest_difference(engine.gather_weights(), start) == 0.0
+
+
+@pytest.mark.parametrize("loss", ["diffusion_nft", "awm"])
+def test_unsharded_weights_are_never_stale(tiny_model: Path, samples: list[FinishedLatents], loss: str) -> None:
+    """With reshard_after_forward off, a forward leaves gathered weights behind; swapped ones must be gathered again."""
+    config = model_config(tiny_model)
+    kept, freed = trainer(config, loss, reshard_after_forward=False), trainer(config, loss)
+    for _ in range(2):
+        for engine in (kept, freed):
+            engine.update_policy(batches_of(samples))
+    assert largest_difference(kept.gather_weights(), freed.gather_weights()) < 1e-6
+    assert largest_difference(old_weights(kept), old_weights(freed)) < 1e-6
+
+
+# ---- the old policy
+
+
+@full_and_lora
+def test_the_old_policy_moves_by_its_schedule_and_interval(
+    tiny_model: Path, samples: list[FinishedLatents], kind: str
+) -> None:
+    config = model_config(tiny_model, **KINDS[kind])
+    engine = trainer(
+        config,
+        "diffusion_nft",
+        old_policy_decay=None,
+        old_policy_decay_schedule="linear_to_0_5",
+        old_policy_update_interval=2,
+    )
+    start = engine.gather_weights()
+    engine.update_policy(batches_of(samples))
+    assert largest_difference(old_weights(engine), start) == 0.0
+    engine.update_policy(batches_of(samples))  # after four optimiser steps d is .004
+    ahead = engine.gather_weights()
+    expected = {name: 0.004 * start[name] + 0.996 * ahead[name] for name in ahead}
+    assert largest_difference(old_weights(engine), expected) < 1e-6
+    assert largest_difference(old_weights(engine), ahead) > 1e-5
+    assert largest_difference(engine.gather_weights(), ahead) == 0.0
+
+
+def test_copy_is_on_policy(tiny_model: Path, samples: list[FinishedLatents]) -> None:
+    engine = trainer(model_config(tiny_model), "diffusion_nft", old_policy_decay=None)
+    engine.update_policy(batches_of(samples))
+    assert largest_difference(old_weights(engine), engine.gather_weights()) == 0.0
+
+
+def test_who_keeps_no_old_policy_says_so(tiny_model: Path) -> None:
+    engine = trainer(model_config(tiny_model), "dpo")
+    with pytest.raises(ValueError, match="keeps no old weights"):
+        engine.holding("old")
+
+
+@full_and_lora
+@every_loss
+def test_a_resumed_engine_goes_on_bit_for_bit(
+    tiny_model: Path, samples: list[FinishedLatents], tmp_path: Path, kind: str, loss: str
+) -> None:
+    config = model_config(tiny_model, **KINDS[kind])
+    settings = {"old_policy_update_interval": 2} if loss == "awm" else {}
+    undisturbed, resumed = trainer(config, loss, **settings), trainer(config, loss, **settings)
+    undisturbed.update_policy(batches_of(samples))
+    undisturbed.save_checkpoint(tmp_path / "checkpoint")
+    resumed.load_checkpoint(tmp_path / "checkpoint")
+    metrics = [engine.update_policy(batches_of(samples)) for engine in (undisturbed, resumed)]
+    assert metrics[0] == metrics[1]
+    assert largest_difference(undisturbed.gather_weights(), resumed.gather_weights()) == 0.0
+    if loss != "dpo":
+        assert largest_difference(old_weights(undisturbed), old_weights(resumed)) == 0.0
+        assert largest_difference(old_weights(resumed), resumed.gather_weights()) > 1e-4
+
+
+# ---- teachers
+
+
+@pytest.fixture(scope="module", params=["full", "lora"])
+def teacher(request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory):
+    """(folder of an export, its transformer as diffusers itself loads it)."""
+    config = model_config(tiny_model, **KINDS[request.param])
+    generator = torch.Generator().manual_seed(5)
+    weights = {
+        name: p.detach() + 0.05 * torch.randn(p.shape, generator=generator)
+        for name, p in trainable(plain_module(config)).items()
+    }
+    folder = tmp_path_factory.mktemp("teacher") / "exported"
+    export_weights(QwenImage, config, weights, folder)
+    if request.param == "full":
+        return folder, QwenImagePipeline.from_pretrained(folder).transformer
+    pipeline = QwenImagePipeline.from_pretrained(tiny_model)
+    pipeline.load_lora_weights(folder)
+    return folder, pipeline.transformer
+
+
+@pytest.mark.parametrize("student", [{}, {"lora_rank": 2, "lora_alpha": 2}], ids=["full", "rank_2"])
+def test_distilling_velocities_equals_the_plain_trainers(
+    tiny_model: Path, samples: list[FinishedLatents], teacher: tuple[Path, nn.Module], student: dict[str, Any]
+) -> None:
+    """The student may train other weights than the teacher did, or another rank."""
+    folder, module = teacher
+    config = model_config(tiny_model, **student)
+    engine = trainer(config, "distill_fm_mse", teacher_path=str(folder), num_train_timesteps=2)
+    start = engine.gather_weights()
+    data = plain_data(engine, samples)
+    plain = plain_iterations(config, engine.actor_config, [data, data], [None, None], teacher=module)
+    metrics = [engine.update_policy(batches_of(samples)) for _ in range(2)]
+    assert [m["grad_norm"] for m in metrics] == pytest.approx(plain.norms, rel=1e-3)
+    assert largest_difference(engine.gather_weights(), plain.weights[1]) < 3e-6
+    assert largest_difference(engine.gather_weights(), start) > 1e-3
+
+
+def test_distilling_steps_equals_the_plain_trainers(tiny_model: Path, teacher: tuple[Path, nn.Module]) -> None:
+    """The divergence of the steps that the student sampled, to the teacher's."""
+    folder, module = teacher
+    config = model_config(tiny_model, lora_rank=2, lora_alpha=2)
+    _, paths = DiffusersRolloutEngine(config).generate(rollout_request(lengths=(5, 3)))
+    assert paths is not None
+    engine = trainer(config, "distill_kl", teacher_path=str(folder))
+    advantages = torch.tensor([1.0, 0.0, NAN, -1.0])
+    metrics = engine.update_policy([ActorBatch([(paths, advantages)], 3)])
+    own, kept = plain_module(config), paths.rows(torch.tensor([0, 1, 3]))
+    steps = [(plain_replay(own, config, kept, n), plain_replay(module, config, kept, n)) for n in range(3)]
+    loss = sum(plain_kl(mine, theirs) for mine, theirs in steps) / 3
+    gradients = torch.autograd.grad(loss, list(trainable(own).values()), allow_unused=True)
+    norm = torch.stack([g.norm() for g in gradients if g is not None]).norm()
+    assert metrics["pg_loss"] == pytest.approx(loss.item(), rel=1e-4)
+    assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-3)

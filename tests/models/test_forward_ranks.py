@@ -1,0 +1,129 @@
+"""Two trainer ranks are one trainer for losses of the forward process too, whatever the ranks' shares are."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from models.samples.trajectories import FinishedLatents
+from models.training.fsdp import DiffusersFSDPEngine
+from models.training.micro_batches import ActorBatch
+from tests.models.test_forward_engine import batches_of, finished, largest_difference, old_weights, trainer
+from tests.support.helpers import gloo_world, model_config, single_rank, wait_until_saved
+
+NAN = float("nan")
+LORA = {"lora_rank": 4, "lora_alpha": 8}
+# name -> loss, model settings, advantages of the first rank's six samples (two groups) and the second's three (one).
+CASES: dict[str, tuple[str, dict[str, Any], tuple[list[float], list[float]]]] = {
+    "fewer": ("diffusion_nft", {}, ([1.0, -0.8, NAN, 0.3, 0.1, -0.7], [0.6, NAN, NAN])),
+    "none": ("awm", LORA, ([1.0, -0.8, 0.3, -0.3, 0.2, NAN], [NAN, NAN, NAN])),
+    "no pair": ("dpo", {}, ([0.2, 0.2, 0.2, NAN, NAN, NAN], [0.6, 0.1, -0.5])),
+}
+
+
+def engine_of(model: Path, case: str) -> DiffusersFSDPEngine:
+    loss, kind, _ = CASES[case]
+    return trainer(model_config(model, **kind), loss, enable=True, update_interval=1)
+
+
+def held_by(engine: DiffusersFSDPEngine) -> list[dict[str, Tensor]]:
+    """Weights, their average, and the old policy's where the loss keeps one."""
+    with engine.averaged():
+        average = engine.gather_weights()
+    old = [] if engine.old_policy is None else [old_weights(engine)]
+    return [engine.gather_weights(), average, *old]
+
+
+def train(model: Path, case: str, batches: list[ActorBatch], folder: Path) -> dict[str, Any]:
+    """Two iterations, and a third one while a checkpoint is written; weights and gradient norms."""
+    engine = engine_of(model, case)
+    norms = [engine.update_policy(batches)["grad_norm"] for _ in range(2)]
+    engine.start_saving(folder / case)
+    weights = [engine.gather_weights()]
+    norms.append(engine.update_policy(batches)["grad_norm"])
+    wait_until_saved(engine)
+    return {"norms": norms, "weights": weights + held_by(engine)}
+
+
+def go_on(model: Path, case: str, batches: list[ActorBatch], folder: Path) -> dict[str, Any]:
+    """The third iteration, from a checkpoint of `train`."""
+    engine = engine_of(model, case)
+    engine.load_checkpoint(folder / case)
+    return {"norm": engine.update_policy(batches)["grad_norm"], "weights": held_by(engine)}
+
+
+def parts_of(samples: list[FinishedLatents], case: str) -> list[tuple[FinishedLatents, Tensor]]:
+    return [(part, torch.tensor(row)) for part, row in zip(samples, CASES[case][2], strict=True)]
+
+
+def train_on_rank(
+    rank: int, model: Path, samples: list[FinishedLatents], folder: Path
+) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """Of each case what `train` gives, and where one rank's checkpoint leads to."""
+    batches = {case: [ActorBatch(parts_of(samples, case)[rank : rank + 1], 1)] for case in CASES}
+    return {
+        case: (train(model, case, own, folder / "two"), go_on(model, case, own, folder / "one"))
+        for case, own in batches.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def samples(tiny_model: Path) -> list[FinishedLatents]:
+    return finished(model_config(tiny_model))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("forward_ranks")
+
+
+@pytest.fixture(scope="module")
+def one_rank_result(tiny_model: Path, samples: list[FinishedLatents], folder: Path) -> dict[str, dict[str, Any]]:
+    with single_rank():
+        return {
+            case: train(tiny_model, case, [ActorBatch(parts_of(samples, case), 1)], folder / "one") for case in CASES
+        }
+
+
+@pytest.fixture(scope="module")
+def two_ranks(
+    tiny_model: Path, samples: list[FinishedLatents], folder: Path, one_rank_result: dict[str, dict[str, Any]]
+) -> list[dict[str, tuple[dict[str, Any], dict[str, Any]]]]:
+    return gloo_world(train_on_rank, 2, folder / "world", tiny_model, samples, folder)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_train_as_one(
+    two_ranks: list[dict[str, tuple[dict[str, Any], dict[str, Any]]]],
+    one_rank_result: dict[str, dict[str, Any]],
+    tiny_model: Path,
+    samples: list[FinishedLatents],
+    folder: Path,
+    case: str,
+) -> None:
+    """A rank that has fewer samples than the other, or none, takes part and adds nothing."""
+    ((first, first_on), (second, _)), one = (rank[case] for rank in two_ranks), one_rank_result[case]
+    assert first["norms"] == second["norms"] == pytest.approx(one["norms"], rel=1e-3)
+    for ours, theirs in zip(first["weights"], one["weights"], strict=True):
+        assert largest_difference(ours, theirs) < 1e-5
+    assert largest_difference(one["weights"][0], one["weights"][1]) > 1e-3
+    # A checkpoint of two ranks goes on with one, and one of one rank with two.
+    with single_rank():
+        resumed = go_on(tiny_model, case, [ActorBatch(parts_of(samples, case), 1)], folder / "two")
+    for gone_on in (resumed, first_on):
+        assert gone_on["norm"] == pytest.approx(one["norms"][2], rel=1e-3)
+        for ours, theirs in zip(gone_on["weights"], one["weights"][1:], strict=True):
+            assert largest_difference(ours, theirs) < 1e-5
+
+
+def test_the_counts_are_not_the_callers(tiny_model: Path, samples: list[FinishedLatents]) -> None:
+    """What a loss leaves out, it leaves out of the mean: the plan's own count is not read."""
+    with single_rank():
+        engines = [trainer(model_config(tiny_model), "dpo") for _ in range(2)]
+        metrics = []
+        for engine, count in zip(engines, (1, 99), strict=True):
+            given = batches_of(samples[:1], [torch.tensor([1.0, -0.8, NAN, 0.3, 0.1, -0.7])])
+            metrics.append(engine.update_policy([ActorBatch(given[0].parts, count)]))
+    assert metrics[0] == metrics[1]

@@ -1,0 +1,314 @@
+"""Two trainer ranks are one trainer: the same weights, the same metrics, the same checkpoints."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from models.families.base import DiffusionModelConfig
+from models.rollout.diffusers import DiffusersRolloutEngine
+from models.samples.trajectories import RolloutRequest, Trajectories
+from models.training.fsdp import ActorBatch, DiffusersFSDPEngine
+from models.training.gradients import clip_gradients
+from models.weights.trainable import kept_in_fp32, trainable
+from tests.support.helpers import (
+    actor_config,
+    gloo_world,
+    model_config,
+    noise_keys,
+    rollout_request,
+    single_rank,
+    wait_until_saved,
+)
+from tests.support.plain_trainer import plain_updates
+from tests.support.tiny_models import embeddings_of
+
+NAN = float("nan")
+# The second rank has three samples without a reward, two of them a whole micro-batch: it must still take part.
+ADVANTAGES = torch.tensor([1.0, -0.8, 0.3, -1.5, 0.6, NAN, NAN, NAN])
+# Rollout correction: the ranks lose different steps of the five samples, and one of the first rank's drops out whole.
+IS_WEIGHTS = torch.tensor(
+    [[1.0, 2.0, NAN], [0.5, 1.0, 1.0], [NAN] * 3, [1.0, 0.0, 2.0], [NAN, 1.5, NAN], [1.0] * 3, [1.0] * 3, [NAN] * 3]
+)
+KINDS: dict[str, dict[str, Any]] = {"full": {}, "lora": {"lora_rank": 4, "lora_alpha": 8}, "corrected": {}}
+LOSSES: dict[str, dict[str, Any]] = {"corrected": {"loss_mode": "grpo_guard"}}
+
+
+@dataclass
+class Trained:
+    """What one rank reports; the weights are rank 0's."""
+
+    grad_norms: list[float]
+    weights: list[dict[str, Tensor]]
+
+
+def new_engine(model: Path, kind: str) -> DiffusersFSDPEngine:
+    config = model_config(model, **KINDS[kind])
+    settings: dict[str, Any] = {"use_kl_loss": True, "kl_loss_coef": 0.5, "enable": True, "update_interval": 1}
+    settings |= LOSSES.get(kind, {})
+    engine = DiffusersFSDPEngine(config, actor_config(ppo_micro_batch_size_per_gpu=2, clip_grad=0.1, **settings))
+    engine.initialize()
+    return engine
+
+
+def batch_of(trajectories: Trajectories, kind: str, rank: int, ranks: int) -> ActorBatch:
+    """The rank's equal share of the eight samples; five of them count, or nine of these five's fifteen steps."""
+    share = torch.arange(8).chunk(ranks)[rank]
+    if kind != "corrected":
+        return ActorBatch([(trajectories.rows(share), ADVANTAGES[share])], global_count=5)
+    weighted = replace(trajectories, is_weights=IS_WEIGHTS)
+    return ActorBatch([(weighted.rows(share), ADVANTAGES[share])], global_count=9 / 3)
+
+
+def update(engine: DiffusersFSDPEngine, batch: ActorBatch, times: int) -> Trained:
+    """Weights after every update."""
+    result = Trained([], [])
+    for _ in range(times):
+        result.grad_norms.append(engine.update_policy([batch])["grad_norm"])
+        result.weights.append(engine.gather_weights())
+    return result
+
+
+def averaged(engine: DiffusersFSDPEngine) -> dict[str, Tensor]:
+    with engine.averaged():
+        return engine.gather_weights()
+
+
+def train_two_ranks(
+    rank: int, model: Path, trajectories: Trajectories, wan: tuple[Path, Trajectories], folder: Path
+) -> dict[str, Any]:
+    """Two updates, a third one while a checkpoint is written in the background; also the average at the end."""
+    results: dict[str, Any] = {
+        "bad_sample": past_a_bad_sample(model, trajectories, rank, ranks=2),
+        "wan": kept_in_fp32_steps(*wan, rank, 2, folder / "wan"),
+    }
+    for kind in KINDS:
+        engine, batch = new_engine(model, kind), batch_of(trajectories, kind, rank, ranks=2)
+        before = update(engine, batch, times=2)
+        engine.start_saving(folder / kind)
+        after = update(engine, batch, times=1)
+        wait_until_saved(engine)
+        joined = Trained(before.grad_norms + after.grad_norms, before.weights + after.weights)
+        results[kind] = (joined, averaged(engine))
+    return results
+
+
+def resume_on_two_ranks(rank: int, model: Path, trajectories: Trajectories, folder: Path) -> dict[str, Trained]:
+    results = {}
+    for kind in KINDS:
+        engine = new_engine(model, kind)
+        engine.load_checkpoint(folder / kind)
+        results[kind] = update(engine, batch_of(trajectories, kind, rank, ranks=2), times=1)
+    return results
+
+
+@dataclass
+class Steps:
+    """What one rank reports of an engine's updates; the weights are rank 0's, `whole` is what is not sharded."""
+
+    metrics: list[dict[str, float]]
+    weights: dict[str, Tensor]
+    whole: dict[str, Tensor]
+
+
+def past_a_bad_sample(model: Path, trajectories: Trajectories, rank: int, ranks: int) -> Steps:
+    """Two optimiser steps, of which the first meets a sample of the first rank that is not finite."""
+    settings = actor_config(ppo_micro_batch_size_per_gpu=2, clip_grad=0.1)
+    engine = DiffusersFSDPEngine(model_config(model), settings, max_nonfinite_steps=1)
+    engine.initialize()
+    broken = trajectories.rows(torch.arange(8))
+    broken.latents[0, 1] = NAN
+    batches = [batch_of(each, "full", rank, ranks) for each in (broken, trajectories)]
+    return Steps([engine.update_policy(batches)], engine.gather_weights(), {})
+
+
+def kept_in_fp32_steps(model: Path, trajectories: Trajectories, rank: int, ranks: int, folder: Path) -> Steps:
+    """Two updates of full weights in bf16, some of which diffusers keeps in fp32; then a checkpoint."""
+    engine = wan_engine(model)
+    rows = torch.arange(4).chunk(ranks)[rank]
+    batch = ActorBatch([(trajectories.rows(rows), ADVANTAGES[rows])], 4)
+    metrics = [engine.update_policy([batch]) for _ in range(2)]
+    engine.save_checkpoint(folder)
+    whole = {name: p.detach() for name, p in trainable(engine.module).items() if not isinstance(p, DTensor)}
+    return Steps(metrics, engine.gather_weights(), whole)
+
+
+def wan_config(model: Path) -> DiffusionModelConfig:
+    return model_config(model, height=32, width=64, num_frames=5, dtype="bfloat16")
+
+
+def wan_engine(model: Path) -> DiffusersFSDPEngine:
+    engine = DiffusersFSDPEngine(wan_config(model), actor_config(ppo_micro_batch_size_per_gpu=2, clip_grad=0.1))
+    engine.initialize()
+    return engine
+
+
+@pytest.fixture(scope="module")
+def wan(tiny_folder: Any) -> tuple[Path, Trajectories]:
+    """The checkpoint and four samples of two prompts."""
+    config = wan_config(tiny_folder("wan"))
+    table, index = embeddings_of(config, (5, 3)), torch.arange(2).repeat_interleave(2)
+    _, sampled = DiffusersRolloutEngine(config).generate(RolloutRequest(noise_keys(2, 2), table, index, (0,)))
+    assert sampled is not None
+    return tiny_folder("wan"), sampled
+
+
+@pytest.fixture(scope="module")
+def trajectories(tiny_model: Path) -> Trajectories:
+    """Eight samples of two prompts; LoRA starts as the base model, so both kinds can train on them."""
+    _, sampled = DiffusersRolloutEngine(model_config(tiny_model)).generate(
+        rollout_request(samples=4, record_means=True)
+    )
+    assert sampled is not None
+    return sampled
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def two_ranks(
+    tiny_model: Path, trajectories: Trajectories, wan: tuple[Path, Trajectories], shared: Path
+) -> list[dict[str, Any]]:
+    return gloo_world(train_two_ranks, 2, shared / "world", tiny_model, trajectories, wan, shared / "from_two")
+
+
+@pytest.fixture(scope="module")
+def one_rank_result(tiny_model: Path, trajectories: Trajectories, shared: Path) -> dict[str, tuple]:
+    results: dict[str, tuple] = {}
+    with single_rank():
+        for kind in KINDS:
+            engine, batch = new_engine(tiny_model, kind), batch_of(trajectories, kind, 0, ranks=1)
+            before = update(engine, batch, times=2)
+            engine.save_checkpoint(shared / "from_one" / kind)
+            after = update(engine, batch, times=1)
+            joined = Trained(before.grad_norms + after.grad_norms, before.weights + after.weights)
+            results[kind] = (joined, averaged(engine))
+    return results | {"inputs": (trajectories, tiny_model)}
+
+
+def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max((one[name] - other[name]).abs().max().item() for name in one)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_train_as_one(two_ranks: list[dict], one_rank_result: dict, kind: str) -> None:
+    """Weights after each of three updates and the average at the end; only the order of sums differs."""
+    (two, two_average), (one, one_average) = two_ranks[0][kind], one_rank_result[kind]
+    for ours, theirs in zip(two.weights, one.weights, strict=True):
+        assert largest_difference(ours, theirs) < 1e-5
+    assert largest_difference(two_average, one_average) < 1e-5
+    assert largest_difference(one.weights[0], one.weights[2]) > 1e-3
+    assert two_ranks[1][kind][0].weights == [{}, {}, {}]
+
+
+def test_the_mean_is_over_the_steps_that_count(two_ranks: list[dict], one_rank_result: dict) -> None:
+    """The gradient of two ranks is that of a plain trainer, which knows neither ranks nor counts."""
+    trajectories, model = one_rank_result["inputs"]
+    kept = ~ADVANTAGES.isnan()
+    weighted = replace(trajectories, is_weights=IS_WEIGHTS).rows(torch.nonzero(kept).flatten())
+    settings = actor_config(loss_mode="grpo_guard", clip_grad=0.1)
+    _, norms = plain_updates(model_config(model), settings, [(weighted, ADVANTAGES[kept])], updates=1)
+    assert two_ranks[0]["corrected"][0].grad_norms[0] == pytest.approx(norms[0], rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradient_norm_is_the_whole_worlds_on_every_rank(
+    two_ranks: list[dict], one_rank_result: dict, kind: str
+) -> None:
+    first, second = (rank[kind][0].grad_norms for rank in two_ranks)
+    assert first == second
+    assert first == pytest.approx(one_rank_result[kind][0].grad_norms, rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_of_two_ranks_goes_on_with_one(
+    two_ranks: list[dict], tiny_model: Path, trajectories: Trajectories, shared: Path, kind: str
+) -> None:
+    expected, expected_average = two_ranks[0][kind]
+    with single_rank():
+        engine = new_engine(tiny_model, kind)
+        engine.load_checkpoint(shared / "from_two" / kind)
+        assert largest_difference(engine.gather_weights(), expected.weights[1]) == 0.0
+        resumed = update(engine, batch_of(trajectories, kind, 0, ranks=1), times=1)
+        assert largest_difference(resumed.weights[0], expected.weights[2]) < 1e-5
+        assert largest_difference(averaged(engine), expected_average) < 1e-5
+
+
+def test_a_checkpoint_of_one_rank_goes_on_with_two(
+    one_rank_result: dict, tiny_model: Path, trajectories: Trajectories, shared: Path
+) -> None:
+    folder = shared / "from_one"
+    rank_zero, _ = gloo_world(resume_on_two_ranks, 2, shared / "resumed", tiny_model, trajectories, folder)
+    for kind in KINDS:
+        assert largest_difference(rank_zero[kind].weights[0], one_rank_result[kind][0].weights[2]) < 1e-5
+
+
+def test_all_ranks_leave_out_a_step_that_one_ranks_sample_spoils(
+    two_ranks: list[dict], tiny_model: Path, trajectories: Trajectories
+) -> None:
+    """And are then where they were: the next step is the first."""
+    with single_rank():
+        one = past_a_bad_sample(tiny_model, trajectories, 0, 1)
+        engine = DiffusersFSDPEngine(
+            model_config(tiny_model), actor_config(ppo_micro_batch_size_per_gpu=2, clip_grad=0.1)
+        )
+        engine.initialize()
+        start = engine.gather_weights()
+        spared = engine.update_policy([batch_of(trajectories, "full", 0, 1)])
+        weights = engine.gather_weights()
+    for run in (one, *(rank["bad_sample"] for rank in two_ranks)):
+        assert (run.metrics[0]["nonfinite_steps"], run.metrics[0]["optimizer_steps"]) == (1, 1)
+        assert run.metrics[0]["grad_norm"] == pytest.approx(spared["grad_norm"], rel=1e-4)
+    assert largest_difference(one.weights, weights) == 0.0
+    assert largest_difference(two_ranks[0]["bad_sample"].weights, weights) < 1e-5
+    assert largest_difference(weights, start) > 1e-3
+
+
+def test_weights_that_stay_in_fp32_are_one_on_all_ranks(
+    two_ranks: list[dict], wan: tuple[Path, Trajectories], shared: Path
+) -> None:
+    """They are whole on each: their gradient is averaged, and its norm is in the whole gradient's."""
+    first, second = (rank["wan"] for rank in two_ranks)
+    with single_rank():
+        one = kept_in_fp32_steps(*wan, 0, 1, shared / "from_one" / "wan")
+        engine = wan_engine(wan[0])
+        engine.load_checkpoint(shared / "from_two" / "wan")
+        assert largest_difference(engine.gather_weights(), first.weights) == 0.0
+    assert first.whole.keys() == kept_in_fp32(DiffusersRolloutEngine(wan_config(wan[0])).transformer)
+    assert largest_difference(first.whole, second.whole) == 0.0
+    for two in (first, second):  # bf16 rounds the parts of a batch as it does not round the whole
+        norms = [[step["grad_norm"] for step in run.metrics] for run in (two, one)]
+        assert norms[0] == pytest.approx(norms[1], rel=0.02)
+    kept = {name: one.weights[name] for name in first.whole}
+    assert largest_difference(first.whole, kept) < 2e-4
+    assert max(one.metrics[step]["grad_norm"] for step in range(2)) > 0
+
+
+def test_one_norm_clips_sharded_and_whole_gradients() -> None:
+    with single_rank():
+        mesh = init_device_mesh("cpu", (1,))
+
+        def sharded(*values: float) -> Tensor:
+            return distribute_tensor(torch.tensor(values), mesh, [Shard(0)])
+
+        one, other, idle = (
+            nn.Parameter(sharded(0.0, 0.0, 0.0)),
+            nn.Parameter(torch.zeros(2)),
+            nn.Parameter(torch.ones(1)),
+        )
+        one.grad, other.grad = sharded(0.0, 3.0, 0.0), torch.tensor([0.0, 4.0])
+        assert clip_gradients([one, other, idle], 10.0).item() == 5.0
+        assert other.grad.tolist() == [0.0, 4.0]
+        assert clip_gradients([one, other, idle], 1.0).item() == 5.0
+        assert one.grad.full_tensor().tolist() == pytest.approx([0.0, 0.6, 0.0])
+        assert other.grad.tolist() == pytest.approx([0.0, 0.8])
+        assert clip_gradients([idle], 1.0).item() == 0.0

@@ -1,0 +1,273 @@
+"""Memory: what a forward leaves for its backward, counted on real tensors; the sum; and the refusal before a start."""
+
+import itertools
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import models.families  # noqa: F401  registers the adapters
+from models.cost.memory import GIB, rollout_need, update_need
+from models.cost.meta_pass import PassCost, decoding_bytes, pass_cost
+from models.families.base import DiffusionModelBase, DiffusionModelConfig
+from models.families.velocity import velocity_field
+from models.samples.trajectories import PromptTable
+from models.weights.trainable import make_trainable, trainable
+from tasks.actors.memory import measures_gpu_memory, peak_metrics, peaks_since_last_time
+from tasks.config.tree import TrainConfig
+from tasks.run.capacity import DoesNotFit, check_fits
+from tests.models.test_real_size import published
+from tests.support.helpers import actor_config, model_config
+from tests.support.tiny_models import FAMILIES, embeddings_of
+
+
+def trainable_module(config: DiffusionModelConfig) -> torch.nn.Module:
+    """The real denoiser, as a trainer has it; gradients are dropped as they come."""
+    adapter = DiffusionModelBase.get_class(config)
+    module = adapter.load_transformer(config, torch.float32).train()
+    make_trainable(adapter, module, config)
+    for parameter in trainable(module).values():
+        parameter.register_post_accumulate_grad_hook(lambda weight: setattr(weight, "grad", None))
+    return module
+
+
+def saved_for_backward(config: DiffusionModelConfig, prompts: PromptTable, samples: int) -> int:
+    """Bytes that autograd really keeps after a forward of so many samples; weights do not count."""
+    adapter, module = DiffusionModelBase.get_class(config), trainable_module(config)
+    weights = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    velocity = velocity_field(adapter, module, config, prompts, torch.zeros(samples, dtype=torch.long))
+    latents = torch.randn(samples, *adapter.latent_shape(config))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        velocity(latents, torch.tensor(500.0))
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_activations_are_what_autograd_keeps(name: str, tiny_folder: Callable[[str], Path]) -> None:
+    """Two sizes of picture, two micro-batches, LoRA and all weights, without and with guidance."""
+    family = FAMILIES[name]
+    (height, width), _ = family.sizes
+    cases = (
+        ((height, width), 2, {"lora_rank": 4}, family.plain),
+        ((2 * height, 2 * width), 3, {}, family.guided),
+    )
+    for size, samples, weights, pipeline in cases:
+        config = model_config(tiny_folder(name), height=size[0], width=size[1], **weights, **pipeline)
+        guided = DiffusionModelBase.get_class(config).is_guided(config.pipeline)
+        prompts = embeddings_of(config, lengths=(24,), negative_length=24 if guided else None)
+        counted = saved_for_backward(config, prompts, samples)
+        assert pass_cost(config, prompts, samples).saved_bytes == pytest.approx(counted, rel=0.25)
+
+
+def peak_of(compute: Callable[[], Any], folder: Path) -> int:
+    """The most that torch's allocator gave out at a time while `compute` ran, by its own record."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        compute()
+    profiler.export_chrome_trace(str(folder / "memory.json"))
+    events = [e for e in json.loads((folder / "memory.json").read_text())["traceEvents"] if e["name"] == "[memory]"]
+    live = itertools.accumulate(event["args"]["Bytes"] for event in sorted(events, key=lambda event: event["ts"]))
+    return max(live)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_peaks_are_those_of_the_allocator(name: str, tiny_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    """Sampling, decoding, and forward and backward without and with gradient checkpointing."""
+    family, samples = FAMILIES[name], 3
+    height, width = family.sizes[0]
+    times = 2 if name in ("stable_diffusion_3", "wan") else 4  # these have no positions beyond
+    config = model_config(tiny_folder(name), height=times * height, width=times * width, lora_rank=4, **family.plain)
+    prompts = embeddings_of(config, lengths=(24,))
+    adapter = DiffusionModelBase.get_class(config)
+    module: Any = trainable_module(config)
+    velocity = velocity_field(adapter, module, config, prompts, torch.zeros(samples, dtype=torch.long))
+    latents, timestep = torch.randn(samples, *adapter.latent_shape(config)), torch.tensor(500.0)
+
+    def train() -> None:
+        velocity(latents, timestep)[0].sum().backward()
+
+    cost = pass_cost(config, prompts, samples)
+    assert cost.training_bytes == pytest.approx(peak_of(train, tmp_path), rel=0.1)
+    with torch.no_grad():  # Qwen-Image's rotary tables, a fifth of so little, lie on the CPU before
+        assert cost.sampling_bytes == pytest.approx(peak_of(lambda: velocity(latents, timestep), tmp_path), rel=0.25)
+    module.enable_gradient_checkpointing()
+    less = pass_cost(config, prompts, samples, checkpointing=True).training_bytes
+    assert less == pytest.approx(peak_of(train, tmp_path), rel=0.1)
+    assert less < 0.8 * cost.training_bytes
+
+    vae = adapter.load_vae(config)
+    with torch.no_grad():
+        decoded = peak_of(lambda: adapter.decode(vae, config, latents), tmp_path)
+    assert decoding_bytes(config, samples)[1] == pytest.approx(decoded, rel=0.2)
+
+
+def test_sizes_that_were_measured_on_a_gpu(tmp_path: Path) -> None:
+    """Stable Diffusion 3.5 medium, 512 x 512, LoRA, batch 32, eager, on one H200: 66.6 GiB allocated at most."""
+    _, config = published("sd3.5-medium", tmp_path, dtype="bfloat16", lora_rank=32)
+    prompts = embeddings_of(config, lengths=(205,)).to("meta")
+    prompts = replace(prompts, prompt_embeds_mask=torch.ones(1, 205, dtype=torch.bool))
+    cost = pass_cost(config, prompts, samples=32)
+    need = update_need(cost, config, actor_config(ppo_micro_batch_size_per_gpu=32), world_size=1)
+    assert need.gib == pytest.approx(66.6, rel=0.05)
+
+
+COST = PassCost(
+    samples=4,
+    parameters=1000 * GIB // 4,
+    frozen=0,
+    trained=1000 * GIB // 4,
+    blocks=(100 * GIB // 4, 900 * GIB // 4),
+    sampling_flops=1.0,
+    training_flops=3.0,
+    recomputed_flops=0.0,
+    sampling_bytes=8 * GIB,
+    saved_bytes=30 * GIB,
+    training_bytes=40 * GIB,
+)
+"""Of all weights, 1000 GiB in fp32."""
+
+
+def test_the_sum_of_an_update(tiny_model: Path) -> None:
+    """All weights in fp32 over 10 ranks: 100 GiB each for weights and copies, and whole gradients on every rank."""
+    need = update_need(COST, model_config(tiny_model), actor_config(), world_size=10, copies=2, frozen_models=1)
+    sizes = {name: size / GIB for name, size in (need.resident | need.passing).items()}
+    assert sizes == {
+        "weights": 100,
+        "AdamW": 200,
+        "copies of the trained weights": 200,
+        "reference and teacher": 100,
+        "gradients": 1000,
+        "gathered weights": 100 + 2 * 100,
+        "activations of 4 samples": 40,
+    }
+    assert need.gib == sum(sizes.values())
+    kept = update_need(COST, model_config(tiny_model), actor_config(reshard_after_forward=False), world_size=10)
+    assert kept.passing["gathered weights"] / GIB == 1000
+    assert need.sentence().startswith("gradients 1000.0, gathered weights 300.0, ")
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "gone"),
+    [
+        ({}, {"param_offload": True}, {"weights", "AdamW", "copies of the trained weights", "reference and teacher"}),
+        ({}, {"optimizer_offload": True}, {"AdamW"}),
+        ({"lora_rank": 4}, {"shard_frozen": False}, {"gathered weights"}),
+    ],
+)
+def test_what_lies_elsewhere_needs_nothing(
+    tiny_model: Path, model: dict[str, int], settings: dict[str, bool], gone: set[str]
+) -> None:
+    config, arguments = model_config(tiny_model, **model), {"world_size": 10, "copies": 1, "frozen_models": 1}
+    usual, need = (update_need(COST, config, actor_config(**given), **arguments) for given in ({}, settings))
+    before, now = usual.resident | usual.passing, need.resident | need.passing
+    assert {name for name, size in now.items() if before[name] and not size} == gone
+    split = update_need(COST, config, actor_config(ulysses_sequence_parallel_size=2), **arguments)
+    assert split.passing["activations of 4 samples"] == before["activations of 4 samples"] / 2
+
+
+def test_the_sum_of_a_rollout_worker(tiny_model: Path) -> None:
+    config = model_config(tiny_model, dtype="bfloat16")
+    need = rollout_need(COST, config, vae=(GIB, 24 * GIB), samples=8)
+    assert {name: size / GIB for name, size in (need.resident | need.passing).items()} == {
+        "weights": 500,
+        "VAE": 1,
+        "activations of 8 samples": 24,  # decoding takes more than the 16 of the denoiser
+    }
+
+
+def run_config(tiny_model: Path, **trainer: Any) -> TrainConfig:
+    rollout = {"n": 4, "micro_batch_size": 4, "pipeline": {"height": 16, "width": 24}}
+    actor = {"ppo_mini_batch_size": 4, "ppo_micro_batch_size_per_gpu": 4}
+    tree = {
+        "data": {"train_batch_size": 4},
+        "actor_rollout_ref": {"model": {"path": str(tiny_model)}, "rollout": rollout, "actor": actor},
+        "trainer": {"device": "cuda", **trainer},
+    }
+    return TrainConfig.model_validate(tree)
+
+
+def test_what_does_not_fit_is_refused_with_the_way_out(tiny_model: Path) -> None:
+    model = model_config(tiny_model)
+    with pytest.raises(
+        DoesNotFit, match=r"the update needs 4340.0 GiB on each GPU \(AdamW 2000.0, .*\) but there are "
+    ):
+        check_fits(run_config(tiny_model, gpu_memory_gib=139.8), model, COST)
+    with pytest.raises(DoesNotFit) as refused:
+        check_fits(run_config(tiny_model, gpu_memory_gib=139.8), model, COST)
+    for way in (
+        "lower actor.ppo_micro_batch_size_per_gpu, now 4",
+        "actor.fsdp_config.gradient_checkpointing to true",
+        "model.lora_rank",
+        "trainer.n_gpus_per_node, now 1",
+    ):
+        assert way in str(refused.value)
+    check_fits(run_config(tiny_model, gpu_memory_gib=6000), model, COST)
+
+
+def test_the_rollout_must_fit_too(tiny_model: Path) -> None:
+    """Alone on its GPU, several on one, and beside the trainer's weights."""
+    model, large = model_config(tiny_model), replace(COST, trained=0, training_bytes=0, blocks=(0, 0), parameters=GIB)
+    check_fits(run_config(tiny_model, gpu_memory_gib=13), model, large)
+    with pytest.raises(DoesNotFit, match=r"rollout needs 12.0 GiB .* lower rollout.micro_batch_size, now 4"):
+        check_fits(run_config(tiny_model, gpu_memory_gib=11.9), model, large)
+    shared = run_config(tiny_model, gpu_memory_gib=13).with_changes(
+        {"actor_rollout_ref": {"rollout": {"num_actors": 2, "num_gpus_per_actor": 0.5}}}
+    )
+    with pytest.raises(DoesNotFit, match=r"rollout needs 24.0 GiB .* or raise rollout.num_gpus_per_actor"):
+        check_fits(shared, model, large)
+    colocated = run_config(tiny_model, gpu_memory_gib=13).with_changes(
+        {"actor_rollout_ref": {"rollout": {"placement": "colocated"}}}
+    )
+    with pytest.raises(DoesNotFit, match=r"needs 16.0 GiB on each GPU beside the trainer's weights .* separate"):
+        check_fits(colocated, model, replace(large, frozen=GIB))
+
+
+def test_nothing_is_checked_where_nothing_is_known(tiny_model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = model_config(tiny_model)
+    check_fits(run_config(tiny_model, device="cpu", gpu_memory_gib=1), model, COST)
+    assert not caplog.records
+    if not torch.cuda.is_available():
+        check_fits(run_config(tiny_model), model, COST)
+        assert "trainer.gpu_memory_gib is null: whether the run fits is not checked" in caplog.text
+
+
+class Actor:
+    """What a group's actor is to the decorator."""
+
+    @measures_gpu_memory("load")
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+
+    @measures_gpu_memory(lambda number: "odd" if number % 2 else "even")
+    def work(self, number: int) -> int:
+        """Adds up."""
+        self.calls.append(number)
+        return sum(self.calls)
+
+
+def test_a_process_without_cuda_measures_nothing() -> None:
+    if torch.cuda.is_initialized():
+        pytest.skip("this process has used CUDA")
+    actor = Actor()
+    assert [actor.work(1), actor.work(2)] == [1, 3]
+    assert Actor.work.__doc__ == "Adds up."
+    assert peaks_since_last_time(actor) == {}
+
+
+def test_a_stage_has_the_peak_of_the_actor_that_took_most() -> None:
+    assert peak_metrics("rollout", [{"gen": GIB, "load": 3 * GIB}, {"gen": 2 * GIB}, {}]) == {
+        "memory/rollout/gpu_peak_gib/gen": 2.0,
+        "memory/rollout/gpu_peak_gib/load": 3.0,
+    }

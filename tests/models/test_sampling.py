@@ -1,0 +1,230 @@
+"""The sampling loop, its errors, and the adapter registry, with the tiny Qwen-Image; the families have a suite of their
+own."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import QwenImagePipeline
+from PIL import Image
+
+import models.families.base
+from models.families.base import DiffusionModelBase
+from models.families.qwen_image import QwenImage
+from models.rollout.diffusers import DiffusersRolloutEngine
+from models.rollout.sampling import sample
+from models.rollout.vllm_omni.registry import VllmOmniPipelineBase
+from models.samples.trajectories import RolloutRequest, Trajectories
+from models.schedulers.noise_keys import INITIAL_NOISE, draw
+from models.weights.trainable import make_trainable
+from tests.support.helpers import model_config, prompt_table, rollout_request
+
+
+def test_engine_draws_the_start_by_its_noise_keys(tiny_model: Path) -> None:
+    config = model_config(tiny_model)
+    engine, request = DiffusersRolloutEngine(config), rollout_request(window=())
+    pictures, _ = engine.generate(request)
+    start = draw(request.keys, INITIAL_NOISE, (24, 16), "cpu")
+    scheduler = QwenImage.build_scheduler(config)
+    done = sample(QwenImage, engine.transformer, scheduler, config, request, "cpu", initial_latents=start)
+    assert torch.equal(pictures, engine.decode(done.latents))
+
+
+def test_encoding_is_the_pipelines_packing_of_the_vaes_latents(tiny_model: Path) -> None:
+    """Diffusers' own picture processor and packing, and the inverse of the decoder's normalisation."""
+    config = model_config(tiny_model)
+    pipeline, vae = QwenImagePipeline.from_pretrained(tiny_model), QwenImage.load_vae(config)
+    pictures = torch.randint(0, 256, (2, 16, 24, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    pixels = pipeline.image_processor.preprocess([Image.fromarray(picture.numpy()) for picture in pictures])
+    with torch.no_grad():
+        raw = vae.encode(pixels[:, :, None]).latent_dist.mode()
+    statistics = (vae.config.latents_mean, vae.config.latents_std)
+    mean, std = (torch.tensor(values).view(1, -1, 1, 1, 1) for values in statistics)
+    height, width = raw.shape[-2:]
+    expected = pipeline._pack_latents((raw - mean) / std, 2, raw.shape[1], height, width)
+    encoded = QwenImage.encode(vae, config, pictures)
+    assert encoded.shape[1:] == QwenImage.latent_shape(config)
+    assert encoded.std() > 0.1
+    assert torch.allclose(encoded, expected, rtol=0, atol=2e-6)
+    # What the decoder is handed is the VAE's own latent again.
+    unpacked = pipeline._unpack_latents(encoded, 16, 24, pipeline.vae_scale_factor)
+    assert torch.allclose(unpacked * std + mean, raw, rtol=0, atol=1e-5)
+    seen = []
+    vae.decode = lambda latent, **_: seen.append(latent) or (torch.zeros(2, 3, 1, 16, 24),)
+    QwenImage.decode(vae, config, encoded)
+    assert torch.allclose(seen[0], raw, rtol=0, atol=1e-5)
+
+
+def test_a_sample_does_not_depend_on_its_place_in_the_batch(tiny_model: Path) -> None:
+    engine = DiffusersRolloutEngine(model_config(tiny_model))
+    request = rollout_request(samples=2, lengths=(5, 3))
+    order = torch.tensor([2, 0, 3, 1])
+    moved = RolloutRequest(
+        tuple(request.keys[i] for i in order), request.prompts, request.prompt_index[order], request.window
+    )
+    _, there = engine.generate(request)
+    _, here = engine.generate(moved)
+    assert torch.allclose(here.latents, there.latents[order], rtol=0, atol=1e-5)
+
+
+def test_only_the_window_is_stochastic_and_recorded(tiny_model: Path) -> None:
+    """The recorded path starts where the plain ODE is after the steps before the window."""
+    config = model_config(tiny_model, num_inference_steps=5)
+    engine = DiffusersRolloutEngine(config)
+    _, recorded = engine.generate(rollout_request(window=(2, 3)))
+    assert recorded.latents.shape == (4, 3, 24, 16)
+    assert recorded.log_probs.shape == (4, 2)
+    assert torch.equal(recorded.timesteps, QwenImage.build_scheduler(config).timesteps[[2, 3]].expand(4, 2))
+    _, from_start = engine.generate(rollout_request(window=(0, 1)))
+    before = draw(rollout_request().keys, INITIAL_NOISE, (24, 16), "cpu")
+    assert torch.equal(from_start.latents[:, 0], before)
+    ode = [before]
+    scheduler = QwenImage.build_scheduler(config)
+    table = prompt_table((5, 3))
+    text = table.expand(torch.tensor([0, 0, 1, 1]))
+    for step in range(2):
+        timestep = scheduler.timesteps[step]
+        inputs, negative = QwenImage.prepare_model_inputs(
+            engine.transformer, config, ode[-1], timestep.expand(4), **text, micro_batch=None, step=0
+        )
+        with torch.no_grad():
+            velocity = QwenImage.predict_velocity(engine.transformer, config, inputs, negative)
+        ode.append(ode[-1] + (scheduler.sigmas[step + 1] - scheduler.sigmas[step]) * velocity)
+    assert torch.equal(recorded.latents[:, 0], ode[2])
+
+
+def test_validation_may_sample_with_other_steps(tiny_model: Path) -> None:
+    """One engine, two schedules in turn: neither leaves anything behind in the other."""
+    config, other = model_config(tiny_model), model_config(tiny_model, num_inference_steps=6, height=24)
+    engine, request = DiffusersRolloutEngine(config), rollout_request(window=())
+    first, _ = engine.generate(request)
+    second, _ = engine.generate(request, other.pipeline)
+    assert torch.equal(engine.generate(request)[0], first)
+    assert torch.equal(second, DiffusersRolloutEngine(other).generate(request)[0])
+    assert second.shape == (4, 24, 24, 3)
+
+
+# ---- errors
+
+
+def test_unknown_lora_targets_are_named(tiny_model: Path) -> None:
+    config = model_config(tiny_model, lora_rank=2, target_modules=("to_q", "to_nowhere"))
+    transformer = QwenImage.load_transformer(config, torch.float32)
+    with pytest.raises(ValueError, match=r"target_modules names \['to_nowhere'\]"):
+        make_trainable(QwenImage, transformer, config)
+
+
+def test_folder_without_a_model_index(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"model_index\.json does not exist.*diffusers format"):
+        model_config(tmp_path)
+
+
+def test_model_index_without_a_class(tmp_path: Path) -> None:
+    (tmp_path / "model_index.json").write_text("{}")
+    with pytest.raises(ValueError, match="no _class_name"):
+        model_config(tmp_path)
+
+
+# ---- the registry
+
+
+def test_every_step_of_the_window_has_noise_of_its_own(tiny_model: Path) -> None:
+    """z = (x' - mean) / sd of a recorded step is the draw that the sample's key names for it."""
+    config = model_config(tiny_model)
+    request = replace(rollout_request(samples=2, window=(0, 1, 2)), record_means=True)
+    _, path = DiffusersRolloutEngine(config).generate(request)
+    assert isinstance(path, Trajectories)
+    assert path.means is not None
+    scheduler, algo = QwenImage.build_scheduler(config), config.algo
+    for number, step in enumerate(request.window):
+        before, after = path.step(number).latents.unbind(1)
+        at = path.timesteps[:, number]
+        settings = {"noise_level": algo.noise_level, "sde_type": algo.sde_type, "prev_sample": after}
+        deviation = scheduler.sample_previous_step(before, torch.zeros_like(before), at, **settings)[3]
+        noise = (after - path.means[:, number]) / deviation
+        assert torch.allclose(noise, draw(request.keys, step, (24, 16), "cpu"), rtol=0, atol=1e-4)
+
+
+@pytest.fixture
+def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test registers is forgotten after it."""
+    for registry in (models.families.base._ADAPTERS, models.rollout.vllm_omni.registry._PIPELINES):
+        monkeypatch.setattr(registry, "entries", dict(registry.entries))
+
+
+def folder_of(architecture: str, folder: Path) -> Path:
+    (folder / "model_index.json").write_text(json.dumps({"_class_name": architecture}))
+    return folder
+
+
+@pytest.mark.usefixtures("own_registry")
+def test_the_exact_pair_comes_before_the_architecture(tmp_path: Path) -> None:
+    @DiffusionModelBase.register("ForTestsPipeline")
+    class Every(QwenImage):
+        pass
+
+    @DiffusionModelBase.register("ForTestsPipeline", "dpo")
+    class ForDpo(QwenImage):
+        pass
+
+    folder = folder_of("ForTestsPipeline", tmp_path)
+    assert DiffusionModelBase.get_class(model_config(folder, algorithm="dpo")) is ForDpo
+    assert DiffusionModelBase.get_class(model_config(folder, algorithm="flow_grpo")) is Every
+
+
+@pytest.mark.usefixtures("own_registry")
+def test_hooks_that_an_adapter_lacks_are_named(tmp_path: Path) -> None:
+    """When it is asked for: an adapter has no instances, so Python would never say so."""
+
+    class Half(DiffusionModelBase):
+        latent_shape = QwenImage.latent_shape
+        set_timesteps = QwenImage.set_timesteps
+        prepare_model_inputs = QwenImage.prepare_model_inputs
+        decode = QwenImage.decode
+        encode = QwenImage.encode
+        prompt_lengths = QwenImage.prompt_lengths
+
+    DiffusionModelBase.register("ForTestsPipeline")(Half)
+    with pytest.raises(ValueError, match=r"Half, the adapter of ForTestsPipeline, lacks encode_prompts, guide: write"):
+        DiffusionModelBase.get_class(model_config(folder_of("ForTestsPipeline", tmp_path)))
+
+
+def test_an_architecture_serves_every_algorithm(tiny_model: Path) -> None:
+    for algorithm in ("flow_grpo", "diffusion_nft", "my_own"):
+        assert DiffusionModelBase.get_class(model_config(tiny_model, algorithm=algorithm)) is QwenImage
+
+
+@pytest.mark.usefixtures("own_registry")
+def test_an_adapter_for_one_algorithm_does_not_serve_another(tmp_path: Path) -> None:
+    DiffusionModelBase.register("ForTestsPipeline", "dpo")(QwenImage)
+    with pytest.raises(ValueError, match=r"'ForTestsPipeline' \(algorithm 'awm'\)"):
+        DiffusionModelBase.get_class(model_config(folder_of("ForTestsPipeline", tmp_path), algorithm="awm"))
+
+
+def test_unknown_architecture_lists_the_known_ones(tmp_path: Path) -> None:
+    config = model_config(folder_of("NoSuchPipeline", tmp_path))
+    with pytest.raises(ValueError, match=r"'NoSuchPipeline'.*known architectures: .*QwenImagePipeline"):
+        DiffusionModelBase.get_class(config)
+
+
+@pytest.mark.usefixtures("own_registry")
+def test_a_taken_key_is_not_overwritten() -> None:
+    class Other(QwenImage):
+        pass
+
+    with pytest.raises(ValueError, match=r"already registered: models\.families\.qwen_image\.QwenImage"):
+        DiffusionModelBase.register("QwenImagePipeline")(Other)
+
+
+@pytest.mark.usefixtures("own_registry")
+def test_rollout_pipelines_are_found_by_path() -> None:
+    @VllmOmniPipelineBase.register("ForTestsPipeline")
+    class Pipeline:
+        pass
+
+    assert VllmOmniPipelineBase.get_class("ForTestsPipeline", "flow_grpo") is Pipeline
+    path = VllmOmniPipelineBase.get_pipeline_path("ForTestsPipeline", "flow_grpo")
+    assert path == f"{__name__}.{Pipeline.__qualname__}"
+    assert VllmOmniPipelineBase.get_pipeline_path("NoSuchPipeline", "flow_grpo") is None

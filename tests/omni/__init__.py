@@ -1,0 +1,1 @@
+"""Tests of vLLM-Omni, in an environment of its own."""

@@ -1,0 +1,159 @@
+"""Trainer ranks and rollout workers of a tiny model, whose weights can be changed, sent and looked at."""
+
+import copy
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+from torch import Tensor
+
+from models.config.actor import ForwardProcessConfig
+from models.weights.canary import Canary, CanaryLimits
+from models.weights.trainable import trainable
+from tasks.actors.cluster import RankPlaces, ray_cluster
+from tasks.actors.rollout_group import RolloutGroup
+from tasks.actors.trainer_group import Synced, TrainerGroup
+from tasks.config.rollout import DiffusionRolloutConfig
+from tasks.config.trainer import RayConfig
+from tasks.data.embeddings import PromptEmbeddings, write_embeddings
+from tasks.data.prompts import Prompt
+from tests.support.helpers import TEXT_DIM, actor_config, model_config
+
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the actors cannot import it
+
+PROMPTS = [Prompt(f"uid-{i}", f"prompt {i}", None, {}, "here") for i in range(2)]
+BUCKET = 0.02
+"""MiB; the tiny model is several of them."""
+
+
+@dataclass
+class Actors:
+    """Trainer ranks and rollout workers."""
+
+    trainer: TrainerGroup
+    rollout: RolloutGroup
+    canary: Canary
+    version: int = 0
+
+    def sync(self, transport: str, **settings: Any) -> tuple[Synced, RolloutGroup]:
+        """Change the trainer's weights and send them: what the sync tells, and the group that samples with them."""
+        self.version += 1
+        self.trainer.group.call_all("__ray_call__", _change)
+        group = copy.copy(self.rollout)
+        update = {"weight_transport": transport, "update_weights_bucket_megabytes": BUCKET} | settings
+        group.settings = self.rollout.settings.model_copy(update=update)
+        return self.trainer.broadcast(group, self.canary, self.version, CanaryLimits(), "policy"), group
+
+    def held(self) -> list[dict[str, Tensor]]:
+        """The trainer's weights, then each worker's, on the CPU."""
+        whole = ray.get([actor.weights.remote("policy") for actor in self.trainer.group.actors])[0]
+        return [whole, *self.rollout.group.call_all("__ray_call__", _weights)]
+
+
+@contextmanager
+def started(
+    model: Path,
+    folder: Path,
+    *,
+    device: str = "cpu",
+    ranks: int = 2,
+    workers: int = 2,
+    colocated: bool = False,
+    engine: str = "diffusers",
+) -> Iterator[Actors]:
+    """In a Ray cluster of their own; `folder` for embeddings, `colocated` on the same GPUs, `engine` samples."""
+    config = model_config(model)
+    names = {"negative_prompt": " ", "max_sequence_length": 6, "model": "none", "model_digest": "none"}
+    write_embeddings(PROMPTS, _encode, folder / "embeddings", 8, batch_size=8, **names)
+    settings = DiffusionRolloutConfig(
+        name=engine,
+        n=2,
+        micro_batch_size=2,
+        num_actors=workers,
+        max_restarts=4,
+        pipeline=config.pipeline,
+        algo=config.algo,
+    )
+    embeddings = PromptEmbeddings.open(folder / "embeddings")
+    with ray_cluster(RayConfig(num_cpus=2)):
+        places = RankPlaces(1, ranks, device, colocated)
+        rollout = RolloutGroup(
+            config, embeddings, settings, device=device, seed=0, places=places if colocated else None
+        )
+        trainer = TrainerGroup(
+            config,
+            actor_config(),
+            ForwardProcessConfig(),
+            world_size=ranks,
+            device=device,
+            num_threads=1,
+            mini_batch_samples=4,
+            places=places,
+        )
+        ray.get(trainer.start())
+        yield Actors(trainer, rollout, Canary(rollout.prompt_table(["uid-0", "uid-1"])))
+
+
+def spoil(worker: Any, repacks: bool) -> None:
+    """Let the last tensor of each bucket come to this worker's engine as another one; `repacks` makes the engine one
+    whose own weights cannot be looked at, and spoils them on their way to it."""
+
+    def spoiled(weights: Any) -> dict[str, Tensor]:
+        *_, last = weights
+        return {name: tensor * 1.001 if name == last else tensor for name, tensor in weights.items()}
+
+    if repacks:
+        receive = worker.courier.receive
+        worker.engine.held_weights = lambda: None
+        worker.courier.receive = lambda parcel: spoiled(receive(parcel))
+        return
+    begin = worker.engine.begin_load
+
+    def begin_spoiled() -> Any:
+        load = begin()
+        take = load.take
+        load.take = lambda weights: take(spoiled(weights))
+        return load
+
+    worker.engine.begin_load = begin_spoiled
+
+
+def mend(worker: Any) -> None:
+    """Undo `spoil`, but for the engine that repacks."""
+    worker.courier.__dict__.pop("receive", None)
+    worker.engine.__dict__.pop("begin_load", None)
+
+
+def assert_equal(weights: list[dict[str, Tensor]]) -> None:
+    """All of them, bit for bit."""
+    expected, *others = weights
+    for other in others:
+        assert other.keys() == expected.keys()
+        assert all(torch.equal(other[name], expected[name]) for name in expected)
+
+
+def pictures(group: RolloutGroup) -> np.ndarray:
+    """Of two samples a prompt."""
+    return np.concatenate(ray.get([batch.pictures for batch in group.submit(PROMPTS, 2, 1, (0,))]))
+
+
+def _change(rank: Any) -> None:
+    with torch.no_grad():
+        for parameter in trainable(rank.engine.module).values():
+            parameter.mul_(1.01)
+
+
+def _weights(worker: Any) -> dict[str, Tensor]:
+    return {name: parameter.detach().cpu() for name, parameter in trainable(worker.engine.transformer).items()}
+
+
+def _encode(texts: list[str]) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    embeds = torch.randn(len(texts), 6, TEXT_DIM, generator=generator)
+    return {"prompt_embeds": embeds, "prompt_embeds_mask": torch.ones(len(texts), 6, dtype=torch.bool)}

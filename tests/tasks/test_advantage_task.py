@@ -1,0 +1,179 @@
+"""What the advantage stage adds to the estimators."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from tasks.actors.reward_group import Scores
+from tasks.actors.update_plan import NothingToLearn
+from tasks.config.algorithm import DiffusionAlgoConfig
+from tasks.records.metrics import compute_data_metrics_diffusion
+from tasks.stages.advantage import advantage, compute_advantage
+from tasks.system.stopwatch import Stopwatch
+
+UIDS = np.array(["a"] * 3 + ["b"] * 3)
+REWARDS = np.array([0.1, 0.5, 0.9, 0.7, 0.7, 0.7], np.float32)
+
+
+def advantages_of(rewards, uids, config, scores, weights) -> np.ndarray:
+    """As the loop asks for them."""
+    data = {"sample_level_rewards": rewards, "uid": uids, "reward_scores": scores, "reward_weights": weights}
+    found = compute_advantage(data, config.adv_estimator, config.norm_adv_by_std_in_grpo, config.global_std, config)
+    assert {name: found[name] for name in data} == data
+    return found["advantages"]
+
+
+def test_the_bare_call_has_the_estimators_defaults() -> None:
+    """rewards [.1, .5, .9 | .2, .2, .8], global std: the values of the Flow-GRPO formula."""
+    data = {"sample_level_rewards": np.array([0.1, 0.5, 0.9, 0.2, 0.2, 0.8]), "uid": UIDS}
+    found = compute_advantage(data, "flow_grpo")
+    golden = [-1.17919, 0, 1.17919, -0.58959, -0.58959, 1.17919]
+    assert found["advantages"] == pytest.approx(golden, abs=1e-5)
+    assert found["returns"] == pytest.approx(golden, abs=1e-5)
+    within = compute_advantage(data, "flow_grpo", global_std=False)["advantages"]
+    assert within == pytest.approx([-0.99975, 0, 0.99975, -0.57718, -0.57718, 1.15437], abs=1e-5)
+
+
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("whole", [True, False])
+def test_the_stage_reads_both_normalisations_from_the_config(norm: bool, whole: bool) -> None:
+    """Two groups of different spread: the four combinations give different advantages."""
+    rewards = np.array([0.1, 0.5, 0.9, 0.2, 0.3, 0.4], np.float32)
+    samples = pd.DataFrame({"uid": UIDS, "reward": rewards, "reward/ocr": rewards})
+    config = DiffusionAlgoConfig(norm_adv_by_std_in_grpo=norm, global_std=whole)
+    found = advantage.fn(Stopwatch(), Scores(samples, {"ocr": 1.0}, {"ocr": 0.0}), config)
+    deviation = rewards - np.repeat([0.5, 0.3], 3)
+    spread = rewards.std(ddof=1) if whole else np.repeat([0.4, 0.1], 3)
+    assert found == pytest.approx(deviation / spread if norm else deviation, abs=2e-3)
+
+
+MODES = {
+    "continuous": lambda a: a,
+    "positive_only": lambda a: max(a, 0.0),
+    "negative_only": lambda a: min(a, 0.0),
+    "one_only": lambda a: 1.0 if a > 0 else 0.0,
+    "binary": lambda a: (a > 0) - (a < 0),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_mode_keeps_its_part_and_a_missing_reward_stays_missing(mode: str) -> None:
+    rewards = np.array([0.1, 0.5, 0.9, 0.2, np.nan, 0.8], np.float32)
+    plain = advantages_of(rewards, UIDS, DiffusionAlgoConfig(), {}, {})
+    kept = advantages_of(rewards, UIDS, DiffusionAlgoConfig(adv_mode=mode), {}, {})
+    assert np.isnan(kept).tolist() == [False, False, False, False, True, False]
+    there = ~np.isnan(rewards)
+    assert kept[there].tolist() == pytest.approx([MODES[mode](float(a)) for a in plain[there]])
+
+
+def test_equal_groups_are_dropped_and_the_others_are_as_before() -> None:
+    config = DiffusionAlgoConfig(global_std=False)
+    kept = advantages_of(REWARDS, UIDS, config, {}, {})
+    dropped = advantages_of(REWARDS, UIDS, config.model_copy(update={"drop_equal_groups": True}), {}, {})
+    np.testing.assert_array_equal(kept[3:], 0)
+    assert np.isnan(dropped[3:]).all()
+    np.testing.assert_array_equal(dropped[:3], kept[:3])
+
+
+def test_a_missing_reward_does_not_make_a_group_unequal() -> None:
+    rewards = REWARDS.copy()
+    rewards[4] = np.nan
+    advantages = advantages_of(rewards, UIDS, DiffusionAlgoConfig(drop_equal_groups=True), {}, {})
+    assert np.isnan(advantages[3:]).all()
+    assert not np.isnan(advantages[:3]).any()
+
+
+def test_all_missing_is_an_error_and_all_equal_is_not() -> None:
+    config = DiffusionAlgoConfig(drop_equal_groups=True)
+    with pytest.raises(NothingToLearn, match="every reward"):
+        advantages_of(np.full(6, np.nan, np.float32), UIDS, config, {}, {})
+    advantages = advantages_of(np.ones(6, np.float32), UIDS, config, {}, {})
+    assert np.isnan(advantages).all()
+    metrics = compute_data_metrics_diffusion(
+        {"sample_level_rewards": np.ones(6), "uid": UIDS, "advantages": advantages}
+    )
+    assert metrics["critic/rewards/mean"] == 1
+    assert "critic/advantages/mean" not in metrics
+
+
+def test_data_metrics_describe_groups() -> None:
+    metrics = compute_data_metrics_diffusion({"sample_level_rewards": REWARDS, "uid": UIDS})
+    assert metrics["critic/rewards/zero_std_ratio"] == 0.5
+    assert metrics["critic/rewards/group_size"] == 3
+    assert metrics["critic/rewards/std_mean"] == pytest.approx(np.std(REWARDS[:3]) / 2)
+
+
+def test_a_group_of_which_one_sample_is_left_is_dropped_and_counted() -> None:
+    rewards = np.array([0.1, np.nan, np.nan, 0.2, 0.6, np.nan], np.float32)
+    advantages = advantages_of(rewards, UIDS, DiffusionAlgoConfig(global_std=False), {}, {})
+    assert np.isnan(advantages).tolist() == [True, True, True, False, False, True]
+    alone = advantages_of(rewards[3:], UIDS[3:], DiffusionAlgoConfig(global_std=False), {}, {})
+    np.testing.assert_array_equal(advantages[3:], alone)
+    metrics = compute_data_metrics_diffusion({"sample_level_rewards": rewards, "uid": UIDS})
+    assert (metrics["critic/rewards/dropped_groups"], metrics["critic/rewards/missing"]) == (1, 3)
+    with pytest.raises(NothingToLearn, match="no prompt has two samples"):
+        advantages_of(np.array([0.1, np.nan, np.nan] * 2, np.float32), UIDS, DiffusionAlgoConfig(), {}, {})
+
+
+def test_gdpo_leaves_a_missing_optional_reward_out_of_its_own_statistics() -> None:
+    nan, uids = np.nan, np.array(["a"] * 4)
+    text, taste = np.array([0.0, 1.0, 2.0, 3.0], np.float32), np.array([5.0, nan, 7.0, 9.0], np.float32)
+    config = DiffusionAlgoConfig(adv_estimator="gdpo")
+    found = advantages_of(text, uids, config, {"text": text, "taste": taste}, {"text": 1.0, "taste": 2.0})
+    z_text = (text - 1.5) / text.std(ddof=1)
+    z_taste = np.array([-1.0, 0.0, 0.0, 1.0])  # (r - 7) / 2 of the three that are there
+    combined = z_text + 2 * z_taste
+    assert found == pytest.approx((combined - combined.mean()) / combined.std(ddof=1), rel=1e-6)
+    gone = advantages_of(text, uids, config, {"text": text, "taste": taste * nan}, {"text": 1.0, "taste": 2.0})
+    assert gone == pytest.approx(z_text, rel=1e-6)
+
+
+# ---- nothing to learn from
+
+
+def infinite_advantage(sample_level_rewards, index, **settings):
+    """An estimator that divides by 0."""
+    return sample_level_rewards / 0, sample_level_rewards / 0
+
+
+@pytest.mark.parametrize("config", [{}, {"global_std": False}, {"norm_adv_by_std_in_grpo": False}])
+def test_an_infinite_reward_costs_its_own_sample_and_no_other(config: dict) -> None:
+    """Closed form: the five others get what they would get without it."""
+    settings = DiffusionAlgoConfig(**config)
+    for odd in (np.inf, -np.inf):
+        rewards = np.array([0.1, 0.5, 0.9, 0.2, odd, 0.8], np.float32)
+        found = advantages_of(rewards, UIDS, settings, {}, {})
+        there = np.isfinite(rewards)
+        assert np.isnan(found).tolist() == (~there).tolist()
+        np.testing.assert_array_equal(found[there], advantages_of(rewards[there], UIDS[there], settings, {}, {}))
+
+
+def test_an_iteration_without_a_finite_advantage_names_the_reward() -> None:
+    weights = {"text": 1.0, "taste": 0.5, "watched": 0.0}
+    gone = np.array([np.inf, -np.inf, np.nan] * 2, np.float32)
+    scores = {"text": gone, "taste": REWARDS, "watched": gone}
+    said = r"\(text: 6 of 6 missing, taste: 0 of 6 missing\), so there is nothing"
+    for config in (DiffusionAlgoConfig(), DiffusionAlgoConfig(drop_equal_groups=True)):
+        with pytest.raises(NothingToLearn, match=f"every reward of the iteration is missing {said}"):
+            advantages_of(gone, UIDS, config, scores, weights)
+    estimator = DiffusionAlgoConfig(adv_estimator=f"{__name__}:infinite_advantage")
+    with pytest.raises(NothingToLearn, match=r"infinite_advantage gives no sample .* finite advantage \(text: 0 of 6"):
+        advantages_of(REWARDS, UIDS, estimator, {"text": REWARDS}, {"text": 1.0})
+
+
+def test_gdpo_drops_a_group_only_where_each_reward_ties() -> None:
+    """Weighted sums that tie hide rewards that do not: in group a they are 1, in group b all three are equal."""
+    text, taste = np.array([0, 0.5, 1, 2, 2, 2], np.float32), np.array([1, 0.5, 0, 3, 3, 3], np.float32)
+    scores, weights = {"text": text, "taste": taste, "watched": np.arange(6)}, {"text": 1, "taste": 1, "watched": 0}
+    config = DiffusionAlgoConfig(adv_estimator="gdpo", drop_equal_groups=True)
+    found = advantages_of(text + taste, UIDS, config, scores, weights)
+    assert np.isnan(found).tolist() == [False] * 3 + [True] * 3
+    heavier = weights | {"text": 2}
+    kept = advantages_of(
+        2 * text + taste, UIDS, config.model_copy(update={"drop_equal_groups": False}), scores, heavier
+    )
+    dropped = advantages_of(2 * text + taste, UIDS, config, scores, heavier)
+    np.testing.assert_array_equal(dropped[:3], kept[:3])
+    assert np.abs(dropped[:3]).max() > 0.3
+    of_the_sum = advantages_of(text + taste, UIDS, config.model_copy(update={"adv_estimator": "flow_grpo"}), {}, {})
+    assert np.isnan(of_the_sum).all(), "the others compare the sum"

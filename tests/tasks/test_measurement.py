@@ -1,0 +1,97 @@
+"""What a validation sweep draws: the recipe's own validation, unless the measurement says otherwise, and its labels."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+import models.families  # noqa: F401  registers the adapters
+from models.config.pipeline import DiffusionPipelineConfig
+from tasks.config.errors import ConfigError
+from tasks.config.measurement import Measurement
+from tasks.config.tree import TrainConfig
+from tasks.records.comparison import Interval
+from tasks.run.measuring import Cell, Verdict, cells, for_measuring
+
+Folder = Callable[[str], Path]
+INPUTS: Any = SimpleNamespace(test=["a prompt", "another"], embeddings=None)
+
+
+def config_of(model: Path, own: dict[str, float], validated: dict[str, float]) -> TrainConfig:
+    """The rollout samples with one guidance and validates with another, in other steps."""
+    rollout = {
+        "pipeline": {"num_inference_steps": 4, **own},
+        "val_kwargs": {"pipeline": {"num_inference_steps": 7, **validated}},
+    }
+    return TrainConfig.model_validate({"actor_rollout_ref": {"model": {"path": str(model)}, "rollout": rollout}})
+
+
+def drawn(config: TrainConfig, measurement: Measurement) -> list[tuple[str, DiffusionPipelineConfig]]:
+    """Label and sampling of every cell, as the sweep draws them."""
+    config = for_measuring(config, measurement)
+    found: list[Cell] = list(cells(config, INPUTS, measurement))
+    validation = config.actor_rollout_ref.rollout.validation_pipeline()
+    return [(cell.label, cell.drawn_by(validation)) for cell in found]
+
+
+@pytest.mark.parametrize(
+    ("family", "field", "other"),
+    [("qwen_image", "true_cfg_scale", "guidance_scale"), ("stable_diffusion_3", "guidance_scale", "true_cfg_scale")],
+)
+def test_a_cell_is_drawn_by_the_field_that_guides_the_model(
+    tiny_folder: Folder, family: str, field: str, other: str
+) -> None:
+    config = config_of(tiny_folder(family), {field: 2.0}, {field: 5.0})
+    (label, pipeline), *more = drawn(config, Measurement())
+    assert more == []
+    assert pipeline == config.actor_rollout_ref.rollout.validation_pipeline()  # as validation in training draws
+    assert (label, getattr(pipeline, field)) == (f"test/steps_7/{field}_5", 5.0)
+    both = drawn(config, Measurement.model_validate({field: [1.0, 3.5], "num_inference_steps": [9]}))
+    assert [label for label, _ in both] == [f"test/steps_9/{field}_1", f"test/steps_9/{field}_3.5"]
+    assert [getattr(pipeline, field) for _, pipeline in both] == [1.0, 3.5]
+    with pytest.raises(ConfigError, match=rf"measurement.{other} is \[3.5\], but the model .* is guided by {field}"):
+        drawn(config, Measurement.model_validate({other: [3.5]}))
+
+
+def test_guidance_that_is_off_stays_off(tiny_folder: Folder) -> None:
+    ((label, pipeline),) = drawn(config_of(tiny_folder("stable_diffusion_3"), {}, {}), Measurement())
+    assert (label, pipeline.guidance_scale) == ("test/steps_7/guidance_scale_0", None)
+
+
+@pytest.mark.parametrize("wrong", [{"num_inference_steps": [0]}, {"true_cfg_scale": [0.5]}, {"guidance_scale": [-1.0]}])
+def test_a_measurement_has_the_bounds_of_the_pipelines_fields(wrong: dict[str, list[float]]) -> None:
+    with pytest.raises(ValidationError, match="greater than or equal"):
+        Measurement.model_validate(wrong)
+
+
+UP, LEVEL, DOWN = Interval(0.2, 0.1, 0.3), Interval(0.1, -0.1, 0.3), Interval(-0.2, -0.3, -0.1)
+
+
+@pytest.mark.parametrize(
+    ("base", "best", "better", "worse"),
+    [
+        (None, None, False, None),
+        (UP, None, True, None),
+        (LEVEL, None, False, None),
+        (DOWN, None, False, "the base model by -0.2000 [-0.3000, -0.1000]"),
+        (UP, UP, True, None),
+        (UP, LEVEL, False, None),  # as good as the champion is no reason to replace it
+        (LEVEL, UP, True, None),
+        (UP, DOWN, False, "the best so far by -0.2000 [-0.3000, -0.1000]"),
+        (
+            DOWN,
+            DOWN,
+            False,
+            "the base model by -0.2000 [-0.3000, -0.1000] and the best so far by -0.2000 [-0.3000, -0.1000]",
+        ),
+    ],
+)
+def test_a_verdict_needs_an_interval_without_zero(
+    base: Interval | None, best: Interval | None, better: bool, worse: str | None
+) -> None:
+    """Better than the best so far, or than the base where there is none; worse than either."""
+    verdict = Verdict(base, best)
+    assert (verdict.better, verdict.worse) == (better, worse)

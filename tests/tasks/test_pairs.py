@@ -1,0 +1,323 @@
+"""Preference pairs: the table, the encoded data set, and what a run refuses before any model loads."""
+
+import io
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from flows.recipes import parse_changes
+from models.schedulers.noise_keys import NoiseKey
+from tasks.config.tree import TrainConfig
+from tasks.data.embeddings import PromptEmbeddings, write_embeddings
+from tasks.data.pairs import (
+    COLUMNS,
+    Pair,
+    PairBatch,
+    PairDataset,
+    best_and_worst,
+    common_size,
+    read_pictures,
+    write_pairs,
+)
+from tasks.data.prompts import DatasetError, Prompt, prompt_uid
+from tasks.run.collect import read_pairs
+from tasks.run.preflight import ConfigError, check_inputs
+from tasks.system.stopwatch import Stopwatch
+from tests.support.helpers import TEXT_DIM, model_config
+
+TEXTS = ("a red sign", "the number 472", "hi")
+
+
+def png(shade: int, width: int = 6, height: int = 4) -> bytes:
+    stream = io.BytesIO()
+    Image.new("RGB", (width, height), (shade, 0, 255 - shade)).save(stream, format="PNG")
+    return stream.getvalue()
+
+
+def rows_of(pair: str, prompt: str = TEXTS[0], scores: tuple = (0.9, 0.1), shade: int = 10) -> list[tuple]:
+    """The chosen and the rejected row of one pair."""
+    return [(pair, prompt, png(shade), True, scores[0]), (pair, prompt, png(shade + 1), False, scores[1])]
+
+
+def table(folder: Path, rows: list[tuple]) -> Path:
+    file = folder / "preferences.parquet"
+    pd.DataFrame(rows, columns=list(COLUMNS)).to_parquet(file, index=False)
+    return file
+
+
+# ---- the table
+
+
+def test_a_table_is_read_pair_by_pair_whatever_the_order_of_its_rows(tmp_path: Path) -> None:
+    rows = rows_of("a", shade=10) + rows_of("b", TEXTS[1], (None, None), shade=20)
+    pictures = read_pictures(table(tmp_path, [rows[i] for i in (1, 2, 0, 3)]))
+    assert [pair.uid for pair, _ in pictures] == ["a", "b"]
+    assert pictures[0][0] == Pair("a", prompt_uid(TEXTS[0]), 0.9, 0.1)
+    assert pictures[0][1]["chosen"]["image"] == rows[0][2]
+    assert pictures[0][1]["rejected"]["image"] == rows[1][2]
+    assert pictures[1][0] == Pair("b", prompt_uid(TEXTS[1]), None, None)
+    assert common_size(pictures, "t") == (4, 6)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (rows_of("a")[:1], "pair 'a' has 1 pictures, 1 of them chosen; a pair is one chosen and one rejected picture"),
+        (rows_of("a")[:1] * 2, "pair 'a' has 2 pictures, 2 of them chosen"),
+        (rows_of("a")[1:] * 2, "pair 'a' has 2 pictures, 0 of them chosen"),
+        (rows_of("a") + rows_of("a"), "pair 'a' has 4 pictures, 2 of them chosen"),
+        ([rows_of("a")[0], rows_of("a", "other")[1]], r"of pair 'a' have two prompts, \['a red sign', 'other'\]; give"),
+        (rows_of("a", scores=(0.1, 0.4)), "of pair 'a' scores 0.1, not more than the rejected one's 0.4; swap them or"),
+        (rows_of("a", scores=(0.4, 0.4)), "of pair 'a' scores 0.4, not more than the rejected one's 0.4"),
+        (
+            [rows_of("a")[0], (*rows_of("a")[1][:3], None, 0.1)],
+            "`chosen` of a picture of pair 'a' is neither true nor false",
+        ),
+        ([], "must have the columns pair, prompt, image, chosen, score and at least one pair"),
+    ],
+)
+def test_odd_tables_are_refused_by_pair(tmp_path: Path, rows: list[tuple], message: str) -> None:
+    with pytest.raises(DatasetError, match=message):
+        read_pictures(table(tmp_path, rows_of("fine", TEXTS[1]) * bool(rows) + rows))
+
+
+def test_a_missing_table_and_a_missing_column_are_named(tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match=r"none.parquet is missing; `dvc repro preferences` makes it"):
+        read_pictures(tmp_path / "none.parquet")
+    file = table(tmp_path, rows_of("a"))
+    pd.read_parquet(file).drop(columns="chosen").to_parquet(file)
+    with pytest.raises(DatasetError, match="must have the columns"):
+        read_pictures(file)
+
+
+def test_pictures_of_another_size_or_of_no_format_are_named(tmp_path: Path) -> None:
+    wide = [("b", TEXTS[0], png(1, width=8), True, None), ("b", TEXTS[0], png(2), False, None)]
+    with pytest.raises(DatasetError, match="t: a picture of pair 'b' is 8 x 4 but those before it are 6 x 4; give all"):
+        common_size(read_pictures(table(tmp_path, rows_of("a") + wide)), "t")
+    broken = [("b", TEXTS[0], b"GIF?", True, None), ("b", TEXTS[0], png(2), False, None)]
+    with pytest.raises(DatasetError, match="t: the chosen picture of pair 'b' is no PNG or JPEG"):
+        common_size(read_pictures(table(tmp_path, broken)), "t")
+
+
+# ---- a model's own pairs
+
+
+def test_best_and_worst_of_each_prompt(tmp_path: Path) -> None:
+    """Ties and missing scores give no pair, or the best of what is left; pictures come back bit for bit."""
+    nan = float("nan")
+    scores = np.array([0.2, 0.9, 0.1, 0.5, 0.5, 0.5, nan, 0.3, 0.7, nan, nan, 0.6, nan, nan, nan])
+    pictures = np.random.default_rng(0).integers(0, 255, (15, 4, 6, 3), dtype=np.uint8)
+    prompts = [*TEXTS, "one score", "none"]
+    file = tmp_path / "preferences.parquet"
+    best_and_worst(prompts, pictures, scores, images_per_prompt=3).to_parquet(file, index=False)
+    found = read_pictures(file)
+    assert [(pair.uid, pair.chosen_score, pair.rejected_score) for pair, _ in found] == [
+        (prompt_uid(TEXTS[0]), 0.9, 0.1),
+        (prompt_uid(TEXTS[2]), 0.7, 0.3),
+    ]
+    for (_, sides), chosen, rejected in zip(found, (1, 8), (2, 7), strict=True):
+        for side, number in (("chosen", chosen), ("rejected", rejected)):
+            read = np.asarray(Image.open(io.BytesIO(sides[side]["image"])))
+            assert np.array_equal(read, pictures[number])
+
+
+# ---- the data set
+
+
+def shades(pictures: np.ndarray) -> Tensor:
+    """Stands in for the VAE: each picture's red as a latent [24, 16], the tiny model's shape at 16 x 24 pixels."""
+    return torch.from_numpy(pictures[:, 0, 0, 0].astype(np.float32))[:, None, None].expand(-1, 24, 16)
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Path:
+    """A folder with five pairs in three shards, prompts and embeddings."""
+    rows = [row for i in range(5) for row in rows_of(f"pair-{i}", TEXTS[i % 3], shade=10 * i)]
+    pairs = read_pictures(table(tmp_path, rows))
+    write_pairs(pairs, shades, tmp_path / "pairs", shard_size=2, model_digest="0123")
+    splits = ("train", "train", "test")
+    prompts = [Prompt(prompt_uid(text), text, split, None, {}) for text, split in zip(TEXTS, splits, strict=True)]
+    encode_into(tmp_path / "embeddings", prompts)
+    frame = pd.DataFrame({"uid": [p.uid for p in prompts], "prompt": TEXTS, "split": splits, "target": None})
+    frame.assign(metadata="{}", source="here:1").to_parquet(tmp_path / "prompts.parquet", index=False)
+    return tmp_path
+
+
+def encode_into(folder: Path, prompts: list[Prompt]) -> None:
+    def encode(texts: list[str]) -> dict[str, Tensor]:
+        mask = torch.ones(len(texts), 3, dtype=torch.bool)
+        return {
+            "prompt_embeds": torch.full((len(texts), 3, TEXT_DIM), float(len(texts[0]))),
+            "prompt_embeds_mask": mask,
+        }
+
+    settings = {"batch_size": 1, "negative_prompt": " ", "max_sequence_length": 24}
+    write_embeddings(prompts, encode, folder, 8, model="lengths", model_digest="0", **settings)
+
+
+def test_pairs_come_back_chosen_before_rejected(stored: Path) -> None:
+    data = PairDataset.open(stored / "pairs")
+    assert data.latent_shape == (24, 16)
+    assert len(list((stored / "pairs").glob("*.safetensors"))) == 3
+    order = [data.pairs[i] for i in (4, 1, 0, 3)]
+    batches = list(data.batches(order, PromptEmbeddings.open(stored / "embeddings"), 2, seed=7, iteration=3))
+    assert all(isinstance(batch, PairBatch) for batch in batches)
+    first, second = (batch.trajectories for batch in batches)
+    assert first.latents[:, 0, 0].tolist() == [40, 41, 10, 11]
+    assert second.latents[:, 5, 3].tolist() == [0, 1, 30, 31]
+    assert [key.prompt_uid for key in first.keys] == ["pair-4", "pair-4", "pair-1", "pair-1"]
+    assert first.keys[1] == NoiseKey(7, 3, "pair-4", 1)
+    assert batches[0].advantages.tolist() == [1, -1, 1, -1]
+    # Pairs 4 and 1 are of one prompt, 0 and 3 of another: each travels once.
+    assert first.prompts.prompt_embeds.shape[0] == second.prompts.prompt_embeds.shape[0] == 1
+    assert first.prompts.prompt_embeds[0, 0, 0] == len(TEXTS[1])
+    assert batches[1].prompts == (prompt_uid(TEXTS[0]),) * 4
+
+
+def test_a_data_set_that_was_tampered_with_is_refused(stored: Path) -> None:
+    index = stored / "pairs" / "index.json"
+    record = json.loads(index.read_text())
+    record["pairs"][2] |= {"chosen_score": 0.1, "rejected_score": 0.2}
+    index.write_text(json.dumps(record))
+    with pytest.raises(DatasetError, match=r"index.json is damaged: its digest is of another content"):
+        PairDataset.open(stored / "pairs")
+    del record["index_sha256"]  # an older version's has none
+    index.write_text(json.dumps(record))
+    with pytest.raises(
+        DatasetError, match=r"index.json: the chosen picture of pair 'pair-2' scores 0.1, not more than"
+    ):
+        PairDataset.open(stored / "pairs")
+
+
+# ---- what a run refuses
+
+
+def offline(stored: Path, model: Path, *settings: str) -> TrainConfig:
+    base: dict[str, Any] = {
+        "data": {
+            "prompts": stored / "prompts.parquet",
+            "embeddings": stored / "embeddings",
+            "pairs": stored / "pairs",
+            "train_batch_size": 4,
+        },
+        "actor_rollout_ref": {
+            "model": {"path": str(model)},
+            "rollout": {"pipeline": {"height": 16, "width": 24, "num_inference_steps": 4}},
+            "actor": {"ppo_mini_batch_size": 2, "ppo_micro_batch_size_per_gpu": 2},
+        },
+        "algorithm": {"name": "dpo", "sample_source": "offline"},
+    }
+    return TrainConfig.model_validate(base).with_changes(parse_changes(list(settings)))
+
+
+def without_transformer(model: Path, folder: Path) -> Path:
+    """The model's folder with no weights in it: what reads it has loaded no model."""
+    return shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+
+
+def test_an_offline_run_finds_its_pairs(stored: Path, tiny_model: Path, tmp_path: Path) -> None:
+    model = without_transformer(tiny_model, tmp_path / "model")
+    inputs = check_inputs(offline(stored, model))
+    assert inputs.pairs is not None
+    assert len(inputs.pairs.pairs) == 5
+    online = check_inputs(offline(stored, model, "algorithm.sample_source=online", "data.train_batch_size=2"))
+    assert online.pairs is None
+    assert online.digest != inputs.digest
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            ("actor_rollout_ref.rollout.pipeline={height: 24, width: 24, num_inference_steps: 4}",),
+            r"holds latents \[24, 16\] but rollout.pipeline height and width make \[36, 16\]: set them to the size of",
+        ),
+        (("data.train_batch_size=8",), "train_batch_size is 8 but .*pairs has only 5 pairs: lower it or add pairs"),
+        (("data.pairs=nowhere",), r"nowhere/index.json is missing; `dvc repro pairs` makes it"),
+    ],
+)
+def test_pairs_that_do_not_fit_are_refused_before_a_model_loads(
+    stored: Path, tiny_model: Path, tmp_path: Path, settings: tuple[str, ...], message: str
+) -> None:
+    config = offline(stored, without_transformer(tiny_model, tmp_path / "model"), *settings)
+    with pytest.raises((ConfigError, DatasetError), match=message):
+        check_inputs(config)
+
+
+def test_pairs_of_prompts_that_are_not_encoded_are_refused(stored: Path, tiny_model: Path) -> None:
+    shutil.rmtree(stored / "embeddings")
+    encode_into(stored / "embeddings", [Prompt(prompt_uid(text), text, "train", None, {}) for text in TEXTS[:1]])
+    with pytest.raises(ConfigError, match=r"lacks the embedding of the prompt of pair 'pair-1' \(3 in all\): put the"):
+        check_inputs(offline(stored, tiny_model))
+
+
+@pytest.mark.parametrize(("split", "text"), [("train", TEXTS[1]), ("test", TEXTS[2])])
+def test_prompts_that_are_not_encoded_are_refused(stored: Path, tiny_model: Path, split: str, text: str) -> None:
+    """Those of the validation too: without the check the run would fail after its first iterations."""
+    shutil.rmtree(stored / "embeddings")
+    encode_into(stored / "embeddings", [Prompt(prompt_uid(t), t, split, None, {}) for t in TEXTS if t != text])
+    settings = ("algorithm.sample_source=online", "data.train_batch_size=2")
+    with pytest.raises(ConfigError, match=rf"embeddings lacks the embedding of '{text}' \(1 in all\): run `dvc repro"):
+        check_inputs(offline(stored, tiny_model, *settings))
+
+
+@pytest.mark.parametrize(("ranks", "sharing", "sizes"), [(1, 1, [4, 4]), (2, 1, [2, 2, 2, 2]), (2, 2, [4, 4])])
+def test_offline_each_rank_with_samples_of_its_own_has_a_batch_in_every_step(
+    stored: Path, tiny_model: Path, ranks: int, sharing: int, sizes: list[int]
+) -> None:
+    """Four pairs in optimiser steps of two; ranks that share a sequence share the batch."""
+    config = offline(
+        stored,
+        tiny_model,
+        f"trainer.n_gpus_per_node={ranks}",
+        f"actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size={sharing}",
+    )
+    assert config.data_ranks == ranks // sharing
+    data, embeddings = PairDataset.open(stored / "pairs"), PromptEmbeddings.open(stored / "embeddings")
+    found = read_pairs.fn(Stopwatch(), data, embeddings, config, data.pairs[:4], 1)
+    assert [len(batch.trajectories) for batch in found.batches] == sizes  # two samples a pair
+    assert len(found.advantages) == len(found.samples) * 2 == 8
+
+
+def test_an_optimiser_step_of_pairs_is_dealt_evenly(stored: Path, tiny_model: Path) -> None:
+    with pytest.raises(ValueError, match=r"ppo_mini_batch_size 2 \(pairs\) must be a multiple of the 4 trainer ranks"):
+        offline(stored, tiny_model, "trainer.n_gpus_per_node=4")
+    shared = "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=2"
+    assert offline(stored, tiny_model, "trainer.n_gpus_per_node=4", shared).data_ranks == 2
+
+
+# ---- teachers
+
+
+def distilling(stored: Path, model: Path, teacher: Path) -> TrainConfig:
+    named = ("algorithm={name: distill_fm_mse, sample_source: online}", "data.train_batch_size=2")
+    return offline(stored, model, *named, f"actor_rollout_ref.actor.teacher_path={teacher}")
+
+
+def test_a_teacher_must_be_a_model_of_the_same_architecture(stored: Path, tiny_model: Path, tmp_path: Path) -> None:
+    model = without_transformer(tiny_model, tmp_path / "model")
+    check_inputs(distilling(stored, model, model))
+    with pytest.raises(
+        ConfigError, match=r"teacher_path is .*nowhere, which has neither model_index.json nor pytorch_lora"
+    ):
+        check_inputs(distilling(stored, model, tmp_path / "nowhere"))
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "model_index.json").write_text('{"_class_name": "StableDiffusion3Pipeline"}')
+    with pytest.raises(ConfigError, match=r"is a StableDiffusion3Pipeline but model.path a QwenImagePipeline: teach"):
+        check_inputs(distilling(stored, model, other))
+
+
+def test_the_model_folders_grid_decides_the_latent_shape(tiny_model: Path) -> None:
+    """What `stored` writes by hand is the tiny model's shape."""
+    from models.families.qwen_image import QwenImage
+
+    assert QwenImage.latent_shape(model_config(tiny_model)) == (24, 16)

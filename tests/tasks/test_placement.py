@@ -1,0 +1,130 @@
+"""Which machines the trainer's ranks are on: a real Ray cluster of three nodes, whose GPUs only Ray counts."""
+
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+import ray
+from ray._private.authentication import authentication_token_setup as tokens
+from ray.cluster_utils import Cluster
+
+from tasks.actors.cluster import ActorGroup, ClusterError
+from tasks.config.tree import TrainConfig
+from tasks.run.opening import rank_places
+
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the actors cannot import it
+
+Spot = tuple[str, list[int]]
+"""A machine, and the GPUs of it that Ray gave."""
+
+
+class Where:
+    """An actor that tells where it is."""
+
+    def spot(self) -> Spot:
+        return ray.get_runtime_context().get_node_id(), ray.get_gpu_ids()
+
+
+@pytest.fixture(scope="module")
+def machines() -> Iterator[str]:
+    """The address of a cluster of machines with 4 and 3 GPUs and one CPU each, and one with neither, as a head may be.
+
+    With the token of this process, which Ray keeps for good.
+    """
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="ray-") as folder:
+        patch.setenv("RAY_TMPDIR", folder)
+        tokens.enable_token_auth_by_default()
+        tokens.ensure_token_if_auth_enabled()
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+        try:
+            for gpus in (4, 3):
+                cluster.add_node(num_cpus=1, num_gpus=gpus)
+            yield cluster.address
+        finally:
+            cluster.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def driver(machines: str) -> Iterator[None]:
+    """All that a test holds of the cluster is free after it."""
+    ray.init(machines, log_to_driver=False, logging_level="WARNING")
+    yield
+    ray.shutdown()
+
+
+def config(nodes: int, ranks: int, device: str, placement: str = "separate", sharing: int = 1) -> TrainConfig:
+    rollout = {"n": 2, "micro_batch_size": 2, "num_actors": nodes * ranks, "placement": placement}
+    actor = {"ppo_mini_batch_size": nodes * ranks, "fsdp_config": {"ulysses_sequence_parallel_size": sharing}}
+    return TrainConfig.model_validate(
+        {
+            "data": {"train_batch_size": nodes * ranks},
+            "actor_rollout_ref": {"rollout": rollout, "actor": actor},
+            "trainer": {"nnodes": nodes, "n_gpus_per_node": ranks, "device": device},
+        }
+    )
+
+
+def spots(asked: TrainConfig, groups: int = 1) -> list[list[Spot]]:
+    """Where the actors of as many groups are, each as large as the trainer and placed like it."""
+    places, count = rank_places(asked), asked.trainer.world_size
+    running = [ActorGroup(Where, count, places.num_gpus, places=places) for _ in range(groups)]
+    return [group.call_all("spot") for group in running]
+
+
+def per_machine(found: list[Spot]) -> list[int]:
+    return sorted(Counter(machine for machine, _ in found).values())
+
+
+def test_each_machine_has_its_ranks_and_a_sequence_stays_on_one() -> None:
+    (found,) = spots(config(2, 2, "cuda", sharing=2))
+    assert per_machine(found) == [2, 2]
+    assert found[0][0] == found[1][0]
+    assert found[2][0] == found[3][0]
+    assert len({(machine, *gpus) for machine, gpus in found}) == 4
+    with pytest.raises(ValueError, match=r"on one machine, so trainer.n_gpus_per_node 3 must be a multiple of it"):
+        config(2, 3, "cuda", sharing=2)
+
+
+def test_ranks_of_one_machine_are_not_spread() -> None:
+    (found,) = spots(config(1, 4, "cuda"))
+    assert per_machine(found) == [4]
+
+
+def test_colocated_workers_are_on_their_ranks_gpus() -> None:
+    ranks, workers = spots(config(2, 2, "cuda", "colocated"), groups=2)
+    assert ranks == workers
+    assert per_machine(ranks) == [2, 2]
+    assert len({(machine, *gpus) for machine, gpus in ranks}) == 4
+
+
+def test_on_cpus_ranks_take_none_so_that_all_may_be_reserved() -> None:
+    rewards = ActorGroup(Where, 2, 0, num_cpus=1)
+    assert per_machine(rewards.call_all("spot")) == [1, 1]
+    (found,) = spots(config(2, 3, "cpu"))
+    assert per_machine(found) == [3, 3]
+    assert found[0][0] == found[1][0] == found[2][0]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "ranks", "device", "message"),
+    [
+        (
+            2,
+            4,
+            "cuda",
+            r"nnodes 2 x .*n_gpus_per_node 4 .* 2 machines with 4 GPUs each, .* has 1 .* \(GPUs .*: 4, 3, 0",
+        ),
+        (1, 5, "cuda", r"n_gpus_per_node 5 asks for 1 machines with 5 GPUs each, but the Ray cluster has 0"),
+        (
+            3,
+            1,
+            "cpu",
+            r"nnodes 3 x .* asks for 3 machines, but the Ray cluster has 2 .* \(CPUs of its machines: 1, 1, 0",
+        ),
+    ],
+)
+def test_what_the_machines_cannot_hold_is_refused(nodes: int, ranks: int, device: str, message: str) -> None:
+    with pytest.raises(ClusterError, match=message):
+        rank_places(config(nodes, ranks, device))

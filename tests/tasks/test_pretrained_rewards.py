@@ -1,0 +1,199 @@
+"""Rewards by transformers on small random checkpoints, against the model's own processor and a direct forward."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import (
+    AutoProcessor,
+    BertTokenizer,
+    BlipConfig,
+    BlipForImageTextRetrieval,
+    BlipImageProcessor,
+    BlipProcessor,
+    CLIPConfig,
+    CLIPImageProcessor,
+    CLIPModel,
+    CLIPProcessor,
+    CLIPTokenizer,
+)
+
+from tasks.data.prompts import Prompt
+from tasks.rewards import Reward, RewardError, check_reward, get_reward
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
+IMAGES = np.random.default_rng(0).integers(0, 256, (4, 20, 30, 3), dtype=np.uint8)
+TEXTS = ["a red cat", "the number 472", "a red cat", "long " * 30]
+PROMPTS = [Prompt(f"uid-{i}", text, None, {}, "") for i, text in enumerate(TEXTS)]
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+VISION = SMALL | {"image_size": 24, "patch_size": 8}
+SIZES = {"size": {"shortest_edge": 24}, "crop_size": {"height": 24, "width": 24}}
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random CLIP with a tokenizer of single characters."""
+    folder = tmp_path_factory.mktemp("clip")
+    words = ["<|startoftext|>", "<|endoftext|>", *LETTERS, *(f"{letter}</w>" for letter in LETTERS)]
+    text = SMALL | {"vocab_size": len(words), "max_position_embeddings": 20}
+    text |= {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
+    torch.manual_seed(0)
+    model = CLIPModel(CLIPConfig(text_config=text, vision_config=VISION, projection_dim=16, logit_scale_init_value=2.0))
+    model.save_pretrained(folder)
+    tokenizer = CLIPTokenizer(vocab={word: i for i, word in enumerate(words)}, merges=[])
+    CLIPProcessor(CLIPImageProcessor(**SIZES), tokenizer).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def blip(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random BLIP with a tokenizer of single characters."""
+    folder = tmp_path_factory.mktemp("blip")
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *LETTERS, *(f"##{letter}" for letter in LETTERS)]
+    text = SMALL | {"vocab_size": len(words), "max_position_embeddings": 24, "encoder_hidden_size": 32}
+    text |= {"bos_token_id": 2, "sep_token_id": 3, "eos_token_id": 3, "pad_token_id": 0}
+    torch.manual_seed(1)
+    vision = VISION | {"initializer_range": 0.1}  # BLIP's own, 1e-10, draws a picture encoder that sees nothing
+    BlipForImageTextRetrieval(BlipConfig(text_config=text, vision_config=vision)).save_pretrained(folder)
+    tokenizer = BertTokenizer(vocab={word: i for i, word in enumerate(words)})
+    BlipProcessor(BlipImageProcessor(size={"height": 24, "width": 24}), tokenizer).save_pretrained(folder)
+    return folder
+
+
+def save_head(path: Path, *widths: int) -> str:
+    """A head of linear layers named as LAION's are, saved in another order."""
+    generator = torch.Generator().manual_seed(2)
+    tensors = {}
+    for number in reversed(range(len(widths) - 1)):
+        name = f"layers.{4 * number}"
+        tensors[f"{name}.weight"] = torch.randn(widths[number + 1], widths[number], generator=generator)
+        tensors[f"{name}.bias"] = torch.randn(widths[number + 1], generator=generator)
+    save_file(tensors, path)
+    return str(path)
+
+
+def through_head(path: str, values: torch.Tensor) -> np.ndarray:
+    from safetensors.torch import load_file
+
+    layers = load_file(path)
+    for number in sorted({int(name.split(".")[1]) for name in layers}):
+        values = values @ layers[f"layers.{number}.weight"].T + layers[f"layers.{number}.bias"]
+    return values[:, 0].numpy()
+
+
+@torch.no_grad()
+def direct(folder: Path) -> tuple[CLIPModel, object]:
+    """The model and one forward of it on all pictures and prompts, each prompt by itself."""
+    model, processor = CLIPModel.from_pretrained(folder).eval(), AutoProcessor.from_pretrained(folder)
+    limit = model.config.text_config.max_position_embeddings
+    inputs = processor(
+        text=TEXTS, images=list(IMAGES), padding=True, truncation=True, max_length=limit, return_tensors="pt"
+    )
+    assert inputs["input_ids"].shape == (4, 20)
+    return model, model(**inputs)
+
+
+def test_clip_scores_are_those_of_a_direct_forward(clip: Path) -> None:
+    model, output = direct(clip)
+    logits = output.logits_per_image.diag().numpy()
+    scale = model.logit_scale.exp().item()
+    assert len(set(logits.round(4))) == 4, "pictures and prompts all differ"
+    options = {"model": str(clip)}
+    assert get_reward("clip_score", **options)(IMAGES, PROMPTS).scores == pytest.approx(logits / scale, abs=1e-5)
+    assert get_reward("hps", **options)(IMAGES, PROMPTS).scores == pytest.approx(logits / scale, abs=1e-5)
+    pick = get_reward("pickscore", **options, processor=None)
+    assert pick(IMAGES, PROMPTS).scores == pytest.approx(logits, abs=1e-4)
+    flow_grpo = get_reward("pickscore", **options, processor=str(clip), divide_by=26)
+    assert flow_grpo(IMAGES, PROMPTS).scores == pytest.approx(logits / 26, abs=1e-5)
+
+
+def test_heads_on_clip_are_those_of_a_direct_forward(clip: Path, tmp_path: Path) -> None:
+    _, output = direct(clip)
+    linear, deep = (
+        save_head(tmp_path / "one.safetensors", 16, 1),
+        save_head(tmp_path / "mlp.safetensors", 16, 8, 4, 4, 1),
+    )
+    for head in (linear, deep):
+        found = get_reward("aesthetic", model=str(clip), head=head)(IMAGES, PROMPTS).scores
+        assert found == pytest.approx(through_head(head, output.image_embeds), abs=1e-4)
+    both = save_head(tmp_path / "both.safetensors", 32, 8, 1)
+    expected = through_head(both, torch.cat([output.image_embeds, output.text_embeds], 1))
+    found = get_reward("clip_preference", model=str(clip), head=both, mean=0.3, std=2.0)(IMAGES, PROMPTS).scores
+    assert found == pytest.approx((expected - 0.3) / 2, abs=1e-4)
+
+
+def test_image_reward_is_a_head_on_blips_grounded_text(blip: Path, tmp_path: Path) -> None:
+    model, processor = BlipForImageTextRetrieval.from_pretrained(blip).eval(), AutoProcessor.from_pretrained(blip)
+    inputs = processor(
+        images=list(IMAGES), text=TEXTS, padding=True, truncation=True, max_length=24, return_tensors="pt"
+    )
+    with torch.no_grad():
+        read = model(**inputs, use_itm_head=True).question_embeds[:, 0]
+    head = save_head(tmp_path / "head.safetensors", 32, 8, 1)
+    expected = through_head(head, read)
+    assert expected.std() > 0.01
+    found = get_reward("image_reward", model=str(blip), head=head, mean=0.5, std=0.25)(IMAGES, PROMPTS).scores
+    assert found == pytest.approx((expected - 0.5) / 0.25, abs=1e-3)
+    # The prompt matters, and so does the picture.
+    reward = get_reward("image_reward", model=str(blip), head=head)
+    assert abs(reward(IMAGES[:1], PROMPTS[:1]).scores - reward(IMAGES[:1], PROMPTS[1:2]).scores) > 1e-4
+    assert abs(reward(IMAGES[:1], PROMPTS[:1]).scores - reward(IMAGES[1:2], PROMPTS[:1]).scores) > 1e-4
+
+
+def test_scores_do_not_depend_on_the_batch_and_versions_name_the_weights(clip: Path, tmp_path: Path) -> None:
+    reward = get_reward("clip_score", model=str(clip))
+    together = reward(IMAGES, PROMPTS).scores
+    alone = [reward(IMAGES[i : i + 1], PROMPTS[i : i + 1]).scores[0] for i in range(4)]
+    assert together == pytest.approx(alone, abs=1e-6)
+    model = CLIPModel.from_pretrained(clip)
+    with torch.no_grad():
+        model.visual_projection.weight.mul_(1.5)
+    model.save_pretrained(tmp_path)
+    AutoProcessor.from_pretrained(clip).save_pretrained(tmp_path)
+    other: Reward = get_reward("clip_score", model=str(tmp_path))
+    assert other.version.replace(str(tmp_path), "") != reward.version.replace(str(clip), "")
+    assert "transformers==" in reward.version
+    half = get_reward("clip_score", model=str(clip), dtype="bfloat16")(IMAGES, PROMPTS).scores
+    assert half == pytest.approx(together, abs=0.02)
+
+
+def test_what_cannot_be_loaded_is_one_sentence(clip: Path, tmp_path: Path) -> None:
+    with pytest.raises(RewardError, match=f"clip_score: {tmp_path} cannot be loaded as CLIPModel"):
+        get_reward("clip_score", model=str(tmp_path))
+    with pytest.raises(RewardError, match="'float33' is no number format of torch"):
+        get_reward("clip_score", model=str(clip), dtype="float33")
+    with pytest.raises(RewardError, match=r"head .*none\.safetensors does not exist"):
+        get_reward("aesthetic", model=str(clip), head=str(tmp_path / "none.safetensors"))
+    for widths in ((17, 1), (16, 8, 2)):
+        head = save_head(tmp_path / "wrong.safetensors", *widths)
+        with pytest.raises(RewardError, match="they must lead from the model's 16 to 1"):
+            get_reward("aesthetic", model=str(clip), head=head)
+    with pytest.raises(RewardError, match="unexpected keyword argument 'reversion'"):
+        get_reward("pickscore", reversion="main")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, r"model openai/clip-vit-large-patch14 is no folder here, so it is a hub id, and revision is missing"),
+        ({"revision": "main"}, r"revision is 'main': give the commit as revision, 40 hex digits"),
+        ({"revision": "ab12"}, r"revision is 'ab12'"),
+    ],
+)
+def test_a_hub_id_wants_its_commit(options: dict, said: str) -> None:
+    with pytest.raises(RewardError, match=said):
+        check_reward("clip_score", **options)
+    # What is wrong is known before a model is asked for.
+    with pytest.raises(RewardError, match=said):
+        get_reward("clip_score", **options)
+
+
+def test_a_processor_of_its_own_wants_its_commit(clip: Path) -> None:
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    with pytest.raises(RewardError, match=r"processor laion/\S+ is no folder .* processor_revision is missing"):
+        check_reward("pickscore", revision=commit)
+    check_reward("pickscore", revision=commit, processor_revision=commit)
+    check_reward("pickscore", revision=commit, processor=None)
+    check_reward("pickscore", model=str(clip), processor=str(clip))

@@ -1,0 +1,42 @@
+"""A process is known by its pid and its start; real processes."""
+
+import json
+import os
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from tasks.system.processes import ProcessIdentity
+
+
+def test_an_identity_is_of_one_process_alone() -> None:
+    own = ProcessIdentity.of(os.getpid())
+    assert own.process() == psutil.Process()
+    assert own._replace(started=own.started - 1).process() is None, "the pid was another process' before"
+    assert own._replace(boot="before").process() is None
+    assert ProcessIdentity.parsed(str(own)) == ProcessIdentity(*json.loads(json.dumps(own))) == own
+
+
+def test_one_that_ended_is_none_also_before_its_parent_asks() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    identity = ProcessIdentity.of(child.pid)
+    assert identity.process() is not None
+    child.stdin.close()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert identity.process() is None
+    child.wait()
+    assert identity.process() is None
+    with pytest.raises(psutil.NoSuchProcess):
+        ProcessIdentity.of(child.pid)
+
+
+def test_a_name_may_hold_brackets_and_blanks() -> None:
+    name = "from pathlib import Path; Path('/proc/self/comm').write_text('a) b (c'); print(flush=True); input()"
+    child = subprocess.Popen([sys.executable, "-c", name], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    child.stdout.readline()
+    hertz = os.sysconf("SC_CLK_TCK")
+    started = psutil.Process(child.pid).create_time() - psutil.boot_time()
+    assert ProcessIdentity.of(child.pid).started == round(started * hertz)
+    child.communicate(b"\n")

@@ -1,0 +1,61 @@
+"""The model registry on a real MLflow: an iteration has one version, also where a registration was cut off."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlflow import MlflowClient
+
+from tasks.config.tracking import TrackingConfig
+from tasks.records.model_registry import register
+from tasks.records.tracking import Tracker
+
+
+@pytest.fixture
+def tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tracker:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    return Tracker(TrackingConfig(uri=uri, artifacts=(tmp_path / "artifacts").as_uri()), "a-run")
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    (folder / "weights.bin").write_bytes(b"trained")
+    return folder
+
+
+class Killed(MlflowClient):
+    """A client whose process ends while it uploads files."""
+
+    def log_model_artifacts(self, *arguments: Any, **named: Any) -> None:
+        raise KeyboardInterrupt
+
+
+def versions(tracker: Tracker) -> list[int]:
+    return sorted(int(version.version) for version in tracker.client.search_model_versions("name = 'tiny'"))
+
+
+def test_an_iteration_is_registered_once(tracker: Tracker, weights: Path) -> None:
+    first, again = (register(tracker, "tiny", weights, 2, {"reward": "0.5"}) for _ in range(2))
+    assert (first.version, versions(tracker)) == (again.version, [1])
+    assert first.tags == {"doubleflow.iteration": "2", "reward": "0.5"}
+    register(tracker, "tiny", weights, 3, {})
+    assert versions(tracker) == [1, 2]
+
+
+def test_a_registration_that_was_cut_off_is_completed(tracker: Tracker, weights: Path, tmp_path: Path) -> None:
+    whole = tracker.client
+    tracker.client = Killed(tracker.uri, tracker.uri)
+    with pytest.raises(KeyboardInterrupt):
+        register(tracker, "tiny", weights, 2, {})
+    tracker.client = whole
+    assert versions(tracker) == []
+    register(tracker, "tiny", weights, 2, {})
+    experiment = whole.get_run(tracker.run_id).info.experiment_id
+    (model,) = whole.search_logged_models([experiment])
+    assert model.status == "READY"
+    (version,) = whole.search_model_versions("name = 'tiny'")
+    assert version.source == model.artifact_location
+    assert next(tmp_path.glob("artifacts/models/*/artifacts/weights.bin")).read_bytes() == b"trained"

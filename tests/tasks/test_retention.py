@@ -1,0 +1,86 @@
+"""Which pictures of a run stay, on a real MLflow store."""
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from PIL import Image
+from pydantic import ValidationError
+
+from tasks.config.tracking import TrackingConfig
+from tasks.records.retention import remove_old_pictures, surplus
+from tasks.records.tracking import Tracker
+
+PICTURE = np.full((8, 8, 3), 90, np.uint8)
+
+
+def settings(folder: Path, **keep: int) -> TrackingConfig:
+    uri = f"sqlite:///{folder / 'mlflow.db'}"
+    return TrackingConfig(uri=uri, artifacts=(folder / "artifacts").as_uri(), **keep)
+
+
+@pytest.fixture
+def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Tracker, Path]:
+    """A run of twelve iterations that validated before it and in every third, and its folder of grids."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    tracker, grids = Tracker(settings(tmp_path), "a-run"), tmp_path / "validation"
+    grids.mkdir()
+    sheet, table = Image.fromarray(PICTURE), pd.DataFrame({"reward": [0.5]})
+    for step in range(13):
+        sheets = {"samples": sheet} if step else {}
+        if step % 3 == 0:
+            sheets["validation"] = sheet
+            sheet.save(grids / f"{step:06d}.png")
+        albums = {"pictures": [PICTURE, PICTURE]} if step else {}
+        tracker.log_step(step, {"reward": 0.1 * step}, sheets, {"samples": table}, albums)
+    return tracker, grids
+
+
+def kept(tracker: Tracker) -> list[int]:
+    return sorted(int(Path(path).name) for path in tracker.listed("pictures"))
+
+
+def test_by_default_every_picture_stays(recorded: tuple[Tracker, Path], tmp_path: Path) -> None:
+    tracker, grids = recorded
+    assert remove_old_pictures(tracker, settings(tmp_path), grids) == {}
+    assert kept(tracker) == list(range(1, 13))
+    assert len(list(grids.iterdir())) == 5
+
+
+def test_old_pictures_go_and_the_run_says_so(recorded: tuple[Tracker, Path], tmp_path: Path) -> None:
+    tracker, grids = recorded
+    removed = remove_old_pictures(tracker, settings(tmp_path, keep_pictures=2, keep_validation_grids=1), grids)
+    assert removed == {"pictures": list(range(1, 11)), "validation_grids": [3, 6, 9]}
+    assert kept(tracker) == [11, 12]
+    assert tracker.picture_steps("samples") == {11, 12}
+    assert tracker.picture_steps("validation") == {0, 12}, "the first grid is what the last is compared with"
+    assert sorted(path.name for path in grids.iterdir()) == ["000000.png", "000012.png"]
+    assert not [name for name in tracker.listed("images") if "%3%" in name or "+3+" in name], "nor MLflow's small copy"
+    tags = tracker.client.get_run(tracker.run_id).data.tags
+    assert tags["doubleflow.removed.pictures"] == "up to iteration 10, by tracking.keep_pictures"
+    assert tags["doubleflow.removed.validation_grids"] == "up to iteration 9, by tracking.keep_validation_grids"
+    # Measurements stay whole, and doing it again removes nothing.
+    assert len(tracker.listed("samples")) == 13
+    assert len(tracker.history("reward")) == 13
+    assert remove_old_pictures(tracker, settings(tmp_path, keep_pictures=2, keep_validation_grids=1), grids) == {}
+
+
+def test_a_setting_touches_only_its_own_pictures(recorded: tuple[Tracker, Path], tmp_path: Path) -> None:
+    tracker, grids = recorded
+    assert remove_old_pictures(tracker, settings(tmp_path, keep_validation_grids=3), grids) == {"validation_grids": [3]}
+    assert kept(tracker) == list(range(1, 13))
+    assert len(tracker.picture_steps("samples")) == 12
+
+
+@pytest.mark.parametrize(
+    ("keep", "with_first", "expected"),
+    [(None, False, []), (2, False, [1, 4]), (9, False, []), (1, True, [4, 7]), (3, True, []), (4, False, [])],
+)
+def test_what_is_surplus(keep: int | None, with_first: bool, expected: list[int]) -> None:
+    assert surplus({9, 1, 7, 4}, keep, with_first) == expected
+
+
+def test_keeping_none_is_refused() -> None:
+    with pytest.raises(ValidationError, match="greater than or equal to 1"):
+        TrackingConfig(keep_pictures=0)

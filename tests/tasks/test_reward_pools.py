@@ -1,0 +1,204 @@
+"""Reward workers on a real Ray: how batches are cut, and what happens when a reward raises, hangs or dies."""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ray
+
+from tasks.actors.cluster import ClusterError, ray_cluster, require_resources
+from tasks.actors.reward_group import RewardFailure, RewardGroup, Scores, wanted_inputs
+from tasks.actors.rollout_group import PendingBatch
+from tasks.config.reward import RewardConfig
+from tasks.config.trainer import RayConfig
+from tasks.data.prompts import Prompt
+from tasks.rewards import RewardError
+from tests.support.patience import wait_until
+
+MODULE = "tests.support.unreliable_rewards"
+LEVELS = list(range(0, 120, 10))
+"""Brightness of each of the twelve pictures; the first is black."""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Ray with two CPUs, for the tests of this module."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("RAY_ADDRESS", raising=False)
+        patch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))  # where the workers find the rewards of these tests
+        with ray_cluster(RayConfig(num_cpus=2)):
+            yield
+
+
+def batches(shard: int = 4) -> list[PendingBatch]:
+    """Twelve plain pictures of 6 x 5 pixels in shards; four prompts of three samples, the last latent ten times."""
+    done, found = ray.put(0.0), []
+    for start in range(0, len(LEVELS), shard):
+        levels = np.array(LEVELS[start : start + shard])
+        pictures = np.broadcast_to(levels[:, None, None, None], (len(levels), 6, 5, 3)).astype(np.uint8)
+        latents = np.ascontiguousarray(np.broadcast_to(levels[:, None, None], (len(levels), 7, 2)), np.float32)
+        rows = range(start, start + len(levels))
+        prompts = tuple(Prompt(f"group-{i // 3}", str(i), None, {}, "") for i in rows)
+        indices = tuple(i % 3 for i in rows)
+        found.append(PendingBatch(prompts, indices, (5, 0), done, ray.put(pictures), ray.put(latents), done, 0))
+    return found
+
+
+def config(*, max_missing_fraction: float = 0.1, statistics: bool = False, **functions: dict) -> RewardConfig:
+    """Each keyword is a reward: the function's name in the module of unreliable rewards, or a label."""
+    entries = {
+        label: {"reward": f"{MODULE}:{label}", "retry_wait_s": 0.0} | settings for label, settings in functions.items()
+    }
+    return RewardConfig(functions=entries, max_missing_fraction=max_missing_fraction, guards={"statistics": statistics})
+
+
+def scored(settings: RewardConfig, shard: int = 4) -> Scores:
+    group, shards = RewardGroup(settings), batches(shard)
+    return group.table(shards, group.submit(shards))
+
+
+def of(name: str, settings: dict, **more) -> np.ndarray:
+    return scored(config(**{name: settings}, **more)).by_reward[name]
+
+
+def test_calls_are_cut_across_rollout_batches_and_change_no_score(cluster: None) -> None:
+    """Shards of 5, 5 and 2 pictures; calls of 4 cover two of them. Two workers of one reward share the calls."""
+    assert of("brightness", {}).tolist() == LEVELS
+    found = scored(config(brightness={"batch_size": 4, "num_workers": 2}), shard=5)
+    assert found.by_reward["brightness"].tolist() == LEVELS
+    assert found.samples["brightness/batch"].tolist() == [4] * 12
+    uneven = scored(config(brightness={"batch_size": 5}), shard=4)
+    assert uneven.samples["brightness/batch"].tolist() == [5] * 10 + [2] * 2
+    assert uneven.samples["prompt"].tolist() == [str(i) for i in range(12)]
+    assert uneven.busy["brightness"] > 0
+
+
+def test_functions_may_be_async_and_may_want_latents(cluster: None) -> None:
+    settings = config(slow_echo={"weight": 2.0}, latent_size={"weight": 0.5}, brightness={"guard": True})
+    assert wanted_inputs(settings) == {"images", "latents"}
+    found = scored(settings)
+    assert found.by_reward["slow_echo"].tolist() == list(range(12))
+    assert found.by_reward["latent_size"].tolist() == [level**2 for level in LEVELS]
+    assert found.weights == {"slow_echo": 2.0, "latent_size": 0.5, "brightness": 0.0}
+    assert found.rewards.tolist() == [2 * i + level**2 / 2 for i, level in enumerate(LEVELS)]
+
+
+def test_a_batch_is_scored_while_the_next_is_still_sampled(cluster: None, tmp_path: Path) -> None:
+    """The second batch's pictures come only once the first is scored: without overlap this would wait in vain."""
+    calls = tmp_path / "calls"
+
+    @ray.remote(num_cpus=0)
+    def sampled_late(pictures: np.ndarray) -> np.ndarray:
+        wait_until(calls.exists, "the first batch's scoring", every=0.02)
+        return pictures
+
+    first, second, third = batches()
+    late = replace(second, pictures=sampled_late.remote(second.pictures))
+    group = RewardGroup(config(fails_before={"options": {"folder": str(tmp_path), "attempts": 0}}))
+    shards = [first, late, third]
+    assert group.table(shards, group.submit(shards)).by_reward["fails_before"].tolist() == LEVELS
+
+
+def test_a_killed_worker_is_restarted_and_its_batch_scored_again(cluster: None, tmp_path: Path) -> None:
+    group = RewardGroup(config(dies_once={"options": {"folder": str(tmp_path)}}))
+    shards = batches()
+    found = group.table(shards, group.submit(shards))
+    assert found.by_reward["dies_once"].tolist() == LEVELS
+    assert len((tmp_path / "calls").read_text()) == 4, "three batches, the first of them twice"
+    # The restarted worker serves the next iteration as well.
+    assert group.table(shards, group.submit(shards)).by_reward["dies_once"].tolist() == LEVELS
+
+
+def test_a_worker_that_hangs_is_ended_and_its_batch_scored_again(cluster: None, tmp_path: Path) -> None:
+    settings = {"options": {"folder": str(tmp_path)}, "timeout_s": 5}
+    assert of("hangs_once", settings).tolist() == LEVELS
+    assert len((tmp_path / "calls").read_text()) == 4
+
+
+def test_an_error_is_tried_again_as_often_as_the_config_says(cluster: None, tmp_path: Path) -> None:
+    enough = {"options": {"folder": str(tmp_path), "attempts": 2}, "retries": 2, "batch_size": 12}
+    assert of("fails_before", enough).tolist() == LEVELS
+    (tmp_path / "calls").unlink()
+    with pytest.raises(RewardFailure, match="its error: ConnectionError: attempt 2 was refused"):
+        of("fails_before", enough | {"retries": 1})
+
+
+def test_what_fails_is_missing_with_its_error_and_nothing_else_is(cluster: None) -> None:
+    """Batches of two: the black picture takes its neighbour with it, and no other."""
+    settings = config(fails_for_dark={"batch_size": 2, "retries": 1}, max_missing_fraction=0.17)
+    found = scored(settings)
+    assert np.isnan(found.rewards).tolist() == [True, True] + [False] * 10
+    assert found.by_reward["fails_for_dark"][2:].tolist() == LEVELS[2:]
+    errors = found.samples["fails_for_dark/error"]
+    assert errors[:2].tolist() == ["ConnectionError: the lens cap is on"] * 2
+    assert errors[2:].isna().all()
+    assert found.metrics()["reward/fails_for_dark/missing"] == 2
+
+
+def test_above_the_fraction_the_run_stops_with_the_rewards_own_error(cluster: None) -> None:
+    with pytest.raises(
+        RewardFailure, match=r"'fails_for_dark' is missing for 2 of 12 .* 0\.1 allows; its error: .*lens cap is on"
+    ):
+        of("fails_for_dark", {"batch_size": 2, "retries": 0})
+    with pytest.raises(RewardFailure, match=r"missing for 1 of 12 .* 0 allows; its error: the reward itself returned"):
+        of("nan_for_dark", {}, max_missing_fraction=0.0)
+
+
+def test_an_infinite_score_is_missing_and_counted(cluster: None) -> None:
+    found = scored(config(infinite_for_dark={}))
+    assert np.isnan(found.rewards).tolist() == [True] + [False] * 11
+    assert found.samples["infinite_for_dark/error"][0] == "the reward itself returned -inf"
+    metrics = found.metrics()
+    assert metrics["reward/infinite_for_dark/missing"] == metrics["reward/infinite_for_dark/not_finite"] == 1
+    with pytest.raises(RewardFailure, match=r"missing for 1 of 12 .*; its error: the reward itself returned -inf"):
+        of("infinite_for_dark", {}, max_missing_fraction=0.05)
+
+
+def test_a_worker_that_keeps_dying_says_so(cluster: None, tmp_path: Path) -> None:
+    settings = {"options": {"folder": str(tmp_path)}, "retries": 0, "batch_size": 12}
+    with pytest.raises(RewardFailure, match=r"its worker died, or took longer .* 600, 1 times in a row \(.+"):
+        of("dies_once", settings)
+
+
+def test_misuse_is_no_failure_and_is_not_tried_again(cluster: None, tmp_path: Path) -> None:
+    with pytest.raises(RewardError, match="misused: the prompts have no target"):
+        of("misused", {"options": {"folder": str(tmp_path)}, "batch_size": 12}, max_missing_fraction=1.0)
+    assert len((tmp_path / "calls").read_text()) == 1
+
+
+def test_a_missing_optional_reward_counts_as_its_groups_mean(cluster: None) -> None:
+    functions = {"brightness": {}, "nan_for_dark": {"required": False, "weight": 0.1}}
+    found = scored(config(**functions))
+    assert np.isnan(found.by_reward["nan_for_dark"][0])
+    assert found.rewards[0] == pytest.approx(0 + 0.1 * (10 + 20) / 2)
+    assert found.rewards[1:] == pytest.approx([1.1 * level for level in LEVELS[1:]])
+    required = scored(config(brightness={}, nan_for_dark={"weight": 0.1}))
+    assert np.isnan(required.rewards).tolist() == [True] + [False] * 11
+
+
+def test_statistics_of_the_pictures_are_measured_beside_the_rewards(cluster: None) -> None:
+    found = scored(config(brightness={}, statistics=True)).samples
+    plain = [found[f"image/{name}"].abs().max() for name in ("edge_density", "entropy", "saturation")]
+    assert plain == [0, 0, 0]
+    # Three plain pictures 10 apart have a standard deviation of 10, whatever their mean.
+    assert found["image/diversity"].to_numpy() == pytest.approx([10 / 255] * 12, rel=1e-5)
+
+
+def test_asking_for_its_memory_loads_a_worker_with_nothing(cluster: None) -> None:
+    group = next(iter(RewardGroup(config(brightness={})).pools.values())).group
+    assert 0 < group.memory("reward")["memory/reward_0_mb"] < 1000
+    (loaded,) = ray.get([actor.__ray_call__.remote(lambda _: set(sys.modules)) for actor in group.actors])
+    assert not loaded & {"torch", "prefect", "mlflow", "tasks.actors.cluster"}
+
+
+def test_rewards_that_reserve_more_than_there_is_are_refused(cluster: None) -> None:
+    settings = config(brightness={"num_workers": 3, "num_cpus": 1.0, "num_gpus": 0.5})
+    assert (settings.num_cpus, settings.num_gpus) == (3.0, 1.5)
+    with pytest.raises(ClusterError, match=r"the rewards reserve 3 CPUs .* cluster has 2"):
+        require_resources(0, settings.num_cpus)
+    with pytest.raises(ClusterError, match=r"needs 1\.5 GPUs .* cluster has 0"):
+        require_resources(settings.num_gpus, 0)
+    assert of("brightness", {"num_cpus": 1.0, "num_workers": 2}).tolist() == LEVELS

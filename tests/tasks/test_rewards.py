@@ -1,0 +1,472 @@
+"""The registry, the OCR and JPEG rewards, and their sum."""
+
+import asyncio
+import random
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from models.tiny_qwen_image.render import render_picture
+from models.tiny_qwen_image.settings import TinySettings
+from tasks.actors.reward_group import RewardFailure, RewardPool, Scores, joined_calls, trained_reward
+from tasks.config.reward import RewardConfig
+from tasks.rewards import (
+    Reward,
+    RewardError,
+    RewardResult,
+    get_reward,
+    known_rewards,
+    register_reward,
+    reward_input,
+    weighted_sum,
+    with_group_means,
+)
+from tasks.rewards.jpeg import jpeg_kilobytes
+from tasks.rewards.ocr import OcrReward, edit_distance
+
+
+@dataclass
+class Wanted:
+    """A prompt, as a reward sees it."""
+
+    prompt: str
+    target: str | None = None
+    metadata: dict = field(default_factory=dict)
+
+
+@pytest.fixture(scope="module")
+def ocr() -> Reward:
+    return get_reward("ocr")
+
+
+def picture_of(text: str, seed: int = 0, noise: float = 0.0) -> np.ndarray:
+    """`text` as the base model's training pictures show it: uint8 [24, 48, 3]."""
+    picture = render_picture(text, TinySettings(), random.Random(seed)).astype(np.float64)
+    picture += noise * np.random.default_rng(seed).standard_normal(picture.shape)
+    return picture.round().clip(0, 255).astype(np.uint8)
+
+
+# --- the registry
+
+
+def mean_brightness(images: np.ndarray, prompts: list, scale: float = 1.0) -> np.ndarray:
+    """A reward as a plain function."""
+    return scale * images.mean(axis=(1, 2, 3)) / 255
+
+
+class Redness(Reward):
+    """A reward as a class outside the registry."""
+
+    name = "redness"
+    version = "7"
+
+    def score(self, images, prompts):
+        return RewardResult(images[..., 0].mean(axis=(1, 2)))
+
+
+class OneTooFew(Redness):
+    """A reward that forgets an image."""
+
+    def score(self, images, prompts):
+        return RewardResult(np.zeros(len(images) - 1))
+
+
+def test_rewards_are_found_by_name_and_by_import_path():
+    assert {"brightness", "jpeg_compressibility", "jpeg_incompressibility", "ocr", "shapes"} <= set(known_rewards())
+    assert known_rewards() == sorted(known_rewards())
+    images = np.full((2, 4, 4, 3), 255, dtype=np.uint8)
+    prompts = [Wanted("a"), Wanted("b")]
+    half = get_reward(f"{__name__}:mean_brightness", scale=0.5)
+    result = half(images, prompts)
+    assert result.scores.tolist() == [0.5, 0.5]
+    assert result.scores.dtype == np.float32
+    assert half.name == f"{__name__}:mean_brightness"
+    assert half.version.startswith("source-")
+    redness = get_reward(f"{__name__}:Redness")
+    assert (redness.version, redness(images, prompts).scores.tolist()) == ("7", [255, 255])
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "complaint"),
+    [
+        ("orc", {}, "no reward 'orc'; known are .*jpeg_compressibility, jpeg_incompressibility.*, ocr"),
+        ("no.such.module:f", {}, "'no.such.module:f' cannot be imported: No module named 'no'"),
+        (f"{__name__}:nothing", {}, "cannot be imported: .* has no attribute 'nothing'"),
+        (f"{__name__}:__doc__", {}, "is a str; it must be a subclass of tasks.rewards.Reward or a function"),
+        (f"{__name__}:mean_brightness", {"power": 2}, "unexpected keyword argument 'power'; it takes .*scale"),
+        ("ocr", {"tarset": "column"}, "reward 'ocr': .* unexpected keyword argument 'tarset'; it takes .*target"),
+        ("ocr", {"target": "prompt"}, 'target must be "column" or "quoted", not \'prompt\''),
+        ("ocr", {"upscale": 0}, "upscale and threads must be at least 1"),
+    ],
+)
+def test_unknown_names_and_options_are_refused(name, options, complaint):
+    with pytest.raises(RewardError, match=complaint):
+        get_reward(name, **options)
+
+
+async def later(images, prompts, scale=1.0):
+    """A reward that waits for something."""
+    await asyncio.sleep(0)
+    return RewardResult(scale * images.mean(axis=(1, 2, 3)), {"text": [p.metadata["text"] for p in prompts]})
+
+
+class SameLoop(Redness):
+    """Keeps something that belongs to one event loop, as a connection does."""
+
+    def __init__(self):
+        self.gate = None
+
+    async def score(self, images, prompts):
+        if self.gate is None:
+            self.gate = asyncio.get_running_loop().create_future()
+            self.gate.set_result(3.0)
+        return np.full(len(images), await self.gate)
+
+
+class Movement(Redness):
+    """Wants whole videos: how far the first frame is from the last."""
+
+    wants = "video"
+
+    def score(self, videos, prompts):
+        return np.abs(videos[:, -1].astype(float) - videos[:, 0]).mean(axis=(1, 2, 3))
+
+
+class Norm(Redness):
+    """Wants latents."""
+
+    wants = "latents"
+
+    def score(self, latents, prompts):
+        return np.sqrt((latents**2).sum(axis=(1, 2)))
+
+
+def test_a_score_may_be_a_coroutine_and_knows_the_samples_metadata():
+    images = np.full((2, 4, 4, 3), 100, dtype=np.uint8)
+    prompts = [Wanted("a", metadata={"text": "x"}), Wanted("b", metadata={"text": "y"})]
+    result = get_reward(f"{__name__}:later", scale=0.1)(images, prompts)
+    assert (result.scores.tolist(), result.details) == ([10, 10], {"text": ["x", "y"]})
+    reward = SameLoop()
+    assert [reward(images, prompts).scores.tolist() for _ in range(2)] == [[3, 3]] * 2
+
+
+def test_frames_of_a_video_are_scored_one_by_one_unless_the_reward_wants_videos():
+    videos = np.zeros((2, 3, 4, 4, 3), dtype=np.uint8)
+    videos[0, :, :, :, 0] = np.array([30, 60, 90])[:, None, None]
+    prompts = [Wanted("a"), Wanted("b")]
+    assert Redness()(videos, prompts).scores.tolist() == [60, 0]
+    assert Movement()(videos, prompts).scores.tolist() == [20, 0]
+    assert Movement()(videos[:, 0], prompts).scores.tolist() == [0, 0], "a picture is a video of one frame"
+    texts = get_reward(f"{__name__}:later")(videos, [Wanted("a", metadata={"text": t}) for t in "xy"])
+    assert texts.details["text"] == [["x"] * 3, ["y"] * 3]
+
+
+def test_latents_go_to_the_rewards_that_want_them():
+    latents = np.zeros((2, 5, 4), np.float32)
+    latents[0, 0, 0] = 7
+    assert Norm()(latents, [Wanted("a"), Wanted("b")]).scores.tolist() == [7, 0]
+    with pytest.raises(RewardError, match="latents must be float32"):
+        Norm()(latents.astype(np.float64), [Wanted("a"), Wanted("b")])
+    assert reward_input(f"{__name__}:Norm") == "latents"
+    assert reward_input("ocr", threads=2) == "images"
+
+
+def ill(images, prompts):
+    """What the prompts ask for, as the score."""
+    return RewardResult(np.array([float(p.prompt) for p in prompts]), {"error": [p.target for p in prompts]})
+
+
+def test_a_score_that_is_not_finite_is_missing_and_says_what_it_was():
+    """Also one that float32 cannot hold. A reason of the reward's own stays, and a finite score needs none."""
+    given = ["0.5", "inf", "-inf", "nan", "1e300", "inf"]
+    prompts = [Wanted(text) for text in given[:-1]] + [Wanted("inf", "the light was off")]
+    result = get_reward(f"{__name__}:ill")(np.zeros((6, 4, 4, 3), np.uint8), prompts)
+    assert np.array_equal(result.scores, np.array([0.5] + [np.nan] * 5, np.float32), equal_nan=True)
+    said = [f"the reward itself returned {value}" for value in ("inf", "-inf", "nan", "1e+300")]
+    assert result.details["error"] == [None, *said, "the light was off"]
+    bare = Redness()(np.zeros((1, 4, 4, 3), np.uint8), prompts[:1])
+    assert bare.details == {}
+
+
+class Brighter(Redness):
+    """Scores of frames whose sum float32 cannot hold, and an infinite one for white frames."""
+
+    def score(self, images, prompts):
+        means = images.mean(axis=(1, 2, 3))
+        return np.where(means == 255, np.inf, 3e38)
+
+
+def test_a_video_is_missing_where_a_frame_is_and_large_scores_have_a_mean():
+    videos = np.zeros((2, 3, 4, 4, 3), np.uint8)
+    videos[0, 1] = 255
+    result = Brighter()(videos, [Wanted("a"), Wanted("b")])
+    assert np.isnan(result.scores[0])
+    assert result.scores[1] == pytest.approx(3e38)
+    assert result.details["error"] == ["the reward itself returned inf", None]
+
+
+def test_what_was_not_finite_is_counted():
+    table = pd.DataFrame({"uid": list("ab"), "reward/x": [np.nan, 1.0], "reward/y": np.float32([np.nan, np.nan])})
+    table["x/error"] = ["the reward itself returned inf", None]
+    table["y/error"] = ["ConnectionError: no", "ConnectionError: no"]
+    metrics = Scores(table, {"x": 1.0, "y": 1.0}, {}).metrics()
+    assert (metrics["reward/x/missing"], metrics["reward/x/not_finite"]) == (1, 1)
+    assert (metrics["reward/y/missing"], metrics["reward/y/not_finite"]) == (2, 0)
+
+
+def odd_details(images, prompts):
+    """Each prompt's metadata as the details."""
+    return RewardResult(np.zeros(len(images)), {key: [p.metadata[key] for p in prompts] for key in prompts[0].metadata})
+
+
+MIXED = {
+    "text": ([1, "x"], ["1", "x"]),
+    "bool": ([True, 2.5], ["True", "2.5"]),
+    "list": ([[1], {"a": 2}], ["[1]", "{'a': 2}"]),
+    "large": ([2**70, 1], [str(2**70), "1"]),
+    "digits": ([10**5000, "x"], ["a value that cannot be written (int)", "x"]),
+    "surrogate": (["\ud800", "x"], ["\\ud800", "x"]),
+    "none": ([None, "x"], [None, "x"]),
+    "gap": ([np.nan, "x"], [None, "x"]),
+    "numbers": ([np.float32(0.5), np.int64(2)], [0.5, 2]),
+    "bools": ([np.bool_(True), None], [True, None]),
+    "error": ([np.nan, 3], [None, "3"]),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_a_detail_is_of_one_kind_and_any_table_can_be_written(name, tmp_path):
+    given, expected = MIXED[name]
+    prompts = [Wanted("a", metadata={name: value}) for value in given]
+    result = get_reward(f"{__name__}:odd_details")(np.zeros((2, 4, 4, 3), np.uint8), prompts)
+    assert result.details[name] == expected
+    assert [type(value) for value in result.details[name]] == [type(value) for value in expected]
+    pd.DataFrame(result.details).to_parquet(tmp_path / "samples.parquet", index=False)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "written"),
+    [
+        ([1, 2], ["x"], ["1", "2", "x"]),
+        ([True, False], [0.5], ["True", "False", "0.5"]),
+        ([[1, 2], [3, 4]], [["x", None]], [["1", "2"], ["3", "4"], ["x", None]]),
+        (["x", "y"], None, ["x", "y", None]),
+    ],
+)
+def test_calls_whose_details_differ_in_kind_make_one_table(first, second, written, tmp_path):
+    scores = {"reward/r": np.zeros(len(first), np.float32)}, {"reward/r": np.zeros(1, np.float32)}
+    details = {"r/d": first}, {} if second is None else {"r/d": second}
+    table = joined_calls([pd.DataFrame(score | detail) for score, detail in zip(scores, details, strict=True)])
+    table.to_parquet(tmp_path / "samples.parquet", index=False)
+    read = pd.read_parquet(tmp_path / "samples.parquet")["r/d"]
+    assert [list(v) if isinstance(v, np.ndarray) else (None if pd.isna(v) else v) for v in read] == written
+
+
+def test_a_name_is_registered_once():
+    with pytest.raises(RewardError, match="'ocr' is already registered by OcrReward"):
+        register_reward("ocr")(Redness)
+    assert Redness.name == "redness"
+
+
+def test_every_reward_checks_what_goes_in_and_out():
+    reward = Redness()
+    with pytest.raises(RewardError, match=r"uint8 \[B, H, W, 3\] or \[B, F, H, W, 3\], not float32 \(1, 4, 4, 3\)"):
+        reward(np.zeros((1, 4, 4, 3), np.float32), [Wanted("a")])
+    with pytest.raises(RewardError, match="2 images came with 1 prompts"):
+        reward(np.zeros((2, 4, 4, 3), np.uint8), [Wanted("a")])
+    with pytest.raises(RewardError, match=r"of 2 images it must return one value each, not {'scores': \(1,\)}"):
+        OneTooFew()(np.zeros((2, 4, 4, 3), np.uint8), [Wanted("a")] * 2)
+
+
+# --- OCR
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "distance"),
+    [("kitten", "sitting", 3), ("", "abc", 3), ("abc", "", 3), ("flaw", "lawn", 2), ("472", "472", 0)],
+)
+def test_edit_distance(a, b, distance):
+    assert edit_distance(a, b) == distance
+
+
+def test_ocr_reads_the_training_pictures(ocr):
+    texts = [f"{n:03d}" for n in random.Random(0).sample(range(1000), 24)]
+    images = np.stack([picture_of(text, seed) for seed, text in enumerate(texts)])
+    result = ocr(images, [Wanted(f"the number {text}", text) for text in texts])
+    assert result.scores.mean() > 0.98
+    assert np.mean(result.details["exact"]) > 0.9
+    assert len(result.details["text"]) == len(texts)
+
+
+def test_ocr_scores_are_one_minus_the_share_of_wrong_characters(ocr):
+    images = np.stack([picture_of("472")] * 5)
+    targets = ["472", "471", "427", "4 7 2", "72"]
+    result = ocr(images, [Wanted("p", target) for target in targets])
+    assert result.scores == pytest.approx([1, 2 / 3, 1 / 3, 1, 1 / 2])
+    assert result.details["exact"] == [1, 0, 0, 1, 0]
+    blank = ocr(np.full((1, 24, 48, 3), 245, np.uint8), [Wanted("p", "472")])
+    assert (blank.scores.tolist(), blank.details["text"]) == ([0], [""])
+
+
+def test_ocr_does_not_mind_case(ocr):
+    result = ocr(picture_of("OK")[None], [Wanted("p", "ok")])
+    assert (result.details["text"], result.scores.tolist()) == (["OK"], [1])
+
+
+def test_ocr_may_accept_the_target_anywhere():
+    images = np.stack([picture_of("472")] * 2)
+    result = get_reward("ocr", substring_is_full=True)(images, [Wanted("p", "72"), Wanted("p", "42")])
+    assert result.scores == pytest.approx([1, 1 / 2])
+    assert result.details["exact"] == [0, 0]
+
+
+def test_ocr_may_take_the_target_from_quotes():
+    quoted = get_reward("ocr", target="quoted")
+    assert quoted(picture_of("472")[None], [Wanted('a sign that says "472"', "ignored")]).scores.tolist() == [1]
+    with pytest.raises(RewardError, match="'a sign' has no text in double quotes"):
+        quoted(picture_of("472")[None], [Wanted("a sign", "472")])
+
+
+def test_ocr_without_a_target_is_an_error_and_no_zero(ocr):
+    for target in (None, " "):
+        with pytest.raises(RewardError, match=r"'the number 472' has no target \(see prompts.target_pattern\)"):
+            ocr(picture_of("472")[None], [Wanted("the number 472", target)])
+
+
+def test_ocr_does_not_depend_on_the_rest_of_the_batch(ocr):
+    texts = [f"{n:03d}" for n in random.Random(1).sample(range(1000), 24)]
+    images = np.stack([picture_of(text, seed, noise=70) for seed, text in enumerate(texts)])
+    prompts = [Wanted("p", text) for text in texts]
+    together = ocr(images, prompts)
+    assert 0 < together.scores.mean() < 1
+    alone = [ocr(images[i : i + 1], prompts[i : i + 1]) for i in range(len(texts))]
+    assert [r.details["text"][0] for r in alone] == together.details["text"]
+    assert [r.scores[0] for r in alone] == together.scores.tolist()
+
+
+def test_the_recogniser_itself_gives_the_same_bits_in_any_batch(ocr):
+    """Which is why another version of the reward may batch again, should that ever be faster."""
+    recogniser = ocr._ocr.text_rec
+    pictures = [np.repeat(np.repeat(picture_of("472", i, noise=70), 2, 0), 2, 1) for i in range(7)]
+    batch = np.stack([recogniser.resize_norm_img(picture, 2.0) for picture in pictures])
+    alone = np.concatenate([recogniser.session(batch[i : i + 1])[0] for i in range(len(batch))])
+    assert np.array_equal(recogniser.session(batch)[0], alone)
+
+
+def test_ocr_can_look_for_the_text_in_a_larger_picture():
+    picture = np.full((256, 384, 3), 245, np.uint8)
+    small = picture_of("472")
+    picture[150:222, 200:344] = np.repeat(np.repeat(small, 3, 0), 3, 1)
+    result = get_reward("ocr", detect=True, upscale=1)(
+        np.stack([picture, np.full_like(picture, 245)]), [Wanted("p", "472")] * 2
+    )
+    assert (result.details["text"], result.scores.tolist()) == (["472", ""], [1, 0])
+
+
+def test_versions_name_what_the_scores_depend_on(ocr):
+    assert "rapidocr-onnxruntime==1.4.4" in ocr.version
+    assert "pillow==" in get_reward("jpeg_compressibility").version
+    assert isinstance(ocr, OcrReward)
+
+
+# --- JPEG
+
+
+def test_jpeg_rewards_are_sizes_in_kilobytes():
+    rng = np.random.default_rng(0)
+    images = np.stack([np.zeros((32, 32, 3)), rng.integers(0, 256, (32, 32, 3))]).astype(np.uint8)
+    prompts = [SimpleNamespace(prompt="p", target=None, metadata={})] * 2
+    sizes = [jpeg_kilobytes(image) for image in images]
+    assert 0.3 < sizes[0] < 1 < sizes[1] < 5
+    big = get_reward("jpeg_incompressibility")(images, prompts).scores
+    small = get_reward("jpeg_compressibility")(images, prompts).scores
+    assert big == pytest.approx(sizes)
+    assert np.array_equal(small, -big)
+
+
+# --- their sum
+
+
+def test_weighted_sum():
+    results = {"a": np.array([1, 0.5, np.nan], np.float32), "b": np.array([0, 1, 1], np.float32)}
+    total = weighted_sum(results, {"a": 2.0, "b": -1.0})
+    assert total.dtype == np.float32
+    assert np.array_equal(total, np.array([2, 0, np.nan], np.float32), equal_nan=True)
+    assert weighted_sum(results, {"a": 0, "b": 1.0}).tolist() == [0, 1, 1]
+    large = weighted_sum({"a": np.array([3e38, 1.0], np.float32)}, {"a": 10.0})
+    assert np.array_equal(large, np.array([np.nan, 10.0], np.float32), equal_nan=True), "beyond float32"
+    with pytest.raises(RewardError, match=r"rewards \['a', 'b'\] need a weight each, but the weights are for \['a'\]"):
+        weighted_sum(results, {"a": 1.0})
+    with pytest.raises(RewardError, match="every reward has weight 0"):
+        weighted_sum(results, {"a": 0, "b": 0})
+
+
+def test_an_optional_reward_that_is_missing_says_nothing_about_its_sample():
+    """Its advantage is what the other rewards give it, and the others of the group are compared as before."""
+    nan = np.nan
+    uids = np.array(list("aaabbcc"))
+    taste = np.array([1, nan, 3, nan, nan, 5, nan], np.float32)
+    filled = with_group_means(taste, uids)
+    assert filled.tolist() == [1, 2, 3, 3, 3, 5, 5]
+    assert with_group_means(np.full(7, nan, np.float32), uids).tolist() == [0] * 7
+    text = np.arange(7, dtype=np.float32)
+    functions = RewardConfig(functions={"text": {}, "taste": {"required": False, "weight": 2.0}}).functions
+    total = trained_reward({"text": text, "taste": taste}, functions, uids)
+    centred = total[:3] - total[:3].mean()
+    assert centred[1] == pytest.approx(text[1] - text[:3].mean())
+    functions = RewardConfig(functions={"text": {}, "taste": {"weight": 2.0}}).functions
+    required = trained_reward({"text": text, "taste": taste}, functions, uids)
+    assert np.isnan(required).tolist() == np.isnan(taste).tolist()
+
+
+# --- the configuration
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"functions": {}}, "name at least one reward"),
+        ({"functions": {"ocr": {"guard": True}}}, "all are guards or have weight 0"),
+        ({"functions": {"ocr": {"guard": True, "weight": 0.5}, "jpeg": {}}}, "a guard is never trained on"),
+        ({"functions": {"ocr": {"num_workers": 0}}}, "num_workers"),
+        ({"max_missing_fraction": 1.5}, "max_missing_fraction"),
+    ],
+)
+def test_reward_settings_that_make_no_sense_are_refused(settings, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        RewardConfig.model_validate(settings)
+
+
+def test_workers_do_not_make_another_run_and_guards_survive_being_written_out():
+    from tasks.config.tree import TrainConfig
+
+    def config(**entry):
+        return TrainConfig(reward={"functions": {"ocr": entry, "jpeg_compressibility": {"guard": True}}})
+
+    assert config(num_workers=3, batch_size=7, retries=0, timeout_s=9, num_gpus=1).digest() == config().digest()
+    assert config(weight=0.5).digest() != config().digest()
+    assert config(required=False).digest() != config().digest()
+    written = TrainConfig.model_validate(config().model_dump(mode="json"))
+    assert {name: entry.share for name, entry in written.reward.functions.items()} == {
+        "ocr": 1.0,
+        "jpeg_compressibility": 0.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("missing", "limit", "passes"), [(0, 0.0, True), (1, 0.0, False), (2, 0.25, True), (3, 0.25, False), (8, 1.0, True)]
+)
+def test_as_many_scores_may_be_missing_as_the_fraction_says(missing: int, limit: float, passes: bool) -> None:
+    """Of eight; none of them, and exactly the fraction, pass."""
+    pool = RewardPool.__new__(RewardPool)  # without its workers
+    pool.name = "ocr"
+    scores, errors = [np.nan] * missing + [0.5] * (8 - missing), ["out of order"] * missing + [None] * (8 - missing)
+    table = pd.DataFrame({"reward/ocr": scores, "ocr/error": errors})
+    if passes:
+        pool._check_missing(table, limit, None)
+    else:
+        with pytest.raises(RewardFailure, match=rf"'ocr' is missing for {missing} of 8 samples.*{limit:g} allows; its"):
+            pool._check_missing(table, limit, None)

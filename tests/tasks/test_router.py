@@ -1,0 +1,79 @@
+"""Where batches go: to the least busy worker, and not before one has a free place; and who shares a GPU."""
+
+import time
+from collections.abc import Iterator
+
+import pytest
+import ray
+
+from tasks.actors.cluster import ActorGroup, RankPlaces
+from tasks.actors.router import Router
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    """Two GPUs that only Ray counts."""
+    ray.init(num_cpus=2, num_gpus=2, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@ray.remote(num_cpus=0)
+class Gate:
+    """Holds its callers until it is opened."""
+
+    def __init__(self) -> None:
+        self.open = set()
+
+    def release(self, name: str) -> None:
+        self.open.add(name)
+
+    def is_open(self, name: str) -> bool:
+        return name in self.open
+
+
+@ray.remote(num_cpus=0)
+def held_by(gate: ray.actor.ActorHandle, name: str, fails: bool = False) -> str:
+    while not ray.get(gate.is_open.remote(name)):
+        time.sleep(0.02)
+    if fails:
+        raise RuntimeError("this batch failed")
+    return name
+
+
+def test_the_least_busy_worker_is_next() -> None:
+    gate, router = Gate.remote(), Router(workers=2, max_queued=3)
+    batches = {}
+    for name, worker in (("a", 0), ("b", 1), ("c", 0)):
+        assert router.next_free() == worker
+        batches[name] = held_by.remote(gate, name)
+        router.taken(worker, batches[name])
+    assert router.next_free() == 1
+    ray.get([gate.release.remote("a"), gate.release.remote("c")])
+    ray.get([batches["a"], batches["c"]])
+    assert router.next_free() == 0
+    gate.release.remote("b")
+
+
+def test_a_full_queue_waits_for_a_place_and_a_failed_batch_leaves_one() -> None:
+    gate, router = Gate.remote(), Router(workers=1, max_queued=2)
+    first, second = held_by.remote(gate, "a", fails=True), held_by.remote(gate, "b")
+    router.taken(router.next_free(), first)
+    router.taken(router.next_free(), second)
+    gate.release.remote("a")
+    assert router.next_free() == 0
+    assert ray.wait([first], timeout=0)[0], "a place was given while both batches were still running"
+    assert not ray.wait([second], timeout=0)[0]
+    ray.get(gate.release.remote("b"))
+
+
+def test_groups_on_shared_gpus_have_one_actor_of_each_on_every_gpu() -> None:
+    class WhichGpu:
+        def gpu(self) -> list[int]:
+            return ray.get_gpu_ids()
+
+    places = RankPlaces(1, 2, "cuda", shared=True)
+    groups = [ActorGroup(WhichGpu, 2, places.num_gpus, places=places) for _ in range(2)]
+    (first, second) = [group.call_all("gpu") for group in groups]
+    assert first == second
+    assert sorted(gpu for one in first for gpu in one) == [0, 1]

@@ -1,0 +1,53 @@
+"""What a finished run tells its owner."""
+
+from dataclasses import replace
+
+from tasks.run.summary import Summary
+
+NAN = float("nan")
+WHOLE = Summary(
+    run_name="r-1",
+    mlflow_run_id="0",
+    tracking_uri="sqlite:///mlflow.db",
+    iterations=3,
+    held_out_before=0.5,
+    held_out_after=0.75,
+    validations=2,
+    minutes=1.0,
+    weights="runs/r-1/weights",
+    registered="models:/r/1",
+    base_model="data/base_model",
+    picture="runs/r-1/before_after.png",
+)
+
+
+def lines(summary: Summary) -> dict[str, str]:
+    """First word of each line -> the rest."""
+    return dict((line.split(maxsplit=1)) for line in summary.text().split("\n"))
+
+
+def test_a_change_is_told_only_between_two_measurements() -> None:
+    assert lines(WHOLE)["held-out"] == "0.500 -> 0.750"
+    unchanged = replace(WHOLE, held_out_after=0.5)
+    assert lines(unchanged)["held-out"] == "0.500 -> 0.500", "that nothing was learnt is a result"
+    once = replace(WHOLE, held_out_before=0.75, validations=1)
+    assert lines(once)["held-out"] == "0.750 (measured once)"
+    offline = replace(WHOLE, held_out_before=NAN, held_out_after=NAN, validations=0)
+    assert lines(offline)["held-out"].startswith("not measured")
+    missing = replace(WHOLE, held_out_before=NAN, held_out_after=NAN, validations=1)
+    assert lines(missing)["held-out"] == "nan (measured once)", "measured, and every score was missing"
+
+
+def test_weights_that_never_moved_are_not_offered() -> None:
+    told = lines(replace(WHOLE, weights="", registered=""))
+    assert "registered" not in told
+    assert told["weights"] == (
+        "neither exported nor registered: no iteration made an optimiser step, so they still are those of "
+        "data/base_model"
+    )
+    assert lines(WHOLE)["registered"] == "models:/r/1"
+
+
+def test_gpu_minutes_are_told_where_a_gpu_was_held() -> None:
+    assert lines(WHOLE)["trained"] == "3 iterations, 1.0 minutes"
+    assert lines(replace(WHOLE, gpu_minutes=2.04))["trained"] == "3 iterations, 1.0 minutes, 2.0 GPU-minutes"

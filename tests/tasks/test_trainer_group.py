@@ -1,0 +1,169 @@
+"""The trainer's actors on a real Ray: another engine by its path, checkpoints in the background, determinism."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ray
+import torch
+
+from models.config.actor import ForwardProcessConfig
+from models.rollout.diffusers import DiffusersRolloutEngine
+from models.samples.trajectories import Trajectories
+from models.weights.canary import Canary
+from tasks.actors.cluster import ActorGroup, ray_cluster
+from tasks.actors.rollout_group import PendingBatch
+from tasks.actors.trainer_group import TrainerGroup
+from tasks.config.trainer import RayConfig
+from tasks.data.prompts import Prompt
+from tasks.records.run_store import CheckpointStore, RunState
+from tests.support.helpers import actor_config, model_config, prompt_table, rollout_request
+
+ADVANTAGES = np.array([1.0, -0.8, 0.3, -1.5], np.float32)
+SETTINGS = {"clip_grad": 0.1, "ppo_micro_batch_size_per_gpu": 2}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("RAY_ADDRESS", raising=False)
+        patch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))  # where the workers find the other engine
+        with ray_cluster(RayConfig(num_cpus=2), full_determinism=True):
+            yield
+
+
+@pytest.fixture(scope="module")
+def trajectories(tiny_model: Path) -> Trajectories:
+    _, sampled = DiffusersRolloutEngine(model_config(tiny_model)).generate(rollout_request())
+    return sampled
+
+
+def new_group(model: Path, ranks: int = 1, **settings: object) -> TrainerGroup:
+    return TrainerGroup(
+        model_config(model, lora_rank=4, lora_alpha=8),
+        actor_config(**SETTINGS, **settings),
+        ForwardProcessConfig(),
+        world_size=ranks,
+        device="cpu",
+        num_threads=1,
+        mini_batch_samples=4,
+    )
+
+
+@pytest.fixture(scope="module")
+def groups(cluster: None, tiny_model: Path) -> dict[str, TrainerGroup]:
+    """The same trainer three times: FSDP2, another engine, and two ranks of FSDP2 that share their samples' tokens."""
+    made = {
+        "fsdp2": new_group(tiny_model),
+        "other": new_group(tiny_model, strategy="tests.support.plain_engine:PlainEngine"),
+        "shared": new_group(tiny_model, ranks=2, ulysses_sequence_parallel_size=2),
+    }
+    ray.get([ready for group in made.values() for ready in group.start()])
+    return made
+
+
+def batch(trajectories: Trajectories) -> PendingBatch:
+    done = ray.put(0.0)
+    prompts = tuple(Prompt(f"prompt-{i // 2}", str(i), None, {}, "") for i in range(4))
+    return PendingBatch(prompts, (0, 1, 0, 1), (5, 0), ray.put(trajectories), None, None, done, 0)
+
+
+def weights_of(group: TrainerGroup) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    (weights, proof, _), *_ = group.group.call_all("weights_and_proof", Canary(prompt_table((5, 3))), "policy")
+    return weights, proof.velocity
+
+
+def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max((one[name] - other[name]).abs().max().item() for name in one)
+
+
+def test_other_engines_train_through_the_same_actor(
+    groups: dict[str, TrainerGroup], trajectories: Trajectories, tmp_path: Path
+) -> None:
+    """Chosen by the config alone. Updates, log-probs, canary and weights are those of one rank of FSDP2."""
+    given, reference = [batch(trajectories)], groups["fsdp2"]
+    for _ in range(2):
+        metrics = {name: group.update(given, ADVANTAGES, None) for name, group in groups.items()}
+        for other in metrics.values():
+            assert other["grad_norm"] == pytest.approx(metrics["fsdp2"]["grad_norm"], rel=1e-4)
+            assert other["pg_loss"] == pytest.approx(metrics["fsdp2"]["pg_loss"], rel=1e-3, abs=1e-6)
+    (weights, canary), (scored,) = weights_of(reference), reference.old_log_probs(given)[0]
+    assert (scored - trajectories.log_probs).abs().max() > 1e-4  # the weights have moved
+    for group in groups.values():
+        own_weights, own_canary = weights_of(group)
+        assert largest_difference(own_weights, weights) < 1e-6
+        torch.testing.assert_close(own_canary, canary, rtol=1e-5, atol=1e-5)
+        (own_scored,) = group.old_log_probs(given)[0]
+        torch.testing.assert_close(own_scored, scored, rtol=1e-5, atol=1e-5)
+
+    # A checkpoint in the background is of the moment it was asked for, whatever is trained meanwhile.
+    for name, group in groups.items():
+        store = CheckpointStore(tmp_path / name, keep=2)
+        store.save_in_background(RunState(2, "c", "d", "r"), group.start_saving, group.wait_until_saved)
+        group.update(given, ADVANTAGES, None)
+        assert largest_difference(weights_of(group)[0], weights) > 1e-4
+        store.settle()
+        state, folder = store.latest("c", "d")
+        assert state.iteration == 2
+        group.load(folder)
+        assert largest_difference(weights_of(group)[0], weights) < 1e-6
+        group.export(tmp_path / f"exported_{name}")
+        assert (tmp_path / f"exported_{name}" / "pytorch_lora_weights.safetensors").is_file()
+
+
+@pytest.mark.parametrize("sharing", [1, 2])
+def test_old_log_probs_come_back_in_the_order_of_the_batches(cluster: None, sharing: int) -> None:
+    """Of four batches on two ranks, or on two pairs of ranks that share their samples' tokens."""
+
+    class Scorer:  # stands for a rank: a batch's number is its log-prob
+        def old_log_probs(self, with_means: bool, *own: torch.Tensor) -> list:
+            return [[(number, -number) for number in own], *own]
+
+    group = TrainerGroup.__new__(TrainerGroup)  # without its own ranks
+    group.actor_config, group.sharing = actor_config(), sharing
+    group.group = ActorGroup(Scorer, 2 * sharing, 0.0)
+    numbers = [torch.full((2, 1), float(number)) for number in range(4)]
+    prompts = (Prompt("prompt", "0", None, {}, ""),) * 2
+    done = ray.put(0.0)
+    batches = [PendingBatch(prompts, (0, 1), (5, 0), ray.put(number), None, None, done, 0) for number in numbers]
+    old, rollout, means = group.old_log_probs(batches)
+    assert [found[0, 0].item() for found in old] == [0, 1, 2, 3]
+    assert [found[0, 0].item() for found in rollout] == [0, -1, -2, -3]
+    assert [found[0, 0].item() for found in ray.get(means)] == [0, 1, 2, 3]
+    for actor in group.group.actors:
+        ray.kill(actor)
+
+
+def computes_deterministically(_actor: object) -> tuple[bool, bool, str]:
+    """That, and what torch says of an operation without a deterministic kernel."""
+    try:
+        torch.zeros(4).put_(torch.tensor([0, 0]), torch.ones(2), accumulate=False)
+    except RuntimeError as error:
+        said = str(error)
+    return torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.deterministic, said
+
+
+def test_every_actor_computes_with_deterministic_kernels_alone(groups: dict[str, TrainerGroup]) -> None:
+    actors = [actor for group in groups.values() for actor in group.group.actors]
+    for enabled, cudnn, said in ray.get([actor.__ray_call__.remote(computes_deterministically) for actor in actors]):
+        assert enabled
+        assert cudnn
+        assert "does not have a deterministic implementation" in said
+
+
+def test_an_error_of_the_writing_fails_the_run(groups: dict[str, TrainerGroup], tmp_path: Path) -> None:
+    """It is raised at the latest where the run would end, nothing half-written stays, and the trainer can go on."""
+    group, store = groups["fsdp2"], CheckpointStore(tmp_path / "checkpoints", keep=2)
+
+    def start_where_nothing_can_be_written(folder: Path) -> None:
+        (folder / "__0_0.distcp").mkdir()  # in the way of the first rank's file
+        group.start_saving(folder)
+
+    with pytest.raises(RuntimeError, match="__0_0"), store.settled():
+        store.save_in_background(RunState(1, "c", "d", "r"), start_where_nothing_can_be_written, group.wait_until_saved)
+    assert list(store.folder.iterdir()) == []
+    store.save_in_background(RunState(2, "c", "d", "r"), group.start_saving, group.wait_until_saved)
+    store.settle()
+    assert store.iterations() == [2]

@@ -1,0 +1,153 @@
+"""Operations of rollout and update against torch's own count of the real sampler and trainer, for every family."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import models.families  # noqa: F401  registers the adapters
+from models.algorithms import get_diffusion_loss_fn
+from models.cost.device_peaks import PEAK_TFLOPS, peak_tflops
+from models.cost.flops import Batch, PolicyFlops, compared_passes
+from models.cost.meta_pass import pass_cost
+from models.rollout.diffusers import DiffusersRolloutEngine
+from models.samples.trajectories import LATENTS, RolloutRequest
+from models.training.fsdp import DiffusersFSDPEngine
+from models.training.micro_batches import ActorBatch
+from tasks.records.metrics import compute_utilisation_metrics
+from tests.support.helpers import actor_config, model_config, noise_keys
+from tests.support.tiny_models import FAMILIES, embeddings_of
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+WINDOW = (0, 1, 2)
+
+
+def attention_flops(query: Any, key: Any, value: Any, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
+    """Two matrix products: scores, and their weighted sum of the values."""
+    batch, heads, queries, width = query
+    return 2 * batch * heads * queries * key[2] * (width + value[3])
+
+
+def attention_backward_flops(gradient: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+    """Four: the gradients of both products. The kernel's recomputed scores are none that the model needs."""
+    return 2 * attention_flops(query, key, value)
+
+
+ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+COUNTED = {
+    ATTENTION: attention_flops,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward_flops,
+}
+"""torch's counter knows the attention kernels of CUDA alone."""
+
+
+@pytest.mark.parametrize("settings", [{}, {"lora_rank": 4}], ids=["full_guided", "lora"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_iteration_costs_what_torch_counts(
+    name: str, settings: dict[str, Any], tiny_folder: Callable[[str], Path]
+) -> None:
+    """A rollout, then two epochs with a missing reward and a KL term; with LoRA also gradient checkpointing."""
+    family, guided, checkpointing = FAMILIES[name], not settings, bool(settings)
+    height, width = family.sizes[0]
+    pipeline = family.guided if guided else family.plain
+    config = model_config(tiny_folder(name), height=height, width=width, **pipeline, **settings)
+    prompts = embeddings_of(config, lengths=(40, 5), negative_length=4 if guided else None)
+    request = RolloutRequest(
+        noise_keys(2, 2), prompts, torch.tensor([0, 0, 1, 1]), WINDOW, outputs=frozenset({LATENTS})
+    )
+    rollout = DiffusersRolloutEngine(config)
+    with FlopCounterMode(display=False, custom_mapping=COUNTED) as sampled:
+        _, trajectories = rollout.generate(request)
+
+    actor = actor_config(use_kl_loss=True, kl_loss_coef=0.1, gradient_checkpointing=checkpointing)
+    trainer = DiffusersFSDPEngine(config, actor)
+    trainer.initialize()
+    batch = ActorBatch([(trajectories, torch.tensor([1.0, -1.0, float("nan"), 0.5]))], 3)
+    with FlopCounterMode(display=False, custom_mapping=COUNTED) as updated:
+        metrics = trainer.update_policy([batch, batch])
+    assert metrics["sample_steps"] == 2 * 3 * len(WINDOW)
+
+    one = replace(prompts, prompt_embeds=prompts.prompt_embeds[:1], prompt_embeds_mask=prompts.prompt_embeds_mask[:1])
+    one = replace(one, extras={key: tensor[:1] for key, tensor in prompts.extras.items()})
+    flops = PolicyFlops(config, pass_cost(config, one, checkpointing=checkpointing), Batch(1, *prompts.lengths))
+    shapes = [Batch(4, *prompts.lengths)]
+    trained = metrics["sample_steps"]
+    policy, others = (passes * trained for passes in compared_passes(trainer.loss_fn, actor))
+    assert flops.rollout(shapes) == pytest.approx(sampled.get_total_flops(), rel=0.02)
+    needed = flops.update(shapes, trained, policy, others)
+    done = flops.update(shapes, trained, policy, others, recompute=True)
+    assert done == pytest.approx(updated.get_total_flops(), rel=0.02)
+    assert (done > 1.2 * needed) == checkpointing
+
+
+def test_a_recorded_half_is_not_counted(tiny_model: Path) -> None:
+    """Two epochs: the half without the prompt is missing from the first one."""
+    config = model_config(tiny_model, true_cfg_scale=3.0, lora_rank=4)
+    prompts = embeddings_of(config, lengths=(40,), negative_length=8)
+    request = RolloutRequest(
+        noise_keys(1, 2), prompts, torch.tensor([0, 0]), WINDOW, record_unconditional=True, outputs=frozenset({LATENTS})
+    )
+    _, trajectories = DiffusersRolloutEngine(config).generate(request)
+    trainer = DiffusersFSDPEngine(config, actor_config(guidance_gradient="conditional"))
+    trainer.initialize()
+    batch = ActorBatch([(trajectories, torch.tensor([1.0, -1.0]))], 2)
+    with FlopCounterMode(display=False, custom_mapping=COUNTED) as updated:
+        metrics = trainer.update_policy([batch, batch])
+    assert (metrics["sample_steps"], metrics["recorded_steps"]) == (12, 6)
+    cost = pass_cost(config, prompts, constant_half=True)
+    flops = PolicyFlops(config, cost, Batch(1, *prompts.lengths))
+    shapes = [Batch(2, *prompts.lengths)]
+    assert flops.update(shapes, 12, 0, 0, recorded=6) == pytest.approx(updated.get_total_flops(), rel=0.02)
+    assert flops.update(shapes, 12, 0, 0) > 1.05 * updated.get_total_flops()
+
+
+def test_a_longer_text_costs_more_than_the_one_that_was_measured(tiny_model: Path) -> None:
+    """The formulas carry one measured length to others; text that leads nowhere is a large share of two layers."""
+    config = model_config(tiny_model)
+    costs = {}
+    for length in (8, 40):
+        prompts = embeddings_of(config, lengths=(length,))
+        costs[length] = PolicyFlops(config, pass_cost(config, prompts), Batch(1, length))
+    for text in (8, 40):
+        shapes = [Batch(3, text)]
+        assert costs[8].rollout(shapes) == pytest.approx(costs[40].rollout(shapes), rel=1e-6)
+        assert costs[8].update(shapes, 6, 6, 6) == pytest.approx(costs[40].update(shapes, 6, 6, 6), rel=0.05)
+    assert costs[8].rollout([Batch(3, 40)]) > 1.5 * costs[8].rollout([Batch(3, 8)])
+
+
+@pytest.mark.parametrize(
+    ("loss", "settings", "passes"),
+    [
+        ("flow_grpo", {}, (0, 0)),
+        ("flow_grpo", {"use_kl_loss": True, "kl_loss_coef": 0.1}, (0, 1)),
+        ("distill_kl", {}, (0, 1)),
+        ("dpo", {}, (0, 1)),
+        ("diffusion_nft", {}, (1, 0)),
+        ("awm", {"use_kl_loss": True, "kl_loss_coef": 0.1}, (2, 1)),
+    ],
+)
+def test_what_a_loss_compares_with_is_counted(loss: str, settings: dict[str, Any], passes: tuple[int, int]) -> None:
+    assert compared_passes(get_diffusion_loss_fn(loss), actor_config(loss_mode=loss, **settings)) == passes
+
+
+def test_utilisation_is_a_share_of_the_peak() -> None:
+    flops = {"rollout": 4e14, "update": 6e14, "update/recomputed": 8e14}
+    seconds = {"rollout": 2.0, "update": 4.0, "update/recomputed": 4.0}
+    assert compute_utilisation_metrics(flops, seconds, {"update": 300.0}) == {
+        "perf/tflops/rollout": 200.0,
+        "perf/tflops/update": 150.0,
+        "perf/mfu/update": 0.5,
+        "perf/hfu/update": pytest.approx(2 / 3),
+    }
+
+
+def test_unknown_devices_have_no_peak() -> None:
+    assert peak_tflops("NVIDIA H200", "bfloat16") == 989.4
+    assert peak_tflops("NVIDIA B200", "float32") is None
+    assert peak_tflops("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bfloat16") is None
+    assert all(peaks["bfloat16"] > peaks.get("float32", 0.0) for peaks in PEAK_TFLOPS.values())

@@ -1,0 +1,132 @@
+"""What a killed driver had started ends with it; real processes and a real SIGKILL."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tasks.actors.watchdog import MARK, watchdog
+from tests.support.patience import PATIENCE, lives
+
+ROOT = Path(__file__).parents[2]
+SLEEPER = "import time; time.sleep(7200)"
+DAEMON = """
+import subprocess, sys, time
+own = {"PATH": "/usr/bin:/bin"}  # nobody can read in its environment whose it is
+agent = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(7200)"], env=own, start_new_session=True)
+print(agent.pid, flush=True)
+time.sleep(7200)
+"""
+DRIVER = """
+import subprocess, sys, time
+from tasks.actors.watchdog import watchdog
+sleeper, daemon = sys.argv[1:]
+def start(code):
+    return subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stdout=subprocess.PIPE, text=True)
+before = start(sleeper)
+with watchdog():
+    within = start(daemon)
+    print(before.pid, within.pid, within.stdout.readline().strip(), flush=True)
+    if sys.stdin.readline().strip() == "wait":
+        time.sleep(7200)
+"""
+
+
+RAY_DRIVER = """
+import sys
+from tasks.actors.cluster import ray_cluster
+from tasks.config.trainer import RayConfig
+with ray_cluster(RayConfig(num_cpus=1)):
+    print("started", flush=True)
+    sys.stdin.readline()
+"""
+
+
+CLOCK_STEP = """
+import sys
+if "-c" not in sys.orig_argv:  # as the driver and all others are started
+    from psutil import _pslinux
+    before = _pslinux.boot_time
+    _pslinux.boot_time = lambda: before() + 3600
+"""
+"""For Python's start: what a watchdog sees of the clock was set by an hour since the driver looked at it."""
+
+
+def start(*code, path=ROOT):
+    command, env = [sys.executable, "-c", *code], os.environ | {"PYTHONPATH": str(path)}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    return subprocess.Popen(command, cwd=ROOT, env=env, text=True, **pipes)
+
+
+@pytest.fixture
+def driver(request, tmp_path):
+    """A driver with a process that it started before the block, a daemon within, and the daemon's agent."""
+    if getattr(request, "param", "clock goes on") == "clock is set":
+        (tmp_path / "sitecustomize.py").write_text(CLOCK_STEP)
+    process = start(DRIVER, SLEEPER, DAEMON, path=f"{tmp_path}{os.pathsep}{ROOT}")
+    started = [psutil.Process(int(pid)) for pid in process.stdout.readline().split()]
+    assert len(started) == 3
+    yield process, started
+    process.kill()
+    process.wait()
+    for one in started:
+        if one.is_running():
+            one.kill()
+
+
+@pytest.mark.parametrize("driver", ["clock goes on", "clock is set"], indirect=True)
+def test_all_that_a_killed_driver_started_ends(driver):
+    process, started = driver
+    process.send_signal(signal.SIGKILL)
+    _, left = psutil.wait_procs(started, timeout=PATIENCE)
+    assert not left
+
+
+def test_rays_agents_end_too_when_their_raylet_was_faster():
+    """It dies with the driver, by Ray's own doing; its agents may live for a minute, looking for a head that is gone.
+
+    They are suspended here, so that they end by the watchdog or not at all.
+    """
+    process = start(RAY_DRIVER)
+    assert process.stdout.readline() == "started\n"
+    family = psutil.Process(process.pid).children(recursive=True)
+    (raylet,) = [one for one in family if one.name() == "raylet"]
+    agents = raylet.children()  # and workers, as far as they have been started
+    (guard,) = [one for one in family if "tasks.actors.watchdog" in one.cmdline()]
+    assert len(agents) >= 2
+    try:
+        for one in (*agents, guard):
+            one.suspend()
+        process.kill()
+        process.wait()
+        assert not psutil.wait_procs([raylet], timeout=PATIENCE)[1]
+        guard.resume()
+        assert not psutil.wait_procs([guard], timeout=PATIENCE)[1]
+        assert not [one for one in agents if lives(one)]
+    finally:
+        for one in agents:
+            if one.is_running():
+                one.kill()
+
+
+def test_what_a_driver_leaves_behind_in_peace_lives_on(driver):
+    process, started = driver
+    process.communicate("done\n", timeout=PATIENCE)
+    assert process.returncode == 0
+    _, left = psutil.wait_procs(started, timeout=1)
+    assert set(left) == set(started)
+
+
+def test_blocks_of_threads_end_in_any_order(monkeypatch):
+    monkeypatch.setenv(MARK, "of whoever has started this process")
+    first, second = watchdog(), watchdog()
+    first.__enter__()
+    second.__enter__()
+    assert os.environ[MARK].split()[0] == str(os.getpid())
+    first.__exit__(None, None, None)
+    assert os.environ[MARK].split()[0] == str(os.getpid())
+    second.__exit__(None, None, None)

@@ -1,0 +1,180 @@
+"""Weights reach the rollout workers by every way with equal bits, also after one of them died."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+import torch
+from torch import Tensor
+
+from models.rollout.vllm_omni.weight_loads import FullLoad
+from models.weights.buckets import buckets, byte_count, packed, shared, unpacked
+from models.weights.canary import CanaryLimits
+from models.weights.trainable import TrainableLoad, WeightSyncError
+from tasks.actors.weight_transport import Arrival, Courier, Parcel
+from tasks.config.tree import TrainConfig
+from tests.support.weight_actors import BUCKET, Actors, assert_equal, mend, pictures, spoil, started
+
+DIRECT = ("ipc", "collective")
+
+
+@pytest.fixture(scope="module")
+def actors(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Actors]:
+    """Two ranks and two workers on the CPU."""
+    with started(tiny_model, tmp_path_factory.mktemp("transport")) as running:
+        yield running
+
+
+@pytest.mark.parametrize("transport", ["object_store", *DIRECT])
+def test_workers_hold_the_trainers_bits(actors: Actors, transport: str) -> None:
+    synced, _ = actors.sync(transport)
+    weights = actors.held()
+    assert_equal(weights)
+    bytes_of_one = sum(tensor.nbytes for tensor in weights[0].values())
+    assert bytes_of_one > 3 * BUCKET * 2**20
+    metrics = synced.metrics()
+    assert metrics.pop("sync/canary_change", 1.0) > 1e-3  # none at the first sync
+    assert metrics.pop("sync/canary_missing", 0.0) == 0.0
+    assert metrics == {"sync/canary_difference": 0.0, "sync/gib": bytes_of_one / 2**30}
+
+
+@pytest.mark.parametrize("transport", DIRECT)
+def test_no_copy_in_the_object_store_is_needed(actors: Actors, transport: str) -> None:
+    """Without restarts none is made, so the weights can only have come directly."""
+    _, group = actors.sync(transport, max_restarts=0)
+    assert group.weights is not None
+    assert not group.weights.tensors
+    assert_equal(actors.held())
+
+
+@pytest.mark.parametrize("transport", DIRECT)
+def test_a_worker_that_dies_comes_back_to_the_weights_and_to_the_next_sync(actors: Actors, transport: str) -> None:
+    _, group = actors.sync(transport)
+    before = pictures(group)
+    ray.kill(actors.rollout.group.actors[0], no_restart=False)
+    assert np.array_equal(pictures(group), before)
+    assert_equal(actors.held())
+    synced, group = actors.sync(transport)
+    assert synced.agreement.difference == 0.0
+    assert_equal(actors.held())
+    assert not np.array_equal(pictures(group), before)
+
+
+def test_weights_that_did_not_all_come_are_taken_from_the_copy(actors: Actors) -> None:
+    """As when a worker dies during a transfer: the new process sees only the later buckets."""
+    actors.sync("ipc")
+    slots, flat = packed({name: tensor + 1 for name, tensor in actors.held()[0].items()})
+    late = Parcel(99, 1, slots, Courier("cpu").place(), shared(flat))
+    actors.rollout.group.call_all("take", late)
+    ranks = actors.trainer.group.actors
+    parts = [rank.weights_and_proof.options(num_returns=3).remote(actors.canary, "policy") for rank in ranks]
+    tensors, proof, _ = parts[0]
+    agreement = actors.rollout.load_weights(tensors, actors.canary, [proof], 0, CanaryLimits(), sent=(99, 2))
+    assert agreement == (0.0, None, None)
+    assert_equal(actors.held())
+
+
+@pytest.mark.parametrize(("transport", "repacks"), [("object_store", False), ("ipc", False), ("ipc", True)])
+def test_weights_that_came_as_others_are_named(actors: Actors, transport: str, repacks: bool) -> None:
+    """Before any velocity is looked at, and whether or not the engine shows its own weights."""
+    first = actors.rollout.group.actors[0]
+    ray.get(first.__ray_call__.remote(spoil, repacks))
+    with pytest.raises(WeightSyncError, match=r"holds something else .* of \d+ tensors differ .* \['[a-z_]+[.]"):
+        actors.sync(transport)
+    ray.get(first.__ray_call__.remote(mend))
+    for way in ("object_store", *DIRECT):
+        assert actors.sync(way)[0].agreement.difference == 0.0
+
+
+def test_a_worker_without_the_weights_samples_nothing(actors: Actors) -> None:
+    """The last test with these actors: one of them holds nothing from now on."""
+    _, group = actors.sync("ipc", max_restarts=0)
+    ray.kill(actors.rollout.group.actors[1], no_restart=False)
+    with pytest.raises(WeightSyncError, match=r"did not reach a rollout worker, and rollout.max_restarts is 0"):
+        pictures(group)
+    parcel = Parcel(1, 0, (), "another machine", b"handle")
+    with pytest.raises(WeightSyncError, match=r"trainer \(another machine\) and rollout .* use object_store"):
+        Courier("cpu").receive(parcel)
+
+
+def test_buckets_are_whole_tensors_in_order() -> None:
+    generator = torch.Generator().manual_seed(0)
+    kinds = [torch.float32, torch.bfloat16, torch.int8, torch.float64]
+    weights = {f"w{i}": torch.randn(3 + i, 5, generator=generator).to(kinds[i % 4]) for i in range(9)}
+    weights |= {"scalar": torch.tensor(3.5), "empty": torch.zeros(0, 4)}
+    cut = list(buckets(weights.items(), limit=200))
+    sizes = [[tensor.nbytes for tensor in bucket.values()] for bucket in cut]
+    assert len(cut) > 3
+    for inside in sizes[:-1]:  # each reaches the limit, and not before its last tensor
+        assert sum(inside) >= 200 > sum(inside[:-1])
+    assert max(map(len, sizes)) > 1
+    assert [name for bucket in cut for name in bucket] == list(weights)
+    for bucket in cut:
+        slots, flat = packed(bucket)
+        assert len(flat) == byte_count(slots)
+        for name, tensor in unpacked(slots, flat).items():
+            assert tensor.dtype == weights[name].dtype
+            assert torch.equal(tensor, weights[name])
+    assert len(list(buckets(weights.items(), limit=10**9))) == 1
+
+
+def test_an_arrival_counts_its_buckets() -> None:
+    module = torch.nn.Linear(2, 3)
+    new = {"weight": torch.ones(3, 2), "bias": torch.zeros(3)}
+    arrival = Arrival(7, TrainableLoad(module), "cpu")
+    arrival.take({"weight": new["weight"]})
+    assert not arrival.finish(7, 2)
+    arrival.take({"bias": new["bias"]})
+    assert not arrival.finish(8, 2)
+    assert arrival.finish(7, 2)
+    assert torch.equal(module.bias, new["bias"])
+
+    load = TrainableLoad(module)
+    load.take({"weight": new["weight"]})
+    with pytest.raises(WeightSyncError, match=r"1 names differ: \['bias'\]"):
+        load.finish()
+    with pytest.raises(WeightSyncError, match=r"1 names differ: \['other'\]"):
+        load.take({"other": new["bias"]})
+    with pytest.raises(WeightSyncError, match=r"1 shapes differ: \['bias'\]"):
+        load.take({"bias": torch.zeros(4)})
+
+
+def test_vllm_omni_must_get_each_of_its_weights_from_some_bucket() -> None:
+    own = ["qkv", "out", "norm"]
+
+    def put(weights: dict[str, Tensor]) -> list[str]:
+        return [name for name in own if name not in weights]
+
+    load = FullLoad("Pipeline", put)
+    load.take({"qkv": torch.zeros(1), "out": torch.zeros(1)})
+    with pytest.raises(WeightSyncError, match=r"none of the 2 weights is for 1 of those .* Pipeline: \['norm'\]"):
+        load.finish()
+    load.take({"norm": torch.zeros(1)})
+    load.finish()
+    with pytest.raises(WeightSyncError, match="none of the 0 weights"):
+        FullLoad("Pipeline", put).finish()
+
+
+@pytest.mark.parametrize(
+    ("rollout", "message"),
+    [
+        ({"weight_transport": "ipc"}, "placement separate, but a worker can read .* set placement to colocated"),
+        ({"weight_transport": "collective", "placement": "colocated"}, "NCCL takes no two processes .* to separate"),
+        ({"weight_transport": "collective", "num_gpus_per_actor": 0.5}, "num_gpus_per_actor 0.5, but NCCL takes"),
+        ({"weight_transport": "carrier_pigeon"}, "weight_transport"),
+    ],
+)
+def test_a_way_that_does_not_exist_is_refused(rollout: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TrainConfig.model_validate({"actor_rollout_ref": {"rollout": rollout}, "trainer": {"device": "cuda"}})
+
+
+def test_the_way_of_the_weights_makes_no_other_run() -> None:
+    one, other = (
+        TrainConfig.model_validate({"actor_rollout_ref": {"rollout": {"weight_transport": way}}})
+        for way in ("object_store", "collective")
+    )
+    assert one.digest() == other.digest()
