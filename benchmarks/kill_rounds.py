@@ -50,7 +50,7 @@ from tasks.config.overrides import merged
 
 DOCS = Path("docs/platform.md")
 FILLER = "filler"
-ACTORS = {"rollout": "ray::RolloutActor", "reward": "ray::RewardWorker", "trainer": "ray::TrainerRank"}
+ACTORS = {"rollout": "ray::RolloutWorker", "reward": "ray::RewardWorker", "trainer": "ray::TrainerRank"}
 DAEMONS = {"ray-head": "gcs_server", "raylet": "raylet"}
 VICTIMS = ("driver", *ACTORS, *DAEMONS, "mlflow", "prefect", "worker", "disk")
 

@@ -46,8 +46,8 @@ class TrainingEngine(Protocol):
         """Load the model, with `model.initial_weights` where there are some, and build optimiser and copies of the
         weights."""
 
-    def update_policy(self, batches: Sequence[ActorBatch]) -> dict[str, float]:
-        """One optimiser step for each of this rank's batches; its metrics, without prefix.
+    def update_policy(self, batches: Sequence[ActorBatch], epochs: int = 1) -> dict[str, float]:
+        """One optimiser step for each of this rank's batches, `epochs` times over; its metrics, without prefix.
 
         Raises:
             FloatingPointError: a gradient is not finite, as were `max_nonfinite_steps` in a row before it; the weights

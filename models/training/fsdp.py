@@ -90,8 +90,8 @@ class DiffusersFSDPEngine(PolicyEvaluation):
 
     # ---- the update
 
-    def update_policy(self, batches: Sequence[ActorBatch]) -> dict[str, float]:
-        """One optimiser step per batch; the same batch given twice is trained on twice.
+    def update_policy(self, batches: Sequence[ActorBatch], epochs: int = 1) -> dict[str, float]:
+        """One optimiser step per batch, `epochs` times over.
 
         Returns:
             Metrics without prefix, averaged over this rank's counted samples, timesteps and optimiser steps; as
@@ -106,15 +106,15 @@ class DiffusersFSDPEngine(PolicyEvaluation):
         """
         if self.previous is not None:
             self.previous.follow(0)
-        collected, prepared = WeightedMetrics(), self._prepared(batches)
+        collected, prepared = WeightedMetrics(), [self._prepared(batch) for batch in batches]
         counted = recorded = left_out = 0
-        for number, batch in enumerate(batches):
-            if prepared[id(batch)].global_count == 0:  # on every rank: no pair was left of any group
+        for number, batch in enumerate(prepared * epochs):
+            if batch.global_count == 0:  # on every rank: no pair was left of any group
                 continue
             of_step = WeightedMetrics()
-            trained = self._accumulate_gradients(prepared[id(batch)], of_step, first=number == 0)
+            trained = self._accumulate_gradients(batch, of_step, first=number == 0)
             counted += trained
-            recorded += trained if number == 0 and prepared[id(batch)].records_unconditional else 0
+            recorded += trained if number == 0 and batch.records_unconditional else 0
             rate, norm = float(self.lr_scheduler.get_last_lr()[0]), self._optimizer_step()
             if norm is None:
                 left_out += 1
@@ -130,19 +130,13 @@ class DiffusersFSDPEngine(PolicyEvaluation):
             "nonfinite_steps": left_out,
         }
 
-    def _prepared(self, batches: Sequence[ActorBatch]) -> dict[int, PreparedBatch]:
-        """Each batch's pieces, before the first optimiser step: what is compared with belongs to the weights of now."""
-        prepared: dict[int, PreparedBatch] = {}
+    def _prepared(self, batch: ActorBatch) -> PreparedBatch:
+        """The batch's pieces, before the first optimiser step: what is compared with belongs to the weights of now."""
         size = self.actor_config.ppo_micro_batch_size_per_gpu
-        for batch in batches:
-            if id(batch) in prepared:
-                continue
-            if self.loss_fn.process == "reverse":
-                prepared[id(batch)] = batch.prepared(size)
-            else:
-                assert self._forward_config, "a loss of the forward process needs the engine's forward_config"
-                prepared[id(batch)] = noised_batch(self, batch, self._forward_config, size)
-        return prepared
+        if self.loss_fn.process == "reverse":
+            return batch.prepared(size)
+        assert self._forward_config, "a loss of the forward process needs the engine's forward_config"
+        return noised_batch(self, batch, self._forward_config, size)
 
     def _accumulate_gradients(self, batch: PreparedBatch, collected: WeightedMetrics, first: bool) -> int:
         """How many samples times timesteps counted."""

@@ -1,12 +1,82 @@
 """What passes between the driver and the processes of a run, by name."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import ray
+import torch
 
+from models.errors import DoubleflowError
 from models.weights.canary import Canary, CanaryLimits
+
+R = TypeVar("R", bound=tuple)
+
+
+class SampleMismatch(DoubleflowError, RuntimeError):
+    """The samples that reached a trainer rank are not those that its advantages belong to."""
+
+
+def ask(reply: type[R], method: Any, *arguments: Any) -> R:
+    """Call an actor's method that returns a `reply`, a named tuple of this module; here with a reference in each field,
+    so that nothing of it comes to the driver but what is asked for."""
+    return reply(*method.options(num_returns=len(reply._fields)).remote(*arguments))
+
+
+class RolloutReply(NamedTuple):
+    """What a rollout worker made of one batch.
+
+    Attributes:
+        recorded: what the request asks to be recorded, `Trajectories` or `FinishedLatents`.
+        pictures: uint8 numpy [B, H, W, 3] ([B, F, H, W, 3] of video), None where none were asked for.
+        latents: fp32 numpy [B, ...], likewise.
+        seconds: that sampling took; 0 where it was read from a file.
+    """
+
+    recorded: Any
+    pictures: Any
+    latents: Any
+    seconds: Any
+
+
+class Rescored(NamedTuple):
+    """What a trainer rank says of one batch of trajectories.
+
+    Attributes:
+        log_probs: (its own, the rollout's), fp32 [m, W] each, under the present weights.
+        means: [m, W, ...], or None where they were not asked for.
+    """
+
+    log_probs: Any
+    means: Any
+
+
+class GatheredWeights(NamedTuple):
+    """A trainer rank's weights as a whole, for Ray's object store.
+
+    Attributes:
+        tensors: by name; empty on all ranks but 0.
+        proof: what a worker must find out of them.
+        size: bytes.
+    """
+
+    tensors: Any
+    proof: Any
+    size: Any
+
+
+class SentWeights(NamedTuple):
+    """Weights that a trainer rank sent directly.
+
+    Attributes:
+        proof: what a worker must find out of them.
+        amount: (buckets, bytes).
+    """
+
+    proof: Any
+    amount: Any
 
 
 @dataclass(frozen=True)
@@ -39,7 +109,7 @@ class RankMiniBatch:
     """One rank's share of one optimiser step.
 
     Attributes:
-        positions: which of the references handed to the rank.
+        positions: which of the batches handed to the rank.
         advantages: of each of those batches, [B].
         global_count: samples that count, over all ranks; see `ActorBatch`.
     """
@@ -47,3 +117,37 @@ class RankMiniBatch:
     positions: tuple[int, ...]
     advantages: tuple[np.ndarray, ...]
     global_count: float
+
+
+@dataclass(frozen=True)
+class RankUpdate:
+    """What one trainer rank learns from in one iteration.
+
+    Attributes:
+        mini_batches: one optimiser step each, in order; positions count in `batches`.
+        epochs: passes over them.
+        batches: references to the batches' trajectories or finished latents.
+        samples: of each batch (uid, index) of its samples, in the order of the advantages.
+        old: the trainer's own scores of each batch; None where the rollout's are the old ones.
+    """
+
+    mini_batches: Sequence[RankMiniBatch]
+    epochs: int
+    batches: Sequence[ray.ObjectRef]
+    samples: Sequence[tuple[tuple[str, int], ...]]
+    old: "Sequence[OldBatch] | None" = None
+
+
+@dataclass(frozen=True)
+class OldBatch:
+    """The trainer's own scores of one batch, before the first optimiser step.
+
+    Attributes:
+        log_probs: [m, W].
+        is_weights: [m, W] or None; see `models.algorithms.Correction`.
+        means: reference to [m, W, ...], or to None where the loss does not ask for means.
+    """
+
+    log_probs: torch.Tensor
+    is_weights: torch.Tensor | None
+    means: ray.ObjectRef

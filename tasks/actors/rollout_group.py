@@ -16,8 +16,8 @@ from models.samples.trajectories import LATENTS, PICTURES, PromptTable, RolloutR
 from models.schedulers.noise_keys import NoiseKey
 from models.weights.canary import Agreement, Canary, CanaryLimits
 from tasks.actors.cluster import ActorGroup, RankPlaces
-from tasks.actors.messages import PolicyWeights
-from tasks.actors.rollout_worker import RolloutActor
+from tasks.actors.messages import PolicyWeights, RolloutReply, ask
+from tasks.actors.rollout_worker import RolloutWorker
 from tasks.actors.router import Router
 from tasks.config.rollout import DiffusionRolloutConfig
 from tasks.data.embeddings import PromptEmbeddings, prompt_table
@@ -32,8 +32,8 @@ class PendingBatch:
     Attributes:
         prompts: the prompt of each sample.
         sample_index: which of its prompt's samples each one is.
-        trajectories, seconds: what `RolloutActor.generate` returns, as references; in place of trajectories finished
-            latents, where the loss noises them again.
+        trajectories, seconds: of `RolloutReply`, as references; in place of trajectories finished latents, where the
+            loss noises them again.
         text: tokens of the denoiser's text and of its negative prompt, 0 where there is none.
         pictures, latents: likewise; None where the rollout was not asked for them.
         worker: who samples it.
@@ -48,24 +48,28 @@ class PendingBatch:
     seconds: ray.ObjectRef
     worker: int
 
+    @property
+    def samples(self) -> tuple[tuple[str, int], ...]:
+        """(prompt uid, index) of each sample, as its noise key names it."""
+        return tuple((prompt.uid, index) for prompt, index in zip(self.prompts, self.sample_index, strict=True))
+
 
 Part = Sequence[tuple[Prompt, int]]
 """The samples of one batch: the prompt, and which of the prompt's samples it is."""
 
 
 def pending_batch(
-    part: Part, text: tuple[int, int], answer: Sequence[ray.ObjectRef], outputs: frozenset[str], worker: int
+    part: Part, text: tuple[int, int], reply: RolloutReply, outputs: frozenset[str], worker: int
 ) -> PendingBatch:
-    """A batch from the references to what `RolloutActor.generate` returns."""
-    trajectories, pictures, latents, seconds = answer
+    """A batch from the references to a worker's reply."""
     return PendingBatch(
         tuple(prompt for prompt, _ in part),
         tuple(index for _, index in part),
         text,
-        trajectories,
-        pictures if PICTURES in outputs else None,
-        latents if LATENTS in outputs else None,
-        seconds,
+        reply.recorded,
+        reply.pictures if PICTURES in outputs else None,
+        reply.latents if LATENTS in outputs else None,
+        reply.seconds,
         worker,
     )
 
@@ -97,7 +101,7 @@ class RolloutGroup:
         self.pipeline, self.adapter = model_config.pipeline, DiffusionModelBase.get_class(model_config)
         alone = settings.gpus_per_worker if device == "cuda" else 0.0
         self.group = ActorGroup(
-            RolloutActor,
+            RolloutWorker,
             settings.num_actors,
             alone if places is None else places.num_gpus,
             (model_config, settings, device),
@@ -135,9 +139,8 @@ class RolloutGroup:
                 part, self.seed if seed is None else seed, iteration, window, pipeline, outputs, not draw
             )
             worker = self.router.next_free()
-            actor = self.group.actors[worker]
-            answer = actor.generate.options(num_returns=4).remote(request, pipeline, self.weights)
-            batches.append(pending_batch(part, request.prompts.lengths, answer, outputs, worker))
+            reply = ask(RolloutReply, self.group.actors[worker].generate, request, pipeline, self.weights)
+            batches.append(pending_batch(part, request.prompts.lengths, reply, outputs, worker))
             self.router.taken(worker, batches[-1].seconds)
         return batches
 
@@ -216,7 +219,7 @@ class RolloutGroup:
 
     def _hold(self, weights: PolicyWeights) -> Agreement:
         self.weights = weights
-        return Agreement.worst(self.group.call_all("hold", weights))
+        return Agreement.worst(self.group.call_all("load_policy", weights))
 
     @contextmanager
     def asleep(self, clock: Stopwatch) -> Iterator[None]:

@@ -19,7 +19,7 @@ from models.weights.canary import Agreement, Canary, Proof, check_velocity
 from models.weights.digests import DigestBook, check_digests, digests_of
 from models.weights.trainable import WeightSyncError
 from tasks.actors.memory import measures_gpu_memory
-from tasks.actors.messages import PolicyWeights
+from tasks.actors.messages import PolicyWeights, RolloutReply
 from tasks.actors.weight_transport import Arrival, Courier, Parcel
 from tasks.config.rollout import DiffusionRolloutConfig
 
@@ -28,7 +28,7 @@ def _stage_of(_request: RolloutRequest, pipeline: DiffusionPipelineConfig | None
     return "gen" if pipeline is None else "testing"
 
 
-class RolloutActor:
+class RolloutWorker:
     """One rollout worker: an engine and its weights."""
 
     @measures_gpu_memory("load")
@@ -47,17 +47,14 @@ class RolloutActor:
     @measures_gpu_memory(_stage_of)
     def generate(
         self, request: RolloutRequest, pipeline: DiffusionPipelineConfig | None, weights: PolicyWeights | None
-    ) -> tuple[Any, ...]:
-        """(what the request asks to be recorded, pictures uint8 [B, H, W, 3], latents fp32 [B, ...], seconds it took).
-
-        Pictures and latents are numpy, or None where the request does not ask for them.
-        """
+    ) -> RolloutReply:
+        """Sample what the request asks for, with `weights` or, without any, with those that are there."""
         start = time.perf_counter()
         if weights is not None:
-            self.hold(weights)
+            self.load_policy(weights)
         made = self.engine.produce(request, pipeline)
         pictures, latents = (None if kept is None else kept.numpy() for kept in (made.pictures, made.latents))
-        return made.recorded, pictures, latents, time.perf_counter() - start
+        return RolloutReply(made.recorded, pictures, latents, time.perf_counter() - start)
 
     def write(self, file: Path, recorded: Samples, pictures: np.ndarray | None, latents: np.ndarray | None) -> None:
         """Write what `generate` returned."""
@@ -66,13 +63,14 @@ class RolloutActor:
         given = {name: torch.from_numpy(np.array(array)) for name, array in outputs.items() if array is not None}
         write_samples(file, recorded, given)
 
-    def read(self, file: Path) -> tuple[Any, ...]:
+    def read(self, file: Path) -> RolloutReply:
         """What `generate` returned and `write` wrote; it took no seconds."""
         recorded, outputs = read_samples(file)
-        return recorded, *(outputs[name].numpy() if name in outputs else None for name in (PICTURES, LATENTS)), 0.0
+        pictures, latents = (outputs[name].numpy() if name in outputs else None for name in (PICTURES, LATENTS))
+        return RolloutReply(recorded, pictures, latents, 0.0)
 
     @measures_gpu_memory("update_weights")
-    def hold(self, weights: PolicyWeights) -> Agreement:
+    def load_policy(self, weights: PolicyWeights) -> Agreement:
         """Take these weights, unless they are there already; how well the canary's velocity agrees with the trainer's.
 
         Raises:
@@ -94,11 +92,13 @@ class RolloutActor:
         return check_velocity(proof.velocity, own, last, weights.version, weights.limits)
 
     def take(self, parcel: Parcel) -> None:
-        """The next bucket of weights that the trainer sends directly. `hold` follows the last one."""
+        """The next bucket of weights that the trainer sends directly. `load_policy` follows the last one."""
         if parcel.index == 0:
             self.held, self.arrival = 0, Arrival(parcel.number, self._begin_load(), self.device)
         weights = self.courier.receive(parcel)
-        if self.arrival is not None:  # else this process is younger than the transfer, and `hold` takes another way
+        if (
+            self.arrival is not None
+        ):  # else this process is younger than the transfer, and `load_policy` takes another way
             self.arrival.take(weights)
 
     def _load(self, weights: PolicyWeights) -> None:

@@ -15,7 +15,7 @@ from models.families.base import DiffusionModelConfig
 from models.training.weight_copies import HeldWeights
 from models.weights.canary import Agreement, Canary, CanaryLimits
 from tasks.actors.cluster import ActorGroup, RankPlaces
-from tasks.actors.messages import RankMiniBatch
+from tasks.actors.messages import GatheredWeights, OldBatch, RankMiniBatch, RankUpdate, Rescored, SentWeights, ask
 from tasks.actors.rollout_group import PendingBatch, RolloutGroup
 from tasks.actors.trainer_rank import TrainerRank
 from tasks.actors.update_plan import NothingToLearn, OldScores, over_ranks, plan_updates
@@ -65,27 +65,25 @@ class TrainerGroup:
         count = len(self.group)
         return [actor.initialize.remote(rank, count, address) for rank, actor in enumerate(self.group.actors)]
 
-    def old_log_probs(
-        self, batches: Sequence[PendingBatch]
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[ray.ObjectRef]]:
-        """Of each batch the log-probs [m, W] under the present weights, the rollout's, and a reference to its means.
+    def old_log_probs(self, batches: Sequence[PendingBatch]) -> tuple[list[OldBatch], list[torch.Tensor]]:
+        """Of each batch what the present weights say, and the rollout's own log-probs [m, W].
 
         Batches are all of one size and a multiple of the ranks (the config's checks), so every rank makes as many
         passes.
         """
         loss = self.actor_config.diffusion_loss
-        with_means = needs_old_means(loss.loss_mode, loss.options)
-        ranks = len(self.group) // self.sharing
-        answers = []
-        for number, actor in enumerate(self.group.actors):
-            own = [batch.trajectories for batch in batches[number // self.sharing :: ranks]]
-            answers.append(actor.old_log_probs.options(num_returns=1 + len(own)).remote(with_means, *own))
-        answers = answers[:: self.sharing]
-        pairs = ray.get([answer[0] for answer in answers])
-        order = [divmod(number, ranks) for number in range(len(batches))]
-        scored = [pairs[rank][place] for place, rank in order]
-        means = [answers[rank][1 + place] for place, rank in order]
-        return [old for old, _ in scored], [rollout for _, rollout in scored], means
+        with_means, ranks = needs_old_means(loss.loss_mode, loss.options), len(self.group) // self.sharing
+        replies = []
+        for number, batch in enumerate(batches):
+            first = number % ranks * self.sharing
+            of_ranks = [
+                ask(Rescored, actor.rescore, batch.trajectories, with_means)
+                for actor in self.group.actors[first : first + self.sharing]
+            ]
+            replies.append(of_ranks[0])
+        scored = ray.get([reply.log_probs for reply in replies])
+        own = [OldBatch(log_probs, None, reply.means) for (log_probs, _), reply in zip(scored, replies, strict=True)]
+        return own, [rollout for _, rollout in scored]
 
     def update(
         self, batches: Sequence[PendingBatch | PairBatch], advantages: np.ndarray, old: OldScores | None
@@ -100,19 +98,20 @@ class TrainerGroup:
             advantages,
             self.mini_batch_samples,
             len(self.group) // self.sharing,
-            self.actor_config.ppo_epochs,
             None if old is None else old.kept(),
         )
         check_plans(plans, advantages)
         running = []
         for number, actor in enumerate(self.group.actors):
-            plan, used = plans[number // self.sharing]
-            given = [batches[i].trajectories for i in used]
-            if old is None:
-                running.append(actor.update.remote(plan, None, *given))
-                continue
-            scores = [(old.log_probs[i], old.is_weights[i]) for i in used]
-            running.append(actor.update.remote(plan, scores, *given, *[old.means[i] for i in used]))
+            mini_batches, used = plans[number // self.sharing]
+            given = RankUpdate(
+                mini_batches,
+                self.actor_config.ppo_epochs,
+                batches=[batches[i].trajectories for i in used],
+                samples=[batches[i].samples for i in used],
+                old=None if old is None else [old.batches[i] for i in used],
+            )
+            running.append(actor.update.remote(given))
         return over_ranks(ray.get(running))
 
     def save(self, folder: Path) -> None:
@@ -145,21 +144,21 @@ class TrainerGroup:
         """Send the weights to every rollout worker and prove that they arrived; see `sync_weights`."""
         ranks, settings = self.group.actors, rollout.settings
         if settings.weight_transport == "object_store":
-            parts = [actor.weights_and_proof.options(num_returns=3).remote(canary, which) for actor in ranks]
-            tensors, proof, size = parts[0]
-            agreement = rollout.load_weights(tensors, canary, [proof, *self._proofs], version, limits)
-            self._proofs = [proof]
-            return Synced(agreement, ray.get(size) / 2**30)
+            parts = [ask(GatheredWeights, actor.weights_and_proof, canary, which) for actor in ranks]
+            whole = parts[0]
+            agreement = rollout.load_weights(whole.tensors, canary, [whole.proof, *self._proofs], version, limits)
+            self._proofs = [whole.proof]
+            return Synced(agreement, ray.get(whole.size) / 2**30)
         number, limit = rollout.next_number(), int(settings.update_weights_bucket_megabytes * 2**20)
         routes = self.routes.to(rollout.group.actors, settings.weight_transport)
-        parts = [
-            actor.send_weights.options(num_returns=2).remote(number, route, limit, canary, which)
+        sent = [
+            ask(SentWeights, actor.send_weights, number, route, limit, canary, which)
             for actor, route in zip(ranks, routes, strict=True)
         ]
         # For a worker that will have to be started again. It is made while the others already sample.
         copies = [actor.weights.remote(which) for actor in ranks] if settings.max_restarts else [None]
-        count, size = ray.get([sent for _, sent in parts])[0]
-        proof = parts[0][0]
+        count, size = ray.get([of_rank.amount for of_rank in sent])[0]
+        proof = sent[0].proof
         proofs = [proof, *self._proofs]
         agreement = rollout.load_weights(copies[0], canary, proofs, version, limits, sent=(number, count))
         self._proofs = [proof]

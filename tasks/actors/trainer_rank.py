@@ -11,14 +11,16 @@ import torch
 
 from models.config.actor import DiffusionActorConfig, ForwardProcessConfig
 from models.families.base import DiffusionModelBase, DiffusionModelConfig
-from models.samples.trajectories import FinishedLatents, Trajectories
+from models.samples.trajectories import Trajectories
+from models.schedulers.noise_keys import NoiseKey
 from models.training.engine import TrainingEngine, get_training_engine
+from models.training.micro_batches import ActorBatch
 from models.training.weight_copies import HeldWeights
 from models.weights.buckets import buckets
 from models.weights.canary import Canary, Proof
 from models.weights.digests import DigestBook
 from tasks.actors.memory import measures_gpu_memory
-from tasks.actors.messages import RankMiniBatch
+from tasks.actors.messages import GatheredWeights, RankUpdate, Rescored, SampleMismatch, SentWeights
 from tasks.actors.weight_transport import Courier, Route
 
 
@@ -69,56 +71,45 @@ class TrainerRank:
         return engine_class(*given, **{"max_nonfinite_steps": self.skippable} if self.skippable else {})
 
     @measures_gpu_memory("old_log_prob")
-    def old_log_probs(self, with_means: bool, *trajectories: Trajectories) -> tuple:
-        """For each batch (its log-probs under the present weights, the rollout's), then each batch's means or None."""
-        scored = [self.engine.rescored(batch, with_means) for batch in trajectories]
-        pairs = [(new.log_probs, batch.log_probs) for new, batch in zip(scored, trajectories, strict=True)]
-        return (pairs, *[new.means for new in scored])
+    def rescore(self, trajectories: Trajectories, with_means: bool) -> Rescored:
+        """A batch under the present weights."""
+        own = self.engine.rescored(trajectories, with_means)
+        return Rescored((own.log_probs, trajectories.log_probs), own.means)
 
     @measures_gpu_memory("update_actor")
-    def update(
-        self, plan: list[RankMiniBatch], old: list[tuple[torch.Tensor, torch.Tensor | None]] | None, *given: Any
-    ) -> dict[str, float]:
-        """One optimiser step per entry of the plan; metrics of this rank.
+    def update(self, given: RankUpdate) -> dict[str, float]:
+        """One optimiser step for each mini-batch, `epochs` times over; metrics of this rank.
 
-        Args:
-            plan: which samples each step takes.
-            old: log-probs [B, W] and weights [B, W] of each batch, where the rollout's own are not the old ones.
-            given: the batches' trajectories, or finished latents; with `old` then the trajectories' means.
+        Raises:
+            SampleMismatch: the samples are not those that the advantages belong to.
         """
-        from models.training.micro_batches import ActorBatch
-
-        trajectories: Sequence[Trajectories | FinishedLatents] = given
-        if old is not None:
-            paths, means = given[: len(old)], given[len(old) :]
-            trajectories = [
-                replace(path, log_probs=log_probs, is_weights=weights, means=mean)
-                for path, (log_probs, weights), mean in zip(paths, old, means, strict=True)
+        samples = _fetch(given.batches)
+        check_samples([batch.keys for batch in samples], given.samples)
+        if given.old is not None:
+            means = _fetch([old.means for old in given.old])
+            samples = [
+                replace(batch, log_probs=old.log_probs, is_weights=old.is_weights, means=mean)
+                for batch, old, mean in zip(samples, given.old, means, strict=True)
             ]
-        # One object for each mini-batch, however many passes the plan makes over it.
-        batches = {
-            entry.positions: ActorBatch(
-                [
-                    (trajectories[i], torch.tensor(row))
-                    for i, row in zip(entry.positions, entry.advantages, strict=True)
-                ],
-                entry.global_count,
+        batches = [
+            ActorBatch(
+                [(samples[i], torch.tensor(row)) for i, row in zip(step.positions, step.advantages, strict=True)],
+                step.global_count,
             )
-            for entry in plan
-        }
-        return self.engine.update_policy([batches[entry.positions] for entry in plan])
+            for step in given.mini_batches
+        ]
+        return self.engine.update_policy(batches, given.epochs)
 
     @measures_gpu_memory("update_weights")
-    def weights_and_proof(self, canary: Canary, which: HeldWeights) -> tuple[dict[str, torch.Tensor], Proof, int]:
-        """The weights of `engine.holding(which)` (of whole shape on rank 0), what a worker must find out of them, and
-        bytes."""
+    def weights_and_proof(self, canary: Canary, which: HeldWeights) -> GatheredWeights:
+        """The weights of `engine.holding(which)`, of whole shape on rank 0."""
         weights = {}
         with self.engine.holding(which):
             for name, whole in self._digested(self.engine.whole_weights()):
                 if self.rank == 0:
                     weights[name] = whole.cpu().clone()
             proof = self._proof(canary)
-        return weights, proof, sum(tensor.nbytes for tensor in weights.values())
+        return GatheredWeights(weights, proof, sum(tensor.nbytes for tensor in weights.values()))
 
     def weights(self, which: HeldWeights) -> dict[str, torch.Tensor]:
         """The weights of `engine.holding(which)`, of whole shape on rank 0, else none."""
@@ -126,13 +117,10 @@ class TrainerRank:
             return self.engine.gather_weights()
 
     @measures_gpu_memory("update_weights")
-    def send_weights(
-        self, number: int, route: Route, limit: int, canary: Canary, which: HeldWeights
-    ) -> tuple[Proof, tuple[int, int]]:
+    def send_weights(self, number: int, route: Route, limit: int, canary: Canary, which: HeldWeights) -> SentWeights:
         """Send the weights of `engine.holding(which)` in buckets of about `limit` bytes.
 
-        Every rank takes part in gathering them, with receivers on its route or without. Returns what a worker must find
-        out of them, and how many buckets and bytes they are.
+        Every rank takes part in gathering them, with receivers on its route or without.
         """
         count = size = 0
         with self.engine.holding(which):
@@ -141,7 +129,7 @@ class TrainerRank:
                     self.courier.send(number, count, bucket, route)
                 count += 1
                 size += sum(tensor.nbytes for tensor in bucket.values())
-            return self._proof(canary), (count, size)
+            return SentWeights(self._proof(canary), (count, size))
 
     def _digested(self, weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """The same weights; rank 0, whose proof counts, digests them as they pass: in the format in which they travel,
@@ -181,3 +169,23 @@ class TrainerRank:
             weights = self.engine.gather_weights()
         if dist.get_rank() == 0:
             export_weights(DiffusionModelBase.get_class(self.model_config), self.model_config, weights, folder)
+
+
+def check_samples(keys: Sequence[Sequence[NoiseKey]], samples: Sequence[Sequence[tuple[str, int]]]) -> None:
+    """Of each batch the samples that came and those that its advantages were computed for, by uid and index.
+
+    Raises:
+        SampleMismatch: they are not the same, or in another order.
+    """
+    for number, (came, expected) in enumerate(zip(keys, samples, strict=True)):
+        found = tuple((key.prompt_uid, key.sample_index) for key in came)
+        if found != tuple(expected):
+            raise SampleMismatch(
+                f"batch {number} of an update has the samples {found[:3]}..., and its advantages belong to "
+                f"{tuple(expected[:3])}...: nothing was trained"
+            )
+
+
+def _fetch(given: Sequence[Any]) -> list[Any]:
+    """The values of what may be references."""
+    return [ray.get(one) if isinstance(one, ray.ObjectRef) else one for one in given]

@@ -4,11 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import ray
 import torch
 
 from models.errors import DoubleflowError
-from tasks.actors.messages import RankMiniBatch
+from tasks.actors.messages import OldBatch, RankMiniBatch
 
 
 class NothingToLearn(DoubleflowError, RuntimeError):
@@ -20,22 +19,18 @@ class OldScores:
     """What the trainer's own weights say of an iteration's samples before its first optimiser step.
 
     Attributes:
-        log_probs: of each batch, [m, W].
-        is_weights: of each batch, [m, W] or None; see `models.algorithms.Correction`.
-        means: of each batch a reference to [m, W, ...], or to None where the loss does not ask for means.
+        batches: of each batch.
         metrics: how far the rollout's log-probs are from these, under rollout_corr/.
     """
 
-    log_probs: tuple[torch.Tensor, ...]
-    is_weights: tuple[torch.Tensor | None, ...]
-    means: tuple[ray.ObjectRef, ...]
+    batches: Sequence[OldBatch]
     metrics: dict[str, float]
 
     def kept(self) -> np.ndarray:
         """[N], the share of each sample's steps that is not rejected."""
         shares = [
-            torch.ones(len(log_probs)) if weights is None else (~weights.isnan()).double().mean(1)
-            for log_probs, weights in zip(self.log_probs, self.is_weights, strict=True)
+            torch.ones(len(old.log_probs)) if old.is_weights is None else (~old.is_weights.isnan()).double().mean(1)
+            for old in self.batches
         ]
         return torch.cat(shares).numpy()
 
@@ -52,7 +47,6 @@ def plan_updates(
     advantages: np.ndarray,
     mini_batch_samples: int,
     world_size: int,
-    epochs: int,
     kept: np.ndarray | None = None,
 ) -> list[tuple[list[RankMiniBatch], list[int]]]:
     """Deal an iteration's batches to optimiser steps and ranks.
@@ -65,11 +59,10 @@ def plan_updates(
         advantages: [sum of batch_sizes], NaN where missing.
         mini_batch_samples: samples of an optimiser step, over all ranks.
         world_size: ranks.
-        epochs: passes over the samples.
         kept: [sum of batch_sizes], the share of each sample's steps that is not rejected; None keeps all.
 
     Returns:
-        For each rank (its plan, the batch numbers its `positions` count in).
+        For each rank (its mini-batches, the batch numbers that their `positions` count in).
     """
     starts = np.concatenate([[0], np.cumsum(batch_sizes)])
     mini_batch_of = [int(start) // mini_batch_samples for start in starts[:-1]]
@@ -89,4 +82,4 @@ def plan_updates(
             used[rank] += members[own]
             positions = tuple(range(first, len(used[rank])))
             plans[rank].append(RankMiniBatch(positions, tuple(rows[own]), counted))
-    return [(plan * epochs, indices) for plan, indices in zip(plans, used, strict=True)]
+    return list(zip(plans, used, strict=True))

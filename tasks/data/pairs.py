@@ -85,6 +85,11 @@ class PairBatch:
     advantages: np.ndarray
 
     @property
+    def samples(self) -> tuple[tuple[str, int], ...]:
+        """(pair uid, side) of each sample, as its noise key names it."""
+        return tuple((key.prompt_uid, key.sample_index) for key in self.trajectories.keys)
+
+    @property
     def text(self) -> tuple[int, int]:
         """Tokens of the denoiser's text and of its negative prompt, 0 where there is none."""
         return self.trajectories.prompts.lengths

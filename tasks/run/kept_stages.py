@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 import ray
 
+from tasks.actors.messages import RolloutReply, ask
 from tasks.actors.reward_group import Scores
 from tasks.actors.rollout_group import PendingBatch, RolloutGroup, pending_batch
 from tasks.data.prompts import Prompt
@@ -68,9 +69,9 @@ class KeptStages:
         files, batches = sorted(found[1].resolve().iterdir()), []
         for number, (part, file) in enumerate(zip(workers.parts(prompts, n), files, strict=True)):
             worker = number % len(workers.group)
-            answer = workers.group.actors[worker].read.options(num_returns=4).remote(file)
+            reply = ask(RolloutReply, workers.group.actors[worker].read, file)
             text = workers.prompt_table([prompt.uid for prompt, _ in part]).lengths
-            batches.append(pending_batch(part, text, answer, workers.outputs, worker))
+            batches.append(pending_batch(part, text, reply, workers.outputs, worker))
         return int(found[0].metrics[VERSION]), batches
 
     def keep_scores(self, state: RunState, version: int, scores: Scores, pictures: Sequence[np.ndarray]) -> None:

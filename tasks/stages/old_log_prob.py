@@ -1,5 +1,7 @@
 """Old log-probs: what the trainer's own weights say of the samples, before its first optimiser step."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from prefect import task
@@ -27,7 +29,8 @@ def old_log_prob(
         NothingToLearn: every sample was rejected.
     """
     with clock.stage("old_log_prob"):
-        log_probs, rollout, means = trainer.old_log_probs(batches)
+        scored, rollout = trainer.old_log_probs(batches)
+        log_probs = [old.log_probs for old in scored]
         present = torch.from_numpy(~np.isnan(advantages))
         correction = correct(torch.cat(log_probs), torch.cat(rollout), present, config)
     weights: tuple[torch.Tensor | None, ...] = (None,) * len(batches)
@@ -38,4 +41,4 @@ def old_log_prob(
                 f"{config.rollout_rs_threshold}: widen it, or find out why rollout and trainer differ"
             )
         weights = correction.is_weights.split([len(part) for part in log_probs])
-    return OldScores(tuple(log_probs), weights, tuple(means), correction.metrics)
+    return OldScores([replace(old, is_weights=w) for old, w in zip(scored, weights, strict=True)], correction.metrics)

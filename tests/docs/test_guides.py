@@ -21,7 +21,7 @@ from models.families.base import DiffusionModelBase, DiffusionModelConfig
 from models.samples.trajectories import RolloutRequest
 from models.training.fsdp import DiffusersFSDPEngine
 from models.training.micro_batches import ActorBatch
-from tasks.actors.rollout_worker import RolloutActor
+from tasks.actors.rollout_worker import RolloutWorker
 from tasks.config.rollout import DiffusionRolloutConfig
 from tasks.data.prompts import build_prompt_table
 from tasks.run.preflight import check_inputs
@@ -136,7 +136,7 @@ def test_other_processes_find_the_family(
 def trained(rank: int, config: DiffusionModelConfig) -> tuple[bool, dict[str, float], dict[str, float]]:
     """What a rollout worker sampled, learnt from twice."""
     known_before = ("AuraFlowPipeline", None) in models.families.base._ADAPTERS.entries
-    rollout = RolloutActor(config, DiffusionRolloutConfig(), "cpu")
+    rollout = RolloutWorker(config, DiffusionRolloutConfig(), "cpu")
     request = RolloutRequest(
         noise_keys(1, 4), embeddings_of(config, lengths=(TEXT,)), torch.zeros(4, dtype=torch.long), (0, 1)
     )

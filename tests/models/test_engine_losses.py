@@ -14,7 +14,7 @@ from models.rollout.diffusers import DiffusersRolloutEngine
 from models.samples.trajectories import Trajectories
 from models.training.fsdp import DiffusersFSDPEngine
 from models.training.micro_batches import ActorBatch
-from tasks.actors.messages import RankMiniBatch
+from tasks.actors.messages import OldBatch, RankMiniBatch, RankUpdate, SampleMismatch
 from tasks.actors.trainer_rank import TrainerRank
 from tests.support.helpers import actor_config, model_config, rollout_request
 from tests.support.plain_trainer import latents_around, plain_updates
@@ -219,7 +219,7 @@ def test_the_kl_has_the_form_that_the_config_names(tiny_model: Path) -> None:
 
 
 def test_a_rank_joins_old_scores_to_the_batches_they_belong_to(tiny_model: Path) -> None:
-    """What the driver hands a rank: a plan, log-probs and weights of each batch, then paths, then means."""
+    """And takes no batch whose samples are not those of its advantages."""
     rank = TrainerRank(
         model_config(tiny_model), actor_config(loss_mode="grpo_guard"), ForwardProcessConfig(), "cpu", num_threads=1
     )
@@ -227,17 +227,24 @@ def test_a_rank_joins_old_scores_to_the_batches_they_belong_to(tiny_model: Path)
     whole = rolled_out(tiny_model)
     bare = [replace(whole.rows(half), means=None) for half in torch.arange(6).split(3)]
     halves = [plain.rescored(half, with_means=True) for half in bare]  # in whole batches a last bit may differ
-    pairs, *means = rank.old_log_probs(True, *bare)
-    assert [torch.equal(old, half.log_probs) for (old, _), half in zip(pairs, halves, strict=True)] == [True, True]
-    assert [torch.equal(mean, half.means) for mean, half in zip(means, halves, strict=True)] == [True, True]
+    rescored = [rank.rescore(half, True) for half in bare]
+    assert [torch.equal(own.log_probs[0], half.log_probs) for own, half in zip(rescored, halves, strict=True)] == [
+        True
+    ] * 2
+    assert [own.log_probs[1] is half.log_probs for own, half in zip(rescored, bare, strict=True)] == [True] * 2
+    assert [torch.equal(own.means, half.means) for own, half in zip(rescored, halves, strict=True)] == [True] * 2
 
     weights, rows = WEIGHTS.split(3), [values.numpy() for values in ADVANTAGES.split(3)]
     plan = [RankMiniBatch((1,), (rows[1],), 7 / 3), RankMiniBatch((0,), (rows[0],), 5 / 3)]
-    old = [(half.log_probs, weight) for half, weight in zip(halves, weights, strict=True)]
-    metrics = rank.update(plan, old, *bare, *means)
+    old = [OldBatch(own.log_probs[0], weight, own.means) for own, weight in zip(rescored, weights, strict=True)]
+    samples = [tuple((key.prompt_uid, key.sample_index) for key in half.keys) for half in bare]
+    metrics = rank.update(RankUpdate(plan, 1, bare, samples, old))
     weighted = [replace(half, is_weights=weight) for half, weight in zip(halves, weights, strict=True)]
     expected = plain.update_policy([batch_of(weighted[i], ADVANTAGES.split(3)[i]) for i in (1, 0)])
     assert metrics == expected
+    assert largest_difference(rank.engine.gather_weights(), plain.gather_weights()) == 0.0
+    with pytest.raises(SampleMismatch, match="batch 0 of an update has the samples"):
+        rank.update(RankUpdate(plan, 1, bare[::-1], samples, old))
     assert largest_difference(rank.engine.gather_weights(), plain.gather_weights()) == 0.0
 
 
@@ -249,7 +256,7 @@ def test_two_epochs_are_two_passes(tiny_model: Path) -> None:
     trajectories = rolled_out(tiny_model)
     halves = [batch_of(trajectories.rows(half), ADVANTAGES[half]) for half in torch.arange(6).split(3)]
     at_once, one_by_one = trainer(tiny_model), trainer(tiny_model)
-    metrics = at_once.update_policy(halves * 2)
+    metrics = at_once.update_policy(halves, epochs=2)
     passes = [one_by_one.update_policy(halves) for _ in range(2)]
     assert largest_difference(at_once.gather_weights(), one_by_one.gather_weights()) == 0.0
     assert metrics["optimizer_steps"] == passes[1]["optimizer_steps"] == 4

@@ -52,9 +52,9 @@ class PlainEngine(PolicyEvaluation):
         )
         self.steps = 0
 
-    def update_policy(self, batches: Sequence[ActorBatch]) -> dict[str, float]:
+    def update_policy(self, batches: Sequence[ActorBatch], epochs: int = 1) -> dict[str, float]:
         collected = WeightedMetrics()
-        for batch in batches:
+        for batch in [*batches] * epochs:
             for samples, advantages in batch.prepared(self.actor_config.ppo_micro_batch_size_per_gpu).pieces:
                 for step in range(samples.steps):
                     micro_batch, counted = micro_batch_of(samples.step(step), advantages, self.device)

@@ -2,9 +2,10 @@
 
 import numpy as np
 import pytest
+import ray
 import torch
 
-from tasks.actors.messages import RankMiniBatch
+from tasks.actors.messages import OldBatch, RankMiniBatch
 from tasks.actors.trainer_group import check_plans
 from tasks.actors.update_plan import NothingToLearn, OldScores, over_ranks, plan_updates
 from tasks.stages.update import update
@@ -26,42 +27,38 @@ def dealt(plans: list[tuple[list[RankMiniBatch], list[int]]]) -> list[list[list[
 
 
 def test_whole_batches_in_order_and_each_once() -> None:
-    plans = plan_updates(SIZES, advantages(), 8, world_size=2, epochs=1)
+    plans = plan_updates(SIZES, advantages(), 8, world_size=2)
     assert dealt(plans) == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
     assert [entry.global_count for plan, _ in plans for entry in plan] == [8, 8, 8, 8]
     first = plans[1][0][0]
     assert np.concatenate(first.advantages).tolist() == [4, 5, 6, 7]
 
 
-def test_epochs_repeat_the_same_steps_and_send_nothing_twice() -> None:
-    once = plan_updates(SIZES, advantages(), 8, world_size=2, epochs=1)
-    three = plan_updates(SIZES, advantages(), 8, world_size=2, epochs=3)
-    assert dealt(three) == [steps * 3 for steps in dealt(once)]
-    assert [used for _, used in three] == [used for _, used in once]
-
-
 def test_missing_and_rejected_samples_do_not_count_on_any_rank() -> None:
     """A sample counts by the share of its steps that stay; every rank is told the whole mini-batch's count."""
     kept = np.ones(16)
     kept[[0, 5, 9]] = 0.0, 1 / 3, 2 / 3
-    plans = plan_updates(SIZES, advantages(missing=(1, 9)), 8, world_size=2, epochs=1, kept=kept)
+    plans = plan_updates(SIZES, advantages(missing=(1, 9)), 8, world_size=2, kept=kept)
     counts = [[entry.global_count for entry in plan] for plan, _ in plans]
     assert counts == [[pytest.approx(8 - 2 - 2 / 3), 7.0]] * 2
 
 
 def test_a_mini_batch_with_nothing_left_is_skipped() -> None:
     kept = np.concatenate([np.zeros(8), np.ones(8)])
-    plans = plan_updates(SIZES, advantages(), 8, world_size=2, epochs=1, kept=kept)
+    plans = plan_updates(SIZES, advantages(), 8, world_size=2, kept=kept)
     assert dealt(plans) == [[[4, 5]], [[6, 7]]]
-    plans = plan_updates(SIZES, advantages(missing=tuple(range(8, 16))), 8, world_size=2, epochs=1, kept=kept)
+    plans = plan_updates(SIZES, advantages(missing=tuple(range(8, 16))), 8, world_size=2, kept=kept)
     assert dealt(plans) == [[], []]
 
 
 def test_share_of_steps_that_are_kept() -> None:
     log_probs = (torch.zeros(2, 4), torch.zeros(1, 4))
     weights = (torch.tensor([[1.0, NAN, 0.0, 2.0], [NAN] * 4]), torch.ones(1, 4))
-    assert OldScores(log_probs, weights, (), {}).kept().tolist() == [0.75, 0.0, 1.0]
-    assert OldScores(log_probs, (None, None), (), {}).kept().tolist() == [1.0, 1.0, 1.0]
+    means = ray.ObjectRef.nil()
+    scored = [OldBatch(own, weight, means) for own, weight in zip(log_probs, weights, strict=True)]
+    assert OldScores(scored, {}).kept().tolist() == [0.75, 0.0, 1.0]
+    unweighted = [OldBatch(own, None, means) for own in log_probs]
+    assert OldScores(unweighted, {}).kept().tolist() == [1.0, 1.0, 1.0]
 
 
 def test_metrics_over_ranks_of_which_one_had_nothing_to_train_on() -> None:
@@ -71,9 +68,9 @@ def test_metrics_over_ranks_of_which_one_had_nothing_to_train_on() -> None:
 
 def test_an_update_may_be_empty_only_where_every_sample_was_left_out() -> None:
     dropped = advantages(tuple(range(16)))
-    check_plans(plan_updates(SIZES, dropped, 8, world_size=2, epochs=1), dropped)
-    check_plans(plan_updates(SIZES, advantages(), 8, world_size=2, epochs=1), advantages())
-    rejected = plan_updates(SIZES, advantages((3,)), 8, world_size=2, epochs=1, kept=np.zeros(16))
+    check_plans(plan_updates(SIZES, dropped, 8, world_size=2), dropped)
+    check_plans(plan_updates(SIZES, advantages(), 8, world_size=2), advantages())
+    rejected = plan_updates(SIZES, advantages((3,)), 8, world_size=2, kept=np.zeros(16))
     with pytest.raises(NothingToLearn, match=r"of the 15 samples with an advantage .*rollout_correction left none"):
         check_plans(rejected, advantages((3,)))
 
