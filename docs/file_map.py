@@ -23,9 +23,9 @@ COMMENTS = {
 
 
 def tracked(root: Path) -> list[str]:
-    """Paths of the files of FLOORS that git tracks, relative to the root and in order."""
+    """Paths of the files of FLOORS that git tracks, in order; of kept data the README alone."""
     listed = subprocess.run(["git", "ls-files", "-z", *FLOORS], cwd=root, capture_output=True, text=True, check=True)
-    return sorted(path for path in listed.stdout.split("\0") if path)
+    return sorted(path for path in listed.stdout.split("\0") if Path(path).suffix in (".py", *COMMENTS))
 
 
 def first_sentence(path: str, source: str) -> str:

@@ -30,7 +30,7 @@ from tasks.records.metrics import (
     orchestration_metrics,
 )
 from tasks.records.pictures import WIDEST_GRID, grid
-from tasks.run.collect import Collected, Sampling, collect, finish_ahead, submit
+from tasks.run.collect import Iteration, collect, finish_ahead, submit
 from tasks.run.opening import changed, open_run
 from tasks.run.preflight import check_inputs
 from tasks.run.progress import Progress
@@ -73,11 +73,11 @@ def fit(run: TrainingRun) -> Summary:
     if run.samples:
         sync(run, clock, run.sampling_weights)
     if run.samples and run.iteration == 0 and settings.val_before_train and not run.recorded(0):
-        result = measure(run, clock)
+        result = validate_weights(run, clock)
         run.tracker.log_step(0, result.metrics(), *_validation_records(result))
         bar.show(held_out=result.reward)
-    for iteration in range(first, total + 1):
-        metrics, ahead = iterate(run, iteration, ahead)
+    for number in range(first, total + 1):
+        metrics, ahead = iterate(run, number, ahead)
         bar.advance(reward=metrics.get("critic/rewards/mean", math.nan), held_out=run.held_out)
     bar.close()
     run.store.settle()
@@ -85,7 +85,7 @@ def fit(run: TrainingRun) -> Summary:
     return summarise(run, (time.perf_counter() - started) / 60)
 
 
-def iterate(run: TrainingRun, iteration: int, ahead: Sampling | None) -> tuple[dict[str, float], Sampling | None]:
+def iterate(run: TrainingRun, number: int, ahead: Iteration | None) -> tuple[dict[str, float], Iteration | None]:
     """One iteration, as the paper has it. Of one that was killed, what is left of it.
 
     Args:
@@ -95,81 +95,81 @@ def iterate(run: TrainingRun, iteration: int, ahead: Sampling | None) -> tuple[d
     Returns:
         Its metrics, and the next iteration's samples if they are made ahead.
     """
-    clock, trained = Stopwatch(), iteration <= run.iteration
-    with run.profiled("rollout", iteration, clock):
-        collected = collect(run, iteration, clock, None if trained else ahead)
+    clock, trained = Stopwatch(), number <= run.iteration
+    with run.profiled("rollout", number, clock):
+        iteration = collect(run, number, clock, None if trained else ahead)
     if not trained:
-        ahead = submit(run, iteration + 1) if _is_sampled_ahead(run, iteration + 1) else None
-        learn(run, iteration, collected, clock)
+        ahead = submit(run, number + 1) if _is_sampled_ahead(run, number + 1) else None
+        update_and_save(run, iteration, clock)
         if ahead:  # from the weights of before the update, all of it: so the next sync waits
-            finish_ahead(run, iteration + 1, ahead, clock)
-    metrics = collected.metrics | run.learned
+            finish_ahead(run, ahead, clock)
+    metrics = iteration.metrics | run.learned
     if run.samples:
         metrics |= sync(run, clock, run.sampling_weights).metrics()
-    if not run.recorded(iteration):
-        record(run, iteration, collected, metrics, clock)
+    if not run.recorded(number):
+        log_iteration(run, iteration, metrics, clock)
     run.forget_stages()
     return metrics, ahead
 
 
-def learn(run: TrainingRun, iteration: int, collected: Collected, clock: Stopwatch) -> None:
+def update_and_save(run: TrainingRun, iteration: Iteration, clock: Stopwatch) -> None:
     """The update, and the checkpoint that is due after it.
 
     Raises:
         RatioError: it is the process's first, and see `check_first_ratio`. No checkpoint has the update then.
     """
     correction, settings = run.config.algorithm.rollout_correction, run.config.trainer
-    batches, advantages = collected.batches, collected.advantages
+    batches, advantages = iteration.batches, iteration.advantages
     with run.rollout.asleep(clock) if run.samples else nullcontext():
         old = None if correction.bypass_mode else old_log_prob(clock, run.trainer, batches, advantages, correction)
-        with run.profiled("trainer", iteration, clock):
-            run.take_update(iteration, update(clock, run.trainer, batches, advantages, old))
+        with run.profiled("trainer", iteration.number, clock):
+            run.take_update(iteration.number, update(clock, run.trainer, batches, advantages, old))
     if not run.has_updated:
         # An update whose first step was left out says nothing of it: the next one is looked at.
         run.has_updated = not run.learned.get("actor/nonfinite_steps")
-        warning = check_first_ratio(run.config, run.learned, collected.metrics.get("rollout/policy_lag", 0.0))
+        warning = check_first_ratio(run.config, run.learned, iteration.metrics.get("rollout/policy_lag", 0.0))
         if warning:
             get_run_logger().warning(warning)
-    run.iteration = iteration
-    if _due(iteration, settings.save_freq, run):
-        state = run.state(iteration, run.learned)
+    run.iteration = iteration.number
+    if _due(iteration.number, settings.save_freq, run):
+        state = run.state(iteration.number, run.learned)
         save_checkpoint(clock, run.store, run.trainer, state, settings.async_checkpoint)
 
 
-def record(run: TrainingRun, iteration: int, collected: Collected, metrics: dict[str, float], clock: Stopwatch) -> None:
+def log_iteration(run: TrainingRun, iteration: Iteration, metrics: dict[str, float], clock: Stopwatch) -> None:
     """Validate and export where that is due, and log the iteration.
 
     The log's last request ends the iteration: killed before it, the iteration's record is made again, from what is
     kept of its samples and its checkpoint.
     """
-    settings, images = run.config.trainer, len(collected.advantages)
-    validation = measure(run, clock) if run.samples and _due(iteration, settings.test_freq, run) else None
+    settings, number, images = run.config.trainer, iteration.number, len(iteration.advantages)
+    validation = validate_weights(run, clock) if run.samples and _due(number, settings.test_freq, run) else None
     metrics |= validation.metrics() if validation else {}
-    metrics |= run.watch(metrics) | {"cost/images": float(iteration * images)}
+    metrics |= run.watch(metrics) | {"cost/images": float(number * images)}
     pictures, tables = _validation_records(validation)
-    if collected.pictures:
+    if iteration.pictures:
         columns = min(run.config.actor_rollout_ref.rollout.n, WIDEST_GRID)
-        pictures["samples"] = grid(np.stack(collected.pictures), columns=columns)
-    tables["samples"] = collected.samples
-    if settings.export_freq and iteration % settings.export_freq == 0 and run.moved:
+        pictures["samples"] = grid(np.stack(iteration.pictures), columns=columns)
+    tables["samples"] = iteration.samples
+    if settings.export_freq and number % settings.export_freq == 0 and run.moved:
         register_export(clock, run)
-    log_files(clock, run.tracker, iteration, pictures, tables, {"pictures": collected.pictures})
+    log_files(clock, run.tracker, number, pictures, tables, {"pictures": iteration.pictures})
     run.remove_old_pictures(clock)
     with clock.stage("memory"):
         memory = run.memory()
     times = _time_metrics(run, clock, images)
     if run.utilisation is not None and "update_actor" in clock.seconds:  # else an earlier process made the update
-        times |= run.utilisation.metrics(collected.batches, metrics, clock.seconds)
-    run.tracker.log_step(iteration, metrics | times | memory)
+        times |= run.utilisation.metrics(iteration.batches, metrics, clock.seconds)
+    run.tracker.log_step(number, metrics | times | memory)
 
 
-def sample_again(run: TrainingRun, clock: Stopwatch) -> Sampling | None:
+def sample_again(run: TrainingRun, clock: Stopwatch) -> Iteration | None:
     """The samples that were being made ahead when the checkpoint was written, made from the same older weights."""
     if run.iteration == 0 or not _is_sampled_ahead(run, run.iteration + 1):
         return None
     sync(run, clock, "previous")
     ahead = submit(run, run.iteration + 1)
-    finish_ahead(run, run.iteration + 1, ahead, clock)
+    finish_ahead(run, ahead, clock)
     return ahead
 
 
@@ -179,7 +179,7 @@ def sync(run: TrainingRun, clock: Stopwatch, which: HeldWeights) -> Synced:
     return sync_weights(clock, run.trainer, run.rollout, run.canary, version, run.canary_limits, which)
 
 
-def measure(run: TrainingRun, clock: Stopwatch) -> Validation:
+def validate_weights(run: TrainingRun, clock: Stopwatch) -> Validation:
     """Validate the present weights, or their moving average where one is kept."""
     rollout = run.config.actor_rollout_ref.rollout
     measured: HeldWeights = "average" if run.config.actor_rollout_ref.actor.ema.enable else "policy"

@@ -1,4 +1,4 @@
-"""The record of an iteration's samples: what is needed to look at any of them, or to draw it again."""
+"""Where an iteration's samples come from, and their record: rollout, reward and advantage, or a data set's pairs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -52,127 +52,124 @@ def sample_table(
     )
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """An iteration that is being sampled and scored.
+@dataclass
+class Iteration:
+    """An iteration in progress, filled stage by stage: sampled, scored, given advantages.
 
     Attributes:
-        policy_version: the iteration whose weights sample.
-        batches, scores: what will be there.
-    """
-
-    policy_version: int
-    batches: list[PendingBatch]
-    scores: PendingScores
-
-
-@dataclass(frozen=True)
-class Collected:
-    """What an iteration trains on.
-
-    Attributes:
-        batches: the samples, as the trainer takes them.
+        number: from 1.
+        policy_version: the iteration whose weights sample; None of pairs, which nobody sampled.
+        batches: the samples, as the trainer takes them; empty where the iteration is in the weights already and nothing
+            trains on them any more.
+        pending: scores that are on their way.
+        scores: once they are there.
+        scored_now: whether the scores are of this process, and not of an earlier one of this run.
+        pictures: the first few of the samples, as the tracking section asks for, uint8 [H, W, 3] each.
+        rollout_seconds: that workers spent sampling.
         advantages: [N], NaN where a sample is left out.
         samples: one row a sample, with what is needed to draw it again or to find it in the data set.
         metrics: of rewards and advantages.
-        pictures: the first few of the samples, as the tracking section asks for.
     """
 
-    batches: Sequence[PendingBatch | PairBatch]
-    advantages: np.ndarray
-    samples: pd.DataFrame
-    metrics: dict[str, float] = field(default_factory=dict)
+    number: int
+    policy_version: int | None = None
+    batches: Sequence[PendingBatch | PairBatch] = ()
+    pending: PendingScores | None = None
+    scores: Scores | None = None
+    scored_now: bool = False
     pictures: Sequence[np.ndarray] = ()
+    rollout_seconds: float = 0.0
+    advantages: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
+    samples: pd.DataFrame = field(default_factory=pd.DataFrame)
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Scored:
-    """An iteration that is sampled and scored.
-
-    Attributes:
-        policy_version: the iteration whose weights sampled.
-        batches: empty where the iteration is in the weights: nothing trains on them any more.
-        pictures: the first few.
-        seconds: that workers spent sampling.
-        fresh: whether the scores are of now, and not of an earlier process of this run.
-    """
-
-    policy_version: int
-    batches: Sequence[PendingBatch]
-    scores: Scores
-    pictures: Sequence[np.ndarray]
-    seconds: float = 0.0
-    fresh: bool = False
-
-
-def submit(run: TrainingRun, iteration: int) -> Sampling:
+def submit(run: TrainingRun, number: int) -> Iteration:
     """Start sampling and scoring an iteration with the weights of the last sync."""
-    batches = run.rollout.submit(
-        run.prompts(iteration), run.config.actor_rollout_ref.rollout.n, iteration, run.window(iteration)
-    )
-    return Sampling(run.rollout.weights.version, batches, run.reward.submit(batches))
+    n = run.config.actor_rollout_ref.rollout.n
+    batches = run.rollout.submit(run.prompts(number), n, number, run.window(number))
+    return Iteration(number, run.rollout.weights.version, batches, run.reward.submit(batches))
 
 
-def finish_ahead(run: TrainingRun, iteration: int, ahead: Sampling, clock: Stopwatch) -> None:
+def finish_ahead(run: TrainingRun, ahead: Iteration, clock: Stopwatch) -> None:
     """Wait until an iteration is sampled ahead, and keep its rollout."""
     finish_rollout(clock, ahead.batches, stage="gen_ahead")
-    _keep_rollout(run, iteration, ahead, clock)
+    _keep_rollout(run, ahead, clock)
 
 
-def collect(run: TrainingRun, iteration: int, clock: Stopwatch, ahead: Sampling | None = None) -> Collected:
+def collect(run: TrainingRun, number: int, clock: Stopwatch, ahead: Iteration | None = None) -> Iteration:
     """The iteration's samples, from where `algorithm.sample_source` says; `ahead` if they were asked for before."""
     if not run.samples:
-        return read_pairs(clock, run.inputs.pairs, run.inputs.embeddings, run.config, run.pairs(iteration), iteration)
-    scored = score(run, iteration, clock, ahead)
-    scores, version = scored.scores, scored.policy_version
-    advantages = np.zeros(len(scores.samples), np.float32)  # every sample counts, whatever it is worth
+        return read_pairs(clock, run.inputs.pairs, run.inputs.embeddings, run.config, run.pairs(number), number)
+    iteration = sample_and_score(run, number, clock, ahead)
+    scores, version = iteration.scores, iteration.policy_version
+    iteration.advantages = np.zeros(len(scores.samples), np.float32)  # every sample counts, whatever it is worth
     if run.loss.learns_from_rewards():
-        advantages = advantage(clock, scores, run.config.algorithm)
-    if scored.fresh:  # and something can be learnt from them: if not, a run started again scores again
+        iteration.advantages = advantage(clock, scores, run.config.algorithm)
+    if iteration.scored_now:  # and something can be learnt from them: if not, a run started again scores again
         with clock.stage("kept_stages"):
-            run.stages.keep_scores(run.state(iteration), version, scores, scored.pictures)
-    kept = len(scored.pictures)
-    samples = sample_table(scores.samples, advantages, run.config.trainer.seed, iteration, version, kept)
-    lag = {"rollout/policy_lag": float(iteration - 1 - version)}
-    busy = {"perf/rollout_busy_s": scored.seconds, "perf/reward_busy_s": scores.busy_seconds}
-    metrics = _reward_metrics(scores, advantages) | scores.metrics() | lag | busy
+            run.stages.keep_scores(run.state(number), version, scores, iteration.pictures)
+    kept, seed = len(iteration.pictures), run.config.trainer.seed
+    iteration.samples = sample_table(scores.samples, iteration.advantages, seed, number, version, kept)
+    iteration.metrics = _reward_metrics(scores, iteration.advantages) | scores.metrics()
+    iteration.metrics["rollout/policy_lag"] = float(number - 1 - version)
+    iteration.metrics["perf/rollout_busy_s"] = iteration.rollout_seconds
+    iteration.metrics["perf/reward_busy_s"] = scores.busy_seconds
     if run.floor is not None:
-        metrics |= run.floor.metrics(iteration, scores.by_reward)
-    return Collected(scored.batches, advantages, samples, metrics, scored.pictures)
+        iteration.metrics |= run.floor.metrics(number, scores.by_reward)
+    return iteration
 
 
-def score(run: TrainingRun, iteration: int, clock: Stopwatch, ahead: Sampling | None) -> Scored:
+def sample_and_score(run: TrainingRun, number: int, clock: Stopwatch, ahead: Iteration | None) -> Iteration:
     """Sample and score; stages that an earlier process of this run had finished are read.
 
     Raises:
         CheckpointError: what is kept is damaged, or is gone and cannot be made again.
     """
-    stages, state, trained = run.stages, run.state(iteration), iteration <= run.iteration
-    prompts, n = run.prompts(iteration), run.config.actor_rollout_ref.rollout.n
+    trained = number <= run.iteration
     with clock.stage("kept_stages"):
-        kept = None if trained or ahead else stages.rollout(state, run.rollout, prompts, n)
-        found = stages.scores(state, run.reward.weights()) if trained or kept else None
+        kept = None if trained or ahead else _kept_rollout(run, number)
+        found = _kept_scores(run, number, kept) if trained or kept else None
     if found is not None:
-        return Scored(found[0], kept[1] if kept else [], *found[1:])
+        return found
     if trained:
         raise CheckpointError(
-            f"iteration {iteration} is in the newest checkpoint and not in MLflow, and its scores are not in "
+            f"iteration {number} is in the newest checkpoint and not in MLflow, and its scores are not in "
             f"{run.config.run_dir / 'stages'}: remove that checkpoint to use an older one"
         )
-    sampling = Sampling(*kept, run.reward.submit(kept[1])) if kept else ahead or submit(run, iteration)
-    seconds = finish_rollout(clock, sampling.batches)
+    iteration = kept or ahead or submit(run, number)
+    if iteration.pending is None:
+        iteration.pending = run.reward.submit(iteration.batches)
+    iteration.rollout_seconds = finish_rollout(clock, iteration.batches)
     if kept is None and ahead is None:
-        _keep_rollout(run, iteration, sampling, clock)
-    scores = finish_reward(clock, run.reward, sampling.batches, sampling.scores)
+        _keep_rollout(run, iteration, clock)
+    iteration.scores = finish_reward(clock, run.reward, iteration.batches, iteration.pending)
+    iteration.scored_now = True
     with clock.stage("pictures"):
-        pictures = first_pictures(sampling.batches, run.config.tracking.pictures)
-    return Scored(sampling.policy_version, sampling.batches, scores, pictures, seconds, fresh=True)
+        iteration.pictures = first_pictures(iteration.batches, run.config.tracking.pictures)
+    return iteration
 
 
-def _keep_rollout(run: TrainingRun, iteration: int, sampling: Sampling, clock: Stopwatch) -> None:
+def _kept_rollout(run: TrainingRun, number: int) -> Iteration | None:
+    found = run.stages.rollout(
+        run.state(number), run.rollout, run.prompts(number), run.config.actor_rollout_ref.rollout.n
+    )
+    return None if found is None else Iteration(number, *found)
+
+
+def _kept_scores(run: TrainingRun, number: int, kept: Iteration | None) -> Iteration | None:
+    found = run.stages.scores(run.state(number), run.reward.weights())
+    if found is None:
+        return None
+    version, scores, pictures = found
+    return Iteration(number, version, kept.batches if kept else (), scores=scores, pictures=pictures)
+
+
+def _keep_rollout(run: TrainingRun, iteration: Iteration, clock: Stopwatch) -> None:
     if run.config.trainer.keep_stages:
         with clock.stage("kept_stages"):
-            run.stages.keep_rollout(run.state(iteration), sampling.policy_version, run.rollout, sampling.batches)
+            state = run.state(iteration.number)
+            run.stages.keep_rollout(state, iteration.policy_version, run.rollout, iteration.batches)
 
 
 @task(name="read-pairs", cache_policy=NO_CACHE, persist_result=False)
@@ -183,13 +180,14 @@ def read_pairs(
     config: TrainConfig,
     pairs: Sequence[Pair],
     iteration: int,
-) -> Collected:
+) -> Iteration:
     """The iteration's pairs, one batch for each rank that has samples of its own, and optimiser step."""
     size = config.actor_rollout_ref.actor.ppo_mini_batch_size // config.data_ranks
     with clock.stage("read_pairs"):
         batches = list(data.batches(pairs, embeddings, size, config.trainer.seed, iteration))
     samples = pd.DataFrame([{"pair": pair.uid, "uid": pair.prompt_uid, "iteration": iteration} for pair in pairs])
-    return Collected(batches, np.concatenate([batch.advantages for batch in batches]), samples)
+    advantages = np.concatenate([batch.advantages for batch in batches])
+    return Iteration(iteration, batches=batches, advantages=advantages, samples=samples)
 
 
 def _reward_metrics(scores: Scores, advantages: np.ndarray) -> dict[str, float]:

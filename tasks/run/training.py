@@ -1,6 +1,5 @@
 """What one training run knows of itself, and what comes next in it."""
 
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -10,7 +9,6 @@ from typing import TypeVar
 from prefect import get_run_logger
 
 from models.algorithms import DiffusionLossFn, get_diffusion_loss_fn
-from models.schedulers.windows import window_steps
 from models.training.weight_copies import HeldWeights
 from models.weights.canary import Canary, CanaryLimits
 from tasks.actors.memory import resident_mb
@@ -27,6 +25,7 @@ from tasks.records.run_store import CheckpointStore, RunState
 from tasks.records.tracking import Tracker
 from tasks.run.kept_stages import KeptStages
 from tasks.run.preflight import Inputs
+from tasks.run.schedule import part_of, window_of
 from tasks.run.utilisation import Utilisation
 from tasks.stages.validation import Validation
 from tasks.system.ownership import require_own
@@ -98,36 +97,18 @@ class TrainingRun:
 
     def prompts(self, iteration: int) -> list[Prompt]:
         """The iteration's train prompts."""
-        return self._part(self.inputs.train, iteration)
+        return self._part_of(self.inputs.train, iteration)
 
     def pairs(self, iteration: int) -> list[Pair]:
         """The iteration's preference pairs."""
-        return self._part(self.inputs.pairs.pairs, iteration)
+        return self._part_of(self.inputs.pairs.pairs, iteration)
 
-    def _part(self, items: Sequence[T], iteration: int) -> list[T]:
-        """Consecutive parts of one permutation an epoch, the remainder left out.
-
-        A function of (seed, iteration) alone, so there is no cursor to lose.
-        """
-        size = self.config.data.train_batch_size
-        epoch, part = divmod(iteration - 1, len(items) // size)
-        order = list(items)
-        random.Random(f"data/{self.config.trainer.seed}/{epoch}").shuffle(order)
-        return order[part * size : (part + 1) * size]
+    def _part_of(self, items: Sequence[T], iteration: int) -> list[T]:
+        return part_of(items, self.config.data.train_batch_size, self.config.trainer.seed, iteration)
 
     def window(self, iteration: int) -> list[int]:
-        """The iteration's stochastic steps; none where finished samples are trained on."""
-        rollout = self.config.actor_rollout_ref.rollout
-        trainer = self.config.trainer
-        if self.config.algorithm.trainer_type == "direct_preference":
-            return []
-        return window_steps(
-            rollout.algo,
-            rollout.pipeline.num_inference_steps,
-            trainer.seed,
-            iteration,
-            trainer.total_training_steps,
-        )
+        """The iteration's stochastic steps."""
+        return window_of(self.config, iteration)
 
     @property
     def canary_limits(self) -> CanaryLimits:

@@ -81,5 +81,5 @@ def test_a_validation_measures_its_weights_and_gives_the_rollout_its_own_back(
     settings = {"algorithm": {"name": algorithm}, "actor_rollout_ref": {"actor": actor}}
     run = run_of(settings, inputs=SimpleNamespace(test=[]), trainer=weights)
     assert run.sampling_weights == samples_with
-    loop.measure(run, Stopwatch())
+    loop.validate_weights(run, Stopwatch())
     assert (seen, weights.held) == ([measured], samples_with)

@@ -1,0 +1,31 @@
+"""What each iteration of a run draws from and where it explores: functions of the config, the seed and its number."""
+
+import random
+from collections.abc import Sequence
+from typing import TypeVar
+
+from models.schedulers.windows import window_steps
+from tasks.config.tree import TrainConfig
+
+T = TypeVar("T")
+
+
+def part_of(items: Sequence[T], size: int, seed: int, iteration: int) -> list[T]:
+    """The `size` prompts or pairs of an iteration (from 1): consecutive parts of one permutation an epoch, the
+    remainder left out.
+
+    A function of (seed, iteration) alone, so there is no cursor to lose.
+    """
+    epoch, part = divmod(iteration - 1, len(items) // size)
+    order = list(items)
+    random.Random(f"data/{seed}/{epoch}").shuffle(order)
+    return order[part * size : (part + 1) * size]
+
+
+def window_of(config: TrainConfig, iteration: int) -> list[int]:
+    """The iteration's stochastic steps; none where finished samples are trained on."""
+    if config.algorithm.trainer_type == "direct_preference":
+        return []
+    rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
+    steps = rollout.pipeline.num_inference_steps
+    return window_steps(rollout.algo, steps, trainer.seed, iteration, trainer.total_training_steps)
