@@ -61,8 +61,10 @@ def test_the_findings_have_their_tests_in_files() -> None:
 
 
 def test_what_counts_as_missing() -> None:
-    text = "`tests/docs/test_files.py`, `test_files.py::test_the_first_sentence`, `test_the_first_sentence`, `test_ratio`, "
-    text += "`test_nothing.py`, `tests/tasks/test_files.py`, `test_files.py::test_nothing`, `flows/train.py`"
+    text = "`tests/docs/test_files.py`, `test_files.py::test_the_first_sentence`, `test_the_first_sentence`, "
+    text += (
+        "`test_ratio`, `test_nothing.py`, `tests/tasks/test_files.py`, `test_files.py::test_nothing`, `flows/train.py`"
+    )
     assert missing_tests(text) == [
         "test_ratio",
         "test_nothing.py",
