@@ -1,4 +1,4 @@
-"""`actor_rollout_ref.rollout.engine_kwargs.vllm_omni`: settings of vLLM-Omni."""
+"""`actor_rollout_ref.rollout.vllm_omni`: settings of vLLM-Omni."""
 
 from typing import Literal
 

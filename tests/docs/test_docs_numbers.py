@@ -117,7 +117,11 @@ CLAIMS: list[tuple[Any, ...]] = [
     ("docs/iteration.md", "= P n / m #", P * N_EACH / BATCH),
     ("docs/iteration.md", "= ppo_epochs * P / q #", quickstart(f"{ACTOR}.ppo_epochs") * P / MINI),
     ("docs/iteration.md", "= q n / (m R) #", MINI * N_EACH / (BATCH * RANKS)),
-    ("docs/iteration.md", "= ceil(q n / (R u)) * W #", -(-MINI * N_EACH // (RANKS * MICRO)) * WINDOW),
+    (
+        "docs/iteration.md",
+        "= q n / (m R) ceil(m / u) W #",
+        MINI * N_EACH / (BATCH * RANKS) * -(-BATCH // MICRO) * WINDOW,
+    ),
     (
         "docs/iteration.md",
         "u is # and m # in `quickstart`, and both are # by default",
