@@ -91,7 +91,7 @@ def vae_loss(vae: AutoencoderKL, crops: torch.Tensor, latent_noise: float, seed:
 
 @torch.no_grad()
 def encode(vae: AutoencoderKL, pixels: torch.Tensor) -> torch.Tensor:
-    """The latents of uint8 pictures (pictures, height, width, 3), as the VAE gives them, float32 [B, channels, h, w]."""
+    """The latents of uint8 pictures [B, height, width, 3], as the VAE gives them, float32 [B, channels, h, w]."""
     parts = []
     for part in pixels.split(ENCODED_AT_ONCE):
         with half_precision(pixels.device.type):
@@ -100,7 +100,7 @@ def encode(vae: AutoencoderKL, pixels: torch.Tensor) -> torch.Tensor:
 
 
 def standardise(vae: AutoencoderKL, latents: torch.Tensor) -> torch.Tensor:
-    """The latents [B, channels, h, w] with mean 0 and standard deviation 1, which the VAE's config gets as shift and scale."""
+    """The latents [B, channels, h, w] with mean 0 and deviation 1; the VAE's config gets both as shift and scale."""
     mean, std = latents.mean().item(), latents.std().item()
     vae.register_to_config(scaling_factor=1 / std, shift_factor=mean)
     return (latents - mean) / std

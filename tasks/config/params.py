@@ -6,12 +6,21 @@ No field has a default here: DVC compares the values in params.yaml, so that is 
 import re
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from models.config.bounds import MOST_BATCH, MOST_COUNT, MOST_NOISE_LEVELS, MOST_PIXELS, MOST_THREADS, Seed, check_texts
+from models.config.bounds import (
+    MOST_BATCH,
+    MOST_COUNT,
+    MOST_NOISE_LEVELS,
+    MOST_PIXELS,
+    MOST_PROCESSES,
+    MOST_THREADS,
+    Seed,
+    check_texts,
+)
 from models.errors import DoubleflowError
 from models.tiny_qwen_image.settings import TinySettings
 from models.words_stable_diffusion_3.settings import WordsSettings
@@ -93,6 +102,26 @@ class GateParams(_Section):
         return self
 
 
+M = TypeVar("M", TinySettings, WordsSettings)
+
+
+def check_model_numbers(model: M) -> M:
+    """The settings of a model that the project trains itself, all finite and none absurd.
+
+    Their classes have no bounds of their own: their files are dependencies of stages, which a change would run again.
+
+    Raises:
+        ValueError: one is not.
+    """
+    for name, value in asdict(model).items():
+        for number in value if isinstance(value, tuple) else [value]:
+            if not abs(number) <= MOST_COUNT:  # NaN is not, either
+                raise ValueError(f"model.{name} is {number:g}: give a finite number of at most {MOST_COUNT:g}")
+    if model.seed < 0:
+        raise ValueError(f"model.seed is {model.seed}: give a whole number from 0 on")
+    return model
+
+
 class BaseModelParams(_Section):
     """Stage `base_model`: data/prompts.parquet -> data/base_model/ and its metrics."""
 
@@ -102,14 +131,7 @@ class BaseModelParams(_Section):
     @field_validator("model")
     @classmethod
     def _numbers_are_small(cls, model: TinySettings) -> TinySettings:
-        # The class has no bounds of its own: its file is a dependency of the stage, which a change would run again.
-        for name, value in asdict(model).items():
-            for number in value if isinstance(value, tuple) else [value]:
-                if not abs(number) <= MOST_COUNT:  # NaN is not, either
-                    raise ValueError(f"model.{name} is {number:g}: give a finite number of at most {MOST_COUNT:g}")
-        if model.seed < 0:
-            raise ValueError(f"model.seed is {model.seed}: give a whole number from 0 on")
-        return model
+        return check_model_numbers(model)
 
 
 class EmbeddingsParams(_Section):
@@ -160,9 +182,14 @@ class WordsParams(_Section):
     """Stages `words_prompts` and `words_base_model`: data/words/, the model that writes a word."""
 
     device: Literal["cpu", "cuda"] = Field(description="Where the base model is trained and measured.")
-    processes: int = Field(ge=1, description="Processes that read pictures while it trains.")
+    processes: int = Field(ge=1, le=MOST_PROCESSES, description="Processes that read pictures while it trains.")
     model: WordsSettings = Field(description="See models/words_stable_diffusion_3/settings.py.")
     gate: GateParams = Field(description="The model is kept only within these bounds.")
+
+    @field_validator("model")
+    @classmethod
+    def _numbers_are_small(cls, model: WordsSettings) -> WordsSettings:
+        return check_model_numbers(model)
 
 
 class PrepareParams(_Section):

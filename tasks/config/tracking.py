@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from models.config.bounds import MOST_BATCH, ExperimentName
+from models.config.bounds import MOST_BATCH, MOST_ITERATIONS, ExperimentName
 from models.config.section import Section
 
 
@@ -21,12 +21,14 @@ class TrackingConfig(Section):
     keep_pictures: int | None = Field(
         None,
         ge=1,
+        le=MOST_ITERATIONS,
         description="Newest iterations whose pictures stay, one by one and as a grid; older ones are removed from "
         "MLflow, which the run's log and tag say. Tables and metrics stay. Null keeps all.",
     )
     keep_validation_grids: int | None = Field(
         None,
         ge=1,
+        le=MOST_ITERATIONS,
         description="Newest validation grids that stay beside the first, in MLflow and in the run's folder. Null "
         "keeps all.",
     )

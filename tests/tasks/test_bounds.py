@@ -28,7 +28,8 @@ from tasks.rewards import RewardError, check_reward
 ROOT = Path(__file__).parents[2]
 SETTINGS = (TrainConfig, SweepConfig, Measurement, PrepareParams)
 WITHOUT_BOUNDS = {
-    "PrepareParams.base_model.model": "its file is a dependency of a data stage, so PrepareParams checks the numbers"
+    "PrepareParams.base_model.model": "its file is a dependency of a data stage, so PrepareParams checks the numbers",
+    "PrepareParams.words.model": "likewise",
 }
 EVERYWHERE = {"prompts": "a", "embeddings": "b"}
 SPACE = {"trainer.seed": {"choices": [1, 2]}}
