@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from models.families.base import UNCONDITIONAL
 from models.samples.trajectories import FinishedLatents, Trajectories
 from models.training.noised import NoisedLatents
 
+COUNTED = "counted"
+"""Which samples [B] of a micro-batch count, where not all do: the others are computed with them and in no mean."""
 
 @dataclass(frozen=True)
 class ActorBatch:
@@ -62,19 +64,23 @@ def micro_batch_of(
 ) -> tuple[TensorDict, int]:
     """Inputs of one micro-batch at one timestep, and how many of its samples count.
 
+    Where only some do, the others stay in it and COUNTED says which do: a batch of another size would be rounded
+    otherwise than the one that was sampled.
+
     Args:
         samples: of one step or level, on `device`.
         advantages: [B], on the CPU; NaN where a sample does not count.
     """
     tensors: dict[str, Tensor | None]
     if isinstance(samples, NoisedLatents):
-        rows, counted = torch.arange(len(samples)), int((~advantages.isnan()).sum())
+        number = int((~advantages.isnan()).sum())
         tensors = {"clean_latents": samples.latents, **samples.levelwise()}
     else:
-        # With none left, one sample is computed and weighted 0: every rank must take part in the collectives.
-        kept = counted_rows(samples, advantages)
-        rows, counted = kept if len(kept) else torch.zeros(1, dtype=torch.long), len(kept)
-        samples = samples.rows(rows)
+        counted = which_count(samples, advantages)
+        number = int(counted.sum())
+        if number == 0:  # every rank must take part in the collectives: one sample is computed, and weighted 0
+            samples, advantages, counted = samples.rows(torch.tensor([0])), advantages[:1], counted[:1]
+        samples = _computable(samples, counted)
         weights = samples.is_weights
         tensors = {
             "latents": samples.latents,
@@ -83,24 +89,40 @@ def micro_batch_of(
             OLD_MEAN: samples.means,
             UNCONDITIONAL: samples.unconditional,
             IS_WEIGHTS: None if weights is None else weights.nan_to_num(0.0),
+            COUNTED: counted.to(device) if 0 < number < len(counted) else None,
         }
-    tensors["advantages"] = advantages[rows].nan_to_num(0.0).to(device)
+    tensors["advantages"] = advantages.nan_to_num(0.0).to(device)
     tensors |= samples.prompts.expand(samples.prompt_index) | samples.prompts.expand_extras(samples.prompt_index)
     present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    return TensorDict(present, batch_size=[len(rows)]), counted
+    return TensorDict(present, batch_size=[len(advantages)]), number
 
 
-def counted_rows(trajectories: Trajectories, advantages: Tensor) -> Tensor:
-    """Indices [b] of the samples that count in a window of one step: neither reward nor weight is missing.
+def which_count(trajectories: Trajectories, advantages: Tensor) -> Tensor:
+    """Which samples [B] count in a window of one step, on the CPU: neither reward nor weight is missing.
 
     Args:
         trajectories: B samples of one step.
         advantages: [B], NaN where the reward is missing.
     """
-    left_out = torch.isnan(advantages)
+    counted = ~advantages.isnan()
     if trajectories.is_weights is not None:
-        left_out = left_out | torch.isnan(trajectories.is_weights[:, 0]).cpu()
-    return torch.nonzero(~left_out).flatten()
+        counted = counted & ~trajectories.is_weights[:, 0].isnan().cpu()
+    return counted
+
+
+def _computable(trajectories: Trajectories, counted: Tensor) -> Trajectories:
+    """The same samples, but zeros in those that do not count and overflowed as they were sampled: 0 times what is not
+    finite is NaN, and would be in the gradient of all."""
+    if counted.all():
+        return trajectories
+    spoilt = ~(counted.to(trajectories.log_probs.device) | trajectories.log_probs[:, 0].isfinite())
+    given = {name: getattr(trajectories, name) for name in ("latents", "log_probs", "means", "unconditional")}
+    cleared: dict[str, Any] = {
+        name: tensor.masked_fill(spoilt.view(-1, *[1] * (tensor.ndim - 1)), 0.0)
+        for name, tensor in given.items()
+        if tensor is not None
+    }
+    return replace(trajectories, **cleared)
 
 
 class WeightedMetrics:

@@ -27,6 +27,7 @@ from models.algorithms.losses import (
 )
 from models.families.base import UNCONDITIONAL, DiffusionModelBase, DiffusionModelConfig
 from models.schedulers import FlowMatchSDEDiscreteScheduler
+from models.training.micro_batches import COUNTED
 from models.training.noised import add_noise
 from models.training.weight_copies import WeightCopy
 from models.weights.trainable import LORA_FILE, trainable
@@ -80,13 +81,14 @@ class PolicyEvaluation:
                 old_log_probs [B, W], and where they are needed old_prev_sample_mean [B, W, ...] and rollout_is_weights
                 [B, W]. Of the forward process clean_latents [B, ...], noise [B, W, ...], sigmas [B, W] and the
                 velocities [B, W, ...] that the loss compares with. The engine itself hands over one step at a time
-                (W = 1), so a window may have gaps.
+                (W = 1), so a window may have gaps. With `counted` [B] all samples are computed, and those alone are in
+                the loss and the metrics.
             loss_function: applied to the outputs; unused with `forward_only`.
             forward_only: no gradient, no loss.
             step: which of the W timesteps.
 
         Returns:
-            (scalar loss, metrics), or with `forward_only` (model output, {}).
+            (scalar loss, metrics), or with `forward_only` (model output of all samples, {}).
         """
         data = self._data_of(micro_batch, step)
         if forward_only:
@@ -96,6 +98,7 @@ class PolicyEvaluation:
         if loss_function.process == "reverse":
             data |= self._compared_means(loss_function, micro_batch, data, step)
         output = self._output(self.module, micro_batch, data, step, learning=True)
+        output, data = (_counted(of_all, micro_batch.get(COUNTED)) for of_all in (output, data))
         name = self.actor_config.diffusion_loss.loss_mode
         loss_function.validate_inputs(loss_name=name, model_output=output, data=data)
         result = loss_function(config=self.actor_config, model_output=output, data=data)
@@ -206,6 +209,11 @@ class PolicyEvaluation:
             sqrt_dt=output["sqrt_dt"] if self.actor_config.kl_loss_type == "flow_grpo" else None,
         )
         return kl
+
+
+def _counted(tensors: dict[str, Tensor], counted: Tensor | None) -> dict[str, Tensor]:
+    """Tensors [B, ...] by name, of the samples that count."""
+    return tensors if counted is None else {name: tensor[counted] for name, tensor in tensors.items()}
 
 
 def load_teacher(adapter: type[DiffusionModelBase], model_config: DiffusionModelConfig, path: str) -> nn.Module:

@@ -125,7 +125,7 @@ def test_the_first_ratio_is_exactly_one(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With guidance and without; the trainer's rescoring gives the rollout's own bits."""
+    """With guidance and without, there with a reward missing; the trainer's rescoring gives the rollout's own bits."""
     family, layers = LAYERS[name]
     adapter, size = FAMILIES[family].adapter, SIZES[name]
     picture: dict[str, Any] = {"height": 16, "width": 24}
@@ -158,7 +158,10 @@ def test_the_first_ratio_is_exactly_one(
         assert isinstance(trajectories, Trajectories)
         own = trainer.rescored(replace(trajectories, unconditional=None)).log_probs
         assert torch.equal(own, trajectories.log_probs)
-        first = trainer.update_policy([ActorBatch([(trajectories, advantages_of(BATCH))], BATCH)])
+        advantages = advantages_of(BATCH)
+        if config is plain:
+            advantages[1] = float("nan")
+        first = trainer.update_policy([ActorBatch([(trajectories, advantages)], int((~advantages.isnan()).sum()))])
         assert first["logprob_abs_diff/max"] == first["ratio_deviation/max"] == first["pg_clipfrac"] == 0.0
         assert first["grad_norm"] > 0
         with pytest.raises(RuntimeError, match="differ in their digests"):  # the update moved them

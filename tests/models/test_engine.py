@@ -230,6 +230,57 @@ def test_a_missing_reward_leaves_the_update(tiny_model: Path, missing: Sequence[
     assert largest_difference(without.gather_weights(), start) > 1e-3
 
 
+@pytest.mark.parametrize("missing", [[1], [0, 1, 2, 3]], ids=["one_sample", "most"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("amplified", [False, True], ids=["as_it_is", "amplified"])
+def test_the_first_ratio_is_exactly_one_whatever_is_missing(
+    tiny_model: Path, missing: Sequence[int], dtype: str, amplified: bool
+) -> None:
+    """The rest is computed in the batch that it was sampled in. A CPU's sums show less of a batch's size than a GPU's:
+    amplified, it shows in every output."""
+    config = model_config(tiny_model, dtype=dtype, true_cfg_scale=3.0)
+    rollout = DiffusersRolloutEngine(config)
+    engine = trainer(config, ppo_micro_batch_size_per_gpu=6, loss_mode="grpo_guard")
+    if amplified:
+        for module in (rollout.transformer, engine.module):
+            module.register_forward_hook(lambda _, inputs, output: tuple(o * (1 + len(o) / 64) for o in output))
+    request = rollout_request(samples=2, lengths=(5, 3, 7), negative_length=4, record_means=True)
+    trajectories = rollout.produce(request).recorded
+    assert isinstance(trajectories, Trajectories)
+    assert torch.equal(engine.rescored(trajectories).log_probs, trajectories.log_probs)
+    advantages = ADVANTAGES.clone()
+    advantages[missing] = float("nan")
+    weights = torch.ones(6, 3)
+    weights[5, 1] = float("nan")  # a step that rollout correction rejects
+    metrics = engine.update_policy([batch_of(replace(trajectories, is_weights=weights), advantages)])
+    assert metrics["logprob_abs_diff/max"] == metrics["ratio_deviation/max"] == metrics["mean_drift"] == 0.0
+    assert metrics["grad_norm"] > 0
+    assert metrics["sample_steps"] == 3 * (6 - len(missing)) - 1
+
+
+@pytest.mark.parametrize("missing", [[2], [0, 1, 2, 3]], ids=["one_sample", "a_whole_micro_batch"])
+def test_a_sample_that_overflowed_and_has_no_reward_harms_no_other(tiny_model: Path, missing: Sequence[int]) -> None:
+    """It is computed with the others, where a gradient of 0 times what is not finite would be NaN."""
+    config = config_of("guided", tiny_model)
+    request = rollout_request(samples=2, lengths=(5, 3, 7), negative_length=4, record_unconditional=True)
+    trajectories = DiffusersRolloutEngine(config).produce(request).recorded
+    assert isinstance(trajectories, Trajectories)
+    assert trajectories.unconditional is not None
+    advantages = ADVANTAGES.clone()
+    advantages[missing] = float("nan")
+    broken, whole = (trajectories.rows(torch.arange(6)) for _ in range(2))
+    for tensor in (broken.latents[:, 1:], broken.log_probs, broken.unconditional):
+        assert tensor is not None
+        tensor[missing] = float("nan")
+    settings: dict[str, Any] = {"use_kl_loss": True, "kl_loss_coef": 20.0, "guidance_gradient": "conditional"}
+    with_broken, without = (trainer(config, **settings) for _ in range(2))
+    for _ in range(2):
+        found = with_broken.update_policy([batch_of(broken, advantages)])
+        expected = without.update_policy([batch_of(whole, advantages)])
+    assert found == pytest.approx(expected, rel=1e-5, abs=1e-9)
+    assert largest_difference(with_broken.gather_weights(), without.gather_weights()) < 1e-6
+
+
 def test_a_gradient_that_is_not_finite_stops_the_update(tiny_model: Path) -> None:
     """The weights stay, and nothing of the bad gradient is left for the next update."""
     config = config_of("full", tiny_model)
