@@ -223,11 +223,11 @@ class RolloutGroup:
 
     @contextmanager
     def asleep(self, clock: Stopwatch) -> Iterator[None]:
-        """The workers are off their GPUs during the block, if they share them with the trainer.
+        """The workers are off their GPUs during the block, if they share them with the trainer and do sleep.
 
         Weights that are to be sampled from are loaded after the block.
         """
-        if self.settings.placement == "separate":
+        if self.settings.placement == "separate" or not self.settings.enable_sleep_mode:
             yield
             return
         with clock.stage("sleep"):

@@ -157,7 +157,7 @@ def _engine(model_config: DiffusionModelConfig, settings: DiffusionRolloutConfig
             model_config,
             settings.vllm_omni,
             max_num_seqs=settings.micro_batch_size,
-            sleep_mode=settings.placement == "colocated",
+            sleep_mode=settings.placement == "colocated" and settings.enable_sleep_mode,
         )
     from models.rollout.diffusers import DiffusersRolloutEngine
 

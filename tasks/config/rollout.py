@@ -65,7 +65,13 @@ class DiffusionRolloutConfig(Section):
     num_threads: NotShaping[int] = Field(1, ge=1, le=MOST_THREADS, description="CPU threads of each worker.")
     placement: NotShaping[Literal["separate", "colocated"]] = Field(
         "separate",
-        description="colocated puts a worker on each trainer rank's GPU; it gives its memory up during the update.",
+        description="colocated puts a worker on each trainer rank's GPU; enable_sleep_mode says whether it gives its "
+        "memory up during the update.",
+    )
+    enable_sleep_mode: NotShaping[bool] = Field(
+        True,
+        description="A colocated worker's weights go to host memory during the update. false leaves them on the GPU, "
+        "which saves the way there and back in each iteration and must hold update and rollout together.",
     )
     max_queued_batches: NotShaping[int] = Field(
         16,

@@ -60,6 +60,11 @@ def check_fits(config: TrainConfig, model_config: DiffusionModelConfig, cost: Pa
     if rollout is None:
         return
     settings = config.actor_rollout_ref.rollout
+    if config.shares_gpus and not settings.enable_sleep_mode and update.gib + rollout.gib > there:
+        raise DoesNotFit(
+            f"update and rollout need {update.gib + rollout.gib:.1f} GiB together on each GPU ({update.sentence()}; "
+            f"{rollout.sentence()}) but there are {there:.1f}, and rollout.enable_sleep_mode is false: set it to true"
+        )
     beside, why = 0.0, ""
     if config.shares_gpus:
         beside, why = sum(update.resident.values()) / GIB, " beside the trainer's weights"

@@ -271,3 +271,18 @@ def test_a_stage_has_the_peak_of_the_actor_that_took_most() -> None:
         "memory/rollout/gpu_peak_gib/gen": 2.0,
         "memory/rollout/gpu_peak_gib/load": 3.0,
     }
+
+
+def test_update_and_rollout_must_fit_together_where_the_rollout_does_not_sleep(tiny_model: Path) -> None:
+    model = model_config(tiny_model)
+    large = replace(COST, trained=0, training_bytes=8 * GIB, blocks=(0, 0), parameters=GIB)
+    rollout = {"placement": "colocated"}
+    sleeps = run_config(tiny_model, gpu_memory_gib=13).with_changes({"actor_rollout_ref": {"rollout": rollout}})
+    check_fits(sleeps, model, large)
+    awake = sleeps.with_changes({"actor_rollout_ref": {"rollout": {"enable_sleep_mode": False}}})
+    with pytest.raises(
+        DoesNotFit, match=r"need 20.0 GiB together on each GPU .*rollout.enable_sleep_mode is false"
+    ):
+        check_fits(awake, model, large)
+    check_fits(awake.with_changes({"trainer": {"gpu_memory_gib": 1000}}), model, large)
+    check_fits(awake.with_changes({"actor_rollout_ref": {"rollout": {"placement": "separate"}}}), model, large)

@@ -1,5 +1,6 @@
 """Weights reach the rollout workers by every way with equal bits, also after one of them died."""
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from models.weights.canary import CanaryLimits
 from models.weights.trainable import TrainableLoad, WeightSyncError
 from tasks.actors.weight_transport import Arrival, Courier, Parcel
 from tasks.config.tree import TrainConfig
+from tasks.system.stopwatch import Stopwatch
 from tests.support.weight_actors import BUCKET, Actors, assert_equal, mend, pictures, spoil, started
 
 DIRECT = ("ipc", "collective")
@@ -178,3 +180,14 @@ def test_the_way_of_the_weights_makes_no_other_run() -> None:
         for way in ("object_store", "collective")
     )
     assert one.digest() == other.digest()
+
+
+@pytest.mark.parametrize(("settings", "sleeps"), [({}, True), ({"enable_sleep_mode": False}, False)])
+def test_a_colocated_worker_sleeps_during_the_update_unless_it_is_told_not_to(
+    actors: Actors, settings: dict[str, bool], sleeps: bool
+) -> None:
+    group, clock = copy.copy(actors.rollout), Stopwatch()
+    group.settings = group.settings.model_copy(update={"placement": "colocated"} | settings)
+    with group.asleep(clock):
+        pass
+    assert ("sleep" in clock.seconds) == sleeps

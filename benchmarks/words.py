@@ -1,0 +1,154 @@
+"""The words model on one GPU: what `make quickstart-gpu` learns, by seed and by what is trained how.
+
+    python -m benchmarks.words [--seeds 0 1 2] [--variants words ...] [--set FIELD=VALUE ...]
+
+Writes the table of docs/words.md and docs/words.png (held-out reward against minutes of training). A run that is
+finished is not made again. Needs `dvc repro data/words/dvc.yaml`; all seeds begin with that base model.
+"""
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import matplotlib.pyplot as plt
+from mlflow import MlflowClient
+
+from benchmarks.docs import put_table
+from flows.recipes import load_recipe, parse_changes
+
+PAGE, SCRIPT = Path("docs/words.md"), "words.py"
+GOAL = 0.9
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+VARIANTS: dict[str, tuple[str, list[str]]] = {
+    "words": ("words", []),
+    "words, all weights": (
+        "words",
+        [
+            "actor_rollout_ref.model.lora_rank=0",
+            f"{ACTOR}.optim.lr=1.0e-4",
+            f"{ROLLOUT}.weight_transport=ipc",
+            f"{ROLLOUT}.max_restarts=0",  # else a copy of all weights goes through the object store as well
+        ],
+    ),
+    "words-flow-grpo": ("words-flow-grpo", []),
+}
+"""Name -> recipe and what is changed of it."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One run.
+
+    Attributes:
+        held_out: iteration -> held-out reward; 0 is before training.
+        seconds: iteration -> how long it took, its validation included.
+        images: pictures an iteration.
+    """
+
+    variant: str
+    seed: int
+    held_out: dict[int, float]
+    seconds: dict[int, float]
+    images: float
+
+    def minutes(self, iteration: int) -> float:
+        """Of training, until the end of that iteration."""
+        return sum(value for step, value in self.seconds.items() if step <= iteration) / 60
+
+    def minutes_to_goal(self) -> float | None:
+        """None where no validation reached the goal."""
+        reached = [step for step, reward in sorted(self.held_out.items()) if reward >= GOAL]
+        return self.minutes(reached[0]) if reached else None
+
+
+def trained(variant: str, seed: int, settings: Sequence[str]) -> Curve:
+    """Train in a process of its own, and read what MLflow has of it."""
+    recipe, changes = VARIANTS[variant]
+    given = [*changes, *settings, f"trainer.seed={seed}"]
+    command = [sys.executable, "-m", "flows.train", recipe]
+    subprocess.run([*command, *(part for change in given for part in ("--set", change))], check=True)
+    config = load_recipe(recipe).with_changes(parse_changes(given))
+    client = MlflowClient(config.tracking.uri)
+    experiment = client.get_experiment_by_name(config.tracking.experiment)
+    (run,) = client.search_runs(
+        [experiment.experiment_id],
+        f"tags.mlflow.runName = '{config.run_name}' AND attributes.status = 'FINISHED'",
+        order_by=["attributes.start_time DESC"],
+        max_results=1,
+    )
+
+    def history(name: str) -> dict[int, float]:
+        return {metric.step: metric.value for metric in client.get_metric_history(run.info.run_id, name)}
+
+    images = max(history("perf/total_num_images").values())
+    return Curve(variant, seed, history("val/reward/mean"), history("timing_s/step"), images)
+
+
+def table(curves: Iterable[Curve]) -> str:
+    """A row for each variant."""
+    of_variant: dict[str, list[Curve]] = {}
+    for curve in curves:
+        of_variant.setdefault(curve.variant, []).append(curve)
+    lines = [
+        f"| Variant | Seeds | Held-out reward before | after, each seed | Iterations | Minutes to {GOAL}, each seed "
+        "| Minutes in all | Seconds an iteration | Pictures a second |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for variant, runs in of_variant.items():
+        before = sum(run.held_out[0] for run in runs) / len(runs)
+        after = ", ".join(f"{run.held_out[max(run.held_out)]:.3f}" for run in runs)
+        to_goal = ", ".join("not reached" if (m := run.minutes_to_goal()) is None else f"{m:.1f}" for run in runs)
+        iterations = max(max(run.seconds) for run in runs)
+        total = ", ".join(f"{run.minutes(iterations):.1f}" for run in runs)
+        seconds = median(value for run in runs for value in run.seconds.values())
+        seeds = ", ".join(str(run.seed) for run in runs)
+        lines.append(
+            f"| {variant} | {seeds} | {before:.3f} | {after} | {iterations} | {to_goal} | {total} | {seconds:.1f} "
+            f"| {runs[0].images / seconds:.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def plot(curves: Sequence[Curve], path: Path) -> None:
+    """Held-out reward against minutes of training, one colour a variant, a line a seed."""
+    figure, axes = plt.subplots(figsize=(7.5, 3.8), layout="constrained")
+    variants = list(dict.fromkeys(curve.variant for curve in curves))
+    named = set()
+    for curve in curves:
+        steps = sorted(curve.held_out)
+        label = None if curve.variant in named else curve.variant
+        named.add(curve.variant)
+        axes.plot(
+            [curve.minutes(step) for step in steps],
+            [curve.held_out[step] for step in steps],
+            "o-",
+            color=f"C{variants.index(curve.variant)}",
+            label=label,
+        )
+    axes.axhline(GOAL, color="0.7", linewidth=1)
+    axes.set(xlabel="minutes of training", ylabel="held-out OCR reward")
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right")
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    """Train, plot, write the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["words"])
+    parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="changed in every run")
+    parser.add_argument("--page", type=Path, default=PAGE, help="where the table goes; the plot goes beside it")
+    given = parser.parse_args()
+    curves = [trained(variant, seed, given.set) for variant in given.variants for seed in given.seeds]
+    plot(curves, given.page.with_suffix(".png"))
+    put_table(given.page, SCRIPT, table(curves))
+    print(table(curves))
+
+
+if __name__ == "__main__":
+    main()
