@@ -12,7 +12,10 @@ RUNS ?= 2
 RESUME = resume one_step_off_policy
 UNITS = --ignore tests/platform --ignore tests/omni --ignore tests/gpu/test_flow.py
 UV_VERSION = 0.13.9
-TESTS = test-platform test-resume test-units test-learning test-omni test-alone
+# `make check` runs these two halves side by side: they take about the same processor time.
+CHECKED = -m "not ray and not slow"
+CHECKS = check-models check-rest
+TESTS = test-platform test-resume test-units test-learning test-omni test-alone $(CHECKS)
 
 # Nobody is watched, and nothing waits for a network that may be closed.
 export DO_NOT_TRACK = true
@@ -101,8 +104,15 @@ test-omni: $(VLLM_VENV)/.dev
 test-alone: $(VLLM_VENV)/.dev
 	@$(VLLM_VENV)/bin/python -m pytest tests/omni -m alone
 
-check: lint .doubleflow ## lint and the tests that start no Ray and take no half minute: before each commit
-	@$(BIN)/python -m pytest $(UNITS) -m "not ray and not slow"
+# The lint runs beside the tests, whose halves do not end together.
+check: $(VENV)/.dev ## lint and the tests that start no Ray and take no half minute: before each commit
+	@$(MAKE) --no-print-directory --jobs 3 --output-sync=target lint $(CHECKS)
+
+check-models: $(VENV)/.dev
+	@$(BIN)/python -m pytest tests/models $(CHECKED)
+
+check-rest: $(VENV)/.dev
+	@$(BIN)/python -m pytest $(UNITS) --ignore tests/models $(CHECKED)
 
 lint: $(VENV)/.dev ## style, types and the direction of imports
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports

@@ -20,14 +20,15 @@ import torch
 
 torch.set_num_threads(1)
 
-STARTS_RAY = {"ray", "ray_cluster", "weight_actors"}
+STARTS_RAY = {"ray", "ray_cluster"}
+ACTORS = "tests.support.weight_actors"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark `ray` on the tests of a module that has Ray, a cluster, or actors for tests among its names."""
     for module in {getattr(item, "module", None) for item in items}:
         found = vars(module).items() if module else ()
-        if any(name in STARTS_RAY or getattr(value, "__module__", None) == "weight_actors" for name, value in found):
+        if any(name in STARTS_RAY or getattr(value, "__module__", None) == ACTORS for name, value in found):
             for item in items:
                 if getattr(item, "module", None) is module:
                     item.add_marker(pytest.mark.ray)

@@ -2,11 +2,13 @@
 
 import os
 import re
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tests.support.forked import Program
+from tests.support.patience import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "docs" / "examples"
@@ -14,20 +16,34 @@ PAGE = (ROOT / "docs" / "examples.md").read_text()
 NUMBER = r"-?\d+\.\d+(?:e[-+]\d+)?"
 
 
-def printed(name: str, *arguments: Path) -> list[str]:
-    """The lines that an example prints, run in a process of its own with nothing but the project on its path."""
+RUN = """
+import contextlib, runpy, sys
+with open(sys.argv.pop(1), "w") as printed, contextlib.redirect_stdout(printed):
+    del sys.argv[0]  # what is left is the command line of a reader: the example's own path comes first
+    runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+Printed = Callable[..., list[str]]
+
+
+@pytest.fixture
+def printed(tmp_path: Path) -> Printed:
+    """(name, arguments) -> the lines that an example prints, run in a process of its own."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, EXAMPLES / f"{name}.py", *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert result.returncode == 0, result.stderr
-    return result.stdout.splitlines()
+
+    def run(name: str, *arguments: Path) -> list[str]:
+        command = ["-c", RUN, *map(str, (tmp_path / "printed", EXAMPLES / f"{name}.py", *arguments))]
+        program = Program(command, tmp_path, environment, tmp_path / "errors")
+        assert program.wait(PATIENCE) == 0, program.output()
+        return (tmp_path / "printed").read_text().splitlines()
+
+    return run
 
 
 def numbers(line: str) -> list[float]:
     return [float(found) for found in re.findall(NUMBER, line)]
 
 
-def test_sampling(tmp_path: Path) -> None:
+def test_sampling(printed: Printed, tmp_path: Path) -> None:
     pictures, latents, *samples = printed("sample", tmp_path / "first")
     assert pictures == "pictures (3, 16, 24, 3) torch.uint8"
     assert latents == "latents (3, 3, 24, 16)"
@@ -39,7 +55,7 @@ def test_sampling(tmp_path: Path) -> None:
     assert printed("sample", tmp_path / "second") == [pictures, latents, *samples], "every draw has a key"
 
 
-def test_a_loss_step() -> None:
+def test_a_loss_step(printed: Printed) -> None:
     (loss, deviation), (after, moved) = (numbers(line) for line in printed("loss_step"))
     assert deviation == 0, "before the first step the policy is the one that sampled"
     assert loss == pytest.approx(0, abs=1e-6), "-mean A, and advantages are centred in their groups"
@@ -47,7 +63,7 @@ def test_a_loss_step() -> None:
     assert moved > 0
 
 
-def test_a_reward() -> None:
+def test_a_reward(printed: Printed) -> None:
     redness, brightness, total = printed("reward")
     assert numbers(redness) == [0.8, 0.8, 0.0]
     assert redness.endswith("{'wanted': [True, False, False]}")
@@ -56,7 +72,7 @@ def test_a_reward() -> None:
     assert numbers(total) == pytest.approx(expected, abs=1e-3)
 
 
-def test_a_kernel() -> None:
+def test_a_kernel(printed: Printed) -> None:
     lines = printed("kernel")
     assert [line.split()[1] for line in lines] == ["1.000", "0.667", "0.334"]
     for line in lines:
@@ -65,7 +81,7 @@ def test_a_kernel() -> None:
         assert error < 1e-5, "the log-prob is the Gaussian's own"
 
 
-def test_a_family(tmp_path: Path) -> None:
+def test_a_family(printed: Printed, tmp_path: Path) -> None:
     pictures, log_probs = printed("family", tmp_path / "toy")
     assert pictures == "Toy (2, 8, 8, 3)"
     first, second = numbers(log_probs)

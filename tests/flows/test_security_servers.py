@@ -52,6 +52,7 @@ flows.commands.train()
 """
 
 
+@pytest.mark.slow
 def test_the_temporary_server_of_a_run_wants_a_secret(tmp_path: Path) -> None:
     """Started as by `python -m flows.train`; the request is one that a browser sends for any page without asking."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT")}

@@ -19,6 +19,7 @@ from models.training.fsdp import ActorBatch, DiffusersFSDPEngine
 from models.training.weight_copies import WeightAverage
 from models.weights.canary import Canary, check_canary
 from models.weights.trainable import WeightSyncError, load_trainable, trainable
+from tests.support.cases import crossed
 from tests.support.helpers import actor_config, model_config, prompt_table, rollout_request
 from tests.support.plain_trainer import plain_kl, plain_module, plain_replay, plain_updates
 
@@ -31,7 +32,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "guided": {"true_cfg_scale": 3.0},
     "guided_lora": {"true_cfg_scale": 3.0, "lora_rank": 4, "lora_alpha": 8},
 }
-every_kind = pytest.mark.parametrize("kind", KINDS)
 full_and_lora = pytest.mark.parametrize("kind", ["full", "lora"])
 
 
@@ -109,8 +109,7 @@ def differently_long_rollouts(config: DiffusionModelConfig) -> list[Trajectories
 # ---- updates
 
 
-@every_kind
-@pytest.mark.parametrize("clip_grad", [0.01, 1e6], ids=["norm_clipped", "norm_free"])
+@pytest.mark.parametrize(("kind", "clip_grad"), crossed(KINDS, {"norm_clipped": 0.01, "norm_free": 1e6}))
 def test_updates_equal_the_reference_trainer(tiny_model: Path, kind: str, clip_grad: float) -> None:
     """Three updates, uneven micro-batches of 4 and 2: weights and gradient norms."""
     config = config_of(kind, tiny_model)

@@ -18,6 +18,7 @@ from models.samples.trajectories import FinishedLatents
 from models.training.fsdp import DiffusersFSDPEngine
 from models.training.micro_batches import ActorBatch
 from models.weights.trainable import export_weights, trainable
+from tests.support.cases import crossed
 from tests.support.helpers import actor_config, model_config, rollout_request
 from tests.support.plain_forward import Noised, noised, plain_iterations, with_pairs_noise
 from tests.support.plain_trainer import plain_kl, plain_module, plain_replay
@@ -36,6 +37,7 @@ LOSSES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 every_loss = pytest.mark.parametrize("loss", LOSSES)
 full_and_lora = pytest.mark.parametrize("kind", KINDS)
+loss_and_kind = pytest.mark.parametrize(("loss", "kind"), crossed(LOSSES, {kind: kind for kind in KINDS}))
 
 
 def finished(config: DiffusionModelConfig) -> list[FinishedLatents]:
@@ -110,8 +112,7 @@ def old_weights(engine: DiffusersFSDPEngine) -> dict[str, Tensor]:
 # ---- updates
 
 
-@full_and_lora
-@every_loss
+@loss_and_kind
 def test_iterations_equal_the_plain_trainers(
     tiny_model: Path, samples: list[FinishedLatents], kind: str, loss: str
 ) -> None:
@@ -231,8 +232,7 @@ def test_who_keeps_no_old_policy_says_so(tiny_model: Path) -> None:
         engine.holding("old")
 
 
-@full_and_lora
-@every_loss
+@loss_and_kind
 def test_a_resumed_engine_goes_on_bit_for_bit(
     tiny_model: Path, samples: list[FinishedLatents], tmp_path: Path, kind: str, loss: str
 ) -> None:

@@ -30,6 +30,7 @@ from models.weights.canary import Canary, check_canary
 from models.weights.trainable import export_weights, kept_in_fp32, make_trainable, trainable
 from tasks.data.embeddings import PromptEmbeddings, write_embeddings
 from tasks.data.prompts import Prompt
+from tests.support.cases import crossed
 from tests.support.helpers import PROMPTS, actor_config, model_config, noise_keys
 from tests.support.tiny_models import FAMILIES, NEGATIVE, Family
 
@@ -271,6 +272,16 @@ def replay_cases() -> Iterator[Any]:
             yield pytest.param(name, sde_type, guided, id=f"{name}-{sde_type}-{'guided' if guided else 'plain'}")
 
 
+def update_cases() -> Iterator[Any]:
+    """(family, weights, guided): of every family both weights and both guidances; the other pairs are slow."""
+    for number, name in enumerate(FAMILIES):
+        for kind, weights in (("full", {}), ("lora", LORA)):
+            for guided in (False, True):
+                marks = [pytest.mark.slow] if (number + (kind == "lora") + guided) % 2 else []
+                label = f"{name}-{kind}-{'guided' if guided else 'plain'}"
+                yield pytest.param(name, weights, guided, id=label, marks=marks)
+
+
 @pytest.mark.parametrize(("name", "sde_type", "guided"), replay_cases())
 @pytest.mark.usefixtures("one_rank")
 def test_replayed_log_probs_are_the_rollouts_own(checkpoint_of: Any, name: str, sde_type: str, guided: bool) -> None:
@@ -283,8 +294,7 @@ def test_replayed_log_probs_are_the_rollouts_own(checkpoint_of: Any, name: str, 
     assert trajectories.log_probs.std() > 1e-4
 
 
-@pytest.mark.parametrize("weights", [{}, LORA], ids=["full", "lora"])
-@every_family
+@pytest.mark.parametrize(("name", "weights"), crossed(FAMILIES, {"full": {}, "lora": LORA}))
 @pytest.mark.usefixtures("one_rank")
 def test_replay_in_bfloat16(checkpoint_of: Any, name: str, weights: dict[str, int]) -> None:
     """Guided, so that both halves are there. The sharded engine casts nothing that the rollout does not: timesteps and
@@ -340,9 +350,7 @@ def test_full_weights_in_bfloat16_are_exported_as_they_are_sampled_with(
             assert torch.equal(own, other), key
 
 
-@with_and_without_guidance
-@pytest.mark.parametrize("weights", [{}, LORA], ids=["full", "lora"])
-@every_family
+@pytest.mark.parametrize(("name", "weights", "guided"), update_cases())
 @pytest.mark.usefixtures("one_rank")
 def test_one_update_moves_the_trained_weights_and_nothing_else(
     checkpoint_of: Any, name: str, weights: dict[str, int], guided: bool
@@ -430,7 +438,7 @@ def test_gradients_reach_exactly_the_trained_weights(checkpoint_of: Any, name: s
     assert reached == set(trainable(module)) - model.family.unreached(trainable(module))
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.usefixtures("one_rank")
 def test_compiled_blocks_sample_and_learn_as_eager_ones(
     checkpoint_of: Any, backend: str, monkeypatch: pytest.MonkeyPatch

@@ -43,6 +43,7 @@ def short() -> Iterator[Path]:
         yield Path(folder)
 
 
+@pytest.mark.ray
 @pytest.mark.parametrize("end", ["fail", "kill"])
 def test_a_clusters_folder_is_private_and_gone_with_it(short: Path, tmp_path: Path, end: str) -> None:
     """After an error the logs stay. The first cluster of a user makes the token."""

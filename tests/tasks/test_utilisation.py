@@ -19,6 +19,7 @@ from models.samples.trajectories import LATENTS, RolloutRequest
 from models.training.fsdp import DiffusersFSDPEngine
 from models.training.micro_batches import ActorBatch
 from tasks.records.metrics import compute_utilisation_metrics
+from tests.support.cases import crossed
 from tests.support.helpers import actor_config, model_config, noise_keys
 from tests.support.tiny_models import FAMILIES, embeddings_of
 
@@ -46,8 +47,7 @@ COUNTED = {
 """torch's counter knows the attention kernels of CUDA alone."""
 
 
-@pytest.mark.parametrize("settings", [{}, {"lora_rank": 4}], ids=["full_guided", "lora"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("name", "settings"), crossed(FAMILIES, {"full_guided": {}, "lora": {"lora_rank": 4}}))
 def test_an_iteration_costs_what_torch_counts(
     name: str, settings: dict[str, Any], tiny_folder: Callable[[str], Path]
 ) -> None:

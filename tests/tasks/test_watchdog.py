@@ -86,6 +86,7 @@ def test_all_that_a_killed_driver_started_ends(driver):
     assert not left
 
 
+@pytest.mark.ray
 def test_rays_agents_end_too_when_their_raylet_was_faster():
     """It dies with the driver, by Ray's own doing; its agents may live for a minute, looking for a head that is gone.
 
