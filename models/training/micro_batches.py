@@ -3,16 +3,18 @@
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 
 from models.algorithms.losses import IS_WEIGHTS, OLD_MEAN
 from models.families.base import UNCONDITIONAL
 from models.samples.trajectories import FinishedLatents, Trajectories
 from models.training.noised import NoisedLatents
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
 
 
 @dataclass(frozen=True)
@@ -59,13 +61,15 @@ class PreparedBatch:
 
 def micro_batch_of(
     samples: Trajectories | NoisedLatents, advantages: Tensor, device: torch.device | str
-) -> tuple[TensorDict, int]:
+) -> tuple["TensorDict", int]:
     """Inputs of one micro-batch at one timestep, and how many of its samples count.
 
     Args:
         samples: of one step or level, on `device`.
         advantages: [B], on the CPU; NaN where a sample does not count.
     """
+    from tensordict import TensorDict  # here: it imports torch's compiler, and whoever hands batches over needs it not
+
     tensors: dict[str, Tensor | None]
     if isinstance(samples, NoisedLatents):
         rows, counted = torch.arange(len(samples)), int((~advantages.isnan()).sum())
