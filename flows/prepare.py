@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import torch
 import typer
 import yaml
 
@@ -26,6 +27,7 @@ from tasks.config.params import (
 from tasks.data.base_model import score_base_model, train_base_model
 from tasks.data.digests import IMAGE_SIDE, TEXT_SIDE, parts_digest
 from tasks.data.embeddings import write_embeddings
+from tasks.data.pairs import common_size, read_pictures, write_pairs
 from tasks.data.prompts import build_prompt_table, check_prompt_lengths, load_prompts
 from tasks.rewards import get_reward
 from tasks.system.files import put_in_place
@@ -93,8 +95,6 @@ def embeddings(
     batch_size: Annotated[int | None, typer.Option(help="In place of the one in params.yaml.")] = None,
 ) -> None:
     """Encode the prompts once with the model's text encoders, as its own pipeline does, and write data/embeddings/."""
-    import torch
-
     params = load_params(PARAMS).embeddings
     _require_model(model)
     chosen = [prompt for split in params.splits for prompt in load_prompts(table, split)]
@@ -191,10 +191,6 @@ def pairs(
     device: Device = "cpu",
 ) -> None:
     """Encode a preference table with a model's VAE, and write data/pairs/."""
-    import torch
-
-    from tasks.data.pairs import common_size, read_pictures, write_pairs
-
     params = load_params(PARAMS).pairs
     table = table or Path(params.table)
     _require_model(model)

@@ -19,8 +19,7 @@ import pandas as pd
 from prefect import flow, get_run_logger
 
 from models.algorithms.rollout_correction import too_far_apart
-from models.training.policy import FIRST_RATIO
-from models.training.weight_copies import HeldWeights
+from models.training.engine import FIRST_RATIO, HeldWeights
 from tasks.actors.trainer_group import Synced
 from tasks.config.tree import TrainConfig, TrainOverrides
 from tasks.records.metrics import (

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 
 WITHOUT_ORCHESTRATION = '''
@@ -91,3 +93,13 @@ def test_models_sample_without_the_upper_floors(tiny_model: Path) -> None:
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines()[-1] == "(1, 16, 24, 3) True"
+
+
+@pytest.mark.parametrize("module", ["train", "validate", "sweep", "reproduce", "validation_sweep", "prepare"])
+def test_a_flow_is_imported_without_what_only_actors_and_checks_use(module: str) -> None:
+    """Each takes up to seconds. Of scipy MLflow itself takes a part."""
+    heavy = {"diffusers", "transformers", "peft", "tensordict", "matplotlib", "scipy.stats", "torch._dynamo"}
+    program = f"import sys, flows.{module}; print(*sorted({heavy} & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == []

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from models.config.view import DiffusionModelConfig, read_architecture
+from models.families import load_families
 from models.families.guidance import in_one_pass
 from models.families.latents import vae_factor
 from models.families.operations import Config
@@ -82,8 +83,6 @@ class DiffusionModelBase(ABC):
             ValueError: no adapter is registered, the message lists the known architectures; it lacks a hook that every
                 family writes; or a module that registers families cannot be imported.
         """
-        from models.families import load_families
-
         load_families(model_config.external_lib)
         found = _ADAPTERS.find(model_config.architecture, model_config.algorithm)
         if found is None:

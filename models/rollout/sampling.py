@@ -17,12 +17,12 @@ from models.samples.trajectories import (
     RolloutRequest,
     Trajectories,
 )
-from models.schedulers.flow_match_sde import FlowMatchSDEDiscreteScheduler
 from models.schedulers.noise_keys import INITIAL_NOISE, draw, generators
 
 if TYPE_CHECKING:
     from models.config.algo import DiffusionRolloutAlgoConfig
     from models.config.pipeline import DiffusionPipelineConfig
+    from models.schedulers.flow_match_sde import FlowMatchSDEDiscreteScheduler
 
     Velocity = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
 
@@ -46,7 +46,7 @@ class Denoising:
 
     def __init__(
         self,
-        scheduler: FlowMatchSDEDiscreteScheduler,
+        scheduler: "FlowMatchSDEDiscreteScheduler",
         model_config: DiffusionModelConfig,
         request: RolloutRequest,
         latents: Tensor,
@@ -118,7 +118,7 @@ class Denoising:
 def sample(
     adapter: type[DiffusionModelBase],
     module: nn.Module,
-    scheduler: FlowMatchSDEDiscreteScheduler,
+    scheduler: "FlowMatchSDEDiscreteScheduler",
     model_config: DiffusionModelConfig,
     request: RolloutRequest,
     device: torch.device | str,

@@ -3,19 +3,26 @@
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from torch import Tensor
 
 from models.families.base import DiffusionModelConfig
 from models.registry import NameRegistry
 from models.samples.trajectories import Trajectories
-from models.training.micro_batches import ActorBatch
-from models.training.weight_copies import HeldWeights
 from models.weights.canary import Canary
 
 if TYPE_CHECKING:
     from models.config.actor import DiffusionActorConfig, ForwardProcessConfig
+    from models.training.micro_batches import ActorBatch
+
+HeldWeights = Literal["policy", "average", "old", "previous"]
+"""The trained weights, their moving average, the old policy of DiffusionNFT and its kin, and the trained weights of
+before the last update."""
+FIRST_RATIO = "ratio_deviation/first"
+"""`ratio_deviation/mean` of the first optimiser step: of the loss's own ratio, so in the unit of its clip range."""
+LOG_PROB_DISTANCES = ("logprob_abs_diff/mean", "logprob_abs_diff/max", FIRST_RATIO)
+"""Metrics that mean something only before the weights move."""
 
 
 class TrainingEngine(Protocol):
@@ -46,7 +53,7 @@ class TrainingEngine(Protocol):
         """Load the model, with `model.initial_weights` where there are some, and build optimiser and copies of the
         weights."""
 
-    def update_policy(self, batches: Sequence[ActorBatch], epochs: int = 1) -> dict[str, float]:
+    def update_policy(self, batches: Sequence["ActorBatch"], epochs: int = 1) -> dict[str, float]:
         """One optimiser step for each of this rank's batches, `epochs` times over; its metrics, without prefix.
 
         Raises:
@@ -100,6 +107,6 @@ def get_training_engine(strategy: str) -> type[TrainingEngine]:
     Raises:
         ValueError: there is none; the message lists the known names.
     """
-    import models.training.fsdp  # noqa: F401  registers itself
+    import models.training.fsdp  # noqa: F401  here: registers itself, and imports this module
 
     return TRAINING_ENGINES.get(strategy)

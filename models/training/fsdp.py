@@ -21,13 +21,13 @@ from models.runtime.compiled import compile_blocks
 from models.samples.trajectories import Trajectories
 from models.training.adam_state import adam_state_on_device, allocate_adam_state, offload_adam_state
 from models.training.checkpoint import EngineCheckpoint
-from models.training.engine import TRAINING_ENGINES
+from models.training.engine import LOG_PROB_DISTANCES, TRAINING_ENGINES, HeldWeights
 from models.training.forward_batches import noised_batch
 from models.training.gradients import NonfiniteSteps, average_whole, clip_gradients
 from models.training.micro_batches import ActorBatch, PreparedBatch, WeightedMetrics, micro_batch_of
-from models.training.policy import LOG_PROB_DISTANCES, PolicyEvaluation, load_teacher
+from models.training.policy import PolicyEvaluation, load_teacher
 from models.training.sequence_parallel import sequence_mesh, split_sequences
-from models.training.weight_copies import HeldWeights, WeightAverage, WeightCopy, reshard
+from models.training.weight_copies import WeightAverage, WeightCopy, reshard
 from models.weights.canary import Canary, canary_velocity
 from models.weights.trainable import keep_formats, kept_in_fp32, load_exported, make_trainable, named, trainable
 

@@ -3,10 +3,9 @@
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 
 from models.algorithms.losses import IS_WEIGHTS, OLD_MEAN
@@ -14,8 +13,12 @@ from models.families.base import UNCONDITIONAL
 from models.samples.trajectories import FinishedLatents, Trajectories
 from models.training.noised import NoisedLatents
 
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
 COUNTED = "counted"
 """Which samples [B] of a micro-batch count, where not all do: the others are computed with them and in no mean."""
+
 
 @dataclass(frozen=True)
 class ActorBatch:
@@ -61,7 +64,7 @@ class PreparedBatch:
 
 def micro_batch_of(
     samples: Trajectories | NoisedLatents, advantages: Tensor, device: torch.device | str
-) -> tuple[TensorDict, int]:
+) -> tuple["TensorDict", int]:
     """Inputs of one micro-batch at one timestep, and how many of its samples count.
 
     Where only some do, the others stay in it and COUNTED says which do: a batch of another size would be rounded
@@ -71,6 +74,8 @@ def micro_batch_of(
         samples: of one step or level, on `device`.
         advantages: [B], on the CPU; NaN where a sample does not count.
     """
+    from tensordict import TensorDict  # here: it imports torch's compiler, and whoever hands batches over needs it not
+
     tensors: dict[str, Tensor | None]
     if isinstance(samples, NoisedLatents):
         number = int((~advantages.isnan()).sum())

@@ -27,6 +27,7 @@ from models.algorithms.losses import (
 )
 from models.families.base import UNCONDITIONAL, DiffusionModelBase, DiffusionModelConfig
 from models.schedulers import FlowMatchSDEDiscreteScheduler
+from models.training.engine import FIRST_RATIO
 from models.training.micro_batches import COUNTED
 from models.training.noised import add_noise
 from models.training.weight_copies import WeightCopy
@@ -37,10 +38,6 @@ if TYPE_CHECKING:
 
 STEPWISE_DATA = ("old_log_probs", OLD_MEAN, IS_WEIGHTS, "noise", "sigmas", *VELOCITIES)
 TEXT = ("prompt_embeds", "prompt_embeds_mask", "negative_prompt_embeds", "negative_prompt_embeds_mask")
-FIRST_RATIO = "ratio_deviation/first"
-"""`ratio_deviation/mean` of the first optimiser step: of the loss's own ratio, so in the unit of its clip range."""
-LOG_PROB_DISTANCES = ("logprob_abs_diff/mean", "logprob_abs_diff/max", FIRST_RATIO)
-"""Metrics that mean something only before the weights move."""
 
 
 class PolicyEvaluation:

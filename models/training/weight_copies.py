@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +12,6 @@ from models.weights.trainable import named, trainable
 
 if TYPE_CHECKING:
     from models.config.actor import EmaConfig
-
-HeldWeights = Literal["policy", "average", "old", "previous"]
-"""The trained weights, their moving average, the old policy of DiffusionNFT and its kin, and the trained weights of
-before the last update."""
 
 
 def reshard(module: nn.Module) -> None:

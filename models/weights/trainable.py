@@ -5,19 +5,18 @@ import shutil
 from collections.abc import Iterable, Mapping, Set, Sized
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from diffusers import DiffusionPipeline
-from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
-from peft import LoraConfig
-from peft.utils import get_peft_model_state_dict
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from models.errors import DoubleflowError
 from models.families.base import DiffusionModelBase, DiffusionModelConfig
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
 
 ADAPTER_NAME = "default"
 LORA_FILE = "pytorch_lora_weights.safetensors"
@@ -39,6 +38,8 @@ def make_trainable(adapter: type[DiffusionModelBase], module: nn.Module, model_c
     module.requires_grad_(model_config.model.lora_rank == 0)
     if model_config.model.lora_rank == 0:
         return
+    from peft import LoraConfig  # here: seconds of work, for LoRA alone and where a model is
+
     targets = list(model_config.model.target_modules or adapter.lora_target_modules)
     names = [name for name, _ in module.named_modules()]
     unknown = [t for t in targets if not any(name == t or name.endswith(f".{t}") for name in names)]
@@ -159,6 +160,8 @@ def export_weights(
     make_trainable(adapter, module, model_config)
     load_trainable(module, weights)
     if model_config.model.lora_rank:
+        from peft.utils import get_peft_model_state_dict  # here: as in `make_trainable`
+
         folder.mkdir(parents=True)
         lora = get_peft_model_state_dict(module, adapter_name=ADAPTER_NAME)
         _pipeline_class(model_config).save_lora_weights(
@@ -240,6 +243,8 @@ def _architecture(folder: Path) -> dict[str, Any]:
 
 
 def _check_lora(adapter: type[DiffusionModelBase], model_config: DiffusionModelConfig, file: Path, field: str) -> None:
+    from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY  # here: seconds of work, for a LoRA export alone
+
     with safe_open(file, "pt") as stored:
         header = json.loads((stored.metadata() or {}).get(LORA_ADAPTER_METADATA_KEY, "{}"))
     written = {name.removeprefix("transformer."): value for name, value in header.items()}
@@ -260,7 +265,7 @@ def _check_lora(adapter: type[DiffusionModelBase], model_config: DiffusionModelC
             )
 
 
-def _pipeline_class(model_config: DiffusionModelConfig) -> type[DiffusionPipeline]:
-    import diffusers
+def _pipeline_class(model_config: DiffusionModelConfig) -> type["DiffusionPipeline"]:
+    import diffusers  # here: seconds of work, where weights are exported
 
     return getattr(diffusers, model_config.architecture)

@@ -12,7 +12,7 @@ import torch
 from models.algorithms import needs_old_means
 from models.config.actor import DiffusionActorConfig, ForwardProcessConfig
 from models.families.base import DiffusionModelConfig
-from models.training.weight_copies import HeldWeights
+from models.training.engine import HeldWeights
 from models.weights.canary import Agreement, Canary, CanaryLimits
 from tasks.actors.cluster import ActorGroup, RankPlaces
 from tasks.actors.messages import GatheredWeights, OldBatch, RankMiniBatch, RankUpdate, Rescored, SentWeights, ask

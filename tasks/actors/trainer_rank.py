@@ -8,17 +8,18 @@ from typing import Any
 
 import ray
 import torch
+import torch.distributed as dist
 
 from models.config.actor import DiffusionActorConfig, ForwardProcessConfig
 from models.families.base import DiffusionModelBase, DiffusionModelConfig
 from models.samples.trajectories import Trajectories
 from models.schedulers.noise_keys import NoiseKey
-from models.training.engine import TrainingEngine, get_training_engine
+from models.training.engine import HeldWeights, TrainingEngine, get_training_engine
 from models.training.micro_batches import ActorBatch
-from models.training.weight_copies import HeldWeights
 from models.weights.buckets import buckets
 from models.weights.canary import Canary, Proof
 from models.weights.digests import DigestBook
+from models.weights.trainable import export_weights
 from tasks.actors.memory import measures_gpu_memory
 from tasks.actors.messages import GatheredWeights, RankUpdate, Rescored, SampleMismatch, SentWeights
 from tasks.actors.weight_transport import Courier, Route
@@ -52,8 +53,6 @@ class TrainerRank:
     @measures_gpu_memory("load")
     def initialize(self, rank: int, world_size: int, address: tuple[str, int]) -> bool:
         """Join the process group and build the engine."""
-        import torch.distributed as dist
-
         # Also gloo on CUDA: for what lies in host memory, and for checkpoints that are written in the background.
         backend = "cpu:gloo,cuda:nccl" if self.device == "cuda" else "gloo"
         host, port = address
@@ -161,10 +160,6 @@ class TrainerRank:
     def export(self, folder: Path) -> None:
         """Write the weights, or their average where one is kept, as diffusers users load them; every rank gathers, rank
         0 writes."""
-        import torch.distributed as dist
-
-        from models.weights.trainable import export_weights
-
         with self.engine.averaged():
             weights = self.engine.gather_weights()
         if dist.get_rank() == 0:

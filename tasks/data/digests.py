@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
+from safetensors import SafetensorError, safe_open
 
 from tasks.data.prompt_files import DatasetError
 from tasks.system.files import sha256_of
@@ -140,8 +141,6 @@ def _damaged_index(index: Path, maker: str, fault: str) -> DatasetError:
 @contextmanager
 def opened(file: Path) -> Iterator[Any]:
     """A safetensors file for reading torch tensors. Raises DatasetError with its name where it cannot be read."""
-    from safetensors import SafetensorError, safe_open
-
     try:
         with safe_open(file, framework="pt") as tensors:
             yield tensors

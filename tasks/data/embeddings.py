@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors.torch import save_file
 
 from models.samples.trajectories import PromptTable
 from tasks.data.digests import check_listed, file_digests, opened, read_index, validated, write_index
@@ -13,8 +14,6 @@ from tasks.data.prompts import _EMBEDDINGS_INDEX, EmbeddingsIndex, Prompt
 from tasks.system.files import put_in_place
 
 if TYPE_CHECKING:
-    import torch
-
     Encode = Callable[[list[str]], dict[str, torch.Tensor]]
 
 INDEX = "index.json"
@@ -54,8 +53,6 @@ class PromptEmbeddings:
         L is the longest of these prompts; shorter ones are filled up with zeros. The extras [P, ...] stand beside them
         under their names. Raises DatasetError for unknown uids.
         """
-        import torch
-
         stored = self._read(uids)
         rows = [stored[uid] for uid in uids]
         lengths = torch.tensor([len(row) for row in rows])
@@ -141,8 +138,6 @@ def write_embeddings(
 
 def _write_shard(path: Path, texts: dict[str, str], encode: "Encode", batch_size: int) -> tuple[int, list[str]]:
     """Write one shard and return the width of its embeddings and the names of its extras."""
-    from safetensors.torch import save_file
-
     rows: dict[str, torch.Tensor] = {}
     uids = list(texts)
     for start in range(0, len(uids), batch_size):

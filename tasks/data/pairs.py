@@ -10,12 +10,14 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
+import torch
 from PIL import Image
 from pydantic import TypeAdapter
+from safetensors.torch import save_file
 
 from models.samples.trajectories import FinishedLatents
 from models.schedulers.noise_keys import NoiseKey
@@ -24,9 +26,6 @@ from tasks.data.embeddings import INDEX, PromptEmbeddings, prompt_table
 from tasks.data.prompt_files import DatasetError, check_text, read_parquet
 from tasks.data.prompts import ShardName, prompt_uid
 from tasks.system.files import put_in_place
-
-if TYPE_CHECKING:
-    import torch
 
 COLUMNS = ("pair", "prompt", "image", "chosen", "score")
 SIDES = ("chosen", "rejected")
@@ -178,8 +177,6 @@ def write_pairs(
     Raises:
         DatasetError: a picture is damaged.
     """
-    from safetensors.torch import save_file
-
     names = [f"pairs-{start // shard_size:05d}.safetensors" for start in range(0, len(pictures), shard_size)]
     index: list[dict[str, Any]] = []
     with put_in_place(out_dir) as folder:
@@ -262,8 +259,6 @@ class PairDataset:
         self, pairs: Sequence[Pair], embeddings: PromptEmbeddings, size: int, seed: int, iteration: int
     ) -> Iterator[PairBatch]:
         """Batches of `size` pairs, in order, with the noise keys of this iteration."""
-        import torch
-
         for start in range(0, len(pairs), size):
             part = pairs[start : start + size]
             uids = list(dict.fromkeys(pair.prompt_uid for pair in part))
@@ -277,9 +272,7 @@ class PairDataset:
             signs = np.tile(np.array([1.0, -1.0], np.float32), len(part))
             yield PairBatch(tuple(uids[row] for row in rows), finished, signs)
 
-    def _latents(self, pairs: Sequence[Pair]) -> "torch.Tensor":
-        import torch
-
+    def _latents(self, pairs: Sequence[Pair]) -> torch.Tensor:
         found: dict[str, torch.Tensor] = {}
         for shard in sorted({pair.shard for pair in pairs}):
             with opened(self.folder / shard) as file:

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
-from scipy.stats import bootstrap
 
 from models.errors import DoubleflowError
 
@@ -36,6 +35,8 @@ def mean_interval(values: np.ndarray, confidence: float, resamples: int = 9999) 
     mean = float(np.mean(values))
     if np.ptp(values) == 0:
         return Interval(mean, mean, mean)
+    from scipy.stats import bootstrap  # here: a second of work, once there is something to compare
+
     result = bootstrap((values,), np.mean, confidence_level=confidence, n_resamples=resamples, rng=0)
     return Interval(mean, float(result.confidence_interval.low), float(result.confidence_interval.high))
 

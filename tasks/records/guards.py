@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.stats import kendalltau
 
 from tasks.config.reward import GuardConfig, RewardConfig
 from tasks.rewards import reward_bounds
@@ -35,6 +34,8 @@ def trend(values: Sequence[float]) -> Trend:
     """
     if len(set(values)) < 2:
         return Trend(0.0, 1.0, 1.0)
+    from scipy.stats import kendalltau  # here: a second of work, for runs with guards alone
+
     time = range(len(values))
     rise, fall = (kendalltau(time, values, alternative=side) for side in ("greater", "less"))
     return Trend(float(rise.statistic), float(rise.pvalue), float(fall.pvalue))

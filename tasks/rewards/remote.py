@@ -13,6 +13,8 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 from PIL import Image
 from pydantic import BaseModel, ConfigDict, ValidationError
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
 
 from models.errors import DoubleflowError
 from tasks.rewards.base import Reward, RewardError, RewardResult, ScoredPrompt, register_reward
@@ -227,8 +229,6 @@ def pack_request(prompts: Sequence[ScoredPrompt]) -> bytes:
 
 def pack_tensor(batch: np.ndarray) -> tuple[str, tuple[str, bytes, str]]:
     """The part `tensor`: a safetensors file with one tensor, `batch`."""
-    from safetensors.numpy import save
-
     content = save({TENSOR: np.ascontiguousarray(batch)})
     return "tensor", ("batch.safetensors", content, "application/octet-stream")
 
@@ -255,9 +255,6 @@ def unpack_batch(
         TooLarge: a picture has more than `max_pixels`, or all together take more than `max_mb`, 10^6 bytes each.
         RewardError: it is neither a tensor nor PNGs of one size.
     """
-    from safetensors import SafetensorError
-    from safetensors.numpy import load
-
     if (tensor is None) == (not images):
         raise RewardError("give either one part `tensor` or one part `images` a picture")
     if tensor is None:

@@ -4,7 +4,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
-import diffusers
 import torch
 
 from models.algorithms import get_diffusion_loss_fn
@@ -29,6 +28,8 @@ def measure_cost(
     config: TrainConfig, model_config: DiffusionModelConfig, embeddings: PromptEmbeddings, uids: Sequence[str]
 ) -> PolicyFlops | None:
     """What a micro-batch with the longest of these prompts costs; None where nothing is known of the transformer."""
+    import diffusers  # here: seconds of work, once a model is there to be measured
+
     name = component_config(model_config.path, "transformer")["_class_name"]
     if not hasattr(diffusers, name) or not has_formula(model_config):
         log.warning("%s is no transformer that this project can count: no perf/mfu, and no check of memory", name)

@@ -4,6 +4,7 @@ import hashlib
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from models.algorithms import check_advantage, check_loss_inputs, get_diffusion_loss_fn
 from models.algorithms.losses import OLD_MEAN, TEACHER_MEAN, TRAINER_TYPES
@@ -12,7 +13,7 @@ from models.families import load_families
 from models.families.base import DiffusionModelBase, DiffusionModelConfig, read_architecture
 from models.families.latents import text_width
 from models.rollout.vllm_omni.engine import check_tensor_split, pipeline_class
-from models.schedulers import FlowMatchSDEDiscreteScheduler, check_kernel, leftover_noise
+from models.schedulers import check_kernel, leftover_noise
 from models.training.engine import get_training_engine
 from models.training.sequence_parallel import check_sequence_split
 from models.weights.trainable import LORA_FILE, check_initial_weights
@@ -27,6 +28,9 @@ from tasks.records.lineage import dvc_hashes
 from tasks.rewards import check_reward
 from tasks.run.capacity import check_fits, measure_cost
 from tasks.run.early import check_folder, raising_config_errors
+
+if TYPE_CHECKING:
+    from models.schedulers import FlowMatchSDEDiscreteScheduler
 
 log = logging.getLogger(__name__)
 
@@ -126,7 +130,7 @@ def _weights_digest(config: TrainConfig, trains: bool) -> str:
     return weights_digest([model, *(Path(folder) for folder in others if folder is not None)], known)
 
 
-def _check_exploration(config: TrainConfig, scheduler: FlowMatchSDEDiscreteScheduler) -> None:
+def _check_exploration(config: TrainConfig, scheduler: "FlowMatchSDEDiscreteScheduler") -> None:
     """What the window's steps add is taken away again by those that follow, nearly."""
     rollout = config.actor_rollout_ref.rollout
     algo, steps = rollout.algo, rollout.pipeline.num_inference_steps

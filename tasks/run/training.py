@@ -9,7 +9,7 @@ from typing import TypeVar
 from prefect import get_run_logger
 
 from models.algorithms import DiffusionLossFn, get_diffusion_loss_fn
-from models.training.weight_copies import HeldWeights
+from models.training.engine import HeldWeights
 from models.weights.canary import Canary, CanaryLimits
 from tasks.actors.memory import resident_mb
 from tasks.actors.profiling import traced

@@ -3,7 +3,7 @@
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from models.training.weight_copies import HeldWeights
+from models.training.engine import HeldWeights
 from models.weights.canary import Canary, CanaryLimits
 from tasks.actors.rollout_group import RolloutGroup
 from tasks.actors.trainer_group import Synced, TrainerGroup

@@ -280,9 +280,7 @@ def test_update_and_rollout_must_fit_together_where_the_rollout_does_not_sleep(t
     sleeps = run_config(tiny_model, gpu_memory_gib=13).with_changes({"actor_rollout_ref": {"rollout": rollout}})
     check_fits(sleeps, model, large)
     awake = sleeps.with_changes({"actor_rollout_ref": {"rollout": {"enable_sleep_mode": False}}})
-    with pytest.raises(
-        DoesNotFit, match=r"need 20.0 GiB together on each GPU .*rollout.enable_sleep_mode is false"
-    ):
+    with pytest.raises(DoesNotFit, match=r"need 20.0 GiB together on each GPU .*rollout.enable_sleep_mode is false"):
         check_fits(awake, model, large)
     check_fits(awake.with_changes({"trainer": {"gpu_memory_gib": 1000}}), model, large)
     check_fits(awake.with_changes({"actor_rollout_ref": {"rollout": {"placement": "separate"}}}), model, large)

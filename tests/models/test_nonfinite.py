@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from models.config.actor import ForwardProcessConfig
+from models.training.engine import LOG_PROB_DISTANCES
 from models.training.fsdp import DiffusersFSDPEngine
 from models.training.micro_batches import ActorBatch
-from models.training.policy import LOG_PROB_DISTANCES
 from tasks.actors.trainer_rank import TrainerRank
 from tasks.config.tree import TrainConfig
 from tests.models.test_engine import all_parameters, batch_of, config_of, largest_difference, rolled_out

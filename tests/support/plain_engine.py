@@ -15,9 +15,9 @@ from models.algorithms.losses import get_diffusion_loss_fn
 from models.config.actor import DiffusionActorConfig, ForwardProcessConfig
 from models.families.base import DiffusionModelBase, DiffusionModelConfig
 from models.samples.trajectories import Trajectories
+from models.training.engine import LOG_PROB_DISTANCES, HeldWeights
 from models.training.micro_batches import ActorBatch, WeightedMetrics, micro_batch_of
-from models.training.policy import LOG_PROB_DISTANCES, PolicyEvaluation
-from models.training.weight_copies import HeldWeights
+from models.training.policy import PolicyEvaluation
 from models.weights.canary import Canary, canary_velocity
 from models.weights.trainable import load_trainable, make_trainable, trainable
 
