@@ -14,7 +14,15 @@ from tasks.actors.rollout_group import RolloutGroup
 from tasks.config.measurement import Measurement
 from tasks.config.tree import TrainConfig, TrainOverrides
 from tasks.records.comparison import paired_gain
-from tasks.records.model_registry import CHAMPION, ITERATION, TABLE, Measurements, measurable_versions, tag_regression
+from tasks.records.model_registry import (
+    CHAMPION,
+    ITERATION,
+    REGRESSION,
+    TABLE,
+    Measurements,
+    measurable_versions,
+    tag_regression,
+)
 from tasks.records.tracking import Tracker, mlflow_client
 from tasks.run.measuring import Cell, Verdict, cells, for_measuring, labelled, measurement_digest, metrics
 from tasks.run.opening import MeasuringRun, apply_overrides, open_measurement
@@ -22,8 +30,6 @@ from tasks.run.preflight import check_inputs
 from tasks.stages.validation import Validation, draw_and_score
 from tasks.system.stopwatch import Stopwatch
 
-REGRESSION = "doubleflow.regression"
-"""Name of the event that automations react to, and of the tag on the run and the version."""
 BASE = "base"
 
 
