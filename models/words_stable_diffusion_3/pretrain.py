@@ -17,7 +17,7 @@ from models.words_stable_diffusion_3.settings import WordsSettings
 Progress = Callable[[str, int, int, dict[str, float]], None]
 """progress(stage, step, steps, values): stage is "vae" or "transformer", step counts from 1."""
 Measure = Callable[[np.ndarray, list[str]], float]
-"""Mean reward of pictures, uint8 (pictures, height, width, 3), by their prompts."""
+"""Mean reward of pictures, uint8 [pictures, height, width, 3], by their prompts."""
 Text = tuple[torch.Tensor, torch.Tensor]
 """Prompt embeddings (prompts, tokens, width) and pooled ones (prompts, width)."""
 
@@ -53,7 +53,7 @@ def pretrain(
 
 
 def train_vae(vae: AutoencoderKL, pixels: torch.Tensor, settings: WordsSettings, progress: Progress) -> None:
-    """Train `vae` on crops of `pixels`, uint8 (pictures, height, width, 3); afterwards it is frozen."""
+    """Train `vae` on crops of `pixels`, uint8 [pictures, height, width, 3]; afterwards it is frozen."""
     device = pixels.device.type
     # On the CPU: its draws are the same for every device.
     generator = torch.Generator().manual_seed(settings.seed + 1)
@@ -79,7 +79,7 @@ def train_vae(vae: AutoencoderKL, pixels: torch.Tensor, settings: WordsSettings,
 
 
 def vae_loss(vae: AutoencoderKL, crops: torch.Tensor, latent_noise: float, seed: int) -> torch.Tensor:
-    """Absolute and squared error of the crops after encoding, noising and decoding.
+    """Absolute and squared error (a scalar) of crops [B, 3, h, w] after encoding, noising and decoding.
 
     The weak pull of the latents towards zero only stops their scale from drifting.
     """
@@ -91,7 +91,7 @@ def vae_loss(vae: AutoencoderKL, crops: torch.Tensor, latent_noise: float, seed:
 
 @torch.no_grad()
 def encode(vae: AutoencoderKL, pixels: torch.Tensor) -> torch.Tensor:
-    """The latents of uint8 pictures (pictures, height, width, 3), as the VAE gives them, float32."""
+    """The latents of uint8 pictures (pictures, height, width, 3), as the VAE gives them, float32 [B, channels, h, w]."""
     parts = []
     for part in pixels.split(ENCODED_AT_ONCE):
         with half_precision(pixels.device.type):
@@ -100,7 +100,7 @@ def encode(vae: AutoencoderKL, pixels: torch.Tensor) -> torch.Tensor:
 
 
 def standardise(vae: AutoencoderKL, latents: torch.Tensor) -> torch.Tensor:
-    """The latents with mean 0 and standard deviation 1, which the VAE's config gets as shift and scale."""
+    """The latents [B, channels, h, w] with mean 0 and standard deviation 1, which the VAE's config gets as shift and scale."""
     mean, std = latents.mean().item(), latents.std().item()
     vae.register_to_config(scaling_factor=1 / std, shift_factor=mean)
     return (latents - mean) / std
@@ -133,7 +133,7 @@ def train_transformer(
     It ends at the first measurement of the averaged weights that reaches `settings.target_reward`, and leaves these.
 
     Args:
-        latents: (pictures, channels, h, w), standardised.
+        latents: [pictures, channels, h, w], standardised.
         text: of each picture.
         watch: the reward of the watched prompts with a transformer's present weights.
     """
@@ -173,7 +173,7 @@ def train_transformer(
 def flow_loss(
     transformer: SD3Transformer2DModel, clean: torch.Tensor, noise: torch.Tensor, times: torch.Tensor, text: Text
 ) -> torch.Tensor:
-    """Mean squared error of the predicted velocity; clean and noise: (batch, channels, h, w), times: (batch,)."""
+    """Mean squared error of the predicted velocity; clean and noise: [batch, channels, h, w], times: [batch]."""
     t = times[:, None, None, None]
     with half_precision(clean.device.type):
         velocity = predict(transformer, (1 - t) * clean + t * noise, times, text)
@@ -181,7 +181,7 @@ def flow_loss(
 
 
 def predict(transformer: SD3Transformer2DModel, latents: torch.Tensor, times: torch.Tensor, text: Text) -> torch.Tensor:
-    """The velocity at latents (batch, channels, h, w) and times (batch,) in [0, 1]."""
+    """The velocity at latents [batch, channels, h, w] and times [batch] in [0, 1]."""
     return transformer(
         hidden_states=latents,
         timestep=1000 * times,
@@ -192,7 +192,7 @@ def predict(transformer: SD3Transformer2DModel, latents: torch.Tensor, times: to
 
 
 def draw_times(batch: int, generator: torch.Generator) -> torch.Tensor:
-    """Half of the batch uniform in [0, 1], half logit-normal(0, 1): (batch,)."""
+    """Half of the batch uniform in [0, 1], half logit-normal(0, 1): [batch]."""
     uniform = torch.rand(batch // 2, generator=generator)
     return torch.cat([uniform, torch.randn(batch - batch // 2, generator=generator).sigmoid()])
 
@@ -200,7 +200,7 @@ def draw_times(batch: int, generator: torch.Generator) -> torch.Tensor:
 def measured(
     transformer: SD3Transformer2DModel, average: list[torch.Tensor], watch: Callable[[SD3Transformer2DModel], float]
 ) -> float:
-    """What `watch` says of the averaged weights; the transformer then has its own again."""
+    """What `watch` says (a scalar) of the averaged weights; the transformer then has its own again."""
     parameters = list(transformer.parameters())
     own = [parameter.detach().clone() for parameter in parameters]
     copy_weights(parameters, average)
@@ -213,7 +213,7 @@ def measured(
 
 @torch.no_grad()
 def draw(transformer: SD3Transformer2DModel, vae: AutoencoderKL, text: Text, settings: WordsSettings) -> np.ndarray:
-    """Pictures of the prompts by Euler's method from fixed noise, uint8 (prompts, height, width, 3)."""
+    """Pictures of the prompts by Euler's method from fixed noise, uint8 [prompts, height, width, 3]."""
     device, count = text[0].device.type, len(text[0])
     shape = (count, settings.latent_channels, settings.height // 8, settings.width // 8)
     latents = torch.randn(shape, generator=_seeded(settings.seed + 3, "cpu")).to(device)
@@ -251,18 +251,18 @@ def scale_learning_rates(optimizers: list[torch.optim.Optimizer], factor: float)
 
 @torch.no_grad()
 def update_average(average: list[torch.Tensor], parameters: list[torch.nn.Parameter], step: int, decay: float) -> None:
-    """Exponential moving average of the weights, with a shorter memory at the start."""
+    """Exponential moving average of the weights, each of its own shape, with a shorter memory at the start."""
     torch._foreach_lerp_(average, [p.detach() for p in parameters], 1 - min(decay, (1 + step) / (10 + step)))
 
 
 @torch.no_grad()
 def copy_weights(parameters: list[torch.nn.Parameter], values: list[torch.Tensor]) -> None:
-    """In place."""
+    """In place; each value has its parameter's shape."""
     torch._foreach_copy_([*parameters], values)
 
 
 def normalised(pixels: torch.Tensor) -> torch.Tensor:
-    """uint8 (pictures, height, width, 3) as float32 (pictures, 3, height, width) in [-1, 1]."""
+    """uint8 [pictures, height, width, 3] as float32 [pictures, 3, height, width] in [-1, 1]."""
     return pixels.permute(0, 3, 1, 2).float() / 127.5 - 1
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from models.config.rollout_correction import RolloutCorrectionConfig
+from tasks.actors.messages import OldBatch
 from tasks.actors.update_plan import NothingToLearn
 from tasks.stages.old_log_prob import old_log_prob
 from tasks.system.stopwatch import Stopwatch
@@ -21,7 +22,7 @@ class Trainer:
     """Stands for the ranks, whose weights differ from those that sampled."""
 
     def old_log_probs(self, batches: Any) -> Any:
-        return OWN, THEIRS, ["means of the first", "means of the second"]
+        return [OldBatch(own, None, f"means of {number}") for number, own in enumerate(OWN)], THEIRS  # type: ignore[arg-type]
 
 
 def scored(missing: int | None = None, **settings: Any) -> Any:
@@ -35,19 +36,18 @@ def scored(missing: int | None = None, **settings: Any) -> Any:
 def test_weights_are_the_trainers_probability_over_the_rollouts() -> None:
     """w = exp(old - rollout) (truncated importance sampling), of each batch its own rows."""
     found = scored(rollout_is="step", rollout_is_threshold=100.0)
-    for weights, own, theirs in zip(found.is_weights, OWN, THEIRS, strict=True):
-        torch.testing.assert_close(weights, (own - theirs).exp())
-    for kept, own in zip(found.log_probs, OWN, strict=True):
-        assert torch.equal(kept, own)
-    assert found.means == ("means of the first", "means of the second")
+    for kept, own, theirs in zip(found.batches, OWN, THEIRS, strict=True):
+        torch.testing.assert_close(kept.is_weights, (own - theirs).exp())
+        assert torch.equal(kept.log_probs, own)
+    assert [kept.means for kept in found.batches] == ["means of 0", "means of 1"]
     difference = (torch.cat(OWN) - torch.cat(THEIRS)).abs()
     assert found.metrics["rollout_corr/logprob_abs_diff_max"] == pytest.approx(difference.max().item())
 
 
 def test_without_a_correction_there_are_no_weights() -> None:
     found = scored()
-    assert found.is_weights == (None, None)
-    assert torch.equal(found.log_probs[1], OWN[1])
+    assert [kept.is_weights for kept in found.batches] == [None, None]
+    assert torch.equal(found.batches[1].log_probs, OWN[1])
 
 
 def test_a_sample_without_a_reward_is_not_in_the_metrics() -> None:

@@ -13,6 +13,7 @@ from models.rollout.diffusers import DiffusersRolloutEngine
 from models.samples.trajectories import Trajectories
 from models.weights.canary import Canary
 from tasks.actors.cluster import ActorGroup, ray_cluster
+from tasks.actors.messages import Rescored
 from tasks.actors.rollout_group import PendingBatch
 from tasks.actors.trainer_group import TrainerGroup
 from tasks.config.trainer import RayConfig
@@ -118,8 +119,8 @@ def test_old_log_probs_come_back_in_the_order_of_the_batches(cluster: None, shar
     """Of four batches on two ranks, or on two pairs of ranks that share their samples' tokens."""
 
     class Scorer:  # stands for a rank: a batch's number is its log-prob
-        def old_log_probs(self, with_means: bool, *own: torch.Tensor) -> list:
-            return [[(number, -number) for number in own], *own]
+        def rescore(self, number: torch.Tensor, with_means: bool) -> Rescored:
+            return Rescored((number, -number), number)
 
     group = TrainerGroup.__new__(TrainerGroup)  # without its own ranks
     group.actor_config, group.sharing = actor_config(), sharing
@@ -128,10 +129,10 @@ def test_old_log_probs_come_back_in_the_order_of_the_batches(cluster: None, shar
     prompts = (Prompt("prompt", "0", None, {}, ""),) * 2
     done = ray.put(0.0)
     batches = [PendingBatch(prompts, (0, 1), (5, 0), ray.put(number), None, None, done, 0) for number in numbers]
-    old, rollout, means = group.old_log_probs(batches)
-    assert [found[0, 0].item() for found in old] == [0, 1, 2, 3]
+    old, rollout = group.old_log_probs(batches)
+    assert [found.log_probs[0, 0].item() for found in old] == [0, 1, 2, 3]
     assert [found[0, 0].item() for found in rollout] == [0, -1, -2, -3]
-    assert [found[0, 0].item() for found in ray.get(means)] == [0, 1, 2, 3]
+    assert [found[0, 0].item() for found in ray.get([one.means for one in old])] == [0, 1, 2, 3]
     for actor in group.group.actors:
         ray.kill(actor)
 
