@@ -138,9 +138,9 @@ def paired(first: Recorded, second: Recorded) -> list[tuple[str, Interval]]:
     """The difference of every reward that both measured, on the last held-out pictures."""
     if not first.held_out or not second.held_out:
         return []
-    tables = [r.held_out[max(r.held_out)] for r in (first, second)]
-    common = [name for name in first.rewards if all(name in table for table in tables)]
-    return [(_label(name, first.weights), paired_gain(*tables, name, CONFIDENCE)) for name in common]
+    table, reference = (r.held_out[max(r.held_out)] for r in (first, second))
+    common = [name for name in first.rewards if name in table and name in reference]
+    return [(_label(name, first.weights), paired_gain(table, reference, name, CONFIDENCE)) for name in common]
 
 
 def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[tuple[str, list[str]]]:

@@ -42,9 +42,8 @@ def base_model() -> None:
             f"words.gate.prompts is {gate.prompts}, but {WORDS_PROMPTS} holds {len(held_out)} test prompts"
         )
     learnt = [prompt for split in ("train", "pretrain") for prompt in load_prompts(WORDS_PROMPTS, split)]
-    where = {"device": params.device, "processes": params.processes}
     with put_in_place(WORDS_MODEL) as folder, put_in_place(WORDS_METRICS) as metrics_file:
-        metrics = train_words_model(learnt, params.model, folder, **where)
+        metrics = train_words_model(learnt, params.model, folder, device=params.device, processes=params.processes)
         metrics |= score_words_model(
             folder,
             held_out[: gate.prompts],
@@ -52,7 +51,8 @@ def base_model() -> None:
             sampling_steps=gate.steps,
             images_per_prompt=gate.images_per_prompt,
             seed=gate.seed,
-            **where,
+            device=params.device,
+            processes=params.processes,
         )
         check_gate(metrics["held_out_reward"], gate)
         metrics_file.write_text(json.dumps(metrics, indent=2) + "\n")

@@ -189,11 +189,13 @@ def check_data(history: RunHistory, folder: Path) -> None:
     Raises:
         HistoryError: a file is missing or is another one.
     """
-    config, hashes = history.config(), dvc_hashes(folder)
+    config, hashes, read = history.config(), dvc_hashes(folder), history.run.inputs
+    if read is None:
+        raise HistoryError(f"run {history.run_id} has no inputs in MLflow, so what data it read is not known")
     for path in (config["data"]["prompts"], config["data"]["embeddings"], config["actor_rollout_ref"]["model"]["path"]):
         if not (folder / path).exists():
             raise HistoryError(f"{path} is not under DVC at the run's commit, so it cannot be had again")
-    for item in history.run.inputs.dataset_inputs:
+    for item in read.dataset_inputs:
         name, digest = item.dataset.name, item.dataset.digest
         if hashes.get(name, "")[:36] != digest:
             raise HistoryError(f"the run read {name} {digest}, but its commit has {hashes.get(name)}")

@@ -24,7 +24,7 @@ from tasks.config.presets import tree_of
 from tasks.config.sweep import SweepConfig, check_fields
 from tasks.config.tree import TrainConfig, TrainOverrides
 from tasks.records.tracking import Tracker
-from tasks.run.opening import changed
+from tasks.run.opening import apply_overrides
 from tasks.run.preflight import check_inputs
 
 DONE = (TrialState.COMPLETE, TrialState.PRUNED)
@@ -43,7 +43,7 @@ def sweep(config: TrainConfig, search: SweepConfig, overrides: TrainOverrides | 
         search: which fields are tried, how, and what is compared.
         overrides: changes to the config.
     """
-    config = changed(config, overrides)
+    config = apply_overrides(config, overrides)
     config = config.with_changes({"trainer": {"experiment_name": search.name}})
     check_inputs(config)
     check_fields(config, search)
@@ -169,7 +169,7 @@ def _conclude(study: optuna.Study, tracker: Tracker) -> dict[str, Any]:
     if not complete:
         raise ChildDied(f"none of the sweep's {len(rows)} runs ended well: see its logs")
     best = study.best_trial
-    tracker.log_metrics(0, {"best/value": best.value})
+    tracker.log_metrics(0, {"best/value": study.best_value})
     tracker.client.set_tag(tracker.run_id, "doubleflow.best", json.dumps(best.params))
     counts = {state.name.lower(): sum(t.state == state for t in study.trials) for state in TrialState}
-    return {"best": best.params, "value": best.value, "mlflow_run_id": best.user_attrs["mlflow_run_id"], **counts}
+    return {"best": best.params, "value": study.best_value, "mlflow_run_id": best.user_attrs["mlflow_run_id"], **counts}

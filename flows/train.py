@@ -29,18 +29,21 @@ from tasks.records.metrics import (
     orchestration_metrics,
 )
 from tasks.records.pictures import WIDEST_GRID, grid
-from tasks.run.collect import Iteration, collect, finish_ahead, submit
-from tasks.run.opening import changed, open_run
+from tasks.run.collect import Iteration, SampledIteration, collect, finish_ahead, submit
+from tasks.run.held_out_grids import keep_grid, remove_old
+from tasks.run.instruments import memory_metrics, profiled
+from tasks.run.opening import apply_overrides, open_run
 from tasks.run.preflight import check_inputs
 from tasks.run.progress import Progress
 from tasks.run.summary import Summary, register_export, summarise
 from tasks.run.training import TrainingRun
+from tasks.run.watching import watch_floor, watch_guards
 from tasks.stages.log import log_files
 from tasks.stages.old_log_prob import old_log_prob
 from tasks.stages.save import save_checkpoint
 from tasks.stages.sync import sync_weights
 from tasks.stages.update import update
-from tasks.stages.validation import Validation, validate
+from tasks.stages.validation import Validation, draw_and_score
 from tasks.system.stopwatch import Stopwatch
 
 
@@ -55,7 +58,7 @@ def train(config: TrainConfig, overrides: TrainOverrides | None = None) -> dict[
         config: everything the run depends on.
         overrides: changes to it, for use with a deployment: only the fields given here are replaced.
     """
-    config = changed(config, overrides)
+    config = apply_overrides(config, overrides)
     inputs = check_inputs(config)
     with open_run(config, inputs) as run:
         return fit(run).as_dict()
@@ -69,9 +72,9 @@ def fit(run: TrainingRun) -> Summary:
     bar = Progress(run.config.run_name, total, first - 1)
     clock = Stopwatch()
     ahead = sample_again(run, clock)
-    if run.samples:
+    if run.is_online:
         sync(run, clock, run.sampling_weights)
-    if run.samples and run.iteration == 0 and settings.val_before_train and not run.recorded(0):
+    if run.is_online and run.iteration == 0 and settings.val_before_train and not run.recorded(0):
         result = validate_weights(run, clock)
         run.tracker.log_step(0, result.metrics(), *_validation_records(result))
         bar.show(held_out=result.reward)
@@ -84,7 +87,9 @@ def fit(run: TrainingRun) -> Summary:
     return summarise(run, (time.perf_counter() - started) / 60)
 
 
-def iterate(run: TrainingRun, number: int, ahead: Iteration | None) -> tuple[dict[str, float], Iteration | None]:
+def iterate(
+    run: TrainingRun, number: int, ahead: SampledIteration | None
+) -> tuple[dict[str, float], SampledIteration | None]:
     """One iteration, as the paper has it. Of one that was killed, what is left of it.
 
     Args:
@@ -95,7 +100,7 @@ def iterate(run: TrainingRun, number: int, ahead: Iteration | None) -> tuple[dic
         Its metrics, and the next iteration's samples if they are made ahead.
     """
     clock, trained = Stopwatch(), number <= run.iteration
-    with run.profiled("rollout", number, clock):
+    with profiled(run.actor_groups(), "rollout", run.config.trainer.profile, number, run.tracker, clock):
         iteration = collect(run, number, clock, None if trained else ahead)
     if not trained:
         ahead = submit(run, number + 1) if _is_sampled_ahead(run, number + 1) else None
@@ -103,7 +108,7 @@ def iterate(run: TrainingRun, number: int, ahead: Iteration | None) -> tuple[dic
         if ahead:  # from the weights of before the update, all of it: so the next sync waits
             finish_ahead(run, ahead, clock)
     metrics = iteration.metrics | run.learned
-    if run.samples:
+    if run.is_online:
         metrics |= sync(run, clock, run.sampling_weights).metrics()
     if not run.recorded(number):
         log_iteration(run, iteration, metrics, clock)
@@ -119,9 +124,9 @@ def update_and_save(run: TrainingRun, iteration: Iteration, clock: Stopwatch) ->
     """
     correction, settings = run.config.algorithm.rollout_correction, run.config.trainer
     batches, advantages = iteration.batches, iteration.advantages
-    with run.rollout.asleep(clock) if run.samples else nullcontext():
+    with run.online.rollout.asleep(clock) if run.is_online else nullcontext():
         old = None if correction.bypass_mode else old_log_prob(clock, run.trainer, batches, advantages, correction)
-        with run.profiled("trainer", iteration.number, clock):
+        with profiled(run.actor_groups(), "trainer", settings.profile, iteration.number, run.tracker, clock):
             run.take_update(iteration.number, update(clock, run.trainer, batches, advantages, old))
     if not run.has_updated:
         # An update whose first step was left out says nothing of it: the next one is looked at.
@@ -142,9 +147,12 @@ def log_iteration(run: TrainingRun, iteration: Iteration, metrics: dict[str, flo
     kept of its samples and its checkpoint.
     """
     settings, number, images = run.config.trainer, iteration.number, len(iteration.advantages)
-    validation = validate_weights(run, clock) if run.samples and _due(number, settings.test_freq, run) else None
+    validation = validate_weights(run, clock) if run.is_online and _due(number, settings.test_freq, run) else None
     metrics |= validation.metrics() if validation else {}
-    metrics |= run.watch(metrics) | {"cost/images": float(number * images)}
+    metrics |= watch_guards(run.guards, run.tracker, run.iteration, metrics)
+    if run.is_online:
+        watch_floor(run.online.floor, run.tracker, run.iteration, metrics)
+    metrics["cost/images"] = float(number * images)
     pictures, tables = _validation_records(validation)
     if iteration.pictures:
         columns = min(run.config.actor_rollout_ref.rollout.n, WIDEST_GRID)
@@ -153,16 +161,17 @@ def log_iteration(run: TrainingRun, iteration: Iteration, metrics: dict[str, flo
     if settings.export_freq and number % settings.export_freq == 0 and run.moved:
         register_export(clock, run)
     log_files(clock, run.tracker, number, pictures, tables, {"pictures": iteration.pictures})
-    run.remove_old_pictures(clock)
+    with clock.stage("log"):
+        remove_old(run.config, run.tracker)
     with clock.stage("memory"):
-        memory = run.memory()
+        memory = memory_metrics(run.actor_groups())
     times = _time_metrics(run, clock, images)
     if run.utilisation is not None and "update_actor" in clock.seconds:  # else an earlier process made the update
         times |= run.utilisation.metrics(iteration.batches, metrics, clock.seconds)
     run.tracker.log_step(number, metrics | times | memory)
 
 
-def sample_again(run: TrainingRun, clock: Stopwatch) -> Iteration | None:
+def sample_again(run: TrainingRun, clock: Stopwatch) -> SampledIteration | None:
     """The samples that were being made ahead when the checkpoint was written, made from the same older weights."""
     if run.iteration == 0 or not _is_sampled_ahead(run, run.iteration + 1):
         return None
@@ -175,7 +184,8 @@ def sample_again(run: TrainingRun, clock: Stopwatch) -> Iteration | None:
 def sync(run: TrainingRun, clock: Stopwatch, which: HeldWeights) -> Synced:
     """Give the rollout one of the trainer's sets of weights."""
     version = run.iteration - 1 if which == "previous" else run.iteration
-    return sync_weights(clock, run.trainer, run.rollout, run.canary, version, run.canary_limits, which)
+    online = run.online
+    return sync_weights(clock, run.trainer, online.rollout, online.canary, version, run.canary_limits, which)
 
 
 def validate_weights(run: TrainingRun, clock: Stopwatch) -> Validation:
@@ -185,10 +195,12 @@ def validate_weights(run: TrainingRun, clock: Stopwatch) -> Validation:
     if measured != run.sampling_weights:
         sync(run, clock, measured)
     pipeline = rollout.validation_pipeline()
-    result = validate(clock, run.rollout, run.reward, run.inputs.test, rollout.val_kwargs.n, pipeline)
+    online, n = run.online, rollout.val_kwargs.n
+    result = draw_and_score(clock, online.rollout, online.reward, run.inputs.test, n, pipeline)
     if measured != run.sampling_weights:
         sync(run, clock, run.sampling_weights)
-    run.keep_validation(result)
+    run.held_out = result.reward
+    keep_grid(run.config, run.iteration, result.sheet)
     return result
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from prefect import flow
 
 from tasks.config.tree import TrainConfig, TrainOverrides
-from tasks.run.opening import changed, open_measurement
+from tasks.run.opening import apply_overrides, open_measurement
 from tasks.run.preflight import ConfigError, check_inputs
-from tasks.stages.validation import validate as measure
+from tasks.stages.validation import draw_and_score
 from tasks.system.stopwatch import Stopwatch
 
 
@@ -30,7 +30,7 @@ def validate(
         weights: folder that a run exported; left out, the base model is measured.
         overrides: changes to the config.
     """
-    config = changed(config, overrides)
+    config = apply_overrides(config, overrides)
     inputs = check_inputs(config, trains=False)
     if weights is not None and not weights.is_dir():
         raise ConfigError(f"weights is {weights}, which is not a folder: give one that a run exported")
@@ -40,6 +40,6 @@ def validate(
         if weights is not None:
             run.rollout.load_exported(weights.resolve())
         pipeline = settings.validation_pipeline()
-        result = measure(Stopwatch(), run.rollout, run.reward, inputs.test, settings.val_kwargs.n, pipeline)
+        result = draw_and_score(Stopwatch(), run.rollout, run.reward, inputs.test, settings.val_kwargs.n, pipeline)
         run.tracker.log_step(0, result.metrics(), {"validation": result.sheet}, {"validation": result.samples})
     return result.metrics()

@@ -14,17 +14,22 @@ from tasks.actors.rollout_group import RolloutGroup
 from tasks.config.measurement import Measurement
 from tasks.config.tree import TrainConfig, TrainOverrides
 from tasks.records.comparison import paired_gain
-from tasks.records.model_registry import CHAMPION, ITERATION, TABLE, Measurements, measurable_versions, tag_regression
+from tasks.records.model_registry import (
+    CHAMPION,
+    ITERATION,
+    REGRESSION,
+    TABLE,
+    Measurements,
+    measurable_versions,
+    tag_regression,
+)
 from tasks.records.tracking import Tracker, mlflow_client
 from tasks.run.measuring import Cell, Verdict, cells, for_measuring, labelled, measurement_digest, metrics
-from tasks.run.opening import MeasuringRun, changed, open_measurement
+from tasks.run.opening import MeasuringRun, apply_overrides, open_measurement
 from tasks.run.preflight import check_inputs
-from tasks.stages.validation import Validation
-from tasks.stages.validation import validate as draw
+from tasks.stages.validation import Validation, draw_and_score
 from tasks.system.stopwatch import Stopwatch
 
-REGRESSION = "doubleflow.regression"
-"""Name of the event that automations react to, and of the tag on the run and the version."""
 BASE = "base"
 
 
@@ -45,7 +50,7 @@ def validation_sweep(
         overrides: changes to the config.
     """
     measurement = measurement or Measurement()
-    config = for_measuring(changed(config, overrides), measurement)
+    config = for_measuring(apply_overrides(config, overrides), measurement)
     inputs = check_inputs(config, trains=False)
     measured = Measurements(
         mlflow_client(config.tracking), config.tracking.experiment, measurement_digest(config, inputs, measurement)
@@ -106,7 +111,7 @@ class Sweep:
 
     def _draw(self, clock: Stopwatch, rollout: RolloutGroup, cell: Cell) -> Validation:
         pipeline = cell.drawn_by(self.config.actor_rollout_ref.rollout.validation_pipeline())
-        return draw(
+        return draw_and_score(
             clock, rollout.on(cell.embeddings), self.run.reward, cell.prompts, self.measurement.n, pipeline, cell.seed
         )
 

@@ -6,7 +6,7 @@ from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.events.actions import RunDeployment
 from prefect.workers.process import ProcessWorker
 
-from flows.validation_sweep import REGRESSION
+from tasks.records.model_registry import REGRESSION
 
 COMPARE_REGRESSION = "compare-a-regression"
 

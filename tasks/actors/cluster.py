@@ -1,6 +1,5 @@
 """Ray: start-up and the groups of long-lived actors that hold the models."""
 
-import itertools
 import logging
 import math
 import os
@@ -99,7 +98,7 @@ def ray_cluster(config: RayConfig, full_determinism: bool = False) -> Iterator[N
         if folder is not None:
             place["_temp_dir"] = str(folder)
         try:
-            ray.init(log_to_driver=config.log_to_driver, logging_level="WARNING", **place)
+            ray.init(log_to_driver=config.log_to_driver, logging_level=logging.WARNING, **place)
         except (ConnectionError, AuthenticationError) as error:
             raise ClusterError(
                 f"the Ray cluster at RAY_ADDRESS {address} cannot be joined ({error}): start it, unset RAY_ADDRESS, "
@@ -226,11 +225,12 @@ def _held(bundles: list[dict[str, float]], strategy: str, nodes: list[str]) -> P
     """A placement group once it has its resources, which other runs may still hold."""
     selectors = [{NODE_LABEL: node} for node in nodes]
     group = placement_group(bundles, strategy=strategy, bundle_label_selector=selectors)
-    for waited in itertools.count():  # by the second, so that the run can be ended meanwhile
-        if group.wait(1):
-            return group
+    waited = 0
+    while not group.wait(1):  # by the second, so that the run can be ended meanwhile
         if waited == WAIT_WARNING_S:
             log.warning("waiting for GPUs of the Ray cluster that others hold")
+        waited += 1
+    return group
 
 
 class ActorGroup:
@@ -257,9 +257,11 @@ class ActorGroup:
         places: RankPlaces | None = None,
         **options: Any,
     ):
-        remote, given = ray.remote(actor_class), {"num_cpus": 0, "num_gpus": num_gpus} | options
+        remote: Any = ray.remote(actor_class)
+        given = {"num_cpus": 0, "num_gpus": num_gpus} | options
         where = [{} if places is None else {"scheduling_strategy": places.place(i)} for i in range(count)]
-        self.actors = [remote.options(**given | place).remote(*arguments) for place in where]
+        # A handle has its methods of the class, at run time: a type checker knows none of them.
+        self.actors: list[Any] = [remote.options(**given | place).remote(*arguments) for place in where]
 
     def __len__(self) -> int:
         return len(self.actors)

@@ -10,9 +10,10 @@ import ray
 import torch
 
 from models.errors import DoubleflowError
+from models.samples.trajectories import FinishedLatents
 from models.weights.canary import Canary, CanaryLimits
 
-R = TypeVar("R", bound=tuple)
+R = TypeVar("R", bound=NamedTuple)
 
 
 class SampleMismatch(DoubleflowError, RuntimeError):
@@ -126,14 +127,14 @@ class RankUpdate:
     Attributes:
         mini_batches: one optimiser step each, in order; positions count in `batches`.
         epochs: passes over them.
-        batches: references to the batches' trajectories or finished latents.
+        batches: the batches' trajectories or finished latents, of what was sampled as references.
         samples: of each batch (uid, index) of its samples, in the order of the advantages.
         old: the trainer's own scores of each batch; None where the rollout's are the old ones.
     """
 
     mini_batches: Sequence[RankMiniBatch]
     epochs: int
-    batches: Sequence[ray.ObjectRef]
+    batches: Sequence[ray.ObjectRef | FinishedLatents]
     samples: Sequence[tuple[tuple[str, int], ...]]
     old: "Sequence[OldBatch] | None" = None
 

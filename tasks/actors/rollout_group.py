@@ -206,8 +206,17 @@ class RolloutGroup:
         """
         number, buckets = sent or (self.next_number(), 0)
         kept = () if tensors is None else (tensors,)
-        check = {"canary": canary, "proofs": tuple(proofs), "version": version, "limits": limits}
-        return self._hold(PolicyWeights(number, kept, buckets, **check))
+        weights = PolicyWeights(
+            number, kept, buckets, canary=canary, proofs=tuple(proofs), version=version, limits=limits
+        )
+        return self._hold(weights)
+
+    @property
+    def policy_version(self) -> int:
+        """Of the weights that were given last: the iteration that they are of."""
+        if self.weights is None:
+            raise RuntimeError("the rollout was given no weights yet")
+        return self.weights.version
 
     def next_number(self) -> int:
         """Of the next weights."""

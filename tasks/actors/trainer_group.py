@@ -65,7 +65,7 @@ class TrainerGroup:
         count = len(self.group)
         return [actor.initialize.remote(rank, count, address) for rank, actor in enumerate(self.group.actors)]
 
-    def old_log_probs(self, batches: Sequence[PendingBatch]) -> tuple[list[OldBatch], list[torch.Tensor]]:
+    def old_log_probs(self, batches: Sequence[PendingBatch | PairBatch]) -> tuple[list[OldBatch], list[torch.Tensor]]:
         """Of each batch what the present weights say, and the rollout's own log-probs [m, W].
 
         Batches are all of one size and a multiple of the ranks (the config's checks), so every rank makes as many

@@ -67,7 +67,7 @@ class TrainerRank:
         given = (self.model_config, self.actor_config, self.device, self.forward_config, self.keeps_previous)
         engine_class = get_training_engine(self.actor_config.strategy)
         # What says nothing is not given: an engine that always stops need not know of it.
-        return engine_class(*given, **{"max_nonfinite_steps": self.skippable} if self.skippable else {})
+        return engine_class(*given, max_nonfinite_steps=self.skippable) if self.skippable else engine_class(*given)
 
     @measures_gpu_memory("old_log_prob")
     def rescore(self, trajectories: Trajectories, with_means: bool) -> Rescored:

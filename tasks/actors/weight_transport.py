@@ -89,6 +89,7 @@ class Courier:
         if rank:
             self._leave()
             self._store = TCPStore(*address, is_master=False, timeout=TRANSFER_TIMEOUT)
+        assert self._store is not None, "rank 0 has it of `open_group`"
         self._group, self.group_name = BroadcastGroup(self._store, rank, size, self.device), name
 
     def _leave(self) -> None:
@@ -185,11 +186,11 @@ class Routes:
 
     def _join(self, workers: Sequence[ActorHandle]) -> None:
         """Rank 0 and the workers are in one broadcast group: the last one, if nobody was started again since."""
-        members = [self._ranks[0], *workers]
+        members: list[Any] = [self._ranks[0], *workers]
         names = set(_of_all(members, _group_name))
         if len(names) == 1 and "" not in names:
             return
-        address = ray.get(members[0].__ray_call__.remote(_open_group))
+        address: tuple[str, int] = ray.get(members[0].__ray_call__.remote(_open_group))
         name = f"group-{next(self._numbers)}"
         ray.get(
             [

@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import BaseModel, Field, ModelWrapValidatorHandler, ValidationError, model_validator
 
@@ -346,5 +346,11 @@ def _mapping(changes: Any) -> dict[str, Any]:
     return given
 
 
-TrainOverrides = optional(TrainConfig)
-"""Changes to a recipe: any part of the tree, the rest left out."""
+if TYPE_CHECKING:  # a type checker takes no class that a call has made
+
+    class TrainOverrides(BaseModel):
+        """Changes to a recipe: any part of the tree, the rest left out."""
+
+else:
+    TrainOverrides = optional(TrainConfig)
+    """Changes to a recipe: any part of the tree, the rest left out."""

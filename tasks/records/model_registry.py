@@ -21,6 +21,8 @@ CHAMPION = "champion"
 ITERATION = "doubleflow.iteration"
 LAYOUT = "diffusers"
 TABLE = "measurement.parquet"
+REGRESSION = "doubleflow.regression"
+"""Name of the event that automations react to, and of the tag on the run and the version."""
 
 
 def register(tracker: Tracker, name: str, folder: Path, iteration: int, tags: Mapping[str, str]) -> ModelVersion:

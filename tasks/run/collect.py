@@ -6,20 +6,17 @@ from dataclasses import dataclass, field
 import numpy as np
 import pandas as pd
 import ray
-from prefect import task
-from prefect.cache_policies import NO_CACHE
 
 from tasks.actors.reward_group import PendingScores, Scores
 from tasks.actors.rollout_group import PendingBatch
-from tasks.config.tree import TrainConfig
-from tasks.data.embeddings import PromptEmbeddings
-from tasks.data.pairs import Pair, PairBatch, PairDataset
+from tasks.data.pairs import Pair, PairBatch
 from tasks.records.metrics import compute_data_metrics_diffusion
 from tasks.records.run_store import CheckpointError
 from tasks.run.training import TrainingRun
 from tasks.stages.advantage import advantage
+from tasks.stages.pairs import read_pairs
 from tasks.stages.reward import finish_reward
-from tasks.stages.rollout import finish_rollout
+from tasks.stages.rollout import finish_rollout, finish_rollout_ahead
 from tasks.system.stopwatch import Stopwatch
 
 
@@ -52,75 +49,95 @@ def sample_table(
     )
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Iteration:
-    """An iteration in progress, filled stage by stage: sampled, scored, given advantages.
+    """An iteration in progress, filled stage by stage.
 
     Attributes:
         number: from 1.
-        policy_version: the iteration whose weights sample; None of pairs, which nobody sampled.
         batches: the samples, as the trainer takes them; empty where the iteration is in the weights already and nothing
             trains on them any more.
-        pending: scores that are on their way.
-        scores: once they are there.
-        scored_now: whether the scores are of this process, and not of an earlier one of this run.
         pictures: the first few of the samples, as the tracking section asks for, uint8 [H, W, 3] each.
-        rollout_seconds: that workers spent sampling.
         advantages: [N], NaN where a sample is left out.
         samples: one row a sample, with what is needed to draw it again or to find it in the data set.
         metrics: of rewards and advantages.
     """
 
     number: int
-    policy_version: int | None = None
     batches: Sequence[PendingBatch | PairBatch] = ()
-    pending: PendingScores | None = None
-    scores: Scores | None = None
-    scored_now: bool = False
     pictures: Sequence[np.ndarray] = ()
-    rollout_seconds: float = 0.0
     advantages: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
     samples: pd.DataFrame = field(default_factory=pd.DataFrame)
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-def submit(run: TrainingRun, number: int) -> Iteration:
+@dataclass(kw_only=True)
+class SampledIteration(Iteration):
+    """An iteration of an online run: sampled, scored, given advantages.
+
+    Attributes:
+        policy_version: the iteration whose weights sample.
+        pending: scores that are on their way.
+        scored_now: whether the scores are of this process, and not of an earlier one of this run.
+        rollout_seconds: that workers spent sampling.
+    """
+
+    policy_version: int
+    batches: Sequence[PendingBatch] = ()
+    pending: PendingScores | None = None
+    scored_now: bool = False
+    rollout_seconds: float = 0.0
+
+
+def submit(run: TrainingRun, number: int) -> SampledIteration:
     """Start sampling and scoring an iteration with the weights of the last sync."""
-    n = run.config.actor_rollout_ref.rollout.n
-    batches = run.rollout.submit(run.prompts(number), n, number, run.window(number))
-    return Iteration(number, run.rollout.weights.version, batches, run.reward.submit(batches))
+    n, online = run.config.actor_rollout_ref.rollout.n, run.online
+    batches = online.rollout.submit(run.prompts(number), n, number, run.window(number))
+    version, pending = online.rollout.policy_version, online.reward.submit(batches)
+    return SampledIteration(number=number, policy_version=version, batches=batches, pending=pending)
 
 
-def finish_ahead(run: TrainingRun, ahead: Iteration, clock: Stopwatch) -> None:
+def finish_ahead(run: TrainingRun, ahead: SampledIteration, clock: Stopwatch) -> None:
     """Wait until an iteration is sampled ahead, and keep its rollout."""
-    finish_rollout(clock, ahead.batches, stage="gen_ahead")
+    finish_rollout_ahead(clock, ahead.batches)
     _keep_rollout(run, ahead, clock)
 
 
-def collect(run: TrainingRun, number: int, clock: Stopwatch, ahead: Iteration | None = None) -> Iteration:
+def collect(run: TrainingRun, number: int, clock: Stopwatch, ahead: SampledIteration | None = None) -> Iteration:
     """The iteration's samples, from where `algorithm.sample_source` says; `ahead` if they were asked for before."""
-    if not run.samples:
-        return read_pairs(clock, run.inputs.pairs, run.inputs.embeddings, run.config, run.pairs(number), number)
-    iteration = sample_and_score(run, number, clock, ahead)
-    scores, version = iteration.scores, iteration.policy_version
-    iteration.advantages = np.zeros(len(scores.samples), np.float32)  # every sample counts, whatever it is worth
+    if not run.is_online:
+        pairs = run.pairs(number)
+        batches = read_pairs(clock, run.pair_dataset, run.inputs.embeddings, run.config, pairs, number)
+        return pair_iteration(number, pairs, batches)
+    iteration, scores = sample_and_score(run, number, clock, ahead)
+    advantages = np.zeros(len(scores.samples), np.float32)  # every sample counts, whatever it is worth
     if run.loss.learns_from_rewards():
-        iteration.advantages = advantage(clock, scores, run.config.algorithm)
+        advantages = advantage(clock, scores, run.config.algorithm)
+    version = iteration.policy_version
     if iteration.scored_now:  # and something can be learnt from them: if not, a run started again scores again
         with clock.stage("kept_stages"):
             run.stages.keep_scores(run.state(number), version, scores, iteration.pictures)
     kept, seed = len(iteration.pictures), run.config.trainer.seed
-    iteration.samples = sample_table(scores.samples, iteration.advantages, seed, number, version, kept)
-    iteration.metrics = _reward_metrics(scores, iteration.advantages) | scores.metrics()
+    iteration.advantages = advantages
+    iteration.samples = sample_table(scores.samples, advantages, seed, number, version, kept)
+    iteration.metrics = _reward_metrics(scores, advantages) | scores.metrics()
     iteration.metrics["rollout/policy_lag"] = float(number - 1 - version)
     iteration.metrics["perf/rollout_busy_s"] = iteration.rollout_seconds
     iteration.metrics["perf/reward_busy_s"] = scores.busy_seconds
-    if run.floor is not None:
-        iteration.metrics |= run.floor.metrics(number, scores.by_reward)
+    iteration.metrics |= run.online.floor.metrics(number, scores.by_reward)
     return iteration
 
 
-def sample_and_score(run: TrainingRun, number: int, clock: Stopwatch, ahead: Iteration | None) -> Iteration:
+def pair_iteration(number: int, pairs: Sequence[Pair], batches: Sequence[PairBatch]) -> Iteration:
+    """An iteration of pairs, which nobody sampled: 1 is the advantage of each better one, -1 of each worse one."""
+    samples = pd.DataFrame([{"pair": pair.uid, "uid": pair.prompt_uid, "iteration": number} for pair in pairs])
+    advantages = np.concatenate([batch.advantages for batch in batches])
+    return Iteration(number=number, batches=batches, advantages=advantages, samples=samples)
+
+
+def sample_and_score(
+    run: TrainingRun, number: int, clock: Stopwatch, ahead: SampledIteration | None
+) -> tuple[SampledIteration, Scores]:
     """Sample and score; stages that an earlier process of this run had finished are read.
 
     Raises:
@@ -138,56 +155,39 @@ def sample_and_score(run: TrainingRun, number: int, clock: Stopwatch, ahead: Ite
             f"{run.config.run_dir / 'stages'}: remove that checkpoint to use an older one"
         )
     iteration = kept or ahead or submit(run, number)
-    if iteration.pending is None:
-        iteration.pending = run.reward.submit(iteration.batches)
+    pending = iteration.pending or run.online.reward.submit(iteration.batches)
     iteration.rollout_seconds = finish_rollout(clock, iteration.batches)
     if kept is None and ahead is None:
         _keep_rollout(run, iteration, clock)
-    iteration.scores = finish_reward(clock, run.reward, iteration.batches, iteration.pending)
+    scores = finish_reward(clock, run.online.reward, iteration.batches, pending)
     iteration.scored_now = True
     with clock.stage("pictures"):
         iteration.pictures = first_pictures(iteration.batches, run.config.tracking.pictures)
-    return iteration
+    return iteration, scores
 
 
-def _kept_rollout(run: TrainingRun, number: int) -> Iteration | None:
-    found = run.stages.rollout(
-        run.state(number), run.rollout, run.prompts(number), run.config.actor_rollout_ref.rollout.n
-    )
-    return None if found is None else Iteration(number, *found)
+def _kept_rollout(run: TrainingRun, number: int) -> SampledIteration | None:
+    n = run.config.actor_rollout_ref.rollout.n
+    found = run.stages.rollout(run.state(number), run.online.rollout, run.prompts(number), n)
+    return None if found is None else SampledIteration(number=number, policy_version=found[0], batches=found[1])
 
 
-def _kept_scores(run: TrainingRun, number: int, kept: Iteration | None) -> Iteration | None:
-    found = run.stages.scores(run.state(number), run.reward.weights())
+def _kept_scores(
+    run: TrainingRun, number: int, kept: SampledIteration | None
+) -> tuple[SampledIteration, Scores] | None:
+    found = run.stages.scores(run.state(number), run.online.reward.weights())
     if found is None:
         return None
     version, scores, pictures = found
-    return Iteration(number, version, kept.batches if kept else (), scores=scores, pictures=pictures)
+    batches = kept.batches if kept else ()
+    return SampledIteration(number=number, policy_version=version, batches=batches, pictures=pictures), scores
 
 
-def _keep_rollout(run: TrainingRun, iteration: Iteration, clock: Stopwatch) -> None:
+def _keep_rollout(run: TrainingRun, iteration: SampledIteration, clock: Stopwatch) -> None:
     if run.config.trainer.keep_stages:
         with clock.stage("kept_stages"):
             state = run.state(iteration.number)
-            run.stages.keep_rollout(state, iteration.policy_version, run.rollout, iteration.batches)
-
-
-@task(name="read-pairs", cache_policy=NO_CACHE, persist_result=False)
-def read_pairs(
-    clock: Stopwatch,
-    data: PairDataset,
-    embeddings: PromptEmbeddings,
-    config: TrainConfig,
-    pairs: Sequence[Pair],
-    iteration: int,
-) -> Iteration:
-    """The iteration's pairs, one batch for each rank that has samples of its own, and optimiser step."""
-    size = config.actor_rollout_ref.actor.ppo_mini_batch_size // config.data_ranks
-    with clock.stage("read_pairs"):
-        batches = list(data.batches(pairs, embeddings, size, config.trainer.seed, iteration))
-    samples = pd.DataFrame([{"pair": pair.uid, "uid": pair.prompt_uid, "iteration": iteration} for pair in pairs])
-    advantages = np.concatenate([batch.advantages for batch in batches])
-    return Iteration(iteration, batches=batches, advantages=advantages, samples=samples)
+            run.stages.keep_rollout(state, iteration.policy_version, run.online.rollout, iteration.batches)
 
 
 def _reward_metrics(scores: Scores, advantages: np.ndarray) -> dict[str, float]:

@@ -18,7 +18,8 @@ from tasks.config.errors import ConfigError
 from tasks.config.tree import TrainConfig
 from tasks.rewards import check_reward
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def check_early(config: TrainConfig, trains: bool = True) -> None:

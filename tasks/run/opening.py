@@ -24,14 +24,14 @@ from tasks.records.tracking import Tracker
 from tasks.rewards.statistics import NAMES as STATISTICS
 from tasks.run.kept_stages import KeptStages
 from tasks.run.preflight import Inputs
-from tasks.run.training import CANARY_PROMPTS, TrainingRun
+from tasks.run.training import CANARY_PROMPTS, OnlineParts, TrainingRun
 from tasks.run.utilisation import Utilisation
 from tasks.system.files import put_in_place
 
 RUN_RECORD = "run.json"
 
 
-def changed(config: TrainConfig, overrides: TrainOverrides | None) -> TrainConfig:
+def apply_overrides(config: TrainConfig, overrides: TrainOverrides | None) -> TrainConfig:
     """The config with its overrides; what another algorithm's name takes from it is told in the flow run's log."""
     behind = config.left_behind(overrides)
     result = config.with_changes(overrides)
@@ -44,7 +44,9 @@ def changed(config: TrainConfig, overrides: TrainOverrides | None) -> TrainConfi
 
 
 @contextmanager
-def opened(config: TrainConfig, name: str, *, trains: bool, run_id: str | None = None) -> Iterator[Tracker]:
+def open_cluster_and_tracker(
+    config: TrainConfig, name: str, *, trains: bool, run_id: str | None = None
+) -> Iterator[Tracker]:
     """What everything that needs actors begins with: the GPUs' slots, the cluster, proof that it is large enough, and
     the tracker. Afterwards the MLflow run is FINISHED, FAILED or KILLED, never RUNNING.
 
@@ -72,7 +74,7 @@ def open_run(config: TrainConfig, inputs: Inputs) -> Iterator[TrainingRun]:
 
     Raises:
         CheckpointError: another process works on the run, or it has checkpoints that it should not have.
-        ClusterError: as `opened`.
+        ClusterError: as `open_cluster_and_tracker`.
     """
     with alone(config.run_dir):
         store = CheckpointStore(config.run_dir / "checkpoints", config.trainer.max_actor_ckpt_to_keep)
@@ -81,10 +83,11 @@ def open_run(config: TrainConfig, inputs: Inputs) -> Iterator[TrainingRun]:
                 f"{config.run_dir} has checkpoints and trainer.resume_mode is disable: use auto or another "
                 "trainer.experiment_name"
             )
-        with opened(config, config.run_name, trains=True, run_id=_remembered_run_id(config)) as tracker:
+        remembered = _remembered_run_id(config)
+        with open_cluster_and_tracker(config, config.run_name, trains=True, run_id=remembered) as tracker:
             _remember_run_id(config, tracker.run_id)
             run = _start_actors(config, inputs, tracker, store)
-            tracker.log_start(config, run_tags(config, inputs, run.reward))
+            tracker.log_start(config, run_tags(config, inputs, run.online.reward if run.is_online else None))
             run.resume()
             tracker.log_lineage(lineage(config.data_read()), run.iteration)
             with store.settled():
@@ -104,10 +107,10 @@ class MeasuringRun:
 def open_measurement(
     config: TrainConfig, inputs: Inputs, name: str, tags: Mapping[str, str] | None = None
 ) -> Iterator[MeasuringRun]:
-    """Open a measurement of weights, an MLflow run of its own. Raises ClusterError as `opened`."""
-    with opened(config, name, trains=False) as tracker:
+    """Open a measurement of weights, an MLflow run of its own. Raises ClusterError as `open_cluster_and_tracker`."""
+    with open_cluster_and_tracker(config, name, trains=False) as tracker:
         run = MeasuringRun(start_rollout(config, inputs), RewardGroup(config.reward), tracker)
-        tracker.log_start(config, run_tags(config, inputs, run.reward) | (tags or {}))
+        tracker.log_start(config, run_tags(config, inputs, run.reward) | dict(tags or {}))
         tracker.log_lineage(lineage(config.data_read()), 0)
         yield run
 
@@ -165,24 +168,36 @@ def _start_actors(config: TrainConfig, inputs: Inputs, tracker: Tracker, store: 
         max_nonfinite_steps=trainer_settings.skippable_steps,
     )
     started = trainer.start()
-    canary = None
-    if rollout is not None:
+    online_parts = None
+    if rollout is not None and reward is not None:
         rollout.group.call_all("ready")
-        canary = Canary(
-            rollout.prompt_table([prompt.uid for prompt in inputs.test[:CANARY_PROMPTS]]),
-            rows=trainer_settings.canary_batch or settings.rollout.micro_batch_size,
-            timesteps=trainer_settings.canary_timesteps,
-        )
+        floor = FloorWatch(config.reward, trainer_settings.total_training_steps, tracker.history)
+        online_parts = OnlineParts(rollout, reward, _canary(config, inputs, rollout), floor)
     ray.get(started)
-    guards = GuardWatch(config.reward.guards, guard_metrics(config), tracker.history)
     utilisation = None
     if inputs.flops is not None:
-        utilisation = Utilisation(config, inputs.flops, rollout and rollout.group, trainer.group)
-    stages = KeptStages(config.run_dir / "stages")
-    run = TrainingRun(config, inputs, rollout, reward, trainer, tracker, store, stages, canary, guards, utilisation)
-    if reward is not None:
-        run.floor = FloorWatch(config.reward, trainer_settings.total_training_steps, tracker.history)
-    return run
+        workers = None if rollout is None else rollout.group
+        utilisation = Utilisation(config, inputs.flops, workers, trainer.group)
+    return TrainingRun(
+        config,
+        inputs,
+        trainer,
+        tracker,
+        store,
+        KeptStages(config.run_dir / "stages"),
+        GuardWatch(config.reward.guards, guard_metrics(config), tracker.history),
+        online_parts,
+        utilisation,
+    )
+
+
+def _canary(config: TrainConfig, inputs: Inputs, rollout: RolloutGroup) -> Canary:
+    """The first held-out prompts, at as many timesteps as the config says."""
+    return Canary(
+        rollout.prompt_table([prompt.uid for prompt in inputs.test[:CANARY_PROMPTS]]),
+        rows=config.trainer.canary_batch or config.actor_rollout_ref.rollout.micro_batch_size,
+        timesteps=config.trainer.canary_timesteps,
+    )
 
 
 def guard_metrics(config: TrainConfig) -> dict[str, str]:

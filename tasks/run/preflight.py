@@ -6,14 +6,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from models.algorithms import check_advantage, check_loss_inputs, get_diffusion_loss_fn
-from models.algorithms.losses import OLD_MEAN, TEACHER_MEAN, TRAINER_TYPES
+from models.algorithms import check_advantage
 from models.cost.flops import PolicyFlops
 from models.families import load_families
 from models.families.base import DiffusionModelBase, DiffusionModelConfig, read_architecture
 from models.families.latents import text_width
 from models.rollout.vllm_omni.engine import check_tensor_split, pipeline_class
-from models.schedulers import check_kernel, leftover_noise
+from models.schedulers import check_kernel
 from models.training.engine import get_training_engine
 from models.training.sequence_parallel import check_sequence_split
 from models.weights.trainable import LORA_FILE, check_initial_weights
@@ -28,6 +27,7 @@ from tasks.records.lineage import dvc_hashes
 from tasks.rewards import check_reward
 from tasks.run.capacity import check_fits, measure_cost
 from tasks.run.early import check_folder, raising_config_errors
+from tasks.run.loss_checks import check_exploration, check_loss
 
 if TYPE_CHECKING:
     from models.schedulers import FlowMatchSDEDiscreteScheduler
@@ -65,16 +65,38 @@ def check_inputs(config: TrainConfig, trains: bool = True) -> Inputs:
     Raises:
         ConfigError, or the named thing's own error: one sentence, what is wrong and what would be right.
     """
+    _check_names(config)
     rollout = config.actor_rollout_ref.rollout
-    load_families(config.actor_rollout_ref.model.external_lib)
-    check_advantage(config.algorithm.adv_estimator, config.algorithm.adv_options)
-    check_kernel(rollout.algo.sde_type, rollout.algo.sde_options)
-    get_training_engine(config.actor_rollout_ref.actor.strategy)
-    _check_loss(config)
-    for name, entry in config.reward.named().values():
-        check_reward(name, **entry.options)
     model_config = DiffusionModelConfig.load(config.actor_rollout_ref.model, rollout.pipeline, rollout.algo)
     adapter = DiffusionModelBase.get_class(model_config)
+    _check_pipelines(config, model_config, trains)
+    latent_shape = adapter.latent_shape(model_config)
+    if trains:
+        check_exploration(config, adapter.build_scheduler(model_config))
+    _check_teacher(config, model_config)
+    if trains:
+        check_initial_weights(adapter, model_config)
+    inputs = _open_data(config, model_config, latent_shape)
+    sharing = config.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size
+    check_sequence_split(model_config, sharing, inputs.embeddings.max_sequence_length)
+    flops = _check_costs(config, inputs) if trains else None
+    return replace(inputs, digest=f"{inputs.digest}-{_weights_digest(config, trains)}", flops=flops)
+
+
+def _check_names(config: TrainConfig) -> None:
+    """What the config names is known: families, advantage, kernel, engine, loss and rewards."""
+    load_families(config.actor_rollout_ref.model.external_lib)
+    check_advantage(config.algorithm.adv_estimator, config.algorithm.adv_options)
+    check_kernel(config.actor_rollout_ref.rollout.algo.sde_type, config.actor_rollout_ref.rollout.algo.sde_options)
+    get_training_engine(config.actor_rollout_ref.actor.strategy)
+    check_loss(config)
+    for name, entry in config.reward.named().values():
+        check_reward(name, **entry.options)
+
+
+def _check_pipelines(config: TrainConfig, model_config: DiffusionModelConfig, trains: bool) -> None:
+    """The model can be sampled as the run's and the validation's pipeline ask, by the engine that is to do it."""
+    rollout, adapter = config.actor_rollout_ref.rollout, DiffusionModelBase.get_class(model_config)
     for pipeline in (rollout.pipeline, rollout.validation_pipeline()):
         adapter.check_pipeline(replace(model_config, pipeline=pipeline))
     if trains and config.algorithm.trainer_type == "direct_preference" and adapter.is_guided(rollout.pipeline):
@@ -85,14 +107,12 @@ def check_inputs(config: TrainConfig, trains: bool = True) -> Inputs:
     if rollout.name == "vllm_omni":
         pipeline_class(model_config)
         check_tensor_split(model_config, rollout.vllm_omni.tensor_parallel_size)
-    latent_shape = adapter.latent_shape(model_config)
-    if trains:
-        _check_exploration(config, adapter.build_scheduler(model_config))
-    _check_teacher(config, model_config)
-    if trains:
-        check_initial_weights(adapter, model_config)
+
+
+def _open_data(config: TrainConfig, model_config: DiffusionModelConfig, latent_shape: tuple[int, ...]) -> Inputs:
+    """The prompts, their embeddings and the pairs; the digest is over their tables and indices alone."""
     train, test = load_prompts(config.data.prompts, "train"), load_prompts(config.data.prompts, "test")
-    test = test[: rollout.val_kwargs.max_prompts]
+    test = test[: config.actor_rollout_ref.rollout.val_kwargs.max_prompts]
     embeddings = PromptEmbeddings.open(config.data.embeddings)
     content = config.data.prompts.read_bytes() + (config.data.embeddings / INDEX).read_bytes()
     pairs = None
@@ -106,19 +126,20 @@ def check_inputs(config: TrainConfig, trains: bool = True) -> Inputs:
             f"{config.data.embeddings} lacks the embedding of {missing[0].prompt!r} ({len(missing)} in all): run "
             "`dvc repro embeddings`"
         )
-    _check_embeddings(config, embeddings, adapter.prompt_extras)
-    sharing = config.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size
-    check_sequence_split(model_config, sharing, embeddings.max_sequence_length)
-    flops = None
-    if trains:
-        uids = [prompt.uid for prompt in train + test] if pairs is None else [pair.prompt_uid for pair in pairs.pairs]
-        flops = measure_cost(config, model_config, embeddings, uids)
+    _check_embeddings(config, embeddings, DiffusionModelBase.get_class(model_config).prompt_extras)
+    return Inputs(model_config, train, test, embeddings, pairs, hashlib.sha256(content).hexdigest()[:16])
+
+
+def _check_costs(config: TrainConfig, inputs: Inputs) -> PolicyFlops | None:
+    """The run fits the GPUs and its folder can be written; what a micro-batch costs, None where that is not known."""
+    uids = [prompt.uid for prompt in inputs.train + inputs.test]
+    if inputs.pairs is not None:
+        uids = [pair.prompt_uid for pair in inputs.pairs.pairs]
+    flops = measure_cost(config, inputs.model_config, inputs.embeddings, uids)
     if flops is not None:
-        check_fits(config, model_config, flops.cost)
-    if trains:
-        check_folder(config.trainer.default_local_dir)
-    digest = f"{hashlib.sha256(content).hexdigest()[:16]}-{_weights_digest(config, trains)}"
-    return Inputs(model_config, train, test, embeddings, pairs, digest, flops)
+        check_fits(config, inputs.model_config, flops.cost)
+    check_folder(config.trainer.default_local_dir)
+    return flops
 
 
 def _weights_digest(config: TrainConfig, trains: bool) -> str:
@@ -128,24 +149,6 @@ def _weights_digest(config: TrainConfig, trains: bool) -> str:
     check_recorded([config.data.prompts, model], dvc_hashes(Path(".")), known)
     others = (settings.model.initial_weights, settings.actor.teacher_path) if trains else ()
     return weights_digest([model, *(Path(folder) for folder in others if folder is not None)], known)
-
-
-def _check_exploration(config: TrainConfig, scheduler: "FlowMatchSDEDiscreteScheduler") -> None:
-    """What the window's steps add is taken away again by those that follow, nearly."""
-    rollout = config.actor_rollout_ref.rollout
-    algo, steps = rollout.algo, rollout.pipeline.num_inference_steps
-    if config.algorithm.trainer_type != "policy_gradient" or not config.samples:
-        return
-    left = leftover_noise(scheduler, algo)
-    if left > algo.max_leftover_noise:
-        low, high = algo.window_bounds(steps)
-        size = algo.sde_window_size or high - low
-        raise ConfigError(
-            f"exploring would leave noise of standard deviation {left:.2f} in the finished latents, more than "
-            f"rollout.algo.max_leftover_noise {algo.max_leftover_noise:g}: {size} steps of [{low}, {high}) of "
-            f"{steps} with {algo.sde_type} at noise_level {algo.noise_level:g}; let sde_window_range end earlier or "
-            "lower noise_level"
-        )
 
 
 def _check_count(config: TrainConfig, there: int) -> None:
@@ -241,62 +244,3 @@ def _check_embeddings(config: TrainConfig, embeddings: PromptEmbeddings, extras:
             f"{embeddings.max_sequence_length}: encode the prompts again or leave the field out"
         )
     _check_origin(config, config.data.embeddings, embeddings, TEXT_SIDE, "embeddings")
-
-
-def _check_loss(config: TrainConfig) -> None:
-    """The loss is known, gets what it declares, and does not divide by a standard deviation of 0."""
-    rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
-    name, steps = actor.diffusion_loss.loss_mode, rollout.pipeline.num_inference_steps
-    weighted = config.algorithm.rollout_correction.rollout_is is not None
-    options = actor.diffusion_loss.options
-    check_loss_inputs(name, actor.use_kl_loss, weighted, actor.teacher_path is not None, options)
-    loss = get_diffusion_loss_fn(name, options)
-    for field, right in (("trainer_type", TRAINER_TYPES[loss.process]), ("paired_preference", loss.paired)):
-        if getattr(config.algorithm, field) != right:
-            raise ConfigError(
-                f"algorithm.{field} is {getattr(config.algorithm, field)}, but loss {name!r} needs {right}: set it, or "
-                "give the algorithm.name that brings both"
-            )
-    if config.trainer.one_step_off_policy and "old_log_probs" not in loss.required_data_keys:
-        raise ConfigError(
-            f"trainer.one_step_off_policy is true, but loss {name!r} compares with no old log-probs, so it would take "
-            "samples of older weights for its own: set it to false"
-        )
-    if loss.process == "forward":
-        if actor.kl_loss_type != "gaussian":
-            raise ConfigError(
-                f"actor.kl_loss_type is {actor.kl_loss_type}, but with loss {name} the distance to the start is that "
-                "of the velocities, which has no step length: leave it out"
-            )
-        return
-    _check_steps(config)
-    gaussian = {OLD_MEAN, TEACHER_MEAN} & {*loss.required_data_keys}
-    divides = f"loss {name}" if gaussian else "use_kl_loss" if actor.use_kl_loss else None
-    if divides and rollout.algo.sde_type == "cps" and rollout.algo.window_bounds(steps)[1] == steps:
-        raise ConfigError(
-            f"rollout.algo.sde_window_range ends at the last of {steps} steps, whose standard deviation is 0 with cps, "
-            f"and {divides} divides by it: let it end at {steps - 1} or before"
-        )
-
-
-def _check_steps(config: TrainConfig) -> None:
-    """There is a step to learn from that the picture survives, and the KL's form has a meaning for the kernel."""
-    rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
-    kernel, steps = rollout.algo.sde_type, rollout.pipeline.num_inference_steps
-    if steps == 1:
-        why = "has no noise and no gradient" if kernel == "cps" else "would leave its noise in the finished picture"
-        raise ConfigError(
-            f"rollout.pipeline.num_inference_steps is 1, but loss {actor.diffusion_loss.loss_mode} trains on the "
-            f"sampler's random steps, and the last one {why} with {kernel}: take at least 2"
-        )
-    low, high = rollout.algo.window_bounds(steps)
-    if kernel == "cps" and high == steps and (rollout.algo.sde_window_size or high - low) == 1:
-        raise ConfigError(
-            f"rollout.algo.sde_window_range [{low}, {high}) with one trained step may choose the last of {steps}, "
-            f"which has no noise and no gradient with cps: let it end at {steps - 1}"
-        )
-    if actor.kl_loss_type == "flow_grpo" and kernel == "cps":
-        raise ConfigError(
-            "actor.kl_loss_type is flow_grpo, which leaves out the step length of sd = g sqrt(-D), but sde_type is "
-            "cps, whose deviation has none: use gaussian, which is public code's form for cps too"
-        )

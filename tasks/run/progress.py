@@ -2,6 +2,8 @@
 
 import math
 import time
+from typing import cast
+from uuid import UUID
 
 from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from tqdm import tqdm
@@ -22,7 +24,8 @@ class Progress:
     def __init__(self, name: str, total: int, done: int):
         self.name = name
         self.bar = tqdm(total=total, initial=done, desc="training", unit="it", dynamic_ncols=True)
-        self._artifact = create_progress_artifact(progress=100 * done / total, key="training", description=name)
+        artifact = create_progress_artifact(progress=100 * done / total, key="training", description=name)
+        self._artifact = cast(UUID, artifact)  # Prefect's signature allows for a coroutine, as in async code
         self._updated = time.monotonic()
 
     def show(self, **numbers: float) -> None:

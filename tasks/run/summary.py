@@ -10,6 +10,7 @@ from prefect import get_run_logger
 
 from tasks.actors.trainer_group import TrainerGroup
 from tasks.records.pictures import titled
+from tasks.run.held_out_grids import kept_grids
 from tasks.run.training import TrainingRun
 from tasks.stages.log import register_weights
 from tasks.system.files import put_in_place
@@ -103,7 +104,7 @@ def summarise(run: TrainingRun, minutes: float) -> Summary:
         run.tracker.tag(UNMOVED_TAG, unmoved(base_model))
         get_run_logger().warning("the weights are %s", unmoved(base_model))
     picture = run.config.run_dir / "before_after.png"
-    drawn = run.validation_pictures()
+    drawn = kept_grids(run.config)
     if drawn:
         steps = sorted(drawn)[:: max(len(drawn) - 1, 1)]
         sheet = titled([(f"held-out prompts, iteration {step}", Image.open(drawn[step])) for step in steps])

@@ -5,15 +5,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from prefect import task
-from prefect.cache_policies import NO_CACHE
 
 from models.algorithms import compute_gdpo_outcome_advantage, get_diffusion_adv_estimator_fn
 from models.algorithms.advantages import has_reward
 from tasks.actors.reward_group import Scores
 from tasks.actors.update_plan import NothingToLearn
 from tasks.config.algorithm import DiffusionAlgoConfig
-from tasks.system.stopwatch import Stopwatch
+from tasks.stages.stage import stage
 
 ADV_MODES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "continuous": lambda a: a,
@@ -128,8 +126,8 @@ def without_equal_groups(
     return kept
 
 
-@task(name="advantage", cache_policy=NO_CACHE, persist_result=False)
-def advantage(clock: Stopwatch, scores: Scores, config: DiffusionAlgoConfig) -> np.ndarray:
+@stage("adv", "advantage")
+def advantage(scores: Scores, config: DiffusionAlgoConfig) -> np.ndarray:
     """Advantages [B] of an iteration's scores; see `compute_advantage`."""
     data = {
         "sample_level_rewards": scores.rewards,
@@ -137,6 +135,5 @@ def advantage(clock: Stopwatch, scores: Scores, config: DiffusionAlgoConfig) -> 
         "reward_scores": scores.by_reward,
         "reward_weights": scores.weights,
     }
-    with clock.stage("adv"):
-        found = compute_advantage(data, config.adv_estimator, config.norm_adv_by_std_in_grpo, config.global_std, config)
+    found = compute_advantage(data, config.adv_estimator, config.norm_adv_by_std_in_grpo, config.global_std, config)
     return found["advantages"]

@@ -1,25 +1,24 @@
 """Old log-probs: what the trainer's own weights say of the samples, before its first optimiser step."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
-from prefect import task
-from prefect.cache_policies import NO_CACHE
 
 from models.algorithms import correct
 from models.config.rollout_correction import RolloutCorrectionConfig
 from tasks.actors.rollout_group import PendingBatch
 from tasks.actors.trainer_group import TrainerGroup
 from tasks.actors.update_plan import NothingToLearn, OldScores
-from tasks.system.stopwatch import Stopwatch
+from tasks.data.pairs import PairBatch
+from tasks.stages.stage import stage
 
 
-@task(name="old-log-prob", cache_policy=NO_CACHE, persist_result=False)
+@stage("old_log_prob")
 def old_log_prob(
-    clock: Stopwatch,
     trainer: TrainerGroup,
-    batches: list[PendingBatch],
+    batches: Sequence[PendingBatch | PairBatch],
     advantages: np.ndarray,
     config: RolloutCorrectionConfig,
 ) -> OldScores:
@@ -28,11 +27,10 @@ def old_log_prob(
     Raises:
         NothingToLearn: every sample was rejected.
     """
-    with clock.stage("old_log_prob"):
-        scored, rollout = trainer.old_log_probs(batches)
-        log_probs = [old.log_probs for old in scored]
-        present = torch.from_numpy(~np.isnan(advantages))
-        correction = correct(torch.cat(log_probs), torch.cat(rollout), present, config)
+    scored, rollout = trainer.old_log_probs(batches)
+    log_probs = [old.log_probs for old in scored]
+    present = torch.from_numpy(~np.isnan(advantages))
+    correction = correct(torch.cat(log_probs), torch.cat(rollout), present, config)
     weights: tuple[torch.Tensor | None, ...] = (None,) * len(batches)
     if correction.is_weights is not None:
         if correction.is_weights.isnan().all():

@@ -1,15 +1,18 @@
 """The task that waits for an iteration's samples."""
 
+from collections.abc import Sequence
+
 import ray
-from prefect import task
-from prefect.cache_policies import NO_CACHE
 
 from tasks.actors.rollout_group import PendingBatch
-from tasks.system.stopwatch import Stopwatch
+from tasks.stages.stage import stage
 
 
-@task(name="rollout", cache_policy=NO_CACHE, persist_result=False)
-def finish_rollout(clock: Stopwatch, batches: list[PendingBatch], stage: str = "gen") -> float:
+def wait_until_sampled(batches: Sequence[PendingBatch]) -> float:
     """Wait until every batch is sampled; a worker's error is raised here. Returns the workers' busy seconds."""
-    with clock.stage(stage):
-        return sum(ray.get([batch.seconds for batch in batches]))
+    return sum(ray.get([batch.seconds for batch in batches]))
+
+
+finish_rollout = stage("gen", "rollout")(wait_until_sampled)
+finish_rollout_ahead = stage("gen_ahead", "rollout")(wait_until_sampled)
+"""The same for the next iteration's samples, whose seconds are counted apart."""

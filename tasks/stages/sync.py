@@ -1,18 +1,14 @@
 """The task that gives the trainer's weights to the rollout workers."""
 
-from prefect import task
-from prefect.cache_policies import NO_CACHE
-
 from models.training.engine import HeldWeights
 from models.weights.canary import Canary, CanaryLimits
 from tasks.actors.rollout_group import RolloutGroup
 from tasks.actors.trainer_group import Synced, TrainerGroup
-from tasks.system.stopwatch import Stopwatch
+from tasks.stages.stage import stage
 
 
-@task(name="sync-weights", cache_policy=NO_CACHE, persist_result=False)
+@stage("update_weights", "sync-weights")
 def sync_weights(
-    clock: Stopwatch,
     trainer: TrainerGroup,
     rollout: RolloutGroup,
     canary: Canary,
@@ -28,5 +24,4 @@ def sync_weights(
     Raises:
         WeightSyncError: a worker holds other weights or its canary is beyond `limits`, or they could not be sent.
     """
-    with clock.stage("update_weights"):
-        return trainer.broadcast(rollout, canary, version, limits, which)
+    return trainer.broadcast(rollout, canary, version, limits, which)

@@ -3,19 +3,17 @@
 from collections.abc import Sequence
 
 import numpy as np
-from prefect import get_run_logger, task
-from prefect.cache_policies import NO_CACHE
+from prefect import get_run_logger
 
 from tasks.actors.rollout_group import PendingBatch
 from tasks.actors.trainer_group import TrainerGroup
 from tasks.actors.update_plan import OldScores
 from tasks.data.pairs import PairBatch
-from tasks.system.stopwatch import Stopwatch
+from tasks.stages.stage import stage
 
 
-@task(name="update", cache_policy=NO_CACHE, persist_result=False)
+@stage("update_actor", "update")
 def update(
-    clock: Stopwatch,
     trainer: TrainerGroup,
     batches: Sequence[PendingBatch | PairBatch],
     advantages: np.ndarray,
@@ -32,8 +30,7 @@ def update(
         Metrics under actor/, whether or not the loss names them so, and under rollout_corr/ how far apart the rollout's
         and the trainer's log-probs are.
     """
-    with clock.stage("update_actor"):
-        metrics = trainer.update(batches, advantages, old)
+    metrics = trainer.update(batches, advantages, old)
     if metrics.get("nonfinite_steps"):
         get_run_logger().warning(
             "%d optimiser steps of this iteration were left out, because their gradient was not finite "

@@ -8,15 +8,13 @@ import numpy as np
 import pandas as pd
 import ray
 from PIL import Image
-from prefect import task
-from prefect.cache_policies import NO_CACHE
 
 from models.config.pipeline import DiffusionPipelineConfig
 from tasks.actors.reward_group import RewardGroup
 from tasks.actors.rollout_group import RolloutGroup
 from tasks.data.prompts import Prompt
 from tasks.records.pictures import grid
-from tasks.system.stopwatch import Stopwatch
+from tasks.stages.stage import stage
 
 GRID_PICTURES = 48
 VALIDATION_ITERATION, VALIDATION_SEED = -1, 0
@@ -49,10 +47,6 @@ class Validation:
         columns = ("reward", *(f"reward/{name}" for name in self.rewards))
         return means | {f"val/{name}/missing": float(self.samples[name].isna().sum()) for name in columns}
 
-    def per_prompt(self) -> pd.Series:
-        """Mean reward of each prompt uid: the unit of a paired comparison."""
-        return self.samples.groupby("uid", sort=True)["reward"].mean()
-
     @cached_property
     def sheet(self) -> Image.Image:
         """Picture 0 of the first `GRID_PICTURES` prompts, side by side."""
@@ -60,9 +54,8 @@ class Validation:
         return grid(self.pictures[first])
 
 
-@task(name="validate", cache_policy=NO_CACHE, persist_result=False)
-def validate(
-    clock: Stopwatch,
+@stage("testing", "validate")
+def draw_and_score(
     rollout: RolloutGroup,
     reward: RewardGroup,
     prompts: Sequence[Prompt],
@@ -75,10 +68,9 @@ def validate(
     Args:
         seed: names the noise.
     """
-    with clock.stage("testing"):
-        batches = rollout.submit(prompts, n, VALIDATION_ITERATION, window=(), pipeline=pipeline, seed=seed, draw=True)
-        pending = reward.submit(batches)
-        ray.get([batch.seconds for batch in batches])  # a sampling error is raised here, and is no reward's
-        scores = reward.table(batches, pending)
-        pictures = np.concatenate(ray.get([batch.pictures for batch in batches]))
+    batches = rollout.submit(prompts, n, VALIDATION_ITERATION, window=(), pipeline=pipeline, seed=seed, draw=True)
+    pending = reward.submit(batches)
+    ray.get([batch.seconds for batch in batches])  # a sampling error is raised here, and is no reward's
+    scores = reward.table(batches, pending)
+    pictures = np.concatenate(ray.get([batch.pictures for batch in batches if batch.pictures is not None]))
     return Validation(scores.samples, pictures, tuple(scores.weights))

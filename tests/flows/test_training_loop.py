@@ -16,7 +16,7 @@ PROMPTS = [f"prompt {number}" for number in range(7)]
 
 def run_of(settings: dict[str, Any], **parts: Any) -> TrainingRun:
     """A run of these settings without actors: `parts` are what a test needs of it."""
-    empty: Any = dict.fromkeys(("rollout", "reward", "trainer", "tracker", "store", "stages", "canary", "guards"))
+    empty: Any = dict.fromkeys(("trainer", "tracker", "store", "stages", "guards"))
     return TrainingRun(TrainConfig.model_validate(settings), **empty | parts)
 
 
@@ -71,15 +71,16 @@ def test_a_validation_measures_its_weights_and_gives_the_rollout_its_own_back(
     """Else every iteration after a validation would sample with the average."""
     weights, seen = Weights(samples_with), []
 
-    def validate(*arguments: Any) -> Any:
+    def draw_and_score(*arguments: Any) -> Any:
         seen.append(weights.held)
-        return SimpleNamespace(reward=0.5, sheet=SimpleNamespace(save=lambda path: None))
+        return SimpleNamespace(reward=0.5, sheet=None)
 
     monkeypatch.setattr(loop, "sync_weights", sync_weights.fn)  # the task's function alone: there is no flow here
-    monkeypatch.setattr(loop, "validate", validate)
-    monkeypatch.setattr(TrainingRun, "keep_validation", lambda run, result: None)
+    monkeypatch.setattr(loop, "draw_and_score", draw_and_score)
+    monkeypatch.setattr(loop, "keep_grid", lambda config, iteration, grid: None)
     settings = {"algorithm": {"name": algorithm}, "actor_rollout_ref": {"actor": actor}}
-    run = run_of(settings, inputs=SimpleNamespace(test=[]), trainer=weights)
+    online = SimpleNamespace(rollout=None, reward=None, canary=None)
+    run = run_of(settings, inputs=SimpleNamespace(test=[]), trainer=weights, online_parts=online)
     assert run.sampling_weights == samples_with
     loop.validate_weights(run, Stopwatch())
     assert (seen, weights.held) == ([measured], samples_with)

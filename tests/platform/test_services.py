@@ -17,9 +17,8 @@ import yaml
 from mlflow import MlflowClient
 from safetensors.torch import load_file, save_file
 
-from flows.validation_sweep import REGRESSION
 from tasks.config.tracking import TrackingConfig
-from tasks.records.model_registry import CHAMPION, register
+from tasks.records.model_registry import CHAMPION, REGRESSION, register
 from tasks.records.tracking import Tracker
 from tests.support.patience import post, wait_until
 from tests.support.platform_helpers import RECIPE, Workspace, free_port, make_workspace

@@ -28,8 +28,9 @@ from tasks.data.pairs import (
     write_pairs,
 )
 from tasks.data.prompts import DatasetError, Prompt, prompt_uid
-from tasks.run.collect import read_pairs
+from tasks.run.collect import pair_iteration
 from tasks.run.preflight import ConfigError, check_inputs
+from tasks.stages.pairs import read_pairs
 from tasks.system.stopwatch import Stopwatch
 from tests.support.helpers import TEXT_DIM, model_config
 
@@ -282,7 +283,7 @@ def test_offline_each_rank_with_samples_of_its_own_has_a_batch_in_every_step(
     )
     assert config.data_ranks == ranks // sharing
     data, embeddings = PairDataset.open(stored / "pairs"), PromptEmbeddings.open(stored / "embeddings")
-    found = read_pairs.fn(Stopwatch(), data, embeddings, config, data.pairs[:4], 1)
+    found = pair_iteration(1, data.pairs[:4], read_pairs.fn(Stopwatch(), data, embeddings, config, data.pairs[:4], 1))
     assert [len(batch.trajectories) for batch in found.batches] == sizes  # two samples a pair
     assert len(found.advantages) == len(found.samples) * 2 == 8
 

@@ -1,0 +1,32 @@
+"""The grids of held-out pictures in a run's folder, one for each iteration that was validated."""
+
+from pathlib import Path
+
+from PIL import Image
+from prefect import get_run_logger
+
+from tasks.config.tree import TrainConfig
+from tasks.records.retention import remove_old_pictures
+from tasks.records.tracking import Tracker
+
+
+def keep_grid(config: TrainConfig, iteration: int, grid: Image.Image) -> None:
+    """Write the grid of an iteration."""
+    folder = _folder(config)
+    folder.mkdir(exist_ok=True)
+    grid.save(folder / f"{iteration:06d}.png")
+
+
+def kept_grids(config: TrainConfig) -> dict[int, Path]:
+    """Iteration -> its grid."""
+    return {int(path.stem): path for path in _folder(config).glob("*.png")}
+
+
+def remove_old(config: TrainConfig, tracker: Tracker) -> None:
+    """Remove the pictures that `tracking` does not keep, here and in MLflow, and log which."""
+    for kind, steps in remove_old_pictures(tracker, config.tracking, _folder(config)).items():
+        get_run_logger().info("removed by tracking.keep_%s: iterations %s", kind, ", ".join(map(str, steps)))
+
+
+def _folder(config: TrainConfig) -> Path:
+    return config.run_dir / "validation"

@@ -1,0 +1,47 @@
+"""What is measured of a run's processes: their memory, and traces of what they do."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from tasks.actors.cluster import ActorGroup
+from tasks.actors.memory import resident_mb
+from tasks.actors.profiling import traced
+from tasks.config.trainer import ProfileConfig
+from tasks.records.tracking import Tracker
+from tasks.system.stopwatch import Stopwatch
+
+
+def memory_metrics(groups: Mapping[str, ActorGroup]) -> dict[str, float]:
+    """Host memory of the driver and of every actor, and what the stages took of the GPUs, under memory/."""
+    metrics = {"memory/driver_mb": resident_mb()}
+    for name, group in groups.items():
+        metrics |= group.memory(name)
+    return metrics
+
+
+@contextmanager
+def profiled(
+    groups: Mapping[str, ActorGroup],
+    name: str,
+    settings: ProfileConfig,
+    iteration: int,
+    tracker: Tracker,
+    clock: Stopwatch,
+) -> Iterator[None]:
+    """Trace what `settings` ask for of the group `name` during the block, as artifacts of the iteration.
+
+    Args:
+        groups: of the run, by name.
+        name: "rollout" or "trainer"; a run without that group has no traces of it.
+    """
+    group = groups.get(name)
+    if iteration not in settings.iterations or group is None:
+        yield
+        return
+    numbers = settings.ranks if name == "trainer" else settings.rollout_workers
+    traces: dict[int, bytes] = {}
+    with traced(group, numbers, settings, traces):
+        yield
+    with clock.stage("profile"):
+        for number, trace in traces.items():
+            tracker.log_bytes(trace, f"profile/{iteration:06d}/{name}_{number}.json.gz")

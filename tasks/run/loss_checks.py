@@ -1,0 +1,89 @@
+"""What the loss asks of the rollout and of the rest of the config, beyond what each section can say by itself."""
+
+from typing import TYPE_CHECKING
+
+from models.algorithms import check_loss_inputs, get_diffusion_loss_fn
+from models.algorithms.losses import OLD_MEAN, TEACHER_MEAN, TRAINER_TYPES
+from models.schedulers import leftover_noise
+from tasks.config.errors import ConfigError
+from tasks.config.tree import TrainConfig
+
+if TYPE_CHECKING:
+    from models.schedulers import FlowMatchSDEDiscreteScheduler
+
+
+def check_exploration(config: TrainConfig, scheduler: "FlowMatchSDEDiscreteScheduler") -> None:
+    """What the window's steps add is taken away again by those that follow, nearly."""
+    rollout = config.actor_rollout_ref.rollout
+    algo, steps = rollout.algo, rollout.pipeline.num_inference_steps
+    if config.algorithm.trainer_type != "policy_gradient" or not config.samples:
+        return
+    left = leftover_noise(scheduler, algo)
+    if left > algo.max_leftover_noise:
+        low, high = algo.window_bounds(steps)
+        size = algo.sde_window_size or high - low
+        raise ConfigError(
+            f"exploring would leave noise of standard deviation {left:.2f} in the finished latents, more than "
+            f"rollout.algo.max_leftover_noise {algo.max_leftover_noise:g}: {size} steps of [{low}, {high}) of "
+            f"{steps} with {algo.sde_type} at noise_level {algo.noise_level:g}; let sde_window_range end earlier or "
+            "lower noise_level"
+        )
+
+
+def check_loss(config: TrainConfig) -> None:
+    """The loss is known, gets what it declares, and does not divide by a standard deviation of 0."""
+    rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
+    name, steps = actor.diffusion_loss.loss_mode, rollout.pipeline.num_inference_steps
+    weighted = config.algorithm.rollout_correction.rollout_is is not None
+    options = actor.diffusion_loss.options
+    check_loss_inputs(name, actor.use_kl_loss, weighted, actor.teacher_path is not None, options)
+    loss = get_diffusion_loss_fn(name, options)
+    for field, right in (("trainer_type", TRAINER_TYPES[loss.process]), ("paired_preference", loss.paired)):
+        if getattr(config.algorithm, field) != right:
+            raise ConfigError(
+                f"algorithm.{field} is {getattr(config.algorithm, field)}, but loss {name!r} needs {right}: set it, or "
+                "give the algorithm.name that brings both"
+            )
+    if config.trainer.one_step_off_policy and "old_log_probs" not in loss.required_data_keys:
+        raise ConfigError(
+            f"trainer.one_step_off_policy is true, but loss {name!r} compares with no old log-probs, so it would take "
+            "samples of older weights for its own: set it to false"
+        )
+    if loss.process == "forward":
+        if actor.kl_loss_type != "gaussian":
+            raise ConfigError(
+                f"actor.kl_loss_type is {actor.kl_loss_type}, but with loss {name} the distance to the start is that "
+                "of the velocities, which has no step length: leave it out"
+            )
+        return
+    _check_steps(config)
+    gaussian = {OLD_MEAN, TEACHER_MEAN} & {*loss.required_data_keys}
+    divides = f"loss {name}" if gaussian else "use_kl_loss" if actor.use_kl_loss else None
+    if divides and rollout.algo.sde_type == "cps" and rollout.algo.window_bounds(steps)[1] == steps:
+        raise ConfigError(
+            f"rollout.algo.sde_window_range ends at the last of {steps} steps, whose standard deviation is 0 with cps, "
+            f"and {divides} divides by it: let it end at {steps - 1} or before"
+        )
+
+
+def _check_steps(config: TrainConfig) -> None:
+    """There is a step to learn from that the picture survives, and the KL's form has a meaning for the kernel."""
+    rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
+    kernel, steps = rollout.algo.sde_type, rollout.pipeline.num_inference_steps
+    if steps == 1:
+        why = "has no noise and no gradient" if kernel == "cps" else "would leave its noise in the finished picture"
+        raise ConfigError(
+            f"rollout.pipeline.num_inference_steps is 1, but loss {actor.diffusion_loss.loss_mode} trains on the "
+            f"sampler's random steps, and the last one {why} with {kernel}: take at least 2"
+        )
+    low, high = rollout.algo.window_bounds(steps)
+    if kernel == "cps" and high == steps and (rollout.algo.sde_window_size or high - low) == 1:
+        raise ConfigError(
+            f"rollout.algo.sde_window_range [{low}, {high}) with one trained step may choose the last of {steps}, "
+            f"which has no noise and no gradient with cps: let it end at {steps - 1}"
+        )
+    if actor.kl_loss_type == "flow_grpo" and kernel == "cps":
+        raise ConfigError(
+            "actor.kl_loss_type is flow_grpo, which leaves out the step length of sd = g sqrt(-D), but sde_type is "
+            "cps, whose deviation has none: use gaussian, which is public code's form for cps too"
+        )

@@ -1,0 +1,42 @@
+"""What every stage is made with: a Prefect task whose seconds are counted."""
+
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from typing import Concatenate, ParamSpec, TypeVar
+
+from prefect import Task, task
+from prefect.cache_policies import NO_CACHE
+
+from tasks.system.stopwatch import Stopwatch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def stage(timing: str, task_name: str | None = None) -> Callable[[Callable[P, R]], Task[Concatenate[Stopwatch, P], R]]:
+    """Decorator of a stage: a Prefect task without cache and stored result, called with a stopwatch before its own
+    arguments.
+
+    What a stage takes of the GPUs is measured in the actors' methods that it calls, see
+    `tasks.actors.memory.measures_gpu_memory`.
+
+    Args:
+        timing: what the stopwatch counts its seconds under, as in timing_s/update_actor.
+        task_name: in Prefect; None is `timing` with dashes.
+    """
+
+    def decorate(work: Callable[P, R]) -> Task[Concatenate[Stopwatch, P], R]:
+        @wraps(work)
+        def timed(clock: Stopwatch, *args: P.args, **kwargs: P.kwargs) -> R:
+            with clock.stage(timing):
+                return work(*args, **kwargs)
+
+        # Prefect binds a call's arguments by the signature, which would be that of `work` alone.
+        own = inspect.signature(work)
+        clock = inspect.Parameter("clock", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=Stopwatch)
+        timed.__signature__ = own.replace(parameters=[clock, *own.parameters.values()])  # type: ignore[attr-defined]
+        name = task_name or timing.replace("_", "-")
+        return task(name=name, cache_policy=NO_CACHE, persist_result=False)(timed)
+
+    return decorate

@@ -1,0 +1,56 @@
+"""A stage is a Prefect task that is timed, and takes its stopwatch before its own arguments."""
+
+import inspect
+
+import pytest
+from prefect import flow
+
+from tasks.stages.advantage import advantage
+from tasks.stages.log import log_files, register_weights
+from tasks.stages.old_log_prob import old_log_prob
+from tasks.stages.pairs import read_pairs
+from tasks.stages.reward import finish_reward
+from tasks.stages.rollout import finish_rollout, finish_rollout_ahead
+from tasks.stages.save import save_checkpoint
+from tasks.stages.stage import stage
+from tasks.stages.sync import sync_weights
+from tasks.stages.update import update
+from tasks.stages.validation import draw_and_score
+from tasks.system.stopwatch import Stopwatch
+
+
+@stage("half_done", "half")
+def half(number: float, other: float = 0.0) -> float:
+    if number < 0:
+        raise ValueError("negative")
+    return number / 2 + other
+
+
+def test_a_stage_gets_its_arguments_without_the_stopwatch_and_is_timed_also_where_it_fails() -> None:
+    clock = Stopwatch()
+    assert half.fn(clock, 4.0, other=1.0) == 3.0
+    assert list(clock.seconds) == ["half_done"]
+    failed = Stopwatch()
+    with pytest.raises(ValueError, match="negative"):
+        half.fn(failed, -1.0)
+    assert list(failed.seconds) == ["half_done"]
+
+
+def test_prefect_binds_a_stages_arguments_and_its_stopwatch() -> None:
+    assert list(inspect.signature(half.fn).parameters) == ["clock", "number", "other"]
+
+    @flow(persist_result=False)
+    def outer() -> tuple[float, list[str]]:
+        clock = Stopwatch()
+        return half(clock, 4.0, other=1.0), list(clock.seconds)
+
+    assert outer() == (3.0, ["half_done"])
+
+
+def test_the_tasks_names_are_those_that_the_docs_and_recorded_flow_runs_have() -> None:
+    stages = [advantage, log_files, register_weights, old_log_prob, read_pairs, finish_reward, finish_rollout]
+    stages += [finish_rollout_ahead, save_checkpoint, sync_weights, update, draw_and_score]
+    names = ["advantage", "log", "register", "old-log-prob", "read-pairs", "reward", "rollout"]
+    names += ["rollout", "save-checkpoint", "sync-weights", "update", "validate"]
+    assert [made.name for made in stages] == names
+    assert not any(made.persist_result for made in stages)
