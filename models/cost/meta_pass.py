@@ -200,7 +200,9 @@ class _Ledger(TorchDispatchMode):
         for tensor in (*module.parameters(), *module.buffers()):
             self._known[tensor.untyped_storage()] = True
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         formula = flop_registry.get(func._overloadpacket)
         if formula is not None:
@@ -229,7 +231,9 @@ class _FusedAttention(TorchFunctionMode):
         super().__init__()
         self.flops = 0.0
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if func is nn.functional.scaled_dot_product_attention:
             query, key, value = args[:3] if len(args) >= 3 else [(kwargs or {})[n] for n in ("query", "key", "value")]
             return _Attention.apply(query, key, value, self)

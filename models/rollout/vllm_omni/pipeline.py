@@ -177,6 +177,7 @@ class Denoiser:
         self.config = SimpleNamespace(**pipeline.od_config.tf_model_config.to_dict())
 
     def __call__(self, **inputs: Any) -> Any:
+        """What the pipeline's `denoise` gives."""
         return self._denoise(**inputs)
 
 
