@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import diffusers
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -88,7 +89,7 @@ def pass_cost(
         module.enable_gradient_checkpointing(attention.checkpoint)
         training = _measured(velocity, module, attention, backward=True)
     trained, every = (sum(p.numel() for p in ps) for ps in (trainable(module).values(), module.parameters()))
-    lora = model_config.model.lora_rank > 0
+    lora = model_config.trains_lora
     return PassCost(
         samples=samples,
         parameters=every - trained if lora else every,
@@ -106,8 +107,6 @@ def pass_cost(
 
 def meta_transformer(adapter: type[DiffusionModelBase], model_config: DiffusionModelConfig) -> Any:
     """The denoiser as rollout and trainer compute with it, on the meta device."""
-    import diffusers
-
     config = component_config(model_config.path, "transformer")
     with torch.device("meta"):
         module: Any = getattr(diffusers, config["_class_name"]).from_config(config)
@@ -127,8 +126,6 @@ def _forget_gradient(parameter: Tensor) -> None:
 
 def decoding_bytes(model_config: DiffusionModelConfig, samples: int) -> tuple[int, int]:
     """(parameters of the VAE in bytes, most memory that decoding so many samples holds at a time besides)."""
-    import diffusers
-
     adapter = DiffusionModelBase.get_class(model_config)
     config = component_config(model_config.path, "vae")
     with torch.device("meta"):

@@ -42,7 +42,7 @@ LOG_PROB_DISTANCES = ("logprob_abs_diff/mean", "logprob_abs_diff/max", FIRST_RAT
 """Metrics that mean something only before the weights move."""
 
 
-class PolicyEvaluation:
+class PolicyForward:
     """Forward passes of the policy and of what it is compared with; `DiffusersFSDPEngine` builds and trains it.
 
     Attributes:

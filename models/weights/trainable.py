@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
 from diffusers import DiffusionPipeline
 from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
@@ -36,8 +37,8 @@ def make_trainable(adapter: type[DiffusionModelBase], module: nn.Module, model_c
     Raises:
         ValueError: a LoRA target names no module of this model.
     """
-    module.requires_grad_(model_config.model.lora_rank == 0)
-    if model_config.model.lora_rank == 0:
+    module.requires_grad_(not model_config.trains_lora)
+    if not model_config.trains_lora:
         return
     targets = list(model_config.model.target_modules or adapter.lora_target_modules)
     names = [name for name, _ in module.named_modules()]
@@ -158,7 +159,7 @@ def export_weights(
     module: Any = adapter.load_transformer(model_config, model_config.dtype)
     make_trainable(adapter, module, model_config)
     load_trainable(module, weights)
-    if model_config.model.lora_rank:
+    if model_config.trains_lora:
         folder.mkdir(parents=True)
         lora = get_peft_model_state_dict(module, adapter_name=ADAPTER_NAME)
         _pipeline_class(model_config).save_lora_weights(
@@ -186,7 +187,7 @@ def read_exported(
     Raises:
         FileNotFoundError: the folder holds neither LoRA weights nor a transformer, as the config would have it.
     """
-    if model_config.model.lora_rank == 0:
+    if not model_config.trains_lora:
         if not (folder / "transformer" / "config.json").is_file():
             raise FileNotFoundError(f"{folder} holds no transformer/: give a folder that a full-weights run exported")
         source = adapter.load_transformer(replace(model_config, path=str(folder)), model_config.dtype)
@@ -216,7 +217,7 @@ def check_initial_weights(adapter: type[DiffusionModelBase], model_config: Diffu
             f"{field}, which holds neither {LORA_FILE} nor transformer/: give the folder that a run exported, "
             "runs/<run name>/weights"
         )
-    if lora != (model.lora_rank > 0):
+    if lora != model_config.trains_lora:
         held, wanted = ("LoRA weights", "0, which trains all") if lora else ("full weights", f"{model.lora_rank}")
         raise ValueError(
             f"{field}, which holds {held}, but model.lora_rank is {wanted}: give an export of the same kind"
@@ -261,6 +262,4 @@ def _check_lora(adapter: type[DiffusionModelBase], model_config: DiffusionModelC
 
 
 def _pipeline_class(model_config: DiffusionModelConfig) -> type[DiffusionPipeline]:
-    import diffusers
-
     return getattr(diffusers, model_config.architecture)

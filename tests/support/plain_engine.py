@@ -16,7 +16,7 @@ from models.config.actor import DiffusionActorConfig, ForwardProcessConfig
 from models.families.base import DiffusionModelBase, DiffusionModelConfig
 from models.samples.trajectories import Trajectories
 from models.training.micro_batches import ActorBatch, WeightedMetrics, micro_batch_of
-from models.training.policy import LOG_PROB_DISTANCES, PolicyEvaluation
+from models.training.policy import LOG_PROB_DISTANCES, PolicyForward
 from models.training.weight_copies import HeldWeights
 from models.weights.canary import Canary, canary_velocity
 from models.weights.trainable import load_trainable, make_trainable, trainable
@@ -24,7 +24,7 @@ from models.weights.trainable import load_trainable, make_trainable, trainable
 FILE = "state.pt"
 
 
-class PlainEngine(PolicyEvaluation):
+class PlainEngine(PolicyForward):
     """Losses of the reverse process, no average, no KL: what the interface asks for and no more."""
 
     def __init__(

@@ -128,7 +128,7 @@ class RolloutPipeline(StepExecution, nn.Module):
         return self.prompt_tables[sample.table]
 
     def output_of(self, made: Generated) -> Any:
-        """One sample's, as vLLM-Omni carries it; the lists' order is what `answers.joined` reads."""
+        """One sample's, as vLLM-Omni carries it; the lists' order is what `answers.join_answers` reads."""
         from vllm_omni.diffusion.data import DiffusionOutput
 
         recorded = made.recorded
