@@ -80,17 +80,28 @@ class NameRegistry(Generic[T]):
         if name in self.entries:
             return self.entries[name]
         if ":" in name:
-            return self._imported(name)
+            return import_object(name, f"{self.field} is {name!r}, which")
         known = ", ".join(sorted(self.entries))
         raise ValueError(f"{self.field} is {name!r}; known: {known}; or give package.module:object")
 
-    def _imported(self, path: str) -> T:
-        module_name, _, attribute = path.partition(":")
-        check_allowed(path)
-        try:
-            return getattr(importlib.import_module(module_name), attribute)
-        except (ImportError, AttributeError, ValueError, TypeError) as error:
-            raise ValueError(f"{self.field} is {path!r}, which cannot be imported: {error}") from error
+
+def import_object(path: str, what: str) -> Any:
+    """The object at the import path "package.module:object".
+
+    Args:
+        path: the import path.
+        what: begins the error's sentence: what names the path.
+
+    Raises:
+        ModuleNotAllowed: this machine's setting does not allow the module.
+        ValueError: there is no such module or object, or the module cannot be imported.
+    """
+    module, _, attribute = path.partition(":")
+    check_allowed(path)
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
+        raise ValueError(f"{what} cannot be imported: {error}") from error
 
 
 def _path(entry: Any) -> str:

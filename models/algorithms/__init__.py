@@ -21,7 +21,7 @@ from models.algorithms.losses import (
 )
 from models.algorithms.policy_gradient import FlowDPPOLoss, FlowGRPOLoss, GRPOGuardLoss
 from models.algorithms.preference import DPOLoss
-from models.algorithms.rollout_correction import Correction, correct
+from models.algorithms.rollout_correction import Correction, correct_rollout
 
 __all__ = [
     "AdvantageWeightedMatchingLoss",
@@ -41,7 +41,7 @@ __all__ = [
     "check_loss_inputs",
     "compute_flow_grpo_outcome_advantage",
     "compute_gdpo_outcome_advantage",
-    "correct",
+    "correct_rollout",
     "get_diffusion_adv_estimator_fn",
     "get_diffusion_loss_fn",
     "needs_old_means",

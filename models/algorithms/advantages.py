@@ -1,8 +1,8 @@
 """Advantages: how much better a sample is than the others of its prompt."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 import torch
@@ -37,8 +37,11 @@ class AdvantageFn(Protocol):
         global_std: bool = True,
         config: Any = None,
         **kwargs: Any,
-    ) -> tuple[Tensor, Tensor]: ...
+    ) -> tuple[Tensor, Tensor]:
+        """(advantages, returns) of a batch: rewards, and what is given back, [B] or [B, T]."""
 
+
+Estimator = TypeVar("Estimator", bound=Callable[..., tuple[Tensor, Tensor]])
 
 _ADVANTAGES: NameRegistry[AdvantageFn] = NameRegistry("advantage estimator", "algorithm.adv_estimator")
 _GIVEN = (
@@ -52,9 +55,11 @@ _GIVEN = (
 )
 
 
-def register_diffusion_adv_est(name_or_enum: str | DiffusionAdvantageEstimator):
+def register_diffusion_adv_est(
+    name_or_enum: str | DiffusionAdvantageEstimator,
+) -> Callable[[Estimator], Estimator]:
     """Function decorator that makes an estimator selectable as `algorithm.adv_estimator`."""
-    return _ADVANTAGES.register(_name(name_or_enum))
+    return cast(Any, _ADVANTAGES.register(_name(name_or_enum)))  # an estimator need not name what it does not read
 
 
 def get_diffusion_adv_estimator_fn(name_or_enum: str | DiffusionAdvantageEstimator) -> AdvantageFn:

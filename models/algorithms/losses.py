@@ -132,7 +132,7 @@ _FIELD = "actor_rollout_ref.actor.diffusion_loss"
 _LOSSES: NameRegistry[type[DiffusionLossFn]] = NameRegistry("loss", f"{_FIELD}.loss_mode")
 
 
-def register_diffusion_loss(name: str):
+def register_diffusion_loss(name: str) -> Callable[[type[DiffusionLossFn]], type[DiffusionLossFn]]:
     """Class decorator that makes a loss selectable as `diffusion_loss.loss_mode`."""
     return _LOSSES.register(name)
 

@@ -38,7 +38,7 @@ class Correction:
     metrics: dict[str, float]
 
 
-def correct(
+def correct_rollout(
     old_log_probs: Tensor, rollout_log_probs: Tensor, present: Tensor, config: "RolloutCorrectionConfig"
 ) -> Correction:
     """Weights and rejection of an iteration's samples.

@@ -1,6 +1,6 @@
 """Settings of the update that the models floor reads: optimiser, sharding, losses; see `models.config`."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -157,7 +157,7 @@ class ForwardProcessConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _fraction_of_a_schedule(self):
+    def _fraction_of_a_schedule(self) -> Self:
         if self.timestep_sampling != "schedule" and self.timestep_fraction != 1.0:
             raise ValueError(
                 f"timestep_fraction {self.timestep_fraction} is a share of the schedule's levels, but "
@@ -231,7 +231,7 @@ class DiffusionActorConfig(Section):
     fsdp_config: FSDPConfig = Field(default_factory=FSDPConfig, description="Sharding and precision.")
 
     @model_validator(mode="after")
-    def _kl_needs_a_weight(self):
+    def _kl_needs_a_weight(self) -> Self:
         if self.use_kl_loss and self.kl_loss_coef == 0:
             raise ValueError("use_kl_loss is true but kl_loss_coef is 0: give the coefficient a positive value")
         if self.kl_loss_type != "gaussian" and not self.use_kl_loss:

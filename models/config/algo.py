@@ -1,6 +1,6 @@
 """`actor_rollout_ref.rollout.algo`: how the rollout explores, by kernel, window and noise."""
 
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -61,7 +61,7 @@ class DiffusionRolloutAlgoConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _cps_turns_by_a_right_angle_at_most(self):
+    def _cps_turns_by_a_right_angle_at_most(self) -> Self:
         if self.sde_type == "cps" and self.noise_level > 1:
             raise ValueError(
                 f"noise_level is {self.noise_level:g}, but cps takes the noise's share sin(noise_level pi/2), which "
@@ -70,7 +70,7 @@ class DiffusionRolloutAlgoConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _window_is_defined(self):
+    def _window_is_defined(self) -> Self:
         moves = self.sde_window_mode != "random"
         if moves and self.sde_window_size is None:
             raise ValueError(f"sde_window_mode {self.sde_window_mode} moves a window: give it a sde_window_size")

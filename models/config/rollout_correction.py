@@ -1,6 +1,6 @@
 """`algorithm.rollout_correction`: what is done where rollout and trainer disagree about a log-prob."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -75,7 +75,7 @@ class RolloutCorrectionConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _settings_act(self):
+    def _settings_act(self) -> Self:
         if self.bypass_mode and (self.rollout_is or self.rollout_rs):
             raise ValueError(
                 "rollout_correction.bypass_mode is true, so old and rollout log-probs are the same numbers and "

@@ -61,6 +61,11 @@ class DiffusionModelConfig:
         return str(Path(self.path) / self.transformer_subfolder)
 
     @property
+    def trains_lora(self) -> bool:
+        """Are LoRA weights trained, and not all of the transformer's?"""
+        return self.model.lora_rank > 0
+
+    @property
     def dtype(self) -> torch.dtype:
         """Number format of the denoiser's forward."""
         return getattr(torch, self.model.dtype)

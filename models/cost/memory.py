@@ -65,7 +65,7 @@ def update_need(
     """
     settings, stored = actor_config.fsdp_config, _bytes(model_config.model.dtype)
     computed = _bytes(settings.param_dtype or model_config.model.dtype)
-    whole = model_config.model.lora_rank > 0 and not settings.shard_frozen
+    whole = model_config.trains_lora and not settings.shard_frozen
     on_host = settings.param_offload  # FSDP2 then keeps shards, their gradients and what is made of them there
     trained = 0.0 if on_host else cost.trained * MASTER_BYTES / world_size
     frozen = 1.0 if whole else 0.0 if on_host else 1 / world_size
@@ -97,7 +97,7 @@ def rollout_need(
         vae: what `decoding_bytes` gives for so many.
         processes: that divide the transformer among them; what each of them holds whole of it is not counted.
     """
-    lora = cost.trained if model_config.model.lora_rank else 0
+    lora = cost.trained if model_config.trains_lora else 0
     weights, decoding = vae
     return Need(
         {"weights": (cost.parameters + lora) * _bytes(model_config.model.dtype) / processes, "VAE": weights},

@@ -88,7 +88,7 @@ def pass_cost(
         module.enable_gradient_checkpointing(attention.checkpoint)
         training = _measured(velocity, module, attention, backward=True)
     trained, every = (sum(p.numel() for p in ps) for ps in (trainable(module).values(), module.parameters()))
-    lora = model_config.model.lora_rank > 0
+    lora = model_config.trains_lora
     return PassCost(
         samples=samples,
         parameters=every - trained if lora else every,
@@ -106,7 +106,7 @@ def pass_cost(
 
 def meta_transformer(adapter: type[DiffusionModelBase], model_config: DiffusionModelConfig) -> Any:
     """The denoiser as rollout and trainer compute with it, on the meta device."""
-    import diffusers
+    import diffusers  # here: seconds of work, where a model is looked at
 
     config = component_config(model_config.path, "transformer")
     with torch.device("meta"):
@@ -200,7 +200,9 @@ class _Ledger(TorchDispatchMode):
         for tensor in (*module.parameters(), *module.buffers()):
             self._known[tensor.untyped_storage()] = True
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         formula = flop_registry.get(func._overloadpacket)
         if formula is not None:
@@ -229,7 +231,9 @@ class _FusedAttention(TorchFunctionMode):
         super().__init__()
         self.flops = 0.0
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if func is nn.functional.scaled_dot_product_attention:
             query, key, value = args[:3] if len(args) >= 3 else [(kwargs or {})[n] for n in ("query", "key", "value")]
             return _Attention.apply(query, key, value, self)

@@ -12,11 +12,11 @@ from models.families.latents import (
     component_config,
     kl_vae_factor,
     latent_grid,
-    packed,
+    pack_latents,
     pixels_of,
     scaled,
     to_uint8,
-    unpacked,
+    unpack_latents,
     unscaled,
 )
 from models.families.operations import TIME_CHANNELS, Config, attention, double_block, embedded, model_width
@@ -113,13 +113,13 @@ class Flux(DiffusionModelBase):
 
     @classmethod
     def decode(cls, vae: nn.Module, model_config: DiffusionModelConfig, latents: Tensor) -> Tensor:
-        latent = unpacked(latents, *cls._grid(model_config))
+        latent = unpack_latents(latents, *cls._grid(model_config))
         return to_uint8(vae.decode(unscaled(vae, latent), return_dict=False)[0])  # type: ignore[operator]
 
     @classmethod
     @torch.no_grad()
     def encode(cls, vae: nn.Module, model_config: DiffusionModelConfig, images: Tensor) -> Tensor:
-        return packed(scaled(vae, vae.encode(pixels_of(vae, images)).latent_dist.mode()))  # type: ignore[operator]
+        return pack_latents(scaled(vae, vae.encode(pixels_of(vae, images)).latent_dist.mode()))  # type: ignore[operator]
 
     @classmethod
     def encode_prompts(cls, pipeline: Any, prompts: list[str], max_sequence_length: int) -> dict[str, Tensor]:

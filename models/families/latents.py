@@ -60,15 +60,15 @@ def vae_factor(path: str) -> int:
     return kl_vae_factor(path)
 
 
-def unpacked(latents: Tensor, rows: int, columns: int) -> Tensor:
+def unpack_latents(latents: Tensor, rows: int, columns: int) -> Tensor:
     """Tokens of 2x2 latent pixels [B, rows/2 * columns/2, 4C] to a latent [B, C, rows, columns]."""
     batch, _, channels = latents.shape
     grid = latents.view(batch, rows // 2, columns // 2, channels // 4, 2, 2).permute(0, 3, 1, 4, 2, 5)
     return grid.reshape(batch, channels // 4, rows, columns)
 
 
-def packed(latents: Tensor) -> Tensor:
-    """The inverse of `unpacked`: a latent [B, C, rows, columns] to tokens [B, rows/2 * columns/2, 4C]."""
+def pack_latents(latents: Tensor) -> Tensor:
+    """The inverse of `unpack_latents`: a latent [B, C, rows, columns] to tokens [B, rows/2 * columns/2, 4C]."""
     batch, channels, rows, columns = latents.shape
     grid = latents.view(batch, channels, rows // 2, 2, columns // 2, 2).permute(0, 2, 4, 1, 3, 5)
     return grid.reshape(batch, rows // 2 * (columns // 2), channels * 4)

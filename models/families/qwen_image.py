@@ -12,11 +12,11 @@ from models.families.latents import (
     component_config,
     destandardised,
     latent_grid,
-    packed,
+    pack_latents,
     pixels_of,
     standardised,
     to_uint8,
-    unpacked,
+    unpack_latents,
 )
 from models.families.operations import TIME_CHANNELS, Config, double_block, embedded, model_width
 from models.schedulers import FlowMatchSDEDiscreteScheduler
@@ -109,7 +109,7 @@ class QwenImage(DiffusionModelBase):
 
     @classmethod
     def decode(cls, vae: nn.Module, model_config: DiffusionModelConfig, latents: Tensor) -> Tensor:
-        latent = unpacked(latents, *cls._grid(model_config)).unsqueeze(2)
+        latent = unpack_latents(latents, *cls._grid(model_config)).unsqueeze(2)
         decoded = vae.decode(destandardised(vae, latent), return_dict=False)[0]  # type: ignore[operator]
         return to_uint8(decoded[:, :, 0])
 
@@ -117,7 +117,7 @@ class QwenImage(DiffusionModelBase):
     @torch.no_grad()
     def encode(cls, vae: nn.Module, model_config: DiffusionModelConfig, images: Tensor) -> Tensor:
         latent = vae.encode(pixels_of(vae, images.unsqueeze(1))).latent_dist.mode()  # type: ignore[operator]
-        return packed(standardised(vae, latent)[:, :, 0])
+        return pack_latents(standardised(vae, latent)[:, :, 0])
 
     @classmethod
     def encode_prompts(cls, pipeline: Any, prompts: list[str], max_sequence_length: int) -> dict[str, Tensor]:

@@ -29,7 +29,7 @@ class DiffusersRolloutEngine(Sampler):
         make_trainable(adapter, self.transformer, model_config)
         # The trainer keeps LoRA weights in fp32 for its optimiser and computes with them in the model's format.
         # Full weights are in the formats that diffusers loads, some of a bf16 model in fp32.
-        for parameter in trainable(self.transformer).values() if model_config.model.lora_rank else ():
+        for parameter in trainable(self.transformer).values() if model_config.trains_lora else ():
             parameter.data = parameter.data.to(model_config.dtype)
         vae = adapter.load_vae(model_config).to(device)
         if model_config.model.compile:

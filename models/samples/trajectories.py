@@ -71,7 +71,7 @@ class PromptTable:
         return replace(self, **moved, extras={name: tensor.to(device) for name, tensor in self.extras.items()})
 
     @staticmethod
-    def joined(tables: Sequence["PromptTable"]) -> "PromptTable":
+    def join(tables: Sequence["PromptTable"]) -> "PromptTable":
         """The prompts of several tables one after the other, padded to the longest; the first's negative prompt."""
         if len(tables) == 1:
             return tables[0]
@@ -169,12 +169,12 @@ class FinishedLatents(Samples):
         return replace(self.rows(order), advantages=advantages[order])
 
     @staticmethod
-    def joined(parts: Sequence["FinishedLatents"]) -> "FinishedLatents":
+    def join(parts: Sequence["FinishedLatents"]) -> "FinishedLatents":
         """All samples of the parts in one batch."""
         starts = torch.tensor([0, *(len(part.prompts.prompt_embeds) for part in parts[:-1])]).cumsum(0)
         return FinishedLatents(
             keys=tuple(key for part in parts for key in part.keys),
-            prompts=PromptTable.joined([part.prompts for part in parts]),
+            prompts=PromptTable.join([part.prompts for part in parts]),
             prompt_index=torch.cat([part.prompt_index + start for part, start in zip(parts, starts, strict=True)]),
             latents=torch.cat([part.latents for part in parts]),
         )

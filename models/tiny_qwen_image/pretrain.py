@@ -51,7 +51,7 @@ def train_vae(
             crops = draw_crops(pixels, settings, generator)
             noise = settings.vae_latent_noise * torch.randn(latent_size(crops, settings), generator=generator)
 
-            def loss_of(share: slice, x=crops, n=noise) -> torch.Tensor:
+            def loss_of(share: slice, x: torch.Tensor = crops, n: torch.Tensor = noise) -> torch.Tensor:
                 return vae_loss(vae, x[share], n[share])
 
             loss = backward(loss_of, len(crops))
@@ -97,9 +97,12 @@ def train_transformer(
             noise = torch.randn(clean.shape, generator=generator)
             times = draw_times(settings, generator)
 
-            def loss_of(share: slice, c=clean, n=noise, t=times, o=texts) -> torch.Tensor:
-                part_mask = None if mask is None else mask[o[share]]
-                return flow_loss(transformer, c[share], n[share], t[share], embeddings[o[share]], part_mask, grid)
+            batch = (clean, noise, times, texts)
+
+            def loss_of(share: slice, batch: tuple[torch.Tensor, ...] = batch) -> torch.Tensor:
+                clean, noise, times, owners = (tensor[share] for tensor in batch)
+                part_mask = None if mask is None else mask[owners]
+                return flow_loss(transformer, clean, noise, times, embeddings[owners], part_mask, grid)
 
             loss = backward(loss_of, len(rows))
             torch.nn.utils.clip_grad_norm_(parameters, 1.0)

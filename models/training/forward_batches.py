@@ -10,16 +10,14 @@ from torch import Tensor
 from models.algorithms.losses import REF_VELOCITY, VELOCITIES
 from models.samples.trajectories import FinishedLatents
 from models.training.micro_batches import ActorBatch, PreparedBatch, micro_batch_of
-from models.training.noised import NoisedLatents, noised
-from models.training.policy import PolicyEvaluation
+from models.training.noised import NoisedLatents, noise_latents
+from models.training.policy import PolicyForward
 
 if TYPE_CHECKING:
     from models.config.actor import ForwardProcessConfig
 
 
-def noised_batch(
-    engine: PolicyEvaluation, batch: ActorBatch, config: "ForwardProcessConfig", size: int
-) -> PreparedBatch:
+def noised_batch(engine: PolicyForward, batch: ActorBatch, config: "ForwardProcessConfig", size: int) -> PreparedBatch:
     """What the loss chooses of a batch's samples, noised, with the velocities that it compares with.
 
     Every rank makes this call, and every rank gets as many pieces: one that has fewer samples than others gets idle
@@ -31,7 +29,7 @@ def noised_batch(
         size: most samples in a piece; pairs stay together.
     """
     unit = 2 if engine.loss_fn.paired else 1
-    finished = FinishedLatents.joined([cast(FinishedLatents, samples) for samples, _ in batch.parts])
+    finished = FinishedLatents.join([cast(FinishedLatents, samples) for samples, _ in batch.parts])
     advantages = torch.cat([row for _, row in batch.parts])
     chosen = engine.loss_fn.prepare_actor_batch(finished, advantages, engine.actor_config)
     idle = finished.scored(torch.arange(unit) % len(finished), torch.full_like(advantages, torch.nan))
@@ -41,11 +39,11 @@ def noised_batch(
     sharing = engine.actor_config.fsdp_config.ulysses_sequence_parallel_size  # ranks that have the same samples
     counted = _over_ranks(len(chosen), dist.ReduceOp.SUM, engine.device) // sharing
     parts += [idle] * (most - len(parts))
-    pieces = [noised(part, engine.scheduler.sigmas, config, engine.loss_fn.paired) for part in parts]
+    pieces = [noise_latents(part, engine.scheduler.sigmas, config, engine.loss_fn.paired) for part in parts]
     return PreparedBatch([(piece, piece.advantages) for piece in _compared(engine, pieces)], counted)
 
 
-def _compared(engine: PolicyEvaluation, pieces: list[NoisedLatents]) -> list[NoisedLatents]:
+def _compared(engine: PolicyForward, pieces: list[NoisedLatents]) -> list[NoisedLatents]:
     """The pieces with the velocities that the loss declares."""
     wanted = {*engine.loss_fn.required_data_keys} | ({REF_VELOCITY} if engine.actor_config.use_kl_loss else set())
     for key in VELOCITIES:
@@ -56,7 +54,7 @@ def _compared(engine: PolicyEvaluation, pieces: list[NoisedLatents]) -> list[Noi
     return pieces
 
 
-def _velocities(engine: PolicyEvaluation, key: str, piece: NoisedLatents) -> Tensor:
+def _velocities(engine: PolicyForward, key: str, piece: NoisedLatents) -> Tensor:
     """[B, K, ...] on the CPU."""
     on_device, of_level = piece.to(engine.device), []
     for level in range(piece.steps):

@@ -25,7 +25,7 @@ from models.training.engine import LOG_PROB_DISTANCES, TRAINING_ENGINES, HeldWei
 from models.training.forward_batches import noised_batch
 from models.training.gradients import NonfiniteSteps, average_whole, clip_gradients
 from models.training.micro_batches import ActorBatch, PreparedBatch, WeightedMetrics, micro_batch_of
-from models.training.policy import PolicyEvaluation, load_teacher
+from models.training.policy import PolicyForward, load_teacher
 from models.training.sequence_parallel import sequence_mesh, split_sequences
 from models.training.weight_copies import WeightAverage, WeightCopy, reshard
 from models.weights.canary import Canary, canary_velocity
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 @TRAINING_ENGINES.register("fsdp2")
-class DiffusersFSDPEngine(PolicyEvaluation):
+class DiffusersFSDPEngine(PolicyForward):
     """One rank of the trainer under FSDP2; arguments and contract are `TrainingEngine`'s."""
 
     def __init__(
@@ -84,7 +84,7 @@ class DiffusersFSDPEngine(PolicyEvaluation):
         self.old_policy = WeightCopy(self.module) if self.loss_fn.keeps_old_policy() else None
         self.previous = WeightCopy(self.module) if self._keeps_previous else None
         refers = self.actor_config.use_kl_loss or REF_VELOCITY in self.loss_fn.required_data_keys
-        full = self.model_config.model.lora_rank == 0
+        full = not self.model_config.trains_lora
         self.reference = self._sharded(self._load(trained=False)).eval() if refers and full else None
         self.teacher = self._load_teacher()
 
@@ -276,7 +276,7 @@ class DiffusersFSDPEngine(PolicyEvaluation):
     # ---- building
 
     def _load(self, trained: bool) -> nn.Module:
-        full = trained and self.model_config.model.lora_rank == 0
+        full = trained and not self.model_config.trains_lora
         dtype = torch.float32 if full else self.model_config.dtype
         module: Any = self.adapter.load_transformer(self.model_config, dtype)
         keep_formats(module, self.model_config.dtype)
@@ -314,7 +314,7 @@ class DiffusersFSDPEngine(PolicyEvaluation):
         # Weights that diffusers keeps in fp32 in a bf16 model stay so, whole on every rank: they are few, and rounded
         # here they would make another model than the rollout's. FSDP computes with one format a block.
         frozen = [p for p in module.parameters() if not p.requires_grad]
-        whole = self.model_config.model.lora_rank > 0 and not settings.shard_frozen
+        whole = self.model_config.trains_lora and not settings.shard_frozen
         kept = {p for p in frozen if whole or p.dtype != getattr(torch, own)}
         if own == policy_format == "bfloat16":
             in_fp32 = kept_in_fp32(module)

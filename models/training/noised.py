@@ -52,7 +52,9 @@ class NoisedLatents(Samples):
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
 
-def noised(samples: FinishedLatents, schedule: Tensor, config: "ForwardProcessConfig", paired: bool) -> NoisedLatents:
+def noise_latents(
+    samples: FinishedLatents, schedule: Tensor, config: "ForwardProcessConfig", paired: bool
+) -> NoisedLatents:
     """Draw levels and noise for samples that a loss has chosen.
 
     Every draw has a key, so the same samples are noised alike on any number of ranks and after a resume. The two

@@ -40,7 +40,7 @@ STEPWISE_DATA = ("old_log_probs", OLD_MEAN, IS_WEIGHTS, "noise", "sigmas", *VELO
 TEXT = ("prompt_embeds", "prompt_embeds_mask", "negative_prompt_embeds", "negative_prompt_embeds_mask")
 
 
-class PolicyEvaluation:
+class PolicyForward:
     """Forward passes of the policy and of what it is compared with; `DiffusersFSDPEngine` builds and trains it.
 
     Attributes:

@@ -55,19 +55,19 @@ def buckets(weights: Iterable[tuple[str, Tensor]], limit: int = BUCKET_BYTES) ->
         yield bucket
 
 
-def packed(bucket: Mapping[str, Tensor]) -> tuple[tuple[Slot, ...], Tensor]:
+def pack(bucket: Mapping[str, Tensor]) -> tuple[tuple[Slot, ...], Tensor]:
     """(where each tensor lies, the bytes of all of them uint8 [n] on their device)."""
     slots, end = [], 0
     for name, tensor in bucket.items():
         slots.append(Slot(name, tensor.dtype, tuple(tensor.shape), end))
         end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
     flat = torch.zeros(end, dtype=torch.uint8, device=next(iter(bucket.values())).device)
-    for name, view in unpacked(slots, flat).items():
+    for name, view in unpack(slots, flat).items():
         view.copy_(bucket[name].detach())
     return tuple(slots), flat
 
 
-def unpacked(slots: Iterable[Slot], flat: Tensor) -> dict[str, Tensor]:
+def unpack(slots: Iterable[Slot], flat: Tensor) -> dict[str, Tensor]:
     """The tensors of a bucket, each of its slot's shape, as views of its bytes `flat`, uint8 [n]."""
     return {s.name: flat[s.start : s.start + s.size].view(s.dtype).view(s.shape) for s in slots}
 
@@ -77,7 +77,7 @@ def byte_count(slots: Iterable[Slot]) -> int:
     return sum(-(-slot.size // ALIGNMENT) * ALIGNMENT for slot in slots)
 
 
-def shared(flat: Tensor) -> bytes:
+def export_handle(flat: Tensor) -> bytes:
     """A handle with which another process of this machine reads the same memory, as long as `flat`, of any shape, is
     kept alive."""
     settle(flat.device)
@@ -87,8 +87,8 @@ def shared(flat: Tensor) -> bytes:
     return bytes(ForkingPickler.dumps(flat))
 
 
-def opened(handle: bytes) -> Tensor:
-    """What another process `shared`, of that shape: its memory, no copy."""
+def open_handle(handle: bytes) -> Tensor:
+    """What another process exported with `export_handle`, of that shape: its memory, no copy."""
     return pickle.loads(handle)
 
 

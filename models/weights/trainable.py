@@ -35,8 +35,8 @@ def make_trainable(adapter: type[DiffusionModelBase], module: nn.Module, model_c
     Raises:
         ValueError: a LoRA target names no module of this model.
     """
-    module.requires_grad_(model_config.model.lora_rank == 0)
-    if model_config.model.lora_rank == 0:
+    module.requires_grad_(not model_config.trains_lora)
+    if not model_config.trains_lora:
         return
     from peft import LoraConfig  # here: seconds of work, for LoRA alone and where a model is
 
@@ -159,7 +159,7 @@ def export_weights(
     module: Any = adapter.load_transformer(model_config, model_config.dtype)
     make_trainable(adapter, module, model_config)
     load_trainable(module, weights)
-    if model_config.model.lora_rank:
+    if model_config.trains_lora:
         from peft.utils import get_peft_model_state_dict  # here: as in `make_trainable`
 
         folder.mkdir(parents=True)
@@ -189,7 +189,7 @@ def read_exported(
     Raises:
         FileNotFoundError: the folder holds neither LoRA weights nor a transformer, as the config would have it.
     """
-    if model_config.model.lora_rank == 0:
+    if not model_config.trains_lora:
         if not (folder / "transformer" / "config.json").is_file():
             raise FileNotFoundError(f"{folder} holds no transformer/: give a folder that a full-weights run exported")
         source = adapter.load_transformer(replace(model_config, path=str(folder)), model_config.dtype)
@@ -219,7 +219,7 @@ def check_initial_weights(adapter: type[DiffusionModelBase], model_config: Diffu
             f"{field}, which holds neither {LORA_FILE} nor transformer/: give the folder that a run exported, "
             "runs/<run name>/weights"
         )
-    if lora != (model.lora_rank > 0):
+    if lora != model_config.trains_lora:
         held, wanted = ("LoRA weights", "0, which trains all") if lora else ("full weights", f"{model.lora_rank}")
         raise ValueError(
             f"{field}, which holds {held}, but model.lora_rank is {wanted}: give an export of the same kind"

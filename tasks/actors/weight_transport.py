@@ -22,11 +22,11 @@ from models.weights.buckets import (
     BroadcastGroup,
     Slot,
     byte_count,
-    opened,
-    packed,
+    export_handle,
+    open_handle,
+    pack,
     settle,
-    shared,
-    unpacked,
+    unpack,
 )
 from models.weights.trainable import WeightSyncError
 
@@ -99,8 +99,8 @@ class Courier:
 
     def send(self, number: int, index: int, bucket: Mapping[str, Tensor], route: "Route") -> None:
         """Returns when every receiver has taken the bucket, tensors of any shape; raises the error of one of them."""
-        slots, flat = packed(bucket)
-        handle = shared(flat) if route.transport == "ipc" else None
+        slots, flat = pack(bucket)
+        handle = export_handle(flat) if route.transport == "ipc" else None
         parcel = Parcel(number, index, slots, self.place(), handle)
         taken = [worker.take.remote(parcel) for worker in route.receivers]
         if handle is None:
@@ -120,12 +120,12 @@ class Courier:
                     f"rollout.weight_transport is ipc, but trainer ({parcel.place}) and rollout ({self.place()}) see "
                     "no common memory: use object_store"
                 )
-            return unpacked(parcel.slots, opened(parcel.handle))
+            return unpack(parcel.slots, open_handle(parcel.handle))
         if self._group is None:
             raise WeightSyncError("a rollout worker was started again during a weight transfer")
         flat = torch.empty(byte_count(parcel.slots), dtype=torch.uint8, device=self.device)
         self._group.broadcast(flat)
-        return unpacked(parcel.slots, flat)
+        return unpack(parcel.slots, flat)
 
 
 class Arrival:

@@ -1,7 +1,6 @@
 """What a reward is, and how one is found by its name."""
 
 import asyncio
-import importlib
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -13,7 +12,8 @@ from typing import Any, ClassVar, Literal, Protocol
 import numpy as np
 
 from models.errors import DoubleflowError
-from models.import_paths import ModuleNotAllowed, check_allowed
+from models.import_paths import ModuleNotAllowed
+from models.registry import import_object
 from tasks.system.credentials import CredentialError, refuse_secret_options
 
 Input = Literal["images", "video", "latents"]
@@ -329,14 +329,12 @@ def with_group_means(scores: np.ndarray, uids: np.ndarray) -> np.ndarray:
 
 
 def _import(path: str) -> Any:
-    module, _, attribute = path.partition(":")
     try:
-        check_allowed(path)
-        return getattr(importlib.import_module(module), attribute)
+        return import_object(path, f"the reward {path!r}")
     except ModuleNotAllowed as error:
         raise RewardError(f"the reward {error}") from error
-    except (ImportError, AttributeError, ValueError, TypeError) as error:
-        raise RewardError(f"the reward {path!r} cannot be imported: {error}") from error
+    except ValueError as error:
+        raise RewardError(str(error)) from error
 
 
 def _check_options(name: str, target: Callable, arguments: tuple, options: dict[str, Any]) -> None:

@@ -89,7 +89,7 @@ def _update(config: TrainConfig, model_config: DiffusionModelConfig, cost: PassC
         actor,
         world_size=config.trainer.world_size,
         copies=actor.ema.enable + loss.keeps_old_policy() + config.trainer.one_step_off_policy,
-        frozen_models=(refers and model_config.model.lora_rank == 0) + (actor.teacher_path is not None),
+        frozen_models=(refers and not model_config.trains_lora) + (actor.teacher_path is not None),
     )
 
 

@@ -30,7 +30,7 @@ from tasks.run.early import check_folder, raising_config_errors
 from tasks.run.loss_checks import check_exploration, check_loss
 
 if TYPE_CHECKING:
-    from models.schedulers import FlowMatchSDEDiscreteScheduler
+    pass
 
 log = logging.getLogger(__name__)
 

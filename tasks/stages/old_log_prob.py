@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from models.algorithms import correct
+from models.algorithms import correct_rollout
 from models.config.rollout_correction import RolloutCorrectionConfig
 from tasks.actors.rollout_group import PendingBatch
 from tasks.actors.trainer_group import TrainerGroup
@@ -30,7 +30,7 @@ def old_log_prob(
     scored, rollout = trainer.old_log_probs(batches)
     log_probs = [old.log_probs for old in scored]
     present = torch.from_numpy(~np.isnan(advantages))
-    correction = correct(torch.cat(log_probs), torch.cat(rollout), present, config)
+    correction = correct_rollout(torch.cat(log_probs), torch.cat(rollout), present, config)
     weights: tuple[torch.Tensor | None, ...] = (None,) * len(batches)
     if correction.is_weights is not None:
         if correction.is_weights.isnan().all():

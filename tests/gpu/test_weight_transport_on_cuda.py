@@ -16,7 +16,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore
 
-from models.weights.buckets import BroadcastGroup, buckets, byte_count, opened, packed, settle, shared, unpacked
+from models.weights.buckets import BroadcastGroup, buckets, byte_count, export_handle, open_handle, pack, settle, unpack
 from tests.support.helpers import gloo_world
 from tests.support.weight_actors import assert_equal, pictures, started
 
@@ -42,7 +42,7 @@ def copy_from_handles(handles: Any, answers: Any) -> None:
     own: dict[str, Tensor] = {}
     while (parcel := handles.get()) is not None:
         slots, handle = parcel
-        for name, tensor in unpacked(slots, opened(handle)).items():
+        for name, tensor in unpack(slots, open_handle(handle)).items():
             own[name] = own[name].copy_(tensor) if name in own else tensor.clone()
         del tensor
         settle("cuda")
@@ -66,8 +66,8 @@ def test_a_process_on_the_same_gpu_copies_the_senders_memory() -> None:
 
     def transfer() -> None:
         for bucket in buckets(given.items()):
-            slots, flat = packed(bucket)
-            handles.put((slots, shared(flat)))
+            slots, flat = pack(bucket)
+            handles.put((slots, export_handle(flat)))
             answers.get(timeout=120)
 
     try:
@@ -97,10 +97,10 @@ def broadcast_between(rank: int, port_file: Path) -> dict[str, float]:
 
     def transfer() -> None:
         for bucket in buckets(own.items()):
-            slots, flat = packed(bucket)
+            slots, flat = pack(bucket)
             received = flat if rank == 0 else torch.empty(byte_count(slots), dtype=torch.uint8, device=device)
             group.broadcast(received)
-            for name, tensor in unpacked(slots, received).items():
+            for name, tensor in unpack(slots, received).items():
                 own[name].copy_(tensor)
         settle("cuda")
 

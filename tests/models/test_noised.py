@@ -12,7 +12,7 @@ from models.algorithms import DPOLoss, get_diffusion_loss_fn
 from models.config.actor import ForwardProcessConfig
 from models.samples.trajectories import FinishedLatents
 from models.schedulers.noise_keys import NoiseKey
-from models.training.noised import NoisedLatents, add_noise, noised
+from models.training.noised import NoisedLatents, add_noise, noise_latents
 from tests.support.helpers import prompt_table
 
 SCHEDULE = torch.tensor([1.0, 0.9375, 0.875, 0.75, 0.5, 0.0])
@@ -33,7 +33,7 @@ def samples_of(prompts: int, each: int, iteration: int = 1) -> FinishedLatents:
 
 
 def noise(samples: FinishedLatents, paired: bool = False, **settings: Any) -> NoisedLatents:
-    return noised(samples, SCHEDULE, ForwardProcessConfig(**settings), paired)
+    return noise_latents(samples, SCHEDULE, ForwardProcessConfig(**settings), paired)
 
 
 LOGIT_NORMAL = {"timestep_sampling": "logit_normal", "num_train_timesteps": 2}
@@ -171,7 +171,7 @@ def test_joined_samples_keep_their_prompts() -> None:
     short = replace(samples_of(1, 2), prompts=prompt_table([3], seed=1), advantages=None)
     long = replace(samples_of(2, 1, iteration=2), prompts=prompt_table([7, 5], seed=2), advantages=None)
     third = replace(samples_of(2, 1, iteration=3), prompts=prompt_table([2, 6], seed=3), advantages=None)
-    joined = FinishedLatents.joined([short, long, third])
+    joined = FinishedLatents.join([short, long, third])
     assert joined.keys == short.keys + long.keys + third.keys
     assert torch.equal(joined.latents, torch.cat([short.latents, long.latents, third.latents]))
     text = joined.prompts.expand(joined.prompt_index)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from models.algorithms import correct
+from models.algorithms import correct_rollout
 from models.algorithms.rollout_correction import RatioError, too_far_apart
 from models.config.rollout_correction import RolloutCorrectionConfig
 
@@ -31,7 +31,7 @@ def log_probs(samples: int = 30, spread: float = 0.6) -> tuple[list[list[float]]
 
 def corrected(old: list, rollout: list, present: list[bool], settings: RolloutCorrectionConfig) -> Any:
     tensors = (torch.tensor(values, dtype=torch.float64) for values in (old, rollout))
-    return correct(*tensors, torch.tensor(present), settings)
+    return correct_rollout(*tensors, torch.tensor(present), settings)
 
 
 # ---- the reference, one sample at a time

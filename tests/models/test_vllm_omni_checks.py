@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from models.rollout.vllm_omni.answers import RolloutEngineError, agreed, reply
+from models.rollout.vllm_omni.answers import RolloutEngineError, agree, reply
 from models.rollout.vllm_omni.engine import check_tensor_split, pipeline_class
 from models.rollout.vllm_omni.families import QwenImageRollout
 from models.rollout.vllm_omni.lora_names import lora_tensors
@@ -134,8 +134,8 @@ def test_heads_that_do_not_divide_are_refused(tiny_model: Path) -> None:
 
 def test_ranks_that_predict_different_things_are_found_out() -> None:
     velocity = torch.randn(2, 3, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(agreed([velocity]), velocity)
-    assert torch.equal(agreed([velocity, velocity * (1 + 1e-7)]), velocity)
+    assert torch.equal(agree([velocity]), velocity)
+    assert torch.equal(agree([velocity, velocity * (1 + 1e-7)]), velocity)
     for other in (velocity * 1.001, velocity * float("nan")):
         with pytest.raises(WeightSyncError, match="rank 2 of a rollout worker predicts something else"):
-            agreed([velocity, velocity, other])
+            agree([velocity, velocity, other])

@@ -17,14 +17,14 @@ from models.families.base import DiffusionModelBase, DiffusionModelConfig
 from models.samples.trajectories import Trajectories
 from models.training.engine import LOG_PROB_DISTANCES, HeldWeights
 from models.training.micro_batches import ActorBatch, WeightedMetrics, micro_batch_of
-from models.training.policy import PolicyEvaluation
+from models.training.policy import PolicyForward
 from models.weights.canary import Canary, canary_velocity
 from models.weights.trainable import load_trainable, make_trainable, trainable
 
 FILE = "state.pt"
 
 
-class PlainEngine(PolicyEvaluation):
+class PlainEngine(PolicyForward):
     """Losses of the reverse process, no average, no KL: what the interface asks for and no more."""
 
     def __init__(

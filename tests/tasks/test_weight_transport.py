@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from models.rollout.vllm_omni.weight_loads import FullLoad
-from models.weights.buckets import buckets, byte_count, packed, shared, unpacked
+from models.weights.buckets import buckets, byte_count, export_handle, pack, unpack
 from models.weights.canary import CanaryLimits
 from models.weights.trainable import TrainableLoad, WeightSyncError
 from tasks.actors.weight_transport import Arrival, Courier, Parcel
@@ -68,8 +68,8 @@ def test_a_worker_that_dies_comes_back_to_the_weights_and_to_the_next_sync(actor
 def test_weights_that_did_not_all_come_are_taken_from_the_copy(actors: Actors) -> None:
     """As when a worker dies during a transfer: the new process sees only the later buckets."""
     actors.sync("ipc")
-    slots, flat = packed({name: tensor + 1 for name, tensor in actors.held()[0].items()})
-    late = Parcel(99, 1, slots, Courier("cpu").place(), shared(flat))
+    slots, flat = pack({name: tensor + 1 for name, tensor in actors.held()[0].items()})
+    late = Parcel(99, 1, slots, Courier("cpu").place(), export_handle(flat))
     actors.rollout.group.call_all("take", late)
     ranks = actors.trainer.group.actors
     parts = [rank.weights_and_proof.options(num_returns=3).remote(actors.canary, "policy") for rank in ranks]
@@ -115,9 +115,9 @@ def test_buckets_are_whole_tensors_in_order() -> None:
     assert max(map(len, sizes)) > 1
     assert [name for bucket in cut for name in bucket] == list(weights)
     for bucket in cut:
-        slots, flat = packed(bucket)
+        slots, flat = pack(bucket)
         assert len(flat) == byte_count(slots)
-        for name, tensor in unpacked(slots, flat).items():
+        for name, tensor in unpack(slots, flat).items():
             assert tensor.dtype == weights[name].dtype
             assert torch.equal(tensor, weights[name])
     assert len(list(buckets(weights.items(), limit=10**9))) == 1

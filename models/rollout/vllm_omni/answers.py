@@ -38,7 +38,7 @@ def reply(method: str, replies: list[Any]) -> Any:
     return answer
 
 
-def agreed(velocities: Sequence[Tensor]) -> Tensor:
+def agree(velocities: Sequence[Tensor]) -> Tensor:
     """What all ranks of a worker predict, [S, rows, ...] each and of the result.
 
     Raises:
@@ -55,14 +55,14 @@ def agreed(velocities: Sequence[Tensor]) -> Tensor:
     return first
 
 
-def acknowledged(what: str, acknowledgements: list[Any]) -> None:
+def check_acknowledged(what: str, acknowledgements: list[Any]) -> None:
     """Raise RolloutEngineError unless every worker did it."""
     failed = [answer for answer in acknowledgements if getattr(answer, "status", None) != "SUCCESS"]
     if failed or not acknowledgements:
         raise RolloutEngineError(f"vLLM-Omni did not {what}: {failed or 'no worker answered'}")
 
 
-def joined(request: RolloutRequest, answers: list[Any]) -> Generated:
+def join_answers(request: RolloutRequest, answers: list[Any]) -> Generated:
     """The whole request's samples, from the answers in its order."""
     decoded = [[answer.trajectory_decoded[place] for answer in answers] for place in range(4)]
     pictures, latents, means, unconditional = (None if part[0] is None else torch.cat(part) for part in decoded)

@@ -18,6 +18,8 @@ class CpuAttention(SDPAImpl):
 
 
 class CpuAttentionBackend(SDPABackend):
+    """What gives vLLM-Omni's attention layers `CpuAttention`."""
+
     @staticmethod
     def get_impl_cls() -> type:
         return CpuAttention

@@ -15,12 +15,12 @@ from models.families.base import DiffusionModelBase, DiffusionModelConfig
 from models.families.latents import component_config
 from models.rollout.engine import WeightLoad
 from models.rollout.vllm_omni import families  # noqa: F401  registers the project's own pipelines
-from models.rollout.vllm_omni.answers import RolloutEngineError, acknowledged, agreed, joined, reply
+from models.rollout.vllm_omni.answers import RolloutEngineError, agree, check_acknowledged, join_answers, reply
 from models.rollout.vllm_omni.registry import VllmOmniPipelineBase
 from models.rollout.vllm_omni.sample_request import EXTRA_ARG, SampleRequest, split, table_digest
 from models.rollout.vllm_omni.weight_loads import FullLoad, LoraLoad
 from models.samples.trajectories import Generated, RolloutRequest
-from models.weights.buckets import buckets, packed, shared
+from models.weights.buckets import buckets, export_handle, pack
 from models.weights.canary import Canary
 from models.weights.trainable import WeightSyncError, read_exported
 
@@ -155,7 +155,7 @@ class VllmOmniRolloutEngine:
             raise errors.exceptions[0] from None
         finally:
             await self._order("drop_prompts", table)
-        return joined(request, [task.result() for task in running])
+        return join_answers(request, [task.result() for task in running])
 
     async def _sample(self, sample: SampleRequest) -> Any:
         """vLLM-Omni's answer to one sample."""
@@ -197,7 +197,7 @@ class VllmOmniRolloutEngine:
 
     def begin_load(self) -> WeightLoad:
         """Take the trainer's weights piece by piece; errors as `load_weights`."""
-        if self.model_config.model.lora_rank:
+        if self.model_config.trains_lora:
             return LoraLoad(lambda weights: self._wait(self._load_lora(weights)))
         return FullLoad(self.model_config.architecture, lambda weights: self._wait(self._put(weights)))
 
@@ -205,8 +205,8 @@ class VllmOmniRolloutEngine:
         """Copy some full weights; see `RolloutWorkerExtension.load_named_weights`."""
         if self.settings.tensor_parallel_size == 1:
             return await self._order("load_named_weights", weights)
-        slots, flat = packed(weights)  # pickled, they would be copied for each process, and more than once
-        return await self._order("load_shared_weights", slots, shared(flat))
+        slots, flat = pack(weights)  # pickled, they would be copied for each process, and more than once
+        return await self._order("load_shared_weights", slots, export_handle(flat))
 
     async def _load_lora(self, weights: Mapping[str, Tensor]) -> None:
         from models.rollout.vllm_omni.lora import lora_request
@@ -232,7 +232,7 @@ class VllmOmniRolloutEngine:
         Raises:
             WeightSyncError: its processes predict different things.
         """
-        return agreed(self._wait(self._order("rollout_canary", canary, self._lora))).clone()
+        return agree(self._wait(self._order("rollout_canary", canary, self._lora))).clone()
 
     # ---- memory
 
@@ -244,14 +244,14 @@ class VllmOmniRolloutEngine:
         if not self.settings.step_execution:  # which cannot be paused; calls come one at a time, so it is idle
             await self._engine.pause_generation(mode="keep")
         self._asleep = True
-        acknowledged("sleep", await self._engine.sleep(level=1))
+        check_acknowledged("sleep", await self._engine.sleep(level=1))
 
     def wake(self) -> None:
         """Bring the weights back; new ones may be loaded then."""
         self._wait(self._wake())
 
     async def _wake(self) -> None:
-        acknowledged("wake", await self._engine.wake_up())
+        check_acknowledged("wake", await self._engine.wake_up())
         if not self.settings.step_execution:
             await self._engine.resume_generation()
         self._asleep = False

@@ -128,7 +128,7 @@ class RolloutPipeline(StepExecution, nn.Module):
         return self.prompt_tables[sample.table]
 
     def output_of(self, made: Generated) -> Any:
-        """One sample's, as vLLM-Omni carries it; the lists' order is what `answers.joined` reads."""
+        """One sample's, as vLLM-Omni carries it; the lists' order is what `answers.join_answers` reads."""
         from vllm_omni.diffusion.data import DiffusionOutput
 
         recorded = made.recorded
@@ -177,6 +177,7 @@ class Denoiser:
         self.config = SimpleNamespace(**pipeline.od_config.tf_model_config.to_dict())
 
     def __call__(self, **inputs: Any) -> Any:
+        """What the pipeline's `denoise` gives."""
         return self._denoise(**inputs)
 
 

@@ -14,7 +14,7 @@ from vllm_omni.diffusion.worker.diffusion_worker import CustomPipelineWorkerExte
 
 from models.rollout.vllm_omni.pipeline import RolloutPipeline
 from models.samples.trajectories import PromptTable
-from models.weights.buckets import Slot, opened, unpacked
+from models.weights.buckets import Slot, open_handle, unpack
 from models.weights.canary import Canary, canary_velocity
 
 PR_SET_PDEATHSIG = 1
@@ -52,7 +52,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
 
     def load_shared_weights(self: Any, slots: tuple[Slot, ...], handle: bytes) -> list[str]:
         """`load_named_weights` of a bucket in memory that this machine's processes share."""
-        return self.load_named_weights(unpacked(slots, opened(handle)))
+        return self.load_named_weights(unpack(slots, open_handle(handle)))
 
     @torch.no_grad()
     def rollout_canary(self: Any, canary: Canary, lora_request: Any) -> list[Tensor]:
