@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 
 from models.samples.trajectories import FinishedLatents
 from models.schedulers.noise_keys import NoiseKey
-from tasks.data.digests import check_listed, file_digests, opened, read_index, validated, write_index
+from tasks.data.digests import check_listed, file_digests, open_safetensors, read_index, validated, write_index
 from tasks.data.embeddings import INDEX, PromptEmbeddings, prompt_table
 from tasks.data.prompt_files import DatasetError, check_text, read_parquet
 from tasks.data.prompts import ShardName, prompt_uid
@@ -186,7 +186,7 @@ def write_pairs(
         folder.mkdir()
         for number, name in enumerate(names):
             part = pictures[number * shard_size : (number + 1) * shard_size]
-            tensors = {}
+            tensors: dict[str, torch.Tensor] = {}
             for pair, sides in part:
                 latents = encode(np.stack([_pixels(sides, side, pair, where) for side in SIDES]))
                 tensors |= {f"{pair.uid}/{side}": latents[i].contiguous().clone() for i, side in enumerate(SIDES)}
@@ -282,7 +282,7 @@ class PairDataset:
 
         found: dict[str, torch.Tensor] = {}
         for shard in sorted({pair.shard for pair in pairs}):
-            with opened(self.folder / shard) as file:
+            with open_safetensors(self.folder / shard) as file:
                 for pair in pairs:
                     if pair.shard == shard:
                         found |= {f"{pair.uid}/{side}": file.get_tensor(f"{pair.uid}/{side}") for side in SIDES}

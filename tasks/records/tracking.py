@@ -85,7 +85,7 @@ class Tracker:
         params = [] if first else [Param(name, present[name]) for name in chosen]
         again = [name for name in dict.fromkeys([*first, *chosen]) if first and name in present]
         changed = {f"resumed.{name}": present[name] for name in again if first.get(name) != present[name]}
-        labels = [RunTag(name, value) for name, value in (tags | changed).items()]
+        labels = [RunTag(name, value) for name, value in {**tags, **changed}.items()]
         self.client.log_batch(self.run_id, params=params, tags=labels)
         self.client.log_dict(self.run_id, whole, "config.json")
 

@@ -142,7 +142,7 @@ class PretrainedReward(Reward):
 def _default(cls: type, option: str) -> str | None:
     """Of the class's own __init__ or the nearest parent's that names the option."""
     for parent in cls.__mro__:
-        found = inspect.signature(parent.__init__).parameters.get(option) if "__init__" in vars(parent) else None
+        found = inspect.signature(vars(parent)["__init__"]).parameters.get(option) if "__init__" in vars(parent) else None
         if found is not None:
             return None if found.default is found.empty else found.default
     return None

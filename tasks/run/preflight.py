@@ -92,7 +92,7 @@ def check_inputs(config: TrainConfig, trains: bool = True) -> Inputs:
     embeddings = PromptEmbeddings.open(config.data.embeddings)
     content = config.data.prompts.read_bytes() + (config.data.embeddings / INDEX).read_bytes()
     pairs = None
-    if not config.samples:
+    if not config.is_online:
         pairs = _open_pairs(config, embeddings, latent_shape)
         content += (config.data.pairs / INDEX).read_bytes()
     _check_count(config, len(train) if pairs is None else len(pairs.pairs))
@@ -130,7 +130,7 @@ def _check_exploration(config: TrainConfig, scheduler: FlowMatchSDEDiscreteSched
     """What the window's steps add is taken away again by those that follow, nearly."""
     rollout = config.actor_rollout_ref.rollout
     algo, steps = rollout.algo, rollout.pipeline.num_inference_steps
-    if config.algorithm.trainer_type != "policy_gradient" or not config.samples:
+    if config.algorithm.trainer_type != "policy_gradient" or not config.is_online:
         return
     left = leftover_noise(scheduler, algo)
     if left > algo.max_leftover_noise:
@@ -146,7 +146,7 @@ def _check_exploration(config: TrainConfig, scheduler: FlowMatchSDEDiscreteSched
 
 def _check_count(config: TrainConfig, there: int) -> None:
     """There is enough for one iteration."""
-    offline = not config.samples
+    offline = not config.is_online
     file, what = (config.data.pairs, "pairs") if offline else (config.data.prompts, "train prompts")
     if there < config.data.train_batch_size:
         raise ConfigError(
