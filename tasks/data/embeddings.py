@@ -28,6 +28,7 @@ class PromptEmbeddings:
     """
 
     def __init__(self, folder: Path, index: EmbeddingsIndex):
+        """Take what an index says; `open` reads and checks one."""
         self.folder = folder
         self.model, self.model_digest = index.model, index.model_digest
         self.dim, self.max_sequence_length = index.dim, index.max_sequence_length
@@ -46,6 +47,7 @@ class PromptEmbeddings:
         return cls(Path(folder), record)
 
     def __contains__(self, uid: str) -> bool:
+        """Is there an embedding of this prompt?"""
         return uid in self._shards
 
     def get(self, uids: Sequence[str]) -> dict[str, "torch.Tensor"]:

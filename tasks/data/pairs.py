@@ -245,6 +245,7 @@ class PairDataset:
         model_digest: str,
         sha256: dict[str, str] | None,
     ):
+        """Take what an index says; `open` reads and checks one."""
         self.folder, self.latent_shape, self.pairs = folder, latent_shape, pairs
         self.model_digest, self.sha256 = model_digest, sha256
 

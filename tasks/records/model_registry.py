@@ -104,6 +104,7 @@ class Measurements:
     """
 
     def __init__(self, client: MlflowClient, experiment: str, digest: str):
+        """Nothing is asked of MLflow yet."""
         self.client, self.experiment, self.digest = client, experiment, digest
 
     def tags(self, subject: str) -> dict[str, str]:

@@ -75,6 +75,7 @@ class CheckpointStore:
     """
 
     def __init__(self, folder: Path, keep: int | None = None, content: str = WEIGHTS):
+        """Make the folder, and remove what a killed run has left half written."""
         self.folder, self.keep, self.content = folder, keep, content
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._under_way: Future[Path] | None = None

@@ -57,6 +57,7 @@ class Tracker:
     """
 
     def __init__(self, config: TrackingConfig, run_name: str, run_id: str | None = None, parent: str | None = None):
+        """Start the run in MLflow, or go on with it."""
         self.client = mlflow_client(config)
         self.uri = uri = self.client.tracking_uri
         experiment = self._experiment(config, uri)

@@ -288,6 +288,7 @@ class FunctionReward(Reward):
     """A plain function as a reward; its version is the digest of its module's source, unless it has a `version`."""
 
     def __init__(self, path: str, function: Callable, options: dict[str, Any]):
+        """Take name, version and wants from the function, where it has them."""
         self.name = path
         self.version = getattr(function, "version", None) or _source_digest(function)
         self.wants = getattr(function, "wants", "images")  # type: ignore[misc]  # a class's is fixed, a function's is not
