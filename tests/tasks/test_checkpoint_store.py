@@ -115,7 +115,7 @@ def test_one_changed_byte_is_damage(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("config", "data", "complaint"),
-    [("another", "data", "by another config"), ("config", "another", "from other prompts or embeddings")],
+    [("another", "data", "by another config"), ("config", "another", "from other prompts, embeddings or pairs")],
 )
 def test_a_checkpoint_of_another_config_or_other_data_is_refused(
     tmp_path: Path, config: str, data: str, complaint: str
