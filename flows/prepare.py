@@ -166,10 +166,8 @@ def preferences(
         embeddings,
         load_prompts(PROMPTS, "train"),
         reward=get_reward(name, **_named_values(option, "--option")),
-        images_per_prompt=params.images_per_prompt,
+        settings=params,
         pipeline=sampling | _named_values(changes, "--set"),
-        batch_size=params.batch_size,
-        seed=params.seed,
         dtype=dtype,
         device=device,
     )

@@ -84,5 +84,19 @@ class DiffusionRolloutAlgoConfig(Section):
         return self
 
     def window_bounds(self, num_inference_steps: int) -> tuple[int, int]:
-        """The half-open range of steps that the window may cover, for a sampler of that many steps."""
-        return self.sde_window_range or (0, max(num_inference_steps - 1, 1))
+        """The half-open range of steps that the window may cover, for a sampler of that many steps.
+
+        Raises:
+            ValueError: the range leaves the sampler's steps, or is shorter than the window.
+        """
+        low, high = self.sde_window_range or (0, max(num_inference_steps - 1, 1))
+        if not 0 <= low < high <= num_inference_steps:
+            raise ValueError(
+                f"rollout.algo.sde_window_range [{low}, {high}) must lie within the {num_inference_steps} denoising "
+                "steps of rollout.pipeline.num_inference_steps"
+            )
+        if self.sde_window_size is not None and self.sde_window_size > high - low:
+            raise ValueError(
+                f"rollout.algo.sde_window_size {self.sde_window_size} is longer than sde_window_range [{low}, {high})"
+            )
+        return low, high

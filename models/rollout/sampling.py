@@ -51,10 +51,7 @@ class Denoising:
         request: RolloutRequest,
         latents: Tensor,
     ):
-        if request.window and request.record_finished:
-            raise ValueError("finished latents are recorded for the ODE: leave the window empty")
-        if request.window and model_config.algo.noise_level == 0:
-            raise ValueError("a window of stochastic steps needs algo.noise_level above 0; leave it empty for the ODE")
+        request.check_window(model_config.algo.noise_level)
         self._scheduler, self.model_config, self.request = scheduler, model_config, request
         self.step, self.latents = 0, latents
         self._path: list[Tensor] = []

@@ -118,6 +118,13 @@ class RolloutRequest:
     record_finished: bool = False
     outputs: frozenset[str] = frozenset({PICTURES})
 
+    def check_window(self, noise_level: float) -> None:
+        """Raise ValueError for a window where nothing is stochastic: at noise level 0, or where the ODE is recorded."""
+        if self.window and self.record_finished:
+            raise ValueError("finished latents are recorded for the ODE: leave the window empty")
+        if self.window and noise_level == 0:
+            raise ValueError("a window of stochastic steps needs algo.noise_level above 0; leave it empty for the ODE")
+
 
 @dataclass(frozen=True)
 class Samples:

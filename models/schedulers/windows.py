@@ -31,13 +31,6 @@ def window_steps(
     """
     low, high = algo.window_bounds(num_inference_steps)
     size = algo.sde_window_size or high - low
-    if not 0 <= low < high <= num_inference_steps:
-        raise ValueError(
-            f"sde_window_range [{low}, {high}) must lie within the {num_inference_steps} denoising steps "
-            f"[0, {num_inference_steps})"
-        )
-    if size > high - low:
-        raise ValueError(f"sde_window_size {size} is longer than sde_window_range [{low}, {high})")
     draw = random.Random(f"window/{seed}/{iteration}")
     if not algo.sde_contiguous:
         return sorted(draw.sample(range(low, high), size))

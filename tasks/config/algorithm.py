@@ -1,6 +1,6 @@
 """`algorithm`: advantages, trainer type and what decides which samples are learnt from."""
 
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -54,7 +54,7 @@ class DiffusionAlgoConfig(ForwardProcessConfig):
     )
 
     @model_validator(mode="after")
-    def _offline_has_pairs(self):
+    def _offline_has_pairs(self) -> Self:
         if self.sample_source == "offline" and not self.paired_preference:
             raise ValueError(
                 "algorithm.sample_source is offline, which reads preference pairs, but paired_preference is false: use "
@@ -63,7 +63,7 @@ class DiffusionAlgoConfig(ForwardProcessConfig):
         return self
 
     @model_validator(mode="after")
-    def _gdpo_chooses_its_own_deviations(self):
+    def _gdpo_chooses_its_own_deviations(self) -> Self:
         if self.adv_estimator == "gdpo" and not (self.norm_adv_by_std_in_grpo and self.global_std):
             raise ValueError(
                 "algorithm.adv_estimator gdpo divides by the group's and then by the batch's standard deviation: leave "

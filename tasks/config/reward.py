@@ -1,5 +1,7 @@
 """`reward`: reward functions, their workers, and the guards that watch them."""
 
+from typing import Self
+
 from pydantic import Field, model_validator
 
 from models.config.bounds import (
@@ -65,7 +67,7 @@ class RewardFunctionConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _a_guard_is_not_trained_on(self):
+    def _a_guard_is_not_trained_on(self) -> Self:
         if self.guard and self.weight:
             raise ValueError(
                 f"guard is true and weight {self.weight:g}: a guard is never trained on, so leave its weight out"
@@ -114,7 +116,7 @@ class RewardConfig(Section):
     guards: NotShaping[GuardConfig] = Field(default_factory=GuardConfig, description="Signs of reward hacking.")
 
     @model_validator(mode="after")
-    def _something_is_rewarded(self):
+    def _something_is_rewarded(self) -> Self:
         if not self.functions:
             raise ValueError("reward.functions is empty: name at least one reward, for example ocr")
         if not any(entry.share for entry in self.functions.values()):

@@ -1,7 +1,7 @@
 """What a sweep tries: fields of a config and their values."""
 
 import math
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -43,21 +43,29 @@ class Dimension(Section):
     log: bool = Field(False, description="Draw the logarithm evenly.")
 
     @model_validator(mode="after")
-    def _list_or_range(self):
-        ranged = self.low is not None and self.high is not None
-        if (self.choices is not None) == ranged or (self.low is None) != (self.high is None):
+    def _list_or_range(self) -> Self:
+        if (self.low is None) != (self.high is None) or (self.choices is None) == (self.low is None):
             raise ValueError("a dimension is either choices, or low and high")
-        if ranged and (not self.low < self.high or (self.log and (self.low <= 0 or self.step is not None))):
+        if self.choices is not None:
+            return self
+        low, high = self._range()
+        if not low < high or (self.log and (low <= 0 or self.step is not None)):
             raise ValueError("low must be below high; log needs low above 0 and no step")
         return self
+
+    def _range(self) -> tuple[int | float, int | float]:
+        if self.low is None or self.high is None:
+            raise ValueError("choices are no range: they have neither low nor high")
+        return self.low, self.high
 
     def suggest(self, trial: "optuna.Trial", name: str) -> Any:
         """Optuna's choice."""
         if self.choices is not None:
             return trial.suggest_categorical(name, self.choices)
-        if isinstance(self.low, int) and isinstance(self.high, int) and isinstance(self.step, int | None):
-            return trial.suggest_int(name, self.low, self.high, log=self.log, step=self.step or 1)
-        return trial.suggest_float(name, float(self.low), float(self.high), log=self.log, step=self.step)
+        low, high = self._range()
+        if isinstance(low, int) and isinstance(high, int) and isinstance(self.step, int | None):
+            return trial.suggest_int(name, low, high, log=self.log, step=self.step or 1)
+        return trial.suggest_float(name, float(low), float(high), log=self.log, step=self.step)
 
     def grid(self) -> list[Any]:
         """Every value.
@@ -67,15 +75,20 @@ class Dimension(Section):
         """
         if self.choices is not None:
             return list(self.choices)
-        return [self.low + number * self.step for number in range(self.grid_size())]
+        (low, _), step = self._range(), self._grid_step()
+        return [low + number * step for number in range(self.grid_size())]
 
     def grid_size(self) -> int:
         """How many values the grid has. Raises what `grid` raises."""
         if self.choices is not None:
             return len(self.choices)
+        low, high = self._range()
+        return int(min((high - low) / self._grid_step(), 1e18) + 1e-9) + 1
+
+    def _grid_step(self) -> int | float:
         if self.step is None:
             raise ConfigError("sampler grid needs choices, or a step with low and high")
-        return int(min((self.high - self.low) / self.step, 1e18) + 1e-9) + 1
+        return self.step
 
 
 class SweepConfig(Section):

@@ -1,4 +1,4 @@
-"""The one configuration tree of a run: sections from every floor, and the checks that join them.
+"""The one configuration tree of a run: sections from every floor, and what only all of them together say.
 
 Field names follow the reference system (VeRL-Omni), so its users find their knobs: `actor_rollout_ref.rollout.n`,
 `actor_rollout_ref.actor.optim.lr`, `algorithm.adv_estimator`, `trainer.total_training_steps`. Every value has one
@@ -17,6 +17,7 @@ from pydantic import BaseModel, Field, ModelWrapValidatorHandler, ValidationErro
 from models.config.actor import DiffusionActorConfig
 from models.config.model import ModelConfig
 from models.config.section import NotShaping, Section
+from tasks.config.agreement import check_agreement
 from tasks.config.algorithm import DiffusionAlgoConfig
 from tasks.config.data import DataConfig
 from tasks.config.errors import ConfigError, described
@@ -70,162 +71,17 @@ class TrainConfig(Section):
         return config
 
     @model_validator(mode="after")
-    def _sections_agree(self):
-        self._check_groups()
-        self._check_batches()
-        self._check_placement()
-        self._check_determinism()
-        self._check_profile()
+    def _sections_agree(self) -> Self:
+        check_agreement(self)
         return self
-
-    def _check_groups(self) -> None:
-        rollout, actor, algorithm = self.actor_rollout_ref.rollout, self.actor_rollout_ref.actor, self.algorithm
-        loss = actor.diffusion_loss.loss_mode
-        compares = self.samples and actor.teacher_path is None
-        if compares and rollout.n < 2:
-            raise ValueError(
-                f"actor_rollout_ref.rollout.n is {rollout.n}: {algorithm.adv_estimator} compares the samples of one "
-                "prompt and needs at least 2"
-            )
-        if algorithm.trainer_type == "policy_gradient" and rollout.algo.noise_level == 0:
-            raise ValueError(
-                f"actor_rollout_ref.rollout.algo.noise_level is 0, an ODE without log-probs: loss {loss} needs it "
-                "above 0"
-            )
-        if algorithm.trainer_type == "direct_preference":
-            self._check_finished_samples()
-
-    def _check_finished_samples(self) -> None:
-        rollout, actor, algorithm = self.actor_rollout_ref.rollout, self.actor_rollout_ref.actor, self.algorithm
-        loss = actor.diffusion_loss.loss_mode
-        algorithm.levels_per_sample(rollout.pipeline.num_inference_steps)
-        if not algorithm.rollout_correction.bypass_mode:
-            raise ValueError(
-                f"algorithm.rollout_correction.bypass_mode is false, but loss {loss} reads no log-probs that could be "
-                "corrected: set it to true"
-            )
-        if not algorithm.paired_preference:
-            return
-        if actor.ppo_micro_batch_size_per_gpu % 2:
-            raise ValueError(
-                f"actor.ppo_micro_batch_size_per_gpu is {actor.ppo_micro_batch_size_per_gpu}: loss {loss} compares "
-                "pairs and needs an even number"
-            )
-        if self.samples and rollout.micro_batch_size % rollout.n:
-            raise ValueError(
-                f"rollout.micro_batch_size {rollout.micro_batch_size} must be a multiple of rollout.n {rollout.n}: "
-                f"loss {loss} looks for its pairs among samples that are kept together"
-            )
 
     @property
     def data_ranks(self) -> int:
         """Trainer ranks with samples of their own; those that share the tokens of a sample count once."""
         return self.trainer.world_size // self.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size
 
-    def _check_batches(self) -> None:
-        rollout, actor = self.actor_rollout_ref.rollout, self.actor_rollout_ref.actor
-        sharing = actor.fsdp_config.ulysses_sequence_parallel_size
-        if self.trainer.n_gpus_per_node % sharing:
-            raise ValueError(
-                f"actor.fsdp_config.ulysses_sequence_parallel_size is {sharing}: ranks that share a sequence are on "
-                f"one machine, so trainer.n_gpus_per_node {self.trainer.n_gpus_per_node} must be a multiple of it"
-            )
-        prompts, mini, micro = self.data.train_batch_size, actor.ppo_mini_batch_size, rollout.micro_batch_size
-        if prompts % mini:
-            raise ValueError(
-                f"data.train_batch_size {prompts} must be a multiple of actor.ppo_mini_batch_size {mini} (both count "
-                "prompts)"
-            )
-        if not self.samples:
-            if mini % self.data_ranks:
-                raise ValueError(
-                    f"actor.ppo_mini_batch_size {mini} (pairs) must be a multiple of the {self.data_ranks} "
-                    "trainer ranks"
-                )
-            return
-        per_step, unit = mini * rollout.n, micro * self.data_ranks
-        if per_step % unit:
-            raise ValueError(
-                f"actor.ppo_mini_batch_size {mini} x rollout.n {rollout.n} = {per_step} samples must be a multiple of "
-                f"rollout.micro_batch_size {micro} x {self.data_ranks} trainer ranks = {unit}"
-            )
-
-    def _check_determinism(self) -> None:
-        name = self.actor_rollout_ref.rollout.name
-        if self.trainer.full_determinism and name != "diffusers":
-            raise ValueError(
-                f"trainer.full_determinism is true, but actor_rollout_ref.rollout.name is {name}, whose processes it "
-                "does not reach: sample with diffusers, or set it to false"
-            )
-
-    def _check_placement(self) -> None:
-        rollout, ranks = self.actor_rollout_ref.rollout, self.trainer.world_size
-        if rollout.placement == "colocated" and rollout.num_actors != ranks:
-            raise ValueError(
-                f"actor_rollout_ref.rollout.placement is colocated, one worker on each trainer rank's GPU: "
-                f"rollout.num_actors is {rollout.num_actors}, set it to the {ranks} ranks"
-            )
-        self._check_weight_transport()
-        if self.trainer.one_step_off_policy:
-            self._check_overlap()
-
-    def _check_overlap(self) -> None:
-        rollout, correction = self.actor_rollout_ref.rollout, self.algorithm.rollout_correction
-        if not self.samples:
-            raise ValueError(
-                "trainer.one_step_off_policy is true, but algorithm.sample_source offline has no rollout to overlap "
-                "with: set it to false"
-            )
-        if rollout.placement == "colocated":
-            raise ValueError(
-                "trainer.one_step_off_policy is true, but with actor_rollout_ref.rollout.placement colocated the "
-                "workers sleep during the update: set placement to separate"
-            )
-        if not correction.bypass_mode and correction.rollout_is is None:
-            raise ValueError(
-                "trainer.one_step_off_policy is true and algorithm.rollout_correction.bypass_mode false without "
-                "rollout_is: the loss would compare with weights that did not sample, and nothing would account for "
-                "it; set bypass_mode to true, or rollout_is to step or sequence"
-            )
-        batches = -(-self.data.train_batch_size * rollout.n // rollout.micro_batch_size)
-        if batches > rollout.num_actors * rollout.max_queued_batches:
-            raise ValueError(
-                f"trainer.one_step_off_policy is true, but {rollout.num_actors} rollout workers queue "
-                f"{rollout.max_queued_batches} batches each and an iteration has {batches}: the update would wait "
-                f"until they are handed out; raise actor_rollout_ref.rollout.max_queued_batches"
-            )
-
-    def _check_weight_transport(self) -> None:
-        rollout = self.actor_rollout_ref.rollout
-        needs = {"ipc": "colocated", "collective": "separate"}.get(rollout.weight_transport, rollout.placement)
-        if rollout.placement != needs:
-            why = {
-                "ipc": "a worker can read the trainer's memory only on the same GPU",
-                "collective": "NCCL takes no two processes on one GPU",
-            }[rollout.weight_transport]
-            raise ValueError(
-                f"actor_rollout_ref.rollout.weight_transport is {rollout.weight_transport} and rollout.placement "
-                f"{rollout.placement}, but {why}: set placement to {needs}, or weight_transport to object_store"
-            )
-        whole = rollout.num_gpus_per_actor >= 1 or self.trainer.device == "cpu"
-        if rollout.weight_transport == "collective" and not whole:
-            raise ValueError(
-                "actor_rollout_ref.rollout.weight_transport is collective and rollout.num_gpus_per_actor "
-                f"{rollout.num_gpus_per_actor:g}, but NCCL takes no two processes on one GPU: give every worker a "
-                "whole GPU, or set weight_transport to object_store"
-            )
-
-    def _check_profile(self) -> None:
-        profile, workers = self.trainer.profile, self.actor_rollout_ref.rollout.num_actors
-        for field, there in (("ranks", self.trainer.world_size), ("rollout_workers", workers)):
-            unknown = [number for number in getattr(profile, field) if number >= there]
-            if profile.iterations and unknown:
-                raise ValueError(
-                    f"trainer.profile.{field} names {unknown[0]}, but there are {there}: they count from 0"
-                )
-
     @property
-    def samples(self) -> bool:
+    def is_online(self) -> bool:
         """Does a run of training start rollout and reward?"""
         return self.algorithm.sample_source == "online"
 
@@ -254,7 +110,7 @@ class TrainConfig(Section):
         """GPUs of trainer ranks, rollout workers and rewards; without `trains`, of a validation alone."""
         rollout, on_cuda = self.actor_rollout_ref.rollout, self.trainer.device == "cuda"
         ranks = float(self.trainer.world_size) if trains and on_cuda else 0.0
-        if trains and not self.samples:
+        if trains and not self.is_online:
             return ranks
         workers = rollout.num_actors * rollout.gpus_per_worker if on_cuda else 0.0
         models = ranks if trains and self.shares_gpus else ranks + workers

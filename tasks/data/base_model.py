@@ -75,6 +75,7 @@ class ProgressBars:
     """A tqdm bar for each part of the training, one after the other; `losses` keeps the last loss of each."""
 
     def __init__(self) -> None:
+        """Begin without a bar: the first report makes it."""
         self.losses: dict[str, float] = {}
         self._bar: tqdm | None = None
         self._since = time()

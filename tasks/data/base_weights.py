@@ -45,6 +45,7 @@ class KnownDigests:
     """
 
     def __init__(self, memory: Path = MEMORY):
+        """Remember where the memory is; it is read when digests are asked for."""
         self.memory = memory
 
     def of(self, files: Sequence[Path], kinds: Sequence[str]) -> dict[Path, dict[str, str]]:

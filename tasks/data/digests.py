@@ -139,7 +139,7 @@ def _damaged_index(index: Path, maker: str, fault: str) -> DatasetError:
 
 
 @contextmanager
-def opened(file: Path) -> Iterator[Any]:
+def open_safetensors(file: Path) -> Iterator[Any]:
     """A safetensors file for reading torch tensors. Raises DatasetError with its name where it cannot be read."""
     try:
         with safe_open(file, framework="pt") as tensors:

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from models.samples.trajectories import PromptTable
-from tasks.data.digests import check_listed, file_digests, opened, read_index, validated, write_index
+from tasks.data.digests import check_listed, file_digests, open_safetensors, read_index, validated, write_index
 from tasks.data.prompt_files import NEGATIVE_UID, DatasetError
 from tasks.data.prompts import _EMBEDDINGS_INDEX, EmbeddingsIndex, Prompt
 from tasks.system.files import put_in_place
@@ -27,6 +27,7 @@ class PromptEmbeddings:
     """
 
     def __init__(self, folder: Path, index: EmbeddingsIndex):
+        """Take what an index says; `open` reads and checks one."""
         self.folder = folder
         self.model, self.model_digest = index.model, index.model_digest
         self.dim, self.max_sequence_length = index.dim, index.max_sequence_length
@@ -45,6 +46,7 @@ class PromptEmbeddings:
         return cls(Path(folder), record)
 
     def __contains__(self, uid: str) -> bool:
+        """Is there an embedding of this prompt?"""
         return uid in self._shards
 
     def get(self, uids: Sequence[str]) -> dict[str, "torch.Tensor"]:
@@ -65,7 +67,7 @@ class PromptEmbeddings:
         """Which of these prompts has the most tokens; the embeddings themselves are not read."""
         lengths: dict[str, int] = {}
         for shard in sorted({self._shards[uid] for uid in uids}):
-            with opened(self.folder / shard) as file:
+            with open_safetensors(self.folder / shard) as file:
                 here = [uid for uid in uids if self._shards[uid] == shard]
                 lengths |= {uid: file.get_slice(uid).get_shape()[0] for uid in here}
         return max(uids, key=lengths.__getitem__)
@@ -83,7 +85,7 @@ class PromptEmbeddings:
             )
         rows: dict[str, torch.Tensor] = {}
         for shard in sorted({self._shards[uid] for uid in uids}):
-            with opened(self.folder / shard) as file:
+            with open_safetensors(self.folder / shard) as file:
                 here = [uid for uid in uids if self._shards[uid] == shard]
                 names = here + [f"{uid}/{name}" for uid in here for name in self.extras]
                 rows |= {name: file.get_tensor(name) for name in names}

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 from models.samples.trajectories import FinishedLatents
 from models.schedulers.noise_keys import NoiseKey
-from tasks.data.digests import check_listed, file_digests, opened, read_index, validated, write_index
+from tasks.data.digests import check_listed, file_digests, open_safetensors, read_index, validated, write_index
 from tasks.data.embeddings import INDEX, PromptEmbeddings, prompt_table
 from tasks.data.prompt_files import DatasetError, check_text, read_parquet
 from tasks.data.prompts import ShardName, prompt_uid
@@ -183,7 +183,7 @@ def write_pairs(
         folder.mkdir()
         for number, name in enumerate(names):
             part = pictures[number * shard_size : (number + 1) * shard_size]
-            tensors = {}
+            tensors: dict[str, torch.Tensor] = {}
             for pair, sides in part:
                 latents = encode(np.stack([_pixels(sides, side, pair, where) for side in SIDES]))
                 tensors |= {f"{pair.uid}/{side}": latents[i].contiguous().clone() for i, side in enumerate(SIDES)}
@@ -242,6 +242,7 @@ class PairDataset:
         model_digest: str,
         sha256: dict[str, str] | None,
     ):
+        """Take what an index says; `open` reads and checks one."""
         self.folder, self.latent_shape, self.pairs = folder, latent_shape, pairs
         self.model_digest, self.sha256 = model_digest, sha256
 
@@ -275,7 +276,7 @@ class PairDataset:
     def _latents(self, pairs: Sequence[Pair]) -> torch.Tensor:
         found: dict[str, torch.Tensor] = {}
         for shard in sorted({pair.shard for pair in pairs}):
-            with opened(self.folder / shard) as file:
+            with open_safetensors(self.folder / shard) as file:
                 for pair in pairs:
                     if pair.shard == shard:
                         found |= {f"{pair.uid}/{side}": file.get_tensor(f"{pair.uid}/{side}") for side in SIDES}

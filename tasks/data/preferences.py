@@ -16,6 +16,7 @@ from models.families.base import DiffusionModelBase, DiffusionModelConfig
 from models.rollout.diffusers import DiffusersRolloutEngine
 from models.samples.trajectories import RolloutRequest
 from models.schedulers.noise_keys import NoiseKey
+from tasks.config.params import PreferencesParams
 from tasks.data.digests import TEXT_SIDE, made_with
 from tasks.data.embeddings import PromptEmbeddings, prompt_table
 from tasks.data.pairs import best_and_worst
@@ -30,10 +31,8 @@ def sampled_preferences(
     prompts: Sequence[Prompt],
     *,
     reward: Reward,
-    images_per_prompt: int,
+    settings: PreferencesParams,
     pipeline: Mapping[str, Any],
-    batch_size: int,
-    seed: int,
     dtype: str = "float32",
     device: str = "cpu",
 ) -> pd.DataFrame:
@@ -43,8 +42,8 @@ def sampled_preferences(
         model: folder in diffusers format.
         embeddings: folder of the `embeddings` stage, by this model's encoders.
         reward: what says which picture is better.
+        settings: how many pictures a prompt, how many prompts at once, and the seed; of size and steps see `pipeline`.
         pipeline: fields of `DiffusionPipelineConfig`: size, steps, guidance.
-        images_per_prompt, batch_size, seed: see `PreferencesParams`.
         dtype, device: in which number format and where the model computes.
 
     Raises:
@@ -65,15 +64,14 @@ def sampled_preferences(
     except ValueError as error:
         raise DatasetError(f"{model} cannot be sampled so: {' '.join(str(error).split())}") from error
     engine = DiffusersRolloutEngine(config, device)
+    images, batch_size = settings.images_per_prompt, settings.batch_size
     tables = []
     for start in tqdm(range(0, len(prompts), batch_size), desc="preferences", unit="batch"):
         part = prompts[start : start + batch_size]
-        keys = tuple(NoiseKey(seed, 0, prompt.uid, i) for prompt in part for i in range(images_per_prompt))
-        rows = torch.arange(len(part)).repeat_interleave(images_per_prompt)
+        keys = tuple(NoiseKey(settings.seed, 0, prompt.uid, i) for prompt in part for i in range(images))
+        rows = torch.arange(len(part)).repeat_interleave(images)
         table = prompt_table(store, [prompt.uid for prompt in part], adapter.is_guided(sampling))
         pictures = engine.generate(RolloutRequest(keys, table, rows, window=()))[0].numpy()
-        scores = reward(pictures, [prompt for prompt in part for _ in range(images_per_prompt)]).scores
-        tables.append(
-            best_and_worst([prompt.prompt for prompt in part], pictures, np.asarray(scores), images_per_prompt)
-        )
+        scores = reward(pictures, [prompt for prompt in part for _ in range(images)]).scores
+        tables.append(best_and_worst([prompt.prompt for prompt in part], pictures, np.asarray(scores), images))
     return pd.concat(tables, ignore_index=True)

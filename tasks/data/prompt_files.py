@@ -117,8 +117,10 @@ def _lines(path: Path) -> list[str]:
     try:
         text = raw.decode("utf-8-sig").rstrip(" \t\r\n")
     except UnicodeDecodeError as error:
-        line = raw[: error.start].count(b"\n") + 1
-        raise DatasetError(f"{path}:{line}: byte {raw[error.start]:#x} is not UTF-8; save the file as UTF-8") from error
+        number = raw[: error.start].count(b"\n") + 1
+        raise DatasetError(
+            f"{path}:{number}: byte {raw[error.start]:#x} is not UTF-8; save the file as UTF-8"
+        ) from error
     lines = text.split("\n") if text else []
     for number, line in enumerate(lines, 1):
         if "\r" in line[:-1]:

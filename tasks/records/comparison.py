@@ -24,6 +24,7 @@ class Interval:
     high: float
 
     def __str__(self) -> str:
+        """As "+0.1200 [+0.0900, +0.1500]"."""
         return f"{self.mean:+.4f} [{self.low:+.4f}, {self.high:+.4f}]"
 
 

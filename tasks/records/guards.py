@@ -51,6 +51,7 @@ class GuardWatch:
     """
 
     def __init__(self, config: GuardConfig, guards: Mapping[str, str], history: Callable[[str], Mapping[int, float]]):
+        """Take up where the history ends: guards that were flagged stay so."""
         self.config, self.guards = config, dict(guards)
         self.values = {metric: dict(history(metric)) for metric in (TRAINED, *self.guards.values())}
         self.since: dict[str, int] = {}
@@ -125,6 +126,7 @@ class FloorWatch:
     """
 
     def __init__(self, config: RewardConfig, iterations: int, history: Callable[[str], Mapping[int, float]]):
+        """Take up where the history ends."""
         self.iterations = min(config.guards.floor_iterations, iterations)
         self.rewards = {
             label: (entry.share, reward_bounds(name, **entry.options))

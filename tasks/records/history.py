@@ -37,6 +37,7 @@ class RunHistory:
     """
 
     def __init__(self, client: MlflowClient, run_id: str):
+        """Ask MLflow for the run."""
         self.client, self.run_id = client, run_id
         try:
             self.run: Run = client.get_run(run_id)

@@ -92,7 +92,8 @@ def tag_regression(client: MlflowClient, tag: str, text: str, version: ModelVers
     """Say on the version, on the run that trained it and on the run that measured it that it got worse."""
     client.set_model_version_tag(version.name, version.version, tag, text)
     for run_id in (version.run_id, measurement):
-        client.set_tag(run_id, tag, text)
+        if run_id:  # a version that was not made by `register` may be of no run
+            client.set_tag(run_id, tag, text)
 
 
 class Measurements:
@@ -105,6 +106,7 @@ class Measurements:
     """
 
     def __init__(self, client: MlflowClient, experiment: str, digest: str):
+        """Nothing is asked of MLflow yet."""
         self.client, self.experiment, self.digest = client, experiment, digest
 
     def tags(self, subject: str) -> dict[str, str]:

@@ -5,28 +5,23 @@ a run killed at any moment leaves whole checkpoints and at most one folder that 
 it takes the same steps in a thread.
 """
 
-import fcntl
 import json
 import logging
-import os
 import re
 import shutil
-import socket
 import stat
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, TextIO
+from typing import Any, ClassVar
 
-import psutil
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from models.errors import DoubleflowError
 from tasks.data.digests import record_digest
 from tasks.system.files import flush, move_in_place, remove, sha256_of
-from tasks.system.processes import ProcessIdentity
 
 RECORD = "state.json"
 WEIGHTS = "trainer"
@@ -80,6 +75,7 @@ class CheckpointStore:
     """
 
     def __init__(self, folder: Path, keep: int | None = None, content: str = WEIGHTS):
+        """Make the folder, and remove what a killed run has left half written."""
         self.folder, self.keep, self.content = folder, keep, content
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._under_way: Future[Path] | None = None
@@ -239,52 +235,6 @@ def _removed_on_error(folder: Path) -> Iterator[None]:
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-
-
-@contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """Hold a run's folder, which is created; the kernel gives it back when this process ends, however it ends.
-
-    Who holds it, or held it last, is in its `.lock`: host, and pid, start and boot of the process.
-
-    Raises:
-        CheckpointError: another process holds it, or its file system has no locks.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("a+") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise CheckpointError(
-                f"another process works on {folder}{_owner(lock)}: end it first, or wait for it"
-            ) from error
-        except OSError as error:
-            raise CheckpointError(
-                f"{folder} cannot be locked, which keeps a second process from it: its file system "
-                f"{_file_system(folder)} says {error.strerror!r}; mount it with locks, or set "
-                "trainer.default_local_dir to a folder of another one"
-            ) from error
-        lock.truncate(0)
-        json.dump({"host": socket.gethostname()} | ProcessIdentity.of(os.getpid())._asdict(), lock)
-        lock.flush()
-        yield
-
-
-def _owner(lock: TextIO) -> str:
-    """What the holder has written of itself, in brackets; nothing where it is only about to."""
-    lock.seek(0)
-    try:
-        owner = json.loads(lock.read())
-        return f" (pid {owner['pid']} on {owner['host']})"
-    except (ValueError, KeyError, TypeError):
-        return ""
-
-
-def _file_system(folder: Path) -> str:
-    """Its kind and where it is mounted."""
-    mounts = [mount for mount in psutil.disk_partitions(all=True) if folder.resolve().is_relative_to(mount.mountpoint)]
-    nearest = max(reversed(mounts), key=lambda mount: len(mount.mountpoint), default=None)
-    return "of an unknown kind" if nearest is None else f"{nearest.fstype} at {nearest.mountpoint}"
 
 
 def _digests(folder: Path) -> dict[str, str]:

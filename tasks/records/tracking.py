@@ -57,6 +57,7 @@ class Tracker:
     """
 
     def __init__(self, config: TrackingConfig, run_name: str, run_id: str | None = None, parent: str | None = None):
+        """Start the run in MLflow, or go on with it."""
         self.client = mlflow_client(config)
         self.uri = uri = self.client.tracking_uri
         experiment = self._experiment(config, uri)
@@ -85,7 +86,7 @@ class Tracker:
         params = [] if first else [Param(name, present[name]) for name in chosen]
         again = [name for name in dict.fromkeys([*first, *chosen]) if first and name in present]
         changed = {f"resumed.{name}": present[name] for name in again if first.get(name) != present[name]}
-        labels = [RunTag(name, value) for name, value in (tags | changed).items()]
+        labels = [RunTag(name, value) for name, value in {**tags, **changed}.items()]
         self.client.log_batch(self.run_id, params=params, tags=labels)
         self.client.log_dict(self.run_id, whole, "config.json")
 

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
+from types import FunctionType
 from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
@@ -36,11 +37,16 @@ class ScoredPrompt(Protocol):
     """What a reward may know of a sample's prompt; `tasks.data.prompts.Prompt` is one."""
 
     @property
-    def prompt(self) -> str: ...
+    def prompt(self) -> str:
+        """What the picture was asked for."""
+
     @property
-    def target(self) -> str | None: ...
+    def target(self) -> str | None:
+        """The text that it is to show, where the data set names one."""
+
     @property
-    def metadata(self) -> Mapping[str, Any]: ...
+    def metadata(self) -> Mapping[str, Any]:
+        """Whatever else the data set's row holds."""
 
 
 @dataclass(frozen=True)
@@ -203,7 +209,9 @@ async def _value_of(answer: Awaitable[Any]) -> Any:
 
 def _mean_over_frames(result: RewardResult, frames: int) -> RewardResult:
     """Scores of B F frames to scores of B videos; a detail becomes the list of its frames' values."""
-    details = {key: [v[i : i + frames] for i in range(0, len(v), frames)] for key, v in result.details.items()}
+    details: dict[str, list] = {
+        key: [v[i : i + frames] for i in range(0, len(v), frames)] for key, v in result.details.items()
+    }
     if "error" in details:  # the first one: a video has one reason to be missing
         details["error"] = [next((e for e in errors if e is not None), None) for errors in details["error"]]
     means = result.scores.reshape(-1, frames).mean(1, dtype=np.float64)  # in float32 large scores' sum is infinite
@@ -239,7 +247,7 @@ def get_reward(name: str, **options: Any) -> Reward:
     Raises RewardError for an unknown name, path or option.
     """
     found = check_reward(name, **options)
-    return found(**options) if inspect.isclass(found) else FunctionReward(name, found, options)
+    return found(**options) if isinstance(found, type) else FunctionReward(name, found, options)
 
 
 def reward_input(name: str, **options: Any) -> Input:
@@ -252,7 +260,7 @@ def reward_bounds(name: str, **options: Any) -> tuple[float, float] | None:
     return getattr(check_reward(name, **options), "bounds", None)
 
 
-def check_reward(name: str, **options: Any) -> Callable:
+def check_reward(name: str, **options: Any) -> type[Reward] | FunctionType:
     """The class or function that `get_reward` would use; nothing is loaded. Raises what `get_reward` raises."""
     if ":" not in name:
         if name not in _REGISTRY:
@@ -280,6 +288,7 @@ class FunctionReward(Reward):
     """A plain function as a reward; its version is the digest of its module's source, unless it has a `version`."""
 
     def __init__(self, path: str, function: Callable, options: dict[str, Any]):
+        """Take name, version and wants from the function, where it has them."""
         self.name = path
         self.version = getattr(function, "version", None) or _source_digest(function)
         self.wants = getattr(function, "wants", "images")  # type: ignore[misc]  # a class's is fixed, a function's is not
@@ -357,7 +366,7 @@ def _signature(target: Callable) -> inspect.Signature:
     for cls in target.__mro__:
         if "__init__" not in vars(cls):
             continue
-        own = list(inspect.signature(cls.__init__).parameters.values())[1:]  # without self
+        own = list(inspect.signature(vars(cls)["__init__"]).parameters.values())[1:]  # without self
         hands_on = [p for p in own if p.kind is inspect.Parameter.VAR_KEYWORD]
         named = {p.name: p for p in own if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)} | named
         if not hands_on:

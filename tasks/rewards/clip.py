@@ -1,12 +1,12 @@
 """Rewards by a CLIP model: likeness of picture and prompt, human preference, aesthetic heads."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
 import numpy as np
 
 from tasks.rewards.base import RewardError, RewardResult, ScoredPrompt, register_reward
-from tasks.rewards.pretrained import PretrainedReward, to_scores
+from tasks.rewards.pretrained import LoadingOptions, PretrainedOptions, PretrainedReward, to_scores
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,8 +37,9 @@ class ClipReward(PretrainedReward):
 class ClipScore(ClipReward):
     """Cosine of the embeddings of picture and prompt (CLIPScore, arXiv 2104.08718, without its factor 2.5)."""
 
-    def __init__(self, *, model: str = "openai/clip-vit-large-patch14", **options):
-        """
+    def __init__(self, *, model: str = "openai/clip-vit-large-patch14", **options: Unpack[PretrainedOptions]) -> None:
+        """Load the model.
+
         Args:
             model, options: see `PretrainedReward`.
         """
@@ -71,9 +72,10 @@ class PickScore(ClipReward):
         model: str = "yuvalkirstain/PickScore_v1",
         processor: str | None = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K",
         divide_by: float = 1.0,
-        **options,
-    ):
-        """
+        **options: Unpack[LoadingOptions],
+    ) -> None:
+        """Load the model with the other one's processor.
+
         Args:
             model, processor, options: see `PretrainedReward`. PickScore_v1 uses another model's processor; null is
                 the model's own.
@@ -94,8 +96,11 @@ class PickScore(ClipReward):
 class AestheticScore(ClipReward):
     """A head on the picture's embedding: how pleasing, 1 to 10 with LAION's predictors. The prompt does not matter."""
 
-    def __init__(self, *, head: str, model: str = "openai/clip-vit-large-patch14", **options):
-        """
+    def __init__(
+        self, *, head: str, model: str = "openai/clip-vit-large-patch14", **options: Unpack[PretrainedOptions]
+    ) -> None:
+        """Load the model and the head.
+
         Args:
             head: safetensors file of linear layers, from the embedding to one value: LAION's linear head, or the five
                 layers of its improved predictor.
@@ -113,8 +118,11 @@ class AestheticScore(ClipReward):
 class ClipPreference(ClipReward):
     """A preference head on the embeddings of picture and prompt, one after the other: (head - mean) / std."""
 
-    def __init__(self, *, model: str, head: str, mean: float = 0.0, std: float = 1.0, **options):
-        """
+    def __init__(
+        self, *, model: str, head: str, mean: float = 0.0, std: float = 1.0, **options: Unpack[PretrainedOptions]
+    ) -> None:
+        """Load the model and the head.
+
         Args:
             model, options: see `PretrainedReward`.
             head: safetensors file of linear layers, from twice the embedding's width to one value.

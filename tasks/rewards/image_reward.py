@@ -1,11 +1,12 @@
 """ImageReward (arXiv 2304.05977) with the BLIP of transformers: a head on the text as the picture makes it read."""
 
 from collections.abc import Sequence
+from typing import Unpack
 
 import numpy as np
 
 from tasks.rewards.base import RewardError, RewardResult, ScoredPrompt, register_reward
-from tasks.rewards.pretrained import PretrainedReward, to_scores
+from tasks.rewards.pretrained import PretrainedOptions, PretrainedReward, to_scores
 
 MEAN, STD = 0.16717362830052426, 1.0333394966054072
 """Of the published head over its training set."""
@@ -21,8 +22,11 @@ class ImageReward(PretrainedReward):
 
     architecture = "BlipForImageTextRetrieval"
 
-    def __init__(self, *, model: str, head: str, mean: float = MEAN, std: float = STD, **options):
-        """
+    def __init__(
+        self, *, model: str, head: str, mean: float = MEAN, std: float = STD, **options: Unpack[PretrainedOptions]
+    ) -> None:
+        """Load the model and the head.
+
         Args:
             model, options: see `PretrainedReward`.
             head: safetensors file of linear layers, from the text encoder's width to one value.

@@ -24,6 +24,7 @@ class JpegIncompressibility(Reward):
     """The size as a JPEG in kB: rises with detail and noise."""
 
     def __init__(self) -> None:
+        """The version names Pillow, whose encoder decides the size."""
         self.version = f"1 pillow=={version('pillow')}"
 
     def score(self, images: np.ndarray, prompts: Sequence[ScoredPrompt]) -> RewardResult:

@@ -1,22 +1,19 @@
 """A vision-language model as a judge, served behind an OpenAI-compatible API (`vllm serve`, SGLang, a provider)."""
 
 import asyncio
-import base64
 import hashlib
-import io
 import json
 import math
-import os
 import re
 from abc import abstractmethod
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
+from typing import Unpack
 
 import numpy as np
-from PIL import Image
 
-from models.errors import DoubleflowError
-from tasks.rewards.base import Reward, RewardError, RewardResult, ScoredPrompt, register_reward
+from tasks.rewards.base import RewardError, RewardResult, ScoredPrompt, register_reward
+from tasks.rewards.chat import ChatOptions, ChatReward, UnusableAnswer
 from tasks.rewards.ocr import Target, check_target, plain_text, text_similarity, wanted_text
 
 OCR_TEMPLATE = (
@@ -35,12 +32,6 @@ Answer with one line an axis, the axis, a colon and the grade, and nothing else.
 GRADES = (1.0, 5.0)
 SHOWN = 200
 """Characters of an unusable answer that go into its error."""
-READ = 4000
-"""Characters of the longest answer that is read; a longer one is unusable."""
-
-
-class UnusableAnswer(DoubleflowError, ValueError):
-    """The judge answered, but not the question."""
 
 
 @dataclass(frozen=True)
@@ -52,65 +43,39 @@ class Verdict:
     details: dict[str, float] = field(default_factory=dict)
 
 
-class Judge(Reward):
+class JudgeOptions(ChatOptions, total=False):
+    """Options of a judge that its subclasses hand on; `Judge` says what they are."""
+
+    asks: int
+    concurrency: int
+
+
+class Judge(ChatReward):
     """Asks one question a picture, many at a time. A picture without a usable answer is missing, with its error.
 
-    The client's own retries (exponential backoff, or what `Retry-After` says) cover 408, 409, 429, 5xx, lost
-    connections and time-outs. An answer that cannot be read, be it broken JSON or prose, is asked for again.
-    The details are `text`, the answer, and `error`.
+    An answer that cannot be read, be it broken JSON or prose, is asked for again. The details are `text`, the answer,
+    and `error`.
     """
 
-    def __init__(
-        self,
-        *,
-        base_url: str,
-        model: str,
-        template: str,
-        api_key_env: str | None = None,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        max_tokens: int = 256,
-        timeout_s: float = 60.0,
-        max_retries: int = 4,
-        asks: int = 2,
-        concurrency: int = 16,
-    ):
-        """
+    def __init__(self, *, template: str, asks: int = 2, concurrency: int = 16, **options: Unpack[ChatOptions]) -> None:
+        """What is asked, how often and how many at a time.
+
         Args:
-            base_url: of the API, as in "http://judge:8000/v1"; one with a user name and password is refused.
-            model: as the server calls it.
             template: the question; {prompt} stands for the picture's prompt as a JSON string, in quotes and on one
                 line: a prompt can neither end its quotes nor look like a line of the question.
-            api_key_env: environment variable that holds the API key; it must be set where the reward workers run.
-                The key itself is never part of the configuration, an error or a log.
-            temperature, top_p, max_tokens: how the answer is sampled.
-            timeout_s: for one request.
-            max_retries: requests after the first one, where the server or the way to it fails.
             asks: times a question is asked until its answer can be read.
             concurrency: requests under way at once, of each worker.
+            options: see `ChatReward`.
 
         Raises:
             RewardError: a value is out of range, or the environment variable is not set.
         """
-        import openai
-
-        if not (temperature >= 0 and 0 < top_p <= 1 and timeout_s > 0 and max_retries >= 0):
-            raise RewardError(
-                f"{self.name}: temperature {temperature} and max_retries {max_retries} must be at least 0, top_p "
-                f"{top_p} in (0, 1] and timeout_s {timeout_s} above 0"
-            )
-        if min(max_tokens, asks, concurrency) < 1:
-            raise RewardError(
-                f"{self.name}: max_tokens {max_tokens}, asks {asks} and concurrency {concurrency} must be at least 1"
-            )
-        self._key = self._read_key(api_key_env)
-        self._client = openai.AsyncOpenAI(
-            base_url=base_url, api_key=self._key or "none", timeout=timeout_s, max_retries=max_retries
-        )
+        if min(asks, concurrency) < 1:
+            raise RewardError(f"{self.name}: asks {asks} and concurrency {concurrency} must be at least 1")
+        super().__init__(**options)
         self._asks, self._concurrency, self._template = asks, concurrency, template
-        self._sampling = {"model": model, "temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
-        settings = json.dumps({"template": template} | self._sampling, sort_keys=True)
-        self.version = f"2 {model} settings={hashlib.sha256(settings.encode()).hexdigest()[:12]}"
+        settings = json.dumps({"template": template} | self.sampling, sort_keys=True)
+        self.version = f"2 {self.sampling['model']} settings={hashlib.sha256(settings.encode()).hexdigest()[:12]}"
 
     @abstractmethod
     def verdict(self, answer: str, prompt: ScoredPrompt) -> Verdict:
@@ -131,10 +96,8 @@ class Judge(Reward):
         verdicts, errors = [verdict for verdict, _ in answers], [error for _, error in answers]
         names = dict.fromkeys(name for verdict in verdicts for name in verdict.details)
         details = {name: [verdict.details.get(name, math.nan) for verdict in verdicts] for name in names}
-        return RewardResult(
-            np.array([verdict.score for verdict in verdicts], dtype=np.float32),
-            {"text": [verdict.text for verdict in verdicts], "error": errors} | details,
-        )
+        told: dict[str, list] = {"text": [verdict.text for verdict in verdicts], "error": errors}
+        return RewardResult(np.array([verdict.score for verdict in verdicts], dtype=np.float32), told | details)
 
     async def _judge(
         self, gate: asyncio.Semaphore, image: np.ndarray, prompt: ScoredPrompt
@@ -146,45 +109,13 @@ class Judge(Reward):
         for _ in range(self._asks):
             try:
                 async with gate:
-                    text = await self._answer(image, prompt)
+                    text = await self.answer(image, self.question(prompt))
                 return self.verdict(text, prompt), None
             except (UnusableAnswer, json.JSONDecodeError, openai.APIResponseValidationError) as error:
-                reason = self._told(error)
+                reason = self.in_words(error)
             except openai.OpenAIError as error:
-                return Verdict(math.nan, ""), self._told(error)
+                return Verdict(math.nan, ""), self.in_words(error)
         return Verdict(math.nan, text), reason
-
-    async def _answer(self, image: np.ndarray, prompt: ScoredPrompt) -> str:
-        content = [
-            {"type": "image_url", "image_url": {"url": data_url(image)}},
-            {"type": "text", "text": self.question(prompt)},
-        ]
-        messages: list = [{"role": "user", "content": content}]
-        response = await self._client.chat.completions.create(messages=messages, **self._sampling)  # type: ignore[call-overload]
-        choices = getattr(response, "choices", None)
-        if not choices or not choices[0].message.content:
-            raise UnusableAnswer("the answer is empty")
-        if choices[0].finish_reason == "length":
-            raise UnusableAnswer(f"the answer was cut off at max_tokens {self._sampling['max_tokens']}")
-        if len(choices[0].message.content) > READ:
-            raise UnusableAnswer(f"the answer has {len(choices[0].message.content)} characters, more than {READ}")
-        return choices[0].message.content
-
-    def _read_key(self, variable: str | None) -> str | None:
-        if variable is None:
-            return None
-        key = os.environ.get(variable)
-        if not key:
-            raise RewardError(
-                f"{self.name}: api_key_env is {variable}, but that environment variable is not set where the reward "
-                "workers run: export it before Ray starts, or leave api_key_env out"
-            )
-        return key
-
-    def _told(self, error: Exception) -> str:
-        """The error in words; a server may quote the key it was given."""
-        text = f"{type(error).__name__}: {error}"
-        return text.replace(self._key, "***") if self._key else text
 
 
 @register_reward("judge_ocr")
@@ -199,21 +130,20 @@ class OcrJudge(Judge):
     def __init__(
         self,
         *,
-        base_url: str,
-        model: str,
         template: str = OCR_TEMPLATE,
         target: Target = "column",
         substring_is_full: bool = False,
-        **options,
-    ):
-        """
+        **options: Unpack[JudgeOptions],
+    ) -> None:
+        """Where the wanted text is, and what counts as it.
+
         Args:
             target: where the wanted text is: in the prompt's `target`, or between double quotes in the prompt.
             substring_is_full: the full score if the target stands anywhere in the answer.
-            base_url, model, template, options: see `Judge`.
+            template, options: see `Judge`.
         """
         check_target(target, self.name)
-        super().__init__(base_url=base_url, model=model, template=template, **options)
+        super().__init__(template=template, **options)
         self._target, self._substring_is_full = target, substring_is_full
 
     def score(self, images: np.ndarray, prompts: Sequence[ScoredPrompt]) -> Awaitable[RewardResult]:
@@ -241,22 +171,19 @@ class GradeJudge(Judge):
     def __init__(
         self,
         *,
-        base_url: str,
-        model: str,
         template: str = GRADE_TEMPLATE,
         axes: Sequence[str] = ("alignment", "coherence", "style"),
-        **options,
-    ):
-        """
+        **options: Unpack[JudgeOptions],
+    ) -> None:
+        """What is graded.
+
         Args:
             axes: what is graded; {axes} in the template stands for them.
-            base_url, model, template, options: see `Judge`.
+            template, options: see `Judge`.
         """
         if not axes or len(set(axes)) != len(axes):
             raise RewardError(f"{self.name}: axes must be different names, at least one, not {list(axes)}")
-        super().__init__(
-            base_url=base_url, model=model, template=template.replace("{axes}", ", ".join(axes)), **options
-        )
+        super().__init__(template=template.replace("{axes}", ", ".join(axes)), **options)
         self._axes = tuple(axes)
 
     def verdict(self, answer: str, prompt: ScoredPrompt) -> Verdict:
@@ -264,13 +191,6 @@ class GradeJudge(Judge):
         grades = {axis: _grade(axis, answer) for axis in self._axes}
         low, high = GRADES
         return Verdict(float(np.mean([(g - low) / (high - low) for g in grades.values()])), answer, grades)
-
-
-def data_url(image: np.ndarray) -> str:
-    """A uint8 picture [H, W, 3] as the PNG data URL that the API takes."""
-    buffer = io.BytesIO()
-    Image.fromarray(image).save(buffer, format="PNG")
-    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
 def _grade(axis: str, answer: str) -> float:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 
@@ -20,6 +20,22 @@ WEIGHTS = ("*.safetensors", "*.bin")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 REVISIONS = {"model": "revision", "processor": "processor_revision"}
 """Option that names a hub id -> the option with its commit."""
+
+
+class LoadingOptions(TypedDict, total=False):
+    """Options of a `PretrainedReward` that its subclasses hand on beside the names; it says what they are."""
+
+    revision: str | None
+    processor_revision: str | None
+    device: str
+    dtype: str
+    threads: int
+
+
+class PretrainedOptions(LoadingOptions, total=False):
+    """Those, and the processor's name."""
+
+    processor: str | None
 
 
 class PretrainedReward(Reward):
@@ -37,8 +53,9 @@ class PretrainedReward(Reward):
         device: str = "cpu",
         dtype: str = "float32",
         threads: int = 1,
-    ):
-        """
+    ) -> None:
+        """Load both.
+
         Args:
             model: hub id or local folder.
             revision: commit of a hub id, 40 hex digits; a local folder needs none.
@@ -142,7 +159,9 @@ class PretrainedReward(Reward):
 def _default(cls: type, option: str) -> str | None:
     """Of the class's own __init__ or the nearest parent's that names the option."""
     for parent in cls.__mro__:
-        found = inspect.signature(parent.__init__).parameters.get(option) if "__init__" in vars(parent) else None
+        found = (
+            inspect.signature(vars(parent)["__init__"]).parameters.get(option) if "__init__" in vars(parent) else None
+        )
         if found is not None:
             return None if found.default is found.empty else found.default
     return None

@@ -34,6 +34,7 @@ class SentPrompt:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        """Raise TypeError for what JSON can hold and a prompt cannot."""
         if not (isinstance(self.prompt, str) and isinstance(self.target, str | None)):
             raise TypeError("a prompt must be text, and its target text or null")
         if not isinstance(self.metadata, dict):

@@ -94,7 +94,7 @@ def _update(config: TrainConfig, model_config: DiffusionModelConfig, cost: PassC
 
 
 def _rollout(config: TrainConfig, model_config: DiffusionModelConfig, cost: PassCost) -> Need | None:
-    if not config.samples:
+    if not config.is_online:
         return None
     settings = config.actor_rollout_ref.rollout
     samples = settings.micro_batch_size

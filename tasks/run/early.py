@@ -47,7 +47,7 @@ def check_files(config: TrainConfig) -> None:
         "data.prompts": (data.prompts, "`dvc repro prompts` makes data/prompts.parquet"),
         "data.embeddings": (data.embeddings / "index.json", "`dvc repro embeddings` makes data/embeddings"),
     }
-    if not config.samples:
+    if not config.is_online:
         needed["data.pairs"] = (data.pairs / "index.json", "`dvc repro pairs` makes data/pairs")
     for field, (file, advice) in needed.items():
         if not file.is_file():

@@ -16,7 +16,7 @@ def check_exploration(config: TrainConfig, scheduler: "FlowMatchSDEDiscreteSched
     """What the window's steps add is taken away again by those that follow, nearly."""
     rollout = config.actor_rollout_ref.rollout
     algo, steps = rollout.algo, rollout.pipeline.num_inference_steps
-    if config.algorithm.trainer_type != "policy_gradient" or not config.samples:
+    if config.algorithm.trainer_type != "policy_gradient" or not config.is_online:
         return
     left = leftover_noise(scheduler, algo)
     if left > algo.max_leftover_noise:

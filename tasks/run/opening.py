@@ -19,7 +19,8 @@ from tasks.config.tree import TrainConfig, TrainOverrides
 from tasks.data.pairs import SIDES
 from tasks.records.guards import FloorWatch, GuardWatch
 from tasks.records.lineage import lineage
-from tasks.records.run_store import CheckpointError, CheckpointStore, alone
+from tasks.records.run_lock import run_lock
+from tasks.records.run_store import CheckpointError, CheckpointStore
 from tasks.records.tracking import Tracker
 from tasks.rewards.statistics import NAMES as STATISTICS
 from tasks.run.kept_stages import KeptStages
@@ -76,7 +77,7 @@ def open_run(config: TrainConfig, inputs: Inputs) -> Iterator[TrainingRun]:
         CheckpointError: another process works on the run, or it has checkpoints that it should not have.
         ClusterError: as `open_cluster_and_tracker`.
     """
-    with alone(config.run_dir):
+    with run_lock(config.run_dir):
         store = CheckpointStore(config.run_dir / "checkpoints", config.trainer.max_actor_ckpt_to_keep)
         if config.trainer.resume_mode == "disable" and store.iterations():
             raise CheckpointError(
@@ -134,21 +135,21 @@ def start_rollout(config: TrainConfig, inputs: Inputs, places: RankPlaces | None
 
 def check_resources(config: TrainConfig, trains: bool = True) -> None:
     """Raise ClusterError where the cluster cannot hold the actors: Ray would wait for ever."""
-    rewards = config.reward.num_cpus if config.samples or not trains else 0.0
+    rewards = config.reward.num_cpus if config.is_online or not trains else 0.0
     require_resources(config.gpus_needed(trains), rewards)
 
 
 def rank_places(config: TrainConfig) -> RankPlaces:
     """Of the trainer's ranks, and of the rollout workers that are colocated with them."""
     trainer, placement = config.trainer, config.actor_rollout_ref.rollout.placement
-    shared = config.samples and placement == "colocated"
+    shared = config.is_online and placement == "colocated"
     return RankPlaces(trainer.nnodes, trainer.n_gpus_per_node, trainer.device, shared)
 
 
 def _start_actors(config: TrainConfig, inputs: Inputs, tracker: Tracker, store: CheckpointStore) -> TrainingRun:
     """All groups load their models at the same time."""
     settings, trainer_settings = config.actor_rollout_ref, config.trainer
-    online = config.samples
+    online = config.is_online
     # Before the rollout, whose workers could else take a GPU here and there, and leave no machine with enough of them.
     places = rank_places(config)
     together = settings.rollout.placement == "colocated"

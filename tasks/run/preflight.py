@@ -116,7 +116,7 @@ def _open_data(config: TrainConfig, model_config: DiffusionModelConfig, latent_s
     embeddings = PromptEmbeddings.open(config.data.embeddings)
     content = config.data.prompts.read_bytes() + (config.data.embeddings / INDEX).read_bytes()
     pairs = None
-    if not config.samples:
+    if not config.is_online:
         pairs = _open_pairs(config, embeddings, latent_shape)
         content += (config.data.pairs / INDEX).read_bytes()
     _check_count(config, len(train) if pairs is None else len(pairs.pairs))
@@ -153,7 +153,7 @@ def _weights_digest(config: TrainConfig, trains: bool) -> str:
 
 def _check_count(config: TrainConfig, there: int) -> None:
     """There is enough for one iteration."""
-    offline = not config.samples
+    offline = not config.is_online
     file, what = (config.data.pairs, "pairs") if offline else (config.data.prompts, "train prompts")
     if there < config.data.train_batch_size:
         raise ConfigError(

@@ -26,6 +26,7 @@ class ProcessIdentity(NamedTuple):
     boot: str
 
     def __str__(self) -> str:
+        """Its three values, with blanks between them."""
         return f"{self.pid} {self.started} {self.boot}"
 
     @classmethod

@@ -12,7 +12,8 @@ class Stopwatch:
     runs and the driver's own bookkeeping.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
+        """Begin the iteration's time."""
         self.seconds: dict[str, float] = {}
         self._begun = time.perf_counter()
 

@@ -19,7 +19,7 @@ from flows import prune, services
 from flows.deploy import service_log
 from flows.deploy.mlflow_app import guarded
 from flows.services import RECORD, ServiceError, app
-from tasks.records.run_store import alone
+from tasks.records.run_lock import run_lock
 from tasks.system.processes import boot_id, identity
 
 CREDENTIALS = "me:secret"
@@ -235,7 +235,7 @@ def test_prune_lists_what_dead_runs_left_and_removes_only_that(
 ) -> None:
     temporary = tmp_path_factory.mktemp("temporary")
     dead, kept = made_up(here, temporary)
-    with alone(here / "runs/busy"):
+    with run_lock(here / "runs/busy"):
         os.utime(here / "runs/busy/.lock", (0, 0))
         os.utime(here / "runs/busy", (0, 0))
         write_record(mlflow=(1, "an-older-boot/5", socket.gethostname()))

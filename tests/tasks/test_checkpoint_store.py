@@ -14,7 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tasks.records.run_store import CheckpointError, CheckpointStore, RunState, alone
+from tasks.records.run_lock import run_lock
+from tasks.records.run_store import CheckpointError, CheckpointStore, RunState
 from tasks.system.processes import ProcessIdentity
 
 ROOT = Path(__file__).parents[2]
@@ -22,9 +23,9 @@ MEBIBYTE = 1 << 20
 HOLD = """
 import sys, time
 from pathlib import Path
-from tasks.records.run_store import alone
+from tasks.records.run_lock import run_lock
 
-with alone(Path(sys.argv[1])):
+with run_lock(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)
 """
@@ -277,11 +278,11 @@ def test_a_run_has_one_process_and_a_killed_one_lets_go(tmp_path: Path) -> None:
     assert process.stdout.readline() == "held\n"
     owner = rf"another process works on .* \(pid {process.pid} on {re.escape(socket.gethostname())}\): end it first"
     for _ in range(2):  # who asks in vain leaves the record as it is
-        with pytest.raises(CheckpointError, match=owner), alone(tmp_path):
+        with pytest.raises(CheckpointError, match=owner), run_lock(tmp_path):
             pass
     process.kill()
     process.wait()
-    with alone(tmp_path):
+    with run_lock(tmp_path):
         record = json.loads((tmp_path / ".lock").read_text())
         assert record.pop("host") == socket.gethostname()
         assert ProcessIdentity(**record).process() == psutil.Process()
@@ -297,5 +298,5 @@ def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("fcntl.flock", refuse)
     kind = subprocess.check_output(["df", "--output=fstype", tmp_path], text=True).split()[-1]
     sentence = rf"cannot be locked, .* file system {kind} at /.* says '{os.strerror(code)}'; .*default_local_dir"
-    with pytest.raises(CheckpointError, match=sentence), alone(tmp_path):
+    with pytest.raises(CheckpointError, match=sentence), run_lock(tmp_path):
         pass

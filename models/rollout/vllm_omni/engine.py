@@ -141,8 +141,7 @@ class VllmOmniRolloutEngine:
         return made.pictures, made.recorded
 
     async def _generate(self, request: RolloutRequest, pipeline: "DiffusionPipelineConfig") -> Generated:
-        if request.window and self.model_config.algo.noise_level == 0:
-            raise ValueError("a window of stochastic steps needs algo.noise_level above 0; leave it empty for the ODE")
+        request.check_window(self.model_config.algo.noise_level)
         if self._asleep:
             raise RolloutEngineError("the engine is asleep: wake it before it samples")
         table = table_digest(request.prompts)

@@ -1,0 +1,205 @@
+"""What the sections of one configuration must agree on: a list of checks, each of fields in more than one section.
+
+What a field or a section can tell by itself is checked there. Here a check reads a whole `TrainConfig`, answers nothing
+where it holds, and raises ValueError with the fields, their values and what would be right where it does not.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tasks.config.tree import TrainConfig
+
+
+def check_agreement(config: "TrainConfig") -> None:
+    """Make every check of `CHECKS`, in that order. Raises ValueError, the first one's that does not hold."""
+    for check in CHECKS:
+        check(config)
+
+
+def check_group_size(config: "TrainConfig") -> None:
+    """An advantage compares the samples of one prompt, unless a teacher says what is right."""
+    rollout, algorithm = config.actor_rollout_ref.rollout, config.algorithm
+    compares = config.is_online and config.actor_rollout_ref.actor.teacher_path is None
+    if compares and rollout.n < 2:
+        raise ValueError(
+            f"actor_rollout_ref.rollout.n is {rollout.n}: {algorithm.adv_estimator} compares the samples of one "
+            "prompt and needs at least 2"
+        )
+
+
+def check_log_probs_exist(config: "TrainConfig") -> None:
+    """A policy gradient takes log-probs, which the ODE has none of."""
+    loss = config.actor_rollout_ref.actor.diffusion_loss.loss_mode
+    noise_level = config.actor_rollout_ref.rollout.algo.noise_level
+    if config.algorithm.trainer_type == "policy_gradient" and noise_level == 0:
+        raise ValueError(
+            f"actor_rollout_ref.rollout.algo.noise_level is 0, an ODE without log-probs: loss {loss} needs it above 0"
+        )
+
+
+def check_finished_samples(config: "TrainConfig") -> None:
+    """A loss on finished samples has noise levels to noise them to, and no log-probs that could be corrected."""
+    algorithm = config.algorithm
+    if algorithm.trainer_type != "direct_preference":
+        return
+    algorithm.levels_per_sample(config.actor_rollout_ref.rollout.pipeline.num_inference_steps)
+    if not algorithm.rollout_correction.bypass_mode:
+        loss = config.actor_rollout_ref.actor.diffusion_loss.loss_mode
+        raise ValueError(
+            f"algorithm.rollout_correction.bypass_mode is false, but loss {loss} reads no log-probs that could be "
+            "corrected: set it to true"
+        )
+
+
+def check_pairs_stay_together(config: "TrainConfig") -> None:
+    """A loss that compares pairs finds both pictures of each in one micro batch."""
+    rollout, actor, algorithm = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor, config.algorithm
+    if algorithm.trainer_type != "direct_preference" or not algorithm.paired_preference:
+        return
+    loss = actor.diffusion_loss.loss_mode
+    if actor.ppo_micro_batch_size_per_gpu % 2:
+        raise ValueError(
+            f"actor.ppo_micro_batch_size_per_gpu is {actor.ppo_micro_batch_size_per_gpu}: loss {loss} compares "
+            "pairs and needs an even number"
+        )
+    if config.is_online and rollout.micro_batch_size % rollout.n:
+        raise ValueError(
+            f"rollout.micro_batch_size {rollout.micro_batch_size} must be a multiple of rollout.n {rollout.n}: "
+            f"loss {loss} looks for its pairs among samples that are kept together"
+        )
+
+
+def check_sequence_sharing(config: "TrainConfig") -> None:
+    """Ranks that share the tokens of a sample are on one machine."""
+    sharing, trainer = config.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size, config.trainer
+    if trainer.n_gpus_per_node % sharing:
+        raise ValueError(
+            f"actor.fsdp_config.ulysses_sequence_parallel_size is {sharing}: ranks that share a sequence are on "
+            f"one machine, so trainer.n_gpus_per_node {trainer.n_gpus_per_node} must be a multiple of it"
+        )
+
+
+def check_batches(config: "TrainConfig") -> None:
+    """An iteration is whole optimiser steps, and each of these whole batches on every rank."""
+    rollout, mini = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor.ppo_mini_batch_size
+    prompts, micro = config.data.train_batch_size, rollout.micro_batch_size
+    if prompts % mini:
+        raise ValueError(
+            f"data.train_batch_size {prompts} must be a multiple of actor.ppo_mini_batch_size {mini} (both count "
+            "prompts)"
+        )
+    if not config.is_online:
+        if mini % config.data_ranks:
+            raise ValueError(
+                f"actor.ppo_mini_batch_size {mini} (pairs) must be a multiple of the {config.data_ranks} trainer ranks"
+            )
+        return
+    per_step, unit = mini * rollout.n, micro * config.data_ranks
+    if per_step % unit:
+        raise ValueError(
+            f"actor.ppo_mini_batch_size {mini} x rollout.n {rollout.n} = {per_step} samples must be a multiple of "
+            f"rollout.micro_batch_size {micro} x {config.data_ranks} trainer ranks = {unit}"
+        )
+
+
+def check_placement(config: "TrainConfig") -> None:
+    """Colocated, a rollout worker sits on the GPU of each trainer rank."""
+    rollout, ranks = config.actor_rollout_ref.rollout, config.trainer.world_size
+    if rollout.placement == "colocated" and rollout.num_actors != ranks:
+        raise ValueError(
+            f"actor_rollout_ref.rollout.placement is colocated, one worker on each trainer rank's GPU: "
+            f"rollout.num_actors is {rollout.num_actors}, set it to the {ranks} ranks"
+        )
+
+
+def check_weight_transport(config: "TrainConfig") -> None:
+    """Weights come the way that the placement of trainer and rollout leaves open."""
+    rollout = config.actor_rollout_ref.rollout
+    needs = {"ipc": "colocated", "collective": "separate"}.get(rollout.weight_transport, rollout.placement)
+    if rollout.placement != needs:
+        why = {
+            "ipc": "a worker can read the trainer's memory only on the same GPU",
+            "collective": "NCCL takes no two processes on one GPU",
+        }[rollout.weight_transport]
+        raise ValueError(
+            f"actor_rollout_ref.rollout.weight_transport is {rollout.weight_transport} and rollout.placement "
+            f"{rollout.placement}, but {why}: set placement to {needs}, or weight_transport to object_store"
+        )
+    whole = rollout.num_gpus_per_actor >= 1 or config.trainer.device == "cpu"
+    if rollout.weight_transport == "collective" and not whole:
+        raise ValueError(
+            "actor_rollout_ref.rollout.weight_transport is collective and rollout.num_gpus_per_actor "
+            f"{rollout.num_gpus_per_actor:g}, but NCCL takes no two processes on one GPU: give every worker a "
+            "whole GPU, or set weight_transport to object_store"
+        )
+
+
+def check_overlap(config: "TrainConfig") -> None:
+    """One step off policy a rollout goes on during the update, and the loss knows which weights sampled."""
+    if not config.trainer.one_step_off_policy:
+        return
+    correction = config.algorithm.rollout_correction
+    if not config.is_online:
+        raise ValueError(
+            "trainer.one_step_off_policy is true, but algorithm.sample_source offline has no rollout to overlap "
+            "with: set it to false"
+        )
+    if config.actor_rollout_ref.rollout.placement == "colocated":
+        raise ValueError(
+            "trainer.one_step_off_policy is true, but with actor_rollout_ref.rollout.placement colocated the "
+            "workers sleep during the update: set placement to separate"
+        )
+    if not correction.bypass_mode and correction.rollout_is is None:
+        raise ValueError(
+            "trainer.one_step_off_policy is true and algorithm.rollout_correction.bypass_mode false without "
+            "rollout_is: the loss would compare with weights that did not sample, and nothing would account for "
+            "it; set bypass_mode to true, or rollout_is to step or sequence"
+        )
+
+
+def check_queues(config: "TrainConfig") -> None:
+    """One step off policy the whole next iteration waits at the rollout workers, or the update would wait for it."""
+    rollout = config.actor_rollout_ref.rollout
+    batches = -(-config.data.train_batch_size * rollout.n // rollout.micro_batch_size)
+    if config.trainer.one_step_off_policy and batches > rollout.num_actors * rollout.max_queued_batches:
+        raise ValueError(
+            f"trainer.one_step_off_policy is true, but {rollout.num_actors} rollout workers queue "
+            f"{rollout.max_queued_batches} batches each and an iteration has {batches}: the update would wait "
+            f"until they are handed out; raise actor_rollout_ref.rollout.max_queued_batches"
+        )
+
+
+def check_determinism(config: "TrainConfig") -> None:
+    """Deterministic kernels are set in processes that this project starts."""
+    name = config.actor_rollout_ref.rollout.name
+    if config.trainer.full_determinism and name != "diffusers":
+        raise ValueError(
+            f"trainer.full_determinism is true, but actor_rollout_ref.rollout.name is {name}, whose processes it "
+            "does not reach: sample with diffusers, or set it to false"
+        )
+
+
+def check_profile(config: "TrainConfig") -> None:
+    """Profiled ranks and workers exist."""
+    profile, workers = config.trainer.profile, config.actor_rollout_ref.rollout.num_actors
+    for field, there in (("ranks", config.trainer.world_size), ("rollout_workers", workers)):
+        unknown = [number for number in getattr(profile, field) if number >= there]
+        if profile.iterations and unknown:
+            raise ValueError(f"trainer.profile.{field} names {unknown[0]}, but there are {there}: they count from 0")
+
+
+CHECKS: tuple[Callable[["TrainConfig"], None], ...] = (
+    check_group_size,
+    check_log_probs_exist,
+    check_finished_samples,
+    check_pairs_stay_together,
+    check_sequence_sharing,
+    check_batches,
+    check_placement,
+    check_weight_transport,
+    check_overlap,
+    check_queues,
+    check_determinism,
+    check_profile,
+)

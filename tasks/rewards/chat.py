@@ -1,0 +1,129 @@
+"""A reward that asks a model behind an OpenAI-compatible API about each picture: the connection, its key, an answer."""
+
+import base64
+import io
+import os
+from typing import Required, TypedDict
+
+import numpy as np
+from PIL import Image
+
+from models.errors import DoubleflowError
+from tasks.rewards.base import Reward, RewardError
+
+READ = 4000
+"""Characters of the longest answer that is read; a longer one is unusable."""
+
+
+class UnusableAnswer(DoubleflowError, ValueError):
+    """The judge answered, but not the question."""
+
+
+class ChatOptions(TypedDict, total=False):
+    """Options of a `ChatReward` that its subclasses hand on; it says what they are."""
+
+    base_url: Required[str]
+    model: Required[str]
+    api_key_env: str | None
+    temperature: float
+    top_p: float
+    max_tokens: int
+    timeout_s: float
+    max_retries: int
+
+
+class ChatReward(Reward):
+    """A client of one server, which asks again by itself.
+
+    Its retries (exponential backoff, or what `Retry-After` says) cover 408, 409, 429, 5xx, lost connections and
+    time-outs.
+
+    Attributes:
+        sampling: which model answers, and how its answers are sampled.
+    """
+
+    def __init__(
+        self,
+        *,
+        base_url: str,
+        model: str,
+        api_key_env: str | None = None,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        max_tokens: int = 256,
+        timeout_s: float = 60.0,
+        max_retries: int = 4,
+    ) -> None:
+        """Who is asked, and how answers are sampled; nothing is sent yet.
+
+        Args:
+            base_url: of the API, as in "http://judge:8000/v1"; one with a user name and password is refused.
+            model: as the server calls it.
+            api_key_env: environment variable that holds the API key; it must be set where the reward workers run.
+                The key itself is never part of the configuration, an error or a log.
+            temperature, top_p, max_tokens: how the answer is sampled.
+            timeout_s: for one request.
+            max_retries: requests after the first one, where the server or the way to it fails.
+
+        Raises:
+            RewardError: a value is out of range, or the environment variable is not set.
+        """
+        import openai
+
+        if not (temperature >= 0 and 0 < top_p <= 1 and timeout_s > 0 and max_retries >= 0):
+            raise RewardError(
+                f"{self.name}: temperature {temperature} and max_retries {max_retries} must be at least 0, top_p "
+                f"{top_p} in (0, 1] and timeout_s {timeout_s} above 0"
+            )
+        if max_tokens < 1:
+            raise RewardError(f"{self.name}: max_tokens {max_tokens} must be at least 1")
+        self._key = self._read_key(api_key_env)
+        self._client = openai.AsyncOpenAI(
+            base_url=base_url, api_key=self._key or "none", timeout=timeout_s, max_retries=max_retries
+        )
+        self.sampling = {"model": model, "temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
+
+    async def answer(self, image: np.ndarray, question: str) -> str:
+        """What the model says of a uint8 picture [H, W, 3].
+
+        Raises:
+            UnusableAnswer: nothing, or more than is read.
+            openai.OpenAIError: no answer came.
+        """
+        content = [
+            {"type": "image_url", "image_url": {"url": data_url(image)}},
+            {"type": "text", "text": question},
+        ]
+        messages: list = [{"role": "user", "content": content}]
+        response = await self._client.chat.completions.create(messages=messages, **self.sampling)  # type: ignore[call-overload]
+        choices = getattr(response, "choices", None)
+        if not choices or not choices[0].message.content:
+            raise UnusableAnswer("the answer is empty")
+        if choices[0].finish_reason == "length":
+            raise UnusableAnswer(f"the answer was cut off at max_tokens {self.sampling['max_tokens']}")
+        if len(choices[0].message.content) > READ:
+            raise UnusableAnswer(f"the answer has {len(choices[0].message.content)} characters, more than {READ}")
+        return choices[0].message.content
+
+    def _read_key(self, variable: str | None) -> str | None:
+        if variable is None:
+            return None
+        key = os.environ.get(variable)
+        if not key:
+            raise RewardError(
+                f"{self.name}: api_key_env is {variable}, but that environment variable is not set where the reward "
+                "workers run: export it before Ray starts, or leave api_key_env out"
+            )
+        return key
+
+    def in_words(self, error: Exception) -> str:
+        """The error in words; a server may quote the key it was given."""
+        text = f"{type(error).__name__}: {error}"
+        return text.replace(self._key, "***") if self._key else text
+
+
+def data_url(image: np.ndarray) -> str:
+    """A uint8 picture [H, W, 3] as the PNG data URL that the API takes."""
+    buffer = io.BytesIO()
+    Image.fromarray(image).save(buffer, format="PNG")
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
