@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Write locks/: the versions of constraints.txt with the hashes of their files (`make locks`).
 
 uv resolves pyproject.toml against PyPI under constraints.txt and reads the hashes of every file of a version from the

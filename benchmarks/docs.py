@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where a benchmark's table stands in the docs."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One whole iteration at real size on one GPU, change by change, beside the public Flow-GRPO loop.
 
     python -m benchmarks.iteration --model sd3.5-medium --public-loop PATH    # a clone of the public code

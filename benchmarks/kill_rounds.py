@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kill a part of a run at a random moment, start the same command again, and compare with a run that nothing disturbed.
 
     python -m benchmarks.kill_rounds [--rounds 1] [--victims driver ...] [--seed 0] [--log rounds.jsonl] [--missing]

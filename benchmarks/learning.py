@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Does every algorithm learn? Each from the quickstart's base model, three seeds, a few minutes on two cores a run.
 
     python -m benchmarks.learning [--algorithms flow_grpo dpo ...] [--seeds 0 1 2] [--jobs N]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A Prefect server, an MLflow server and a worker of a benchmark's own."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How far the update's log-probs are from the rollout's before any weight moves, at real size, and what it costs.
 
     python -m benchmarks.log_prob_distance --model sd3.5-medium --graphs apart one casts

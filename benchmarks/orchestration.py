@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an iteration costs beyond its stages: Prefect's tasks, Ray's calls, MLflow's record, the checkpoint's record.
 
     python -m benchmarks.orchestration [--iterations 30] [--payloads 4096 50000000] [--servers ephemeral local]

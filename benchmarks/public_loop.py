@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The public Flow-GRPO loop (github.com/yifan123/flow_grpo) on Stable Diffusion 3.5 medium, for one iteration's time.
 
 Its own sampler and SDE step run, from a clone that the caller names; the update follows the order of its training

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The learning curve of the README: the quickstart with several seeds, its table and its plot.
 
     python -m benchmarks.quickstart [--seeds 0 1 2]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models of published size with random weights: drawn on the device, so that nothing of 40 GB is written or read."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What rewards cost: 512 generated pictures one by one, in batches, and through the HTTP scorer.
 
     python -m benchmarks.rewards [--images 512] [--only ocr clip_score] [--write]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rollout engines side by side, on random weights: pictures a second, start-up, sync, sleep, memory, log-probs.
 
     python -m benchmarks.rollout --model tiny-qwen-image                           # CPU, some minutes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How far a run in a folder is, what it has finished, and what it leaves, for `benchmarks.kill_rounds`."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The words model on one GPU: what `make quickstart-gpu` learns, by seed and by what is trained how.
 
     python -m benchmarks.words [--seeds 0 1 2] [--variants words ...] [--set FIELD=VALUE ...]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The map of the files, docs/files.md: `python docs/file_map.py` writes it from what each file says of itself."""
 
 import ast

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the docs' site has beside the pages of this folder: the README and its like, and the API, a page a room.
 
 A hook of MkDocs (mkdocs.yml). Pages that stand elsewhere in the project are copied in, with their links; a link to a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What runs when: the flows and their typed parameters."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The commands `python -m flows.train`, `validate`, `sweep`, `reproduce` and `compare`.
 
 A module that holds a flow calls its command before its own imports, which take seconds. The command checks what it

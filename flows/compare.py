@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compare two recorded runs: one HTML page with their configs, curves, rewards, costs and pictures."""
 
 if __name__ == "__main__":  # before the imports that take seconds, so that a wrong command is answered at once

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Exported LoRA weights as a vLLM-Omni server loads them: `python -m flows.lora_for_server WEIGHTS OUT`."""
 
 from pathlib import Path

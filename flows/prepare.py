@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The data stages of dvc.yaml: `python -m flows.prepare` prompts, base-model, embeddings, preferences or pairs.
 
 Each reads params.yaml and puts its output in place only when all of it is made, so a stage that fails leaves the old

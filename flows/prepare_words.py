@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The data stages of the words model: `python -m flows.prepare_words prompts|base-model`, usually by `dvc repro`.
 
 Its embeddings are made by `python -m flows.prepare embeddings`. As there, an output appears whole or not at all.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What dead runs have left on the disk: `python -m flows.prune` lists it, `--yes` removes it (make prune).
 
 Nothing that a living process uses is listed, and nothing that a finished run's record needs: checkpoints, exported

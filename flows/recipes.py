@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recipes are the deployments of prefect.yaml; this reads one, and what the command line changes of it.
 
 It imports neither torch nor Prefect: what is wrong is known in the first second.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Do the first iterations of a recorded run again, from its commit and its data, and say what came out the same."""
 
 if __name__ == "__main__":  # before the imports that take seconds, so that a wrong command is answered at once

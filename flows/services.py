@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What one machine needs to run deployments: `python -m flows.services up`, `status`, `down` (make up, make down).
 
 Up starts a Prefect server, MLflow and a worker, and makes the work pool, the GPU limit, the deployments and the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sweeps: many training runs over some fields of a config, as children of one MLflow run."""
 
 if __name__ == "__main__":  # before the imports that take seconds, so that a wrong command is answered at once

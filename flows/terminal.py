@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How an error ends a command: in one sentence, with 2 for wrong input and 1 for a run that failed."""
 
 import copy

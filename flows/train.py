@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The training loop: collect (rollout -> reward -> advantage, or pairs) -> update -> sync (-> validate, save).
 
 With `trainer.one_step_off_policy` the next iteration is sampled during the update.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Validation of one set of weights, as a run of its own."""
 
 if __name__ == "__main__":  # before the imports that take seconds, so that a wrong command is answered at once

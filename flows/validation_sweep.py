@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The validation sweep: measure the registered weights that are not measured yet, and judge them."""
 
 from collections.abc import Sequence

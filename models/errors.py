@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What all errors of this project have in common."""
 
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a config names: classes by architecture and algorithm, and anything by its name or import path."""
 
 import importlib

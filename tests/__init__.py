@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests that mirror the source, a folder a floor."""

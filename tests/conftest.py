@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What all tests share: no telemetry, no downloads, one torch thread, and one tiny Qwen-Image folder."""
 
 import os

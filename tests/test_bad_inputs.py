@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """300 of the inputs of `python -m benchmarks.bad_inputs`: each is refused in a sentence, or is taken for what it is."""
 
 import re

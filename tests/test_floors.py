@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """flows -> tasks -> models, never upwards; and models/ works where nothing of the upper floors is installed."""
 
 import subprocess

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """locks/, constraints.txt and pyproject.toml agree: an install from the locks is whole, and each file has a hash."""
 
 import re

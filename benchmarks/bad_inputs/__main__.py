@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m benchmarks.bad_inputs`: all inputs, and the table of docs/security.md."""
 
 import tempfile

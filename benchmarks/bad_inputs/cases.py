@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One bad input, what became of it, and how that is judged."""
 
 import hashlib

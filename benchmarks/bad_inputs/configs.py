@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Configs: random mutations of whole ones, chosen values, and `--set` on the command line."""
 
 import functools

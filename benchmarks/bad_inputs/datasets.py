@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Embeddings, preference tables and the index of pairs."""
 
 import io

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An MLflow store of this process, made once."""
 
 import atexit

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lineage, the record of `make up`, sweeps, and names that MLflow gets."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests to a reward server, and answers to the client: both over HTTP on this machine."""
 
 import atexit

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints and the record of a run's MLflow id."""
 
 import hashlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All targets, and the inputs of each."""
 
 from collections.abc import Callable

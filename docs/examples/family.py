@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model family of one's own: all hooks that every family writes, for a denoiser of one linear layer."""
 
 import json

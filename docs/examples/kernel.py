@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A reverse-process kernel of one's own: the scheduler draws with it and scores with it."""
 
 import torch

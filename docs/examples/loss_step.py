@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One step of Flow-GRPO on a toy: sample, score, compare within the group, replay, update."""
 
 import numpy as np

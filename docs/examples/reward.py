@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A reward of one's own, by its name and as a function, and the weighted sum with one that ships."""
 
 from dataclasses import dataclass, field

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sample pictures with a tiny random Qwen-Image, and the log-prob of every stochastic step."""
 
 import sys

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who may talk to the servers on this machine: whoever knows a secret that is made at their start."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """MLflow's server behind a password: `mlflow server --app-name doubleflow` (an entry point of pyproject.toml).
 
 MLflow's own basic-auth app has users with permissions, a data base of them, and a slow hash at every request. Here is

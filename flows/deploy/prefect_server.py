@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What Prefect's server must know beside the deployments: the work pool, the GPU limit, and what to react to."""
 
 from prefect.automations import Automation, EventTrigger

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes what comes in to a file that does not grow for ever: `python service_log.py FILE BYTES` at a pipe's end.
 
 The file and the one before it, FILE.1, have at most BYTES each, to a line. It ends when everyone has closed the pipe.

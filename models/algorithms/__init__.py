@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Advantages, losses and rollout correction: pure functions, the first two behind registries."""
 
 from models.algorithms.advantages import (

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Advantages: how much better a sample is than the others of its prompt."""
 
 from collections.abc import Callable, Mapping

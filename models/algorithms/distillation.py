@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Distillation: the policy's own samples, a teacher's opinion of them. No reward is learnt from."""
 
 from collections.abc import Mapping

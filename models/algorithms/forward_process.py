@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Losses of the forward process: finished samples are noised again, x_t = (1-t) x0 + t e, and velocities compared.
 
 No SDE and no log-probs of the sampler are needed, so the rollout may use any ODE solver.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Losses: what an update minimises, computed where the gradients are.
 
 A loss is split in two. `compute_loss` is the formula on plain tensors. `__call__` takes what it needs from the

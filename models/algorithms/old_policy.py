@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How fast the old policy follows the policy: old <- d old + (1 - d) policy."""
 
 from typing import TYPE_CHECKING

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Policy-gradient losses of the reverse process: what they share stands at the end, once."""
 
 from collections.abc import Mapping

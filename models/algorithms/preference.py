@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Direct preference: a pair of samples of one prompt, of which one is better."""
 
 from collections.abc import Mapping

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rollout correction: the rollout engine and the trainer compute the same policy's log-probs a little differently.
 
 lr = clamp(lp_old - lp_rollout, -20, 20), lp_old of the trainer's weights before the update. Importance weights carry

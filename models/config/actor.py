@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings of the update that the models floor reads: optimiser, sharding, losses; see `models.config`."""
 
 from typing import Annotated, Literal, Self

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`actor_rollout_ref.rollout.algo`: how the rollout explores, by kernel, window and noise."""
 
 from typing import Literal, Self

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a setting may be at most, and which text and options one may hold.
 
 The limits are no advice: they refuse what can only be a slip of the keyboard, or what would fail later and less

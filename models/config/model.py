@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`actor_rollout_ref.model`: which checkpoint, and which of its weights are trained."""
 
 from typing import Literal

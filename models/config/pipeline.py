@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`actor_rollout_ref.rollout.pipeline`: how a picture is sampled."""
 
 from pydantic import Field

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`algorithm.rollout_correction`: what is done where rollout and trainer disagree about a log-prob."""
 
 from typing import Annotated, Any, Literal, Self

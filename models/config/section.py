@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every section of the configuration is: closed, frozen, and marked where a field does not shape a run."""
 
 from enum import Enum

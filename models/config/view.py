@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which model, and how it is sampled and trained: what an adapter sees of the configuration."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`actor_rollout_ref.rollout.vllm_omni`: settings of vLLM-Omni."""
 
 from typing import Literal

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a GPU can compute at most, by the name that `torch.cuda.get_device_name` gives it.
 
 Matrix products without sparsity, in 1e12 operations a second. Sources: NVIDIA's data sheets of H100, H200, A100, HGX

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Floating-point operations of a denoiser's forward, from its config alone: what a step must cost.
 
 Matrix products and attention are counted, two operations for a multiplication with its addition, as torch's

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a rank's or a rollout worker's GPU must hold, before anything is loaded.
 
 Only what is sure to be needed is counted: no CUDA context, no fragmentation, no buffers of NCCL. So a run that is said

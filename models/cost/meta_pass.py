@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What one velocity of a denoiser costs: the real module is run on the meta device, where tensors have no data.
 
 So the numbers follow the code of every family, its guidance and its LoRA, and no weights are needed. They are exact

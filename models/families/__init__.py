@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The model families: the project's own, those of installed packages, and those of modules that a config names.
 
 `DiffusionModelBase.get_class` asks for all of them, so that a family is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a model family must tell the engines, and the two registries that find it.
 
 A family registers a training adapter (`DiffusionModelBase`) and, for the vLLM-Omni rollout engine, a pipeline class

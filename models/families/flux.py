@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training and in-process sampling adapter of FLUX.1 (dev and schnell)."""
 
 from typing import Any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Classifier-free guidance: how a network's output with the prompt and the one without it are computed and joined."""
 
 from collections.abc import Callable

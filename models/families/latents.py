@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What families share around the denoiser: config files, the grid of latent patches, packing, and the way to pixels."""
 
 import functools

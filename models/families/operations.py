@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Multiplications of what denoisers are made of; an adapter's `multiplications` adds them up."""
 
 from collections.abc import Mapping

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training and in-process sampling adapter of Qwen-Image."""
 
 from typing import Any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training and in-process sampling adapter of Stable Diffusion 3 and 3.5."""
 
 from typing import Any

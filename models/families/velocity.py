@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How the network is asked for its velocity, with and without the prompt: by samplers, canaries and losses alike."""
 
 from collections.abc import Callable

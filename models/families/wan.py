@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training and in-process sampling adapter of Wan, text to video."""
 
 import math

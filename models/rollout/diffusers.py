@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sampling in this process with the diffusers modules: the engine for CPUs and the oracle for the faster one."""
 
 from collections.abc import Mapping

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a rollout worker asks of its engine, whichever it is."""
 
 from collections.abc import Mapping

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The denoising loop, once for all families and both uses of it: exploring (window of SDE steps) and the plain ODE."""
 
 from collections.abc import Callable

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which attention kernel a denoiser computes with, chosen for rollout and update alike."""
 
 from typing import Any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torch.compile of a denoiser, block by block, and of an image decoder."""
 
 from collections.abc import Callable

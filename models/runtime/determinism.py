@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Only kernels that give the same bits every time."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lets a CUDA build of torchvision be imported beside a CPU build of torch.
 
 PyPI's torchvision is a CUDA build. Its compiled part does not load beside a CPU torch, and then its Python part fails

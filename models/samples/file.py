@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A batch of samples as one safetensors file."""
 
 import json

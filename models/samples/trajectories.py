@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What passes between rollout and update."""
 
 from collections.abc import Mapping, Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sigma schedules and reverse-process kernels."""
 
 from typing import TYPE_CHECKING, Any

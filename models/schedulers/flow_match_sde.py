@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The stochastic reverse process that rollout and update share."""
 
 from collections.abc import Mapping, Sequence

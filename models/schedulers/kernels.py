@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reverse-process kernels of rectified flow: one small pure function each.
 
 Conventions. The noise level s falls from 1 to 0; a step goes from `sigma` = s to `sigma_next` = s', with

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How much of the noise of exploring is left in the finished latents: known from the schedule, before anything runs."""
 
 import math

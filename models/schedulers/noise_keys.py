@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Noise keys: every random draw has a name, so any worker can draw it again.
 
 The noise of a step is drawn in fp32 on the CPU by a generator seeded from (run seed, iteration, prompt uid, sample

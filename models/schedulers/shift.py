@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The shift of a schedule that depends on the picture's size."""
 
 from collections.abc import Mapping

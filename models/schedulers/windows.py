@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which denoising steps of an iteration are stochastic and trained."""
 
 import random

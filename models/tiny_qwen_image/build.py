@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A complete QwenImagePipeline, small enough to be trained on two CPU cores, made without downloading anything."""
 
 import json

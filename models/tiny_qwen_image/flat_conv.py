@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cheaper convolutions while the VAE learns.
 
 Qwen-Image's VAE is a causal video VAE. Of a single frame, each 3-D kernel meets data only with its last slice in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What moves the transformer's weights: Muon for the matrices of its blocks, AdamW for the rest, one lr schedule."""
 
 from typing import Any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pre-training of the tiny base model: first the VAE, then the transformer by flow matching on its latents."""
 
 from collections.abc import Callable, Iterator

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The pictures that the base model learns from: a prompt's last word, drawn with Pillow's built-in font."""
 
 import random

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every number of the tiny base model in one place: sizes, pictures, and how long it is trained."""
 
 from dataclasses import dataclass

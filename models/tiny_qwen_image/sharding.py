@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Repeatable training on a few CPU cores: each core takes its share of the batch through forward and backward.
 
 Layers this small keep a core busy for microseconds only, and torch's own threads spend as long waking up for each of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """AdamW's moments: there from the start, and on the device or in host memory."""
 
 from collections.abc import Callable, Iterator

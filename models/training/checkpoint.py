@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A training engine's state on disk: sharded, for any number of ranks to read, written at once or in the background."""
 
 from collections.abc import Iterator

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a trainer rank asks of its engine, whichever it is, and how an engine is found by its name."""
 
 from collections.abc import Iterator, Sequence

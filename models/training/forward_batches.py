@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From finished samples to what a loss of the forward process trains on."""
 
 from dataclasses import replace

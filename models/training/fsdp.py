@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The training engine: a diffusers transformer under FSDP2, trained step by step on what the rollout sampled."""
 
 from collections.abc import Iterator, Sequence

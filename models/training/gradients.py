@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradients of weights of which some are sharded and a few whole on every rank."""
 
 from collections.abc import Iterable

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an optimiser step trains on, and how its metrics are averaged."""
 
 from collections import defaultdict

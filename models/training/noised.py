@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finished samples, noised again: what the losses of the forward process train on."""
 
 from dataclasses import dataclass, replace

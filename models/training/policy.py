@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the trainer computes of one micro-batch at one timestep: the policy's output, the others' for comparison, the
 loss."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ulysses sequence parallelism: the ranks of a group hold a part of every sample's tokens each.
 
 Between the layers a rank has its tokens and all heads; for attention the group exchanges them for all tokens and a part

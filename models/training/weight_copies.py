@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Copies of the trained weights: a moving average for evaluation, and the old policy."""
 
 from collections.abc import Iterator

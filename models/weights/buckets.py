@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights on their way from one process to another without a copy on disk or in an object store.
 
 A bucket is a run of whole tensors in one flat buffer of bytes. It is handed over by a handle to the sender's own memory

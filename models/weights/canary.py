@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The proof after a weight sync: equal weights on both sides, and from a fixed input one velocity."""
 
 from collections.abc import Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Digests of weights: whether two processes hold the same bits, without a copy from one to the other.
 
 The digest of a tensor is a sum modulo 2^64 over its 8-byte words,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which weights are trained, under which names they travel, and how they are written for others to load."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A complete, untrained StableDiffusion3Pipeline of any size, with tokenizers of its own and nothing downloaded."""
 
 from itertools import pairwise

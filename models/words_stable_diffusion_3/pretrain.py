@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pre-training of the words model: first the VAE, then the transformer by flow matching, until it half knows how."""
 
 import os

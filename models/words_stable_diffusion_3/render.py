@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pseudo-words, the prompts that ask for them, and the pictures of these, drawn with Pillow's built-in font."""
 
 import random

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every number of the words model in one place: words, pictures, sizes, and how long it is trained."""
 
 from dataclasses import dataclass

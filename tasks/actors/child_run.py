@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A training run as a process of its own: what happens to it happens to nobody else."""
 
 import json

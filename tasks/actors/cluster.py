@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ray: start-up and the groups of long-lived actors that hold the models."""
 
 import logging

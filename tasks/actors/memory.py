@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What processes hold of their machine's memory, and the most GPU memory that a stage took.
 
 Actors of every kind import this when they are asked: so nothing large is imported here.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What passes between the driver and the processes of a run, by name."""
 
 from collections.abc import Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Traces of torch's profiler out of the actors, for chosen iterations; without them no actor hears of it."""
 
 import tempfile

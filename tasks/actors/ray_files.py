@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a Ray cluster of this machine keeps in files, for this user alone: its working folder and its token.
 
 Ray opens its folders to everybody (mode 0777), and its token has the mode that the umask leaves. Who can swap a socket

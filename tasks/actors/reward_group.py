@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All reward workers as one: what they are sent, and what they answer."""
 
 from collections.abc import Iterable, Mapping, Sequence

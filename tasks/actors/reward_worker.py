@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The process that serves one reward. What it imports is what every worker's start waits for, so it is little."""
 
 import faulthandler

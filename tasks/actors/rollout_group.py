@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All rollout workers as one: batches out, pictures and trajectories back by reference."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rollout worker: a Ray actor with one engine and its weights."""
 
 import time

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One rank of the trainer: a Ray actor with its part of the engine."""
 
 import socket

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which samples each trainer rank takes into which optimiser step."""
 
 from collections.abc import Mapping, Sequence

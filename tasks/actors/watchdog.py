@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ends what a driver started on this machine when the driver is killed and cannot do it itself.
 
 A process that gets SIGKILL runs no handler, and those of its children that made themselves independent (Ray's

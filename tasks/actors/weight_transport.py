@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights that go from a trainer rank straight to rollout workers, `rollout.weight_transport`.
 
 The sender calls each receiver for every bucket, and goes on when all have copied it; Ray carries the call, and the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the sections of one configuration must agree on: a list of checks, each of fields in more than one section.
 
 What a field or a section can tell by itself is checked there. Here a check reads a whole `TrainConfig`, answers nothing

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`algorithm`: advantages, trainer type and what decides which samples are learnt from."""
 
 from typing import Literal, Self

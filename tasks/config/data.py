@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`data`: which prompts, embeddings and pairs a run reads."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is wrong with the settings, in a sentence: which field of which file, what it is, and what would be right."""
 
 import difflib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which settings a run's name stands for, by the marks `NotShaping` and `Later` (models.config) on the fields."""
 
 from collections.abc import Mapping

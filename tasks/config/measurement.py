@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a validation sweep draws: prompt sets, steps and guidance."""
 
 from pathlib import Path

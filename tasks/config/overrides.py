@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Changes laid over a config, and the form of a section in which every field may be left out."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The parameters of the data stages: what `params.yaml` may say, and where the stages' files are.
 
 No field has a default here: DVC compares the values in params.yaml, so that is where all of them must stand.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One name selects an algorithm: which kernel, window, advantage and loss it is made of, with their defaults.
 
 The parts are independent (docs/algorithms.md); a named algorithm is a choice of them. Each field stands at most once

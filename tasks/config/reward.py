@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`reward`: reward functions, their workers, and the guards that watch them."""
 
 from typing import Self

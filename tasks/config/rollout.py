@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`actor_rollout_ref.rollout`: engine, samples, workers, and how validation samples."""
 
 from typing import Literal, Self

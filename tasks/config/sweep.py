@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a sweep tries: fields of a config and their values."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`tracking`: where a run's record goes."""
 
 from pydantic import Field

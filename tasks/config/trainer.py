@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`trainer` and `ray_init`: steps, seeds, checkpoints, placement, and the cluster that a run starts on."""
 
 from pathlib import Path

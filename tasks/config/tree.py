@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The one configuration tree of a run: sections from every floor, and what only all of them together say.
 
 Field names follow the reference system (VeRL-Omni), so its users find their knobs: `actor_rollout_ref.rollout.n`,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The base model as a data stage: pre-train the tiny Qwen-Image model and measure it on prompts it has never seen."""
 
 from collections.abc import Sequence

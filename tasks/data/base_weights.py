@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The weights that a run begins with: their digest, and whether they are what DVC has recorded.
 
 A model may hold tens of GB. Each of its files is read whole, once: what was found is remembered with the file's state,

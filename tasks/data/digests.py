@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What data was made with and whether it is whole: digests of a model's parts, and of the files of a data set."""
 
 import functools

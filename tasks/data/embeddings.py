@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prompt embeddings on disk: written once by a data stage, read by every run."""
 
 from collections.abc import Callable, Sequence

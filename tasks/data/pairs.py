@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Preference pairs: two pictures of one prompt, of which one is better; read by training with `sample_source: offline`.
 
 A table of pictures (long form: one row a picture) becomes latents once, in a data stage, since the VAE is not trained.

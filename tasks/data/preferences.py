@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Preference pairs of a model's own: sample it, score the pictures, keep each prompt's best and worst."""
 
 from collections.abc import Mapping, Sequence

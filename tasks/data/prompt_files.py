@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Raw prompt files: `.txt` (a prompt a line), `.jsonl` (an object a line) or `.parquet` (a row a prompt).
 
 The keys `prompt`, `target`, `split` and `uid` have a meaning; whatever else a row holds is metadata for the rewards,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Data sets: raw prompt files become one prompt table, and the table's prompts become sharded embeddings."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The words model as a data stage: its prompts, its pre-training, and its score on words that it has never seen."""
 
 import json

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """What stays of a run: checkpoints, MLflow, lineage, guards, pictures."""

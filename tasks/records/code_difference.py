@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What differs from the commit, as a patch that takes no credentials along."""
 
 import os

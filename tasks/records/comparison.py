@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Is one set of weights better than another? Paired by prompt and noise, with a bootstrap interval."""
 
 from dataclasses import dataclass

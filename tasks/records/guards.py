@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What shows that a reward is no good: it never leaves its floor, or it rises while what nobody trains on falls."""
 
 from collections.abc import Callable, Mapping, Sequence

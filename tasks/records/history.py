@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a finished run recorded, read back from MLflow."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where a run came from: code, data, packages and hardware, exactly enough to do it again."""
 
 import hashlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The metrics of an iteration, under the reference system's names."""
 
 from collections.abc import Mapping

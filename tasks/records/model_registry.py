@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """MLflow's model registry: exported weights as versions that diffusers loads as they are."""
 
 from collections.abc import Mapping

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Grids of pictures, for people to look at."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long a run's pictures stay: `tracking.keep_pictures` and `tracking.keep_validation_grids`."""
 
 from collections.abc import Iterable

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The lock of a run's folder: one process at a time works on it.
 
 The lock is the kernel's, on an open file: it ends with the process that holds it, so a killed run leaves none behind.

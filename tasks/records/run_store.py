@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints: complete, or not there.
 
 A checkpoint is written aside, flushed, verified against the digests in its own record and then renamed into place;

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """MLflow: what a run was, what it measured, what it drew."""
 
 import json

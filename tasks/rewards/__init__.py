@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rewards: one file each, found by name; importing this package registers them all."""
 
 from tasks.rewards import brightness, clip, image_reward, jpeg, judge, ocr, remote, shapes  # noqa: F401

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a reward is, and how one is found by its name."""
 
 import asyncio

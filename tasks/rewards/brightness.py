@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Brightness as a reward: the smallest there is, and one that a policy learns in a few iterations."""
 
 from collections.abc import Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A reward that asks a model behind an OpenAI-compatible API about each picture: the connection, its key, an answer."""
 
 import base64

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rewards by a CLIP model: likeness of picture and prompt, human preference, aesthetic heads."""
 
 from collections.abc import Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ImageReward (arXiv 2304.05977) with the BLIP of transformers: a head on the text as the picture makes it read."""
 
 from collections.abc import Sequence

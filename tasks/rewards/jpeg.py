@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """File size as a reward, the classic first test of RL on image models (DDPO, arXiv 2305.13301)."""
 
 from collections.abc import Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A vision-language model as a judge, served behind an OpenAI-compatible API (`vllm serve`, SGLang, a provider)."""
 
 import asyncio

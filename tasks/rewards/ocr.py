@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Does the picture show the text it should? Read by RapidOCR, compared by edit distance."""
 
 import re

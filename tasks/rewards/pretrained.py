@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What rewards by transformers share: loading a model from the hub or a folder, and small heads on top of it."""
 
 import hashlib

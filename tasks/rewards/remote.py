@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A reward computed on another machine, over HTTP: the client of `tasks.rewards.serve`.
 
 The protocol is in docs/rewards.md.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hosts one reward over HTTP, for runs on other machines: `python -m tasks.rewards.serve --reward ocr --port 8100`.
 
 The protocol is in docs/rewards.md. There is no authentication: serve a network that is trusted, or put a proxy before

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Does the picture show so many objects of that colour and shape? Decided by exact rules, with no model to fool.
 
 For plain objects on a plain background, as synthetic training pictures show them.

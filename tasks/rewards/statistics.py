@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What pictures look like, in numbers that no reward model gives: they move where a policy games its reward."""
 
 import numpy as np

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a run's model costs, and whether it fits the GPUs: known before anything is loaded."""
 
 import logging

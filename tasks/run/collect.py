@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where an iteration's samples come from, and their record: rollout, reward and advantage, or a data set's pairs."""
 
 from collections.abc import Sequence

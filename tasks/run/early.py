@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the command line says before the imports that take seconds: names that nobody knows, files that are not there.
 
 Everything here is checked again, or goes wrong, in the flow; a deployment's run learns it there.

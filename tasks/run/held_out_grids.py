@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The grids of held-out pictures in a run's folder, one for each iteration that was validated."""
 
 from pathlib import Path

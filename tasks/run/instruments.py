@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is measured of a run's processes: their memory, and traces of what they do."""
 
 from collections.abc import Iterator, Mapping

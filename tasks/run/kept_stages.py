@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finished stages of an iteration, kept in the run's folder until a checkpoint and MLflow have the iteration.
 
 A run that was killed then goes on with the stage that it was in: what was sampled is not sampled again, and what was

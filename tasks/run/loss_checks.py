@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the loss asks of the rollout and of the rest of the config, beyond what each section can say by itself."""
 
 from typing import TYPE_CHECKING

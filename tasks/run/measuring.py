@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a measurement of weights draws, and how two of them compare."""
 
 import hashlib

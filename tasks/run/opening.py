@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The one way to open a run or a measurement: its lock, slots, cluster, tracker and actors."""
 
 import json

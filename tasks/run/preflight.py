@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What can be known to be wrong before any model loads."""
 
 import hashlib

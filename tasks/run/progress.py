@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How far a run is and how long it will take, in the terminal and on Prefect's page."""
 
 import math

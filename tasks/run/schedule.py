@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What each iteration of a run draws from and where it explores: functions of the config, the seed and its number."""
 
 import random

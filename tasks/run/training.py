@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What one training run knows of itself, and what comes next in it."""
 
 from collections.abc import Mapping, Sequence

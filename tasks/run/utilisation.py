@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How much of what its devices can compute an iteration used: perf/tflops and perf/mfu."""
 
 from collections.abc import Mapping, Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is said when a run's rewards look wrong: that the policy may hack them, or that one tells no sample apart."""
 
 from collections.abc import Mapping

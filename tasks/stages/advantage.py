@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Advantage: rewards become what the update weighs each sample with."""
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tasks that write to MLflow: files of an iteration, and registered weights."""
 
 from collections.abc import Mapping

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Old log-probs: what the trainer's own weights say of the samples, before its first optimiser step."""
 
 from collections.abc import Sequence

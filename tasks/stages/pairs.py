@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The task that reads an iteration's preference pairs."""
 
 from collections.abc import Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The task that waits for an iteration's scores."""
 
 from collections.abc import Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The task that saves a checkpoint."""
 
 from tasks.actors.trainer_group import TrainerGroup

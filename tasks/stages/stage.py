@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every stage is made with: a Prefect task whose seconds are counted."""
 
 import inspect

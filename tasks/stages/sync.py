@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The task that gives the trainer's weights to the rollout workers."""
 
 from models.training.engine import HeldWeights

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The task that updates the policy."""
 
 from collections.abc import Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Validation: the same held-out prompts and the same noise for every checkpoint, so that differences are paired."""
 
 from collections.abc import Sequence

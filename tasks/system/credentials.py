@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What must not stand in a config, a record or an error: passwords in URLs, and keys as options."""
 
 import os

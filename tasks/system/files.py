@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files and folders that are whole or not there: written aside, flushed to the disk, renamed.
 
 A rename alone is not enough: after a power cut the new name may stand before an empty file.

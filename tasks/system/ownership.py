@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether a folder's content can only be this user's own."""
 
 import grp

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which process is which: also after its pid went to another one, and after the clock was set.
 
 The time of day at which a process started is no mark of it: the kernel keeps the ticks between boot and start, and who

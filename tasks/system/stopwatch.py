@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where an iteration's time went."""
 
 import time

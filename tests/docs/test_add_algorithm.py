@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The worked example of docs/algorithms.md, as a user's own file: its very code and settings train a model."""
 
 import re

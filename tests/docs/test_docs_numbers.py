@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Numbers in the docs that a default, a recipe or a constant decides are those that it is."""
 
 import functools

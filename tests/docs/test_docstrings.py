@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Docstrings say the shapes: every public function of the floors that takes or gives a tensor."""
 
 import ast

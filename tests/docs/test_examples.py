@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The examples of docs/examples, run as a reader would run them: what they print is what the maths says."""
 
 import os

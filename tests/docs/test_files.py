@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The map of the files is what the files say of themselves, and every file says something."""
 
 import runpy

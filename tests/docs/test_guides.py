@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """docs/add-a-model.md, followed literally: its family, outside of the project, samples, trains and exports."""
 
 import re

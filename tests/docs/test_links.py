@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the pages point at is there: files, sections, and the project's modules and paths that they name.
 
 The links are read as GitHub reads them; `make docs` checks them once more as the site has them.

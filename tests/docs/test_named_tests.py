@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A test that a page names is there, so that what the page claims is held by something."""
 
 import ast

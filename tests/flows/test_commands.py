@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the commands say of a wrong recipe, field, type, path or value: one sentence, before the slow imports."""
 
 import json

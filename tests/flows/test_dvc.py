@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The data stages under a real DVC in real git repositories, with a base model that is hardly trained at all."""
 
 import io

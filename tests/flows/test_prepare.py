@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The data stages with a model of another family: the commands of docs/data.md for preference pairs of one's own."""
 
 import io

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every deployment of prefect.yaml is one that its flow would accept."""
 
 import importlib

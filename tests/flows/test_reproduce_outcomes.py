@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How two runs' metrics compare, and how far a run may be shortened. Whole runs: `platform/test_reproduce.py`."""
 
 import pytest

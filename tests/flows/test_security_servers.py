@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The record of `make up`, the password before MLflow, the secret of the temporary server, and `make prune`."""
 
 import asyncio

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a sweep tries: grid points once each, what was undone again, and nothing that is no field."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The training loop's own decisions: which prompts an iteration takes, and which weights the rollout is left with."""
 
 from types import SimpleNamespace

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Servers and workspaces of the whole runs, as in tests/platform. Tests of models/ alone run without Prefect too."""
 
 import importlib.util

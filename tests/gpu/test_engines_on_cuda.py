@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rollout and training engine on one GPU: the guarantees of the CPU hold there too.
 
 Skipped without CUDA. On a GPU machine: `python -m pytest tests/gpu`.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The whole flow on Stable Diffusion 3: three iterations with LoRA and guidance, by each rollout engine.
 
 On a GPU the model has the size of Stable Diffusion 3.5 medium and random weights, and rollout and trainer share the

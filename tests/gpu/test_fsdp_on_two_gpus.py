@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FSDP2 on two GPUs equals one GPU: loss, gradient norm, weights after two updates. On CPU ranks the same body runs.
 
 On a machine with two GPUs: `python -m pytest tests/gpu/test_fsdp_on_two_gpus.py`. It needs nothing of the upper floors.

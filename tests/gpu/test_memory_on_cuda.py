@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Peaks per stage as the actors measure them, and the estimate beside them. Skipped without CUDA."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A sleeping rollout engine gives its weights' memory back, and samples the same pictures afterwards.
 
 At the size of Stable Diffusion 3.5 medium, random weights. Skipped without CUDA. On a GPU machine:

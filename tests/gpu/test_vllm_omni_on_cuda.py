@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM-Omni on one GPU beside the in-process engine there.
 
 Skipped without CUDA or vLLM-Omni. On a GPU machine: `python -m pytest tests/gpu/test_vllm_omni_on_cuda.py -s`.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights between processes on CUDA: the trainer's own memory on one GPU, NCCL between two. Prints seconds a GiB.
 
 Skipped without CUDA. On a GPU machine: `python -m pytest tests/gpu/test_weight_transport_on_cuda.py -s`.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The first ratio of every update is exactly 1 on a GPU: real widths, few layers, bf16, compiled.
 
 Skipped without CUDA, but for tiny models that are not compiled, so that a machine without a GPU runs the same body. On

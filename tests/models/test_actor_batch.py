@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How the metrics of an update's pieces become one number."""
 
 import pytest

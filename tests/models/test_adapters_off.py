@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LoRA whose reference is the policy with its adapters off: whatever FSDP gathers, what is trained stays so."""
 
 from collections.abc import Sequence

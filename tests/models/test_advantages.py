@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Advantages against golden values and a reference in plain Python floats."""
 
 import math

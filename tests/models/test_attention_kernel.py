@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A family's own attention kernel: used by every copy of the denoiser, on a GPU, and by nothing else."""
 
 from collections.abc import Callable

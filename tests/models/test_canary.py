@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a weight sync is proved by: digests of the weights, and a velocity that followed the last change."""
 
 import struct

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compiled blocks in bf16: sampling, rescoring and the first update round alike, so the first ratio is exactly 1."""
 
 from dataclasses import replace

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The trainer on one rank: replay, updates against plain autograd, averages, checkpoints, exports, weight sync."""
 
 from collections.abc import Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every loss, window and correction through the trainer, against plain autograd."""
 
 from dataclasses import replace

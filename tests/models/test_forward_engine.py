@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Losses of the forward process through the trainer on one rank, against plain autograd."""
 
 from collections.abc import Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Losses of the forward process and of distillation: golden values, the formulas in plain Python floats, gradients."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two trainer ranks are one trainer for losses of the forward process too, whatever the ranks' shares are."""
 
 from pathlib import Path

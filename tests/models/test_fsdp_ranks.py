@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two trainer ranks are one trainer: the same weights, the same metrics, the same checkpoints."""
 
 from dataclasses import dataclass, replace

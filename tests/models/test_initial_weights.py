@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A run that starts from another run's weights: what it then trains, what it compares with, and what is refused."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reverse-process kernels against golden values, the papers' formulas in plain Python floats, and theory."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What exploring leaves in the finished latents: predicted from the schedule, and refused where it is much."""
 
 import itertools

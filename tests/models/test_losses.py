@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Losses against the formulas in plain Python floats, finite differences and closed-form Gaussian divergences."""
 
 import functools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory: what a forward leaves for its backward, counted on real tensors; the sum; and the refusal before a start."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every model family, with its own diffusers pipeline as the oracle: sampling, replay, gradients, export, errors."""
 
 import json

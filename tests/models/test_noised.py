@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which finished samples are trained on, and how they are noised again."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Optimiser steps whose gradient is not finite: left out and counted, or the end of the run."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An adapter in the form that VeRL-Omni documents: its four hooks as they are there, imports changed."""
 
 from pathlib import Path

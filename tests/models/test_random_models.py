@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models of published shape with random weights stand for loaded ones."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Real-size transformers on the meta device, from the configs that are published with the weights.
 
 Sources: the config.json of transformer and VAE and the scheduler_config.json, in the fields that matter here, of

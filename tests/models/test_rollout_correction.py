@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rollout correction against its formulas in plain Python floats."""
 
 import math

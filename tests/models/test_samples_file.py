@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is kept of a rollout is read back as it was, to the last bit and with its type."""
 
 from dataclasses import fields

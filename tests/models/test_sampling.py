@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The sampling loop, its errors, and the adapter registry, with the tiny Qwen-Image; the families have a suite of their
 own."""
 

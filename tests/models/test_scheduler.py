@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The SDE scheduler as a diffusers scheduler: the same schedule, the same Euler step, and what its steps return."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks that share the tokens of their samples are one rank: loss, gradients, weights, and what the rollout is sent."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """perf/throughput is per GPU, of all that a run holds."""
 
 from pathlib import Path

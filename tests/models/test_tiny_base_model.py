@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tiny base model: tokenizer, pipeline, cheaper convolutions, and a pre-training that repeats itself."""
 
 import hashlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What of the vLLM-Omni engine needs no vLLM-Omni: its requests, and what the driver refuses."""
 
 import importlib.util

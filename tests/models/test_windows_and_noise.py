@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Windows of trained steps and the names of random draws: both must be the same on every worker."""
 
 from dataclasses import replace

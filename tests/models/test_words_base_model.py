@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The words model: prompts, tokenizers, encoders, pipeline, and a pre-training that ends where it should."""
 
 import hashlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tests of this folder need vLLM-Omni; `make test` runs them in the environment that has it (.venv-vllm)."""
 
 import importlib.util

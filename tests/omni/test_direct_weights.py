@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights reach a vLLM-Omni worker by the direct ways too."""
 
 from collections.abc import Iterator

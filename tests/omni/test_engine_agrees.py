@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM-Omni beside the in-process engine and the trainer: same pictures, same log-probs, same weights."""
 
 import asyncio

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The executor of several processes: no output of a batch is lost."""
 
 import threading

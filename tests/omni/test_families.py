@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every model family in vLLM-Omni: its log-probs are the trainer's, and so are its weights."""
 
 from collections.abc import Iterator

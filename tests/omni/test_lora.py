@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LoRA weights in vLLM-Omni: what the trainer has is what it samples with."""
 
 from collections.abc import Iterator

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM-Omni in Ray's workers: routing, weights, a worker that dies, sleep and wake, tensor parallelism."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM-Omni's own OpenAI-compatible server, with a LoRA that was trained here."""
 
 import base64

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM-Omni's step execution: the same pictures and paths as by whole batches, also where requests do not agree."""
 
 import asyncio

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The training flow with vLLM-Omni as its rollout engine, on Prefect, Ray and MLflow."""
 
 from tests.support.platform_helpers import Workspace, prefect_server, prepared, workspace

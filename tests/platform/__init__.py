@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whole runs with real Prefect, Ray, MLflow and DVC."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The deployment on a real server and a real worker."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A run of an earlier version, killed in its second iteration, is ended by the same command; see `tests/kept_run`."""
 
 import json

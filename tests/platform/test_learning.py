@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The point of it all: the quickstart's own recipe, shortened, makes held-out pictures better."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A run that samples an iteration ahead keeps to its schedule, undisturbed and killed."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a run is opened: slots and resources first, for training and for measurements alike; and what an error looks like
 in the terminal and on the flow run's page."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keys planted wherever a user may keep one are, after a run that needs two of them, nowhere else."""
 
 import http.server

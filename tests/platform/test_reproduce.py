@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A run recorded in a user's repository is done again from its commit, its patch and its data; two runs make a page."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A run killed at any moment, started again by the same command, ends as if nothing had happened."""
 
 import os

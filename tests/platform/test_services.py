@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`make up`; only who has the secret is answered; the schedule fires, the sweep judges, the automation reacts.
 
 `make down` leaves nothing.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A sweep's children are processes under one parent; one that dies, and the sweep's own death, cost only themselves."""
 
 import json

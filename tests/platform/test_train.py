@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whole runs of the training flow on Prefect, Ray and MLflow."""
 
 import gzip

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The words model's stages under a real DVC and its recipes as real runs, with the smallest model, on the CPU."""
 
 import os

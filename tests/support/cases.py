@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cases of two parameters: every value of each is in `make check`, every pair of them in `make test`."""
 
 from collections.abc import Iterable, Mapping

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Python programs that begin with their imports done, as forks of one process that did them.
 
 Importing torch, diffusers, MLflow and Prefect takes longer than what most programs of the tests do: up to half a minute

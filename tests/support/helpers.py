@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Builders for the tests: a tiny model folder, configs from flat keywords, requests, and gloo ranks as processes."""
 
 import gc

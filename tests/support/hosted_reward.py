@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A user's own reward for the HTTP scorer: latents in; details, NaN and both kinds of error out."""
 
 import numpy as np

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A judge that speaks the OpenAI API over real HTTP on loopback, and misbehaves on request."""
 
 import base64

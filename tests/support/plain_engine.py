@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A second training engine: one process, a plain module, torch's own autograd and files. No FSDP, no sharding."""
 
 from collections.abc import Iterator, Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A reference trainer for losses of the forward process: plain modules, plain autograd, one pass over all samples.
 
 Like `plain_trainer` it knows no engine, no micro-batch and no registry; it starts where `helpers.model_config` does.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A reference trainer, written out: plain modules, plain autograd, torch's AdamW. No engine, no scheduler, no registry.
 
 It starts where `helpers.model_config` does: four steps, s = 1, 3/4, 1/2, 1/4, and kernel `sde`.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Real servers and whole runs: each test gets a workspace like a user's folder, on one Prefect server."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tiny random checkpoints in diffusers format, one a family, with tokenizers of their own and nothing downloaded.
 
 No weight is zero, so that no layer hides what comes before it; modulations are large, so that prompt, timestep and

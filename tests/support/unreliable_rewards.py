@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rewards that fail in known ways, imported by reward workers; `folder` is where they remember that they did."""
 
 import asyncio

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trainer ranks and rollout workers of a tiny model, whose weights can be changed, sent and looked at."""
 
 import copy

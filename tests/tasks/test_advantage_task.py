@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the advantage stage adds to the estimators."""
 
 import numpy as np

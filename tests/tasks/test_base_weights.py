@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The weights that a run begins with: their digest, what is remembered, and what DVC has recorded."""
 
 import hashlib

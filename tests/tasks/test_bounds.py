@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every number of the settings has bounds and none is NaN or infinite; text, names and options can be written down."""
 
 import datetime

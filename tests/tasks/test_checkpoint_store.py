@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints are whole or not there: also when the disk is full, and with two processes at one run."""
 
 import errno

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The paired bootstrap: it pairs by prompt and noise, finds what is there, and is honest about what is not."""
 
 import numpy as np

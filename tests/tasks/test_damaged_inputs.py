@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whatever is read from a disk and is damaged is named, or reads as before: seeded mutations of every kind of file."""
 
 import io

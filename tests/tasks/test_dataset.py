@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Raw prompt files -> prompt table -> embeddings, with every complaint they should make."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The first update of a run, or of one that was started again, looks at how far rounding moves its ratios."""
 
 from pathlib import Path

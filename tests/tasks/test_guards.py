@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Image statistics in closed form, and the flag that the reward rises while a guard falls."""
 
 import numpy as np

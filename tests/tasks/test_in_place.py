@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is written aside is on the disk before it gets its name, and a record that is damaged all the same is named."""
 
 import json

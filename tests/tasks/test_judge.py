@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The served judge against a real HTTP server that misbehaves."""
 
 import logging

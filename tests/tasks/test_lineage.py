@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A run's record leads back to its code: the commit and the patch give the files that ran."""
 
 import hashlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a validation sweep draws: the recipe's own validation, unless the measurement says otherwise, and its labels."""
 
 from collections.abc import Callable

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the driver says about a model, its settings and its embeddings before anything loads."""
 
 import json

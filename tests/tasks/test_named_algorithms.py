@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One name selects kernel, window, advantage and loss; what is given beside it wins; what is wrong is said early."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The old log-probs' stage: the trainer's against the rollout's, in this order, and by batches."""
 
 from typing import Any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What sampling an iteration ahead asks of config and trainer. Whole runs: `platform/test_one_step_off_policy.py`."""
 
 from pathlib import Path

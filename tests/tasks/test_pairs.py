@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Preference pairs: the table, the encoded data set, and what a run refuses before any model loads."""
 
 import io

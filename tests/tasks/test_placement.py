@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which machines the trainer's ranks are on: a real Ray cluster of three nodes, whose GPUs only Ray counts."""
 
 import sys

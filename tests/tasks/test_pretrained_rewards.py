@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rewards by transformers on small random checkpoints, against the model's own processor and a direct forward."""
 
 from pathlib import Path

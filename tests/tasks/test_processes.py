@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A process is known by its pid and its start; real processes."""
 
 import json

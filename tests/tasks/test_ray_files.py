@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A cluster's files are its user's alone, and gone when it is; its real processes too."""
 
 import os

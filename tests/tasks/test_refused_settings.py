@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings that the driver refuses before Prefect, Ray or MLflow are touched: a recipe, overrides, and the checks."""
 
 import shutil

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The model registry on a real MLflow: an iteration has one version, also where a registration was cut off."""
 
 from pathlib import Path

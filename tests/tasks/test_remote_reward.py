@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The HTTP scorer: a real server process and its client, and servers that are not what the client expects."""
 
 import io

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which pictures of a run stay, on a real MLflow store."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reward workers on a real Ray: how batches are cut, and what happens when a reward raises, hangs or dies."""
 
 import sys

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The registry, the OCR and JPEG rewards, and their sum."""
 
 import asyncio

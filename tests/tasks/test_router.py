@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where batches go: to the least busy worker, and not before one has a free place; and who shares a GPU."""
 
 import time

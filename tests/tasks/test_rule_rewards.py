@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Brightness, and the checker of colours, shapes and counts against pictures drawn by PIL."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What names a run: the settings that shape its weights, and none of the others; and no younger setting renames it."""
 
 import functools

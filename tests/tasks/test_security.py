@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keys stay out of what is recorded, import paths can be restricted, and other users' folders are not trusted."""
 
 import http.server

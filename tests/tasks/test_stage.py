@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A stage is a Prefect task that is timed, and takes its stopwatch before its own arguments."""
 
 import inspect

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a resumed run adds to its MLflow record."""
 
 import os

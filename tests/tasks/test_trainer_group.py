@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The trainer's actors on a real Ray: another engine by its path, checkpoints in the background, determinism."""
 
 from collections.abc import Iterator

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How an iteration's batches are dealt to optimiser steps and ranks, and what comes back from the ranks."""
 
 import numpy as np

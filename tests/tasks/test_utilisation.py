@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Operations of rollout and update against torch's own count of the real sampler and trainer, for every family."""
 
 from collections.abc import Callable

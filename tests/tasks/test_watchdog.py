@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a killed driver had started ends with it; real processes and a real SIGKILL."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights reach the rollout workers by every way with equal bits, also after one of them died."""
 
 import copy

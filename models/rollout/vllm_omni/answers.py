@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What comes back out of vLLM-Omni, checked and put together."""
 
 from collections.abc import Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A CPU as a platform of vLLM-Omni, which ships none: its unmodified engine then runs in tests and on a laptop.
 
 vLLM-Omni imports this module by the path that `plugin` gives, before anything of its own that asks for the platform:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention and worker of the CPU platform; imported by the paths that `cpu_platform` gives."""
 
 from contextlib import AbstractContextManager, nullcontext

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sampling by vLLM-Omni: the same interface as `DiffusersRolloutEngine`, on an engine that batches requests."""
 
 import asyncio

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM-Omni's executor for a model that is spread over several processes, without a race that loses pictures."""
 
 from typing import Any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each family's pipeline of vLLM-Omni: which transformer class it runs, and what differs in calling it."""
 
 from typing import Any

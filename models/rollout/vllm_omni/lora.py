@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LoRA weights that reach vLLM-Omni from memory. Imports vllm."""
 
 from collections.abc import Mapping

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LoRA weights under vLLM-Omni's names: for the rollout from memory, for a server from a folder."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model family inside vLLM-Omni's worker: its transformer there, the project's adapter and denoising loop around it.
 
 Nothing of the loop is written again: kernels, windows, guidance and noise keys are `models.rollout.sampling`'s. What a

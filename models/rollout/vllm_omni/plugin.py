@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Entry points `vllm.platform_plugins` and `vllm_omni.platform_plugins`: on which platform does a process run?
 
 Both engines ask in every process they start, before they import a model.

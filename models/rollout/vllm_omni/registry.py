@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which vLLM-Omni pipeline samples an architecture."""
 
 from collections.abc import Callable

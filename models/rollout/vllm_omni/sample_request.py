@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One sample as vLLM-Omni sees it: a request of its own, which the engine puts into batches again.
 
 The prompts' embeddings do not travel with the samples. They are put into the worker once, as a table, and a sample

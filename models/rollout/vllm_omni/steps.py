@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM-Omni's step execution: it takes each request a step further at a time, so that one may join others on their way.
 
 The steps are `models.rollout.sampling`'s. A batch may hold samples of any windows, noise levels and numbers of steps.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The trainer's weights on their way into vLLM-Omni, piece by piece; see `WeightLoad`."""
 
 from collections.abc import Callable, Mapping

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the trainer can ask of a vLLM-Omni worker, by `collective_rpc`. Loaded by path in the worker's process."""
 
 import ctypes
