@@ -43,11 +43,9 @@ def train(
     """Train a recipe here and now, and print where the results are."""
     with in_a_sentence(debug):
         chosen, overrides = _chosen(recipe, config, changes, trains=True)
-        from flows.deploy.access import guard_temporary_server
         from flows.train import train as flow
         from tasks.run.summary import Summary
 
-        guard_temporary_server()
         summary = Summary(**started(flow, debug, chosen, overrides))
         typer.echo(f"\n{summary.text()}\n")
 
@@ -64,10 +62,8 @@ def validate(
         chosen, overrides = _chosen(recipe, config, changes, trains=False)
         if weights is not None and not weights.is_dir():
             raise ConfigError(f"--weights is {weights}, which is not a folder: give one that a run exported")
-        from flows.deploy.access import guard_temporary_server
         from flows.validate import validate as flow
 
-        guard_temporary_server()
         for name, value in sorted(started(flow, debug, chosen, weights, overrides).items()):
             typer.echo(f"{name:32} {value:.4f}")
 

@@ -133,7 +133,10 @@ class WithoutFrames(logging.Formatter):
 
 
 def started(flow: Callable[..., Any], debug: bool, *arguments: Any, **named: Any) -> Any:
-    """Call a flow, with its errors in one line of Prefect's log."""
+    """Call a flow, with its errors in one line of Prefect's log; a server that Prefect starts for it wants a secret."""
+    from flows.deploy.access import guard_temporary_server  # here: a wrong command is answered before Prefect is there
+
+    guard_temporary_server()
     if not debug:
         one_line_logs()
     return flow(*arguments, **named)

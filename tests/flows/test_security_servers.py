@@ -28,9 +28,9 @@ TEMPORARY = """
 import json, os
 import httpx
 from prefect.client.orchestration import get_client
-import flows.commands, flows.train
+import flows.commands, flows.COMMAND
 
-def train(config, overrides):
+def probe(*arguments, **named):
     before = os.environ["PREFECT_SERVER_API_AUTH_STRING"]
     with get_client(sync_client=True) as client:
         client.read_flows()
@@ -48,19 +48,27 @@ def train(config, overrides):
     }))
     raise SystemExit
 
-flows.train.train, flows.commands._chosen = train, lambda *arguments, **named: (None, None)
-flows.commands.train()
+flows.COMMAND.COMMAND = probe
+flows.commands._chosen = lambda *arguments, **named: (None, None)
+flows.commands._recorded = lambda *arguments: None
+flows.commands.COMMAND(*RUNS)
 """
 
 
 @pytest.mark.slow
-def test_the_temporary_server_of_a_run_wants_a_secret(tmp_path: Path) -> None:
-    """Started as by `python -m flows.train`; the request is one that a browser sends for any page without asking."""
+@pytest.mark.parametrize(("command", "runs"), [("train", ()), ("reproduce", ("a",)), ("compare", ("a", "b"))])
+def test_the_temporary_server_of_a_run_wants_a_secret(command: str, runs: tuple[str, ...], tmp_path: Path) -> None:
+    """Started as by `python -m flows.<command>`; the request is one that a browser sends for a page without asking."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT")}
     environment |= {"PREFECT_HOME": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [sys.executable, "-c", TEMPORARY]
+    program = TEMPORARY.replace("COMMAND", command).replace("RUNS", repr(runs))
     done = subprocess.run(
-        command, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True, timeout=900
+        [sys.executable, "-c", program],
+        cwd=Path(__file__).parents[2],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
     )
     told = json.loads(done.stdout.strip().splitlines()[-1]) if done.stdout.strip() else done.stderr
     assert told == {"refused": 401, "allowed": None, "let_in": 200, "shown": False}
