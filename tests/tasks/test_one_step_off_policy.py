@@ -11,7 +11,8 @@ from models.rollout.diffusers import DiffusersRolloutEngine
 from models.training.fsdp import DiffusersFSDPEngine
 from models.training.micro_batches import ActorBatch
 from tasks.config.tree import TrainConfig
-from tasks.run.preflight import ConfigError, _check_loss
+from tasks.run.loss_checks import check_loss
+from tasks.run.preflight import ConfigError
 from tests.support.helpers import actor_config, model_config, rollout_request
 
 
@@ -45,14 +46,14 @@ def test_the_queues_of_all_workers_hold_an_iteration() -> None:
 @pytest.mark.parametrize("name", ["flow_grpo", "grpo_guard", "flow_dppo"])
 def test_losses_with_old_log_probs_can(name: str, correction: dict) -> None:
     allowed = config({"name": name, "rollout_correction": correction}, max_queued_batches=16)
-    _check_loss(allowed)
+    check_loss(allowed)
     assert allowed.digest() != allowed.with_changes({"trainer": {"one_step_off_policy": False}}).digest()
 
 
 @pytest.mark.parametrize("name", ["diffusion_nft", "awm", "dpo"])
 def test_losses_without_cannot(name: str) -> None:
     with pytest.raises(ConfigError, match=r"one_step_off_policy is true, but loss '\w+' compares with no old log-prob"):
-        _check_loss(config({"name": name}))
+        check_loss(config({"name": name}))
 
 
 @pytest.mark.usefixtures("one_rank")
