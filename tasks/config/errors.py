@@ -73,7 +73,7 @@ def _no_field(path: str, root: type, holder: type | None) -> str:
     nearest = near(name, known)
     if nearest:
         return text + nearest
-    elsewhere = [found for found in _paths(root) if found.rpartition(".")[2] == name]
+    elsewhere = [found for found in field_paths(root) if found.rpartition(".")[2] == name]
     if elsewhere:
         return f"{text}; did you mean {' or '.join(elsewhere[:3])}?"
     return f"{text}; known: {', '.join(known)}" if known else text
@@ -150,10 +150,10 @@ def _members(annotation: Any) -> Iterator[Any]:
         yield annotation
 
 
-def _paths(section: type, path: str = "") -> Iterator[str]:
+def field_paths(section: type, path: str = "") -> Iterator[str]:
     """Every field's dotted path."""
     for name, annotation in _fields(section).items():
         yield path + name
         below = _section(annotation)
         if below is not None:
-            yield from _paths(below, f"{path}{name}.")
+            yield from field_paths(below, f"{path}{name}.")

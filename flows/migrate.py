@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A recipe out of a VeRL-Omni script or list of overrides: `python -m flows.migrate SCRIPT... [--out RECIPE.yaml]`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+import yaml
+
+from flows.terminal import Debug, in_a_sentence, run_command
+from tasks.config.errors import ConfigError
+from tasks.config.migration.script import read_overrides
+from tasks.config.migration.translate import Translation, translate
+
+
+def migrate(
+    scripts: Annotated[list[Path], typer.Argument(help="Shell scripts that start a run, or lists of overrides.")],
+    out: Annotated[Path | None, typer.Option(help="Where the recipe of the one script is written.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Translate runs of VeRL-Omni: a line for each override, and a recipe that `flows.train --config` takes."""
+    with in_a_sentence(debug):
+        if out is not None and len(scripts) > 1:
+            raise ConfigError(f"--out is {out}, but {len(scripts)} scripts are given: give one, or leave --out away")
+        made = {script: translate(read_overrides(_text(script), str(script))) for script in scripts}
+        if len(made) == 1:
+            _show(*made.popitem(), out)
+        else:
+            _count(made)
+
+
+def _text(script: Path) -> str:
+    try:
+        return script.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ConfigError(f"{script} cannot be read ({reason}): give a shell script or a list of overrides") from error
+
+
+def _show(script: Path, made: Translation, out: Path | None) -> None:
+    for line in sorted(made.lines, key=lambda line: line.kind):
+        typer.echo(line)
+    counts = ", ".join(f"{made.count(kind)} {kind}" for kind in ("taken", "renamed", "explained", "unknown"))
+    typer.echo(f"\n{len(made.lines)} overrides: {counts}")
+    if out is not None:
+        state = f"# Not valid yet: {made.problem}\n" if made.problem else ""
+        out.write_text(
+            f"# From {script.name}, by flows.migrate.\n{state}{yaml.safe_dump(made.config, sort_keys=False)}"
+        )
+        typer.echo(f"{out}: python -m flows.train --config {out}, or below `config:` of a deployment in prefect.yaml")
+    if made.problem:
+        raise ConfigError(f"the recipe is not valid yet: {made.problem}")
+
+
+def _count(made: dict[Path, Translation]) -> None:
+    typer.echo(f"{'overrides':>9} {'taken':>6} {'renamed':>8} {'explained':>10} {'unknown':>8}  valid  script")
+    for script, one in made.items():
+        typer.echo(
+            f"{len(one.lines):9} {one.count('taken'):6} {one.count('renamed'):8} {one.count('explained'):10} "
+            f"{one.count('unknown'):8}  {'no' if one.problem else 'yes':5}  {script}"
+        )
+    lines = [line for one in made.values() for line in one.lines]
+    known = sum(line.kind != "unknown" for line in lines)
+    valid = sum(one.problem is None for one in made.values())
+    typer.echo(f"{known} of {len(lines)} overrides taken, renamed or explained")
+    typer.echo(f"{valid} of {len(made)} recipes valid as they are")
+
+
+if __name__ == "__main__":
+    run_command(migrate)

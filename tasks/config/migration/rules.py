@@ -1,0 +1,462 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What VeRL-Omni's fields are here: one rule a field, for all that do not have the same name and meaning.
+
+Names and defaults on the other side are those of its files under `verl_omni/trainer/config/` and of its example scripts
+as of summer 2026.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any
+
+from tasks.config.presets import FINISHED_SAMPLES, PRESETS
+
+MODEL = "actor_rollout_ref.model"
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
+REWARD = "reward.functions"
+CORRECTION = "algorithm.rollout_correction"
+
+Given = Mapping[str, Any]
+"""All overrides of a script: path -> value."""
+
+
+@dataclass(frozen=True)
+class Taken:
+    """It is set here: by these dotted paths and values."""
+
+    settings: dict[str, Any]
+    note: str = ""
+
+    def text(self) -> str:
+        """What it became, and what else there is to know of it."""
+        became = "here " + ", ".join(f"{path}={value}" for path, value in self.settings.items())
+        return f"{became}; {self.note}" if self.note else became
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """Nothing is set: why, and what does its work here if anything does."""
+
+    why: str
+
+
+ESTIMATORS = ("flow_grpo", "mix_grpo", "dance_grpo", "gdpo")
+"""Named here again: the estimators themselves come with torch."""
+
+Rule = Elsewhere | Callable[[str, Any, Given], Taken | Elsewhere | None]
+
+
+def _to(*paths: str, note: str = "", convert: Callable[[Any], Any] = lambda value: value) -> Rule:
+    """The same value under other names."""
+    return lambda path, value, given: Taken({to: convert(value) for to in paths}, note)
+
+
+def _same(note: str) -> Rule:
+    """The same field, of which something is to be known."""
+    return lambda path, value, given: Taken({path: value}, note)
+
+
+# ---- what needs more than one value
+
+
+def _algorithm(path: str, value: Any, given: Given) -> Taken | Elsewhere:
+    if value in PRESETS:
+        return Taken({"algorithm.name": value})
+    return Elsewhere(f"no such algorithm here; known: {', '.join(PRESETS)}")
+
+
+def _estimator(path: str, value: Any, given: Given) -> Taken | Elsewhere:
+    if value in ESTIMATORS:
+        return Taken({path: value})
+    return Elsewhere(f"not among {', '.join(ESTIMATORS)}; flow_grpo's is the default")
+
+
+def _loss(path: str, value: Any, given: Given) -> Taken | Elsewhere:
+    if value in PRESETS and f"{MODEL}.algorithm" not in given:
+        return Taken({"algorithm.name": value}, "the name sets the loss")
+    return Taken({path: value})
+
+
+def _model_path(path: str, value: Any, given: Given) -> Taken:
+    text = str(value)
+    if text.count("/") == 1 and not text.startswith(("$", ".", "/", "~")):
+        folder = "data/" + text.rpartition("/")[2].lower().replace("-", "_")
+        return Taken({path: folder}, f"a folder in diffusers format: download {text} to it")
+    return Taken({path: text}, "a folder in diffusers format")
+
+
+def _optimizer(path: str, value: Any, given: Given) -> Taken | Elsewhere:
+    steps = given.get("trainer.total_training_steps")
+    if not value:
+        return Taken({f"{ACTOR}.optim.lr_warmup_steps": 0})
+    if not isinstance(steps, int):
+        return Elsewhere(f"warm-up is counted in optimiser steps here: set {ACTOR}.optim.lr_warmup_steps")
+    return Taken({f"{ACTOR}.optim.lr_warmup_steps": round(value * steps)}, "of optimiser steps, not of iterations")
+
+
+def _strategy(path: str, value: Any, given: Given) -> Taken | Elsewhere:
+    if value in ("fsdp", "fsdp2"):
+        return Taken({path: "fsdp2"})
+    return Elsewhere(f"{value} is no training engine here: fsdp2 is (docs/training.md says what stopped VeOmni)")
+
+
+def _micro_batch(path: str, value: Any, given: Given) -> Taken:
+    """Where a rank has no whole number of micro-batches, which is refused here, the next smaller that divides."""
+    n = given.get(f"{ROLLOUT}.n", 1)
+    ranks = given.get("trainer.nnodes", 1) * given.get("trainer.n_gpus_per_node", 8)
+    samples = given.get(f"{ACTOR}.ppo_mini_batch_size", 256) * n // ranks
+    fits = next((size for size in range(min(value, samples), 0, -1) if samples % size == 0), value)
+    sampled = fits if given.get("algorithm.paired_preference") is not True else max(fits // n, 1) * n
+    note = "the rollout samples as many together, so that its log-probs are replayed to the bit"
+    if sampled != fits:
+        note = "the rollout keeps the samples of a prompt together, from which pairs are made"
+    elif fits != value:
+        note = f"{value} does not divide the {samples} samples of a rank's optimiser step"
+    return Taken({path: fits, f"{ROLLOUT}.micro_batch_size": sampled}, note)
+
+
+def _model_dtype(path: str, value: Any, given: Given) -> Taken:
+    names = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+    dtype = names.get(str(value), str(value))
+    return Taken({f"{MODEL}.dtype": dtype}, "of the frozen weights; what is trained is fp32")
+
+
+def _sharded_over(path: str, value: Any, given: Given) -> Elsewhere:
+    return Elsewhere(
+        "FSDP2 shards over all trainer ranks; frozen weights stay whole with fsdp_config.shard_frozen=false"
+    )
+
+
+def _device(path: str, value: Any, given: Given) -> Taken | Elsewhere:
+    if value in ("cuda", "gpu"):
+        return Taken({path: "cuda"})
+    if value == "cpu":
+        return Taken({path: value})
+    return Elsewhere(f"trainer.device is cuda or cpu here, not {value}: the recipe says cuda")
+
+
+def _tensor_parallel(path: str, value: Any, given: Given) -> Taken | Elsewhere:
+    if value in (None, 1) or _separate(given):
+        return Taken({f"{ROLLOUT}.vllm_omni.tensor_parallel_size": value or 1})
+    return Elsewhere(
+        f"a rollout worker of {value} GPUs needs GPUs of its own here (rollout.placement=separate): the recipe has "
+        "workers of one GPU each"
+    )
+
+
+def _validation_noise(path: str, value: Any, given: Given) -> Elsewhere:
+    return Elsewhere("validation is always the ODE, with the same noise for every checkpoint")
+
+
+def _validation_size(path: str, value: Any, given: Given) -> Elsewhere | None:
+    if value == given.get(f"{ROLLOUT}.pipeline.{path.rpartition('.')[2]}", 512):
+        return Elsewhere("validation samples at the rollout's size, which is the same")
+    return Elsewhere("validation samples at the rollout's size; a validation sweep measures others (docs/measuring.md)")
+
+
+def _attention(path: str, value: Any, given: Given) -> Taken | Elsewhere:
+    if value in ("FLASH_ATTN", "TORCH_SDPA"):
+        return Taken({f"{ROLLOUT}.vllm_omni.attention_backend": value})
+    return Elsewhere(f"vLLM-Omni chooses by itself here, or FLASH_ATTN or TORCH_SDPA; {value} is not offered")
+
+
+def _bypass(path: str, value: Any, given: Given) -> Taken:
+    corrects = given.get(f"{CORRECTION}.rollout_is") or given.get(f"{CORRECTION}.rollout_rs")
+    if value and corrects:
+        return Taken(
+            {path: False}, "weights and rejection compare with log-probs of the trainer, which bypass leaves out"
+        )
+    return Taken({path: value})
+
+
+def _rejection(path: str, value: Any, given: Given) -> Taken:
+    return Taken({path: value}, "verl bounds exp(-lr), so its [lo, hi] is [1/hi, 1/lo] here (docs/algorithms.md)")
+
+
+def _reward_function(path: str, value: Any, given: Given) -> Taken | Elsewhere:
+    """Of the one reward: its file and the function in it."""
+    file, function = given.get("reward.custom_reward_function.path"), given.get("reward.custom_reward_function.name")
+    if "placeholder" in str(function):
+        return Elsewhere("only holds a place: the rewards are those of reward.reward_functions")
+    if path.endswith(".name"):
+        return Elsewhere("named by its path")
+    return _scored_by("reward", str(file), function, given)
+
+
+def _scored_by(name: str, file: str, function: Any, given: Given) -> Taken | Elsewhere:
+    module = PurePosixPath(file.removeprefix("pkg://").replace(".", "/") if file.startswith("pkg://") else file).stem
+    if module == "genrm_ocr":
+        judge = {"model": given.get("reward.reward_model.model_path"), "base_url": "http://127.0.0.1:8000/v1"}
+        return Taken(
+            {f"{REWARD}.{name}": {"reward": "judge_ocr", "options": judge}},
+            "serve that model at that address (`vllm serve`), or use ocr, which reads on the CPU",
+        )
+    known = {
+        "jpeg_compressibility": "jpeg_compressibility",
+        "ocr": "ocr",
+        "pickscore": "pickscore",
+        "aesthetic": "aesthetic",
+        "clip_score": "clip_score",
+        "hpsv2": "hps",
+        "image_reward": "image_reward",
+    }.get(module)
+    if known:
+        return Taken({f"{REWARD}.{name}": {"reward": known}})
+    return Elsewhere(
+        f"{module}:{function} scores one picture a call; here a reward scores a batch: two lines around it, "
+        "docs/rewards.md#add-one-in-10-lines, and reward.functions.<name>.reward=package.module:Class"
+    )
+
+
+def _reward_entry(path: str, value: Any, given: Given) -> Taken | Elsewhere:
+    """`reward.reward_functions.<name>.<field>`."""
+    _, _, name, field = path.split(".", 3)
+    if field == "path":
+        return _scored_by(name, str(value), given.get(f"reward.reward_functions.{name}.name"), given)
+    if field in ("weight", "required"):
+        return Taken({f"{REWARD}.{name}.{field}": value})
+    if field == "timeout":
+        return Taken({f"{REWARD}.{name}.timeout_s": value})
+    if field == "max_retries":
+        return Taken({f"{REWARD}.{name}.retries": value})
+    if field == "name":
+        return Elsewhere("named by its path")
+    return Elsewhere(f"an option of that function: reward.functions.{name}.options, where the reward takes it")
+
+
+def _experiment(path: str, value: Any, given: Given) -> Taken:
+    return Taken({"tracking.experiment": value}, "MLflow's experiment")
+
+
+def _async(path: str, value: Any, given: Given) -> Taken | Elsewhere:
+    if value == "sync":
+        return Taken({"trainer.one_step_off_policy": False})
+    if value == "separate_async":
+        return Taken({"trainer.one_step_off_policy": True}, "one iteration ahead, never more (docs/iteration.md)")
+    return Elsewhere(f"{value} is not offered: one_step_off_policy samples one iteration ahead on GPUs of its own")
+
+
+def _profiler(path: str, value: Any, given: Given) -> Elsewhere:
+    return Elsewhere("torch.profiler traces of chosen iterations and ranks: trainer.profile (docs/measuring.md)")
+
+
+def _teacher(path: str, value: Any, given: Given) -> Taken:
+    return Taken({f"{ACTOR}.teacher_path": value})
+
+
+def _separate(given: Given) -> bool:
+    """Does the rollout have GPUs of its own?"""
+    return bool(given.get(f"{ROLLOUT}.nnodes"))
+
+
+def _rollout_workers(given: Given) -> int:
+    ranks = given.get("trainer.nnodes", 1) * given.get("trainer.n_gpus_per_node", 8)
+    if not _separate(given):
+        return ranks
+    gpus = given[f"{ROLLOUT}.nnodes"] * given.get(f"{ROLLOUT}.n_gpus_per_node", given.get("trainer.n_gpus_per_node", 8))
+    return gpus // (given.get(f"{ROLLOUT}.tensor_model_parallel_size") or 1)
+
+
+def _needs_no_old_log_probs(given: Given) -> bool:
+    """Does the loss read none, or compare with those of the weights that sampled, as it must when sampling ahead?"""
+    if given.get("trainer.v1.trainer_mode") == "separate_async":
+        return True
+    names = (given.get(f"{MODEL}.algorithm"), given.get(f"{ACTOR}.diffusion_loss.loss_mode"))
+    return any(FINISHED_SAMPLES.items() <= PRESETS.get(str(name), {}).items() for name in names)
+
+
+def _resume(path: str, value: Any, given: Given) -> Taken | Elsewhere:
+    if value == "resume_path":
+        return Elsewhere("a run goes on in its own folder: trainer.default_local_dir and the same config find it")
+    return Taken({path: "disable" if value == "disable" else "auto"})
+
+
+def _never(path: str, value: Any, given: Given) -> Taken:
+    """-1 is never there; 0 is here."""
+    return Taken({path: max(value, 0)})
+
+
+def _limit(to: str) -> Rule:
+    def rule(path: str, value: Any, given: Given) -> Taken | Elsewhere:
+        return Taken({to: value}) if value and value > 0 else Elsewhere("all, as here")
+
+    return rule
+
+
+SERVED = Elsewhere(
+    "the judge's server is started by hand (`vllm serve`): its address and model are options of reward.functions"
+)
+NO_COPY = Elsewhere("weights go from the trainer to the rollout in memory, whichever way rollout.weight_transport says")
+ENCODED = Elsewhere(
+    "prompts are encoded once, before the run: `python -m flows.prepare embeddings --model ... --max-sequence-length N`"
+)
+PREPARED = Elsewhere(
+    "prompts become one table with a split: `python -m flows.prepare prompts` reads files (docs/data.md)"
+)
+OLD_LOG_PROBS = Elsewhere("old and reference log-probs are computed in the update's micro-batches, for equal bits")
+RECORDED = Elsewhere("log-probs are recorded wherever the loss reads them")
+BY_LOSS = Elsewhere("the loss says which copies of the weights are kept, and which of them samples")
+TRACKED = Elsewhere("metrics and pictures go to MLflow: tracking.uri, tracking.pictures")
+MEMORY = Elsewhere("nothing is reserved: the estimate before the start says whether a run fits (docs/training.md)")
+SEEDED = _to("trainer.seed", note="one seed for data, rollout and weights")
+OFF_POLICY = Elsewhere("sampling ahead is by one iteration, so that no limit of age is needed")
+
+RULES: dict[str, Rule] = {
+    # data
+    "data.train_files": PREPARED,
+    "data.val_files": PREPARED,
+    "data.train_max_samples": Elsewhere("prompts of the table: n_train of params.yaml, or fewer lines in the file"),
+    "data.val_max_samples": _limit(f"{ROLLOUT}.val_kwargs.max_prompts"),
+    "data.max_prompt_length": ENCODED,
+    "data.truncation": Elsewhere("a prompt that is too long for the text encoder is refused when it is encoded"),
+    "data.seed": SEEDED,
+    "data.custom_cls.path": PREPARED,
+    "data.custom_cls.name": PREPARED,
+    "data.custom_cls.collate_fn": PREPARED,
+    # model
+    f"{MODEL}.algorithm": _algorithm,
+    f"{MODEL}.model_type": Elsewhere("the model's family is read from model_index.json"),
+    f"{MODEL}.path": _model_path,
+    f"{MODEL}.tokenizer_path": ENCODED,
+    f"{MODEL}.extra_tokenizers": ENCODED,
+    f"{MODEL}.custom_chat_template": ENCODED,
+    f"{MODEL}.attn_backend": Elsewhere("torch's attention, of one kernel for rollout and update (docs/training.md)"),
+    f"{MODEL}.policy_state_adapters": BY_LOSS,
+    f"{MODEL}.lora_dtype": Elsewhere("LoRA is fp32 and computes in model.dtype"),
+    f"{MODEL}.enable_gradient_checkpointing": _to(f"{ACTOR}.fsdp_config.gradient_checkpointing"),
+    f"{MODEL}.pipeline.guidance_scale": _to(f"{ROLLOUT}.pipeline.guidance_scale", note="it stands once"),
+    # actor
+    f"{ACTOR}.strategy": _strategy,
+    f"{ACTOR}.ppo_micro_batch_size_per_gpu": _micro_batch,
+    f"{ACTOR}.diffusion_loss.loss_mode": _loss,
+    f"{ACTOR}.diffusion_loss.mix_beta": _to(f"{ACTOR}.diffusion_loss.nft_beta"),
+    f"{ACTOR}.diffusion_loss.ref_kl_coef": lambda path, value, given: Taken(
+        {f"{ACTOR}.use_kl_loss": bool(value)} | ({f"{ACTOR}.kl_loss_coef": value} if value else {})
+    ),
+    f"{ACTOR}.diffusion_loss.add_kl_coefficient": Elsewhere("grpo_guard's coefficient is always applied"),
+    f"{ACTOR}.use_kl_loss": lambda path, value, given: Taken(
+        {path: value} | ({f"{ACTOR}.kl_loss_type": "flow_grpo"} if value else {}),
+        "of the form without the step length, as there" if value else "",
+    ),
+    f"{ACTOR}.optim.lr_warmup_steps_ratio": _optimizer,
+    f"{ACTOR}.grad_clip": _to(f"{ACTOR}.optim.clip_grad"),
+    f"{ACTOR}.fsdp_config.model_dtype": _model_dtype,
+    f"{ACTOR}.fsdp_config.fsdp_size": _sharded_over,
+    f"{ACTOR}.fsdp_config.offload_policy": _to(
+        f"{ACTOR}.fsdp_config.param_offload", note="FSDP2's own offload is the only one"
+    ),
+    # rollout
+    f"{ROLLOUT}.mode": Elsewhere("the rollout always takes batches as they come and gives them as they end"),
+    f"{ROLLOUT}.tensor_model_parallel_size": _tensor_parallel,
+    f"{ROLLOUT}.data_parallel_size": Elsewhere("rollout.num_actors workers share the batches"),
+    f"{ROLLOUT}.agent.num_workers": Elsewhere(
+        "the run's own process hands batches out; workers are rollout.num_actors"
+    ),
+    f"{ROLLOUT}.nnodes": Elsewhere("above 0: rollout.placement=separate, with its GPUs as rollout.num_actors"),
+    f"{ROLLOUT}.n_gpus_per_node": Elsewhere("see rollout.nnodes"),
+    f"{ROLLOUT}.dtype": _model_dtype,
+    f"{ROLLOUT}.load_format": NO_COPY,
+    f"{ROLLOUT}.layered_summon": NO_COPY,
+    f"{ROLLOUT}.checkpoint_engine.backend": NO_COPY,
+    f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes": _to(f"{ROLLOUT}.update_weights_bucket_megabytes"),
+    f"{ROLLOUT}.free_cache_engine": _to(f"{ROLLOUT}.enable_sleep_mode"),
+    f"{ROLLOUT}.gpu_memory_utilization": MEMORY,
+    f"{ROLLOUT}.enforce_eager": _to(f"{ROLLOUT}.vllm_omni.enforce_eager"),
+    f"{ROLLOUT}.step_execution": _to(f"{ROLLOUT}.vllm_omni.step_execution"),
+    f"{ROLLOUT}.max_num_seqs": _to(f"{ROLLOUT}.micro_batch_size"),
+    f"{ROLLOUT}.engine_kwargs.vllm_omni.max_num_seqs": Elsewhere(
+        "samples denoised together are rollout.micro_batch_size, here the update's, for equal bits"
+    ),
+    f"{ROLLOUT}.engine_kwargs.vllm_omni.request_batch_max_wait_ms": _to(
+        f"{ROLLOUT}.vllm_omni.request_batch_max_wait_ms"
+    ),
+    f"{ROLLOUT}.rollout_attn_backend": _attention,
+    f"{ROLLOUT}.rollout_adapter": BY_LOSS,
+    f"{ROLLOUT}.max_prompt_embed_length": ENCODED,
+    f"{ROLLOUT}.calculate_log_probs": RECORDED,
+    f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": OLD_LOG_PROBS,
+    f"{ROLLOUT}.seed": SEEDED,
+    f"{ROLLOUT}.pipeline.max_sequence_length": _same("embeddings of another length are refused"),
+    f"{ROLLOUT}.pipeline.output_type": Elsewhere("pictures and latents are both there for rewards"),
+    f"{ROLLOUT}.algo.sample_strategy": _to(f"{ROLLOUT}.algo.sde_window_mode"),
+    f"{ROLLOUT}.algo.sde_window_seed": Elsewhere("the window is drawn from trainer.seed and the iteration"),
+    f"{ROLLOUT}.val_kwargs.pipeline.height": _validation_size,
+    f"{ROLLOUT}.val_kwargs.pipeline.width": _validation_size,
+    f"{ROLLOUT}.val_kwargs.pipeline.output_type": Elsewhere("pictures and latents are both there for rewards"),
+    f"{ROLLOUT}.external_lib": _to(f"{MODEL}.external_lib"),
+    # algorithm
+    "algorithm.adv_estimator": _estimator,
+    f"{CORRECTION}.bypass_mode": _bypass,
+    f"{CORRECTION}.loss_type": Elsewhere("the ratio is the loss's own"),
+    f"{CORRECTION}.rollout_rs_threshold": _rejection,
+    # reward
+    "reward.num_workers": Elsewhere("workers are counted a reward: reward.functions.<name>.num_workers"),
+    "reward.custom_reward_function.path": _reward_function,
+    "reward.custom_reward_function.name": _reward_function,
+    "reward.aggregation": lambda path, value, given: Elsewhere(
+        "rewards are added up by their weights"
+        if value == "weighted_sum"
+        else f"{value} is not offered: weighted sum is"
+    ),
+    # trainer
+    "trainer.device": _device,
+    "trainer.logger": TRACKED,
+    "trainer.project_name": _experiment,
+    "trainer.log_val_generations": TRACKED,
+    "trainer.rollout_data_dir": TRACKED,
+    "trainer.validation_data_dir": TRACKED,
+    "trainer.total_epochs": Elsewhere("a run is counted in iterations, trainer.total_training_steps"),
+    "trainer.resume_mode": _resume,
+    "trainer.resume_from_path": Elsewhere("a run goes on in its own folder, trainer.default_local_dir"),
+    "trainer.save_freq": _never,
+    "trainer.test_freq": _never,
+    "trainer.use_v1": Elsewhere("there is one loop"),
+    "trainer.v1.trainer_mode": _async,
+    # distillation
+    "distillation.enabled": Elsewhere("a loss by distillation and actor.teacher_path say so"),
+    "distillation.teacher_models.teacher_model.model_path": _teacher,
+}
+
+SECTIONS: dict[str, Rule] = {
+    "actor_rollout_ref.ref.": OLD_LOG_PROBS,
+    f"{ACTOR}.fsdp_config.wrap_policy.": Elsewhere("each family names the blocks that are sharded"),
+    f"{ACTOR}.veomni_config.": Elsewhere("VeOmni is no training engine here; fsdp_config says the same of FSDP2"),
+    f"{ACTOR}.profiler.": _profiler,
+    f"{ROLLOUT}.profiler.": _profiler,
+    "global_profiler.": _profiler,
+    f"{ROLLOUT}.val_kwargs.algo.": _validation_noise,
+    f"{ROLLOUT}.agent.": Elsewhere("there is no agent loop: a prompt is sampled once"),
+    "reward.reward_functions.": _reward_entry,
+    "reward.reward_manager.": Elsewhere("reward.functions is the manager of any number of rewards"),
+    "reward.reward_model.": SERVED,
+    "trainer.v1.": OFF_POLICY,
+    "transfer_queue.": Elsewhere("batches stay in Ray's object store, and only references travel"),
+}
+"""Rules of whole sections, for what has none of its own."""
+
+DEFAULTS: dict[str, Any] = {
+    # What a script leaves out is VeRL-Omni's default, where it is not ours; docs/defaults.md says why ours differs.
+    f"{ROLLOUT}.n": 1,
+    f"{ROLLOUT}.algo.noise_level": 1.0,
+    f"{ROLLOUT}.algo.iters_per_group": 1,
+    f"{ROLLOUT}.val_kwargs.pipeline.num_inference_steps": 50,
+    f"{ROLLOUT}.placement": lambda given: "separate" if _separate(given) else "colocated",
+    f"{ROLLOUT}.num_actors": _rollout_workers,
+    f"{ROLLOUT}.weight_transport": lambda given: "collective" if _separate(given) else "ipc",
+    f"{ACTOR}.ppo_mini_batch_size": 256,
+    f"{ACTOR}.optim.lr": 1e-6,
+    f"{ACTOR}.optim.weight_decay": 0.01,
+    f"{ACTOR}.diffusion_loss.dpo_beta": 2000.0,
+    f"{ACTOR}.diffusion_loss.nft_beta": 0.5,
+    f"{ACTOR}.kl_loss_coef": lambda given: 0.001 if given.get(f"{ACTOR}.use_kl_loss") else None,
+    f"{ACTOR}.fsdp_config.gradient_checkpointing": True,
+    f"{ACTOR}.fsdp_config.param_dtype": "bfloat16",
+    f"{CORRECTION}.bypass_mode": lambda given: None if _needs_no_old_log_probs(given) else False,
+    "trainer.device": "cuda",
+    "trainer.n_gpus_per_node": 8,
+    "trainer.test_freq": 0,
+    "trainer.save_freq": 0,
+}
+"""Also what follows from several fields at once."""

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `python -m flows.migrate`: what it prints and writes, and how it ends."""
+
+from pathlib import Path
+
+from typer.testing import CliRunner, Result
+
+from flows.migrate import migrate
+from flows.recipes import load_config
+from flows.terminal import command_of
+from tests.tasks.test_migration import SCRIPT
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(command_of(migrate), [str(argument) for argument in arguments])
+
+
+def test_a_script_becomes_a_recipe_that_the_train_command_reads(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(SCRIPT)
+    done = run(tmp_path / "run.sh", "--out", tmp_path / "recipe.yaml")
+    assert done.exit_code == 0, done.output
+    assert "unknown   trainer.no_such_field=1: this project has no such field" in done.stdout
+    assert "21 overrides: 8 taken, 8 renamed, 4 explained, 1 unknown" in done.stdout
+    assert load_config(tmp_path / "recipe.yaml").algorithm.name == "mix_grpo"
+
+
+def test_an_invalid_recipe_is_written_with_its_reason_and_fails(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text("data.train_batch_size=8\n")
+    done = run(tmp_path / "run.sh", "--out", tmp_path / "recipe.yaml")
+    assert done.exit_code == 2
+    assert "the recipe is not valid yet: actor_rollout_ref.rollout.n is 1" in done.stderr
+    assert "# Not valid yet: actor_rollout_ref.rollout.n is 1" in (tmp_path / "recipe.yaml").read_text()
+
+
+def test_several_scripts_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "a.sh").write_text(SCRIPT)
+    (tmp_path / "b.sh").write_text("data.train_batch_size=8\n")
+    done = run(tmp_path / "a.sh", tmp_path / "b.sh")
+    assert "21 of 22 overrides taken, renamed or explained\n1 of 2 recipes valid as they are" in done.stdout
+    refused = run(tmp_path / "a.sh", tmp_path / "b.sh", "--out", tmp_path / "recipe.yaml")
+    assert refused.exit_code == 2
+    assert "--out" in refused.stderr
+    assert run(tmp_path / "c.sh").exit_code == 2

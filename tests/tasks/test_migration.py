@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What becomes of a VeRL-Omni script: nothing is lost, the recipe is valid, and its silent defaults come along."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from models.algorithms import DiffusionAdvantageEstimator
+from tasks.config.errors import ConfigError, field_paths
+from tasks.config.migration.rules import DEFAULTS, ESTIMATORS, RULES, Taken
+from tasks.config.migration.script import read_overrides
+from tasks.config.migration.translate import Translation, translate
+from tasks.config.overrides import flat
+from tasks.config.tree import TrainConfig
+
+SCRIPT = r"""#!/bin/bash
+# A script in the reference's manner: data.seed=1 in a comment is none of its overrides.
+GPUS=${GPUS:-4}
+TP=1
+export MODEL=${MODEL:-Some/Model-1.5}
+here=$(dirname "$0")
+if [ "$GPUS" = 8 ]; then
+    micro=8
+else
+    micro=6
+fi
+
+CUDA_VISIBLE_DEVICES=0,1 python3 -m verl_omni.trainer.main_diffusion \
+    data.train_files=$HOME/train.parquet \
+    data.train_batch_size=8 \
+    actor_rollout_ref.model.algorithm=mix_grpo \
+    actor_rollout_ref.model.path=$MODEL \
+    actor_rollout_ref.model.target_modules="['to_q','to_k']" \
+    actor_rollout_ref.actor.optim.lr=3e-4 \
+    actor_rollout_ref.actor.use_kl_loss=True \
+    actor_rollout_ref.actor.ppo_mini_batch_size=4 \
+    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=$micro \
+    actor_rollout_ref.rollout.name=vllm_omni \
+    actor_rollout_ref.rollout.n=16 \
+    actor_rollout_ref.rollout.agent.num_workers=$((GPUS / TP)) \
+    actor_rollout_ref.rollout.algo.sample_strategy=progressive \
+    +actor_rollout_ref.rollout.engine_kwargs.vllm_omni.request_batch_max_wait_ms=10 \
+    reward.custom_reward_function.path=$here/jpeg_compressibility.py \
+    reward.custom_reward_function.name=compute_score \
+    trainer.logger='["console", "wandb"]' \
+    trainer.n_gpus_per_node=$GPUS \
+    trainer.save_freq=-1 \
+    trainer.no_such_field=1 \
+    trainer.total_training_steps=20 "$@"
+"""
+
+
+def made(script: str = SCRIPT) -> Translation:
+    return translate(read_overrides(script))
+
+
+def test_a_script_is_read_as_a_shell_would_read_it() -> None:
+    found = {override.path: override.value for override in read_overrides(SCRIPT)}
+    assert found["data.train_files"] == "$HOME/train.parquet"
+    assert found["actor_rollout_ref.model.path"] == "Some/Model-1.5"
+    assert found["actor_rollout_ref.model.target_modules"] == ["to_q", "to_k"]
+    assert found["actor_rollout_ref.actor.optim.lr"] == 3e-4
+    assert found["actor_rollout_ref.rollout.agent.num_workers"] == 4
+    assert found["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"] == 6
+    assert found["trainer.logger"] == ["console", "wandb"]
+    assert "data.seed" not in found
+    assert len(found) == SCRIPT.count("=", SCRIPT.index("main_diffusion"))
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("a.b=$((7 / 2))", 3),
+        ("x=3; y=$x", None),
+        ("N=3\na.b=$((N * (N + 1)))", 12),
+        ("N=3\na.b=${M:-$N}", 3),
+        ("a.b=$(nproc)", "$SET_BY_A_COMMAND"),
+        ("+a.b=1", 1),
+        ("++a.b=null", None),
+        ("a.b=1\na.b=2", 2),
+        ("a.b='$0 costs'", "$0 costs"),
+    ],
+)
+def test_values(text: str, value: Any) -> None:
+    found = read_overrides(text + "\na.c=0")
+    assert {one.path: one.value for one in found}.get("a.b") == value
+
+
+def test_what_cannot_be_read_is_said() -> None:
+    with pytest.raises(ConfigError, match=r"the script, line 2 cannot be read as a shell would .*: mend its quotes"):
+        read_overrides("a.b=1\na.c='open\n")
+    with pytest.raises(ConfigError, match=r"holds no override of the form section\.field=value"):
+        read_overrides("echo hello\n")
+
+
+def test_every_override_has_a_line_and_the_recipe_is_valid() -> None:
+    one = made()
+    assert one.problem is None
+    assert [line.override.path for line in one.lines] == [override.path for override in read_overrides(SCRIPT)]
+    kinds = {line.override.path: line.kind for line in one.lines}
+    assert kinds.pop("trainer.no_such_field") == "unknown"
+    assert "unknown" not in kinds.values()
+    assert kinds["data.train_batch_size"] == "taken"
+    assert kinds["actor_rollout_ref.rollout.algo.sample_strategy"] == "renamed"
+    assert kinds["actor_rollout_ref.rollout.agent.num_workers"] == "explained"
+
+
+def test_what_is_written_is_what_was_meant() -> None:
+    config = TrainConfig.model_validate(yaml.safe_load(yaml.safe_dump(made().config)))
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    assert config.algorithm.name == "mix_grpo"
+    assert rollout.algo.sde_window_mode == "progressive"
+    assert rollout.vllm_omni.request_batch_max_wait_ms == 10
+    assert (actor.use_kl_loss, actor.kl_loss_type, actor.kl_loss_coef) == (True, "flow_grpo", 0.001)
+    assert config.reward.functions["reward"].reward == "jpeg_compressibility"
+    assert config.trainer.save_freq == 0
+    assert (rollout.placement, rollout.num_actors, config.trainer.n_gpus_per_node) == ("colocated", 4, 4)
+    # 4 prompts of 16 samples on 4 ranks are 16 a rank, which 6 does not divide.
+    assert actor.ppo_micro_batch_size_per_gpu == rollout.micro_batch_size == 4
+
+
+def test_the_rollout_of_its_own_gpus() -> None:
+    config = made(
+        SCRIPT.replace(
+            "trainer.logger=",
+            "actor_rollout_ref.rollout.nnodes=2 actor_rollout_ref.rollout.n_gpus_per_node=4 "
+            "actor_rollout_ref.rollout.tensor_model_parallel_size=2 trainer.logger=",
+        )
+    ).config
+    rollout = config["actor_rollout_ref"]["rollout"]
+    assert (rollout["placement"], rollout["num_actors"], rollout["weight_transport"]) == ("separate", 4, "collective")
+    assert rollout["vllm_omni"]["tensor_parallel_size"] == 2
+
+
+def test_one_that_is_not_valid_says_why() -> None:
+    assert "rollout.n is 1" in str(made("data.train_batch_size=8\nactor_rollout_ref.rollout.n=1").problem)
+
+
+def test_defaults_that_differ_come_along() -> None:
+    """Every row of docs/defaults.md whose other side is a value a run could have, but for the reasons given."""
+    meant_otherwise = {
+        "actor_rollout_ref.rollout.pipeline.max_sequence_length": "embeddings are made before",
+        "actor_rollout_ref.rollout.pipeline.num_frames": "null means pictures, as 1 does there",
+        "actor_rollout_ref.rollout.update_weights_bucket_megabytes": "how weights travel shapes no run",
+        "actor_rollout_ref.model.target_modules": "each family names its linear layers",
+        "trainer.total_training_steps": "follows from the number of prompts, which a script does not say",
+        "trainer.max_actor_ckpt_to_keep": "keeping all of them fills a disk",
+    }
+    page = (Path(__file__).parents[2] / "docs/defaults.md").read_text()
+    rows = re.findall(r"^\| `([\w.]+)` \| `[^`]*` \| `([^`]+)`", page, re.MULTILINE)
+    config = flat(made("data.train_batch_size=8\nactor_rollout_ref.actor.use_kl_loss=True").config)
+    assert len(rows) > 15
+    for path, theirs in rows:
+        if path in meant_otherwise:
+            continue
+        expected = yaml.safe_load(theirs)
+        assert (
+            float(config[path]) == max(float(expected), 0)
+            if not isinstance(expected, str)
+            else config[path] == expected
+        ), path
+
+
+def test_rules_lead_to_fields_that_there_are() -> None:
+    fields = set(field_paths(TrainConfig))
+    given: dict[str, Any] = dict.fromkeys(RULES, 2)
+    for path, rule in RULES.items():
+        became = rule(path, 2, given) if callable(rule) else rule
+        for to in became.settings if isinstance(became, Taken) else ():
+            assert to in fields or to.startswith("reward.functions."), f"{path} -> {to}"
+    assert set(DEFAULTS) <= fields
+    assert set(ESTIMATORS) == {one.value for one in DiffusionAdvantageEstimator}
