@@ -2,6 +2,9 @@
 """Sweeps: many training runs over some fields of a config, as children of one MLflow run."""
 
 if __name__ == "__main__":  # before the imports that take seconds, so that a wrong command is answered at once
+    from flows.stopping import end_now, handle
+
+    handle(end_now)
     from flows.commands import main
 
     main("sweep")
