@@ -4,7 +4,7 @@
 import os
 
 # A closed network must cost nothing and nobody is watched: each of these programs would call home otherwise. (The
-# last are there for the terminal: libraries' bars for every file, and their notes on how they make a data base.)
+# last are there for the terminal: libraries would draw bars of their own for every file.)
 for _switch in (
     "DO_NOT_TRACK=true",
     "MLFLOW_DISABLE_TELEMETRY=true",
@@ -13,7 +13,6 @@ for _switch in (
     "DVC_NO_ANALYTICS=1",
     "HF_HUB_DISABLE_TELEMETRY=1",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR=false",
-    "MLFLOW_LOGGING_LEVEL=WARNING",
     "HF_HUB_DISABLE_PROGRESS_BARS=1",
     "TRANSFORMERS_VERBOSITY=error",
 ):

@@ -137,8 +137,7 @@ def _access_of(living: Mapping[str, psutil.Process], ports: Mapping[str, int]) -
     Raises:
         ServiceError: they are not there, or it is at other ports.
     """
-    names, text = ", ".join(living), ENVIRONMENT.read_text() if ENVIRONMENT.is_file() else ""
-    written = dict(word.split("=", 1) for word in shlex.split(text) if "=" in word)
+    names, written = ", ".join(living), _exported() if ENVIRONMENT.is_file() else {}
     if not written.keys() >= {*new_access(), *_urls(0, 0)}:
         raise ServiceError(f"already up ({names}), but {ENVIRONMENT} is not whole: `make down` first")
     wanted = _urls(ports["prefect"], ports["mlflow"])
@@ -344,6 +343,12 @@ def _end(process: psutil.Process) -> None:
     for member in left:
         member.kill()
     psutil.wait_procs(left, timeout=END_SECONDS)
+
+
+def _exported() -> dict[str, str]:
+    """The variables of .services/environment."""
+    words = (shlex.split(line)[1] for line in ENVIRONMENT.read_text().splitlines())
+    return dict(word.split("=", 1) for word in words)
 
 
 def _require_free(name: str, port: int) -> None:

@@ -15,7 +15,7 @@ from models.errors import DoubleflowError
 USER = "doubleflow"
 NOWHERE = "http://127.0.0.1"
 """An origin that no page has: the temporary server has no pages."""
-SMALL = {"PREFECT_SERVER_REGISTER_BLOCKS_ON_START": "false", "PREFECT_LOGGING_SERVER_LEVEL": "ERROR"}
+QUIET = {"PREFECT_SERVER_REGISTER_BLOCKS_ON_START": "false", "PREFECT_LOGGING_SERVER_LEVEL": "ERROR"}
 """Of the temporary server: it makes no list of block types, and speaks in the run's terminal only of its errors."""
 DVC_SITE_CACHE = Path(".doubleflow/dvc")
 
@@ -46,7 +46,7 @@ def server_settings(access: Mapping[str, str], prefect_port: int | None = None) 
         "PREFECT_SERVER_API_AUTH_STRING": access["PREFECT_API_AUTH_STRING"],
         "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": origins,
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
-    }
+    } | (QUIET if prefect_port is None else {})
 
 
 def guard_temporary_server() -> None:
@@ -62,8 +62,6 @@ def guard_temporary_server() -> None:
     access = new_access()
     wanted = server_settings(access) | {"PREFECT_API_AUTH_STRING": access["PREFECT_API_AUTH_STRING"]}
     os.environ |= {name: value for name, value in wanted.items() if name.startswith("PREFECT")}
-    for name, value in SMALL.items():
-        os.environ.setdefault(name, value)
     refresh_global_settings_context()
 
 

@@ -2,10 +2,8 @@
 """How far a run is and how long it will take, in the terminal and on Prefect's page."""
 
 import math
-import os
-import sys
 import time
-from typing import TextIO, cast
+from typing import cast
 from uuid import UUID
 
 from prefect.artifacts import create_progress_artifact, update_progress_artifact
@@ -13,14 +11,10 @@ from tqdm import tqdm
 
 SECONDS_BETWEEN_UPDATES = 5.0
 """Of Prefect's artifact; an update is a request."""
-LINE = "{desc}: {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
-"""An iteration's, where the output is no terminal."""
 
 
 class Progress:
     """A bar in the terminal and a progress artifact of the flow run, which says what is left.
-
-    Where standard error is a file or a pipe, each iteration has a line there, and no bar is drawn over itself.
 
     Args:
         name: of the run.
@@ -30,9 +24,7 @@ class Progress:
 
     def __init__(self, name: str, total: int, done: int):
         self.name = name
-        self._lines = None if sys.stderr.isatty() else sys.stderr
-        drawn = {"dynamic_ncols": True} if self._lines is None else {"bar_format": LINE, "file": _nowhere()}
-        self.bar = tqdm(total=total, initial=done, desc="training", unit="it", **drawn)
+        self.bar = tqdm(total=total, initial=done, desc="training", unit="it", dynamic_ncols=True)
         artifact = create_progress_artifact(progress=100 * done / total, key="training", description=name)
         self._artifact = cast(UUID, artifact)  # Prefect's signature allows for a coroutine, as in async code
         self._updated = time.monotonic()
@@ -45,8 +37,6 @@ class Progress:
         """One iteration is done."""
         self.show(**numbers)
         self.bar.update()
-        if self._lines is not None:
-            print(self.bar, file=self._lines, flush=True)
         if self.bar.n >= self.bar.total or time.monotonic() - self._updated >= SECONDS_BETWEEN_UPDATES:
             self._updated = time.monotonic()
             percent = 100 * self.bar.n / self.bar.total
@@ -55,7 +45,3 @@ class Progress:
     def close(self) -> None:
         """Leave the bar as it is."""
         self.bar.close()
-
-
-def _nowhere() -> TextIO:
-    return open(os.devnull, "w")
