@@ -2,6 +2,7 @@
 """How a command ends that does not end well: in one sentence, and with an exit code that says which end it was."""
 
 import logging
+import os
 import shlex
 import sys
 import warnings
@@ -109,6 +110,10 @@ def sentence(error: Exception) -> str | None:
         return str(told)
     if _is_one_of(told, ("mlflow.exceptions", "MlflowException")):
         return f"MLflow: {' '.join(str(told).split())}"
+    if _is_one_of(told, ("ray.exceptions", "RayActorError")):
+        return f"a worker process died: {' '.join(str(told).split())}"
+    if _is_one_of(told, ("httpx", "TransportError")):  # which only Prefect's client lets through
+        return f"Prefect's server at {os.environ.get('PREFECT_API_URL', 'its address')} does not answer: {told!r}"
     return None
 
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mlflow import MlflowClient
+from mlflow.entities import RunInfo
 from mlflow.entities.model_registry import ModelVersion
 from PIL import Image
 from prefect import get_run_logger
@@ -134,18 +134,17 @@ def summarise(run: TrainingRun, minutes: float) -> Summary:
         registered=registered,
         base_model=base_model,
         picture=str(picture),
-        mlflow_page=mlflow_page(run.tracker.client, run.tracker.run_id),
+        mlflow_page=mlflow_page(run.tracker.uri, run.tracker.client.get_run(run.tracker.run_id).info),
         prefect_page=prefect_page(),
         gpu_minutes=60 * run.spent.get("cost/gpu_hours", 0.0),
     )
 
 
-def mlflow_page(client: MlflowClient, run_id: str) -> str:
+def mlflow_page(uri: str, recorded: RunInfo) -> str:
     """The run's page on MLflow's server; where its records are files or a data base, the command that shows them."""
-    uri = client.tracking_uri
     if not uri.startswith("http"):
         return f"{beside_python('mlflow')} ui --backend-store-uri {uri}"
-    return f"{uri.rstrip('/')}/#/experiments/{client.get_run(run_id).info.experiment_id}/runs/{run_id}"
+    return f"{uri.rstrip('/')}/#/experiments/{recorded.experiment_id}/runs/{recorded.run_id}"
 
 
 def prefect_page() -> str:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from mlflow import MlflowClient
+from mlflow.entities import RunInfo
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from tasks.run.summary import Summary, mlflow_page, prefect_page
@@ -60,14 +60,14 @@ def test_gpu_minutes_are_told_where_a_gpu_was_held() -> None:
     assert lines(replace(WHOLE, gpu_minutes=2.04))["trained"] == "3 iterations, 1.0 minutes, 2.0 GPU-minutes"
 
 
-def test_pages_are_those_of_the_servers_that_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_are_those_of_the_servers_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
     told = lines(replace(WHOLE, mlflow_page="http://a/#/1", prefect_page="http://b/2"))
     assert told["MLflow"] == "page    http://a/#/1"
     assert told["Prefect"] == "page   http://b/2"
-    store = f"sqlite:///{tmp_path}/mlflow.db"
-    run = MlflowClient(store).create_run(MlflowClient(store).create_experiment("e", f"{tmp_path}/files"))
+    recorded = RunInfo("f00", "7", "me", "FINISHED", 0, 1, "active")
+    assert mlflow_page("http://127.0.0.1:5000/", recorded) == "http://127.0.0.1:5000/#/experiments/7/runs/f00"
     monkeypatch.chdir(Path(sys.executable).parents[1])
-    assert mlflow_page(MlflowClient(store), run.info.run_id) == f"bin/mlflow ui --backend-store-uri {store}"
+    assert mlflow_page("sqlite:///mlflow.db", recorded) == "bin/mlflow ui --backend-store-uri sqlite:///mlflow.db"
     monkeypatch.setenv("PREFECT_HOME", ".prefect")
     with temporary_settings(restore_defaults={PREFECT_API_URL}):
         assert prefect_page() == "PREFECT_HOME=.prefect bin/prefect server start"
