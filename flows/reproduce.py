@@ -263,5 +263,6 @@ def _call(*command: str, folder: Path | None = None, environment: Mapping[str, s
 
 def _reason(output: str) -> str:
     """The sentences of git, DVC and this project where there are some, else the end of what was printed."""
-    said = re.split(r"^(?:ERROR|error|fatal): ", output, flags=re.MULTILINE)[1:]
+    told = re.sub(r"^continue: .*\n?", "", output, flags=re.MULTILINE)  # in a folder that will not be there
+    said = re.split(r"^(?:ERROR|error|fatal): ", told, flags=re.MULTILINE)[1:]
     return " ".join("; ".join(said).split())[-1500:] if said else output.strip()[-3000:]

@@ -47,13 +47,14 @@ def handle(handler: Handler) -> dict[signal.Signals, signal.Handlers | Handler |
 
 @contextmanager
 def handled(handler: Handler) -> Iterator[None]:
-    """The same for the block."""
+    """The same for the block; a handler that comes within it stays."""
     before = handle(handler)
     try:
         yield
     finally:
         for number, earlier in before.items():
-            signal.signal(number, earlier)
+            if signal.getsignal(number) is handler:
+                signal.signal(number, earlier)
 
 
 def signal_of(error: BaseException | None) -> int:

@@ -14,7 +14,7 @@ import typer
 from pydantic import ValidationError
 from typer.core import TyperGroup
 
-from flows.stopping import Handler, Stopped, end_now, handled, raise_it, signal_of, stopped
+from flows.stopping import Handler, Stopped, end_now, handle, handled, raise_it, signal_of, stopped
 from models.errors import DoubleflowError
 from tasks.config.errors import described
 from tasks.system.processes import beside_python
@@ -170,17 +170,17 @@ def started(flow: Callable[..., Any], debug: bool, *arguments: Any, continues: b
     from flows.deploy.access import guard_temporary_server, start_temporary_server
 
     guard_temporary_server()
+    handle(raise_it)  # from now on there is something to end
+    start_temporary_server()
     if debug:
         return flow(*arguments, **named)
     quiet_console()
-    with handled(raise_it):
-        try:
-            start_temporary_server()
-            return flow(*arguments, **named)
-        except (Exception, KeyboardInterrupt, Stopped) as error:
-            if continues and last_words(error)[1] != WRONG_INPUT:
-                error.add_note(f"continue: {command_line()}")
-            raise
+    try:
+        return flow(*arguments, **named)
+    except (Exception, KeyboardInterrupt, Stopped) as error:
+        if continues and last_words(error)[1] != WRONG_INPUT:
+            error.add_note(f"continue: {command_line()}")
+        raise
 
 
 def command_line() -> str:
