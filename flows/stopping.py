@@ -24,7 +24,7 @@ def stopped(number: int) -> str:
 
 def end_now(number: int, frame: FrameType | None = None) -> None:
     """For where nothing is there yet that would have to be ended: an import may swallow what is raised within it."""
-    os.write(2, f"{stopped(number)}\n".encode())
+    os.write(2, f"{chr(10) * os.isatty(2)}{stopped(number)}\n".encode())  # below the terminal's ^C
     os._exit(128 + number)
 
 

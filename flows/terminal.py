@@ -76,6 +76,8 @@ def in_a_sentence(debug: bool = False, on_signal: Handler = end_now) -> Iterator
         said, code = last_words(error)
         if said is None:
             raise
+        if code != WRONG_INPUT and sys.stderr.isatty():  # below the bar, or the terminal's ^C
+            typer.echo(err=True)
         for line in dict.fromkeys([said, *_notes(error)]):
             typer.echo(line, err=True)
         raise typer.Exit(code) from None
