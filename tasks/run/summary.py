@@ -152,7 +152,7 @@ def prefect_page() -> str:
     settings = get_current_settings()
     if settings.api.url is not None:
         return url_for("flow-run", flow_run.id) or settings.api.url
-    home = os.environ.get("PREFECT_HOME")
+    home = os.environ.get("PREFECT_HOME", "").removeprefix(f"{Path.cwd()}/")
     return f"{f'PREFECT_HOME={home} ' if home else ''}{beside_python('prefect')} server start"
 
 
