@@ -46,7 +46,7 @@ def train(
         from flows.train import train as flow
         from tasks.run.summary import Summary
 
-        summary = Summary(**started(flow, debug, chosen, overrides))
+        summary = Summary(**started(flow, debug, chosen, overrides, continues=True))
         typer.echo(f"\n{summary.text()}\n")
 
 
@@ -91,7 +91,7 @@ def sweep(
         check_fields(changed, searches)
         from flows.sweep import sweep as flow
 
-        for name, value in started(flow, debug, config, searches, overrides).items():
+        for name, value in started(flow, debug, config, searches, overrides, continues=True).items():
             typer.echo(f"{name:16} {value}")
 
 

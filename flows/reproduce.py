@@ -2,6 +2,9 @@
 """Do the first iterations of a recorded run again, from its commit and its data, and say what came out the same."""
 
 if __name__ == "__main__":  # before the imports that take seconds, so that a wrong command is answered at once
+    from flows.stopping import end_now, handle
+
+    handle(end_now)
     from flows.commands import main
 
     main("reproduce")
@@ -27,6 +30,7 @@ from prefect.artifacts import create_table_artifact
 from prefect.states import Completed, Failed, State
 
 from flows.deploy.access import dvc_environment
+from models.errors import DoubleflowError
 from models.import_paths import check_allowed
 from tasks.config.tracking import TrackingConfig
 from tasks.records.history import HistoryError, RunHistory, comparable
@@ -37,6 +41,10 @@ from tasks.run.preflight import ConfigError
 EQUAL, CLOSE, DIFFERENT = "equal", "within tolerance", "different"
 IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 WORKTREE = "doubleflow-"
+
+
+class ReproduceError(DoubleflowError, RuntimeError):
+    """What has to be done again cannot be: a command of git, DVC or the training failed."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +80,7 @@ def reproduce(run: str, iterations: int = 3, tolerance: float = 1e-5, tracking: 
     config = shortened(history.config(), iterations, f"reproduce-{run[:8]}")
     check_import_paths(config)
     with worktree(history) as folder:
-        check_data(history, folder)
+        check_out_data(history, folder)
         new = RunHistory(client, _train(folder, config, _absolute(client.tracking_uri)))
     outcomes = compare_metrics(history.metrics(), new.metrics(), iterations, tolerance)
     rows = [vars(outcome) for outcome in outcomes]
@@ -104,7 +112,7 @@ def shortened(config: dict[str, Any], iterations: int, name: str) -> dict[str, A
 
 @contextmanager
 def worktree(history: RunHistory) -> Iterator[Path]:
-    """The repository at the run's commit with its differing files and DVC's data, in a folder that goes afterwards."""
+    """The repository at the run's commit with its differing files, in a folder that goes afterwards."""
     commit, patch = recorded_code(history)
     private = Path(mkdtemp(prefix=f"{WORKTREE}{os.getpid()}-"))  # only this user's; the number is for `make prune`
     folder = private / "code"
@@ -118,11 +126,6 @@ def worktree(history: RunHistory) -> Iterator[Path]:
         )
         if files:
             _call("git", "-C", str(folder), "apply", str(patch))
-        cache = subprocess.check_output([sys.executable, "-m", "dvc", "cache", "dir"], text=True).strip()
-        environment = os.environ | dvc_environment(private)
-        where = str(Path(cache).resolve())
-        _call(sys.executable, "-m", "dvc", "cache", "dir", "--local", where, folder=folder, environment=environment)
-        _call(sys.executable, "-m", "dvc", "checkout", "--quiet", folder=folder, environment=environment)
         yield folder
     finally:
         subprocess.run(["git", "worktree", "remove", "--force", str(folder)], capture_output=True)
@@ -184,22 +187,30 @@ def _author(commit: str) -> str:
     return subprocess.check_output(["git", "show", "--no-patch", "--format=%an <%ae>", commit], text=True).strip()
 
 
-def check_data(history: RunHistory, folder: Path) -> None:
-    """Compare the checked-out data with what the run read.
+def check_out_data(history: RunHistory, folder: Path) -> None:
+    """Have DVC put in place what the run read, and nothing else: of its other outputs many were never made here.
 
     Raises:
-        HistoryError: a file is missing or is another one.
+        HistoryError: what the run read is not known, or is another file at its commit.
+        ReproduceError: this repository's DVC does not have it.
     """
-    config, hashes, read = history.config(), dvc_hashes(folder), history.run.inputs
-    if read is None:
+    if history.run.inputs is None:
         raise HistoryError(f"run {history.run_id} has no inputs in MLflow, so what data it read is not known")
+    read = {item.dataset.name: item.dataset.digest for item in history.run.inputs.dataset_inputs}
+    hashes = dvc_hashes(folder)
+    for name, digest in read.items():
+        if hashes.get(name, "")[:36] != digest:
+            raise HistoryError(f"the run read {name} {digest}, but its commit has {hashes.get(name)}")
+    environment = os.environ | dvc_environment(folder.parent)
+    cache = Path(_call(sys.executable, "-m", "dvc", "cache", "dir").strip()).resolve()
+    local = ("cache", "dir", "--local", str(cache))
+    _call(sys.executable, "-m", "dvc", *local, folder=folder, environment=environment)
+    if read:  # without names DVC would check everything out
+        _call(sys.executable, "-m", "dvc", "checkout", *read, folder=folder, environment=environment)
+    config = history.config()
     for path in (config["data"]["prompts"], config["data"]["embeddings"], config["actor_rollout_ref"]["model"]["path"]):
         if not (folder / path).exists():
             raise HistoryError(f"{path} is not under DVC at the run's commit, so it cannot be had again")
-    for item in read.dataset_inputs:
-        name, digest = item.dataset.name, item.dataset.digest
-        if hashes.get(name, "")[:36] != digest:
-            raise HistoryError(f"the run read {name} {digest}, but its commit has {hashes.get(name)}")
 
 
 def compare_metrics(
@@ -241,8 +252,17 @@ def _absolute(uri: str) -> str:
     return f"{kind}{separator}{Path(path).resolve()}" if kind == "sqlite" else uri
 
 
-def _call(*command: str, folder: Path | None = None, environment: Mapping[str, str] | None = None) -> None:
+def _call(*command: str, folder: Path | None = None, environment: Mapping[str, str] | None = None) -> str:
+    """What a command prints. Raises ReproduceError with its own reason."""
     result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     if result.returncode:
-        output = (result.stdout + result.stderr)[-3000:]
-        raise RuntimeError(f"`{' '.join(command)}` failed in {folder or Path.cwd()}: {output}")
+        shown = " ".join(command).replace(sys.executable, "python")
+        raise ReproduceError(f"`{shown}` failed in {folder or Path.cwd()}: {_reason(result.stdout + result.stderr)}")
+    return result.stdout
+
+
+def _reason(output: str) -> str:
+    """The sentences of git, DVC and this project where there are some, else the end of what was printed."""
+    told = re.sub(r"^continue: .*\n?", "", output, flags=re.MULTILINE)  # in a folder that will not be there
+    said = re.split(r"^(?:ERROR|error|fatal): ", told, flags=re.MULTILINE)[1:]
+    return " ".join("; ".join(said).split())[-1500:] if said else output.strip()[-3000:]

@@ -9,6 +9,7 @@ processes' pids and logs; down ends them and removes it. Databases and results s
 import fcntl
 import json
 import os
+import shlex
 import shutil
 import socket
 import subprocess
@@ -82,40 +83,86 @@ def up(
     runs: Annotated[int, typer.Option(help="Flow runs that the pool lets run at once.")] = 2,
     gpus: Annotated[int | None, typer.Option(help="GPUs of this machine; left out, as many as torch finds.")] = None,
 ) -> None:
-    """Start everything; if one part does not start, nothing stays."""
+    """Start what is not up yet; if a part does not start, nothing of what this began stays."""
+    ports = {"prefect": prefect_port, "mlflow": mlflow_port}
     with _alone():
-        if alive := _living():
-            raise ServiceError(f"already up ({', '.join(alive)}): `make down` first")
-        for name, port in (("prefect", prefect_port), ("mlflow", mlflow_port)):
-            _require_free(name, port)
+        there = _living()
         _require_app()
-        _clear()
-        urls = {
-            "PREFECT_API_URL": f"http://127.0.0.1:{prefect_port}/api",
-            "MLFLOW_TRACKING_URI": f"http://127.0.0.1:{mlflow_port}",
-            "DOUBLEFLOW_HOME": str(Path.cwd()),
-        }
-        access = new_access()
+        access = _access_of(there, ports) if there else new_access()
+        for name, port in ports.items():
+            if name not in there:
+                _require_free(name, port)
+        if not there:
+            _clear()
+        urls = _urls(prefect_port, mlflow_port)
         write_private(ENVIRONMENT, exports(urls | access))
         # Never as an argument: every user of the machine sees those.
         environment = os.environ | urls | access | dvc_environment(Path.cwd())
-        servers = environment | server_settings(access, prefect_port)
         try:
-            server = ["prefect", "server", "start", "--host", "127.0.0.1", "--port", str(prefect_port)]
-            _start("prefect", server, servers)
-            _start("mlflow", _mlflow_server(mlflow_port), servers)
-            _wait_for("prefect", f"{urls['PREFECT_API_URL']}/health")
-            _wait_for("mlflow", f"{urls['MLFLOW_TRACKING_URI']}/health")
-            _prepare_server(environment, pool, runs, _gpu_count() if gpus is None else gpus)
-            _start("worker", ["prefect", "worker", "start", "--pool", pool, "--name", "local"], environment)
+            _start_servers(there, ports, urls, environment | server_settings(access, prefect_port))
+            gpus = _gpu_count() if gpus is None else gpus
+            typer.echo(f"pool {pool} ({runs} runs at a time, {gpus} GPUs), deployments of prefect.yaml ...")
+            _prepare_server(environment, pool, runs, gpus)
+            if "worker" not in there:
+                typer.echo("worker ...")
+                _start("worker", ["prefect", "worker", "start", "--pool", pool, "--name", "local"], environment)
         except BaseException:
-            for process in reversed(_living().values()):
-                _end(process)
-            _clear()
+            for name, process in reversed(_living().items()):
+                if name not in there:
+                    _end(process)
+            if not there:
+                _clear()
             raise
-    typer.echo(f"Prefect {urls['PREFECT_API_URL'].removesuffix('/api')}   MLflow {urls['MLFLOW_TRACKING_URI']}")
+    typer.echo(f"{'already up' if there.keys() >= {*ports, 'worker'} else 'up'}: {_addresses(urls)}")
     typer.echo(f"Prefect's page asks for PREFECT_API_AUTH_STRING, MLflow's for {USER} and MLFLOW_TRACKING_PASSWORD.")
     typer.echo(f"For another terminal, `. {ENVIRONMENT}` or:\n{exports(urls | access)}", nl=False)
+
+
+def _urls(prefect_port: int, mlflow_port: int) -> dict[str, str]:
+    """The variables that lead to the servers, and to this folder."""
+    return {
+        "PREFECT_API_URL": f"http://127.0.0.1:{prefect_port}/api",
+        "MLFLOW_TRACKING_URI": f"http://127.0.0.1:{mlflow_port}",
+        "DOUBLEFLOW_HOME": str(Path.cwd()),
+    }
+
+
+def _addresses(urls: Mapping[str, str]) -> str:
+    return f"Prefect {urls['PREFECT_API_URL'].removesuffix('/api')}   MLflow {urls['MLFLOW_TRACKING_URI']}"
+
+
+def _access_of(living: Mapping[str, psutil.Process], ports: Mapping[str, int]) -> dict[str, str]:
+    """The secrets of what is up, which what is started beside it needs.
+
+    Raises:
+        ServiceError: they are not there, or it is at other ports.
+    """
+    names, written = ", ".join(living), _exported() if ENVIRONMENT.is_file() else {}
+    if not written.keys() >= {*new_access(), *_urls(0, 0)}:
+        raise ServiceError(f"already up ({names}), but {ENVIRONMENT} is not whole: `make down` first")
+    wanted = _urls(ports["prefect"], ports["mlflow"])
+    if any(written[name] != url for name, url in wanted.items()):
+        raise ServiceError(
+            f"already up ({names}) at {_addresses(written)} for {written['DOUBLEFLOW_HOME']}, not at "
+            f"{_addresses(wanted)}: give these ports, or `make down` first"
+        )
+    return {name: written[name] for name in new_access()}
+
+
+def _start_servers(
+    there: Mapping[str, psutil.Process], ports: Mapping[str, int], urls: Mapping[str, str], servers: Mapping[str, str]
+) -> None:
+    """Those that are not there, both at once; they answer afterwards."""
+    prefect = ["prefect", "server", "start", "--host", "127.0.0.1", "--port", str(ports["prefect"])]
+    commands = {"prefect": prefect, "mlflow": _mlflow_server(ports["mlflow"])}
+    missing = {name: arguments for name, arguments in commands.items() if name not in there}
+    for name, arguments in missing.items():
+        typer.echo(f"{name} at port {ports[name]}, which takes up to a minute ({HERE / f'{name}.log'}) ...")
+        _start(name, arguments, servers)
+    health = {"prefect": f"{urls['PREFECT_API_URL']}/health", "mlflow": f"{urls['MLFLOW_TRACKING_URI']}/health"}
+    for name in missing:
+        _wait_for(name, health[name])
+        typer.echo(f"{name} answers")
 
 
 @app.command()
@@ -298,13 +345,22 @@ def _end(process: psutil.Process) -> None:
     psutil.wait_procs(left, timeout=END_SECONDS)
 
 
+def _exported() -> dict[str, str]:
+    """The variables of .services/environment."""
+    words = (shlex.split(line)[1] for line in ENVIRONMENT.read_text().splitlines())
+    return dict(word.split("=", 1) for word in words)
+
+
 def _require_free(name: str, port: int) -> None:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", port))
         except OSError as error:
-            raise ServiceError(f"port {port} for {name} is taken: choose another with --{name}-port") from error
+            raise ServiceError(
+                f"port {port} for {name} is taken: choose another with --{name}-port, "
+                f"`make up {name.upper()}_PORT={port + 1}`"
+            ) from error
 
 
 def _require_app() -> None:

@@ -2,6 +2,9 @@
 """Sweeps: many training runs over some fields of a config, as children of one MLflow run."""
 
 if __name__ == "__main__":  # before the imports that take seconds, so that a wrong command is answered at once
+    from flows.stopping import end_now, handle
+
+    handle(end_now)
     from flows.commands import main
 
     main("sweep")
@@ -20,7 +23,7 @@ from optuna.trial import TrialState
 from prefect import flow
 from prefect.artifacts import create_table_artifact
 
-from tasks.actors.child_run import ChildDied, child_run
+from tasks.actors.child_run import ChildDied, ChildRun, child_run
 from tasks.config.presets import tree_of
 from tasks.config.sweep import SweepConfig, check_fields
 from tasks.config.tree import TrainConfig, TrainOverrides
@@ -57,7 +60,8 @@ def sweep(config: TrainConfig, search: SweepConfig, overrides: TrainOverrides | 
         tracker.log_start(search, {"doubleflow.sweep": search.name})
         remaining = prepare_trials(study, search)
         if remaining:
-            run_trials(study, Trials(config, search, folder, tracker), remaining, search.parallel)
+            trials = Trials(config, search, folder, tracker)
+            run_trials(study, trials, remaining, search.parallel, trials.stop)
         return _conclude(study, tracker)
 
 
@@ -66,6 +70,8 @@ class Trials:
 
     def __init__(self, config: TrainConfig, search: SweepConfig, folder: Path, tracker: Tracker):
         self.config, self.search, self.folder, self.tracker = config, search, folder, tracker
+        self.children: list[ChildRun] = []
+        self.stopped = False
 
     def __call__(self, trial: optuna.Trial) -> float:
         """Train with the trial's values; the metric's last value.
@@ -86,6 +92,9 @@ class Trials:
         value = None
         log, client, parent = file.with_suffix(".log"), self.tracker.client, self.tracker.run_id
         with child_run(file, config.run_dir, log, client, parent) as child:
+            self.children.append(child)
+            if self.stopped:
+                child.interrupt()
             for step, value in child.new_values(self.search.metric):
                 trial.report(value, step)
                 if trial.should_prune():
@@ -94,6 +103,12 @@ class Trials:
         if value is None:
             raise ValueError(f"run {config.run_name} never logged {self.search.metric}")
         return value
+
+    def stop(self) -> None:
+        """End the runs of all calls, which fail then: begun again, each goes on from its own last checkpoint."""
+        self.stopped = True
+        for child in self.children:
+            child.interrupt()
 
 
 def open_study(search: SweepConfig, folder: Path) -> optuna.Study:
@@ -132,8 +147,16 @@ def prepare_trials(study: optuna.Study, search: SweepConfig) -> int:
     return len(queued) if search.sampler == "grid" else max(search.trials - len(finished), 0)
 
 
-def run_trials(study: optuna.Study, objective: Callable[[optuna.Trial], float], count: int, parallel: int) -> None:
+def run_trials(
+    study: optuna.Study,
+    objective: Callable[[optuna.Trial], float],
+    count: int,
+    parallel: int,
+    stop: Callable[[], None] = lambda: None,
+) -> None:
     """`count` trials, `parallel` at a time. One whose run dies has failed; any other error ends the sweep.
+
+    Whatever ends it, Ctrl-C too, calls `stop`, which has to end the trials that are running: they are waited for.
 
     Optuna's own loop does this too, but its threads can be given one queued trial twice where the storage is sqlite.
     """
@@ -156,7 +179,8 @@ def run_trials(study: optuna.Study, objective: Callable[[optuna.Trial], float], 
             for done in as_completed(running):
                 done.result()
         except BaseException:
-            threads.shutdown(cancel_futures=True)
+            threads.shutdown(wait=False, cancel_futures=True)
+            stop()
             raise
 
 

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How an error ends a command: in one sentence, with 2 for wrong input and 1 for a run that failed."""
+"""How a command ends that does not end well: in one sentence, and with an exit code that says which end it was."""
 
-import copy
 import logging
+import os
+import shlex
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any
@@ -12,8 +14,10 @@ import typer
 from pydantic import ValidationError
 from typer.core import TyperGroup
 
+from flows.stopping import Handler, Stopped, end_now, handle, handled, raise_it, signal_of, stopped
 from models.errors import DoubleflowError
 from tasks.config.errors import described
+from tasks.system.processes import beside_python
 
 WRONG_INPUT, FAILED = 2, 1
 Debug = Annotated[bool, typer.Option("--debug", help="Show an error's whole traceback.")]
@@ -36,7 +40,7 @@ class Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Of one sub-command."""
-        with in_a_sentence(ctx.params.get("debug", False)):
+        with in_a_sentence(ctx.params.get("debug", False), on_signal=raise_it):
             return super().invoke(ctx)
 
 
@@ -55,22 +59,46 @@ def commands(help_text: str) -> typer.Typer:
 
 
 @contextmanager
-def in_a_sentence(debug: bool = False) -> Iterator[None]:
-    """An error of the block that was raised for the user ends the command with its message alone.
+def in_a_sentence(debug: bool = False, on_signal: Handler = end_now) -> Iterator[None]:
+    """An error of the block that was raised for the user ends the command with its message alone, and its notes.
 
-    Any other error is a defect, and has its traceback: once, Prefect's logger does not show it too.
+    So do Ctrl-C and SIGTERM, by default at once until a flow has `started`. Any other error is a defect, and has its
+    traceback: once, Prefect's logger does not show it too. Libraries' warnings about each other are not shown.
     """
     if debug:
         yield
         return
     try:
-        yield
-    except Exception as error:
-        said = sentence(error)
+        with warnings.catch_warnings(), handled(on_signal):
+            warnings.simplefilter("ignore")
+            yield
+    except BaseException as error:
+        said, code = last_words(error)
         if said is None:
             raise
-        typer.echo(f"error: {said}", err=True)
-        raise typer.Exit(exit_code(error)) from None
+        if code != WRONG_INPUT and sys.stderr.isatty():  # below the bar, or the terminal's ^C
+            typer.echo(err=True)
+        for line in dict.fromkeys([said, *_notes(error)]):
+            typer.echo(line, err=True)
+        raise typer.Exit(code) from None
+
+
+def last_words(error: BaseException) -> tuple[str | None, int]:
+    """What the user is told of an error, and the exit code; None of one that was not raised to be read by one."""
+    if not isinstance(error, Exception | KeyboardInterrupt | Stopped):
+        return None, 0
+    if number := signal_of(error):
+        return stopped(number), 128 + number
+    assert isinstance(error, Exception)
+    said = sentence(error)
+    return None if said is None else f"error: {said}", exit_code(error)
+
+
+def _notes(error: BaseException | None) -> Iterator[str]:
+    """Its own and those of what it came from: Prefect makes one error of another at SIGTERM."""
+    while error is not None:
+        yield from getattr(error, "__notes__", [])
+        error = error.__cause__ or error.__context__
 
 
 def sentence(error: Exception) -> str | None:
@@ -84,6 +112,10 @@ def sentence(error: Exception) -> str | None:
         return str(told)
     if _is_one_of(told, ("mlflow.exceptions", "MlflowException")):
         return f"MLflow: {' '.join(str(told).split())}"
+    if _is_one_of(told, ("ray.exceptions", "RayActorError")):
+        return f"a worker process died: {' '.join(str(told).split())}"
+    if _is_one_of(told, ("httpx", "TransportError")):  # which only Prefect's client lets through
+        return f"Prefect's server at {os.environ.get('PREFECT_API_URL', 'its address')} does not answer: {told!r}"
     return None
 
 
@@ -106,37 +138,55 @@ def _is_one_of(error: Exception, name: tuple[str, str]) -> bool:
     return module in sys.modules and isinstance(error, getattr(sys.modules[module], kind))
 
 
-def one_line_logs() -> None:
-    """Prefect's console shows what failed without the frames, which `in_a_sentence` shows where they matter.
+def quiet_console() -> None:
+    """Prefect's console shows warnings, and not what `in_a_sentence` says at the end: a task failed, then its flow.
 
-    Its other handlers, which send the record to the flow run's page, keep them.
+    Its other handlers, which send a record to the flow run's page, keep it with its frames.
     """
     import prefect.main  # noqa: F401  sets the handlers up
 
     for handler in logging.getLogger().handlers:
         if type(handler).__name__ == "PrefectConsoleHandler":
-            handler.setFormatter(WithoutFrames(handler.formatter))
+            handler.setLevel(max(handler.level, logging.WARNING))
+            handler.addFilter(is_no_end)
 
 
-class WithoutFrames(logging.Formatter):
-    """Another formatter's line, without the traceback that would follow it."""
-
-    def __init__(self, formatter: logging.Formatter | None):
-        super().__init__()
-        self.formatter = formatter or logging.Formatter()
-
-    def format(self, record: logging.LogRecord) -> str:
-        """One line; the record itself stays whole for the other handlers."""
-        short = copy.copy(record)
-        short.exc_info = short.exc_text = short.stack_info = None
-        return self.formatter.format(short).splitlines()[0] if record.exc_info else self.formatter.format(short)
+ENDS = ("Encountered exception during", "Task run failed", "Crash detected!", "Finished in state")
 
 
-def started(flow: Callable[..., Any], debug: bool, *arguments: Any, **named: Any) -> Any:
-    """Call a flow, with its errors in one line of Prefect's log; a server that Prefect starts for it wants a secret."""
-    from flows.deploy.access import guard_temporary_server  # here: a wrong command is answered before Prefect is there
+def is_no_end(record: logging.LogRecord) -> bool:
+    """Is it something else than a task's or a flow's last words?"""
+    by_a_run = record.name.startswith(("prefect.flow_runs", "prefect.task_runs"))
+    return not (by_a_run and record.levelno >= logging.ERROR and record.getMessage().startswith(ENDS))
+
+
+def started(flow: Callable[..., Any], debug: bool, *arguments: Any, continues: bool = False, **named: Any) -> Any:
+    """Call a flow, whose end `in_a_sentence` tells; a server that Prefect starts for it wants a secret.
+
+    Args:
+        flow, arguments, named: what is called.
+        debug: show everything.
+        continues: a run that did not end well goes on by the same command, which is told.
+    """
+    # Here: a wrong command is answered before Prefect is there.
+    from flows.deploy.access import guard_temporary_server, start_temporary_server
 
     guard_temporary_server()
-    if not debug:
-        one_line_logs()
-    return flow(*arguments, **named)
+    handle(raise_it)  # from now on there is something to end
+    start_temporary_server()
+    if debug:
+        return flow(*arguments, **named)
+    quiet_console()
+    try:
+        return flow(*arguments, **named)
+    except (Exception, KeyboardInterrupt, Stopped) as error:
+        if continues and last_words(error)[1] != WRONG_INPUT:
+            error.add_note(f"continue: {command_line()}")
+        raise
+
+
+def command_line() -> str:
+    """What was typed to start this process, from the same folder."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    program = sys.argv[:1] if spec is None else ["-m", spec.name]
+    return shlex.join([beside_python("python"), *program, *sys.argv[1:]])

@@ -5,6 +5,9 @@ With `trainer.one_step_off_policy` the next iteration is sampled during the upda
 """
 
 if __name__ == "__main__":  # before the imports that take seconds, so that a wrong command is answered at once
+    from flows.stopping import end_now, handle
+
+    handle(end_now)
     from flows.commands import main
 
     main("train")

@@ -2,6 +2,9 @@
 """Validation of one set of weights, as a run of its own."""
 
 if __name__ == "__main__":  # before the imports that take seconds, so that a wrong command is answered at once
+    from flows.stopping import end_now, handle
+
+    handle(end_now)
     from flows.commands import main
 
     main("validate")

@@ -5,14 +5,18 @@ import os
 import secrets
 import shlex
 import shutil
+import signal
 from collections.abc import Mapping
 from pathlib import Path
+from threading import Thread
 
 from models.errors import DoubleflowError
 
 USER = "doubleflow"
 NOWHERE = "http://127.0.0.1"
 """An origin that no page has: the temporary server has no pages."""
+QUIET = {"PREFECT_SERVER_REGISTER_BLOCKS_ON_START": "false", "PREFECT_LOGGING_SERVER_LEVEL": "ERROR"}
+"""Of the temporary server: it makes no list of block types, and speaks in the run's terminal only of its errors."""
 DVC_SITE_CACHE = Path(".doubleflow/dvc")
 
 
@@ -42,7 +46,7 @@ def server_settings(access: Mapping[str, str], prefect_port: int | None = None) 
         "PREFECT_SERVER_API_AUTH_STRING": access["PREFECT_API_AUTH_STRING"],
         "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": origins,
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
-    }
+    } | (QUIET if prefect_port is None else {})
 
 
 def guard_temporary_server() -> None:
@@ -59,6 +63,42 @@ def guard_temporary_server() -> None:
     wanted = server_settings(access) | {"PREFECT_API_AUTH_STRING": access["PREFECT_API_AUTH_STRING"]}
     os.environ |= {name: value for name, value in wanted.items() if name.startswith("PREFECT")}
     refresh_global_settings_context()
+
+
+def start_temporary_server() -> None:
+    """Have Prefect start it now, if it is to start one, where Ctrl-C does not reach it: ending the run takes a server.
+
+    A terminal sends the signal to all of a command's processes, but to none that was started with it blocked.
+
+    Raises:
+        AccessError: it does not answer in time.
+    """
+    from prefect.settings import get_current_settings
+
+    settings = get_current_settings()
+    if settings.api.url is not None:
+        return
+    failed: list[Exception] = []
+    thread = Thread(target=_reach_server, args=(failed,), daemon=True)  # this one goes on to hear the signal
+    thread.start()
+    thread.join()
+    if failed:
+        raise AccessError(
+            f"Prefect's temporary server does not answer ({failed[0]}): set "
+            "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS to more than "
+            f"{settings.server.ephemeral.startup_timeout_seconds}, or PREFECT_API_URL to a server that is up"
+        ) from failed[0]
+
+
+def _reach_server(failed: list[Exception]) -> None:
+    from prefect.client.orchestration import get_client
+
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        with get_client(sync_client=True):
+            pass
+    except Exception as error:
+        failed.append(error)
 
 
 def private_folder(folder: Path) -> Path:

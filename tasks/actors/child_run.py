@@ -70,11 +70,16 @@ class ChildRun:
             return {}
         return {point.step: point.value for point in self.client.get_metric_history(self.run_id, metric)}
 
+    def interrupt(self) -> None:
+        """Ask it to end, as Ctrl-C does; MLflow calls the run KILLED."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+
     def stop(self) -> None:
-        """As Ctrl-C does; MLflow calls the run KILLED. One that does not end is killed."""
+        """Ask it to end, and wait for it. One that does not is killed."""
         if self.process.poll() is not None:
             return
-        self.process.send_signal(signal.SIGINT)
+        self.interrupt()
         try:
             self.process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:

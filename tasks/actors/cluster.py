@@ -4,6 +4,8 @@
 import logging
 import math
 import os
+import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -98,6 +100,7 @@ def ray_cluster(config: RayConfig, full_determinism: bool = False) -> Iterator[N
     with nullcontext() if address else working_folder() as folder, watchdog(folder):
         if folder is not None:
             place["_temp_dir"] = str(folder)
+        on_sigterm = signal.getsignal(signal.SIGTERM)
         try:
             ray.init(log_to_driver=config.log_to_driver, logging_level=logging.WARNING, **place)
         except (ConnectionError, AuthenticationError) as error:
@@ -105,6 +108,9 @@ def ray_cluster(config: RayConfig, full_determinism: bool = False) -> Iterator[N
                 f"the Ray cluster at RAY_ADDRESS {address} cannot be joined ({error}): start it, unset RAY_ADDRESS, "
                 "or, if it was started with a token, set RAY_AUTH_MODE=token and have the same token here"
             ) from error
+        if threading.current_thread() is threading.main_thread():
+            # Ray has put its own in its place, which prints the C++ stack and calls sys.exit with 15.
+            signal.signal(signal.SIGTERM, on_sigterm)
         try:
             yield
         finally:

@@ -139,7 +139,8 @@ class TrainConfig(Section):
         """The files and folders that a run reads."""
         model = self.actor_rollout_ref.model
         start = [] if model.initial_weights is None else [Path(model.initial_weights)]
-        return [self.data.prompts, self.data.embeddings, Path(model.path), *start]
+        pairs = [] if self.is_online else [self.data.pairs]
+        return [self.data.prompts, self.data.embeddings, Path(model.path), *start, *pairs]
 
     def digest(self) -> str:
         """8 hex digits over the settings that shape the weights: all but those marked `NotShaping`.

@@ -2,6 +2,7 @@
 """MLflow: what a run was, what it measured, what it drew."""
 
 import json
+import logging
 import os
 import re
 import tempfile
@@ -25,6 +26,7 @@ from tasks.records.lineage import Lineage
 from tasks.records.pictures import still
 from tasks.system.credentials import refuse_password_in_url
 
+logging.getLogger("mlflow").setLevel(logging.WARNING)  # else it tells how it makes its data base
 STEP_MARK = "trainer/global_step"
 """Logged last of a step's records, so its history says which steps are complete."""
 PARAM_LIMIT = 6000

@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a finished run leaves and tells its owner."""
 
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from mlflow.entities import RunInfo
 from mlflow.entities.model_registry import ModelVersion
 from PIL import Image
 from prefect import get_run_logger
+from prefect.runtime import flow_run
+from prefect.settings import get_current_settings
+from prefect.utilities.urls import url_for
 
 from tasks.actors.trainer_group import TrainerGroup
 from tasks.records.pictures import titled
@@ -15,6 +20,7 @@ from tasks.run.held_out_grids import kept_grids
 from tasks.run.training import TrainingRun
 from tasks.stages.log import register_weights
 from tasks.system.files import put_in_place
+from tasks.system.processes import beside_python
 from tasks.system.stopwatch import Stopwatch
 
 UNMOVED_TAG = "doubleflow.weights_never_moved"
@@ -34,6 +40,7 @@ class Summary:
         registered: the same weights in MLflow's model registry; empty likewise.
         base_model: folder of the weights that the run began with.
         picture: the same held-out prompts and noise before and after.
+        mlflow_page, prefect_page: the run's, or the command that starts the server of its data base.
         gpu_minutes: of all recorded iterations, those of earlier processes too; 0 on the CPU.
     """
 
@@ -49,6 +56,8 @@ class Summary:
     registered: str
     base_model: str
     picture: str
+    mlflow_page: str = ""
+    prefect_page: str = ""
     gpu_minutes: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
@@ -62,8 +71,8 @@ class Summary:
             f"trained        {self.iterations} iterations, {self.minutes:.1f} minutes{self._spent()}",
             *self._measured(),
             *self._kept(),
-            f"MLflow page    .venv/bin/mlflow ui --backend-store-uri {self.tracking_uri}",
-            "Prefect page   PREFECT_HOME=.prefect .venv/bin/prefect server start",
+            f"MLflow page    {self.mlflow_page}",
+            f"Prefect page   {self.prefect_page}",
         ]
         return "\n".join(f"  {line}" for line in lines)
 
@@ -125,8 +134,26 @@ def summarise(run: TrainingRun, minutes: float) -> Summary:
         registered=registered,
         base_model=base_model,
         picture=str(picture),
+        mlflow_page=mlflow_page(run.tracker.uri, run.tracker.client.get_run(run.tracker.run_id).info),
+        prefect_page=prefect_page(),
         gpu_minutes=60 * run.spent.get("cost/gpu_hours", 0.0),
     )
+
+
+def mlflow_page(uri: str, recorded: RunInfo) -> str:
+    """The run's page on MLflow's server; where its records are files or a data base, the command that shows them."""
+    if not uri.startswith("http"):
+        return f"{beside_python('mlflow')} ui --backend-store-uri {uri}"
+    return f"{uri.rstrip('/')}/#/experiments/{recorded.experiment_id}/runs/{recorded.run_id}"
+
+
+def prefect_page() -> str:
+    """This flow run's page on Prefect's server; of the temporary one, the command that starts one with its runs."""
+    settings = get_current_settings()
+    if settings.api.url is not None:
+        return url_for("flow-run", flow_run.id) or settings.api.url
+    home = os.environ.get("PREFECT_HOME", "").removeprefix(f"{Path.cwd()}/")
+    return f"{f'PREFECT_HOME={home} ' if home else ''}{beside_python('prefect')} server start"
 
 
 def register_export(clock: Stopwatch, run: TrainingRun) -> tuple[Path, ModelVersion]:

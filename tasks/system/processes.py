@@ -5,6 +5,7 @@ The time of day at which a process started is no mark of it: the kernel keeps th
 adds the boot's time of day gets another sum after every step of the clock. The ticks themselves never change.
 """
 
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -76,3 +77,9 @@ def lives(pid: int, known: str) -> bool:
 def boot_id() -> str:
     """Of the running kernel; another one after each start of the machine."""
     return BOOT_ID.read_text().strip()
+
+
+def beside_python(name: str) -> str:
+    """How a program of this Python's environment is called from the working folder."""
+    program = Path(sys.executable).with_name(name)
+    return str(program.relative_to(Path.cwd()) if program.is_relative_to(Path.cwd()) else program)

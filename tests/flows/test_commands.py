@@ -157,7 +157,19 @@ def test_sub_commands_say_it_too(folder: Path) -> None:
     started = [os.getpid(), identity(os.getpid()), socket.gethostname()]
     (folder / ".services/pids.json").write_text(json.dumps({"prefect": started}))
     up = CliRunner().invoke(services.app, ["up"])
-    assert (up.exit_code, up.stderr) == (1, "error: already up (prefect): `make down` first\n")
+    assert (up.exit_code, up.stderr) == (
+        1,
+        "error: already up (prefect), but .services/environment is not whole: `make down` first\n",
+    )
+
+
+def test_a_taken_port_names_the_variable_of_make(folder: Path) -> None:
+    with socket.socket() as neighbour:
+        neighbour.bind(("127.0.0.1", 0))
+        port = neighbour.getsockname()[1]
+        up = CliRunner().invoke(services.app, ["up", "--mlflow-port", str(port)])
+    assert up.exit_code == 1
+    assert f"port {port} for mlflow is taken: choose another with --mlflow-port, `make up MLFLOW_PORT=" in up.stderr
 
 
 def test_debug_shows_where(folder: Path) -> None:

@@ -25,8 +25,8 @@ from tasks.system.processes import boot_id, identity
 
 CREDENTIALS = "me:secret"
 TEMPORARY = """
-import json, os
-import httpx
+import json, os, re, signal
+import httpx, psutil
 from prefect.client.orchestration import get_client
 import flows.commands, flows.COMMAND
 
@@ -40,11 +40,14 @@ def probe(*arguments, **named):
     let_in = httpx.post(f"{api}/flows/filter", auth=httpx.BasicAuth(*before.split(":", 1)), json={})
     arguments = [open(f"/proc/{pid}/cmdline").read() for pid in os.listdir("/proc") if pid.isdigit()]
     secret = before.split(":")[1]
+    (server,) = [child for child in psutil.Process().children() if "uvicorn" in " ".join(child.cmdline())]
+    blocked = int(re.search(r"SigBlk:\\s*(\\w+)", open(f"/proc/{server.pid}/status").read())[1], 16)
     print(json.dumps({
         "refused": refused.status_code,
         "allowed": refused.headers.get("access-control-allow-origin"),
         "let_in": let_in.status_code,
         "shown": any(secret in argument for argument in arguments),
+        "hears_ctrl_c": not blocked & 1 << (signal.SIGINT - 1),
     }))
     raise SystemExit
 
@@ -71,7 +74,7 @@ def test_the_temporary_server_of_a_run_wants_a_secret(command: str, runs: tuple[
         timeout=900,
     )
     told = json.loads(done.stdout.strip().splitlines()[-1]) if done.stdout.strip() else done.stderr
-    assert told == {"refused": 401, "allowed": None, "let_in": 200, "shown": False}
+    assert told == {"refused": 401, "allowed": None, "let_in": 200, "shown": False, "hears_ctrl_c": False}
 
 
 def answer(path: str = "/api", method: str = "GET", kind: str = "http", **headers: str) -> int | str:

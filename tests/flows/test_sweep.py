@@ -2,6 +2,7 @@
 """What a sweep tries: grid points once each, what was undone again, and nothing that is no field."""
 
 from pathlib import Path
+from threading import Event
 
 import optuna
 import pytest
@@ -75,6 +76,22 @@ def test_an_error_that_is_no_dead_child_ends_the_sweep(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="full"):
         run_trials(study, objective, prepare_trials(study, search), parallel=2)
     assert len(begun) < 20
+
+
+def test_what_ends_a_sweep_ends_its_runs(tmp_path: Path) -> None:
+    """Ctrl-C does not reach them: they have process groups of their own."""
+    search = SweepConfig(sampler="random", trials=20, space={"trainer.seed": {"low": 0, "high": 9}})
+    study, stopped = open_study(search, tmp_path), Event()
+
+    def objective(trial: optuna.Trial) -> float:
+        if trial.number == 0:
+            raise OSError("the disk is full")
+        stopped.wait()
+        raise ChildDied("it was asked to end")
+
+    with pytest.raises(OSError, match="full"):
+        run_trials(study, objective, prepare_trials(study, search), parallel=2, stop=stopped.set)
+    assert stopped.is_set()
 
 
 @pytest.mark.parametrize("sampler", ["random", "tpe"])

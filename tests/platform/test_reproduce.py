@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.patience import PATIENCE
 from tests.support.platform_helpers import Workspace
 
 ROOT = Path(__file__).parents[2]
@@ -20,6 +21,8 @@ from flows.reproduce import reproduce
 state = reproduce(sys.argv[1], iterations=2, return_state=True)
 print(state.type.value, state.message)
 """
+NEVER_MADE = "outs:\n- md5: 00000000000000000000000000000000\n  size: 1\n  hash: md5\n  path: pairs.parquet\n"
+"""An output that the repository knows and this clone never made, as the quickstart makes no pairs."""
 COMPARE = "import sys; from flows.compare import compare; print(compare(sys.argv[1], sys.argv[2]))"
 SETTINGS = ("trainer.total_training_steps=3", "trainer.test_freq=2", "trainer.save_freq=0")
 
@@ -40,6 +43,7 @@ def repository(workspace: Workspace) -> Workspace:
     command(workspace, *git, "init", "--quiet")
     command(workspace, *dvc, "init", "--quiet")
     command(workspace, *dvc, "add", "--quiet", "data/prompts.parquet", "data/embeddings", "data/base_model")
+    (workspace.folder / "data/pairs.parquet.dvc").write_text(NEVER_MADE)
     command(workspace, *git, "add", ".")
     command(workspace, *git, "commit", "--quiet", "-m", "all")
     return workspace
@@ -76,3 +80,13 @@ def test_a_run_of_changed_code_is_reproduced_bit_for_bit(repository: Workspace) 
     assert "actor_rollout_ref.rollout.n<" not in html  # what does not
     assert html.count("data:image/png;base64,") >= 4  # curves and grids
     assert "compare" in {item.path for item in repository.client().list_artifacts(run.info.run_id)}
+
+    cached = re.search(r"md5: (\w\w)(\w+)", (repository.folder / "data/prompts.parquet.dvc").read_text())
+    assert cached is not None
+    (repository.folder / ".dvc/cache/files/md5" / cached[1] / cached[2]).unlink()
+    failed = repository.start("-m", "flows.reproduce", run.info.run_id)
+    assert failed.wait(PATIENCE) == 1
+    said = [line for line in failed.output().splitlines() if line.startswith("error: ")]
+    assert "`python -m dvc checkout data/" in said[0]
+    assert "Checkout failed for following targets: data/prompts.parquet" in said[0]
+    assert "Traceback" not in failed.output()

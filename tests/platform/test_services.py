@@ -73,13 +73,15 @@ def test_up_schedule_verdict_reaction_down(trained: Workspace, monkeypatch: pyte
         output = trained.run(
             *services, "up", "--prefect-port", str(ports[0]), "--mlflow-port", str(ports[1]), "--gpus", "3"
         )
+        told = [line.split()[0] for line in output.splitlines()]
+        assert told[:7] == ["prefect", "mlflow", "prefect", "mlflow", "pool", "worker", "up:"]
         assert f"export PREFECT_API_URL={api}" in output
         exported = dict(re.findall(r"^export (\w+)=(.*)$", output, re.MULTILINE))
         auth = tuple(exported["PREFECT_API_AUTH_STRING"].split(":", 1))
         for name in ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD"):
             monkeypatch.setenv(name, exported[name])
         secrets = [auth[1], exported["MLFLOW_TRACKING_PASSWORD"]]
-        assert "already up" in trained.run(*services, "up", check=False)
+        check_restart(trained, [*services, "up", "--prefect-port", str(ports[0]), "--mlflow-port", str(ports[1])])
         assert trained.run(*services, "status").count(" up") == 3
         limits = {entry["name"]: entry["limit"] for entry in post(f"{api}/v2/concurrency_limits/filter", {}, auth)}
         assert limits["local-gpus"] == 3
@@ -105,6 +107,28 @@ def test_up_schedule_verdict_reaction_down(trained: Workspace, monkeypatch: pyte
         trained.run(*services, "down")
     assert not [process for process in family if process.is_running()]
     assert not (trained.folder / ".services").exists()
+
+
+def check_restart(workspace: Workspace, up: list[str]) -> None:
+    """Of what died only that is started again, with the secrets of before; at other ports nothing is."""
+
+    def pids() -> dict[str, int]:
+        record = json.loads((workspace.folder / ".services/pids.json").read_text())
+        return {name: entry[0] for name, entry in record.items()}
+
+    before = pids()
+    secrets = (workspace.folder / ".services/environment").read_text()
+    assert "already up (prefect, mlflow, worker) at " in workspace.run("-m", "flows.services", "up", check=False)
+    died = psutil.Process(before["mlflow"])
+    family = [died, *died.children(recursive=True)]
+    for process in family:
+        process.kill()
+    psutil.wait_procs(family)
+    said = workspace.run(*up, "--gpus", "3")
+    assert [line.split()[0] for line in said.splitlines()][:4] == ["mlflow", "mlflow", "pool", "up:"]
+    after = pids()
+    assert {name for name in before if before[name] != after[name]} == {"mlflow"}
+    assert (workspace.folder / ".services/environment").read_text() == secrets
 
 
 def check_strangers(api: str, mlflow: str) -> None:

@@ -69,6 +69,7 @@ def test_a_run_leaves_its_whole_record(recorded: Recorded) -> None:
     assert run.data.params["actor_rollout_ref.rollout.n"] == "4"
     assert json.loads((workspace.run_folder() / "run.json").read_text())["mlflow_run_id"] == run.info.run_id
     assert "held-out" in recorded.output
+    assert other_lines(recorded.output) == [], "of what libraries print nothing is about the run"
 
     pictures = [item.path for item in client.list_artifacts(run.info.run_id, "images") if item.path.endswith(".png")]
     steps = sorted((m[1], int(m[3])) for m in (re.match(r"images/(\w+)(\W)step\2(\d+)", p) for p in pictures) if m)
@@ -102,6 +103,12 @@ def test_a_run_leaves_its_whole_record(recorded: Recorded) -> None:
     pipeline.set_progress_bar_config(disable=True)
     call = {"height": 16, "width": 24, "num_inference_steps": 2, "true_cfg_scale": 1.0}
     assert pipeline("the number 480", **call).images[0].size == (24, 16)
+
+
+def other_lines(output: str) -> list[str]:
+    """What is neither an iteration's line nor of the summary, which is indented."""
+    lines = [line for line in re.split("[\r\n]+", output) if line.strip()]
+    return [line for line in lines if not line.startswith(("training:", "iteration ", "  "))]
 
 
 def test_trainer_ranks_and_rollout_actors_do_not_change_the_first_iterations(
@@ -298,6 +305,11 @@ def test_a_failing_reward_fails_the_run_and_leaves_nothing_running(workspace: Wo
     output = workspace.train("reward.functions={'broken_reward:score': {retry_wait_s: 0}}", check=False)
     assert "is missing for 4 of 4 samples, more than reward.max_missing_fraction 0.1 allows" in " ".join(output.split())
     assert "its error: RuntimeError: the scorer is out of order" in " ".join(output.split())
+    last = other_lines(output)[-2:]  # before them, Ray tells of each retry
+    assert [line.split()[0] for line in last] == ["error:", "continue:"], last
+    assert last[1].endswith(
+        "-m flows.train tiny --set 'reward.functions={'\"'\"'broken_reward:score'\"'\"': {retry_wait_s: 0}}'"
+    )
     (run,) = workspace.mlflow_runs()
     assert run.info.status == "FAILED"
     assert not list((workspace.run_folder() / "checkpoints").iterdir())

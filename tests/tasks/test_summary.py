@@ -1,9 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a finished run tells its owner."""
 
+import sys
 from dataclasses import replace
+from pathlib import Path
 
-from tasks.run.summary import Summary
+import pytest
+from mlflow.entities import RunInfo
+from prefect.settings import PREFECT_API_URL, temporary_settings
+
+from tasks.run.summary import Summary, mlflow_page, prefect_page
 
 NAN = float("nan")
 WHOLE = Summary(
@@ -52,3 +58,19 @@ def test_weights_that_never_moved_are_not_offered() -> None:
 def test_gpu_minutes_are_told_where_a_gpu_was_held() -> None:
     assert lines(WHOLE)["trained"] == "3 iterations, 1.0 minutes"
     assert lines(replace(WHOLE, gpu_minutes=2.04))["trained"] == "3 iterations, 1.0 minutes, 2.0 GPU-minutes"
+
+
+def test_pages_are_those_of_the_servers_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = lines(replace(WHOLE, mlflow_page="http://a/#/1", prefect_page="http://b/2"))
+    assert told["MLflow"] == "page    http://a/#/1"
+    assert told["Prefect"] == "page   http://b/2"
+    recorded = RunInfo("f00", "7", "me", "FINISHED", 0, 1, "active")
+    assert mlflow_page("http://127.0.0.1:5000/", recorded) == "http://127.0.0.1:5000/#/experiments/7/runs/f00"
+    monkeypatch.chdir(Path(sys.executable).parents[1])
+    assert mlflow_page("sqlite:///mlflow.db", recorded) == "bin/mlflow ui --backend-store-uri sqlite:///mlflow.db"
+    monkeypatch.setenv("PREFECT_HOME", ".prefect")
+    with temporary_settings(restore_defaults={PREFECT_API_URL}):
+        assert prefect_page() == "PREFECT_HOME=.prefect bin/prefect server start"
+    monkeypatch.setenv("PREFECT__FLOW_RUN_ID", "0c95d9a2-37b7-4a35-a2cc-2e6b1b6d5cbf")
+    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:4200/api"}):
+        assert prefect_page() == "http://127.0.0.1:4200/runs/flow-run/0c95d9a2-37b7-4a35-a2cc-2e6b1b6d5cbf"

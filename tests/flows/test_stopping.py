@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a command ends at Ctrl-C and SIGTERM: one sentence, the command that continues, 130 or 143."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import typer
+
+from flows.stopping import handled, raise_it
+from flows.terminal import in_a_sentence
+
+ROOT = Path(__file__).parents[2]
+SIGNALS = [(signal.SIGINT, "stopped by Ctrl-C", 130), (signal.SIGTERM, "stopped by SIGTERM", 143)]
+
+
+def heeds_ctrl_c() -> None:
+    """A process that a script starts in the background ignores it, as these tests may be."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+@pytest.mark.parametrize(("number", "said", "code"), SIGNALS)
+def test_before_anything_began_a_command_ends_at_once(
+    tmp_path: Path, number: signal.Signals, said: str, code: int
+) -> None:
+    """While it reads its config, which comes out of a pipe that nobody writes to."""
+    config = tmp_path / "config.json"
+    os.mkfifo(config)
+    command = [sys.executable, "-m", "flows.train", "--config", str(config)]
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heeds_ctrl_c
+    )
+    with config.open("w"):  # waits until the command reads it
+        process.send_signal(number)
+        assert process.communicate() == ("", f"{said}\n")
+    assert process.returncode == code
+
+
+def test_the_imports_of_a_command_end_without_frames(tmp_path: Path) -> None:
+    """Before a command knows its arguments."""
+    code = "import flows.stopping, os, signal; flows.stopping.handle(flows.stopping.end_now); os.kill(os.getpid(), 2)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, preexec_fn=heeds_ctrl_c
+    )
+    assert (done.returncode, done.stderr) == (130, "stopped by Ctrl-C\n")
+    for name in ("train", "validate", "sweep", "reproduce", "compare"):
+        first = (ROOT / f"flows/{name}.py").read_text().split('if __name__ == "__main__":', 1)[1]
+        assert first.index("handle(end_now)") < first.index("from flows.commands")
+
+
+def send(number: int, ended: list[bool]) -> None:
+    """A signal to this process, which has something to end."""
+    try:
+        os.kill(os.getpid(), number)
+        time.sleep(60)
+    except BaseException as error:
+        ended.append(True)
+        error.add_note("continue: the same command")
+        raise
+
+
+@pytest.mark.parametrize(("number", "said", "code"), SIGNALS)
+def test_what_had_begun_is_ended_first(
+    number: signal.Signals, said: str, code: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    earlier, ended = signal.signal(signal.SIGINT, signal.default_int_handler), []
+    before = [signal.getsignal(each) for each, *_ in SIGNALS]
+    try:
+        with pytest.raises(typer.Exit) as exit_, in_a_sentence(), handled(raise_it):
+            send(number, ended)
+        assert [signal.getsignal(each) for each, *_ in SIGNALS] == before
+    finally:
+        signal.signal(signal.SIGINT, earlier)
+    assert ended
+    assert exit_.value.exit_code == code
+    assert capfd.readouterr().err == f"{said}\ncontinue: the same command\n"
+
+
+def interrupted_within_prefect() -> None:
+    """As its engine does it, where a task is about to begin."""
+    try:
+        raise KeyboardInterrupt
+    finally:
+        raise ValueError("Task run is not set")
+
+
+def test_an_error_that_the_interrupt_left_behind_is_the_interrupt(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit) as exit_, in_a_sentence():
+        interrupted_within_prefect()
+    assert exit_.value.exit_code == 130
+    assert capfd.readouterr().err == "stopped by Ctrl-C\n"
