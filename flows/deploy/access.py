@@ -13,6 +13,11 @@ from models.errors import DoubleflowError
 USER = "doubleflow"
 NOWHERE = "http://127.0.0.1"
 """An origin that no page has: the temporary server has no pages."""
+LOGS_FOR_WATCHERS = {
+    "PREFECT_SERVER_LOGS_STREAM_OUT_ENABLED": "true",
+    "PREFECT_SERVER_LOGS_STREAM_PUBLISHING_ENABLED": "true",
+}
+"""Without them `prefect deployment run --watch` shows that tasks begin and end, and no line of a run's log."""
 DVC_SITE_CACHE = Path(".doubleflow/dvc")
 
 
@@ -42,6 +47,7 @@ def server_settings(access: Mapping[str, str], prefect_port: int | None = None) 
         "PREFECT_SERVER_API_AUTH_STRING": access["PREFECT_API_AUTH_STRING"],
         "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": origins,
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+        **LOGS_FOR_WATCHERS,
     }
 
 

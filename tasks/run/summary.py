@@ -7,9 +7,9 @@ from typing import Any
 
 from mlflow.entities.model_registry import ModelVersion
 from PIL import Image
-from prefect import get_run_logger
 
 from tasks.actors.trainer_group import TrainerGroup
+from tasks.records.flow_page import page_logger
 from tasks.records.pictures import titled
 from tasks.run.held_out_grids import kept_grids
 from tasks.run.training import TrainingRun
@@ -99,11 +99,11 @@ def summarise(run: TrainingRun, minutes: float) -> Summary:
     """
     base_model, weights, registered = str(run.config.actor_rollout_ref.model.path), "", ""
     if run.moved:
-        folder, version = register_export(Stopwatch(), run)
+        folder, version = register_export(Stopwatch(run.iteration), run)
         weights, registered = str(folder), f"models:/{version.name}/{version.version}"
     else:
         run.tracker.tag(UNMOVED_TAG, unmoved(base_model))
-        get_run_logger().warning("the weights are %s", unmoved(base_model))
+        page_logger().warning("the weights are %s", unmoved(base_model))
     picture = run.config.run_dir / "before_after.png"
     drawn = kept_grids(run.config)
     if drawn:
