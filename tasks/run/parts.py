@@ -7,8 +7,8 @@ from prefect import flow
 
 MOST_PARTS = 20
 """As many as have their names side by side on Prefect's page."""
-FEWEST_ITERATIONS = 10
-"""Of a part, which costs about as much as twenty task runs; a run of so few is shown without parts."""
+FEWEST_ITERATIONS = 20
+"""Of a part, at whose end Prefect waits a second for the thread of its heartbeats; a run of so few has no parts."""
 
 
 def parts(first: int, total: int) -> Iterator[tuple[int, int]]:

@@ -14,7 +14,7 @@ from tasks.run.parts import MOST_PARTS, in_parts, parts
 from tasks.stages.stage import stage
 from tasks.system.stopwatch import Stopwatch
 
-TOTAL = 12
+TOTAL = 22
 
 
 @stage("update_actor", "update")
@@ -49,10 +49,10 @@ def test_what_is_told_in_a_part_or_a_task_or_by_a_module_is_on_the_runs_own_page
         (run,) = client.read_flow_runs(flow_run_filter=FlowRunFilter(name=FlowRunFilterName(any_=["paged by parts"])))
         said = client.read_logs(LogFilter(flow_run_id=LogFilterFlowRunId(any_=[run.id])), limit=100)
         shown = client._client.get(f"/flow_runs/{run.id}/graph-v2").json()["nodes"]
-        (part,) = [node for _, node in shown if node["label"].endswith("11-12")]
+        (part,) = [node for _, node in shown if node["label"].endswith("21-22")]
         inner = client._client.get(f"/flow_runs/{part['id']}/graph-v2").json()["nodes"]
     told = [entry.message for entry in said]
-    assert [line for line in told if line.startswith("iteration")] == [f"iteration {n}/{TOTAL}" for n in range(1, 13)]
+    assert [line for line in told if line.startswith("iteration")] == [f"iteration {n}/{TOTAL}" for n in range(1, TOTAL + 1)]
     assert {"an optimiser step was left out", "a file was written again"} <= {*told}
-    assert len(shown) == 2, "two parts, not twelve task runs"
-    assert [node["label"] for _, node in inner] == ["update 11", "update 12"]
+    assert len(shown) == 2, "two parts, not 22 task runs"
+    assert [node["label"] for _, node in inner] == ["update 21", "update 22"]
