@@ -52,7 +52,9 @@ def test_what_is_told_in_a_part_or_a_task_or_by_a_module_is_on_the_runs_own_page
         (part,) = [node for _, node in shown if node["label"].endswith("21-22")]
         inner = client._client.get(f"/flow_runs/{part['id']}/graph-v2").json()["nodes"]
     told = [entry.message for entry in said]
-    assert [line for line in told if line.startswith("iteration")] == [f"iteration {n}/{TOTAL}" for n in range(1, TOTAL + 1)]
+    assert [line for line in told if line.startswith("iteration")] == [
+        f"iteration {n}/{TOTAL}" for n in range(1, TOTAL + 1)
+    ]
     assert {"an optimiser step was left out", "a file was written again"} <= {*told}
     assert len(shown) == 2, "two parts, not 22 task runs"
     assert [node["label"] for _, node in inner] == ["update 21", "update 22"]
