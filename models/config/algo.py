@@ -18,6 +18,7 @@ class DiffusionRolloutAlgoConfig(Section):
         "sde",
         description="Reverse-process kernel: sde (Flow-GRPO), cps, dance_sde, or one of your own by its registered "
         "name or as package.module:function.",
+        examples=["sde", "cps", "dance_sde"],
         json_schema_extra=choices("sde", "cps", "dance_sde", own=ANY_NAME),
     )
     sde_options: Later[Options] = Field(
