@@ -46,7 +46,7 @@ def train(
         from flows.train import train as flow
         from tasks.run.summary import Summary
 
-        summary = Summary(**started(flow, debug, chosen, overrides, continues=True))
+        summary = Summary(**started(flow, debug, config=chosen, overrides=overrides, continues=True))
         typer.echo(f"\n{summary.text()}\n")
 
 

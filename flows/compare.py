@@ -60,7 +60,7 @@ class Recorded:
         return ["reward", *(f"reward/{name}" for name in self.weights)]
 
 
-@flow(name="compare", persist_result=False)
+@flow(name="compare", flow_run_name="compare {run} {against}", persist_result=False)
 def compare(run: str, against: str, tracking: TrackingConfig | None = None, folder: Path = Path("runs")) -> str:
     """Write a page that compares two runs, and put it with the first one in MLflow.
 

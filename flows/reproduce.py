@@ -57,7 +57,7 @@ class Outcome:
     outcome: str
 
 
-@flow(name="reproduce", persist_result=False)
+@flow(name="reproduce", flow_run_name="reproduce {run}", persist_result=False)
 def reproduce(run: str, iterations: int = 3, tolerance: float = 1e-5, tracking: TrackingConfig | None = None) -> State:
     """Check out a run's commit and data beside this repository, do its first iterations again, and compare.
 

@@ -23,10 +23,11 @@ from optuna.trial import TrialState
 from prefect import flow
 from prefect.artifacts import create_table_artifact
 
+from flows.names import name_search
 from tasks.actors.child_run import ChildDied, ChildRun, child_run
 from tasks.config.presets import tree_of
 from tasks.config.sweep import SweepConfig, check_fields
-from tasks.config.tree import TrainConfig, TrainOverrides
+from tasks.config.tree import NO_OVERRIDES, TrainConfig, TrainOverrides
 from tasks.records.tracking import Tracker
 from tasks.run.opening import apply_overrides
 from tasks.run.preflight import check_inputs
@@ -34,8 +35,8 @@ from tasks.run.preflight import check_inputs
 DONE = (TrialState.COMPLETE, TrialState.PRUNED)
 
 
-@flow(name="sweep", persist_result=False)
-def sweep(config: TrainConfig, search: SweepConfig, overrides: TrainOverrides | None = None) -> dict[str, Any]:
+@flow(name="sweep", flow_run_name=name_search, persist_result=False)
+def sweep(config: TrainConfig, search: SweepConfig, overrides: TrainOverrides | None = NO_OVERRIDES) -> dict[str, Any]:
     """Train with many settings, at most `search.parallel` at a time, and find the best.
 
     Every run is a process and an MLflow run under the sweep's own. One that dies counts as failed and the others go

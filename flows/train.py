@@ -12,7 +12,6 @@ if __name__ == "__main__":  # before the imports that take seconds, so that a wr
 
     main("train")
 
-import math
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -20,12 +19,16 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from prefect import flow, get_run_logger
+from prefect import flow
+from prefect.states import Completed, State
 
+from flows.names import name_training
 from models.algorithms.rollout_correction import too_far_apart
 from models.training.engine import FIRST_RATIO, HeldWeights
 from tasks.actors.trainer_group import Synced
-from tasks.config.tree import TrainConfig, TrainOverrides
+from tasks.config.common import CommonSettings, combined
+from tasks.config.tree import NO_OVERRIDES, TrainConfig, TrainOverrides
+from tasks.records.flow_page import flow_page, page_logger
 from tasks.records.metrics import (
     compute_throughput_metrics_diffusion,
     compute_timing_metrics_diffusion,
@@ -37,6 +40,7 @@ from tasks.run.collect import Iteration, SampledIteration, collect, finish_ahead
 from tasks.run.held_out_grids import keep_grid, remove_old
 from tasks.run.instruments import memory_metrics, profiled
 from tasks.run.opening import apply_overrides, open_run
+from tasks.run.parts import in_parts
 from tasks.run.preflight import check_inputs
 from tasks.run.progress import Progress
 from tasks.run.summary import Summary, register_export, summarise
@@ -50,45 +54,55 @@ from tasks.stages.update import update
 from tasks.stages.validation import Validation, draw_and_score
 from tasks.system.stopwatch import Stopwatch
 
+NO_COMMON = CommonSettings()
 
-@flow(name="train", persist_result=False)
-def train(config: TrainConfig, overrides: TrainOverrides | None = None) -> dict[str, Any]:
+
+@flow(name="train", flow_run_name=name_training, persist_result=False)
+def train(
+    common: CommonSettings | None = NO_COMMON, *, config: TrainConfig, overrides: TrainOverrides | None = NO_OVERRIDES
+) -> State:
     """Post-train a flow-matching model by reinforcement learning.
 
     A run is named by its config: started again after anything killed it, it continues where its last checkpoint
-    ends, in the same MLflow run.
+    ends, in the same MLflow run. Called, it returns the fields of a `Summary`.
 
     Args:
+        common: changes of the fields that are changed most, for use with a deployment.
         config: everything the run depends on.
-        overrides: changes to it, for use with a deployment: only the fields given here are replaced.
+        overrides: changes of any other field: only the fields given here are replaced.
     """
-    config = apply_overrides(config, overrides)
-    inputs = check_inputs(config)
-    with open_run(config, inputs) as run:
-        return fit(run).as_dict()
+    with flow_page():
+        config = apply_overrides(config, combined(common, overrides))
+        inputs = check_inputs(config)
+        with open_run(config, inputs) as run:
+            summary, said = fit(run)
+    return Completed(message=said, data=summary.as_dict())
 
 
-def fit(run: TrainingRun) -> Summary:
-    """All iterations that are not done yet, and the run's summary."""
+def fit(run: TrainingRun) -> tuple[Summary, str]:
+    """All iterations that are not done yet; the run's summary, and the same in a sentence."""
     settings = run.config.trainer
     total, started = settings.total_training_steps, time.perf_counter()
     first = run.next_iteration
-    bar = Progress(run.config.run_name, total, first - 1)
-    clock = Stopwatch()
+    progress, clock = Progress(run, total, first - 1), Stopwatch(first - 1)
     ahead = sample_again(run, clock)
     if run.is_online:
         sync(run, clock, run.sampling_weights)
     if run.is_online and run.iteration == 0 and settings.val_before_train and not run.recorded(0):
         result = validate_weights(run, clock)
         run.tracker.log_step(0, result.metrics(), *_validation_records(result))
-        bar.show(held_out=result.reward)
-    for number in range(first, total + 1):
+        progress.validated()
+
+    def advance(number: int) -> None:
+        nonlocal ahead
         metrics, ahead = iterate(run, number, ahead)
-        bar.advance(reward=metrics.get("critic/rewards/mean", math.nan), held_out=run.held_out)
-    bar.close()
+        progress.advance(number, metrics)
+
+    in_parts(first, total, advance)
     run.store.settle()
     run.forget_stages()
-    return summarise(run, (time.perf_counter() - started) / 60)
+    summary = summarise(run, (time.perf_counter() - started) / 60)
+    return summary, progress.close(summary)
 
 
 def iterate(
@@ -103,7 +117,7 @@ def iterate(
     Returns:
         Its metrics, and the next iteration's samples if they are made ahead.
     """
-    clock, trained = Stopwatch(), number <= run.iteration
+    clock, trained = Stopwatch(number), number <= run.iteration
     with profiled(run.actor_groups(), "rollout", run.config.trainer.profile, number, run.tracker, clock):
         iteration = collect(run, number, clock, None if trained else ahead)
     if not trained:
@@ -137,7 +151,7 @@ def update_and_save(run: TrainingRun, iteration: Iteration, clock: Stopwatch) ->
         run.has_updated = not run.learned.get("actor/nonfinite_steps")
         warning = check_first_ratio(run.config, run.learned, iteration.metrics.get("rollout/policy_lag", 0.0))
         if warning:
-            get_run_logger().warning(warning)
+            page_logger().warning(warning)
     run.iteration = iteration.number
     if _due(iteration.number, settings.save_freq, run):
         state = run.state(iteration.number, run.learned)
@@ -145,7 +159,7 @@ def update_and_save(run: TrainingRun, iteration: Iteration, clock: Stopwatch) ->
 
 
 def log_iteration(run: TrainingRun, iteration: Iteration, metrics: dict[str, float], clock: Stopwatch) -> None:
-    """Validate and export where that is due, and log the iteration.
+    """Validate and export where that is due, and log the iteration; `metrics` gets what is measured on the way.
 
     The log's last request ends the iteration: killed before it, the iteration's record is made again, from what is
     kept of its samples and its checkpoint.
@@ -169,10 +183,10 @@ def log_iteration(run: TrainingRun, iteration: Iteration, metrics: dict[str, flo
         remove_old(run.config, run.tracker)
     with clock.stage("memory"):
         memory = memory_metrics(run.actor_groups())
-    times = _time_metrics(run, clock, images)
+    metrics |= _time_metrics(run, clock, images)
     if run.utilisation is not None and "update_actor" in clock.seconds:  # else an earlier process made the update
-        times |= run.utilisation.metrics(iteration.batches, metrics, clock.seconds)
-    run.tracker.log_step(number, metrics | times | memory)
+        metrics |= run.utilisation.metrics(iteration.batches, metrics, clock.seconds)
+    run.tracker.log_step(number, metrics | memory)
 
 
 def sample_again(run: TrainingRun, clock: Stopwatch) -> SampledIteration | None:

@@ -13,16 +13,17 @@ from pathlib import Path
 
 from prefect import flow
 
-from tasks.config.tree import TrainConfig, TrainOverrides
+from flows.names import name_validation
+from tasks.config.tree import NO_OVERRIDES, TrainConfig, TrainOverrides
 from tasks.run.opening import apply_overrides, open_measurement
 from tasks.run.preflight import ConfigError, check_inputs
 from tasks.stages.validation import draw_and_score
 from tasks.system.stopwatch import Stopwatch
 
 
-@flow(name="validate", persist_result=False)
+@flow(name="validate", flow_run_name=name_validation, persist_result=False)
 def validate(
-    config: TrainConfig, weights: Path | None = None, overrides: TrainOverrides | None = None
+    config: TrainConfig, weights: Path | None = None, overrides: TrainOverrides | None = NO_OVERRIDES
 ) -> dict[str, float]:
     """Measure one set of weights on the held-out prompts, and log it as an MLflow run of its own.
 
@@ -44,6 +45,8 @@ def validate(
         if weights is not None:
             run.rollout.load_exported(weights.resolve())
         pipeline = settings.validation_pipeline()
-        result = draw_and_score(Stopwatch(), run.rollout, run.reward, inputs.test, settings.val_kwargs.n, pipeline)
+        result = draw_and_score(
+            Stopwatch(weights or "base"), run.rollout, run.reward, inputs.test, settings.val_kwargs.n, pipeline
+        )
         run.tracker.log_step(0, result.metrics(), {"validation": result.sheet}, {"validation": result.samples})
     return result.metrics()

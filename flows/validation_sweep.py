@@ -9,11 +9,12 @@ from mlflow.artifacts import download_artifacts
 from mlflow.entities.model_registry import ModelVersion
 from prefect import flow, get_run_logger
 from prefect.events import emit_event
-from prefect.states import Completed, Failed, State
+from prefect.states import Completed, State
 
+from flows.names import name_model
 from tasks.actors.rollout_group import RolloutGroup
 from tasks.config.measurement import Measurement
-from tasks.config.tree import TrainConfig, TrainOverrides
+from tasks.config.tree import NO_OVERRIDES, TrainConfig, TrainOverrides
 from tasks.records.comparison import paired_gain
 from tasks.records.model_registry import (
     CHAMPION,
@@ -32,18 +33,21 @@ from tasks.stages.validation import Validation, draw_and_score
 from tasks.system.stopwatch import Stopwatch
 
 BASE = "base"
+FOUND_WORSE = "Regression"
+"""Name of the state of a sweep that found one. Its type is Completed: a finding is no failure of the sweep, and the
+event `prefect.flow-run.Regression` tells an automation the two apart."""
 
 
-@flow(name="validation-sweep", persist_result=False)
+@flow(name="validation-sweep", flow_run_name=name_model, persist_result=False)
 def validation_sweep(
-    config: TrainConfig, measurement: Measurement | None = None, overrides: TrainOverrides | None = None
+    config: TrainConfig, measurement: Measurement | None = None, overrides: TrainOverrides | None = NO_OVERRIDES
 ) -> State:
     """Measure the registered weights of a recipe that are not measured yet, and judge each against base and best.
 
     All weights are drawn with the same prompts and noise, so every comparison is paired. The registry's alias
     `champion` moves to a version that is significantly better than the champion so far (the base model, where there
-    is none). A version that is significantly worse than either is tagged, fails this flow run and sends the event
-    `doubleflow.regression`. A sweep that was killed goes on with what is left.
+    is none). A version that is significantly worse than either is tagged and sends the event `doubleflow.regression`;
+    this flow run then ends as Regression, with a sentence for each. A sweep that was killed goes on with what is left.
 
     Args:
         config: the recipe; its experiment_name is the registered model.
@@ -67,7 +71,7 @@ def validation_sweep(
             sweep.measure(None)
         regressions = [text for version in pending if (text := sweep.measure(version))]
     if regressions:
-        return Failed(message="; ".join(regressions))
+        return Completed(name=FOUND_WORSE, message="; ".join(regressions))
     return Completed(message=f"measured {len(pending)} versions of {name}")
 
 
@@ -91,7 +95,7 @@ class Sweep:
         The measurement's run ends only when the verdict is in the registry, so one that was killed is done again.
         """
         subject = BASE if version is None else f"{version.name}/{version.version}"
-        tracker, clock = Tracker(self.config.tracking, subject, parent=self.run.tracker.run_id), Stopwatch()
+        tracker, clock = Tracker(self.config.tracking, subject, parent=self.run.tracker.run_id), Stopwatch(subject)
         with tracker.concluded():
             tracker.log_start(self.config, self.measured.tags(subject))
             rollout = self._holding(version)
@@ -134,6 +138,7 @@ class Sweep:
         if verdict.worse is None:
             return None
         text = f"{version.name} version {version.version} is worse than {verdict.worse}"
+        get_run_logger().warning(text)
         against = self.measured.champion(version.name)
         subject = BASE if against is None else f"{against.name}/{against.version}"
         tag_regression(self.measured.client, REGRESSION, text, version, tracker.run_id)

@@ -17,6 +17,11 @@ NOWHERE = "http://127.0.0.1"
 """An origin that no page has: the temporary server has no pages."""
 QUIET = {"PREFECT_SERVER_REGISTER_BLOCKS_ON_START": "false", "PREFECT_LOGGING_SERVER_LEVEL": "ERROR"}
 """Of the temporary server: it makes no list of block types, and speaks in the run's terminal only of its errors."""
+LOGS_FOR_WATCHERS = {
+    "PREFECT_SERVER_LOGS_STREAM_OUT_ENABLED": "true",
+    "PREFECT_SERVER_LOGS_STREAM_PUBLISHING_ENABLED": "true",
+}
+"""Without them `prefect deployment run --watch` shows that tasks begin and end, and no line of a run's log."""
 DVC_SITE_CACHE = Path(".doubleflow/dvc")
 
 
@@ -46,6 +51,7 @@ def server_settings(access: Mapping[str, str], prefect_port: int | None = None) 
         "PREFECT_SERVER_API_AUTH_STRING": access["PREFECT_API_AUTH_STRING"],
         "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": origins,
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+        **LOGS_FOR_WATCHERS,
     } | (QUIET if prefect_port is None else {})
 
 

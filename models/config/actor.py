@@ -14,11 +14,16 @@ from models.config.bounds import (
     MOST_STEPS,
     Options,
 )
-from models.config.section import Later, NotShaping, Section
+from models.config.section import ANY_NAME, IMPORT_PATH, Later, NotShaping, Section, choices
 
 AwmWeighting = Literal["uniform", "t", "t2", "huber", "ghuber"]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 KlLossType = Literal["gaussian", "flow_grpo"]
+LOSSES = (
+    *("flow_grpo", "dance_grpo", "mix_grpo", "grpo_guard", "flow_dppo", "dpo", "diffusion_nft", "awm"),
+    *("distill_kl", "distill_fm_mse"),
+)
+"""Those that are registered; this module is read where torch is not imported."""
 DecaySchedule = Literal["copy", "linear_to_0_3", "linear_to_0_5", "delayed_linear_to_0_999"]
 
 
@@ -86,7 +91,11 @@ class FSDPConfig(Section):
 class DiffusionLossConfig(Section):
     """Which policy loss, and its bounds."""
 
-    loss_mode: str = Field("flow_grpo", description="Registered name of the loss, or package.module:Class.")
+    loss_mode: str = Field(
+        "flow_grpo",
+        description="Registered name of the loss, or package.module:Class.",
+        json_schema_extra=choices(*LOSSES, own=ANY_NAME),
+    )
     options: Later[Options] = Field(
         default_factory=dict, description="Keyword arguments of a loss of your own; those of the project take none."
     )
@@ -186,7 +195,11 @@ class ForwardProcessConfig(Section):
 class DiffusionActorConfig(Section):
     """The update: how samples become optimiser steps."""
 
-    strategy: str = Field("fsdp2", description="Training engine: fsdp2, or package.module:Class (docs/training.md).")
+    strategy: str = Field(
+        "fsdp2",
+        description="Training engine: fsdp2, or package.module:Class (docs/training.md).",
+        json_schema_extra=choices("fsdp2", own=IMPORT_PATH),
+    )
     ppo_mini_batch_size: int = Field(
         16, ge=1, le=MOST_BATCH, description="Prompts (with all their samples) per optimiser step."
     )

@@ -6,7 +6,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from models.config.bounds import MOST_ITERATIONS, MOST_NOISE_LEVELS, Options
-from models.config.section import Later, NoiseLevel, NotShaping, Section
+from models.config.section import ANY_NAME, Later, NoiseLevel, NotShaping, Section, choices
 
 WindowMode = Literal["random", "progressive", "decay"]
 
@@ -19,6 +19,7 @@ class DiffusionRolloutAlgoConfig(Section):
         description="Reverse-process kernel: sde (Flow-GRPO), cps, dance_sde, or one of your own by its registered "
         "name or as package.module:function.",
         examples=["sde", "cps", "dance_sde"],
+        json_schema_extra=choices("sde", "cps", "dance_sde", own=ANY_NAME),
     )
     sde_options: Later[Options] = Field(
         default_factory=dict, description="Keyword arguments of a kernel of your own; sde, cps and dance_sde take none."

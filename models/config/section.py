@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every section of the configuration is: closed, frozen, and marked where a field does not shape a run."""
 
+from collections.abc import Callable
 from enum import Enum
 from typing import Annotated, Any, TypeVar
 
@@ -51,5 +52,29 @@ class Section(BaseModel):
     def _texts_can_be_written(cls, value: Any) -> Any:
         return check_texts(value)
 
+
+def choices(*names: str, own: str | None = None) -> Callable[[dict[str, Any]], None]:
+    """What a text field's form offers, for `json_schema_extra`; the field itself still checks its values.
+
+    Args:
+        names: those of the project.
+        own: pattern of names of one's own; None where there are none.
+    """
+
+    def offer(schema: dict[str, Any]) -> None:
+        if own is None:
+            schema["enum"] = list(names)
+            return
+        kind = schema.pop("type")
+        ours = {"title": "of the project", "type": kind, "enum": list(names)}
+        schema["anyOf"] = [ours, {"title": "of your own", "type": kind, "pattern": own}]
+
+    return offer
+
+
+IMPORT_PATH = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
+"""package.module:object."""
+ANY_NAME = r"^[A-Za-z_][\w.:]*$"
+"""An import path, or a name that a module of one's own registers."""
 
 Ratio = Annotated[float, Field(ge=0, le=MOST_RATIO)]

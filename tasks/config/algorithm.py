@@ -8,7 +8,8 @@ from pydantic import Field, model_validator
 from models.config.actor import ForwardProcessConfig
 from models.config.bounds import Options
 from models.config.rollout_correction import RolloutCorrectionConfig
-from models.config.section import Later, NotShaping
+from models.config.section import ANY_NAME, Later, NotShaping, choices
+from tasks.config.presets import PRESETS
 
 
 class DiffusionAlgoConfig(ForwardProcessConfig):
@@ -19,6 +20,7 @@ class DiffusionAlgoConfig(ForwardProcessConfig):
         description="flow_grpo, dance_grpo, mix_grpo, grpo_guard, flow_dppo, dpo, diffusion_nft, awm, distill_kl or "
         "distill_fm_mse: sets kernel, window, advantage and loss with their defaults, wherever such a field is not "
         "given itself.",
+        json_schema_extra=choices(*PRESETS),
     )
     trainer_type: Literal["policy_gradient", "direct_preference"] = Field(
         "policy_gradient",
@@ -37,7 +39,11 @@ class DiffusionAlgoConfig(ForwardProcessConfig):
         "continuous",
         description="What is kept of advantages: all, max(A, 0), min(A, 0), 1 where A > 0 else 0, or the sign.",
     )
-    adv_estimator: str = Field("flow_grpo", description="Advantage estimator, or package.module:function.")
+    adv_estimator: str = Field(
+        "flow_grpo",
+        description="Advantage estimator, or package.module:function.",
+        json_schema_extra=choices("flow_grpo", "dance_grpo", "mix_grpo", "gdpo", own=ANY_NAME),
+    )
     adv_options: Later[Options] = Field(
         default_factory=dict,
         description="Keyword arguments of the advantage estimator; flow_grpo and gdpo take epsilon, what their "

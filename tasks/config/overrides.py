@@ -3,9 +3,18 @@
 
 import copy
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, create_model, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    create_model,
+    field_validator,
+    model_serializer,
+)
+from pydantic.fields import FieldInfo
 
 from models.config.bounds import check_truth
 from tasks.config.errors import ConfigError
@@ -62,7 +71,7 @@ def flat(value: Any, path: str = "") -> dict[str, Any]:
     return {name: entry for key, part in value.items() for name, entry in flat(part, f"{below}{key}").items()}
 
 
-class _Form(BaseModel):
+class Form(BaseModel):
     """What all forms refuse: misspelt fields, and what is no number where a number should be."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -72,16 +81,37 @@ class _Form(BaseModel):
     def _truth_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
         return check_truth(value, cls.model_fields[str(info.field_name)].annotation)
 
+    @model_serializer(mode="plain")
+    def _only_what_was_set(self) -> dict[str, Any]:
+        """Also as the default of a parameter, which a form begins with: nothing is set there."""
+        return {name: getattr(self, name) for name in type(self).model_fields if name in self.model_fields_set}
+
+
+def left_out(info: FieldInfo) -> tuple[Any, FieldInfo]:
+    """A field as `info` has it, that may be left out; null is one of its values only where it was before.
+
+    A form then shows the field itself, and not "None" with a choice of types.
+    """
+    bounded: Any = info.annotation
+    for constraint in info.metadata:
+        bounded = Annotated[bounded, constraint]
+
+    def without_default(schema: dict[str, Any]) -> None:
+        schema.pop("default", None)
+        if callable(info.json_schema_extra):
+            info.json_schema_extra(schema)
+
+    field = Field(default=None, description=info.description, json_schema_extra=without_default)
+    return bounded, cast(FieldInfo, field)
+
 
 def optional(section: type[BaseModel]) -> type[BaseModel]:
     """The same section with every field optional: descriptions and bounds stay, cross-checks wait for the merge."""
     fields: dict[str, Any] = {}
     for name, info in section.model_fields.items():
-        annotation: Any = info.annotation
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            annotation = optional(annotation)
-        bounded: Any = annotation
-        for constraint in info.metadata:
-            bounded = Annotated[bounded, constraint]
-        fields[name] = (bounded | None, Field(default=None, description=info.description))
-    return create_model(f"{section.__name__}Override", __base__=_Form, __doc__=section.__doc__, **fields)
+        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
+            below = optional(info.annotation)
+            fields[name] = (below, Field(default_factory=below, description=info.description))
+        else:
+            fields[name] = left_out(info)
+    return create_model(f"{section.__name__}Override", __base__=Form, __doc__=section.__doc__, **fields)

@@ -212,3 +212,6 @@ if TYPE_CHECKING:  # a type checker takes no class that a call has made
 else:
     TrainOverrides = optional(TrainConfig)
     """Changes to a recipe: any part of the tree, the rest left out."""
+
+NO_OVERRIDES = TrainOverrides()
+"""What a form begins with: a section of its own, and not null."""

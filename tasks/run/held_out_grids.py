@@ -4,9 +4,9 @@
 from pathlib import Path
 
 from PIL import Image
-from prefect import get_run_logger
 
 from tasks.config.tree import TrainConfig
+from tasks.records.flow_page import page_logger
 from tasks.records.retention import remove_old_pictures
 from tasks.records.tracking import Tracker
 
@@ -26,7 +26,7 @@ def kept_grids(config: TrainConfig) -> dict[int, Path]:
 def remove_old(config: TrainConfig, tracker: Tracker) -> None:
     """Remove the pictures that `tracking` does not keep, here and in MLflow, and log which."""
     for kind, steps in remove_old_pictures(tracker, config.tracking, _folder(config)).items():
-        get_run_logger().info("removed by tracking.keep_%s: iterations %s", kind, ", ".join(map(str, steps)))
+        page_logger().info("removed by tracking.keep_%s: iterations %s", kind, ", ".join(map(str, steps)))
 
 
 def _folder(config: TrainConfig) -> Path:

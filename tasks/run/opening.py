@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import ray
 from prefect import get_run_logger
@@ -18,6 +19,7 @@ from tasks.actors.rollout_group import LATENTS, PICTURES, RolloutGroup
 from tasks.actors.trainer_group import TrainerGroup
 from tasks.config.tree import TrainConfig, TrainOverrides
 from tasks.data.pairs import SIDES
+from tasks.records.flow_page import FLOW_RUN_TAG, flow_run_page
 from tasks.records.guards import FloorWatch, GuardWatch
 from tasks.records.lineage import lineage
 from tasks.records.run_lock import run_lock
@@ -33,7 +35,7 @@ from tasks.system.files import put_in_place
 RUN_RECORD = "run.json"
 
 
-def apply_overrides(config: TrainConfig, overrides: TrainOverrides | None) -> TrainConfig:
+def apply_overrides(config: TrainConfig, overrides: TrainOverrides | dict[str, Any] | None) -> TrainConfig:
     """The config with its overrides; what another algorithm's name takes from it is told in the flow run's log."""
     behind = config.left_behind(overrides)
     result = config.with_changes(overrides)
@@ -90,6 +92,7 @@ def open_run(config: TrainConfig, inputs: Inputs) -> Iterator[TrainingRun]:
             _remember_run_id(config, tracker.run_id)
             run = _start_actors(config, inputs, tracker, store)
             tracker.log_start(config, run_tags(config, inputs, run.online.reward if run.is_online else None))
+            tracker.tag(FLOW_RUN_TAG, flow_run_page())
             run.resume()
             tracker.log_lineage(lineage(config.data_read()), run.iteration)
             with store.settled():

@@ -9,12 +9,12 @@ from typing import Any
 from mlflow.entities import RunInfo
 from mlflow.entities.model_registry import ModelVersion
 from PIL import Image
-from prefect import get_run_logger
 from prefect.runtime import flow_run
 from prefect.settings import get_current_settings
 from prefect.utilities.urls import url_for
 
 from tasks.actors.trainer_group import TrainerGroup
+from tasks.records.flow_page import page_logger
 from tasks.records.pictures import titled
 from tasks.run.held_out_grids import kept_grids
 from tasks.run.training import TrainingRun
@@ -108,11 +108,11 @@ def summarise(run: TrainingRun, minutes: float) -> Summary:
     """
     base_model, weights, registered = str(run.config.actor_rollout_ref.model.path), "", ""
     if run.moved:
-        folder, version = register_export(Stopwatch(), run)
+        folder, version = register_export(Stopwatch(run.iteration), run)
         weights, registered = str(folder), f"models:/{version.name}/{version.version}"
     else:
         run.tracker.tag(UNMOVED_TAG, unmoved(base_model))
-        get_run_logger().warning("the weights are %s", unmoved(base_model))
+        page_logger().warning("the weights are %s", unmoved(base_model))
     picture = run.config.run_dir / "before_after.png"
     drawn = kept_grids(run.config)
     if drawn:

@@ -5,8 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from prefect import get_run_logger
-
 from models.algorithms import DiffusionLossFn, get_diffusion_loss_fn
 from models.training.engine import HeldWeights
 from models.weights.canary import Canary, CanaryLimits
@@ -17,6 +15,7 @@ from tasks.actors.trainer_group import TrainerGroup
 from tasks.config.tree import TrainConfig
 from tasks.data.pairs import Pair, PairDataset
 from tasks.data.prompts import Prompt
+from tasks.records.flow_page import page_logger
 from tasks.records.guards import FloorWatch, GuardWatch
 from tasks.records.run_store import CheckpointStore, RunState
 from tasks.records.tracking import Tracker
@@ -160,7 +159,7 @@ class TrainingRun:
         skipped = metrics.get(OPTIMIZER_STEPS) == self.learned.get(OPTIMIZER_STEPS, 0.0)
         self.learned = {**metrics, "actor/update_skipped": float(skipped)}
         if skipped:
-            get_run_logger().warning("the update of iteration %d was skipped: it made no optimiser step", iteration)
+            page_logger().warning("the update of iteration %d was skipped: it made no optimiser step", iteration)
 
     @property
     def moved(self) -> bool:

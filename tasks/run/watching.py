@@ -3,8 +3,7 @@
 
 from collections.abc import Mapping
 
-from prefect import get_run_logger
-
+from tasks.records.flow_page import page_logger
 from tasks.records.guards import FLOOR_TAG, HACKING_TAG, FloorWatch, GuardWatch
 from tasks.records.tracking import Tracker
 
@@ -18,7 +17,7 @@ def watch_guards(
     now = guards.sentence()
     if now is not None and now != before:
         tracker.tag(HACKING_TAG, now)
-        get_run_logger().warning("this may be reward hacking: %s; look at the pictures", now)
+        page_logger().warning("this may be reward hacking: %s; look at the pictures", now)
     return found
 
 
@@ -28,7 +27,7 @@ def watch_floor(floor: FloorWatch, tracker: Tracker, iteration: int, metrics: Ma
     if stuck is None:
         return
     tracker.tag(FLOOR_TAG, stuck)
-    get_run_logger().warning(
+    page_logger().warning(
         "the reward may not work: %s; look at the pictures and at what the reward makes of them, and see "
         "docs/rewards.md",
         stuck,

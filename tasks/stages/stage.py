@@ -4,7 +4,7 @@
 import inspect
 from collections.abc import Callable
 from functools import wraps
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from prefect import Task, task
 from prefect.cache_policies import NO_CACHE
@@ -24,7 +24,7 @@ def stage(timing: str, task_name: str | None = None) -> Callable[[Callable[P, R]
 
     Args:
         timing: what the stopwatch counts its seconds under, as in timing_s/update_actor.
-        task_name: in Prefect; None is `timing` with dashes.
+        task_name: in Prefect; None is `timing` with dashes. A task run has it with the stopwatch's label: update 12.
     """
 
     def decorate(work: Callable[P, R]) -> Task[Concatenate[Stopwatch, P], R]:
@@ -38,6 +38,11 @@ def stage(timing: str, task_name: str | None = None) -> Callable[[Callable[P, R]
         clock = inspect.Parameter("clock", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=Stopwatch)
         timed.__signature__ = own.replace(parameters=[clock, *own.parameters.values()])  # type: ignore[attr-defined]
         name = task_name or timing.replace("_", "-")
-        return task(name=name, cache_policy=NO_CACHE, persist_result=False)(timed)
+
+        def run_name(parameters: dict[str, Any]) -> str:
+            return f"{name} {parameters['clock'].label}".rstrip()
+
+        named: Any = run_name  # Prefect's protocol for it has a class method, which no function has
+        return task(name=name, task_run_name=named, cache_policy=NO_CACHE, persist_result=False)(timed)
 
     return decorate

@@ -4,12 +4,12 @@
 from collections.abc import Sequence
 
 import numpy as np
-from prefect import get_run_logger
 
 from tasks.actors.rollout_group import PendingBatch
 from tasks.actors.trainer_group import TrainerGroup
 from tasks.actors.update_plan import OldScores
 from tasks.data.pairs import PairBatch
+from tasks.records.flow_page import page_logger
 from tasks.stages.stage import stage
 
 
@@ -33,7 +33,7 @@ def update(
     """
     metrics = trainer.update(batches, advantages, old)
     if metrics.get("nonfinite_steps"):
-        get_run_logger().warning(
+        page_logger().warning(
             "%d optimiser steps of this iteration were left out, because their gradient was not finite "
             "(trainer.on_nonfinite skip): look at its samples and rewards",
             metrics["nonfinite_steps"],

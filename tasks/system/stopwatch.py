@@ -13,8 +13,9 @@ class Stopwatch:
     runs and the driver's own bookkeeping.
     """
 
-    def __init__(self) -> None:
-        """Begin the iteration's time."""
+    def __init__(self, label: object = "") -> None:
+        """Begin the iteration's time; `label` is what it is the time of, as an iteration's number."""
+        self.label = str(label)
         self.seconds: dict[str, float] = {}
         self._begun = time.perf_counter()
 

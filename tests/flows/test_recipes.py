@@ -3,7 +3,7 @@
 
 import importlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -17,8 +17,16 @@ from PIL import Image, ImageDraw, ImageFont
 from prefect.utilities.callables import parameter_schema
 
 from flows.recipes import load_recipe
+from models.algorithms.advantages import _ADVANTAGES
+from models.algorithms.losses import _LOSSES
+from models.schedulers.kernels import KERNELS
+from tasks.config.common import CommonSettings, combined
+from tasks.config.errors import ConfigError
+from tasks.config.presets import PRESETS
 from tasks.config.sweep import SweepConfig
+from tasks.config.tree import NO_OVERRIDES, TrainOverrides
 from tasks.rewards import get_reward
+from tasks.rewards.base import _REGISTRY
 
 ROOT = Path(__file__).parents[2]
 DEPLOYMENTS = {d["name"]: d for d in yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]}
@@ -44,6 +52,71 @@ def test_every_parameter_is_described(name: str) -> None:
     for section, definition in schema.get("definitions", {}).items():
         fields |= {f"{section}.{field}": entry for field, entry in definition.get("properties", {}).items()}
     assert [field for field, entry in fields.items() if not entry.get("description")] == []
+
+
+def form_of(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Parameters and definitions of what Prefect's form of a deployment shows."""
+    schema = parameter_schema(flow_of(DEPLOYMENTS[name]).fn).model_dump_for_openapi()
+    return schema["properties"], schema["definitions"]
+
+
+def test_the_form_begins_with_the_ten_fields_that_people_change_first() -> None:
+    parameters, definitions = form_of("quickstart")
+    assert sorted(parameters, key=lambda name: parameters[name]["position"]) == ["common", "config", "overrides"]
+    fields = definitions["CommonSettings"]["properties"]
+    assert len(fields) == 10
+    assert {"total_training_steps", "seed", "lr", "train_batch_size", "model", "reward", "n_gpus_per_node"} <= {*fields}
+    assert fields["lr"]["exclusiveMinimum"] == 0, "with the bounds of the field that it stands for"
+
+
+def test_no_section_of_the_form_is_shown_as_none() -> None:
+    parameters, definitions = form_of("quickstart")
+    assert parameters["overrides"]["default"] == parameters["common"]["default"] == {}
+    assert definitions["TrainConfigOverride"]["properties"]["trainer"]["$ref"].endswith("/TrainerConfigOverride")
+    assert definitions["TrainerConfigOverride"]["properties"]["seed"]["type"] == "integer"
+
+
+def shipped(registry: Mapping[str, Any]) -> set[str]:
+    """Names of what the project itself has registered; other tests register more."""
+    return {name for name, entry in registry.items() if entry.__module__.startswith(("models.", "tasks."))}
+
+
+def test_the_form_offers_what_there_is_to_choose_from() -> None:
+    """And lets through what somebody registers or names by its import path, but no unknown algorithm."""
+    _, definitions = form_of("quickstart")
+
+    def offered(section: str, field: str) -> Any:
+        return {name: definitions[name]["properties"][field] for name in (section, f"{section}Override")}.values()
+
+    for field in (*offered("DiffusionAlgoConfig", "name"), definitions["CommonSettings"]["properties"]["algorithm"]):
+        assert field["enum"] == [*PRESETS]
+    registered = {
+        ("DiffusionLossConfig", "loss_mode"): shipped(_LOSSES.entries),
+        ("DiffusionAlgoConfig", "adv_estimator"): shipped(_ADVANTAGES.entries),
+        ("DiffusionRolloutAlgoConfig", "sde_type"): shipped({name: k.step for name, k in KERNELS.items()}),
+    }
+    for (section, name), known in registered.items():
+        for field in offered(section, name):
+            ours, own = field["anyOf"]
+            assert {*ours["enum"]} == known
+            assert all(re.search(own["pattern"], text) for text in ("own_name", "package.module:object"))
+    ours, own = definitions["CommonSettings"]["properties"]["reward"]["anyOf"]
+    assert {*ours["enum"]} == shipped(_REGISTRY)
+    assert re.search(own["pattern"], "package.module:object")
+    assert not re.search(own["pattern"], "orc")
+
+
+def test_the_first_ten_fields_and_the_overrides_change_a_recipe_together_but_not_twice() -> None:
+    config, overrides = load_recipe("quickstart", ROOT / "prefect.yaml"), {"trainer": {"device": "cpu"}}
+    common = CommonSettings(seed=7, lr=1e-5, reward="brightness", model="elsewhere")
+    changed = config.with_changes(combined(common, TrainOverrides.model_validate(overrides)))
+    assert (changed.trainer.seed, changed.actor_rollout_ref.actor.optim.lr) == (7, 1e-5)
+    assert (list(changed.reward.functions), changed.actor_rollout_ref.model.path) == (["brightness"], "elsewhere")
+    assert config.with_changes(combined(None, None)) == config.with_changes(combined(CommonSettings(), NO_OVERRIDES))
+    with pytest.raises(ConfigError, match=r"trainer\.seed is given under common and under overrides"):
+        combined(common, {"trainer": {"seed": 8}})
+    with pytest.raises(ConfigError, match=r"reward\.functions is given under common and under overrides"):
+        combined(common, {"reward": {"functions": {"ocr": {}}}})
 
 
 def test_a_sweeps_dimensions_are_fields_of_its_config() -> None:

@@ -3,6 +3,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -86,11 +87,18 @@ def run_deployed(deployed: Workspace, head: psutil.Process) -> None:
     worker = [sys.executable, "-m", "prefect", "worker", "start", "--pool", "local"]
     log = deployed.folder / "worker.log"
     with background(worker, deployed.environment, log, deployed.folder):
-        prefect(deployed, "deployment", "run", "train/tiny", "--param", f"overrides={json.dumps(FAST)}")
+        overrides = ("--param", f"overrides={json.dumps(FAST)}")
+        watching = deployed.start(
+            "-m", "prefect", "--no-prompt", "deployment", "run", "train/tiny", *overrides, "--watch"
+        )
         wait_until(lambda: len(actors_of(head)) == 3, f"the actors' start on the cluster (worker log: {log})")
         wait_until(lambda: completed(deployed), f"the run (worker log: {log})")
         (run,) = deployed.mlflow_runs()
         assert run.info.status == "FINISHED"
+        assert watching.wait(PATIENCE) == 0
+        said = " ".join(watching.output().split())
+        assert "iteration 1/1: reward" in said
+        assert re.search(r"held-out [\d.]+ -> [\d.]+ after 1 iterations; weights runs/\S+, models:/tiny/1", said)
 
 
 def completed(deployed: Workspace) -> bool:
@@ -103,6 +111,7 @@ def test_bad_parameters_are_refused_when_the_run_is_created(deployed: Workspace)
     for bad, name in [
         ({"trainer": {"total_training_steps": 0}}, "total_training_steps"),
         ({"trainer": {"total_trainin_steps": 3}}, "total_trainin_steps"),
+        ({"algorithm": {"name": "grpo"}}, "grpo"),
         ({"actor_rollout_ref": {"rollout": {"algo": {"sde_window_mode": "ode"}}}}, "ode"),
     ]:
         parameter = f"overrides={json.dumps(bad)}"

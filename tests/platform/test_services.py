@@ -94,9 +94,14 @@ def test_up_schedule_verdict_reaction_down(trained: Workspace, monkeypatch: pyte
         assert {address.ip for address in addresses} == {"127.0.0.1"}, "a neighbour on the network reaches nothing"
         assert not [p for p in family if "huey" in " ".join(p.cmdline()) or "_job_runner" in " ".join(p.cmdline())]
 
-        failed = wait_until(lambda: runs(api, "validation-sweep", "FAILED", auth), "a scheduled sweep's verdict")[0]
-        assert failed["auto_scheduled"]
-        assert "tiny version 2 is worse than the best so far by -0." in failed["state"]["message"]
+        judged = wait_until(lambda: runs(api, "validation-sweep", "COMPLETED", auth), "a scheduled sweep's verdict")
+        (found,) = [run for run in judged if run["state"]["name"] == "Regression"]  # a later sweep has nothing to do
+        assert found["auto_scheduled"]
+        assert found["state"]["message"].startswith("tiny version 2 is worse than the best so far by -0.")
+        said = [log["message"] for log in post(f"{api}/logs/filter", {"logs": of_run(found)}, auth)]
+        assert "tiny version 2 is worse than the best so far by -0." in "\n".join(said)
+        assert "Traceback" not in "\n".join(said)
+        assert "unexpected exception" not in (trained.folder / ".services/worker.log").read_text()
         wait_until(lambda: runs(api, "compare", "COMPLETED", auth), "the automation's comparison")
         check_registry(MlflowClient(mlflow, mlflow))
         pages = list((trained.folder / "runs").glob("compare-*.html"))  # one for each regression, as far as they came
@@ -190,6 +195,11 @@ def check_registry(client: MlflowClient) -> None:
 
 def versions_run(client: MlflowClient) -> str:
     return client.get_model_version("tiny", "2").run_id
+
+
+def of_run(flow_run: dict) -> dict:
+    """The filter of a flow run's logs."""
+    return {"flow_run_id": {"any_": [flow_run["id"]]}}
 
 
 def runs(api: str, flow: str, state: str, auth: tuple[str, str]) -> list:

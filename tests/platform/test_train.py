@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole runs of the training flow on Prefect, Ray and MLflow."""
 
+import base64
 import gzip
 import json
 import os
 import re
 from dataclasses import dataclass, replace
+from io import BytesIO
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pandas as pd
 import pytest
@@ -17,6 +20,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from tasks.rewards.jpeg import jpeg_kilobytes
+from tests.support.patience import post
 from tests.support.platform_helpers import RayHead, Workspace, make_workspace
 
 DOCUMENTED_METRICS = {
@@ -109,6 +113,39 @@ def other_lines(output: str) -> list[str]:
     """What is neither an iteration's line nor of the summary, which is indented."""
     lines = [line for line in re.split("[\r\n]+", output) if line.strip()]
     return [line for line in lines if not line.startswith(("training:", "iteration ", "  "))]
+
+
+def test_prefects_page_of_a_run_says_what_was_done_and_what_came_of_it(recorded: Recorded) -> None:
+    """Names, one line of log an iteration in page and terminal, the curve and the pictures, links both ways."""
+    workspace = recorded.workspace
+    address, (run,) = workspace.environment["PREFECT_API_URL"], workspace.mlflow_runs()
+    page = run.data.tags["doubleflow.flow_run"]
+    flow_run = httpx.get(f"{address}/flow_runs/{page.rpartition('/')[2]}").raise_for_status().json()
+    mine = {"flow_runs": {"id": {"any_": [flow_run["id"]]}}}
+    assert flow_run["name"] == f"tiny {workspace.run_folder().name.removeprefix('tiny-')}"
+    tasks = {task["name"] for task in post(f"{address}/task_runs/filter", mine)}
+    assert {"rollout 1", "reward 2", "update 3", "sync-weights 0", "validate 0", "register 3"} <= tasks
+    assert not [name for name in tasks if not re.fullmatch(r"[a-z-]+ \d", name)]
+
+    logs = post(f"{address}/logs/filter", {"logs": {"flow_run_id": {"any_": [flow_run["id"]]}}, "limit": 100})
+    lines = [log["message"] for log in logs if log["message"].startswith("iteration")]
+    line = r"iteration \d/3: reward [\d.]+, held-out [\d.]+, clipped [\d.]+%, [\d.]+ s, [\d.]+ images/s, [\d:]+ left"
+    assert sorted(line[:13] for line in lines) == [f"iteration {number}/3" for number in range(4)]
+    assert len([text for text in lines if re.fullmatch(line, text)]) == 3
+    assert all(recorded.output.count(text) == 1 for text in lines)
+
+    end = flow_run["state"]["message"]
+    assert re.search(
+        r"held-out [\d.]+ -> [\d.]+ after 3 iterations; weights runs/tiny-\w+/weights, models:/tiny/1", end
+    )
+    (artifact,) = post(f"{address}/artifacts/filter", mine | {"artifacts": {"key": {"any_": ["training"]}}})
+    assert artifact["data"] == 100
+    first, *_ = artifact["description"].split("\n\n")
+    assert first == end
+    pictures = re.findall(r"!\[[^]]+\]\(data:image/(\w+);base64,([\w+/=]+)\)", artifact["description"])
+    assert [kind for kind, _ in pictures] == ["png", "jpeg"]
+    assert all(np.asarray(Image.open(BytesIO(base64.b64decode(data)))).std() > 0 for _, data in pictures)
+    assert "held-out pictures, iteration 3" in artifact["description"]
 
 
 def test_trainer_ranks_and_rollout_actors_do_not_change_the_first_iterations(

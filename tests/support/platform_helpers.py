@@ -21,6 +21,7 @@ import pytest
 import yaml
 from mlflow import MlflowClient
 
+from flows.deploy.access import LOGS_FOR_WATCHERS
 from tests.support.forked import Program
 from tests.support.patience import PATIENCE, wait_for_server, wait_until
 
@@ -120,6 +121,7 @@ def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[st
     home, port = tmp_path_factory.mktemp("prefect"), free_port()
     environment = os.environ | {"PREFECT_HOME": str(home), "PREFECT_API_URL": f"http://127.0.0.1:{port}/api"}
     environment |= {"PREFECT_LOGGING_LEVEL": "WARNING", "OMP_WAIT_POLICY": "passive"}
+    environment |= LOGS_FOR_WATCHERS
     command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
     with background(command, environment, home / "server.log", home):
         wait_for_server(f"{environment['PREFECT_API_URL']}/health", "the Prefect server's start")

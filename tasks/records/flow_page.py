@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the page of a flow run in Prefect says beside its states: its log, and where else the run can be seen."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+
+from prefect import get_run_logger
+from prefect.logging.handlers import APILogHandler
+from prefect.logging.loggers import LoggingAdapter
+from prefect.runtime import flow_run
+from prefect.utilities.urls import url_for
+
+from tasks.records.tracking import Tracker
+
+REPORT = "report.html"
+"""Of a run, in its folder and at the top of its artifacts in MLflow."""
+FLOW_RUN_TAG = "doubleflow.flow_run"
+"""Of an MLflow run: the flow run's page in Prefect, or its id where it has no page."""
+OWN_MODULES = ("tasks", "models")
+QUIETER = "prefect.task_runs"
+"""Prefect's logger that would tell the end of each of an iteration's seven task runs."""
+_outermost: ContextVar[logging.Logger | LoggingAdapter | None] = ContextVar("outermost", default=None)
+
+
+class _OfFlowRun(logging.Filter):
+    """Gives every record to one flow run."""
+
+    def __init__(self, flow_run_id: str):
+        super().__init__()
+        self.flow_run_id = flow_run_id
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.flow_run_id = self.flow_run_id
+        return True
+
+
+@contextmanager
+def flow_page() -> Iterator[None]:
+    """During the block, which begins in a flow run, what is told is on that flow run's page.
+
+    So are the warnings of this project's modules, and what is told in flow runs that start within the block.
+    """
+    handler = APILogHandler(logging.WARNING)
+    handler.addFilter(_OfFlowRun(str(flow_run.id)))
+    loggers = [logging.getLogger(name) for name in OWN_MODULES]
+    if logging.getLogger(QUIETER).level == logging.NOTSET:  # else somebody wants to see them
+        logging.getLogger(QUIETER).setLevel(logging.WARNING)
+    token = _outermost.set(get_run_logger())
+    for logger in loggers:
+        logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeHandler(handler)
+        _outermost.reset(token)
+
+
+def page_logger() -> logging.Logger | LoggingAdapter:
+    """The log of the flow run whose page it is, for terminal and page; see `flow_page`."""
+    return _outermost.get() or get_run_logger()
+
+
+def tell(line: str) -> None:
+    """A line on the flow run's page alone, also where PREFECT_LOGGING_LEVEL asks for warnings only."""
+    logger = page_logger()
+    extra = logger.extra if isinstance(logger, logging.LoggerAdapter) else None
+    handler = APILogHandler(logging.INFO)
+    record = logging.getLogger("prefect.flow_runs").makeRecord(
+        "prefect.flow_runs", logging.INFO, __file__, 0, line, (), None, extra=dict(extra or {})
+    )
+    handler.handle(record)
+
+
+def run_links(tracker: Tracker, folder: Path) -> dict[str, str]:
+    """Name -> address of a run's pages, as far as they are there: in MLflow, and its report."""
+    report = folder / REPORT
+    if not tracker.uri.startswith("http"):
+        return {"report": str(report.resolve())} if report.is_file() else {}
+    experiment = tracker.client.get_run(tracker.run_id).info.experiment_id
+    page = f"{tracker.uri.rstrip('/')}/#/experiments/{experiment}/runs/{tracker.run_id}"
+    return {"MLflow": page} | ({"report": f"{page}/artifacts/{REPORT}"} if report.is_file() else {})
+
+
+def flow_run_page() -> str:
+    """The present flow run's page, or its id where no server has one."""
+    return url_for("flow-run", obj_id=flow_run.id) or str(flow_run.id)

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A long run's page in Prefect: parts that can be read, tasks named by what they do, and one log for all of it."""
+
+import logging
+
+import pytest
+from prefect import flow
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName, LogFilter, LogFilterFlowRunId
+from prefect.logging.handlers import APILogHandler
+
+from tasks.records.flow_page import flow_page, page_logger, tell
+from tasks.run.parts import MOST_PARTS, in_parts, parts
+from tasks.stages.stage import stage
+from tasks.system.stopwatch import Stopwatch
+
+TOTAL = 22
+
+
+@stage("update_actor", "update")
+def update(number: int) -> None:
+    if number == TOTAL:
+        page_logger().warning("an optimiser step was left out")
+
+
+@pytest.mark.parametrize("total", [1, 10, 11, 100, 999, 1000, 20_000])
+def test_the_parts_cover_every_iteration_once_and_fit_on_a_page(total: int) -> None:
+    found = list(parts(1, total))
+    assert [number for first, last in found for number in range(first, last + 1)] == list(range(1, total + 1))
+    assert len(found) <= MOST_PARTS
+    assert list(parts(total // 2 + 1, total))[-1:] == found[-1:] or len(found) == 1, "also of a resumed run"
+
+
+def test_what_is_told_in_a_part_or_a_task_or_by_a_module_is_on_the_runs_own_page() -> None:
+    def work(number: int) -> None:
+        update(Stopwatch(number), number)
+        tell(f"iteration {number}/{TOTAL}")
+        if number == 3:
+            logging.getLogger("tasks.data.somewhere").warning("a file was written again")
+
+    @flow(name="paged", flow_run_name="paged by parts", persist_result=False)
+    def outer() -> None:
+        with flow_page():
+            in_parts(1, TOTAL, work)
+
+    outer()
+    APILogHandler().flush()
+    with get_client(sync_client=True) as client:
+        (run,) = client.read_flow_runs(flow_run_filter=FlowRunFilter(name=FlowRunFilterName(any_=["paged by parts"])))
+        said = client.read_logs(LogFilter(flow_run_id=LogFilterFlowRunId(any_=[run.id])), limit=100)
+        shown = client._client.get(f"/flow_runs/{run.id}/graph-v2").json()["nodes"]
+        (part,) = [node for _, node in shown if node["label"].endswith("21-22")]
+        inner = client._client.get(f"/flow_runs/{part['id']}/graph-v2").json()["nodes"]
+    told = [entry.message for entry in said]
+    assert [line for line in told if line.startswith("iteration")] == [
+        f"iteration {n}/{TOTAL}" for n in range(1, TOTAL + 1)
+    ]
+    assert {"an optimiser step was left out", "a file was written again"} <= {*told}
+    assert len(shown) == 2, "two parts, not 22 task runs"
+    assert [node["label"] for _, node in inner] == ["update 21", "update 22"]
