@@ -100,7 +100,7 @@ class ChildRun:
         environment: Mapping[str, str],
     ):
         self.run_dir, self.log, self.client, self.parent = run_dir, log, client, parent
-        what = (("--config", str(config_file)), log, os.environ.copy() | environment)
+        what = (("--config", str(config_file)), log, {**os.environ, **environment})
         self.process = _FORKS.Process(target=_train, args=what)
         with _asking:
             self.process.start()
