@@ -30,8 +30,6 @@ export PREFECT_HOME = $(CURDIR)/.prefect
 export PREFECT_LOGGING_LEVEL ?= WARNING
 # DVC unpickles what it finds in this folder: by default one that every user of the machine can write.
 export DVC_SITE_CACHE_DIR = $(CURDIR)/.doubleflow/dvc
-# Its temporary server migrates a new database at its first start, beside the imports of a run: 20 s may be too few.
-export PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS ?= 120
 # A job runner and its API, which nothing here uses.
 export MLFLOW_SERVER_ENABLE_JOB_EXECUTION = false
 export OMP_WAIT_POLICY = passive

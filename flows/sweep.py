@@ -22,9 +22,10 @@ import pandas as pd
 from optuna.trial import TrialState
 from prefect import flow
 from prefect.artifacts import create_table_artifact
+from prefect.client.orchestration import get_client
 
 from flows.names import name_search
-from tasks.actors.child_run import ChildDied, ChildRun, child_run
+from tasks.actors.child_run import ChildDied, ChildRun, child_run, shared_place
 from tasks.config.presets import tree_of
 from tasks.config.sweep import SweepConfig, check_fields
 from tasks.config.tree import NO_OVERRIDES, TrainConfig, TrainOverrides
@@ -39,9 +40,9 @@ DONE = (TrialState.COMPLETE, TrialState.PRUNED)
 def sweep(config: TrainConfig, search: SweepConfig, overrides: TrainOverrides | None = NO_OVERRIDES) -> dict[str, Any]:
     """Train with many settings, at most `search.parallel` at a time, and find the best.
 
-    Every run is a process and an MLflow run under the sweep's own. One that dies counts as failed and the others go
-    on. Started again under the same name, a sweep continues: what was running, and what had failed, is tried again,
-    each run from its own last checkpoint.
+    Every run is a process and an MLflow run under the sweep's own; all share a Ray cluster and Prefect's server. One
+    that dies counts as failed and the others go on. Started again under the same name, a sweep continues: what was
+    running, and what had failed, is tried again, each run from its own last checkpoint.
 
     Args:
         config: what the runs share.
@@ -61,18 +62,34 @@ def sweep(config: TrainConfig, search: SweepConfig, overrides: TrainOverrides | 
         tracker.log_start(search, {"doubleflow.sweep": search.name})
         remaining = prepare_trials(study, search)
         if remaining:
-            trials = Trials(config, search, folder, tracker)
-            run_trials(study, trials, remaining, search.parallel, trials.stop)
+            with shared_place(config, search.parallel) as joined:
+                trials = Trials(config, search, folder, tracker, joined | _prefect_server())
+                run_trials(study, trials, remaining, search.parallel, trials.stop)
         return _conclude(study, tracker)
 
 
 class Trials:
-    """The objective: one call is one training run."""
+    """The objective: one call is one training run.
 
-    def __init__(self, config: TrainConfig, search: SweepConfig, folder: Path, tracker: Tracker):
+    Args:
+        config, search: of the sweep.
+        folder: for the runs' configs and output.
+        tracker: the sweep's MLflow run.
+        environment: variables that lead a run to what all of them share.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        search: SweepConfig,
+        folder: Path,
+        tracker: Tracker,
+        environment: Mapping[str, str],
+    ):
         self.config, self.search, self.folder, self.tracker = config, search, folder, tracker
         self.children: list[ChildRun] = []
         self.stopped = False
+        self.environment = environment
 
     def __call__(self, trial: optuna.Trial) -> float:
         """Train with the trial's values; the metric's last value.
@@ -92,7 +109,7 @@ class Trials:
         file.write_text(config.model_dump_json(indent=1, exclude_unset=True))
         value = None
         log, client, parent = file.with_suffix(".log"), self.tracker.client, self.tracker.run_id
-        with child_run(file, config.run_dir, log, client, parent) as child:
+        with child_run(file, config.run_dir, log, client, parent, self.environment) as child:
             self.children.append(child)
             if self.stopped:
                 child.interrupt()
@@ -110,6 +127,12 @@ class Trials:
         self.stopped = True
         for child in self.children:
             child.interrupt()
+
+
+def _prefect_server() -> dict[str, str]:
+    """The variable that leads a run to this flow's server, also where Prefect started that for this flow alone."""
+    with get_client(sync_client=True) as client:
+        return {"PREFECT_API_URL": str(client.api_url).rstrip("/")}
 
 
 def open_study(search: SweepConfig, folder: Path) -> optuna.Study:

@@ -186,7 +186,8 @@ def log_iteration(run: TrainingRun, iteration: Iteration, metrics: dict[str, flo
     metrics |= _time_metrics(run, clock, images)
     if run.utilisation is not None and "update_actor" in clock.seconds:  # else an earlier process made the update
         metrics |= run.utilisation.metrics(iteration.batches, metrics, clock.seconds)
-    run.tracker.log_step(number, metrics | memory)
+    lost = {} if run.machines is None else run.machines.metrics()
+    run.tracker.log_step(number, metrics | memory | lost)
 
 
 def sample_again(run: TrainingRun, clock: Stopwatch) -> SampledIteration | None:

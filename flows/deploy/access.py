@@ -23,6 +23,9 @@ LOGS_FOR_WATCHERS = {
 }
 """Without them `prefect deployment run --watch` shows that tasks begin and end, and no line of a run's log."""
 DVC_SITE_CACHE = Path(".doubleflow/dvc")
+STARTUP_SECONDS = 300
+"""Within which the temporary server must answer. Its first start makes a database, while the run's imports go on: with
+Prefect's own 20 s it fails on a machine that is busy."""
 
 
 class AccessError(DoubleflowError, RuntimeError):
@@ -56,17 +59,21 @@ def server_settings(access: Mapping[str, str], prefect_port: int | None = None) 
 
 
 def guard_temporary_server() -> None:
-    """Call it before the first flow: the server that Prefect starts for a run without one then wants a secret, too.
+    """Call it before the first flow: the server that Prefect starts for a run without one then wants a secret, too,
+    and has `STARTUP_SECONDS` for its start, where the user has set no other time.
 
     With an address in the environment or in Prefect's profile nothing changes: that server has its own rules.
     """
     from prefect.context import refresh_global_settings_context
     from prefect.settings import get_current_settings
 
-    if get_current_settings().api.url is not None:
+    settings = get_current_settings()
+    if settings.api.url is not None:
         return
     access = new_access()
     wanted = server_settings(access) | {"PREFECT_API_AUTH_STRING": access["PREFECT_API_AUTH_STRING"]}
+    if "startup_timeout_seconds" not in settings.server.ephemeral.model_fields_set:
+        wanted["PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS"] = str(STARTUP_SECONDS)
     os.environ |= {name: value for name, value in wanted.items() if name.startswith("PREFECT")}
     refresh_global_settings_context()
 

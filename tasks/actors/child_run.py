@@ -1,27 +1,81 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training run as a process of its own: what happens to it happens to nobody else."""
+"""A training run as a process of its own: what happens to it happens to nobody else.
 
+It is the fork of a process that has done the imports, which take longer than a short run, and joins a Ray cluster that
+is there already.
+"""
+
+import atexit
 import json
+import math
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
+from threading import Lock
 
+import ray
 from mlflow import MlflowClient
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
 
 from models.errors import DoubleflowError
+from tasks.actors.cluster import ClusterError, ray_cluster
 from tasks.actors.watchdog import watchdog
+from tasks.config.tree import TrainConfig
 
 END_SECONDS = 60
+POLL_SECONDS = 1.0
+COMMANDS = "flows.commands"
+IMPORTED = ("flows.train", "flows.sweep", "mlflow.store.tracking.sqlalchemy_store", "peft", "prefect.task_engine")
+"""What a run's driver needs; a module that is missing here costs seconds, nothing else."""
+
+_FORKS = multiprocessing.get_context("forkserver")
+_asking = Lock()
+"""Threads that ask after their children at the same time could take the answer from each other."""
 
 
 class ChildDied(DoubleflowError, RuntimeError):
     """A child run ended with an error or was killed."""
+
+
+@contextmanager
+def shared_place(config: TrainConfig, runs: int) -> Iterator[dict[str, str]]:
+    """What child runs have in common, `runs` of them at a time: a process that they are forks of, and a Ray cluster.
+
+    The cluster is the one at RAY_ADDRESS, or one that is started here and ends with the block. A driver that is killed
+    takes all of it along.
+
+    Returns:
+        the variables by which a child joins the cluster.
+
+    Raises:
+        ClusterError: one that is started here has too few GPUs for so many runs.
+    """
+    _FORKS.set_forkserver_preload(list(IMPORTED))
+    if "RAY_ADDRESS" in os.environ:
+        with watchdog():
+            yield {}
+        return
+    reserved, there = math.ceil(runs * config.reward.num_cpus), config.ray_init.num_cpus or os.cpu_count() or 1
+    cpus = max(reserved, there) if reserved else config.ray_init.num_cpus
+    with ray_cluster(config.ray_init.model_copy(update={"num_cpus": cpus})):
+        _require_gpus(config, runs)
+        yield {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+
+
+def _require_gpus(config: TrainConfig, runs: int) -> None:
+    """Runs that wait for each other's GPUs with some of them in hand would wait for ever."""
+    needed, there = runs * config.gpus_needed(), ray.cluster_resources().get("GPU", 0.0)
+    if runs > 1 and needed > there and config.ray_init.gpu_pool is None:
+        raise ClusterError(
+            f"search.parallel {runs} runs need {needed:g} GPUs at a time, but the Ray cluster has {there:g}: lower it, "
+            "or set ray_init.gpu_pool, for whose slots runs wait"
+        )
 
 
 class ChildRun:
@@ -33,16 +87,31 @@ class ChildRun:
         log: where its output goes; appended.
         client: MLflow.
         parent: MLflow run that the child is nested under.
+        environment: variables that the child has beside those of this process.
     """
 
-    def __init__(self, config_file: Path, run_dir: Path, log: Path, client: MlflowClient, parent: str):
+    def __init__(
+        self,
+        config_file: Path,
+        run_dir: Path,
+        log: Path,
+        client: MlflowClient,
+        parent: str,
+        environment: Mapping[str, str],
+    ):
         self.run_dir, self.log, self.client, self.parent = run_dir, log, client, parent
-        command = [sys.executable, "-m", "flows.train", "--config", str(config_file)]
-        with log.open("a") as stream:
-            self.process = subprocess.Popen(command, stdout=stream, stderr=stream, start_new_session=True)
+        what = (("--config", str(config_file)), log, {**os.environ, **environment})
+        self.process = _FORKS.Process(target=_train, args=what)
+        with _asking:
+            self.process.start()
         self.run_id: str | None = None
 
-    def new_values(self, metric: str, every_seconds: float = 1.0) -> Iterator[tuple[int, float]]:
+    def exit_code(self) -> int | None:
+        """Negative for a signal; None while it runs."""
+        with _asking:
+            return self.process.exitcode
+
+    def new_values(self, metric: str) -> Iterator[tuple[int, float]]:
         """(step, value) as they come, each step once, until the child has ended.
 
         Raises:
@@ -51,15 +120,15 @@ class ChildRun:
         seen: set[int] = set()
         ended = False
         while not ended:
-            ended = self.process.poll() is not None  # asked first: what it logged at its end is read below
+            ended = self.exit_code() is not None  # asked first: what it logged at its end is read below
             for step, value in sorted(self._values(metric).items()):
                 if step not in seen:
                     seen.add(step)
                     yield step, value
             if not ended:
-                time.sleep(every_seconds)
-        if self.process.returncode:
-            raise ChildDied(f"the run ended with {self.process.returncode}: {self.log.read_text()[-1500:]}")
+                time.sleep(POLL_SECONDS)
+        if self.exit_code():
+            raise ChildDied(f"the run ended with {self.exit_code()}: {self.log.read_text()[-1500:]}")
 
     def _values(self, metric: str) -> dict[int, float]:
         record = self.run_dir / "run.json"
@@ -72,27 +141,44 @@ class ChildRun:
 
     def interrupt(self) -> None:
         """Ask it to end, as Ctrl-C does; MLflow calls the run KILLED."""
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGINT)
+        if self.exit_code() is None and self.process.pid is not None:
+            os.kill(self.process.pid, signal.SIGINT)
 
     def stop(self) -> None:
         """Ask it to end, and wait for it. One that does not is killed."""
-        if self.process.poll() is not None:
-            return
         self.interrupt()
-        try:
-            self.process.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:
-            os.kill(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+        deadline = time.monotonic() + END_SECONDS
+        while self.exit_code() is None and self.process.pid is not None:
+            if time.monotonic() > deadline:
+                os.kill(self.process.pid, signal.SIGKILL)
+            time.sleep(POLL_SECONDS)
+
+
+def _train(arguments: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
+    """What the fork becomes: the command, with a session of its own, as if it had been started from a shell."""
+    from prefect.context import refresh_global_settings_context  # its settings are of the environment of before
+
+    os.setsid()
+    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(descriptor, stream.fileno())
+    os.environ.clear()
+    os.environ.update(environment)
+    refresh_global_settings_context()
+    sys.argv = ["flows.train", *arguments]
+    try:
+        import_module(COMMANDS).main("train")
+    finally:
+        atexit._run_exitfuncs()  # which a process of multiprocessing does not
 
 
 @contextmanager
-def child_run(config_file: Path, run_dir: Path, log: Path, client: MlflowClient, parent: str) -> Iterator[ChildRun]:
-    """A child run that ends with the block, and with this process."""
-    child = ChildRun(config_file, run_dir, log, client, parent)
-    with watchdog():
-        try:
-            yield child
-        finally:
-            child.stop()
+def child_run(
+    config_file: Path, run_dir: Path, log: Path, client: MlflowClient, parent: str, environment: Mapping[str, str]
+) -> Iterator[ChildRun]:
+    """A child run that ends with the block. With this process it ends in a `shared_place`."""
+    child = ChildRun(config_file, run_dir, log, client, parent, environment)
+    try:
+        yield child
+    finally:
+        child.stop()

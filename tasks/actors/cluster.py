@@ -26,6 +26,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from models.errors import DoubleflowError
 from models.runtime import determinism
+from tasks.actors.machines import Whereabouts
 from tasks.actors.memory import memory_of, peak_metrics
 from tasks.actors.ray_files import keep_token_private, working_folder
 from tasks.actors.watchdog import watchdog
@@ -252,6 +253,10 @@ class ActorGroup:
         arguments: the constructor's, the same for all.
         places: where actor i is, of these; without them Ray chooses.
         options: Ray's own: num_cpus, max_restarts and so on.
+
+    Attributes:
+        restarts: does Ray start an actor again that died, or whose machine is lost?
+        whereabouts: of the actors.
     """
 
     def __init__(
@@ -269,6 +274,8 @@ class ActorGroup:
         where = [{} if places is None else {"scheduling_strategy": places.place(i)} for i in range(count)]
         # A handle has its methods of the class, at run time: a type checker knows none of them.
         self.actors: list[Any] = [remote.options(**given | place).remote(*arguments) for place in where]
+        self.restarts = bool(given.get("max_restarts", 0))
+        self.whereabouts = Whereabouts(self.actors)
 
     def __len__(self) -> int:
         return len(self.actors)
@@ -280,6 +287,8 @@ class ActorGroup:
     def memory(self, name: str) -> dict[str, float]:
         """memory/<name>_<number>_mb of every actor: what its process holds of its machine's memory; and what the stages
         since the last call took of its GPU at most, see `peak_metrics`."""
-        found = ray.get([actor.__ray_call__.remote(memory_of) for actor in self.actors])
+        patient = {"max_task_retries": -1} if self.restarts else {}  # its machine may just have been lost
+        found = ray.get([actor.__ray_call__.options(**patient).remote(memory_of) for actor in self.actors])
+        self.whereabouts.refresh()
         resident = {f"memory/{name}_{number}_mb": size for number, (size, _) in enumerate(found)}
         return resident | peak_metrics(name, [peaks for _, peaks in found])

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """All reward workers as one: what they are sent, and what they answer."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -16,7 +16,15 @@ from tasks.actors.cluster import ActorGroup
 from tasks.actors.reward_worker import RewardWorker
 from tasks.actors.rollout_group import PendingBatch
 from tasks.config.reward import RewardConfig, RewardFunctionConfig
-from tasks.rewards import NOT_FINITE, RewardError, RewardResult, reward_input, weighted_sum, with_group_means
+from tasks.rewards import (
+    NOT_FINITE,
+    RewardError,
+    RewardResult,
+    ScoredPrompt,
+    reward_input,
+    weighted_sum,
+    with_group_means,
+)
 from tasks.rewards.base import one_kind_of_lists
 from tasks.rewards.statistics import diversity, picture_statistics
 
@@ -27,10 +35,20 @@ class RewardFailure(DoubleflowError, RuntimeError):
 
 @dataclass(frozen=True)
 class PendingCall:
-    """One call of a worker: how many samples it scores, and the reference of what `RewardWorker.score` returns."""
+    """One call of a worker.
+
+    Attributes:
+        size: how many samples it scores.
+        answer: what `RewardWorker.score` returns.
+        worker, machine: which worker was asked, and the id of the machine that it was on then; None where nobody knew.
+        again: ask it again.
+    """
 
     size: int
     answer: ray.ObjectRef
+    worker: int
+    machine: str | None
+    again: "Callable[[], PendingCall]"
 
 
 @dataclass(frozen=True)
@@ -119,10 +137,25 @@ class RewardPool:
         for number, (start, stop) in enumerate(pairwise(cuts)):
             covered = [i for i in range(len(batches)) if edges[i] < stop and edges[i + 1] > start]
             shards = [batches[i].latents if self.wants == "latents" else batches[i].pictures for i in covered]
-            score = self.group.actors[number % len(self.group)].score.options(retry_exceptions=True)
-            answer = score.remote(int(start - edges[covered[0]]), prompts[start:stop], *shards)
-            calls.append(PendingCall(int(stop - start), answer))
+            first = int(start - edges[covered[0]])
+            calls.append(self._call(number % len(self.group), first, prompts[start:stop], shards))
         return calls
+
+    def _call(self, worker: int, first: int, prompts: Sequence[ScoredPrompt], shards: Sequence[Any]) -> PendingCall:
+        machine = self.group.whereabouts.machine(worker)
+        score = self.group.actors[worker].score.options(retry_exceptions=True)
+        answer = score.remote(first, prompts, *shards)
+        return PendingCall(len(prompts), answer, worker, machine, lambda: self._call(worker, first, prompts, shards))
+
+    def _answer(self, call: PendingCall) -> Any:
+        """What a call returns. One that failed because its worker's machine was lost is made again, and is no try."""
+        while True:
+            try:
+                return ray.get(call.answer)
+            except RayActorError:
+                if self.group.whereabouts.lost(call.worker, call.machine) is None:
+                    raise
+            call = call.again()
 
     def collect(self, calls: Sequence[PendingCall], max_missing_fraction: float) -> tuple[pd.DataFrame, float]:
         """Wait for the calls of an iteration. Scores that no retry could get are NaN, their error is a detail.
@@ -137,7 +170,7 @@ class RewardPool:
         frames, busy, cause = [], 0.0, None
         for call in calls:
             try:
-                answer = ray.get(call.answer)
+                answer = self._answer(call)
             except (RayTaskError, RayActorError) as error:
                 cause = cause or error
                 answer = RewardResult(np.full(call.size, np.nan), {"error": [self._reason(error)] * call.size}), 0.0
@@ -186,6 +219,10 @@ class RewardGroup:
         self.config = config
         self.pools = {label: RewardPool(label, name, entry) for label, (name, entry) in config.named().items()}
 
+    def groups(self) -> dict[str, ActorGroup]:
+        """The workers of each reward, by the name that metrics call them."""
+        return {f"reward_{name}".replace(":", "/"): pool.group for name, pool in self.pools.items()}
+
     def versions(self) -> dict[str, str]:
         """Reward name -> version; waits until the workers are up."""
         return {name: pool.group.call_all("ready")[0] for name, pool in self.pools.items()}
@@ -194,7 +231,7 @@ class RewardGroup:
         """Start scoring; Ray hands each batch over when it is there, while others are still sampled."""
         calls = {name: pool.submit(batches) for name, pool in self.pools.items()}
         # Stateless, so any idle worker of Ray's may do it, and Ray repeats it if that one dies.
-        measure = ray.remote(picture_statistics).options(num_cpus=0, num_returns=1)
+        measure = ray.remote(picture_statistics).options(num_cpus=0, num_returns=1, max_retries=-1)
         pictures = [batch.pictures for batch in batches if batch.pictures is not None]
         return PendingScores(calls, [measure.remote(p) for p in pictures] if self.config.guards.statistics else [])
 

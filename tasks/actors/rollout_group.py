@@ -108,7 +108,8 @@ class RolloutGroup:
             (model_config, settings, device),
             places=places,
             max_restarts=settings.max_restarts,
-            max_task_retries=settings.max_restarts,
+            # As often as there is a worker to do it: until Ray knows that a machine is lost, every try fails.
+            max_task_retries=-1 if settings.max_restarts else 0,
         )
         self.router = Router(len(self.group), settings.max_queued_batches)
         self.weights: PolicyWeights | None = None

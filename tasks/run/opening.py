@@ -3,6 +3,8 @@
 
 import json
 import os
+import shlex
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +16,7 @@ from prefect import get_run_logger
 from models.algorithms import needs_old_means
 from models.weights.canary import Canary
 from tasks.actors.cluster import RankPlaces, gpu_slots, ray_cluster, require_resources
+from tasks.actors.machines import watched_machines
 from tasks.actors.reward_group import RewardGroup, wanted_inputs
 from tasks.actors.rollout_group import LATENTS, PICTURES, RolloutGroup
 from tasks.actors.trainer_group import TrainerGroup
@@ -79,6 +82,7 @@ def open_run(config: TrainConfig, inputs: Inputs) -> Iterator[TrainingRun]:
     Raises:
         CheckpointError: another process works on the run, or it has checkpoints that it should not have.
         ClusterError: as `open_cluster_and_tracker`.
+        MachineLost: a machine with a trainer rank is lost.
     """
     with run_lock(config.run_dir):
         store = CheckpointStore(config.run_dir / "checkpoints", config.trainer.max_actor_ckpt_to_keep)
@@ -95,8 +99,16 @@ def open_run(config: TrainConfig, inputs: Inputs) -> Iterator[TrainingRun]:
             tracker.tag(FLOW_RUN_TAG, flow_run_page())
             run.resume()
             tracker.log_lineage(lineage(config.data_read()), run.iteration)
-            with store.settled():
+            advice = "once the cluster has room for it again, the same command continues from the newest checkpoint"
+            watch = watched_machines(run.actor_groups(), get_run_logger(), advice + _same_command())
+            with store.settled(), watch as run.machines:
                 yield run
+
+
+def _same_command() -> str:
+    """The command of this process, where it is one of this project's and not a server's worker."""
+    _, *rest = sys.orig_argv
+    return f": `python {shlex.join(rest)}`" if rest[:1] == ["-m"] and rest[1].startswith("flows.") else ""
 
 
 @dataclass(frozen=True)
@@ -117,7 +129,9 @@ def open_measurement(
         run = MeasuringRun(start_rollout(config, inputs), RewardGroup(config.reward), tracker)
         tracker.log_start(config, run_tags(config, inputs, run.reward) | dict(tags or {}))
         tracker.log_lineage(lineage(config.data_read()), 0)
-        yield run
+        groups = {"rollout": run.rollout.group} | run.reward.groups()
+        with watched_machines(groups, get_run_logger(), "the same command measures again"):
+            yield run
 
 
 def start_rollout(config: TrainConfig, inputs: Inputs, places: RankPlaces | None = None) -> RolloutGroup:

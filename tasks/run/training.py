@@ -9,6 +9,7 @@ from models.algorithms import DiffusionLossFn, get_diffusion_loss_fn
 from models.training.engine import HeldWeights
 from models.weights.canary import Canary, CanaryLimits
 from tasks.actors.cluster import ActorGroup
+from tasks.actors.machines import MachineWatch
 from tasks.actors.reward_group import RewardGroup
 from tasks.actors.rollout_group import RolloutGroup
 from tasks.actors.trainer_group import TrainerGroup
@@ -68,6 +69,7 @@ class TrainingRun:
         held_out: the last held-out reward that was measured.
         spent: what the recorded iterations cost, under cost/.
         has_updated: has this process made an update?
+        machines: what tells of those that are lost, while the run is open.
     """
 
     config: TrainConfig
@@ -84,6 +86,7 @@ class TrainingRun:
     held_out: float = float("nan")
     spent: dict[str, float] = field(default_factory=dict)
     has_updated: bool = False
+    machines: MachineWatch | None = None
 
     @property
     def is_online(self) -> bool:
@@ -109,9 +112,7 @@ class TrainingRun:
         groups = {"trainer": self.trainer.group}
         if self.online_parts is None:
             return groups
-        pools = self.online_parts.reward.pools
-        rewards = {f"reward_{name}".replace(":", "/"): pool.group for name, pool in pools.items()}
-        return groups | {"rollout": self.online_parts.rollout.group, **rewards}
+        return groups | {"rollout": self.online_parts.rollout.group} | self.online_parts.reward.groups()
 
     @property
     def sampling_weights(self) -> HeldWeights:

@@ -14,10 +14,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from prefect.context import refresh_global_settings_context
+from prefect.settings import get_current_settings
 from typer.testing import CliRunner
 
 from flows import prune, services
 from flows.deploy import service_log
+from flows.deploy.access import STARTUP_SECONDS, guard_temporary_server
 from flows.deploy.mlflow_app import guarded
 from flows.services import RECORD, ServiceError, app
 from tasks.records.run_lock import run_lock
@@ -28,6 +31,7 @@ TEMPORARY = """
 import json, os, re, signal
 import httpx, psutil
 from prefect.client.orchestration import get_client
+from prefect.settings import get_current_settings
 import flows.commands, flows.COMMAND
 
 def probe(*arguments, **named):
@@ -48,6 +52,7 @@ def probe(*arguments, **named):
         "let_in": let_in.status_code,
         "shown": any(secret in argument for argument in arguments),
         "hears_ctrl_c": not blocked & 1 << (signal.SIGINT - 1),
+        "seconds": get_current_settings().server.ephemeral.startup_timeout_seconds,
     }))
     raise SystemExit
 
@@ -74,7 +79,25 @@ def test_the_temporary_server_of_a_run_wants_a_secret(command: str, runs: tuple[
         timeout=900,
     )
     told = json.loads(done.stdout.strip().splitlines()[-1]) if done.stdout.strip() else done.stderr
-    assert told == {"refused": 401, "allowed": None, "let_in": 200, "shown": False, "hears_ctrl_c": False}
+    wanted = {"refused": 401, "allowed": None, "let_in": 200, "shown": False, "hears_ctrl_c": False}
+    assert told == wanted | {"seconds": STARTUP_SECONDS}
+
+
+@pytest.mark.parametrize("where", ["nowhere", "environment", "profile"])
+def test_the_temporary_server_has_time_to_start_unless_the_user_says_how_much(where: str, tmp_path: Path) -> None:
+    """Prefect's own 20 s are too few for a first start on a busy machine."""
+    name = "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS"
+    others = {key: value for key, value in os.environ.items() if not key.startswith("PREFECT")}
+    given = {name: "7"} if where == "environment" else {}
+    if where == "profile":
+        (tmp_path / "profiles.toml").write_text(f'active = "mine"\n[profiles.mine]\n{name} = "7"\n')
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "environ", others | given | {"PREFECT_HOME": str(tmp_path)})
+        refresh_global_settings_context()
+        guard_temporary_server()
+        found = get_current_settings().server.ephemeral.startup_timeout_seconds
+    refresh_global_settings_context()
+    assert found == (STARTUP_SECONDS if where == "nowhere" else 7)
 
 
 def answer(path: str = "/api", method: str = "GET", kind: str = "http", **headers: str) -> int | str:

@@ -90,6 +90,7 @@ def _runs(pid: int) -> bool:
 def _become(arguments: tuple[str, ...], folder: str, environment: dict[str, str], log: str) -> None:
     from prefect.context import refresh_global_settings_context  # here: ranks of torch have no use for it
 
+    mp.current_process()._config["daemon"] = False  # which could have no processes of multiprocessing itself
     gc.freeze()  # a collection would copy every page that is shared with the other forks
     os.setsid()
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

@@ -57,18 +57,16 @@ class Actors:
         return [whole, *self.rollout.group.call_all("__ray_call__", _weights)]
 
 
-@contextmanager
-def started(
+def new_rollout(
     model: Path,
     folder: Path,
+    workers: int,
+    places: RankPlaces | None = None,
     *,
     device: str = "cpu",
-    ranks: int = 2,
-    workers: int = 2,
-    colocated: bool = False,
     engine: str = "diffusers",
-) -> Iterator[Actors]:
-    """In a Ray cluster of their own; `folder` for embeddings, `colocated` on the same GPUs, `engine` samples."""
+) -> RolloutGroup:
+    """Rollout workers; `folder` for embeddings."""
     config = model_config(model)
     names = {"negative_prompt": " ", "max_sequence_length": 6, "model": "none", "model_digest": "none"}
     write_embeddings(PROMPTS, _encode, folder / "embeddings", 8, batch_size=8, **names)
@@ -82,11 +80,25 @@ def started(
         algo=config.algo,
     )
     embeddings = PromptEmbeddings.open(folder / "embeddings")
+    return RolloutGroup(config, embeddings, settings, device=device, seed=0, places=places)
+
+
+@contextmanager
+def started(
+    model: Path,
+    folder: Path,
+    *,
+    device: str = "cpu",
+    ranks: int = 2,
+    workers: int = 2,
+    colocated: bool = False,
+    engine: str = "diffusers",
+) -> Iterator[Actors]:
+    """In a Ray cluster of their own; `folder` for embeddings, `colocated` on the same GPUs, `engine` samples."""
+    config = model_config(model)
     with ray_cluster(RayConfig(num_cpus=2)):
         places = RankPlaces(1, ranks, device, colocated)
-        rollout = RolloutGroup(
-            config, embeddings, settings, device=device, seed=0, places=places if colocated else None
-        )
+        rollout = new_rollout(model, folder, workers, places if colocated else None, device=device, engine=engine)
         trainer = TrainerGroup(
             config,
             actor_config(),

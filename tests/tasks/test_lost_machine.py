@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A machine of a real Ray cluster is lost as by a power cut: what goes on elsewhere, and what ends the run."""
+
+import functools
+import logging
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ray
+from ray._private.authentication import authentication_token_setup as tokens
+from ray.cluster_utils import Cluster
+
+from tasks.actors import reward_group, rollout_group
+from tasks.actors.cluster import ActorGroup
+from tasks.actors.machines import MachineLost, watched_machines
+from tasks.actors.reward_group import RewardGroup
+from tasks.config.reward import RewardConfig
+from tests.support.patience import wait_until
+from tests.support.weight_actors import PROMPTS, new_rollout
+
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the actors cannot import it
+HOST = socket.gethostname()
+
+
+class Rank:
+    """What is never started again."""
+
+    def ready(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    """A head that holds the driver and has no CPU for anything else; every actor of a group reserves one."""
+    with tempfile.TemporaryDirectory(prefix="ray-") as folder:
+        monkeypatch.setenv("RAY_TMPDIR", folder)
+        tokens.enable_token_auth_by_default()
+        tokens.ensure_token_if_auth_enabled()
+        for module in (reward_group, rollout_group):
+            monkeypatch.setattr(module, "ActorGroup", functools.partial(ActorGroup, num_cpus=1))
+        made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+        try:
+            ray.init(made.address, log_to_driver=False, logging_level="ERROR")
+            yield made
+        finally:
+            ray.shutdown()
+            made.shutdown()
+
+
+@pytest.mark.slow
+def test_workers_come_back_elsewhere_and_a_lost_rank_ends_the_run_in_a_sentence(
+    cluster: Cluster, tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One machine holds everything and is killed before the next iteration's calls, which Ray cannot know yet."""
+    first = cluster.add_node(num_cpus=3)
+    rollout = new_rollout(tiny_model, tmp_path, 1)
+    reward = RewardGroup(RewardConfig(functions={"brightness": {"num_cpus": 1}}, guards={"statistics": True}))
+    groups = {"trainer": ActorGroup(Rank, 1, 0, num_cpus=1), "rollout": rollout.group} | reward.groups()
+
+    def sampled() -> tuple[np.ndarray, np.ndarray]:
+        batches = rollout.submit(PROMPTS, 2, 1, (0,))
+        pending = reward.submit(batches)
+        return np.concatenate(ray.get([b.pictures for b in batches])).copy(), reward.table(batches, pending).rewards
+
+    def go_on_without_it() -> None:
+        with watched_machines(groups, logging.getLogger("a run"), "go on so") as watch:
+            groups["trainer"].call_all("ready")
+            cluster.add_node(num_cpus=3)
+            cluster.remove_node(first, allow_graceful=False)
+            for old, new in zip(before, sampled(), strict=True):
+                assert np.array_equal(old, new)
+            for name in ("rollout", "reward_brightness"):
+                assert groups[name].memory(name)
+            wait_until(lambda: caplog.text.count("is back") == 2, "word that both are back")
+            assert watch.metrics() == {"machines/lost": 1.0}
+            assert watch.metrics() == {}
+            groups["trainer"].call_all("ready")
+
+    before = sampled()
+    with pytest.raises(MachineLost, match=rf"^machine lost: {HOST} .*, and with it trainer 0, which .*; go on so$"):
+        go_on_without_it()
+    (told,) = [record.getMessage() for record in caplog.records if "machine lost" in record.getMessage()]
+    assert HOST in told
+    assert "trainer 0, rollout 0, reward_brightness 0; rollout 0, reward_brightness 0 will be started" in told
