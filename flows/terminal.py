@@ -135,8 +135,10 @@ class WithoutFrames(logging.Formatter):
 def started(flow: Callable[..., Any], debug: bool, *arguments: Any, **named: Any) -> Any:
     """Call a flow, with its errors in one line of Prefect's log; a server that Prefect starts for it wants a secret."""
     from flows.deploy.access import guard_temporary_server  # here: a wrong command is answered before Prefect is there
+    from flows.deploy.heartbeats import send_heartbeats
 
     guard_temporary_server()
+    send_heartbeats()
     if not debug:
         one_line_logs()
     return flow(*arguments, **named)
