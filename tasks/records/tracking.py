@@ -24,7 +24,7 @@ from models.config.section import Section
 from tasks.config.tracking import TrackingConfig
 from tasks.records.lineage import Lineage
 from tasks.records.owner import close_dead_runs, owner_tags
-from tasks.records.patience import PatientClient, TrackingAway, is_server
+from tasks.records.patience import ONE_TRY, PatientClient, TrackingAway, is_server
 from tasks.records.pictures import still
 from tasks.system.credentials import refuse_password_in_url
 
@@ -271,7 +271,8 @@ def _few_retries(limits: Mapping[str, int]) -> Iterator[None]:
     """MLflow's requests within give up after seconds, where its own settings take minutes; a shorter one stays."""
     before = {name: os.environ.get(name) for name in limits}
     for name, most in limits.items():
-        os.environ[name] = str(min(most, int(before[name] or most)))
+        given = before[name]
+        os.environ[name] = str(most if given in (None, ONE_TRY[name]) else min(most, int(given)))
     try:
         yield
     finally:
