@@ -377,6 +377,7 @@ def _attempt(server: str, request: Callable[[], T]) -> T | None:
 
 def _close_dead_runs() -> None:
     """Of MLflow, which the environment leads to."""
+    os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
     from mlflow import MlflowClient
 
     from tasks.records.owner import close_dead_runs

@@ -110,7 +110,7 @@ def why_away(error: BaseException) -> str | None:
             status = re.search(r"too many (\d+) error", str(found))
             return f"it says {status[1]}" if status else "it answers with errors"
         if isinstance(found, requests.exceptions.ConnectionError | requests.exceptions.ChunkedEncodingError):
-            return "no connection"
+            return "no answer in time" if "timed out" in str(found) else "no connection"  # after Retry's own count
     return None
 
 
