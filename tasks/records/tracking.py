@@ -272,7 +272,7 @@ def _few_retries(limits: Mapping[str, int]) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in limits}
     for name, most in limits.items():
         given = before[name]
-        os.environ[name] = str(most if given in (None, ONE_TRY[name]) else min(most, int(given)))
+        os.environ[name] = str(most if given is None or given == ONE_TRY[name] else min(most, int(given)))
     try:
         yield
     finally:

@@ -10,8 +10,10 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import cast
 
 import pytest
+from mlflow import MlflowClient
 
 from tasks.config.tracking import TrackingConfig
 from tasks.config.tree import TrainConfig
@@ -129,7 +131,7 @@ def test_mlflow_that_is_gone_does_not_hide_what_ended_the_run(tmp_path: Path, mo
         impatient = Tracker.__new__(Tracker)
         impatient.__dict__ |= waiting.__dict__
         impatient.patience = PatientClient(waiting._plain, waiting.uri, 2)
-        impatient.client = impatient.patience
+        impatient.client = cast(MlflowClient, impatient.patience)
         tries.clear()
         with pytest.raises(
             TrackingAway, match=r"has not answered for [\d.]+ s, longer than tracking.max_outage_s 2 \(no c"
