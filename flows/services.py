@@ -15,12 +15,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import httpx
 import psutil
@@ -36,6 +36,7 @@ from flows.deploy.access import (
     server_settings,
     write_private,
 )
+from flows.deploy.heartbeats import HEARTBEATS
 from flows.terminal import commands
 from models.errors import DoubleflowError
 from tasks.system.processes import boot_id, identity, lives
@@ -43,12 +44,17 @@ from tasks.system.processes import boot_id, identity, lives
 HERE = Path(".services")
 RECORD = HERE / "pids.json"
 ENVIRONMENT = HERE / "environment"
+POOL = HERE / "pool"
+WORKER = "local"
 START_SECONDS, END_SECONDS = 120, 30
+FLOW_RUN = "PREFECT__FLOW_RUN_ID"
+"""In the environment of a process that a worker started for a flow run."""
 LARGEST_LOG = 10_000_000
 LARGEST_PID = 2**22
 """proc(5), pid_max."""
 MLFLOW_APP = "doubleflow"
 LOG_WRITERS: dict[str, subprocess.Popen] = {}
+T = TypeVar("T")
 app = commands("Servers and a worker on this machine.")
 
 
@@ -96,6 +102,7 @@ def up(
             _clear()
         urls = _urls(prefect_port, mlflow_port)
         write_private(ENVIRONMENT, exports(urls | access))
+        write_private(POOL, pool)
         # Never as an argument: every user of the machine sees those.
         environment = os.environ | urls | access | dvc_environment(Path.cwd())
         try:
@@ -103,9 +110,10 @@ def up(
             gpus = _gpu_count() if gpus is None else gpus
             typer.echo(f"pool {pool} ({runs} runs at a time, {gpus} GPUs), deployments of prefect.yaml ...")
             _prepare_server(environment, pool, runs, gpus)
+            _close_dead_runs()
             if "worker" not in there:
                 typer.echo("worker ...")
-                _start("worker", ["prefect", "worker", "start", "--pool", pool, "--name", "local"], environment)
+                _start("worker", ["prefect", "worker", "start", "--pool", pool, "--name", WORKER], environment)
         except BaseException:
             for name, process in reversed(_living().items()):
                 if name not in there:
@@ -119,12 +127,12 @@ def up(
 
 
 def _urls(prefect_port: int, mlflow_port: int) -> dict[str, str]:
-    """The variables that lead to the servers, and to this folder."""
+    """The variables that lead to the servers and to this folder, and say how often a run gives a sign of life."""
     return {
         "PREFECT_API_URL": f"http://127.0.0.1:{prefect_port}/api",
         "MLFLOW_TRACKING_URI": f"http://127.0.0.1:{mlflow_port}",
         "DOUBLEFLOW_HOME": str(Path.cwd()),
-    }
+    } | HEARTBEATS
 
 
 def _addresses(urls: Mapping[str, str]) -> str:
@@ -177,14 +185,16 @@ def status() -> None:
 
 @app.command()
 def down() -> None:
-    """End the processes and all that they started, the worker and its flow runs first; exit code 1 if one is missing.
+    """End the processes and all that they started, the flow runs and the worker first; exit code 1 if one is missing.
 
-    The record of one that was not found stays: it has ended by itself, or is in another container or machine.
+    The flow runs are Crashed then, and their MLflow runs KILLED or FAILED: the servers hear of it before they end.
+    The record of a process that was not found stays: it has ended by itself, or is in another container or machine.
     """
     if not HERE.is_dir():
         return
     with _alone():
         recorded, living = _recorded(), _living()
+        _end_flow_runs(living.get("worker"))
         for process in reversed(living.values()):
             _end(process)
         missing = {name: entry for name, entry in recorded.items() if name not in living and not entry.ended}
@@ -343,6 +353,83 @@ def _end(process: psutil.Process) -> None:
     for member in left:
         member.kill()
     psutil.wait_procs(left, timeout=END_SECONDS)
+
+
+def _end_flow_runs(worker: psutil.Process | None) -> None:
+    """End the worker's flow runs: each says so itself, and Prefect and MLflow are told of those that could not.
+
+    A server that does not answer keeps nothing alive: the next `up` makes up for it.
+    """
+    processes = _flow_processes(worker)
+    if not ENVIRONMENT.is_file() or not POOL.is_file():
+        return _ask_to_end(processes.values())
+    os.environ |= _exported() | {"PREFECT_CLIENT_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
+    from prefect.context import refresh_global_settings_context
+
+    from flows.deploy import prefect_server
+
+    refresh_global_settings_context()
+    pool = POOL.read_text()
+    _attempt("Prefect", lambda: prefect_server.pause_pool(pool))
+    _ask_to_end(processes.values())
+    message = "`make down` ended its process. Started again, a training run continues from its newest checkpoint."
+    ended = _attempt("Prefect", lambda: prefect_server.end_flow_runs(pool, WORKER, list(processes), message))
+    if count := max(len(processes), len(ended or [])):
+        typer.echo(f"ended {count} flow run{'s' * (count > 1)}: a training run that is started again continues")
+    _attempt("MLflow", _close_dead_runs)
+    return None
+
+
+def _flow_processes(worker: psutil.Process | None) -> dict[str, psutil.Process]:
+    """Flow run id -> its process, of those that a worker runs."""
+    found = {}
+    for process in [] if worker is None else worker.children():
+        with suppress(psutil.Error):
+            environment = process.environ()
+            if FLOW_RUN in environment:
+                found[environment[FLOW_RUN]] = process
+    return found
+
+
+def _ask_to_end(processes: Collection[psutil.Process]) -> None:
+    """Ask them to end, and wait `END_SECONDS` for it."""
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.terminate()
+    deadline = time.monotonic() + END_SECONDS
+    while time.monotonic() < deadline and any(_runs(process) for process in processes):
+        time.sleep(0.2)
+    for process in filter(_runs, processes):
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def _runs(process: psutil.Process) -> bool:
+    """One that has ended stays in the list of processes until its parent has asked for its exit code."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _attempt(server: str, request: Callable[[], T]) -> T | None:
+    """What the server answers; None, with a line, where it does not."""
+    try:
+        return request()
+    except Exception as error:  # whatever it is, the processes are to end
+        typer.echo(f"{server} could not be told: {' '.join(str(error).split())[:200] or repr(error)}", err=True)
+        return None
+
+
+def _close_dead_runs() -> None:
+    """Of MLflow, which the environment leads to."""
+    os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
+    from mlflow import MlflowClient
+
+    from tasks.records.owner import close_dead_runs
+
+    for run in close_dead_runs(MlflowClient(os.environ["MLFLOW_TRACKING_URI"])):
+        typer.echo(f"MLflow run {run} is FAILED: its process ended without a word")
 
 
 def _exported() -> dict[str, str]:

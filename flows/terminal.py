@@ -170,9 +170,11 @@ def started(flow: Callable[..., Any], debug: bool, *arguments: Any, continues: b
     """
     # Here: a wrong command is answered before Prefect is there.
     from flows.deploy.access import guard_temporary_server, start_temporary_server
+    from flows.deploy.heartbeats import send_heartbeats
 
     guard_temporary_server()
     handle(raise_it)  # from now on there is something to end
+    send_heartbeats()
     start_temporary_server()
     if debug:
         return flow(*arguments, **named)

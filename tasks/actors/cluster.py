@@ -5,7 +5,9 @@ import logging
 import math
 import os
 import signal
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -53,6 +55,10 @@ cloudpickle.register_pickle_by_value(determinism)
 
 
 WORKER_SETUP = "worker_process_setup_hook"
+ANSWER_SECONDS = 8.0
+"""For somebody to listen at RAY_ADDRESS; Ray itself goes on trying for minutes, and does not heed SIGTERM meanwhile."""
+SLOT_LEASE_SECONDS = 90.0
+"""After which the slots of a run that was killed are free; Prefect renews them while it lives."""
 
 
 def _worker_setup(folder: str | None, full_determinism: bool) -> Callable[[], None]:
@@ -66,6 +72,45 @@ def _worker_setup(folder: str | None, full_determinism: bool) -> Callable[[], No
             determinism.use_deterministic_algorithms()
 
     return begin
+
+
+def require_listener(address: str, seconds: float = ANSWER_SECONDS) -> None:
+    """Wait until somebody listens at `host:port` or `ray://host:port`; an address of another kind passes.
+
+    Raises:
+        ClusterError: nobody does within the time, or the host has no address.
+    """
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if not colon or not port.isdigit():
+        return
+    deadline, reason = time.monotonic() + seconds, ""
+    while not reason or time.monotonic() < deadline:
+        reason = _refusal(host.strip("[]"), int(port), deadline)
+        if not reason:
+            return
+        time.sleep(max(0.0, min(1.0, deadline - time.monotonic())))
+    raise ClusterError(
+        f"nobody answers at RAY_ADDRESS {address} ({reason}): start the cluster, correct the address, or unset "
+        "RAY_ADDRESS for a cluster of the run's own"
+    )
+
+
+def _refusal(host: str, port: int, deadline: float) -> str:
+    """Why no connection is made; empty where one is. A name is looked up in a thread: a name server may be silent."""
+    answers: list[str] = []
+
+    def connect() -> None:
+        try:
+            socket.create_connection((host, port), timeout=max(0.1, deadline - time.monotonic())).close()
+        except (OSError, OverflowError) as error:
+            answers.append(str(error))
+        else:
+            answers.append("")
+
+    attempt = threading.Thread(target=connect, daemon=True)
+    attempt.start()
+    attempt.join(max(0.1, deadline - time.monotonic()))
+    return answers[0] if answers else "no answer"
 
 
 @contextmanager
@@ -98,6 +143,8 @@ def ray_cluster(config: RayConfig, full_determinism: bool = False) -> Iterator[N
     if address or full_determinism:
         place["runtime_env"] = environment
     keep_token_private(makes_one=address is None)
+    if address:
+        require_listener(address)
     with nullcontext() if address else working_folder() as folder, watchdog(folder):
         if folder is not None:
             place["_temp_dir"] = str(folder)
@@ -122,7 +169,7 @@ def ray_cluster(config: RayConfig, full_determinism: bool = False) -> Iterator[N
 def gpu_slots(config: RayConfig, gpus: float) -> Iterator[None]:
     """Hold a slot of `config.gpu_pool` for each GPU, so that two runs never share one; waits until they are free.
 
-    The slots are a lease: those of a run that was killed are free again after five minutes.
+    The slots are a lease: those of a run that was killed are free again after a minute and a half.
 
     Raises:
         ClusterError: the pool is unknown, or smaller than what the run needs.
@@ -141,7 +188,7 @@ def gpu_slots(config: RayConfig, gpus: float) -> Iterator[None]:
             ) from error
     if slots > limit:
         raise ClusterError(f"the run needs {slots} GPUs but ray_init.gpu_pool {config.gpu_pool} has {limit} in all")
-    with concurrency(config.gpu_pool, occupy=slots, strict=True):
+    with concurrency(config.gpu_pool, occupy=slots, strict=True, lease_duration=SLOT_LEASE_SECONDS):
         yield
 
 

@@ -99,6 +99,7 @@ class RolloutGroup:
         self.embeddings, self.settings, self.seed = embeddings, settings, seed
         self.record_means, self.record_unconditional = record_means, record_unconditional
         self.record_finished, self.outputs = record_finished, outputs
+        self._sleeps = False
         self.pipeline, self.adapter = model_config.pipeline, DiffusionModelBase.get_class(model_config)
         alone = settings.gpus_per_worker if device == "cuda" else 0.0
         self.group = ActorGroup(
@@ -238,11 +239,13 @@ class RolloutGroup:
 
         Weights that are to be sampled from are loaded after the block.
         """
-        if self.settings.placement == "separate" or not self.settings.enable_sleep_mode:
+        if self.settings.placement == "separate" or not self.settings.enable_sleep_mode or self._sleeps:
             yield
             return
         with clock.stage("sleep"):
             self.group.call_all("sleep")
+        self._sleeps = True
         yield
         with clock.stage("sleep"):
             self.group.call_all("wake")
+        self._sleeps = False

@@ -3,7 +3,7 @@
 
 from pydantic import Field
 
-from models.config.bounds import MOST_BATCH, MOST_ITERATIONS, ExperimentName
+from models.config.bounds import LONGEST_WAIT_S, MOST_BATCH, MOST_ITERATIONS, ExperimentName
 from models.config.section import Section
 
 
@@ -13,6 +13,13 @@ class TrackingConfig(Section):
     uri: str = Field("sqlite:///mlflow.db", description="MLflow tracking URI; MLFLOW_TRACKING_URI overrides it.")
     artifacts: str | None = Field(None, description="Artifact root of a new experiment; null is ./mlruns.")
     experiment: ExperimentName = Field("doubleflow", description="MLflow experiment.")
+    max_outage_s: float = Field(
+        600.0,
+        ge=0,
+        le=LONGEST_WAIT_S,
+        description="Seconds that an MLflow server may be away: the run waits for it, which its log says, with rollout "
+        "workers that share GPUs asleep. Then it ends, and the same command continues it.",
+    )
     pictures: int = Field(
         32,
         ge=0,

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pandas as pd
@@ -19,10 +19,13 @@ from mlflow.entities import Metric, Param, RunTag
 from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
 from PIL import Image
+from prefect.exceptions import TerminationSignal
 
 from models.config.section import Section
 from tasks.config.tracking import TrackingConfig
 from tasks.records.lineage import Lineage
+from tasks.records.owner import close_dead_runs, owner_tags
+from tasks.records.patience import ONE_TRY, PatientClient, TrackingAway, is_server
 from tasks.records.pictures import still
 from tasks.system.credentials import refuse_password_in_url
 
@@ -32,6 +35,8 @@ STEP_MARK = "trainer/global_step"
 PARAM_LIMIT = 6000
 LAST_WORDS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": 2, "MLFLOW_HTTP_REQUEST_TIMEOUT": 10}
 """Of MLflow's settings, while a run that fails says so; nobody waits for more than half a minute."""
+NO_TIME = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": 0, "MLFLOW_HTTP_REQUEST_TIMEOUT": 3}
+"""The same where SIGTERM ends the run, which is to be heeded in seconds, or where MLflow is known to be away."""
 PASSWORD_OF_MLFLOW = (
     "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or use the database's own password file (as ~/.pgpass)"
 )
@@ -43,10 +48,15 @@ def mlflow_client(config: TrackingConfig) -> MlflowClient:
     Raises:
         CredentialError: the address holds a password, which summaries, records and errors would repeat.
     """
-    uri = os.environ.get("MLFLOW_TRACKING_URI", config.uri)
+    uri = tracking_uri(config)
     for field, value in (("tracking.uri", config.uri), ("MLFLOW_TRACKING_URI", uri)):
         refuse_password_in_url(value, field, PASSWORD_OF_MLFLOW)
     return MlflowClient(tracking_uri=uri, registry_uri=uri)
+
+
+def tracking_uri(config: TrackingConfig) -> str:
+    """Where MLflow is."""
+    return os.environ.get("MLFLOW_TRACKING_URI", config.uri)
 
 
 class Tracker:
@@ -61,10 +71,14 @@ class Tracker:
 
     def __init__(self, config: TrackingConfig, run_name: str, run_id: str | None = None, parent: str | None = None):
         """Start the run in MLflow, or go on with it."""
-        self.client = mlflow_client(config)
-        self.uri = uri = self.client.tracking_uri
+        self._plain = mlflow_client(config)
+        self.uri = uri = self._plain.tracking_uri
+        self.patience = PatientClient(self._plain, uri, config.max_outage_s)
+        self.client = cast(MlflowClient, self.patience if is_server(uri) else self._plain)
         experiment = self._experiment(config, uri)
+        close_dead_runs(self.client, [experiment])
         self.run_id = run_id or self._create(experiment, run_name, parent)
+        self.client.log_batch(self.run_id, tags=[RunTag(name, value) for name, value in owner_tags().items()])
         self.client.update_run(self.run_id, status="RUNNING")
         self._pictures: dict[str, set[int]] = {}
         self.logged_steps = {metric.step for metric in self.client.get_metric_history(self.run_id, STEP_MARK)}
@@ -190,14 +204,14 @@ class Tracker:
 
     @contextmanager
     def concluded(self) -> Iterator[None]:
-        """Afterwards the run is FINISHED, FAILED (an error) or KILLED (an interrupt), never RUNNING."""
+        """Afterwards the run is FINISHED, FAILED (an error) or KILLED (an interrupt or SIGTERM), never RUNNING."""
         try:
             yield
         except BaseException as error:
-            status = "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED"
+            status = "KILLED" if isinstance(error, KeyboardInterrupt | TerminationSignal) else "FAILED"
             try:
-                with _few_retries():
-                    self.client.set_terminated(self.run_id, status)
+                with _few_retries(NO_TIME if isinstance(error, TerminationSignal | TrackingAway) else LAST_WORDS):
+                    self._plain.set_terminated(self.run_id, status)
             except (Exception, KeyboardInterrupt) as of_mlflow:  # what ended the run is the error that is raised
                 reason = " ".join(str(of_mlflow).split()) or type(of_mlflow).__name__
                 error.add_note(f"MLflow at {self.uri} was not told that run {self.run_id} is {status}: {reason}")
@@ -255,11 +269,12 @@ class Tracker:
 
 
 @contextmanager
-def _few_retries() -> Iterator[None]:
+def _few_retries(limits: Mapping[str, int]) -> Iterator[None]:
     """MLflow's requests within give up after seconds, where its own settings take minutes; a shorter one stays."""
-    before = {name: os.environ.get(name) for name in LAST_WORDS}
-    for name, most in LAST_WORDS.items():
-        os.environ[name] = str(min(most, int(before[name] or most)))
+    before = {name: os.environ.get(name) for name in limits}
+    for name, most in limits.items():
+        given = before[name]
+        os.environ[name] = str(most if given is None or given == ONE_TRY[name] else min(most, int(given)))
     try:
         yield
     finally:

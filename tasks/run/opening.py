@@ -25,15 +25,18 @@ from tasks.data.pairs import SIDES
 from tasks.records.flow_page import FLOW_RUN_TAG, flow_run_page
 from tasks.records.guards import FloorWatch, GuardWatch
 from tasks.records.lineage import lineage
+from tasks.records.patience import require_answer
 from tasks.records.run_lock import run_lock
 from tasks.records.run_store import CheckpointError, CheckpointStore
-from tasks.records.tracking import Tracker
+from tasks.records.tracking import Tracker, tracking_uri
 from tasks.rewards.statistics import NAMES as STATISTICS
 from tasks.run.kept_stages import KeptStages
 from tasks.run.preflight import Inputs
 from tasks.run.training import CANARY_PROMPTS, OnlineParts, TrainingRun
 from tasks.run.utilisation import Utilisation
 from tasks.system.files import put_in_place
+from tasks.system.signals import heeded_once
+from tasks.system.stopwatch import Stopwatch
 
 RUN_RECORD = "run.json"
 
@@ -64,14 +67,17 @@ def open_cluster_and_tracker(
 
     Raises:
         ClusterError: the slots' pool or the cluster cannot hold the actors.
+        TrackingAway: MLflow's server does not answer.
     """
+    require_answer(tracking_uri(config.tracking))
     with (
         gpu_slots(config.ray_init, config.gpus_needed(trains)),
         ray_cluster(config.ray_init, config.trainer.full_determinism),
+        heeded_once(),
     ):
         check_resources(config, trains)
         tracker = Tracker(config.tracking, name, run_id)
-        with tracker.concluded():
+        with tracker.concluded(), heeded_once():
             yield tracker
 
 
@@ -190,6 +196,7 @@ def _start_actors(config: TrainConfig, inputs: Inputs, tracker: Tracker, store: 
     online_parts = None
     if rollout is not None and reward is not None:
         rollout.group.call_all("ready")
+        tracker.patience.meanwhile = lambda: rollout.asleep(Stopwatch())
         floor = FloorWatch(config.reward, trainer_settings.total_training_steps, tracker.history)
         online_parts = OnlineParts(rollout, reward, _canary(config, inputs, rollout), floor)
     ray.get(started)

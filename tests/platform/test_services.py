@@ -8,8 +8,11 @@ import json
 import os
 import re
 import shutil
+import sqlite3
+from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from uuid import uuid4
 
 import httpx
 import psutil
@@ -20,6 +23,7 @@ from safetensors.torch import load_file, save_file
 
 from tasks.config.tracking import TrackingConfig
 from tasks.records.model_registry import CHAMPION, REGRESSION, register
+from tasks.records.owner import FLOW_RUN
 from tasks.records.tracking import Tracker
 from tests.support.patience import post, wait_until
 from tests.support.platform_helpers import RECIPE, Workspace, free_port, make_workspace
@@ -87,6 +91,7 @@ def test_up_schedule_verdict_reaction_down(trained: Workspace, monkeypatch: pyte
         assert limits["local-gpus"] == 3
         pids = [pid for pid, *_ in json.loads((trained.folder / ".services/pids.json").read_text()).values()]
         family = [process for pid in pids for process in (psutil.Process(pid), *psutil.Process(pid).children(True))]
+        ghost = vanish(api, mlflow, auth)
         check_strangers(api, mlflow)
         check_secret_file(trained.folder, secrets)
         addresses = {c.laddr for p in family for c in p.net_connections() if c.status == psutil.CONN_LISTEN}
@@ -108,8 +113,13 @@ def test_up_schedule_verdict_reaction_down(trained: Workspace, monkeypatch: pyte
         assert pages
         assert all("jpeg_compressibility" in page.read_text() for page in pages)
         check_nowhere_written(trained.folder, secrets)
+        wait_until(lambda: ghost in [run["id"] for run in runs(api, "train", "CRASHED", auth)], "a silent run's crash")
+        closed = MlflowClient(mlflow, mlflow).search_runs
+        wait_until(lambda: closed(["0"], "attributes.status = 'FAILED'"), "the end of a vanished run in MLflow")
+        wait_until(lambda: runs(api, "validation-sweep", "RUNNING", auth), "the next scheduled sweep")
     finally:
         trained.run(*services, "down")
+    check_nothing_runs(trained.folder)
     assert not [process for process in family if process.is_running()]
     assert not (trained.folder / ".services").exists()
 
@@ -134,6 +144,36 @@ def check_restart(workspace: Workspace, up: list[str]) -> None:
     after = pids()
     assert {name for name in before if before[name] != after[name]} == {"mlflow"}
     assert (workspace.folder / ".services/environment").read_text() == secrets
+
+
+def vanish(api: str, mlflow: str, auth: tuple[str, str]) -> str:
+    """A run of a machine that is gone: a first heartbeat, a record in MLflow, and nothing any more. The flow run's id.
+
+    `make up`'s automation needs a minute to miss it, in which the test goes on.
+    """
+    flow = httpx.post(f"{api}/flows/", json={"name": "train"}, auth=auth).json()["id"]
+    state = {"type": "RUNNING", "name": "Running"}
+    run = httpx.post(f"{api}/flow_runs/", json={"flow_id": flow, "state": state}, auth=auth).json()["id"]
+    event = {
+        "occurred": datetime.now(UTC).isoformat(),
+        "event": "prefect.flow-run.heartbeat",
+        "resource": {"prefect.resource.id": f"prefect.flow-run.{run}"},
+        "related": [],
+        "id": str(uuid4()),
+    }
+    assert httpx.post(f"{api}/events", json=[event], auth=auth).is_success
+    MlflowClient(mlflow, mlflow).create_run("0", run_name="vanished", tags={FLOW_RUN: run})
+    return run
+
+
+def check_nothing_runs(folder: Path) -> None:
+    """A flow run that `down` interrupted, in a process or on its way into one, is no longer called running."""
+    with closing(sqlite3.connect(folder / ".prefect/prefect.db")) as prefect:
+        found = prefect.execute("SELECT state_type FROM flow_run WHERE flow_run.work_queue_id IS NOT NULL").fetchall()
+    assert not {("PENDING",), ("RUNNING",), ("CANCELLING",)} & set(found)
+    with closing(sqlite3.connect(folder / "mlflow.db")) as mlflow:
+        names = mlflow.execute("SELECT name FROM runs WHERE status = 'RUNNING'").fetchall()
+    assert {name for (name,) in names} <= {"trained"}  # which the test itself holds open
 
 
 def check_strangers(api: str, mlflow: str) -> None:

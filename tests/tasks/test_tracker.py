@@ -7,14 +7,22 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import cast
 
 import pytest
+from mlflow import MlflowClient
 
 from tasks.config.tracking import TrackingConfig
 from tasks.config.tree import TrainConfig
+from tasks.records import patience
 from tasks.records.history import RunHistory
+from tasks.records.owner import FLOW_RUN, OWNER, Owner, close_dead_runs
+from tasks.records.patience import ONE_TRY, PatientClient, TrackingAway, require_answer
 from tasks.records.tracking import Tracker
+from tasks.system.processes import ProcessIdentity
 from tests.support.patience import wait_for_server, wait_until
 
 
@@ -34,6 +42,7 @@ def test_a_resumed_run_may_go_on_for_longer(tmp_path: Path, monkeypatch) -> None
     data = again.client.get_run(first.run_id).data
     assert data.params == {"trainer.total_training_steps": "10", "trainer.seed": "3"}
     told = {name: value for name, value in data.tags.items() if not name.startswith("mlflow.")}
+    assert told.pop(OWNER) == str(Owner.this())
     assert told == {"resumed.trainer.total_training_steps": "100", "resumed.trainer.save_freq": "4", "who": "b"}
     assert not again.log_step(10, {"reward": 0.9})
     assert again.log_step(11, {"reward": 0.6})
@@ -61,9 +70,14 @@ def listening(port: int) -> socket.socket | None:
         return None
 
 
-def test_mlflow_that_is_gone_does_not_hide_what_ended_the_run(tmp_path: Path, monkeypatch) -> None:
-    """Nor is it asked as often as in a run that goes on: each time it answers nothing is one try."""
+def test_mlflow_that_is_gone_does_not_hide_what_ended_the_run(tmp_path: Path, monkeypatch, caplog) -> None:
+    """Nor is it asked as often as in a run that goes on: each time it answers nothing is one try.
+
+    Before, it is away for a while: what is asked of it then waits, and says so; and ends after the set time.
+    """
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", ONE_TRY["MLFLOW_HTTP_REQUEST_MAX_RETRIES"])
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "60")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -77,6 +91,22 @@ def test_mlflow_that_is_gone_does_not_hide_what_ended_the_run(tmp_path: Path, mo
         wait_for_server(f"http://127.0.0.1:{port}/health", "MLflow's start")
         tracking = TrackingConfig(uri=f"http://127.0.0.1:{port}")
         runs = {end: Tracker(tracking, end.__name__) for end in (ZeroDivisionError, KeyboardInterrupt)}
+        waiting = runs[ZeroDivisionError]
+
+        @contextmanager
+        def resumed() -> Iterator[None]:
+            monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "60")
+            os.killpg(server.pid, signal.SIGCONT)
+            yield
+
+        waiting.patience.meanwhile = resumed
+        os.killpg(server.pid, signal.SIGSTOP)
+        monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
+        waiting.tag("waited", "yes")
+        assert waiting.client.get_run(waiting.run_id).data.tags["waited"] == "yes"
+        first, *_, last = [record.getMessage() for record in caplog.records if record.name == patience.__name__]
+        assert f"MLflow at http://127.0.0.1:{port} does not answer (no answer in time): asked again in 1 s" in first
+        assert "answers again" in last
     finally:
         os.killpg(server.pid, signal.SIGKILL)
         server.wait()
@@ -98,4 +128,50 @@ def test_mlflow_that_is_gone_does_not_hide_what_ended_the_run(tmp_path: Path, mo
                 raise ended_by
             assert raised.value.__notes__[0].startswith(f"MLflow at http://127.0.0.1:{port} was not told that run")
             assert 1 <= len(tries) <= 3
-    assert "MLFLOW_HTTP_REQUEST_MAX_RETRIES" not in os.environ
+        impatient = Tracker.__new__(Tracker)
+        impatient.__dict__ |= waiting.__dict__
+        impatient.patience = PatientClient(waiting._plain, waiting.uri, 2)
+        impatient.client = cast(MlflowClient, impatient.patience)
+        tries.clear()
+        with pytest.raises(
+            TrackingAway, match=r"has not answered for [\d.]+ s, longer than tracking.max_outage_s 2 \(no c"
+        ):
+            impatient.tag("too", "late")
+        assert 2 <= len(tries) <= 4
+    assert os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] == "0"
+
+
+def test_a_server_that_is_not_there_is_told_at_the_start() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        uri = f"http://127.0.0.1:{probe.getsockname()[1]}"
+    with pytest.raises(TrackingAway, match=f"MLflow at {uri} did not answer within 0.5 s .*MLFLOW_TRACKING_URI"):
+        require_answer(uri, 0.5)
+    require_answer("sqlite:///mlflow.db")
+
+
+def test_runs_of_dead_processes_are_closed_by_whoever_comes_next(tmp_path: Path, monkeypatch) -> None:
+    """A dead process's, by name; of another machine's those whose flow run crashed. Living ones are left alone."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        dead = Owner.this()._replace(process=ProcessIdentity.of(child.pid))
+        child.communicate(b"\n")
+    elsewhere = Owner.this()._replace(host="elsewhere")
+    runs = {name: tracker(tmp_path) for name in ("mine", "dead", "far", "far and crashed", "mine, silent", "no owner")}
+    owners = {"dead": dead, "far": elsewhere, "far and crashed": elsewhere}
+    for name, owner in owners.items():
+        runs[name].tag(OWNER, str(owner))
+    runs["no owner"].tag(OWNER, "?")
+    for name in ("far and crashed", "mine, silent"):
+        runs[name].tag(FLOW_RUN, "a-flow-run")
+    closed = close_dead_runs(runs["mine"].client, crashed="a-flow-run")
+    assert set(closed) == {runs["dead"].run_id, runs["far and crashed"].run_id}
+    states = {name: run.client.get_run(run.run_id) for name, run in runs.items()}
+    failed = {name for name, run in states.items() if run.info.status == "FAILED"}
+    assert failed == {"dead", "far and crashed"}
+    assert f"pid {dead.process.pid} on {dead.host}" in states["dead"].data.tags["doubleflow.ended"]
+
+    runs["far"].tag(OWNER, str(dead))
+    again = tracker(tmp_path, runs["dead"].run_id)  # the same command, and any other start
+    assert again.client.get_run(runs["dead"].run_id).info.status == "RUNNING"
+    assert again.client.get_run(runs["far"].run_id).info.status == "FAILED"

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whose an MLflow run is, and the end of runs whose process died without a word.
+
+A process that is killed, or whose machine vanishes, leaves its MLflow run RUNNING. The run's tags say which process
+wrote it last, and in which flow run: whoever comes by next closes it.
+"""
+
+import json
+import os
+import socket
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from mlflow import MlflowClient
+from mlflow.entities import Run, RunTag, ViewType
+from prefect.context import FlowRunContext
+
+from tasks.system.processes import ProcessIdentity, boot_id
+
+OWNER = "doubleflow.owner"
+FLOW_RUN = "doubleflow.flow_run"
+ENDED = "doubleflow.ended"
+"""Tag of a run that somebody else closed: why."""
+
+
+class Owner(NamedTuple):
+    """A process of some machine.
+
+    Attributes:
+        host: the machine's name.
+        namespace: of process numbers; two containers of one machine may each have a process of the same number.
+        process: which one.
+    """
+
+    host: str
+    namespace: str
+    process: ProcessIdentity
+
+    @classmethod
+    def this(cls) -> "Owner":
+        """This process."""
+        return cls(socket.gethostname(), _namespace(), ProcessIdentity.of(os.getpid()))
+
+    @classmethod
+    def parsed(cls, text: str) -> "Owner | None":
+        """From what `str` gave; None where it is something else."""
+        try:
+            host, namespace, process = json.loads(text)
+            return cls(host, namespace, ProcessIdentity.parsed(process))
+        except (ValueError, TypeError, AttributeError):
+            return None
+
+    def __str__(self) -> str:
+        """One line of JSON, for a tag."""
+        return json.dumps([self.host, self.namespace, str(self.process)])
+
+    @property
+    def alive(self) -> bool | None:
+        """Does it run? None where that cannot be said from here: it is of another machine or container."""
+        if self.host != socket.gethostname():
+            return None
+        if self.process.boot != boot_id():
+            return False
+        return self.process.process() is not None if self.namespace == _namespace() else None
+
+
+def _namespace() -> str:
+    return os.readlink("/proc/self/ns/pid")
+
+
+def owner_tags() -> dict[str, str]:
+    """What a run of this process is marked with."""
+    context = FlowRunContext.get()
+    flow_run = {} if context is None or context.flow_run is None else {FLOW_RUN: str(context.flow_run.id)}
+    return {OWNER: str(Owner.this())} | flow_run
+
+
+def close_dead_runs(
+    client: MlflowClient, experiments: Sequence[str] | None = None, crashed: str | None = None
+) -> list[str]:
+    """Set runs FAILED that MLflow calls RUNNING and whose process is dead; a tag of each says so.
+
+    Args:
+        client: MLflow.
+        experiments: ids of those to look through; None looks through all.
+        crashed: id of a flow run that Prefect has given up: its runs are closed too, unless their process is here and
+            alive, which was only late with its heartbeats.
+
+    Returns:
+        Ids of the runs that were closed.
+    """
+    if experiments is None:
+        experiments = [found.experiment_id for found in client.search_experiments(view_type=ViewType.ACTIVE_ONLY)]
+    closed, token = [], None
+    while experiments:
+        page = client.search_runs(list(experiments), "attributes.status = 'RUNNING'", page_token=token)
+        for run in page:
+            reason = _why_dead(run, crashed)
+            if reason is not None:
+                _close(client, run.info.run_id, reason)
+                closed.append(run.info.run_id)
+        token = page.token
+        if not token:
+            break
+    return closed
+
+
+def _why_dead(run: Run, crashed: str | None) -> str | None:
+    """None of a run that may be alive."""
+    owner = Owner.parsed(run.data.tags.get(OWNER, ""))
+    alive = None if owner is None else owner.alive
+    if owner is not None and alive is False:
+        return f"its process (pid {owner.process.pid} on {owner.host}) ended without a word"
+    if alive is None and crashed is not None and run.data.tags.get(FLOW_RUN) == crashed:
+        return f"its flow run {crashed} crashed, and its process said no more"
+    return None
+
+
+def _close(client: MlflowClient, run_id: str, reason: str) -> None:
+    client.log_batch(run_id, tags=[RunTag(ENDED, f"{reason}; the same command continues the run")])
+    client.set_terminated(run_id, "FAILED")

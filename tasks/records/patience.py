@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An MLflow server that is away for a while: what is asked of it waits, says so, and gives up after a set time."""
+
+import logging
+import os
+import re
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
+from typing import Any, TypeVar
+
+import httpx
+import requests
+from mlflow import MlflowClient
+from prefect.exceptions import MissingContextError
+from prefect.logging import get_run_logger
+
+from models.errors import DoubleflowError
+
+T = TypeVar("T")
+ONE_TRY = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_HTTP_REQUEST_TIMEOUT": "60"}
+"""MLflow's settings in the environment: its own retries take four minutes, and are silent."""
+LONGEST_PAUSE_S = 30.0
+START_SECONDS = 10.0
+"""For the first answer of a run's start: nothing is lost yet, and a wrong address is soon known."""
+
+
+class TrackingAway(DoubleflowError, RuntimeError):
+    """The MLflow server has not answered for too long."""
+
+
+class PatientClient:
+    """MLflow's client; a request that the server does not answer is made again, for a while.
+
+    Args:
+        client: MLflow's own.
+        uri: the server's.
+        seconds: for how long an outage is waited for, `tracking.max_outage_s`.
+
+    Attributes:
+        meanwhile: a context that a wait is spent in.
+    """
+
+    def __init__(self, client: MlflowClient, uri: str, seconds: float):
+        self._client, self._uri, self._seconds = client, uri, seconds
+        for name, value in ONE_TRY.items():
+            os.environ.setdefault(name, value)
+        self.meanwhile: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    def __getattr__(self, name: str) -> Any:
+        """The client's methods, patient ones."""
+        found = getattr(self._client, name)
+        if not callable(found):
+            return found
+
+        @wraps(found)
+        def patient(*arguments: Any, **named: Any) -> Any:
+            return self.asked(lambda: found(*arguments, **named))
+
+        return patient
+
+    def asked(self, request: Callable[[], T]) -> T:
+        """The request's answer.
+
+        Raises:
+            TrackingAway: the server has not answered for `seconds`.
+        """
+        begun = time.monotonic()
+        try:
+            return request()
+        except Exception as error:
+            if why_away(error) is None:
+                raise
+            first = error
+        with self.meanwhile():
+            return self._again(request, begun, first)
+
+    def _again(self, request: Callable[[], T], begun: float, error: Exception) -> T:
+        pause, log = 1.0, _log()
+        while (left := self._seconds - (time.monotonic() - begun)) > 0:
+            log.warning(
+                "MLflow at %s does not answer (%s): asked again in %.0f s, for %.0f s more (tracking.max_outage_s %g)",
+                *(self._uri, why_away(error), min(pause, left), left, self._seconds),
+            )
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+            try:
+                answer = request()
+            except Exception as again:
+                if why_away(again) is None:
+                    raise
+                error = again
+            else:
+                log.warning("MLflow at %s answers again, after %.0f s", self._uri, time.monotonic() - begun)
+                return answer
+        raise TrackingAway(
+            f"MLflow at {self._uri} has not answered for {time.monotonic() - begun:.0f} s, longer than "
+            f"tracking.max_outage_s {self._seconds:g} ({why_away(error)}): start it; the same command then continues "
+            "the run"
+        ) from error
+
+
+def why_away(error: BaseException) -> str | None:
+    """Why there was no answer, in a few words; None for an error that is one."""
+    for found in (error, error.__cause__, error.__context__):
+        if isinstance(found, requests.exceptions.Timeout):
+            return "no answer in time"
+        if isinstance(found, requests.exceptions.RetryError):  # of MLflow's client, for 429, 503 and their like
+            status = re.search(r"too many (\d+) error", str(found))
+            return f"it says {status[1]}" if status else "it answers with errors"
+        if isinstance(found, requests.exceptions.ConnectionError | requests.exceptions.ChunkedEncodingError):
+            return "no answer in time" if "timed out" in str(found) else "no connection"  # after Retry's own count
+    return None
+
+
+def require_answer(uri: str, seconds: float = START_SECONDS) -> None:
+    """Wait until the server says that it is there. Anything but a server passes.
+
+    Raises:
+        TrackingAway: it does not within the time.
+    """
+    if not is_server(uri):
+        return
+    deadline, reason = time.monotonic() + seconds, "no answer"
+    while (left := deadline - time.monotonic()) > 0:
+        try:
+            # Whoever answers, and whatever: certificates are looked at by the requests that hold something.
+            httpx.get(f"{uri.rstrip('/')}/health", timeout=left, verify=False)
+        except httpx.TransportError as error:
+            reason = str(error) or type(error).__name__
+            time.sleep(min(1.0, max(0.0, deadline - time.monotonic())))
+        else:
+            return
+    raise TrackingAway(
+        f"MLflow at {uri} did not answer within {seconds:g} s ({reason}): start it, or correct MLFLOW_TRACKING_URI or "
+        "tracking.uri"
+    )
+
+
+def is_server(uri: str) -> bool:
+    """Is MLflow asked by HTTP there? Else it is a data base or a folder, which this process opens itself."""
+    return uri.startswith(("http://", "https://"))
+
+
+def _log() -> Any:
+    """The flow run's, whose page shows it; outside of one, this module's."""
+    try:
+        return get_run_logger()
+    except MissingContextError:
+        return logging.getLogger(__name__)

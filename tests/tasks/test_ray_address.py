@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A wrong RAY_ADDRESS is told in seconds: Ray alone tries for minutes."""
+
+import socket
+
+import pytest
+
+from tasks.actors.cluster import ClusterError, ray_cluster, require_listener
+from tasks.config.trainer import RayConfig
+
+
+def test_nobody_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"  # bound, and nobody listens
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        said = rf"nobody answers at RAY_ADDRESS {address} \(.*refused\): start the cluster"
+        with pytest.raises(ClusterError, match=said), ray_cluster(RayConfig()):
+            pass
+        with pytest.raises(ClusterError, match="ray://127"):
+            require_listener(f"ray://{address}", 0.1)
+    with pytest.raises(ClusterError, match=r"no-such-host\.invalid:6379"):
+        require_listener("no-such-host.invalid:6379", 0.1)
+    with pytest.raises(ClusterError, match=":99999"):
+        require_listener("127.0.0.1:99999", 0.1)
+
+
+def test_somebody_there() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        require_listener(f"127.0.0.1:{server.getsockname()[1]}", 5)
+    require_listener("auto")
