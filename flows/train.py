@@ -33,6 +33,7 @@ from tasks.records.pictures import WIDEST_GRID, grid
 from tasks.run.collect import Iteration, SampledIteration, collect, finish_ahead, submit
 from tasks.run.held_out_grids import keep_grid, remove_old
 from tasks.run.instruments import memory_metrics, profiled
+from tasks.run.note import run_label, write_note
 from tasks.run.opening import apply_overrides, open_run
 from tasks.run.preflight import check_inputs
 from tasks.run.progress import Progress
@@ -59,9 +60,9 @@ def train(config: TrainConfig, overrides: TrainOverrides | None = None) -> dict[
         config: everything the run depends on.
         overrides: changes to it, for use with a deployment: only the fields given here are replaced.
     """
-    config = apply_overrides(config, overrides)
+    recipe, config = config, apply_overrides(config, overrides)
     inputs = check_inputs(config)
-    with open_run(config, inputs) as run:
+    with open_run(config, inputs, run_label(config, recipe)) as run:
         return fit(run).as_dict()
 
 
@@ -170,6 +171,8 @@ def log_iteration(run: TrainingRun, iteration: Iteration, metrics: dict[str, flo
     if run.utilisation is not None and "update_actor" in clock.seconds:  # else an earlier process made the update
         times |= run.utilisation.metrics(iteration.batches, metrics, clock.seconds)
     run.tracker.log_step(number, metrics | times | memory)
+    if validation:
+        write_note(run)
 
 
 def sample_again(run: TrainingRun, clock: Stopwatch) -> SampledIteration | None:

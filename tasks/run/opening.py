@@ -25,12 +25,15 @@ from tasks.records.run_store import CheckpointError, CheckpointStore
 from tasks.records.tracking import Tracker
 from tasks.rewards.statistics import NAMES as STATISTICS
 from tasks.run.kept_stages import KeptStages
+from tasks.run.note import source_tags, write_note
 from tasks.run.preflight import Inputs
 from tasks.run.training import CANARY_PROMPTS, OnlineParts, TrainingRun
 from tasks.run.utilisation import Utilisation
 from tasks.system.files import put_in_place
 
 RUN_RECORD = "run.json"
+RUN_NAME_TAG = "doubleflow.run_name"
+"""Tag of a run and of its registered versions: the name of its folder, which the digest ends."""
 
 
 def apply_overrides(config: TrainConfig, overrides: TrainOverrides | None) -> TrainConfig:
@@ -71,8 +74,8 @@ def open_cluster_and_tracker(
 
 
 @contextmanager
-def open_run(config: TrainConfig, inputs: Inputs) -> Iterator[TrainingRun]:
-    """Open training, and start or continue the run.
+def open_run(config: TrainConfig, inputs: Inputs, label: str | None = None) -> Iterator[TrainingRun]:
+    """Open training, and start or continue the run, named `label` in MLflow.
 
     Raises:
         CheckpointError: another process works on the run, or it has checkpoints that it should not have.
@@ -86,12 +89,13 @@ def open_run(config: TrainConfig, inputs: Inputs) -> Iterator[TrainingRun]:
                 "trainer.experiment_name"
             )
         remembered = _remembered_run_id(config)
-        with open_cluster_and_tracker(config, config.run_name, trains=True, run_id=remembered) as tracker:
+        with open_cluster_and_tracker(config, label or config.run_name, trains=True, run_id=remembered) as tracker:
             _remember_run_id(config, tracker.run_id)
             run = _start_actors(config, inputs, tracker, store)
             tracker.log_start(config, run_tags(config, inputs, run.online.reward if run.is_online else None))
             run.resume()
             tracker.log_lineage(lineage(config.data_read()), run.iteration)
+            write_note(run)
             with store.settled():
                 yield run
 
@@ -213,7 +217,8 @@ def run_tags(config: TrainConfig, inputs: Inputs, reward: RewardGroup | None) ->
     """What a run is found and compared by: digests of config and data, and the rewards' versions."""
     found = {} if reward is None else reward.versions()
     versions = {f"reward.{name.replace(':', '/')}": version for name, version in found.items()}
-    return versions | {"doubleflow.config_digest": config.digest(), "doubleflow.data_digest": inputs.digest}
+    digests = {"doubleflow.config_digest": config.digest(), "doubleflow.data_digest": inputs.digest}
+    return versions | digests | source_tags() | {RUN_NAME_TAG: config.run_name}
 
 
 def _remembered_run_id(config: TrainConfig) -> str | None:
