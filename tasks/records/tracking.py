@@ -122,7 +122,7 @@ class Tracker:
         if step in self.logged_steps:
             return False
         self.log_files(step, pictures, tables, albums)
-        self.log_metrics(step, {**metrics, **headline(metrics), STEP_MARK: float(step)})
+        self.log_metrics(step, {**headline(metrics), **metrics, STEP_MARK: float(step)})
         self.logged_steps.add(step)
         return True
 
