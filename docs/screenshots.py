@@ -64,7 +64,7 @@ def draw(browser: BrowserContext, server: MlflowServer) -> None:
     run = f"{place}/runs/{first.info.run_id}"
     keep(opened(browser, f"{place}/runs", "1_headline/reward", first.info.run_name), "mlflow_runs")
     keep(opened(browser, run, "Learnt:", "Registered models"), "mlflow_run")
-    charts = opened(browser, f"{run}/model-metrics", "1_headline (7)")
+    charts = opened(browser, f"{run}/model-metrics", "1_headline")
     charts.locator("img[src^='blob:'], img[src*='get-artifact']").first.wait_for()
     keep(charts, "mlflow_picture_slider")
     ids = f'["{first.info.run_id}","{second.info.run_id}"]'

@@ -69,8 +69,8 @@ class RunNote:
             "Learnt": self._learnt(),
             "Cost": self._cost(),
             "Code": self._code(),
-            "Weights": f"`{self.weights.snippet()}`" if self.weights else "not exported yet",
             "Links": links or "none",
+            "Weights": f"`{self.weights.snippet()}`" if self.weights else "not exported yet",
         }
         return "\n".join(f"- **{name}:** {line}" for name, line in lines.items())
 

@@ -122,7 +122,7 @@ def check_first_sight(workspace: Workspace, run: Any) -> None:
     assert tags["mlflow.source.type"] == "LOCAL"
     server = workspace.environment["PREFECT_API_URL"].removesuffix("/api")
     assert re.fullmatch(rf"{server}/runs/flow-run/[0-9a-f-]{{36}}", tags["doubleflow.prefect_flow_run"])
-    learnt, cost, code, weights, links = tags["mlflow.note.content"].split("\n")
+    learnt, cost, code, links, weights = tags["mlflow.note.content"].split("\n")
     assert re.search(r"held-out reward \d+\.\d+ → \d+\.\d+, .* in 3 iterations", learnt)
     assert "minutes on the CPU, 48 images" in cost
     assert tags["mlflow.source.git.commit"][:12] in code
