@@ -19,14 +19,16 @@ from tasks.run.training import TrainingRun
 FLOW_RUN_TAG = "doubleflow.prefect_flow_run"
 FILES = {"report.html": "report", "before_after.png": "before and after"}
 """Artifacts that the description leads to -> in words."""
-MOST_CHANGES = 4
+MOST_CHANGES, MOST_LETTERS = 4, 30
+"""That a run's name tells, and of each value."""
 
 
 def run_label(config: TrainConfig, recipe: TrainConfig) -> str:
     """The run's name in MLflow: its recipe, what shapes the weights otherwise than there, and the config's digest."""
     values = flat(shaping(config))
     before = flat(shaping(recipe))
-    changes = [f"{path.rpartition('.')[2]}={value}" for path, value in values.items() if before.get(path) != value]
+    changed = {path: str(value)[:MOST_LETTERS] for path, value in values.items() if before.get(path) != value}
+    changes = [f"{path.rpartition('.')[2]}={value}" for path, value in changed.items()]
     if len(changes) > MOST_CHANGES:
         changes[MOST_CHANGES:] = [f"and {len(changes) - MOST_CHANGES} more"]
     return " ".join([config.trainer.experiment_name, *changes, f"({config.digest()})"])

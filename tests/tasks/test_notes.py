@@ -48,11 +48,11 @@ def test_the_snippet_loads_full_weights_and_lora_from_the_folder_or_the_registry
 def test_a_runs_name_says_what_differs_from_the_recipe() -> None:
     recipe = TrainConfig(trainer={"experiment_name": "quickstart"})
     assert run_label(recipe, recipe) == f"quickstart ({recipe.digest()})"
-    changed = recipe.with_changes({"trainer": {"seed": 5, "save_freq": 7}, "data": {"train_batch_size": 8}})
+    changed = recipe.with_changes({"trainer": {"seed": 5, "save_freq": 7}, "data": {"train_batch_size": 64}})
     name = run_label(changed, recipe)
-    assert name == f"quickstart train_batch_size=8 seed=5 ({changed.digest()})", "save_freq shapes nothing"
+    assert name == f"quickstart train_batch_size=64 seed=5 ({changed.digest()})", "save_freq shapes nothing"
     many = recipe.with_changes(
         {"trainer": {"seed": 5}, "actor_rollout_ref": {"rollout": {"n": 5, "algo": {"noise_level": 0.1}}}}
-        | {"data": {"train_batch_size": 8}, "algorithm": {"global_std": not recipe.algorithm.global_std}}
+        | {"data": {"train_batch_size": 64}, "algorithm": {"global_std": not recipe.algorithm.global_std}}
     )
     assert "and 1 more" in run_label(many, recipe)
