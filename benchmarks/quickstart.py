@@ -32,7 +32,7 @@ def train(seed: int) -> Run:
     experiment = client.get_experiment_by_name(config.tracking.experiment)
     (run,) = client.search_runs(
         [experiment.experiment_id],
-        f"tags.mlflow.runName = '{config.run_name}' AND attributes.status = 'FINISHED'",
+        f"tags.`doubleflow.run_name` = '{config.run_name}' AND attributes.status = 'FINISHED'",
         order_by=["attributes.start_time DESC"],
         max_results=1,
     )

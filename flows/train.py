@@ -39,6 +39,7 @@ from tasks.records.pictures import WIDEST_GRID, grid
 from tasks.run.collect import Iteration, SampledIteration, collect, finish_ahead, submit
 from tasks.run.held_out_grids import keep_grid, remove_old
 from tasks.run.instruments import memory_metrics, profiled
+from tasks.run.note import run_label, write_note
 from tasks.run.opening import apply_overrides, open_run
 from tasks.run.parts import in_parts
 from tasks.run.preflight import check_inputs
@@ -72,9 +73,9 @@ def train(
         overrides: changes of any other field: only the fields given here are replaced.
     """
     with flow_page():
-        config = apply_overrides(config, combined(common, overrides))
+        recipe, config = config, apply_overrides(config, combined(common, overrides))
         inputs = check_inputs(config)
-        with open_run(config, inputs) as run:
+        with open_run(config, inputs, run_label(config, recipe)) as run:
             summary, said = fit(run)
     return Completed(message=said, data=summary.as_dict())
 
@@ -188,6 +189,8 @@ def log_iteration(run: TrainingRun, iteration: Iteration, metrics: dict[str, flo
         metrics |= run.utilisation.metrics(iteration.batches, metrics, clock.seconds)
     lost = {} if run.machines is None else run.machines.metrics()
     run.tracker.log_step(number, metrics | memory | lost)
+    if validation:
+        write_note(run)
 
 
 def sample_again(run: TrainingRun, clock: Stopwatch) -> SampledIteration | None:

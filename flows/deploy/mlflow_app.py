@@ -9,13 +9,10 @@ import base64
 import binascii
 import hmac
 import os
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
 
-Message = MutableMapping[str, Any]
-Send = Callable[[Message], Awaitable[None]]
-Receive = Callable[[], Awaitable[Message]]
-Application = Callable[[Message, Receive, Send], Awaitable[None]]
+from flows.deploy.asgi import Application, Message, Receive, Send
+from flows.deploy.first_visit import with_first_visit
+
 UNGUARDED = "/health"
 
 
@@ -30,7 +27,7 @@ def create_app() -> Application:
         raise RuntimeError("MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD must be set for this server, too")
     from mlflow.server.fastapi_app import app
 
-    return guarded(app, ":".join(map(str, wanted)))
+    return guarded(with_first_visit(app), ":".join(map(str, wanted)))
 
 
 def guarded(app: Application, credentials: str) -> Application:

@@ -11,14 +11,11 @@ from prefect import get_run_logger
 from prefect.logging.handlers import APILogHandler
 from prefect.logging.loggers import LoggingAdapter
 from prefect.runtime import flow_run
-from prefect.utilities.urls import url_for
 
 from tasks.records.tracking import Tracker
 
 REPORT = "report.html"
 """Of a run, in its folder and at the top of its artifacts in MLflow."""
-FLOW_RUN_TAG = "doubleflow.flow_run"
-"""Of an MLflow run: the flow run's page in Prefect, or its id where it has no page."""
 OWN_MODULES = ("tasks", "models")
 QUIETER = "prefect.task_runs"
 """Prefect's logger that would tell the end of each of an iteration's seven task runs."""
@@ -83,8 +80,3 @@ def run_links(tracker: Tracker, folder: Path) -> dict[str, str]:
     experiment = tracker.client.get_run(tracker.run_id).info.experiment_id
     page = f"{tracker.uri.rstrip('/')}/#/experiments/{experiment}/runs/{tracker.run_id}"
     return {"MLflow": page} | ({"report": f"{page}/artifacts/{REPORT}"} if report.is_file() else {})
-
-
-def flow_run_page() -> str:
-    """The present flow run's page, or its id where no server has one."""
-    return url_for("flow-run", obj_id=flow_run.id) or str(flow_run.id)

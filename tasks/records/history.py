@@ -13,9 +13,11 @@ from mlflow.entities import Run
 from mlflow.exceptions import MlflowException
 
 from models.errors import DoubleflowError
+from tasks.records.headline import HEADLINE
 
 MEASURED_ANEW = (
     *("timing", "perf/", "memory/", "cost/hours", "cost/gpu_hours"),
+    *(f"{HEADLINE}/{name}" for name in ("images_per_second", "hours", "gpu_hours")),
     *("sync/canary_change", "sync/canary_missing"),
 )
 """Beginnings of the metrics that differ between two runs of the same thing: seconds, bytes, and what a process compares
@@ -75,7 +77,7 @@ class RunHistory:
         """Image key -> step -> artifact path of the pictures on MLflow's slider."""
         found: dict[str, dict[int, str]] = {}
         for item in self.client.list_artifacts(self.run_id, "images"):
-            match = re.match(r"images/(.+?)([+%])step\2(\d+)\2.*\.png$", item.path)
+            match = re.match(rf"images/(?:{HEADLINE}~)?(.+?)([+%])step\2(\d+)\2.*\.png$", item.path)
             if match:
                 found.setdefault(match[1], {})[int(match[3])] = item.path
         return found

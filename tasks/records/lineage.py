@@ -16,7 +16,7 @@ import psutil
 import ray
 import yaml
 from mlflow.entities import Dataset, DatasetInput, InputTag
-from mlflow.utils.mlflow_tags import MLFLOW_GIT_COMMIT
+from mlflow.utils.mlflow_tags import MLFLOW_GIT_BRANCH, MLFLOW_GIT_COMMIT
 
 from models.errors import DoubleflowError
 from tasks.records.code_difference import CodeDifference, GitError, code_difference, git
@@ -35,7 +35,7 @@ class Lineage:
     """One start of a run.
 
     Attributes:
-        tags: the commit, and whether files differed from it.
+        tags: the commit, its branch, and whether files differed from it.
         patch: what differed, for `git apply` on the commit; new files included.
         environment: python, package versions, hardware, and files that the patch leaves out, with the reason.
         datasets: the DVC outputs that the run reads, with their hashes.
@@ -68,6 +68,8 @@ def lineage(data: Sequence[Path], code: Path = CODE) -> Lineage:
     difference = code_difference(code) if commit else CodeDifference()
     dirty = bool(difference.patch or difference.untracked_left_out or difference.tracked_left_out)
     tags = {MLFLOW_GIT_COMMIT: commit, "doubleflow.git_dirty": str(dirty).lower()} if commit else {}
+    if branch := _branch(code):
+        tags[MLFLOW_GIT_BRANCH] = branch
     environment = {
         "python": platform.python_version(),
         "packages": {d.name: d.version for d in sorted(metadata.distributions(), key=lambda d: d.name.lower())},
@@ -147,5 +149,13 @@ def _commit(code: Path) -> str | None:
     """The commit that `code` is at; None outside a repository or without git."""
     try:
         return git(code, "rev-parse", "HEAD").decode().strip()
+    except (OSError, GitError):
+        return None
+
+
+def _branch(code: Path) -> str | None:
+    """The branch that `code` is on; None where it is on none, as in a working copy of one commit."""
+    try:
+        return git(code, "symbolic-ref", "--short", "HEAD").decode().strip()
     except (OSError, GitError):
         return None

@@ -2,6 +2,7 @@
 """MLflow's model registry: exported weights as versions that diffusers loads as they are."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -16,17 +17,21 @@ from mlflow.protos.databricks_pb2 import (
     ErrorCode,
 )
 
+from tasks.records.notes import Weights, version_note
 from tasks.records.tracking import Tracker
 
 CHAMPION = "champion"
 ITERATION = "doubleflow.iteration"
+HELD_OUT_TAG = "doubleflow.held_out_reward"
 LAYOUT = "diffusers"
 TABLE = "measurement.parquet"
 REGRESSION = "doubleflow.regression"
 """Name of the event that automations react to, and of the tag on the run and the version."""
 
 
-def register(tracker: Tracker, name: str, folder: Path, iteration: int, tags: Mapping[str, str]) -> ModelVersion:
+def register(
+    tracker: Tracker, name: str, folder: Path, iteration: int, tags: Mapping[str, str], weights: Weights | None = None
+) -> ModelVersion:
     """Put exported weights into the registry, once for each iteration of a run.
 
     The version's files are `folder` itself: `load_lora_weights` or `from_pretrained` takes what
@@ -38,7 +43,8 @@ def register(tracker: Tracker, name: str, folder: Path, iteration: int, tags: Ma
         name: of the registered model; made if there is none.
         folder: what `export_weights` wrote.
         iteration: the last one in the weights.
-        tags: of the version.
+        tags: of the version; its description tells `HELD_OUT_TAG`, where that is among them.
+        weights: what they are, for the description; None leaves that empty.
     """
     client = tracker.client
     try:
@@ -48,15 +54,30 @@ def register(tracker: Tracker, name: str, folder: Path, iteration: int, tags: Ma
             raise
     for version in client.search_model_versions(f"name = '{name}' AND run_id = '{tracker.run_id}'"):
         if version.tags.get(ITERATION) == str(iteration):
-            return version
+            return _described(client, version, weights)
     model = _logged_model(tracker, f"{name}-{iteration:06d}", folder, iteration)
-    return client.create_model_version(
+    version = client.create_model_version(
         name,
         source=model.artifact_location,  # "models:/<id>" would be looked up at MLflow's default address
         run_id=tracker.run_id,
         model_id=model.model_id,
         tags={ITERATION: str(iteration), **tags},
     )
+    return _described(client, version, weights)
+
+
+def _described(client: MlflowClient, version: ModelVersion, weights: Weights | None) -> ModelVersion:
+    """With a description, which tells the version's own address and so comes after it."""
+    if weights is None or version.description:
+        return version
+    here = replace(weights, registered=address(version))
+    note = version_note(here, int(version.tags[ITERATION]), version.tags.get(HELD_OUT_TAG))
+    return client.update_model_version(version.name, version.version, note)
+
+
+def address(version: ModelVersion) -> str:
+    """models:/<name>/<version>."""
+    return f"models:/{version.name}/{version.version}"
 
 
 def _logged_model(tracker: Tracker, name: str, folder: Path, iteration: int) -> LoggedModel:

@@ -23,6 +23,7 @@ from prefect.exceptions import TerminationSignal
 
 from models.config.section import Section
 from tasks.config.tracking import TrackingConfig
+from tasks.records.headline import HEADLINE, experiment_tags, headline
 from tasks.records.lineage import Lineage
 from tasks.records.owner import close_dead_runs, owner_tags
 from tasks.records.patience import ONE_TRY, PatientClient, TrackingAway, is_server
@@ -129,7 +130,7 @@ class Tracker:
 
         Args:
             step: iteration; 0 is before training.
-            metrics: all of them go in one request, after the artifacts.
+            metrics: all of them go in one request, after the artifacts; `headline` copies the foremost.
             pictures: image key -> picture, for MLflow's step slider.
             tables: name -> rows, as <name>/000010.parquet.
             albums: name -> pictures uint8 [H, W, 3], as <name>/000010/0000.png and so on.
@@ -137,7 +138,7 @@ class Tracker:
         if step in self.logged_steps:
             return False
         self.log_files(step, pictures, tables, albums)
-        self.log_metrics(step, {**metrics, STEP_MARK: float(step)})
+        self.log_metrics(step, {**headline(metrics), **metrics, STEP_MARK: float(step)})
         self.logged_steps.add(step)
         return True
 
@@ -223,7 +224,7 @@ class Tracker:
         if key not in self._pictures:
             self._pictures[key] = self.picture_steps(key)
         if step not in self._pictures[key]:
-            self.client.log_image(self.run_id, picture, key=key, step=step)
+            self.client.log_image(self.run_id, picture, key=f"{HEADLINE}/{key}", step=step)
             self._pictures[key].add(step)
 
     def picture_steps(self, key: str) -> set[int]:
@@ -234,7 +235,7 @@ class Tracker:
         """Step -> artifact paths of its picture of that key, the picture and MLflow's small copy of it."""
         found: dict[int, list[str]] = {}
         for path in self.listed("images"):
-            match = re.match(rf"{re.escape(key)}([+%])step\1(\d+)\1", Path(path).name)
+            match = re.match(rf"(?:{HEADLINE}~)?{re.escape(key)}([+%])step\1(\d+)\1", Path(path).name)
             if match:
                 found.setdefault(int(match[2]), []).append(path)
         return found
@@ -242,11 +243,14 @@ class Tracker:
     def _experiment(self, config: TrackingConfig, uri: str) -> str:
         found = self.client.get_experiment_by_name(config.experiment)
         if found is not None:
+            for name, value in experiment_tags().items():
+                if name not in found.tags:  # made before there were such tags, or by hand
+                    self.client.set_experiment_tag(found.experiment_id, name, value)
             return found.experiment_id
         root = config.artifacts
         if root is None and uri.startswith("sqlite:"):
             root = (Path("mlruns").resolve()).as_uri()
-        return self.client.create_experiment(config.experiment, artifact_location=root)
+        return self.client.create_experiment(config.experiment, artifact_location=root, tags=experiment_tags())
 
     def _create(self, experiment: str, run_name: str, parent: str | None) -> str:
         tags = {MLFLOW_PARENT_RUN_ID: parent} if parent else {}

@@ -22,7 +22,6 @@ from tasks.actors.rollout_group import LATENTS, PICTURES, RolloutGroup
 from tasks.actors.trainer_group import TrainerGroup
 from tasks.config.tree import TrainConfig, TrainOverrides
 from tasks.data.pairs import SIDES
-from tasks.records.flow_page import FLOW_RUN_TAG, flow_run_page
 from tasks.records.guards import FloorWatch, GuardWatch
 from tasks.records.lineage import lineage
 from tasks.records.patience import require_answer
@@ -31,6 +30,7 @@ from tasks.records.run_store import CheckpointError, CheckpointStore
 from tasks.records.tracking import Tracker, tracking_uri
 from tasks.rewards.statistics import NAMES as STATISTICS
 from tasks.run.kept_stages import KeptStages
+from tasks.run.note import source_tags, write_note
 from tasks.run.preflight import Inputs
 from tasks.run.training import CANARY_PROMPTS, OnlineParts, TrainingRun
 from tasks.run.utilisation import Utilisation
@@ -39,6 +39,8 @@ from tasks.system.signals import heeded_once
 from tasks.system.stopwatch import Stopwatch
 
 RUN_RECORD = "run.json"
+RUN_NAME_TAG = "doubleflow.run_name"
+"""Tag of a run and of its registered versions: the name of its folder, which the digest ends."""
 
 
 def apply_overrides(config: TrainConfig, overrides: TrainOverrides | dict[str, Any] | None) -> TrainConfig:
@@ -82,8 +84,8 @@ def open_cluster_and_tracker(
 
 
 @contextmanager
-def open_run(config: TrainConfig, inputs: Inputs) -> Iterator[TrainingRun]:
-    """Open training, and start or continue the run.
+def open_run(config: TrainConfig, inputs: Inputs, label: str | None = None) -> Iterator[TrainingRun]:
+    """Open training, and start or continue the run, named `label` in MLflow.
 
     Raises:
         CheckpointError: another process works on the run, or it has checkpoints that it should not have.
@@ -98,13 +100,13 @@ def open_run(config: TrainConfig, inputs: Inputs) -> Iterator[TrainingRun]:
                 "trainer.experiment_name"
             )
         remembered = _remembered_run_id(config)
-        with open_cluster_and_tracker(config, config.run_name, trains=True, run_id=remembered) as tracker:
+        with open_cluster_and_tracker(config, label or config.run_name, trains=True, run_id=remembered) as tracker:
             _remember_run_id(config, tracker.run_id)
             run = _start_actors(config, inputs, tracker, store)
             tracker.log_start(config, run_tags(config, inputs, run.online.reward if run.is_online else None))
-            tracker.tag(FLOW_RUN_TAG, flow_run_page())
             run.resume()
             tracker.log_lineage(lineage(config.data_read()), run.iteration)
+            write_note(run)
             advice = "once the cluster has room for it again, the same command continues from the newest checkpoint"
             watch = watched_machines(run.actor_groups(), get_run_logger(), advice + _same_command())
             with store.settled(), watch as run.machines:
@@ -237,7 +239,8 @@ def run_tags(config: TrainConfig, inputs: Inputs, reward: RewardGroup | None) ->
     """What a run is found and compared by: digests of config and data, and the rewards' versions."""
     found = {} if reward is None else reward.versions()
     versions = {f"reward.{name.replace(':', '/')}": version for name, version in found.items()}
-    return versions | {"doubleflow.config_digest": config.digest(), "doubleflow.data_digest": inputs.digest}
+    digests = {"doubleflow.config_digest": config.digest(), "doubleflow.data_digest": inputs.digest}
+    return versions | digests | source_tags() | {RUN_NAME_TAG: config.run_name}
 
 
 def _remembered_run_id(config: TrainConfig) -> str | None:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a finished run leaves and tells its owner."""
 
+import math
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from prefect.utilities.urls import url_for
 
 from tasks.actors.trainer_group import TrainerGroup
 from tasks.records.flow_page import page_logger
+from tasks.records.model_registry import HELD_OUT_TAG, address
 from tasks.records.pictures import titled
 from tasks.run.held_out_grids import kept_grids
+from tasks.run.note import exported, write_note
 from tasks.run.training import TrainingRun
 from tasks.stages.log import register_weights
 from tasks.system.files import put_in_place
@@ -109,7 +112,7 @@ def summarise(run: TrainingRun, minutes: float) -> Summary:
     base_model, weights, registered = str(run.config.actor_rollout_ref.model.path), "", ""
     if run.moved:
         folder, version = register_export(Stopwatch(run.iteration), run)
-        weights, registered = str(folder), f"models:/{version.name}/{version.version}"
+        weights, registered = str(folder), address(version)
     else:
         run.tracker.tag(UNMOVED_TAG, unmoved(base_model))
         page_logger().warning("the weights are %s", unmoved(base_model))
@@ -120,6 +123,8 @@ def summarise(run: TrainingRun, minutes: float) -> Summary:
         sheet = titled([(f"held-out prompts, iteration {step}", Image.open(drawn[step])) for step in steps])
         sheet.save(picture)
         run.tracker.log_picture_file(sheet, picture.name)
+    note_weights = replace(exported(run.config, Path(weights)), registered=registered) if weights else None
+    write_note(run, note_weights)
     rewards = run.tracker.history("val/reward/mean")
     return Summary(
         run_name=run.config.run_name,
@@ -167,8 +172,10 @@ def register_export(clock: Stopwatch, run: TrainingRun) -> tuple[Path, ModelVers
         "doubleflow.weights": "lora" if lora else "full",
         "doubleflow.base_model": str(config.actor_rollout_ref.model.path),
     }
-    name = config.trainer.experiment_name
-    return folder, register_weights(clock, run.tracker, name, folder, run.iteration, tags)
+    if not math.isnan(run.held_out):
+        tags[HELD_OUT_TAG] = f"{run.held_out:.3f}"
+    name, weights = config.trainer.experiment_name, exported(config, folder)
+    return folder, register_weights(clock, run.tracker, name, folder, run.iteration, tags, weights)
 
 
 def export(trainer: TrainerGroup, folder: Path) -> Path:

@@ -8,16 +8,17 @@ from typing import Any
 from mlflow.entities.model_registry import ModelVersion
 
 from tasks.records.model_registry import register
+from tasks.records.notes import Weights
 from tasks.records.tracking import Tracker
 from tasks.stages.stage import stage
 
 
 @stage("register")
 def register_weights(
-    tracker: Tracker, name: str, folder: Path, iteration: int, tags: Mapping[str, str]
+    tracker: Tracker, name: str, folder: Path, iteration: int, tags: Mapping[str, str], weights: Weights
 ) -> ModelVersion:
     """See `register`."""
-    return register(tracker, name, folder, iteration, tags)
+    return register(tracker, name, folder, iteration, tags, weights)
 
 
 @stage("log")

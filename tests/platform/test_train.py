@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -76,7 +77,9 @@ def test_a_run_leaves_its_whole_record(recorded: Recorded) -> None:
     assert other_lines(recorded.output) == [], "of what libraries print nothing is about the run"
 
     pictures = [item.path for item in client.list_artifacts(run.info.run_id, "images") if item.path.endswith(".png")]
-    steps = sorted((m[1], int(m[3])) for m in (re.match(r"images/(\w+)(\W)step\2(\d+)", p) for p in pictures) if m)
+    steps = sorted(
+        (m[1], int(m[3])) for m in (re.match(r"images/1_headline~(\w+)(\W)step\2(\d+)", p) for p in pictures) if m
+    )
     assert steps == [("samples", step) for step in (1, 2, 3)] + [("validation", step) for step in (0, 2, 3)]
     samples = pd.read_parquet(client.download_artifacts(run.info.run_id, "samples/000003.parquet"))
     assert len(samples) == 16
@@ -85,6 +88,7 @@ def test_a_run_leaves_its_whole_record(recorded: Recorded) -> None:
     assert set(samples["policy_version"]) == {2}
     picture = np.array(Image.open(client.download_artifacts(run.info.run_id, samples["image"][5])))
     assert jpeg_kilobytes(picture) == pytest.approx(samples["reward"][5], rel=1e-6)
+    check_first_sight(workspace, run)
     patches = [item.path for item in client.list_artifacts(run.info.run_id, "lineage/000000")]
     assert sorted(patches) == ["lineage/000000/code.patch", "lineage/000000/environment.json"]
 
@@ -146,6 +150,33 @@ def test_prefects_page_of_a_run_says_what_was_done_and_what_came_of_it(recorded:
     assert [kind for kind, _ in pictures] == ["png", "jpeg"]
     assert all(np.asarray(Image.open(BytesIO(base64.b64decode(data)))).std() > 0 for _, data in pictures)
     assert "held-out pictures, iteration 3" in artifact["description"]
+
+
+def check_first_sight(workspace: Workspace, run: Any) -> None:
+    """What MLflow's pages show before anything is looked for: the name, the description, source, flow run, version."""
+    metrics, tags, client = run.data.metrics, run.data.tags, workspace.client()
+    copies = {"reward": "critic/rewards/mean", "held_out": "val/reward/mean", "gpu_hours": "cost/gpu_hours"}
+    for name, source in copies.items():
+        assert metrics[f"1_headline/{name}"] == metrics[source]
+    assert metrics["1_headline/images_per_second"] > 0
+    digest = tags["doubleflow.config_digest"]
+    assert re.fullmatch(rf"tiny .*\({digest}\)", run.info.run_name)
+    assert tags["doubleflow.run_name"] == f"tiny-{digest}" == workspace.run_folder().name
+    assert tags["mlflow.source.name"] == "flows/train.py"
+    assert tags["mlflow.source.type"] == "LOCAL"
+    server = workspace.environment["PREFECT_API_URL"].removesuffix("/api")
+    assert re.fullmatch(rf"{server}/runs/flow-run/[0-9a-f-]{{36}}", tags["doubleflow.prefect_flow_run"])
+    learnt, cost, code, links, weights = tags["mlflow.note.content"].split("\n")
+    assert re.search(r"held-out reward \d+\.\d+ → \d+\.\d+, .* in 3 iterations", learnt)
+    assert "minutes on the CPU, 48 images" in cost
+    assert tags["mlflow.source.git.commit"][:12] in code
+    assert 'QwenImagePipeline.from_pretrained(mlflow.artifacts.download_artifacts("models:/tiny/1"))' in weights
+    assert "before_after.png" in links
+    assert "#/models/tiny/versions/1" in links
+    assert tags["doubleflow.prefect_flow_run"] in links
+    version = client.get_model_version("tiny", "1")
+    assert f"{version.tags['doubleflow.held_out_reward']}**, after 3 iterations" in version.description
+    assert str(workspace.run_folder() / "weights") in version.description
 
 
 def test_trainer_ranks_and_rollout_actors_do_not_change_the_first_iterations(

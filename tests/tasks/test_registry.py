@@ -8,7 +8,8 @@ import pytest
 from mlflow import MlflowClient
 
 from tasks.config.tracking import TrackingConfig
-from tasks.records.model_registry import register
+from tasks.records.model_registry import HELD_OUT_TAG, register
+from tasks.records.notes import Weights
 from tasks.records.tracking import Tracker
 
 
@@ -44,6 +45,17 @@ def test_an_iteration_is_registered_once(tracker: Tracker, weights: Path) -> Non
     assert first.tags == {"doubleflow.iteration": "2", "reward": "0.5"}
     register(tracker, "tiny", weights, 3, {})
     assert versions(tracker) == [1, 2]
+
+
+def test_a_version_is_described_also_where_a_registration_was_cut_off_before(tracker: Tracker, weights: Path) -> None:
+    what = Weights(str(weights), "QwenImagePipeline", "data/base_model", lora=False)
+    bare = register(tracker, "tiny", weights, 2, {HELD_OUT_TAG: "0.750"})
+    assert not bare.description
+    described = register(tracker, "tiny", weights, 2, {}, what)
+    assert described.version == bare.version
+    assert "Held-out reward **0.750**, after 2 iterations" in described.description
+    assert 'download_artifacts("models:/tiny/1")' in described.description
+    assert str(weights) in described.description
 
 
 def test_a_registration_that_was_cut_off_is_completed(tracker: Tracker, weights: Path, tmp_path: Path) -> None:

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A browser without a window, and the pages of real servers in it."""
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from playwright.sync_api import BrowserContext, Page, sync_playwright
+
+from tests.support.patience import PATIENCE
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+VARIABLE = "DOUBLEFLOW_BROWSER"
+WINDOW = {"width": 1440, "height": 1000}
+
+
+def browser_program() -> str:
+    """Chromium or Chrome: what the variable names, else the first on the path.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    found = os.environ.get(VARIABLE) or next(filter(None, map(shutil.which, NAMES)), None)
+    if found is None:
+        raise RuntimeError(f"no browser: install Chromium or Chrome, or name the program in {VARIABLE}")
+    return found
+
+
+@contextmanager
+def browsing(user: str | None = None, password: str = "") -> Iterator[BrowserContext]:
+    """A browser that remembers nothing yet; as root it cannot have its sandbox."""
+    arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
+    with sync_playwright() as playwright:
+        program = playwright.chromium.launch(executable_path=browser_program(), args=arguments)
+        known = {"username": user, "password": password} if user else None
+        context = program.new_context(viewport=WINDOW, http_credentials=known)
+        context.set_default_timeout(1000 * PATIENCE)
+        try:
+            yield context
+        finally:
+            program.close()
+
+
+def opened(context: BrowserContext, address: str, *shows: str) -> Page:
+    """A page, once all of these texts are seen on it."""
+    page = context.new_page()
+    page.goto(address, wait_until="domcontentloaded")
+    for text in shows:
+        wait_for_text(page, text)
+    return page
+
+
+def wait_for_text(page: Page, text: str) -> None:
+    """Until the text is seen."""
+    page.get_by_text(text).locator("visible=true").first.wait_for()
+
+
+def settle(page: Page) -> None:
+    """Until nothing on the page turns any more, for a picture of it."""
+    page.wait_for_function("document.querySelectorAll('[aria-busy=true], .ant-spin').length == 0")
+    page.wait_for_timeout(3000)
+
+
+def text_of(page: Page) -> str:
+    """All that is written on the page, in one line."""
+    return re.sub(r"\s+", " ", page.inner_text("body"))
+
+
+def picture_of(page: Page, file: Path) -> None:
+    """What the window shows, as a picture."""
+    settle(page)
+    page.screenshot(path=file)
