@@ -30,6 +30,7 @@ from tasks.records.metrics import (
     orchestration_metrics,
 )
 from tasks.records.pictures import WIDEST_GRID, grid
+from tasks.records.tracking import STEP_MARK
 from tasks.run.collect import Iteration, SampledIteration, collect, finish_ahead, submit
 from tasks.run.held_out_grids import keep_grid, remove_old
 from tasks.run.instruments import memory_metrics, profiled
@@ -59,9 +60,9 @@ def train(config: TrainConfig, overrides: TrainOverrides | None = None) -> dict[
         config: everything the run depends on.
         overrides: changes to it, for use with a deployment: only the fields given here are replaced.
     """
-    config = apply_overrides(config, overrides)
+    recipe, config = config, apply_overrides(config, overrides)
     inputs = check_inputs(config)
-    with open_run(config, inputs) as run:
+    with open_run(config, inputs, recipe) as run:
         return fit(run).as_dict()
 
 
@@ -78,6 +79,9 @@ def fit(run: TrainingRun) -> Summary:
     if run.is_online and run.iteration == 0 and settings.val_before_train and not run.recorded(0):
         result = validate_weights(run, clock)
         run.tracker.log_step(0, result.metrics(), *_validation_records(result))
+        run.report.add(0, result.metrics())
+        run.report.add_validation(0, result)
+        run.report.write()
         bar.show(held_out=result.reward)
     for number in range(first, total + 1):
         metrics, ahead = iterate(run, number, ahead)
@@ -85,7 +89,9 @@ def fit(run: TrainingRun) -> Summary:
     bar.close()
     run.store.settle()
     run.forget_stages()
-    return summarise(run, (time.perf_counter() - started) / 60)
+    summary = summarise(run, (time.perf_counter() - started) / 60)
+    run.report.write("FINISHED")
+    return summary
 
 
 def iterate(
@@ -164,12 +170,27 @@ def log_iteration(run: TrainingRun, iteration: Iteration, metrics: dict[str, flo
     log_files(clock, run.tracker, number, pictures, tables, {"pictures": iteration.pictures})
     with clock.stage("log"):
         remove_old(run.config, run.tracker)
+    with clock.stage("report"):
+        show_iteration(run, iteration, metrics, validation)
     with clock.stage("memory"):
         memory = memory_metrics(run.actor_groups())
     times = _time_metrics(run, clock, images)
     if run.utilisation is not None and "update_actor" in clock.seconds:  # else an earlier process made the update
         times |= run.utilisation.metrics(iteration.batches, metrics, clock.seconds)
-    run.tracker.log_step(number, metrics | times | memory)
+    run.tracker.log_step(number, metrics | times | memory | run.report.metrics())
+    run.report.add(number, times | memory)
+
+
+def show_iteration(
+    run: TrainingRun, iteration: Iteration, metrics: Mapping[str, float], validation: Validation | None
+) -> None:
+    """Give the iteration to the run's page, and write that where there was a validation."""
+    number = iteration.number
+    run.report.add(number, {**metrics, STEP_MARK: float(number)})
+    run.report.add_samples(number, iteration.samples, iteration.pictures)
+    if validation is not None:
+        run.report.add_validation(number, validation)
+        run.report.write()
 
 
 def sample_again(run: TrainingRun, clock: Stopwatch) -> SampledIteration | None:

@@ -26,6 +26,7 @@ from tasks.records.tracking import Tracker
 from tasks.rewards.statistics import NAMES as STATISTICS
 from tasks.run.kept_stages import KeptStages
 from tasks.run.preflight import Inputs
+from tasks.run.reporting import RunReport
 from tasks.run.training import CANARY_PROMPTS, OnlineParts, TrainingRun
 from tasks.run.utilisation import Utilisation
 from tasks.system.files import put_in_place
@@ -71,8 +72,11 @@ def open_cluster_and_tracker(
 
 
 @contextmanager
-def open_run(config: TrainConfig, inputs: Inputs) -> Iterator[TrainingRun]:
+def open_run(config: TrainConfig, inputs: Inputs, recipe: TrainConfig) -> Iterator[TrainingRun]:
     """Open training, and start or continue the run.
+
+    Args:
+        recipe: the config before its overrides.
 
     Raises:
         CheckpointError: another process works on the run, or it has checkpoints that it should not have.
@@ -88,11 +92,12 @@ def open_run(config: TrainConfig, inputs: Inputs) -> Iterator[TrainingRun]:
         remembered = _remembered_run_id(config)
         with open_cluster_and_tracker(config, config.run_name, trains=True, run_id=remembered) as tracker:
             _remember_run_id(config, tracker.run_id)
-            run = _start_actors(config, inputs, tracker, store)
+            run = _start_actors(config, inputs, tracker, store, RunReport(config, tracker, recipe))
             tracker.log_start(config, run_tags(config, inputs, run.online.reward if run.is_online else None))
             run.resume()
             tracker.log_lineage(lineage(config.data_read()), run.iteration)
-            with store.settled():
+            run.report.log_changes()
+            with store.settled(), run.report.concluded():
                 yield run
 
 
@@ -147,7 +152,9 @@ def rank_places(config: TrainConfig) -> RankPlaces:
     return RankPlaces(trainer.nnodes, trainer.n_gpus_per_node, trainer.device, shared)
 
 
-def _start_actors(config: TrainConfig, inputs: Inputs, tracker: Tracker, store: CheckpointStore) -> TrainingRun:
+def _start_actors(
+    config: TrainConfig, inputs: Inputs, tracker: Tracker, store: CheckpointStore, report: RunReport
+) -> TrainingRun:
     """All groups load their models at the same time."""
     settings, trainer_settings = config.actor_rollout_ref, config.trainer
     online = config.is_online
@@ -188,6 +195,7 @@ def _start_actors(config: TrainConfig, inputs: Inputs, tracker: Tracker, store: 
         store,
         KeptStages(config.run_dir / "stages"),
         GuardWatch(config.reward.guards, guard_metrics(config), tracker.history),
+        report,
         online_parts,
         utilisation,
     )

@@ -35,6 +35,7 @@ class Summary:
         base_model: folder of the weights that the run began with.
         picture: the same held-out prompts and noise before and after.
         gpu_minutes: of all recorded iterations, those of earlier processes too; 0 on the CPU.
+        report: the run's page.
     """
 
     run_name: str
@@ -50,6 +51,7 @@ class Summary:
     base_model: str
     picture: str
     gpu_minutes: float = 0.0
+    report: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """As plain values, for Prefect and JSON."""
@@ -62,6 +64,7 @@ class Summary:
             f"trained        {self.iterations} iterations, {self.minutes:.1f} minutes{self._spent()}",
             *self._measured(),
             *self._kept(),
+            *([f"page           {self.report}"] if self.report else []),
             f"MLflow page    .venv/bin/mlflow ui --backend-store-uri {self.tracking_uri}",
             "Prefect page   PREFECT_HOME=.prefect .venv/bin/prefect server start",
         ]
@@ -126,6 +129,7 @@ def summarise(run: TrainingRun, minutes: float) -> Summary:
         base_model=base_model,
         picture=str(picture),
         gpu_minutes=60 * run.spent.get("cost/gpu_hours", 0.0),
+        report=str(run.report.path),
     )
 
 

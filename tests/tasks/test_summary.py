@@ -19,6 +19,7 @@ WHOLE = Summary(
     registered="models:/r/1",
     base_model="data/base_model",
     picture="runs/r-1/before_after.png",
+    report="runs/r-1/report.html",
 )
 
 
@@ -52,3 +53,7 @@ def test_weights_that_never_moved_are_not_offered() -> None:
 def test_gpu_minutes_are_told_where_a_gpu_was_held() -> None:
     assert lines(WHOLE)["trained"] == "3 iterations, 1.0 minutes"
     assert lines(replace(WHOLE, gpu_minutes=2.04))["trained"] == "3 iterations, 1.0 minutes, 2.0 GPU-minutes"
+
+
+def test_the_run_s_page_is_named() -> None:
+    assert lines(WHOLE)["page"] == "runs/r-1/report.html"
