@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands `python -m flows.train`, `validate`, `sweep`, `reproduce` and `compare`.
+"""The commands `python -m flows.train`, `validate`, `sweep`, `reproduce`, `compare` and `report`.
 
 A module that holds a flow calls its command before its own imports, which take seconds. The command checks what it
 was given with pydantic and YAML alone (`flows.recipes`, `tasks.run.early`), and imports the flow once that is right.
@@ -11,9 +11,9 @@ from typing import Annotated
 
 import typer
 
-from flows.recipes import checked, load_config, load_parameters, load_recipe, parse_changes, parse_settings
+from flows.recipes import checked, load_config, load_parameters, load_recipe, parse_changes, parse_settings, read_yaml
 from flows.terminal import Debug, in_a_sentence, run_command, started
-from tasks.config.errors import ConfigError
+from tasks.config.errors import ConfigError, RecipeError
 from tasks.config.tracking import TrackingConfig
 from tasks.config.tree import TrainConfig, TrainOverrides
 from tasks.run.early import check_early, check_folder, check_tracking
@@ -129,6 +129,36 @@ def compare(
         typer.echo(started(flow, debug, run, against, place, folder))
 
 
+def report(
+    run: Annotated[str, typer.Argument(help="A run's name, its folder, or its MLflow run id.")],
+    folder: Annotated[Path, typer.Option(help="The folder with the runs' own.")] = Path("runs"),
+    tracking: Tracking = None,
+    debug: Debug = False,
+) -> None:
+    """Write a recorded run's page anew, and print its path."""
+    with in_a_sentence(debug):
+        own = next((place for place in (Path(run), folder / run) if (place / "run.json").is_file()), None)
+        found = run
+        if own is not None:
+            found, uri = _of_folder(own)
+            tracking = tracking or os.environ.get("MLFLOW_TRACKING_URI", uri)
+        place = _recorded(tracking, found)
+        from flows.report import report as write
+        from tasks.records.history import RunHistory
+        from tasks.records.tracking import mlflow_client
+
+        typer.echo(write(RunHistory(mlflow_client(place), found), own))
+
+
+def _of_folder(folder: Path) -> tuple[str, str]:
+    """(MLflow run id, MLflow's URI) of a run's folder. Raises RecipeError where its record does not say them."""
+    record = read_yaml(folder / "run.json", "give the MLflow run id")
+    try:
+        return str(record["mlflow_run_id"]), str(record["config"]["tracking"]["uri"])
+    except (KeyError, TypeError) as error:
+        raise RecipeError(f"{folder / 'run.json'} does not name an MLflow run: give the MLflow run id") from error
+
+
 def _recorded(tracking: str | None, *runs: str) -> TrackingConfig:
     """Where MLflow is, and has these runs."""
     place = TrackingConfig() if tracking is None else TrackingConfig(uri=tracking)
@@ -145,4 +175,4 @@ def _recorded(tracking: str | None, *runs: str) -> TrackingConfig:
 
 def main(command: str) -> None:
     """Run one of the commands with the arguments of this process, and end it."""
-    run_command({f.__name__: f for f in (train, validate, sweep, reproduce, compare)}[command])
+    run_command({f.__name__: f for f in (train, validate, sweep, reproduce, compare, report)}[command])

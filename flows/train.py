@@ -36,10 +36,11 @@ from tasks.records.metrics import (
     orchestration_metrics,
 )
 from tasks.records.pictures import WIDEST_GRID, grid
+from tasks.records.tracking import STEP_MARK
 from tasks.run.collect import Iteration, SampledIteration, collect, finish_ahead, submit
 from tasks.run.held_out_grids import keep_grid, remove_old
 from tasks.run.instruments import memory_metrics, profiled
-from tasks.run.note import run_label, write_note
+from tasks.run.note import write_note
 from tasks.run.opening import apply_overrides, open_run
 from tasks.run.parts import in_parts
 from tasks.run.preflight import check_inputs
@@ -75,7 +76,7 @@ def train(
     with flow_page():
         recipe, config = config, apply_overrides(config, combined(common, overrides))
         inputs = check_inputs(config)
-        with open_run(config, inputs, run_label(config, recipe)) as run:
+        with open_run(config, inputs, recipe) as run:
             summary, said = fit(run)
     return Completed(message=said, data=summary.as_dict())
 
@@ -92,6 +93,9 @@ def fit(run: TrainingRun) -> tuple[Summary, str]:
     if run.is_online and run.iteration == 0 and settings.val_before_train and not run.recorded(0):
         result = validate_weights(run, clock)
         run.tracker.log_step(0, result.metrics(), *_validation_records(result))
+        run.report.add(0, result.metrics())
+        run.report.add_validation(0, result)
+        run.report.write()
         progress.validated()
 
     def advance(number: int) -> None:
@@ -103,6 +107,7 @@ def fit(run: TrainingRun) -> tuple[Summary, str]:
     run.store.settle()
     run.forget_stages()
     summary = summarise(run, (time.perf_counter() - started) / 60)
+    run.report.write("FINISHED")
     return summary, progress.close(summary)
 
 
@@ -182,15 +187,30 @@ def log_iteration(run: TrainingRun, iteration: Iteration, metrics: dict[str, flo
     log_files(clock, run.tracker, number, pictures, tables, {"pictures": iteration.pictures})
     with clock.stage("log"):
         remove_old(run.config, run.tracker)
+    with clock.stage("report"):
+        show_iteration(run, iteration, metrics, validation)
     with clock.stage("memory"):
         memory = memory_metrics(run.actor_groups())
     metrics |= _time_metrics(run, clock, images)
     if run.utilisation is not None and "update_actor" in clock.seconds:  # else an earlier process made the update
         metrics |= run.utilisation.metrics(iteration.batches, metrics, clock.seconds)
     lost = {} if run.machines is None else run.machines.metrics()
-    run.tracker.log_step(number, metrics | memory | lost)
+    run.tracker.log_step(number, metrics | memory | lost | run.report.metrics())
+    run.report.add(number, metrics | memory)
     if validation:
         write_note(run)
+
+
+def show_iteration(
+    run: TrainingRun, iteration: Iteration, metrics: Mapping[str, float], validation: Validation | None
+) -> None:
+    """Give the iteration to the run's page, and write that where there was a validation."""
+    number = iteration.number
+    run.report.add(number, {**metrics, STEP_MARK: float(number)})
+    run.report.add_samples(number, iteration.samples, iteration.pictures)
+    if validation is not None:
+        run.report.add_validation(number, validation)
+        run.report.write()
 
 
 def sample_again(run: TrainingRun, clock: Stopwatch) -> SampledIteration | None:

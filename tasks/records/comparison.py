@@ -43,7 +43,9 @@ def mean_interval(values: np.ndarray, confidence: float, resamples: int = 9999) 
     return Interval(mean, float(result.confidence_interval.low), float(result.confidence_interval.high))
 
 
-def paired_gain(table: pd.DataFrame, reference: pd.DataFrame, column: str, confidence: float) -> Interval:
+def paired_gain(
+    table: pd.DataFrame, reference: pd.DataFrame, column: str, confidence: float, resamples: int = 9999
+) -> Interval:
     """Mean of `column` in `table` minus in `reference`, over the pictures that both have a value for.
 
     Pictures of one prompt are not independent, so the prompts are what is resampled: each counts with the mean
@@ -61,4 +63,4 @@ def paired_gain(table: pd.DataFrame, reference: pd.DataFrame, column: str, confi
         raise ComparisonError(
             f"only {len(differences)} prompts have a {column} in both measurements: at least 2 are needed"
         )
-    return mean_interval(differences.to_numpy(np.float64), confidence)
+    return mean_interval(differences.to_numpy(np.float64), confidence, resamples)

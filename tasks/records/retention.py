@@ -63,7 +63,8 @@ def _remove_grids(tracker: Tracker, keep: int | None, folder: Path) -> list[int]
     sheets = tracker.picture_files("validation")
     files = {int(path.stem): path for path in folder.glob("*.png")}
     old = surplus(sheets.keys() | files.keys(), keep, with_first=True)
-    tracker.remove([path for step in old for path in sheets.get(step, ())])
+    samples = {int(Path(path).stem): path for path in tracker.listed("extremes")} if old else {}
+    tracker.remove([path for step in old for path in [*sheets.get(step, ()), *filter(None, [samples.get(step)])]])
     for step in old:
         if step in files:
             files[step].unlink()

@@ -195,6 +195,11 @@ class Tracker:
         """One picture as an artifact at `path`."""
         self.client.log_image(self.run_id, picture, artifact_file=path)
 
+    def log_last(self, file: Path) -> None:
+        """A file as an artifact at the top, of a run that fails: see `LAST_WORDS`."""
+        with _few_retries():
+            self.client.log_artifact(self.run_id, str(file))
+
     def latest(self) -> dict[str, float]:
         """Every metric's newest value."""
         return dict(self.client.get_run(self.run_id).data.metrics)

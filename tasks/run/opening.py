@@ -30,8 +30,9 @@ from tasks.records.run_store import CheckpointError, CheckpointStore
 from tasks.records.tracking import Tracker, tracking_uri
 from tasks.rewards.statistics import NAMES as STATISTICS
 from tasks.run.kept_stages import KeptStages
-from tasks.run.note import source_tags, write_note
+from tasks.run.note import run_label, source_tags, write_note
 from tasks.run.preflight import Inputs
+from tasks.run.reporting import RunReport
 from tasks.run.training import CANARY_PROMPTS, OnlineParts, TrainingRun
 from tasks.run.utilisation import Utilisation
 from tasks.system.files import put_in_place
@@ -84,8 +85,11 @@ def open_cluster_and_tracker(
 
 
 @contextmanager
-def open_run(config: TrainConfig, inputs: Inputs, label: str | None = None) -> Iterator[TrainingRun]:
-    """Open training, and start or continue the run, named `label` in MLflow.
+def open_run(config: TrainConfig, inputs: Inputs, recipe: TrainConfig) -> Iterator[TrainingRun]:
+    """Open training, and start or continue the run.
+
+    Args:
+        recipe: the config before its overrides.
 
     Raises:
         CheckpointError: another process works on the run, or it has checkpoints that it should not have.
@@ -100,16 +104,18 @@ def open_run(config: TrainConfig, inputs: Inputs, label: str | None = None) -> I
                 "trainer.experiment_name"
             )
         remembered = _remembered_run_id(config)
-        with open_cluster_and_tracker(config, label or config.run_name, trains=True, run_id=remembered) as tracker:
+        label = run_label(config, recipe)
+        with open_cluster_and_tracker(config, label, trains=True, run_id=remembered) as tracker:
             _remember_run_id(config, tracker.run_id)
-            run = _start_actors(config, inputs, tracker, store)
+            run = _start_actors(config, inputs, tracker, store, RunReport(config, tracker, recipe))
             tracker.log_start(config, run_tags(config, inputs, run.online.reward if run.is_online else None))
             run.resume()
             tracker.log_lineage(lineage(config.data_read()), run.iteration)
+            run.report.log_changes()
             write_note(run)
             advice = "once the cluster has room for it again, the same command continues from the newest checkpoint"
             watch = watched_machines(run.actor_groups(), get_run_logger(), advice + _same_command())
-            with store.settled(), watch as run.machines:
+            with store.settled(), run.report.concluded(), watch as run.machines:
                 yield run
 
 
@@ -172,7 +178,9 @@ def rank_places(config: TrainConfig) -> RankPlaces:
     return RankPlaces(trainer.nnodes, trainer.n_gpus_per_node, trainer.device, shared)
 
 
-def _start_actors(config: TrainConfig, inputs: Inputs, tracker: Tracker, store: CheckpointStore) -> TrainingRun:
+def _start_actors(
+    config: TrainConfig, inputs: Inputs, tracker: Tracker, store: CheckpointStore, report: RunReport
+) -> TrainingRun:
     """All groups load their models at the same time."""
     settings, trainer_settings = config.actor_rollout_ref, config.trainer
     online = config.is_online
@@ -214,6 +222,7 @@ def _start_actors(config: TrainConfig, inputs: Inputs, tracker: Tracker, store: 
         store,
         KeptStages(config.run_dir / "stages"),
         GuardWatch(config.reward.guards, guard_metrics(config), tracker.history),
+        report,
         online_parts,
         utilisation,
     )

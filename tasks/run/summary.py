@@ -45,6 +45,7 @@ class Summary:
         picture: the same held-out prompts and noise before and after.
         mlflow_page, prefect_page: the run's, or the command that starts the server of its data base.
         gpu_minutes: of all recorded iterations, those of earlier processes too; 0 on the CPU.
+        report: the run's page.
     """
 
     run_name: str
@@ -62,6 +63,7 @@ class Summary:
     mlflow_page: str = ""
     prefect_page: str = ""
     gpu_minutes: float = 0.0
+    report: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """As plain values, for Prefect and JSON."""
@@ -74,6 +76,7 @@ class Summary:
             f"trained        {self.iterations} iterations, {self.minutes:.1f} minutes{self._spent()}",
             *self._measured(),
             *self._kept(),
+            *([f"page           {self.report}"] if self.report else []),
             f"MLflow page    {self.mlflow_page}",
             f"Prefect page   {self.prefect_page}",
         ]
@@ -142,6 +145,7 @@ def summarise(run: TrainingRun, minutes: float) -> Summary:
         mlflow_page=mlflow_page(run.tracker.uri, run.tracker.client.get_run(run.tracker.run_id).info),
         prefect_page=prefect_page(),
         gpu_minutes=60 * run.spent.get("cost/gpu_hours", 0.0),
+        report=str(run.report.path),
     )
 
 

@@ -22,6 +22,7 @@ from tasks.records.run_store import CheckpointStore, RunState
 from tasks.records.tracking import Tracker
 from tasks.run.kept_stages import KeptStages
 from tasks.run.preflight import Inputs
+from tasks.run.reporting import RunReport
 from tasks.run.schedule import part_of, window_of
 from tasks.run.utilisation import Utilisation
 from tasks.system.ownership import require_own
@@ -62,6 +63,7 @@ class TrainingRun:
         store: the checkpoints.
         stages: what is kept of iterations that are not in a checkpoint yet.
         guards: what shows reward hacking.
+        report: the run's page.
         online_parts: what samples and scores; None where `sample_source` is offline.
         utilisation: of the devices; None where the model's operations cannot be counted.
         iteration: the last one that is in the weights.
@@ -79,6 +81,7 @@ class TrainingRun:
     store: CheckpointStore
     stages: KeptStages
     guards: GuardWatch
+    report: RunReport
     online_parts: OnlineParts | None = None
     utilisation: Utilisation | None = None
     iteration: int = 0

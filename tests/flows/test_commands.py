@@ -134,11 +134,15 @@ def test_a_broken_recipe_is_named_with_its_file(folder: Path) -> None:
             "--folder is /proc/pages, where nothing can be written",
         ),
         (commands.compare, ["0", "1", "--tracking", "sqlite:///other.db"], "tracking.uri is sqlite:///other.db, but"),
+        (commands.report, ["0123"], "tracking.uri is sqlite:///mlflow.db, but there is no such file"),
+        (commands.report, ["a-run"], "runs/a-run/run.json does not name an MLflow run: give the MLflow run id"),
     ],
 )
 def test_the_other_commands_say_it_too(
     folder: Path, command: Callable[..., None], arguments: list[str], message: str
 ) -> None:
+    (folder / "runs/a-run").mkdir(parents=True)
+    (folder / "runs/a-run/run.json").write_text("{}")
     assert message in refused(command, *arguments)
     assert not (folder / "mlflow.db").exists()
 
@@ -200,7 +204,14 @@ finally:
 
 @pytest.mark.parametrize(
     ("flow", "arguments"),
-    [("train", ["no"]), ("sweep", ["no"]), ("validate", ["no"]), ("reproduce", ["no"]), ("compare", ["no", "no"])],
+    [
+        ("train", ["no"]),
+        ("sweep", ["no"]),
+        ("validate", ["no"]),
+        ("reproduce", ["no"]),
+        ("compare", ["no", "no"]),
+        ("report", ["no"]),
+    ],
 )
 def test_it_is_said_before_the_slow_imports(folder: Path, flow: str, arguments: list[str]) -> None:
     code = WITHOUT.format(flow=flow, arguments=arguments)

@@ -17,7 +17,7 @@ PROMPTS = [f"prompt {number}" for number in range(7)]
 
 def run_of(settings: dict[str, Any], **parts: Any) -> TrainingRun:
     """A run of these settings without actors: `parts` are what a test needs of it."""
-    empty: Any = dict.fromkeys(("trainer", "tracker", "store", "stages", "guards"))
+    empty: Any = dict.fromkeys(("trainer", "tracker", "store", "stages", "guards", "report"))
     return TrainingRun(TrainConfig.model_validate(settings), **empty | parts)
 
 

@@ -38,7 +38,7 @@ def by_hand(lag: int) -> dict[str, Tensor]:
     """The final weights of one process that samples iteration i with the weights of max(i - 1 - lag, 0)."""
     config = load_recipe("tiny").with_changes(parse_changes(list(SETTINGS)))
     inputs = check_inputs(config)
-    schedule = TrainingRun(config, inputs, *[None] * 5)  # type: ignore[arg-type]
+    schedule = TrainingRun(config, inputs, *[None] * 6)  # type: ignore[arg-type]
     rollout = DiffusersRolloutEngine(inputs.model_config)
     with single_rank():
         trainer = DiffusersFSDPEngine(inputs.model_config, config.actor_rollout_ref.actor)

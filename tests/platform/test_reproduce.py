@@ -78,7 +78,8 @@ def test_a_run_of_changed_code_is_reproduced_bit_for_bit(repository: Workspace) 
     html = Path(page).read_text()
     assert "trainer.total_training_steps" in html  # what differs between the two
     assert "actor_rollout_ref.rollout.n<" not in html  # what does not
-    assert html.count("data:image/png;base64,") >= 4  # curves and grids
+    assert html.count("data:image/webp;base64,") >= 4  # grids
+    assert html.count("<polyline") >= 4  # curves
     assert "compare" in {item.path for item in repository.client().list_artifacts(run.info.run_id)}
 
     cached = re.search(r"md5: (\w\w)(\w+)", (repository.folder / "data/prompts.parquet.dvc").read_text())

@@ -102,6 +102,7 @@ def test_a_run_leaves_its_whole_record(recorded: Recorded) -> None:
         operations = {event.get("name") for event in trace["traceEvents"]}
         assert {"aten::addmm", "aten::_scaled_dot_product_flash_attention_for_cpu", ran} <= operations
 
+    check_page(recorded, run.info.run_id)
     weights = workspace.registered("tiny/1")
     base = load_file(workspace.folder / "data/base_model/transformer/diffusion_pytorch_model.safetensors")
     pipeline = QwenImagePipeline.from_pretrained(weights)
@@ -177,6 +178,37 @@ def check_first_sight(workspace: Workspace, run: Any) -> None:
     version = client.get_model_version("tiny", "1")
     assert f"{version.tags['doubleflow.held_out_reward']}**, after 3 iterations" in version.description
     assert str(workspace.run_folder() / "weights") in version.description
+
+
+def check_page(recorded: Recorded, run_id: str) -> None:
+    """The run's page: here, in MLflow and in the terminal, of the whole run; and the same again from the record."""
+    workspace, client = recorded.workspace, recorded.workspace.client()
+    page = workspace.run_folder() / "report.html"
+    html = page.read_text()
+    assert Path(client.download_artifacts(run_id, "report.html")).read_text() == html
+    assert f"page           {page.relative_to(workspace.folder)}" in recorded.output
+    assert 'class="state finished"' in html
+    assert "iteration 3 of 3" in html
+    assert re.findall(r'class="frame" data-step="(\d+)"', html) == ["0", "2", "3"]
+    for said in ("Held-out pictures, iteration 3", "trainer.profile.iterations", "update_actor", "seed <code>0</code>"):
+        assert said in html
+    kept = json.loads(Path(client.download_artifacts(run_id, "extremes/000002.json")).read_text())
+    assert {sample["end"] for sample in kept["samples"]} == {"best", "worst"}
+    assert json.loads(Path(client.download_artifacts(run_id, "overrides.json")).read_text()) == {
+        "trainer.device_peak_tflops": ["None", "2.0"],
+        "trainer.profile.iterations": ["[]", "[2]"],
+    }
+    seconds = {point.step: point.value for point in client.get_metric_history(run_id, "timing_s/report")}
+    assert seconds.keys() == {1, 2, 3}
+    print("seconds of the page", seconds)
+    assert not client.get_metric_history(run_id, "report/failures")
+
+    page.unlink()
+    printed = workspace.run("-m", "flows.report", workspace.run_folder().name)
+    assert printed.strip().endswith(str(page.relative_to(workspace.folder)))
+    again = page.read_text()
+    for part in (r'class="frame" data-step="\d+"', r'<polyline class="line[^>]*>', r"<dd>[^<]*</dd>"):
+        assert re.findall(part, again) == re.findall(part, html), part
 
 
 def test_trainer_ranks_and_rollout_actors_do_not_change_the_first_iterations(
@@ -381,6 +413,10 @@ def test_a_failing_reward_fails_the_run_and_leaves_nothing_running(workspace: Wo
     (run,) = workspace.mlflow_runs()
     assert run.info.status == "FAILED"
     assert not list((workspace.run_folder() / "checkpoints").iterdir())
+    page = workspace.run_folder() / "report.html"
+    assert Path(workspace.client().download_artifacts(run.info.run_id, "report.html")).read_text() == page.read_text()
+    assert 'class="state failed"' in page.read_text()
+    assert "RuntimeError: the scorer is out of order" in page.read_text()
 
 
 def test_ratios_that_are_rounding_stop_the_run_at_its_first_update(workspace: Workspace) -> None:

@@ -33,6 +33,7 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Tracker, 
         if step % 3 == 0:
             sheets["validation"] = sheet
             sheet.save(grids / f"{step:06d}.png")
+            tracker.client.log_dict(tracker.run_id, {"samples": []}, f"extremes/{step:06d}.json")
         albums = {"pictures": [PICTURE, PICTURE]} if step else {}
         tracker.log_step(step, {"reward": 0.1 * step}, sheets, {"samples": table}, albums)
     return tracker, grids
@@ -57,6 +58,7 @@ def test_old_pictures_go_and_the_run_says_so(recorded: tuple[Tracker, Path], tmp
     assert tracker.picture_steps("samples") == {11, 12}
     assert tracker.picture_steps("validation") == {0, 12}, "the first grid is what the last is compared with"
     assert sorted(path.name for path in grids.iterdir()) == ["000000.png", "000012.png"]
+    assert tracker.listed("extremes") == ["extremes/000000.json", "extremes/000012.json"]
     assert not [name for name in tracker.listed("images") if "%3%" in name or "+3+" in name], "nor MLflow's small copy"
     tags = tracker.client.get_run(tracker.run_id).data.tags
     assert tags["doubleflow.removed.pictures"] == "up to iteration 10, by tracking.keep_pictures"

@@ -25,6 +25,7 @@ WHOLE = Summary(
     registered="models:/r/1",
     base_model="data/base_model",
     picture="runs/r-1/before_after.png",
+    report="runs/r-1/report.html",
 )
 
 
@@ -74,3 +75,7 @@ def test_pages_are_those_of_the_servers_that_run(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("PREFECT__FLOW_RUN_ID", "0c95d9a2-37b7-4a35-a2cc-2e6b1b6d5cbf")
     with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:4200/api"}):
         assert prefect_page() == "http://127.0.0.1:4200/runs/flow-run/0c95d9a2-37b7-4a35-a2cc-2e6b1b6d5cbf"
+
+
+def test_the_run_s_page_is_named() -> None:
+    assert lines(WHOLE)["page"] == "runs/r-1/report.html"

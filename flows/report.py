@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write a recorded run's page anew: `python -m flows.report RUN`."""
+
+if __name__ == "__main__":  # before the imports that take seconds, so that a wrong command is answered at once
+    from flows.commands import main
+
+    main("report")
+
+from pathlib import Path
+
+from tasks.records.history import RunHistory
+from tasks.report.page import PAGE, links, render
+from tasks.report.recorded import read
+from tasks.system.files import put_in_place
+
+
+def report(history: RunHistory, folder: Path | None = None) -> Path:
+    """Write the page of a run from what MLflow has, and put it with the run there.
+
+    Args:
+        history: of the run.
+        folder: the run's own, where the page is written; None where that is not here: then `runs` gets it.
+
+    Returns:
+        The page.
+    """
+    page = Path("runs", f"report-{history.run_id[:8]}.html") if folder is None else folder / PAGE
+    content = render(read(history), links(history.client, history.run))
+    with put_in_place(page) as aside:
+        aside.write_text(content)
+    history.client.log_text(history.run_id, content, PAGE)
+    return page

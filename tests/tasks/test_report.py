@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run's page: it needs nothing from elsewhere, runs nothing that a prompt says, and hides no missing reward."""
+
+import json
+import logging
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from PIL import Image
+
+from flows.compare import paired
+from flows.compare import render as render_both
+from flows.report import report
+from tasks.config.tracking import TrackingConfig
+from tasks.records.history import RunHistory
+from tasks.records.tracking import Tracker
+from tasks.report.charts import Series, line_chart, number, spread, thinned, ticks
+from tasks.report.page import render
+from tasks.report.recorded import FRAMES, Recorded, read
+from tasks.report.samples import extremes
+from tasks.report.thumbnails import SAMPLE_BYTES, of_sample, thumbnail
+from tasks.run import reporting
+from tasks.run.reporting import RunReport
+from tasks.stages.validation import Validation
+from tests.support.recorded_run import HOSTILE, config_of, in_memory, in_mlflow, metrics_of, table_of
+
+MOST_BYTES = 5 * 2**20
+"""Of a run of 1,000 iterations, as docs/platform.md says."""
+PICTURE = np.full((8, 16, 3), 90, np.uint8)
+LOADING = {"src", "srcset", "poster", "data", "action", "background", "xlink:href"}
+
+
+class Page(HTMLParser):
+    """A page's elements, its text, and what is said in its scripts and styles."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str]]] = []
+        self.texts: list[str] = []
+        self.code: list[str] = []
+        self._in_code = False
+        self.feed(html)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list) -> None:
+        self.elements.append((tag, {name: value or "" for name, value in attrs}))
+        self._in_code = tag in ("script", "style")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._in_code = False
+
+    def handle_data(self, data: str) -> None:
+        (self.code if self._in_code else self.texts).append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.texts).split())
+
+    def all(self, tag: str, **attributes: str) -> list[dict[str, str]]:
+        return [
+            a for t, a in self.elements if t == tag and all(a.get(n.strip("_")) == v for n, v in attributes.items())
+        ]
+
+
+def check_self_contained(page: Page) -> None:
+    """Nothing is loaded: no link, frame or import, and every picture is in the page."""
+    assert not {tag for tag, _ in page.elements} & {"link", "iframe", "object", "embed", "base", "form", "video"}
+    for tag, attributes in page.elements:
+        for name in LOADING & attributes.keys():
+            assert attributes[name].startswith("data:image/webp;base64,"), (tag, name, attributes[name][:60])
+        assert not [name for name in attributes if name.startswith("on")], (tag, attributes)
+        assert "url(" not in attributes.get("style", "")
+    code = "".join(page.code)
+    assert not re.search(r"https?://|url\(|@import|fetch\(|XMLHttpRequest|import\(", code)
+    assert len(page.all("script")) == 1, "the page's own"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("recorded")
+
+
+@pytest.fixture(scope="module")
+def history(folder: Path) -> RunHistory:
+    """A run of twelve iterations in a real MLflow store; one of its four prompts is hostile."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        settings = TrackingConfig(uri=f"sqlite:///{folder / 'mlflow.db'}", artifacts=(folder / "artifacts").as_uri())
+        tracker = Tracker(settings, "quickstart-1")
+    in_mlflow(tracker, 12, 4, ["the number 1", "the number 2", "the number 3", HOSTILE])
+    return RunHistory(tracker.client, tracker.run_id)
+
+
+@pytest.fixture(scope="module")
+def recorded(history: RunHistory) -> Recorded:
+    return read(history, ("validation", "samples"))
+
+
+def test_the_page_of_a_recorded_run_is_written_here_and_in_mlflow(history: RunHistory, folder: Path) -> None:
+    path = report(history, folder)
+    html = path.read_text()
+    assert path == folder / "report.html"
+    assert history.file("report.html").read_text() == html
+    page = Page(html)
+    check_self_contained(page)
+    assert "quickstart-1 finished" in page.text
+    assert "iteration 12 of 12" in page.text
+    assert "This may be reward hacking: the reward rises while taste falls" in page.text
+    assert [f["data-step"] for f in page.all("div", class_="frame")] == ["0", "4", "8", "12"]
+    assert ["hidden" in f for f in page.all("div", class_="frame")] == [True, True, True, False], "without a script too"
+    for said in ("c0ffee", "torch", "data.prompts", "update_actor", "since iteration 9", "GPU-hours"):
+        assert said in page.text, said
+    (slider,) = page.all("input", type="range")
+    assert (slider["max"], slider["value"]) == ("3", "3")
+    charts = [json.loads(figure["data-chart"]) for figure in page.all("figure")]
+    held_out = charts[0]["series"][0]
+    assert held_out["name"] == "held-out"
+    assert [point[0] for point in held_out["points"]] == [0, 4, 8, 12]
+    assert all(re.fullmatch(r"\[0\.\d+, \d\.\d+\]", point[2]) for point in held_out["points"]), "over prompts"
+
+
+def test_a_hostile_prompt_is_text_on_both_pages(recorded: Recorded) -> None:
+    other = replace(recorded, config=recorded.config | {"data": {"prompts": HOSTILE}})
+    for html in (render(recorded, reason=HOSTILE, ended="FAILED"), render_both(recorded, other)):
+        page = Page(html)
+        check_self_contained(page)
+        assert HOSTILE in page.text
+        assert "<script>alert" not in html
+
+
+def test_what_is_missing_is_called_missing_and_is_no_zero(recorded: Recorded) -> None:
+    step, samples = recorded.samples["held-out"]
+    (without,) = [sample for sample in samples if sample.end == "missing"]
+    assert without.rewards["reward"] is None
+    assert step == 12
+    assert not [s for s in samples if s.end != "missing" and s.rewards["reward"] is None], "it is not ranked"
+    page = Page(render(recorded))
+    assert "Without a reward" in page.text
+    assert page.text.count("missing") > sum(None in sample.rewards.values() for sample in samples)
+    assert "Rewards were missing: reward/ocr/missing 1" in page.text
+    assert "nan" not in page.text.lower().split()
+    assert number(float("nan")) == "missing"
+
+
+def test_the_best_and_the_worst_are_named_by_their_noise(recorded: Recorded) -> None:
+    _, samples = recorded.samples["held-out"]
+    best = [s.rewards["reward"] for s in samples if s.end == "best"]
+    worst = [s.rewards["reward"] for s in samples if s.end == "worst"]
+    assert best == sorted(best, reverse=True)
+    assert worst == sorted(worst)
+    assert min(best) >= max(worst)
+    table = recorded.held_out[12]
+    key = samples[0].noise_key
+    assert (key["seed"], key["iteration"]) == (0, -1)
+    row = table[(table["uid"] == key["uid"]) & (table["sample_index"] == key["sample_index"])]
+    assert row["reward"].item() == best[0] == table["reward"].max()
+    assert samples[0].prompt == row["prompt"].item()
+    step, trained = recorded.samples["training"]
+    assert {s.noise_key["iteration"] for s in trained} == {step}
+
+
+def test_two_runs_stand_side_by_side(recorded: Recorded) -> None:
+    other = in_memory(total=8, every=4)
+    page = Page(render_both(recorded, other))
+    viewer = page.all("div", class_="viewer")[0]
+    assert (viewer["data-steps"], viewer["style"]) == ("0 4 8 12", "--n: 2")
+    assert "trainer.total_training_steps" in page.text
+    assert "actor_rollout_ref.rollout.n " not in page.text, "what is equal is left out"
+    legends = [series["name"] for series in json.loads(page.all("figure")[0]["data-chart"])["series"]]
+    assert legends == [recorded.name, other.name]
+    assert [label for label, _ in paired(other, other)] == ["reward (ocr)", "jpeg_compressibility (guard)"]
+
+
+def test_a_run_of_a_thousand_iterations_has_a_page_that_opens() -> None:
+    """Pictures of 512 x 512 that compress as badly as can be, a validation every ten iterations, 110 metrics."""
+    html = render(in_memory(total=1000, every=10, others=90, size=(512, 512)))
+    assert len(html.encode()) < MOST_BYTES
+    page = Page(html)
+    steps = [int(f["data-step"]) for f in page.all("div", class_="frame")]
+    assert len(steps) <= FRAMES + 4
+    assert (steps[0], steps[-1]) == (0, 1000)
+    assert html.count("<polyline") > 100
+
+
+def test_runs_without_validation_pictures_or_iterations_have_a_page_too() -> None:
+    recorded = in_memory(total=3, every=1)
+    recorded.grids, recorded.samples, recorded.held_out, recorded.overrides = {}, {}, {}, None
+    recorded.metrics = {n: p for n, p in recorded.metrics.items() if not n.startswith("val/")}
+    assert "No held-out pictures are there" in Page(render(recorded)).text
+    recorded.metrics, recorded.sampled = {}, {}
+    text = Page(render(recorded)).text
+    assert "No iteration is recorded yet" in text
+    assert "was not recorded" in text
+
+
+@pytest.fixture
+def running(tmp_path: Path, history: RunHistory, monkeypatch: pytest.MonkeyPatch) -> RunReport:
+    """The page of a process that continues a run at iteration 13, one held-out grid in its folder."""
+    monkeypatch.setattr(reporting, "get_run_logger", lambda: logging.getLogger("flow run"))  # there is no flow here
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    recipe = config_of(20, tracking={"uri": history.client.tracking_uri})
+    config = recipe.with_changes({"trainer": {"seed": 7, "default_local_dir": str(tmp_path)}})
+    (config.run_dir / "validation").mkdir(parents=True)
+    Image.new("RGB", (64, 32)).save(config.run_dir / "validation" / "000013.png")
+    return RunReport(config, Tracker(config.tracking, "quickstart-1", history.run_id), recipe)
+
+
+def show(report: RunReport) -> None:
+    """Iteration 13, which was validated."""
+    rng = np.random.default_rng(1)
+    prompts = ["the number 1", "the number 2"]
+    report.log_changes()
+    report.add(13, metrics_of(13, 20, rng))
+    report.add_samples(13, table_of(prompts, 2, 0.5, rng).assign(seed=7, iteration=13), [PICTURE] * 3)
+    report.add_validation(13, Validation(table_of(prompts, 2, 0.5, rng), np.stack([PICTURE] * 4), ("ocr",)))
+    report.write()
+
+
+def test_a_run_that_goes_on_shows_what_was_before_it(running: RunReport, history: RunHistory) -> None:
+    show(running)
+    page = Page(running.path.read_text())
+    check_self_contained(page)
+    assert "quickstart-1 running" in page.text
+    assert "iteration 13 of 20" in page.text
+    lines = json.loads(page.all("figure")[0]["data-chart"])["series"]
+    assert [point[0] for point in lines[1]["points"]] == list(range(1, 14))
+    assert [frame["data-step"] for frame in page.all("div", class_="frame")] == ["13"], "of the grids that are here"
+    assert "Held-out pictures, iteration 13" in page.text
+    assert history.file("report.html").read_text() == running.path.read_text()
+    assert json.loads(history.file("overrides.json").read_text())["trainer.seed"] == ["0", "7"]
+    assert len(json.loads(history.file("extremes/000013.json").read_text())["samples"]) == 4
+    assert running.metrics() == {}
+    with pytest.raises(ValueError, match="out of paper"), running.concluded():
+        raise ValueError("the printer is\nout of paper")
+    page = Page(running.path.read_text())
+    assert "quickstart-1 failed" in page.text
+    assert "It failed: the printer is out of paper" in page.text
+    assert history.file("report.html").read_text() == running.path.read_text()
+
+
+def test_a_page_that_cannot_be_made_is_told_counted_and_fails_nothing(
+    running: RunReport, caplog: pytest.LogCaptureFixture
+) -> None:
+    (running.config.run_dir / "validation" / "000005.png").write_text("no picture")
+    show(running)
+    assert running.metrics() == {"report/failures": 1.0}
+    assert not running.path.exists()
+    (said,) = [record.getMessage() for record in caplog.records if "page could not be made" in record.getMessage()]
+    assert "UnidentifiedImageError" in said
+    assert f"python -m flows.report {running.tracker.run_id}" in said
+    with pytest.raises(KeyboardInterrupt), running.concluded():
+        raise KeyboardInterrupt
+    (running.config.run_dir / "validation" / "000005.png").unlink()
+    running.write()
+    assert "iteration 13 of 20" in Page(running.path.read_text()).text, "nothing that was taken in is lost"
+
+
+def test_more_steps_leave_chosen_ones_chosen() -> None:
+    """So what was drawn of a step is not drawn again."""
+    before: set[int] = set()
+    for count in range(1, 300):
+        chosen = spread(range(0, count * 10, 10), 24)
+        assert len(chosen) <= 26
+        assert chosen[0] == 0
+        assert chosen[-1] == (count - 1) * 10
+        assert set(chosen[:-1]) <= before | {chosen[-1], (count - 2) * 10} or count < 3
+        before |= set(chosen)
+    assert spread([0, 970, 980, 990], 24, range(0, 1000, 10)) == [0, 970, 980, 990], "of what retention left"
+
+
+def test_a_long_line_is_drawn_by_means_and_their_range() -> None:
+    points = {step: float(step % 2) for step in range(1, 641)} | {641: float("nan")}
+    means, ranges = thinned(points, 160)
+    assert len(means) == 160
+    assert set(means.values()) == {0.5}
+    assert set(ranges.values()) == {(0.0, 1.0)}
+    assert thinned({1: 2.0}, 160) == ({1: 2.0}, {})
+    assert line_chart("none", [Series("a", {1: float("nan")})]) is None
+    assert "nan" not in str(line_chart("flat", [Series("a", {1: 0.0, 2: 0.0})]))
+
+
+def test_ticks_are_round_and_inside() -> None:
+    assert ticks(0.53, 0.94) == pytest.approx([0.6, 0.8])
+    assert ticks(-3, -2.5) == pytest.approx([-3, -2.8, -2.6])
+    assert ticks(1, 1) == [1]
+
+
+def test_pictures_fit_their_bytes() -> None:
+    rng = np.random.default_rng(0)
+    worst = Image.fromarray(rng.integers(0, 256, (1024, 1024, 3), dtype=np.uint8))
+    for limit in (SAMPLE_BYTES, 2000, 300):
+        assert len(thumbnail(worst, limit, 1200)) <= 4 * limit / 3 + 40
+    assert of_sample(Image.new("RGB", (4, 4))).startswith("data:image/webp;base64,")
+
+
+def test_few_samples_are_at_one_end_each() -> None:
+    table = pd.DataFrame({"prompt": ["a", "b", "c"], "reward": [0.1, 0.3, np.nan], "uid": ["a", "b", "c"]})
+    shown = extremes(table, lambda row: Image.new("RGB", (8, 8)))
+    assert [(sample.end, sample.prompt) for sample in shown] == [("best", "b"), ("worst", "a"), ("missing", "c")]
