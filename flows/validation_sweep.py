@@ -15,6 +15,7 @@ from tasks.actors.rollout_group import RolloutGroup
 from tasks.config.measurement import Measurement
 from tasks.config.tree import TrainConfig, TrainOverrides
 from tasks.records.comparison import paired_gain
+from tasks.records.guards import HACKING_TAG
 from tasks.records.model_registry import (
     CHAMPION,
     ITERATION,
@@ -42,8 +43,9 @@ def validation_sweep(
 
     All weights are drawn with the same prompts and noise, so every comparison is paired. The registry's alias
     `champion` moves to a version that is significantly better than the champion so far (the base model, where there
-    is none). A version that is significantly worse than either is tagged, fails this flow run and sends the event
-    `doubleflow.regression`. A sweep that was killed goes on with what is left.
+    is none), unless the guards of the run that trained it flagged it. A version that is significantly worse than
+    either is tagged, fails this flow run and sends the event `doubleflow.regression`. A sweep that was killed goes on
+    with what is left.
 
     Args:
         config: the recipe; its experiment_name is the registered model.
@@ -128,7 +130,11 @@ class Sweep:
         return Verdict(**gains)
 
     def _judge(self, version: ModelVersion, verdict: Verdict, tracker: Tracker) -> str | None:
-        if verdict.better:
+        doubt = version.tags.get(HACKING_TAG)
+        if verdict.better and doubt:
+            text = "%s version %s has the better reward and is not made the champion: its run's guards say that %s"
+            get_run_logger().warning(text, version.name, version.version, doubt)
+        elif verdict.better:
             self.measured.client.set_registered_model_alias(version.name, CHAMPION, version.version)
             get_run_logger().info("%s version %s is the new champion", version.name, version.version)
         if verdict.worse is None:

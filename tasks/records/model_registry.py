@@ -72,6 +72,13 @@ def _logged_model(tracker: Tracker, name: str, folder: Path, iteration: int) -> 
     return model
 
 
+def tag_versions(tracker: Tracker, name: str, first: int, tag: str, text: str) -> None:
+    """Tag the versions that a run has registered since an iteration, that one included."""
+    for version in tracker.client.search_model_versions(f"name = '{name}' AND run_id = '{tracker.run_id}'"):
+        if int(version.tags.get(ITERATION, -1)) >= first:
+            tracker.client.set_model_version_tag(name, version.version, tag, text)
+
+
 def measurable_versions(client: MlflowClient, name: str) -> list[ModelVersion]:
     """The versions of a registered model that `register` made: the champion, then the others from the oldest on."""
     found = [v for v in client.search_model_versions(f"name = '{name}'") if ITERATION in v.tags]

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import ray
 from prefect import get_run_logger
@@ -18,16 +19,17 @@ from tasks.actors.rollout_group import LATENTS, PICTURES, RolloutGroup
 from tasks.actors.trainer_group import TrainerGroup
 from tasks.config.tree import TrainConfig, TrainOverrides
 from tasks.data.pairs import SIDES
-from tasks.records.guards import FloorWatch, GuardWatch
+from tasks.records.guards import FloorWatch, Guard, GuardWatch
 from tasks.records.lineage import lineage
 from tasks.records.run_lock import run_lock
 from tasks.records.run_store import CheckpointError, CheckpointStore
 from tasks.records.tracking import Tracker
-from tasks.rewards.statistics import NAMES as STATISTICS
+from tasks.rewards.statistics import GUARDS as STATISTICS
 from tasks.run.kept_stages import KeptStages
 from tasks.run.preflight import Inputs
 from tasks.run.training import CANARY_PROMPTS, OnlineParts, TrainingRun
 from tasks.run.utilisation import Utilisation
+from tasks.run.watching import refuse_flagged
 from tasks.system.files import put_in_place
 
 RUN_RECORD = "run.json"
@@ -76,6 +78,7 @@ def open_run(config: TrainConfig, inputs: Inputs) -> Iterator[TrainingRun]:
 
     Raises:
         CheckpointError: another process works on the run, or it has checkpoints that it should not have.
+        RewardHacking: its guards have stopped it, and are to stop it still.
         ClusterError: as `open_cluster_and_tracker`.
     """
     with run_lock(config.run_dir):
@@ -88,7 +91,9 @@ def open_run(config: TrainConfig, inputs: Inputs) -> Iterator[TrainingRun]:
         remembered = _remembered_run_id(config)
         with open_cluster_and_tracker(config, config.run_name, trains=True, run_id=remembered) as tracker:
             _remember_run_id(config, tracker.run_id)
-            run = _start_actors(config, inputs, tracker, store)
+            guards = watched_guards(config, tracker)
+            refuse_flagged(config, guards)
+            run = _start_actors(config, inputs, tracker, store, guards)
             tracker.log_start(config, run_tags(config, inputs, run.online.reward if run.is_online else None))
             run.resume()
             tracker.log_lineage(lineage(config.data_read()), run.iteration)
@@ -147,7 +152,9 @@ def rank_places(config: TrainConfig) -> RankPlaces:
     return RankPlaces(trainer.nnodes, trainer.n_gpus_per_node, trainer.device, shared)
 
 
-def _start_actors(config: TrainConfig, inputs: Inputs, tracker: Tracker, store: CheckpointStore) -> TrainingRun:
+def _start_actors(
+    config: TrainConfig, inputs: Inputs, tracker: Tracker, store: CheckpointStore, guards: GuardWatch
+) -> TrainingRun:
     """All groups load their models at the same time."""
     settings, trainer_settings = config.actor_rollout_ref, config.trainer
     online = config.is_online
@@ -187,7 +194,7 @@ def _start_actors(config: TrainConfig, inputs: Inputs, tracker: Tracker, store: 
         tracker,
         store,
         KeptStages(config.run_dir / "stages"),
-        GuardWatch(config.reward.guards, guard_metrics(config), tracker.history),
+        guards,
         online_parts,
         utilisation,
     )
@@ -202,11 +209,17 @@ def _canary(config: TrainConfig, inputs: Inputs, rollout: RolloutGroup) -> Canar
     )
 
 
-def guard_metrics(config: TrainConfig) -> dict[str, str]:
-    """Name of each guard -> the metric of an iteration that is watched."""
-    rewards = {name: f"train/reward/{name}/mean" for name, entry in config.reward.functions.items() if entry.guard}
-    watched = STATISTICS if config.reward.guards.statistics else ()
-    return rewards | {name: f"train/image/{name}/mean" for name in watched}
+def watched_guards(config: TrainConfig, tracker: Tracker) -> GuardWatch:
+    """What shows reward hacking: the rewards that are guards, and the picture statistics whose fall says something."""
+    settings = config.reward.guards
+    names = [name for name, entry in config.reward.functions.items() if entry.guard]
+    guards = {
+        name: Guard(f"train/reward/{name}/mean", f"reward/{name}", settings.reward_margin) for name in names
+    } | {
+        name: Guard(f"train/image/{name}/mean", f"image/{name}", settings.statistics_margin)
+        for name in (STATISTICS if settings.statistics else ())
+    }
+    return GuardWatch(settings, guards, tracker.history, partial(tracker.tables, "validation"))
 
 
 def run_tags(config: TrainConfig, inputs: Inputs, reward: RewardGroup | None) -> dict[str, str]:

@@ -10,11 +10,13 @@ from PIL import Image
 from prefect import get_run_logger
 
 from tasks.actors.trainer_group import TrainerGroup
+from tasks.records.guards import HACKING_TAG
 from tasks.records.pictures import titled
 from tasks.run.held_out_grids import kept_grids
 from tasks.run.training import TrainingRun
 from tasks.stages.log import register_weights
-from tasks.system.files import put_in_place
+from tasks.run.watching import last_good_folder
+from tasks.system.files import put_in_place, remove
 from tasks.system.stopwatch import Stopwatch
 
 UNMOVED_TAG = "doubleflow.weights_never_moved"
@@ -140,8 +142,18 @@ def register_export(clock: Stopwatch, run: TrainingRun) -> tuple[Path, ModelVers
         "doubleflow.weights": "lora" if lora else "full",
         "doubleflow.base_model": str(config.actor_rollout_ref.model.path),
     }
+    flagged = run.guards.sentence(now=True)
+    tags |= {HACKING_TAG: flagged} if flagged else {}
     name = config.trainer.experiment_name
     return folder, register_weights(clock, run.tracker, name, folder, run.iteration, tags)
+
+
+def keep_good_weights(clock: Stopwatch, run: TrainingRun) -> None:
+    """Export the present weights, which the guards found nothing against, in place of those kept before."""
+    folder = last_good_folder(run.config, run.iteration)
+    with clock.stage("export"):
+        export(run.trainer, folder)
+        remove(*(other for other in folder.parent.iterdir() if other != folder))
 
 
 def export(trainer: TrainerGroup, folder: Path) -> Path:
