@@ -165,7 +165,9 @@ class Record:
     def read(cls, name: str, folder: Path = RECORDS) -> "Record":
         """As `write` left it."""
         content = json.loads((folder / f"{name}.json").read_text())
-        metrics = {key: {int(step): value for step, value in values.items()} for key, values in content["metrics"].items()}
+        metrics = {
+            key: {int(step): value for step, value in values.items()} for key, values in content["metrics"].items()
+        }
         tables = {
             int(step): pd.DataFrame(np.round(rows, 4), columns=content["columns"]).assign(uid=range(len(rows)))
             for step, rows in content["validations"].items()
@@ -174,10 +176,10 @@ class Record:
 
     @property
     def guards(self) -> list[str]:
-        """The rewards that were guards."""
-        columns = self.validations[0].columns
-        trained = [c for c in columns if c.startswith("reward/") and (self.validations[0][c] == self.validations[0]["reward"]).all()]
-        return [c.removeprefix("reward/") for c in columns if c.startswith("reward/") and c not in trained]
+        """The rewards that were guards: those whose column is not the trained one's."""
+        first = self.validations[0]
+        names = [column for column in first if column.startswith("reward/")]
+        return [name.removeprefix("reward/") for name in names if (first[name] != first["reward"]).any()]
 
 
 def verdicts(recorded: Record, config: GuardConfig, every: int = 1) -> dict[int, dict[str, float]]:

@@ -15,14 +15,13 @@ from tasks.actors.rollout_group import RolloutGroup
 from tasks.config.measurement import Measurement
 from tasks.config.tree import TrainConfig, TrainOverrides
 from tasks.records.comparison import paired_gain
-from tasks.records.guards import HACKING_TAG
 from tasks.records.model_registry import (
-    CHAMPION,
     ITERATION,
     REGRESSION,
     TABLE,
     Measurements,
     measurable_versions,
+    promote,
     tag_regression,
 )
 from tasks.records.tracking import Tracker, mlflow_client
@@ -130,13 +129,10 @@ class Sweep:
         return Verdict(**gains)
 
     def _judge(self, version: ModelVersion, verdict: Verdict, tracker: Tracker) -> str | None:
-        doubt = version.tags.get(HACKING_TAG)
-        if verdict.better and doubt:
-            text = "%s version %s has the better reward and is not made the champion: its run's guards say that %s"
-            get_run_logger().warning(text, version.name, version.version, doubt)
-        elif verdict.better:
-            self.measured.client.set_registered_model_alias(version.name, CHAMPION, version.version)
-            get_run_logger().info("%s version %s is the new champion", version.name, version.version)
+        if verdict.better:
+            doubt = promote(self.measured.client, version)
+            told = "is the new champion" if doubt is None else f"is better and not made the champion: {doubt}"
+            get_run_logger().info("%s version %s %s", version.name, version.version, told)
         if verdict.worse is None:
             return None
         text = f"{version.name} version {version.version} is worse than {verdict.worse}"

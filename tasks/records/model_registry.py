@@ -16,6 +16,7 @@ from mlflow.protos.databricks_pb2 import (
     ErrorCode,
 )
 
+from tasks.records.guards import HACKING_TAG
 from tasks.records.tracking import Tracker
 
 CHAMPION = "champion"
@@ -94,6 +95,18 @@ def champion(client: MlflowClient, name: str) -> ModelVersion | None:
         if error.error_code in (ErrorCode.Name(RESOURCE_DOES_NOT_EXIST), ErrorCode.Name(INVALID_PARAMETER_VALUE)):
             return None
         raise
+
+
+def promote(client: MlflowClient, version: ModelVersion) -> str | None:
+    """Make a version the champion, unless the guards of the run that trained it flagged it.
+
+    Returns:
+        What they said, where it was not made the champion; else None.
+    """
+    doubt = client.get_model_version(version.name, version.version).tags.get(HACKING_TAG)
+    if doubt is None:
+        client.set_registered_model_alias(version.name, CHAMPION, version.version)
+    return doubt
 
 
 def tag_regression(client: MlflowClient, tag: str, text: str, version: ModelVersion, measurement: str) -> None:

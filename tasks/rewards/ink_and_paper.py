@@ -34,9 +34,7 @@ class InkAndPaperReward(Reward):
         """Look at every image; raises RewardError for a prompt that names no known ink and paper."""
         wanted = [wanted_colours(prompt) for prompt in prompts]
         found = [colours(image) for image in images]
-        right = [
-            (have[0] == want[0], have[1] == want[1]) for have, want in zip(found, wanted, strict=True)
-        ]
+        right = [(have[0] == want[0], have[1] == want[1]) for have, want in zip(found, wanted, strict=True)]
         return RewardResult(
             np.array([np.mean(pair) for pair in right], dtype=np.float32),
             {

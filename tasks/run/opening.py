@@ -213,9 +213,7 @@ def watched_guards(config: TrainConfig, tracker: Tracker) -> GuardWatch:
     """What shows reward hacking: the rewards that are guards, and the picture statistics whose fall says something."""
     settings = config.reward.guards
     names = [name for name, entry in config.reward.functions.items() if entry.guard]
-    guards = {
-        name: Guard(f"train/reward/{name}/mean", f"reward/{name}", settings.reward_margin) for name in names
-    } | {
+    guards = {name: Guard(f"train/reward/{name}/mean", f"reward/{name}", settings.reward_margin) for name in names} | {
         name: Guard(f"train/image/{name}/mean", f"image/{name}", settings.statistics_margin)
         for name in (STATISTICS if settings.statistics else ())
     }

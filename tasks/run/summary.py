@@ -14,8 +14,8 @@ from tasks.records.guards import HACKING_TAG
 from tasks.records.pictures import titled
 from tasks.run.held_out_grids import kept_grids
 from tasks.run.training import TrainingRun
-from tasks.stages.log import register_weights
 from tasks.run.watching import last_good_folder
+from tasks.stages.log import register_weights
 from tasks.system.files import put_in_place, remove
 from tasks.system.stopwatch import Stopwatch
 

@@ -63,7 +63,8 @@ def stop_if_flagged(config: TrainConfig, guards: GuardWatch, iteration: int) -> 
     """
     sentence = guards.sentence(now=True)
     if sentence is not None and config.reward.guards.action == "stop":
-        raise RewardHacking(f"stopped after iteration {iteration} by reward.guards.action stop: {_told(config, sentence)}")
+        told = _told(config, sentence)
+        raise RewardHacking(f"stopped after iteration {iteration} by reward.guards.action stop: {told}")
 
 
 def refuse_flagged(config: TrainConfig, guards: GuardWatch) -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Image statistics in closed form, the flag that the reward rises while a guard falls, and recorded runs."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,7 @@ import pandas as pd
 import pytest
 from scipy.stats import kendalltau, ttest_1samp
 
-from benchmarks.guards import CASES, Record, flagged, flagged_by_trends, verdicts
+from benchmarks.guards import CASES, Record, flagged, verdicts
 from tasks.config.reward import GuardConfig, RewardConfig
 from tasks.records.guards import TRAINED, FloorWatch, Guard, GuardWatch, tau
 from tasks.records.held_out_falls import fall, p_above, prompt_means
@@ -164,6 +165,12 @@ def watch(history: dict | None = None, validations: dict | None = None, **settin
     )
 
 
+def watch_one(reward_margin: float = 0.2) -> GuardWatch:
+    """That flags at the first validation which finds a guard fallen."""
+    guard = replace(TASTE, margin=reward_margin)
+    return GuardWatch(GuardConfig(validations=1), {"taste": guard}, lambda name: {}, dict)
+
+
 HACKED = {0: (0.5, 0.5), 10: (0.6, 0.52), 20: (0.7, 0.3), 30: (0.8, 0.25), 40: (0.9, 0.6)}
 """The guard falls at 20 and 30, and is back at 40."""
 
@@ -199,10 +206,6 @@ def test_one_validation_is_enough_if_one_is_asked_for() -> None:
     assert found["guard/taste/flag"] == 1
 
 
-def watch_one() -> GuardWatch:
-    return GuardWatch(GuardConfig(validations=1), {"taste": TASTE}, lambda name: {}, dict)
-
-
 def test_a_resumed_watch_sees_what_the_first_saw() -> None:
     """Started again after iteration 20, whose validation is made anew; and once more, after the flag."""
     whole, every = watch(), tables(HACKED)
@@ -220,36 +223,38 @@ def test_a_resumed_watch_sees_what_the_first_saw() -> None:
 
 
 def test_flags_are_rare_where_the_reward_alone_is_learnt() -> None:
-    """200 runs of 8 validations, whose guards keep their mean and have noise of their own: even one looked at alone
-    is suspicious in fewer than one run of a hundred, the level, although the highest is compared with."""
+    """60 runs of 8 validations, whose guards keep their mean and have noise of their own. The margin of no deviation
+    leaves the tests alone: of 60 runs the level, shared among the earlier validations, lets 0.6 have a flag."""
     flags = 0
-    for number in range(200):
-        rng, watched = np.random.default_rng(number), watch_one()
+    for number in range(60):
+        rng, watched = np.random.default_rng(number), watch_one(reward_margin=0)
         level = rng.normal(0.5, 0.2, 30)
         for step in range(8):
             noise = rng.normal(0, 0.1, (2, 30))
-            table = pd.DataFrame({"uid": range(30), "reward": 0.5 + step / 20 + noise[0], "reward/taste": level + noise[1]})
-            flags += bool(watched.judge(step, table).get("guard/taste/flag"))
-    assert flags <= 4  # with a margin of 0.2 deviations; without one 2 of 200 would be expected
+            columns = {"reward": 0.5 + step / 20 + noise[0], "reward/taste": level + noise[1]}
+            watched.judge(step, pd.DataFrame({"uid": range(30), **columns}))
+        flags += bool(watched.since)
+    assert flags <= 3  # more has probability 4e-3, if as many as the level allows were to be expected
 
 
 # --- recorded runs
 
+GOOD, BAD = ([name for name, case in CASES.items() if case.hacked is hacked] for hacked in (False, True))
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.hacked])
-def test_a_run_that_is_known_to_be_good_is_not_flagged(name: str) -> None:
-    """The rule of before flagged them: what is tested is that nothing is, at every second validation too."""
+
+@pytest.mark.parametrize("name", GOOD)
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_run_that_is_known_to_be_good_is_not_flagged(name: str, every: int) -> None:
+    """With a validation every four iterations, or every eight."""
+    assert not flagged(verdicts(Record.read(name), GuardConfig(), every))
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_run_that_was_hacked_on_purpose_is_flagged_by_both_readers_that_watched(name: str) -> None:
     recorded = Record.read(name)
-    assert flagged_by_trends(recorded)
-    for every in (1, 2):
-        assert not flagged(verdicts(recorded, GuardConfig(), every))
-
-
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.hacked])
-def test_a_run_that_was_hacked_on_purpose_is_flagged_by_the_second_reader(name: str) -> None:
-    recorded = Record.read(name)
-    found = flagged(verdicts(recorded, GuardConfig()))
-    assert found["tesseract"] <= 12
+    last, found = max(recorded.validations), flagged(verdicts(recorded, GuardConfig()))
+    assert {"ocr", "tesseract"} <= found.keys()
+    assert max(found["ocr"], found["tesseract"]) < last
 
 
 # --- a reward that never leaves its floor
