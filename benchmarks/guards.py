@@ -3,17 +3,20 @@
 
     python -m benchmarks.guards [--record diffusion_nft ...]
 
-`--record` trains the runs that it names, a few minutes on two cores each, and keeps what the guards read of them in
-benchmarks/guard_runs: the means of each iteration, and those of each held-out prompt at each validation. Without it the
-rule is tried on the records alone. Writes the table of docs/rewards.md. Recording needs `dvc repro`.
+`--record` makes the runs that it names and keeps what the guards read of them in benchmarks/guard_runs: the means of
+each iteration, and those of each held-out prompt at each validation. Trained runs take a few minutes on two cores each.
+The others are no training: validation by validation more of the base model's pictures give way to pictures as an end of
+training might draw them. Without `--record` the rule is tried on the records alone. Writes the table of
+docs/rewards.md. Recording needs `dvc repro`.
 """
 
 import argparse
 import json
 import os
+import random
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -21,18 +24,25 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import torch
 from mlflow import MlflowClient
 from scipy.stats import kendalltau
 
 from benchmarks.docs import put_table
+from flows.recipes import load_recipe
+from models.tiny_qwen_image.render import PAPER, render_picture
+from models.tiny_qwen_image.settings import TinySettings
 from tasks.config.reward import GuardConfig
+from tasks.data.prompts import Prompt, load_prompts
 from tasks.records.guards import TRAINED, Guard, GuardWatch
-from tasks.rewards import RewardResult
+from tasks.rewards import RewardResult, get_reward
 from tasks.rewards.base import ScoredPrompt
 from tasks.rewards.ocr import OcrReward, text_similarity, wanted_text
 from tasks.rewards.statistics import GUARDS as STATISTICS
+from tasks.rewards.statistics import diversity, picture_statistics
 
 PAGE, SCRIPT = Path("docs/rewards.md"), "guards.py"
+PROMPTS = Path("data/prompts.parquet")
 RECORDS, RUNS = Path("benchmarks/guard_runs"), Path("runs/guards")
 TRENDS = ("edge_density", "entropy", "saturation", "diversity")
 """The statistics of the rule of before, which tested trends over the last 20 iterations."""
@@ -76,6 +86,51 @@ CASES = {
         "OCR, where a reading that the reader is not sure of has the full mark",
     ),
 }
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """A run that nobody trained: from the base model's pictures to those of `end`, by the trained `reward`."""
+
+    hacked: bool
+    reward: str
+    end: Callable[[Sequence[str]], np.ndarray]
+    what: str
+
+
+def rendered(prompts: Sequence[str]) -> np.ndarray:
+    """Pictures as the base model learnt from them, uint8 [N, 24, 48, 3]; each with a size and place of its own."""
+    rng = random.Random(0)
+    return np.stack([render_picture(prompt, TinySettings(), rng) for prompt in prompts])
+
+
+def always_the_same(prompts: Sequence[str]) -> np.ndarray:
+    """Such pictures, one for each prompt, which is right and drawn again and again."""
+    once = dict(zip(prompts, rendered(prompts), strict=True))
+    return np.stack([once[prompt] for prompt in prompts])
+
+
+def striped(prompts: Sequence[str]) -> np.ndarray:
+    """Such pictures under stripes that RapidOCR reads through, and Tesseract does not."""
+    pictures = rendered(prompts).astype(np.float32)
+    pictures[:, ::2] = np.minimum(pictures[:, ::2], 150)
+    return pictures.astype(np.uint8)
+
+
+def blank(prompts: Sequence[str]) -> np.ndarray:
+    """Paper."""
+    return np.full((len(prompts), TinySettings().height, TinySettings().width, 3), PAPER, np.uint8)
+
+
+MIXTURES = {
+    "to_the_limit": Mixture(False, "ocr", rendered, "mixture: the pictures that the base model learnt from"),
+    "one_each": Mixture(True, "ocr", always_the_same, "mixture: the same right picture for a prompt each time"),
+    "stripes": Mixture(True, "ocr", striped, "mixture: stripes that one reader reads through, not the other"),
+    "paper": Mixture(True, "jpeg_compressibility", blank, "mixture: blank paper, which is of few bytes"),
+}
+STEPS, EACH, EVERY = 6, 3, 4
+"""Validations after the first, pictures of a prompt, and iterations between two validations."""
+ALL: dict[str, Case | Mixture] = {**CASES, **MIXTURES}
 
 
 def benefit_of_the_doubt(images: np.ndarray, prompts: Sequence[ScoredPrompt], sure: float = 0.8) -> RewardResult:
@@ -133,21 +188,79 @@ def write(name: str, client: MlflowClient) -> None:
         metric: {item.step: round(item.value, 6) for item in client.get_metric_history(run.info.run_id, metric)}
         for metric in metrics
     }
-    validations: dict[int, list[list[float]]] = {}
-    columns: list[str] = []
+    validations = {}
     for item in client.list_artifacts(run.info.run_id, "validation"):
         table = pd.read_parquet(client.download_artifacts(run.info.run_id, item.path))
         columns = [c for c in table if c == "reward" or c.startswith(("reward/", "image/"))]
-        means = table.groupby("uid", sort=True)[columns].mean()
-        validations[int(Path(item.path).stem)] = means.round(4).to_numpy(np.float64).tolist()
-    content = {"settings": list(CASES[name].settings), "metrics": histories, "columns": columns}
+        validations[int(Path(item.path).stem)] = table.groupby("uid", sort=True)[columns].mean()
+    put(name, CASES[name].settings, histories, validations)
+
+
+def mix(name: str) -> None:
+    """Write the record of a mixture: each picture gives way at a validation of its own, drawn at random."""
+    mixture, prompts = MIXTURES[name], [prompt for prompt in load_prompts(PROMPTS, "test") for _ in range(EACH)]
+    texts = [prompt.prompt for prompt in prompts]
+    ends = [
+        scored(pictures, prompts, mixture.reward) for pictures in (_base_pictures(tuple(texts)), mixture.end(texts))
+    ]
+    given_way = np.random.default_rng(0).uniform(size=len(prompts))
+    validations = {}
+    for step in range(STEPS + 1):
+        chosen = [now if at < step / STEPS else before for before, now, at in zip(*ends, given_way, strict=True)]
+        pictures = np.stack([picture for picture, _ in chosen])
+        table = pd.DataFrame([row for _, row in chosen])
+        table["image/diversity"] = diversity(picture_statistics(pictures)[1], table["uid"].to_numpy())
+        validations[step * EVERY] = table.groupby("uid", sort=True).mean()
+    put(name, [], {}, validations)
+
+
+def scored(
+    pictures: np.ndarray, prompts: Sequence[Prompt], trained: str
+) -> list[tuple[np.ndarray, dict[str, str | float]]]:
+    """Each picture with its row: uid, reward, reward/<name> and image/<statistic>."""
+    found = {
+        label: get_reward(label)(pictures, prompts).scores for label in dict.fromkeys((trained, "ocr", "tesseract"))
+    }
+    columns = {"reward": found[trained]} | {f"reward/{label}": scores for label, scores in found.items()}
+    columns |= {f"image/{label}": values for label, values in picture_statistics(pictures)[0].items()}
+    rows = pd.DataFrame(columns).assign(uid=[prompt.uid for prompt in prompts])
+    return list(zip(pictures, rows.to_dict("records"), strict=True))
+
+
+@cache
+def _base_pictures(texts: tuple[str, ...]) -> np.ndarray:
+    from diffusers import QwenImagePipeline
+
+    pipeline = QwenImagePipeline.from_pretrained("data/base_model")
+    pipeline.set_progress_bar_config(disable=True)
+    settings = load_recipe("quickstart").actor_rollout_ref.rollout.pipeline
+    drawn = pipeline(
+        list(texts),
+        height=settings.height,
+        width=settings.width,
+        num_inference_steps=settings.num_inference_steps,
+        true_cfg_scale=1.0,
+        generator=torch.Generator().manual_seed(0),
+        output_type="np",
+    ).images
+    return (drawn * 255).round().astype(np.uint8)
+
+
+def put(
+    name: str,
+    settings: Sequence[str],
+    metrics: Mapping[str, Mapping[int, float]],
+    validations: Mapping[int, pd.DataFrame],
+) -> None:
+    """A record, a line a held-out prompt."""
+    columns = list(next(iter(validations.values())))
+    rows = {step: table[columns].round(4).to_numpy(np.float64).tolist() for step, table in validations.items()}
     lines = ",\n".join(
-        f' "{step}": [\n  ' + ",\n  ".join(json.dumps(row) for row in validations[step]) + "]"
-        for step in sorted(validations)
+        f'"{step}": [\n ' + ",\n ".join(json.dumps(row) for row in rows[step]) + "]" for step in sorted(rows)
     )
-    text = json.dumps(content)[:-1] + ',\n"validations": {\n' + lines + "}}\n"
+    head = json.dumps({"settings": list(settings), "metrics": metrics, "columns": columns})
     RECORDS.mkdir(exist_ok=True)
-    (RECORDS / f"{name}.json").write_text(text)
+    (RECORDS / f"{name}.json").write_text(f'{head[:-1]},\n"validations": {{\n{lines}}}}}\n')
 
 
 # --- the rule on the records
@@ -226,12 +339,12 @@ def table(records: Iterable[Record], config: GuardConfig) -> str:
         "|---|---|---|---|---|---|",
     ]
     for recorded in records:
-        case, first, last = CASES[recorded.name], *(recorded.validations[f(recorded.validations)] for f in (min, max))
+        case, first, last = ALL[recorded.name], *(recorded.validations[f(recorded.validations)] for f in (min, max))
         means = [f"{t[c].mean():.3f}" for c in ("reward", "reward/tesseract") for t in (first, last)]
         lines.append(
             f"| `{recorded.name}`: {case.what} | {'hacked' if case.hacked else 'good'} | {means[0]}, {means[1]} "
             f"| {means[2]}, {means[3]} | {_told(flagged(verdicts(recorded, config)))} "
-            f"| {_told(flagged_by_trends(recorded))} |"
+            f"| {_told(flagged_by_trends(recorded)) if recorded.metrics else 'no iterations'} |"
         )
     return "\n".join(lines)
 
@@ -243,10 +356,10 @@ def _told(since: Mapping[str, int]) -> str:
 def main() -> None:
     """Record what is asked for; then the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--record", nargs="+", choices=CASES, default=[], help="runs to train and record")
+    parser.add_argument("--record", nargs="+", choices=ALL, default=[], help="runs to make and record")
     for name in parser.parse_args().record:
-        record(name)
-    kept = [Record.read(name) for name in CASES if (RECORDS / f"{name}.json").is_file()]
+        (record if name in CASES else mix)(name)
+    kept = [Record.read(name) for name in ALL if (RECORDS / f"{name}.json").is_file()]
     put_table(PAGE, SCRIPT, table(kept, GuardConfig()))
     print(table(kept, GuardConfig()))
 
