@@ -216,7 +216,7 @@ def climb(latents, prompts, sign=1.0, dies_at=0, after=0):
         calls = file.tell()
     if calls == dies_at:
         os.kill(os.getpid(), signal.SIGKILL)
-    return sign * (max(calls - after, 0) + np.tanh(latents.mean(axis=(1, 2))))
+    return sign * max(calls - after, 0) + (sign > 0) * np.tanh(latents.mean(axis=(1, 2)))
 
 
 climb.wants = "latents"

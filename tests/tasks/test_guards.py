@@ -11,6 +11,7 @@ from scipy.stats import kendalltau, ttest_1samp
 
 from benchmarks.guards import ALL, Record, flagged, verdicts
 from tasks.config.reward import GuardConfig, RewardConfig
+from tasks.config.tree import TrainConfig
 from tasks.records.guards import TRAINED, FloorWatch, Guard, GuardWatch, tau
 from tasks.records.held_out_falls import fall, p_above, prompt_means
 from tasks.rewards.statistics import diversity, edge_density, entropy, picture_statistics, saturation, thumbnail
@@ -235,6 +236,22 @@ def test_flags_are_rare_where_the_reward_alone_is_learnt() -> None:
             watched.judge(step, pd.DataFrame({"uid": range(30), **columns}))
         flags += bool(watched.since)
     assert flags <= 3  # more has probability 4e-3, if as many as the level allows were to be expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"trainer": {"test_freq": 0}}, "action is stop and trainer.test_freq is 0: guards are tested at validations"),
+        (
+            {"reward": {"guards": {"action": "stop", "statistics": False}}},
+            "but nothing is watched: give a reward guard",
+        ),
+    ],
+)
+def test_a_guard_that_could_never_stop_the_run_is_refused(settings: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TrainConfig.model_validate({"reward": {"guards": {"action": "stop"}}} | settings)
+    assert TrainConfig.model_validate({"reward": {"guards": {"action": "stop"}}}).reward.guards.action == "stop"
 
 
 # --- recorded runs
