@@ -203,15 +203,27 @@ def mix(name: str) -> None:
     ends = [
         scored(pictures, prompts, mixture.reward) for pictures in (_base_pictures(tuple(texts)), mixture.end(texts))
     ]
-    given_way = np.random.default_rng(0).uniform(size=len(prompts))
-    validations = {}
-    for step in range(STEPS + 1):
-        chosen = [now if at < step / STEPS else before for before, now, at in zip(*ends, given_way, strict=True)]
-        pictures = np.stack([picture for picture, _ in chosen])
-        table = pd.DataFrame([row for _, row in chosen])
-        table["image/diversity"] = diversity(picture_statistics(pictures)[1], table["uid"].to_numpy())
-        validations[step * EVERY] = table.groupby("uid", sort=True).mean()
-    put(name, [], {}, validations)
+    rng = np.random.default_rng(0)
+    given_way = rng.uniform(size=len(prompts))
+    validations = {
+        step * EVERY: mixed(ends, given_way < step / STEPS).groupby("uid", sort=True).mean()
+        for step in range(STEPS + 1)
+    }
+    metrics: dict[str, dict[int, float]] = {}
+    for iteration in range(1, STEPS * EVERY + 1):  # drawn anew, as the samples of an iteration are
+        means = mixed(ends, rng.uniform(size=len(prompts)) < iteration / (STEPS * EVERY)).drop(columns="uid").mean()
+        for column, value in means.items():
+            name_of = TRAINED if column == "reward" else f"train/{column}/mean"
+            metrics.setdefault(name_of, {})[iteration] = round(float(value), 6)
+    put(name, [], metrics, validations)
+
+
+def mixed(ends: Sequence[Sequence[tuple[np.ndarray, dict[str, Any]]]], late: np.ndarray) -> pd.DataFrame:
+    """The rows of as many pictures, each from the second of `ends` where it is `late`, with their diversity."""
+    chosen = [now if gave_way else before for before, now, gave_way in zip(*ends, late, strict=True)]
+    table = pd.DataFrame([row for _, row in chosen])
+    thumbnails = picture_statistics(np.stack([picture for picture, _ in chosen]))[1]
+    return table.assign(**{"image/diversity": diversity(thumbnails, table["uid"].to_numpy())})
 
 
 def scored(

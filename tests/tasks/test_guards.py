@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 from scipy.stats import kendalltau, ttest_1samp
 
-from benchmarks.guards import ALL, Record, flagged, verdicts
+from benchmarks.guards import ALL, Record, flagged, flagged_by_trends, verdicts
 from tasks.config.reward import GuardConfig, RewardConfig
 from tasks.config.tree import TrainConfig
 from tasks.records.guards import TRAINED, FloorWatch, Guard, GuardWatch, tau
@@ -258,7 +258,7 @@ def test_a_guard_that_could_never_stop_the_run_is_refused(settings: dict, messag
 
 GOOD = ["diffusion_nft", "to_the_limit"]
 BAD = {
-    "small_files": {"ocr", "tesseract"},
+    "small_files": {"ocr", "tesseract", "saturation"},
     "stripes": {"tesseract"},
     "paper": {"ocr", "tesseract", "edge_density", "saturation", "diversity"},
     "one_each": {"diversity"},
@@ -272,6 +272,11 @@ def test_a_run_that_is_known_to_be_good_is_not_flagged(name: str, every: int) ->
     """With a validation every four iterations, or every eight."""
     assert not ALL[name].hacked
     assert not flagged(verdicts(Record.read(name), GuardConfig(), every))
+
+
+def test_trends_alone_cry_wolf_where_pictures_only_get_better() -> None:
+    """The rule of before, on a run whose pictures become those that the base model learnt from."""
+    assert "entropy" in flagged_by_trends(Record.read("to_the_limit"))
 
 
 @pytest.mark.parametrize("name", BAD)
