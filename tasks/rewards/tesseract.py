@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does the picture show the text it should? Read by Tesseract: a second reader, to watch a run that trains on `ocr`."""
+"""Tesseract reads the text in the picture: a second reader, to watch a run that trains on `ocr`."""
 
 from collections.abc import Sequence
 from importlib.metadata import version
