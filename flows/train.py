@@ -45,9 +45,9 @@ from tasks.run.opening import apply_overrides, open_run
 from tasks.run.parts import in_parts
 from tasks.run.preflight import check_inputs
 from tasks.run.progress import Progress
-from tasks.run.summary import Summary, register_export, summarise
+from tasks.run.summary import Summary, keep_good_weights, register_export, summarise
 from tasks.run.training import TrainingRun
-from tasks.run.watching import watch_floor, watch_guards
+from tasks.run.watching import stop_if_flagged, watch_floor, watch_guards
 from tasks.stages.log import log_files
 from tasks.stages.old_log_prob import old_log_prob
 from tasks.stages.save import save_checkpoint
@@ -169,11 +169,17 @@ def log_iteration(run: TrainingRun, iteration: Iteration, metrics: dict[str, flo
 
     The log's last request ends the iteration: killed before it, the iteration's record is made again, from what is
     kept of its samples and its checkpoint.
+
+    Raises:
+        RewardHacking: see `stop_if_flagged`; the iteration is logged then.
     """
     settings, number, images = run.config.trainer, iteration.number, len(iteration.advantages)
     validation = validate_weights(run, clock) if run.is_online and _due(number, settings.test_freq, run) else None
     metrics |= validation.metrics() if validation else {}
-    metrics |= watch_guards(run.guards, run.tracker, run.iteration, metrics)
+    held_out = validation.samples if validation else None
+    metrics |= watch_guards(run.config, run.guards, run.tracker, run.iteration, metrics, held_out)
+    if validation and run.config.reward.guards.action == "stop" and run.moved and not run.guards.suspects:
+        keep_good_weights(clock, run)
     if run.is_online:
         watch_floor(run.online.floor, run.tracker, run.iteration, metrics)
     metrics["cost/images"] = float(number * images)
@@ -199,6 +205,7 @@ def log_iteration(run: TrainingRun, iteration: Iteration, metrics: dict[str, flo
     run.report.add(number, metrics | memory)
     if validation:
         write_note(run)
+    stop_if_flagged(run.config, run.guards, number)
 
 
 def show_iteration(

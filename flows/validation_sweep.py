@@ -17,12 +17,12 @@ from tasks.config.measurement import Measurement
 from tasks.config.tree import NO_OVERRIDES, TrainConfig, TrainOverrides
 from tasks.records.comparison import paired_gain
 from tasks.records.model_registry import (
-    CHAMPION,
     ITERATION,
     REGRESSION,
     TABLE,
     Measurements,
     measurable_versions,
+    promote,
     tag_regression,
 )
 from tasks.records.tracking import Tracker, mlflow_client
@@ -46,8 +46,9 @@ def validation_sweep(
 
     All weights are drawn with the same prompts and noise, so every comparison is paired. The registry's alias
     `champion` moves to a version that is significantly better than the champion so far (the base model, where there
-    is none). A version that is significantly worse than either is tagged and sends the event `doubleflow.regression`;
-    this flow run then ends as Regression, with a sentence for each. A sweep that was killed goes on with what is left.
+    is none), unless the guards of the run that trained it flagged it. A version that is significantly worse than
+    either is tagged and sends the event `doubleflow.regression`; this flow run then ends as Regression, with a sentence
+    for each. A sweep that was killed goes on with what is left.
 
     Args:
         config: the recipe; its experiment_name is the registered model.
@@ -133,8 +134,9 @@ class Sweep:
 
     def _judge(self, version: ModelVersion, verdict: Verdict, tracker: Tracker) -> str | None:
         if verdict.better:
-            self.measured.client.set_registered_model_alias(version.name, CHAMPION, version.version)
-            get_run_logger().info("%s version %s is the new champion", version.name, version.version)
+            doubt = promote(self.measured.client, version)
+            told = "is the new champion" if doubt is None else f"is better and not made the champion: {doubt}"
+            get_run_logger().info("%s version %s %s", version.name, version.version, told)
         if verdict.worse is None:
             return None
         text = f"{version.name} version {version.version} is worse than {verdict.worse}"

@@ -190,6 +190,24 @@ def check_profile(config: "TrainConfig") -> None:
             raise ValueError(f"trainer.profile.{field} names {unknown[0]}, but there are {there}: they count from 0")
 
 
+def check_guards(config: "TrainConfig") -> None:
+    """What is to stop a run must be there, and be asked."""
+    guards, every = config.reward.guards, config.trainer.test_freq
+    if guards.action != "stop":
+        return
+    if not config.is_online or every == 0:
+        why = "trainer.test_freq is 0" if config.is_online else "algorithm.sample_source is offline"
+        raise ValueError(
+            f"reward.guards.action is stop and {why}: guards are tested at validations, so validate every few "
+            "iterations, or set action to flag"
+        )
+    if not guards.statistics and not any(entry.guard for entry in config.reward.functions.values()):
+        raise ValueError(
+            "reward.guards.action is stop, but nothing is watched: give a reward guard: true, or set "
+            "reward.guards.statistics to true"
+        )
+
+
 CHECKS: tuple[Callable[["TrainConfig"], None], ...] = (
     check_group_size,
     check_log_probs_exist,
@@ -203,4 +221,5 @@ CHECKS: tuple[Callable[["TrainConfig"], None], ...] = (
     check_queues,
     check_determinism,
     check_profile,
+    check_guards,
 )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`reward`: reward functions, their workers, and the guards that watch them."""
 
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -86,11 +86,34 @@ class GuardConfig(Section):
     """What tells a better policy from one that found a hole in its reward."""
 
     statistics: bool = Field(
-        True, description="Measure edge density, entropy, saturation and diversity of the pictures, as guards too."
+        True,
+        description="Measure edge density, entropy, saturation and diversity of the pictures; all but entropy are "
+        "guards too.",
     )
-    window: int = Field(20, ge=5, le=MOST_ITERATIONS, description="Iterations over which trends are tested.")
+    window: int = Field(20, ge=5, le=MOST_ITERATIONS, description="Iterations over which trends are logged.")
     p_value: float = Field(
-        0.01, gt=0, lt=1, description="Level of the trend tests, shared among the guards: p_value / their number each."
+        0.01,
+        gt=0,
+        lt=1,
+        description="Level of the tests of a validation, shared among the guards: p_value / their number each.",
+    )
+    validations: int = Field(
+        2, ge=1, le=MOST_ITERATIONS, description="Validations in a row that must find a guard fallen, to flag it."
+    )
+    reward_margin: float = Field(
+        0.2,
+        ge=0,
+        le=MOST_COEFFICIENT,
+        description="How far a guard that is a reward may fall, in standard deviations among the prompts of the first "
+        "validation.",
+    )
+    statistics_margin: float = Field(
+        2.0, ge=0, le=MOST_COEFFICIENT, description="How far a picture statistic may fall, likewise."
+    )
+    action: Literal["flag", "stop"] = Field(
+        "flag",
+        description="flag: a warning and a tag. stop: the run also ends with an error after the iteration in which a "
+        "guard is flagged, and keeps the weights of the last validation that found none fallen.",
     )
     floor_iterations: int = Field(
         3,

@@ -5,8 +5,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import pandas as pd
 
 from tasks.config.reward import GuardConfig, RewardConfig
+from tasks.records.held_out_falls import Fall, fall, prompt_means
 from tasks.rewards import reward_bounds
 
 TRAINED = "critic/rewards/mean"
@@ -19,82 +21,144 @@ ALIKE = 1e-6
 
 
 @dataclass(frozen=True)
-class Trend:
-    """Mann-Kendall test of a series: Kendall's tau of its values with time, and one-sided p-values of either trend."""
+class Guard:
+    """What is watched.
 
-    tau: float
-    p_rise: float
-    p_fall: float
-
-
-def trend(values: Sequence[float]) -> Trend:
-    """The trend of a series; a constant one has none (tau 0, p 1).
-
-    The p-values hold for independent values. Means of successive iterations are nearly so, as their prompts and noise
-    are new draws; a policy that wanders without aim is not, and makes small p-values more frequent.
+    Attributes:
+        metric: its mean in an iteration.
+        column: of a validation's table.
+        margin: how far it may fall, see `tasks.records.held_out_falls.fall`.
     """
+
+    metric: str
+    column: str
+    margin: float
+
+
+def tau(values: Sequence[float]) -> float:
+    """Kendall's tau of a series with time: 1 where it only rises, -1 where it only falls; a constant one has 0."""
     if len(set(values)) < 2:
-        return Trend(0.0, 1.0, 1.0)
+        return 0.0
     from scipy.stats import kendalltau  # here: a second of work, for runs with guards alone
 
-    time = range(len(values))
-    rise, fall = (kendalltau(time, values, alternative=side) for side in ("greater", "less"))
-    return Trend(float(rise.statistic), float(rise.pvalue), float(fall.pvalue))
+    return float(kendalltau(range(len(values)), values).statistic)
 
 
 class GuardWatch:
-    """Tests the last iterations for a trained reward that rises while a guard falls.
+    """Watches for a trained reward that rises while a guard falls: trends in training, verdicts at validations.
 
     Args:
-        config: window and level.
-        guards: guard's name -> the metric that holds its mean in an iteration.
+        config: levels, margins, and how many validations in a row.
+        guards: by name.
         history: metric -> its values by iteration, of the iterations before this process.
+        validations: iteration -> the table of its validation, of those before this process; asked for once.
+
+    Attributes:
+        since: guard -> the first iteration in which it was flagged.
+        flagged: those that the newest validation flags.
+        suspects: those that it finds fallen, whether or not the validations before did.
     """
 
-    def __init__(self, config: GuardConfig, guards: Mapping[str, str], history: Callable[[str], Mapping[int, float]]):
+    def __init__(
+        self,
+        config: GuardConfig,
+        guards: Mapping[str, Guard],
+        history: Callable[[str], Mapping[int, float]],
+        validations: Callable[[], Mapping[int, pd.DataFrame]],
+    ):
         """Take up where the history ends: guards that were flagged stay so."""
         self.config, self.guards = config, dict(guards)
-        self.values = {metric: dict(history(metric)) for metric in (TRAINED, *self.guards.values())}
+        metrics = (TRAINED, *(guard.metric for guard in self.guards.values()))
+        self.values = {metric: dict(history(metric)) for metric in metrics}
         self.since: dict[str, int] = {}
-        for guard in self.guards:
-            flagged = [step for step, value in history(f"guard/{guard}/flag").items() if value]
-            if flagged:
-                self.since[guard] = min(flagged)
+        self.flagged: set[str] = set()
+        for name in self.guards:
+            flags = history(f"guard/{name}/flag")
+            if any(flags.values()):
+                self.since[name] = min(step for step, value in flags.items() if value)
+            if flags and flags[max(flags)]:
+                self.flagged.add(name)
+        self.suspects = set(self.flagged)
+        self._validations = validations
+        self._means: dict[int, pd.DataFrame] | None = None
 
     def observe(self, iteration: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Take in an iteration's metrics; the guards' own metrics of it.
-
-        A guard is flagged when, over the last `window` iterations that have both, the trained reward rises at level
-        `p_value` and the guard falls at level `p_value` / (number of guards).
+        """Take in an iteration's metrics; their trends over the last `window` iterations, which are no verdict.
 
         Returns:
-            guard/<name>/tau and guard/<name>/flag (0 or 1) of each guard that has a full window, and
-            guard/reward/tau.
+            guard/<name>/tau of each guard that has a full window, and guard/reward/tau.
         """
         for metric, values in self.values.items():
             if metric in metrics:
                 values[iteration] = metrics[metric]
         found: dict[str, float] = {}
-        for guard, metric in self.guards.items():
-            both = [step for step in self.values[TRAINED] if step <= iteration and step in self.values[metric]]
+        for name, guard in self.guards.items():
+            both = [step for step in self.values[TRAINED] if step <= iteration and step in self.values[guard.metric]]
             steps = sorted(both)[-self.config.window :]
-            if len(steps) < self.config.window:
-                continue
-            reward, watched = (trend([self.values[name][step] for step in steps]) for name in (TRAINED, metric))
-            falls = watched.p_fall < self.config.p_value / len(self.guards)
-            flag = reward.p_rise < self.config.p_value and falls
-            if flag:
-                self.since.setdefault(guard, iteration)
-            found |= {"guard/reward/tau": reward.tau, f"guard/{guard}/tau": watched.tau}
-            found[f"guard/{guard}/flag"] = float(flag)
+            if len(steps) == self.config.window:
+                found["guard/reward/tau"] = tau([self.values[TRAINED][step] for step in steps])
+                found[f"guard/{name}/tau"] = tau([self.values[guard.metric][step] for step in steps])
         return found
 
-    def sentence(self) -> str | None:
-        """What has been flagged so far and since which iteration, for a tag and a warning; None where nothing has."""
-        if not self.since:
+    def judge(self, iteration: int, table: pd.DataFrame) -> dict[str, float]:
+        """Take in an iteration's validation, and give each guard its verdict.
+
+        A guard is flagged where this validation and the `validations` - 1 before it all find it fallen while the
+        trained reward rose, at level `p_value` / (number of guards): see `tasks.records.held_out_falls.fall`.
+
+        Args:
+            iteration: later than all before.
+            table: a row a picture, with uid, reward and the guards' columns.
+
+        Returns:
+            guard/<name>/flag (0 or 1) of each guard that has an earlier validation, and guard/<name>/fall.
+        """
+        columns = [guard.column for guard in self.guards.values()]
+        if self._means is None:
+            self._means = {step: prompt_means(before, columns) for step, before in self._validations().items()}
+        means = {step: before for step, before in self._means.items() if step < iteration}
+        self._means = means | {iteration: prompt_means(table, columns)}
+        found: dict[str, float] = {}
+        self.flagged, self.suspects = set(), set()
+        for name, guard in self.guards.items():
+            falls = self._falls(guard)
+            if falls:
+                found |= self._verdict(name, falls, iteration)
+        return found
+
+    def _falls(self, guard: Guard) -> list[Fall]:
+        """At the last `validations` validations, or as many as have one earlier; none where the last has none."""
+        means, level = self._means or {}, self.config.p_value / len(self.guards)
+        last = sorted(means)[-self.config.validations :]
+        found = [fall(means, step, guard.column, level, guard.margin) for step in last]
+        return [] if found[-1] is None else [one for one in found if one is not None]
+
+    def _verdict(self, name: str, falls: Sequence[Fall], iteration: int) -> dict[str, float]:
+        if falls[-1].suspicious:
+            self.suspects.add(name)
+        if len(falls) == self.config.validations and all(one.suspicious for one in falls):
+            self.flagged.add(name)
+            self.since.setdefault(name, iteration)
+        found = {f"guard/{name}/flag": float(name in self.flagged)}
+        return found | ({f"guard/{name}/fall": falls[-1].spreads} if np.isfinite(falls[-1].spreads) else {})
+
+    @property
+    def doubtful_from(self) -> int:
+        """The first iteration after the last validation that has no part in a flag of the newest one."""
+        before = sorted(self._means or {})[: -self.config.validations]
+        return before[-1] + 1 if before else 0
+
+    def sentence(self, now: bool = False) -> str | None:
+        """What has been flagged so far and since which iteration, for a tag and a warning; None where nothing has.
+
+        Args:
+            now: of those alone that the newest validation flags.
+        """
+        told = {name: step for name, step in self.since.items() if not now or name in self.flagged}
+        if not told:
             return None
-        return "the reward rises while " + ", ".join(
-            f"{guard} falls (since iteration {step})" for guard, step in self.since.items()
+        return "the held-out reward rises while " + ", ".join(
+            f"{name} falls (since iteration {step})" for name, step in told.items()
         )
 
 

@@ -17,6 +17,7 @@ from mlflow.protos.databricks_pb2 import (
     ErrorCode,
 )
 
+from tasks.records.guards import HACKING_TAG
 from tasks.records.notes import Weights, version_note
 from tasks.records.tracking import Tracker
 
@@ -93,6 +94,13 @@ def _logged_model(tracker: Tracker, name: str, folder: Path, iteration: int) -> 
     return model
 
 
+def tag_versions(tracker: Tracker, name: str, first: int, tag: str, text: str) -> None:
+    """Tag the versions that a run has registered since an iteration, that one included."""
+    for version in tracker.client.search_model_versions(f"name = '{name}' AND run_id = '{tracker.run_id}'"):
+        if int(version.tags.get(ITERATION, -1)) >= first:
+            tracker.client.set_model_version_tag(name, version.version, tag, text)
+
+
 def measurable_versions(client: MlflowClient, name: str) -> list[ModelVersion]:
     """The versions of a registered model that `register` made: the champion, then the others from the oldest on."""
     found = [v for v in client.search_model_versions(f"name = '{name}'") if ITERATION in v.tags]
@@ -108,6 +116,18 @@ def champion(client: MlflowClient, name: str) -> ModelVersion | None:
         if error.error_code in (ErrorCode.Name(RESOURCE_DOES_NOT_EXIST), ErrorCode.Name(INVALID_PARAMETER_VALUE)):
             return None
         raise
+
+
+def promote(client: MlflowClient, version: ModelVersion) -> str | None:
+    """Make a version the champion, unless the guards of the run that trained it flagged it.
+
+    Returns:
+        What they said, where it was not made the champion; else None.
+    """
+    doubt = client.get_model_version(version.name, version.version).tags.get(HACKING_TAG)
+    if doubt is None:
+        client.set_registered_model_alias(version.name, CHAMPION, version.version)
+    return doubt
 
 
 def tag_regression(client: MlflowClient, tag: str, text: str, version: ModelVersion, measurement: str) -> None:

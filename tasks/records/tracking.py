@@ -174,6 +174,15 @@ class Tracker:
             folder_there = Path(path).parent.as_posix()
             self.client.log_artifact(self.run_id, str(local), None if folder_there == "." else folder_there)
 
+    def tables(self, name: str) -> dict[int, pd.DataFrame]:
+        """Step -> the table of that name, see `log_files`."""
+        paths = [path for path in self.listed(name) if path.endswith(".parquet")]
+        with tempfile.TemporaryDirectory() as folder:
+            return {
+                int(Path(path).stem): pd.read_parquet(self.client.download_artifacts(self.run_id, path, folder))
+                for path in paths
+            }
+
     def log_bytes(self, content: bytes, path: str) -> None:
         """A file as an artifact at `path`, which names a folder, too."""
         with tempfile.TemporaryDirectory() as folder:

@@ -1,7 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rewards: one file each, found by name; importing this package registers them all."""
 
-from tasks.rewards import brightness, clip, image_reward, jpeg, judge, ocr, remote, shapes  # noqa: F401
+from tasks.rewards import (  # noqa: F401
+    brightness,
+    clip,
+    image_reward,
+    ink_and_paper,
+    jpeg,
+    judge,
+    ocr,
+    remote,
+    shapes,
+    tesseract,
+)
 from tasks.rewards.base import (
     NOT_FINITE,
     Input,

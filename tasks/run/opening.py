@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ray
@@ -22,19 +23,20 @@ from tasks.actors.rollout_group import LATENTS, PICTURES, RolloutGroup
 from tasks.actors.trainer_group import TrainerGroup
 from tasks.config.tree import TrainConfig, TrainOverrides
 from tasks.data.pairs import SIDES
-from tasks.records.guards import FloorWatch, GuardWatch
+from tasks.records.guards import FloorWatch, Guard, GuardWatch
 from tasks.records.lineage import lineage
 from tasks.records.patience import require_answer
 from tasks.records.run_lock import run_lock
 from tasks.records.run_store import CheckpointError, CheckpointStore
 from tasks.records.tracking import Tracker, tracking_uri
-from tasks.rewards.statistics import NAMES as STATISTICS
+from tasks.rewards.statistics import GUARDS as STATISTICS
 from tasks.run.kept_stages import KeptStages
 from tasks.run.note import run_label, source_tags, write_note
 from tasks.run.preflight import Inputs
 from tasks.run.reporting import RunReport
 from tasks.run.training import CANARY_PROMPTS, OnlineParts, TrainingRun
 from tasks.run.utilisation import Utilisation
+from tasks.run.watching import refuse_flagged
 from tasks.system.files import put_in_place
 from tasks.system.signals import heeded_once
 from tasks.system.stopwatch import Stopwatch
@@ -93,6 +95,7 @@ def open_run(config: TrainConfig, inputs: Inputs, recipe: TrainConfig) -> Iterat
 
     Raises:
         CheckpointError: another process works on the run, or it has checkpoints that it should not have.
+        RewardHacking: its guards have stopped it, and are to stop it still.
         ClusterError: as `open_cluster_and_tracker`.
         MachineLost: a machine with a trainer rank is lost.
     """
@@ -107,7 +110,9 @@ def open_run(config: TrainConfig, inputs: Inputs, recipe: TrainConfig) -> Iterat
         label = run_label(config, recipe)
         with open_cluster_and_tracker(config, label, trains=True, run_id=remembered) as tracker:
             _remember_run_id(config, tracker.run_id)
-            run = _start_actors(config, inputs, tracker, store, RunReport(config, tracker, recipe))
+            guards = watched_guards(config, tracker)
+            refuse_flagged(config, guards)
+            run = _start_actors(config, inputs, tracker, store, guards, RunReport(config, tracker, recipe))
             tracker.log_start(config, run_tags(config, inputs, run.online.reward if run.is_online else None))
             run.resume()
             tracker.log_lineage(lineage(config.data_read()), run.iteration)
@@ -179,7 +184,12 @@ def rank_places(config: TrainConfig) -> RankPlaces:
 
 
 def _start_actors(
-    config: TrainConfig, inputs: Inputs, tracker: Tracker, store: CheckpointStore, report: RunReport
+    config: TrainConfig,
+    inputs: Inputs,
+    tracker: Tracker,
+    store: CheckpointStore,
+    guards: GuardWatch,
+    report: RunReport,
 ) -> TrainingRun:
     """All groups load their models at the same time."""
     settings, trainer_settings = config.actor_rollout_ref, config.trainer
@@ -221,7 +231,7 @@ def _start_actors(
         tracker,
         store,
         KeptStages(config.run_dir / "stages"),
-        GuardWatch(config.reward.guards, guard_metrics(config), tracker.history),
+        guards,
         report,
         online_parts,
         utilisation,
@@ -237,11 +247,15 @@ def _canary(config: TrainConfig, inputs: Inputs, rollout: RolloutGroup) -> Canar
     )
 
 
-def guard_metrics(config: TrainConfig) -> dict[str, str]:
-    """Name of each guard -> the metric of an iteration that is watched."""
-    rewards = {name: f"train/reward/{name}/mean" for name, entry in config.reward.functions.items() if entry.guard}
-    watched = STATISTICS if config.reward.guards.statistics else ()
-    return rewards | {name: f"train/image/{name}/mean" for name in watched}
+def watched_guards(config: TrainConfig, tracker: Tracker) -> GuardWatch:
+    """What shows reward hacking: the rewards that are guards, and the picture statistics whose fall says something."""
+    settings = config.reward.guards
+    names = [name for name, entry in config.reward.functions.items() if entry.guard]
+    guards = {name: Guard(f"train/reward/{name}/mean", f"reward/{name}", settings.reward_margin) for name in names} | {
+        name: Guard(f"train/image/{name}/mean", f"image/{name}", settings.statistics_margin)
+        for name in (STATISTICS if settings.statistics else ())
+    }
+    return GuardWatch(settings, guards, tracker.history, partial(tracker.tables, "validation"))
 
 
 def run_tags(config: TrainConfig, inputs: Inputs, reward: RewardGroup | None) -> dict[str, str]:

@@ -16,13 +16,15 @@ from prefect.utilities.urls import url_for
 
 from tasks.actors.trainer_group import TrainerGroup
 from tasks.records.flow_page import page_logger
+from tasks.records.guards import HACKING_TAG
 from tasks.records.model_registry import HELD_OUT_TAG, address
 from tasks.records.pictures import titled
 from tasks.run.held_out_grids import kept_grids
 from tasks.run.note import exported, write_note
 from tasks.run.training import TrainingRun
+from tasks.run.watching import last_good_folder
 from tasks.stages.log import register_weights
-from tasks.system.files import put_in_place
+from tasks.system.files import put_in_place, remove
 from tasks.system.processes import beside_python
 from tasks.system.stopwatch import Stopwatch
 
@@ -176,10 +178,20 @@ def register_export(clock: Stopwatch, run: TrainingRun) -> tuple[Path, ModelVers
         "doubleflow.weights": "lora" if lora else "full",
         "doubleflow.base_model": str(config.actor_rollout_ref.model.path),
     }
+    flagged = run.guards.sentence(now=True)
+    tags |= {HACKING_TAG: flagged} if flagged else {}
     if not math.isnan(run.held_out):
         tags[HELD_OUT_TAG] = f"{run.held_out:.3f}"
     name, weights = config.trainer.experiment_name, exported(config, folder)
     return folder, register_weights(clock, run.tracker, name, folder, run.iteration, tags, weights)
+
+
+def keep_good_weights(clock: Stopwatch, run: TrainingRun) -> None:
+    """Export the present weights, which the guards found nothing against, in place of those kept before."""
+    folder = last_good_folder(run.config, run.iteration)
+    with clock.stage("export"):
+        export(run.trainer, folder)
+        remove(*(other for other in folder.parent.iterdir() if other != folder))
 
 
 def export(trainer: TrainerGroup, folder: Path) -> Path:

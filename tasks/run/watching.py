@@ -1,24 +1,106 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is said when a run's rewards look wrong: that the policy may hack them, or that one tells no sample apart."""
+"""What is said, and done, when a run's rewards look wrong: the policy may hack them, or one tells no sample apart."""
 
 from collections.abc import Mapping
+from pathlib import Path
 
+import pandas as pd
+
+from models.errors import DoubleflowError
+from tasks.config.tree import TrainConfig
 from tasks.records.flow_page import page_logger
 from tasks.records.guards import FLOOR_TAG, HACKING_TAG, FloorWatch, GuardWatch
+from tasks.records.model_registry import tag_versions
 from tasks.records.tracking import Tracker
+
+LAST_GOOD = "last_good"
+"""Folder of a run with the weights of the last validation that found no guard fallen; that of its iteration in it."""
+
+
+class RewardHacking(DoubleflowError, RuntimeError):
+    """A guard fell while the trained reward rose, and `reward.guards.action` is stop."""
 
 
 def watch_guards(
-    guards: GuardWatch, tracker: Tracker, iteration: int, metrics: Mapping[str, float]
+    config: TrainConfig,
+    guards: GuardWatch,
+    tracker: Tracker,
+    iteration: int,
+    metrics: Mapping[str, float],
+    held_out: pd.DataFrame | None,
 ) -> dict[str, float]:
-    """The guards' metrics of an iteration; a new flag is a warning and a tag of the run."""
-    before = guards.sentence()
+    """The guards' metrics of an iteration and of its validation, if there was one.
+
+    A new flag is a warning, a tag of the run and one of the versions that it has registered since its last validation
+    without a doubt: the validation sweep makes none of those the champion.
+
+    Args:
+        config: of the run.
+        guards: with all before.
+        tracker: of the run.
+        iteration: the number.
+        metrics: of its rollout.
+        held_out: the table of its validation.
+    """
     found = guards.observe(iteration, metrics)
+    if held_out is None:
+        return found
+    before = guards.sentence()
+    found |= guards.judge(iteration, held_out)
     now = guards.sentence()
     if now is not None and now != before:
         tracker.tag(HACKING_TAG, now)
+        tag_versions(tracker, config.trainer.experiment_name, guards.doubtful_from, HACKING_TAG, now)
         page_logger().warning("this may be reward hacking: %s; look at the pictures", now)
     return found
+
+
+def stop_if_flagged(config: TrainConfig, guards: GuardWatch, iteration: int) -> None:
+    """End the run where its newest validation flags a guard and `reward.guards.action` is stop.
+
+    Raises:
+        RewardHacking: it does; with where the last good weights are.
+    """
+    sentence = guards.sentence(now=True)
+    if sentence is not None and config.reward.guards.action == "stop":
+        told = _told(config, sentence)
+        raise RewardHacking(f"stopped after iteration {iteration} by reward.guards.action stop: {told}")
+
+
+def refuse_flagged(config: TrainConfig, guards: GuardWatch) -> None:
+    """Say of a run that is to go on that its newest validation flagged a guard.
+
+    Raises:
+        RewardHacking: `reward.guards.action` is stop.
+    """
+    sentence = guards.sentence(now=True)
+    if sentence is None:
+        return
+    if config.reward.guards.action == "stop":
+        raise RewardHacking(f"{config.run_name} is stopped by its guards: {_told(config, sentence)}")
+    page_logger().warning("%s goes on although it is flagged: %s", config.run_name, sentence)
+
+
+def last_good_folder(config: TrainConfig, iteration: int) -> Path:
+    """Where the weights of that iteration are, should it be the last good one."""
+    return config.run_dir / LAST_GOOD / f"{iteration:06d}"
+
+
+def last_good(config: TrainConfig) -> Path | None:
+    """The weights of the last validation that found no guard fallen; None where none were kept."""
+    folders = sorted((config.run_dir / LAST_GOOD).glob("[0-9]*"), key=lambda folder: int(folder.name))
+    return folders[-1] if folders else None
+
+
+def _told(config: TrainConfig, sentence: str) -> str:
+    folder = last_good(config)
+    weights = f"no trained ones: begin again from {config.actor_rollout_ref.model.path}"
+    if folder is not None:
+        weights = f"those of iteration {int(folder.name)}, in {folder}"
+    return (
+        f"{sentence}; the weights of the last validation before are {weights}; look at the pictures, and to go on "
+        "from where it stopped, set reward.guards.action=flag"
+    )
 
 
 def watch_floor(floor: FloorWatch, tracker: Tracker, iteration: int, metrics: Mapping[str, float]) -> None:

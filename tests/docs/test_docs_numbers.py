@@ -195,8 +195,11 @@ CLAIMS: list[tuple[Any, ...]] = [
     ("docs/architecture.md", "the first @ test prompts", CANARY_PROMPTS),
     ("docs/training.md", "the canary's tolerance on the CPU is #", OTHER_ENGINE_TOLERANCE),
     ("docs/rewards.md", "`reward.max_missing_fraction` (#)", default("reward.max_missing_fraction")),
-    ("docs/rewards.md", "`reward.guards.window` (#)", default("reward.guards.window")),
-    ("docs/rewards.md", "at level `p_value` (#)", default("reward.guards.p_value")),
+    ("docs/rewards.md", "over the last `window` (#)", default("reward.guards.window")),
+    ("docs/rewards.md", "both tests is `p_value` (#)", default("reward.guards.p_value")),
+    ("docs/rewards.md", "when `validations` (#)", default("reward.guards.validations")),
+    ("docs/rewards.md", "is # (`reward_margin`)", default("reward.guards.reward_margin")),
+    ("docs/rewards.md", "# (`statistics_margin`)", default("reward.guards.statistics_margin")),
     ("docs/rewards.md", "| `num_workers`, `num_cpus`, `num_gpus` | #, #, # |", 1, 0, 0),
     (
         "docs/rewards.md",

@@ -317,45 +317,71 @@ from pathlib import Path
 import numpy as np
 
 
-def climb(latents, prompts, sign=1.0, dies_at=0):
+def climb(latents, prompts, sign=1.0, dies_at=0, after=0):
     with Path(f"calls{sign}").open("a") as file:
         file.write(".")
         calls = file.tell()
     if calls == dies_at:
         os.kill(os.getpid(), signal.SIGKILL)
-    return sign * (calls + np.tanh(latents.mean(axis=(1, 2))))
+    return sign * max(calls - after, 0) + (sign > 0) * np.tanh(latents.mean(axis=(1, 2)))
 
 
 climb.wants = "latents"
 """
 
 
-def test_latents_are_enough_a_worker_may_die_and_hacking_is_flagged(workspace: Workspace) -> None:
-    """One reward climbs with every call while the guard falls; both see latents, so training decodes no picture."""
+def test_latents_are_enough_a_worker_may_die_and_a_guard_stops_the_run(workspace: Workspace) -> None:
+    """One reward climbs with every call; the guard falls from the second iteration on. Both see latents, so training
+    decodes no picture.
+
+    Stopped at the second validation that finds it fallen, the run has ended in every record, says where the last good
+    weights are, and does not go on until somebody says that it shall.
+    """
     write_module(workspace, "hacked_reward", HACKED_REWARD)
     climbs = "{reward: 'hacked_reward:climb', options: {dies_at: 6}, retry_wait_s: 0}"
-    falls = "{reward: 'hacked_reward:climb', options: {sign: -1.0}, guard: true}"
-    output = workspace.train(
+    falls = "{reward: 'hacked_reward:climb', options: {sign: -1.0, after: 7}, guard: true}"
+    settings = [
         f"reward.functions={{climbs: {climbs}, taste: {falls}}}",
-        "reward.guards={window: 5, p_value: 0.05, statistics: false}",
-        "trainer={total_training_steps: 5, val_before_train: false, test_freq: 0, save_freq: 0}",
-    )
+        "reward.guards={window: 5, p_value: 0.05, statistics: false, action: stop}",
+        "trainer={total_training_steps: 5, test_freq: 1, save_freq: 1, export_freq: 1}",
+    ]
+    output = " ".join(workspace.train(*settings, check=False).split())
     (run,) = workspace.mlflow_runs()
-    assert run.info.status == "FINISHED"
-    # The dead worker's batch twice, the one before too if its answer had not left the process, and the validation's.
-    assert len((workspace.folder / "calls1.0").read_text()) - (5 * 4 + 1) in (1, 2)
-    metrics, client = run.data.metrics, workspace.client()
+    metrics, client, folder = run.data.metrics, workspace.client(), workspace.run_folder()
+    assert (run.info.status, metrics["trainer/global_step"]) == ("FAILED", 3)
     assert metrics["reward/climbs/missing"] == 0
     assert metrics["perf/reward_busy_s/climbs"] > 0
-    samples = pd.read_parquet(client.download_artifacts(run.info.run_id, "samples/000005.parquet"))
+    samples = pd.read_parquet(client.download_artifacts(run.info.run_id, "samples/000003.parquet"))
     assert not [column for column in samples if column.startswith("image/")]
     assert (samples["reward"] == samples["reward/climbs"]).all(), "the guard is no part of it"
 
     flags = {m.step: m.value for m in client.get_metric_history(run.info.run_id, "guard/taste/flag")}
-    assert flags == {5: 1.0}
-    sentence = "the reward rises while taste falls (since iteration 5)"
+    assert flags == {1: 0.0, 2: 0.0, 3: 1.0}
+    sentence = "the held-out reward rises while taste falls (since iteration 3)"
     assert run.data.tags["doubleflow.reward_hacking"] == sentence
     assert f"this may be reward hacking: {sentence}" in output
+    assert [path.name for path in (folder / "last_good").iterdir()] == ["000001"]
+    assert (
+        f"error: stopped after iteration 3 by reward.guards.action stop: {sentence}; the weights of the last" in output
+    )
+    assert "are those of iteration 1, in runs/" in output
+    assert "Traceback" not in output
+    versions = {v.tags["doubleflow.iteration"]: v.tags for v in client.search_model_versions("name = 'tiny'")}
+    assert versions.keys() == {"1", "2", "3"}
+    assert [step for step, tags in versions.items() if tags.get("doubleflow.reward_hacking") == sentence] == ["2", "3"]
+
+    output = " ".join(workspace.train(*settings, check=False).split())
+    assert "is stopped by its guards: the held-out reward rises while taste falls (since iteration 3); the" in output
+    (run,) = workspace.mlflow_runs()
+    assert (run.info.status, run.data.metrics["trainer/global_step"]) == ("FAILED", 3)
+
+    output = " ".join(workspace.train(*settings, "reward.guards.action=flag").split())
+    assert f"goes on although it is flagged: {sentence}" in output
+    (run,) = workspace.mlflow_runs()
+    assert (run.info.status, run.data.metrics["trainer/global_step"]) == ("FINISHED", 5)
+    assert run.data.metrics["guard/taste/flag"] == 1
+    taus = [m.step for m in client.get_metric_history(run.info.run_id, "guard/taste/tau")]
+    assert taus == [5], "the trends have the iterations of both processes"
 
 
 BLIND_REWARD = """

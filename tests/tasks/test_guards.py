@@ -1,12 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Image statistics in closed form, and the flag that the reward rises while a guard falls."""
+"""Image statistics in closed form, the flag that the reward rises while a guard falls, and recorded runs."""
+
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
-from scipy.stats import kendalltau
+from scipy.stats import kendalltau, ttest_1samp
 
+from benchmarks.guards import ALL, Record, flagged, flagged_by_trends, verdicts
 from tasks.config.reward import GuardConfig, RewardConfig
-from tasks.records.guards import TRAINED, FloorWatch, GuardWatch, trend
+from tasks.config.tree import TrainConfig
+from tasks.records.guards import TRAINED, FloorWatch, Guard, GuardWatch, tau
+from tasks.records.held_out_falls import fall, p_above, prompt_means
 from tasks.rewards.statistics import diversity, edge_density, entropy, picture_statistics, saturation, thumbnail
 
 # --- statistics
@@ -68,94 +75,214 @@ def test_statistics_of_a_video_are_means_over_its_frames() -> None:
     assert picture_statistics(videos[:, 0])[0]["entropy"][0] == pytest.approx(entropy(videos[0, 0]), rel=1e-6)
 
 
-# --- the flag
+# --- trends
 
 
-def test_a_trend_is_kendalls_tau_with_time() -> None:
-    rising = trend([0.1, 0.3, 0.2, 0.4, 0.5, 0.9])
-    assert rising.tau == pytest.approx((14 - 1) / 15)  # one of 15 pairs is out of order
-    # Of the 720 orders of six values, 1 + 5 have at most one pair out of order.
-    assert rising.p_rise == pytest.approx(6 / 720)
-    assert rising.p_fall > 0.99
-    assert trend([0.4] * 8).p_rise == 1
-    assert trend([1, 2, 3]).p_rise == kendalltau(range(3), [1, 2, 3], alternative="greater").pvalue
+def test_tau_is_kendalls() -> None:
+    assert tau([0.1, 0.3, 0.2, 0.4, 0.5, 0.9]) == pytest.approx((14 - 1) / 15)  # one of 15 pairs is out of order
+    assert tau([0.4] * 8) == 0
+    assert tau([3, 2, 1]) == pytest.approx(kendalltau(range(3), [3, 2, 1]).statistic)
 
 
-def watch(history: dict | None = None, window: int = 10, p_value: float = 0.01) -> GuardWatch:
-    past = history or {}
-    guards = {"taste": "train/reward/taste/mean", "diversity": "train/image/diversity/mean"}
-    return GuardWatch(GuardConfig(window=window, p_value=p_value), guards, lambda name: past.get(name, {}))
+def test_trends_wait_for_a_full_window_and_forget_what_is_before_it() -> None:
+    watched = watch(window=5)
+    rows = zip([9, 8, 7, *RISING[:5]], [0, 0, 0, *-RISING[:5]], strict=True)
+    found = [watched.observe(step, {TRAINED: up, TASTE.metric: down}) for step, (up, down) in enumerate(rows, 1)]
+    assert found[:4] == [{}] * 4
+    assert found[7] == {"guard/reward/tau": pytest.approx(1), "guard/taste/tau": pytest.approx(-1)}
+    assert watched.sentence() is None, "a trend is no verdict"
 
 
-def run(watched: GuardWatch, reward: np.ndarray, taste: np.ndarray, spread: np.ndarray, first: int = 1) -> list[dict]:
-    names = (TRAINED, "train/reward/taste/mean", "train/image/diversity/mean")
-    rows = zip(reward, taste, spread, strict=True)
-    return [watched.observe(first + i, dict(zip(names, row, strict=True))) for i, row in enumerate(rows)]
+# --- the test of one validation
 
 
-RISING, NOISE = np.linspace(0, 1, 12), np.array([3, 1, 4, 1.5, 9, 2, 6, 5, 3.5, 5.5, 8, 7])
+def test_p_above_is_the_t_test_shifted_by_the_margin() -> None:
+    values = np.array([0.3, 0.1, 0.5, 0.2, 0.7])
+    assert p_above(values, 0.1) == pytest.approx(ttest_1samp(values - 0.1, 0, alternative="greater").pvalue)
+    assert (p_above(np.full(4, 0.2), 0.1), p_above(np.full(4, 0.2), 0.2)) == (0, 1)
+    assert (p_above(np.array([5.0]), 0), p_above(np.array([]), 0)) == (1, 1)
 
 
-def test_a_guard_that_falls_while_the_reward_rises_is_flagged() -> None:
-    watched = watch()
-    found = run(watched, RISING, 1 - RISING, NOISE)
-    assert found[:9] == [{}] * 9, "no verdict before the window is full"
-    assert found[9]["guard/taste/flag"] == 1
-    assert found[9]["guard/taste/tau"] == pytest.approx(-1)
-    assert found[9]["guard/reward/tau"] == pytest.approx(1)
-    assert found[9]["guard/diversity/flag"] == 0
-    assert watched.sentence() == "the reward rises while taste falls (since iteration 10)"
+def held_out(reward: float, taste: float, spread: float = 0.1, prompts: int = 40, seed: int = 0) -> pd.DataFrame:
+    """A validation of two pictures a prompt, around these means; each prompt has its own level, the same ever after."""
+    levels = np.random.default_rng(7).normal(0, 0.2, (2, prompts))
+    noise = np.random.default_rng((seed, 1)).normal(0, spread, (2, prompts, 2))
+    columns = [level[:, None] + mean + own for level, mean, own in zip(levels, (reward, taste), noise, strict=True)]
+    columns = [np.ravel(column - column.mean() + mean) for column, mean in zip(columns, (reward, taste), strict=True)]
+    return pd.DataFrame(
+        {"uid": np.repeat(np.arange(prompts), 2), "reward": columns[0], "reward/taste": columns[1], "text": "472"}
+    )
 
 
-def test_only_the_last_window_counts() -> None:
-    """What rose and fell long ago is no flag now, and a fall after a long calm is one."""
-    watched = watch()
-    run(watched, RISING, 1 - RISING, NOISE)
-    after = run(watched, NOISE, NOISE, NOISE, first=13)
-    assert after[-1]["guard/taste/flag"] == 0
-    assert run(watched, RISING, 1 - RISING, NOISE, first=25)[-1]["guard/taste/flag"] == 1
+def test_a_fall_is_from_the_validation_at_which_the_guard_was_highest() -> None:
+    """It rose first, as guards do where a reward is over-optimised: below the peak counts, not below the start."""
+    series = {0: (0.5, 0.5), 10: (0.7, 0.8), 20: (0.9, 0.5)}
+    means = {step: prompt_means(held_out(*pair, seed=step), ["reward/taste"]) for step, pair in series.items()}
+    found = fall(means, 20, "reward/taste", 0.01, 0.2)
+    assert found is not None
+    assert (found.reference, found.suspicious) == (10, True)
+    assert found.mean == pytest.approx(0.3)
+    spread = np.std(means[0]["reward/taste"], ddof=1)
+    assert found.spreads == pytest.approx(0.3 / spread)
+    # The margin is in those, and a fall that is surely there and smaller is none.
+    assert not fall(means, 20, "reward/taste", 0.01, 0.3 / spread).suspicious  # type: ignore[union-attr]
+    assert fall(means, 0, "reward/taste", 0.01, 0.2) is None, "nothing is earlier"
+    assert fall(means, 20, "reward/nobody", 0.01, 0.2) is None
 
 
 @pytest.mark.parametrize(
-    ("reward", "taste"),
-    [(RISING, RISING), (RISING, NOISE), (NOISE, 1 - RISING), (1 - RISING, 1 - RISING), (RISING, np.ones(12))],
+    "later",
+    [(0.5, 0.2), (0.3, 0.2), (0.9, 0.5), (0.9, 0.9), (0.9, 0.49)],
+    ids=["the reward stays", "both fall", "the guard stays", "both rise", "it hardly falls"],
 )
-def test_nothing_else_is_flagged(reward: np.ndarray, taste: np.ndarray) -> None:
+def test_nothing_else_is_suspicious(later: tuple[float, float]) -> None:
+    means = {0: prompt_means(held_out(0.5, 0.5), ["reward/taste"])}
+    means[10] = prompt_means(held_out(*later, seed=1), ["reward/taste"])
+    assert not fall(means, 10, "reward/taste", 0.01, 0.2).suspicious  # type: ignore[union-attr]
+
+
+def test_prompts_are_paired_and_one_without_a_score_is_left_out() -> None:
+    first, now = held_out(0.5, 0.5), held_out(0.8, 0.2, seed=1)
+    means = {0: prompt_means(first, ["reward/taste"])}
+    now.loc[now["uid"] == 3, ["reward", "reward/taste"]] = np.nan
+    means[10] = prompt_means(now.sample(frac=1, random_state=0), ["reward/taste"])
+    found = fall(means, 10, "reward/taste", 0.01, 0.2)
+    assert found is not None
+    kept = means[0]["reward/taste"].drop(3).mean() - means[10]["reward/taste"].drop(3).mean()
+    assert found.mean == pytest.approx(kept)
+    assert found.suspicious
+
+
+# --- the flag
+
+TASTE = Guard("train/reward/taste/mean", "reward/taste", 0.2)
+RISING = np.linspace(0, 1, 12)
+
+
+def watch(history: dict | None = None, validations: dict | None = None, **settings: Any) -> GuardWatch:
+    past = history or {}
+    return GuardWatch(
+        GuardConfig(**settings), {"taste": TASTE}, lambda name: past.get(name, {}), lambda: validations or {}
+    )
+
+
+def watch_one(reward_margin: float = 0.2) -> GuardWatch:
+    """That flags at the first validation which finds a guard fallen."""
+    guard = replace(TASTE, margin=reward_margin)
+    return GuardWatch(GuardConfig(validations=1), {"taste": guard}, lambda name: {}, dict)
+
+
+HACKED = {0: (0.5, 0.5), 10: (0.6, 0.52), 20: (0.7, 0.3), 30: (0.8, 0.25), 40: (0.9, 0.6)}
+"""The guard falls at 20 and 30, and is back at 40."""
+
+
+def tables(series: dict[int, tuple[float, float]]) -> dict[int, pd.DataFrame]:
+    return {step: held_out(*pair, seed=step) for step, pair in series.items()}
+
+
+def test_a_guard_is_flagged_at_the_second_validation_in_a_row_that_finds_it_fallen() -> None:
     watched = watch()
-    assert not any(row["guard/taste/flag"] for row in run(watched, reward, taste, NOISE)[9:])
-    assert watched.sentence() is None
+    found = {step: watched.judge(step, table) for step, table in list(tables(HACKED).items())[:4]}
+    assert found[0] == {}
+    assert [found[step]["guard/taste/flag"] for step in (10, 20, 30)] == [0, 0, 1]
+    assert found[10]["guard/taste/fall"] < 0 < found[20]["guard/taste/fall"]
+    assert watched.sentence() == "the held-out reward rises while taste falls (since iteration 30)"
+    assert (watched.flagged, watched.suspects) == ({"taste"}, {"taste"})
+    assert watched.doubtful_from == 11, "what was exported after iteration 10, the last validation without a doubt"
 
 
-def test_two_guards_share_the_level() -> None:
-    """A fall whose p-value lies between level / 2 and level is one of two chances, so it is no flag."""
-    taste = np.array([1.0, 0.9, 0.8, 0.7, 0.5, 0.6])
-    fall, rise = trend(taste).p_fall, trend(RISING[:6]).p_rise
-    assert rise < 1.5 * fall
-    for guards in ({"taste": "t"}, {"taste": "t", "diversity": "d"}):
-        watched = GuardWatch(GuardConfig(window=6, p_value=1.5 * fall), guards, lambda name: {})
-        rows = [{TRAINED: reward, "t": low, "d": 0.0} for reward, low in zip(RISING[:6], taste, strict=True)]
-        found = [watched.observe(number + 1, row) for number, row in enumerate(rows)][-1]
-        assert found["guard/taste/flag"] == float(len(guards) == 1)
+def test_a_guard_that_is_back_is_flagged_no_more_and_its_flag_is_remembered() -> None:
+    watched = watch()
+    for step, table in tables(HACKED).items():
+        found = watched.judge(step, table)
+    assert found["guard/taste/flag"] == 0
+    assert (watched.flagged, watched.suspects, watched.sentence(now=True)) == (set(), set(), None)
+    assert watched.sentence() is not None
 
 
-def test_flags_are_rare_where_nothing_happens() -> None:
-    """400 independent windows of noise at 5 % for the reward and 5 % / 2 for a guard: 0.05 x 0.025 expected of each."""
-    rng = np.random.default_rng(0)
-    flagged = 0
-    for _ in range(400):
-        rows = run(watch(p_value=0.05), *rng.standard_normal((3, 10)))
-        flagged += int(sum(rows[-1][f"guard/{name}/flag"] for name in ("taste", "diversity")) > 0)
-    assert flagged <= 5  # 1 expected; more than 5 has probability 6e-4
+def test_one_validation_is_enough_if_one_is_asked_for() -> None:
+    watched = watch_one()
+    for step, table in list(tables(HACKED).items())[:3]:
+        found = watched.judge(step, table)
+    assert found["guard/taste/flag"] == 1
 
 
 def test_a_resumed_watch_sees_what_the_first_saw() -> None:
-    whole = run(watch(), RISING, 1 - RISING, NOISE)
-    names = (TRAINED, "train/reward/taste/mean", "train/image/diversity/mean")
-    logged = {name: dict(enumerate(v, 1)) for name, v in zip(names, (RISING, 1 - RISING, NOISE), strict=True)}
-    logged["guard/taste/flag"] = {i: row["guard/taste/flag"] for i, row in enumerate(whole, 1) if row}
-    resumed = watch(logged)  # killed after iteration 12, its newest checkpoint being of iteration 10
-    assert run(resumed, RISING[10:], 1 - RISING[10:], NOISE[10:], first=11) == whole[10:]
-    assert resumed.sentence() == "the reward rises while taste falls (since iteration 10)"
+    """Started again after iteration 20, whose validation is made anew; and once more, after the flag."""
+    whole, every = watch(), tables(HACKED)
+    seen = {step: whole.judge(step, table) for step, table in every.items()}
+    resumed = watch({}, {step: every[step] for step in (0, 10, 20)})
+    assert resumed.judge(20, every[20]) == seen[20]
+    assert resumed.judge(30, every[30]) == seen[30]
+    flags = {step: found["guard/taste/flag"] for step, found in seen.items() if found and step <= 30}
+    late = watch({"guard/taste/flag": flags})
+    assert late.flagged == {"taste"}
+    assert late.sentence(now=True) == "the held-out reward rises while taste falls (since iteration 30)"
+    late = watch({"guard/taste/flag": flags | {40: 0.0}})
+    assert late.flagged == set()
+    assert late.sentence() is not None
+
+
+def test_flags_are_rare_where_the_reward_alone_is_learnt() -> None:
+    """60 runs of 8 validations, whose guards keep their mean and have noise of their own. The margin of no deviation
+    leaves the tests alone: of 60 runs the level, shared among the earlier validations, lets 0.6 have a flag."""
+    flags = 0
+    for number in range(60):
+        rng, watched = np.random.default_rng(number), watch_one(reward_margin=0)
+        level = rng.normal(0.5, 0.2, 30)
+        for step in range(8):
+            noise = rng.normal(0, 0.1, (2, 30))
+            columns = {"reward": 0.5 + step / 20 + noise[0], "reward/taste": level + noise[1]}
+            watched.judge(step, pd.DataFrame({"uid": range(30), **columns}))
+        flags += bool(watched.since)
+    assert flags <= 3  # more has probability 4e-3, if as many as the level allows were to be expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"trainer": {"test_freq": 0}}, "action is stop and trainer.test_freq is 0: guards are tested at validations"),
+        (
+            {"reward": {"guards": {"action": "stop", "statistics": False}}},
+            "but nothing is watched: give a reward guard",
+        ),
+    ],
+)
+def test_a_guard_that_could_never_stop_the_run_is_refused(settings: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TrainConfig.model_validate({"reward": {"guards": {"action": "stop"}}} | settings)
+    assert TrainConfig.model_validate({"reward": {"guards": {"action": "stop"}}}).reward.guards.action == "stop"
+
+
+# --- recorded runs
+
+GOOD = ["diffusion_nft", "to_the_limit"]
+BAD = {
+    "small_files": {"ocr", "tesseract", "saturation"},
+    "stripes": {"tesseract"},
+    "paper": {"ocr", "tesseract", "edge_density", "saturation", "diversity"},
+    "one_each": {"diversity"},
+}
+"""Hacked on purpose: who must flag it."""
+
+
+@pytest.mark.parametrize("name", GOOD)
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_run_that_is_known_to_be_good_is_not_flagged(name: str, every: int) -> None:
+    """With a validation every four iterations, or every eight."""
+    assert not ALL[name].hacked
+    assert not flagged(verdicts(Record.read(name), GuardConfig(), every))
+
+
+def test_trends_alone_cry_wolf_where_pictures_only_get_better() -> None:
+    """The rule of before, on a run whose pictures become those that the base model learnt from."""
+    assert "entropy" in flagged_by_trends(Record.read("to_the_limit"))
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_run_that_was_hacked_on_purpose_is_flagged(name: str) -> None:
+    assert ALL[name].hacked
+    assert flagged(verdicts(Record.read(name), GuardConfig())).keys() == BAD[name]
 
 
 # --- a reward that never leaves its floor

@@ -8,7 +8,8 @@ import pytest
 from mlflow import MlflowClient
 
 from tasks.config.tracking import TrackingConfig
-from tasks.records.model_registry import HELD_OUT_TAG, register
+from tasks.records.guards import HACKING_TAG
+from tasks.records.model_registry import HELD_OUT_TAG, champion, promote, register, tag_versions
 from tasks.records.notes import Weights
 from tasks.records.tracking import Tracker
 
@@ -72,3 +73,16 @@ def test_a_registration_that_was_cut_off_is_completed(tracker: Tracker, weights:
     (version,) = whole.search_model_versions("name = 'tiny'")
     assert version.source == model.artifact_location
     assert next(tmp_path.glob("artifacts/models/*/artifacts/weights.bin")).read_bytes() == b"trained"
+
+
+def test_a_version_that_guards_flagged_is_not_made_the_champion(tracker: Tracker, weights: Path) -> None:
+    """The tag comes with the verdict, when versions that are in doubt are there already: it is read again."""
+    good, doubtful, another = (register(tracker, "tiny", weights, iteration, {}) for iteration in (10, 20, 30))
+    tag_versions(tracker, "tiny", 11, HACKING_TAG, "the held-out reward rises while taste falls")
+    assert promote(tracker.client, good) is None
+    for version in (doubtful, another):
+        assert promote(tracker.client, version) == "the held-out reward rises while taste falls"
+    best = champion(tracker.client, "tiny")
+    assert best is not None
+    assert best.version == good.version
+    tag_versions(tracker, "nobody", 0, HACKING_TAG, "a run that has registered nothing has nothing to tag")

