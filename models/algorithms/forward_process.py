@@ -146,7 +146,15 @@ class AdvantageWeightedMatchingLoss(DiffusionLossFn):
 
 
 def matching_log_prob(velocity: Tensor, target: Tensor, sigmas: Tensor, weighting: "AwmWeighting") -> Tensor:
-    """lp = -w(t) m, m = mean_dims (v - (e - x0))^2, in fp64; huber and ghuber bend m as well. [B]"""
+    """lp = -w(t) m, m = mean_dims (v - (e - x0))^2, in fp64; huber and ghuber bend m as well. [B]
+
+    adaptive is V-GRPO's self-normalised error of the predicted x0 (arXiv 2604.23380), DiffusionNFT's too: lp =
+    -mean_dims (x - x0)^2 / max(mean_dims |x - x0|, 1e-5), the denominator detached. x = x_t - t v is off by
+    x - x0 = t (e - x0 - v), so lp = -t m / mean_dims |v - (e - x0)| away from the bound.
+    """
+    if weighting == "adaptive":
+        off = _like(sigmas, velocity).double() * (target - velocity).double()
+        return -mean_dims(off**2) / mean_dims(off.detach().abs()).clamp_min(LEAST_ERROR)
     error, t = mean_dims((velocity - target).double() ** 2), sigmas.double()
     if weighting == "huber":
         return -((error + 1e-10).sqrt() - 1e-5) * t

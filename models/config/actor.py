@@ -16,7 +16,7 @@ from models.config.bounds import (
 )
 from models.config.section import ANY_NAME, IMPORT_PATH, Later, NotShaping, Section, choices
 
-AwmWeighting = Literal["uniform", "t", "t2", "huber", "ghuber"]
+AwmWeighting = Literal["uniform", "t", "t2", "huber", "ghuber", "adaptive"]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 KlLossType = Literal["gaussian", "flow_grpo"]
 LOSSES = (
@@ -109,6 +109,11 @@ class DiffusionLossConfig(Section):
     adv_clip_max: float = Field(
         5.0, gt=0, le=MOST_COEFFICIENT, description="Advantages are clamped to plus or minus this (not by flow_dppo)."
     )
+    temporal_gradient_rectification: Later[bool] = Field(
+        False,
+        description="flow_grpo and flow_dppo: weigh each step by the inverse of how strongly its log-prob's gradient "
+        "scales with the velocity, over the mean of these inverses over the window's range (Flash-GRPO).",
+    )
     kl_mask_threshold: float = Field(
         1e-5,
         gt=0,
@@ -142,9 +147,15 @@ class ForwardProcessConfig(Section):
     train on the sampler's own steps and read none of it.
     """
 
-    timestep_sampling: Literal["schedule", "logit_normal"] = Field(
+    timestep_sampling: Literal["schedule", "stratified", "logit_normal"] = Field(
         "schedule",
-        description="Noise levels to train at: those of the rollout's own schedule, or drawn from logit-normal(0, 1).",
+        description="Noise levels to train at: those of the rollout's own schedule, one of each of num_train_timesteps "
+        "equal parts of it, or drawn from logit-normal(0, 1).",
+    )
+    share_noise_in_group: Later[bool] = Field(
+        False,
+        description="All samples of a prompt are noised alike, with the same levels and the same noise, so that their "
+        "errors differ by the samples alone (diffusion_nft, awm, distill_fm_mse).",
     )
     num_train_timesteps: int | None = Field(
         None,
@@ -167,8 +178,13 @@ class ForwardProcessConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _fraction_of_a_schedule(self) -> Self:
-        if self.timestep_sampling != "schedule" and self.timestep_fraction != 1.0:
+    def _levels_of_a_schedule(self) -> Self:
+        if self.timestep_sampling == "stratified" and self.num_train_timesteps is None:
+            raise ValueError(
+                "timestep_sampling is stratified but num_train_timesteps is null, which takes every level as schedule "
+                "does: say into how many parts the schedule is cut"
+            )
+        if self.timestep_sampling == "logit_normal" and self.timestep_fraction != 1.0:
             raise ValueError(
                 f"timestep_fraction {self.timestep_fraction} is a share of the schedule's levels, but "
                 f"timestep_sampling is {self.timestep_sampling}: leave it at 1"

@@ -9,6 +9,7 @@ from models.config.bounds import MOST_ITERATIONS, MOST_NOISE_LEVELS, Options
 from models.config.section import ANY_NAME, Later, NoiseLevel, NotShaping, Section, choices
 
 WindowMode = Literal["random", "progressive", "decay"]
+WindowPer = Literal["iteration", "prompt"]
 
 
 class DiffusionRolloutAlgoConfig(Section):
@@ -62,6 +63,12 @@ class DiffusionRolloutAlgoConfig(Section):
         True, description="Consecutive steps; false draws any sde_window_size steps of the range."
     )
 
+    sde_window_per: Later[WindowPer] = Field(
+        "iteration",
+        description="Who shares a window: all samples of an iteration, or those of a prompt, each prompt drawing its "
+        "own (Flash-GRPO, with a sde_window_size of 1).",
+    )
+
     @model_validator(mode="after")
     def _cps_turns_by_a_right_angle_at_most(self) -> Self:
         if self.sde_type == "cps" and self.noise_level > 1:
@@ -83,6 +90,11 @@ class DiffusionRolloutAlgoConfig(Section):
             )
         if not self.sde_contiguous and self.sde_window_size is None:
             raise ValueError("sde_contiguous is false but sde_window_size is null: say how many steps to draw")
+        if self.sde_window_per == "prompt" and (moves or self.sde_window_size is None):
+            raise ValueError(
+                f"sde_window_per is prompt, but sde_window_mode {self.sde_window_mode} with sde_window_size "
+                f"{self.sde_window_size} draws no window: set the mode to random and give it a size"
+            )
         return self
 
     def window_bounds(self, num_inference_steps: int) -> tuple[int, int]:

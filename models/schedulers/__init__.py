@@ -3,6 +3,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from models.schedulers.gradient_scale import rectifying_weights
 from models.schedulers.kernels import KERNELS, ReverseStep, check_kernel, register_kernel
 from models.schedulers.leftover import leftover_noise
 from models.schedulers.noise_keys import NoiseKey, generators
@@ -20,6 +21,7 @@ __all__ = [
     "check_kernel",
     "generators",
     "leftover_noise",
+    "rectifying_weights",
     "register_kernel",
     "window_steps",
 ]

@@ -7,7 +7,8 @@ index, step). A retry, a resume, another number of workers or another batch orde
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 
@@ -17,6 +18,8 @@ FORWARD_LEVELS = -2
 """The `step` of the draw of the noise levels at which a finished sample is trained."""
 FORWARD_NOISE = -3
 """The `step` of the noise at the first of those levels; the following levels count down from it."""
+WHOLE_GROUP = -1
+"""The `sample_index` of a draw that the samples of a prompt share."""
 
 
 @dataclass(frozen=True, order=True)
@@ -27,13 +30,17 @@ class NoiseKey:
         seed: the run's seed.
         iteration: training iteration, or a fixed negative number for validation (every checkpoint the same noise).
         prompt_uid: the prompt's identifier in the data set.
-        sample_index: which of the prompt's samples.
+        sample_index: which of the prompt's samples; WHOLE_GROUP is what they share.
     """
 
     seed: int
     iteration: int
     prompt_uid: str
     sample_index: int
+
+    def of_group(self) -> Self:
+        """The key of what all samples of the prompt share: the same for each of them, wherever it is."""
+        return replace(self, sample_index=WHOLE_GROUP)
 
     def seed_of(self, step: int) -> int:
         """A 63-bit seed for one step's draw; sha256, because Python's own hash differs from process to process.

@@ -14,11 +14,13 @@ def window_steps(
     seed: int,
     iteration: int,
     total_iterations: int | None = None,
+    prompt_uid: str | None = None,
 ) -> list[int]:
     """The window's step indices, ascending: a function of the arguments alone, so that there is no state to lose.
 
-    One window an iteration for the whole batch: windows drawn per sample put the timestep's own bias into the group's
-    rewards. With size null, the whole range is the window and nothing is drawn.
+    One window an iteration for the whole batch, or with `sde_window_per: prompt` one for the samples of each prompt
+    (iso-temporal groups of Flash-GRPO, arXiv 2605.15980): windows drawn per sample put the timestep's own bias into the
+    group's rewards. With size null, the whole range is the window and nothing is drawn.
 
     Args:
         algo: kernel and window settings.
@@ -26,13 +28,14 @@ def window_steps(
         seed: of the run.
         iteration: counts from 1.
         total_iterations: of the run; read by `decay` alone.
+        prompt_uid: whose window; None is that of all prompts.
 
     Raises:
         ValueError: the range leaves the sampler's steps, or is shorter than the window.
     """
     low, high = algo.window_bounds(num_inference_steps)
     size = algo.sde_window_size or high - low
-    draw = random.Random(f"window/{seed}/{iteration}")
+    draw = random.Random(f"window/{seed}/{iteration}" + ("" if prompt_uid is None else f"/{prompt_uid}"))
     if not algo.sde_contiguous:
         return sorted(draw.sample(range(low, high), size))
     if algo.sde_window_mode == "random":

@@ -20,6 +20,7 @@ from models.families.base import DiffusionModelBase, DiffusionModelConfig
 from models.runtime.attention import choose_attention
 from models.runtime.compiled import compile_blocks
 from models.samples.trajectories import Trajectories
+from models.schedulers.gradient_scale import rectifying_weights
 from models.training.adam_state import adam_state_on_device, allocate_adam_state, offload_adam_state
 from models.training.checkpoint import EngineCheckpoint
 from models.training.engine import LOG_PROB_DISTANCES, TRAINING_ENGINES, HeldWeights
@@ -82,6 +83,8 @@ class DiffusersFSDPEngine(PolicyForward):
         self.ema = WeightAverage(self.module, self.actor_config.ema) if self.actor_config.ema.enable else None
         self.scheduler = self.adapter.build_scheduler(self.model_config)
         self.adapter.set_timesteps(self.scheduler, self.model_config, self.device)
+        rectifies = self.actor_config.diffusion_loss.temporal_gradient_rectification
+        self.step_weights = rectifying_weights(self.scheduler, self.model_config.algo) if rectifies else None
         self.old_policy = WeightCopy(self.module) if self.loss_fn.keeps_old_policy() else None
         self.previous = WeightCopy(self.module) if self._keeps_previous else None
         refers = self.actor_config.use_kl_loss or REF_VELOCITY in self.loss_fn.required_data_keys

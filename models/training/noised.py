@@ -59,7 +59,9 @@ def noise_latents(
     """Draw levels and noise for samples that a loss has chosen.
 
     Every draw has a key, so the same samples are noised alike on any number of ranks and after a resume. The two
-    samples of a pair share theirs, the better one's.
+    samples of a pair share theirs, the better one's. With `share_noise_in_group` all samples of a prompt share the
+    levels and the noise of a key that names the prompt alone (V-GRPO, arXiv 2604.23380): no sample of the group, on
+    whatever rank it is, has to know another.
 
     Args:
         schedule: [N+1], the rollout's sigmas from pure noise to 0.
@@ -68,6 +70,8 @@ def noise_latents(
     """
     assert samples.advantages is not None, "the loss's prepare_actor_batch leaves the advantages with the samples"
     keys = [samples.keys[i - i % 2] for i in range(len(samples))] if paired else list(samples.keys)
+    if config.share_noise_in_group:
+        keys = [key.of_group() for key in keys]
     count = config.levels_per_sample(len(schedule) - 1)
     noise = [draw(keys, FORWARD_NOISE - level, samples.latents.shape[1:], "cpu") for level in range(count)]
     return NoisedLatents(
@@ -82,11 +86,19 @@ def noise_latents(
 
 
 def _levels(keys: list[NoiseKey], count: int, schedule: Tensor, config: "ForwardProcessConfig") -> Tensor:
-    """[B, count] noise levels t."""
+    """[B, count] noise levels t.
+
+    stratified cuts the schedule into `count` parts of equal length, up to one level, and draws one level of each:
+    V-GRPO (arXiv 2604.23380). Where the lengths differ by one, a level of a shorter part comes up more often.
+    """
     drawn = generators(keys, FORWARD_LEVELS)
     if config.timestep_sampling == "logit_normal":
         return torch.stack([torch.randn(count, generator=generator).sigmoid() for generator in drawn])
     candidates = schedule[: max(int((len(schedule) - 1) * config.timestep_fraction), 1)].float()
+    if config.timestep_sampling == "stratified":
+        parts = candidates.tensor_split(count)
+        picked = [[part[torch.randint(len(part), (1,), generator=g)] for part in parts] for g in drawn]
+        return torch.stack([torch.cat(of_sample) for of_sample in picked])
     return torch.stack([candidates[torch.randperm(len(candidates), generator=g)[:count]] for g in drawn])
 
 

@@ -51,6 +51,7 @@ class PolicyForward:
             for.
         teacher: the model to distil from, or None.
         old_policy: the copy of the trained weights that some losses of the forward process keep, or None.
+        step_weights: [T], what the loss of each step of the schedule is multiplied by (`rectifying_weights`), or None.
     """
 
     device: str
@@ -63,6 +64,7 @@ class PolicyForward:
     reference: nn.Module | None
     teacher: nn.Module | None
     old_policy: WeightCopy | None
+    step_weights: Tensor | None
 
     def forward_step(
         self,
@@ -144,6 +146,10 @@ class PolicyForward:
         if "clean_latents" in micro_batch:
             clean = data["clean_latents"] = micro_batch["clean_latents"]
             data["noisy_latents"] = add_noise(clean, data["noise"], data["sigmas"])
+        elif self.step_weights is not None:
+            steps = self.scheduler.indices_for_timesteps(micro_batch["timesteps"][:, step])
+            weights = self.step_weights.to(steps.device)[steps]
+            data[IS_WEIGHTS] = weights * data.get(IS_WEIGHTS, 1.0)
         return data
 
     def _output(

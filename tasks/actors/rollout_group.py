@@ -3,7 +3,7 @@
 
 import copy
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,6 +75,20 @@ def pending_batch(
     )
 
 
+def window_of_batch(part: Part, window: Sequence[int] | Mapping[str, Sequence[int]]) -> Sequence[int]:
+    """The stochastic steps of a batch's samples, which go through one loop.
+
+    Raises:
+        ValueError: the batch's prompts have different ones.
+    """
+    if not isinstance(window, Mapping):
+        return window
+    windows = {prompt.uid: tuple(window[prompt.uid]) for prompt, _ in part} if window else {}
+    if len({*windows.values()}) > 1:
+        raise ValueError(f"one batch holds prompts with different windows, {windows}: cut it so that it holds one")
+    return next(iter(windows.values()), ())
+
+
 class RolloutGroup:
     """The rollout workers, and how an iteration's samples are laid out in batches.
 
@@ -121,7 +135,7 @@ class RolloutGroup:
         prompts: Sequence[Prompt],
         n: int,
         iteration: int,
-        window: Sequence[int],
+        window: Sequence[int] | Mapping[str, Sequence[int]],
         pipeline: DiffusionPipelineConfig | None = None,
         seed: int | None = None,
         draw: bool = False,
@@ -130,7 +144,7 @@ class RolloutGroup:
 
         Args:
             iteration: names the noise; negative for validation.
-            window: stochastic steps; empty for the ODE.
+            window: stochastic steps, of all prompts or by uid of each; empty for the ODE.
             pipeline: sampling settings, if not the rollout's own.
             seed: of the noise, if not the run's own.
             draw: for looking at, not for training: decode pictures also where no reward asks for them.
@@ -139,7 +153,13 @@ class RolloutGroup:
         batches = []
         for part in self.parts(prompts, n):
             request = self._request(
-                part, self.seed if seed is None else seed, iteration, window, pipeline, outputs, not draw
+                part,
+                self.seed if seed is None else seed,
+                iteration,
+                window_of_batch(part, window),
+                pipeline,
+                outputs,
+                not draw,
             )
             worker = self.router.next_free()
             reply = ask(RolloutReply, self.group.actors[worker].generate, request, pipeline, self.weights)

@@ -29,6 +29,16 @@ def check_group_size(config: "TrainConfig") -> None:
         )
 
 
+def check_selection(config: "TrainConfig") -> None:
+    """The best and the worst samples of a group are fewer than all."""
+    k, n = config.algorithm.best_worst_k, config.actor_rollout_ref.rollout.n
+    if k is not None and 2 * k >= n:
+        raise ValueError(
+            f"algorithm.best_worst_k is {k}, but the {k} best and {k} worst of rollout.n {n} samples are all there "
+            f"are: take at most {(n - 1) // 2}, raise rollout.n, or leave it out"
+        )
+
+
 def check_log_probs_exist(config: "TrainConfig") -> None:
     """A policy gradient takes log-probs, which the ODE has none of."""
     loss = config.actor_rollout_ref.actor.diffusion_loss.loss_mode
@@ -210,6 +220,7 @@ def check_guards(config: "TrainConfig") -> None:
 
 CHECKS: tuple[Callable[["TrainConfig"], None], ...] = (
     check_group_size,
+    check_selection,
     check_log_probs_exist,
     check_finished_samples,
     check_pairs_stay_together,

@@ -6,7 +6,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from models.config.actor import ForwardProcessConfig
-from models.config.bounds import Options
+from models.config.bounds import MOST_BATCH, Options
 from models.config.rollout_correction import RolloutCorrectionConfig
 from models.config.section import ANY_NAME, Later, NotShaping, choices
 from tasks.config.presets import PRESETS
@@ -56,6 +56,13 @@ class DiffusionAlgoConfig(ForwardProcessConfig):
         description="Leave groups out of the update whose rewards are all equal. They carry no signal; counted, they "
         "cost time and shrink the gradient's mean as a run succeeds, which Adam's memory turns into smaller steps.",
     )
+    best_worst_k: Later[int | None] = Field(
+        None,
+        ge=1,
+        le=MOST_BATCH,
+        description="Learn from the K best and the K worst samples of each group alone; the others' rewards count as "
+        "missing, so advantages compare these 2K with each other. null learns from all.",
+    )
     rollout_correction: RolloutCorrectionConfig = Field(
         default_factory=RolloutCorrectionConfig, description="Rollout log-probs that are not the trainer's."
     )
@@ -67,6 +74,29 @@ class DiffusionAlgoConfig(ForwardProcessConfig):
                 "algorithm.sample_source is offline, which reads preference pairs, but paired_preference is false: use "
                 "a loss that compares pairs (algorithm.name dpo) or sample online"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _only_finished_samples_are_noised(self) -> Self:
+        if self.trainer_type == "policy_gradient" and (
+            self.share_noise_in_group or self.timestep_sampling == "stratified"
+        ):
+            raise ValueError(
+                f"algorithm.share_noise_in_group is {self.share_noise_in_group} and timestep_sampling "
+                f"{self.timestep_sampling}, but trainer_type policy_gradient trains on the sampler's own steps and "
+                "noises nothing: leave them out, or choose diffusion_nft or awm"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _pairs_are_chosen_and_noised_by_the_loss(self) -> Self:
+        named = {"share_noise_in_group": self.share_noise_in_group, "best_worst_k": self.best_worst_k is not None}
+        for field, given in named.items():
+            if self.paired_preference and given:
+                raise ValueError(
+                    f"algorithm.{field} is {getattr(self, field)}, but a loss that compares pairs takes the best and "
+                    "the worst sample of a group and noises them alike by itself: leave it out"
+                )
         return self
 
     @model_validator(mode="after")

@@ -118,6 +118,16 @@ class DiffusionRolloutConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _a_batch_has_one_window(self) -> Self:
+        if self.algo.sde_window_per == "prompt" and self.n % self.micro_batch_size:
+            raise ValueError(
+                f"rollout.algo.sde_window_per is prompt and all samples of a batch share a window, but "
+                f"rollout.micro_batch_size {self.micro_batch_size} does not divide rollout.n {self.n}, so batches "
+                "would hold samples of several prompts: set micro_batch_size to rollout.n or a divisor of it"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _whole_workers(self) -> Self:
         size = self.vllm_omni.tensor_parallel_size
         if size == 1:

@@ -93,7 +93,7 @@ class SampledIteration(Iteration):
 def submit(run: TrainingRun, number: int) -> SampledIteration:
     """Start sampling and scoring an iteration with the weights of the last sync."""
     n, online = run.config.actor_rollout_ref.rollout.n, run.online
-    batches = online.rollout.submit(run.prompts(number), n, number, run.window(number))
+    batches = online.rollout.submit(run.prompts(number), n, number, run.windows(number))
     version, pending = online.rollout.policy_version, online.reward.submit(batches)
     return SampledIteration(number=number, policy_version=version, batches=batches, pending=pending)
 

@@ -3,8 +3,8 @@
 
 from typing import TYPE_CHECKING
 
-from models.algorithms import check_loss_inputs, get_diffusion_loss_fn
-from models.algorithms.losses import OLD_MEAN, TEACHER_MEAN, TRAINER_TYPES
+from models.algorithms import DiffusionNFTLoss, GRPOGuardLoss, check_loss_inputs, get_diffusion_loss_fn
+from models.algorithms.losses import IS_WEIGHTS, OLD_MEAN, TEACHER_MEAN, TRAINER_TYPES, DiffusionLossFn
 from models.schedulers import leftover_noise
 from tasks.config.errors import ConfigError
 from tasks.config.tree import TrainConfig
@@ -39,6 +39,7 @@ def check_loss(config: TrainConfig) -> None:
     options = actor.diffusion_loss.options
     check_loss_inputs(name, actor.use_kl_loss, weighted, actor.teacher_path is not None, options)
     loss = get_diffusion_loss_fn(name, options)
+    _check_fewer_images(config, loss)
     for field, right in (("trainer_type", TRAINER_TYPES[loss.process]), ("paired_preference", loss.paired)):
         if getattr(config.algorithm, field) != right:
             raise ConfigError(
@@ -67,6 +68,30 @@ def check_loss(config: TrainConfig) -> None:
         )
 
 
+def _check_fewer_images(config: TrainConfig, loss: DiffusionLossFn) -> None:
+    """What changes which samples and steps a loss learns most from has a meaning for this one."""
+    settings = config.actor_rollout_ref.actor.diffusion_loss
+    name = settings.loss_mode
+    if config.algorithm.best_worst_k is not None and not loss.learns_from_rewards():
+        raise ConfigError(
+            f"algorithm.best_worst_k is {config.algorithm.best_worst_k}, but loss {name} does not learn from rewards: "
+            "leave it out"
+        )
+    if settings.awm_weighting == "adaptive" and isinstance(loss, DiffusionNFTLoss):
+        raise ConfigError(
+            f"actor.diffusion_loss.awm_weighting is adaptive, but loss {name} weighs its errors so by itself: leave "
+            "it out"
+        )
+    if settings.temporal_gradient_rectification and (
+        IS_WEIGHTS not in loss.optional_data_keys or isinstance(loss, GRPOGuardLoss)
+    ):
+        why = "scales its steps by itself" if isinstance(loss, GRPOGuardLoss) else "multiplies no step by a weight"
+        raise ConfigError(
+            f"actor.diffusion_loss.temporal_gradient_rectification is true, but loss {name} {why}: use flow_grpo or "
+            "flow_dppo, or set it to false"
+        )
+
+
 def _check_steps(config: TrainConfig) -> None:
     """There is a step to learn from that the picture survives, and the KL's form has a meaning for the kernel."""
     rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
@@ -82,6 +107,11 @@ def _check_steps(config: TrainConfig) -> None:
         raise ConfigError(
             f"rollout.algo.sde_window_range [{low}, {high}) with one trained step may choose the last of {steps}, "
             f"which has no noise and no gradient with cps: let it end at {steps - 1}"
+        )
+    if kernel == "cps" and high == steps and actor.diffusion_loss.temporal_gradient_rectification:
+        raise ConfigError(
+            f"actor.diffusion_loss.temporal_gradient_rectification divides by how a step's gradient scales, but the "
+            f"last of {steps} steps has none with cps: let rollout.algo.sde_window_range end at {steps - 1}"
         )
     if actor.kl_loss_type == "flow_grpo" and kernel == "cps":
         raise ConfigError(

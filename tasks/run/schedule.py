@@ -23,10 +23,11 @@ def part_of(items: Sequence[T], size: int, seed: int, iteration: int) -> list[T]
     return order[part * size : (part + 1) * size]
 
 
-def window_of(config: TrainConfig, iteration: int) -> list[int]:
-    """The iteration's stochastic steps; none where finished samples are trained on."""
+def windows_of(config: TrainConfig, iteration: int, uids: Sequence[str]) -> dict[str, list[int]]:
+    """Each prompt's stochastic steps in an iteration, by uid; none where finished samples are trained on."""
     if config.algorithm.trainer_type == "direct_preference":
-        return []
+        return {}
     rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
-    steps = rollout.pipeline.num_inference_steps
-    return window_steps(rollout.algo, steps, trainer.seed, iteration, trainer.total_training_steps)
+    given = rollout.algo, rollout.pipeline.num_inference_steps, trainer.seed, iteration, trainer.total_training_steps
+    own = rollout.algo.sde_window_per == "prompt"
+    return {uid: window_steps(*given, prompt_uid=uid if own else None) for uid in uids}

@@ -22,8 +22,14 @@ from tasks.records.run_store import CheckpointStore, RunState
 from tasks.records.tracking import Tracker
 from tasks.run.kept_stages import KeptStages
 from tasks.run.preflight import Inputs
+<<<<<<< HEAD
 from tasks.run.reporting import RunReport
 from tasks.run.schedule import part_of, window_of
+||||||| d2884b5
+from tasks.run.schedule import part_of, window_of
+=======
+from tasks.run.schedule import part_of, windows_of
+>>>>>>> h-fewer
 from tasks.run.utilisation import Utilisation
 from tasks.system.ownership import require_own
 
@@ -139,9 +145,9 @@ class TrainingRun:
     def _part_of(self, items: Sequence[T], iteration: int) -> list[T]:
         return part_of(items, self.config.data.train_batch_size, self.config.trainer.seed, iteration)
 
-    def window(self, iteration: int) -> list[int]:
-        """The iteration's stochastic steps."""
-        return window_of(self.config, iteration)
+    def windows(self, iteration: int) -> dict[str, list[int]]:
+        """The stochastic steps of each of the iteration's prompts, by uid."""
+        return windows_of(self.config, iteration, [prompt.uid for prompt in self.prompts(iteration)])
 
     @property
     def canary_limits(self) -> CanaryLimits:

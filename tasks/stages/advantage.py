@@ -41,8 +41,8 @@ def compute_advantage(
             -> [B], and `reward_weights`, reward name -> weight.
         adv_estimator: registered name of the estimator, or package.module:function.
         norm_adv_by_std_in_grpo, global_std: see `compute_flow_grpo_outcome_advantage`.
-        config: `adv_options`, `adv_mode` and `drop_equal_groups` are read; None is their defaults. The estimator gets
-            it too.
+        config: `adv_options`, `adv_mode`, `drop_equal_groups` and `best_worst_k` are read; None is their
+            defaults. The estimator gets it too.
 
     Returns:
         `data` with `advantages` and `returns` of the rewards' shape; NaN is left out of the update. All are NaN only
@@ -60,6 +60,9 @@ def compute_advantage(
         raise NothingToLearn(
             f"every reward of the iteration is missing{_missing(data)}, so there is nothing to learn from"
         )
+    if config.best_worst_k is not None:
+        present = present & best_and_worst(rewards, present, uids, config.best_worst_k)
+        rewards[~present] = np.nan
     alone = too_small(present, uids)
     if alone.all():
         raise NothingToLearn(
@@ -112,6 +115,26 @@ def too_small(present: np.ndarray, uids: np.ndarray) -> np.ndarray:
     for uid, there in zip(uids, present, strict=True):
         counts[uid] = counts.get(uid, 0) + int(there)
     return np.array([counts[uid] < 2 for uid in uids])
+
+
+def best_and_worst(rewards: np.ndarray, present: np.ndarray, uids: np.ndarray, k: int) -> np.ndarray:
+    """Mask [B] of the k best and the k worst present samples of each group; all of a group that has no more than 2k.
+
+    The selection of Sol-RL (arXiv 2604.06916), whose other half, exploring in four bits, is not here. As in its public
+    code it comes before the advantages, so that their mean and deviation are those of the selected. Among equal rewards
+    the earlier sample is the worse one, so that the choice does not depend on anything but the samples.
+
+    Args:
+        rewards: [B] or [B, T], of which the mean over the steps counts.
+        present: [B], which have a reward.
+        uids: [B], the groups.
+    """
+    kept, whole = present.copy(), rewards.reshape(len(rewards), -1).mean(1)
+    for uid in np.unique(uids):
+        group = np.flatnonzero((uids == uid) & present)
+        if len(group) > 2 * k:
+            kept[group[np.argsort(whole[group], kind="stable")[k:-k]]] = False
+    return kept
 
 
 def without_equal_groups(

@@ -131,6 +131,25 @@ def test_updates_equal_the_plain_trainers(tiny_model: Path, loss: str, window: t
     assert 0 < metrics[1][held] < 1
 
 
+@pytest.mark.parametrize("rectified", [False, True])
+def test_batches_of_one_optimiser_step_may_have_other_windows(tiny_model: Path, rectified: bool) -> None:
+    """As with `sde_window_per: prompt`, which gives each prompt its own; each step has its own weight."""
+    engine = trainer(tiny_model, temporal_gradient_rectification=rectified, **LOSSES["flow_grpo"])
+    paths = [rolled_out(tiny_model, window) for window in ((0,), (2,), (1,))]
+    rows = [ADVANTAGES, -ADVANTAGES, ADVANTAGES.flip(0)]
+    for _ in range(2):
+        engine.update_policy([ActorBatch(list(zip(paths, rows, strict=True)), 18)])
+    if rectified:  # c = |D (1 + g^2 (1-s) / (2s))| / (g sqrt(-D)) of the steps from 1, 3/4 and 1/2, all 1/4 long
+        level = engine.model_config.algo.noise_level
+        drifts = [(s, level * (s / (1 - (0.75 if s == 1 else s))) ** 0.5) for s in (1.0, 0.75, 0.5)]
+        inverse = [2 * g / (1 + g**2 * (1 - s) / (2 * s)) for s, g in drifts]
+        factors = [3 * inverse[path.window[0]] / sum(inverse) for path in paths]
+        paths = [replace(p, is_weights=torch.full((6, 1), w)) for p, w in zip(paths, factors, strict=True)]
+    parts = list(zip(paths, rows, strict=True))
+    weights, _ = plain_updates(engine.model_config, engine.actor_config, parts, updates=2)
+    assert largest_difference(engine.gather_weights(), weights) < 2e-6
+
+
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_first_update_finds_no_drift(tiny_model: Path, loss: str) -> None:
     engine = trainer(tiny_model, loss_mode=loss, ppo_micro_batch_size_per_gpu=6)

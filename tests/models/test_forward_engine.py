@@ -136,6 +136,33 @@ def test_iterations_equal_the_plain_trainers(
         assert largest_difference(plain.weights[1], plain.old[1]) > 1e-3
 
 
+@pytest.mark.parametrize("loss", ["diffusion_nft", "awm"])
+def test_groups_that_share_stratified_noise_train_as_the_plain_trainers(
+    tiny_model: Path, samples: list[FinishedLatents], loss: str
+) -> None:
+    """One of the two noisier and one of the two cleaner levels, by the documented draw of the group's own key."""
+    config = model_config(tiny_model)
+    weighting = {"awm_weighting": "adaptive"} if loss == "awm" else {}
+    given = {"timestep_sampling": "stratified", "num_train_timesteps": 2, "timestep_fraction": 1.0, **weighting}
+    engine = trainer(config, loss, share_noise_in_group=True, **given)
+    data = []
+    for part, row, index in zip(samples, ADVANTAGES, ([0, 1, 3, 4, 5], [0, 1, 2]), strict=True):
+        rows = part.rows(torch.tensor(index))
+        of_group = replace(rows, keys=tuple(replace(key, sample_index=-1) for key in rows.keys))
+        levels = []
+        for key in of_group.keys:
+            generator = torch.Generator().manual_seed(key.seed_of(-2))
+            picked = [torch.randint(2, (1,), generator=generator).item() for _ in range(2)]
+            levels.append([(1.0, 0.75)[picked[0]], (0.5, 0.25)[picked[1]]])
+        data.append(noised(of_group, row[index], torch.tensor(levels)))
+    decay = engine._forward_config.old_policy_decay
+    plain = plain_iterations(config, engine.actor_config, [data, data], [decay, decay])
+    for number in range(2):
+        metrics = engine.update_policy(batches_of(samples))
+        assert metrics["grad_norm"] == pytest.approx(plain.norms[number], rel=1e-3)
+        assert largest_difference(engine.gather_weights(), plain.weights[number]) < 3e-6
+
+
 @full_and_lora
 def test_compared_velocities_are_of_the_weights_before_the_first_step(
     tiny_model: Path, samples: list[FinishedLatents], kind: str

@@ -19,12 +19,13 @@ from models.algorithms import (
     check_loss_inputs,
     get_diffusion_loss_fn,
 )
+from models.algorithms.forward_process import matching_log_prob
 from models.algorithms.losses import velocity_distance
 from models.algorithms.old_policy import old_policy_decay
 from models.config.actor import DiffusionActorConfig, DiffusionLossConfig, ForwardProcessConfig
 
 SAMPLES, SHAPE = 12, (5, 3)
-WEIGHTINGS = ("uniform", "t", "t2", "huber", "ghuber")
+WEIGHTINGS = ("uniform", "t", "t2", "huber", "ghuber", "adaptive")
 
 
 def config(**settings: Any) -> DiffusionActorConfig:
@@ -271,8 +272,24 @@ def test_nft_divides_by_no_zero() -> None:
 # ---- AWM
 
 
-def awm_log_prob(velocity: list[float], one: dict[str, Any], weighting: str) -> float:
+def x0_errors(velocity: list[float], one: dict[str, Any]) -> list[float]:
+    """(x_t - t v) - x0."""
+    triples = zip(one["noisy_latents"], velocity, one["clean_latents"], strict=True)
+    return [xt - one["sigmas"] * v - x0 for xt, v, x0 in triples]
+
+
+def normaliser(velocity: list[float], one: dict[str, Any]) -> float:
+    """mean |x - x0| of the predicted x, V-GRPO's and DiffusionNFT's."""
+    off = x0_errors(velocity, one)
+    return max(sum(abs(x) for x in off) / len(off), 1e-5)
+
+
+def awm_log_prob(velocity: list[float], one: dict[str, Any], weighting: str, held: float | None = None) -> float:
+    """`held`: the adaptive weighting's normaliser, if it is not the velocity's own."""
     m, t = mean_square(velocity, target_of(one)), one["sigmas"]
+    if weighting == "adaptive":
+        off = x0_errors(velocity, one)
+        return -sum(x * x for x in off) / len(off) / (held or normaliser(velocity, one))
     return {
         "uniform": -m,
         "t": -t * m,
@@ -282,12 +299,16 @@ def awm_log_prob(velocity: list[float], one: dict[str, Any], weighting: str) -> 
     }[weighting]
 
 
-def awm_reference(given: dict[str, Tensor], weighting: str, eps: float, coef: float) -> tuple[float, int]:
-    """(the loss in Python floats, how many samples the clip holds back)."""
+def awm_reference(
+    given: dict[str, Tensor], weighting: str, eps: float, coef: float, at: Tensor | None = None
+) -> tuple[float, int]:
+    """(the loss in Python floats, how many samples the clip holds back); `at`: velocities whose normaliser is held."""
     total, held = 0.0, 0
     for row in range(SAMPLES):
         one = row_of(given, row)
-        log_ratio = awm_log_prob(one["velocity"], one, weighting) - awm_log_prob(one["old_velocity"], one, weighting)
+        fixed = None if at is None else normaliser(at[row].flatten().tolist(), one)
+        own = awm_log_prob(one["velocity"], one, weighting, fixed)
+        log_ratio = own - awm_log_prob(one["old_velocity"], one, weighting)
         ratio, advantage = math.exp(log_ratio), min(max(one["advantages"], -5.0), 5.0) / 5.0
         clipped = min(max(ratio, 1 - eps), 1 + eps)
         held += advantage * clipped < advantage * ratio
@@ -326,8 +347,35 @@ def test_awm_gradient(weighting: Any) -> None:
         for step in (1e-5, -1e-5):
             moved = given["velocity"].clone()
             moved[row, 1, 2] += step
-            ends.append(awm_reference(given | {"velocity": moved}, weighting, 0.05, 0.3)[0])
+            # The adaptive weighting's normaliser is detached: held where it was.
+            ends.append(awm_reference(given | {"velocity": moved}, weighting, 0.05, 0.3, at=given["velocity"])[0])
         assert gradient[row, 1, 2].item() == pytest.approx((ends[0] - ends[1]) / 2e-5, rel=1e-5, abs=1e-8)
+
+
+def test_awm_adaptive_is_diffusion_nfts_error() -> None:
+    """lp = -mean (x - x0)^2 / mean |x - x0|: of b = 1 the positive side of DiffusionNFT, in float64."""
+    given = random_inputs()
+    target = given["noise"] - given["clean_latents"]
+    lp = matching_log_prob(given["velocity"], target, given["sigmas"], "adaptive")
+    errors = DiffusionNFTLoss._error(given["velocity"], given["clean_latents"], given["noisy_latents"], given["sigmas"])
+    assert torch.allclose(lp, -errors, rtol=1e-12, atol=0)
+    scale = (target - given["velocity"]).abs().flatten(1).mean(1)
+    shorter = -given["sigmas"] * ((target - given["velocity"]) ** 2).flatten(1).mean(1) / scale
+    assert torch.allclose(lp, shorter, rtol=1e-12, atol=0)
+
+
+def test_awm_adaptive_divides_by_no_zero() -> None:
+    """An exact prediction, and t = 0, where x is x0 whatever the velocity."""
+    given = random_inputs()
+    target = given["noise"] - given["clean_latents"]
+    sigmas = given["sigmas"].clone()
+    sigmas[1] = 0.0
+    leaf = torch.cat([target[:1], given["velocity"][1:]]).requires_grad_()
+    lp = matching_log_prob(leaf, target, sigmas, "adaptive")
+    (gradient,) = torch.autograd.grad(lp.sum(), leaf)
+    assert lp[:2].abs().max() == 0.0
+    assert gradient.isfinite().all()
+    assert gradient[:2].abs().max() == 0.0
 
 
 # ---- distillation and the distance to the reference

@@ -16,17 +16,21 @@ from tests.support.helpers import gloo_world, model_config, single_rank, wait_un
 
 NAN = float("nan")
 LORA = {"lora_rank": 4, "lora_alpha": 8}
-# name -> loss, model settings, advantages of the first rank's six samples (two groups) and the second's three (one).
+SHARED = {"share_noise_in_group": True, "timestep_sampling": "stratified", "num_train_timesteps": 2}
+# name -> loss, settings of model or noise, advantages of the first rank's six samples (two groups) and the second's
+# three (one).
 CASES: dict[str, tuple[str, dict[str, Any], tuple[list[float], list[float]]]] = {
     "fewer": ("diffusion_nft", {}, ([1.0, -0.8, NAN, 0.3, 0.1, -0.7], [0.6, NAN, NAN])),
     "none": ("awm", LORA, ([1.0, -0.8, 0.3, -0.3, 0.2, NAN], [NAN, NAN, NAN])),
+    "shared": ("diffusion_nft", SHARED, ([1.0, NAN, 0.3, -0.3, 0.2, -0.1], [-0.9, 0.4, NAN])),
     "no pair": ("dpo", {}, ([0.2, 0.2, 0.2, NAN, NAN, NAN], [0.6, 0.1, -0.5])),
 }
 
 
 def engine_of(model: Path, case: str) -> DiffusersFSDPEngine:
-    loss, kind, _ = CASES[case]
-    return trainer(model_config(model, **kind), loss, enable=True, update_interval=1)
+    loss, given, _ = CASES[case]
+    kind, forward = (given, {}) if given is not SHARED else ({}, given)
+    return trainer(model_config(model, **kind), loss, enable=True, update_interval=1, **forward)
 
 
 def held_by(engine: DiffusersFSDPEngine) -> list[dict[str, Tensor]]:

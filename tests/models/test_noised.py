@@ -182,3 +182,64 @@ def test_joined_samples_keep_their_prompts() -> None:
     assert torch.equal(text["prompt_embeds"][3], long.prompts.prompt_embeds[1])
     assert text["prompt_embeds_mask"].sum(1).tolist() == [3, 3, 7, 5, 2, 6]
     assert text["prompt_embeds"][0, 3:].abs().max() == 0
+
+
+# ---- noise that a group shares, and levels of the whole schedule
+
+
+@pytest.mark.parametrize("settings", [{"num_train_timesteps": 3}, LOGIT_NORMAL])
+def test_a_group_shares_levels_and_noise_wherever_its_samples_are(settings: dict[str, Any]) -> None:
+    """Each sample draws them from a key that names the prompt alone: cut and mixed anyhow they are the same."""
+    samples = samples_of(3, 4)
+    whole = noise(samples, share_noise_in_group=True, **settings)
+    own = noise(samples, **settings)
+    for name in ("noise", "sigmas"):
+        groups = getattr(whole, name).unflatten(0, (3, 4))
+        assert torch.equal(groups, groups[:, :1].expand_as(groups))
+    assert len(whole.noise.unique(dim=0)) == 3
+    assert not torch.isin(whole.noise[0, 0], own.noise).any()  # no sample's own
+    assert torch.equal(whole.latents, samples.latents)
+    for cut in ([5], [11, 0, 6], [3, 9, 1, 2]):
+        part = noise(samples.rows(torch.tensor(cut)), share_noise_in_group=True, **settings)
+        assert torch.equal(part.noise, whole.noise[cut])
+        assert torch.equal(part.sigmas, whole.sigmas[cut])
+        assert part.keys == tuple(samples.keys[i] for i in cut)
+    later = noise(samples_of(3, 4, 2), share_noise_in_group=True, **settings)
+    assert not torch.equal(later.noise, whole.noise)
+    assert len(whole.noise.flatten(0, 1).unique(dim=0)) == 3 * whole.steps  # levels do not share theirs
+
+
+def test_stratified_levels_are_one_of_each_part_of_the_schedule() -> None:
+    """Five levels in two parts of three and two; each level of a part as often as the others of it."""
+    drawn = noise(samples_of(2000, 1), timestep_sampling="stratified", num_train_timesteps=2).sigmas
+    assert drawn.shape == (2000, 2)
+    for column, part in ((0, SCHEDULE[:3]), (1, SCHEDULE[3:5])):
+        counts = torch.tensor([(drawn[:, column] == level).sum().item() for level in part])
+        share = 1 / len(part)
+        assert counts.sum() == 2000
+        assert (counts - 2000 * share).abs().max() < 5 * math.sqrt(2000 * share * (1 - share))
+    every = noise(samples_of(4, 1), timestep_sampling="stratified", num_train_timesteps=5).sigmas
+    assert torch.equal(every, SCHEDULE[:5].expand(4, -1))
+    noisy_half = {"timestep_sampling": "stratified", "timestep_fraction": 0.6, "num_train_timesteps": 3}
+    assert torch.equal(noise(samples_of(2, 1), **noisy_half).sigmas, SCHEDULE[:3].expand(2, -1))
+
+
+def test_stratified_and_shared_the_levels_are_the_groups() -> None:
+    settings = {"timestep_sampling": "stratified", "num_train_timesteps": 2, "share_noise_in_group": True}
+    sigmas = noise(samples_of(30, 4), **settings).sigmas.unflatten(0, (30, 4))
+    assert torch.equal(sigmas, sigmas[:, :1].expand_as(sigmas))
+    assert len(sigmas[:, 0].unique(dim=0)) == 6  # 3 x 2 levels of the two parts
+
+
+def test_the_draws_of_before_are_as_they_were() -> None:
+    """Numbers written down before groups could share: a setting that is off changes no run."""
+    drawn = noise(samples_of(1, 1), num_train_timesteps=2)
+    assert drawn.sigmas.tolist() == [[0.9375, 0.5]]
+    assert drawn.noise[0, :, 0, 0].tolist() == [-0.4572632312774658, -0.25481900572776794]
+
+
+def test_stratified_asks_into_how_many_parts() -> None:
+    with pytest.raises(ValueError, match="stratified but num_train_timesteps is null"):
+        ForwardProcessConfig(timestep_sampling="stratified")
+    with pytest.raises(ValueError, match=r"num_train_timesteps is 6, but timestep_fraction 1\.0 of 5 steps leaves 5"):
+        noise(samples_of(1, 1), timestep_sampling="stratified", num_train_timesteps=6)

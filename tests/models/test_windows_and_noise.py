@@ -104,6 +104,20 @@ def test_window_depends_on_seed_and_iteration_alone() -> None:
     assert starts(algo, 10, seed=0)[:12] == [3, 1, 3, 2, 3, 2, 2, 3, 0, 0, 2, 3]
 
 
+def test_each_prompt_may_have_a_window_of_its_own() -> None:
+    """By its uid, the seed and the iteration; drawn evenly, and other than the window of all prompts."""
+    algo = DiffusionRolloutAlgoConfig(sde_window_size=1, sde_window_range=(1, 5), sde_window_per="prompt")
+    uids = [f"p{number}" for number in range(400)]
+    drawn = [window_steps(algo, 8, 0, 3, prompt_uid=uid) for uid in uids]
+    assert all(len(window) == 1 for window in drawn)
+    counts = [drawn.count([step]) for step in range(8)]
+    assert counts[0] == sum(counts[5:]) == 0
+    assert min(counts[1:5]) > 100 - 5 * (400 * 0.25 * 0.75) ** 0.5
+    assert drawn == [window_steps(algo, 8, 0, 3, prompt_uid=uid) for uid in uids]
+    assert drawn != [window_steps(algo, 8, 0, 4, prompt_uid=uid) for uid in uids]
+    assert drawn != [window_steps(algo, 8, 1, 3, prompt_uid=uid) for uid in uids]
+
+
 def test_without_a_size_the_range_is_the_window() -> None:
     algo = DiffusionRolloutAlgoConfig(sde_window_range=(2, 5))
     assert [window_steps(algo, 8, 0, iteration) for iteration in range(3)] == [[2, 3, 4]] * 3
@@ -173,6 +187,14 @@ def test_single_steps_are_drawn_without_repetition() -> None:
         ({"sde_window_mode": "progressive"}, "progressive moves a window: give it a sde_window_size"),
         ({"sde_window_mode": "decay", "sde_window_size": 2, "sde_contiguous": False}, "sde_window_mode is decay"),
         ({"sde_contiguous": False}, "sde_window_size is null: say how many"),
+        (
+            {"sde_window_per": "prompt"},
+            "sde_window_mode random with sde_window_size None draws no window",
+        ),
+        (
+            {"sde_window_per": "prompt", "sde_window_size": 1, "sde_window_mode": "progressive"},
+            "sde_window_mode progressive with sde_window_size 1 draws no window",
+        ),
     ],
 )
 def test_settings_that_do_not_define_a_window(settings: dict[str, Any], message: str) -> None:

@@ -59,7 +59,7 @@ def sampled(schedule: TrainingRun, rollout: DiffusersRolloutEngine, iteration: i
             keys=tuple(NoiseKey(0, iteration, prompt.uid, index) for index in range(4)),
             prompts=prompt_table(schedule.inputs.embeddings, [prompt.uid], needs_negative=False),
             prompt_index=torch.zeros(4, dtype=torch.long),
-            window=tuple(schedule.window(iteration)),
+            window=tuple(schedule.windows(iteration)[prompt.uid]),
             outputs=frozenset({PICTURES}),
         )
         pictures, trajectories = rollout.generate(request)

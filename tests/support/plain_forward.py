@@ -72,6 +72,15 @@ def predicted(module: nn.Module, data: Noised) -> Tensor:
     )[0]
 
 
+def matching_error(weighting: str, v: Tensor, data: Noised) -> Tensor:
+    """[B K]: -lp, for the weightings uniform, t and adaptive."""
+    if weighting == "adaptive":
+        off = data.noisy - data.t.view(-1, 1, 1) * v - data.clean
+        return (off**2).mean((1, 2)) / off.detach().abs().mean((1, 2)).clamp_min(1e-5)
+    weight = data.t if weighting == "t" else 1.0
+    return weight * ((v - (data.noise - data.clean)) ** 2).mean((1, 2))
+
+
 def plain_loss(actor: DiffusionActorConfig, v: Tensor, others: dict[str, Tensor], data: Noised) -> Tensor:
     """Scalar; `others` are the velocities compared with: old, ema, ref, teacher."""
     settings, target = actor.diffusion_loss, data.noise - data.clean
@@ -85,8 +94,9 @@ def plain_loss(actor: DiffusionActorConfig, v: Tensor, others: dict[str, Tensor]
     c = settings.adv_clip_max
     scaled = data.advantages.clamp(-c, c) / c
     if settings.loss_mode == "awm":
-        weight = data.t if settings.awm_weighting == "t" else 1.0
-        log_ratio = weight * (((others["old"] - target) ** 2).mean((1, 2)) - ((v - target) ** 2).mean((1, 2)))
+        log_ratio = matching_error(settings.awm_weighting, others["old"], data) - matching_error(
+            settings.awm_weighting, v, data
+        )
         ratio = torch.exp(log_ratio)
         clipped = ratio.clamp(1 - settings.clip_ratio, 1 + settings.clip_ratio)
         return (

@@ -178,3 +178,43 @@ def test_gdpo_drops_a_group_only_where_each_reward_ties() -> None:
     assert np.abs(dropped[:3]).max() > 0.3
     of_the_sum = advantages_of(text + taste, UIDS, config.model_copy(update={"adv_estimator": "flow_grpo"}), {}, {})
     assert np.isnan(of_the_sum).all(), "the others compare the sum"
+
+
+def best_and_worst_by_sorting(rewards: list[float], k: int) -> list[int]:
+    """Positions that stay of one group: sort, then both ends; among equal rewards the earlier one is the worse."""
+    there = [i for i, reward in enumerate(rewards) if np.isfinite(reward)]
+    order = sorted(there, key=lambda i: (rewards[i], i))
+    return sorted({*order[:k], *order[-k:]})
+
+
+@pytest.mark.parametrize("name", ["flow_grpo", "gdpo"])
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_the_best_and_the_worst_are_compared_with_each_other_alone(name: str, k: int) -> None:
+    """Two groups whose samples lie mixed, one with a missing reward: as if the others had not been sampled."""
+    random = np.random.default_rng(k)
+    uids = np.array(["a", "b"] * 8)
+    rewards = random.random(16).astype(np.float32).round(1)  # with ties
+    rewards[4] = np.nan
+    kept = []
+    for uid in ("a", "b"):
+        group = np.flatnonzero(uids == uid)
+        kept += [group[i] for i in best_and_worst_by_sorting(rewards[group].tolist(), k)]
+    kept = np.array(sorted(kept))
+    given = {"adv_estimator": name} | ({} if name == "gdpo" else {"global_std": False})
+    found = advantages_of(rewards, uids, DiffusionAlgoConfig(best_worst_k=k, **given), {"ocr": rewards}, {"ocr": 1.0})
+    alone = advantages_of(rewards[kept], uids[kept], DiffusionAlgoConfig(**given), {"ocr": rewards[kept]}, {"ocr": 1.0})
+    assert np.array_equal(np.flatnonzero(np.isfinite(found)), kept)
+    assert np.array_equal(found[kept], alone)
+    assert len(kept) == 4 * k
+
+
+def test_a_group_that_has_no_more_than_both_ends_keeps_all_and_equal_groups_still_leave() -> None:
+    rewards = np.array([0.1, np.nan, 0.9, 0.4, 0.7, 0.7, 0.7, 0.7], np.float32)
+    uids = np.array(["a"] * 4 + ["b"] * 4)
+    kept = DiffusionAlgoConfig(best_worst_k=1, drop_equal_groups=True)
+    found = advantages_of(rewards, uids, kept, {}, {})
+    assert np.isfinite(found).tolist() == [True, False, True, False, False, False, False, False]
+    two = advantages_of(rewards, uids, DiffusionAlgoConfig(best_worst_k=2), {}, {})
+    assert np.isfinite(two).tolist() == [True, False, True, True, True, True, True, True]
+    off = advantages_of(rewards, uids, DiffusionAlgoConfig(), {}, {})
+    assert np.array_equal(two, off, equal_nan=True)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings that the driver refuses before Prefect, Ray or MLflow are touched: a recipe, overrides, and the checks."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -9,9 +10,11 @@ import torch
 import yaml
 
 from flows.recipes import load_recipe, parse_changes
+from tasks.actors.rollout_group import window_of_batch
 from tasks.data.embeddings import write_embeddings
-from tasks.data.prompts import build_prompt_table, load_prompts
+from tasks.data.prompts import Prompt, build_prompt_table, load_prompts
 from tasks.run.preflight import check_inputs
+from tasks.run.schedule import windows_of
 from tests.support.helpers import TEXT_DIM
 from tests.support.platform_helpers import RECIPE
 
@@ -79,3 +82,86 @@ def test_a_bad_setting_is_refused_on_the_driver(
     with pytest.raises((ValueError, FileNotFoundError), match=message.replace("[", r"\[")):
         check_inputs(load_recipe("tiny").with_changes(parse_changes([setting])))
     assert {path.name for path in folder.iterdir()} == {"data", "prefect.yaml"}
+
+
+FORWARD = ["algorithm.name=diffusion_nft", "algorithm.num_train_timesteps=2"]
+LOSS = "actor_rollout_ref.actor.diffusion_loss"
+RECTIFIED = f"{LOSS}.temporal_gradient_rectification=true"
+PER_PROMPT = [
+    "actor_rollout_ref.rollout.algo.sde_window_per=prompt",
+    "actor_rollout_ref.rollout.algo.sde_window_size=1",
+]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            ["algorithm.best_worst_k=2"],
+            "the 2 best and 2 worst of rollout.n 4 samples are all there are: take at most 1",
+        ),
+        (["algorithm.name=dpo", "algorithm.best_worst_k=1"], "best_worst_k is 1, but a loss that compares pairs"),
+        (
+            ["algorithm.name=dpo", "algorithm.share_noise_in_group=true"],
+            "share_noise_in_group is True, but a loss that",
+        ),
+        (["algorithm.share_noise_in_group=true"], "trainer_type policy_gradient trains on the sampler's own steps"),
+        (
+            ["algorithm.timestep_sampling=stratified", "algorithm.num_train_timesteps=2"],
+            "timestep_sampling stratified, but trainer_type policy_gradient",
+        ),
+        ([*FORWARD, f"{LOSS}.awm_weighting=adaptive"], "loss diffusion_nft weighs its errors so by itself"),
+        ([*FORWARD, RECTIFIED], "loss diffusion_nft multiplies no step by a weight: use flow_grpo"),
+        (["algorithm.name=grpo_guard", RECTIFIED], "loss grpo_guard scales its steps by itself"),
+        (
+            ["actor_rollout_ref.rollout.algo={sde_type: cps, noise_level: 0.8, sde_window_range: [0, 4]}", RECTIFIED],
+            "the last of 4 steps has none with cps",
+        ),
+        (
+            [*PER_PROMPT, "actor_rollout_ref.rollout.micro_batch_size=8"],
+            "micro_batch_size 8 does not divide rollout.n 4, so batches would hold samples of several prompts",
+        ),
+    ],
+)
+def test_a_setting_that_cannot_work_with_the_algorithm_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, settings: list[str], message: str
+) -> None:
+    monkeypatch.chdir(folder)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check_inputs(load_recipe("tiny").with_changes(parse_changes(settings)))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["algorithm.best_worst_k=1"],
+        [*FORWARD, "algorithm.share_noise_in_group=true", "algorithm.timestep_sampling=stratified"],
+        [*FORWARD, "algorithm.name=awm", f"{LOSS}.awm_weighting=adaptive", "algorithm.best_worst_k=1"],
+        [*PER_PROMPT, RECTIFIED],
+    ],
+)
+def test_settings_for_fewer_images_are_taken_and_name_another_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, settings: list[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    config = load_recipe("tiny").with_changes(parse_changes(settings))
+    check_inputs(config)
+    assert config.digest() != load_recipe("tiny").digest()
+
+
+def test_each_prompt_of_an_iteration_has_its_own_window(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And its batches have it; without the setting all have the iteration's."""
+    monkeypatch.chdir(folder)
+    uids = [f"p{number}" for number in range(30)]
+    recipe = load_recipe("tiny")
+    own = windows_of(recipe.with_changes(parse_changes(PER_PROMPT)), 3, uids)
+    assert {tuple(window) for window in own.values()} == {(0,), (1,)}
+    shared = windows_of(recipe.with_changes(parse_changes(PER_PROMPT[1:])), 3, uids)
+    assert len({tuple(window) for window in shared.values()}) == 1
+    assert windows_of(recipe.with_changes(parse_changes(FORWARD)), 3, uids) == {}
+    one, two = (Prompt(uid, "", None, {}, "") for uid in ("p0", "p1"))
+    assert window_of_batch([(one, 0), (one, 1)], own) == tuple(own["p0"])
+    assert window_of_batch([(one, 0), (two, 0)], {}) == ()
+    assert window_of_batch([(one, 0), (two, 0)], (0, 1)) == (0, 1)
+    with pytest.raises(ValueError, match="one batch holds prompts with different windows"):
+        window_of_batch([(one, 0), (two, 0)], {"p0": [0], "p1": [1]})
