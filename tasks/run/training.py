@@ -22,14 +22,8 @@ from tasks.records.run_store import CheckpointStore, RunState
 from tasks.records.tracking import Tracker
 from tasks.run.kept_stages import KeptStages
 from tasks.run.preflight import Inputs
-<<<<<<< HEAD
 from tasks.run.reporting import RunReport
-from tasks.run.schedule import part_of, window_of
-||||||| d2884b5
-from tasks.run.schedule import part_of, window_of
-=======
 from tasks.run.schedule import part_of, windows_of
->>>>>>> h-fewer
 from tasks.run.utilisation import Utilisation
 from tasks.system.ownership import require_own
 
