@@ -26,7 +26,18 @@ PATHS = {
 }
 """Name here -> the field that it changes."""
 REWARDS = (
-    *("ocr", "shapes", "clip_score", "clip_preference", "pickscore", "hps", "aesthetic", "image_reward"),
+    *(
+        "ocr",
+        "tesseract",
+        "ink_and_paper",
+        "shapes",
+        "clip_score",
+        "clip_preference",
+        "pickscore",
+        "hps",
+        "aesthetic",
+        "image_reward",
+    ),
     *("judge_ocr", "judge_grade", "remote", "remote_video", "remote_latents"),
     *("jpeg_compressibility", "jpeg_incompressibility", "brightness"),
 )

@@ -206,8 +206,8 @@ class Tracker:
 
     def log_last(self, file: Path) -> None:
         """A file as an artifact at the top, of a run that fails: see `LAST_WORDS`."""
-        with _few_retries():
-            self.client.log_artifact(self.run_id, str(file))
+        with _few_retries(LAST_WORDS):
+            self._plain.log_artifact(self.run_id, str(file))
 
     def latest(self) -> dict[str, float]:
         """Every metric's newest value."""

@@ -11,7 +11,6 @@ from io import BytesIO
 from typing import cast
 from uuid import UUID
 
-from matplotlib.figure import Figure
 from PIL import Image
 from prefect.artifacts import create_link_artifact, create_progress_artifact, update_progress_artifact
 from tqdm import tqdm
@@ -141,6 +140,8 @@ def last_words(summary: Summary, links: Mapping[str, str]) -> str:
 
 def drawn(curves: Mapping[str, Mapping[int, float]]) -> str:
     """Curves against iterations as an address that holds the picture; held-out rewards are marked one by one."""
+    from matplotlib.figure import Figure  # here: a second of work, which a run may do while it waits for its actors
+
     figure = Figure(figsize=(7, 2.6), layout="constrained")
     axes = figure.subplots()
     for label, points in curves.items():
