@@ -218,7 +218,8 @@ def ocr_of(name: str, options: str) -> Any:
 
 
 def reward_of(recipe: str) -> Any:
-    (entry,) = load_recipe(recipe, ROOT / "prefect.yaml").reward.named().values()
+    named = load_recipe(recipe, ROOT / "prefect.yaml").reward.named().values()
+    (entry,) = [entry for entry in named if not entry[1].guard]
     return ocr_of(entry[0], yaml.safe_dump(entry[1].options))
 
 
