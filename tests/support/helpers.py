@@ -137,7 +137,9 @@ def gloo_world(
     """
     folder.mkdir(parents=True, exist_ok=True)
     arguments = (world_size, str(folder), device, function, arguments)
-    mp.start_processes(_rank_main, arguments, nprocs=world_size, start_method=CONTEXT.get_start_method())
+    # Beside a GPU no forks: an import of the process that forks has looked at the driver, and they may not any more.
+    method = "spawn" if torch.cuda.is_available() else CONTEXT.get_start_method()
+    mp.start_processes(_rank_main, arguments, nprocs=world_size, start_method=method)
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(world_size)]
 
 
