@@ -12,6 +12,7 @@ from prefect.logging.handlers import APILogHandler
 from prefect.logging.loggers import LoggingAdapter
 from prefect.runtime import flow_run
 
+from tasks.records.headline import run_address
 from tasks.records.tracking import Tracker
 
 REPORT = "report.html"
@@ -74,9 +75,11 @@ def tell(line: str) -> None:
 
 def run_links(tracker: Tracker, folder: Path) -> dict[str, str]:
     """Name -> address of a run's pages, as far as they are there: in MLflow, and its report."""
-    report = folder / REPORT
-    if not tracker.uri.startswith("http"):
-        return {"report": str(report.resolve())} if report.is_file() else {}
     experiment = tracker.client.get_run(tracker.run_id).info.experiment_id
-    page = f"{tracker.uri.rstrip('/')}/#/experiments/{experiment}/runs/{tracker.run_id}"
-    return {"MLflow": page} | ({"report": f"{page}/artifacts/{REPORT}"} if report.is_file() else {})
+    page = run_address(tracker.uri, experiment, tracker.run_id)
+    links = {} if page is None else {"MLflow": page}
+    report = folder / REPORT
+    if report.is_file():
+        there = run_address(tracker.uri, experiment, tracker.run_id, f"artifacts/{REPORT}")
+        links["report"] = there or str(report.resolve())
+    return links

@@ -68,3 +68,8 @@ def run_page(experiment_id: str, run_id: str, tab: str = "") -> str:
     """A run's page, or one of its tabs such as "artifacts/report.html", likewise."""
     place = f"/#/experiments/{experiment_id}/runs/{run_id}"
     return f"{place}{f'/{tab}' if tab else ''}?workflowType={MACHINE_LEARNING}"
+
+
+def run_address(uri: str, experiment_id: str, run_id: str, tab: str = "") -> str | None:
+    """The whole link to it on the server at `uri`; None where the records are files or a data base."""
+    return f"{uri.rstrip('/')}{run_page(experiment_id, run_id, tab)}" if uri.startswith("http") else None

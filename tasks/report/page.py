@@ -11,6 +11,7 @@ import jinja2
 from mlflow import MlflowClient
 from mlflow.entities import Run
 
+from tasks.records.headline import run_address
 from tasks.report import sections
 from tasks.report.charts import Chart, Series, line_chart, number, spread
 from tasks.report.recorded import CONFIDENCE, FRAMES, Recorded
@@ -82,10 +83,8 @@ def render(recorded: Recorded, links: Mapping[str, str] | None = None, ended: st
 
 def links(client: MlflowClient, run: Run) -> dict[str, str]:
     """Addresses of the run's other pages: MLflow's, where that is a server."""
-    uri = client.tracking_uri.rstrip("/")
-    if not uri.startswith("http"):
-        return {}
-    return {"MLflow": f"{uri}/#/experiments/{run.info.experiment_id}/runs/{run.info.run_id}"}
+    page = run_address(client.tracking_uri, run.info.experiment_id, run.info.run_id)
+    return {} if page is None else {"MLflow": page}
 
 
 def viewer(kind: str, runs: Sequence[Recorded]) -> dict[str, Any] | None:

@@ -17,6 +17,7 @@ from prefect.utilities.urls import url_for
 from tasks.actors.trainer_group import TrainerGroup
 from tasks.records.flow_page import page_logger
 from tasks.records.guards import HACKING_TAG
+from tasks.records.headline import run_address
 from tasks.records.model_registry import HELD_OUT_TAG, address
 from tasks.records.pictures import titled
 from tasks.run.held_out_grids import kept_grids
@@ -153,9 +154,8 @@ def summarise(run: TrainingRun, minutes: float) -> Summary:
 
 def mlflow_page(uri: str, recorded: RunInfo) -> str:
     """The run's page on MLflow's server; where its records are files or a data base, the command that shows them."""
-    if not uri.startswith("http"):
-        return f"{beside_python('mlflow')} ui --backend-store-uri {uri}"
-    return f"{uri.rstrip('/')}/#/experiments/{recorded.experiment_id}/runs/{recorded.run_id}"
+    page = run_address(uri, recorded.experiment_id, recorded.run_id)
+    return page or f"{beside_python('mlflow')} ui --backend-store-uri {uri}"
 
 
 def prefect_page() -> str:

@@ -9,6 +9,7 @@ import pytest
 from mlflow.entities import RunInfo
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
+from tasks.records.headline import run_page
 from tasks.run.summary import Summary, mlflow_page, prefect_page
 
 NAN = float("nan")
@@ -66,7 +67,7 @@ def test_pages_are_those_of_the_servers_that_run(monkeypatch: pytest.MonkeyPatch
     assert told["MLflow"] == "page    http://a/#/1"
     assert told["Prefect"] == "page   http://b/2"
     recorded = RunInfo("f00", "7", "me", "FINISHED", 0, 1, "active")
-    assert mlflow_page("http://127.0.0.1:5000/", recorded) == "http://127.0.0.1:5000/#/experiments/7/runs/f00"
+    assert mlflow_page("http://127.0.0.1:5000/", recorded) == f"http://127.0.0.1:5000{run_page('7', 'f00')}"
     monkeypatch.chdir(Path(sys.executable).parents[1])
     assert mlflow_page("sqlite:///mlflow.db", recorded) == "bin/mlflow ui --backend-store-uri sqlite:///mlflow.db"
     monkeypatch.setenv("PREFECT_HOME", ".prefect")
