@@ -64,7 +64,7 @@ class PolicyForward:
     reference: nn.Module | None
     teacher: nn.Module | None
     old_policy: WeightCopy | None
-    step_weights: Tensor | None
+    step_weights: Tensor | None = None
 
     def forward_step(
         self,

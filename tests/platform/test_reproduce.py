@@ -21,7 +21,7 @@ from flows.reproduce import reproduce
 state = reproduce(sys.argv[1], iterations=2, return_state=True)
 print(state.type.value, state.message)
 """
-NEVER_MADE = "outs:\n- md5: 00000000000000000000000000000000\n  size: 1\n  hash: md5\n  path: pairs.parquet\n"
+NEVER_MADE = "outs:\n- md5: 0a000000000000000000000000000000\n  size: 1\n  hash: md5\n  path: pairs.parquet\n"
 """An output that the repository knows and this clone never made, as the quickstart makes no pairs."""
 COMPARE = "import sys; from flows.compare import compare; print(compare(sys.argv[1], sys.argv[2]))"
 SETTINGS = ("trainer.total_training_steps=3", "trainer.test_freq=2", "trainer.save_freq=0")

@@ -368,7 +368,7 @@ def test_latents_are_enough_a_worker_may_die_and_a_guard_stops_the_run(workspace
     assert "Traceback" not in output
     versions = {v.tags["doubleflow.iteration"]: v.tags for v in client.search_model_versions("name = 'tiny'")}
     assert versions.keys() == {"1", "2", "3"}
-    assert [step for step, tags in versions.items() if tags.get("doubleflow.reward_hacking") == sentence] == ["2", "3"]
+    assert {step for step, tags in versions.items() if tags.get("doubleflow.reward_hacking") == sentence} == {"2", "3"}
 
     output = " ".join(workspace.train(*settings, check=False).split())
     assert "is stopped by its guards: the held-out reward rises while taste falls (since iteration 3); the" in output
