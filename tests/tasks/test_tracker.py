@@ -116,10 +116,11 @@ def test_mlflow_that_is_gone_does_not_hide_what_ended_the_run(tmp_path: Path, mo
         def hang_up() -> None:
             while True:
                 try:
-                    deaf.accept()[0].close()
+                    caller, _ = deaf.accept()
                 except OSError:
                     return
-                tries.append(1)
+                tries.append(1)  # first: once it is hung up, the next run may begin to count
+                caller.close()
 
         threading.Thread(target=hang_up, daemon=True).start()
         for ended_by, run in runs.items():
