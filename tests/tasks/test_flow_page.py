@@ -2,6 +2,7 @@
 """A long run's page in Prefect: parts that can be read, tasks named by what they do, and one log for all of it."""
 
 import logging
+from uuid import uuid4
 
 import pytest
 from prefect import flow
@@ -38,7 +39,9 @@ def test_what_is_told_in_a_part_or_a_task_or_by_a_module_is_on_the_runs_own_page
         if number == 3:
             logging.getLogger("tasks.data.somewhere").warning("a file was written again")
 
-    @flow(name="paged", flow_run_name="paged by parts", persist_result=False)
+    name = f"paged by parts {uuid4()}"  # the server may have the runs of earlier tests
+
+    @flow(name="paged", flow_run_name=name, persist_result=False)
     def outer() -> None:
         with flow_page():
             in_parts(1, TOTAL, work)
@@ -46,7 +49,7 @@ def test_what_is_told_in_a_part_or_a_task_or_by_a_module_is_on_the_runs_own_page
     outer()
     APILogHandler().flush()
     with get_client(sync_client=True) as client:
-        (run,) = client.read_flow_runs(flow_run_filter=FlowRunFilter(name=FlowRunFilterName(any_=["paged by parts"])))
+        (run,) = client.read_flow_runs(flow_run_filter=FlowRunFilter(name=FlowRunFilterName(any_=[name])))
         said = client.read_logs(LogFilter(flow_run_id=LogFilterFlowRunId(any_=[run.id])), limit=100)
         shown = client._client.get(f"/flow_runs/{run.id}/graph-v2").json()["nodes"]
         (part,) = [node for _, node in shown if node["label"].endswith("21-22")]
