@@ -9,33 +9,22 @@ docs/quickstart_before_after.png, and prints a table: held-out reward by iterati
 
 import argparse
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 from mlflow import MlflowClient
 from mlflow.entities import Run
 
-from flows.recipes import load_recipe, parse_changes
+from benchmarks.trained_runs import train
+from flows.recipes import load_recipe
 
 DOCS = Path("docs")
 STAGES = ("gen", "reward", "adv", "update_actor", "update_weights", "log", "save_checkpoint", "step")
 
 
-def train(seed: int) -> Run:
-    """Train one seed in a process of its own, and find its MLflow run."""
-    change = f"trainer.seed={seed}"
-    subprocess.run([sys.executable, "-m", "flows.train", "quickstart", "--set", change], check=True)
-    config = load_recipe("quickstart").with_changes(parse_changes([change]))
-    client = MlflowClient(config.tracking.uri)
-    experiment = client.get_experiment_by_name(config.tracking.experiment)
-    (run,) = client.search_runs(
-        [experiment.experiment_id],
-        f"tags.`doubleflow.run_name` = '{config.run_name}' AND attributes.status = 'FINISHED'",
-        order_by=["attributes.start_time DESC"],
-        max_results=1,
-    )
+def train_seed(seed: int) -> Run:
+    """Train one seed, and find its MLflow run."""
+    config, _, run = train("quickstart", [f"trainer.seed={seed}"])
     if seed == 0:
         shutil.copy(config.run_dir / "before_after.png", DOCS / "quickstart_before_after.png")
     return run
@@ -78,7 +67,7 @@ def main() -> None:
     """Train, plot, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    runs = {seed: train(seed) for seed in parser.parse_args().seeds}
+    runs = {seed: train_seed(seed) for seed in parser.parse_args().seeds}
     plot(runs, DOCS / "quickstart_curve.png")
     print(table(runs))
 

@@ -8,18 +8,15 @@ finished is not made again. Needs `dvc repro data/words/dvc.yaml`; all seeds beg
 """
 
 import argparse
-import subprocess
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 import matplotlib.pyplot as plt
-from mlflow import MlflowClient
 
 from benchmarks.docs import put_table
-from flows.recipes import load_recipe, parse_changes
+from benchmarks.trained_runs import train
 
 PAGE, SCRIPT = Path("docs/words.md"), "words.py"
 GOAL = 0.9
@@ -70,17 +67,7 @@ def trained(variant: str, seed: int, settings: Sequence[str]) -> Curve:
     """Train in a process of its own, and read what MLflow has of it."""
     recipe, changes = VARIANTS[variant]
     given = [*changes, *settings, f"trainer.seed={seed}"]
-    command = [sys.executable, "-m", "flows.train", recipe]
-    subprocess.run([*command, *(part for change in given for part in ("--set", change))], check=True)
-    config = load_recipe(recipe).with_changes(parse_changes(given))
-    client = MlflowClient(config.tracking.uri)
-    experiment = client.get_experiment_by_name(config.tracking.experiment)
-    (run,) = client.search_runs(
-        [experiment.experiment_id],
-        f"tags.`doubleflow.run_name` = '{config.run_name}' AND attributes.status = 'FINISHED'",
-        order_by=["attributes.start_time DESC"],
-        max_results=1,
-    )
+    _, client, run = train(recipe, given)
 
     def history(name: str) -> dict[int, float]:
         return {metric.step: metric.value for metric in client.get_metric_history(run.info.run_id, name)}

@@ -2,14 +2,18 @@
 """Write a recorded run's page anew: `python -m flows.report RUN`."""
 
 if __name__ == "__main__":  # before the imports that take seconds, so that a wrong command is answered at once
+    from flows.stopping import end_now, handle
+
+    handle(end_now)
     from flows.commands import main
 
     main("report")
 
 from pathlib import Path
 
+from tasks.records.headline import REPORT
 from tasks.records.history import RunHistory
-from tasks.report.page import PAGE, links, render
+from tasks.report.page import links, render
 from tasks.report.recorded import read
 from tasks.system.files import put_in_place
 
@@ -24,9 +28,9 @@ def report(history: RunHistory, folder: Path | None = None) -> Path:
     Returns:
         The page.
     """
-    page = Path("runs", f"report-{history.run_id[:8]}.html") if folder is None else folder / PAGE
+    page = Path("runs", f"report-{history.run_id[:8]}.html") if folder is None else folder / REPORT
     content = render(read(history), links(history.client, history.run))
     with put_in_place(page) as aside:
         aside.write_text(content)
-    history.client.log_text(history.run_id, content, PAGE)
+    history.client.log_text(history.run_id, content, REPORT)
     return page

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from tasks.system.causes import causes
+
 Handler = Callable[[int, FrameType | None], None]
 NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 """Signals that end a command with 128 and their number, as a shell says it: 130 and 143."""
@@ -62,10 +64,9 @@ def signal_of(error: BaseException | None) -> int:
 
     What is interrupted within Prefect's own steps may end with another error than the interrupt.
     """
-    while error is not None:
-        if isinstance(error, KeyboardInterrupt):
+    for found in causes(error):
+        if isinstance(found, KeyboardInterrupt):
             return signal.SIGINT
-        if isinstance(error, Stopped):
+        if isinstance(found, Stopped):
             return signal.SIGTERM
-        error = error.__cause__ or error.__context__
     return 0

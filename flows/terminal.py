@@ -17,6 +17,7 @@ from typer.core import TyperGroup
 from flows.stopping import Handler, Stopped, end_now, handle, handled, raise_it, signal_of, stopped
 from models.errors import DoubleflowError
 from tasks.config.errors import described
+from tasks.system.causes import causes
 from tasks.system.processes import beside_python
 
 WRONG_INPUT, FAILED = 2, 1
@@ -96,9 +97,8 @@ def last_words(error: BaseException) -> tuple[str | None, int]:
 
 def _notes(error: BaseException | None) -> Iterator[str]:
     """Its own and those of what it came from: Prefect makes one error of another at SIGTERM."""
-    while error is not None:
-        yield from getattr(error, "__notes__", [])
-        error = error.__cause__ or error.__context__
+    for found in causes(error):
+        yield from getattr(found, "__notes__", [])
 
 
 def sentence(error: Exception) -> str | None:

@@ -12,11 +12,9 @@ from prefect.logging.handlers import APILogHandler
 from prefect.logging.loggers import LoggingAdapter
 from prefect.runtime import flow_run
 
-from tasks.records.headline import run_address
+from tasks.records.headline import REPORT, run_address
 from tasks.records.tracking import Tracker
 
-REPORT = "report.html"
-"""Of a run, in its folder and at the top of its artifacts in MLflow."""
 OWN_MODULES = ("tasks", "models")
 QUIETER = "prefect.task_runs"
 """Prefect's logger that would tell the end of each of an iteration's seven task runs."""
@@ -75,11 +73,10 @@ def tell(line: str) -> None:
 
 def run_links(tracker: Tracker, folder: Path) -> dict[str, str]:
     """Name -> address of a run's pages, as far as they are there: in MLflow, and its report."""
-    experiment = tracker.client.get_run(tracker.run_id).info.experiment_id
-    page = run_address(tracker.uri, experiment, tracker.run_id)
+    page = run_address(tracker.uri, tracker.experiment_id, tracker.run_id)
     links = {} if page is None else {"MLflow": page}
     report = folder / REPORT
     if report.is_file():
-        there = run_address(tracker.uri, experiment, tracker.run_id, f"artifacts/{REPORT}")
+        there = run_address(tracker.uri, tracker.experiment_id, tracker.run_id, f"artifacts/{REPORT}")
         links["report"] = there or str(report.resolve())
     return links

@@ -23,6 +23,13 @@ PICTURES = {"validation": 0, "samples": 1}
 """Grids of a training run, in the section too -> the first step that has one."""
 HELD_OUT = f"{HEADLINE}/held_out"
 COLUMNS = ("reward", "held_out", "images_per_second", "gpu_hours", "hours")
+REPORT = "report.html"
+"""A run's own page: in its folder, and at the top of its artifacts."""
+RUN_NAME_TAG = "doubleflow.run_name"
+"""Of a run and of its registered versions: the name of its folder, which the digest ends."""
+FLOW_RUN_TAG = "doubleflow.prefect_flow_run"
+"""Of a run: the address of the flow run that worked on it last, where Prefect's server stays."""
+UNMOVED_TAG = "doubleflow.weights_never_moved"
 VIEW = "doubleflow"
 """Id of the saved view, as it stands in a link."""
 VIEW_TAG = f"mlflow.sharedViewState.{VIEW}"

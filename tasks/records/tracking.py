@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -83,6 +84,11 @@ class Tracker:
         self.client.update_run(self.run_id, status="RUNNING")
         self._pictures: dict[str, set[int]] = {}
         self.logged_steps = {metric.step for metric in self.client.get_metric_history(self.run_id, STEP_MARK)}
+
+    @cached_property
+    def experiment_id(self) -> str:
+        """The run's experiment: of one that goes on the first start's, whatever the config says now."""
+        return str(self.client.get_run(self.run_id).info.experiment_id)
 
     def log_start(self, config: Section, tags: Mapping[str, str]) -> None:
         """The configuration as config.json, the part of it that somebody chose as parameters, and tags.

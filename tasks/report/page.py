@@ -11,12 +11,11 @@ import jinja2
 from mlflow import MlflowClient
 from mlflow.entities import Run
 
-from tasks.records.headline import run_address
+from tasks.records.headline import FLOW_RUN_TAG, run_address
 from tasks.report import sections
 from tasks.report.charts import Chart, Series, line_chart, number, spread
 from tasks.report.recorded import CONFIDENCE, FRAMES, Recorded
 
-PAGE = "report.html"
 """The page's name, in a run's folder and among its artifacts."""
 TEMPLATES = Path(__file__).parent
 STATES = {"RUNNING": "running", "FINISHED": "finished", "FAILED": "failed", "KILLED": "killed", "SCHEDULED": "waiting"}
@@ -82,9 +81,12 @@ def render(recorded: Recorded, links: Mapping[str, str] | None = None, ended: st
 
 
 def links(client: MlflowClient, run: Run) -> dict[str, str]:
-    """Addresses of the run's other pages: MLflow's, where that is a server."""
-    page = run_address(client.tracking_uri, run.info.experiment_id, run.info.run_id)
-    return {} if page is None else {"MLflow": page}
+    """Addresses of the run's other pages, in MLflow and Prefect, where those are servers that stay."""
+    pages = {
+        "MLflow": run_address(client.tracking_uri, run.info.experiment_id, run.info.run_id),
+        "Prefect": run.data.tags.get(FLOW_RUN_TAG),
+    }
+    return {name: page for name, page in pages.items() if page}
 
 
 def viewer(kind: str, runs: Sequence[Recorded]) -> dict[str, Any] | None:

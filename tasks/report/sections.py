@@ -13,6 +13,7 @@ from mlflow.utils.mlflow_tags import MLFLOW_GIT_COMMIT
 
 from tasks.records.comparison import ComparisonError, Interval, paired_gain
 from tasks.records.guards import FLOOR_TAG, HACKING_TAG
+from tasks.records.headline import UNMOVED_TAG
 from tasks.records.model_registry import REGRESSION
 from tasks.records.tracking import STEP_MARK, flat
 from tasks.report.charts import Chart, Series, finite, line_chart, number, sparkline
@@ -226,7 +227,7 @@ def warnings(recorded: Recorded) -> list[tuple[str, str]]:
         HACKING_TAG: "This may be reward hacking",
         FLOOR_TAG: "The reward may not work",
         REGRESSION: "Its weights got worse",
-        "doubleflow.weights_never_moved": "The weights never moved",
+        UNMOVED_TAG: "The weights never moved",
     }
     return [(said, tags[tag]) for tag, said in words.items() if tag in tags]
 

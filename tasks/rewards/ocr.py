@@ -64,9 +64,7 @@ class OcrReward(Reward):
         wanted = [wanted_text(prompt, self._target, self.name) for prompt in prompts]
         # One at a time: on a CPU batches are slower than single pictures, and so no score depends on its neighbours.
         texts = [self._read(image) for image in images]
-        scores = [text_similarity(got, want, self._substring_is_full) for got, want in zip(texts, wanted, strict=True)]
-        exact = [int(plain_text(got) == want) for got, want in zip(texts, wanted, strict=True)]
-        return RewardResult(np.array(scores, dtype=np.float32), {"text": texts, "exact": exact})
+        return compared(texts, wanted, self._substring_is_full)
 
     def _read(self, image: np.ndarray) -> str:
         import cv2
@@ -80,6 +78,13 @@ class OcrReward(Reward):
         # Without the classifier of turned lines: text that stands on its head is not what was asked for.
         lines, _ = self._ocr(picture, use_cls=False)
         return " ".join(text for _, text, _ in lines or [])
+
+
+def compared(texts: Sequence[str], wanted: Sequence[str], substring_is_full: bool = False) -> RewardResult:
+    """Scores of what was read of each picture against the plain text that was wanted, with `text` and `exact`."""
+    scores = [text_similarity(got, want, substring_is_full) for got, want in zip(texts, wanted, strict=True)]
+    exact = [int(plain_text(got) == want) for got, want in zip(texts, wanted, strict=True)]
+    return RewardResult(np.array(scores, dtype=np.float32), {"text": list(texts), "exact": exact})
 
 
 def wanted_text(prompt: ScoredPrompt, where: Target, reward: str) -> str:

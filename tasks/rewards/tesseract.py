@@ -8,7 +8,7 @@ import numpy as np
 from PIL import Image
 
 from tasks.rewards.base import Reward, RewardError, RewardResult, ScoredPrompt, register_reward
-from tasks.rewards.ocr import Target, check_target, plain_text, text_similarity, wanted_text
+from tasks.rewards.ocr import Target, check_target, compared, wanted_text
 
 WITHOUT_A_DICTIONARY = {"load_system_dawg": "0", "load_freq_dawg": "0"}
 """Tesseract prefers words that it knows, and would read a garbled pseudo-word as one of those."""
@@ -59,10 +59,7 @@ class TesseractReward(Reward):
     def score(self, images: np.ndarray, prompts: Sequence[ScoredPrompt]) -> RewardResult:
         """Read every image and compare; raises RewardError for a prompt without a target."""
         wanted = [wanted_text(prompt, self._target, self.name) for prompt in prompts]
-        texts = [self._read(image) for image in images]
-        scores = [text_similarity(got, want) for got, want in zip(texts, wanted, strict=True)]
-        exact = [int(plain_text(got) == want) for got, want in zip(texts, wanted, strict=True)]
-        return RewardResult(np.array(scores, dtype=np.float32), {"text": texts, "exact": exact})
+        return compared([self._read(image) for image in images], wanted)
 
     def _read(self, image: np.ndarray) -> str:
         picture = Image.fromarray(image)

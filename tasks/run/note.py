@@ -11,13 +11,12 @@ from prefect.utilities.urls import url_for
 from models.config.view import read_architecture
 from tasks.config.identity import shaping
 from tasks.config.tree import TrainConfig
-from tasks.records.headline import run_page
+from tasks.records.headline import FLOW_RUN_TAG, REPORT, run_page
 from tasks.records.notes import LEARNT, RunNote, Weights
 from tasks.records.tracking import flat
 from tasks.run.training import TrainingRun
 
-FLOW_RUN_TAG = "doubleflow.prefect_flow_run"
-FILES = {"report.html": "report", "before_after.png": "before and after"}
+FILES = {REPORT: "report", "before_after.png": "before and after"}
 """Artifacts that the description leads to -> in words."""
 MOST_CHANGES, MOST_LETTERS = 4, 30
 """That a run's name tells, and of each value."""

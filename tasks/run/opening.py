@@ -24,6 +24,7 @@ from tasks.actors.trainer_group import TrainerGroup
 from tasks.config.tree import TrainConfig, TrainOverrides
 from tasks.data.pairs import SIDES
 from tasks.records.guards import FloorWatch, Guard, GuardWatch
+from tasks.records.headline import RUN_NAME_TAG
 from tasks.records.lineage import lineage
 from tasks.records.patience import require_answer
 from tasks.records.run_lock import run_lock
@@ -42,8 +43,6 @@ from tasks.system.signals import heeded_once
 from tasks.system.stopwatch import Stopwatch
 
 RUN_RECORD = "run.json"
-RUN_NAME_TAG = "doubleflow.run_name"
-"""Tag of a run and of its registered versions: the name of its folder, which the digest ends."""
 
 
 def apply_overrides(config: TrainConfig, overrides: TrainOverrides | dict[str, Any] | None) -> TrainConfig:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run's page while it runs: written at each validation and at the end, from what the run has in hand."""
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,14 +10,15 @@ import numpy as np
 import pandas as pd
 from mlflow.exceptions import MlflowException
 from PIL import Image
-from prefect import get_run_logger, runtime
 
 from tasks.config.tree import TrainConfig
+from tasks.records.flow_page import page_logger
+from tasks.records.headline import REPORT
 from tasks.records.history import RunHistory
 from tasks.records.pictures import still
 from tasks.records.tracking import Tracker
 from tasks.report.charts import spread
-from tasks.report.page import PAGE, links, render
+from tasks.report.page import links, render
 from tasks.report.recorded import (
     EXTREMES,
     FRAMES,
@@ -35,6 +35,7 @@ from tasks.report.sections import HELD_OUT, differences
 from tasks.report.thumbnails import of_grid
 from tasks.run.held_out_grids import kept_grids
 from tasks.stages.validation import Validation
+from tasks.system.causes import causes
 from tasks.system.files import put_in_place
 
 FAILURES = "report/failures"
@@ -64,7 +65,7 @@ class RunReport:
     @property
     def path(self) -> Path:
         """Where the page is."""
-        return self.config.run_dir / PAGE
+        return self.config.run_dir / REPORT
 
     def log_changes(self) -> None:
         """Put into MLflow what was changed of the recipe."""
@@ -132,7 +133,7 @@ class RunReport:
                 recorded.run = self.tracker.client.get_run(self.tracker.run_id)
             self._draw_grids(recorded)
             with put_in_place(self.path) as aside:
-                aside.write_text(render(recorded, self._links(recorded), ended, reason))
+                aside.write_text(render(recorded, links(self.tracker.client, recorded.run), ended, reason))
         return self.failures == failures
 
     def _so_far(self) -> Recorded:
@@ -148,10 +149,6 @@ class RunReport:
         chosen = spread(files, FRAMES, {*files, *recorded.metrics.get(HELD_OUT, {})})
         recorded.grids["validation"] = {s: before.get(s) or of_grid(Image.open(files[s])) for s in chosen}
 
-    def _links(self, recorded: Recorded) -> dict[str, str]:
-        flow_run = runtime.flow_run.ui_url if os.environ.get("PREFECT_API_URL") else None
-        return links(self.tracker.client, recorded.run) | ({"Prefect": flow_run} if flow_run else {})
-
     @contextmanager
     def _told(self) -> Iterator[None]:
         """What goes wrong in the block is a warning, and counted."""
@@ -159,7 +156,7 @@ class RunReport:
             yield
         except Exception as error:
             self.failures += 1
-            get_run_logger().warning(
+            page_logger().warning(
                 "the run's page could not be made (%s: %s); `python -m flows.report %s` makes it of what is recorded",
                 type(error).__name__,
                 " ".join(str(error).split()),
@@ -167,10 +164,6 @@ class RunReport:
             )
 
 
-def _is_of_mlflow(error: BaseException | None) -> bool:
+def _is_of_mlflow(error: BaseException) -> bool:
     """Is it, or what it was raised from, an error of MLflow?"""
-    while error is not None:
-        if isinstance(error, MlflowException):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+    return any(isinstance(found, MlflowException) for found in causes(error))

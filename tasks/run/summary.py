@@ -17,7 +17,7 @@ from prefect.utilities.urls import url_for
 from tasks.actors.trainer_group import TrainerGroup
 from tasks.records.flow_page import page_logger
 from tasks.records.guards import HACKING_TAG
-from tasks.records.headline import run_address
+from tasks.records.headline import RUN_NAME_TAG, UNMOVED_TAG, run_address
 from tasks.records.model_registry import HELD_OUT_TAG, address
 from tasks.records.pictures import titled
 from tasks.run.held_out_grids import kept_grids
@@ -28,8 +28,6 @@ from tasks.stages.log import register_weights
 from tasks.system.files import put_in_place, remove
 from tasks.system.processes import beside_python
 from tasks.system.stopwatch import Stopwatch
-
-UNMOVED_TAG = "doubleflow.weights_never_moved"
 
 
 @dataclass(frozen=True)
@@ -174,7 +172,7 @@ def register_export(clock: Stopwatch, run: TrainingRun) -> tuple[Path, ModelVers
         folder = export(run.trainer, config.run_dir / "weights")
     lora = config.actor_rollout_ref.model.lora_rank > 0
     tags = {
-        "doubleflow.run_name": config.run_name,
+        RUN_NAME_TAG: config.run_name,
         "doubleflow.weights": "lora" if lora else "full",
         "doubleflow.base_model": str(config.actor_rollout_ref.model.path),
     }

@@ -201,7 +201,7 @@ def test_runs_without_validation_pictures_or_iterations_have_a_page_too() -> Non
 @pytest.fixture
 def running(tmp_path: Path, history: RunHistory, monkeypatch: pytest.MonkeyPatch) -> RunReport:
     """The page of a process that continues a run at iteration 13, one held-out grid in its folder."""
-    monkeypatch.setattr(reporting, "get_run_logger", lambda: logging.getLogger("flow run"))  # there is no flow here
+    monkeypatch.setattr(reporting, "page_logger", lambda: logging.getLogger("flow run"))  # there is no flow here
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     recipe = config_of(20, tracking={"uri": history.client.tracking_uri})

@@ -123,12 +123,6 @@ def _model_dtype(path: str, value: Any, given: Given) -> Taken:
     return Taken({f"{MODEL}.dtype": dtype}, "of the frozen weights; what is trained is fp32")
 
 
-def _sharded_over(path: str, value: Any, given: Given) -> Elsewhere:
-    return Elsewhere(
-        "FSDP2 shards over all trainer ranks; frozen weights stay whole with fsdp_config.shard_frozen=false"
-    )
-
-
 def _device(path: str, value: Any, given: Given) -> Taken | Elsewhere:
     if value in ("cuda", "gpu"):
         return Taken({path: "cuda"})
@@ -144,10 +138,6 @@ def _tensor_parallel(path: str, value: Any, given: Given) -> Taken | Elsewhere:
         f"a rollout worker of {value} GPUs needs GPUs of its own here (rollout.placement=separate): the recipe has "
         "workers of one GPU each"
     )
-
-
-def _validation_noise(path: str, value: Any, given: Given) -> Elsewhere:
-    return Elsewhere("validation is always the ODE, with the same noise for every checkpoint")
 
 
 def _validation_size(path: str, value: Any, given: Given) -> Elsewhere | None:
@@ -226,24 +216,12 @@ def _reward_entry(path: str, value: Any, given: Given) -> Taken | Elsewhere:
     return Elsewhere(f"an option of that function: reward.functions.{name}.options, where the reward takes it")
 
 
-def _experiment(path: str, value: Any, given: Given) -> Taken:
-    return Taken({"tracking.experiment": value}, "MLflow's experiment")
-
-
 def _async(path: str, value: Any, given: Given) -> Taken | Elsewhere:
     if value == "sync":
         return Taken({"trainer.one_step_off_policy": False})
     if value == "separate_async":
         return Taken({"trainer.one_step_off_policy": True}, "one iteration ahead, never more (docs/iteration.md)")
     return Elsewhere(f"{value} is not offered: one_step_off_policy samples one iteration ahead on GPUs of its own")
-
-
-def _profiler(path: str, value: Any, given: Given) -> Elsewhere:
-    return Elsewhere("torch.profiler traces of chosen iterations and ranks: trainer.profile (docs/measuring.md)")
-
-
-def _teacher(path: str, value: Any, given: Given) -> Taken:
-    return Taken({f"{ACTOR}.teacher_path": value})
 
 
 def _separate(given: Given) -> bool:
@@ -301,6 +279,12 @@ BY_LOSS = Elsewhere("the loss says which copies of the weights are kept, and whi
 TRACKED = Elsewhere("metrics and pictures go to MLflow: tracking.uri, tracking.pictures")
 MEMORY = Elsewhere("nothing is reserved: the estimate before the start says whether a run fits (docs/training.md)")
 SEEDED = _to("trainer.seed", note="one seed for data, rollout and weights")
+SHARDED = Elsewhere(
+    "FSDP2 shards over all trainer ranks; frozen weights stay whole with fsdp_config.shard_frozen=false"
+)
+ALWAYS_ODE = Elsewhere("validation is always the ODE, with the same noise for every checkpoint")
+PROFILED = Elsewhere("torch.profiler traces of chosen iterations and ranks: trainer.profile (docs/measuring.md)")
+BOTH_KINDS = Elsewhere("pictures and latents are both there for rewards")
 OFF_POLICY = Elsewhere("sampling ahead is by one iteration, so that no limit of age is needed")
 
 RULES: dict[str, Rule] = {
@@ -343,7 +327,7 @@ RULES: dict[str, Rule] = {
     f"{ACTOR}.optim.lr_warmup_steps_ratio": _optimizer,
     f"{ACTOR}.grad_clip": _to(f"{ACTOR}.optim.clip_grad"),
     f"{ACTOR}.fsdp_config.model_dtype": _model_dtype,
-    f"{ACTOR}.fsdp_config.fsdp_size": _sharded_over,
+    f"{ACTOR}.fsdp_config.fsdp_size": SHARDED,
     f"{ACTOR}.fsdp_config.offload_policy": _to(
         f"{ACTOR}.fsdp_config.param_offload", note="FSDP2's own offload is the only one"
     ),
@@ -379,12 +363,12 @@ RULES: dict[str, Rule] = {
     f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": OLD_LOG_PROBS,
     f"{ROLLOUT}.seed": SEEDED,
     f"{ROLLOUT}.pipeline.max_sequence_length": _same("embeddings of another length are refused"),
-    f"{ROLLOUT}.pipeline.output_type": Elsewhere("pictures and latents are both there for rewards"),
+    f"{ROLLOUT}.pipeline.output_type": BOTH_KINDS,
     f"{ROLLOUT}.algo.sample_strategy": _to(f"{ROLLOUT}.algo.sde_window_mode"),
     f"{ROLLOUT}.algo.sde_window_seed": Elsewhere("the window is drawn from trainer.seed and the iteration"),
     f"{ROLLOUT}.val_kwargs.pipeline.height": _validation_size,
     f"{ROLLOUT}.val_kwargs.pipeline.width": _validation_size,
-    f"{ROLLOUT}.val_kwargs.pipeline.output_type": Elsewhere("pictures and latents are both there for rewards"),
+    f"{ROLLOUT}.val_kwargs.pipeline.output_type": BOTH_KINDS,
     f"{ROLLOUT}.external_lib": _to(f"{MODEL}.external_lib"),
     # algorithm
     "algorithm.adv_estimator": _estimator,
@@ -403,7 +387,7 @@ RULES: dict[str, Rule] = {
     # trainer
     "trainer.device": _device,
     "trainer.logger": TRACKED,
-    "trainer.project_name": _experiment,
+    "trainer.project_name": _to("tracking.experiment", note="MLflow's experiment"),
     "trainer.log_val_generations": TRACKED,
     "trainer.rollout_data_dir": TRACKED,
     "trainer.validation_data_dir": TRACKED,
@@ -416,17 +400,17 @@ RULES: dict[str, Rule] = {
     "trainer.v1.trainer_mode": _async,
     # distillation
     "distillation.enabled": Elsewhere("a loss by distillation and actor.teacher_path say so"),
-    "distillation.teacher_models.teacher_model.model_path": _teacher,
+    "distillation.teacher_models.teacher_model.model_path": _to(f"{ACTOR}.teacher_path"),
 }
 
 SECTIONS: dict[str, Rule] = {
     "actor_rollout_ref.ref.": OLD_LOG_PROBS,
     f"{ACTOR}.fsdp_config.wrap_policy.": Elsewhere("each family names the blocks that are sharded"),
     f"{ACTOR}.veomni_config.": Elsewhere("VeOmni is no training engine here; fsdp_config says the same of FSDP2"),
-    f"{ACTOR}.profiler.": _profiler,
-    f"{ROLLOUT}.profiler.": _profiler,
-    "global_profiler.": _profiler,
-    f"{ROLLOUT}.val_kwargs.algo.": _validation_noise,
+    f"{ACTOR}.profiler.": PROFILED,
+    f"{ROLLOUT}.profiler.": PROFILED,
+    "global_profiler.": PROFILED,
+    f"{ROLLOUT}.val_kwargs.algo.": ALWAYS_ODE,
     f"{ROLLOUT}.agent.": Elsewhere("there is no agent loop: a prompt is sampled once"),
     "reward.reward_functions.": _reward_entry,
     "reward.reward_manager.": Elsewhere("reward.functions is the manager of any number of rewards"),
