@@ -14,6 +14,8 @@ import typer
 from flows.recipes import checked, load_config, load_parameters, load_recipe, parse_changes, parse_settings, read_yaml
 from flows.terminal import Debug, in_a_sentence, run_command, started
 from tasks.config.errors import ConfigError, RecipeError
+from tasks.config.overrides import merged
+from tasks.config.sweep import SweepConfig, check_fields
 from tasks.config.tracking import TrackingConfig
 from tasks.config.tree import TrainConfig, TrainOverrides
 from tasks.run.early import check_early, check_folder, check_tracking
@@ -78,9 +80,6 @@ def sweep(
 ) -> None:
     """Train with many settings, and print the best."""
     with in_a_sentence(debug):
-        from tasks.config.overrides import merged
-        from tasks.config.sweep import SweepConfig, check_fields
-
         given, source = load_parameters("sweep", deployment), f"prefect.yaml, deployment {deployment}"
         config = checked(TrainConfig, given.get("config"), source)
         searched = checked(SweepConfig, given.get("search"), source).model_dump(exclude_unset=True)

@@ -7,13 +7,17 @@ output as it was. A stage that samples or encodes imports the model families, se
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import torch
 import typer
 import yaml
 
 from flows.terminal import commands
+from models.config.algo import DiffusionRolloutAlgoConfig
+from models.config.model import ModelConfig
+from models.config.pipeline import DiffusionPipelineConfig
+from models.families.base import DiffusionModelBase, DiffusionModelConfig
 from tasks.config.params import (
     BASE_MODEL,
     BASE_MODEL_METRICS,
@@ -29,12 +33,10 @@ from tasks.data.base_model import score_base_model, train_base_model
 from tasks.data.digests import IMAGE_SIDE, TEXT_SIDE, parts_digest
 from tasks.data.embeddings import write_embeddings
 from tasks.data.pairs import common_size, read_pictures, write_pairs
+from tasks.data.preferences import sampled_preferences
 from tasks.data.prompts import build_prompt_table, check_prompt_lengths, load_prompts
 from tasks.rewards import get_reward
 from tasks.system.files import put_in_place
-
-if TYPE_CHECKING:
-    from models.families.base import DiffusionModelBase, DiffusionModelConfig
 
 PARAMS = Path("params.yaml")
 app = commands("Make the data sets; usually called by `dvc repro`.")
@@ -125,13 +127,8 @@ def embeddings(
 
 def _adapter_of(
     model: Path, external_lib: str | None = None, **pipeline: int
-) -> "tuple[type[DiffusionModelBase], DiffusionModelConfig]":
+) -> tuple[type[DiffusionModelBase], DiffusionModelConfig]:
     """The adapter of a model folder, and its settings; `pipeline` are sampling fields, such as the height."""
-    from models.config.algo import DiffusionRolloutAlgoConfig
-    from models.config.model import ModelConfig
-    from models.config.pipeline import DiffusionPipelineConfig
-    from models.families.base import DiffusionModelBase, DiffusionModelConfig
-
     described = ModelConfig(path=str(model), external_lib=external_lib)
     sections = described, DiffusionPipelineConfig(**pipeline), DiffusionRolloutAlgoConfig()
     model_config = DiffusionModelConfig.load(*sections)
@@ -156,8 +153,6 @@ def preferences(
     device: Device = "cpu",
 ) -> None:
     """Sample a model on the train prompts, and write each one's best and worst picture."""
-    from tasks.data.preferences import sampled_preferences
-
     params = load_params(PARAMS).preferences
     _require_model(model)
     sampling = {"height": params.height, "width": params.width, "num_inference_steps": params.steps}

@@ -24,7 +24,6 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
-from mlflow.utils.mlflow_tags import MLFLOW_GIT_COMMIT
 from prefect import flow, get_run_logger
 from prefect.artifacts import create_table_artifact
 from prefect.states import Completed, Failed, State
@@ -37,6 +36,7 @@ from tasks.records.history import HistoryError, RunHistory, comparable
 from tasks.records.lineage import dvc_hashes, start_tag
 from tasks.records.tracking import mlflow_client
 from tasks.run.preflight import ConfigError
+from tasks.system.late_mlflow import mlflow_tags
 
 EQUAL, CLOSE, DIFFERENT = "equal", "within tolerance", "different"
 IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
@@ -139,7 +139,7 @@ def recorded_code(history: RunHistory) -> tuple[str, Path]:
         HistoryError: it did not run from a repository, or the patch is not the one that was recorded.
     """
     tags = history.run.data.tags
-    if tags.get(MLFLOW_GIT_COMMIT) is None:
+    if tags.get(mlflow_tags.MLFLOW_GIT_COMMIT) is None:
         raise HistoryError(f"run {history.run_id} has no git commit: it did not run from a repository")
     patch = history.file("lineage/000000/code.patch")
     found = f"sha256:{hashlib.sha256(patch.read_bytes()).hexdigest()}"
@@ -148,7 +148,7 @@ def recorded_code(history: RunHistory) -> tuple[str, Path]:
         raise HistoryError(
             f"run {history.run_id} has no tag {start_tag(0)}, which holds its patch's digest: it is older than these "
             f"tags, or somebody removed it. Read lineage/000000/code.patch; if you trust it, set the tag to "
-            f"'{tags[MLFLOW_GIT_COMMIT]} {found}'"
+            f"'{tags[mlflow_tags.MLFLOW_GIT_COMMIT]} {found}'"
         )
     if digest != found:
         raise HistoryError(

@@ -14,9 +14,12 @@ import typer
 from pydantic import ValidationError
 from typer.core import TyperGroup
 
+from flows.deploy.access import guard_temporary_server, start_temporary_server
+from flows.deploy.heartbeats import send_heartbeats
 from flows.stopping import Handler, Stopped, end_now, handle, handled, raise_it, signal_of, stopped
 from models.errors import DoubleflowError
 from tasks.config.errors import described
+from tasks.config.tree import TrainConfig
 from tasks.system.causes import causes
 from tasks.system.processes import beside_python
 
@@ -105,8 +108,6 @@ def sentence(error: Exception) -> str | None:
     """What the user is told; None for an error that was not raised to be read by one."""
     told = cause_of(error)
     if isinstance(told, ValidationError):
-        from tasks.config.tree import TrainConfig
-
         return described(told, TrainConfig)
     if isinstance(told, DoubleflowError) or _is_one_of(told, ("prefect.exceptions", "FailedRun")):
         return str(told)
@@ -168,10 +169,6 @@ def started(flow: Callable[..., Any], debug: bool, *arguments: Any, continues: b
         debug: show everything.
         continues: a run that did not end well goes on by the same command, which is told.
     """
-    # Here: a wrong command is answered before Prefect is there.
-    from flows.deploy.access import guard_temporary_server, start_temporary_server
-    from flows.deploy.heartbeats import send_heartbeats
-
     guard_temporary_server()
     handle(raise_it)  # from now on there is something to end
     send_heartbeats()

@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
-from mlflow.artifacts import download_artifacts
-from mlflow.entities.model_registry import ModelVersion
 from prefect import flow, get_run_logger
 from prefect.events import emit_event
 from prefect.states import Completed, State
@@ -30,6 +28,7 @@ from tasks.run.measuring import Cell, Verdict, cells, for_measuring, labelled, m
 from tasks.run.opening import MeasuringRun, apply_overrides, open_measurement
 from tasks.run.preflight import check_inputs
 from tasks.stages.validation import Validation, draw_and_score
+from tasks.system.late_mlflow import ModelVersion, mlflow
 from tasks.system.stopwatch import Stopwatch
 
 BASE = "base"
@@ -111,7 +110,7 @@ class Sweep:
 
     def _holding(self, version: ModelVersion | None) -> RolloutGroup:
         if version is not None:
-            folder = download_artifacts(version.source, tracking_uri=self.measured.client.tracking_uri)
+            folder = mlflow.artifacts.download_artifacts(version.source, tracking_uri=self.measured.client.tracking_uri)
             self.run.rollout.load_exported(Path(folder).resolve())
         return self.run.rollout
 

@@ -12,6 +12,7 @@ import typer
 from flows.deploy.access import exported
 from flows.deploy.service_processes import ask_to_end
 from flows.deploy.service_record import ENVIRONMENT, POOL
+from tasks.system.late_mlflow import mlflow
 
 WORKER = "local"
 FLOW_RUN = "PREFECT__FLOW_RUN_ID"
@@ -67,9 +68,7 @@ def _attempt(server: str, request: Callable[[], T]) -> T | None:
 def fail_dead_runs() -> None:
     """In MLflow, which the environment leads to: the runs of processes that are dead are FAILED, with a line each."""
     os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
-    from mlflow import MlflowClient
-
     from tasks.records.owner import close_dead_runs
 
-    for run in close_dead_runs(MlflowClient(os.environ["MLFLOW_TRACKING_URI"])):
+    for run in close_dead_runs(mlflow.MlflowClient(os.environ["MLFLOW_TRACKING_URI"])):
         typer.echo(f"MLflow run {run} is FAILED: its process ended without a word")

@@ -20,13 +20,13 @@ from pathlib import Path
 from threading import Lock
 
 import ray
-from mlflow import MlflowClient
-from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
+from prefect.context import refresh_global_settings_context
 
 from models.errors import DoubleflowError
 from tasks.actors.cluster import ClusterError, ray_cluster
 from tasks.actors.watchdog import watchdog
 from tasks.config.tree import TrainConfig
+from tasks.system.late_mlflow import MlflowClient, mlflow_tags
 
 END_SECONDS = 60
 POLL_SECONDS = 1.0
@@ -134,7 +134,7 @@ class ChildRun:
         record = self.run_dir / "run.json"
         if self.run_id is None and record.is_file():
             self.run_id = json.loads(record.read_text())["mlflow_run_id"]
-            self.client.set_tag(self.run_id, MLFLOW_PARENT_RUN_ID, self.parent)
+            self.client.set_tag(self.run_id, mlflow_tags.MLFLOW_PARENT_RUN_ID, self.parent)
         if self.run_id is None:
             return {}
         return {point.step: point.value for point in self.client.get_metric_history(self.run_id, metric)}
@@ -156,15 +156,13 @@ class ChildRun:
 
 def _train(arguments: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
     """What the fork becomes: the command, with a session of its own, as if it had been started from a shell."""
-    from prefect.context import refresh_global_settings_context  # its settings are of the environment of before
-
     os.setsid()
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     for stream in (sys.stdout, sys.stderr):
         os.dup2(descriptor, stream.fileno())
     os.environ.clear()
     os.environ.update(environment)
-    refresh_global_settings_context()
+    refresh_global_settings_context()  # its settings are of the environment of before
     sys.argv = ["flows.train", *arguments]
     try:
         import_module(COMMANDS).main("train")

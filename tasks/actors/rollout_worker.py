@@ -12,7 +12,9 @@ import torch
 
 from models.config.pipeline import DiffusionPipelineConfig
 from models.families.base import DiffusionModelConfig
+from models.rollout.diffusers import DiffusersRolloutEngine
 from models.rollout.engine import RolloutEngine, WeightLoad
+from models.rollout.vllm_omni.engine import VllmOmniRolloutEngine
 from models.samples.file import read_samples, write_samples
 from models.samples.trajectories import LATENTS, PICTURES, RolloutRequest, Samples
 from models.weights.buckets import buckets
@@ -152,14 +154,10 @@ class _DigestedLoad:
 
 def _engine(model_config: DiffusionModelConfig, settings: DiffusionRolloutConfig, device: str) -> RolloutEngine:
     if settings.name == "vllm_omni":
-        from models.rollout.vllm_omni.engine import VllmOmniRolloutEngine
-
         return VllmOmniRolloutEngine(
             model_config,
             settings.vllm_omni,
             max_num_seqs=settings.micro_batch_size,
             sleep_mode=settings.placement == "colocated" and settings.enable_sleep_mode,
         )
-    from models.rollout.diffusers import DiffusersRolloutEngine
-
     return DiffusersRolloutEngine(model_config, device)

@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from mlflow import MlflowClient
-from mlflow.entities import Run
-from mlflow.exceptions import MlflowException
 
 from models.errors import DoubleflowError
 from tasks.records.headline import HEADLINE
+from tasks.system.late_mlflow import MlflowClient, Run, mlflow
 
 MEASURED_ANEW = (
     *("timing", "perf/", "memory/", "cost/hours", "cost/gpu_hours"),
@@ -44,7 +42,7 @@ class RunHistory:
         self.client, self.run_id = client, run_id
         try:
             self.run: Run = client.get_run(run_id)
-        except MlflowException as error:
+        except mlflow.exceptions.MlflowException as error:
             raise HistoryError(f"{client.tracking_uri} has no run {run_id}: {error.message}") from error
 
     @property
@@ -90,7 +88,7 @@ class RunHistory:
         """
         try:
             return Path(self.client.download_artifacts(self.run_id, path))
-        except (MlflowException, OSError) as error:
+        except (mlflow.exceptions.MlflowException, OSError) as error:
             raise HistoryError(f"run {self.run_id} has no {path}: {error}") from error
 
 

@@ -15,11 +15,10 @@ from typing import Any
 import psutil
 import ray
 import yaml
-from mlflow.entities import Dataset, DatasetInput, InputTag
-from mlflow.utils.mlflow_tags import MLFLOW_GIT_BRANCH, MLFLOW_GIT_COMMIT
 
 from models.errors import DoubleflowError
 from tasks.records.code_difference import CodeDifference, GitError, code_difference, git
+from tasks.system.late_mlflow import DatasetInput, mlflow, mlflow_tags
 
 CODE = Path(__file__).resolve().parents[2]
 DIGEST = re.compile(r"[\w.-]+")
@@ -48,7 +47,7 @@ class Lineage:
 
     def start_tag(self, iteration: int) -> dict[str, str]:
         """Tag of the start after that iteration: its commit and the digest of its patch; nothing without a commit."""
-        commit = self.tags.get(MLFLOW_GIT_COMMIT)
+        commit = self.tags.get(mlflow_tags.MLFLOW_GIT_COMMIT)
         return {start_tag(iteration): f"{commit} sha256:{hashlib.sha256(self.patch).hexdigest()}"} if commit else {}
 
 
@@ -67,9 +66,9 @@ def lineage(data: Sequence[Path], code: Path = CODE) -> Lineage:
     commit = _commit(code)
     difference = code_difference(code) if commit else CodeDifference()
     dirty = bool(difference.patch or difference.untracked_left_out or difference.tracked_left_out)
-    tags = {MLFLOW_GIT_COMMIT: commit, "doubleflow.git_dirty": str(dirty).lower()} if commit else {}
+    tags = {mlflow_tags.MLFLOW_GIT_COMMIT: commit, "doubleflow.git_dirty": str(dirty).lower()} if commit else {}
     if branch := _branch(code):
-        tags[MLFLOW_GIT_BRANCH] = branch
+        tags[mlflow_tags.MLFLOW_GIT_BRANCH] = branch
     environment = {
         "python": platform.python_version(),
         "packages": {d.name: d.version for d in sorted(metadata.distributions(), key=lambda d: d.name.lower())},
@@ -141,8 +140,8 @@ def _read(file: Path) -> Any:
 def _dataset(path: str, digest: str) -> DatasetInput:
     """As `mlflow.log_input` records it; MLflow allows 36 characters of digest, which is an md5 with DVC's `.dir`."""
     source = json.dumps({"uri": path})
-    dataset = Dataset(name=path, digest=digest[:36], source_type="local", source=source)
-    return DatasetInput(dataset, tags=[InputTag("mlflow.data.context", "dvc")])
+    dataset = mlflow.entities.Dataset(name=path, digest=digest[:36], source_type="local", source=source)
+    return mlflow.entities.DatasetInput(dataset, tags=[mlflow.entities.InputTag("mlflow.data.context", "dvc")])
 
 
 def _commit(code: Path) -> str | None:

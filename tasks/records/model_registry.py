@@ -6,20 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
-from mlflow import MlflowClient
-from mlflow.entities import LoggedModel, LoggedModelOutput
-from mlflow.entities.model_registry import ModelVersion
-from mlflow.exceptions import MlflowException
-from mlflow.protos.databricks_pb2 import (
-    INVALID_PARAMETER_VALUE,
-    RESOURCE_ALREADY_EXISTS,
-    RESOURCE_DOES_NOT_EXIST,
-    ErrorCode,
-)
 
 from tasks.records.guards import HACKING_TAG
 from tasks.records.notes import Weights, version_note
 from tasks.records.tracking import Tracker
+from tasks.system.late_mlflow import LoggedModel, MlflowClient, ModelVersion, mlflow
 
 CHAMPION = "champion"
 ITERATION = "doubleflow.iteration"
@@ -50,8 +41,8 @@ def register(
     client = tracker.client
     try:
         client.create_registered_model(name)
-    except MlflowException as error:
-        if error.error_code != ErrorCode.Name(RESOURCE_ALREADY_EXISTS):
+    except mlflow.exceptions.MlflowException as error:
+        if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise
     for version in client.search_model_versions(f"name = '{name}' AND run_id = '{tracker.run_id}'"):
         if version.tags.get(ITERATION) == str(iteration):
@@ -89,7 +80,7 @@ def _logged_model(tracker: Tracker, name: str, folder: Path, iteration: int) -> 
     model = begun[0] if begun else client.create_logged_model(experiment, name, tracker.run_id, model_type=LAYOUT)
     if model.status != "READY":
         client.log_model_artifacts(model.model_id, str(folder))
-        client.log_outputs(tracker.run_id, [LoggedModelOutput(model.model_id, iteration)])
+        client.log_outputs(tracker.run_id, [mlflow.entities.LoggedModelOutput(model.model_id, iteration)])
         client.finalize_logged_model(model.model_id, "READY")
     return model
 
@@ -112,8 +103,8 @@ def champion(client: MlflowClient, name: str) -> ModelVersion | None:
     """The version with the alias `champion`; None if there is none."""
     try:
         return client.get_model_version_by_alias(name, CHAMPION)
-    except MlflowException as error:
-        if error.error_code in (ErrorCode.Name(RESOURCE_DOES_NOT_EXIST), ErrorCode.Name(INVALID_PARAMETER_VALUE)):
+    except mlflow.exceptions.MlflowException as error:
+        if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
             return None
         raise
 

@@ -11,10 +11,9 @@ import socket
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from mlflow import MlflowClient
-from mlflow.entities import Run, RunTag, ViewType
 from prefect.context import FlowRunContext
 
+from tasks.system.late_mlflow import MlflowClient, Run, mlflow
 from tasks.system.processes import ProcessIdentity, boot_id
 
 OWNER = "doubleflow.owner"
@@ -90,7 +89,9 @@ def close_dead_runs(
         Ids of the runs that were closed.
     """
     if experiments is None:
-        experiments = [found.experiment_id for found in client.search_experiments(view_type=ViewType.ACTIVE_ONLY)]
+        experiments = [
+            found.experiment_id for found in client.search_experiments(view_type=mlflow.entities.ViewType.ACTIVE_ONLY)
+        ]
     closed, token = [], None
     while experiments:
         page = client.search_runs(list(experiments), "attributes.status = 'RUNNING'", page_token=token)
@@ -117,5 +118,5 @@ def _why_dead(run: Run, crashed: str | None) -> str | None:
 
 
 def _close(client: MlflowClient, run_id: str, reason: str) -> None:
-    client.log_batch(run_id, tags=[RunTag(ENDED, f"{reason}; the same command continues the run")])
+    client.log_batch(run_id, tags=[mlflow.entities.RunTag(ENDED, f"{reason}; the same command continues the run")])
     client.set_terminated(run_id, "FAILED")

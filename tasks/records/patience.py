@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 
 import httpx
 import requests
-from mlflow import MlflowClient
 from prefect.exceptions import MissingContextError
 from prefect.logging import get_run_logger
 
 from models.errors import DoubleflowError
+from tasks.system.late_mlflow import MlflowClient
 
 T = TypeVar("T")
 ONE_TRY = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_HTTP_REQUEST_TIMEOUT": "60"}

@@ -2,7 +2,6 @@
 """MLflow: what a run was, what it measured, what it drew."""
 
 import json
-import logging
 import os
 import re
 import tempfile
@@ -15,10 +14,6 @@ from typing import Any, cast
 
 import numpy as np
 import pandas as pd
-from mlflow import MlflowClient
-from mlflow.entities import Metric, Param, RunTag
-from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
-from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
 from PIL import Image
 from prefect.exceptions import TerminationSignal
 
@@ -30,8 +25,8 @@ from tasks.records.owner import close_dead_runs, owner_tags
 from tasks.records.patience import ONE_TRY, PatientClient, TrackingAway, is_server
 from tasks.records.pictures import still
 from tasks.system.credentials import refuse_password_in_url
+from tasks.system.late_mlflow import MlflowClient, artifact_repository_registry, mlflow, mlflow_tags
 
-logging.getLogger("mlflow").setLevel(logging.WARNING)  # else it tells how it makes its data base
 STEP_MARK = "trainer/global_step"
 """Logged last of a step's records, so its history says which steps are complete."""
 PARAM_LIMIT = 6000
@@ -53,7 +48,7 @@ def mlflow_client(config: TrackingConfig) -> MlflowClient:
     uri = tracking_uri(config)
     for field, value in (("tracking.uri", config.uri), ("MLFLOW_TRACKING_URI", uri)):
         refuse_password_in_url(value, field, PASSWORD_OF_MLFLOW)
-    return MlflowClient(tracking_uri=uri, registry_uri=uri)
+    return mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
 
 
 def tracking_uri(config: TrackingConfig) -> str:
@@ -80,7 +75,9 @@ class Tracker:
         experiment = self._experiment(config, uri)
         close_dead_runs(self.client, [experiment])
         self.run_id = run_id or self._create(experiment, run_name, parent)
-        self.client.log_batch(self.run_id, tags=[RunTag(name, value) for name, value in owner_tags().items()])
+        self.client.log_batch(
+            self.run_id, tags=[mlflow.entities.RunTag(name, value) for name, value in owner_tags().items()]
+        )
         self.client.update_run(self.run_id, status="RUNNING")
         self._pictures: dict[str, set[int]] = {}
         self.logged_steps = {metric.step for metric in self.client.get_metric_history(self.run_id, STEP_MARK)}
@@ -107,17 +104,17 @@ class Tracker:
         ]
         first = self.client.get_run(self.run_id).data.params
         chosen = [name for name in dict.fromkeys(chosen) if name in present]  # no sections in which nothing is set
-        params = [] if first else [Param(name, present[name]) for name in chosen]
+        params = [] if first else [mlflow.entities.Param(name, present[name]) for name in chosen]
         again = [name for name in dict.fromkeys([*first, *chosen]) if first and name in present]
         changed = {f"resumed.{name}": present[name] for name in again if first.get(name) != present[name]}
-        labels = [RunTag(name, value) for name, value in {**tags, **changed}.items()]
+        labels = [mlflow.entities.RunTag(name, value) for name, value in {**tags, **changed}.items()]
         self.client.log_batch(self.run_id, params=params, tags=labels)
         self.client.log_dict(self.run_id, whole, "config.json")
 
     def log_lineage(self, lineage: Lineage, iteration: int) -> None:
         """Where this start of the run came from, under the iteration that it begins after."""
         tags = lineage.tags | lineage.start_tag(iteration)
-        self.client.log_batch(self.run_id, tags=[RunTag(name, value) for name, value in tags.items()])
+        self.client.log_batch(self.run_id, tags=[mlflow.entities.RunTag(name, value) for name, value in tags.items()])
         self.client.log_inputs(self.run_id, lineage.datasets)
         self.client.log_dict(self.run_id, lineage.environment, f"lineage/{iteration:06d}/environment.json")
         with tempfile.TemporaryDirectory() as folder:
@@ -166,7 +163,9 @@ class Tracker:
     def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Metrics of a step in one request."""
         now = int(time.time() * 1000)
-        self.client.log_batch(self.run_id, metrics=[Metric(name, v, now, step) for name, v in metrics.items()])
+        self.client.log_batch(
+            self.run_id, metrics=[mlflow.entities.Metric(name, v, now, step) for name, v in metrics.items()]
+        )
 
     def tag(self, name: str, value: str) -> None:
         """Set a tag of the run."""
@@ -273,7 +272,7 @@ class Tracker:
         return self.client.create_experiment(config.experiment, artifact_location=root, tags=experiment_tags())
 
     def _create(self, experiment: str, run_name: str, parent: str | None) -> str:
-        tags = {MLFLOW_PARENT_RUN_ID: parent} if parent else {}
+        tags = {mlflow_tags.MLFLOW_PARENT_RUN_ID: parent} if parent else {}
         return self.client.create_run(experiment, run_name=run_name, tags=tags).info.run_id
 
     def remove(self, paths: Sequence[str]) -> None:
@@ -283,7 +282,7 @@ class Tracker:
             MlflowException: the artifact store cannot delete.
         """
         root = self.client.get_run(self.run_id).info.artifact_uri
-        store = get_artifact_repository(root, tracking_uri=self.uri)
+        store = artifact_repository_registry.get_artifact_repository(root, tracking_uri=self.uri)
         for path in paths:
             store.delete_artifacts(path)
 

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from mlflow import MlflowClient
-from mlflow.entities import Run
 
 from tasks.records.headline import FLOW_RUN_TAG, run_address
 from tasks.report import sections
 from tasks.report.charts import Chart, Series, line_chart, number, spread
 from tasks.report.recorded import CONFIDENCE, FRAMES, Recorded
+from tasks.system.late_mlflow import MlflowClient, Run
 
 """The page's name, in a run's folder and among its artifacts."""
 TEMPLATES = Path(__file__).parent

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pandas as pd
-from mlflow.entities import Run
 from PIL import Image
 
 from tasks.records.comparison import Interval, mean_interval
@@ -18,6 +17,7 @@ from tasks.report.charts import Band, spread
 from tasks.report.samples import Sample, extremes
 from tasks.report.thumbnails import of_grid
 from tasks.stages.validation import VALIDATION_ITERATION, VALIDATION_SEED
+from tasks.system.late_mlflow import Run
 
 CONFIDENCE = 0.95
 RESAMPLES = 999

@@ -9,7 +9,6 @@ from datetime import UTC, datetime
 from typing import Any
 
 from markupsafe import Markup
-from mlflow.utils.mlflow_tags import MLFLOW_GIT_COMMIT
 
 from tasks.records.comparison import ComparisonError, Interval, paired_gain
 from tasks.records.guards import FLOOR_TAG, HACKING_TAG
@@ -18,6 +17,7 @@ from tasks.records.model_registry import REGRESSION
 from tasks.records.tracking import STEP_MARK, flat
 from tasks.report.charts import Chart, Series, finite, line_chart, number, sparkline
 from tasks.report.recorded import CONFIDENCE, RESAMPLES, Recorded
+from tasks.system.late_mlflow import mlflow_tags
 
 HELD_OUT = "val/reward/mean"
 SIZE = (420, 190)
@@ -256,7 +256,7 @@ def lineage(recorded: Recorded) -> list[tuple[str, str]]:
     inputs = recorded.run.inputs.dataset_inputs if recorded.run.inputs else ()
     rows = [
         ("MLflow run", recorded.run.info.run_id),
-        ("commit", tags.get(MLFLOW_GIT_COMMIT, "none")),
+        ("commit", tags.get(mlflow_tags.MLFLOW_GIT_COMMIT, "none")),
         ("working copy", dirty.get(tags.get("doubleflow.git_dirty", ""), "not recorded")),
         *((f"start after iteration {int(t.rsplit('.', 1)[1])}", v) for t, v in sorted(tags.items()) if _is_start(t)),
         ("config digest", tags.get("doubleflow.config_digest", "not recorded")),

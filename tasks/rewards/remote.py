@@ -12,10 +12,13 @@ from collections.abc import Sequence
 from typing import Any, Literal, TypeVar
 
 import numpy as np
+import requests
 from PIL import Image
 from pydantic import BaseModel, ConfigDict, ValidationError
+from requests.adapters import HTTPAdapter
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
+from urllib3.util import Retry
 
 from models.errors import DoubleflowError
 from tasks.rewards.base import Reward, RewardError, RewardResult, ScoredPrompt, register_reward
@@ -95,10 +98,6 @@ class RemoteReward(Reward):
             RewardError: no server answers there, it speaks another protocol or wants other input, or the environment
                 variable is not set.
         """
-        import requests
-        from requests.adapters import HTTPAdapter
-        from urllib3.util import Retry
-
         if encoding not in ("tensor", "png") or (encoding == "png" and self.wants != "images"):
             raise RewardError(f'{self.name}: encoding must be "tensor", or "png" for images, not {encoding!r}')
         retry = Retry(
@@ -129,8 +128,6 @@ class RemoteReward(Reward):
             RewardError: the server says that the reward cannot be used so, or hosts another version than before.
             RemoteFailure: anything else went wrong there, or the answer is not as the protocol says.
         """
-        import requests
-
         files = [("request", ("request.json", pack_request(prompts), "application/json"))]
         files += pack_images(batch) if self._encoding == "png" else [pack_tensor(batch)]
         try:
@@ -152,8 +149,6 @@ class RemoteReward(Reward):
         return unpack_result(answer)
 
     def _hosted(self) -> Hosted:
-        import requests
-
         try:
             response = self._session.get(f"{self._url}/v1/reward", timeout=self._timeout)
         except (requests.RequestException, ValueError) as error:

@@ -4,7 +4,6 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from mlflow.utils.mlflow_tags import MLFLOW_GIT_COMMIT, MLFLOW_RUN_NOTE, MLFLOW_SOURCE_NAME, MLFLOW_SOURCE_TYPE
 from prefect.runtime import flow_run
 from prefect.utilities.urls import url_for
 
@@ -15,6 +14,7 @@ from tasks.records.headline import FLOW_RUN_TAG, REPORT, run_page
 from tasks.records.notes import LEARNT, RunNote, Weights
 from tasks.records.tracking import flat
 from tasks.run.training import TrainingRun
+from tasks.system.late_mlflow import mlflow_tags
 
 FILES = {REPORT: "report", "before_after.png": "before and after"}
 """Artifacts that the description leads to -> in words."""
@@ -42,7 +42,9 @@ def source_tags() -> dict[str, str]:
         return {}
     file = f"flows/{flow_run.flow_name.replace('-', '_')}.py"
     page = url_for("flow-run", obj_id=flow_run.id)
-    return {MLFLOW_SOURCE_NAME: file, MLFLOW_SOURCE_TYPE: "LOCAL"} | ({FLOW_RUN_TAG: page} if page else {})
+    return {mlflow_tags.MLFLOW_SOURCE_NAME: file, mlflow_tags.MLFLOW_SOURCE_TYPE: "LOCAL"} | (
+        {FLOW_RUN_TAG: page} if page else {}
+    )
 
 
 def exported(config: TrainConfig, folder: Path) -> Weights:
@@ -60,19 +62,19 @@ def write_note(run: TrainingRun, weights: Weights | None = None) -> None:
     tracker = run.tracker
     recorded = tracker.client.get_run(tracker.run_id)
     tags = recorded.data.tags
-    if not tags.get(MLFLOW_RUN_NOTE, LEARNT).startswith(LEARNT):
+    if not tags.get(mlflow_tags.MLFLOW_RUN_NOTE, LEARNT).startswith(LEARNT):
         return
     note = RunNote(
         held_out=tracker.history("val/reward/mean"),
         reward=tracker.history("critic/rewards/mean"),
         spent=recorded.data.metrics,
         on_gpu=run.config.gpus > 0,
-        commit=tags.get(MLFLOW_GIT_COMMIT, ""),
+        commit=tags.get(mlflow_tags.MLFLOW_GIT_COMMIT, ""),
         changed=tags.get("doubleflow.git_dirty") == "true",
         weights=weights,
         links=dict(_links(run, recorded.info.experiment_id, tags.get(FLOW_RUN_TAG), weights)),
     )
-    tracker.tag(MLFLOW_RUN_NOTE, note.text())
+    tracker.tag(mlflow_tags.MLFLOW_RUN_NOTE, note.text())
 
 
 def _links(

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from mlflow.exceptions import MlflowException
 from PIL import Image
 
 from tasks.config.tree import TrainConfig
@@ -37,6 +36,7 @@ from tasks.run.held_out_grids import kept_grids
 from tasks.stages.validation import Validation
 from tasks.system.causes import causes
 from tasks.system.files import put_in_place
+from tasks.system.late_mlflow import mlflow
 
 FAILURES = "report/failures"
 """Metric: how often the page could not be made, in the iterations of this process."""
@@ -166,4 +166,4 @@ class RunReport:
 
 def _is_of_mlflow(error: BaseException) -> bool:
     """Is it, or what it was raised from, an error of MLflow?"""
-    return any(isinstance(found, MlflowException) for found in causes(error))
+    return any(isinstance(found, mlflow.exceptions.MlflowException) for found in causes(error))

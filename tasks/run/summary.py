@@ -7,8 +7,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mlflow.entities import RunInfo
-from mlflow.entities.model_registry import ModelVersion
 from PIL import Image
 from prefect.runtime import flow_run
 from prefect.settings import get_current_settings
@@ -26,6 +24,7 @@ from tasks.run.training import TrainingRun
 from tasks.run.watching import last_good_folder
 from tasks.stages.log import register_weights
 from tasks.system.files import put_in_place, remove
+from tasks.system.late_mlflow import ModelVersion, RunInfo
 from tasks.system.processes import beside_python
 from tasks.system.stopwatch import Stopwatch
 

@@ -5,12 +5,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mlflow.entities.model_registry import ModelVersion
-
 from tasks.records.model_registry import register
 from tasks.records.notes import Weights
 from tasks.records.tracking import Tracker
 from tasks.stages.stage import stage
+from tasks.system.late_mlflow import ModelVersion
 
 
 @stage("register")
