@@ -17,8 +17,7 @@ OPTIONAL = {"vllm", "vllm_omni", "cv2", "rapidocr_onnxruntime", "tesserocr", "te
 LATE = HEAVY | OPTIONAL
 NEEDED = {
     ("models.training.engine", "models.training.fsdp"): "it registers itself there",
-    ("models.schedulers", "models.schedulers"): "the scheduler, with diffusers, at the first use of its name",
-    ("models.families.base", "models.schedulers"): "the same",
+    ("models.families.base", "models.schedulers"): "its scheduler, with diffusers, at the first use of the name",
     ("models.runtime.determinism", "torch"): "Ray sends the function to processes that have no path to its module yet",
     ("models.weights.buckets", "torch.distributed"): "ProcessGroupNCCL, which is in torch's builds for CUDA alone",
     ("tasks.rewards.pretrained", "safetensors.torch"): "it imports torch, which safetensors does not",
