@@ -13,6 +13,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from tasks.config.errors import RecipeError, described, near
+from tasks.config.overrides import merged, set_fields
 from tasks.config.tree import TrainConfig, TrainOverrides
 
 PREFECT_FILE = Path("prefect.yaml")
@@ -79,18 +80,27 @@ def read_yaml(file: Path, advice: str) -> Any:
         raise RecipeError(f"{file} is neither YAML nor JSON: {_reason(error)}") from error
 
 
-def parse_changes(settings: list[str]) -> TrainOverrides:
+def parse_changes(settings: list[str], file: Path | None = None) -> TrainOverrides:
     """`["trainer.seed=1", "reward.functions={ocr: {}}"]` as overrides; values are YAML.
 
+    Args:
+        settings: field.path=value, each.
+        file: further overrides, of which a setting replaces what it names as well.
+
     Raises:
-        RecipeError: an item has no equals sign, names no field, or gives a field a value that it cannot have.
+        RecipeError: an item has no equals sign, names no field, or gives a field a value that it cannot have; or the
+            file cannot be read.
     """
+    given = {} if file is None else set_fields(_overrides(read_yaml(file, "give a file of overrides"), str(file)))
+    return _overrides(merged(given, parse_settings(settings, "--set")), "--set")
+
+
+def _overrides(tree: Any, source: str) -> TrainOverrides:
     # The form's classes have names of their own; a message is about the config's fields.
-    tree = parse_settings(settings, "--set")
     try:
         return TrainOverrides.model_validate(tree)
     except ValidationError as error:
-        raise RecipeError(f"--set: {described(error, TrainConfig)}") from error
+        raise RecipeError(f"{source}: {described(error, TrainConfig)}") from error
 
 
 def parse_settings(settings: list[str], option: str) -> dict[str, Any]:
