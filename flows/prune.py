@@ -20,6 +20,7 @@ from typing import Annotated
 import psutil
 import typer
 
+from flows.deploy.service_record import ServiceError, recorded_in
 from tasks.system.processes import identity
 
 RAY, STAGES, VALIDATION, WORKTREES, LOGS = (
@@ -114,8 +115,6 @@ def _locked(file: Path) -> bool:
 
 def _services_live(folder: Path) -> bool:
     """Does one of them run, maybe on another machine, or is their record no longer to be read?"""
-    from flows.services import ServiceError, recorded_in
-
     here = socket.gethostname()
     try:
         return any(process.alive or process.host != here for process in recorded_in(folder / "pids.json").values())

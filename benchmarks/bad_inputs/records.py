@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.bad_inputs.cases import Case, damaged, draws
 from benchmarks.bad_inputs.configs import VALUES
 from benchmarks.bad_inputs.local_mlflow import tracking
-from flows import services
+from flows.deploy.service_record import recorded_processes
 from tasks.config.sweep import SweepConfig, check_fields
 from tasks.config.tree import TrainConfig
 from tasks.records.lineage import Lineage, lineage
@@ -318,7 +318,7 @@ def _pid_case(name: str, content: bytes) -> Case:
 
     def act(folder: Path) -> dict[str, Any]:
         with chdir(folder):
-            return {name: asdict(entry) | {"alive": entry.alive} for name, entry in services._recorded().items()}
+            return {name: asdict(entry) | {"alive": entry.alive} for name, entry in recorded_processes().items()}
 
     def fault(taken: dict[str, Any]) -> str | None:
         for entry in taken.values():

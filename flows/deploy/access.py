@@ -139,6 +139,12 @@ def exports(variables: Mapping[str, str]) -> str:
     return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in variables.items())
 
 
+def exported(file: Path) -> dict[str, str]:
+    """The variables of a file that `exports` wrote."""
+    words = (shlex.split(line)[1] for line in file.read_text().splitlines())
+    return dict(word.split("=", 1) for word in words)
+
+
 def dvc_environment(root: Path) -> dict[str, str]:
     """The variable that keeps DVC's working folder in a private folder of `root`, which is made.
 

@@ -27,6 +27,16 @@ from tasks.system.stopwatch import Stopwatch
 
 
 @dataclass(frozen=True)
+class Recording:
+    """What a run wants of each batch, in the words of `RolloutRequest`."""
+
+    record_means: bool = False
+    record_unconditional: bool = False
+    record_finished: bool = False
+    outputs: frozenset[str] = frozenset({PICTURES})
+
+
+@dataclass(frozen=True)
 class PendingBatch:
     """A batch that is being sampled.
 
@@ -104,15 +114,11 @@ class RolloutGroup:
         *,
         device: str,
         seed: int,
-        record_means: bool = False,
-        record_unconditional: bool = False,
-        record_finished: bool = False,
-        outputs: frozenset[str] = frozenset({PICTURES}),
+        recording: Recording = Recording(),
         places: RankPlaces | None = None,
     ):
         self.embeddings, self.settings, self.seed = embeddings, settings, seed
-        self.record_means, self.record_unconditional = record_means, record_unconditional
-        self.record_finished, self.outputs = record_finished, outputs
+        self.recording = recording
         self._sleeps = False
         self.pipeline, self.adapter = model_config.pipeline, DiffusionModelBase.get_class(model_config)
         alone = settings.gpus_per_worker if device == "cuda" else 0.0
@@ -149,7 +155,7 @@ class RolloutGroup:
             seed: of the noise, if not the run's own.
             draw: for looking at, not for training: decode pictures also where no reward asks for them.
         """
-        outputs = self.outputs | {PICTURES} if draw else self.outputs
+        outputs = self.recording.outputs | ({PICTURES} if draw else set())
         batches = []
         for part in self.parts(prompts, n):
             request = self._request(
@@ -192,15 +198,14 @@ class RolloutGroup:
         keys = tuple(NoiseKey(seed, iteration, prompt.uid, index) for prompt, index in part)
         rows = torch.tensor([uids.index(prompt.uid) for prompt, _ in part])
         table = self.prompt_table(uids, pipeline)
-        finished = self.record_finished and trains
         return RolloutRequest(
             keys=keys,
             prompts=table,
             prompt_index=rows,
             window=tuple(window),
-            record_means=self.record_means,
-            record_unconditional=self.record_unconditional,
-            record_finished=finished,
+            record_means=self.recording.record_means,
+            record_unconditional=self.recording.record_unconditional,
+            record_finished=self.recording.record_finished and trains,
             outputs=outputs,
         )
 

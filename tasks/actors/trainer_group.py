@@ -21,6 +21,7 @@ from tasks.actors.rollout_group import PendingBatch, RolloutGroup
 from tasks.actors.trainer_rank import TrainerRank
 from tasks.actors.update_plan import NothingToLearn, OldScores, over_ranks, plan_updates
 from tasks.actors.weight_transport import Routes
+from tasks.config.trainer import TrainerConfig
 from tasks.data.pairs import PairBatch
 
 SAVING_POLL_S = 0.2
@@ -34,29 +35,16 @@ class TrainerGroup:
         model_config: DiffusionModelConfig,
         actor_config: DiffusionActorConfig,
         forward_config: ForwardProcessConfig,
+        settings: TrainerConfig,
         *,
-        world_size: int,
-        device: str,
-        num_threads: int,
         mini_batch_samples: int,
-        keeps_previous: bool = False,
         places: RankPlaces | None = None,
-        max_nonfinite_steps: int = 0,
     ):
         self.actor_config, self.mini_batch_samples = actor_config, mini_batch_samples
         self.sharing = actor_config.fsdp_config.ulysses_sequence_parallel_size
-        self.device = device
-        gpus = places.num_gpus if places is not None else 1.0 if device == "cuda" else 0.0
-        arguments = (
-            model_config,
-            actor_config,
-            forward_config,
-            device,
-            num_threads,
-            keeps_previous,
-            max_nonfinite_steps,
-        )
-        self.group = ActorGroup(TrainerRank, world_size, gpus, arguments, places=places)
+        gpus = places.num_gpus if places is not None else 1.0 if settings.device == "cuda" else 0.0
+        arguments = (model_config, actor_config, forward_config, settings)
+        self.group = ActorGroup(TrainerRank, settings.world_size, gpus, arguments, places=places)
         self.routes = Routes(self.group.actors)
         self._proofs: list[ray.ObjectRef] = []  # of the last sync
 

@@ -24,6 +24,7 @@ from models.weights.trainable import export_weights
 from tasks.actors.memory import measures_gpu_memory
 from tasks.actors.messages import GatheredWeights, RankUpdate, Rescored, SampleMismatch, SentWeights
 from tasks.actors.weight_transport import Courier, Route
+from tasks.config.trainer import TrainerConfig
 
 
 class TrainerRank:
@@ -34,16 +35,12 @@ class TrainerRank:
         model_config: DiffusionModelConfig,
         actor_config: DiffusionActorConfig,
         forward_config: ForwardProcessConfig,
-        device: str,
-        num_threads: int,
-        keeps_previous: bool = False,
-        max_nonfinite_steps: int = 0,
+        settings: TrainerConfig,
     ):
-        torch.set_num_threads(num_threads)
-        self.model_config, self.actor_config, self.device = model_config, actor_config, device
-        self.forward_config, self.keeps_previous = forward_config, keeps_previous
-        self.skippable = max_nonfinite_steps
-        self.courier = Courier(device)
+        torch.set_num_threads(settings.num_threads)
+        self.model_config, self.actor_config, self.forward_config = model_config, actor_config, forward_config
+        self.settings, self.device = settings, settings.device
+        self.courier = Courier(self.device)
 
     def reserve_address(self) -> tuple[str, int]:
         """Host and a free port for the process group's rendezvous; asked of rank 0."""
@@ -65,10 +62,12 @@ class TrainerRank:
 
     def new_engine(self) -> TrainingEngine:
         """The engine that the config names, with nothing loaded."""
-        given = (self.model_config, self.actor_config, self.device, self.forward_config, self.keeps_previous)
+        keeps_previous = self.settings.one_step_off_policy
+        given = (self.model_config, self.actor_config, self.device, self.forward_config, keeps_previous)
         engine_class = get_training_engine(self.actor_config.strategy)
         # What says nothing is not given: an engine that always stops need not know of it.
-        return engine_class(*given, max_nonfinite_steps=self.skippable) if self.skippable else engine_class(*given)
+        skippable = self.settings.skippable_steps
+        return engine_class(*given, max_nonfinite_steps=skippable) if skippable else engine_class(*given)
 
     @measures_gpu_memory("old_log_prob")
     def rescore(self, trajectories: Trajectories, with_means: bool) -> Rescored:

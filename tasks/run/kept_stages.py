@@ -72,7 +72,7 @@ class KeptStages:
             worker = number % len(workers.group)
             reply = ask(RolloutReply, workers.group.actors[worker].read, file)
             text = workers.prompt_table([prompt.uid for prompt, _ in part]).lengths
-            batches.append(pending_batch(part, text, reply, workers.outputs, worker))
+            batches.append(pending_batch(part, text, reply, workers.recording.outputs, worker))
         return int(found[0].metrics[VERSION]), batches
 
     def keep_scores(self, state: RunState, version: int, scores: Scores, pictures: Sequence[np.ndarray]) -> None:

@@ -19,7 +19,7 @@ from models.weights.canary import Canary
 from tasks.actors.cluster import RankPlaces, gpu_slots, ray_cluster, require_resources
 from tasks.actors.machines import watched_machines
 from tasks.actors.reward_group import RewardGroup, wanted_inputs
-from tasks.actors.rollout_group import LATENTS, PICTURES, RolloutGroup
+from tasks.actors.rollout_group import LATENTS, PICTURES, Recording, RolloutGroup
 from tasks.actors.trainer_group import TrainerGroup
 from tasks.config.tree import TrainConfig, TrainOverrides
 from tasks.data.pairs import SIDES
@@ -155,16 +155,19 @@ def open_measurement(
 def start_rollout(config: TrainConfig, inputs: Inputs, places: RankPlaces | None = None) -> RolloutGroup:
     """The rollout workers of a config, at the ranks' `places` or elsewhere; their models load in the background."""
     loss = config.actor_rollout_ref.actor.diffusion_loss
+    recording = Recording(
+        record_means=config.algorithm.rollout_correction.bypass_mode and needs_old_means(loss.loss_mode, loss.options),
+        record_unconditional=config.records_unconditional,
+        record_finished=config.algorithm.trainer_type == "direct_preference",
+        outputs=frozenset(LATENTS if wants == "latents" else PICTURES for wants in wanted_inputs(config.reward)),
+    )
     return RolloutGroup(
         inputs.model_config,
         inputs.embeddings,
         config.actor_rollout_ref.rollout,
         device=config.trainer.device,
         seed=config.trainer.seed,
-        record_means=config.algorithm.rollout_correction.bypass_mode and needs_old_means(loss.loss_mode, loss.options),
-        record_unconditional=config.records_unconditional,
-        record_finished=config.algorithm.trainer_type == "direct_preference",
-        outputs=frozenset(LATENTS if wants == "latents" else PICTURES for wants in wanted_inputs(config.reward)),
+        recording=recording,
         places=places,
     )
 
@@ -203,13 +206,9 @@ def _start_actors(
         inputs.model_config,
         settings.actor,
         config.algorithm,
-        world_size=trainer_settings.world_size,
-        device=trainer_settings.device,
-        num_threads=trainer_settings.num_threads,
+        trainer_settings,
         mini_batch_samples=settings.actor.ppo_mini_batch_size * per_prompt,
-        keeps_previous=trainer_settings.one_step_off_policy,
         places=places,
-        max_nonfinite_steps=trainer_settings.skippable_steps,
     )
     started = trainer.start()
     online_parts = None

@@ -18,11 +18,12 @@ from prefect.context import refresh_global_settings_context
 from prefect.settings import get_current_settings
 from typer.testing import CliRunner
 
-from flows import prune, services
+from flows import prune
 from flows.deploy import service_log
 from flows.deploy.access import STARTUP_SECONDS, guard_temporary_server
 from flows.deploy.mlflow_app import guarded
-from flows.services import RECORD, ServiceError, app
+from flows.deploy.service_record import HERE, RECORD, ServiceError
+from flows.services import app
 from tasks.records.run_lock import run_lock
 from tasks.system.processes import boot_id, identity
 
@@ -154,7 +155,7 @@ def sleeper() -> Iterator[subprocess.Popen]:
 
 
 def write_record(**entries: tuple[int, str | None, str]) -> None:
-    services.HERE.mkdir(mode=0o700, exist_ok=True)
+    HERE.mkdir(mode=0o700, exist_ok=True)
     RECORD.write_text(json.dumps(entries))
 
 
@@ -171,7 +172,7 @@ def test_down_ends_what_it_recorded_whatever_the_clock_says(here: Path, sleeper:
     assert run("status") == (0, f"worker     pid {sleeper.pid:<8} up\n")
     assert run("down") == (0, "")
     assert identity(sleeper.pid) is None
-    assert not services.HERE.exists()
+    assert not HERE.exists()
 
 
 @pytest.mark.parametrize("why", ["gone", "another process", "another machine"])
@@ -193,12 +194,12 @@ def test_down_keeps_the_record_of_what_it_does_not_find(why: str, here: Path, sl
 def test_what_a_restart_of_the_machine_has_ended_is_not_missed(here: Path) -> None:
     write_record(mlflow=(1, "an-older-boot/5", socket.gethostname()))
     assert run("down") == (0, "")
-    assert not services.HERE.exists()
+    assert not HERE.exists()
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1]", '{"a": 1}', '{"a": [1, 2]}', '{"a": ["x", "y", "z"]}', "\\xff"])
 def test_a_broken_record_is_a_clear_error(content: str, here: Path) -> None:
-    services.HERE.mkdir()
+    HERE.mkdir()
     RECORD.write_text(content)
     for command in ("up", "status", "down"):
         with pytest.raises(ServiceError, match=r"\.services/pids\.json cannot be read .* by hand"):
@@ -207,8 +208,8 @@ def test_a_broken_record_is_a_clear_error(content: str, here: Path) -> None:
 
 
 def test_no_two_at_a_time(here: Path) -> None:
-    services.HERE.mkdir()
-    with (services.HERE / "lock").open("w") as lock:
+    HERE.mkdir()
+    with (HERE / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         for command in ("up", "down"):
             with pytest.raises(ServiceError, match="another `up` or `down` is at work"):
@@ -216,11 +217,11 @@ def test_no_two_at_a_time(here: Path) -> None:
 
 
 def test_the_services_folder_is_its_owners_alone(here: Path) -> None:
-    services.HERE.mkdir(mode=0o777)
-    services.HERE.chmod(0o777)
+    HERE.mkdir(mode=0o777)
+    HERE.chmod(0o777)
     write_record(mlflow=(1, f"{boot_id()}/5", socket.gethostname()))
     run("down")
-    assert services.HERE.stat().st_mode & 0o777 == 0o700
+    assert HERE.stat().st_mode & 0o777 == 0o700
     assert RECORD.stat().st_mode & 0o777 == 0o600
 
 

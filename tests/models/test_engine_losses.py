@@ -17,6 +17,7 @@ from models.training.fsdp import DiffusersFSDPEngine
 from models.training.micro_batches import ActorBatch
 from tasks.actors.messages import OldBatch, RankMiniBatch, RankUpdate, SampleMismatch
 from tasks.actors.trainer_rank import TrainerRank
+from tasks.config.trainer import TrainerConfig
 from tests.support.helpers import actor_config, model_config, rollout_request
 from tests.support.plain_trainer import latents_around, plain_updates
 
@@ -241,7 +242,7 @@ def test_the_kl_has_the_form_that_the_config_names(tiny_model: Path) -> None:
 def test_a_rank_joins_old_scores_to_the_batches_they_belong_to(tiny_model: Path) -> None:
     """And takes no batch whose samples are not those of its advantages."""
     rank = TrainerRank(
-        model_config(tiny_model), actor_config(loss_mode="grpo_guard"), ForwardProcessConfig(), "cpu", num_threads=1
+        model_config(tiny_model), actor_config(loss_mode="grpo_guard"), ForwardProcessConfig(), TrainerConfig()
     )
     rank.engine, plain = (trainer(tiny_model, loss_mode="grpo_guard") for _ in range(2))
     whole = rolled_out(tiny_model)

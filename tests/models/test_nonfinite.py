@@ -95,9 +95,7 @@ def test_the_setting_reaches_the_engine_and_makes_no_other_run(tiny_model: Path)
             model_config(tiny_model),
             actor_config(),
             ForwardProcessConfig(),
-            "cpu",
-            num_threads=1,
-            max_nonfinite_steps=config.trainer.skippable_steps,
+            config.trainer,
         )
         for config in (stops, skips)
     ]

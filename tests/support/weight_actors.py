@@ -21,7 +21,7 @@ from tasks.actors.cluster import RankPlaces, ray_cluster
 from tasks.actors.rollout_group import RolloutGroup
 from tasks.actors.trainer_group import Synced, TrainerGroup
 from tasks.config.rollout import DiffusionRolloutConfig
-from tasks.config.trainer import RayConfig
+from tasks.config.trainer import RayConfig, TrainerConfig
 from tasks.data.embeddings import PromptEmbeddings, write_embeddings
 from tasks.data.prompts import Prompt
 from tests.support.helpers import TEXT_DIM, actor_config, model_config
@@ -103,9 +103,7 @@ def started(
             config,
             actor_config(),
             ForwardProcessConfig(),
-            world_size=ranks,
-            device=device,
-            num_threads=1,
+            TrainerConfig(n_gpus_per_node=ranks, device=device),
             mini_batch_samples=4,
             places=places,
         )

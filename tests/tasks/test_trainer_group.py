@@ -17,7 +17,7 @@ from tasks.actors.cluster import ActorGroup, ray_cluster
 from tasks.actors.messages import Rescored
 from tasks.actors.rollout_group import PendingBatch
 from tasks.actors.trainer_group import TrainerGroup
-from tasks.config.trainer import RayConfig
+from tasks.config.trainer import RayConfig, TrainerConfig
 from tasks.data.prompts import Prompt
 from tasks.records.run_store import CheckpointStore, RunState
 from tests.support.helpers import actor_config, model_config, prompt_table, rollout_request
@@ -46,9 +46,7 @@ def new_group(model: Path, ranks: int = 1, **settings: object) -> TrainerGroup:
         model_config(model, lora_rank=4, lora_alpha=8),
         actor_config(**SETTINGS, **settings),
         ForwardProcessConfig(),
-        world_size=ranks,
-        device="cpu",
-        num_threads=1,
+        TrainerConfig(n_gpus_per_node=ranks),
         mini_batch_samples=4,
     )
 

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The processes of `make up`: one is started in a session of its own with a log, waited for, and ended."""
+
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+
+import httpx
+import psutil
+
+from flows.deploy import service_log
+from flows.deploy.service_record import HERE, Recorded, ServiceError, living_processes, recorded_processes, write_record
+from tasks.system.processes import boot_id, identity
+
+START_SECONDS, END_SECONDS = 120, 30
+LARGEST_LOG = 10_000_000
+LOG_WRITERS: dict[str, subprocess.Popen] = {}
+
+
+def require_free_port(name: str, port: int) -> None:
+    """Raise ServiceError where another process listens at the port; `name` is that of the server."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise ServiceError(
+                f"port {port} for {name} is taken: choose another with --{name}-port, "
+                f"`make up {name.upper()}_PORT={port + 1}`"
+            ) from error
+
+
+def start_process(name: str, arguments: list[str], environment: Mapping[str, str]) -> None:
+    """A process of a session of its own, so that Ctrl-C in this terminal does not reach it."""
+    log = [sys.executable, "-S", service_log.__file__, str(HERE / f"{name}.log"), str(LARGEST_LOG)]
+    writer = subprocess.Popen(log, stdin=subprocess.PIPE, start_new_session=True)
+    assert writer.stdin is not None
+    with writer.stdin as pipe:
+        process = subprocess.Popen(
+            [sys.executable, "-m", *arguments], env=environment, stdout=pipe, stderr=pipe, start_new_session=True
+        )
+    LOG_WRITERS[name] = writer
+    # One that has ended already is recorded, too: `wait_until_healthy` says why.
+    entry = Recorded(process.pid, identity(process.pid) or f"{boot_id()}/ended", socket.gethostname())
+    write_record(recorded_processes() | {name: entry})
+
+
+def wait_until_healthy(name: str, url: str) -> None:
+    """Return when the URL answers. Raises ServiceError, with the log's end, where the process ends or is silent."""
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline and name in living_processes():
+        try:
+            if httpx.get(url, timeout=2).is_success:
+                return
+        except httpx.TransportError:
+            time.sleep(0.5)
+    if name not in living_processes():
+        with suppress(subprocess.TimeoutExpired):
+            LOG_WRITERS[name].wait(END_SECONDS)  # it writes the last words
+    raise ServiceError(f"{name} did not start: {(HERE / f'{name}.log').read_text(errors='replace')[-2000:]}")
+
+
+def end_process(process: psutil.Process) -> None:
+    """Ask it to end; after `END_SECONDS` it and what it has started are killed."""
+    family = [process, *process.children(recursive=True)]
+    process.terminate()
+    _, left = psutil.wait_procs(family, timeout=END_SECONDS)
+    for member in left:
+        member.kill()
+    psutil.wait_procs(left, timeout=END_SECONDS)
+
+
+def ask_to_end(processes: Collection[psutil.Process]) -> None:
+    """Ask them to end, and wait `END_SECONDS` for it."""
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.terminate()
+    deadline = time.monotonic() + END_SECONDS
+    while time.monotonic() < deadline and any(_runs(process) for process in processes):
+        time.sleep(0.2)
+    for process in filter(_runs, processes):
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def _runs(process: psutil.Process) -> bool:
+    """One that has ended stays in the list of processes until its parent has asked for its exit code."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
