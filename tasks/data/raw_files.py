@@ -34,8 +34,8 @@ def read_raw_file(raw: RawFile | str) -> list[PromptRow]:
 
 def _plain_row(raw: dict[str, Any], source: str, entry: RawFile) -> dict[str, Any]:
     """A row with the keys of docs/data.md."""
-    row = raw if entry.columns is None else _renamed(raw, entry.columns, source)
-    row = {**row, "prompt": _said(row.get("prompt"), "prompt", source, row)}
+    row = dict(raw) if entry.columns is None else _renamed(raw, entry.columns, source)
+    row["prompt"] = _said(row.get("prompt"), "prompt", source, row)
     if row.get("negative_prompt") is not None:
         row["negative_prompt"] = _said(row["negative_prompt"], "negative_prompt", source)
         if not isinstance(row["negative_prompt"], str):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A reward that leaves each sample to the one that its prompt's `data_source` names."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ from tasks.rewards.base import (
 
 KEY = "data_source"
 """Of a prompt's metadata."""
+NAME = re.compile(r"[\w.\-/ ]{1,100}")
+"""Of a source: it is a part of metrics' names."""
 
 
 @register_reward("by_data_source")
@@ -44,9 +47,7 @@ class ByDataSource(Reward):
         for source, (inner, given) in _named(options["sources"]).items():
             found = check_reward(inner, **given)
             if getattr(found, "wants", "images") != "images" or found is cls:
-                raise RewardError(
-                    f"{name}: sources {source!r} is {inner}, which cannot be one of them"
-                )
+                raise RewardError(f"{name}: sources {source!r} is {inner}, which cannot be one of them")
 
     @classmethod
     def check_prompts(cls, name: str, options: Mapping[str, Any], prompts: Sequence[ScoredPrompt]) -> None:
@@ -85,6 +86,8 @@ def _named(sources: Any) -> dict[str, tuple[str, dict[str, Any]]]:
         given = {"reward": entry} if isinstance(entry, str) else entry
         if not isinstance(given, Mapping) or not {"reward"} <= set(given) <= {"reward", "options"}:
             raise RewardError(f"by_data_source: sources {source!r} must be a reward's name, or `reward` and `options`")
+        if not NAME.fullmatch(str(source)):
+            raise RewardError(f"by_data_source: sources {source!r} names a metric: letters, digits, `_.-/` and blanks")
         named[str(source)] = str(given["reward"]), dict(given.get("options") or {})
     return named
 

@@ -248,7 +248,7 @@ def test_a_shard_that_cannot_be_read_is_named(copied: Path) -> None:
 
 def test_a_sweeps_set_is_checked_as_the_runs_own_data_is(copied: Path) -> None:
     """Another text encoder of the same width made its embeddings."""
-    config = TrainConfig.model_validate(offline().model_dump() | {"algorithm": {}})
+    config = offline()
     entry = {"prompts": "data/prompts.parquet", "embeddings": "data/sd3_embeddings", "split": "train"}
     measurement = Measurement.model_validate({"sets": {"mine": entry}})
     inputs = check_inputs(offline())

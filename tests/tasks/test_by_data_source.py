@@ -49,6 +49,7 @@ def fails(images: np.ndarray, prompts: Any) -> Any:
         ({}, "sources must name a reward for each data_source"),
         ({"a": 3}, "sources 'a' must be a reward's name, or `reward` and `options`"),
         ({"a": {"reward": "ocr", "weight": 2}}, "sources 'a' must be a reward's name"),
+        ({"a:b": "ocr"}, "sources 'a:b' names a metric"),
         ({"a": "no_reward"}, "there is no reward 'no_reward'"),
         ({"a": {"reward": "ocr", "options": {"no": 1}}}, "reward 'ocr': got an unexpected keyword"),
         ({"a": "remote_latents"}, "remote_latents"),

@@ -156,7 +156,7 @@ def test_a_saved_folder_of_splits_brings_them_along(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DatasetError, match="empty is a folder without state.json"):
+    with pytest.raises(DatasetError, match=r"empty is a folder without state.json"):
         table(raw(tmp_path / "empty"))
     chosen = saved(tmp_path / "chosen", [{"prompt": "a"}], _indices_data_files=[{"filename": "indices.arrow"}])
     with pytest.raises(DatasetError, match=r"chosen holds a choice of rows .*flatten_indices"):
