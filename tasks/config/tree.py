@@ -20,7 +20,7 @@ from models.config.model import ModelConfig
 from models.config.section import NotShaping, Section
 from tasks.config.agreement import check_agreement
 from tasks.config.algorithm import DiffusionAlgoConfig
-from tasks.config.data import DataConfig
+from tasks.config.data import FILES, DataConfig
 from tasks.config.errors import ConfigError, described
 from tasks.config.identity import shaping
 from tasks.config.overrides import flat, merged, optional, set_fields, without
@@ -187,6 +187,9 @@ class TrainConfig(Section):
     def _beside(self, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """What these changes leave of the fields that are set here, and what another algorithm's name takes away."""
         here, algorithm = self.model_dump(exclude_unset=True), given.get("algorithm")
+        data = given.get("data")
+        if isinstance(data, Mapping) and data.get("name", self.data.name) != self.data.name:
+            here, _ = without(here, [f"data.{field}" for field in FILES])
         name = algorithm.get("name", self.algorithm.name) if isinstance(algorithm, Mapping) else self.algorithm.name
         if not isinstance(name, str):  # which the check of the whole says
             return here, {}

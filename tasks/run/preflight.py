@@ -127,7 +127,10 @@ def _open_data(config: TrainConfig, model_config: DiffusionModelConfig, latent_s
             f"{config.data.embeddings} lacks the embedding of {missing[0].prompt!r} ({len(missing)} in all): run "
             "`dvc repro embeddings`"
         )
-    _check_embeddings(config, embeddings, DiffusionModelBase.get_class(model_config).prompt_extras)
+    check_embeddings(config, embeddings)
+    for name, entry in config.reward.named().values() if config.is_online else ():
+        if isinstance(reward := check_reward(name, **entry.options), type):
+            reward.check_prompts(name, entry.options, train + test)
     return Inputs(model_config, train, test, embeddings, pairs, hashlib.sha256(content).hexdigest()[:16])
 
 
@@ -177,31 +180,34 @@ def _open_pairs(config: TrainConfig, embeddings: PromptEmbeddings, latent_shape:
             f"{config.data.embeddings} lacks the embedding of the prompt of pair {missing[0].uid!r} ({len(missing)} in "
             "all): put the pairs' prompts into the prompt table and run `dvc repro embeddings`"
         )
-    _check_origin(config, config.data.pairs, pairs, IMAGE_SIDE, "pairs")
+    _check_origin(config, pairs, IMAGE_SIDE, "pairs", "data.pairs")
     return pairs
 
 
 def _check_origin(
-    config: TrainConfig, folder: Path, data: PromptEmbeddings | PairDataset, parts: tuple[str, ...], stage: str
+    config: TrainConfig, data: PromptEmbeddings | PairDataset, parts: tuple[str, ...], stage: str, field: str
 ) -> None:
     """What was encoded before was encoded by these parts of this model, and is as it was written.
 
-    Data of older versions cannot be compared: it is taken, with a warning.
+    Data of older versions cannot be compared, nor can a model that lacks the parts: it is taken, with a warning.
     """
+    folder = data.folder
     model, maker = config.actor_rollout_ref.model.path, " and ".join(part.rstrip("*") for part in parts)
     same = made_with(data.model_digest, model, parts)
     if same is False:
         raise ConfigError(
-            f"data.{stage} {folder} was made with another {maker} than actor_rollout_ref.model.path {model} has: make "
+            f"{field} {folder} was made with another {maker} than actor_rollout_ref.model.path {model} has: make "
             f"it with `python -m flows.prepare {stage} --model {model} --out {folder}`, or give the model that made it"
         )
     if data.sha256 is None:
         log.warning(
-            "data.%s %s is of an older version: whether the %s of %s made it, and whether it is whole, is not checked; "
+            "%s %s is of an older version: whether the %s of %s made it, and whether it is whole, is not checked; "
             "`python -m flows.prepare %s` makes it anew",
-            *(stage, folder, maker, model, stage),
+            *(field, folder, maker, model, stage),
         )
         return
+    if same is None:
+        log.warning("%s has no %s: whether they made %s %s is not checked", model, maker, field, folder)
     check_files(folder, data.sha256)
 
 
@@ -223,25 +229,35 @@ def _check_teacher(config: TrainConfig, model_config: DiffusionModelConfig) -> N
         )
 
 
-def _check_embeddings(config: TrainConfig, embeddings: PromptEmbeddings, extras: tuple[str, ...]) -> None:
-    """They hold what the model needs, and were made as the run expects."""
+def check_embeddings(config: TrainConfig, embeddings: PromptEmbeddings, field: str = "data.embeddings") -> None:
+    """They hold what the model needs, and were made as the run expects.
+
+    Args:
+        field: that names their folder.
+
+    Raises:
+        ConfigError: another model's text encoders made them, or with other settings; or a file is damaged.
+    """
+    settings, folder = config.actor_rollout_ref, embeddings.folder
+    model_config = DiffusionModelConfig.load(settings.model, settings.rollout.pipeline, settings.rollout.algo)
+    extras = DiffusionModelBase.get_class(model_config).prompt_extras
     lacking = sorted(set(extras) - set(embeddings.extras))
     if lacking:
         raise ConfigError(
-            f"data.embeddings {config.data.embeddings} lacks {', '.join(lacking)}: encode the prompts with "
+            f"{field} {folder} lacks {', '.join(lacking)}: encode the prompts with "
             f"actor_rollout_ref.model.path {config.actor_rollout_ref.model.path}"
         )
     width = text_width(config.actor_rollout_ref.model.path)
     if width not in (None, embeddings.dim):
         raise ConfigError(
-            f"data.embeddings {config.data.embeddings} holds vectors of {embeddings.dim} numbers, but the transformer "
+            f"{field} {folder} holds vectors of {embeddings.dim} numbers, but the transformer "
             f"of actor_rollout_ref.model.path {config.actor_rollout_ref.model.path} takes {width}: encode the prompts "
             "with it"
         )
     wanted = config.actor_rollout_ref.rollout.pipeline.max_sequence_length
     if wanted not in (None, embeddings.max_sequence_length):
         raise ConfigError(
-            f"rollout.pipeline.max_sequence_length is {wanted}, but {config.data.embeddings} was encoded with "
+            f"rollout.pipeline.max_sequence_length is {wanted}, but {folder} was encoded with "
             f"{embeddings.max_sequence_length}: encode the prompts again or leave the field out"
         )
-    _check_origin(config, config.data.embeddings, embeddings, TEXT_SIDE, "embeddings")
+    _check_origin(config, embeddings, TEXT_SIDE, "embeddings", field)

@@ -157,7 +157,8 @@ def test_sub_commands_say_it_too(folder: Path) -> None:
     result = CliRunner().invoke(prepare.app, ["prompts"])
     assert result.exit_code == 2
     assert result.stderr == (
-        "error: params.yaml: prompts.n_test is missing; prompts has no field 'n_tst'; did you mean n_test?\n"
+        "error: params.yaml: data_sets.digits.prompts.n_test is missing; data_sets.digits.prompts has no field "
+        "'n_tst'; did you mean n_test?\n"
     )
     shown = CliRunner().invoke(prepare.app, ["--debug", "prompts"])
     assert isinstance(shown.exception, prepare.PrepareError)

@@ -169,7 +169,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, prefect
     prompts = [f"the number {number}" for number in range(472, 484)]
     (folder / "data" / "raw" / "numbers.txt").write_text("\n".join(prompts) + "\n")
     params = yaml.safe_load((Path(__file__).parents[2] / "params.yaml").read_text())
-    params["prompts"] |= {"n_test": 4, "n_train": 8}
+    params["data_sets"]["digits"]["prompts"] |= {"n_test": 4, "n_train": 8}
     (folder / "params.yaml").write_text(yaml.safe_dump(params))
     shutil.copytree(tiny_model, folder / "data" / "base_model")
     workspace = Workspace(folder, prefect_server)
