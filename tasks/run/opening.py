@@ -201,7 +201,7 @@ def _start_actors(
     per_prompt = settings.rollout.n if online else len(SIDES)
     trainer = TrainerGroup(
         inputs.model_config,
-        settings.actor,
+        config.scheduled_actor,
         config.algorithm,
         world_size=trainer_settings.world_size,
         device=trainer_settings.device,
