@@ -28,6 +28,7 @@ from models.training.forward_batches import noised_batch
 from models.training.gradients import NonfiniteSteps, average_whole, clip_gradients
 from models.training.micro_batches import ActorBatch, PreparedBatch, WeightedMetrics, micro_batch_of
 from models.training.policy import PolicyForward, load_teacher
+from models.training.schedules import build_lr_scheduler
 from models.training.sequence_parallel import sequence_mesh, split_sequences
 from models.training.weight_copies import WeightAverage, WeightCopy, reshard
 from models.weights.canary import Canary, canary_velocity
@@ -59,7 +60,7 @@ class DiffusersFSDPEngine(PolicyForward):
         self.nonfinite = NonfiniteSteps(max_nonfinite_steps)
 
     def initialize(self) -> None:
-        """Load, freeze, shard; then optimiser, warm-up, copies of the weights, reference and teacher."""
+        """Load, freeze, shard; then optimiser, schedule, copies of the weights, reference and teacher."""
         sharing = self.actor_config.fsdp_config.ulysses_sequence_parallel_size
         self._sequence_mesh = sequence_mesh(self.device, sharing) if sharing > 1 else None
         # Nothing in these models depends on the mode but that compiled code is made anew for each.
@@ -78,8 +79,7 @@ class DiffusersFSDPEngine(PolicyForward):
         allocate_adam_state(self.optimizer)
         if self.actor_config.fsdp_config.optimizer_offload:
             offload_adam_state(self.optimizer)
-        warmup = max(settings.lr_warmup_steps, 1)
-        self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda s: min(1.0, (s + 1) / warmup))
+        self.lr_scheduler = build_lr_scheduler(self.optimizer, settings)
         self.ema = WeightAverage(self.module, self.actor_config.ema) if self.actor_config.ema.enable else None
         self.scheduler = self.adapter.build_scheduler(self.model_config)
         self.adapter.set_timesteps(self.scheduler, self.model_config, self.device)

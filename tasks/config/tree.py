@@ -22,7 +22,7 @@ from tasks.config.agreement import check_agreement
 from tasks.config.algorithm import DiffusionAlgoConfig
 from tasks.config.data import FILES, DataConfig
 from tasks.config.errors import ConfigError, described
-from tasks.config.identity import shaping
+from tasks.config.identity import paced_by_length, shaping
 from tasks.config.overrides import flat, merged, optional, set_fields, without
 from tasks.config.presets import absent, decided_by_name, preset, tree_of
 from tasks.config.reward import RewardConfig
@@ -135,6 +135,25 @@ class TrainConfig(Section):
         """Folder of this run's checkpoints and records."""
         return self.trainer.default_local_dir / self.run_name
 
+    @property
+    def paced_by_length(self) -> str | None:
+        """The setting by which a longer run is not the same at its beginning, if there is one."""
+        policy = self.actor_rollout_ref
+        return paced_by_length(policy.rollout.algo.sde_window_mode, policy.actor.optim)
+
+    @property
+    def planned_optimizer_steps(self) -> int:
+        """Of the whole run, if no mini-batch drops out."""
+        actor = self.actor_rollout_ref.actor
+        iteration = self.data.train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs
+        return iteration * self.trainer.total_training_steps
+
+    @property
+    def scheduled_actor(self) -> DiffusionActorConfig:
+        """`actor_rollout_ref.actor` as the trainer's ranks get it: a schedule knows how many steps it spans."""
+        actor = self.actor_rollout_ref.actor
+        return actor.model_copy(update={"optim": actor.optim.spanning(self.planned_optimizer_steps)})
+
     def data_read(self) -> list[Path]:
         """The files and folders that a run reads."""
         model = self.actor_rollout_ref.model
@@ -146,11 +165,11 @@ class TrainConfig(Section):
         """8 hex digits over the settings that shape the weights: all but those marked `NotShaping`.
 
         Where a run computes, writes and tracks, how often it measures and how long it goes on do not count: such a
-        run may continue elsewhere, or for longer. (How long counts with sde_window_mode decay, which paces itself by
-        it.) An algorithm's name and the same fields written out are one run.
+        run may continue elsewhere, or for longer. (How long counts where something paces itself by it.) An algorithm's
+        name and the same fields written out are one run.
         """
         counted = shaping(self)
-        if self.actor_rollout_ref.rollout.algo.sde_window_mode == "decay":
+        if self.paced_by_length is not None:
             counted["trainer"]["total_training_steps"] = self.trainer.total_training_steps
         return hashlib.sha256(json.dumps(counted, sort_keys=True).encode()).hexdigest()[:8]
 

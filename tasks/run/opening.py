@@ -204,7 +204,7 @@ def _start_actors(
     per_prompt = settings.rollout.n if online else len(SIDES)
     trainer = TrainerGroup(
         inputs.model_config,
-        settings.actor,
+        config.scheduled_actor,
         config.algorithm,
         trainer_settings,
         mini_batch_samples=settings.actor.ppo_mini_batch_size * per_prompt,

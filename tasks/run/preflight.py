@@ -15,6 +15,7 @@ from models.families.latents import text_width
 from models.rollout.vllm_omni.engine import check_tensor_split, pipeline_class
 from models.schedulers import check_kernel
 from models.training.engine import get_training_engine
+from models.training.schedules import check_lr_schedule
 from models.training.sequence_parallel import check_sequence_split
 from models.weights.trainable import LORA_FILE, check_initial_weights
 from tasks.config.errors import ConfigError
@@ -91,6 +92,7 @@ def _check_names(config: TrainConfig) -> None:
     check_kernel(config.actor_rollout_ref.rollout.algo.sde_type, config.actor_rollout_ref.rollout.algo.sde_options)
     get_training_engine(config.actor_rollout_ref.actor.strategy)
     check_loss(config)
+    check_lr_schedule(config.scheduled_actor.optim)
     for name, entry in config.reward.named().values():
         check_reward(name, **entry.options)
 

@@ -248,10 +248,13 @@ def test_lora_with_kl_average_and_guidance_runs_and_its_export_validates(workspa
         "actor_rollout_ref.actor.use_kl_loss=true",
         "actor_rollout_ref.actor.kl_loss_coef=0.1",
         "actor_rollout_ref.actor.ema={enable: true, update_interval: 1}",
+        "actor_rollout_ref.actor.optim.lr_scheduler_type=linear",
         "actor_rollout_ref.rollout.pipeline.true_cfg_scale=2.0",
     )
     workspace.train(*settings)
     (run,) = workspace.mlflow_runs()
+    rates = workspace.client().get_metric_history(run.info.run_id, "actor/lr")
+    assert [rate.value for rate in rates] == pytest.approx([0.875e-3, 0.375e-3])  # two of the run's four steps each
     assert run.data.metrics["actor/kl_loss"] > 0
     pipeline = QwenImagePipeline.from_pretrained(workspace.folder / "data/base_model")
     pipeline.load_lora_weights(workspace.registered("tiny/1"))
