@@ -79,9 +79,10 @@ def test_calls_are_cut_across_rollout_batches_and_change_no_score(cluster: None)
     shared = scored(config(brightness={"num_workers": 3}), shard=5)
     assert shared.by_reward["brightness"].tolist() == LEVELS
     assert shared.samples["brightness/batch"].tolist() == [2, 2, 2, 2, 1] * 2 + [1, 1]
-    assert scored(config(brightness={"batch_size": None}), shard=5).samples["brightness/batch"].tolist() == [5] * 10 + [
-        2
-    ] * 2
+    assert (
+        scored(config(brightness={"batch_size": None}), shard=5).samples["brightness/batch"].tolist()
+        == [5] * 10 + [2] * 2
+    )
 
 
 def test_functions_may_be_async_and_may_want_latents(cluster: None) -> None:
