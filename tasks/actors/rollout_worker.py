@@ -6,15 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import ray
 import torch
 
 from models.config.pipeline import DiffusionPipelineConfig
 from models.families.base import DiffusionModelConfig
 from models.rollout.engine import RolloutEngine, WeightLoad
-from models.samples.file import read_samples, write_samples
-from models.samples.trajectories import LATENTS, PICTURES, RolloutRequest, Samples
+from models.samples.file import read_samples
+from models.samples.trajectories import LATENTS, PICTURES, RolloutRequest
 from models.weights.buckets import buckets
 from models.weights.canary import Agreement, Canary, Proof, check_velocity
 from models.weights.digests import DigestBook, check_digests, digests_of
@@ -57,15 +56,8 @@ class RolloutWorker:
         pictures, latents = (None if kept is None else kept.numpy() for kept in (made.pictures, made.latents))
         return RolloutReply(made.recorded, pictures, latents, time.perf_counter() - start)
 
-    def write(self, file: Path, recorded: Samples, pictures: np.ndarray | None, latents: np.ndarray | None) -> None:
-        """Write what `generate` returned."""
-        outputs = {PICTURES: pictures, LATENTS: latents}
-        # Ray's arrays are read-only, which torch warns about.
-        given = {name: torch.from_numpy(np.array(array)) for name, array in outputs.items() if array is not None}
-        write_samples(file, recorded, given)
-
     def read(self, file: Path) -> RolloutReply:
-        """What `generate` returned and `write` wrote; it took no seconds."""
+        """What `generate` returned and `write_batch` wrote; it took no seconds."""
         recorded, outputs = read_samples(file)
         pictures, latents = (outputs[name].numpy() if name in outputs else None for name in (PICTURES, LATENTS))
         return RolloutReply(recorded, pictures, latents, 0.0)

@@ -90,7 +90,7 @@ class TrainerConfig(Section):
         2, ge=1, le=MOST_ITERATIONS, description="Newest checkpoints kept; older ones are deleted."
     )
     async_checkpoint: NotShaping[bool] = Field(
-        False,
+        True,
         description="Write checkpoints in the background, from a copy in host memory of weights and optimiser. The "
         "iteration does not wait; killed meanwhile, the run continues from the checkpoint before.",
     )

@@ -119,7 +119,9 @@ def open_run(config: TrainConfig, inputs: Inputs, recipe: TrainConfig) -> Iterat
             write_note(run)
             advice = "once the cluster has room for it again, the same command continues from the newest checkpoint"
             watch = watched_machines(run.actor_groups(), get_run_logger(), advice + _same_command())
-            with store.settled(), run.report.concluded(), watch as run.machines:
+            patience = tracker.patience
+            store.behind.held_up = lambda: patience.meanwhile() if patience.waits else None
+            with run.report.concluded(), store.behind.settled(), watch as run.machines:
                 yield run
 
 

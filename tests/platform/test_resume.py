@@ -4,9 +4,10 @@
 import os
 import re
 import signal
+import sqlite3
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.kill_rounds import processes_of
-from benchmarks.run_state import outcome
+from benchmarks.run_state import logged, outcome
 from tasks.data.pairs import best_and_worst, read_pictures, write_pairs
 from tasks.data.prompts import load_prompts
 from tasks.records.history import MEASURED_ANEW
@@ -110,6 +111,15 @@ def running(workspace: Workspace, settings: tuple[str, ...]) -> Iterator[psutil.
             kill_everything(process)
 
 
+@contextmanager
+def locked(workspace: Workspace) -> Iterator[None]:
+    """MLflow's data base can be read and not written during the block: a record has to wait."""
+    with closing(sqlite3.connect(workspace.folder / "mlflow.db", timeout=PATIENCE, isolation_level=None)) as base:
+        base.execute("BEGIN IMMEDIATE")
+        yield
+        base.execute("ROLLBACK")
+
+
 def there(workspace: Workspace, driver: psutil.Process, path: str, victim: str = "driver") -> psutil.Process:
     """Wait until the run's folder has that path; then the run's only process of a kind."""
     wait_until(lambda: list(workspace.folder.glob(f"runs/*/{path}")), path, every=0.02)
@@ -121,10 +131,11 @@ def there(workspace: Workspace, driver: psutil.Process, path: str, victim: str =
 def test_killed_and_started_again(
     tmp_path: Path, prepared: Path, prefect_server: dict[str, str], undisturbed: Workspace
 ) -> None:
-    """The trainer in an update, the driver in the validation after a checkpoint: only that stage is repeated.
+    """The trainer in an update, the driver in the next iteration while the record of the one before is written, the
+    driver in the record after a checkpoint: only what was not finished is repeated.
 
-    A process that is suspended holds the stage that needs it until the kill comes. `benchmarks/kill_rounds.py` does
-    this with more victims and at random moments.
+    A process that is suspended, or a data base that is locked, holds what needs it until the kill comes.
+    `benchmarks/kill_rounds.py` does this with more victims and at random moments.
     """
     settings = (*STEPS, "trainer.save_freq=3")
     killed = make_workspace(tmp_path / "killed", prepared, prefect_server)
@@ -135,15 +146,25 @@ def test_killed_and_started_again(
         kill(driver, "trainer")
     (run,) = killed.mlflow_runs()
     assert run.info.status == "FAILED"
+    with running(killed, (*STEPS, "trainer.save_freq=1")) as driver:
+        there(killed, driver, "stages/reward/iter_000001")
+        with locked(killed):
+            there(killed, driver, "checkpoints/.writing-000002")
+            kill(driver, "driver")
+    checkpoints = {path.name for path in (killed.run_folder() / "checkpoints").iterdir()}
+    assert checkpoints == {"iter_000001", ".writing-000002"}, "the second update is behind the first one's record"
+    assert logged(killed.folder, killed.client()) == 0
+    assert not list(killed.run_folder().glob("stages/*/iter_000002"))
     with running(killed, settings) as driver:
-        there(killed, driver, "stages/reward/iter_000003", "reward").suspend()
-        there(killed, driver, "checkpoints/iter_000003")
-        time.sleep(1)  # into the validation
-        kill(driver, "driver")
+        there(killed, driver, "stages/reward/iter_000003")
+        with locked(killed):
+            there(killed, driver, "checkpoints/iter_000003")
+            kill(driver, "driver")
+    assert logged(killed.folder, killed.client()) == 2
     (run,) = killed.mlflow_runs()
     assert run.info.status == "RUNNING"  # nobody was left to say otherwise
     kept = killed.run_folder() / "stages" / "reward"
-    assert {path.name for path in kept.iterdir()} == {"iter_000001", "iter_000002", "iter_000003"}
+    assert {path.name for path in kept.iterdir()} == {"iter_000002", "iter_000003"}
     killed.train(*settings)
     assert outcome(killed.folder, killed.client()).difference(outcome(undisturbed.folder, undisturbed.client())) is None
 
@@ -153,7 +174,7 @@ def test_killed_and_started_again(
     points = killed.client().get_metric_history(run.info.run_id, "perf/rollout_busy_s")
     assert {point.step for point in points if point.value == 0} == {1, 3}  # read, not sampled
     trained = killed.client().get_metric_history(run.info.run_id, "timing_s/update_actor")
-    assert {point.step for point in trained} == {1, 2, 4, 5, 6}  # the third update was in the checkpoint
+    assert {point.step for point in trained} == {2, 4, 5, 6}  # the first and the third update were in checkpoints
     assert not list(killed.run_folder().glob("stages/*/iter_*"))
 
 
