@@ -41,7 +41,7 @@ from tasks.run.collect import Iteration, SampledIteration, collect, finish_ahead
 from tasks.run.held_out_grids import keep_grid, remove_old
 from tasks.run.instruments import memory_metrics, profiled
 from tasks.run.note import write_note
-from tasks.run.opening import apply_overrides, open_run
+from tasks.run.opening import apply_overrides, open_run, recorded_config
 from tasks.run.parts import in_parts
 from tasks.run.preflight import check_inputs
 from tasks.run.progress import Progress
@@ -75,8 +75,8 @@ def train(
     """
     with flow_page():
         recipe, config = config, apply_overrides(config, combined(common, overrides))
-        inputs = check_inputs(config)
-        with open_run(config, inputs, recipe) as run:
+        inputs = check_inputs(config, recorded=recorded_config(config))
+        with open_run(inputs.config, inputs, recipe) as run:
             summary, said = fit(run)
     return Completed(message=said, data=summary.as_dict())
 

@@ -136,7 +136,7 @@ class DiffusersFSDPEngine(PolicyForward):
 
     def _prepared(self, batch: ActorBatch) -> PreparedBatch:
         """The batch's pieces, before the first optimiser step: what is compared with belongs to the weights of now."""
-        size = self.actor_config.ppo_micro_batch_size_per_gpu
+        size = self.actor_config.micro_batch
         if self.loss_fn.process == "reverse":
             return batch.prepared(size)
         assert self._forward_config, "a loss of the forward process needs the engine's forward_config"
@@ -184,7 +184,7 @@ class DiffusersFSDPEngine(PolicyForward):
         names = {"log_probs": "log_probs"} | ({"means": "prev_sample_mean"} if with_means else {})
         batch = ActorBatch([(trajectories, torch.zeros(len(trajectories)))], len(trajectories))
         pieces: list[dict[str, Tensor]] = []
-        for piece, zeros in batch.prepared(self.actor_config.ppo_micro_batch_size_per_gpu).pieces:
+        for piece, zeros in batch.prepared(self.actor_config.micro_batch).pieces:
             steps, on_device = [], piece.to(self.device)
             for step in range(piece.steps):
                 micro_batch, _ = micro_batch_of(on_device.step(step), zeros, self.device)

@@ -42,6 +42,7 @@ class TrainerGroup:
         keeps_previous: bool = False,
         places: RankPlaces | None = None,
         max_nonfinite_steps: int = 0,
+        gives_back: bool = False,
     ):
         self.actor_config, self.mini_batch_samples = actor_config, mini_batch_samples
         self.sharing = actor_config.fsdp_config.ulysses_sequence_parallel_size
@@ -55,6 +56,7 @@ class TrainerGroup:
             num_threads,
             keeps_previous,
             max_nonfinite_steps,
+            gives_back,
         )
         self.group = ActorGroup(TrainerRank, world_size, gpus, arguments, places=places)
         self.routes = Routes(self.group.actors)

@@ -38,11 +38,12 @@ class TrainerRank:
         num_threads: int,
         keeps_previous: bool = False,
         max_nonfinite_steps: int = 0,
+        gives_back: bool = False,
     ):
         torch.set_num_threads(num_threads)
         self.model_config, self.actor_config, self.device = model_config, actor_config, device
         self.forward_config, self.keeps_previous = forward_config, keeps_previous
-        self.skippable = max_nonfinite_steps
+        self.skippable, self.gives_back = max_nonfinite_steps, gives_back
         self.courier = Courier(device)
 
     def reserve_address(self) -> tuple[str, int]:
@@ -98,7 +99,10 @@ class TrainerRank:
             )
             for step in given.mini_batches
         ]
-        return self.engine.update_policy(batches, given.epochs)
+        metrics = self.engine.update_policy(batches, given.epochs)
+        if self.gives_back:  # a rollout that sleeps meanwhile does it because both do not fit
+            torch.cuda.empty_cache()
+        return metrics
 
     @measures_gpu_memory("update_weights")
     def weights_and_proof(self, canary: Canary, which: HeldWeights) -> GatheredWeights:

@@ -241,7 +241,8 @@ def test_trainer_ranks_and_rollout_actors_do_not_change_the_first_iterations(
 
 
 def test_lora_with_kl_average_and_guidance_runs_and_its_export_validates(workspace: Workspace) -> None:
-    """The choices together: LoRA, KL, moving average, guidance; `flows.validate` then measures the same number."""
+    """The choices together: LoRA, KL, moving average, guidance, batches of any size; `flows.validate` then measures the
+    same number."""
     settings = (
         "trainer.total_training_steps=2",
         "actor_rollout_ref.model.lora_rank=4",
@@ -249,9 +250,13 @@ def test_lora_with_kl_average_and_guidance_runs_and_its_export_validates(workspa
         "actor_rollout_ref.actor.kl_loss_coef=0.1",
         "actor_rollout_ref.actor.ema={enable: true, update_interval: 1}",
         "actor_rollout_ref.rollout.pipeline.true_cfg_scale=2.0",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=auto",
+        "actor_rollout_ref.rollout.micro_batch_size=auto",
     )
     workspace.train(*settings)
     (run,) = workspace.mlflow_runs()
+    assert run.data.params["actor_rollout_ref.rollout.micro_batch_size"] == "8"  # two batches of an iteration's 16
+    assert run.data.metrics["actor/logprob_abs_diff/max"] == 0.0
     assert run.data.metrics["actor/kl_loss"] > 0
     pipeline = QwenImagePipeline.from_pretrained(workspace.folder / "data/base_model")
     pipeline.load_lora_weights(workspace.registered("tiny/1"))
