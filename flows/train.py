@@ -90,6 +90,7 @@ def fit(run: TrainingRun) -> tuple[Summary, str]:
     ahead = sample_again(run, clock)
     if run.is_online:
         sync(run, clock, run.sampling_weights)
+        run.warm_up()
     if run.is_online and run.iteration == 0 and settings.val_before_train and not run.recorded(0):
         result = validate_weights(run, clock)
         run.tracker.log_step(0, result.metrics(), *_validation_records(result))

@@ -30,7 +30,7 @@ from models.training.micro_batches import ActorBatch, PreparedBatch, WeightedMet
 from models.training.policy import PolicyForward, load_teacher
 from models.training.sequence_parallel import sequence_mesh, split_sequences
 from models.training.weight_copies import WeightAverage, WeightCopy, reshard
-from models.weights.canary import Canary, canary_velocity
+from models.weights.canary import Canary, canary_batch, canary_velocity
 from models.weights.trainable import keep_formats, kept_in_fp32, load_exported, make_trainable, named, trainable
 
 if TYPE_CHECKING:
@@ -91,6 +91,19 @@ class DiffusersFSDPEngine(PolicyForward):
         full = not self.model_config.trains_lora
         self.reference = self._sharded(self._load(trained=False)).eval() if refers and full else None
         self.teacher = self._load_teacher()
+
+    def warm_up(self, canary: Canary) -> None:
+        """Have compiled what an update of so many samples computes, by a backward pass whose gradients are dropped.
+
+        Every rank makes this call. Weights, optimiser and random state stay as they are.
+        """
+        prompts, index, latents = canary_batch(self.adapter, self.model_config, canary, self.device)
+        timesteps = self.scheduler.timesteps[:1].to(self.device).expand(len(index))
+        text, extras = prompts.expand(index), prompts.expand_extras(index)
+        inputs = self.adapter.model_inputs(self.module, self.model_config, latents, timesteps, text, extras)
+        cast(FSDPModule, self.module).set_requires_gradient_sync(True)
+        self.pass_through(*inputs).float().mean().backward()
+        self.optimizer.zero_grad()
 
     # ---- the update
 

@@ -61,12 +61,17 @@ class TrainerGroup:
         self.group = ActorGroup(TrainerRank, world_size, gpus, arguments, places=places)
         self.routes = Routes(self.group.actors)
         self._proofs: list[ray.ObjectRef] = []  # of the last sync
+        self._warming: list[ray.ObjectRef] = []
 
     def start(self) -> list[ray.ObjectRef]:
         """Build the engines; the references are ready when they are."""
         address = ray.get(self.group.actors[0].reserve_address.remote())
         count = len(self.group)
         return [actor.initialize.remote(rank, count, address) for rank, actor in enumerate(self.group.actors)]
+
+    def warm_up(self, canary: Canary) -> None:
+        """Begin to compile the update; what is asked of the ranks next waits for it."""
+        self._warming = [actor.warm_up.remote(canary) for actor in self.group.actors]
 
     def old_log_probs(self, batches: Sequence[PendingBatch | PairBatch]) -> tuple[list[OldBatch], list[torch.Tensor]]:
         """Of each batch what the present weights say, and the rollout's own log-probs [m, W].
@@ -96,6 +101,8 @@ class TrainerGroup:
         Raises:
             NothingToLearn: samples have an advantage, but none is left to train on.
         """
+        ray.get(self._warming)  # its error is the update's
+        self._warming = []
         plans = plan_updates(
             [len(batch.prompts) for batch in batches],
             advantages,

@@ -71,6 +71,13 @@ class TrainerRank:
         # What says nothing is not given: an engine that always stops need not know of it.
         return engine_class(*given, max_nonfinite_steps=self.skippable) if self.skippable else engine_class(*given)
 
+    @measures_gpu_memory("load")
+    def warm_up(self, canary: Canary) -> None:
+        """Have the engine compile its update, if it is one that can."""
+        warm_up = getattr(self.engine, "warm_up", None)
+        if warm_up is not None:
+            warm_up(canary)
+
     @measures_gpu_memory("old_log_prob")
     def rescore(self, trajectories: Trajectories, with_means: bool) -> Rescored:
         """A batch under the present weights."""

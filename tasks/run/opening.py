@@ -24,6 +24,7 @@ from tasks.actors.rollout_group import LATENTS, PICTURES, RolloutGroup
 from tasks.actors.trainer_group import TrainerGroup
 from tasks.config.tree import TrainConfig, TrainOverrides
 from tasks.data.pairs import SIDES
+from tasks.records.flow_page import tell
 from tasks.records.guards import FloorWatch, Guard, GuardWatch
 from tasks.records.headline import RUN_NAME_TAG
 from tasks.records.lineage import lineage
@@ -122,6 +123,9 @@ def open_run(config: TrainConfig, inputs: Inputs, recipe: TrainConfig) -> Iterat
             run = _start_actors(config, inputs, tracker, store, guards, RunReport(config, tracker, recipe))
             tracker.log_start(config, run_tags(config, inputs, run.online.reward if run.is_online else None))
             tell_sizes(inputs)
+            expected = None if run.utilisation is None else run.utilisation.expectation()
+            if expected is not None:
+                _say(expected)
             run.resume()
             tracker.log_lineage(lineage(config.data_read()), run.iteration)
             run.report.log_changes()
@@ -278,10 +282,15 @@ def run_tags(config: TrainConfig, inputs: Inputs, reward: RewardGroup | None) ->
 
 
 def tell_sizes(inputs: Inputs) -> None:
-    """What auto stands for, in the flow run's log."""
+    """What auto stands for, on the flow run's page and in the terminal."""
     told = inputs.said | {field: f"{value}, as the run's first start chose it" for field, value in inputs.kept.items()}
     for field, why in told.items():
-        get_run_logger().info("%s is auto: %s", field, why)
+        _say(f"{field} is auto: {why}")
+
+
+def _say(line: str) -> None:
+    tell(line)
+    print(line, file=sys.stderr, flush=True)
 
 
 def recorded_config(config: TrainConfig) -> TrainConfig | None:

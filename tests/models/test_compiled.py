@@ -19,6 +19,8 @@ from models.runtime.compiled import OneGraph
 from models.samples.trajectories import Trajectories
 from models.training.fsdp import DiffusersFSDPEngine
 from models.training.micro_batches import ActorBatch
+from models.weights.canary import Canary
+from models.weights.trainable import trainable
 from tests.support.helpers import actor_config, model_config, rollout_request, save_tiny_model
 
 ADVANTAGES = torch.tensor([1.0, -0.8, 0.3, -1.5])
@@ -30,12 +32,17 @@ def trainer(config: DiffusionModelConfig, **settings: Any) -> DiffusersFSDPEngin
     return engine
 
 
+def compilations() -> int:
+    """Graphs that were compiled so far, or read from the disk, forward and backward."""
+    return sum(counters["inductor"][f"fxgraph_cache_{kind}"] for kind in ("hit", "miss", "bypass"))
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_rank")
 def test_the_first_ratio_is_exactly_one_in_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guided, with LoRA. Graphs that were compiled apart differ by 1e-3, more than most clip ranges.
 
-    What the rollout has compiled the trainer finds on the disk.
+    What the rollout has compiled the trainer finds on the disk, and a trainer that is warm compiles nothing more.
     """
     monkeypatch.setenv(VARIABLE, "")
     kept = use_compile_cache(str(tmp_path / "cache"))
@@ -47,6 +54,9 @@ def test_the_first_ratio_is_exactly_one_in_bf16(tmp_path: Path, monkeypatch: pyt
         trajectories = rollout.produce(request).recorded
         assert isinstance(trajectories, Trajectories)
         engine = trainer(config, guidance_gradient=gradient, lr=1e-6)
+        engine.warm_up(Canary(request.prompts, rows=4))
+        assert all(shard.grad is None for shard in trainable(engine.module).values())
+        compiled = compilations()
         own = engine.rescored(replace(trajectories, unconditional=None))
         assert torch.equal(own.log_probs, trajectories.log_probs)
         metrics = engine.update_policy([ActorBatch([(trajectories, ADVANTAGES)], 4)])
@@ -54,6 +64,7 @@ def test_the_first_ratio_is_exactly_one_in_bf16(tmp_path: Path, monkeypatch: pyt
         assert metrics["ratio_deviation/max"] == 0.0
         assert metrics["grad_norm"] > 0
         assert counters["inductor"]["fxgraph_cache_hit"] > 0
+        assert compilations() == compiled
         rescored = engine.rescored(replace(trajectories, unconditional=None))
         again = engine.update_policy([ActorBatch([(rescored, ADVANTAGES)], 4)])
         assert again["logprob_abs_diff/max"] == 0.0
