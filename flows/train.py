@@ -43,7 +43,7 @@ from tasks.run.collect import Iteration, SampledIteration, collect, finish_ahead
 from tasks.run.held_out_grids import keep_grid, remove_old
 from tasks.run.instruments import memory_metrics, profiled
 from tasks.run.note import write_note
-from tasks.run.opening import apply_overrides, open_run
+from tasks.run.opening import apply_overrides, open_run, recorded_config
 from tasks.run.parts import in_parts
 from tasks.run.preflight import check_inputs
 from tasks.run.progress import Progress
@@ -78,8 +78,8 @@ def train(
     """
     with flow_page():
         recipe, config = config, apply_overrides(config, combined(common, overrides))
-        inputs = check_inputs(config)
-        with open_run(config, inputs, recipe) as run:
+        inputs = check_inputs(config, recorded=recorded_config(config))
+        with open_run(inputs.config, inputs, recipe) as run:
             summary, said = fit(run)
     return Completed(message=said, data=summary.as_dict())
 
@@ -93,6 +93,7 @@ def fit(run: TrainingRun) -> tuple[Summary, str]:
     ahead = sample_again(run, clock)
     if run.is_online:
         sync(run, clock, run.sampling_weights)
+        run.warm_up()
     if run.is_online and run.iteration == 0 and settings.val_before_train and not run.recorded(0):
         result = validate_weights(run, clock)
         run.tracker.log_step(0, result.metrics(), *_validation_records(result))

@@ -14,7 +14,7 @@ from models.config.bounds import (
     MOST_STEPS,
     Options,
 )
-from models.config.section import ANY_NAME, IMPORT_PATH, Later, NotShaping, Section, choices
+from models.config.section import ANY_NAME, IMPORT_PATH, Later, NotShaping, Samples, Section, choices, known
 
 AwmWeighting = Literal["uniform", "t", "t2", "huber", "ghuber", "adaptive"]
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -282,12 +282,11 @@ class DiffusionActorConfig(Section):
     ppo_mini_batch_size: int = Field(
         16, ge=1, le=MOST_BATCH, description="Prompts (with all their samples) per optimiser step."
     )
-    ppo_micro_batch_size_per_gpu: int = Field(
+    ppo_micro_batch_size_per_gpu: Samples = Field(
         16,
-        ge=1,
-        le=MOST_BATCH,
         description="Largest number of samples in a forward and backward pass. At rollout.micro_batch_size or above, "
-        "batches pass as they were sampled and replay their log-probs to the last bit.",
+        "batches pass as they were sampled and replay their log-probs to the last bit. auto takes what fits "
+        "(docs/measuring.md).",
     )
     ppo_epochs: int = Field(1, ge=1, le=1000, description="Passes over one iteration's samples.")
     use_kl_loss: bool = Field(
@@ -322,6 +321,11 @@ class DiffusionActorConfig(Section):
     optim: OptimConfig = Field(default_factory=OptimConfig, description="The optimiser.")
     ema: EmaConfig = Field(default_factory=EmaConfig, description="Averaged weights.")
     fsdp_config: FSDPConfig = Field(default_factory=FSDPConfig, description="Sharding and precision.")
+
+    @property
+    def micro_batch(self) -> int:
+        """`ppo_micro_batch_size_per_gpu`, once it is a number."""
+        return known(self.ppo_micro_batch_size_per_gpu, "actor.ppo_micro_batch_size_per_gpu")
 
     @model_validator(mode="after")
     def _kl_needs_a_weight(self) -> Self:

@@ -31,7 +31,7 @@ from models.training.policy import PolicyForward, load_teacher
 from models.training.schedules import build_lr_scheduler
 from models.training.sequence_parallel import sequence_mesh, split_sequences
 from models.training.weight_copies import WeightAverage, WeightCopy, reshard
-from models.weights.canary import Canary, canary_velocity
+from models.weights.canary import Canary, canary_batch, canary_velocity
 from models.weights.trainable import keep_formats, kept_in_fp32, load_exported, make_trainable, named, trainable
 
 if TYPE_CHECKING:
@@ -92,6 +92,19 @@ class DiffusersFSDPEngine(PolicyForward):
         self.reference = self._sharded(self._load(trained=False)).eval() if refers and full else None
         self.teacher = self._load_teacher()
 
+    def warm_up(self, canary: Canary) -> None:
+        """Have compiled what an update of so many samples computes, by a backward pass whose gradients are dropped.
+
+        Every rank makes this call. Weights, optimiser and random state stay as they are.
+        """
+        prompts, index, latents = canary_batch(self.adapter, self.model_config, canary, self.device)
+        timesteps = self.scheduler.timesteps[:1].to(self.device).expand(len(index))
+        text, extras = prompts.expand(index), prompts.expand_extras(index)
+        inputs = self.adapter.model_inputs(self.module, self.model_config, latents, timesteps, text, extras)
+        cast(FSDPModule, self.module).set_requires_gradient_sync(True)
+        self.pass_through(*inputs).float().mean().backward()
+        self.optimizer.zero_grad()
+
     # ---- the update
 
     def update_policy(self, batches: Sequence[ActorBatch], epochs: int = 1) -> dict[str, float]:
@@ -136,7 +149,7 @@ class DiffusersFSDPEngine(PolicyForward):
 
     def _prepared(self, batch: ActorBatch) -> PreparedBatch:
         """The batch's pieces, before the first optimiser step: what is compared with belongs to the weights of now."""
-        size = self.actor_config.ppo_micro_batch_size_per_gpu
+        size = self.actor_config.micro_batch
         if self.loss_fn.process == "reverse":
             return batch.prepared(size)
         assert self._forward_config, "a loss of the forward process needs the engine's forward_config"
@@ -184,7 +197,7 @@ class DiffusersFSDPEngine(PolicyForward):
         names = {"log_probs": "log_probs"} | ({"means": "prev_sample_mean"} if with_means else {})
         batch = ActorBatch([(trajectories, torch.zeros(len(trajectories)))], len(trajectories))
         pieces: list[dict[str, Tensor]] = []
-        for piece, zeros in batch.prepared(self.actor_config.ppo_micro_batch_size_per_gpu).pieces:
+        for piece, zeros in batch.prepared(self.actor_config.micro_batch).pieces:
             steps, on_device = [], piece.to(self.device)
             for step in range(piece.steps):
                 micro_batch, _ = micro_batch_of(on_device.step(step), zeros, self.device)

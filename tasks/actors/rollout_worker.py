@@ -149,8 +149,8 @@ def _engine(model_config: DiffusionModelConfig, settings: DiffusionRolloutConfig
         return VllmOmniRolloutEngine(
             model_config,
             settings.vllm_omni,
-            max_num_seqs=settings.micro_batch_size,
-            sleep_mode=settings.placement == "colocated" and settings.enable_sleep_mode,
+            max_num_seqs=settings.batch_size,
+            sleep_mode=settings.sleeps,
         )
     from models.rollout.diffusers import DiffusersRolloutEngine
 

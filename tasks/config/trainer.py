@@ -104,6 +104,11 @@ class TrainerConfig(Section):
         description="Only deterministic kernels in every actor: on one machine a run repeats to the last bit on CUDA "
         "too, more slowly. An operation that has none is an error.",
     )
+    compile_cache: NotShaping[Path | None] = Field(
+        None,
+        description="With model.compile: folder in which compiled code is kept for the run's other processes and for "
+        "later runs, this user's alone; null is TORCHINDUCTOR_CACHE_DIR, or doubleflow/compiled in the user's cache.",
+    )
     resume_mode: NotShaping[Literal["auto", "disable"]] = Field(
         "auto", description="auto continues a run of the same name and config; disable refuses if there is one."
     )

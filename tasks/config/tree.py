@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from pydantic import BaseModel, Field, ModelWrapValidatorHandler, ValidationError, model_validator
+from pydantic import BaseModel, Field, ModelWrapValidatorHandler, PrivateAttr, ValidationError, model_validator
 
 from models.config.actor import DiffusionActorConfig
 from models.config.model import ModelConfig
@@ -53,6 +53,8 @@ class TrainConfig(Section):
     trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="The loop.")
     ray_init: NotShaping[RayConfig] = Field(default_factory=RayConfig, description="The cluster.")
     tracking: NotShaping[TrackingConfig] = Field(default_factory=TrackingConfig, description="Where MLflow is.")
+
+    _asked: "TrainConfig | None" = PrivateAttr(None)
 
     @model_validator(mode="wrap")
     @classmethod
@@ -166,8 +168,11 @@ class TrainConfig(Section):
 
         Where a run computes, writes and tracks, how often it measures and how long it goes on do not count: such a
         run may continue elsewhere, or for longer. (How long counts where something paces itself by it.) An algorithm's
-        name and the same fields written out are one run.
+        name and the same fields written out are one run. What is auto counts as auto, on every machine and after it was
+        found out: see `settled`.
         """
+        if self._asked is not None:
+            return self._asked.digest()
         counted = shaping(self)
         if self.paced_by_length is not None:
             counted["trainer"]["total_training_steps"] = self.trainer.total_training_steps
@@ -193,6 +198,24 @@ class TrainConfig(Section):
             return TrainConfig.model_validate(merged(kept, given))
         except ValidationError as error:
             raise ConfigError(described(error, TrainConfig)) from error
+
+    @property
+    def asked(self) -> "TrainConfig":
+        """This config with auto where somebody has written it."""
+        return self._asked or self
+
+    def settled(self, found: Mapping[str, Any]) -> "TrainConfig":
+        """This config with values in place of auto; it names the same run.
+
+        Args:
+            found: nested mapping of those fields.
+
+        Raises:
+            ConfigError: the values do not go with the rest.
+        """
+        result = self.with_changes(dict(found))
+        result._asked = self.asked
+        return result
 
     def left_behind(self, changes: BaseModel | dict[str, Any] | None) -> dict[str, tuple[Any, Any]]:
         """Dotted path -> (value here, value there) of the fields that this config gives and that `with_changes` takes

@@ -3,12 +3,13 @@
 
 import hashlib
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from models.algorithms import check_advantage
 from models.cost.flops import PolicyFlops
+from models.cost.meta_pass import PassCost
 from models.families import load_families
 from models.families.base import DiffusionModelBase, DiffusionModelConfig, read_architecture
 from models.families.latents import text_width
@@ -30,6 +31,7 @@ from tasks.rewards import check_reward
 from tasks.run.capacity import check_fits, measure_cost
 from tasks.run.early import check_folder, raising_config_errors
 from tasks.run.loss_checks import check_exploration, check_loss
+from tasks.run.sizes import settle
 
 if TYPE_CHECKING:
     pass
@@ -44,6 +46,8 @@ class Inputs:
     Attributes:
         pairs: None where samples are made and not read.
         flops: operations of rollout and update; None where the run does not train, or the model cannot be counted.
+        config: the checked one, with values in place of auto.
+        said, kept: see `Settled`.
         digest: 16 hexadecimal digits over the prompt table and the indices of embeddings and pairs, "-", and 16 over
             the weights that the run begins with: of `model.path`, `model.initial_weights` and `actor.teacher_path`.
     """
@@ -54,14 +58,25 @@ class Inputs:
     embeddings: PromptEmbeddings
     pairs: PairDataset | None
     digest: str
+    config: TrainConfig
     flops: PolicyFlops | None = None
+    said: dict[str, str] = field(default_factory=dict)
+    kept: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def uids(self) -> list[str]:
+        """Of the prompts that the run computes with."""
+        if self.pairs is not None:
+            return [pair.prompt_uid for pair in self.pairs.pairs]
+        return [prompt.uid for prompt in self.train + self.test]
 
 
 @raising_config_errors
-def check_inputs(config: TrainConfig, trains: bool = True) -> Inputs:
-    """Resolve every name and file of the config.
+def check_inputs(config: TrainConfig, trains: bool = True, recorded: TrainConfig | None = None) -> Inputs:
+    """Resolve every name and file of the config, and what is auto.
 
     Args:
+        recorded: the config of the run's first start, where there was one: its sizes are the run's.
         trains: check, too, that the update and the rollout fit the GPUs, and that the run can write its folder.
 
     Raises:
@@ -81,7 +96,10 @@ def check_inputs(config: TrainConfig, trains: bool = True) -> Inputs:
     inputs = _open_data(config, model_config, latent_shape)
     sharing = config.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size
     check_sequence_split(model_config, sharing, inputs.embeddings.max_sequence_length)
-    flops = _check_costs(config, inputs) if trains else None
+    costs = _Costs(inputs)
+    found = settle(config, model_config, costs.of_pass, recorded, trains)
+    inputs = replace(inputs, config=found.config, said=found.said, kept=found.kept)
+    flops = _check_costs(inputs, costs) if trains else None
     return replace(inputs, digest=f"{inputs.digest}-{_weights_digest(config, trains)}", flops=flops)
 
 
@@ -133,15 +151,33 @@ def _open_data(config: TrainConfig, model_config: DiffusionModelConfig, latent_s
     for name, entry in config.reward.named().values() if config.is_online else ():
         if isinstance(reward := check_reward(name, **entry.options), type):
             reward.check_prompts(name, entry.options, train + test)
-    return Inputs(model_config, train, test, embeddings, pairs, hashlib.sha256(content).hexdigest()[:16])
+    return Inputs(model_config, train, test, embeddings, pairs, hashlib.sha256(content).hexdigest()[:16], config)
 
 
-def _check_costs(config: TrainConfig, inputs: Inputs) -> PolicyFlops | None:
+class _Costs:
+    """What micro-batches cost, each size measured once."""
+
+    def __init__(self, inputs: Inputs):
+        self._inputs = inputs
+        self._found: dict[int, PolicyFlops | None] = {}
+
+    def of(self, config: TrainConfig) -> PolicyFlops | None:
+        """Of the config's own micro-batch; None where the model cannot be counted."""
+        size, inputs = config.actor_rollout_ref.actor.micro_batch, self._inputs
+        if size not in self._found:
+            self._found[size] = measure_cost(config, inputs.model_config, inputs.embeddings, inputs.uids)
+        return self._found[size]
+
+    def of_pass(self, config: TrainConfig) -> PassCost | None:
+        """The pass over the model alone."""
+        flops = self.of(config)
+        return None if flops is None else flops.cost
+
+
+def _check_costs(inputs: Inputs, costs: _Costs) -> PolicyFlops | None:
     """The run fits the GPUs and its folder can be written; what a micro-batch costs, None where that is not known."""
-    uids = [prompt.uid for prompt in inputs.train + inputs.test]
-    if inputs.pairs is not None:
-        uids = [pair.prompt_uid for pair in inputs.pairs.pairs]
-    flops = measure_cost(config, inputs.model_config, inputs.embeddings, uids)
+    config = inputs.config
+    flops = costs.of(config)
     if flops is not None:
         check_fits(config, inputs.model_config, flops.cost)
     check_folder(config.trainer.default_local_dir)

@@ -3,7 +3,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from models.algorithms import DiffusionLossFn, get_diffusion_loss_fn
@@ -114,6 +114,17 @@ class TrainingRun:
         if self.inputs.pairs is None:
             raise RuntimeError("an online run has no pairs: ask is_online first")
         return self.inputs.pairs
+
+    def warm_up(self) -> None:
+        """Let the trainer compile its update while the rollout samples, where there is memory for both at a time."""
+        policy = self.config.actor_rollout_ref
+        waits = self.config.shares_gpus and policy.rollout.sleeps
+        if not policy.model.compile or waits or self.iteration >= self.config.trainer.total_training_steps:
+            return
+        together = policy.actor.micro_batch
+        if self.loss.process == "reverse":
+            together = min(together, policy.rollout.batch_size)
+        self.trainer.warm_up(replace(self.online.canary, rows=together))
 
     def actor_groups(self) -> dict[str, ActorGroup]:
         """The run's processes, by the name that metrics and traces call them."""

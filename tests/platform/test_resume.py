@@ -71,16 +71,18 @@ def start_and_kill(workspace: Workspace, settings: tuple[str, ...], reached: str
     return actors
 
 
-def resume(workspace: Workspace, settings: tuple[str, ...], undisturbed: Workspace) -> None:
-    """The same command again ends with the undisturbed run's metrics and weights, in the MLflow run of before."""
+def resume(workspace: Workspace, settings: tuple[str, ...], undisturbed: Workspace) -> str:
+    """The same command again ends with the undisturbed run's metrics and weights, in the MLflow run of before; what
+    it printed."""
     (before,) = workspace.mlflow_runs()
-    workspace.train(*settings)
+    output = workspace.train(*settings)
     (after,) = workspace.mlflow_runs()
     assert after.info.run_id == before.info.run_id
     assert after.info.status == "FINISHED"
     assert history(workspace) == history(undisturbed)
     expected, found = final_weights(undisturbed), final_weights(workspace)
     assert all((found[name] == expected[name]).all() for name in expected)
+    return output
 
 
 @pytest.fixture(scope="module")
@@ -184,21 +186,25 @@ OFFLINE = (
     "trainer.val_before_train=false",
     "algorithm.name=dpo",
     "algorithm.sample_source=offline",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=auto",
 )
 
 
 @pytest.mark.slow
 def test_training_on_pairs_resumes_too(tmp_path: Path, prepared: Path, prefect_server: dict[str, str]) -> None:
-    """Neither rollout nor reward is there, and the record of samples names the pairs."""
+    """Neither rollout nor reward is there, and the record of samples names the pairs. What auto was stays so."""
     workspaces = [make_workspace(tmp_path / name, prepared, prefect_server) for name in ("undisturbed", "killed")]
     for workspace in workspaces:
         add_pairs(workspace.folder / "data")
     undisturbed, killed = workspaces
     undisturbed.train(*OFFLINE)
     assert start_and_kill(killed, OFFLINE) == {"TrainerRank"}
-    resume(killed, OFFLINE, undisturbed)
+    output = " ".join(resume(killed, OFFLINE, undisturbed).split())
+    assert "ppo_micro_batch_size_per_gpu is auto: 4, as the run's first start chose it" in output
 
     (run,) = killed.mlflow_runs()
+    assert run.data.params["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"] == "4"
+    assert run.data.tags["doubleflow.auto.actor.ppo_micro_batch_size_per_gpu"].startswith("4: the largest that ")
     names = [artifact.path for artifact in killed.client().list_artifacts(run.info.run_id, "samples")]
     assert names == [f"samples/{step:06d}.parquet" for step in range(1, 5)]
     table = pd.read_parquet(killed.client().download_artifacts(run.info.run_id, names[-1]))

@@ -75,6 +75,9 @@ def test_a_run_leaves_its_whole_record(recorded: Recorded) -> None:
     assert run.data.params["actor_rollout_ref.rollout.n"] == "4"
     assert json.loads((workspace.run_folder() / "run.json").read_text())["mlflow_run_id"] == run.info.run_id
     assert "held-out" in recorded.output
+    assert (
+        len(re.findall(r"^at its devices' peak an iteration takes [\d.e-]+ s \(rollout ", recorded.output, re.M)) == 1
+    )
     assert other_lines(recorded.output) == [], "of what libraries print nothing is about the run"
 
     pictures = [item.path for item in client.list_artifacts(run.info.run_id, "images") if item.path.endswith(".png")]
@@ -116,9 +119,9 @@ def test_a_run_leaves_its_whole_record(recorded: Recorded) -> None:
 
 
 def other_lines(output: str) -> list[str]:
-    """What is neither an iteration's line nor of the summary, which is indented."""
+    """What is no line of an iteration or of what they should take, nor of the summary, which is indented."""
     lines = [line for line in re.split("[\r\n]+", output) if line.strip()]
-    return [line for line in lines if not line.startswith(("training:", "iteration ", "  "))]
+    return [line for line in lines if not line.startswith(("training:", "at its devices' peak", "iteration ", "  "))]
 
 
 def test_prefects_page_of_a_run_says_what_was_done_and_what_came_of_it(recorded: Recorded) -> None:
@@ -254,7 +257,8 @@ def test_trainer_ranks_and_rollout_actors_do_not_change_the_first_iterations(
 
 
 def test_lora_with_kl_average_and_guidance_runs_and_its_export_validates(workspace: Workspace) -> None:
-    """The choices together: LoRA, KL, moving average, guidance; `flows.validate` then measures the same number."""
+    """The choices together: LoRA, KL, moving average, guidance, batches of any size; `flows.validate` then measures the
+    same number."""
     settings = (
         "trainer.total_training_steps=2",
         "actor_rollout_ref.model.lora_rank=4",
@@ -263,11 +267,15 @@ def test_lora_with_kl_average_and_guidance_runs_and_its_export_validates(workspa
         "actor_rollout_ref.actor.ema={enable: true, update_interval: 1}",
         "actor_rollout_ref.actor.optim.lr_scheduler_type=linear",
         "actor_rollout_ref.rollout.pipeline.true_cfg_scale=2.0",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=auto",
+        "actor_rollout_ref.rollout.micro_batch_size=auto",
     )
     workspace.train(*settings)
     (run,) = workspace.mlflow_runs()
     rates = workspace.client().get_metric_history(run.info.run_id, "actor/lr")
     assert [rate.value for rate in rates] == pytest.approx([0.875e-3, 0.375e-3])  # two of the run's four steps each
+    assert run.data.params["actor_rollout_ref.rollout.micro_batch_size"] == "8"  # two batches of an iteration's 16
+    assert run.data.metrics["actor/logprob_abs_diff/max"] == 0.0
     assert run.data.metrics["actor/kl_loss"] > 0
     pipeline = QwenImagePipeline.from_pretrained(workspace.folder / "data/base_model")
     pipeline.load_lora_weights(workspace.registered("tiny/1"))
