@@ -10,11 +10,12 @@ os.environ |= {
     "RAY_USAGE_STATS_ENABLED": "0",
     "DVC_NO_ANALYTICS": "1",
     "HF_HUB_OFFLINE": "1",
-    # Prefect's own 20 s fail on a busy machine. Another number than the commands' 300, so that a test can tell them apart.
+    # Prefect's own 20 s fail on a busy machine. Not the commands' 300, so that a test can tell them apart.
     "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "600",
 }
 
 import functools
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -22,6 +23,7 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+gc.disable()  # while the tests are imported: see pytest_collection_finish
 
 STARTS_RAY = {"ray", "ray_cluster"}
 ACTORS = "tests.support.weight_actors"
@@ -35,6 +37,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             for item in items:
                 if getattr(item, "module", None) is module:
                     item.add_marker(pytest.mark.ray)
+
+
+def pytest_collection_finish() -> None:
+    """What the tests have imported stays for good: to look through it for garbage would take a tenth of their time."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

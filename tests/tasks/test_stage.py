@@ -37,6 +37,7 @@ def test_a_stage_gets_its_arguments_without_the_stopwatch_and_is_timed_also_wher
     assert list(failed.seconds) == ["half_done"]
 
 
+@pytest.mark.slow  # it starts Prefect's temporary server
 def test_prefect_binds_a_stages_arguments_and_its_stopwatch() -> None:
     assert list(inspect.signature(half.fn).parameters) == ["clock", "number", "other"]
 
