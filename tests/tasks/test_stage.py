@@ -58,6 +58,7 @@ def test_the_parts_of_a_time_are_its_whole_and_nothing_is_between_two() -> None:
     assert clock.behind.keys() == {"written"}
 
 
+@pytest.mark.slow  # it starts Prefect's temporary server
 def test_prefect_binds_a_stages_arguments_and_its_stopwatch() -> None:
     assert list(inspect.signature(half.fn).parameters) == ["clock", "number", "other"]
 

@@ -29,7 +29,8 @@ from tests.support.tiny_models import FAMILIES, embeddings_of
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
-WINDOW = (0, 1, 2)
+STEPS = 3
+WINDOW = (0, 1)
 
 
 def attention_flops(query: Any, key: Any, value: Any, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
@@ -59,7 +60,9 @@ def test_an_iteration_costs_what_torch_counts(
     family, guided, checkpointing = FAMILIES[name], not settings, bool(settings)
     height, width = family.sizes[0]
     pipeline = family.guided if guided else family.plain
-    config = model_config(tiny_folder(name), height=height, width=width, **pipeline, **settings)
+    config = model_config(
+        tiny_folder(name), height=height, width=width, num_inference_steps=STEPS, **pipeline, **settings
+    )
     prompts = embeddings_of(config, lengths=(40, 5), negative_length=4 if guided else None)
     request = RolloutRequest(
         noise_keys(2, 2), prompts, torch.tensor([0, 0, 1, 1]), WINDOW, outputs=frozenset({LATENTS})
@@ -91,7 +94,7 @@ def test_an_iteration_costs_what_torch_counts(
 
 def test_a_recorded_half_is_not_counted(tiny_model: Path) -> None:
     """Two epochs: the half without the prompt is missing from the first one."""
-    config = model_config(tiny_model, true_cfg_scale=3.0, lora_rank=4)
+    config = model_config(tiny_model, true_cfg_scale=3.0, lora_rank=4, num_inference_steps=STEPS)
     prompts = embeddings_of(config, lengths=(40,), negative_length=8)
     request = RolloutRequest(
         noise_keys(1, 2), prompts, torch.tensor([0, 0]), WINDOW, record_unconditional=True, outputs=frozenset({LATENTS})
@@ -102,12 +105,12 @@ def test_a_recorded_half_is_not_counted(tiny_model: Path) -> None:
     batch = ActorBatch([(trajectories, torch.tensor([1.0, -1.0]))], 2)
     with FlopCounterMode(display=False, custom_mapping=COUNTED) as updated:
         metrics = trainer.update_policy([batch, batch])
-    assert (metrics["sample_steps"], metrics["recorded_steps"]) == (12, 6)
+    assert (metrics["sample_steps"], metrics["recorded_steps"]) == (8, 4)
     cost = pass_cost(config, prompts, constant_half=True)
     flops = PolicyFlops(config, cost, Batch(1, *prompts.lengths))
     shapes = [Batch(2, *prompts.lengths)]
-    assert flops.update(shapes, 12, 0, 0, recorded=6) == pytest.approx(updated.get_total_flops(), rel=0.02)
-    assert flops.update(shapes, 12, 0, 0) > 1.05 * updated.get_total_flops()
+    assert flops.update(shapes, 8, 0, 0, recorded=4) == pytest.approx(updated.get_total_flops(), rel=0.02)
+    assert flops.update(shapes, 8, 0, 0) > 1.05 * updated.get_total_flops()
 
 
 def test_a_longer_text_costs_more_than_the_one_that_was_measured(tiny_model: Path) -> None:
