@@ -51,7 +51,7 @@ train: $(VENV)/.data
 	@$(BIN)/python -m flows.train $(RECIPE)
 
 data: $(VENV)/.data .doubleflow ## prompts, base model and embeddings, as far as they are not there yet
-	@$(BIN)/dvc repro --quiet embeddings base_model
+	@$(BIN)/dvc repro --quiet embeddings@digits base_model
 
 up: $(VENV)/.data ## start Prefect, MLflow and a worker here, and deploy every recipe
 	@$(BIN)/python -m flows.services up --prefect-port $(PREFECT_PORT) --mlflow-port $(MLFLOW_PORT) --runs $(RUNS)

@@ -65,8 +65,8 @@ def pool_of(config: TrainConfig) -> Pool:
     prompts = part_of(inputs.train, config.data.train_batch_size, 0, 1)[:PROMPTS]
     samples = [(prompt, index) for prompt in prompts for index in range(rollout.n)]
     parts, scores = [], []
-    for start in range(0, len(samples), rollout.micro_batch_size):
-        part = samples[start : start + rollout.micro_batch_size]
+    for start in range(0, len(samples), rollout.batch_size):
+        part = samples[start : start + rollout.batch_size]
         uids = list(dict.fromkeys(prompt.uid for prompt, _ in part))
         request = RolloutRequest(
             keys=tuple(NoiseKey(0, 1, prompt.uid, index) for prompt, index in part),
@@ -95,7 +95,7 @@ def gradients(config: TrainConfig, pool: Pool, draws: int) -> Tensor:
             (replace(part, keys=tuple(replace(key, iteration=100 + draw) for key in part.keys)), advantages)
             for part, advantages in pool
         ]
-        batch = noised_batch(engine, ActorBatch(parts, 0), config.algorithm, actor.ppo_micro_batch_size_per_gpu)
+        batch = noised_batch(engine, ActorBatch(parts, 0), config.algorithm, actor.micro_batch)
         engine._accumulate_gradients(batch, WeightedMetrics(), True)
         whole = [parameter.grad for parameter in engine._shards().values() if parameter.grad is not None]
         flat = [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in whole]

@@ -38,7 +38,7 @@ def transformer(folder: str | Path, dtype: torch.dtype, device: str) -> nn.Modul
     the format in which loading it gives them: the constructor makes some of them in fp32."""
     settings = component_config(str(folder), "transformer")
     kind = getattr(diffusers, settings["_class_name"])
-    module = _drawn(lambda: kind(**{k: v for k, v in settings.items() if not k.startswith("_")}), dtype, device)
+    module = drawn(lambda: kind(**{k: v for k, v in settings.items() if not k.startswith("_")}), dtype, device)
     keep_formats(module, dtype)
     return module
 
@@ -46,7 +46,7 @@ def transformer(folder: str | Path, dtype: torch.dtype, device: str) -> nn.Modul
 def vae(architecture: str, device: str, dtype: torch.dtype = torch.bfloat16) -> Any:
     """A decoder of the architecture's published size."""
     if architecture == "QwenImagePipeline":
-        return _drawn(diffusers.AutoencoderKLQwenImage, dtype, device)
+        return drawn(diffusers.AutoencoderKLQwenImage, dtype, device)
     settings: dict[str, Any] = {
         "down_block_types": ("DownEncoderBlock2D",) * 4,
         "up_block_types": ("UpDecoderBlock2D",) * 4,
@@ -58,7 +58,7 @@ def vae(architecture: str, device: str, dtype: torch.dtype = torch.bfloat16) -> 
         "use_quant_conv": False,
         "use_post_quant_conv": False,
     }
-    return _drawn(lambda: diffusers.AutoencoderKL(**settings), dtype, device)
+    return drawn(lambda: diffusers.AutoencoderKL(**settings), dtype, device)
 
 
 def use_random_weights(adapter: type[DiffusionModelBase], device: str) -> None:
@@ -73,12 +73,13 @@ def use_random_weights(adapter: type[DiffusionModelBase], device: str) -> None:
     adapter.load_transformer, adapter.load_vae = staticmethod(load_transformer), staticmethod(load_vae)  # type: ignore
 
 
-def _drawn(build: Any, dtype: torch.dtype, device: str) -> Any:
+def drawn(build: Any, dtype: torch.dtype, device: str, seed: int = SEED) -> Any:
+    """What `build` makes, with random weights in this format on this device."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device), torch.random.fork_rng():
-            torch.manual_seed(SEED)
+            torch.manual_seed(seed)
             return build()
     finally:
         torch.set_default_dtype(before)

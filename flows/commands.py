@@ -25,30 +25,36 @@ ConfigFile = Annotated[
     Path | None, typer.Option("--config", help="A whole config as JSON, as a run records it, in a recipe's place.")
 ]
 Changes = Annotated[list[str] | None, typer.Option("--set", help="field.path=value; may be repeated.")]
+Machine = Annotated[
+    Path | None, typer.Option("--overrides", help="Changes in a file, as a deployment takes them; --set goes first.")
+]
 Run = Annotated[str, typer.Argument(help="MLflow run id.")]
 Tracking = Annotated[str | None, typer.Option(help="MLflow's URI; else MLFLOW_TRACKING_URI, or mlflow.db.")]
 
 
 def _chosen(
-    recipe: str, file: Path | None, changes: list[str] | None, trains: bool
+    recipe: str, file: Path | None, overrides: TrainOverrides, trains: bool
 ) -> tuple[TrainConfig, TrainOverrides]:
     """The config and its changes, which together are right as far as can be said early."""
-    overrides = parse_changes(changes or [])
     config = load_recipe(recipe) if file is None else load_config(file)
     check_early(config.with_changes(overrides), trains)
     return config, overrides
 
 
 def train(
-    recipe: Recipe = "quickstart", config: ConfigFile = None, changes: Changes = None, debug: Debug = False
+    recipe: Recipe = "quickstart",
+    config: ConfigFile = None,
+    overrides: Machine = None,
+    changes: Changes = None,
+    debug: Debug = False,
 ) -> None:
     """Train a recipe here and now, and print where the results are."""
     with in_a_sentence(debug):
-        chosen, overrides = _chosen(recipe, config, changes, trains=True)
+        chosen, changed = _chosen(recipe, config, parse_changes(changes or [], overrides), trains=True)
         from flows.train import train as flow
         from tasks.run.summary import Summary
 
-        summary = Summary(**started(flow, debug, config=chosen, overrides=overrides, continues=True))
+        summary = Summary(**started(flow, debug, config=chosen, overrides=changed, continues=True))
         typer.echo(f"\n{summary.text()}\n")
 
 
@@ -56,17 +62,18 @@ def validate(
     recipe: Recipe = "quickstart",
     config: ConfigFile = None,
     weights: Annotated[Path | None, typer.Option(help="Folder that a run exported; else the base model.")] = None,
+    overrides: Machine = None,
     changes: Changes = None,
     debug: Debug = False,
 ) -> None:
     """Measure one set of weights on the held-out prompts."""
     with in_a_sentence(debug):
-        chosen, overrides = _chosen(recipe, config, changes, trains=False)
+        chosen, changed = _chosen(recipe, config, parse_changes(changes or [], overrides), trains=False)
         if weights is not None and not weights.is_dir():
             raise ConfigError(f"--weights is {weights}, which is not a folder: give one that a run exported")
         from flows.validate import validate as flow
 
-        for name, value in sorted(started(flow, debug, chosen, weights, overrides).items()):
+        for name, value in sorted(started(flow, debug, chosen, weights, changed).items()):
             typer.echo(f"{name:32} {value:.4f}")
 
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The data stages of dvc.yaml: `python -m flows.prepare` prompts, base-model, embeddings, preferences or pairs.
 
-Each reads params.yaml and puts its output in place only when all of it is made, so a stage that fails leaves the old
-output as it was. A stage that samples or encodes imports the model families, seconds of work, and the others do not.
+Prompts and embeddings are made of each data set of params.yaml, the rest of the tiny model's. Each stage reads that
+file and puts its output in place only when all of it is made, so a stage that fails leaves the old output as it was. A
+stage that samples or encodes imports the model families, seconds of work, and the others do not.
 """
 
 import json
@@ -14,10 +15,7 @@ import typer
 import yaml
 
 from flows.terminal import commands
-from models.config.algo import DiffusionRolloutAlgoConfig
-from models.config.model import ModelConfig
-from models.config.pipeline import DiffusionPipelineConfig
-from models.families.base import DiffusionModelBase, DiffusionModelConfig
+from tasks.config.data import DIGITS
 from tasks.config.params import (
     BASE_MODEL,
     BASE_MODEL_METRICS,
@@ -27,6 +25,7 @@ from tasks.config.params import (
     PROMPTS,
     GateParams,
     PrepareError,
+    changed,
     load_params,
 )
 from tasks.data.base_model import score_base_model, train_base_model
@@ -34,18 +33,21 @@ from tasks.data.digests import IMAGE_SIDE, TEXT_SIDE, parts_digest
 from tasks.data.embeddings import write_embeddings
 from tasks.data.pairs import common_size, read_pictures, write_pairs
 from tasks.data.preferences import sampled_preferences
-from tasks.data.prompts import build_prompt_table, check_prompt_lengths, load_prompts
+from tasks.data.prompts import build_prompt_table, load_prompts
+from tasks.data.text_encoding import TextEncoding, adapter_of, check_adapter_file
 from tasks.rewards import get_reward
 from tasks.system.files import put_in_place
 
 PARAMS = Path("params.yaml")
 app = commands("Make the data sets; usually called by `dvc repro`.")
+DataSet = Annotated[str, typer.Argument(help="A data set of params.yaml.")]
 
 
 @app.command()
-def prompts() -> None:
-    """Read the raw prompt files, split them, and write data/prompts.parquet."""
-    params = load_params(PARAMS).prompts
+def prompts(data_set: DataSet = DIGITS) -> None:
+    """Read a data set's raw prompt files, split them, and write its prompts.parquet."""
+    entry = load_params(PARAMS).data_set(data_set)
+    params = entry.prompts
     table = build_prompt_table(
         params.files,
         n_test=params.n_test,
@@ -53,12 +55,13 @@ def prompts() -> None:
         seed=params.seed,
         target_pattern=params.target_pattern,
     )
-    repeated = table.attrs.pop("repeated")  # the file is the rows alone
-    with put_in_place(PROMPTS) as path:
+    repeated, chats = table.attrs.pop("repeated"), table.attrs.pop("chats")  # the file is the rows alone
+    with put_in_place(entry.table) as path:
         table.to_parquet(path, index=False)
     counts = ", ".join(f"{split} {n}" for split, n in table["split"].value_counts().items())
     merged = f", {repeated} rows merged with an equal one" if repeated else ""
-    typer.echo(f"{PROMPTS}: {len(table)} prompts ({counts}{merged})")
+    said = f", {chats} with a system message, in whose place the model's own template stands" if chats else ""
+    typer.echo(f"{entry.table}: {len(table)} prompts ({counts}{merged}{said})")
 
 
 @app.command("base-model")
@@ -86,58 +89,51 @@ def base_model() -> None:
     typer.echo(f"{BASE_MODEL}: held-out reward {metrics['held_out_reward']:.3f}")
 
 
+Changes = Annotated[list[str] | None, typer.Option("--set", help="field=value; may be repeated.")]
+
+
 @app.command()
 def embeddings(
-    model: Annotated[Path, typer.Option(help="Folder in diffusers format whose text encoders encode.")] = BASE_MODEL,
-    out: Annotated[Path, typer.Option(help="Folder to write.")] = EMBEDDINGS,
-    max_sequence_length: Annotated[int | None, typer.Option(help="In place of the one in params.yaml.")] = None,
-    dtype: Annotated[str, typer.Option(help="Number format of the text encoders and the embeddings.")] = "float32",
-    device: Annotated[str, typer.Option(help="Where they compute: cpu or cuda.")] = "cpu",
-    external_lib: Annotated[str | None, typer.Option(help="Modules that register a family of your own.")] = None,
-    table: Annotated[Path, typer.Option("--prompts", help="Prompt table whose prompts are encoded.")] = PROMPTS,
-    batch_size: Annotated[int | None, typer.Option(help="In place of the one in params.yaml.")] = None,
+    data_set: DataSet = DIGITS,
+    model: Annotated[Path | None, typer.Option(help="Folder in diffusers format whose text encoders encode.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder to write.")] = None,
+    max_sequence_length: Annotated[int | None, typer.Option(help="Tokens of a prompt.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Number format of the text encoders and the embeddings.")] = None,
+    device: Annotated[str | None, typer.Option(help="Where they compute: cpu or cuda.")] = None,
+    table: Annotated[Path | None, typer.Option("--prompts", help="Prompt table whose prompts are encoded.")] = None,
+    changes: Changes = None,
 ) -> None:
-    """Encode the prompts once with the model's text encoders, as its own pipeline does, and write data/embeddings/."""
-    params = load_params(PARAMS).embeddings
-    _require_model(model)
+    """Encode a data set's prompts once with its model's text encoders, as the model's own pipeline does.
+
+    An option goes in place of what params.yaml says of the data set; --set takes any field of its embeddings.
+    """
+    entry = load_params(PARAMS).data_set(data_set)
+    given = {"max_sequence_length": max_sequence_length, "dtype": dtype, "device": device}
+    given = {name: value for name, value in given.items() if value is not None}
+    params = changed(entry.embeddings, given | _named_values(changes, "--set"))
+    folder, table, out = model or Path(params.model), table or entry.table, out or entry.embedded
+    _require_model(folder)
     chosen = [prompt for split in params.splits for prompt in load_prompts(table, split)]
-    limit = max_sequence_length or params.max_sequence_length
-    torch.set_num_threads(params.threads)
-    adapter, _ = _adapter_of(model, external_lib)
-    pipeline = adapter.load_text_pipeline(model, getattr(torch, dtype)).to(device)
-    check_prompt_lengths(chosen, adapter.prompt_lengths(pipeline, [prompt.prompt for prompt in chosen]), limit)
-
-    @torch.no_grad()
-    def encode(texts: list[str]) -> dict[str, torch.Tensor]:
-        return adapter.encode_prompts(pipeline, texts, limit)
-
+    encoding = TextEncoding(folder, params)
+    if model is None:
+        check_adapter_file(encoding.adapter, params.adapter, f"data_sets.{data_set}.embeddings.adapter")
+    encoding.check_lengths(chosen)
     write_embeddings(
         chosen,
-        encode,
+        encoding.encode,
         out,
         params.shard_size,
-        batch_size=batch_size or params.batch_size,
-        negative_prompt=adapter.negative_prompt if params.negative_prompt is None else params.negative_prompt,
-        max_sequence_length=limit,
-        model=model.as_posix(),
-        model_digest=_digest(model, TEXT_SIDE),
+        batch_size=params.batch_size,
+        negative_prompt=encoding.negative_prompt,
+        max_sequence_length=params.max_sequence_length,
+        model=folder.as_posix(),
+        model_digest=_digest(folder, TEXT_SIDE),
     )
     typer.echo(f"{out}: {len(chosen)} prompts and the negative prompt")
 
 
-def _adapter_of(
-    model: Path, external_lib: str | None = None, **pipeline: int
-) -> tuple[type[DiffusionModelBase], DiffusionModelConfig]:
-    """The adapter of a model folder, and its settings; `pipeline` are sampling fields, such as the height."""
-    described = ModelConfig(path=str(model), external_lib=external_lib)
-    sections = described, DiffusionPipelineConfig(**pipeline), DiffusionRolloutAlgoConfig()
-    model_config = DiffusionModelConfig.load(*sections)
-    return DiffusionModelBase.get_class(model_config), model_config
-
-
 Model = Annotated[Path, typer.Option("--model", help="Folder in diffusers format.")]
 Device = Annotated[str, typer.Option("--device", help="Where the model computes: cpu or cuda.")]
-Changes = Annotated[list[str] | None, typer.Option("--set", help="field=value of rollout.pipeline; may be repeated.")]
 Options = Annotated[list[str] | None, typer.Option("--option", help="name=value of the reward; may be repeated.")]
 
 
@@ -152,7 +148,10 @@ def preferences(
     dtype: Annotated[str, typer.Option(help="Number format of the model.")] = "float32",
     device: Device = "cpu",
 ) -> None:
-    """Sample a model on the train prompts, and write each one's best and worst picture."""
+    """Sample a model on the train prompts, and write each one's best and worst picture.
+
+    --set takes fields of rollout.pipeline.
+    """
     params = load_params(PARAMS).preferences
     _require_model(model)
     sampling = {"height": params.height, "width": params.width, "num_inference_steps": params.steps}
@@ -190,7 +189,7 @@ def pairs(
     _require_model(model)
     pictures = read_pictures(table)
     height, width = common_size(pictures, str(table))
-    adapter, model_config = _adapter_of(model, height=height, width=width)
+    adapter, model_config = adapter_of(model, height=height, width=width)
     try:
         adapter.latent_shape(model_config)
     except ValueError as error:

@@ -4,8 +4,10 @@
 It imports neither torch nor Prefect: what is wrong is known in the first second.
 """
 
+import copy
 import json
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,6 +15,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from tasks.config.errors import RecipeError, described, near
+from tasks.config.overrides import merged, set_fields
 from tasks.config.tree import TrainConfig, TrainOverrides
 
 PREFECT_FILE = Path("prefect.yaml")
@@ -71,7 +74,7 @@ def read_yaml(file: Path, advice: str) -> Any:
     """What is in a YAML or JSON file. Raises RecipeError where there is none, with the advice."""
     try:
         # YAML 1.1 takes JSON's 1e-7, which has no dot, for text.
-        return json.loads(file.read_text()) if file.suffix == ".json" else yaml.safe_load(file.read_text())
+        return json.loads(file.read_text()) if file.suffix == ".json" else _parsed(file.read_text())
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not text"
         raise RecipeError(f"{file} cannot be read ({reason}): {advice}") from error
@@ -79,18 +82,37 @@ def read_yaml(file: Path, advice: str) -> Any:
         raise RecipeError(f"{file} is neither YAML nor JSON: {_reason(error)}") from error
 
 
-def parse_changes(settings: list[str]) -> TrainOverrides:
+def _parsed(text: str) -> Any:
+    return copy.deepcopy(_parsed_once(text))
+
+
+@lru_cache(maxsize=2)
+def _parsed_once(text: str) -> Any:
+    """What a YAML text says. prefect.yaml takes PyYAML a fifth of a second, and is read for every recipe."""
+    return yaml.safe_load(text)
+
+
+def parse_changes(settings: list[str], file: Path | None = None) -> TrainOverrides:
     """`["trainer.seed=1", "reward.functions={ocr: {}}"]` as overrides; values are YAML.
 
+    Args:
+        settings: field.path=value, each.
+        file: further overrides, of which a setting replaces what it names as well.
+
     Raises:
-        RecipeError: an item has no equals sign, names no field, or gives a field a value that it cannot have.
+        RecipeError: an item has no equals sign, names no field, or gives a field a value that it cannot have; or the
+            file cannot be read.
     """
+    given = {} if file is None else set_fields(_overrides(read_yaml(file, "give a file of overrides"), str(file)))
+    return _overrides(merged(given, parse_settings(settings, "--set")), "--set")
+
+
+def _overrides(tree: Any, source: str) -> TrainOverrides:
     # The form's classes have names of their own; a message is about the config's fields.
-    tree = parse_settings(settings, "--set")
     try:
         return TrainOverrides.model_validate(tree)
     except ValidationError as error:
-        raise RecipeError(f"--set: {described(error, TrainConfig)}") from error
+        raise RecipeError(f"{source}: {described(error, TrainConfig)}") from error
 
 
 def parse_settings(settings: list[str], option: str) -> dict[str, Any]:

@@ -29,8 +29,10 @@ from prefect.artifacts import create_table_artifact
 from prefect.states import Completed, Failed, State
 
 from flows.deploy.access import dvc_environment
+from models.config.actor import OptimConfig
 from models.errors import DoubleflowError
 from models.import_paths import check_allowed
+from tasks.config.identity import paced_by_length
 from tasks.config.tracking import TrackingConfig
 from tasks.records.history import HistoryError, RunHistory, comparable
 from tasks.records.lineage import dvc_hashes, start_tag
@@ -104,8 +106,11 @@ def shortened(config: dict[str, Any], iterations: int, name: str) -> dict[str, A
     trainer, total = config["trainer"], config["trainer"]["total_training_steps"]
     if not 1 <= iterations <= total:
         raise ConfigError(f"iterations is {iterations}, but the run has {total}: give 1 to {total}")
-    if config["actor_rollout_ref"]["rollout"]["algo"]["sde_window_mode"] == "decay" and iterations < total:
-        raise ConfigError(f"sde_window_mode decay paces itself by the run's length: iterations must be all {total}")
+    policy = config["actor_rollout_ref"]  # as another version may have written it: not validated by this one
+    optim = OptimConfig.model_construct(**policy["actor"]["optim"])
+    paced = paced_by_length(policy["rollout"]["algo"]["sde_window_mode"], optim)
+    if paced is not None and iterations < total:
+        raise ConfigError(f"{paced} paces itself by the run's length: iterations must be all {total}")
     changes = {"total_training_steps": iterations, "experiment_name": name, "default_local_dir": "runs"}
     return config | {"trainer": trainer | changes}
 

@@ -15,6 +15,7 @@ if __name__ == "__main__":  # before the imports that take seconds, so that a wr
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from tasks.config.common import CommonSettings, combined
 from tasks.config.tree import NO_OVERRIDES, TrainConfig, TrainOverrides
 from tasks.records.flow_page import flow_page, page_logger
 from tasks.records.metrics import (
+    behind_metrics,
     compute_throughput_metrics_diffusion,
     compute_timing_metrics_diffusion,
     cost_metrics,
@@ -41,14 +43,13 @@ from tasks.run.collect import Iteration, SampledIteration, collect, finish_ahead
 from tasks.run.held_out_grids import keep_grid, remove_old
 from tasks.run.instruments import memory_metrics, profiled
 from tasks.run.note import write_note
-from tasks.run.opening import apply_overrides, open_run
+from tasks.run.opening import apply_overrides, open_run, recorded_config
 from tasks.run.parts import in_parts
 from tasks.run.preflight import check_inputs
 from tasks.run.progress import Progress
 from tasks.run.summary import Summary, keep_good_weights, register_export, summarise
 from tasks.run.training import TrainingRun
 from tasks.run.watching import stop_if_flagged, watch_floor, watch_guards
-from tasks.stages.log import log_files
 from tasks.stages.old_log_prob import old_log_prob
 from tasks.stages.save import save_checkpoint
 from tasks.stages.sync import sync_weights
@@ -57,6 +58,8 @@ from tasks.stages.validation import Validation, draw_and_score
 from tasks.system.stopwatch import Stopwatch
 
 NO_COMMON = CommonSettings()
+WAITING = "wait_for_writes"
+"""Of an iteration's seconds: what it waited for that was written of the one before."""
 
 
 @flow(name="train", flow_run_name=name_training, persist_result=False)
@@ -75,8 +78,8 @@ def train(
     """
     with flow_page():
         recipe, config = config, apply_overrides(config, combined(common, overrides))
-        inputs = check_inputs(config)
-        with open_run(config, inputs, recipe) as run:
+        inputs = check_inputs(config, recorded=recorded_config(config))
+        with open_run(inputs.config, inputs, recipe) as run:
             summary, said = fit(run)
     return Completed(message=said, data=summary.as_dict())
 
@@ -90,6 +93,7 @@ def fit(run: TrainingRun) -> tuple[Summary, str]:
     ahead = sample_again(run, clock)
     if run.is_online:
         sync(run, clock, run.sampling_weights)
+        run.warm_up()
     if run.is_online and run.iteration == 0 and settings.val_before_train and not run.recorded(0):
         result = validate_weights(run, clock)
         run.tracker.log_step(0, result.metrics(), *_validation_records(result))
@@ -98,13 +102,21 @@ def fit(run: TrainingRun) -> tuple[Summary, str]:
         run.report.write()
         progress.validated()
 
+    clock = Stopwatch(first)
+
     def advance(number: int) -> None:
-        nonlocal ahead
-        metrics, ahead = iterate(run, number, ahead)
-        progress.advance(number, metrics)
+        nonlocal ahead, clock
+        metrics, ahead = iterate(run, number, ahead, clock)
+        clock = clock.followed(number + 1)
+        if _is_measured(run, number):
+            with clock.stage(WAITING):
+                run.behind.settle()
+            stop_if_flagged(run.config, run.guards, number)
+        with clock.stage("progress"):
+            progress.advance(number, metrics)
 
     in_parts(first, total, advance)
-    run.store.settle()
+    run.behind.settle()
     run.forget_stages()
     summary = summarise(run, (time.perf_counter() - started) / 60)
     run.report.write("FINISHED")
@@ -112,7 +124,7 @@ def fit(run: TrainingRun) -> tuple[Summary, str]:
 
 
 def iterate(
-    run: TrainingRun, number: int, ahead: SampledIteration | None
+    run: TrainingRun, number: int, ahead: SampledIteration | None, clock: Stopwatch
 ) -> tuple[dict[str, float], SampledIteration | None]:
     """One iteration, as the paper has it. Of one that was killed, what is left of it.
 
@@ -123,7 +135,7 @@ def iterate(
     Returns:
         Its metrics, and the next iteration's samples if they are made ahead.
     """
-    clock, trained = Stopwatch(number), number <= run.iteration
+    trained = number <= run.iteration
     with profiled(run.actor_groups(), "rollout", run.config.trainer.profile, number, run.tracker, clock):
         iteration = collect(run, number, clock, None if trained else ahead)
     if not trained:
@@ -136,7 +148,6 @@ def iterate(
         metrics |= sync(run, clock, run.sampling_weights).metrics()
     if not run.recorded(number):
         log_iteration(run, iteration, metrics, clock)
-    run.forget_stages()
     return metrics, ahead
 
 
@@ -161,17 +172,14 @@ def update_and_save(run: TrainingRun, iteration: Iteration, clock: Stopwatch) ->
     run.iteration = iteration.number
     if _due(iteration.number, settings.save_freq, run):
         state = run.state(iteration.number, run.learned)
-        save_checkpoint(clock, run.store, run.trainer, state, settings.async_checkpoint)
+        behind = partial(clock.stage_behind, "save_checkpoint") if settings.async_checkpoint else None
+        save_checkpoint(clock, run.store, run.trainer, state, behind)
 
 
 def log_iteration(run: TrainingRun, iteration: Iteration, metrics: dict[str, float], clock: Stopwatch) -> None:
-    """Validate and export where that is due, and log the iteration; `metrics` gets what is measured on the way.
+    """Validate and export where that is due, and have the iteration logged; `metrics` gets what is measured on the way.
 
-    The log's last request ends the iteration: killed before it, the iteration's record is made again, from what is
-    kept of its samples and its checkpoint.
-
-    Raises:
-        RewardHacking: see `stop_if_flagged`; the iteration is logged then.
+    Returns once the record of the iteration before is whole: no more than one is written behind.
     """
     settings, number, images = run.config.trainer, iteration.number, len(iteration.advantages)
     validation = validate_weights(run, clock) if run.is_online and _due(number, settings.test_freq, run) else None
@@ -183,29 +191,45 @@ def log_iteration(run: TrainingRun, iteration: Iteration, metrics: dict[str, flo
     if run.is_online:
         watch_floor(run.online.floor, run.tracker, run.iteration, metrics)
     metrics["cost/images"] = float(number * images)
-    pictures, tables = _validation_records(validation)
-    if iteration.pictures:
-        columns = min(run.config.actor_rollout_ref.rollout.n, WIDEST_GRID)
-        pictures["samples"] = grid(np.stack(iteration.pictures), columns=columns)
-    tables["samples"] = iteration.samples
     if settings.export_freq and number % settings.export_freq == 0 and run.moved:
         register_export(clock, run)
-    log_files(clock, run.tracker, number, pictures, tables, {"pictures": iteration.pictures})
-    with clock.stage("log"):
-        remove_old(run.config, run.tracker)
-    with clock.stage("report"):
-        show_iteration(run, iteration, metrics, validation)
     with clock.stage("memory"):
-        memory = memory_metrics(run.actor_groups())
+        metrics |= memory_metrics(run.actor_groups())
+    if run.record is not None:
+        with clock.stage(WAITING):
+            run.behind.wait(run.record)
     metrics |= _time_metrics(run, clock, images)
     if run.utilisation is not None and "update_actor" in clock.seconds:  # else an earlier process made the update
         metrics |= run.utilisation.metrics(iteration.batches, metrics, clock.seconds)
-    lost = {} if run.machines is None else run.machines.metrics()
-    run.tracker.log_step(number, metrics | memory | lost | run.report.metrics())
-    run.report.add(number, metrics | memory)
+    metrics |= {} if run.machines is None else run.machines.metrics()
+    run.record = run.behind.submit(write_record, run, iteration, dict(metrics), validation, clock)
+
+
+def write_record(
+    run: TrainingRun, iteration: Iteration, metrics: dict[str, float], validation: Validation | None, clock: Stopwatch
+) -> None:
+    """Log an iteration, behind the run: all that was given to write before it is on the disk.
+
+    Its last request ends the iteration: killed before it, the iteration's record is made again, from what is kept of
+    its samples and its checkpoint.
+    """
+    number = iteration.number
+    with clock.stage_behind("log"):
+        pictures, tables = _validation_records(validation)
+        if iteration.pictures:
+            columns = min(run.config.actor_rollout_ref.rollout.n, WIDEST_GRID)
+            pictures["samples"] = grid(np.stack(iteration.pictures), columns=columns)
+        tables["samples"] = iteration.samples
+        run.tracker.log_files(number, pictures, tables, {"pictures": iteration.pictures})
+        remove_old(run.config, run.tracker)
+    with clock.stage_behind("report"):
+        show_iteration(run, iteration, metrics, validation)
+    behind = behind_metrics(clock.behind)
+    run.tracker.log_step(number, metrics | behind | run.report.metrics())
+    run.report.add(number, behind)
     if validation:
         write_note(run)
-    stop_if_flagged(run.config, run.guards, number)
+    run.forget_stages()
 
 
 def show_iteration(
@@ -274,6 +298,13 @@ def _is_sampled_ahead(run: TrainingRun, iteration: int) -> bool:
     settings = run.config.trainer
     due = settings.one_step_off_policy and iteration <= settings.total_training_steps
     return due and not run.stages.has_rollout(iteration)
+
+
+def _is_measured(run: TrainingRun, iteration: int) -> bool:
+    """Is it validated or exported, so that all of it is to be on the disk before the next one goes on?"""
+    settings = run.config.trainer
+    exported = settings.export_freq > 0 and iteration % settings.export_freq == 0
+    return exported or _due(iteration, settings.test_freq, run)
 
 
 def _due(iteration: int, every: int, run: TrainingRun) -> bool:

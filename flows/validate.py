@@ -37,6 +37,7 @@ def validate(
     """
     config = apply_overrides(config, overrides)
     inputs = check_inputs(config, trains=False)
+    config = inputs.config
     if weights is not None and not weights.is_dir():
         raise ConfigError(f"weights is {weights}, which is not a folder: give one that a run exported")
     settings = config.actor_rollout_ref.rollout

@@ -57,6 +57,7 @@ def validation_sweep(
     measurement = measurement or Measurement()
     config = for_measuring(apply_overrides(config, overrides), measurement)
     inputs = check_inputs(config, trains=False)
+    config = inputs.config
     measured = Measurements(
         mlflow_client(config.tracking), config.tracking.experiment, measurement_digest(config, inputs, measurement)
     )

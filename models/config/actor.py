@@ -14,7 +14,7 @@ from models.config.bounds import (
     MOST_STEPS,
     Options,
 )
-from models.config.section import ANY_NAME, IMPORT_PATH, Later, NotShaping, Section, choices
+from models.config.section import ANY_NAME, IMPORT_PATH, Later, NotShaping, Samples, Section, choices, known
 
 AwmWeighting = Literal["uniform", "t", "t2", "huber", "ghuber", "adaptive"]
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -27,17 +27,80 @@ LOSSES = (
 DecaySchedule = Literal["copy", "linear_to_0_3", "linear_to_0_5", "delayed_linear_to_0_999"]
 
 
+SCHEDULES_OF_ALL_STEPS = (
+    *("linear", "cosine", "cosine_with_restarts", "polynomial", "cosine_with_min_lr", "cosine_warmup_with_min_lr"),
+    "warmup_stable_decay",
+)
+"""Schedules of transformers' `get_scheduler` that depend on how many optimiser steps there are in all."""
+SCHEDULES = ("constant", "constant_with_warmup", "inverse_sqrt", *SCHEDULES_OF_ALL_STEPS)
+"""Those that are functions of the optimiser step alone."""
+SCHEDULES_BY_METRIC = ("reduce_lr_on_plateau", "greedy")
+"""The others: a loss that should fall paces them, and the losses here are made anew with each iteration's samples."""
+
+
 class OptimConfig(Section):
-    """AdamW with a linear warm-up to a constant learning rate."""
+    """AdamW, and how its learning rate goes."""
 
     lr: float = Field(3e-4, gt=0, le=1.0, description="Learning rate after the warm-up.")
     betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="Decay of AdamW's first and second moments.")
     eps: float = Field(1e-8, gt=0, le=1.0, description="Added to AdamW's denominator.")
     weight_decay: float = Field(1e-4, ge=0, le=100.0, description="Decoupled weight decay.")
     lr_warmup_steps: int = Field(
-        0, ge=0, le=MOST_STEPS, description="Optimiser steps of linear warm-up from lr/steps to lr."
+        0,
+        ge=0,
+        le=MOST_STEPS,
+        description="Optimiser steps of linear warm-up, from lr/steps to lr; with a named lr_scheduler_type from 0.",
+    )
+    lr_scheduler_type: Later[str | None] = Field(
+        None,
+        description="Schedule of the learning rate, by transformers' name (docs/training.md); null is the warm-up and "
+        "then a constant rate.",
+        examples=["cosine", "constant_with_warmup"],
+    )
+    lr_scheduler_kwargs: Later[Options] = Field(
+        default_factory=dict, description="The schedule's own arguments: num_cycles, min_lr, power ..."
+    )
+    total_training_steps: Later[int | None] = Field(
+        None,
+        ge=1,
+        le=MOST_STEPS,
+        description="Optimiser steps that the schedule spans; null is all of the run's, and a longer run then is "
+        "another run.",
     )
     clip_grad: float = Field(1.0, gt=0, le=1e9, description="Largest norm of the gradient over all ranks.")
+
+    @model_validator(mode="after")
+    def _schedule_is_known(self) -> Self:
+        name = self.lr_scheduler_type
+        if name in SCHEDULES_BY_METRIC:
+            raise ValueError(
+                f"lr_scheduler_type is {name}, which a falling loss would pace: the losses here are of each "
+                f"iteration's own samples and need not fall. Choose among {', '.join(SCHEDULES)}"
+            )
+        if name is not None and name not in SCHEDULES:
+            raise ValueError(f"lr_scheduler_type is {name!r}; known: {', '.join(SCHEDULES)}; or null")
+        unread = {"lr_scheduler_kwargs": self.lr_scheduler_kwargs, "total_training_steps": self.total_training_steps}
+        for field, value in unread.items() if name is None else ():
+            if value:
+                raise ValueError(f"{field} is {value}, but lr_scheduler_type is null, which does not read it")
+        if name == "constant" and self.lr_warmup_steps:
+            raise ValueError(
+                f"lr_warmup_steps is {self.lr_warmup_steps}, but lr_scheduler_type constant has no warm-up: use "
+                "constant_with_warmup, or leave lr_scheduler_type out for a warm-up that begins above 0"
+            )
+        return self
+
+    @property
+    def spans_the_run(self) -> bool:
+        """Does the learning rate depend on how long the run is?"""
+        spans = self.lr_scheduler_type in SCHEDULES_OF_ALL_STEPS and self.total_training_steps is None
+        return spans and "num_stable_steps" not in self.lr_scheduler_kwargs
+
+    def spanning(self, steps: int) -> "OptimConfig":
+        """These settings with `total_training_steps` filled in, for a run of that many optimiser steps."""
+        if self.lr_scheduler_type is None or self.total_training_steps is not None:
+            return self
+        return self.model_copy(update={"total_training_steps": steps})
 
 
 class EmaConfig(Section):
@@ -219,12 +282,11 @@ class DiffusionActorConfig(Section):
     ppo_mini_batch_size: int = Field(
         16, ge=1, le=MOST_BATCH, description="Prompts (with all their samples) per optimiser step."
     )
-    ppo_micro_batch_size_per_gpu: int = Field(
+    ppo_micro_batch_size_per_gpu: Samples = Field(
         16,
-        ge=1,
-        le=MOST_BATCH,
         description="Largest number of samples in a forward and backward pass. At rollout.micro_batch_size or above, "
-        "batches pass as they were sampled and replay their log-probs to the last bit.",
+        "batches pass as they were sampled and replay their log-probs to the last bit. auto takes what fits "
+        "(docs/measuring.md).",
     )
     ppo_epochs: int = Field(1, ge=1, le=1000, description="Passes over one iteration's samples.")
     use_kl_loss: bool = Field(
@@ -259,6 +321,11 @@ class DiffusionActorConfig(Section):
     optim: OptimConfig = Field(default_factory=OptimConfig, description="The optimiser.")
     ema: EmaConfig = Field(default_factory=EmaConfig, description="Averaged weights.")
     fsdp_config: FSDPConfig = Field(default_factory=FSDPConfig, description="Sharding and precision.")
+
+    @property
+    def micro_batch(self) -> int:
+        """`ppo_micro_batch_size_per_gpu`, once it is a number."""
+        return known(self.ppo_micro_batch_size_per_gpu, "actor.ppo_micro_batch_size_per_gpu")
 
     @model_validator(mode="after")
     def _kl_needs_a_weight(self) -> Self:

@@ -3,16 +3,22 @@
 
 from collections.abc import Callable
 from enum import Enum
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from models.config.bounds import (
+    MOST_BATCH,
     MOST_NOISE_LEVELS,
     MOST_RATIO,
     check_texts,
     check_truth,
 )
+
+AUTO: Literal["auto"] = "auto"
+"""In place of a number or a truth: the run finds it out before anything is loaded (`tasks.run.sizes`)."""
+Samples = Annotated[int, Field(ge=1, le=MOST_BATCH)] | Literal["auto"]
+"""How many are computed together."""
 
 NoiseLevel = Annotated[int, Field(ge=0, le=MOST_NOISE_LEVELS)]
 
@@ -32,6 +38,13 @@ NotShaping = Annotated[T, Mark.NOT_SHAPING]
 Later = Annotated[T, Mark.LATER]
 """A setting that shapes the weights and is younger than runs that are to be continued. It counts only where it differs
 from its default, which must be what the code did before the field was there."""
+
+
+def known(value: T | Literal["auto"], field: str) -> T:
+    """A setting that is no longer auto. Raises ValueError where it is: nobody has found out what it stands for."""
+    if value == AUTO:
+        raise ValueError(f"{field} is auto, which stands for no value yet: give one here")
+    return cast(T, value)
 
 
 class Section(BaseModel):

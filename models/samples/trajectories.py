@@ -22,9 +22,9 @@ class PromptTable:
     Attributes:
         prompt_embeds: [P, L, D].
         prompt_embeds_mask: [P, L], true at real tokens.
-        negative_prompt_embeds: [1, L', D] or None without guidance.
-        negative_prompt_embeds_mask: [1, L'] or None.
-        extras: what a family needs besides, by name: [P, ...] such as `pooled_prompt_embeds`, and [1, ...] where the
+        negative_prompt_embeds: [N, L', D] or None without guidance; N is 1, for all prompts, or P, for each its own.
+        negative_prompt_embeds_mask: [N, L'] or None.
+        extras: what a family needs besides, by name: [P, ...] such as `pooled_prompt_embeds`, and [N, ...] where the
             name begins with `negative_`. Empty for most.
     """
 
@@ -49,19 +49,18 @@ class PromptTable:
 
     def expand(self, index: Tensor) -> dict[str, Any]:
         """Rows for samples: `index` [B] points into the P prompts; keys as `prepare_model_inputs` names them."""
-        batch = len(index)
         negative, negative_mask = self.negative_prompt_embeds, self.negative_prompt_embeds_mask
         return {
             "prompt_embeds": self.prompt_embeds[index],
             "prompt_embeds_mask": self.prompt_embeds_mask[index],
-            "negative_prompt_embeds": None if negative is None else negative.expand(batch, -1, -1),
-            "negative_prompt_embeds_mask": None if negative_mask is None else negative_mask.expand(batch, -1),
+            "negative_prompt_embeds": None if negative is None else _of_all_or_each(negative, index),
+            "negative_prompt_embeds_mask": None if negative_mask is None else _of_all_or_each(negative_mask, index),
         }
 
     def expand_extras(self, index: Tensor) -> dict[str, Tensor]:
         """The extras' rows for samples, [B, ...] each: part of `prepare_model_inputs`' micro_batch."""
         return {
-            name: tensor.expand(len(index), *tensor.shape[1:]) if name.startswith("negative_") else tensor[index]
+            name: _of_all_or_each(tensor, index) if name.startswith("negative_") else tensor[index]
             for name, tensor in self.extras.items()
         }
 
@@ -73,19 +72,48 @@ class PromptTable:
 
     @staticmethod
     def join(tables: Sequence["PromptTable"]) -> "PromptTable":
-        """The prompts of several tables one after the other, padded to the longest; the first's negative prompt."""
+        """The prompts of several tables one after the other, padded to the longest; the negative prompt of all, or
+        each prompt's own where the tables have several."""
         if len(tables) == 1:
             return tables[0]
-        longest = max(table.prompt_embeds.shape[1] for table in tables)
-        joined = {
-            name: torch.cat([_padded(getattr(table, name), longest) for table in tables])
-            for name in ("prompt_embeds", "prompt_embeds_mask")
+        names, given = ["prompt_embeds", "prompt_embeds_mask"], [table._negatives() for table in tables]
+        first, *others = given
+        shared = all(len(tensor) == 1 for tensor in first.values()) and all(_equal(first, other) for other in others)
+        joined = {name: _stacked([getattr(table, name) for table in tables]) for name in names}
+        joined |= {
+            name: torch.cat([table.extras[name] for table in tables])
+            for name in tables[0].extras
+            if not name.startswith("negative_")
         }
-        extras = {
-            name: first if name.startswith("negative_") else torch.cat([table.extras[name] for table in tables])
-            for name, first in tables[0].extras.items()
-        }
-        return replace(tables[0], **joined, extras=extras)
+        if not shared:
+            each = [table._negative_of_each(part) for table, part in zip(tables, given, strict=True)]
+            first = {name: _stacked([part[name] for part in each]) for name in first}
+        return PromptTable.of(joined | first)
+
+    def _negatives(self) -> dict[str, Tensor]:
+        """What there is of negative prompts, by the names of `of`."""
+        own = {name: getattr(self, name) for name in ("negative_prompt_embeds", "negative_prompt_embeds_mask")}
+        extras = {name: tensor for name, tensor in self.extras.items() if name.startswith("negative_")}
+        return {name: tensor for name, tensor in own.items() if tensor is not None} | extras
+
+    def _negative_of_each(self, negatives: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        every = torch.arange(len(self.prompt_embeds))
+        return {name: _of_all_or_each(tensor, every) for name, tensor in negatives.items()}
+
+
+def _of_all_or_each(rows: Tensor, index: Tensor) -> Tensor:
+    """[1, ...], which is everyone's, or [P, ...], a row a prompt, as rows for samples [B, ...]."""
+    return rows.expand(len(index), *rows.shape[1:]) if len(rows) == 1 else rows[index]
+
+
+def _equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+def _stacked(parts: Sequence[Tensor]) -> Tensor:
+    """[P, L, ...] of several tables, padded to the longest; what has no tokens, [P, D], has one length."""
+    longest = max(part.shape[1] for part in parts)
+    return torch.cat([_padded(part, longest) for part in parts])
 
 
 def _padded(tokens: Tensor, length: int) -> Tensor:

@@ -42,7 +42,8 @@ class TrainingEngine(Protocol):
 
         Args:
             model_config: which model and which of its weights.
-            actor_config: loss, optimiser, micro-batches, and how the ranks share the model.
+            actor_config: loss, optimiser, micro-batches, and how the ranks share the model. Of its `optim` a named
+                `lr_scheduler_type` spans `total_training_steps`, which a run has filled in.
             device: "cpu" (gloo) or "cuda" (nccl, and gloo for what lies in host memory).
             forward_config: noise levels and old policy; losses of the forward process need it.
             keeps_previous: hold on to the weights of before the last update, as `holding("previous")`.

@@ -28,9 +28,10 @@ from models.training.forward_batches import noised_batch
 from models.training.gradients import NonfiniteSteps, average_whole, clip_gradients
 from models.training.micro_batches import ActorBatch, PreparedBatch, WeightedMetrics, micro_batch_of
 from models.training.policy import PolicyForward, load_teacher
+from models.training.schedules import build_lr_scheduler
 from models.training.sequence_parallel import sequence_mesh, split_sequences
 from models.training.weight_copies import WeightAverage, WeightCopy, reshard
-from models.weights.canary import Canary, canary_velocity
+from models.weights.canary import Canary, canary_batch, canary_velocity
 from models.weights.trainable import keep_formats, kept_in_fp32, load_exported, make_trainable, named, trainable
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class DiffusersFSDPEngine(PolicyForward):
         self.nonfinite = NonfiniteSteps(max_nonfinite_steps)
 
     def initialize(self) -> None:
-        """Load, freeze, shard; then optimiser, warm-up, copies of the weights, reference and teacher."""
+        """Load, freeze, shard; then optimiser, schedule, copies of the weights, reference and teacher."""
         sharing = self.actor_config.fsdp_config.ulysses_sequence_parallel_size
         self._sequence_mesh = sequence_mesh(self.device, sharing) if sharing > 1 else None
         # Nothing in these models depends on the mode but that compiled code is made anew for each.
@@ -78,8 +79,7 @@ class DiffusersFSDPEngine(PolicyForward):
         allocate_adam_state(self.optimizer)
         if self.actor_config.fsdp_config.optimizer_offload:
             offload_adam_state(self.optimizer)
-        warmup = max(settings.lr_warmup_steps, 1)
-        self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda s: min(1.0, (s + 1) / warmup))
+        self.lr_scheduler = build_lr_scheduler(self.optimizer, settings)
         self.ema = WeightAverage(self.module, self.actor_config.ema) if self.actor_config.ema.enable else None
         self.scheduler = self.adapter.build_scheduler(self.model_config)
         self.adapter.set_timesteps(self.scheduler, self.model_config, self.device)
@@ -91,6 +91,19 @@ class DiffusersFSDPEngine(PolicyForward):
         full = not self.model_config.trains_lora
         self.reference = self._sharded(self._load(trained=False)).eval() if refers and full else None
         self.teacher = self._load_teacher()
+
+    def warm_up(self, canary: Canary) -> None:
+        """Have compiled what an update of so many samples computes, by a backward pass whose gradients are dropped.
+
+        Every rank makes this call. Weights, optimiser and random state stay as they are.
+        """
+        prompts, index, latents = canary_batch(self.adapter, self.model_config, canary, self.device)
+        timesteps = self.scheduler.timesteps[:1].to(self.device).expand(len(index))
+        text, extras = prompts.expand(index), prompts.expand_extras(index)
+        inputs = self.adapter.model_inputs(self.module, self.model_config, latents, timesteps, text, extras)
+        cast(FSDPModule, self.module).set_requires_gradient_sync(True)
+        self.pass_through(*inputs).float().mean().backward()
+        self.optimizer.zero_grad()
 
     # ---- the update
 
@@ -136,7 +149,7 @@ class DiffusersFSDPEngine(PolicyForward):
 
     def _prepared(self, batch: ActorBatch) -> PreparedBatch:
         """The batch's pieces, before the first optimiser step: what is compared with belongs to the weights of now."""
-        size = self.actor_config.ppo_micro_batch_size_per_gpu
+        size = self.actor_config.micro_batch
         if self.loss_fn.process == "reverse":
             return batch.prepared(size)
         assert self._forward_config, "a loss of the forward process needs the engine's forward_config"
@@ -184,7 +197,7 @@ class DiffusersFSDPEngine(PolicyForward):
         names = {"log_probs": "log_probs"} | ({"means": "prev_sample_mean"} if with_means else {})
         batch = ActorBatch([(trajectories, torch.zeros(len(trajectories)))], len(trajectories))
         pieces: list[dict[str, Tensor]] = []
-        for piece, zeros in batch.prepared(self.actor_config.ppo_micro_batch_size_per_gpu).pieces:
+        for piece, zeros in batch.prepared(self.actor_config.micro_batch).pieces:
             steps, on_device = [], piece.to(self.device)
             for step in range(piece.steps):
                 micro_batch, _ = micro_batch_of(on_device.step(step), zeros, self.device)

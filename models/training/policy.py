@@ -115,6 +115,18 @@ class PolicyForward:
             metrics["kl_loss"] = kl.detach()
         return loss, metrics
 
+    def pass_through(self, inputs: dict[str, Any], negative: dict[str, Any] | None) -> Tensor:
+        """The velocity as the update computes it, with gradient; where there is a reference in the same weights, they
+        have computed it, too."""
+        constant = negative is not None and self.actor_config.guidance_gradient == "conditional"
+        with torch.no_grad():
+            half = self.adapter.denoise(self.module, negative) if constant else None
+            refers = self.actor_config.use_kl_loss or {REF_MEAN, REF_VELOCITY} & {*self.loss_fn.required_data_keys}
+            if refers and self.reference is None:
+                with _adapters_off(self.module):
+                    self.adapter.predict_velocity(self.module, self.model_config, inputs, negative)
+        return self.adapter.predict_velocity(self.module, self.model_config, inputs, negative, half)
+
     def predicted(self, key: str, micro_batch: TensorDict) -> Tensor:
         """The velocity of one of `VELOCITIES` for a noised micro-batch of one level, [B, ...], without gradient.
 

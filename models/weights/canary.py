@@ -81,6 +81,16 @@ def _largest(values: Sequence[float | None]) -> float | None:
     return max((value for value in values if value is not None), default=None)
 
 
+def canary_batch(
+    adapter: type[DiffusionModelBase], model_config: DiffusionModelConfig, canary: Canary, device: torch.device | str
+) -> tuple[PromptTable, Tensor, Tensor]:
+    """The canary's prompts, which of them each row has [rows], and the rows' noise [rows, ...]."""
+    prompts, count = canary.prompts.to(device), len(canary.prompts.prompt_embeds)
+    index = torch.arange(canary.rows or count, device=device) % count
+    keys = [NoiseKey(0, 0, "canary", i) for i in range(len(index))]
+    return prompts, index, draw(keys, INITIAL_NOISE, adapter.latent_shape(model_config), device)
+
+
 @torch.no_grad()
 def canary_velocity(
     adapter: type[DiffusionModelBase],
@@ -92,10 +102,7 @@ def canary_velocity(
     """The network's outputs for the canary at its S timesteps, [S, rows, ...], fp32 on the CPU; with guidance
     [S, 2 rows, ...], those of the negative prompt last: guidance would multiply the difference that rounding makes
     between two engines."""
-    prompts, count = canary.prompts.to(device), len(canary.prompts.prompt_embeds)
-    index = torch.arange(canary.rows or count, device=device) % count
-    keys = [NoiseKey(0, 0, "canary", i) for i in range(len(index))]
-    latents = draw(keys, INITIAL_NOISE, adapter.latent_shape(model_config), device)
+    prompts, index, latents = canary_batch(adapter, model_config, canary, device)
     halves_of = halves_field(adapter, module, model_config, prompts, index)
     outputs = []
     for timestep in _timesteps(adapter, model_config, canary.timesteps).to(device):

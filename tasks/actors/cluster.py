@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -27,7 +28,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from models.errors import DoubleflowError
-from models.runtime import determinism
+from models.runtime import compile_cache, determinism
 from tasks.actors.machines import Whereabouts
 from tasks.actors.memory import memory_of, peak_metrics
 from tasks.actors.ray_files import keep_token_private, working_folder
@@ -52,6 +53,7 @@ QUIET_ENVIRONMENT = {
 
 # A worker runs its set-up before Ray has told it where the driver imports from.
 cloudpickle.register_pickle_by_value(determinism)
+cloudpickle.register_pickle_by_value(compile_cache)
 
 
 WORKER_SETUP = "worker_process_setup_hook"
@@ -61,15 +63,36 @@ SLOT_LEASE_SECONDS = 90.0
 """After which the slots of a run that was killed are free; Prefect renews them while it lives."""
 
 
-def _worker_setup(folder: str | None, full_determinism: bool) -> Callable[[], None]:
+@dataclass(frozen=True)
+class WorkerNeeds:
+    """What the processes of a run's actors begin with, beside what the cluster is.
+
+    Attributes:
+        full_determinism: also one that is started again begins with
+            `models.runtime.determinism.use_deterministic_algorithms`.
+        compiles: it keeps compiled code, see `models.runtime.compile_cache`.
+        compile_cache: where, if not in its default place.
+    """
+
+    full_determinism: bool = False
+    compiles: bool = False
+    compile_cache: str | None = None
+
+
+def _worker_setup(folder: str | None, needs: WorkerNeeds) -> Callable[[], None]:
     """What a worker's process begins with. One of a cluster that was started elsewhere enters the driver's folder, from
     which a config's relative paths count."""
+
+    # No object of this module goes along: it would be imported there.
+    full_determinism, compiles, kept = needs.full_determinism, needs.compiles, needs.compile_cache
 
     def begin() -> None:
         if folder is not None:
             os.chdir(folder)
         if full_determinism:
             determinism.use_deterministic_algorithms()
+        if compiles:
+            compile_cache.use_compile_cache(kept)
 
     return begin
 
@@ -114,7 +137,7 @@ def _refusal(host: str, port: int, deadline: float) -> str:
 
 
 @contextmanager
-def ray_cluster(config: RayConfig, full_determinism: bool = False) -> Iterator[None]:
+def ray_cluster(config: RayConfig, needs: WorkerNeeds = WorkerNeeds()) -> Iterator[None]:
     """Join the cluster at RAY_ADDRESS, or start one here; disconnect (and end one started here) afterwards.
 
     A driver that is killed in between takes the one started here along, and Prefect's temporary server. The files of
@@ -122,8 +145,7 @@ def ray_cluster(config: RayConfig, full_determinism: bool = False) -> Iterator[N
 
     Args:
         config: which cluster.
-        full_determinism: every actor's process, also one that is started again, begins with
-            `models.runtime.determinism.use_deterministic_algorithms`.
+        needs: of the actors' processes.
 
     Raises:
         ClusterError: the cluster at RAY_ADDRESS does not answer, or not to this process.
@@ -136,11 +158,11 @@ def ray_cluster(config: RayConfig, full_determinism: bool = False) -> Iterator[N
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     # Without "local" Ray would join any cluster that `ray start` has left on this machine.
     place: dict[str, Any] = {"address": "local", "num_cpus": config.num_cpus, "include_dashboard": False}
-    environment: dict[str, Any] = {WORKER_SETUP: _worker_setup(os.getcwd() if address else None, full_determinism)}
+    environment: dict[str, Any] = {WORKER_SETUP: _worker_setup(os.getcwd() if address else None, needs)}
     if address:
         environment["env_vars"] = {name: os.environ[name] for name in QUIET_ENVIRONMENT}
         place = {"address": address}
-    if address or full_determinism:
+    if address or needs != WorkerNeeds():
         place["runtime_env"] = environment
     keep_token_private(makes_one=address is None)
     if address:

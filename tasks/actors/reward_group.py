@@ -4,7 +4,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -125,16 +125,16 @@ class RewardPool:
             num_cpus=config.num_cpus,
             max_restarts=-1,
             max_task_retries=config.retries,
+            # A rollout batch that is sampled is not to wait for an earlier one that another worker still samples.
+            allow_out_of_order_execution=True,
         )
 
     def submit(self, batches: Sequence[PendingBatch]) -> list[PendingCall]:
         """Start scoring: `batch_size` samples a call, each call as soon as the rollout batches it covers are there."""
         prompts = [prompt for batch in batches for prompt in batch.prompts]
         edges = np.cumsum([0] + [len(batch.prompts) for batch in batches])
-        size = self.config.batch_size
-        cuts = edges if size is None else np.append(np.arange(0, len(prompts), size), len(prompts))
         calls = []
-        for number, (start, stop) in enumerate(pairwise(cuts)):
+        for number, (start, stop) in enumerate(pairwise(call_edges(edges, self.config.batch_size, len(self.group)))):
             covered = [i for i in range(len(batches)) if edges[i] < stop and edges[i + 1] > start]
             shards = [batches[i].latents if self.wants == "latents" else batches[i].pictures for i in covered]
             first = int(start - edges[covered[0]])
@@ -202,6 +202,23 @@ class RewardPool:
             f"reward {self.name!r} is missing for {missing.sum()} of {len(table)} samples, more than "
             f"reward.max_missing_fraction {limit:g} allows; its error: {reason}"
         ) from cause
+
+
+def call_edges(edges: Sequence[int] | np.ndarray, size: int | Literal["auto"] | None, workers: int) -> list[int]:
+    """Where calls begin, and the end of the last one.
+
+    Args:
+        edges: the same of the rollout batches.
+        size: `reward.functions.*.batch_size`.
+        workers: of the reward.
+    """
+    if size is None:
+        return [int(edge) for edge in edges]
+    last = int(edges[-1])
+    if size != "auto":
+        return [*range(0, last, size), last]
+    batches = [(int(start), int(stop)) for start, stop in pairwise(edges)]
+    return [first for start, stop in batches for first in range(start, stop, -(-(stop - start) // workers))] + [last]
 
 
 def joined_calls(frames: Sequence[pd.DataFrame]) -> pd.DataFrame:

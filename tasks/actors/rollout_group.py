@@ -175,7 +175,7 @@ class RolloutGroup:
 
     def parts(self, prompts: Sequence[Prompt], n: int) -> list[Part]:
         """How `n` samples of every prompt are cut into batches: the prompt and the sample index of each sample."""
-        samples, size = [(prompt, index) for prompt in prompts for index in range(n)], self.settings.micro_batch_size
+        samples, size = [(prompt, index) for prompt in prompts for index in range(n)], self.settings.batch_size
         return [samples[start : start + size] for start in range(0, len(samples), size)]
 
     def on(self, embeddings: PromptEmbeddings) -> "RolloutGroup":
@@ -264,7 +264,7 @@ class RolloutGroup:
 
         Weights that are to be sampled from are loaded after the block.
         """
-        if self.settings.placement == "separate" or not self.settings.enable_sleep_mode or self._sleeps:
+        if not self.settings.sleeps or self._sleeps:
             yield
             return
         with clock.stage("sleep"):

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import ray
 import torch
 
@@ -15,8 +14,8 @@ from models.families.base import DiffusionModelConfig
 from models.rollout.diffusers import DiffusersRolloutEngine
 from models.rollout.engine import RolloutEngine, WeightLoad
 from models.rollout.vllm_omni.engine import VllmOmniRolloutEngine
-from models.samples.file import read_samples, write_samples
-from models.samples.trajectories import LATENTS, PICTURES, RolloutRequest, Samples
+from models.samples.file import read_samples
+from models.samples.trajectories import LATENTS, PICTURES, RolloutRequest
 from models.weights.buckets import buckets
 from models.weights.canary import Agreement, Canary, Proof, check_velocity
 from models.weights.digests import DigestBook, check_digests, digests_of
@@ -59,15 +58,8 @@ class RolloutWorker:
         pictures, latents = (None if kept is None else kept.numpy() for kept in (made.pictures, made.latents))
         return RolloutReply(made.recorded, pictures, latents, time.perf_counter() - start)
 
-    def write(self, file: Path, recorded: Samples, pictures: np.ndarray | None, latents: np.ndarray | None) -> None:
-        """Write what `generate` returned."""
-        outputs = {PICTURES: pictures, LATENTS: latents}
-        # Ray's arrays are read-only, which torch warns about.
-        given = {name: torch.from_numpy(np.array(array)) for name, array in outputs.items() if array is not None}
-        write_samples(file, recorded, given)
-
     def read(self, file: Path) -> RolloutReply:
-        """What `generate` returned and `write` wrote; it took no seconds."""
+        """What `generate` returned and `write_batch` wrote; it took no seconds."""
         recorded, outputs = read_samples(file)
         pictures, latents = (outputs[name].numpy() if name in outputs else None for name in (PICTURES, LATENTS))
         return RolloutReply(recorded, pictures, latents, 0.0)
@@ -157,7 +149,7 @@ def _engine(model_config: DiffusionModelConfig, settings: DiffusionRolloutConfig
         return VllmOmniRolloutEngine(
             model_config,
             settings.vllm_omni,
-            max_num_seqs=settings.micro_batch_size,
-            sleep_mode=settings.placement == "colocated" and settings.enable_sleep_mode,
+            max_num_seqs=settings.batch_size,
+            sleep_mode=settings.sleeps,
         )
     return DiffusersRolloutEngine(model_config, device)

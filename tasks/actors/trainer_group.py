@@ -39,20 +39,26 @@ class TrainerGroup:
         *,
         mini_batch_samples: int,
         places: RankPlaces | None = None,
+        gives_back: bool = False,
     ):
         self.actor_config, self.mini_batch_samples = actor_config, mini_batch_samples
         self.sharing = actor_config.fsdp_config.ulysses_sequence_parallel_size
         gpus = places.num_gpus if places is not None else 1.0 if settings.device == "cuda" else 0.0
-        arguments = (model_config, actor_config, forward_config, settings)
+        arguments = (model_config, actor_config, forward_config, settings, gives_back)
         self.group = ActorGroup(TrainerRank, settings.world_size, gpus, arguments, places=places)
         self.routes = Routes(self.group.actors)
         self._proofs: list[ray.ObjectRef] = []  # of the last sync
+        self._warming: list[ray.ObjectRef] = []
 
     def start(self) -> list[ray.ObjectRef]:
         """Build the engines; the references are ready when they are."""
         address = ray.get(self.group.actors[0].reserve_address.remote())
         count = len(self.group)
         return [actor.initialize.remote(rank, count, address) for rank, actor in enumerate(self.group.actors)]
+
+    def warm_up(self, canary: Canary) -> None:
+        """Begin to compile the update; what is asked of the ranks next waits for it."""
+        self._warming = [actor.warm_up.remote(canary) for actor in self.group.actors]
 
     def old_log_probs(self, batches: Sequence[PendingBatch | PairBatch]) -> tuple[list[OldBatch], list[torch.Tensor]]:
         """Of each batch what the present weights say, and the rollout's own log-probs [m, W].
@@ -82,6 +88,8 @@ class TrainerGroup:
         Raises:
             NothingToLearn: samples have an advantage, but none is left to train on.
         """
+        ray.get(self._warming)  # its error is the update's
+        self._warming = []
         plans = plan_updates(
             [len(batch.prompts) for batch in batches],
             advantages,

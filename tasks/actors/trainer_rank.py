@@ -36,10 +36,11 @@ class TrainerRank:
         actor_config: DiffusionActorConfig,
         forward_config: ForwardProcessConfig,
         settings: TrainerConfig,
+        gives_back: bool = False,
     ):
         torch.set_num_threads(settings.num_threads)
         self.model_config, self.actor_config, self.forward_config = model_config, actor_config, forward_config
-        self.settings, self.device = settings, settings.device
+        self.settings, self.device, self.gives_back = settings, settings.device, gives_back
         self.courier = Courier(self.device)
 
     def reserve_address(self) -> tuple[str, int]:
@@ -69,6 +70,13 @@ class TrainerRank:
         skippable = self.settings.skippable_steps
         return engine_class(*given, max_nonfinite_steps=skippable) if skippable else engine_class(*given)
 
+    @measures_gpu_memory("load")
+    def warm_up(self, canary: Canary) -> None:
+        """Have the engine compile its update, if it is one that can."""
+        warm_up = getattr(self.engine, "warm_up", None)
+        if warm_up is not None:
+            warm_up(canary)
+
     @measures_gpu_memory("old_log_prob")
     def rescore(self, trajectories: Trajectories, with_means: bool) -> Rescored:
         """A batch under the present weights."""
@@ -97,7 +105,10 @@ class TrainerRank:
             )
             for step in given.mini_batches
         ]
-        return self.engine.update_policy(batches, given.epochs)
+        metrics = self.engine.update_policy(batches, given.epochs)
+        if self.gives_back:  # a rollout that sleeps meanwhile does it because both do not fit
+            torch.cuda.empty_cache()
+        return metrics
 
     @measures_gpu_memory("update_weights")
     def weights_and_proof(self, canary: Canary, which: HeldWeights) -> GatheredWeights:

@@ -8,6 +8,8 @@ where it holds, and raises ValueError with the fields, their values and what wou
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from models.config.section import AUTO
+
 if TYPE_CHECKING:
     from tasks.config.tree import TrainConfig
 
@@ -69,12 +71,12 @@ def check_pairs_stay_together(config: "TrainConfig") -> None:
     if algorithm.trainer_type != "direct_preference" or not algorithm.paired_preference:
         return
     loss = actor.diffusion_loss.loss_mode
-    if actor.ppo_micro_batch_size_per_gpu % 2:
+    if actor.ppo_micro_batch_size_per_gpu != AUTO and actor.ppo_micro_batch_size_per_gpu % 2:
         raise ValueError(
             f"actor.ppo_micro_batch_size_per_gpu is {actor.ppo_micro_batch_size_per_gpu}: loss {loss} compares "
             "pairs and needs an even number"
         )
-    if config.is_online and rollout.micro_batch_size % rollout.n:
+    if config.is_online and rollout.micro_batch_size != AUTO and rollout.micro_batch_size % rollout.n:
         raise ValueError(
             f"rollout.micro_batch_size {rollout.micro_batch_size} must be a multiple of rollout.n {rollout.n}: "
             f"loss {loss} looks for its pairs among samples that are kept together"
@@ -94,7 +96,8 @@ def check_sequence_sharing(config: "TrainConfig") -> None:
 def check_batches(config: "TrainConfig") -> None:
     """An iteration is whole optimiser steps, and each of these whole batches on every rank."""
     rollout, mini = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor.ppo_mini_batch_size
-    prompts, micro = config.data.train_batch_size, rollout.micro_batch_size
+    prompts = config.data.train_batch_size
+    micro = 1 if rollout.micro_batch_size == AUTO else rollout.micro_batch_size
     if prompts % mini:
         raise ValueError(
             f"data.train_batch_size {prompts} must be a multiple of actor.ppo_mini_batch_size {mini} (both count "
@@ -172,6 +175,8 @@ def check_overlap(config: "TrainConfig") -> None:
 def check_queues(config: "TrainConfig") -> None:
     """One step off policy the whole next iteration waits at the rollout workers, or the update would wait for it."""
     rollout = config.actor_rollout_ref.rollout
+    if rollout.micro_batch_size == AUTO:
+        return
     batches = -(-config.data.train_batch_size * rollout.n // rollout.micro_batch_size)
     if config.trainer.one_step_off_policy and batches > rollout.num_actors * rollout.max_queued_batches:
         raise ValueError(

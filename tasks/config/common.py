@@ -28,6 +28,7 @@ PATHS = {
 REWARDS = (
     *(
         "ocr",
+        "by_data_source",
         "tesseract",
         "ink_and_paper",
         "shapes",

@@ -7,12 +7,20 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from models.config.actor import OptimConfig
 from models.config.section import Mark
 
 
 def shaping(section: BaseModel) -> dict[str, Any]:
     """A section's fields that shape the weights, as JSON has them; a marked section is left out whole."""
     return _counted(section, section.model_dump(mode="json"))
+
+
+def paced_by_length(sde_window_mode: str, optim: OptimConfig) -> str | None:
+    """The setting by which a longer run is not the same at its beginning, if there is one."""
+    if sde_window_mode == "decay":
+        return "sde_window_mode decay"
+    return f"lr_scheduler_type {optim.lr_scheduler_type}" if optim.spans_the_run else None
 
 
 def _counted(value: Any, dumped: Any) -> Any:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parameters of the data stages: what `params.yaml` may say, and where the stages' files are.
 
-No field has a default here: DVC compares the values in params.yaml, so that is where all of them must stand.
+No field has a default here: DVC compares the values in params.yaml, so that is where all of them must stand. The entry
+of a raw file is the exception: a bare path stands for the plain one.
 """
 
 import re
@@ -25,6 +26,7 @@ from models.config.bounds import (
 from models.errors import DoubleflowError
 from models.tiny_qwen_image.settings import TinySettings
 from models.words_stable_diffusion_3.settings import WordsSettings
+from tasks.config.data import DIGITS, data_folder
 from tasks.config.errors import described
 
 RAW = "data/raw/"
@@ -38,7 +40,13 @@ WORDS_PROMPTS = Path("data/words/prompts.parquet")
 WORDS_MODEL = Path("data/words/base_model")
 WORDS_METRICS = Path("data/words/base_model_metrics.json")
 
+TAKEN = ("raw", "words", "base_model", "embeddings", "pairs")
+"""Names in data/ that are no data set's."""
+
 Share = Annotated[float, Field(ge=0, le=1)]
+Split = Literal["train", "test", "pretrain"]
+DataSetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
+"""A part of a path and of a stage's name, `embeddings@<name>`."""
 
 
 class PrepareError(DoubleflowError, ValueError):
@@ -54,10 +62,33 @@ class _Section(BaseModel):
         return check_texts(value)
 
 
-class PromptsParams(_Section):
-    """Stage `prompts`: raw files -> data/prompts.parquet."""
+class RawFile(_Section):
+    """One raw file of prompts, or a folder that Hugging Face's `datasets` saved; see docs/data.md."""
 
-    files: list[str] = Field(min_length=1, description="Raw prompt files (.txt, .jsonl, .parquet) within data/raw/.")
+    file: str = Field(description="Within data/raw/: .txt, .jsonl, .parquet, or a folder of `save_to_disk`.")
+    split: Split | None = Field(
+        None, description="Of all its rows that name none; null draws it, or takes what `extra_info` says."
+    )
+    columns: dict[str, str] | None = Field(
+        None, description="Column of the file -> key of docs/data.md; others are left out. Null takes all as they are."
+    )
+    hidden: Literal["refuse", "remove"] = Field(
+        "refuse", description="What to do with a prompt that holds characters which nobody sees or meant."
+    )
+
+    @field_validator("file")
+    @classmethod
+    def _within_raw(cls, file: str) -> str:
+        # DVC watches that folder; a change in a file elsewhere would go unnoticed.
+        if not file.startswith(RAW) or ".." in Path(file).parts:
+            raise ValueError(f"{file} is not within {RAW}, where DVC would see it change")
+        return file
+
+
+class PromptsParams(_Section):
+    """Stage `prompts`: raw files -> prompts.parquet of the data set."""
+
+    files: list[RawFile] = Field(min_length=1, description="Raw files; a bare path is one without more to say.")
     n_test: int = Field(ge=0, le=MOST_COUNT, description="Prompts held out of the base model's training and of RL.")
     n_train: int | None = Field(ge=0, le=MOST_COUNT, description="Prompts for RL; null takes all that are left.")
     seed: Seed = Field(description="Seed of the shuffle that decides the splits.")
@@ -65,14 +96,11 @@ class PromptsParams(_Section):
         description="Regular expression with one group: the part of a prompt that the picture should show as text.",
     )
 
-    @field_validator("files")
+    @field_validator("files", mode="before")
     @classmethod
-    def _within_raw(cls, files: list[str]) -> list[str]:
-        # DVC watches that folder; a change in a file elsewhere would go unnoticed.
-        outside = [file for file in files if not file.startswith(RAW) or ".." in Path(file).parts]
-        if outside:
-            raise ValueError(f"{outside[0]} is not within {RAW}, where DVC would see it change")
-        return files
+    def _paths_are_files(cls, files: Any) -> Any:
+        listed = isinstance(files, list)
+        return [{"file": entry} if isinstance(entry, str) else entry for entry in files] if listed else files
 
     @field_validator("target_pattern")
     @classmethod
@@ -136,11 +164,16 @@ class BaseModelParams(_Section):
 
 
 class EmbeddingsParams(_Section):
-    """Stage `embeddings`: data/prompts.parquet and the text encoder -> data/embeddings/."""
+    """Stage `embeddings`: the prompt table and the text encoders -> embeddings/ of the data set."""
 
-    splits: list[Literal["train", "test", "pretrain"]] = Field(
-        min_length=1, description="Splits whose prompts are encoded."
+    model: str = Field(min_length=1, description="Folder in diffusers format whose text encoders encode.")
+    adapter: str = Field(
+        min_length=1, description="File of the model's family, which DVC watches: models/families/*.py or your own."
     )
+    external_lib: str | None = Field(description="Modules that register a family of your own; null for none.")
+    dtype: Literal["float32", "bfloat16"] = Field(description="Number format of the text encoders and the embeddings.")
+    device: Literal["cpu", "cuda"] = Field(description="Where the text encoders compute.")
+    splits: list[Split] = Field(min_length=1, description="Splits whose prompts are encoded.")
     max_sequence_length: int = Field(
         ge=1, le=1024, description="Tokens of a prompt as its model's template counts them; longer ones are refused."
     )
@@ -193,15 +226,50 @@ class WordsParams(_Section):
         return check_model_numbers(model)
 
 
+class DataSetParams(_Section):
+    """One data set: the stages `prompts@<name>` and `embeddings@<name>`, and where their files are."""
+
+    folder: str = Field(description="data/<name>, where `data.name` of a recipe looks; data for the tiny model's.")
+    prompts: PromptsParams
+    embeddings: EmbeddingsParams
+
+    @property
+    def table(self) -> Path:
+        """The prompt table."""
+        return Path(self.folder) / "prompts.parquet"
+
+    @property
+    def embedded(self) -> Path:
+        """The folder of the embeddings."""
+        return Path(self.folder) / "embeddings"
+
+
 class PrepareParams(_Section):
     """All of params.yaml."""
 
-    prompts: PromptsParams
+    data_sets: dict[DataSetName, DataSetParams]
     base_model: BaseModelParams
-    embeddings: EmbeddingsParams
     preferences: PreferencesParams
     pairs: PairsParams
     words: WordsParams
+
+    @field_validator("data_sets")
+    @classmethod
+    def _in_their_folders(cls, data_sets: dict[str, DataSetParams]) -> dict[str, DataSetParams]:
+        if DIGITS not in data_sets:
+            raise ValueError(f"{DIGITS} is missing: the base model learns from its prompts")
+        for name, entry in data_sets.items():
+            if name in TAKEN:
+                raise ValueError(f"{name} is another folder of data/: choose another name")
+            if entry.folder != data_folder(name).as_posix():
+                raise ValueError(f"{name}.folder is {entry.folder}: it must be {data_folder(name)}")
+        return data_sets
+
+    def data_set(self, name: str) -> DataSetParams:
+        """A data set by its name. Raises PrepareError, which lists them all."""
+        if name not in self.data_sets:
+            raise PrepareError(f"data_sets in params.yaml has no {name!r}; there are {', '.join(self.data_sets)}")
+        return self.data_sets[name]
 
 
 def load_params(path: Path) -> PrepareParams:
@@ -214,3 +282,11 @@ def load_params(path: Path) -> PrepareParams:
         raise PrepareError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     except ValidationError as error:
         raise PrepareError(f"{path}: {described(error, PrepareParams)}") from error
+
+
+def changed(params: EmbeddingsParams, changes: dict[str, Any]) -> EmbeddingsParams:
+    """The parameters with some fields replaced. Raises PrepareError naming every wrong one."""
+    try:
+        return EmbeddingsParams.model_validate(params.model_dump() | changes)
+    except ValidationError as error:
+        raise PrepareError(f"embeddings: {described(error, EmbeddingsParams)}") from error

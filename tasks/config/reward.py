@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`reward`: reward functions, their workers, and the guards that watch them."""
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -48,11 +48,10 @@ class RewardFunctionConfig(Section):
     num_gpus: NotShaping[float] = Field(
         0.0, ge=0, le=MOST_GPUS, description="GPUs, or a share of one, each worker takes."
     )
-    batch_size: NotShaping[int | None] = Field(
-        None,
-        ge=1,
-        le=MOST_BATCH,
-        description="Pictures a call, across prompts and rollout batches; null is a rollout batch.",
+    batch_size: NotShaping[Annotated[int, Field(ge=1, le=MOST_BATCH)] | Literal["auto"] | None] = Field(
+        "auto",
+        description="Pictures a call. auto cuts each rollout batch into a call for each of num_workers; a number cuts "
+        "across prompts and rollout batches; null is a rollout batch.",
     )
     retries: NotShaping[int] = Field(
         2, ge=0, le=MOST_RETRIES, description="Times a batch is scored again after an error or its worker's death."

@@ -18,7 +18,7 @@ from models.config.bounds import (
     MOST_THREADS,
 )
 from models.config.pipeline import DiffusionPipelineConfig
-from models.config.section import NotShaping, Section
+from models.config.section import AUTO, NotShaping, Samples, Section, known
 from models.config.vllm_omni import VllmOmniConfig
 
 
@@ -51,11 +51,10 @@ class DiffusionRolloutConfig(Section):
         "diffusers", description="Rollout engine: diffusers in the worker's process, or vLLM-Omni (docs/vllm-omni.md)."
     )
     n: int = Field(16, ge=1, le=MOST_BATCH, description="Samples per prompt: the group whose mean is the baseline.")
-    micro_batch_size: int = Field(
+    micro_batch_size: Samples = Field(
         16,
-        ge=1,
-        le=MOST_BATCH,
-        description="Samples denoised together. A batch of this size is never split or merged afterwards.",
+        description="Samples denoised together. A batch of this size is never split or merged afterwards. auto takes "
+        "what fits (docs/measuring.md).",
     )
     num_actors: NotShaping[int] = Field(
         1, ge=1, le=MOST_PROCESSES, description="Rollout workers; the pictures do not depend on their number."
@@ -69,10 +68,11 @@ class DiffusionRolloutConfig(Section):
         description="colocated puts a worker on each trainer rank's GPU; enable_sleep_mode says whether it gives its "
         "memory up during the update.",
     )
-    enable_sleep_mode: NotShaping[bool] = Field(
+    enable_sleep_mode: NotShaping[bool | Literal["auto"]] = Field(
         True,
         description="A colocated worker's weights go to host memory during the update. false leaves them on the GPU, "
-        "which saves the way there and back in each iteration and must hold update and rollout together.",
+        "which saves the way there and back in each iteration and must hold update and rollout together. auto sleeps "
+        "where the estimate says that it does not.",
     )
     max_queued_batches: NotShaping[int] = Field(
         16,
@@ -119,7 +119,7 @@ class DiffusionRolloutConfig(Section):
 
     @model_validator(mode="after")
     def _a_batch_has_one_window(self) -> Self:
-        if self.algo.sde_window_per == "prompt" and self.n % self.micro_batch_size:
+        if self.algo.sde_window_per == "prompt" and self.micro_batch_size != AUTO and self.n % self.micro_batch_size:
             raise ValueError(
                 f"rollout.algo.sde_window_per is prompt and all samples of a batch share a window, but "
                 f"rollout.micro_batch_size {self.micro_batch_size} does not divide rollout.n {self.n}, so batches "
@@ -154,6 +154,16 @@ class DiffusionRolloutConfig(Section):
                 "takes a whole GPU: leave num_gpus_per_actor at 1"
             )
         return self
+
+    @property
+    def batch_size(self) -> int:
+        """`micro_batch_size`, once it is a number."""
+        return known(self.micro_batch_size, "rollout.micro_batch_size")
+
+    @property
+    def sleeps(self) -> bool:
+        """Do the workers give their memory up during the update? Once `enable_sleep_mode` is no longer auto."""
+        return self.placement == "colocated" and known(self.enable_sleep_mode, "rollout.enable_sleep_mode")
 
     @property
     def processes_per_worker(self) -> int:

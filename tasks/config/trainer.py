@@ -90,7 +90,7 @@ class TrainerConfig(Section):
         2, ge=1, le=MOST_ITERATIONS, description="Newest checkpoints kept; older ones are deleted."
     )
     async_checkpoint: NotShaping[bool] = Field(
-        False,
+        True,
         description="Write checkpoints in the background, from a copy in host memory of weights and optimiser. The "
         "iteration does not wait; killed meanwhile, the run continues from the checkpoint before.",
     )
@@ -103,6 +103,11 @@ class TrainerConfig(Section):
         False,
         description="Only deterministic kernels in every actor: on one machine a run repeats to the last bit on CUDA "
         "too, more slowly. An operation that has none is an error.",
+    )
+    compile_cache: NotShaping[Path | None] = Field(
+        None,
+        description="With model.compile: folder in which compiled code is kept for the run's other processes and for "
+        "later runs, this user's alone; null is TORCHINDUCTOR_CACHE_DIR, or doubleflow/compiled in the user's cache.",
     )
     resume_mode: NotShaping[Literal["auto", "disable"]] = Field(
         "auto", description="auto continues a run of the same name and config; disable refuses if there is one."

@@ -13,16 +13,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from pydantic import BaseModel, Field, ModelWrapValidatorHandler, ValidationError, model_validator
+from pydantic import BaseModel, Field, ModelWrapValidatorHandler, PrivateAttr, ValidationError, model_validator
 
 from models.config.actor import DiffusionActorConfig
 from models.config.model import ModelConfig
 from models.config.section import NotShaping, Section
 from tasks.config.agreement import check_agreement
 from tasks.config.algorithm import DiffusionAlgoConfig
-from tasks.config.data import DataConfig
+from tasks.config.data import FILES, DataConfig
 from tasks.config.errors import ConfigError, described
-from tasks.config.identity import shaping
+from tasks.config.identity import paced_by_length, shaping
 from tasks.config.overrides import flat, merged, optional, set_fields, without
 from tasks.config.presets import absent, decided_by_name, preset, tree_of
 from tasks.config.reward import RewardConfig
@@ -53,6 +53,8 @@ class TrainConfig(Section):
     trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="The loop.")
     ray_init: NotShaping[RayConfig] = Field(default_factory=RayConfig, description="The cluster.")
     tracking: NotShaping[TrackingConfig] = Field(default_factory=TrackingConfig, description="Where MLflow is.")
+
+    _asked: "TrainConfig | None" = PrivateAttr(None)
 
     @model_validator(mode="wrap")
     @classmethod
@@ -135,6 +137,25 @@ class TrainConfig(Section):
         """Folder of this run's checkpoints and records."""
         return self.trainer.default_local_dir / self.run_name
 
+    @property
+    def paced_by_length(self) -> str | None:
+        """The setting by which a longer run is not the same at its beginning, if there is one."""
+        policy = self.actor_rollout_ref
+        return paced_by_length(policy.rollout.algo.sde_window_mode, policy.actor.optim)
+
+    @property
+    def planned_optimizer_steps(self) -> int:
+        """Of the whole run, if no mini-batch drops out."""
+        actor = self.actor_rollout_ref.actor
+        iteration = self.data.train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs
+        return iteration * self.trainer.total_training_steps
+
+    @property
+    def scheduled_actor(self) -> DiffusionActorConfig:
+        """`actor_rollout_ref.actor` as the trainer's ranks get it: a schedule knows how many steps it spans."""
+        actor = self.actor_rollout_ref.actor
+        return actor.model_copy(update={"optim": actor.optim.spanning(self.planned_optimizer_steps)})
+
     def data_read(self) -> list[Path]:
         """The files and folders that a run reads."""
         model = self.actor_rollout_ref.model
@@ -146,11 +167,14 @@ class TrainConfig(Section):
         """8 hex digits over the settings that shape the weights: all but those marked `NotShaping`.
 
         Where a run computes, writes and tracks, how often it measures and how long it goes on do not count: such a
-        run may continue elsewhere, or for longer. (How long counts with sde_window_mode decay, which paces itself by
-        it.) An algorithm's name and the same fields written out are one run.
+        run may continue elsewhere, or for longer. (How long counts where something paces itself by it.) An algorithm's
+        name and the same fields written out are one run. What is auto counts as auto, on every machine and after it was
+        found out: see `settled`.
         """
+        if self._asked is not None:
+            return self._asked.digest()
         counted = shaping(self)
-        if self.actor_rollout_ref.rollout.algo.sde_window_mode == "decay":
+        if self.paced_by_length is not None:
             counted["trainer"]["total_training_steps"] = self.trainer.total_training_steps
         return hashlib.sha256(json.dumps(counted, sort_keys=True).encode()).hexdigest()[:8]
 
@@ -175,6 +199,24 @@ class TrainConfig(Section):
         except ValidationError as error:
             raise ConfigError(described(error, TrainConfig)) from error
 
+    @property
+    def asked(self) -> "TrainConfig":
+        """This config with auto where somebody has written it."""
+        return self._asked or self
+
+    def settled(self, found: Mapping[str, Any]) -> "TrainConfig":
+        """This config with values in place of auto; it names the same run.
+
+        Args:
+            found: nested mapping of those fields.
+
+        Raises:
+            ConfigError: the values do not go with the rest.
+        """
+        result = self.with_changes(dict(found))
+        result._asked = self.asked
+        return result
+
     def left_behind(self, changes: BaseModel | dict[str, Any] | None) -> dict[str, tuple[Any, Any]]:
         """Dotted path -> (value here, value there) of the fields that this config gives and that `with_changes` takes
         from another algorithm's name instead."""
@@ -187,6 +229,9 @@ class TrainConfig(Section):
     def _beside(self, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """What these changes leave of the fields that are set here, and what another algorithm's name takes away."""
         here, algorithm = self.model_dump(exclude_unset=True), given.get("algorithm")
+        data = given.get("data")
+        if isinstance(data, Mapping) and data.get("name", self.data.name) != self.data.name:
+            here, _ = without(here, [f"data.{field}" for field in FILES])
         name = algorithm.get("name", self.algorithm.name) if isinstance(algorithm, Mapping) else self.algorithm.name
         if not isinstance(name, str):  # which the check of the whole says
             return here, {}

@@ -33,7 +33,7 @@ class PromptEmbeddings:
         self.model, self.model_digest = index.model, index.model_digest
         self.dim, self.max_sequence_length = index.dim, index.max_sequence_length
         self.extras = tuple(index.extras)
-        self.sha256, self._shards = index.sha256, index.shards
+        self.sha256, self._shards, self._negatives = index.sha256, index.shards, index.negatives
 
     @classmethod
     def open(cls, folder: str | Path) -> "PromptEmbeddings":
@@ -77,6 +77,12 @@ class PromptEmbeddings:
         """The negative prompt, as `get` returns it for P = 1: `prompt_embeds` [1, L, D] and so on."""
         return self.get([NEGATIVE_UID])
 
+    def negatives(self, uids: Sequence[str]) -> dict[str, "torch.Tensor"]:
+        """The negative prompts of P prompts, as `get` returns them: one for all, P = 1, unless some have their own."""
+        if not any(uid in self._negatives for uid in uids):
+            return self.negative()
+        return self.get([self._negatives.get(uid, NEGATIVE_UID) for uid in uids])
+
     def _read(self, uids: Sequence[str]) -> dict[str, "torch.Tensor"]:
         missing = [uid for uid in uids if uid not in self._shards]
         if missing:
@@ -111,13 +117,18 @@ def write_embeddings(
     model: str,
     model_digest: str,
 ) -> None:
-    """Encode the prompts and the negative prompt into shards of `shard_size` prompts and an index in `out_dir`.
+    """Encode the prompts and the negative prompts into shards of `shard_size` prompts and an index in `out_dir`.
+
+    `negative_prompt` is that of all prompts that have none of their own.
 
     `encode` takes up to `batch_size` texts and returns what a model adapter's `encode_prompts` does, to which it gave
     `max_sequence_length`. `model` and `model_digest` say which text encoder it was. `out_dir` appears whole or not at
     all.
     """
+    own = {prompt.uid: prompt.negative for prompt in prompts if prompt.negative is not None}
+    negatives = {uid: negative.uid for uid, negative in own.items() if negative.prompt != negative_prompt}
     texts = {NEGATIVE_UID: negative_prompt} | {prompt.uid: prompt.prompt for prompt in prompts}
+    texts |= {own[uid].uid: own[uid].prompt for uid in negatives}
     uids = list(texts)
     groups = [uids[i : i + shard_size] for i in range(0, len(uids), shard_size)]
     names = [f"embeddings-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
@@ -136,6 +147,8 @@ def write_embeddings(
             "sha256": file_digests(folder),
             "shards": shards,
         }
+        if negatives:
+            index["negatives"] = negatives
         write_index(folder / INDEX, index)
 
 
@@ -158,6 +171,6 @@ def _write_shard(path: Path, texts: dict[str, str], encode: "Encode", batch_size
 
 
 def prompt_table(embeddings: PromptEmbeddings, uids: Sequence[str], needs_negative: bool) -> PromptTable:
-    """Embeddings of these prompts, each once, with the negative prompt's where guidance needs it."""
-    negative = embeddings.negative() if needs_negative else {}
+    """Embeddings of these prompts, each once, with their negative prompts' where guidance needs them."""
+    negative = embeddings.negatives(uids) if needs_negative else {}
     return PromptTable.of(embeddings.get(uids) | {f"negative_{name}": tensor for name, tensor in negative.items()})

@@ -53,17 +53,14 @@ class PromptRow:
     fields: dict[str, Any]
 
 
-def read_prompt_file(path: Path) -> list[PromptRow]:
-    """The rows of one raw file, each checked by itself. Raises DatasetError naming the file and the line."""
+def raw_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of one raw file as they stand there. Raises DatasetError naming the file and, of text, the line."""
     readers = {".txt": _read_txt, ".jsonl": _read_jsonl, ".parquet": read_parquet}
     if path.suffix not in readers:
         raise DatasetError(f"{path} must end in one of {', '.join(readers)}")
     if not path.is_file():
         raise DatasetError(f"{path} is missing; prompts.files in params.yaml must list existing files")
-    rows = [_checked_row(raw, f"{path.as_posix()}:{i}") for i, raw in enumerate(readers[path.suffix](path), 1)]
-    if not rows:
-        raise DatasetError(f"{path} is empty; it must hold at least one prompt")
-    return rows
+    return readers[path.suffix](path)
 
 
 def read_parquet(path: Path) -> list[dict[str, Any]]:
@@ -135,7 +132,8 @@ def _lines(path: Path) -> list[str]:
     return lines
 
 
-def _checked_row(raw: dict[str, Any], source: str) -> PromptRow:
+def checked_row(raw: dict[str, Any], source: str) -> PromptRow:
+    """A row whose keys are those of docs/data.md. Raises DatasetError that names the file and the line."""
     fields = dict(raw)
     prompt = fields.pop("prompt", None)
     if not isinstance(prompt, str) or not _is_visible(prompt):
@@ -166,6 +164,11 @@ def check_text(text: str, what: str, source: str) -> None:
         raise DatasetError(
             f"{source}: character {found.start() + 1} of the {what} is {fault} (U+{code:04X}); remove it"
         )
+
+
+def without_hidden(text: str) -> str:
+    """The text without any of `HIDDEN`."""
+    return _HIDDEN.sub("", text)
 
 
 def _is_visible(text: str) -> bool:

@@ -5,7 +5,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,14 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import pandas as pd
 from pydantic import Field, TypeAdapter
 
-from tasks.data.prompt_files import (
-    SPLITS,
-    DatasetError,
-    PromptRow,
-    check_text,
-    read_parquet,
-    read_prompt_file,
-)
+from tasks.config.params import RawFile
+from tasks.data.prompt_files import NEGATIVE_UID, SPLITS, DatasetError, PromptRow, check_text, read_parquet
+from tasks.data.raw_files import SYSTEM, read_raw_file
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +38,7 @@ class EmbeddingsIndex:
     extras: list[str]
     shards: dict[str, ShardName]
     sha256: dict[str, str] | None = None
+    negatives: dict[str, str] = field(default_factory=dict)
 
 
 _EMBEDDINGS_INDEX = TypeAdapter(EmbeddingsIndex)
@@ -58,6 +54,14 @@ class Prompt:
     metadata: dict[str, Any]
     source: str
 
+    @property
+    def negative(self) -> "Prompt | None":
+        """What guidance contrasts this prompt with, where its row says so; else the data set's own negative prompt."""
+        text = self.metadata.get("negative_prompt")
+        if not isinstance(text, str):
+            return None
+        return Prompt(f"{NEGATIVE_UID}/{prompt_uid(text)}", text, None, {}, f"{self.source}: negative_prompt")
+
 
 def prompt_uid(prompt: str) -> str:
     """The name of a prompt wherever it occurs: 16 hex digits of its text's BLAKE2b."""
@@ -65,18 +69,18 @@ def prompt_uid(prompt: str) -> str:
 
 
 def build_prompt_table(
-    files: Sequence[str], *, n_test: int, n_train: int | None, seed: int, target_pattern: str | None
+    files: Sequence[RawFile | str], *, n_test: int, n_train: int | None, seed: int, target_pattern: str | None
 ) -> pd.DataFrame:
     """The prompt table of raw files: columns uid, prompt, split, target, metadata (JSON) and source ("file:line").
 
     The prompts are shuffled by `seed`: the first `n_test` make the test split, the next `n_train` the train split
     (None: all that are left) and the rest the pretrain split. A row that names its split keeps it and is not counted.
     A row without a `target` key gets the group of `target_pattern`, a regular expression; without one it has no target.
-    Rows that are the same in every key are one, at the first one's place; `attrs["repeated"]` counts the others.
-    Raises DatasetError for unusable rows, a prompt with two different rows, a pattern that does not match, or too few
-    prompts.
+    Rows that are the same in every key are one, at the first one's place; `attrs["repeated"]` counts the others, and
+    `attrs["chats"]` the rows with a system message. Raises DatasetError for unusable rows, a prompt with two different
+    rows, a pattern that does not match, or too few prompts.
     """
-    read = [row for file in files for row in read_prompt_file(Path(file))]
+    read = [row for file in files for row in read_raw_file(file)]
     rows = _without_repeats(read)
     uids = [row.fields.get("uid") or prompt_uid(row.prompt) for row in rows]
     _check_distinct([row.prompt for row in rows], rows, "prompt")
@@ -95,7 +99,7 @@ def build_prompt_table(
         for uid, row in zip(uids, rows, strict=True)
     ]
     frame = pd.DataFrame(table, columns=COLUMNS, dtype="str")
-    frame.attrs["repeated"] = len(read) - len(rows)
+    frame.attrs |= {"repeated": len(read) - len(rows), "chats": sum(SYSTEM in row.fields for row in rows)}
     return frame
 
 
@@ -161,10 +165,18 @@ def _without_repeats(rows: list[PromptRow]) -> list[PromptRow]:
     kept: dict[str, list[PromptRow]] = {}
     for row in rows:
         known = kept.setdefault(row.prompt, [])
-        if not any(row.fields == other.fields for other in known):
+        if not any(_content(row) == _content(other) for other in known):
             known.append(row)
     first = {id(row) for known in kept.values() for row in known}
     return [row for row in rows if id(row) in first]
+
+
+def _content(row: PromptRow) -> dict[str, Any]:
+    """What a row says; `extra_info.index`, its number in the file that it comes from, is no part of that."""
+    extra = row.fields.get("extra_info")
+    if not isinstance(extra, dict):
+        return row.fields
+    return row.fields | {"extra_info": {key: value for key, value in extra.items() if key != "index"}}
 
 
 def _check_distinct(keys: list[str], rows: list[PromptRow], what: str) -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where a run came from: code, data, packages and hardware, exactly enough to do it again."""
 
+import functools
 import hashlib
 import json
 import os
@@ -71,7 +72,7 @@ def lineage(data: Sequence[Path], code: Path = CODE) -> Lineage:
         tags[mlflow_tags.MLFLOW_GIT_BRANCH] = branch
     environment = {
         "python": platform.python_version(),
-        "packages": {d.name: d.version for d in sorted(metadata.distributions(), key=lambda d: d.name.lower())},
+        "packages": dict(_packages()),
         "hardware": hardware(),
         "untracked_left_out": difference.untracked_left_out,
         "tracked_left_out": difference.tracked_left_out,
@@ -79,6 +80,12 @@ def lineage(data: Sequence[Path], code: Path = CODE) -> Lineage:
     hashes = dvc_hashes(Path("."))
     used = [path for path in hashes if any(Path(path) == d or Path(path) in d.parents for d in data)]
     return Lineage(tags, difference.patch, environment, [_dataset(path, hashes[path]) for path in used])
+
+
+@functools.cache
+def _packages() -> dict[str, str]:
+    """Name -> version of what is installed, read once a process: it takes half a second."""
+    return {d.name: d.version for d in sorted(metadata.distributions(), key=lambda d: d.name.lower())}
 
 
 def hardware() -> dict[str, Any]:

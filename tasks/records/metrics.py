@@ -6,7 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from tasks.system.stopwatch import LEFT
+
 COMPUTE_STAGES = ("gen", "ref", "old_log_prob", "adv", "update_actor")
+BEHIND = "timing_s/behind/"
+"""Beginning of the names of seconds that are in no step."""
 
 
 def compute_data_metrics_diffusion(batch: Mapping[str, Any]) -> dict[str, float]:
@@ -61,7 +65,10 @@ def compute_throughput_metrics_diffusion(
 
 
 def compute_timing_metrics_diffusion(timing_raw: Mapping[str, float], num_images: int) -> dict[str, float]:
-    """timing_s/<stage> for all stages and timing_per_image_ms/<stage> for those that compute per image."""
+    """timing_s/<stage> for all stages and timing_per_image_ms/<stage> for those that compute per image.
+
+    With the `orchestration` of `Stopwatch.finished`, timing_s/step is the sum of the others.
+    """
     seconds = {f"timing_s/{name}": value for name, value in timing_raw.items()}
     per_image = {
         f"timing_per_image_ms/{name}": timing_raw[name] * 1000 / num_images
@@ -95,8 +102,13 @@ def compute_utilisation_metrics(
 
 def orchestration_metrics(timing_raw: Mapping[str, float]) -> dict[str, float]:
     """perf/orchestration_s and its share of the step: wall time that no stage accounts for."""
-    outside = timing_raw["step"] - sum(value for name, value in timing_raw.items() if name != "step")
+    outside = timing_raw[LEFT]
     return {"perf/orchestration_s": outside, "perf/orchestration_share": outside / timing_raw["step"]}
+
+
+def behind_metrics(seconds: Mapping[str, float]) -> dict[str, float]:
+    """timing_s/behind/<stage>: what was written of an iteration while the next one went on, no part of its step."""
+    return {f"{BEHIND}{name}": value for name, value in seconds.items()}
 
 
 def cost_metrics(before: Mapping[str, float], timing_raw: Mapping[str, float], gpus: float) -> dict[str, float]:

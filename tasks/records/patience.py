@@ -4,6 +4,7 @@
 import logging
 import os
 import re
+import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -39,11 +40,13 @@ class PatientClient:
         seconds: for how long an outage is waited for, `tracking.max_outage_s`.
 
     Attributes:
-        meanwhile: a context that a wait is spent in.
+        meanwhile: a context that a wait is spent in, of the thread that made this client.
+        waits: does another thread wait for the server now?
     """
 
     def __init__(self, client: MlflowClient, uri: str, seconds: float):
         self._client, self._uri, self._seconds = client, uri, seconds
+        self._thread, self.waits = threading.get_ident(), False
         for name, value in ONE_TRY.items():
             os.environ.setdefault(name, value)
         self.meanwhile: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -73,8 +76,14 @@ class PatientClient:
             if why_away(error) is None:
                 raise
             first = error
-        with self.meanwhile():
+        if threading.get_ident() == self._thread:
+            with self.meanwhile():
+                return self._again(request, begun, first)
+        self.waits = True
+        try:
             return self._again(request, begun, first)
+        finally:
+            self.waits = False
 
     def _again(self, request: Callable[[], T], begun: float, error: Exception) -> T:
         pause, log = 1.0, _log()

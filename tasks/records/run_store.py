@@ -3,7 +3,7 @@
 
 A checkpoint is written aside, flushed, verified against the digests in its own record and then renamed into place;
 a run killed at any moment leaves whole checkpoints and at most one folder that nobody reads. Written in the background,
-it takes the same steps in a thread.
+it takes the same steps behind the run.
 """
 
 import json
@@ -12,8 +12,8 @@ import re
 import shutil
 import stat
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,6 +22,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from models.errors import DoubleflowError
 from tasks.data.digests import record_digest
+from tasks.system.behind import Behind
 from tasks.system.files import flush, move_in_place, remove, sha256_of
 
 RECORD = "state.json"
@@ -29,7 +30,6 @@ WEIGHTS = "trainer"
 RECORD_DIGEST = "record_sha256"
 """Of the record's other keys; records of older versions have none."""
 FORMAT = 1
-FAILING_WAIT_S = 60.0
 
 log = logging.getLogger(__name__)
 
@@ -73,12 +73,13 @@ class CheckpointStore:
         folder: is created.
         keep: newest checkpoints that stay; None keeps all.
         content: folder of each checkpoint in which its files are, beside the record.
+        behind: who writes in the background, in order with what else is written there; None makes one.
     """
 
-    def __init__(self, folder: Path, keep: int | None = None, content: str = WEIGHTS):
+    def __init__(self, folder: Path, keep: int | None = None, content: str = WEIGHTS, behind: Behind | None = None):
         """Make the folder, and remove what a killed run has left half written."""
         self.folder, self.keep, self.content = folder, keep, content
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self.behind = behind or Behind()
         self._under_way: Future[Path] | None = None
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -107,54 +108,46 @@ class CheckpointStore:
         return sorted(int(found[1]) for path in self.folder.iterdir() if (found := pattern.fullmatch(path.name)))
 
     def save(self, state: RunState, write: Callable[[Path], None]) -> Path:
-        """Write a checkpoint; on any error nothing is left and the older ones stay.
+        """Write a checkpoint, after all that is written in the background; on any error nothing is left and the older
+        ones stay.
 
         Args:
             state: its record. An older checkpoint of the same iteration gives way.
             write: writes the files (a trainer's) into the (existing) folder it is given.
         """
-        self.settle()
+        self.behind.settle()
         return self._finish(self._begin(state, write), state)
 
     def save_in_background(
-        self, state: RunState, start_writing: Callable[[Path], None], wait_until_written: Callable[[], None]
+        self,
+        state: RunState,
+        start_writing: Callable[[Path], None],
+        wait_until_written: Callable[[], None],
+        within: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """The same in a thread of its own; the checkpoint is there once `settle` has returned.
+        """The same in the background; the checkpoint is there once `settle` has returned.
 
         Args:
             state: its record.
             start_writing: returns when the trainer may go on.
-            wait_until_written: returns when the trainer's files are complete; called in the thread.
+            wait_until_written: returns when the trainer's files are complete; called in the background.
+            within: a context for what is done there.
         """
         self.settle()
+        self.behind.check()
         aside = self._begin(state, start_writing)
-        self._under_way = self._thread.submit(self._finish, aside, state, wait_until_written)
 
-    def settle(self, timeout_s: float | None = None) -> None:
-        """Wait for the checkpoint that is being written, if there is one; its error is raised here.
+        def finish() -> Path:
+            with within():
+                return self._finish(aside, state, wait_until_written)
 
-        Raises:
-            TimeoutError: it is not complete after so many seconds.
-        """
+        self._under_way = self.behind.submit(finish)
+
+    def settle(self) -> None:
+        """Wait for the checkpoint that is being written, if there is one; its error is raised here."""
         under_way, self._under_way = self._under_way, None
         if under_way is not None:
-            under_way.result(timeout_s)
-
-    @contextmanager
-    def settled(self) -> Iterator[None]:
-        """Context whose end waits for what is being written: nobody ends the trainer before.
-
-        After an error it waits for FAILING_WAIT_S at most: what failed may be the trainer, which answers no more.
-        """
-        try:
-            yield
-        except BaseException as error:
-            try:
-                self.settle(FAILING_WAIT_S)
-            except Exception as of_checkpoint:
-                error.add_note(f"the checkpoint that was being written is lost too: {of_checkpoint!r}")
-            raise
-        self.settle()
+            self.behind.wait(under_way)
 
     def _begin(self, state: RunState, write: Callable[[Path], None]) -> Path:
         """The folder aside with the files, or with their beginnings."""

@@ -3,6 +3,7 @@
 
 from tasks.rewards import (  # noqa: F401
     brightness,
+    by_data_source,
     clip,
     image_reward,
     ink_and_paper,

@@ -89,6 +89,15 @@ class Reward(ABC):
         """
         return None
 
+    @classmethod
+    def check_prompts(cls, name: str, options: Mapping[str, Any], prompts: Sequence[ScoredPrompt]) -> None:
+        """Raise RewardError for prompts of a run that can be known to be unscorable before anything is loaded.
+
+        Args:
+            name, options: as `check_options` gets them.
+        """
+        return None
+
     def __call__(self, batch: np.ndarray, prompts: Sequence[ScoredPrompt]) -> RewardResult:
         """Score a batch, each sample with its prompt.
 

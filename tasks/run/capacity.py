@@ -4,6 +4,7 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -39,45 +40,71 @@ def measure_cost(
     guided = DiffusionModelBase.get_class(model_config).is_guided(model_config.pipeline)
     prompts = prompt_table(embeddings, [embeddings.longest(uids)], guided)
     computed = actor.fsdp_config.param_dtype or model_config.model.dtype
-    samples, checkpointing = actor.ppo_micro_batch_size_per_gpu, actor.fsdp_config.gradient_checkpointing
+    samples, checkpointing = actor.micro_batch, actor.fsdp_config.gradient_checkpointing
     cost = pass_cost(
         _in_format(model_config, computed), prompts, samples, checkpointing, actor.guidance_gradient == "conditional"
     )
     return PolicyFlops(model_config, cost, Batch(samples, *prompts.lengths))
 
 
+class Needs(NamedTuple):
+    """What a trainer rank holds, and a rollout worker; None where nothing is sampled."""
+
+    update: Need
+    rollout: Need | None
+
+
 def check_fits(config: TrainConfig, model_config: DiffusionModelConfig, cost: PassCost) -> None:
     """Raises DoesNotFit for a run on CUDA whose update or rollout needs more than a GPU has."""
     if config.trainer.device != "cuda":
         return
-    there = _gpu_gib(config)
+    there = gpu_gib(config)
     if there is None:
+        log.warning("the driver sees no GPU and trainer.gpu_memory_gib is null: whether the run fits is not checked")
         return
-    update, rollout = _update(config, model_config, cost), _rollout(config, model_config, cost)
+    lacking = shortfall(config, needs(config, model_config, cost), there)
+    if lacking:
+        raise DoesNotFit(lacking)
+
+
+def needs(config: TrainConfig, model_config: DiffusionModelConfig, cost: PassCost) -> Needs:
+    """Of one trainer rank and of one rollout worker."""
+    return Needs(_update(config, model_config, cost), _rollout(config, model_config, cost))
+
+
+def shortfall(config: TrainConfig, needs: Needs, there: float) -> str | None:
+    """What does not fit into a GPU of `there` GiB and which settings are left to change it; None where all fits."""
+    update, rollout = needs
     if update.gib > there:
-        raise DoesNotFit(
+        return (
             f"the update needs {update.gib:.1f} GiB on each GPU ({update.sentence()}) but there are {there:.1f}: "
             f"{_advice(config, update)}"
         )
     if rollout is None:
-        return
+        return None
     settings = config.actor_rollout_ref.rollout
-    if config.shares_gpus and not settings.enable_sleep_mode and update.gib + rollout.gib > there:
-        raise DoesNotFit(
+    if config.shares_gpus and settings.enable_sleep_mode is False and update.gib + rollout.gib > there:
+        return (
             f"update and rollout need {update.gib + rollout.gib:.1f} GiB together on each GPU ({update.sentence()}; "
             f"{rollout.sentence()}) but there are {there:.1f}, and rollout.enable_sleep_mode is false: set it to true"
         )
     beside, why = 0.0, ""
     if config.shares_gpus:
         beside, why = sum(update.resident.values()) / GIB, " beside the trainer's weights"
-    workers = 1 if config.shares_gpus else int(1 / settings.num_gpus_per_actor) if settings.num_gpus_per_actor else 1
-    needed = beside + max(workers, 1) * rollout.gib
-    if needed > there:
-        raise DoesNotFit(
-            f"the rollout needs {needed:.1f} GiB on each GPU{why} ({rollout.sentence()} for each worker) but there are "
-            f"{there:.1f}: lower rollout.micro_batch_size, now {settings.micro_batch_size}, "
-            + ("set rollout.placement to separate" if config.shares_gpus else "or raise rollout.num_gpus_per_actor")
-        )
+    needed = beside + samplers_on_a_gpu(config) * rollout.gib
+    if needed <= there:
+        return None
+    return (
+        f"the rollout needs {needed:.1f} GiB on each GPU{why} ({rollout.sentence()} for each worker) but there are "
+        f"{there:.1f}: lower rollout.micro_batch_size, now {settings.micro_batch_size}, "
+        + ("set rollout.placement to separate" if config.shares_gpus else "or raise rollout.num_gpus_per_actor")
+    )
+
+
+def samplers_on_a_gpu(config: TrainConfig) -> int:
+    """Rollout workers on one GPU."""
+    share = config.actor_rollout_ref.rollout.num_gpus_per_actor
+    return 1 if config.shares_gpus or not share else max(int(1 / share), 1)
 
 
 def _update(config: TrainConfig, model_config: DiffusionModelConfig, cost: PassCost) -> Need:
@@ -98,7 +125,7 @@ def _rollout(config: TrainConfig, model_config: DiffusionModelConfig, cost: Pass
     if not config.is_online:
         return None
     settings = config.actor_rollout_ref.rollout
-    samples = settings.micro_batch_size
+    samples = settings.batch_size
     vae = decoding_bytes(model_config, samples)
     return rollout_need(cost, model_config, vae, samples, settings.processes_per_worker)
 
@@ -107,8 +134,8 @@ def _advice(config: TrainConfig, need: Need) -> str:
     """The settings that are left to make it smaller."""
     actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
     ways = []
-    if actor.ppo_micro_batch_size_per_gpu > 1:
-        ways.append(f"lower actor.ppo_micro_batch_size_per_gpu, now {actor.ppo_micro_batch_size_per_gpu}")
+    if actor.micro_batch > 1:
+        ways.append(f"lower actor.ppo_micro_batch_size_per_gpu, now {actor.micro_batch}")
     if not actor.fsdp_config.gradient_checkpointing:
         ways.append("set actor.fsdp_config.gradient_checkpointing to true")
     if not actor.fsdp_config.param_offload:
@@ -125,12 +152,11 @@ def _in_format(model_config: DiffusionModelConfig, dtype: str) -> DiffusionModel
     return replace(model_config, model=model_config.model.model_copy(update={"dtype": dtype}))
 
 
-def _gpu_gib(config: TrainConfig) -> float | None:
+def gpu_gib(config: TrainConfig) -> float | None:
     """All of a GPU's memory: what others hold of it now, they may have given back when this run's turn comes."""
     if config.trainer.gpu_memory_gib is not None:
         return config.trainer.gpu_memory_gib
     if torch.cuda.is_available():
         devices = range(torch.cuda.device_count())
         return min(torch.cuda.get_device_properties(device).total_memory for device in devices) / GIB
-    log.warning("the driver sees no GPU and trainer.gpu_memory_gib is null: whether the run fits is not checked")
     return None

@@ -99,7 +99,7 @@ def submit(run: TrainingRun, number: int) -> SampledIteration:
 
 
 def finish_ahead(run: TrainingRun, ahead: SampledIteration, clock: Stopwatch) -> None:
-    """Wait until an iteration is sampled ahead, and keep its rollout."""
+    """Wait until an iteration is sampled ahead, and have its rollout kept."""
     finish_rollout_ahead(clock, ahead.batches)
     _keep_rollout(run, ahead, clock)
 
@@ -116,11 +116,11 @@ def collect(run: TrainingRun, number: int, clock: Stopwatch, ahead: SampledItera
         advantages = advantage(clock, scores, run.config.algorithm)
     version = iteration.policy_version
     if iteration.scored_now:  # and something can be learnt from them: if not, a run started again scores again
-        with clock.stage("kept_stages"):
-            run.stages.keep_scores(run.state(number), version, scores, iteration.pictures)
-    kept, seed = len(iteration.pictures), run.config.trainer.seed
+        kept = run.state(number), version, scores, iteration.pictures
+        run.write_behind(clock, "kept_stages", run.stages.keep_scores, *kept)
+    shown, seed = len(iteration.pictures), run.config.trainer.seed
     iteration.advantages = advantages
-    iteration.samples = sample_table(scores.samples, advantages, seed, number, version, kept)
+    iteration.samples = sample_table(scores.samples, advantages, seed, number, version, shown)
     iteration.metrics = _reward_metrics(scores, advantages) | scores.metrics()
     iteration.metrics["rollout/policy_lag"] = float(number - 1 - version)
     iteration.metrics["perf/rollout_busy_s"] = iteration.rollout_seconds
@@ -186,9 +186,8 @@ def _kept_scores(
 
 def _keep_rollout(run: TrainingRun, iteration: SampledIteration, clock: Stopwatch) -> None:
     if run.config.trainer.keep_stages:
-        with clock.stage("kept_stages"):
-            state = run.state(iteration.number)
-            run.stages.keep_rollout(state, iteration.policy_version, run.online.rollout, iteration.batches)
+        kept = run.state(iteration.number), iteration.policy_version, iteration.batches
+        run.write_behind(clock, "kept_stages", run.stages.keep_rollout, *kept)
 
 
 def _reward_metrics(scores: Scores, advantages: np.ndarray) -> dict[str, float]:

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from models.config.actor import DiffusionActorConfig
 from models.config.model import ModelConfig
 from models.errors import DoubleflowError
+from tasks.config.data import FILES, DataConfig, data_folder
 from tasks.config.errors import ConfigError
 from tasks.config.tree import TrainConfig
 from tasks.rewards import check_reward
@@ -45,8 +46,8 @@ def check_files(config: TrainConfig) -> None:
     model_advice = f"`dvc repro base_model` makes {own}" if model.path == own else "give a folder in diffusers format"
     needed = {
         "actor_rollout_ref.model.path": (Path(model.path) / "model_index.json", model_advice),
-        "data.prompts": (data.prompts, "`dvc repro prompts` makes data/prompts.parquet"),
-        "data.embeddings": (data.embeddings / "index.json", "`dvc repro embeddings` makes data/embeddings"),
+        "data.prompts": (data.prompts, _made_by(data, "prompts")),
+        "data.embeddings": (data.embeddings / "index.json", _made_by(data, "embeddings")),
     }
     if not config.is_online:
         needed["data.pairs"] = (data.pairs / "index.json", "`dvc repro pairs` makes data/pairs")
@@ -54,6 +55,13 @@ def check_files(config: TrainConfig) -> None:
         if not file.is_file():
             folder = file.parent if file.name in ("model_index.json", "index.json") else file
             raise ConfigError(f"{field} is {folder}, but {file} does not exist: {advice}")
+
+
+def _made_by(data: DataConfig, field: str) -> str:
+    """Which stage makes the prompts or the embeddings of this config's data set, or of the tiny model's."""
+    if data.name is None or getattr(data, field) != data_folder(data.name) / FILES[field]:
+        return f"`dvc repro {field}` makes {DataConfig.model_fields[field].default}"
+    return f"`dvc repro {field}@{data.name}` makes it, once data_sets of params.yaml has {data.name} (docs/data.md)"
 
 
 def check_folder(folder: Path, field: str = "trainer.default_local_dir") -> None:

@@ -8,11 +8,13 @@ scored is not scored again.
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import ray
 
+from tasks.actors.batch_files import write_batch
 from tasks.actors.messages import RolloutReply, ask
 from tasks.actors.reward_group import Scores
 from tasks.actors.rollout_group import PendingBatch, RolloutGroup, pending_batch
@@ -21,6 +23,9 @@ from tasks.records.run_store import CheckpointStore, RunState
 
 TABLE, FIRST_PICTURES = "scores.parquet", "pictures.npy"
 VERSION = "policy_version"
+# Stateless, so any idle worker of Ray's may do it, near to where the batch is, and Ray repeats it if that one dies. The
+# worker that has sampled the batch samples the next one, or sleeps.
+_write: Any = ray.remote(num_cpus=0, max_retries=-1)(write_batch)
 
 
 class KeptStages:
@@ -38,21 +43,13 @@ class KeptStages:
         """Is the iteration's rollout kept?"""
         return iteration in self._rollouts.iterations()
 
-    def keep_rollout(
-        self, state: RunState, version: int, workers: RolloutGroup, batches: Sequence[PendingBatch]
-    ) -> None:
-        """Write an iteration's batches, one file each, by the workers that sampled them; `version` is the policy's."""
+    def keep_rollout(self, state: RunState, version: int, batches: Sequence[PendingBatch]) -> None:
+        """Write an iteration's batches, one file each; `version` is the policy's."""
 
         def write_all(folder: Path) -> None:
-            files = [folder.resolve() / f"{number:04d}.safetensors" for number in range(len(batches))]
-            ray.get(
-                [
-                    workers.group.actors[batch.worker].write.remote(
-                        file, batch.trajectories, batch.pictures, batch.latents
-                    )
-                    for file, batch in zip(files, batches, strict=True)
-                ]
-            )
+            for number, batch in enumerate(batches):  # one at a time, so that one process does it
+                file = folder.resolve() / f"{number:04d}.safetensors"
+                ray.get(_write.remote(file, batch.trajectories, batch.pictures, batch.latents))
 
         self._rollouts.save(replace(state, metrics={VERSION: version}), write_all)
 

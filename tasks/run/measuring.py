@@ -18,7 +18,7 @@ from tasks.data.embeddings import PromptEmbeddings
 from tasks.data.prompts import Prompt, load_prompts
 from tasks.records.comparison import Interval
 from tasks.run.early import as_config_errors
-from tasks.run.preflight import ConfigError, Inputs
+from tasks.run.preflight import ConfigError, Inputs, check_embeddings
 from tasks.stages.validation import Validation
 
 DRAWN_AS = 2
@@ -120,13 +120,13 @@ def cells(config: TrainConfig, inputs: Inputs, measurement: Measurement) -> Iter
     """Every combination of prompts, steps, guidance and seed.
 
     Raises:
-        ConfigError: a set has fewer than two prompts, or a prompt without an embedding.
+        ConfigError: a set has fewer than two prompts, a prompt without an embedding, or another model's embeddings.
     """
     pipeline, field = config.actor_rollout_ref.rollout.validation_pipeline(), guided_by(config)
     scales = (getattr(measurement, field) or [getattr(pipeline, field) or 0.0]) if field else [0.0]
     sets = {"test": (inputs.test, inputs.embeddings)}
     if measurement.sets:
-        sets = {name: _load(name, entry) for name, entry in measurement.sets.items()}
+        sets = {name: _load(config, name, entry) for name, entry in measurement.sets.items()}
     for name, (prompts, embeddings) in sets.items():
         if len(prompts) < 2:
             raise ConfigError(f"measurement.sets: {name} has {len(prompts)} prompt; an interval needs at least 2")
@@ -160,12 +160,14 @@ def metrics(table: pd.DataFrame, verdict: Verdict, guided_by: str | None) -> dic
     return result
 
 
-def _load(name: str, entry: PromptSet) -> tuple[list[Prompt], PromptEmbeddings]:
+def _load(config: TrainConfig, name: str, entry: PromptSet) -> tuple[list[Prompt], PromptEmbeddings]:
     prompts = load_prompts(entry.prompts, entry.split)[: entry.max_prompts]
     embeddings = PromptEmbeddings.open(entry.embeddings)
     missing = [prompt.prompt for prompt in prompts if prompt.uid not in embeddings]
     if missing:
         raise ConfigError(f"measurement.sets: {entry.embeddings} lacks the embedding of {missing[0]!r} of set {name}")
+    with as_config_errors():
+        check_embeddings(config, embeddings, f"measurement.sets.{name}.embeddings")
     return prompts, embeddings
 
 

@@ -15,14 +15,16 @@ import ray
 from prefect import get_run_logger
 
 from models.algorithms import needs_old_means
+from models.config.section import AUTO
 from models.weights.canary import Canary
-from tasks.actors.cluster import RankPlaces, gpu_slots, ray_cluster, require_resources
+from tasks.actors.cluster import RankPlaces, WorkerNeeds, gpu_slots, ray_cluster, require_resources
 from tasks.actors.machines import watched_machines
 from tasks.actors.reward_group import RewardGroup, wanted_inputs
 from tasks.actors.rollout_group import LATENTS, PICTURES, Recording, RolloutGroup
 from tasks.actors.trainer_group import TrainerGroup
 from tasks.config.tree import TrainConfig, TrainOverrides
 from tasks.data.pairs import SIDES
+from tasks.records.flow_page import tell
 from tasks.records.guards import FloorWatch, Guard, GuardWatch
 from tasks.records.headline import RUN_NAME_TAG
 from tasks.records.lineage import lineage
@@ -76,13 +78,20 @@ def open_cluster_and_tracker(
     require_answer(tracking_uri(config.tracking))
     with (
         gpu_slots(config.ray_init, config.gpus_needed(trains)),
-        ray_cluster(config.ray_init, config.trainer.full_determinism),
+        ray_cluster(config.ray_init, worker_needs(config)),
         heeded_once(),
     ):
         check_resources(config, trains)
         tracker = Tracker(config.tracking, name, run_id)
         with tracker.concluded(), heeded_once():
             yield tracker
+
+
+def worker_needs(config: TrainConfig) -> WorkerNeeds:
+    """What the actors' processes begin with."""
+    trainer, kept = config.trainer, config.trainer.compile_cache
+    compiles = config.actor_rollout_ref.model.compile
+    return WorkerNeeds(trainer.full_determinism, compiles, None if kept is None else str(kept))
 
 
 @contextmanager
@@ -106,20 +115,26 @@ def open_run(config: TrainConfig, inputs: Inputs, recipe: TrainConfig) -> Iterat
                 "trainer.experiment_name"
             )
         remembered = _remembered_run_id(config)
-        label = run_label(config, recipe)
+        label = run_label(config.asked, recipe)
         with open_cluster_and_tracker(config, label, trains=True, run_id=remembered) as tracker:
             _remember_run_id(config, tracker.run_id)
             guards = watched_guards(config, tracker)
             refuse_flagged(config, guards)
             run = _start_actors(config, inputs, tracker, store, guards, RunReport(config, tracker, recipe))
             tracker.log_start(config, run_tags(config, inputs, run.online.reward if run.is_online else None))
+            tell_sizes(inputs)
+            expected = None if run.utilisation is None else run.utilisation.expectation()
+            if expected is not None:
+                _say(expected)
             run.resume()
             tracker.log_lineage(lineage(config.data_read()), run.iteration)
             run.report.log_changes()
             write_note(run)
             advice = "once the cluster has room for it again, the same command continues from the newest checkpoint"
             watch = watched_machines(run.actor_groups(), get_run_logger(), advice + _same_command())
-            with store.settled(), run.report.concluded(), watch as run.machines:
+            patience = tracker.patience
+            store.behind.held_up = lambda: patience.meanwhile() if patience.waits else None
+            with run.report.concluded(), store.behind.settled(), watch as run.machines:
                 yield run
 
 
@@ -146,6 +161,7 @@ def open_measurement(
     with open_cluster_and_tracker(config, name, trains=False) as tracker:
         run = MeasuringRun(start_rollout(config, inputs), RewardGroup(config.reward), tracker)
         tracker.log_start(config, run_tags(config, inputs, run.reward) | dict(tags or {}))
+        tell_sizes(inputs)
         tracker.log_lineage(lineage(config.data_read()), 0)
         groups = {"rollout": run.rollout.group} | run.reward.groups()
         with watched_machines(groups, get_run_logger(), "the same command measures again"):
@@ -204,11 +220,12 @@ def _start_actors(
     per_prompt = settings.rollout.n if online else len(SIDES)
     trainer = TrainerGroup(
         inputs.model_config,
-        settings.actor,
+        config.scheduled_actor,
         config.algorithm,
         trainer_settings,
         mini_batch_samples=settings.actor.ppo_mini_batch_size * per_prompt,
         places=places,
+        gives_back=online and config.shares_gpus and settings.rollout.sleeps,
     )
     started = trainer.start()
     online_parts = None
@@ -240,7 +257,7 @@ def _canary(config: TrainConfig, inputs: Inputs, rollout: RolloutGroup) -> Canar
     """The first held-out prompts, at as many timesteps as the config says."""
     return Canary(
         rollout.prompt_table([prompt.uid for prompt in inputs.test[:CANARY_PROMPTS]]),
-        rows=config.trainer.canary_batch or config.actor_rollout_ref.rollout.micro_batch_size,
+        rows=config.trainer.canary_batch or config.actor_rollout_ref.rollout.batch_size,
         timesteps=config.trainer.canary_timesteps,
     )
 
@@ -261,7 +278,39 @@ def run_tags(config: TrainConfig, inputs: Inputs, reward: RewardGroup | None) ->
     found = {} if reward is None else reward.versions()
     versions = {f"reward.{name.replace(':', '/')}": version for name, version in found.items()}
     digests = {"doubleflow.config_digest": config.digest(), "doubleflow.data_digest": inputs.digest}
-    return versions | digests | source_tags() | {RUN_NAME_TAG: config.run_name}
+    found_out = {f"doubleflow.auto.{field}": why for field, why in inputs.said.items()}
+    return versions | digests | found_out | source_tags() | {RUN_NAME_TAG: config.run_name}
+
+
+def tell_sizes(inputs: Inputs) -> None:
+    """What auto stands for, on the flow run's page and in the terminal."""
+    told = inputs.said | {field: f"{value}, as the run's first start chose it" for field, value in inputs.kept.items()}
+    for field, why in told.items():
+        _say(f"{field} is auto: {why}")
+
+
+def _say(line: str) -> None:
+    tell(line)
+    print(line, file=sys.stderr, flush=True)
+
+
+def recorded_config(config: TrainConfig) -> TrainConfig | None:
+    """The config of the run's last start, with values in place of auto; None where the run begins.
+
+    Raises:
+        CheckpointError: the record has none.
+    """
+    policy, file = config.actor_rollout_ref, config.run_dir / RUN_RECORD
+    is_auto = AUTO in (policy.rollout.micro_batch_size, policy.actor.ppo_micro_batch_size_per_gpu)
+    if not is_auto or not os.path.lexists(file):
+        return None
+    try:
+        return TrainConfig.model_validate(json.loads(file.read_text())["config"])
+    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{file} does not say with which config the run began ({error!r:.200}): give numbers in place of auto, "
+            "which are in the run's config.json in MLflow"
+        ) from error
 
 
 def _remembered_run_id(config: TrainConfig) -> str | None:

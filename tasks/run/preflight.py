@@ -3,18 +3,20 @@
 
 import hashlib
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from models.algorithms import check_advantage
 from models.cost.flops import PolicyFlops
+from models.cost.meta_pass import PassCost
 from models.families import load_families
 from models.families.base import DiffusionModelBase, DiffusionModelConfig, read_architecture
 from models.families.latents import text_width
 from models.rollout.vllm_omni.engine import check_tensor_split, pipeline_class
 from models.schedulers import check_kernel
 from models.training.engine import get_training_engine
+from models.training.schedules import check_lr_schedule
 from models.training.sequence_parallel import check_sequence_split
 from models.weights.trainable import LORA_FILE, check_initial_weights
 from tasks.config.errors import ConfigError
@@ -29,6 +31,7 @@ from tasks.rewards import check_reward
 from tasks.run.capacity import check_fits, measure_cost
 from tasks.run.early import check_folder, raising_config_errors
 from tasks.run.loss_checks import check_exploration, check_loss
+from tasks.run.sizes import settle
 
 if TYPE_CHECKING:
     pass
@@ -43,6 +46,8 @@ class Inputs:
     Attributes:
         pairs: None where samples are made and not read.
         flops: operations of rollout and update; None where the run does not train, or the model cannot be counted.
+        config: the checked one, with values in place of auto.
+        said, kept: see `Settled`.
         digest: 16 hexadecimal digits over the prompt table and the indices of embeddings and pairs, "-", and 16 over
             the weights that the run begins with: of `model.path`, `model.initial_weights` and `actor.teacher_path`.
     """
@@ -53,14 +58,25 @@ class Inputs:
     embeddings: PromptEmbeddings
     pairs: PairDataset | None
     digest: str
+    config: TrainConfig
     flops: PolicyFlops | None = None
+    said: dict[str, str] = field(default_factory=dict)
+    kept: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def uids(self) -> list[str]:
+        """Of the prompts that the run computes with."""
+        if self.pairs is not None:
+            return [pair.prompt_uid for pair in self.pairs.pairs]
+        return [prompt.uid for prompt in self.train + self.test]
 
 
 @raising_config_errors
-def check_inputs(config: TrainConfig, trains: bool = True) -> Inputs:
-    """Resolve every name and file of the config.
+def check_inputs(config: TrainConfig, trains: bool = True, recorded: TrainConfig | None = None) -> Inputs:
+    """Resolve every name and file of the config, and what is auto.
 
     Args:
+        recorded: the config of the run's first start, where there was one: its sizes are the run's.
         trains: check, too, that the update and the rollout fit the GPUs, and that the run can write its folder.
 
     Raises:
@@ -80,7 +96,10 @@ def check_inputs(config: TrainConfig, trains: bool = True) -> Inputs:
     inputs = _open_data(config, model_config, latent_shape)
     sharing = config.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size
     check_sequence_split(model_config, sharing, inputs.embeddings.max_sequence_length)
-    flops = _check_costs(config, inputs) if trains else None
+    costs = _Costs(inputs)
+    found = settle(config, model_config, costs.of_pass, recorded, trains)
+    inputs = replace(inputs, config=found.config, said=found.said, kept=found.kept)
+    flops = _check_costs(inputs, costs) if trains else None
     return replace(inputs, digest=f"{inputs.digest}-{_weights_digest(config, trains)}", flops=flops)
 
 
@@ -91,6 +110,7 @@ def _check_names(config: TrainConfig) -> None:
     check_kernel(config.actor_rollout_ref.rollout.algo.sde_type, config.actor_rollout_ref.rollout.algo.sde_options)
     get_training_engine(config.actor_rollout_ref.actor.strategy)
     check_loss(config)
+    check_lr_schedule(config.scheduled_actor.optim)
     for name, entry in config.reward.named().values():
         check_reward(name, **entry.options)
 
@@ -127,16 +147,37 @@ def _open_data(config: TrainConfig, model_config: DiffusionModelConfig, latent_s
             f"{config.data.embeddings} lacks the embedding of {missing[0].prompt!r} ({len(missing)} in all): run "
             "`dvc repro embeddings`"
         )
-    _check_embeddings(config, embeddings, DiffusionModelBase.get_class(model_config).prompt_extras)
-    return Inputs(model_config, train, test, embeddings, pairs, hashlib.sha256(content).hexdigest()[:16])
+    check_embeddings(config, embeddings)
+    for name, entry in config.reward.named().values() if config.is_online else ():
+        if isinstance(reward := check_reward(name, **entry.options), type):
+            reward.check_prompts(name, entry.options, train + test)
+    return Inputs(model_config, train, test, embeddings, pairs, hashlib.sha256(content).hexdigest()[:16], config)
 
 
-def _check_costs(config: TrainConfig, inputs: Inputs) -> PolicyFlops | None:
+class _Costs:
+    """What micro-batches cost, each size measured once."""
+
+    def __init__(self, inputs: Inputs):
+        self._inputs = inputs
+        self._found: dict[int, PolicyFlops | None] = {}
+
+    def of(self, config: TrainConfig) -> PolicyFlops | None:
+        """Of the config's own micro-batch; None where the model cannot be counted."""
+        size, inputs = config.actor_rollout_ref.actor.micro_batch, self._inputs
+        if size not in self._found:
+            self._found[size] = measure_cost(config, inputs.model_config, inputs.embeddings, inputs.uids)
+        return self._found[size]
+
+    def of_pass(self, config: TrainConfig) -> PassCost | None:
+        """The pass over the model alone."""
+        flops = self.of(config)
+        return None if flops is None else flops.cost
+
+
+def _check_costs(inputs: Inputs, costs: _Costs) -> PolicyFlops | None:
     """The run fits the GPUs and its folder can be written; what a micro-batch costs, None where that is not known."""
-    uids = [prompt.uid for prompt in inputs.train + inputs.test]
-    if inputs.pairs is not None:
-        uids = [pair.prompt_uid for pair in inputs.pairs.pairs]
-    flops = measure_cost(config, inputs.model_config, inputs.embeddings, uids)
+    config = inputs.config
+    flops = costs.of(config)
     if flops is not None:
         check_fits(config, inputs.model_config, flops.cost)
     check_folder(config.trainer.default_local_dir)
@@ -177,31 +218,34 @@ def _open_pairs(config: TrainConfig, embeddings: PromptEmbeddings, latent_shape:
             f"{config.data.embeddings} lacks the embedding of the prompt of pair {missing[0].uid!r} ({len(missing)} in "
             "all): put the pairs' prompts into the prompt table and run `dvc repro embeddings`"
         )
-    _check_origin(config, config.data.pairs, pairs, IMAGE_SIDE, "pairs")
+    _check_origin(config, pairs, IMAGE_SIDE, "pairs", "data.pairs")
     return pairs
 
 
 def _check_origin(
-    config: TrainConfig, folder: Path, data: PromptEmbeddings | PairDataset, parts: tuple[str, ...], stage: str
+    config: TrainConfig, data: PromptEmbeddings | PairDataset, parts: tuple[str, ...], stage: str, field: str
 ) -> None:
     """What was encoded before was encoded by these parts of this model, and is as it was written.
 
-    Data of older versions cannot be compared: it is taken, with a warning.
+    Data of older versions cannot be compared, nor can a model that lacks the parts: it is taken, with a warning.
     """
+    folder = data.folder
     model, maker = config.actor_rollout_ref.model.path, " and ".join(part.rstrip("*") for part in parts)
     same = made_with(data.model_digest, model, parts)
     if same is False:
         raise ConfigError(
-            f"data.{stage} {folder} was made with another {maker} than actor_rollout_ref.model.path {model} has: make "
+            f"{field} {folder} was made with another {maker} than actor_rollout_ref.model.path {model} has: make "
             f"it with `python -m flows.prepare {stage} --model {model} --out {folder}`, or give the model that made it"
         )
     if data.sha256 is None:
         log.warning(
-            "data.%s %s is of an older version: whether the %s of %s made it, and whether it is whole, is not checked; "
+            "%s %s is of an older version: whether the %s of %s made it, and whether it is whole, is not checked; "
             "`python -m flows.prepare %s` makes it anew",
-            *(stage, folder, maker, model, stage),
+            *(field, folder, maker, model, stage),
         )
         return
+    if same is None:
+        log.warning("%s has no %s: whether they made %s %s is not checked", model, maker, field, folder)
     check_files(folder, data.sha256)
 
 
@@ -223,25 +267,35 @@ def _check_teacher(config: TrainConfig, model_config: DiffusionModelConfig) -> N
         )
 
 
-def _check_embeddings(config: TrainConfig, embeddings: PromptEmbeddings, extras: tuple[str, ...]) -> None:
-    """They hold what the model needs, and were made as the run expects."""
+def check_embeddings(config: TrainConfig, embeddings: PromptEmbeddings, field: str = "data.embeddings") -> None:
+    """They hold what the model needs, and were made as the run expects.
+
+    Args:
+        field: that names their folder.
+
+    Raises:
+        ConfigError: another model's text encoders made them, or with other settings; or a file is damaged.
+    """
+    settings, folder = config.actor_rollout_ref, embeddings.folder
+    model_config = DiffusionModelConfig.load(settings.model, settings.rollout.pipeline, settings.rollout.algo)
+    extras = DiffusionModelBase.get_class(model_config).prompt_extras
     lacking = sorted(set(extras) - set(embeddings.extras))
     if lacking:
         raise ConfigError(
-            f"data.embeddings {config.data.embeddings} lacks {', '.join(lacking)}: encode the prompts with "
+            f"{field} {folder} lacks {', '.join(lacking)}: encode the prompts with "
             f"actor_rollout_ref.model.path {config.actor_rollout_ref.model.path}"
         )
     width = text_width(config.actor_rollout_ref.model.path)
     if width not in (None, embeddings.dim):
         raise ConfigError(
-            f"data.embeddings {config.data.embeddings} holds vectors of {embeddings.dim} numbers, but the transformer "
+            f"{field} {folder} holds vectors of {embeddings.dim} numbers, but the transformer "
             f"of actor_rollout_ref.model.path {config.actor_rollout_ref.model.path} takes {width}: encode the prompts "
             "with it"
         )
     wanted = config.actor_rollout_ref.rollout.pipeline.max_sequence_length
     if wanted not in (None, embeddings.max_sequence_length):
         raise ConfigError(
-            f"rollout.pipeline.max_sequence_length is {wanted}, but {config.data.embeddings} was encoded with "
+            f"rollout.pipeline.max_sequence_length is {wanted}, but {folder} was encoded with "
             f"{embeddings.max_sequence_length}: encode the prompts again or leave the field out"
         )
-    _check_origin(config, config.data.embeddings, embeddings, TEXT_SIDE, "embeddings")
+    _check_origin(config, embeddings, TEXT_SIDE, "embeddings", field)

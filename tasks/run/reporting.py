@@ -58,7 +58,7 @@ class RunReport:
     def __init__(self, config: TrainConfig, tracker: Tracker, recipe: TrainConfig):
         """Nothing is read or written yet."""
         self.config, self.tracker = config, tracker
-        self.changed = dict(differences([recipe.model_dump(mode="json"), config.model_dump(mode="json")]))
+        self.changed = dict(differences([recipe.model_dump(mode="json"), config.asked.model_dump(mode="json")]))
         self.failures = 0
         self._recorded: Recorded | None = None
 

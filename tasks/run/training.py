@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one training run knows of itself, and what comes next in it."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 from models.algorithms import DiffusionLossFn, get_diffusion_loss_fn
 from models.training.engine import HeldWeights
@@ -25,7 +26,9 @@ from tasks.run.preflight import Inputs
 from tasks.run.reporting import RunReport
 from tasks.run.schedule import part_of, windows_of
 from tasks.run.utilisation import Utilisation
+from tasks.system.behind import Behind
 from tasks.system.ownership import require_own
+from tasks.system.stopwatch import Stopwatch
 
 T = TypeVar("T")
 CANARY_PROMPTS = 2
@@ -72,6 +75,7 @@ class TrainingRun:
         spent: what the recorded iterations cost, under cost/.
         has_updated: has this process made an update?
         machines: what tells of those that are lost, while the run is open.
+        record: of the last iteration that was done, while it is written.
     """
 
     config: TrainConfig
@@ -90,6 +94,7 @@ class TrainingRun:
     spent: dict[str, float] = field(default_factory=dict)
     has_updated: bool = False
     machines: MachineWatch | None = None
+    record: Future | None = None
 
     @property
     def is_online(self) -> bool:
@@ -109,6 +114,17 @@ class TrainingRun:
         if self.inputs.pairs is None:
             raise RuntimeError("an online run has no pairs: ask is_online first")
         return self.inputs.pairs
+
+    def warm_up(self) -> None:
+        """Let the trainer compile its update while the rollout samples, where there is memory for both at a time."""
+        policy = self.config.actor_rollout_ref
+        waits = self.config.shares_gpus and policy.rollout.sleeps
+        if not policy.model.compile or waits or self.iteration >= self.config.trainer.total_training_steps:
+            return
+        together = policy.actor.micro_batch
+        if self.loss.process == "reverse":
+            together = min(together, policy.rollout.batch_size)
+        self.trainer.warm_up(replace(self.online.canary, rows=together))
 
     def actor_groups(self) -> dict[str, ActorGroup]:
         """The run's processes, by the name that metrics and traces call them."""
@@ -174,6 +190,20 @@ class TrainingRun:
         """The record of what is kept of an iteration."""
         digests = self.config.digest(), self.inputs.digest
         return RunState(iteration, *digests, self.tracker.run_id, dict(metrics or {}))
+
+    @property
+    def behind(self) -> Behind:
+        """What is written while the next iteration goes on, in order: kept stages, checkpoints, records."""
+        return self.store.behind
+
+    def write_behind(self, clock: Stopwatch, stage: str, work: Callable[..., None], *arguments: Any) -> Future:
+        """Have something written, after all that was given before; `clock` counts its seconds as the stage's."""
+
+        def timed() -> None:
+            with clock.stage_behind(stage):
+                work(*arguments)
+
+        return self.behind.submit(timed)
 
     def forget_stages(self) -> None:
         """Remove what is kept of iterations that MLflow and a checkpoint have."""

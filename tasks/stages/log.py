@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tasks that write to MLflow: files of an iteration, and registered weights."""
+"""The task that registers weights in MLflow."""
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from tasks.records.model_registry import register
 from tasks.records.notes import Weights
@@ -18,9 +17,3 @@ def register_weights(
 ) -> ModelVersion:
     """See `register`."""
     return register(tracker, name, folder, iteration, tags, weights)
-
-
-@stage("log")
-def log_files(tracker: Tracker, step: int, pictures: Any = None, tables: Any = None, albums: Any = None) -> None:
-    """See `Tracker.log_files`."""
-    tracker.log_files(step, pictures, tables, albums)

@@ -88,6 +88,9 @@ def refused(command: Callable[..., None], *arguments: str) -> str:
             [SET, "trainer.default_local_dir=/proc/runs"],
             "trainer.default_local_dir is /proc/runs, where nothing can be",
         ),
+        (["--overrides", "no.json"], r"no.json cannot be read \(No such file or directory\): give a file of overrides"),
+        (["--overrides", "list.json"], "list.json: the whole is of another kind"),
+        (["--overrides", "wrong.json"], "wrong.json: trainer has no field 'sead'; did you mean seed?"),
         (["--config", "no.json"], r"no.json cannot be read \(No such file or directory\)"),
         (["--config", "data"], r"data cannot be read \(Is a directory\)"),
         (["--config", "broken.json"], "broken.json is neither YAML nor JSON"),
@@ -97,6 +100,7 @@ def refused(command: Callable[..., None], *arguments: str) -> str:
 def test_a_wrong_training_run_is_one_sentence(folder: Path, arguments: list[str], message: str) -> None:
     (folder / "broken.json").write_text('{"trainer": ')
     (folder / "list.json").write_text("[]")
+    (folder / "wrong.json").write_text('{"trainer": {"sead": 1}}')
     said = refused(commands.train, *arguments)
     assert re.search(message.replace("?", r"\?"), said), said
     assert not (folder / "runs").exists()
@@ -153,7 +157,8 @@ def test_sub_commands_say_it_too(folder: Path) -> None:
     result = CliRunner().invoke(prepare.app, ["prompts"])
     assert result.exit_code == 2
     assert result.stderr == (
-        "error: params.yaml: prompts.n_test is missing; prompts has no field 'n_tst'; did you mean n_test?\n"
+        "error: params.yaml: data_sets.digits.prompts.n_test is missing; data_sets.digits.prompts has no field "
+        "'n_tst'; did you mean n_test?\n"
     )
     shown = CliRunner().invoke(prepare.app, ["--debug", "prompts"])
     assert isinstance(shown.exception, prepare.PrepareError)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The data stages under a real DVC in real git repositories, with a base model that is hardly trained at all."""
 
+import copy
+import functools
 import io
 import os
 import re
@@ -17,6 +19,7 @@ import yaml
 from PIL import Image
 
 from models.families.qwen_image import QwenImage
+from tasks.config.data import DataConfig
 from tasks.data.embeddings import PromptEmbeddings
 from tasks.data.pairs import PairDataset, common_size, read_pictures
 from tasks.data.prompts import load_prompts
@@ -36,7 +39,7 @@ OUTPUTS = (
     "data/preferences.parquet",
     "data/pairs",
 )
-STAGES = ("prompts", "base_model", "embeddings", "preferences", "pairs")
+STAGES = ("prompts@digits", "base_model", "embeddings@digits", "preferences", "pairs")
 
 
 def run(folder: Path, *command: str, fails: bool = False) -> str:
@@ -58,10 +61,10 @@ def dvc(folder: Path, *arguments: str, fails: bool = False) -> str:
     return run(folder, sys.executable, "-m", "dvc", *arguments, fails=fails)
 
 
-def change_params(folder: Path, section: str, part: str | None = None, **values) -> None:
+def change_params(folder: Path, *section: str, **values) -> None:
     path = folder / "params.yaml"
     params = yaml.safe_load(path.read_text())
-    (params[section][part] if part else params[section]).update(values)
+    functools.reduce(dict.__getitem__, section, params).update(values)
     path.write_text(yaml.safe_dump(params))
 
 
@@ -171,9 +174,9 @@ def test_bad_input_leaves_the_old_outputs(unchanged):
 
 def test_a_wrong_field_is_named(unchanged):
     change_params(unchanged, "base_model", "model", stepz=3)
-    change_params(unchanged, "prompts", target_pattern="number")
+    change_params(unchanged, "data_sets", "digits", "prompts", target_pattern="number")
     printed = dvc(unchanged, "repro", fails=True)
-    assert "params.yaml: prompts.target_pattern: " in printed
+    assert "params.yaml: data_sets.digits.prompts.target_pattern: " in printed
     assert "'number' has 0 groups" in printed
     assert "base_model.model has no field 'stepz'; did you mean steps?" in printed
     assert "Traceback" not in printed
@@ -209,12 +212,58 @@ def test_another_clone_makes_the_same_and_changed_raw_data_reruns_the_stages(mad
 
     with (clone / "data" / "raw" / "numbers.txt").open("a") as raw:
         raw.write("the number 1000\n")
-    assert "Running stage 'prompts'" in dvc(clone, "repro", "prompts")
+    assert "Running stage 'prompts@digits'" in dvc(clone, "repro", "prompts@digits")
     assert len(load_prompts(clone / "data" / "prompts.parquet")) == 1001
     would_run = dvc(clone, "repro", "--dry")
     assert "Running stage 'base_model'" in would_run
-    assert "Running stage 'embeddings'" in would_run
-    assert "Running stage 'prompts'" not in would_run
+    assert "Running stage 'embeddings@digits'" in would_run
+    assert "Running stage 'prompts@digits'" not in would_run
+
+
+def test_another_data_set_has_stages_of_its_own(made):
+    """From a table of chats and a list, each a split; a recipe takes the set by its name."""
+    raw = made / "data" / "raw" / "signs"
+    raw.mkdir()
+    words = [{"data_source": "signs", "prompt": [{"role": "user", "content": f'a sign "{n}"'}]} for n in range(4)]
+    pd.DataFrame(words).to_parquet(raw / "train.parquet")
+    (raw / "test.txt").write_text('a board "8"\na board "9"\n')
+    params = yaml.safe_load((made / "params.yaml").read_text())
+    signs = copy.deepcopy(params["data_sets"]["digits"]) | {"folder": "data/signs"}
+    files = ["data/raw/signs/train.parquet", {"file": "data/raw/signs/test.txt", "split": "test"}]
+    signs["prompts"] |= {"files": files, "n_test": 0, "n_train": None, "target_pattern": '"([^"]+)"'}
+    signs["embeddings"] |= {"max_sequence_length": 256, "negative_prompt": "dark"}
+    params["data_sets"]["signs"] = signs
+    before, original = snapshot(made), (made / "params.yaml").read_text()
+    (made / "params.yaml").write_text(yaml.safe_dump(params))
+    printed = dvc(made, "repro", "embeddings@signs")
+    assert "Running stage 'prompts@signs'" in printed
+    assert "Running stage 'embeddings@signs'" in printed
+    assert not re.search("Running stage '(prompts|embeddings)@digits'", printed)
+    after = snapshot(made)
+    assert {name: after[name] for name in before if ".gitignore" not in name} == {
+        name: content for name, content in before.items() if ".gitignore" not in name
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(made)
+        data = DataConfig(name="signs")
+        test = load_prompts(data.prompts, "test")
+        assert [prompt.target for prompt in test] == ["8", "9"]
+        assert len(load_prompts(data.prompts, "train")) == 4
+        stored = PromptEmbeddings.open(data.embeddings)
+        assert stored.max_sequence_length == 256
+        assert test[0].uid in stored
+    signs["folder"] = "data/elsewhere"
+    (made / "params.yaml").write_text(yaml.safe_dump(params))
+    printed = dvc(made, "repro", "embeddings@signs", fails=True)
+    assert "signs.folder is data/elsewhere: it must be data/signs" in printed
+    signs |= {"folder": "data/signs"}
+    signs["embeddings"]["adapter"] = "models/families/wan.py"
+    (made / "params.yaml").write_text(yaml.safe_dump(params))
+    printed = dvc(made, "repro", "embeddings@signs", fails=True)
+    assert "but the model's adapter is in models/families/qwen_image.py: name that file" in printed
+    shutil.rmtree(raw)
+    shutil.rmtree(made / "data" / "signs")
+    (made / "params.yaml").write_text(original)
 
 
 def test_every_source_of_the_base_model_is_a_dependency_of_its_stage():

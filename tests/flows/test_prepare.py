@@ -21,11 +21,13 @@ from models.config.actor import ForwardProcessConfig
 from models.families.base import DiffusionModelBase
 from models.training.fsdp import DiffusersFSDPEngine
 from models.training.micro_batches import ActorBatch
+from tasks.config.measurement import Measurement
 from tasks.config.tree import TrainConfig
 from tasks.data.digests import SCHEME
 from tasks.data.embeddings import PromptEmbeddings
 from tasks.data.pairs import PairDataset, read_pictures
 from tasks.data.prompts import DatasetError
+from tasks.run.measuring import cells
 from tasks.run.preflight import ConfigError, check_inputs
 from tests.support.helpers import actor_config, model_config
 
@@ -50,7 +52,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Callable[[str], 
     (folder / "data" / "raw").mkdir(parents=True)
     (folder / "data" / "raw" / "numbers.txt").write_text("".join(f"the number {n}\n" for n in range(470, 476)))
     params = yaml.safe_load(PARAMS.read_text())
-    params["prompts"] |= {"n_test": 1, "n_train": 5}
+    params["data_sets"]["digits"]["prompts"] |= {"n_test": 1, "n_train": 5}
     params["preferences"] |= SMALL
     (folder / "params.yaml").write_text(yaml.safe_dump(params))
     shutil.copytree(tiny_folder("stable_diffusion_3"), folder / MODEL)
@@ -242,6 +244,18 @@ def test_a_shard_that_cannot_be_read_is_named(copied: Path) -> None:
     store = PromptEmbeddings.open(copied / "data" / "sd3_embeddings")
     with pytest.raises(DatasetError, match="cannot be read"):
         list(pairs.batches(pairs.pairs[:2], store, 2, seed=0, iteration=1))
+
+
+def test_a_sweeps_set_is_checked_as_the_runs_own_data_is(copied: Path) -> None:
+    """Another text encoder of the same width made its embeddings."""
+    config = offline()
+    entry = {"prompts": "data/prompts.parquet", "embeddings": "data/sd3_embeddings", "split": "train"}
+    measurement = Measurement.model_validate({"sets": {"mine": entry}})
+    inputs = check_inputs(offline())
+    assert len(list(cells(config, inputs, measurement))) == 1
+    flip(copied / MODEL / "text_encoder_3" / "model.safetensors", -1)
+    with pytest.raises(ConfigError, match=r"measurement.sets.mine.embeddings .* was made with another text_encoder"):
+        list(cells(config, inputs, measurement))
 
 
 def test_data_of_an_older_version_is_taken_with_a_warning(copied: Path, caplog: pytest.LogCaptureFixture) -> None:

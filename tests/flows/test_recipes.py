@@ -16,7 +16,7 @@ from matplotlib import font_manager
 from PIL import Image, ImageDraw, ImageFont
 from prefect.utilities.callables import parameter_schema
 
-from flows.recipes import load_recipe
+from flows.recipes import load_recipe, parse_changes
 from models.algorithms.advantages import _ADVANTAGES
 from models.algorithms.losses import _LOSSES
 from models.schedulers.kernels import KERNELS
@@ -176,7 +176,7 @@ def leaves(tree: Any, path: str = "") -> Iterator[str]:
 
 def test_every_recipe_of_real_size_has_its_table() -> None:
     assert set(REAL_SIZE) == {*SECTIONS}
-    assert len(REAL_SIZE) == 5
+    assert len(REAL_SIZE) == 7
 
 
 @pytest.mark.parametrize("recipe", REAL_SIZE)
@@ -260,3 +260,18 @@ def test_another_text_scores_less(recipe: str) -> None:
     pipeline = load_recipe(recipe, ROOT / "prefect.yaml").actor_rollout_ref.rollout.pipeline
     other = picture_of("Hello Moon", 64, pipeline.height, pipeline.width)[None]
     assert 0.3 < reward_of(recipe)(other, [Wanted("Hello World")]).scores[0] < 0.8
+
+
+# ---- machines/: overrides for a machine with fewer GPUs than a recipe is written for
+
+
+@pytest.mark.parametrize("recipe", REAL_SIZE)
+@pytest.mark.parametrize(("machine", "gpus"), [("one_h200", 1), ("two_h200", 2)])
+def test_a_recipe_of_real_size_becomes_one_for_fewer_gpus(recipe: str, machine: str, gpus: int) -> None:
+    """As the command line and as a deployment's parameter read the file; what shapes the run stays as it is."""
+    file, config = ROOT / f"machines/{machine}.json", load_recipe(recipe, ROOT / "prefect.yaml")
+    changed = config.with_changes(parse_changes(["trainer.seed=7"], file))
+    assert changed.gpus_needed() == gpus
+    assert changed.trainer.seed == 7
+    assert config.gpus_needed() == 8
+    assert config.with_changes(TrainOverrides.model_validate_json(file.read_text())).digest() == config.digest()

@@ -30,10 +30,12 @@ def test_outcomes_metric_by_metric() -> None:
 
 
 def test_a_run_that_paces_itself_by_its_length_is_done_again_whole() -> None:
-    algo = {"sde_window_mode": "decay", "sde_window_size": 2}
-    config = TrainConfig.model_validate({"actor_rollout_ref": {"rollout": {"algo": algo}}}).model_dump(mode="json")
-    assert shortened(config, 100, "again")["trainer"]["experiment_name"] == "again"
-    with pytest.raises(ConfigError, match="must be all 100"):
-        shortened(config, 3, "again")
+    window = {"rollout": {"algo": {"sde_window_mode": "decay", "sde_window_size": 2}}}
+    schedule = {"actor": {"optim": {"lr_scheduler_type": "linear"}}}
+    for policy, paced in ((window, "sde_window_mode decay"), (schedule, "lr_scheduler_type linear")):
+        config = TrainConfig.model_validate({"actor_rollout_ref": policy}).model_dump(mode="json")
+        assert shortened(config, 100, "again")["trainer"]["experiment_name"] == "again"
+        with pytest.raises(ConfigError, match=f"{paced} paces itself by the run's length: iterations must be all 100"):
+            shortened(config, 3, "again")
     with pytest.raises(ConfigError, match="give 1 to 100"):
         shortened(config, 101, "again")

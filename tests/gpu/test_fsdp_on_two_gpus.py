@@ -34,7 +34,7 @@ TOLERANCE = 2e-5
 """Of weights that two updates move by about 0.02: only the order of sums differs (and on CUDA the device of AdamW)."""
 GPUS = torch.cuda.device_count()
 DEVICES = [
-    "cpu",
+    pytest.param("cpu", marks=pytest.mark.slow),  # what the quick tests of ranks and of sequences hold, once more
     pytest.param("cuda", marks=pytest.mark.skipif(GPUS < 2, reason=f"needs two CUDA devices; here are {GPUS}")),
 ]
 

@@ -115,6 +115,7 @@ def request_like(prompts: PromptTable) -> RolloutRequest:
     return RolloutRequest(noise_keys(2, 2), prompts, torch.arange(2).repeat_interleave(2), (0, 1))
 
 
+@pytest.mark.slow  # on a CPU the families' conformance tests hold nearly the same
 @pytest.mark.parametrize(
     ("name", "weights", "compiled"), CASES, ids=[f"{n}-{'lora' if w else 'full'}-{c}" for n, w, c in CASES]
 )

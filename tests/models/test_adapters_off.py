@@ -65,10 +65,10 @@ def lived(engine: DiffusersFSDPEngine, batch: ActorBatch, folder: Path) -> dict[
     return {"norms": norms, "weights": weights, "average": average, "velocity": velocity}
 
 
-def on_a_rank_of_two(rank: int, model: Path, samples: Samples, folder: Path) -> dict[str, dict[str, Any]]:
+def on_a_rank_of_two(rank: int, model: Path, samples: Samples, folder: Path, losses: list[str]) -> dict[str, Any]:
     return {
         loss: lived(engine_of(model, loss, reshard=False), share_of(samples, loss, rank, 2), folder / loss)
-        for loss in LOSSES
+        for loss in losses
     }
 
 
@@ -88,12 +88,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tiny_model: Path, samples: Samples, folder: Path) -> dict[str, dict[str, Any]]:
-    """Of each loss what rank 0 found."""
-    return gloo_world(on_a_rank_of_two, 2, folder / "world", tiny_model, samples, folder / "two")[0]
+def two_ranks(request: pytest.FixtureRequest, tiny_model: Path, samples: Samples, folder: Path) -> dict[str, Any]:
+    """Of each loss that is tested what rank 0 found."""
+    chosen = {item.callspec.params["loss"]: None for item in request.session.items if "two_ranks" in fixtures_of(item)}
+    return gloo_world(on_a_rank_of_two, 2, folder / "world", tiny_model, samples, folder / "two", [*chosen])[0]
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+def fixtures_of(item: Any) -> Sequence[str]:
+    return item.fixturenames if item.path == Path(__file__) else ()
+
+
+# One of each kind is quick: the reverse process, pairs with a reference, an old policy. The others share their code.
+@pytest.mark.parametrize(
+    "loss", [pytest.param(loss, marks=[pytest.mark.slow] if loss in ("grpo_guard", "awm") else []) for loss in LOSSES]
+)
 def test_lora_trains_alike_whatever_is_gathered(
     two_ranks: dict[str, dict[str, Any]], tiny_model: Path, samples: Samples, folder: Path, loss: str
 ) -> None:

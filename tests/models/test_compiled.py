@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiled blocks in bf16: sampling, rescoring and the first update round alike, so the first ratio is exactly 1."""
 
+import os
+import stat
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,13 +10,17 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 
 from models.families.base import DiffusionModelConfig
 from models.rollout.diffusers import DiffusersRolloutEngine
+from models.runtime.compile_cache import VARIABLE, use_compile_cache
 from models.runtime.compiled import OneGraph
 from models.samples.trajectories import Trajectories
 from models.training.fsdp import DiffusersFSDPEngine
 from models.training.micro_batches import ActorBatch
+from models.weights.canary import Canary
+from models.weights.trainable import trainable
 from tests.support.helpers import actor_config, model_config, rollout_request, save_tiny_model
 
 ADVANTAGES = torch.tensor([1.0, -0.8, 0.3, -1.5])
@@ -26,10 +32,20 @@ def trainer(config: DiffusionModelConfig, **settings: Any) -> DiffusersFSDPEngin
     return engine
 
 
+def compilations() -> int:
+    """Graphs that were compiled so far, or read from the disk, forward and backward."""
+    return sum(counters["inductor"][f"fxgraph_cache_{kind}"] for kind in ("hit", "miss", "bypass"))
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_rank")
-def test_the_first_ratio_is_exactly_one_in_bf16(tmp_path: Path) -> None:
-    """Guided, with LoRA. Graphs that were compiled apart differ by 1e-3, more than most clip ranges."""
+def test_the_first_ratio_is_exactly_one_in_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guided, with LoRA. Graphs that were compiled apart differ by 1e-3, more than most clip ranges.
+
+    What the rollout has compiled the trainer finds on the disk, and a trainer that is warm compiles nothing more.
+    """
+    monkeypatch.setenv(VARIABLE, "")
+    kept = use_compile_cache(str(tmp_path / "cache"))
     checkpoint = save_tiny_model(tmp_path / "model", layers=1)
     config = model_config(checkpoint, dtype="bfloat16", lora_rank=4, lora_alpha=8, true_cfg_scale=3.0, compile=True)
     rollout = DiffusersRolloutEngine(config)
@@ -38,15 +54,22 @@ def test_the_first_ratio_is_exactly_one_in_bf16(tmp_path: Path) -> None:
         trajectories = rollout.produce(request).recorded
         assert isinstance(trajectories, Trajectories)
         engine = trainer(config, guidance_gradient=gradient, lr=1e-6)
+        engine.warm_up(Canary(request.prompts, rows=4))
+        assert all(shard.grad is None for shard in trainable(engine.module).values())
+        compiled = compilations()
         own = engine.rescored(replace(trajectories, unconditional=None))
         assert torch.equal(own.log_probs, trajectories.log_probs)
         metrics = engine.update_policy([ActorBatch([(trajectories, ADVANTAGES)], 4)])
         assert metrics["logprob_abs_diff/max"] == 0.0
         assert metrics["ratio_deviation/max"] == 0.0
         assert metrics["grad_norm"] > 0
+        assert counters["inductor"]["fxgraph_cache_hit"] > 0
+        assert compilations() == compiled
         rescored = engine.rescored(replace(trajectories, unconditional=None))
         again = engine.update_policy([ActorBatch([(rescored, ADVANTAGES)], 4)])
         assert again["logprob_abs_diff/max"] == 0.0
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o700
+    assert list((kept / "fxgraph").rglob("*"))
 
 
 @pytest.mark.parametrize("gradient", ["both", "conditional"])
@@ -58,6 +81,20 @@ def test_rescored_log_probs_are_what_the_first_update_computes(tiny_model: Path,
     engine = trainer(config, guidance_gradient=gradient)
     rescored = engine.rescored(trajectories)
     assert engine.update_policy([ActorBatch([(rescored, ADVANTAGES)], 4)])["logprob_abs_diff/max"] == 0.0
+
+
+def test_compiled_code_is_kept_where_nobody_else_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    place = use_compile_cache(None)
+    assert place == tmp_path / "doubleflow/compiled"
+    assert os.environ[VARIABLE] == str(place)
+    place.chmod(0o777)
+    assert use_compile_cache(None) == place  # by the variable now
+    assert stat.S_IMODE(place.stat().st_mode) == 0o700
+    monkeypatch.setattr(os, "geteuid", lambda: place.stat().st_uid + 1)
+    with pytest.raises(PermissionError, match=r"belongs to the user with the number .* a folder of your own"):
+        use_compile_cache(str(place))
 
 
 class Net(nn.Module):

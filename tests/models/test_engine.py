@@ -2,6 +2,7 @@
 """The trainer on one rank: replay, updates against plain autograd, averages, checkpoints, exports, weight sync."""
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,8 +41,21 @@ def config_of(kind: str, tiny_model: Path) -> DiffusionModelConfig:
     return model_config(tiny_model, **KINDS[kind])
 
 
+SAMPLED: dict[str, Trajectories] = {}
+
+
 def rolled_out(config: DiffusionModelConfig, **recorded: bool) -> Trajectories:
-    """Six samples of three prompts of different lengths, over a window of three steps."""
+    """Six samples of three prompts of different lengths, over a window of three steps.
+
+    What a config samples is sampled once, and each test has a copy of its own.
+    """
+    key = repr((config, recorded))
+    if key not in SAMPLED:
+        SAMPLED[key] = newly_rolled_out(config, **recorded)
+    return deepcopy(SAMPLED[key])
+
+
+def newly_rolled_out(config: DiffusionModelConfig, **recorded: bool) -> Trajectories:
     guided = config.pipeline.true_cfg_scale > 1
     request = rollout_request(samples=2, lengths=(5, 3, 7), negative_length=4 if guided else None, **recorded)
     _, trajectories = DiffusersRolloutEngine(config).generate(request)
@@ -207,7 +221,7 @@ def test_lora_starts_as_the_base_model_and_alike_everywhere(tiny_model: Path) ->
     assert largest_difference(dict(trainable(one)), dict(trainable(other))) == 0.0
     assert {name for name, p in trainable(one).items() if p.any()} == {n for n in trainable(one) if "lora_A" in n}
     base = config_of("full", tiny_model)
-    assert torch.equal(rolled_out(config).latents, rolled_out(base).latents)
+    assert torch.equal(newly_rolled_out(config).latents, newly_rolled_out(base).latents)
 
 
 # ---- missing rewards

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every loss, window and correction through the trainer, against plain autograd."""
 
+import functools
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +38,12 @@ OLD_MEANS = ("grpo_guard", "flow_dppo")
 
 
 def rolled_out(model: Path, window: tuple[int, ...] = (0, 1, 2), record_means: bool = True, **settings: Any):
-    """Six samples of three prompts of different lengths."""
+    """Six samples of three prompts of different lengths: sampled once, and a copy for each test."""
+    return deepcopy(sampled(model, window, record_means, **settings))
+
+
+@functools.cache
+def sampled(model: Path, window: tuple[int, ...], record_means: bool, **settings: Any) -> Trajectories:
     request = rollout_request(lengths=(5, 3, 7), window=window, record_means=record_means)
     _, trajectories = DiffusersRolloutEngine(model_config(model, **settings)).generate(request)
     assert trajectories is not None

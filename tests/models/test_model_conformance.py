@@ -5,6 +5,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -46,6 +47,7 @@ class Checkpoint:
 
     def __init__(self, family: Family, folder: Path, scheduler: dict[str, Any]):
         self.family, self.folder, self.adapter = family, folder, family.adapter
+        self.sampled: dict[str, Trajectories] = {}
         family.save(folder)
         path = folder / "scheduler" / "scheduler_config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | scheduler))
@@ -79,6 +81,12 @@ class Checkpoint:
         return RolloutRequest(noise_keys(len(texts), samples), self.prompts(texts, guided), index, window)
 
     def rolled_out(self, config: DiffusionModelConfig, guided: bool) -> Trajectories:
+        """What the config samples: once, and a copy for each test."""
+        if repr(config) not in self.sampled:
+            self.sampled[repr(config)] = self.newly_rolled_out(config, guided)
+        return deepcopy(self.sampled[repr(config)])
+
+    def newly_rolled_out(self, config: DiffusionModelConfig, guided: bool) -> Trajectories:
         _, trajectories = DiffusersRolloutEngine(config).generate(self.request(guided))
         assert trajectories is not None
         return trajectories
@@ -462,7 +470,7 @@ def test_compiled_blocks_sample_and_learn_as_eager_ones(
     settings = actor_config(clip_grad=1e6, ppo_micro_batch_size_per_gpu=6)
     results = []
     for config in (eager, compiled):
-        trajectories = model.rolled_out(config, True)
+        trajectories = model.newly_rolled_out(config, True)
         engine = DiffusersFSDPEngine(config, settings)
         engine.initialize()
         norm = engine.update_policy([ActorBatch([(trajectories, ADVANTAGES)], 6)])["grad_norm"]
@@ -476,8 +484,7 @@ def test_compiled_blocks_sample_and_learn_as_eager_ones(
     torch.testing.assert_close(weights, expected_weights, rtol=0, atol=1e-4)
 
 
-@every_family
-@pytest.mark.parametrize("weights", [{}, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize(("name", "weights"), crossed(FAMILIES, {"full": {}, "lora": LORA}))
 @pytest.mark.usefixtures("one_rank")
 def test_exported_weights_load_in_diffusers(
     checkpoint_of: Any, name: str, weights: dict[str, int], tmp_path: Path

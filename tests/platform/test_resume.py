@@ -4,9 +4,10 @@
 import os
 import re
 import signal
+import sqlite3
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.kill_rounds import processes_of
-from benchmarks.run_state import outcome
+from benchmarks.run_state import logged, outcome
 from tasks.data.pairs import best_and_worst, read_pictures, write_pairs
 from tasks.data.prompts import load_prompts
 from tasks.records.history import MEASURED_ANEW
@@ -70,16 +71,18 @@ def start_and_kill(workspace: Workspace, settings: tuple[str, ...], reached: str
     return actors
 
 
-def resume(workspace: Workspace, settings: tuple[str, ...], undisturbed: Workspace) -> None:
-    """The same command again ends with the undisturbed run's metrics and weights, in the MLflow run of before."""
+def resume(workspace: Workspace, settings: tuple[str, ...], undisturbed: Workspace) -> str:
+    """The same command again ends with the undisturbed run's metrics and weights, in the MLflow run of before; what
+    it printed."""
     (before,) = workspace.mlflow_runs()
-    workspace.train(*settings)
+    output = workspace.train(*settings)
     (after,) = workspace.mlflow_runs()
     assert after.info.run_id == before.info.run_id
     assert after.info.status == "FINISHED"
     assert history(workspace) == history(undisturbed)
     expected, found = final_weights(undisturbed), final_weights(workspace)
     assert all((found[name] == expected[name]).all() for name in expected)
+    return output
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +113,15 @@ def running(workspace: Workspace, settings: tuple[str, ...]) -> Iterator[psutil.
             kill_everything(process)
 
 
+@contextmanager
+def locked(workspace: Workspace) -> Iterator[None]:
+    """MLflow's data base can be read and not written during the block: a record has to wait."""
+    with closing(sqlite3.connect(workspace.folder / "mlflow.db", timeout=PATIENCE, isolation_level=None)) as base:
+        base.execute("BEGIN IMMEDIATE")
+        yield
+        base.execute("ROLLBACK")
+
+
 def there(workspace: Workspace, driver: psutil.Process, path: str, victim: str = "driver") -> psutil.Process:
     """Wait until the run's folder has that path; then the run's only process of a kind."""
     wait_until(lambda: list(workspace.folder.glob(f"runs/*/{path}")), path, every=0.02)
@@ -121,10 +133,11 @@ def there(workspace: Workspace, driver: psutil.Process, path: str, victim: str =
 def test_killed_and_started_again(
     tmp_path: Path, prepared: Path, prefect_server: dict[str, str], undisturbed: Workspace
 ) -> None:
-    """The trainer in an update, the driver in the validation after a checkpoint: only that stage is repeated.
+    """The trainer in an update, the driver in the next iteration while the record of the one before is written, the
+    driver in the record after a checkpoint: only what was not finished is repeated.
 
-    A process that is suspended holds the stage that needs it until the kill comes. `benchmarks/kill_rounds.py` does
-    this with more victims and at random moments.
+    A process that is suspended, or a data base that is locked, holds what needs it until the kill comes.
+    `benchmarks/kill_rounds.py` does this with more victims and at random moments.
     """
     settings = (*STEPS, "trainer.save_freq=3")
     killed = make_workspace(tmp_path / "killed", prepared, prefect_server)
@@ -135,15 +148,25 @@ def test_killed_and_started_again(
         kill(driver, "trainer")
     (run,) = killed.mlflow_runs()
     assert run.info.status == "FAILED"
+    with running(killed, (*STEPS, "trainer.save_freq=1")) as driver:
+        there(killed, driver, "stages/reward/iter_000001")
+        with locked(killed):
+            there(killed, driver, "checkpoints/.writing-000002")
+            kill(driver, "driver")
+    checkpoints = {path.name for path in (killed.run_folder() / "checkpoints").iterdir()}
+    assert checkpoints == {"iter_000001", ".writing-000002"}, "the second update is behind the first one's record"
+    assert logged(killed.folder, killed.client()) == 0
+    assert not list(killed.run_folder().glob("stages/*/iter_000002"))
     with running(killed, settings) as driver:
-        there(killed, driver, "stages/reward/iter_000003", "reward").suspend()
-        there(killed, driver, "checkpoints/iter_000003")
-        time.sleep(1)  # into the validation
-        kill(driver, "driver")
+        there(killed, driver, "stages/reward/iter_000003")
+        with locked(killed):
+            there(killed, driver, "checkpoints/iter_000003")
+            kill(driver, "driver")
+    assert logged(killed.folder, killed.client()) == 2
     (run,) = killed.mlflow_runs()
     assert run.info.status == "RUNNING"  # nobody was left to say otherwise
     kept = killed.run_folder() / "stages" / "reward"
-    assert {path.name for path in kept.iterdir()} == {"iter_000001", "iter_000002", "iter_000003"}
+    assert {path.name for path in kept.iterdir()} == {"iter_000002", "iter_000003"}
     killed.train(*settings)
     assert outcome(killed.folder, killed.client()).difference(outcome(undisturbed.folder, undisturbed.client())) is None
 
@@ -153,7 +176,7 @@ def test_killed_and_started_again(
     points = killed.client().get_metric_history(run.info.run_id, "perf/rollout_busy_s")
     assert {point.step for point in points if point.value == 0} == {1, 3}  # read, not sampled
     trained = killed.client().get_metric_history(run.info.run_id, "timing_s/update_actor")
-    assert {point.step for point in trained} == {1, 2, 4, 5, 6}  # the third update was in the checkpoint
+    assert {point.step for point in trained} == {2, 4, 5, 6}  # the first and the third update were in checkpoints
     assert not list(killed.run_folder().glob("stages/*/iter_*"))
 
 
@@ -163,21 +186,25 @@ OFFLINE = (
     "trainer.val_before_train=false",
     "algorithm.name=dpo",
     "algorithm.sample_source=offline",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=auto",
 )
 
 
 @pytest.mark.slow
 def test_training_on_pairs_resumes_too(tmp_path: Path, prepared: Path, prefect_server: dict[str, str]) -> None:
-    """Neither rollout nor reward is there, and the record of samples names the pairs."""
+    """Neither rollout nor reward is there, and the record of samples names the pairs. What auto was stays so."""
     workspaces = [make_workspace(tmp_path / name, prepared, prefect_server) for name in ("undisturbed", "killed")]
     for workspace in workspaces:
         add_pairs(workspace.folder / "data")
     undisturbed, killed = workspaces
     undisturbed.train(*OFFLINE)
     assert start_and_kill(killed, OFFLINE) == {"TrainerRank"}
-    resume(killed, OFFLINE, undisturbed)
+    output = " ".join(resume(killed, OFFLINE, undisturbed).split())
+    assert "ppo_micro_batch_size_per_gpu is auto: 4, as the run's first start chose it" in output
 
     (run,) = killed.mlflow_runs()
+    assert run.data.params["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"] == "4"
+    assert run.data.tags["doubleflow.auto.actor.ppo_micro_batch_size_per_gpu"].startswith("4: the largest that ")
     names = [artifact.path for artifact in killed.client().list_artifacts(run.info.run_id, "samples")]
     assert names == [f"samples/{step:06d}.parquet" for step in range(1, 5)]
     table = pd.read_parquet(killed.client().download_artifacts(run.info.run_id, names[-1]))

@@ -20,6 +20,7 @@ from diffusers import QwenImagePipeline
 from PIL import Image
 from safetensors.torch import load_file
 
+from tasks.records.history import RunHistory
 from tasks.rewards.jpeg import jpeg_kilobytes
 from tests.support.patience import post
 from tests.support.platform_helpers import RayHead, Workspace, make_workspace
@@ -74,6 +75,9 @@ def test_a_run_leaves_its_whole_record(recorded: Recorded) -> None:
     assert run.data.params["actor_rollout_ref.rollout.n"] == "4"
     assert json.loads((workspace.run_folder() / "run.json").read_text())["mlflow_run_id"] == run.info.run_id
     assert "held-out" in recorded.output
+    assert (
+        len(re.findall(r"^at its devices' peak an iteration takes [\d.e-]+ s \(rollout ", recorded.output, re.M)) == 1
+    )
     assert other_lines(recorded.output) == [], "of what libraries print nothing is about the run"
 
     pictures = [item.path for item in client.list_artifacts(run.info.run_id, "images") if item.path.endswith(".png")]
@@ -115,9 +119,9 @@ def test_a_run_leaves_its_whole_record(recorded: Recorded) -> None:
 
 
 def other_lines(output: str) -> list[str]:
-    """What is neither an iteration's line nor of the summary, which is indented."""
+    """What is no line of an iteration or of what they should take, nor of the summary, which is indented."""
     lines = [line for line in re.split("[\r\n]+", output) if line.strip()]
-    return [line for line in lines if not line.startswith(("training:", "iteration ", "  "))]
+    return [line for line in lines if not line.startswith(("training:", "at its devices' peak", "iteration ", "  "))]
 
 
 def test_prefects_page_of_a_run_says_what_was_done_and_what_came_of_it(recorded: Recorded) -> None:
@@ -198,9 +202,7 @@ def check_page(recorded: Recorded, run_id: str) -> None:
         "trainer.device_peak_tflops": ["None", "2.0"],
         "trainer.profile.iterations": ["[]", "[2]"],
     }
-    seconds = {point.step: point.value for point in client.get_metric_history(run_id, "timing_s/report")}
-    assert seconds.keys() == {1, 2, 3}
-    print("seconds of the page", seconds)
+    check_seconds(recorded.workspace, run_id)
     assert not client.get_metric_history(run_id, "report/failures")
 
     page.unlink()
@@ -209,6 +211,21 @@ def check_page(recorded: Recorded, run_id: str) -> None:
     again = page.read_text()
     for part in (r'class="frame" data-step="\d+"', r'<polyline class="line[^>]*>', r"<dd>[^<]*</dd>"):
         assert re.findall(part, again) == re.findall(part, html), part
+
+
+def check_seconds(workspace: Workspace, run_id: str) -> None:
+    """The parts of an iteration's seconds are the whole; what was written behind it is told apart."""
+    metrics = RunHistory(workspace.client(), run_id).metrics()
+    parts = {name: points for name, points in metrics.items() if name.startswith("timing_s/")}
+    whole = parts.pop("timing_s/step")
+    behind = {name.removeprefix("timing_s/behind/"): parts.pop(name) for name in [*parts] if "/behind/" in name}
+    assert behind.keys() == {"kept_stages", "save_checkpoint", "log", "report"}
+    assert all(points.keys() == {1, 2, 3} for points in behind.values())
+    assert parts.keys() >= {"timing_s/gen", "timing_s/update_actor", "timing_s/progress", "timing_s/orchestration"}
+    for step, seconds in whole.items():
+        assert sum(points.get(step, 0.0) for points in parts.values()) == pytest.approx(seconds, rel=1e-9)
+        assert all(points.get(step, 0.0) >= 0 for points in parts.values())
+        assert metrics["perf/orchestration_s"][step] == parts["timing_s/orchestration"][step]
 
 
 def test_trainer_ranks_and_rollout_actors_do_not_change_the_first_iterations(
@@ -222,7 +239,6 @@ def test_trainer_ranks_and_rollout_actors_do_not_change_the_first_iterations(
         "trainer.total_training_steps=2",
         "trainer.val_before_train=false",
         "trainer.n_gpus_per_node=2",
-        "trainer.async_checkpoint=true",
         "trainer.full_determinism=true",
         "actor_rollout_ref.actor.fsdp_config={param_offload: true, ulysses_sequence_parallel_size: 2}",
         "actor_rollout_ref.rollout.num_actors=2",
@@ -241,17 +257,25 @@ def test_trainer_ranks_and_rollout_actors_do_not_change_the_first_iterations(
 
 
 def test_lora_with_kl_average_and_guidance_runs_and_its_export_validates(workspace: Workspace) -> None:
-    """The choices together: LoRA, KL, moving average, guidance; `flows.validate` then measures the same number."""
+    """The choices together: LoRA, KL, moving average, guidance, batches of any size; `flows.validate` then measures the
+    same number."""
     settings = (
         "trainer.total_training_steps=2",
         "actor_rollout_ref.model.lora_rank=4",
         "actor_rollout_ref.actor.use_kl_loss=true",
         "actor_rollout_ref.actor.kl_loss_coef=0.1",
         "actor_rollout_ref.actor.ema={enable: true, update_interval: 1}",
+        "actor_rollout_ref.actor.optim.lr_scheduler_type=linear",
         "actor_rollout_ref.rollout.pipeline.true_cfg_scale=2.0",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=auto",
+        "actor_rollout_ref.rollout.micro_batch_size=auto",
     )
     workspace.train(*settings)
     (run,) = workspace.mlflow_runs()
+    rates = workspace.client().get_metric_history(run.info.run_id, "actor/lr")
+    assert [rate.value for rate in rates] == pytest.approx([0.875e-3, 0.375e-3])  # two of the run's four steps each
+    assert run.data.params["actor_rollout_ref.rollout.micro_batch_size"] == "8"  # two batches of an iteration's 16
+    assert run.data.metrics["actor/logprob_abs_diff/max"] == 0.0
     assert run.data.metrics["actor/kl_loss"] > 0
     pipeline = QwenImagePipeline.from_pretrained(workspace.folder / "data/base_model")
     pipeline.load_lora_weights(workspace.registered("tiny/1"))

@@ -19,26 +19,35 @@ from types import ModuleType
 import psutil
 
 CONTEXT = mp.get_context("forkserver")
-CONTEXT.set_forkserver_preload(
-    [
-        "pytest",  # every fork looks for pytest's main module
-        "torch",
-        "torch.distributed.checkpoint",
-        "torch.distributed.fsdp",
-        "diffusers.pipelines.qwenimage.pipeline_qwenimage",
-        "diffusers.pipelines.wan.pipeline_wan",
-        "peft",
-        "tensordict",
-        "mlflow",
-        "mlflow.store.tracking.sqlalchemy_store",
-        "pandas",
-        "matplotlib.pyplot",
-        "prefect",
-        "prefect.flow_engine",
-        "prefect.task_engine",
-        "typer",
-    ]
-)
+OF_RANKS = [
+    "pytest",  # every fork looks for pytest's main module
+    "torch",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "diffusers.pipelines.qwenimage.pipeline_qwenimage",
+    "diffusers.pipelines.wan.pipeline_wan",
+    "peft",
+]
+OF_COMMANDS = [
+    "tensordict",
+    "mlflow",
+    "mlflow.store.tracking.sqlalchemy_store",
+    "pandas",
+    "matplotlib.pyplot",
+    "prefect",
+    "prefect.flow_engine",
+    "prefect.task_engine",
+    "typer",
+]
+CONTEXT.set_forkserver_preload(OF_RANKS)
+
+
+def preload_commands() -> None:
+    """Import what flows need too; for a module that starts some, while the tests are collected: before the first fork.
+
+    Ranks and examples do without: it takes as long again.
+    """
+    CONTEXT.set_forkserver_preload([*OF_RANKS, *OF_COMMANDS])
 
 
 class Program:
@@ -88,8 +97,6 @@ def _runs(pid: int) -> bool:
 
 
 def _become(arguments: tuple[str, ...], folder: str, environment: dict[str, str], log: str) -> None:
-    from prefect.context import refresh_global_settings_context  # here: ranks of torch have no use for it
-
     mp.current_process()._config["daemon"] = False  # which could have no processes of multiprocessing itself
     gc.freeze()  # a collection would copy every page that is shared with the other forks
     os.setsid()
@@ -99,7 +106,10 @@ def _become(arguments: tuple[str, ...], folder: str, environment: dict[str, str]
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
-    refresh_global_settings_context()
+    if "prefect" in sys.modules:  # it has read the settings of the process that forks
+        from prefect.context import refresh_global_settings_context
+
+        refresh_global_settings_context()
     sys.path[:0] = [folder, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
     option, program, *rest = arguments
     sys.argv = [program, *rest]

@@ -22,8 +22,10 @@ import yaml
 from mlflow import MlflowClient
 
 from flows.deploy.access import LOGS_FOR_WATCHERS
-from tests.support.forked import Program
+from tests.support.forked import Program, preload_commands
 from tests.support.patience import PATIENCE, wait_for_server, wait_until
+
+preload_commands()
 
 RECIPE = {
     "data": {"train_batch_size": 4},
@@ -169,7 +171,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, prefect
     prompts = [f"the number {number}" for number in range(472, 484)]
     (folder / "data" / "raw" / "numbers.txt").write_text("\n".join(prompts) + "\n")
     params = yaml.safe_load((Path(__file__).parents[2] / "params.yaml").read_text())
-    params["prompts"] |= {"n_test": 4, "n_train": 8}
+    params["data_sets"]["digits"]["prompts"] |= {"n_test": 4, "n_train": 8}
     (folder / "params.yaml").write_text(yaml.safe_dump(params))
     shutil.copytree(tiny_model, folder / "data" / "base_model")
     workspace = Workspace(folder, prefect_server)

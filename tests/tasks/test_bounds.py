@@ -25,6 +25,7 @@ from tasks.config.presets import PRESETS, tree_of
 from tasks.config.sweep import SweepConfig
 from tasks.config.tree import TrainConfig
 from tasks.rewards import RewardError, check_reward
+from tests.support.mlflow_store import mlflow_in
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = (TrainConfig, SweepConfig, Measurement, PrepareParams)
@@ -223,7 +224,7 @@ def test_mlflow_takes_the_longest_names_that_are_right(tmp_path: Path) -> None:
     changes = {"reward": {"functions": {reward: {"reward": "ocr"}}}}
     TrainConfig().with_changes(changes)
     checked(Measurement, {"sets": {prompts: EVERYWHERE}} | changes, "m")
-    client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    client = MlflowClient(mlflow_in(tmp_path))
     run = client.create_run(client.create_experiment("e" * 200, str(tmp_path / "artifacts"))).info.run_id
     metric = f"val/{prompts}/steps_1000/true_cfg_scale_12.3457/reward/{reward}/mean"
     client.log_batch(run, metrics=[Metric(metric, 1.0, 0, 0)])

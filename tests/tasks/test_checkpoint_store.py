@@ -72,7 +72,7 @@ def test_the_next_save_and_the_end_wait_for_the_one_before(tmp_path: Path) -> No
     threading.Timer(0.2, go_on.set).start()
     store.save(state(2), writer(10))
     assert store.iterations() == [1, 2]
-    with store.settled():
+    with store.behind.settled():
         store.save_in_background(state(3), writer(10), lambda: None)
     assert store.iterations() == [2, 3]
 
@@ -87,7 +87,7 @@ def test_an_error_in_the_background_is_raised_by_whatever_comes_next(tmp_path: P
 
     if end == "failing end":  # the run's own error stays, with a note
         store.save_in_background(state(2), writer(10), fail)
-        with pytest.raises(ZeroDivisionError) as raised, store.settled():
+        with pytest.raises(ZeroDivisionError) as raised, store.behind.settled():
             raise ZeroDivisionError
         assert "the disk is gone" in raised.value.__notes__[0]
     else:

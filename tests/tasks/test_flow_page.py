@@ -32,6 +32,7 @@ def test_the_parts_cover_every_iteration_once_and_fit_on_a_page(total: int) -> N
     assert list(parts(total // 2 + 1, total))[-1:] == found[-1:] or len(found) == 1, "also of a resumed run"
 
 
+@pytest.mark.slow  # it starts Prefect's temporary server
 def test_what_is_told_in_a_part_or_a_task_or_by_a_module_is_on_the_runs_own_page() -> None:
     def work(number: int) -> None:
         update(Stopwatch(number), number)

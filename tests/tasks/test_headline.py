@@ -12,6 +12,7 @@ from tasks.config.tracking import TrackingConfig
 from tasks.records.headline import COLUMNS, HEADLINE, headline, run_page, runs_page, runs_view
 from tasks.records.history import RunHistory, comparable
 from tasks.records.tracking import Tracker
+from tests.support.mlflow_store import mlflow_in
 
 MEASURED = {
     "critic/rewards/mean": 0.5,
@@ -26,7 +27,7 @@ MEASURED = {
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrackingConfig:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    return TrackingConfig(uri=f"sqlite:///{tmp_path / 'mlflow.db'}", artifacts=(tmp_path / "artifacts").as_uri())
+    return TrackingConfig(uri=mlflow_in(tmp_path), artifacts=(tmp_path / "artifacts").as_uri())
 
 
 def test_the_metrics_that_count_have_copies_of_what_was_measured() -> None:

@@ -17,6 +17,7 @@ from tasks.records.tracking import Tracker
 from tasks.rewards import RewardError, RewardResult, check_reward, get_reward
 from tasks.rewards.judge import UnusableAnswer, _grade
 from tests.support.judge_server import KEY, Judging, judge_server
+from tests.support.mlflow_store import mlflow_in
 
 
 @pytest.fixture
@@ -121,7 +122,7 @@ def test_the_key_comes_from_the_environment_and_shows_nowhere(
     assert caplog.records, "something was logged"
     assert KEY not in caplog.text + str(result.details)
     assert KEY not in get_reward("judge_grade", base_url=server.url, model="m", api_key_env="JUDGE_KEY").version
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    uri = mlflow_in(tmp_path)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     options = {"base_url": server.url, "model": "m", "api_key_env": "JUDGE_KEY"}
     tracker = Tracker(TrackingConfig(uri=uri, artifacts=str(tmp_path)), "judged")

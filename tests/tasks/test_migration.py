@@ -135,6 +135,22 @@ def test_the_rollout_of_its_own_gpus() -> None:
     assert rollout["vllm_omni"]["tensor_parallel_size"] == 2
 
 
+def test_a_schedule_of_theirs_is_one_of_transformers() -> None:
+    optim = "actor_rollout_ref.actor.optim"
+    cosine = f"{optim}.lr_scheduler_type=cosine\n{optim}.num_cycles=0.5\n{optim}.min_lr_ratio=0.1\n"
+    for script, name, kwargs in (
+        (cosine, "cosine_with_min_lr", {"num_cycles": 0.5, "min_lr_rate": 0.1}),
+        (cosine.replace("0.1", "0.0"), "cosine", {"num_cycles": 0.5}),
+        (f"{optim}.lr_scheduler_type=constant\n{optim}.lr_warmup_steps=3", "constant_with_warmup", None),
+        (f"{optim}.lr_scheduler_type=constant\n{optim}.min_lr_ratio=0.1", "constant", None),
+    ):
+        one = made(f"{script}\ndata.train_batch_size=256\nactor_rollout_ref.rollout.n=16")
+        settings = one.config["actor_rollout_ref"]["actor"]["optim"]
+        assert one.problem is None
+        assert (settings["lr_scheduler_type"], settings.get("lr_scheduler_kwargs")) == (name, kwargs)
+        assert all(line.kind != "unknown" for line in one.lines)
+
+
 def test_one_that_is_not_valid_says_why() -> None:
     assert "rollout.n is 1" in str(made("data.train_batch_size=8\nactor_rollout_ref.rollout.n=1").problem)
 

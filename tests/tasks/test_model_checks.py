@@ -236,7 +236,7 @@ def test_losses_of_the_forward_process_train_without_guidance(workspace: Path) -
 def test_the_command_encodes_with_any_model(workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its pooled vectors and its limit are stored, and a run with that model takes them."""
     params = yaml.safe_load((Path(__file__).parents[2] / "params.yaml").read_text())
-    params["embeddings"] |= {"negative_prompt": "ugly"}
+    params["data_sets"]["digits"]["embeddings"] |= {"negative_prompt": "ugly"}
     (tmp_path / "params.yaml").write_text(yaml.safe_dump(params))
     (tmp_path / "data").mkdir()
     for name in ("prompts.parquet", "data/prompts.parquet"):

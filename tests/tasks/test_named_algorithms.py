@@ -219,14 +219,33 @@ def test_a_setting_that_shapes_the_weights_names_another_run(setting: str) -> No
     assert changed(setting, of=base).digest() != base.digest()
 
 
-def test_only_a_decaying_window_makes_another_run_of_a_longer_one() -> None:
-    longer = "trainer.total_training_steps=999"
-    random, decay = (
-        named("mix_grpo"),
-        changed("actor_rollout_ref.rollout.algo.sde_window_mode=decay", of=named("mix_grpo")),
-    )
-    assert changed(longer, of=random).digest() == random.digest()
-    assert changed(longer, of=decay).digest() != decay.digest()
+OPTIM = f"{ACTOR}.optim"
+
+
+@pytest.mark.parametrize(
+    ("settings", "paced"),
+    [
+        ((), None),
+        (("actor_rollout_ref.rollout.algo.sde_window_mode=decay",), "sde_window_mode decay"),
+        ((f"{OPTIM}.lr_scheduler_type=cosine",), "lr_scheduler_type cosine"),
+        ((f"{OPTIM}.lr_scheduler_type=cosine", f"{OPTIM}.total_training_steps=50"), None),
+        ((f"{OPTIM}.lr_scheduler_type=inverse_sqrt",), None),
+        (
+            (
+                f"{OPTIM}.lr_scheduler_type=warmup_stable_decay",
+                f"{OPTIM}.lr_scheduler_kwargs={{num_stable_steps: 9, num_decay_steps: 3}}",
+            ),
+            None,
+        ),
+    ],
+)
+def test_only_what_paces_itself_by_its_length_makes_another_run_of_a_longer_one(
+    settings: tuple[str, ...], paced: str | None
+) -> None:
+    one = changed(*settings, of=named("mix_grpo"))
+    longer = changed("trainer.total_training_steps=999", of=one)
+    assert one.paced_by_length == paced
+    assert (longer.digest() == one.digest()) == (paced is None)
 
 
 # ---- misuse, before anything loads
@@ -286,6 +305,20 @@ def test_only_a_decaying_window_makes_another_run_of_a_longer_one() -> None:
             r"noise_level is 1\.2, but cps takes .* give it at most 1",
         ),
         ((f"{ACTOR}.kl_loss_type=flow_grpo",), "kl_loss_type is flow_grpo but use_kl_loss is false, so there is no KL"),
+        (
+            (f"{OPTIM}.lr_scheduler_type=cosin",),
+            "lr_scheduler_type is 'cosin'; known: constant, constant_with_warmup, ",
+        ),
+        ((f"{OPTIM}.lr_scheduler_type=greedy",), "greedy, which a falling loss would pace: .* Choose among constant, "),
+        (
+            (f"{OPTIM}.lr_scheduler_kwargs.power=2",),
+            r"lr_scheduler_kwargs is .*'power': 2.*, but lr_scheduler_type is nul",
+        ),
+        ((f"{OPTIM}.total_training_steps=9",), "total_training_steps is 9, but lr_scheduler_type is null"),
+        (
+            (f"{OPTIM}.lr_scheduler_type=constant", f"{OPTIM}.lr_warmup_steps=2"),
+            "lr_warmup_steps is 2, but lr_scheduler_type constant has no warm-up: use constant_with_warmup",
+        ),
         (("algorithm.old_policy_decay=1",), r"old_policy_decay\s.*less than 1"),
         (("algorithm.sample_source=disk",), r"sample_source\s.*'online' or 'offline'"),
     ],

@@ -66,6 +66,14 @@ def test_the_recipe_itself_is_taken(folder: Path, monkeypatch: pytest.MonkeyPatc
         ("data.train_batch_size=100", "has only 8 train prompts"),
         ("algorithm.adv_estimator=grop", "known: dance_grpo, flow_grpo"),
         ("actor_rollout_ref.actor.diffusion_loss.loss_mode=grop", "known: awm, dance_grpo, diffusion_nft"),
+        (
+            "actor_rollout_ref.actor.optim={lr_scheduler_type: cosine, lr_scheduler_kwargs: {min_lr: 0}}",
+            "lr_scheduler_kwargs has min_lr, but cosine takes num_cycles",
+        ),
+        (
+            "actor_rollout_ref.actor.optim={lr_scheduler_type: cosine, lr_warmup_steps: 9}",
+            "more than the 6 optimiser steps that it spans",
+        ),
         ("algorithm.name=grop", "known: flow_grpo, dance_grpo"),
         ("reward.functions={ocrr: {}}", "no reward 'ocrr'"),
         ("actor_rollout_ref.model.path=nowhere", "nowhere/model_index.json does not exist"),

@@ -12,13 +12,13 @@ from tasks.records.guards import HACKING_TAG
 from tasks.records.model_registry import HELD_OUT_TAG, champion, promote, register, tag_versions
 from tasks.records.notes import Weights
 from tasks.records.tracking import Tracker
+from tests.support.mlflow_store import mlflow_in
 
 
 @pytest.fixture
 def tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tracker:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
-    return Tracker(TrackingConfig(uri=uri, artifacts=(tmp_path / "artifacts").as_uri()), "a-run")
+    return Tracker(TrackingConfig(uri=mlflow_in(tmp_path), artifacts=(tmp_path / "artifacts").as_uri()), "a-run")
 
 
 @pytest.fixture

@@ -27,6 +27,7 @@ from tasks.report.thumbnails import SAMPLE_BYTES, of_sample, thumbnail
 from tasks.run import reporting
 from tasks.run.reporting import RunReport
 from tasks.stages.validation import Validation
+from tests.support.mlflow_store import mlflow_in
 from tests.support.recorded_run import HOSTILE, config_of, in_memory, in_mlflow, metrics_of, table_of
 
 MOST_BYTES = 5 * 2**20
@@ -90,7 +91,7 @@ def history(folder: Path) -> RunHistory:
     """A run of twelve iterations in a real MLflow store; one of its four prompts is hostile."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("MLFLOW_TRACKING_URI", raising=False)
-        settings = TrackingConfig(uri=f"sqlite:///{folder / 'mlflow.db'}", artifacts=(folder / "artifacts").as_uri())
+        settings = TrackingConfig(uri=mlflow_in(folder), artifacts=(folder / "artifacts").as_uri())
         tracker = Tracker(settings, "quickstart-1")
     in_mlflow(tracker, 12, 4, ["the number 1", "the number 2", "the number 3", HOSTILE])
     return RunHistory(tracker.client, tracker.run_id)

@@ -12,13 +12,13 @@ from pydantic import ValidationError
 from tasks.config.tracking import TrackingConfig
 from tasks.records.retention import remove_old_pictures, surplus
 from tasks.records.tracking import Tracker
+from tests.support.mlflow_store import mlflow_in
 
 PICTURE = np.full((8, 8, 3), 90, np.uint8)
 
 
 def settings(folder: Path, **keep: int) -> TrackingConfig:
-    uri = f"sqlite:///{folder / 'mlflow.db'}"
-    return TrackingConfig(uri=uri, artifacts=(folder / "artifacts").as_uri(), **keep)
+    return TrackingConfig(uri=mlflow_in(folder), artifacts=(folder / "artifacts").as_uri(), **keep)
 
 
 @pytest.fixture

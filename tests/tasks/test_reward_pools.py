@@ -75,6 +75,14 @@ def test_calls_are_cut_across_rollout_batches_and_change_no_score(cluster: None)
     assert uneven.samples["brightness/batch"].tolist() == [5] * 10 + [2] * 2
     assert uneven.samples["prompt"].tolist() == [str(i) for i in range(12)]
     assert uneven.busy["brightness"] > 0
+    # By default every worker has its share of every rollout batch.
+    shared = scored(config(brightness={"num_workers": 3}), shard=5)
+    assert shared.by_reward["brightness"].tolist() == LEVELS
+    assert shared.samples["brightness/batch"].tolist() == [2, 2, 2, 2, 1] * 2 + [1, 1]
+    assert (
+        scored(config(brightness={"batch_size": None}), shard=5).samples["brightness/batch"].tolist()
+        == [5] * 10 + [2] * 2
+    )
 
 
 def test_functions_may_be_async_and_may_want_latents(cluster: None) -> None:
@@ -100,6 +108,22 @@ def test_a_batch_is_scored_while_the_next_is_still_sampled(cluster: None, tmp_pa
     late = replace(second, pictures=sampled_late.remote(second.pictures))
     group = RewardGroup(config(fails_before={"options": {"folder": str(tmp_path), "attempts": 0}}))
     shards = [first, late, third]
+    assert group.table(shards, group.submit(shards)).by_reward["fails_before"].tolist() == LEVELS
+
+
+def test_a_batch_is_scored_while_an_earlier_one_is_still_sampled(cluster: None, tmp_path: Path) -> None:
+    """The first batch's pictures come only once another is scored by the one worker there is."""
+    calls = tmp_path / "calls"
+
+    @ray.remote(num_cpus=0)
+    def sampled_late(pictures: np.ndarray) -> np.ndarray:
+        wait_until(calls.exists, "another batch's scoring", every=0.02)
+        return pictures
+
+    first, second, third = batches()
+    late = replace(first, pictures=sampled_late.remote(first.pictures))
+    group = RewardGroup(config(fails_before={"options": {"folder": str(tmp_path), "attempts": 0}}))
+    shards = [late, second, third]
     assert group.table(shards, group.submit(shards)).by_reward["fails_before"].tolist() == LEVELS
 
 

@@ -25,6 +25,7 @@ from tasks.rewards import RewardError, check_reward, get_reward
 from tasks.system.credentials import CredentialError, without_password
 from tasks.system.ownership import OwnershipError, require_own
 from tasks.system.processes import identity, lives
+from tests.support.mlflow_store import mlflow_in
 
 PLANTED = "planted0123456789"
 
@@ -134,7 +135,7 @@ def test_what_a_run_writes_of_its_config_holds_names_of_variables_alone(
         "judge_grade": {"options": {"base_url": "http://j", "model": "m", "api_key_env": "JUDGE_KEY"}},
         "remote": {"options": {"url": "http://s", "token_env": "SCORER_TOKEN"}},
     }
-    tracker = Tracker(TrackingConfig(uri=f"sqlite:///{tmp_path}/mlflow.db", artifacts=str(tmp_path)), "run")
+    tracker = Tracker(TrackingConfig(uri=mlflow_in(tmp_path), artifacts=str(tmp_path)), "run")
     tracker.log_start(RewardConfig(functions=functions), {})
     record = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     assert b"SCORER_TOKEN" in record
@@ -192,7 +193,7 @@ def test_import_paths_of_a_recorded_config_are_found(monkeypatch: pytest.MonkeyP
 def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunHistory:
     """A run with a patch of one file, as it was recorded."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    config = TrackingConfig(uri=f"sqlite:///{tmp_path}/mlflow.db", artifacts=(tmp_path / "artifacts").as_uri())
+    config = TrackingConfig(uri=mlflow_in(tmp_path), artifacts=(tmp_path / "artifacts").as_uri())
     tracker = Tracker(config, "run")
     patch = b"diff --git a/x.py b/x.py\nnew file mode 100644\n--- /dev/null\n+++ b/x.py\n@@ -0,0 +1 @@\n+a = 1\n"
     tracker.log_lineage(Lineage({"mlflow.source.git.commit": "c" * 40}, patch, {}, []), 0)

@@ -2,12 +2,13 @@
 """A stage is a Prefect task that is timed, and takes its stopwatch before its own arguments."""
 
 import inspect
+import time
 
 import pytest
 from prefect import flow
 
 from tasks.stages.advantage import advantage
-from tasks.stages.log import log_files, register_weights
+from tasks.stages.log import register_weights
 from tasks.stages.old_log_prob import old_log_prob
 from tasks.stages.pairs import read_pairs
 from tasks.stages.reward import finish_reward
@@ -37,6 +38,27 @@ def test_a_stage_gets_its_arguments_without_the_stopwatch_and_is_timed_also_wher
     assert list(failed.seconds) == ["half_done"]
 
 
+def test_the_parts_of_a_time_are_its_whole_and_nothing_is_between_two() -> None:
+    """A stage within another one counts there alone, and what no stage has is orchestration."""
+    clock = Stopwatch(1)
+    with clock.stage("outer"):
+        time.sleep(0.01)
+        with clock.stage("inner"):
+            time.sleep(0.05)
+    with clock.stage_behind("written"):
+        time.sleep(0.01)
+    found = clock.finished()
+    assert found["inner"] > found["outer"] > 0
+    assert found.keys() == {"outer", "inner", "orchestration", "step"}
+    assert found.pop("step") == pytest.approx(sum(found.values()), rel=1e-12)
+    time.sleep(0.01)
+    after = clock.followed(2)
+    assert after.label == "2"
+    assert after.finished()["orchestration"] >= 0.01
+    assert clock.behind.keys() == {"written"}
+
+
+@pytest.mark.slow  # it starts Prefect's temporary server
 def test_prefect_binds_a_stages_arguments_and_its_stopwatch() -> None:
     assert list(inspect.signature(half.fn).parameters) == ["clock", "number", "other"]
 
@@ -49,9 +71,9 @@ def test_prefect_binds_a_stages_arguments_and_its_stopwatch() -> None:
 
 
 def test_the_tasks_names_are_those_that_the_docs_and_recorded_flow_runs_have() -> None:
-    stages = [advantage, log_files, register_weights, old_log_prob, read_pairs, finish_reward, finish_rollout]
+    stages = [advantage, register_weights, old_log_prob, read_pairs, finish_reward, finish_rollout]
     stages += [finish_rollout_ahead, save_checkpoint, sync_weights, update, draw_and_score]
-    names = ["advantage", "log", "register", "old-log-prob", "read-pairs", "reward", "rollout"]
+    names = ["advantage", "register", "old-log-prob", "read-pairs", "reward", "rollout"]
     names += ["rollout", "save-checkpoint", "sync-weights", "update", "validate"]
     assert [made.name for made in stages] == names
     assert not any(made.persist_result for made in stages)

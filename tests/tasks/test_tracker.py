@@ -23,11 +23,12 @@ from tasks.records.owner import FLOW_RUN, OWNER, Owner, close_dead_runs
 from tasks.records.patience import ONE_TRY, PatientClient, TrackingAway, require_answer
 from tasks.records.tracking import Tracker
 from tasks.system.processes import ProcessIdentity
+from tests.support.mlflow_store import mlflow_in
 from tests.support.patience import wait_for_server, wait_until
 
 
 def tracker(folder: Path, run_id: str | None = None) -> Tracker:
-    config = TrackingConfig(uri=f"sqlite:///{folder / 'mlflow.db'}", artifacts=(folder / "artifacts").as_uri())
+    config = TrackingConfig(uri=mlflow_in(folder), artifacts=(folder / "artifacts").as_uri())
     return Tracker(config, "a-run", run_id)
 
 
@@ -70,6 +71,7 @@ def listening(port: int) -> socket.socket | None:
         return None
 
 
+@pytest.mark.slow  # it starts MLflow's server
 def test_mlflow_that_is_gone_does_not_hide_what_ended_the_run(tmp_path: Path, monkeypatch, caplog) -> None:
     """Nor is it asked as often as in a run that goes on: each time it answers nothing is one try.
 
@@ -82,7 +84,7 @@ def test_mlflow_that_is_gone_does_not_hide_what_ended_the_run(tmp_path: Path, mo
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
-    command += ["--backend-store-uri", f"sqlite:///{tmp_path}/mlflow.db", "--artifacts-destination", str(tmp_path)]
+    command += ["--backend-store-uri", mlflow_in(tmp_path), "--artifacts-destination", str(tmp_path)]
     quiet = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
     server = subprocess.Popen(
         command, cwd=tmp_path, env=quiet, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True

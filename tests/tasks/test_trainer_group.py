@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The trainer's actors on a real Ray: another engine by its path, checkpoints in the background, determinism."""
 
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from models.config.actor import ForwardProcessConfig
 from models.rollout.diffusers import DiffusersRolloutEngine
 from models.samples.trajectories import Trajectories
 from models.weights.canary import Canary
-from tasks.actors.cluster import ActorGroup, ray_cluster
+from tasks.actors.cluster import ActorGroup, WorkerNeeds, ray_cluster
 from tasks.actors.messages import Rescored
 from tasks.actors.rollout_group import PendingBatch
 from tasks.actors.trainer_group import TrainerGroup
@@ -27,11 +28,21 @@ SETTINGS = {"clip_grad": 0.1, "ppo_micro_batch_size_per_gpu": 2}
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that others may read, as yet."""
+    folder = tmp_path_factory.mktemp("compiled")
+    folder.chmod(0o755)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cluster(compiled: Path) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("RAY_ADDRESS", raising=False)
         patch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))  # where the workers find the other engine
-        with ray_cluster(RayConfig(num_cpus=2), full_determinism=True):
+        with ray_cluster(
+            RayConfig(num_cpus=2), WorkerNeeds(full_determinism=True, compiles=True, compile_cache=str(compiled))
+        ):
             yield
 
 
@@ -153,6 +164,20 @@ def test_every_actor_computes_with_deterministic_kernels_alone(groups: dict[str,
         assert "does not have a deterministic implementation" in said
 
 
+def test_every_actor_keeps_what_it_compiles_in_one_folder_of_this_user(
+    groups: dict[str, TrainerGroup], compiled: Path
+) -> None:
+    def place(_actor: object) -> str:
+        from torch._inductor.runtime.cache_dir_utils import cache_dir, triton_cache_dir
+
+        return f"{cache_dir()} {triton_cache_dir(0)}"
+
+    actors = [actor for group in groups.values() for actor in group.group.actors]
+    for said in ray.get([actor.__ray_call__.remote(place) for actor in actors]):
+        assert said == f"{compiled} {compiled}/triton/0"
+    assert stat.S_IMODE(compiled.stat().st_mode) == 0o700
+
+
 def test_an_error_of_the_writing_fails_the_run(groups: dict[str, TrainerGroup], tmp_path: Path) -> None:
     """It is raised at the latest where the run would end, nothing half-written stays, and the trainer can go on."""
     group, store = groups["fsdp2"], CheckpointStore(tmp_path / "checkpoints", keep=2)
@@ -161,7 +186,7 @@ def test_an_error_of_the_writing_fails_the_run(groups: dict[str, TrainerGroup], 
         (folder / "__0_0.distcp").mkdir()  # in the way of the first rank's file
         group.start_saving(folder)
 
-    with pytest.raises(RuntimeError, match="__0_0"), store.settled():
+    with pytest.raises(RuntimeError, match="__0_0"), store.behind.settled():
         store.save_in_background(RunState(1, "c", "d", "r"), start_where_nothing_can_be_written, group.wait_until_saved)
     assert list(store.folder.iterdir()) == []
     store.save_in_background(RunState(2, "c", "d", "r"), group.start_saving, group.wait_until_saved)

@@ -13,20 +13,24 @@ from torch.utils.flop_counter import FlopCounterMode
 import models.families  # noqa: F401  registers the adapters
 from models.algorithms import get_diffusion_loss_fn
 from models.cost.device_peaks import PEAK_TFLOPS, peak_tflops
-from models.cost.flops import Batch, PolicyFlops, compared_passes
+from models.cost.flops import Batch, PolicyFlops, compared_passes, step_flops
 from models.cost.meta_pass import pass_cost
+from models.families.base import DiffusionModelConfig
 from models.rollout.diffusers import DiffusersRolloutEngine
 from models.samples.trajectories import LATENTS, RolloutRequest
 from models.training.fsdp import DiffusersFSDPEngine
 from models.training.micro_batches import ActorBatch
+from tasks.config.tree import TrainConfig
 from tasks.records.metrics import compute_utilisation_metrics
+from tasks.run.utilisation import Utilisation
 from tests.support.cases import crossed
 from tests.support.helpers import actor_config, model_config, noise_keys
 from tests.support.tiny_models import FAMILIES, embeddings_of
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
-WINDOW = (0, 1, 2)
+STEPS = 3
+WINDOW = (0, 1)
 
 
 def attention_flops(query: Any, key: Any, value: Any, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
@@ -56,7 +60,9 @@ def test_an_iteration_costs_what_torch_counts(
     family, guided, checkpointing = FAMILIES[name], not settings, bool(settings)
     height, width = family.sizes[0]
     pipeline = family.guided if guided else family.plain
-    config = model_config(tiny_folder(name), height=height, width=width, **pipeline, **settings)
+    config = model_config(
+        tiny_folder(name), height=height, width=width, num_inference_steps=STEPS, **pipeline, **settings
+    )
     prompts = embeddings_of(config, lengths=(40, 5), negative_length=4 if guided else None)
     request = RolloutRequest(
         noise_keys(2, 2), prompts, torch.tensor([0, 0, 1, 1]), WINDOW, outputs=frozenset({LATENTS})
@@ -88,7 +94,7 @@ def test_an_iteration_costs_what_torch_counts(
 
 def test_a_recorded_half_is_not_counted(tiny_model: Path) -> None:
     """Two epochs: the half without the prompt is missing from the first one."""
-    config = model_config(tiny_model, true_cfg_scale=3.0, lora_rank=4)
+    config = model_config(tiny_model, true_cfg_scale=3.0, lora_rank=4, num_inference_steps=STEPS)
     prompts = embeddings_of(config, lengths=(40,), negative_length=8)
     request = RolloutRequest(
         noise_keys(1, 2), prompts, torch.tensor([0, 0]), WINDOW, record_unconditional=True, outputs=frozenset({LATENTS})
@@ -99,12 +105,12 @@ def test_a_recorded_half_is_not_counted(tiny_model: Path) -> None:
     batch = ActorBatch([(trajectories, torch.tensor([1.0, -1.0]))], 2)
     with FlopCounterMode(display=False, custom_mapping=COUNTED) as updated:
         metrics = trainer.update_policy([batch, batch])
-    assert (metrics["sample_steps"], metrics["recorded_steps"]) == (12, 6)
+    assert (metrics["sample_steps"], metrics["recorded_steps"]) == (8, 4)
     cost = pass_cost(config, prompts, constant_half=True)
     flops = PolicyFlops(config, cost, Batch(1, *prompts.lengths))
     shapes = [Batch(2, *prompts.lengths)]
-    assert flops.update(shapes, 12, 0, 0, recorded=6) == pytest.approx(updated.get_total_flops(), rel=0.02)
-    assert flops.update(shapes, 12, 0, 0) > 1.05 * updated.get_total_flops()
+    assert flops.update(shapes, 8, 0, 0, recorded=4) == pytest.approx(updated.get_total_flops(), rel=0.02)
+    assert flops.update(shapes, 8, 0, 0) > 1.05 * updated.get_total_flops()
 
 
 def test_a_longer_text_costs_more_than_the_one_that_was_measured(tiny_model: Path) -> None:
@@ -152,3 +158,34 @@ def test_unknown_devices_have_no_peak() -> None:
     assert peak_tflops("NVIDIA B200", "float32") is None
     assert peak_tflops("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bfloat16") is None
     assert all(peaks["bfloat16"] > peaks.get("float32", 0.0) for peaks in PEAK_TFLOPS.values())
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_what_an_iteration_should_take_at_its_devices_peak(tiny_model: Path, ahead: bool) -> None:
+    """8 samples of 4 steps by two workers, 3 steps of each trained on by one rank; the longer one if they overlap."""
+    config = TrainConfig.model_validate(
+        {
+            "data": {"train_batch_size": 2},
+            "actor_rollout_ref": {
+                "model": {"path": str(tiny_model)},
+                "rollout": {
+                    **{"n": 4, "micro_batch_size": 4, "num_actors": 2},
+                    "pipeline": {"height": 16, "width": 24, "num_inference_steps": 4},
+                },
+                "actor": {"ppo_mini_batch_size": 1, "ppo_micro_batch_size_per_gpu": 4, "ppo_epochs": 2},
+            },
+            "trainer": {"device_peak_tflops": 0.5, "one_step_off_policy": ahead},
+        }
+    )
+    rollout = config.actor_rollout_ref.rollout
+    model = DiffusionModelConfig.load(config.actor_rollout_ref.model, rollout.pipeline, rollout.algo)
+    flops = PolicyFlops(model, pass_cost(model, embeddings_of(model, lengths=(9,))), Batch(1, 9))
+    group: Any = None  # a peak that is given asks no actor
+    utilisation = Utilisation(config, flops, [], group)  # type: ignore[arg-type]
+    found, one = utilisation.at_peak(), step_flops(model, 9)
+    assert found["rollout"] == pytest.approx(8 * 4 * one / (0.5e12 * 2), rel=0.02)
+    assert found["update"] == pytest.approx(2 * 8 * 3 * 3 * one / 0.5e12, rel=0.1)
+    whole = max(found.values()) if ahead else sum(found.values())
+    assert f"an iteration takes {whole:.3g} s (rollout {found['rollout']:.3g} s, update " in str(
+        utilisation.expectation()
+    )

@@ -96,6 +96,23 @@ def _optimizer(path: str, value: Any, given: Given) -> Taken | Elsewhere:
     return Taken({f"{ACTOR}.optim.lr_warmup_steps": round(value * steps)}, "of optimiser steps, not of iterations")
 
 
+def _schedule(path: str, value: Any, given: Given) -> Taken | Elsewhere:
+    """Theirs is constant or cosine, with fields of its own for what are arguments here."""
+    optim = f"{ACTOR}.optim"
+    name, floor = given.get(f"{optim}.lr_scheduler_type", "constant"), given.get(f"{optim}.min_lr_ratio")
+    if name == "constant":
+        warm = given.get(f"{optim}.lr_warmup_steps") or given.get(f"{optim}.lr_warmup_steps_ratio")
+        if path != f"{optim}.lr_scheduler_type":
+            return Elsewhere("the schedule is constant, which does not read it")
+        return Taken({path: "constant_with_warmup"}, "by transformers' name") if warm else Taken({path: name})
+    if name != "cosine":
+        return Elsewhere("a schedule of transformers by its name: docs/training.md")
+    arguments = {"num_cycles": given.get(f"{optim}.num_cycles"), "min_lr_rate": floor or None}
+    kwargs = {argument: number for argument, number in arguments.items() if number is not None}
+    settings = {f"{optim}.lr_scheduler_type": "cosine_with_min_lr" if floor else name}
+    return Taken(settings | ({f"{optim}.lr_scheduler_kwargs": kwargs} if kwargs else {}))
+
+
 def _strategy(path: str, value: Any, given: Given) -> Taken | Elsewhere:
     if value in ("fsdp", "fsdp2"):
         return Taken({path: "fsdp2"})
@@ -325,6 +342,10 @@ RULES: dict[str, Rule] = {
         "of the form without the step length, as there" if value else "",
     ),
     f"{ACTOR}.optim.lr_warmup_steps_ratio": _optimizer,
+    f"{ACTOR}.optim.lr_scheduler_type": _schedule,
+    f"{ACTOR}.optim.num_cycles": _schedule,
+    f"{ACTOR}.optim.min_lr_ratio": _schedule,
+    f"{ACTOR}.optim.total_training_steps": Elsewhere("the run fills in its own number of optimiser steps, as there"),
     f"{ACTOR}.grad_clip": _to(f"{ACTOR}.optim.clip_grad"),
     f"{ACTOR}.fsdp_config.model_dtype": _model_dtype,
     f"{ACTOR}.fsdp_config.fsdp_size": SHARDED,

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model's text encoders at work: what the `embeddings` stage writes, and what encodes prompts within a run."""
+
+import inspect
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from models.config.algo import DiffusionRolloutAlgoConfig
+from models.config.model import ModelConfig
+from models.config.pipeline import DiffusionPipelineConfig
+from models.families.base import DiffusionModelBase, DiffusionModelConfig
+from tasks.config.params import EmbeddingsParams
+from tasks.data.prompt_files import DatasetError
+from tasks.data.prompts import Prompt, check_prompt_lengths
+
+
+def adapter_of(
+    model: str | Path, external_lib: str | None = None, **pipeline: int
+) -> tuple[type[DiffusionModelBase], DiffusionModelConfig]:
+    """The adapter of a model folder, and its settings; `pipeline` are sampling fields, such as the height."""
+    described = ModelConfig(path=str(model), external_lib=external_lib)
+    sections = described, DiffusionPipelineConfig(**pipeline), DiffusionRolloutAlgoConfig()
+    model_config = DiffusionModelConfig.load(*sections)
+    return DiffusionModelBase.get_class(model_config), model_config
+
+
+def check_adapter_file(adapter: type[DiffusionModelBase], file: str, field: str) -> None:
+    """Raise DatasetError unless the adapter's code stands in `file`, which DVC watches in its place."""
+    source = Path(inspect.getfile(adapter))
+    if source.resolve() != Path(file).resolve():
+        shown = source.relative_to(Path.cwd()) if source.is_relative_to(Path.cwd()) else source
+        raise DatasetError(
+            f"{field} is {file}, but the model's adapter is in {shown}: name that file, so that DVC sees it change"
+        )
+
+
+class TextEncoding:
+    """The text encoders of a model, loaded. Torch's threads on the CPU are set for the whole process.
+
+    Args:
+        model: folder in diffusers format.
+        settings: how they encode: number format, device, length, threads.
+    """
+
+    def __init__(self, model: str | Path, settings: EmbeddingsParams):
+        if settings.device == "cuda" and not torch.cuda.is_available():
+            raise DatasetError("embeddings.device is cuda, but torch finds no GPU here: set cpu, or run where one is")
+        torch.set_num_threads(settings.threads)
+        self.adapter, _ = adapter_of(model, settings.external_lib)
+        self.max_sequence_length = settings.max_sequence_length
+        given = settings.negative_prompt
+        self.negative_prompt = self.adapter.negative_prompt if given is None else given
+        self._pipeline = self.adapter.load_text_pipeline(model, getattr(torch, settings.dtype)).to(settings.device)
+
+    def check_lengths(self, prompts: Sequence[Prompt]) -> None:
+        """Raise DatasetError for a prompt, or a negative prompt of its own, that would be cut off without a word."""
+        own = [prompt.negative for prompt in prompts if prompt.negative is not None]
+        for texts in filter(None, (prompts, own)):
+            lengths = self.adapter.prompt_lengths(self._pipeline, [text.prompt for text in texts])
+            check_prompt_lengths(texts, lengths, self.max_sequence_length)
+
+    @torch.no_grad()
+    def encode(self, texts: list[str]) -> dict[str, torch.Tensor]:
+        """`prompt_embeds` [B, L, D], `prompt_embeds_mask` [B, L] and the family's extras [B, ...] of B texts."""
+        return self.adapter.encode_prompts(self._pipeline, texts, self.max_sequence_length)

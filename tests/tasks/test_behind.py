@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is written behind a run is written in order, and what fails is the last and is never silent."""
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import pytest
+
+from tasks.system import behind as module
+from tasks.system.behind import Behind
+
+FLOW: ContextVar[str] = ContextVar("flow", default="none")
+
+
+class Payload:
+    """What a work holds on to."""
+
+
+def fail() -> None:
+    raise OSError("the disk is gone")
+
+
+def test_works_are_done_in_order_while_their_giver_goes_on_and_see_its_context() -> None:
+    done, go_on = [], threading.Event()
+    FLOW.set("this one")
+    behind = Behind()
+    FLOW.set("a later one")
+    held = behind.submit(go_on.wait, 60)
+    behind.submit(lambda: done.append(("second", FLOW.get())))
+    assert not held.done()
+    assert done == []
+    go_on.set()
+    assert behind.wait(behind.submit(lambda: len(done))) == 1
+    assert done == [("second", "this one")]
+
+
+def test_nothing_is_begun_behind_what_failed_and_its_error_is_raised_by_whatever_comes_next() -> None:
+    done, go_on = [], threading.Event()
+    behind = Behind()
+    behind.submit(go_on.wait, 60)
+    behind.submit(fail)
+    record = behind.submit(done.append, "a record that relies on it")
+    go_on.set()
+    for ask in (lambda: behind.wait(record), behind.settle, behind.check, lambda: behind.submit(done.append, "more")):
+        with pytest.raises(OSError, match="the disk is gone"):
+            ask()
+    assert done == []
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_an_end_waits_for_all_and_a_failing_one_keeps_its_own_error(own: bool) -> None:
+    behind, done = Behind(), []
+    with behind.settled():
+        behind.submit(done.append, "written")
+    assert done == ["written"]
+    if own:
+        with pytest.raises(ZeroDivisionError) as raised, behind.settled():
+            behind.submit(fail)
+            raise ZeroDivisionError
+        assert "the disk is gone" in raised.value.__notes__[0]
+    else:
+        with pytest.raises(OSError, match="the disk is gone") as gone, behind.settled():
+            behind.submit(fail)
+            behind.settle()
+        assert not hasattr(gone.value, "__notes__"), "it is not told of itself"
+
+
+def test_what_a_work_holds_is_let_go_when_it_is_done() -> None:
+    """An iteration's samples are not kept until the next one's are written."""
+    behind, payload = Behind(), Payload()
+    there = weakref.ref(payload)
+    future = behind.submit(lambda kept: None, payload)
+    behind.wait(future)
+    del payload, future
+    behind.submit(gc.collect)
+    behind.settle()
+    assert there() is None
+
+
+def test_a_long_wait_is_spent_in_what_holds_it_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of an MLflow server that is away: the run's GPUs are given up until it is back, and an end does not wait."""
+    monkeypatch.setattr(module, "LOOK_S", 0.02)
+    behind, away, asleep = Behind(), threading.Event(), []
+
+    @contextmanager
+    def sleeping() -> Iterator[None]:
+        asleep.append("begun")
+        away.clear()
+        yield
+        asleep.append("ended")
+
+    away.set()
+    behind.held_up = lambda: sleeping() if away.is_set() else None
+
+    def ask() -> None:
+        while away.is_set():
+            pass
+
+    behind.submit(ask)
+    behind.settle()
+    assert asleep == ["begun", "ended"]
+    away.set()
+    with pytest.raises(KeyboardInterrupt) as raised, behind.settled():
+        behind.submit(lambda: threading.Event().wait(0.5))
+        raise KeyboardInterrupt
+    assert "takes too long" in raised.value.__notes__[0]

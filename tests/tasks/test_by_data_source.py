@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which reward scores a sample follows from its prompt's `data_source`."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tasks.data.prompts import Prompt
+from tasks.rewards import RewardError, check_reward, get_reward
+
+SOURCES = {"plain": "jpeg_compressibility", "bright": {"reward": "brightness"}}
+
+
+def prompt(source: str | None) -> Prompt:
+    return Prompt("u", "a cup", None, {} if source is None else {"data_source": source}, "p.txt:1")
+
+
+def test_each_sample_has_the_score_of_its_own_sources_reward() -> None:
+    pictures = np.random.default_rng(0).integers(0, 256, (5, 8, 8, 3), np.uint8)
+    prompts = [prompt(source) for source in ("bright", "plain", "bright", "plain", "plain")]
+    result = get_reward("by_data_source", sources=SOURCES)(pictures, prompts)
+    bright = get_reward("brightness")(pictures, prompts).scores
+    plain = get_reward("jpeg_compressibility")(pictures, prompts).scores
+    wanted = np.where([True, False, True, False, False], bright, plain)
+    assert np.array_equal(result.scores, wanted)
+    assert result.details["score_bright"] == [wanted[0], None, wanted[2], None, None]
+    assert result.details["score_plain"] == [None, wanted[1], None, wanted[3], wanted[4]]
+
+
+def test_a_failure_of_one_source_is_its_own() -> None:
+    sources = {"bright": "brightness", "bad": f"{__name__}:fails"}
+    result = get_reward("by_data_source", sources=sources)(
+        np.zeros((2, 8, 8, 3), np.uint8), [prompt("bad"), prompt("bright")]
+    )
+    assert np.isnan(result.scores).tolist() == [True, False]
+    assert result.details["error"] == ["no server", None]
+
+
+def fails(images: np.ndarray, prompts: Any) -> Any:
+    from tasks.rewards import RewardResult
+
+    return RewardResult(np.full(len(images), np.nan), {"error": ["no server"] * len(images)})
+
+
+@pytest.mark.parametrize(
+    ("sources", "complaint"),
+    [
+        ({}, "sources must name a reward for each data_source"),
+        ({"a": 3}, "sources 'a' must be a reward's name, or `reward` and `options`"),
+        ({"a": {"reward": "ocr", "weight": 2}}, "sources 'a' must be a reward's name"),
+        ({"a:b": "ocr"}, "sources 'a:b' names a metric"),
+        ({"a": "no_reward"}, "there is no reward 'no_reward'"),
+        ({"a": {"reward": "ocr", "options": {"no": 1}}}, "reward 'ocr': got an unexpected keyword"),
+        ({"a": "remote_latents"}, "remote_latents"),
+        ({"a": {"reward": "by_data_source", "options": {"sources": SOURCES}}}, "cannot be one of them"),
+    ],
+)
+def test_what_is_no_reward_is_refused_before_anything_loads(sources: Any, complaint: str) -> None:
+    with pytest.raises(RewardError, match=complaint):
+        check_reward("by_data_source", sources=sources)
+
+
+@pytest.mark.parametrize("source", ["other", None])
+def test_a_source_without_a_reward_is_refused_before_anything_loads(source: str | None) -> None:
+    found = check_reward("by_data_source", sources=SOURCES)
+    assert isinstance(found, type)
+    found.check_prompts("by_data_source", {"sources": SOURCES}, [prompt("plain")])
+    with pytest.raises(RewardError, match=f"'a cup' has data_source {source!r}; sources names plain, bright"):
+        found.check_prompts("by_data_source", {"sources": SOURCES}, [prompt("plain"), prompt(source)])
