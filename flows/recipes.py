@@ -4,10 +4,8 @@
 It imports neither torch nor Prefect: what is wrong is known in the first second.
 """
 
-import copy
 import json
 from collections.abc import Mapping
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -74,22 +72,12 @@ def read_yaml(file: Path, advice: str) -> Any:
     """What is in a YAML or JSON file. Raises RecipeError where there is none, with the advice."""
     try:
         # YAML 1.1 takes JSON's 1e-7, which has no dot, for text.
-        return json.loads(file.read_text()) if file.suffix == ".json" else _parsed(file.read_text())
+        return json.loads(file.read_text()) if file.suffix == ".json" else yaml.safe_load(file.read_text())
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not text"
         raise RecipeError(f"{file} cannot be read ({reason}): {advice}") from error
     except NO_YAML as error:
         raise RecipeError(f"{file} is neither YAML nor JSON: {_reason(error)}") from error
-
-
-def _parsed(text: str) -> Any:
-    return copy.deepcopy(_parsed_once(text))
-
-
-@lru_cache(maxsize=2)
-def _parsed_once(text: str) -> Any:
-    """What a YAML text says. prefect.yaml takes PyYAML a fifth of a second, and is read for every recipe."""
-    return yaml.safe_load(text)
 
 
 def parse_changes(settings: list[str], file: Path | None = None) -> TrainOverrides:

@@ -84,7 +84,7 @@ def lineage(data: Sequence[Path], code: Path = CODE) -> Lineage:
 
 @functools.cache
 def _packages() -> dict[str, str]:
-    """Name -> version of what is installed, read once a process: it takes half a second."""
+    """Name -> version of what is installed, read once a process."""
     return {d.name: d.version for d in sorted(metadata.distributions(), key=lambda d: d.name.lower())}
 
 

@@ -81,12 +81,17 @@ def averaged(engine: DiffusersFSDPEngine) -> dict[str, Tensor]:
 
 
 def train_two_ranks(
-    rank: int, model: Path, trajectories: Trajectories, wan: tuple[Path, Trajectories], folder: Path
+    rank: int, model: Path, trajectories: Trajectories, wan: tuple[Path, Trajectories], shared: Path
 ) -> dict[str, Any]:
-    """Two updates, a third one while a checkpoint is written in the background; also the average at the end."""
+    """Two updates, a third one while a checkpoint is written in the background; also the average at the end.
+
+    And where one rank's checkpoints lead to.
+    """
+    folder = shared / "from_two"
     results: dict[str, Any] = {
         "bad_sample": past_a_bad_sample(model, trajectories, rank, ranks=2),
         "wan": kept_in_fp32_steps(*wan, rank, 2, folder / "wan"),
+        "resumed": resume_on_two_ranks(rank, model, trajectories, shared / "from_one"),
     }
     for kind in KINDS:
         engine, batch = new_engine(model, kind), batch_of(trajectories, kind, rank, ranks=2)
@@ -176,9 +181,10 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def two_ranks(
-    tiny_model: Path, trajectories: Trajectories, wan: tuple[Path, Trajectories], shared: Path
+    tiny_model: Path, trajectories: Trajectories, wan: tuple[Path, Trajectories], shared: Path, one_rank_result: dict
 ) -> list[dict[str, Any]]:
-    return gloo_world(train_two_ranks, 2, shared / "world", tiny_model, trajectories, wan, shared / "from_two")
+    """One world for all that ranks do here, so after `one_rank_result`, whose checkpoints it reads."""
+    return gloo_world(train_two_ranks, 2, shared / "world", tiny_model, trajectories, wan, shared)
 
 
 @pytest.fixture(scope="module")
@@ -244,13 +250,10 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_one(
         assert largest_difference(averaged(engine), expected_average) < 1e-5
 
 
-def test_a_checkpoint_of_one_rank_goes_on_with_two(
-    one_rank_result: dict, tiny_model: Path, trajectories: Trajectories, shared: Path
-) -> None:
-    folder = shared / "from_one"
-    rank_zero, _ = gloo_world(resume_on_two_ranks, 2, shared / "resumed", tiny_model, trajectories, folder)
+def test_a_checkpoint_of_one_rank_goes_on_with_two(two_ranks: list[dict], one_rank_result: dict) -> None:
     for kind in KINDS:
-        assert largest_difference(rank_zero[kind].weights[0], one_rank_result[kind][0].weights[2]) < 1e-5
+        resumed = two_ranks[0]["resumed"][kind].weights[0]
+        assert largest_difference(resumed, one_rank_result[kind][0].weights[2]) < 1e-5
 
 
 def test_all_ranks_leave_out_a_step_that_one_ranks_sample_spoils(

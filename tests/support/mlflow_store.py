@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MLflow's database for a test: a copy of one that MLflow made, whose hundred tables take half a second."""
+"""MLflow's database for a test: a copy of one that MLflow made, whose tables take it a second."""
 
 import atexit
 import functools
