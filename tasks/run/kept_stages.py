@@ -11,11 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-import ray
 
 from tasks.actors.messages import RolloutReply, ask
 from tasks.actors.reward_group import Scores
 from tasks.actors.rollout_group import PendingBatch, RolloutGroup, pending_batch
+from tasks.actors.waiting import get
 from tasks.data.prompts import Prompt
 from tasks.records.run_store import CheckpointStore, RunState
 
@@ -45,7 +45,7 @@ class KeptStages:
 
         def write_all(folder: Path) -> None:
             files = [folder.resolve() / f"{number:04d}.safetensors" for number in range(len(batches))]
-            ray.get(
+            get(
                 [
                     workers.group.actors[batch.worker].write.remote(
                         file, batch.trajectories, batch.pictures, batch.latents
