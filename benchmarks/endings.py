@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a command heeds SIGTERM, wherever it comes: what it prints, how soon, and how soon all of its processes are gone.
 
-    python -m benchmarks.endings [--moments update ...] [--signal TERM] [--repository PATH] [--py-spy PROGRAM]
+    python -m benchmarks.endings [--moments update ...] [--signal TERM] [--log endings.jsonl] [--write]
+        [--repository PATH] [--py-spy PROGRAM]
 
 Each moment is a command in a temporary folder, most of them a small form of the quickstart on a Prefect server and a
 Ray cluster of the run's own, and a sign by which its processes show that it is there. Prints a line of JSON a moment,
-and at the end a table. `--repository` measures other code, as a worktree of another commit; `--py-spy` prints where the
-driver's main thread is each half second after the signal.
+which is also added to `--log`, and a table of the newest line of each moment in the log, which `--write` puts into the
+docs (`--moments` without any: the table alone). `--repository` measures other code, as a worktree of another commit;
+`--py-spy` prints where the driver's main thread is each half second after the signal.
 """
 
 import argparse
@@ -29,10 +31,12 @@ from typing import Any
 import psutil
 import yaml
 
+from benchmarks.docs import put_table
 from benchmarks.kill_rounds import SMALL
 from benchmarks.local_services import ROOT, wait_until
 from tasks.config.overrides import merged
 
+DOCS = Path("docs/platform.md")
 PATIENCE = 600
 LATEST = 90
 """Seconds after the signal at which what still runs is killed, and called so."""
@@ -257,21 +261,27 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 def main() -> None:
     """Measure the moments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--moments", nargs="+", choices=[*MOMENTS], default=[*MOMENTS])
+    parser.add_argument("--moments", nargs="*", choices=[*MOMENTS], default=[*MOMENTS])
     parser.add_argument("--signal", choices=["INT", "TERM"], default="TERM")
     parser.add_argument("--repository", type=Path, default=ROOT)
     parser.add_argument("--py-spy", help="the program")
+    parser.add_argument("--log", type=Path, default=Path("endings.jsonl"), help="every moment's line is added here")
+    parser.add_argument("--write", action="store_true", help=f"put the table into {DOCS}")
     chosen = parser.parse_args()
-    rows, base = [], Path(tempfile.mkdtemp(prefix="endings-"))
+    base = Path(tempfile.mkdtemp(prefix="endings-"))
     try:
         for name in chosen.moments:
             number = signal.Signals[f"SIG{chosen.signal}"]
-            row = measure(name, base, number, chosen.repository.resolve(), chosen.py_spy)
-            print(json.dumps(row), flush=True)
-            rows.append(row)
+            line = json.dumps(measure(name, base, number, chosen.repository.resolve(), chosen.py_spy))
+            print(line, flush=True)
+            with chosen.log.open("a") as stream:
+                stream.write(f"{line}\n")
     finally:
         shutil.rmtree(base, ignore_errors=True)
-    print(table(rows))
+    rows = {row["moment"]: row for row in map(json.loads, chosen.log.read_text().splitlines())}
+    print(table([rows[name] for name in MOMENTS if name in rows]))
+    if chosen.write:
+        put_table(DOCS, "endings.py", table([rows[name] for name in MOMENTS if name in rows]))
 
 
 if __name__ == "__main__":

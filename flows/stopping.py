@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.process import parent_process
 from types import FrameType
 
 from tasks.system.causes import causes
@@ -19,6 +20,7 @@ NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 
 
 _said: set[int] = set()
+_codes: list[int] = []
 _saying = threading.Lock()
 
 
@@ -62,23 +64,25 @@ def _say_all(heard: int) -> None:
             say(number[0])
 
 
-def leave_early() -> list[int]:
-    """The process ends as soon as everything is done that is registered for its end, if its exit code is in this list.
+def leave_early(code: int) -> None:
+    """The process ends with this code as soon as everything is done that is registered for its end.
 
-    What would come next is that all modules are taken down, seconds of work with torch, Ray and Prefect among them. To
-    be called before they are imported: what is registered first is done last.
+    What would come next is that all modules are taken down, seconds of work with torch, Ray and Prefect among them. A
+    process of multiprocessing ends without that anyway.
     """
-    codes: list[int] = []
-    atexit.register(_leave, codes)
-    return codes
+    if parent_process() is None:
+        _codes.append(code)
 
 
-def _leave(codes: list[int]) -> None:
-    if codes:
-        logging.shutdown()
+def _leave() -> None:
+    if _codes:
+        logging.shutdown()  # which may have been registered before
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-        os._exit(codes[-1])
+        os._exit(_codes[-1])
+
+
+atexit.register(_leave)  # here, where a command's process begins: what is registered first is done last
 
 
 def end_now(number: int, frame: FrameType | None = None) -> None:

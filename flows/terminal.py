@@ -39,11 +39,10 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show an error's whole trac
 
 def run_command(main: Callable[..., None]) -> None:
     """Run a function as a command with its arguments from the command line; it does not return."""
-    codes = leave_early()
     try:
         command_of(main)()
     except SystemExit as end:
-        codes.append(end.code if isinstance(end.code, int) else int(end.code is not None))
+        leave_early(end.code if isinstance(end.code, int) else int(end.code is not None))
         raise
 
 
