@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from threading import Timer
 from types import FrameType
 from typing import NoReturn
@@ -115,3 +116,15 @@ def test_sigterm_ends_a_wait_before_what_is_waited_for(waiting: Callable[[ray.Ob
         signal.signal(signal.SIGTERM, earlier)
         later.cancel()
         gate.release.remote("a")
+
+
+IN_WORKERS = {"trainer_rank.py", "rollout_worker.py", "weight_transport.py"}
+BRIEF = {"waiting.py", "machines.py"}
+"""They wait for seconds at most, or in a thread."""
+
+
+def test_the_driver_waits_in_no_other_way() -> None:
+    """With `ray.get` or `ray.wait` SIGTERM would be heeded once the awaited call is done."""
+    files = [file for floor in ("flows", "tasks") for file in (Path(__file__).parents[2] / floor).rglob("*.py")]
+    waiting = {file.name for file in files if "ray.get(" in file.read_text() or "ray.wait(" in file.read_text()}
+    assert waiting == IN_WORKERS | BRIEF
