@@ -114,7 +114,7 @@ class Left:
 
 def command() -> None:
     with in_a_sentence():
-        sys.kept = Left()
+        globals()["kept"] = Left()
         atexit.register(os.write, 2, b"at exit\\n")
         handle(raise_it)
         say_at_once()
