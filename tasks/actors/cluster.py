@@ -198,7 +198,10 @@ def _below(process: psutil.Process) -> list[psutil.Process]:
 def _is_of_ray(process: psutil.Process) -> bool:
     """One of Ray's daemons, agents and workers, by its program, its arguments or the title it gave itself."""
     with suppress(psutil.NoSuchProcess):
-        return any(word.startswith(("ray::", RAY_FILES)) for word in process.cmdline())
+        words = [
+            word for word in process.cmdline() if "multiprocessing" not in word
+        ]  # a fork server has Ray's folder, too
+        return any(word.startswith("ray::") or RAY_FILES in word for word in words)
     return False
 
 
