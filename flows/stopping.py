@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ctrl-C and SIGTERM: what ends at once, and what has to be ended in order. Imports nothing that takes time."""
 
+import atexit
+import logging
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.process import parent_process
 from types import FrameType
 
 from tasks.system.causes import causes
@@ -15,6 +19,11 @@ NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 """Signals that end a command with 128 and their number, as a shell says it: 130 and 143."""
 
 
+_said: set[int] = set()
+_codes: list[int] = []
+_saying = threading.Lock()
+
+
 class Stopped(BaseException):
     """SIGTERM, where nobody else minds it."""
 
@@ -22,6 +31,58 @@ class Stopped(BaseException):
 def stopped(number: int) -> str:
     """What is said of it."""
     return f"stopped by {NAMES[signal.Signals(number)]}"
+
+
+def say(number: int) -> None:
+    """Say it, unless somebody has since `forget_said`."""
+    with _saying:
+        if number not in _said:
+            _said.add(number)
+            os.write(2, f"{chr(10) * os.isatty(2)}{stopped(number)}\n".encode())  # below the bar, or the terminal's ^C
+
+
+def forget_said() -> None:
+    """A command begins."""
+    _said.clear()
+
+
+def say_at_once() -> None:
+    """From now on it is said when the signal comes: whoever handles it, and whatever keeps the main thread meanwhile.
+
+    What is there then is ended in order, which takes seconds on a busy machine.
+    """
+    if threading.current_thread() is threading.main_thread():
+        heard, written = os.pipe()
+        os.set_blocking(written, False)
+        signal.set_wakeup_fd(written, warn_on_full_buffer=False)
+        threading.Thread(target=_say_all, args=(heard,), daemon=True).start()
+
+
+def _say_all(heard: int) -> None:
+    while number := os.read(heard, 1):
+        if number[0] in NAMES:
+            say(number[0])
+
+
+def leave_early(code: int) -> None:
+    """The process ends with this code as soon as everything is done that is registered for its end.
+
+    What would come next is that all modules are taken down, seconds of work with torch, Ray and Prefect among them. A
+    process of multiprocessing ends without that anyway.
+    """
+    if parent_process() is None:
+        _codes.append(code)
+
+
+def _leave() -> None:
+    if _codes:
+        logging.shutdown()  # which may have been registered before
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(_codes[-1])
+
+
+atexit.register(_leave)  # here, where a command's process begins: what is registered first is done last
 
 
 def end_now(number: int, frame: FrameType | None = None) -> None:

@@ -16,7 +16,20 @@ from typer.core import TyperGroup
 
 from flows.deploy.access import guard_temporary_server, start_temporary_server
 from flows.deploy.heartbeats import send_heartbeats
-from flows.stopping import Handler, Stopped, end_now, handle, handled, raise_it, signal_of, stopped
+from flows.stopping import (
+    Handler,
+    Stopped,
+    end_now,
+    forget_said,
+    handle,
+    handled,
+    leave_early,
+    raise_it,
+    say,
+    say_at_once,
+    signal_of,
+    stopped,
+)
 from models.errors import DoubleflowError
 from tasks.config.errors import described
 from tasks.config.tree import TrainConfig
@@ -29,7 +42,11 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show an error's whole trac
 
 def run_command(main: Callable[..., None]) -> None:
     """Run a function as a command with its arguments from the command line; it does not return."""
-    command_of(main)()
+    try:
+        command_of(main)()
+    except SystemExit as end:
+        leave_early(end.code if isinstance(end.code, int) else int(end.code is not None))
+        raise
 
 
 def command_of(main: Callable[..., None]) -> typer.Typer:
@@ -72,6 +89,7 @@ def in_a_sentence(debug: bool = False, on_signal: Handler = end_now) -> Iterator
     if debug:
         yield
         return
+    forget_said()
     try:
         with warnings.catch_warnings(), handled(on_signal):
             warnings.simplefilter("ignore")
@@ -80,10 +98,15 @@ def in_a_sentence(debug: bool = False, on_signal: Handler = end_now) -> Iterator
         said, code = last_words(error)
         if said is None:
             raise
-        if code != WRONG_INPUT and sys.stderr.isatty():  # below the bar, or the terminal's ^C
-            typer.echo(err=True)
-        for line in dict.fromkeys([said, *_notes(error)]):
-            typer.echo(line, err=True)
+        if number := signal_of(error):
+            say(number)
+        else:
+            if code != WRONG_INPUT and sys.stderr.isatty():  # below the bar
+                typer.echo(err=True)
+            typer.echo(said, err=True)
+        for line in dict.fromkeys(_notes(error)):
+            if line != said:
+                typer.echo(line, err=True)
         raise typer.Exit(code) from None
 
 
@@ -176,6 +199,7 @@ def started(flow: Callable[..., Any], debug: bool, *arguments: Any, continues: b
     if debug:
         return flow(*arguments, **named)
     quiet_console()
+    say_at_once()
     try:
         return flow(*arguments, **named)
     except (Exception, KeyboardInterrupt, Stopped) as error:

@@ -9,10 +9,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 from prefect.client.orchestration import get_client
 from prefect.concurrency.sync import concurrency
@@ -32,8 +34,10 @@ from models.runtime import compile_cache, determinism
 from tasks.actors.machines import Whereabouts
 from tasks.actors.memory import memory_of, peak_metrics
 from tasks.actors.ray_files import keep_token_private, working_folder
+from tasks.actors.waiting import get
 from tasks.actors.watchdog import watchdog
 from tasks.config.trainer import RayConfig
+from tasks.system.signals import passed_on
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +65,11 @@ ANSWER_SECONDS = 8.0
 """For somebody to listen at RAY_ADDRESS; Ray itself goes on trying for minutes, and does not heed SIGTERM meanwhile."""
 SLOT_LEASE_SECONDS = 90.0
 """After which the slots of a run that was killed are free; Prefect renews them while it lives."""
+
+
+AGENTS_SECONDS = 2
+"""For what Ray has started to end with it."""
+RAY_FILES = str(Path(ray.__file__).parent)
 
 
 @dataclass(frozen=True)
@@ -170,21 +179,73 @@ def ray_cluster(config: RayConfig, needs: WorkerNeeds = WorkerNeeds()) -> Iterat
     with nullcontext() if address else working_folder() as folder, watchdog(folder):
         if folder is not None:
             place["_temp_dir"] = str(folder)
-        on_sigterm = signal.getsignal(signal.SIGTERM)
-        try:
-            ray.init(log_to_driver=config.log_to_driver, logging_level=logging.WARNING, **place)
-        except (ConnectionError, AuthenticationError) as error:
-            raise ClusterError(
-                f"the Ray cluster at RAY_ADDRESS {address} cannot be joined ({error}): start it, unset RAY_ADDRESS, "
-                "or, if it was started with a token, set RAY_AUTH_MODE=token and have the same token here"
-            ) from error
-        if threading.current_thread() is threading.main_thread():
-            # Ray has put its own in its place, which prints the C++ stack and calls sys.exit with 15.
-            signal.signal(signal.SIGTERM, on_sigterm)
-        try:
+        with _own_daemons_ended():
+            try:
+                with _own_handler_of_sigterm():
+                    ray.init(log_to_driver=config.log_to_driver, logging_level=logging.WARNING, **place)
+            except (ConnectionError, AuthenticationError) as error:
+                raise ClusterError(
+                    f"the Ray cluster at RAY_ADDRESS {address} cannot be joined ({error}): start it, unset "
+                    "RAY_ADDRESS, or, if it was started with a token, set RAY_AUTH_MODE=token and have the same token "
+                    "here"
+                ) from error
             yield
-        finally:
-            ray.shutdown()
+
+
+@contextmanager
+def _own_daemons_ended() -> Iterator[None]:
+    """Disconnect from Ray after the block, and end what it has started on this machine, also where the start itself
+    was interrupted: the agents of a raylet that is gone look for its head for a minute."""
+    before = set(psutil.Process().children())
+    try:
+        yield
+    finally:
+        family = [member for child in set(psutil.Process().children()) - before for member in _below(child)]
+        family = [member for member in family if _is_of_ray(member)]
+        ray.shutdown()
+        _, left = psutil.wait_procs(family, timeout=AGENTS_SECONDS)
+        for member in left:
+            with suppress(psutil.NoSuchProcess):
+                member.kill()
+        psutil.wait_procs(left, timeout=AGENTS_SECONDS)
+
+
+def _below(process: psutil.Process) -> list[psutil.Process]:
+    """The process and all that it has started."""
+    with suppress(psutil.NoSuchProcess):
+        return [process, *process.children(recursive=True)]
+    return []
+
+
+def _is_of_ray(process: psutil.Process) -> bool:
+    """One of Ray's daemons, agents and workers, by its program, its arguments or the title it gave itself."""
+    with suppress(psutil.NoSuchProcess):
+        words = [
+            word for word in process.cmdline() if "multiprocessing" not in word
+        ]  # a fork server has Ray's folder, too
+        return any(word.startswith("ray::") or RAY_FILES in word for word in words)
+    return False
+
+
+@contextmanager
+def _own_handler_of_sigterm() -> Iterator[None]:
+    """The handler of before hears of SIGTERM, also within the block and afterwards.
+
+    `ray.init` puts its own in its place, which prints the C++ stack and calls sys.exit with 15.
+    """
+    before = signal.getsignal(signal.SIGTERM)
+    on_main_thread, stopped = threading.current_thread() is threading.main_thread(), False
+    try:
+        yield
+    except SystemExit as end:
+        stopped = on_main_thread and end.code == signal.SIGTERM
+        if not stopped:
+            raise
+    finally:
+        if on_main_thread:
+            signal.signal(signal.SIGTERM, before)
+    if stopped:
+        signal.raise_signal(signal.SIGTERM)
 
 
 @contextmanager
@@ -303,11 +364,17 @@ def _held(bundles: list[dict[str, float]], strategy: str, nodes: list[str]) -> P
     selectors = [{NODE_LABEL: node} for node in nodes]
     group = placement_group(bundles, strategy=strategy, bundle_label_selector=selectors)
     waited = 0
-    while not group.wait(1):  # by the second, so that the run can be ended meanwhile
+    while not _is_held(group):
         if waited == WAIT_WARNING_S:
             log.warning("waiting for GPUs of the Ray cluster that others hold")
         waited += 1
     return group
+
+
+def _is_held(group: PlacementGroup) -> bool:
+    """Within a second, so that the run can be ended meanwhile."""
+    with passed_on():
+        return bool(group.wait(1))
 
 
 class ActorGroup:
@@ -351,13 +418,13 @@ class ActorGroup:
 
     def call_all(self, method: str, *arguments: Any) -> list[Any]:
         """Call `method` on every actor; the results in the actors' order. An actor's error is raised here."""
-        return ray.get([getattr(actor, method).remote(*arguments) for actor in self.actors])
+        return get([getattr(actor, method).remote(*arguments) for actor in self.actors])
 
     def memory(self, name: str) -> dict[str, float]:
         """memory/<name>_<number>_mb of every actor: what its process holds of its machine's memory; and what the stages
         since the last call took of its GPU at most, see `peak_metrics`."""
         patient = {"max_task_retries": -1} if self.restarts else {}  # its machine may just have been lost
-        found = ray.get([actor.__ray_call__.options(**patient).remote(memory_of) for actor in self.actors])
+        found = get([actor.__ray_call__.options(**patient).remote(memory_of) for actor in self.actors])
         self.whereabouts.refresh()
         resident = {f"memory/{name}_{number}_mb": size for number, (size, _) in enumerate(found)}
         return resident | peak_metrics(name, [peaks for _, peaks in found])

@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import ray
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from tasks.actors.waiting import get
 from tasks.config.trainer import ProfileConfig
 
 if TYPE_CHECKING:  # the actors import this module, and have no use for Prefect
@@ -29,9 +29,9 @@ def traced(
     An actor that died meanwhile leaves none.
     """
     actors = {number: group.actors[number] for number in numbers}
-    ray.get([actor.__ray_call__.remote(_start, settings) for actor in actors.values()])
+    get([actor.__ray_call__.remote(_start, settings) for actor in actors.values()])
     yield
-    found = ray.get([actor.__ray_call__.remote(_stop) for actor in actors.values()])
+    found = get([actor.__ray_call__.remote(_stop) for actor in actors.values()])
     traces |= {number: trace for number, trace in zip(actors, found, strict=True) if trace is not None}
 
 

@@ -15,6 +15,7 @@ from models.errors import DoubleflowError
 from tasks.actors.cluster import ActorGroup
 from tasks.actors.reward_worker import RewardWorker
 from tasks.actors.rollout_group import PendingBatch
+from tasks.actors.waiting import get
 from tasks.config.reward import RewardConfig, RewardFunctionConfig
 from tasks.rewards import (
     NOT_FINITE,
@@ -151,7 +152,7 @@ class RewardPool:
         """What a call returns. One that failed because its worker's machine was lost is made again, and is no try."""
         while True:
             try:
-                return ray.get(call.answer)
+                return get(call.answer)
             except RayActorError:
                 if self.group.whereabouts.lost(call.worker, call.machine) is None:
                     raise
@@ -267,7 +268,7 @@ class RewardGroup:
         scores = {name: table[f"reward/{name}"].to_numpy() for name, (table, _) in collected.items()}
         samples["reward"] = trained_reward(scores, self.config.functions, uids)
         parts: Iterable[pd.DataFrame] = [samples, *(table for table, _ in collected.values())]
-        joined = pd.concat([*parts, _statistics(ray.get(list(pending.statistics)), uids)], axis=1)
+        joined = pd.concat([*parts, _statistics(get(list(pending.statistics)), uids)], axis=1)
         return Scores(joined, self.weights(), {name: busy for name, (_, busy) in collected.items()})
 
     def weights(self) -> dict[str, float]:

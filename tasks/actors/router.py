@@ -3,6 +3,8 @@
 
 import ray
 
+from tasks.actors.waiting import wait
+
 
 class Router:
     """Gives each batch to the worker with the fewest unfinished ones, and no worker more than it may queue.
@@ -18,19 +20,19 @@ class Router:
 
     def next_free(self) -> int:
         """The worker for the next batch; waits until one has a free place. A batch that failed is finished."""
-        self._forget(timeout=0)
+        self._forget(0)
         while min(map(len, self._unfinished)) >= self.max_queued:
-            self._forget(timeout=None)
+            self._forget(1)
         return min(range(len(self._unfinished)), key=lambda worker: len(self._unfinished[worker]))
 
     def taken(self, worker: int, finished: ray.ObjectRef) -> None:
         """Note that `worker` has a batch, whose result is ready when it is done."""
         self._unfinished[worker].append(finished)
 
-    def _forget(self, timeout: float | None) -> None:
-        """Drop the batches that are finished; with no timeout wait until one is."""
+    def _forget(self, count: int) -> None:
+        """Drop the batches that are finished, once so many are."""
         waiting = [batch for queue in self._unfinished for batch in queue]
         if not waiting:
             return
-        done, _ = ray.wait(waiting, num_returns=1 if timeout is None else len(waiting), timeout=timeout)
+        done = wait(waiting, count)
         self._unfinished = [[batch for batch in queue if batch not in done] for queue in self._unfinished]

@@ -20,6 +20,7 @@ from tasks.actors.messages import GatheredWeights, OldBatch, RankMiniBatch, Rank
 from tasks.actors.rollout_group import PendingBatch, RolloutGroup
 from tasks.actors.trainer_rank import TrainerRank
 from tasks.actors.update_plan import NothingToLearn, OldScores, over_ranks, plan_updates
+from tasks.actors.waiting import get
 from tasks.actors.weight_transport import Routes
 from tasks.config.trainer import TrainerConfig
 from tasks.data.pairs import PairBatch
@@ -52,7 +53,7 @@ class TrainerGroup:
 
     def start(self) -> list[ray.ObjectRef]:
         """Build the engines; the references are ready when they are."""
-        address = ray.get(self.group.actors[0].reserve_address.remote())
+        address = get(self.group.actors[0].reserve_address.remote())
         count = len(self.group)
         return [actor.initialize.remote(rank, count, address) for rank, actor in enumerate(self.group.actors)]
 
@@ -76,7 +77,7 @@ class TrainerGroup:
                 for actor in self.group.actors[first : first + self.sharing]
             ]
             replies.append(of_ranks[0])
-        scored = ray.get([reply.log_probs for reply in replies])
+        scored = get([reply.log_probs for reply in replies])
         own = [OldBatch(log_probs, None, reply.means) for (log_probs, _), reply in zip(scored, replies, strict=True)]
         return own, [rollout for _, rollout in scored]
 
@@ -88,7 +89,7 @@ class TrainerGroup:
         Raises:
             NothingToLearn: samples have an advantage, but none is left to train on.
         """
-        ray.get(self._warming)  # its error is the update's
+        get(self._warming)  # its error is the update's
         self._warming = []
         plans = plan_updates(
             [len(batch.prompts) for batch in batches],
@@ -109,7 +110,7 @@ class TrainerGroup:
                 old=None if old is None else [old.batches[i] for i in used],
             )
             running.append(actor.update.remote(given))
-        return over_ranks(ray.get(running))
+        return over_ranks(get(running))
 
     def save(self, folder: Path) -> None:
         """Every rank writes its part of a checkpoint."""
@@ -145,7 +146,7 @@ class TrainerGroup:
             whole = parts[0]
             agreement = rollout.load_weights(whole.tensors, canary, [whole.proof, *self._proofs], version, limits)
             self._proofs = [whole.proof]
-            return Synced(agreement, ray.get(whole.size) / 2**30)
+            return Synced(agreement, get(whole.size) / 2**30)
         number, limit = rollout.next_number(), int(settings.update_weights_bucket_megabytes * 2**20)
         routes = self.routes.to(rollout.group.actors, settings.weight_transport)
         sent = [
@@ -154,7 +155,7 @@ class TrainerGroup:
         ]
         # For a worker that will have to be started again. It is made while the others already sample.
         copies = [actor.weights.remote(which) for actor in ranks] if settings.max_restarts else [None]
-        count, size = ray.get([of_rank.amount for of_rank in sent])[0]
+        count, size = get([of_rank.amount for of_rank in sent])[0]
         proof = sent[0].proof
         proofs = [proof, *self._proofs]
         agreement = rollout.load_weights(copies[0], canary, proofs, version, limits, sent=(number, count))

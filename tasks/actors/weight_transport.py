@@ -30,6 +30,7 @@ from models.weights.buckets import (
     unpack,
 )
 from models.weights.trainable import WeightSyncError
+from tasks.actors.waiting import get
 
 
 @dataclass(frozen=True)
@@ -191,9 +192,9 @@ class Routes:
         names = set(_of_all(members, _group_name))
         if len(names) == 1 and "" not in names:
             return
-        address: tuple[str, int] = ray.get(members[0].__ray_call__.remote(_open_group))
+        address: tuple[str, int] = get(members[0].__ray_call__.remote(_open_group))
         name = f"group-{next(self._numbers)}"
-        ray.get(
+        get(
             [
                 member.__ray_call__.remote(_join_group, name, address, rank, len(members))
                 for rank, member in enumerate(members)
@@ -202,7 +203,7 @@ class Routes:
 
 
 def _of_all(actors: Sequence[ActorHandle], ask: Callable[[Any], str]) -> list[str]:
-    return ray.get([actor.__ray_call__.remote(ask) for actor in actors])
+    return get([actor.__ray_call__.remote(ask) for actor in actors])
 
 
 def _place(actor: Any) -> str:

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pandas as pd
-import ray
 
 from tasks.actors.reward_group import PendingScores, Scores
 from tasks.actors.rollout_group import PendingBatch
+from tasks.actors.waiting import get
 from tasks.data.pairs import Pair, PairBatch
 from tasks.records.metrics import compute_data_metrics_diffusion
 from tasks.records.run_store import CheckpointError
@@ -30,7 +30,7 @@ def first_pictures(batches: Sequence[PendingBatch], count: int) -> list[np.ndarr
     for batch in batches:
         if len(pictures) >= count or batch.pictures is None:
             break
-        pictures.extend(ray.get(batch.pictures))
+        pictures.extend(get(batch.pictures))
     return pictures[:count]
 
 

@@ -18,6 +18,7 @@ from tasks.actors.batch_files import write_batch
 from tasks.actors.messages import RolloutReply, ask
 from tasks.actors.reward_group import Scores
 from tasks.actors.rollout_group import PendingBatch, RolloutGroup, pending_batch
+from tasks.actors.waiting import get
 from tasks.data.prompts import Prompt
 from tasks.records.run_store import CheckpointStore, RunState
 
@@ -49,7 +50,7 @@ class KeptStages:
         def write_all(folder: Path) -> None:
             for number, batch in enumerate(batches):  # one at a time, so that one process does it
                 file = folder.resolve() / f"{number:04d}.safetensors"
-                ray.get(_write.remote(file, batch.trajectories, batch.pictures, batch.latents))
+                get(_write.remote(file, batch.trajectories, batch.pictures, batch.latents))
 
         self._rollouts.save(replace(state, metrics={VERSION: version}), write_all)
 

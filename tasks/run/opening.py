@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import ray
 from prefect import get_run_logger
 
 from models.algorithms import needs_old_means
@@ -22,6 +21,7 @@ from tasks.actors.machines import watched_machines
 from tasks.actors.reward_group import RewardGroup, wanted_inputs
 from tasks.actors.rollout_group import LATENTS, PICTURES, Recording, RolloutGroup
 from tasks.actors.trainer_group import TrainerGroup
+from tasks.actors.waiting import get
 from tasks.config.tree import TrainConfig, TrainOverrides
 from tasks.data.pairs import SIDES
 from tasks.records.flow_page import tell
@@ -234,7 +234,7 @@ def _start_actors(
         tracker.patience.meanwhile = lambda: rollout.asleep(Stopwatch())
         floor = FloorWatch(config.reward, trainer_settings.total_training_steps, tracker.history)
         online_parts = OnlineParts(rollout, reward, _canary(config, inputs, rollout), floor)
-    ray.get(started)
+    get(started)
     utilisation = None
     if inputs.flops is not None:
         workers = None if rollout is None else rollout.group

@@ -4,7 +4,6 @@
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
-import ray
 import torch
 
 from models.algorithms import get_diffusion_loss_fn
@@ -12,6 +11,7 @@ from models.cost.device_peaks import peak_tflops
 from models.cost.flops import Batch, PolicyFlops, compared_passes
 from tasks.actors.cluster import ActorGroup
 from tasks.actors.rollout_group import PendingBatch
+from tasks.actors.waiting import get
 from tasks.config.tree import TrainConfig
 from tasks.data.pairs import SIDES, PairBatch
 from tasks.records.metrics import compute_utilisation_metrics
@@ -116,7 +116,7 @@ class Utilisation:
             "rollout": settings.model.dtype,
         }
         names = {  # by a lambda, because an actor would import this module to have its function
-            stage: ray.get(group.actors[0].__ray_call__.remote(lambda _: torch.cuda.get_device_name()))
+            stage: get(group.actors[0].__ray_call__.remote(lambda _: torch.cuda.get_device_name()))
             for stage, group in self.groups.items()
         }
         peaks = {stage: peak_tflops(name, formats[stage]) for stage, name in names.items()}

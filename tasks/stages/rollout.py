@@ -3,15 +3,14 @@
 
 from collections.abc import Sequence
 
-import ray
-
 from tasks.actors.rollout_group import PendingBatch
+from tasks.actors.waiting import get
 from tasks.stages.stage import stage
 
 
 def wait_until_sampled(batches: Sequence[PendingBatch]) -> float:
     """Wait until every batch is sampled; a worker's error is raised here. Returns the workers' busy seconds."""
-    return sum(ray.get([batch.seconds for batch in batches]))
+    return sum(get([batch.seconds for batch in batches]))
 
 
 finish_rollout = stage("gen", "rollout")(wait_until_sampled)

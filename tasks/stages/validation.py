@@ -7,12 +7,12 @@ from functools import cached_property
 
 import numpy as np
 import pandas as pd
-import ray
 from PIL import Image
 
 from models.config.pipeline import DiffusionPipelineConfig
 from tasks.actors.reward_group import RewardGroup
 from tasks.actors.rollout_group import RolloutGroup
+from tasks.actors.waiting import get
 from tasks.data.prompts import Prompt
 from tasks.records.pictures import grid
 from tasks.stages.stage import stage
@@ -71,7 +71,7 @@ def draw_and_score(
     """
     batches = rollout.submit(prompts, n, VALIDATION_ITERATION, window=(), pipeline=pipeline, seed=seed, draw=True)
     pending = reward.submit(batches)
-    ray.get([batch.seconds for batch in batches])  # a sampling error is raised here, and is no reward's
+    get([batch.seconds for batch in batches])  # a sampling error is raised here, and is no reward's
     scores = reward.table(batches, pending)
-    pictures = np.concatenate(ray.get([batch.pictures for batch in batches if batch.pictures is not None]))
+    pictures = np.concatenate(get([batch.pictures for batch in batches if batch.pictures is not None]))
     return Validation(scores.samples, pictures, tuple(scores.weights))

@@ -1,10 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SIGTERM: once is enough."""
+"""SIGTERM: once is enough, and it is what it is, whatever a library made of it."""
 
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from prefect.exceptions import TerminationSignal
+
+from tasks.system.causes import causes
+
+
+@contextmanager
+def passed_on() -> Iterator[None]:
+    """An error of the block that came of a signal, which a library met within its own steps, is raised as the signal.
+
+    Raises:
+        KeyboardInterrupt, TerminationSignal: what the signal's handler raised.
+    """
+    heard: BaseException | None = None
+    try:
+        yield
+    except Exception as error:
+        heard = next(
+            (found for found in causes(error) if isinstance(found, KeyboardInterrupt | TerminationSignal)), None
+        )
+        if heard is None:
+            raise
+    if heard is not None:
+        raise heard
 
 
 @contextmanager
@@ -15,7 +39,8 @@ def heeded_once() -> Iterator[None]:
     process while it tells MLflow and Prefect of its end. SIGKILL remains. Whoever had set a handler sets it again.
     """
     try:
-        yield
+        with passed_on():
+            yield
     except (Exception, KeyboardInterrupt):
         raise
     except BaseException:

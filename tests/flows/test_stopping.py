@@ -13,6 +13,7 @@ import typer
 
 from flows.stopping import handled, raise_it
 from flows.terminal import in_a_sentence
+from tasks.system.causes import causes
 
 ROOT = Path(__file__).parents[2]
 SIGNALS = [(signal.SIGINT, "stopped by Ctrl-C", 130), (signal.SIGTERM, "stopped by SIGTERM", 143)]
@@ -93,3 +94,42 @@ def test_an_error_that_the_interrupt_left_behind_is_the_interrupt(capfd: pytest.
         interrupted_within_prefect()
     assert exit_.value.exit_code == 130
     assert capfd.readouterr().err == "stopped by Ctrl-C\n"
+
+
+def test_what_is_its_own_cause_has_an_end() -> None:
+    """A signal that is raised again while what it led to is handled."""
+    signal_, consequence = KeyboardInterrupt(), SystemError("returned a result with an exception set")
+    consequence.__cause__, signal_.__context__ = signal_, consequence
+    assert list(causes(consequence)) == [consequence, signal_]
+
+
+ENDING = """
+import atexit, os, signal, sys, time
+from flows.terminal import run_command, in_a_sentence
+from flows.stopping import handle, raise_it, say_at_once
+
+class Left:
+    def __del__(self):
+        os.write(2, b"taken down\\n")
+
+def command() -> None:
+    with in_a_sentence():
+        globals()["kept"] = Left()
+        atexit.register(os.write, 2, b"at exit\\n")
+        handle(raise_it)
+        say_at_once()
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+        finally:
+            time.sleep(1)  # as where it is in a library's hands
+            print("ended", file=sys.stderr)
+
+run_command(command)
+"""
+
+
+def test_it_is_said_at_once_and_the_end_is_an_end() -> None:
+    """Before what has to be ended; after that nothing is done but what is registered for the process's end."""
+    done = subprocess.run([sys.executable, "-c", ENDING], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (143, "stopped by SIGTERM\nended\nat exit\n")

@@ -455,9 +455,9 @@ def test_a_failing_reward_fails_the_run_and_leaves_nothing_running(workspace: Wo
     output = workspace.train("reward.functions={'broken_reward:score': {retry_wait_s: 0}}", check=False)
     assert "is missing for 4 of 4 samples, more than reward.max_missing_fraction 0.1 allows" in " ".join(output.split())
     assert "its error: RuntimeError: the scorer is out of order" in " ".join(output.split())
-    last = other_lines(output)[-2:]  # before them, Ray tells of each retry
-    assert [line.split()[0] for line in last] == ["error:", "continue:"], last
-    assert last[1].endswith(
+    said = other_lines(output)
+    assert [line.split()[0] for line in said] == ["error:", "continue:"], said
+    assert said[1].endswith(
         "-m flows.train tiny --set 'reward.functions={'\"'\"'broken_reward:score'\"'\"': {retry_wait_s: 0}}'"
     )
     (run,) = workspace.mlflow_runs()

@@ -1,14 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where batches go: to the least busy worker, and not before one has a free place; and who shares a GPU."""
+"""Where batches go: to the least busy worker, and not before one has a free place; who shares a GPU; ended waits."""
 
+import os
+import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from threading import Timer
+from types import FrameType
+from typing import NoReturn
 
 import pytest
 import ray
+from prefect.exceptions import TerminationSignal
 
 from tasks.actors.cluster import ActorGroup, RankPlaces
 from tasks.actors.router import Router
+from tasks.actors.waiting import get
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -78,3 +86,45 @@ def test_groups_on_shared_gpus_have_one_actor_of_each_on_every_gpu() -> None:
     (first, second) = [group.call_all("gpu") for group in groups]
     assert first == second
     assert sorted(gpu for one in first for gpu in one) == [0, 1]
+
+
+def next_of_full(batch: ray.ObjectRef) -> int:
+    """The driver waits for a free place."""
+    router = Router(workers=1, max_queued=1)
+    router.taken(0, batch)
+    return router.next_free()
+
+
+@pytest.mark.parametrize("waiting", [get, next_of_full])
+def test_sigterm_ends_a_wait_before_what_is_waited_for(waiting: Callable[[ray.ObjectRef], object]) -> None:
+    """By Prefect's handler, whose error Ray itself would keep until then, and make a SystemError of it."""
+
+    def as_prefect_does(number: int, frame: FrameType | None) -> NoReturn:
+        raise TerminationSignal(number)
+
+    gate = Gate.remote()
+    batch, sooner = held_by.remote(gate, "a"), Timer(1, os.kill, (os.getpid(), signal.SIGTERM))
+    later = Timer(60, gate.release.remote, ("a",))  # else a wait that is not ended would last for ever
+    earlier = signal.signal(signal.SIGTERM, as_prefect_does)
+    try:
+        sooner.start()
+        later.start()
+        with pytest.raises(TerminationSignal):
+            waiting(batch)
+        assert not ray.get(gate.is_open.remote("a"))
+    finally:
+        signal.signal(signal.SIGTERM, earlier)
+        later.cancel()
+        gate.release.remote("a")
+
+
+IN_WORKERS = {"trainer_rank.py", "rollout_worker.py", "weight_transport.py"}
+BRIEF = {"waiting.py", "machines.py"}
+"""They wait for seconds at most, or in a thread."""
+
+
+def test_the_driver_waits_in_no_other_way() -> None:
+    """With `ray.get` or `ray.wait` SIGTERM would be heeded once the awaited call is done."""
+    files = [file for floor in ("flows", "tasks") for file in (Path(__file__).parents[2] / floor).rglob("*.py")]
+    waiting = {file.name for file in files if "ray.get(" in file.read_text() or "ray.wait(" in file.read_text()}
+    assert waiting == IN_WORKERS | BRIEF

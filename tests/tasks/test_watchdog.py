@@ -47,6 +47,39 @@ with ray_cluster(RayConfig(num_cpus=1)):
 """
 
 
+INTERRUPTED_DRIVER = """
+import os, signal, threading, time
+from contextlib import suppress
+import psutil
+from prefect.exceptions import TerminationSignal
+from tasks.actors.cluster import ray_cluster
+from tasks.actors.watchdog import MARK
+from tasks.config.trainer import RayConfig
+
+def stop(number, frame):
+    raise TerminationSignal(number)
+
+def send():
+    while not any(one.name() == "raylet" for one in psutil.Process().children()):
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+def marked():
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.pid != os.getpid() and process.environ().get(MARK) == os.environ[MARK]:
+                yield process.name()
+
+signal.signal(signal.SIGTERM, stop)
+threading.Thread(target=send, daemon=True).start()
+try:
+    with ray_cluster(RayConfig(num_cpus=1)):
+        time.sleep(600)
+except BaseException as error:
+    print(type(error).__name__, signal.getsignal(signal.SIGTERM) is stop, list(marked()))
+"""
+
+
 CLOCK_STEP = """
 import sys
 if "-c" not in sys.orig_argv:  # as the driver and all others are started
@@ -132,3 +165,11 @@ def test_blocks_of_threads_end_in_any_order(monkeypatch):
     first.__exit__(None, None, None)
     assert os.environ[MARK].split()[0] == str(os.getpid())
     second.__exit__(None, None, None)
+
+
+@pytest.mark.ray
+def test_sigterm_while_ray_starts_is_heard_and_leaves_nothing():
+    """Ray's own handler, which is there before `ray.init` is done, would exit with 15, and its agents live on."""
+    process = start(INTERRUPTED_DRIVER)
+    output, _ = process.communicate(timeout=PATIENCE)
+    assert output == "TerminationSignal True []\n"

@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a command heeds SIGTERM, wherever it comes: what it prints, how soon, and how soon all of its processes are gone.
+
+    python -m benchmarks.endings [--moments update ...] [--signal TERM] [--log endings.jsonl] [--write]
+        [--repository PATH] [--py-spy PROGRAM]
+
+Each moment is a command in a temporary folder, most of them a small form of the quickstart on a Prefect server and a
+Ray cluster of the run's own, and a sign by which its processes show that it is there. Prints a line of JSON a moment,
+which is also added to `--log`, and a table of the newest line of each moment in the log, which `--write` puts into the
+docs (`--moments` without any: the table alone). `--repository` measures other code, as a worktree of another commit;
+`--py-spy` prints where the driver's main thread is each half second after the signal.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import psutil
+import yaml
+
+from benchmarks.docs import put_table
+from benchmarks.kill_rounds import SMALL
+from benchmarks.local_services import ROOT, wait_until
+from tasks.config.overrides import merged
+
+DOCS = Path("docs/platform.md")
+PATIENCE = 600
+LATEST = 90
+"""Seconds after the signal at which what still runs is killed, and called so."""
+MARK = "DOUBLEFLOW_MEASURED"
+TRAIN = ("-m", "flows.train", "quickstart")
+SWEEP = ("-m", "flows.sweep", "small")
+Sign = Callable[["Watched"], Any]
+
+
+@dataclass
+class Watched:
+    """A command, and all that it starts."""
+
+    process: psutil.Popen
+    folder: Path
+    lines: list[tuple[float, str]]
+
+    def family(self) -> list[psutil.Process]:
+        """It and everything that carries its mark, or is below something that does."""
+        found = {}
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.environ().get(MARK) == str(self.folder):
+                    found |= {member.pid: member for member in (process, *process.children(recursive=True))}
+        with suppress(psutil.Error):
+            found |= {member.pid: member for member in self.process.children(recursive=True)}
+        return [member for member in found.values() if alive(member)]
+
+    def titles(self) -> list[str]:
+        """Of the processes below it."""
+        found = []
+        for process in self.process.children(recursive=True):
+            with suppress(psutil.Error):
+                found.append(" ".join(process.cmdline()) or process.name())
+        return found
+
+    def maps(self, part: str) -> bool:
+        """Has it loaded a library?"""
+        return part in Path(f"/proc/{self.process.pid}/maps").read_text()
+
+
+def alive(process: psutil.Process) -> bool:
+    """Neither gone nor a zombie."""
+    with suppress(psutil.Error):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def cpu_seconds(process: psutil.Process) -> float:
+    """What the process itself has taken so far; 0 once it is gone."""
+    with suppress(psutil.Error):
+        times = process.cpu_times()
+        return float(times.user + times.system)
+    return 0.0
+
+
+def titled(*parts: str) -> Sign:
+    """A process below the command has one of these in its title: Ray's actors have the method there that runs."""
+    return lambda watched: any(part in title for title in watched.titles() for part in parts)
+
+
+def has_file(pattern: str) -> Sign:
+    """The folder has such a file."""
+    return lambda watched: any(watched.folder.glob(pattern))
+
+
+def after(seconds: float, sign: Sign) -> Sign:
+    """So long after the sign."""
+
+    def later(watched: Watched) -> bool:
+        if not sign(watched):
+            return False
+        time.sleep(seconds)
+        return True
+
+    return later
+
+
+def at_once(watched: Watched) -> bool:
+    """As soon as it is there."""
+    return True
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A command, what it finds around it, and the sign that it is there."""
+
+    command: Sequence[str]
+    sign: Sign
+    environment: tuple[str, ...] = ()
+
+
+UPDATE = titled("ray::TrainerRank.update")
+MOMENTS: dict[str, Moment] = {
+    "imports": Moment(TRAIN, after(0.5, lambda watched: watched.maps("libtorch"))),
+    "Prefect's server starts": Moment(TRAIN, titled("prefect.server")),
+    "Ray starts": Moment(TRAIN, titled("gcs_server")),
+    "Ray is there": Moment(TRAIN, titled("raylet/raylet")),
+    "models load": Moment(TRAIN, titled("ray::TrainerRank", "ray::RolloutWorker")),
+    "models load, later": Moment(TRAIN, after(3, titled("ray::TrainerRank.initialize"))),
+    "validation 0": Moment(TRAIN, titled("ray::RolloutWorker.generate", "ray::RewardWorker.score")),
+    "rollout": Moment(TRAIN, after(0.1, has_file("runs/*/stages/rollout/iter_000001"))),
+    "update": Moment(TRAIN, UPDATE),
+    "checkpoint": Moment(TRAIN, titled("ray::TrainerRank.save_checkpoint", "ray::TrainerRank.start_saving")),
+    "later update": Moment(TRAIN, lambda watched: UPDATE(watched) and has_file("runs/*/checkpoints/iter_*2")(watched)),
+    "end": Moment(TRAIN, has_file("runs/*/weights")),
+    "no MLflow yet": Moment(TRAIN, after(2, titled("prefect.server")), ("silent MLflow",)),
+    "sweep begins": Moment(SWEEP, titled("raylet/raylet")),
+    "sweep, updates": Moment(SWEEP, UPDATE),
+    "validate": Moment(("-m", "flows.validate", "quickstart"), titled("ray::RolloutWorker")),
+}
+
+
+@contextmanager
+def silent_server() -> Iterator[str]:
+    """Somebody who listens and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+def make_folder(folder: Path, repository: Path) -> None:
+    """The quickstart's small form and a sweep of two trials, with a repository's code and this one's data."""
+    folder.mkdir()
+    for name in ("flows", "tasks", "models"):
+        (folder / name).symlink_to(repository / name)
+    (folder / "data").symlink_to(ROOT / "data")
+    project = yaml.safe_load((repository / "prefect.yaml").read_text())
+    found = {entry["name"]: entry for entry in project["deployments"]}
+    quickstart, sweep = found["quickstart"], found["sweep"]
+    config = merged(quickstart["parameters"]["config"], SMALL)
+    quickstart["parameters"]["config"] = config
+    space = {"actor_rollout_ref.actor.optim.lr": {"choices": [1e-3, 1e-4]}}
+    search = {"name": "small", "sampler": "grid", "pruner": "none", "parallel": 2, "space": space}
+    sweep |= {"name": "small", "parameters": {"config": config, "search": search}}
+    deployments = {"name": "doubleflow", "deployments": [quickstart, sweep]}
+    (folder / "prefect.yaml").write_text(yaml.safe_dump(deployments))
+
+
+def measure(name: str, base: Path, number: int, repository: Path, spy: str | None) -> dict[str, Any]:
+    """End one command, and tell what it did."""
+    moment, folder = MOMENTS[name], base / name.replace(" ", "-").replace("'", "")
+    make_folder(folder, repository)
+    with silent_server() as silent:
+        environment = os.environ | {
+            "PREFECT_HOME": str(folder / ".prefect"),
+            "PYTHONPATH": str(repository),
+            "PYTHONUNBUFFERED": "1",
+            MARK: str(folder),
+        }
+        if "silent MLflow" in moment.environment:
+            environment["MLFLOW_TRACKING_URI"] = silent
+        command = [sys.executable, *moment.command]
+        process = psutil.Popen(
+            command,
+            cwd=folder,
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        watched = Watched(process, folder, [])
+        Thread(target=_read, args=(watched,), daemon=True).start()
+        try:
+            wait_until(lambda: not alive(process) or moment.sign(watched), PATIENCE, name, every=0.15)
+            return _end(name, number, watched, spy)
+        finally:
+            for member in watched.family():
+                with suppress(psutil.Error):
+                    member.kill()
+
+
+def _read(watched: Watched) -> None:
+    for line in watched.process.stdout:
+        watched.lines.append((time.monotonic(), line.rstrip()))
+
+
+def _end(name: str, number: int, watched: Watched, spy: str | None) -> dict[str, Any]:
+    """Send the signal, and wait for all of the command's processes."""
+    process, before = watched.process, len(watched.lines)
+    load, begun, worked = os.getloadavg()[0], time.monotonic(), cpu_seconds(process)
+    process.send_signal(number)
+    ended, spent = 0.0, worked
+    left = watched.family()
+    while left and time.monotonic() - begun < LATEST:
+        if spy and alive(process):
+            print(f"--- {time.monotonic() - begun:.1f} s", flush=True)
+            found = subprocess.run([spy, "dump", "--pid", str(process.pid)], capture_output=True, text=True)
+            print("\n".join(found.stdout.split("\n\n")[:2][-1].splitlines()[:22]), flush=True)
+        if not ended and not alive(process):
+            ended = time.monotonic() - begun
+        spent = max(spent, cpu_seconds(process))
+        time.sleep(0.5 if spy else 0.1)
+        left = watched.family() if ended else left
+    gone = time.monotonic() - begun
+    said = [(moment - begun, line) for moment, line in watched.lines[before:] if line.strip()]
+    sentence = next((moment for moment, line in said if line.startswith("stopped by")), None)
+    return {
+        "moment": name,
+        "load": round(load, 1),
+        "code": process.wait(5) if ended else None,
+        "lines": len(said),
+        "sentence_s": sentence and round(sentence, 1),
+        "ended_s": round(ended, 1),
+        "gone_s": round(gone, 1),
+        "cpu_s": round(spent - worked, 1),
+        "left": [member.name() for member in left if alive(member)],
+        "said": [f"{moment:.1f} {line}" for moment, line in said][-40:],
+    }
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """One line a moment."""
+    lines = [
+        "| Signal during | Load | Lines | Exit code | Seconds to the sentence | To its end | All gone | CPU seconds |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    names = ("moment", "load", "lines", "code", "sentence_s", "ended_s", "gone_s", "cpu_s")
+    return "\n".join([*lines, *(f"| {' | '.join(str(row[name]) for name in names)} |" for row in rows)])
+
+
+def main() -> None:
+    """Measure the moments."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--moments", nargs="*", choices=[*MOMENTS], default=[*MOMENTS])
+    parser.add_argument("--signal", choices=["INT", "TERM"], default="TERM")
+    parser.add_argument("--repository", type=Path, default=ROOT)
+    parser.add_argument("--py-spy", help="the program")
+    parser.add_argument("--log", type=Path, default=Path("endings.jsonl"), help="every moment's line is added here")
+    parser.add_argument("--write", action="store_true", help=f"put the table into {DOCS}")
+    chosen = parser.parse_args()
+    base = Path(tempfile.mkdtemp(prefix="endings-"))
+    try:
+        for name in chosen.moments:
+            number = signal.Signals[f"SIG{chosen.signal}"]
+            line = json.dumps(measure(name, base, number, chosen.repository.resolve(), chosen.py_spy))
+            print(line, flush=True)
+            with chosen.log.open("a") as stream:
+                stream.write(f"{line}\n")
+    finally:
+        shutil.rmtree(base, ignore_errors=True)
+    rows = {row["moment"]: row for row in map(json.loads, chosen.log.read_text().splitlines())}
+    print(table([rows[name] for name in MOMENTS if name in rows]))
+    if chosen.write:
+        put_table(DOCS, "endings.py", table([rows[name] for name in MOMENTS if name in rows]))
+
+
+if __name__ == "__main__":
+    main()
