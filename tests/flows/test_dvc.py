@@ -231,7 +231,7 @@ def test_another_data_set_has_stages_of_its_own(made):
     signs = copy.deepcopy(params["data_sets"]["digits"]) | {"folder": "data/signs"}
     files = ["data/raw/signs/train.parquet", {"file": "data/raw/signs/test.txt", "split": "test"}]
     signs["prompts"] |= {"files": files, "n_test": 0, "n_train": None, "target_pattern": '"([^"]+)"'}
-    signs["embeddings"] |= {"max_sequence_length": 256, "negative_prompt": "dark"}
+    signs["embeddings"] |= {"max_sequence_length": 1000, "negative_prompt": "dark"}
     params["data_sets"]["signs"] = signs
     kept = {name: (made / name).read_text() for name in ("params.yaml", "dvc.lock")}
     before = {name: content for name, (_, content) in snapshot(made).items()}
@@ -249,7 +249,7 @@ def test_another_data_set_has_stages_of_its_own(made):
         assert [prompt.target for prompt in test] == ["8", "9"]
         assert len(load_prompts(data.prompts, "train")) == 4
         stored = PromptEmbeddings.open(data.embeddings)
-        assert stored.max_sequence_length == 256
+        assert stored.max_sequence_length == 1000
         assert test[0].uid in stored
     signs["folder"] = "data/elsewhere"
     (made / "params.yaml").write_text(yaml.safe_dump(params))
