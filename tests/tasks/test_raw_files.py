@@ -25,7 +25,7 @@ def table(*files: RawFile | str, pattern: str | None = None, n_test: int = 0) ->
 
 
 def raw(file: Path, **settings: Any) -> RawFile:
-    return RawFile.model_construct(**{"split": None, "columns": None, "hidden": "refuse"} | settings, file=str(file))
+    return RawFile.model_construct(file=str(file), **settings)
 
 
 def chat(text: str, system: str | None = SYSTEM) -> list[dict[str, str]]:
@@ -184,7 +184,7 @@ def prompt(text: str, negative: str | None = None) -> Prompt:
 
 
 def stored(folder: Path, *prompts: Prompt) -> PromptEmbeddings:
-    made = {"negative_prompt": " ", "max_sequence_length": 77, "model": "m", "model_digest": "0"}
+    made: dict[str, Any] = {"negative_prompt": " ", "max_sequence_length": 77, "model": "m", "model_digest": "0"}
     write_embeddings(prompts, encode, folder, 2, batch_size=1, **made)
     return PromptEmbeddings.open(folder)
 
