@@ -78,7 +78,7 @@ class PromptEmbeddings:
         return self.get([NEGATIVE_UID])
 
     def negatives(self, uids: Sequence[str]) -> dict[str, "torch.Tensor"]:
-        """The negative prompts of P prompts as `get` returns them: [1, ...], everyone's, or [P, ...] where one has its own.
+        """The negative prompts of P prompts as `get` returns them: [1, ...] of all, or [P, ...] where one has its own.
 
         Raises DatasetError for unknown uids.
         """
