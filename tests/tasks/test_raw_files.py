@@ -226,7 +226,7 @@ def test_joined_tables_keep_whose_negative_prompt_is_whose(tmp_path: Path) -> No
 
 
 def test_a_recipes_files_follow_from_the_name_of_its_data_set() -> None:
-    named = TrainConfig.model_validate({"data": {"name": "signs", "train_batch_size": 4}})
+    named = TrainConfig.model_validate({"data": {"name": "signs", "train_batch_size": 32}})
     assert named.data.prompts == Path("data/signs/prompts.parquet")
     assert (named.data.embeddings, named.data.pairs) == (Path("data/signs/embeddings"), Path("data/signs/pairs"))
     spelt = TrainConfig.model_validate(
@@ -235,7 +235,7 @@ def test_a_recipes_files_follow_from_the_name_of_its_data_set() -> None:
                 "prompts": "data/signs/prompts.parquet",
                 "embeddings": "data/signs/embeddings",
                 "pairs": "data/signs/pairs",
-                "train_batch_size": 4,
+                "train_batch_size": 32,
             }
         }
     )
