@@ -78,7 +78,10 @@ class PromptEmbeddings:
         return self.get([NEGATIVE_UID])
 
     def negatives(self, uids: Sequence[str]) -> dict[str, "torch.Tensor"]:
-        """The negative prompts of P prompts, as `get` returns them: one for all, P = 1, unless some have their own."""
+        """The negative prompts of P prompts as `get` returns them: [1, ...] of all, or [P, ...] where one has its own.
+
+        Raises DatasetError for unknown uids.
+        """
         if not any(uid in self._negatives for uid in uids):
             return self.negative()
         return self.get([self._negatives.get(uid, NEGATIVE_UID) for uid in uids])

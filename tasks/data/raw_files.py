@@ -81,7 +81,7 @@ def _content(content: Any, key: str, source: str) -> str:
     """The text of a message: as one, or in parts of the type text."""
     if isinstance(content, str):
         return content
-    parts = content if isinstance(content, list) else [None]
+    parts: list[Any] = content if isinstance(content, list) else [None]
     if not all(isinstance(part, Mapping) and part.get("type") == "text" for part in parts):
         raise DatasetError(
             f"{source}: a message of the {key} holds more than text; pictures are no part of a prompt here"

@@ -83,7 +83,7 @@ def _named(sources: Any) -> dict[str, tuple[str, dict[str, Any]]]:
         raise RewardError("by_data_source: sources must name a reward for each data_source")
     named = {}
     for source, entry in sources.items():
-        given = {"reward": entry} if isinstance(entry, str) else entry
+        given: Any = {"reward": entry} if isinstance(entry, str) else entry
         if not isinstance(given, Mapping) or not {"reward"} <= set(given) <= {"reward", "options"}:
             raise RewardError(f"by_data_source: sources {source!r} must be a reward's name, or `reward` and `options`")
         if not NAME.fullmatch(str(source)):

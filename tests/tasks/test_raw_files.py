@@ -25,7 +25,7 @@ def table(*files: RawFile | str, pattern: str | None = None, n_test: int = 0) ->
 
 
 def raw(file: Path, **settings: Any) -> RawFile:
-    return RawFile.model_construct(**{"split": None, "columns": None, "hidden": "refuse"} | settings, file=str(file))
+    return RawFile.model_construct(file=str(file), **settings)
 
 
 def chat(text: str, system: str | None = SYSTEM) -> list[dict[str, str]]:
@@ -184,7 +184,7 @@ def prompt(text: str, negative: str | None = None) -> Prompt:
 
 
 def stored(folder: Path, *prompts: Prompt) -> PromptEmbeddings:
-    made = {"negative_prompt": " ", "max_sequence_length": 77, "model": "m", "model_digest": "0"}
+    made: dict[str, Any] = {"negative_prompt": " ", "max_sequence_length": 77, "model": "m", "model_digest": "0"}
     write_embeddings(prompts, encode, folder, 2, batch_size=1, **made)
     return PromptEmbeddings.open(folder)
 
@@ -226,7 +226,7 @@ def test_joined_tables_keep_whose_negative_prompt_is_whose(tmp_path: Path) -> No
 
 
 def test_a_recipes_files_follow_from_the_name_of_its_data_set() -> None:
-    named = TrainConfig.model_validate({"data": {"name": "signs", "train_batch_size": 4}})
+    named = TrainConfig.model_validate({"data": {"name": "signs", "train_batch_size": 32}})
     assert named.data.prompts == Path("data/signs/prompts.parquet")
     assert (named.data.embeddings, named.data.pairs) == (Path("data/signs/embeddings"), Path("data/signs/pairs"))
     spelt = TrainConfig.model_validate(
@@ -235,7 +235,7 @@ def test_a_recipes_files_follow_from_the_name_of_its_data_set() -> None:
                 "prompts": "data/signs/prompts.parquet",
                 "embeddings": "data/signs/embeddings",
                 "pairs": "data/signs/pairs",
-                "train_batch_size": 4,
+                "train_batch_size": 32,
             }
         }
     )
