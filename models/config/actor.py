@@ -91,10 +91,14 @@ class OptimConfig(Section):
         return self
 
     @property
+    def depends_on_length(self) -> bool:
+        """Does the schedule depend on how many steps it spans?"""
+        return self.lr_scheduler_type in SCHEDULES_OF_ALL_STEPS and "num_stable_steps" not in self.lr_scheduler_kwargs
+
+    @property
     def spans_the_run(self) -> bool:
         """Does the learning rate depend on how long the run is?"""
-        spans = self.lr_scheduler_type in SCHEDULES_OF_ALL_STEPS and self.total_training_steps is None
-        return spans and "num_stable_steps" not in self.lr_scheduler_kwargs
+        return self.depends_on_length and self.total_training_steps is None
 
     def spanning(self, steps: int) -> "OptimConfig":
         """These settings with `total_training_steps` filled in, for a run of that many optimiser steps."""

@@ -372,7 +372,8 @@ class DiffusionModelBase(ABC):
             step: which of the W steps.
 
         Returns:
-            (log_prob [B], prev_sample_mean [B, ...], std_dev_t [B, 1, ...], sqrt_dt [B]), fp32.
+            (log_prob [B], prev_sample_mean [B, ...], std_dev_t [B, 1, ...], sqrt_dt [B]), fp32. An adapter of one's own
+            may leave the last one out.
         """
         if scheduler_inputs is None:
             raise ValueError("forward_and_sample_previous_step needs scheduler_inputs with latents and timesteps")

@@ -150,6 +150,15 @@ class FlowMatchSDEDiscreteScheduler(FlowMatchEulerDiscreteScheduler):
             return output
         return (*output, torch.sqrt(sigma - sigma_next).flatten())
 
+    def sqrt_dt(self, timesteps: Tensor) -> Tensor:
+        """sqrt(-D) of the steps that begin at these timesteps [B], [B].
+
+        Raises:
+            ValueError: a timestep that the schedule does not hold.
+        """
+        sigma, sigma_next = self._sigmas_of(timesteps, timesteps)
+        return torch.sqrt(sigma - sigma_next)
+
     def _sigmas_of(self, timestep: Tensor | None, sample: Tensor) -> tuple[Tensor, Tensor]:
         """(sigma, sigma_next), each [B, 1, ...] on the sample's device."""
         batch = sample.shape[0]

@@ -178,9 +178,10 @@ class PolicyForward:
         replayed: dict[str, Any] = {name: micro_batch[name] for name in ("latents", "timesteps")}
         replayed |= {f"all_{name}": replayed[name] for name in ("latents", "timesteps")}  # the reference system's names
         replayed[UNCONDITIONAL] = self._fixed_half(micro_batch, negative, step) if learning else None
-        log_probs, mean, std_dev_t, sqrt_dt = self.adapter.forward_and_sample_previous_step(
+        log_probs, mean, std_dev_t, *others = self.adapter.forward_and_sample_previous_step(
             module, self.scheduler, self.model_config, inputs, negative, replayed, step
-        )
+        )  # the reference system's adapters give these three
+        sqrt_dt = others[0] if others else self.scheduler.sqrt_dt(micro_batch["timesteps"][:, step])
         return {"log_probs": log_probs, "prev_sample_mean": mean, "std_dev_t": std_dev_t, "sqrt_dt": sqrt_dt}
 
     def _fixed_half(self, micro_batch: TensorDict, negative: dict[str, Any] | None, step: int) -> Tensor | None:

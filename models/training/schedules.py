@@ -8,7 +8,6 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from models.config.actor import SCHEDULES_OF_ALL_STEPS
 from models.registry import check_options
 
 if TYPE_CHECKING:
@@ -29,7 +28,7 @@ def build_lr_scheduler(optimizer: Optimizer, settings: "OptimConfig") -> LRSched
     if settings.lr_scheduler_type is None:
         warmup = max(settings.lr_warmup_steps, 1)
         return LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / warmup))
-    from transformers.optimization import get_scheduler
+    from transformers.optimization import get_scheduler  # here: a flow's start needs none of it
 
     stable = "num_stable_steps" in settings.lr_scheduler_kwargs  # transformers warns of both
     return get_scheduler(
@@ -77,7 +76,7 @@ def check_lr_schedule(settings: "OptimConfig") -> None:
 def _check_parts(settings: "OptimConfig") -> None:
     """Warm-up and decay fit into the steps that there are. Raises ValueError."""
     total, name = settings.total_training_steps, settings.lr_scheduler_type
-    if name not in SCHEDULES_OF_ALL_STEPS or total is None or "num_stable_steps" in settings.lr_scheduler_kwargs:
+    if not settings.depends_on_length or total is None:
         return
     decay = settings.lr_scheduler_kwargs.get("num_decay_steps", 0) if name == "warmup_stable_decay" else 1
     if settings.lr_warmup_steps + decay > total:

@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """`tracking`: where a run's record goes."""
 
-from pydantic import Field
+from typing import Literal
+
+from pydantic import Field, field_validator
 
 from models.config.bounds import LONGEST_WAIT_S, MOST_BATCH, MOST_ITERATIONS, ExperimentName
 from models.config.section import Section
 
+TrackerName = Literal["tensorboard", "wandb"]
+
 
 class TrackingConfig(Section):
-    """MLflow."""
+    """MLflow, and what gets a copy of what it gets."""
 
     uri: str = Field("sqlite:///mlflow.db", description="MLflow tracking URI; MLFLOW_TRACKING_URI overrides it.")
     artifacts: str | None = Field(None, description="Artifact root of a new experiment; null is ./mlruns.")
@@ -40,3 +44,15 @@ class TrackingConfig(Section):
         description="Newest validation grids that stay beside the first, in MLflow and in the run's folder. Null "
         "keeps all.",
     )
+    also: tuple[TrackerName, ...] = Field(
+        (),
+        description="Trackers that get a training run's metrics and grids beside MLflow, which stays the record: "
+        "tensorboard, wandb (docs/platform.md).",
+    )
+
+    @field_validator("also")
+    @classmethod
+    def _each_once(cls, names: tuple[TrackerName, ...]) -> tuple[TrackerName, ...]:
+        if len({*names}) < len(names):
+            raise ValueError(f"also names a tracker twice: {', '.join(names)}")
+        return names

@@ -24,6 +24,7 @@ from tasks.records.lineage import Lineage
 from tasks.records.owner import close_dead_runs, owner_tags
 from tasks.records.patience import ONE_TRY, PatientClient, TrackingAway, is_server
 from tasks.records.pictures import still
+from tasks.records.second_trackers import SecondTrackers
 from tasks.system.credentials import refuse_password_in_url
 from tasks.system.late_mlflow import MlflowClient, artifact_repository_registry, mlflow, mlflow_tags
 
@@ -79,6 +80,7 @@ class Tracker:
             self.run_id, tags=[mlflow.entities.RunTag(name, value) for name, value in owner_tags().items()]
         )
         self.client.update_run(self.run_id, status="RUNNING")
+        self.also = SecondTrackers()
         self._pictures: dict[str, set[int]] = {}
         self.logged_steps = {metric.step for metric in self.client.get_metric_history(self.run_id, STEP_MARK)}
 
@@ -141,7 +143,8 @@ class Tracker:
         if step in self.logged_steps:
             return False
         self.log_files(step, pictures, tables, albums)
-        self.log_metrics(step, {**headline(metrics), **metrics, STEP_MARK: float(step)})
+        self.also.log(step, {**headline(metrics), **metrics})
+        self.log_metrics(step, {**headline(metrics), **metrics, **self.also.metrics(), STEP_MARK: float(step)})
         self.logged_steps.add(step)
         return True
 
@@ -243,6 +246,7 @@ class Tracker:
         if key not in self._pictures:
             self._pictures[key] = self.picture_steps(key)
         if step not in self._pictures[key]:
+            self.also.picture(step, key, picture)
             self.client.log_image(self.run_id, picture, key=f"{HEADLINE}/{key}", step=step)
             self._pictures[key].add(step)
 

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
-from types import FunctionType
+from types import FunctionType, MappingProxyType
 from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
@@ -16,6 +16,7 @@ import numpy as np
 from models.errors import DoubleflowError
 from models.import_paths import ModuleNotAllowed
 from models.registry import import_object
+from tasks.rewards.per_sample import arguments, is_per_sample, score_each
 from tasks.system.credentials import CredentialError, refuse_secret_options
 
 Input = Literal["images", "video", "latents"]
@@ -253,16 +254,21 @@ def get_reward(name: str, **options: Any) -> Reward:
     """A reward by its registered name, or by import path "package.module:attribute" of a Reward class or a function.
 
     A function, `def` or `async def`, is called as `function(images, prompts, **options)` and returns a RewardResult
-    or scores [B]; its attributes `version`, `wants` and `bounds` count as a class's do.
+    or scores [B]; its attributes `version`, `wants` and `bounds` count as a class's do. One that has a parameter
+    `solution_image` is called for each sample, see `tasks.rewards.per_sample`.
     Raises RewardError for an unknown name, path or option.
     """
     found = check_reward(name, **options)
-    return found(**options) if isinstance(found, type) else FunctionReward(name, found, options)
+    if isinstance(found, type):
+        return found(**options)
+    return (PerSampleReward if is_per_sample(found) else FunctionReward)(name, found, options)
 
 
 def reward_input(name: str, **options: Any) -> Input:
     """What the reward wants, without loading it. Raises what `get_reward` raises."""
-    return getattr(check_reward(name, **options), "wants", "images")
+    found = check_reward(name, **options)
+    default: Input = "video" if inspect.isfunction(found) and is_per_sample(found) else "images"
+    return getattr(found, "wants", default)
 
 
 def reward_bounds(name: str, **options: Any) -> tuple[float, float] | None:
@@ -287,7 +293,10 @@ def check_reward(name: str, **options: Any) -> type[Reward] | FunctionType:
         found.check_options(name, options)
         return found
     if inspect.isfunction(found):
-        _check_options(name, found, (None, None), options)
+        if is_per_sample(found):
+            _check_options(name, found, (), options, arguments(found, None, None, {}))
+        else:
+            _check_options(name, found, (None, None), options)
         return found
     raise RewardError(
         f"{name} is a {type(found).__name__}; it must be a subclass of tasks.rewards.Reward or a function"
@@ -308,6 +317,20 @@ class FunctionReward(Reward):
     def score(self, batch: np.ndarray, prompts: Sequence[ScoredPrompt]) -> Any:
         """What the function returns."""
         return self._function(batch, prompts, **self._options)
+
+
+class PerSampleReward(FunctionReward):
+    """A function of one sample as a reward; it sees whole videos, a picture as one frame without that dimension."""
+
+    def __init__(self, path: str, function: Callable, options: dict[str, Any]):
+        """As a function's."""
+        super().__init__(path, function, options)
+        self.wants = getattr(function, "wants", "video")  # type: ignore[misc]
+
+    async def score(self, batch: np.ndarray, prompts: Sequence[ScoredPrompt]) -> RewardResult:
+        """Of each sample by itself."""
+        batch = batch if batch.ndim == 5 else batch[:, None]
+        return RewardResult(*await score_each(self._function, batch, prompts, self._options))
 
 
 def weighted_sum(results: Mapping[str, np.ndarray], weights: Mapping[str, float]) -> np.ndarray:
@@ -356,14 +379,20 @@ def _import(path: str) -> Any:
         raise RewardError(str(error)) from error
 
 
-def _check_options(name: str, target: Callable, arguments: tuple, options: dict[str, Any]) -> None:
+def _check_options(
+    name: str,
+    target: Callable,
+    positional: tuple,
+    options: dict[str, Any],
+    given: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
     signature = _signature(target)
     try:
         refuse_secret_options(options, f"reward {name!r}")
     except CredentialError as error:
         raise RewardError(str(error)) from None
     try:
-        signature.bind(*arguments, **options)
+        signature.bind(*positional, **{**given, **options})
     except TypeError as error:
         raise RewardError(f"reward {name!r}: {error}; it takes {signature}") from error
 

@@ -24,13 +24,14 @@ from tasks.actors.trainer_group import TrainerGroup
 from tasks.actors.waiting import get
 from tasks.config.tree import TrainConfig, TrainOverrides
 from tasks.data.pairs import SIDES
-from tasks.records.flow_page import tell
+from tasks.records.flow_page import page_logger, tell
 from tasks.records.guards import FloorWatch, Guard, GuardWatch
 from tasks.records.headline import RUN_NAME_TAG
 from tasks.records.lineage import lineage
 from tasks.records.patience import require_answer
 from tasks.records.run_lock import run_lock
 from tasks.records.run_store import CheckpointError, CheckpointStore
+from tasks.records.second_trackers import SecondTrackers, Subject
 from tasks.records.tracking import Tracker, tracking_uri
 from tasks.rewards.statistics import GUARDS as STATISTICS
 from tasks.run.kept_stages import KeptStages
@@ -134,8 +135,32 @@ def open_run(config: TrainConfig, inputs: Inputs, recipe: TrainConfig) -> Iterat
             watch = watched_machines(run.actor_groups(), get_run_logger(), advice + _same_command())
             patience = tracker.patience
             store.behind.held_up = lambda: patience.meanwhile() if patience.waits else None
-            with run.report.concluded(), store.behind.settled(), watch as run.machines:
+            beside = tracked_beside(config, tracker, label)
+            # What is still written behind the run goes to the other trackers, too: they are closed after it.
+            with run.report.concluded(), beside, store.behind.settled(), watch as run.machines:
                 yield run
+
+
+@contextmanager
+def tracked_beside(config: TrainConfig, tracker: Tracker, label: str) -> Iterator[None]:
+    """During the block the trackers of `tracking.also` get what MLflow gets."""
+    subject = Subject(
+        label,
+        tracker.run_id,
+        config.run_dir,
+        max(tracker.logged_steps, default=-1) + 1,
+        config.tracking,
+        config.model_dump(mode="json"),
+    )
+    tracker.also = SecondTrackers(page_logger().warning)
+    for name, where in tracker.also.open(config.tracking.also, subject).items():
+        tracker.tag(f"doubleflow.{name}", where)
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        tracker.also.close(failed)
 
 
 def _same_command() -> str:

@@ -27,6 +27,7 @@ from tasks.data.embeddings import INDEX, PromptEmbeddings
 from tasks.data.pairs import PairDataset
 from tasks.data.prompts import Prompt, load_prompts
 from tasks.records.lineage import dvc_hashes
+from tasks.records.second_trackers import check_libraries
 from tasks.rewards import check_reward
 from tasks.run.capacity import check_fits, measure_cost
 from tasks.run.early import check_folder, raising_config_errors
@@ -111,6 +112,7 @@ def _check_names(config: TrainConfig) -> None:
     get_training_engine(config.actor_rollout_ref.actor.strategy)
     check_loss(config)
     check_lr_schedule(config.scheduled_actor.optim)
+    check_libraries(config.tracking)
     for name, entry in config.reward.named().values():
         check_reward(name, **entry.options)
 

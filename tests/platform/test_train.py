@@ -270,8 +270,12 @@ def test_lora_with_kl_average_and_guidance_runs_and_its_export_validates(workspa
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=auto",
         "actor_rollout_ref.rollout.micro_batch_size=auto",
     )
-    workspace.train(*settings)
+    offline = replace(workspace, environment=workspace.environment | {"WANDB_MODE": "offline"})
+    offline.train(*settings, "tracking.also=[tensorboard, wandb]")
     (run,) = workspace.mlflow_runs()
+    assert not [name for name in run.data.metrics if name.startswith("tracking/")]
+    assert Path(run.data.tags["doubleflow.tensorboard"]) == workspace.run_folder().resolve() / "tensorboard"
+    assert list(Path(run.data.tags["doubleflow.wandb"]).glob("run-*.wandb"))
     rates = workspace.client().get_metric_history(run.info.run_id, "actor/lr")
     assert [rate.value for rate in rates] == pytest.approx([0.875e-3, 0.375e-3])  # two of the run's four steps each
     assert run.data.params["actor_rollout_ref.rollout.micro_batch_size"] == "8"  # two batches of an iteration's 16

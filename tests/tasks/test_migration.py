@@ -117,6 +117,7 @@ def test_what_is_written_is_what_was_meant() -> None:
     assert (actor.use_kl_loss, actor.kl_loss_type, actor.kl_loss_coef) == (True, "flow_grpo", 0.001)
     assert config.reward.functions["reward"].reward == "jpeg_compressibility"
     assert config.trainer.save_freq == 0
+    assert config.tracking.also == ("wandb",)
     assert (rollout.placement, rollout.num_actors, config.trainer.n_gpus_per_node) == ("colocated", 4, 4)
     # 4 prompts of 16 samples on 4 ranks are 16 a rank, which 6 does not divide.
     assert actor.ppo_micro_batch_size_per_gpu == rollout.micro_batch_size == 4

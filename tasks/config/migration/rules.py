@@ -113,6 +113,11 @@ def _schedule(path: str, value: Any, given: Given) -> Taken | Elsewhere:
     return Taken(settings | ({f"{optim}.lr_scheduler_kwargs": kwargs} if kwargs else {}))
 
 
+def _loggers(path: str, value: Any, given: Given) -> Taken | Elsewhere:
+    names = [name for name in (value if isinstance(value, list) else [value]) if name in ("wandb", "tensorboard")]
+    return Taken({"tracking.also": names}, "beside MLflow, which is always there") if names else TRACKED
+
+
 def _strategy(path: str, value: Any, given: Given) -> Taken | Elsewhere:
     if value in ("fsdp", "fsdp2"):
         return Taken({path: "fsdp2"})
@@ -211,10 +216,12 @@ def _scored_by(name: str, file: str, function: Any, given: Given) -> Taken | Els
     }.get(module)
     if known:
         return Taken({f"{REWARD}.{name}": {"reward": known}})
-    return Elsewhere(
-        f"{module}:{function} scores one picture a call; here a reward scores a batch: two lines around it, "
-        "docs/rewards.md#add-one-in-10-lines, and reward.functions.<name>.reward=package.module:Class"
-    )
+    if "verl_omni" in file:
+        return Elsewhere(
+            f"{module}:{function} is of that package: a reward of docs/rewards.md, or that function in a file of yours "
+            "with its imports changed, as reward.functions.<name>.reward=module:function"
+        )
+    return Taken({f"{REWARD}.{name}.reward": f"{module}:{function}"}, "as it is; its file is to be on PYTHONPATH")
 
 
 def _reward_entry(path: str, value: Any, given: Given) -> Taken | Elsewhere:
@@ -407,7 +414,7 @@ RULES: dict[str, Rule] = {
     ),
     # trainer
     "trainer.device": _device,
-    "trainer.logger": TRACKED,
+    "trainer.logger": _loggers,
     "trainer.project_name": _to("tracking.experiment", note="MLflow's experiment"),
     "trainer.log_val_generations": TRACKED,
     "trainer.rollout_data_dir": TRACKED,

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reward functions of one sample, in VeRL-Omni's form: `compute_score(data_source, solution_image, ground_truth, ...)`.
+
+Such a function, `def` or `async def`, gives a number or a mapping with the key `score`; what else is in the mapping
+becomes details. Its picture is a torch tensor, float32 from 0 to 1: [C, H, W], or [N, C, H, W] of a video.
+"""
+
+import asyncio
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from tasks.rewards.base import ScoredPrompt
+
+PICTURE = "solution_image"
+"""By this parameter such a function is known."""
+GIVEN = ("data_source", PICTURE, "ground_truth", "extra_info")
+LEFT_OUT = "reward_model_tokenizer"
+"""Handed on to functions there, and read by none of those that judge pictures: it is None here."""
+
+
+def is_per_sample(function: Callable) -> bool:
+    """Does the function score one sample?"""
+    return PICTURE in inspect.signature(function).parameters
+
+
+def arguments(
+    function: Callable, batch: np.ndarray | None, prompt: "ScoredPrompt | None", options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What the function is called with: of what there is to give the parameters that it has, and all options.
+
+    Args:
+        batch: uint8 RGB [F, H, W, 3], a picture being a video of one frame; None only names what would be given.
+    """
+    parameters = inspect.signature(function).parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    named = {name: None for name in GIVEN if takes_all or name in parameters}
+    if LEFT_OUT in parameters:
+        named[LEFT_OUT] = None
+    values = _values(batch, prompt) if batch is not None and prompt is not None else {}
+    return {**named, **{name: values[name] for name in named if name in values}, **options}
+
+
+def _values(video: np.ndarray, prompt: "ScoredPrompt") -> dict[str, Any]:
+    import torch  # here: a reward's worker that has no model needs none of it
+
+    frames = torch.from_numpy(np.ascontiguousarray(video)).permute(0, 3, 1, 2).float() / 255
+    metadata = dict(prompt.metadata)
+    extra = metadata.get("extra_info")
+    truth = metadata.get("ground_truth", prompt.target)
+    return {
+        "data_source": metadata.get("data_source", ""),
+        PICTURE: frames[0] if len(frames) == 1 else frames,
+        "ground_truth": prompt.prompt if truth is None else truth,
+        "extra_info": {"prompt": prompt.prompt, **(extra if isinstance(extra, Mapping) else metadata)},
+    }
+
+
+async def score_each(
+    function: Callable, batch: np.ndarray, prompts: Sequence["ScoredPrompt"], options: Mapping[str, Any]
+) -> tuple[np.ndarray, dict[str, list]]:
+    """(scores float64 [B], details) of a batch uint8 [B, F, H, W, 3]; an async function's calls wait side by side.
+
+    A sample whose call raises is NaN, with its error; where all do, that is the batch's error, and tried again.
+    """
+
+    async def one(video: np.ndarray, prompt: "ScoredPrompt") -> Any:
+        answer = function(**arguments(function, video, prompt, options))
+        return await answer if inspect.isawaitable(answer) else answer
+
+    answers = await asyncio.gather(*map(one, batch, prompts), return_exceptions=True)
+    errors = [answer if isinstance(answer, BaseException) else None for answer in answers]
+    if answers and all(errors):
+        raise next(error for error in errors if error is not None)
+    rows = [answer if isinstance(answer, Mapping) else {"score": answer} for answer in answers]
+    scores = np.array([np.nan if error else _number(row["score"]) for row, error in zip(rows, errors, strict=True)])
+    names = dict.fromkeys(str(name) for row in rows for name in row if name not in ("score", "error"))
+    details: dict[str, list] = {name: [row.get(name) for row in rows] for name in names}
+    if any(errors):
+        details["error"] = [None if error is None else f"{type(error).__name__}: {error}" for error in errors]
+    return scores, details
+
+
+def _number(score: Any) -> float:
+    """A score, or the first of a list, as there."""
+    return float(score[0] if isinstance(score, Sequence) else score)
