@@ -38,8 +38,10 @@ from benchmarks.docs import put_table
 from benchmarks.local_services import ROOT, Services, services, wait_until
 from benchmarks.run_state import (
     STAGES,
+    WRITING,
     Finished,
     Outcome,
+    being_written,
     iterations,
     logged,
     lost_seconds,
@@ -55,7 +57,7 @@ ACTORS = {"rollout": "ray::RolloutWorker", "reward": "ray::RewardWorker", "train
 DAEMONS = {"ray-head": "gcs_server", "raylet": "raylet"}
 VICTIMS = ("driver", *ACTORS, *DAEMONS, "mlflow", "prefect", "worker", "disk")
 
-MOMENT_SECONDS = {"starting": 15.0, "rollout": 0.6, "reward": 0.2, "update": 0.8, "record": 0.8}
+MOMENT_SECONDS = {"starting": 15.0, "rollout": 0.6, "reward": 0.2, "update": 0.8, "writing": 0.1, "record": 0.8}
 """About how long each is; the kill comes at a random moment of it, or soon after."""
 SMALL: dict[str, Any] = {
     "data": {"train_batch_size": 4},
@@ -143,6 +145,7 @@ def _play(both: Services, victim: str, stage: str, folder: Path, expected: Outco
     def begun() -> bool:
         kind = STAGES.get(stage)
         there = logged(folder, both.client) >= iteration - 1 if kind is None else iteration in iterations(folder, kind)
+        there = iteration in being_written(folder) if stage == WRITING else there
         return stage == "starting" or there or logged(folder, both.client) >= iteration or not _alive(driver)
 
     wait_until(begun, 400, f"{stage} of iteration {iteration}", every=0.05)
@@ -283,7 +286,7 @@ def play_all(rounds: int, victims: Sequence[str], log: Path, missing: bool) -> N
         expected = outcome(base / "undisturbed", both.client)
         stages = random.sample(list(MOMENT_SECONDS), len(MOMENT_SECONDS))
         for number, (place, victim) in itertools.product(range(rounds), enumerate(victims)):
-            stage = stages[(number + place) % len(stages)]  # five rounds, and a victim has had every stage
+            stage = stages[(number + place) % len(stages)]  # six rounds, and a victim has had every stage
             if (victim, stage) in done:
                 continue
             result = play(both, victim, stage, base / f"{victim}-{number}", expected)

@@ -19,7 +19,7 @@ from benchmarks.trained_runs import train
 from flows.recipes import load_recipe
 
 DOCS = Path("docs")
-STAGES = ("gen", "reward", "adv", "update_actor", "update_weights", "log", "save_checkpoint", "step")
+STAGES = ("gen", "reward", "adv", "update_actor", "update_weights", "save_checkpoint", "wait_for_writes", "step")
 
 
 def train_seed(seed: int) -> Run:

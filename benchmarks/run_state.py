@@ -18,6 +18,8 @@ from tasks.records.tracking import STEP_MARK
 STAGES = {"rollout": None, "reward": "stages/rollout", "update": "stages/reward", "record": "checkpoints"}
 """What an iteration goes through, each with the folder that has the iteration from the stage's beginning on. `record`
 is weight sync, validation and log. Before the first iteration a run is `starting`."""
+WRITING = "writing"
+"""A run in which something of an iteration is being written, while a stage of it or of the next one goes on."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +78,17 @@ def iterations(folder: Path, kind: str) -> set[int]:
     return set() if run is None else {int(path.name.removeprefix("iter_")) for path in (run / kind).glob("iter_*")}
 
 
+def being_written(folder: Path) -> set[int]:
+    """The iterations of which a checkpoint or a kept stage is begun and not whole."""
+    run = run_folder(folder)
+    aside = [] if run is None else [*run.glob("checkpoints/.writing-*"), *run.glob("stages/*/.writing-*")]
+    return {int(path.name.removeprefix(".writing-")) for path in aside}
+
+
 def stage_now(folder: Path, client: MlflowClient) -> tuple[int, str]:
     """(iteration, stage) that the only run in a folder is in."""
+    if unfinished := being_written(folder):
+        return min(unfinished), WRITING
     done = logged(folder, client)
     if done < 0 and not iterations(folder, "stages/rollout"):
         return 0, "starting"

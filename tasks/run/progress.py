@@ -24,6 +24,8 @@ SECONDS_BETWEEN_UPDATES = 15.0
 """Of Prefect's artifact; an update draws the curve and is a request."""
 CURVES = {"reward": "critic/rewards/mean", "held-out": "val/reward/mean"}
 """Label -> metric."""
+Curves = Mapping[str, Mapping[int, float]]
+"""Label -> iteration -> value."""
 GRID_WIDTH = 800
 """Pixels of the held-out grid on Prefect's page."""
 
@@ -47,7 +49,9 @@ class Progress:
         stream = sys.stderr if shown else open(os.devnull, "w")  # noqa: SIM115  closed with the bar
         self._bar = tqdm(total=total, initial=done, desc="training", unit="it", dynamic_ncols=True, file=stream)
         self._line, self._lines, self._grid = run.config.run_name, None if shown else sys.stderr, ("", "")
-        artifact = create_progress_artifact(progress=100 * done / total, key="training", description=self._page())
+        artifact = create_progress_artifact(
+            progress=100 * done / total, key="training", description=self._page(self._line, self.curves)
+        )
         self._artifact = cast(UUID, artifact)  # Prefect's signature allows for a coroutine, as in async code
         self._updated = time.monotonic()
 
@@ -55,7 +59,7 @@ class Progress:
         """The weights that the run begins with have been measured."""
         self.curves["held-out"][self.run.iteration] = self.run.held_out
         self._tell(f"iteration {self.run.iteration}/{self.total}: held-out {self.run.held_out:.3f}")
-        self._update()
+        self._update(self._bar.n, self._line, self.curves)
 
     def advance(self, number: int, metrics: Mapping[str, float]) -> None:
         """An iteration is done, with these metrics."""
@@ -68,7 +72,9 @@ class Progress:
         self._tell(", ".join([f"iteration {number}/{self.total}: {numbers[0]}", *numbers[1:], self._left()]))
         last = number >= self.total
         if last or CURVES["held-out"] in metrics or time.monotonic() - self._updated >= SECONDS_BETWEEN_UPDATES:
-            self._update()
+            self._updated = time.monotonic()
+            # Drawn and sent behind the run, which it would hold up for a good part of a second.
+            self.run.behind.submit(self._update, self._bar.n, self._line, _copied(self.curves))
 
     def close(self, summary: Summary) -> str:
         """Leave the bar as it is, and the run's end and its links on the page; the end in a sentence."""
@@ -80,7 +86,7 @@ class Progress:
         said = last_words(summary, links)
         tell(said)
         self._line = said
-        self._update()
+        self._update(self._bar.n, said, self.curves)
         return said
 
     def _tell(self, line: str) -> None:
@@ -93,16 +99,16 @@ class Progress:
         rate = self._bar.format_dict["rate"] or (self._bar.n - self._bar.initial) / self._bar.format_dict["elapsed"]
         return f"{tqdm.format_interval((self.total - self._bar.n) / rate)} left"
 
-    def _update(self) -> None:
-        self._updated = time.monotonic()
-        update_progress_artifact(self._artifact, progress=100 * self._bar.n / self.total, description=self._page())
+    def _update(self, done: int, line: str, curves: Curves) -> None:
+        progress = 100 * done / self.total
+        update_progress_artifact(self._artifact, progress=progress, description=self._page(line, curves))
 
-    def _page(self) -> str:
+    def _page(self, line: str, curves: Curves) -> str:
         """Of markdown; Prefect's list of artifacts shows its first paragraph."""
         links = run_links(self.run.tracker, self.run.config.run_dir)
         named = [f"[{name}]({address})" if address.startswith("http") else address for name, address in links.items()]
-        curve = f"![reward against iterations]({drawn(self.curves)})" if any(self.curves.values()) else ""
-        return "\n\n".join(filter(None, [self._line, curve, self._last_grid(), " · ".join(named)]))
+        curve = f"![reward against iterations]({drawn(curves)})" if any(curves.values()) else ""
+        return "\n\n".join(filter(None, [line, curve, self._last_grid(), " · ".join(named)]))
 
     def _last_grid(self) -> str:
         found = kept_grids(self.run.config)
@@ -138,7 +144,11 @@ def last_words(summary: Summary, links: Mapping[str, str]) -> str:
     return "; ".join([f"{summary.run_name}: {measured} after {summary.iterations} iterations", weights, *pages])
 
 
-def drawn(curves: Mapping[str, Mapping[int, float]]) -> str:
+def _copied(curves: Curves) -> Curves:
+    return {label: dict(points) for label, points in curves.items()}
+
+
+def drawn(curves: Curves) -> str:
     """Curves against iterations as an address that holds the picture; held-out rewards are marked one by one."""
     from matplotlib.figure import Figure  # here: a second of work, which a run may do while it waits for its actors
 

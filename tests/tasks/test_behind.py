@@ -58,13 +58,13 @@ def test_an_end_waits_for_all_and_a_failing_one_keeps_its_own_error(own: bool) -
         behind.submit(done.append, "written")
     assert done == ["written"]
     if own:
+        behind.submit(fail)
         with pytest.raises(ZeroDivisionError) as raised, behind.settled():
-            behind.submit(fail)
             raise ZeroDivisionError
         assert "the disk is gone" in raised.value.__notes__[0]
     else:
+        behind.submit(fail)
         with pytest.raises(OSError, match="the disk is gone") as gone, behind.settled():
-            behind.submit(fail)
             behind.settle()
         assert not hasattr(gone.value, "__notes__"), "it is not told of itself"
 
@@ -104,7 +104,7 @@ def test_a_long_wait_is_spent_in_what_holds_it_up(monkeypatch: pytest.MonkeyPatc
     behind.settle()
     assert asleep == ["begun", "ended"]
     away.set()
+    behind.submit(lambda: threading.Event().wait(0.5))
     with pytest.raises(KeyboardInterrupt) as raised, behind.settled():
-        behind.submit(lambda: threading.Event().wait(0.5))
         raise KeyboardInterrupt
     assert "takes too long" in raised.value.__notes__[0]
