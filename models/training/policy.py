@@ -116,8 +116,8 @@ class PolicyForward:
         return loss, metrics
 
     def pass_through(self, inputs: dict[str, Any], negative: dict[str, Any] | None) -> Tensor:
-        """The velocity [B, ...] as the update computes it, with gradient; where there is a reference in the same weights,
-        they have computed it, too."""
+        """The velocity [B, ...] as the update computes it, with gradient; a reference that is the same weights without
+        LoRA has computed it, too."""
         constant = negative is not None and self.actor_config.guidance_gradient == "conditional"
         with torch.no_grad():
             half = self.adapter.denoise(self.module, negative) if constant else None
