@@ -116,11 +116,11 @@ class PolicyForward:
         return loss, metrics
 
     def pass_through(self, inputs: dict[str, Any], negative: dict[str, Any] | None) -> Tensor:
-        """The velocity as the update computes it, with gradient; where there is a reference in the same weights, they
-        have computed it, too."""
-        constant = negative is not None and self.actor_config.guidance_gradient == "conditional"
+        """The velocity [B, ...] as the update computes it, with gradient; a reference that is the same weights without
+        LoRA has computed it, too."""
+        constant = self.actor_config.guidance_gradient == "conditional"
         with torch.no_grad():
-            half = self.adapter.denoise(self.module, negative) if constant else None
+            half = self.adapter.denoise(self.module, negative) if constant and negative is not None else None
             refers = self.actor_config.use_kl_loss or {REF_MEAN, REF_VELOCITY} & {*self.loss_fn.required_data_keys}
             if refers and self.reference is None:
                 with _adapters_off(self.module):

@@ -120,7 +120,7 @@ def test_sizes_go_with_the_rest_of_the_config() -> None:
     assert batch_sizes(config_with({"rollout": {"num_actors": 3}})) == [1, 2, 4]  # 2 each would be 24, 4 each 48 of 32
     assert batch_sizes(config_with({"rollout": {"num_actors": 32}})) == [1]
     per_prompt = {"sde_window_size": 1, "sde_window_per": "prompt", "sde_window_range": [0, 4]}
-    assert batch_sizes(config_with({"rollout": {"algo": per_prompt}})) == [1, 2, 4]
+    assert batch_sizes(config_with({"rollout": {"algo": per_prompt, "micro_batch_size": "auto"}})) == [1, 2, 4]
     assert batch_sizes(config_with(algorithm={"name": "dpo"})) == [4, 8, 16]
     queued = {"rollout": {"max_queued_batches": 4}}
     assert batch_sizes(config_with(queued, trainer={"one_step_off_policy": True})) == [8, 16]
@@ -177,11 +177,12 @@ def test_what_cannot_be_known_asks_for_a_number(found: Callable[..., Settled]) -
 def test_on_the_cpu_all_processes_share_the_machine(
     found: Callable[..., Settled], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two ranks of 4 + 2 m GiB and a worker of 4 + 0.1 m in half of what is free: 44.8 of 90 with 8 samples."""
-    monkeypatch.setattr("tasks.run.sizes.free_bytes", lambda: 90 * GIB)
+    """Two ranks of 2 GiB sharded, 4 gathered and 2 m, and a worker of 4 + 0.1 m: 48.8 with 8 samples, of half of what
+    is free."""
+    monkeypatch.setattr("tasks.run.sizes.free_bytes", lambda: 98 * GIB)
     config = config_with().with_changes({"trainer": {"device": "cpu", "n_gpus_per_node": 2}})
     assert sizes(found(config)) == (8, 8)
-    monkeypatch.setattr("tasks.run.sizes.free_bytes", lambda: 89 * GIB)
+    monkeypatch.setattr("tasks.run.sizes.free_bytes", lambda: 97 * GIB)
     assert sizes(found(config)) == (4, 4)
 
 

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import models.families  # noqa: F401  registers the adapters
 from models.algorithms import get_diffusion_loss_fn
 from models.cost.device_peaks import PEAK_TFLOPS, peak_tflops
-from models.cost.flops import Batch, PolicyFlops, compared_passes, step_flops
+from models.cost.flops import Batch, PolicyFlops, compared_passes
 from models.cost.meta_pass import pass_cost
 from models.families.base import DiffusionModelConfig
 from models.rollout.diffusers import DiffusersRolloutEngine
@@ -182,9 +182,9 @@ def test_what_an_iteration_should_take_at_its_devices_peak(tiny_model: Path, ahe
     flops = PolicyFlops(model, pass_cost(model, embeddings_of(model, lengths=(9,))), Batch(1, 9))
     group: Any = None  # a peak that is given asks no actor
     utilisation = Utilisation(config, flops, [], group)  # type: ignore[arg-type]
-    found, one = utilisation.at_peak(), step_flops(model, 9)
-    assert found["rollout"] == pytest.approx(8 * 4 * one / (0.5e12 * 2), rel=0.02)
-    assert found["update"] == pytest.approx(2 * 8 * 3 * 3 * one / 0.5e12, rel=0.1)
+    found, shapes = utilisation.at_peak(), [Batch(8, 9)]
+    assert found["rollout"] == pytest.approx(flops.rollout(shapes) / (0.5e12 * 2))
+    assert found["update"] == pytest.approx(flops.update(shapes, 2 * 8 * 3, 0, 0) / 0.5e12)
     whole = max(found.values()) if ahead else sum(found.values())
     assert f"an iteration takes {whole:.3g} s (rollout {found['rollout']:.3g} s, update " in str(
         utilisation.expectation()
