@@ -197,12 +197,13 @@ def log_iteration(run: TrainingRun, iteration: Iteration, metrics: dict[str, flo
         show_iteration(run, iteration, metrics, validation)
     with clock.stage("memory"):
         memory = memory_metrics(run.actor_groups())
-    metrics |= _time_metrics(run, clock, images)
+    measured = memory | _time_metrics(run, clock, images)
     if run.utilisation is not None and "update_actor" in clock.seconds:  # else an earlier process made the update
-        metrics |= run.utilisation.metrics(iteration.batches, metrics, clock.seconds)
+        measured |= run.utilisation.metrics(iteration.batches, metrics | measured, clock.seconds)
+    metrics |= measured
     lost = {} if run.machines is None else run.machines.metrics()
-    run.tracker.log_step(number, metrics | memory | lost | run.report.metrics())
-    run.report.add(number, metrics | memory)
+    run.tracker.log_step(number, metrics | lost | run.report.metrics())
+    run.report.add(number, measured)
     if validation:
         write_note(run)
     stop_if_flagged(run.config, run.guards, number)
