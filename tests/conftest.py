@@ -10,7 +10,7 @@ os.environ |= {
     "RAY_USAGE_STATS_ENABLED": "0",
     "DVC_NO_ANALYTICS": "1",
     "HF_HUB_OFFLINE": "1",
-    # Prefect's own 20 s fail on a busy machine. Another number than the commands' 300, so that a test can tell them apart.
+    # Prefect's own 20 s fail on a busy machine. Another number than the commands' 300: a test can tell them apart.
     "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "600",
 }
 
