@@ -24,7 +24,7 @@ from tests.support.platform_helpers import background, free_port
 from tests.support.shown_run import USER, MlflowServer, mlflow_server
 
 DOCS = Path(__file__).parent
-COLOURS = 128
+COLOURS = 256
 """Of a picture: pages have few, and so it has less than 200 kB."""
 SHORT = ("trainer.total_training_steps=6", "trainer.test_freq=2", "trainer.save_freq=0")
 POOL = "local"
@@ -67,7 +67,7 @@ def keep(page: Page, name: str) -> None:
     """The window as docs/<name>.png."""
     file = DOCS / f"{name}.png"
     picture_of(page, file)
-    Image.open(file).convert("RGB").quantize(COLOURS).save(file, optimize=True)
+    Image.open(file).convert("RGB").quantize(COLOURS, Image.Quantize.MAXCOVERAGE).save(file, optimize=True)
     page.close()
     print(f"{file.relative_to(Path.cwd())}  {file.stat().st_size // 1024} kB", flush=True)
 

@@ -12,7 +12,7 @@ from markupsafe import Markup, escape
 MOST_POINTS = 160
 """Points of a drawn line; a longer one is drawn by the means of neighbours."""
 SPARK_POINTS = 60
-LEFT, RIGHT, TOP, BOTTOM = 48, 10, 8, 22
+LEFT, RIGHT, TOP, BOTTOM = 56, 10, 8, 22
 TICKS = 4
 HEADLINE = 26
 """Height of the line above a chart that stands by itself."""
@@ -240,7 +240,7 @@ def ticks(low: float, high: float) -> list[float]:
 
 
 def _tick(value: float) -> str:
-    return "0" if abs(value) < 1e-12 else f"{value:.6g}" if 1e-3 <= abs(value) < 1e5 else f"{value:.1e}"
+    return "0" if abs(value) < 1e-12 else f"{value:.6g}" if 1e-3 <= abs(value) < 1e5 else f"{value:.2g}"
 
 
 def _in_order(band: Band) -> dict[int, tuple[float, float]]:
