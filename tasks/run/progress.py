@@ -67,7 +67,7 @@ class Progress:
                 create_link_artifact(address, key=f"{name.lower()}-page", description=f"{name} of {summary.run_name}")
         said = last_words(summary, links)
         tell(said)
-        self._line = said
+        self._line = last_words(summary, {})  # the page has the links below
         self._update()
         return said
 
