@@ -103,7 +103,7 @@ test-alone: $(VLLM_VENV)/.dev
 	@$(VLLM_VENV)/bin/python -m pytest tests/omni -m alone
 
 # Not a part of `test`: a machine without a browser passes that.
-test-pages: $(VENV)/.pages ## MLflow's and Prefect's pages in this machine's Chromium or Chrome
+test-pages: $(VENV)/.pages ## the pages of a run in this machine's Chromium or Chrome
 	@$(BIN)/python -m pytest tests/pages
 
 screenshots: $(VENV)/.pages .doubleflow ## make the docs' pictures of pages anew, from a short run

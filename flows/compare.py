@@ -10,13 +10,14 @@ if __name__ == "__main__":  # before the imports that take seconds, so that a wr
     main("compare")
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from prefect import flow
 from prefect.artifacts import create_markdown_artifact
 
 from tasks.config.tracking import TrackingConfig
-from tasks.records.comparison import Interval, paired_gain
+from tasks.records.comparison import ComparisonError, Interval, paired_gain
 from tasks.records.history import RunHistory
 from tasks.records.tracking import mlflow_client
 from tasks.report.page import GRID_TITLES, PERCENT, environment, viewer
@@ -67,12 +68,16 @@ def render(first: Recorded, second: Recorded) -> str:
 
 
 def paired(first: Recorded, second: Recorded) -> list[tuple[str, Interval]]:
-    """The difference of every reward that both measured, on the last held-out pictures."""
+    """The difference of every reward that both measured, on the last held-out pictures that they have in common."""
     if not first.held_out or not second.held_out:
         return []
     table, reference = (r.held_out[max(r.held_out)] for r in (first, second))
-    common = [name for name in first.rewards if name in table and name in reference]
-    return [(first.label(name), paired_gain(table, reference, name, CONFIDENCE)) for name in common]
+    found = []
+    for name in first.rewards:
+        if name in table and name in reference:
+            with suppress(ComparisonError):  # fewer than two prompts have this reward in both
+                found.append((first.label(name), paired_gain(table, reference, name, CONFIDENCE)))
+    return found
 
 
 def _samples(both: Sequence[Recorded]) -> list[dict[str, object]]:

@@ -22,7 +22,10 @@ COPIES = {
 PICTURES = {"validation": 0, "samples": 1}
 """Grids of a training run, in the section too -> the first step that has one."""
 HELD_OUT = f"{HEADLINE}/held_out"
-COLUMNS = ("reward", "held_out", "images_per_second", "gpu_hours", "hours")
+COLUMNS = {"reward": 150, "held_out": 150, "images_per_second": 215, "gpu_hours": 165, "hours": 150}
+"""Of the table of runs -> width; MLflow cuts a longer name off."""
+DIGITS = 4
+"""Significant ones of a copy: MLflow's table and lists show all that a number has."""
 REPORT = "report.html"
 """A run's own page: in its folder, and at the top of its artifacts."""
 RUN_NAME_TAG = "doubleflow.run_name"
@@ -39,7 +42,7 @@ MACHINE_LEARNING = "machine_learning"
 
 
 def headline(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The copies of a step's metrics; of what the step did not measure there are none.
+    """The copies of a step's metrics, rounded for reading; of what the step did not measure there are none.
 
     1_headline/images_per_second is of the whole step and all devices, where perf/throughput is of one device.
     """
@@ -47,17 +50,13 @@ def headline(metrics: Mapping[str, float]) -> dict[str, float]:
     images, seconds = metrics.get("perf/total_num_images"), metrics.get("perf/time_per_step")
     if images is not None and seconds:
         found["images_per_second"] = images / seconds
-    return {f"{HEADLINE}/{name}": value for name, value in found.items()}
+    return {f"{HEADLINE}/{name}": float(f"{value:.{DIGITS}g}") for name, value in found.items()}
 
 
 def runs_view() -> dict[str, Any]:
     """The table of runs with the headline metrics, as MLflow's pages keep the choice of columns."""
-    columns = [f"metrics.`{HEADLINE}/{name}`" for name in COLUMNS]
-    return {
-        "selectedColumns": columns,
-        "columnWidths": dict.fromkeys(columns, 150),
-        "columnOrder": columns,
-    }
+    widths = {f"metrics.`{HEADLINE}/{name}`": width for name, width in COLUMNS.items()}
+    return {"selectedColumns": [*widths], "columnWidths": widths, "columnOrder": [*widths]}
 
 
 def experiment_tags() -> dict[str, str]:

@@ -67,9 +67,10 @@ class RunNote:
         links = " · ".join(f"[{words}]({address})" for words, address in self.links.items())
         lines = {
             "Learnt": self._learnt(),
+            "Links": links
+            or "none",  # MLflow's page lays a veil over all below the second line: no link is clicked there
             "Cost": self._cost(),
             "Code": self._code(),
-            "Links": links or "none",
             "Weights": f"`{self.weights.snippet()}`" if self.weights else "not exported yet",
         }
         return "\n".join(f"- **{name}:** {line}" for name, line in lines.items())

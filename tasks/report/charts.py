@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Curves as SVG, drawn here so that a page needs nothing from elsewhere and follows the reader's light or dark mode."""
 
+import base64
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,8 +12,23 @@ from markupsafe import Markup, escape
 MOST_POINTS = 160
 """Points of a drawn line; a longer one is drawn by the means of neighbours."""
 SPARK_POINTS = 60
-LEFT, RIGHT, TOP, BOTTOM = 48, 10, 8, 22
+LEFT, RIGHT, TOP, BOTTOM = 56, 10, 8, 22
 TICKS = 4
+HEADLINE = 26
+"""Height of the line above a chart that stands by itself."""
+LIGHT = (
+    "--paper: #fff; --card: #f6f7f9; --ink: #1c2128; --soft: #5d6673; --line: #dfe3e8; "
+    "--c0: #3557d6; --c1: #ad5404; --c2: #15784f; --c3: #a13fb3"
+)
+"""Colours as CSS names them."""
+MARKS = """svg text { font: 11px system-ui, sans-serif; fill: var(--soft); }
+  .grid { stroke: var(--line); } .line { fill: none; stroke-width: 1.8; stroke-linejoin: round; }
+  .band { opacity: .17; stroke: none; } .cursor { stroke: var(--soft); stroke-dasharray: 3 3; visibility: hidden; }
+  .line.c0 { stroke: var(--c0); } .line.c1 { stroke: var(--c1); } .line.c2 { stroke: var(--c2); }
+  .line.c3 { stroke: var(--c3); }
+  .band.c0, .dot.c0 { fill: var(--c0); } .band.c1, .dot.c1 { fill: var(--c1); } .band.c2, .dot.c2 { fill: var(--c2); }
+  .band.c3, .dot.c3 { fill: var(--c3); }"""
+"""How a chart's parts look, as CSS."""
 Band = Mapping[int, tuple[float, float]]
 
 
@@ -38,17 +54,43 @@ class Chart:
 
     Attributes:
         title: what is drawn.
-        svg: the picture.
+        size: width and height.
+        marks: SVG of axes and lines.
         latest: the newest value of each line, in words.
         legend: (name, colour) of each line.
         data: what the page's script shows under the pointer.
     """
 
     title: str
-    svg: Markup
+    size: tuple[int, int]
+    marks: Markup
     latest: str
     legend: list[tuple[str, int]]
     data: dict[str, Any]
+
+    @property
+    def svg(self) -> Markup:
+        """The picture, for a page whose style has `MARKS`."""
+        label = escape(f"{self.title}: {self.latest}")
+        height = self.size[1]
+        return Markup(
+            f'<svg viewBox="0 0 {self.size[0]} {height}" role="img" aria-label="{label}">{self.marks}'
+            f'<line class="cursor" y1="{TOP}" y2="{height - BOTTOM}"/></svg>'
+        )
+
+    def as_address(self) -> str:
+        """The picture with its title and legend as a data URI, in light colours on paper: for the pages of others."""
+        width, height = self.size[0], self.size[1] + HEADLINE
+        # A wide space between the names: SVG joins those that follow each other.
+        names = "".join(f'<tspan class="dot c{colour}" dx="14">{escape(name)}</tspan>' for name, colour in self.legend)
+        picture = (
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">'
+            f"<style>svg {{ {LIGHT} }} {MARKS} text.title {{ font-size: 13px; fill: var(--ink); }}</style>"
+            f'<rect width="{width}" height="{height}" fill="var(--paper)"/>'
+            f'<text class="title" x="{LEFT}" y="18">{escape(self.title)}, over iterations{names}</text>'
+            f'<g transform="translate(0 {HEADLINE})">{self.marks}</g></svg>'
+        )
+        return f"data:image/svg+xml;base64,{base64.b64encode(picture.encode()).decode()}"
 
 
 def spread(steps: Iterable[int], most: int, among: Iterable[int] | None = None) -> list[int]:
@@ -98,14 +140,9 @@ def line_chart(title: str, series: Sequence[Series], size: tuple[int, int] = (42
     if not drawn:
         return None
     plot = _Plot.around(drawn, size)
-    parts = [*plot.axes(), *(mark for line in drawn for mark in plot.marks(line))]
-    label = escape(f"{title}: {_latest(drawn)}")
-    svg = Markup(
-        f'<svg viewBox="0 0 {size[0]} {size[1]}" role="img" aria-label="{label}">{"".join(parts)}'
-        f'<line class="cursor" y1="{TOP}" y2="{size[1] - BOTTOM}"/></svg>'
-    )
+    marks = Markup("".join([*plot.axes(), *(mark for line in drawn for mark in plot.marks(line))]))
     legend = [(line.name, line.colour) for line in drawn]
-    return Chart(title, svg, _latest(drawn), legend, plot.data(drawn))
+    return Chart(title, size, marks, _latest(drawn), legend, plot.data(drawn))
 
 
 def sparkline(points: Mapping[int, float]) -> Markup:
@@ -123,10 +160,12 @@ def sparkline(points: Mapping[int, float]) -> Markup:
 
 
 def number(value: float) -> str:
-    """Four significant digits; "missing" where there is no value."""
+    """Four significant digits, all of a large number; "missing" where there is no value."""
     if not math.isfinite(value):
         return "missing"
-    if value == 0 or 1e-3 <= abs(value) < 1e5:
+    if 1e4 <= abs(value) < 1e9:
+        return f"{value:,.0f}"
+    if value == 0 or 1e-3 <= abs(value) < 1e4:
         digits = max(0, 3 - math.floor(math.log10(abs(value)))) if value else 0
         return f"{value:.{digits}f}"
     return f"{value:.3g}"
@@ -201,7 +240,7 @@ def ticks(low: float, high: float) -> list[float]:
 
 
 def _tick(value: float) -> str:
-    return "0" if abs(value) < 1e-12 else f"{value:.6g}" if 1e-3 <= abs(value) < 1e5 else f"{value:.1e}"
+    return "0" if abs(value) < 1e-12 else f"{value:.6g}" if 1e-3 <= abs(value) < 1e5 else f"{value:.2g}"
 
 
 def _in_order(band: Band) -> dict[int, tuple[float, float]]:

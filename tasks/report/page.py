@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+from markupsafe import Markup
 
 from tasks.records.headline import FLOW_RUN_TAG, run_address
 from tasks.report import sections
-from tasks.report.charts import Chart, Series, line_chart, number, spread
+from tasks.report.charts import LIGHT, MARKS, Chart, Series, line_chart, number, spread
 from tasks.report.recorded import CONFIDENCE, FRAMES, Recorded
 from tasks.system.late_mlflow import MlflowClient, Run
 
-"""The page's name, in a run's folder and among its artifacts."""
 TEMPLATES = Path(__file__).parent
 STATES = {"RUNNING": "running", "FINISHED": "finished", "FAILED": "failed", "KILLED": "killed", "SCHEDULED": "waiting"}
 PERCENT = round(100 * CONFIDENCE)
@@ -28,6 +28,7 @@ def environment(*folders: Path) -> jinja2.Environment:
     """Jinja with the parts that pages share; everything that is put into a page is escaped."""
     loader = jinja2.FileSystemLoader([*folders, TEMPLATES])
     made = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    made.globals |= {"light": Markup(LIGHT), "marks": Markup(MARKS)}
     made.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     return made
 
@@ -61,7 +62,7 @@ def render(recorded: Recorded, links: Mapping[str, str] | None = None, ended: st
             tiles=sections.tiles(recorded),
             warnings=sections.warnings(recorded),
             missing=sections.missing_rewards(recorded),
-            hero=_hero(recorded),
+            hero=hero(recorded),
             percent=PERCENT,
             viewer=viewer("validation", [recorded]),
             charts=[*list(sections.reward_charts([recorded]))[1:], *sections.policy_charts([recorded])],
@@ -103,11 +104,11 @@ def viewer(kind: str, runs: Sequence[Recorded]) -> dict[str, Any] | None:
     return {"title": GRID_TITLES[kind], "columns": columns, "steps": steps} if steps else None
 
 
-def _hero(recorded: Recorded) -> Chart | None:
+def hero(recorded: Recorded, size: tuple[int, int] = HERO_SIZE) -> Chart | None:
     """The first chart: the trained reward, held out and in training."""
-    reward = next(sections.reward_charts([recorded], HERO_SIZE), None)
+    reward = next(sections.reward_charts([recorded], size), None)
     loss = recorded.metrics.get("actor/pg_loss", {})
-    return reward or line_chart("policy loss", [Series("loss", loss)], HERO_SIZE)  # offline there is no reward
+    return reward or line_chart("policy loss", [Series("loss", loss)], size)  # offline there is no reward
 
 
 def _frame(recorded: Recorded, kind: str, step: int, src: str) -> dict[str, Any]:

@@ -121,7 +121,7 @@ def cost(recorded: Recorded) -> dict[str, str]:
     orchestration = 100 * last_of(recorded, "perf/orchestration_share")
 
     def per_gain(spent: float, unit: str) -> str:
-        return f"{spent / gained:.4g} {unit}" if gained > 0 and math.isfinite(spent) else "no gain"
+        return f"{number(spent / gained)} {unit}" if gained > 0 and math.isfinite(spent) else "no gain"
 
     return {
         "iterations": str(progress(recorded)[0]),
@@ -200,10 +200,11 @@ def traces(recorded: Recorded) -> list[Trace]:
 
 
 def guards(recorded: Recorded) -> list[dict[str, Any]]:
-    """What is watched while the reward rises: each guard's trend, and since when it is flagged."""
+    """What is watched while the reward rises: each guard's trend, its fall, and whether validations flag it."""
     rows = []
     for name in sorted(n[len("guard/") : -len("/flag")] for n in recorded.metrics if n.endswith("/flag")):
-        flags = [step for step, value in recorded.metrics[f"guard/{name}/flag"].items() if value]
+        verdicts = recorded.metrics[f"guard/{name}/flag"]
+        flags = [step for step, value in verdicts.items() if value]
         watched = next(
             (n for n in (f"train/reward/{name}/mean", f"train/image/{name}/mean") if n in recorded.metrics), ""
         )
@@ -214,7 +215,9 @@ def guards(recorded: Recorded) -> list[dict[str, Any]]:
                 "tau": number(last_of(recorded, f"guard/{name}/tau")),
                 "first": number(values[0]) if values else "missing",
                 "last": number(values[-1]) if values else "missing",
+                "fall": _known(last_of(recorded, f"guard/{name}/fall"), ".2f"),
                 "since": min(flags) if flags else None,
+                "now": bool(verdicts[max(verdicts)]),
                 "curve": sparkline(recorded.metrics.get(watched, {})),
             }
         )

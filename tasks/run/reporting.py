@@ -17,7 +17,7 @@ from tasks.records.history import RunHistory
 from tasks.records.pictures import still
 from tasks.records.tracking import Tracker
 from tasks.report.charts import spread
-from tasks.report.page import links, render
+from tasks.report.page import hero, links, render
 from tasks.report.recorded import (
     EXTREMES,
     FRAMES,
@@ -40,6 +40,8 @@ from tasks.system.late_mlflow import mlflow
 
 FAILURES = "report/failures"
 """Metric: how often the page could not be made, in the iterations of this process."""
+CARD_SIZE = (700, 260)
+"""Of the chart on another page."""
 
 
 class RunReport:
@@ -105,6 +107,21 @@ class RunReport:
         """Write the page, here and in MLflow; `ended` is how the run ends now."""
         if self._write(ended):
             self.tracker.client.log_artifact(self.tracker.run_id, str(self.path))
+
+    def card(self) -> str:
+        """The page's first chart and the last held-out grid, as markdown that holds them."""
+        parts = []
+        with self._told():
+            recorded, files = self._so_far(), kept_grids(self.config)
+            chart = hero(recorded, CARD_SIZE)
+            if chart is not None:
+                parts.append(f"![{chart.title}]({chart.as_address()})")
+            if files:
+                last, grids = max(files), recorded.grids.setdefault("validation", {})
+                grids[last] = grids.get(last) or of_grid(Image.open(files[last]))
+                title = f"held-out pictures, iteration {last}"
+                parts.append(f"{title}\n\n![{title}]({grids[last]})")
+        return "\n\n".join(parts)
 
     @contextmanager
     def concluded(self) -> Iterator[None]:

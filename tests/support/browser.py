@@ -73,3 +73,33 @@ def picture_of(page: Page, file: Path) -> None:
     """What the window shows, as a picture."""
     settle(page)
     page.screenshot(path=file)
+
+
+CONTRASTS = """() => {
+  const numbers = colour => colour.match(/[\\d.]+/g).map(Number);
+  const linear = c => c <= .04045 ? c / 12.92 : ((c + .055) / 1.055) ** 2.4;
+  const light = ([r, g, b]) => .2126 * linear(r / 255) + .7152 * linear(g / 255) + .0722 * linear(b / 255);
+  const behind = element => {
+    for (let at = element; at; at = at.parentElement) {
+      const colour = numbers(getComputedStyle(at).backgroundColor);
+      if (colour.length === 3 || colour[3] > 0) return colour;
+    }
+    return [255, 255, 255];
+  };
+  const found = {};
+  for (const element of document.body.querySelectorAll("*")) {
+    const text = [...element.childNodes].filter(n => n.nodeType === 3).map(n => n.data.trim()).join(" ").trim();
+    const style = getComputedStyle(element), box = element.getBoundingClientRect();
+    if (!text || !box.width || ["SCRIPT", "STYLE"].includes(element.tagName)) continue;
+    const ink = light(numbers(element.namespaceURI.endsWith("svg") ? style.fill : style.color));
+    const paper = light(behind(element));
+    const ratio = (Math.max(ink, paper) + .05) / (Math.min(ink, paper) + .05);
+    found[text.slice(0, 60)] = Math.min(ratio, found[text.slice(0, 60)] ?? 99);
+  }
+  return found;
+}"""
+
+
+def contrasts(page: Page) -> dict[str, float]:
+    """Each text on the page -> its contrast with the colour behind it, from 1 to 21, as WCAG 2 counts it."""
+    return dict(page.evaluate(CONTRASTS))

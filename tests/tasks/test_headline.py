@@ -35,6 +35,7 @@ def test_the_metrics_that_count_have_copies_of_what_was_measured() -> None:
     assert headline(MEASURED).keys() == copies
     assert headline(MEASURED)[f"{HEADLINE}/images_per_second"] == 8.0
     assert headline({"actor/lr": 1.0}) == {}
+    assert headline({"cost/hours": 0.010072592526109172}) == {f"{HEADLINE}/hours": 0.01007}, "as a table shows it"
 
 
 def test_a_step_has_its_headline_and_pictures_in_the_section_that_sorts_first(config: TrackingConfig) -> None:

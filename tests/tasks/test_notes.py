@@ -16,9 +16,9 @@ def test_a_runs_description_has_five_lines() -> None:
     assert lines[0].startswith(LEARNT)
     assert "held-out reward 0.530 → 0.940" in lines[0]
     assert lines[0].endswith("in 100 iterations")
-    assert lines[1] == "- **Cost:** 2 GPU-hours (30.0 minutes), 19,200 images, 8.04 images/s"
-    assert lines[2] == "- **Code:** commit 6c51b8e00000 as it is"
-    assert lines[3:] == ["- **Links:** none", "- **Weights:** not exported yet"]
+    assert lines[1] == "- **Links:** none"
+    assert lines[2] == "- **Cost:** 2 GPU-hours (30.0 minutes), 19,200 images, 8.04 images/s"
+    assert lines[3:] == ["- **Code:** commit 6c51b8e00000 as it is", "- **Weights:** not exported yet"]
 
 
 def test_what_is_not_known_is_said() -> None:

@@ -148,6 +148,13 @@ def test_what_is_missing_is_called_missing_and_is_no_zero(recorded: Recorded) ->
     assert number(float("nan")) == "missing"
 
 
+def test_a_guard_that_no_validation_flags_any_more_is_not_called_flagged(recorded: Recorded) -> None:
+    flags = {0: 0.0, 4: 1.0, 8: 0.0}
+    calm = replace(recorded, metrics=recorded.metrics | {"guard/jpeg_compressibility/flag": flags})
+    assert "no more, first at iteration 4" in Page(render(calm)).text
+    assert "since iteration" not in Page(render(calm)).text
+
+
 def test_the_best_and_the_worst_are_named_by_their_noise(recorded: Recorded) -> None:
     _, samples = recorded.samples["held-out"]
     best = [s.rewards["reward"] for s in samples if s.end == "best"]
@@ -175,6 +182,8 @@ def test_two_runs_stand_side_by_side(recorded: Recorded) -> None:
     legends = [series["name"] for series in json.loads(page.all("figure")[0]["data-chart"])["series"]]
     assert legends == [recorded.name, other.name]
     assert [label for label, _ in paired(other, other)] == ["reward (ocr)", "jpeg_compressibility (guard)"]
+    elsewhere = {step: table.assign(uid=table["uid"] + "-of-others") for step, table in other.held_out.items()}
+    assert "no held-out pictures in common" in Page(render_both(other, replace(other, held_out=elsewhere))).text
 
 
 def test_a_run_of_a_thousand_iterations_has_a_page_that_opens() -> None:
