@@ -3,7 +3,7 @@
 
     python -m benchmarks.kill_rounds [--rounds 1] [--victims driver ...] [--seed 0] [--log rounds.jsonl] [--missing]
 
-Each round runs a small form of the recipe `flow-grpo` on a Prefect and an MLflow server of its own, in a temporary folder, and
+Each round runs `flow-grpo` in small on a Prefect and an MLflow server of its own, in a temporary folder, and
 kills one victim with SIGKILL: the driver, an actor of each kind, Ray's head (its GCS) or its raylet, the MLflow or the
 Prefect server, or the worker. `disk` is no process: the run's folder is a file system of its own (only root may mount
 one) that becomes full until the run has ended. The moment is random within a stage, and the rounds take the stages in

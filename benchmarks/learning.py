@@ -61,7 +61,7 @@ SETTINGS: dict[str, list[str]] = {
     "distill_kl": [],
     "distill_fm_mse": FORWARD,
 }
-"""What an algorithm changes in the recipe `flow-grpo` beside `algorithm.name`. All keep the recipe's kernel, window and clip
+"""What an algorithm changes in the recipe `flow-grpo` beside `algorithm.name`. All keep its kernel, window and clip
 range, so that they are compared at equal ones; an algorithm that is about those gives its own."""
 
 
@@ -250,8 +250,8 @@ Machine: {machine}.
 """
 NOTES = """`dpo_offline` trains on the 200 pairs of `data/pairs`, without a rollout; the two distillations learn from
 `flow_grpo`'s weights after its run with seed 0, not from a reward. `mix_grpo` has twice as many iterations, of two
-trained steps where `flow_grpo` has four. `cps` is `flow_grpo` with that kernel. What an algorithm changes in the
-recipe `flow-grpo` stands in `benchmarks/learning.py`. These are budgets of two minutes and not what an algorithm can reach.
+trained steps where `flow_grpo` has four. `cps` is `flow_grpo` with that kernel. What an algorithm changes in
+`flow-grpo` stands in `benchmarks/learning.py`. These are budgets of two minutes and not what an algorithm can reach.
 """
 
 
