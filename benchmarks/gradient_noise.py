@@ -52,10 +52,10 @@ Pool = Sequence[tuple[FinishedLatents, Tensor]]
 
 
 def config_of(name: str) -> TrainConfig:
-    """The quickstart with the setting, without a distance to the start, whose noise is not the rewards'."""
+    """The recipe `flow-grpo` with the setting, without a distance to the start, whose noise is not the rewards'."""
     changes = [*SETTINGS[name], f"algorithm.num_train_timesteps={LEVELS}"]
     changes += ["actor_rollout_ref.actor.use_kl_loss=false", "actor_rollout_ref.actor.kl_loss_coef=0.0"]
-    return load_recipe("quickstart").with_changes(parse_changes(changes))
+    return load_recipe("flow-grpo").with_changes(parse_changes(changes))
 
 
 def pool_of(config: TrainConfig) -> Pool:

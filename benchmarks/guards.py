@@ -65,7 +65,7 @@ def hacked(reward: str) -> str:
 
 @dataclass(frozen=True)
 class Case:
-    """A run: is it hacked, what is changed in the quickstart, and in words what it shows."""
+    """A run: is it hacked, what is changed in the recipe `flow-grpo`, and in words what it shows."""
 
     hacked: bool
     settings: Sequence[str]
@@ -73,7 +73,7 @@ class Case:
 
 
 CASES = {
-    "flow_grpo": Case(False, [GUARDED_OCR, "trainer.total_training_steps=36"], "the quickstart as it is"),
+    "flow_grpo": Case(False, [GUARDED_OCR, "trainer.total_training_steps=36"], "the recipe as it is"),
     "diffusion_nft": Case(False, [*NFT, GUARDED_OCR, "trainer.total_training_steps=24"], "its task by DiffusionNFT"),
     "small_files": Case(
         True,
@@ -175,7 +175,7 @@ def record(name: str) -> None:
         "MLFLOW_TRACKING_URI": f"sqlite:///{folder / 'mlflow.db'}",
     }
     given = [part for setting in settings for part in ("--set", setting)]
-    subprocess.run([sys.executable, "-m", "flows.train", "quickstart", *given], env=environment, check=True)
+    subprocess.run([sys.executable, "-m", "flows.train", "flow-grpo", *given], env=environment, check=True)
     write(name, MlflowClient(environment["MLFLOW_TRACKING_URI"]))
 
 
@@ -245,7 +245,7 @@ def _base_pictures(texts: tuple[str, ...]) -> np.ndarray:
 
     pipeline = QwenImagePipeline.from_pretrained("data/base_model")
     pipeline.set_progress_bar_config(disable=True)
-    settings = load_recipe("quickstart").actor_rollout_ref.rollout.pipeline
+    settings = load_recipe("flow-grpo").actor_rollout_ref.rollout.pipeline
     drawn = pipeline(
         list(texts),
         height=settings.height,

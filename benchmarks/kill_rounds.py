@@ -3,7 +3,7 @@
 
     python -m benchmarks.kill_rounds [--rounds 1] [--victims driver ...] [--seed 0] [--log rounds.jsonl] [--missing]
 
-Each round runs a small form of the quickstart on a Prefect and an MLflow server of its own, in a temporary folder, and
+Each round runs `flow-grpo` in small on a Prefect and an MLflow server of its own, in a temporary folder, and
 kills one victim with SIGKILL: the driver, an actor of each kind, Ray's head (its GCS) or its raylet, the MLflow or the
 Prefect server, or the worker. `disk` is no process: the run's folder is a file system of its own (only root may mount
 one) that becomes full until the run has ended. The moment is random within a stage, and the rounds take the stages in
@@ -171,7 +171,7 @@ def _play(both: Services, victim: str, stage: str, folder: Path, expected: Outco
             both.start(name)
     died = status(folder, both.client) != "FINISHED"
     finished = Finished.of(folder, both.client)
-    again = both.python("-m", "flows.train", "quickstart", folder=folder).wait(600)
+    again = both.python("-m", "flows.train", "flow-grpo", folder=folder).wait(600)
     if again:
         difference, redone = f"not continued: {(folder / 'output.log').read_text()[-1500:]}", []
     else:
@@ -199,22 +199,22 @@ def fill(folder: Path) -> None:
 
 
 def workspace(folder: Path, changes: dict[str, Any]) -> None:
-    """A folder with the quickstart's small form, the project's code and its data."""
+    """A folder with the recipe's small form, the project's code and its data."""
     folder.mkdir(parents=True)
     for name in ("flows", "tasks", "models", "data"):
         (folder / name).symlink_to(ROOT / name)
     project = yaml.safe_load((ROOT / "prefect.yaml").read_text())
-    (quickstart,) = (entry for entry in project["deployments"] if entry["name"] == "quickstart")
-    quickstart["parameters"]["config"] = merged(merged(quickstart["parameters"]["config"], SMALL), changes)
-    (folder / "prefect.yaml").write_text(yaml.safe_dump(project | {"deployments": [quickstart], "definitions": {}}))
+    (recipe,) = (entry for entry in project["deployments"] if entry["name"] == "flow-grpo")
+    recipe["parameters"]["config"] = merged(merged(recipe["parameters"]["config"], SMALL), changes)
+    (folder / "prefect.yaml").write_text(yaml.safe_dump(project | {"deployments": [recipe], "definitions": {}}))
 
 
 def _start_run(both: Services, folder: Path, by_worker: bool) -> psutil.Process:
     if not by_worker:
-        return psutil.Process(both.python("-m", "flows.train", "quickstart", folder=folder).pid)
+        return psutil.Process(both.python("-m", "flows.train", "flow-grpo", folder=folder).pid)
     both.environment["DOUBLEFLOW_HOME"] = str(folder)
     prefect = [sys.executable, "-m", "prefect", "--no-prompt"]
-    for command in (["deploy", "--all"], ["deployment", "run", "train/quickstart"]):
+    for command in (["deploy", "--all"], ["deployment", "run", "train/flow-grpo"]):
         subprocess.run([*prefect, *command], cwd=folder, env=both.environment, check=True, capture_output=True)
     own = psutil.Process(both.running["worker"].pid)
     return wait_until(lambda: own.children(), 120, "the worker's flow run")[0]
@@ -281,7 +281,7 @@ def play_all(rounds: int, victims: Sequence[str], log: Path, missing: bool) -> N
         pool = [sys.executable, "-m", "prefect", "work-pool", "create", "local", "--type", "process"]
         subprocess.run(pool, env=both.environment, check=True, capture_output=True)
         workspace(base / "undisturbed", {})
-        if both.python("-m", "flows.train", "quickstart", folder=base / "undisturbed").wait(600):
+        if both.python("-m", "flows.train", "flow-grpo", folder=base / "undisturbed").wait(600):
             raise SystemExit((base / "undisturbed" / "output.log").read_text()[-3000:])
         expected = outcome(base / "undisturbed", both.client)
         stages = random.sample(list(MOMENT_SECONDS), len(MOMENT_SECONDS))

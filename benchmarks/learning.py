@@ -61,7 +61,7 @@ SETTINGS: dict[str, list[str]] = {
     "distill_kl": [],
     "distill_fm_mse": FORWARD,
 }
-"""What an algorithm changes in the quickstart beside `algorithm.name`. All keep the recipe's kernel, window and clip
+"""What an algorithm changes in the recipe `flow-grpo` beside `algorithm.name`. All keep its kernel, window and clip
 range, so that they are compared at equal ones; an algorithm that is about those gives its own."""
 
 
@@ -121,7 +121,7 @@ class Runner:
     def _offline(self, folder: Path, slot: int, algorithm: str, seed: int) -> tuple[list[float], ...]:
         """Nothing is sampled in the run: the validation flow measures the exported weights, half way and at the end."""
         settings = changes(algorithm, seed, folder)
-        config = load_recipe("quickstart").with_changes(parse_changes(settings))
+        config = load_recipe("flow-grpo").with_changes(parse_changes(settings))
         total = config.trainer.total_training_steps
         online = [*settings, "algorithm.sample_source=online"]
         self._python(folder, slot, "flows.validate", online)
@@ -147,12 +147,12 @@ class Runner:
             "OMP_WAIT_POLICY": "passive",
         }
         with (folder / "log.txt").open("a") as log:
-            command = [*pin, sys.executable, "-m", module, "quickstart", *given, *arguments]
+            command = [*pin, sys.executable, "-m", module, "flow-grpo", *given, *arguments]
             subprocess.run(command, env=environment, stdout=log, stderr=log, check=True)
 
 
 def changes(algorithm: str, seed: int, folder: Path) -> list[str]:
-    """All changes to the quickstart that make this run."""
+    """All changes to the recipe `flow-grpo` that make this run."""
     teacher = []
     if algorithm.startswith("distill"):
         (weights,) = sorted((RUNS / f"{TEACHER}-0").glob("train-*/weights"))
@@ -250,8 +250,8 @@ Machine: {machine}.
 """
 NOTES = """`dpo_offline` trains on the 200 pairs of `data/pairs`, without a rollout; the two distillations learn from
 `flow_grpo`'s weights after its run with seed 0, not from a reward. `mix_grpo` has twice as many iterations, of two
-trained steps where `flow_grpo` has four. `cps` is `flow_grpo` with that kernel. What an algorithm changes in the
-quickstart stands in `benchmarks/learning.py`. These are budgets of two minutes and not what an algorithm can reach.
+trained steps where `flow_grpo` has four. `cps` is `flow_grpo` with that kernel. What an algorithm changes in
+`flow-grpo` stands in `benchmarks/learning.py`. These are budgets of two minutes and not what an algorithm can reach.
 """
 
 

@@ -70,6 +70,7 @@ def guard_temporary_server() -> None:
     settings = get_current_settings()
     if settings.api.url is not None:
         return
+    settings.home.mkdir(parents=True, exist_ok=True)  # without it the server's database cannot be opened
     access = new_access()
     wanted = server_settings(access) | {"PREFECT_API_AUTH_STRING": access["PREFECT_API_AUTH_STRING"]}
     if "startup_timeout_seconds" not in settings.server.ephemeral.model_fields_set:

@@ -43,7 +43,7 @@ def users_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 def test_the_example_trains(tiny_model: Path) -> None:
     """With the page's settings; the second update's loss is the formula at the moved weights."""
     settings = re.findall(r"--set (\S+)", PAGE.split("## Add an algorithm")[1].split("**Options**")[0])
-    config = load_recipe("quickstart", RECIPES).with_changes(parse_changes(settings))
+    config = load_recipe("flow-grpo", RECIPES).with_changes(parse_changes(settings))
     loss, algo = config.actor_rollout_ref.actor.diffusion_loss, config.actor_rollout_ref.rollout.algo
     assert (loss.options, config.algorithm.adv_options, algo.sde_options) == (
         {"width": 2.0},

@@ -35,7 +35,7 @@ def value(config: Any, path: str) -> Any:
     return functools.reduce(getattr, path.split("."), config)
 
 
-QUICKSTART = load_recipe("quickstart", ROOT / "prefect.yaml")
+QUICKSTART, DIGITS = (load_recipe(name, ROOT / "prefect.yaml") for name in ("quickstart", "flow-grpo"))
 DEFAULTS = TrainConfig()
 PARAMS = yaml.safe_load((ROOT / "params.yaml").read_text())
 ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
@@ -43,6 +43,10 @@ ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
 
 def quickstart(path: str) -> Any:
     return value(QUICKSTART, path)
+
+
+def digits(path: str) -> Any:
+    return value(DIGITS, path)
 
 
 def default(path: str) -> Any:
@@ -57,12 +61,12 @@ def named(name: str, path: str) -> Any:
     return value(TrainConfig.model_validate({"algorithm": {"name": name}}), path)
 
 
-P, N_EACH = quickstart("data.train_batch_size"), quickstart(f"{ROLLOUT}.n")
-BATCH, RANKS = quickstart(f"{ROLLOUT}.micro_batch_size"), QUICKSTART.trainer.world_size
-MINI, MICRO = quickstart(f"{ACTOR}.ppo_mini_batch_size"), quickstart(f"{ACTOR}.ppo_micro_batch_size_per_gpu")
-LOW, HIGH = quickstart(f"{ROLLOUT}.algo.sde_window_range")
+P, N_EACH = digits("data.train_batch_size"), digits(f"{ROLLOUT}.n")
+BATCH, RANKS = digits(f"{ROLLOUT}.micro_batch_size"), DIGITS.trainer.world_size
+MINI, MICRO = digits(f"{ACTOR}.ppo_mini_batch_size"), digits(f"{ACTOR}.ppo_micro_batch_size_per_gpu")
+LOW, HIGH = digits(f"{ROLLOUT}.algo.sde_window_range")
 WINDOW = HIGH - LOW
-HEIGHT, WIDTH = quickstart(f"{ROLLOUT}.pipeline.height"), quickstart(f"{ROLLOUT}.pipeline.width")
+HEIGHT, WIDTH = digits(f"{ROLLOUT}.pipeline.height"), digits(f"{ROLLOUT}.pipeline.width")
 KERNELS = {"sde": "a", "dance_sde": "eta", "cps": "a"}
 LOSS = f"{ACTOR}.diffusion_loss"
 
@@ -94,7 +98,7 @@ CLAIMS: list[tuple[Any, ...]] = [
         "docs/learning.md",
         "on # held-out numbers, # pictures each",
         PARAMS["data_sets"]["digits"]["prompts"]["n_test"],
-        quickstart(f"{ROLLOUT}.val_kwargs.n"),
+        digits(f"{ROLLOUT}.val_kwargs.n"),
     ),
     ("docs/learning.md", "trains on the # pairs", PARAMS["data_sets"]["digits"]["prompts"]["n_train"]),
     ("docs/data.md", "in a picture of # by # pixels", HEIGHT, WIDTH),
@@ -116,7 +120,7 @@ CLAIMS: list[tuple[Any, ...]] = [
     ("docs/iteration.md", "The first `tracking.pictures` pictures, *#*", default("tracking.pictures")),
     ("docs/iteration.md", "the first # test prompts", GRID_PICTURES),
     ("docs/iteration.md", "= P n / m #", P * N_EACH / BATCH),
-    ("docs/iteration.md", "= ppo_epochs * P / q #", quickstart(f"{ACTOR}.ppo_epochs") * P / MINI),
+    ("docs/iteration.md", "= ppo_epochs * P / q #", digits(f"{ACTOR}.ppo_epochs") * P / MINI),
     ("docs/iteration.md", "= q n / (m R) #", MINI * N_EACH / (BATCH * RANKS)),
     (
         "docs/iteration.md",
@@ -125,14 +129,14 @@ CLAIMS: list[tuple[Any, ...]] = [
     ),
     (
         "docs/iteration.md",
-        "u is # and m # in `quickstart`, and both are # by default",
+        "u is # and m # in `flow-grpo`, and both are # by default",
         MICRO,
         BATCH,
         default(f"{ACTOR}.ppo_micro_batch_size_per_gpu"),
     ),
     (
         "docs/iteration.md",
-        "u is # and m # in `quickstart`, and both are # by default",
+        "u is # and m # in `flow-grpo`, and both are # by default",
         MICRO,
         BATCH,
         default(f"{ROLLOUT}.micro_batch_size"),
@@ -165,7 +169,7 @@ CLAIMS: list[tuple[Any, ...]] = [
     (
         "docs/algorithms.md",
         "`--set actor_rollout_ref.actor.diffusion_loss.clip_ratio=#`",
-        quickstart(f"{LOSS}.clip_ratio"),
+        digits(f"{LOSS}.clip_ratio"),
     ),
     (
         "docs/algorithms.md",
@@ -181,7 +185,7 @@ CLAIMS: list[tuple[Any, ...]] = [
         recipe("sd35-ocr-flow-grpo", f"{LOSS}.clip_ratio"),
         recipe("qwen-image-ocr-flow-grpo", f"{LOSS}.clip_ratio"),
         named("grpo_guard", f"{LOSS}.clip_ratio"),
-        quickstart(f"{LOSS}.clip_ratio"),
+        digits(f"{LOSS}.clip_ratio"),
     ),
     ("docs/algorithms.md", "minus that of the rollout, clamped to ±#", LOG_RATIO_LIMIT),
     ("docs/algorithms.md", "above a @ of `clip_ratio`", WARNED_SHARE_OF_CLIP),

@@ -107,7 +107,7 @@ def test_the_form_offers_what_there_is_to_choose_from() -> None:
 
 
 def test_the_first_ten_fields_and_the_overrides_change_a_recipe_together_but_not_twice() -> None:
-    config, overrides = load_recipe("quickstart", ROOT / "prefect.yaml"), {"trainer": {"device": "cpu"}}
+    config, overrides = load_recipe("flow-grpo", ROOT / "prefect.yaml"), {"trainer": {"device": "cpu"}}
     common = CommonSettings(seed=7, lr=1e-5, reward="brightness", model="elsewhere")
     changed = config.with_changes(combined(common, TrainOverrides.model_validate(overrides)))
     assert (changed.trainer.seed, changed.actor_rollout_ref.actor.optim.lr) == (7, 1e-5)
@@ -121,7 +121,7 @@ def test_the_first_ten_fields_and_the_overrides_change_a_recipe_together_but_not
 
 def test_a_sweeps_dimensions_are_fields_of_its_config() -> None:
     search = SweepConfig.model_validate(DEPLOYMENTS["sweep"]["parameters"]["search"])
-    parameters = load_recipe("quickstart", ROOT / "prefect.yaml").model_dump()
+    parameters = load_recipe("flow-grpo", ROOT / "prefect.yaml").model_dump()
     for path in search.space:
         node: Any = parameters
         for part in path.split("."):

@@ -69,7 +69,7 @@ flows.commands.COMMAND(*RUNS)
 def test_the_temporary_server_of_a_run_wants_a_secret(command: str, runs: tuple[str, ...], tmp_path: Path) -> None:
     """Started as by `python -m flows.<command>`; the request is one that a browser sends for a page without asking."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT")}
-    environment |= {"PREFECT_HOME": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment |= {"PREFECT_HOME": str(tmp_path / "not" / "there yet"), "PYTHONPATH": str(Path(__file__).parents[2])}
     program = TEMPORARY.replace("COMMAND", command).replace("RUNS", repr(runs))
     done = subprocess.run(
         [sys.executable, "-c", program],

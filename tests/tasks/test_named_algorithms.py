@@ -138,7 +138,7 @@ def test_another_name_on_a_recipe_is_that_algorithm_as_published(recipe: str, na
 
 
 def test_what_the_changes_say_themselves_counts_beside_the_name() -> None:
-    recipe = load_recipe("quickstart", ROOT / "prefect.yaml")
+    recipe = load_recipe("flow-grpo", ROOT / "prefect.yaml")
     awm = changed("algorithm.name=awm", f"{ACTOR}.diffusion_loss.clip_ratio=0.5", of=recipe)
     assert parts(awm)["loss"] == ("awm", 0.5)
     dance = changed("algorithm.name=dance_grpo", "actor_rollout_ref.rollout.algo={sde_window_range: [0, 2]}", of=recipe)
@@ -147,7 +147,7 @@ def test_what_the_changes_say_themselves_counts_beside_the_name() -> None:
 
 
 def test_what_is_left_behind_for_a_name_is_told() -> None:
-    recipe = load_recipe("quickstart", ROOT / "prefect.yaml")
+    recipe = load_recipe("flow-grpo", ROOT / "prefect.yaml")
     behind = recipe.left_behind(parse_changes(["algorithm.name=awm", "actor_rollout_ref.rollout.algo.noise_level=0.1"]))
     assert behind == {
         "actor_rollout_ref.rollout.algo.sde_window_range": ((0, 4), None),
@@ -169,7 +169,7 @@ def test_another_name_later_takes_its_own_values() -> None:
 
 
 def test_changes_keep_what_the_recipe_said() -> None:
-    recipe = load_recipe("quickstart", ROOT / "prefect.yaml")
+    recipe = load_recipe("flow-grpo", ROOT / "prefect.yaml")
     config = changed("trainer.seed=3", of=recipe)
     assert config.model_dump(exclude={"trainer"}) == recipe.model_dump(exclude={"trainer"})
     assert config.trainer.seed == 3
