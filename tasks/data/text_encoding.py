@@ -28,8 +28,10 @@ def adapter_of(
 
 def check_adapter_file(adapter: type[DiffusionModelBase], file: str, field: str) -> None:
     """Raise DatasetError unless the adapter's code stands in `file`, which DVC watches in its place."""
-    source = Path(inspect.getfile(adapter))
-    if source.resolve() != Path(file).resolve():
+    source, named = Path(inspect.getfile(adapter)), Path(file)
+    # A folder that has the data alone, and the code where it is installed, names the file as the project does.
+    is_it = source.resolve() == named.resolve() if named.exists() else source.parts[-len(named.parts) :] == named.parts
+    if not is_it:
         shown = source.relative_to(Path.cwd()) if source.is_relative_to(Path.cwd()) else source
         raise DatasetError(
             f"{field} is {file}, but the model's adapter is in {shown}: name that file, so that DVC sees it change"
