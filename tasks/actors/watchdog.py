@@ -69,7 +69,7 @@ def main(mark: str, folder: str | None = None) -> None:
     family = [ProcessIdentity.parsed(line).process() for line in lines if line]
     orphans = [process for process in family if process is not None]
     for _ in range(ROUNDS):
-        orphans = list({*orphans, *_marked(mark)})
+        orphans = list({*orphans, *marked(mark)})
         for orphan in orphans:
             with suppress(psutil.NoSuchProcess):
                 orphan.terminate()
@@ -91,7 +91,7 @@ def _identities(processes: list[psutil.Process]) -> Iterator[ProcessIdentity]:
             yield ProcessIdentity.of(process.pid)
 
 
-def _marked(mark: str) -> Iterator[psutil.Process]:
+def marked(mark: str) -> Iterator[psutil.Process]:
     """This user's processes that carry the mark, and what is below them, whatever its environment."""
     for process in psutil.process_iter():
         with suppress(psutil.NoSuchProcess, psutil.AccessDenied):

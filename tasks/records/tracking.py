@@ -246,8 +246,9 @@ class Tracker:
         if key not in self._pictures:
             self._pictures[key] = self.picture_steps(key)
         if step not in self._pictures[key]:
-            self.also.picture(step, key, picture)
-            self.client.log_image(self.run_id, picture, key=f"{HEADLINE}/{key}", step=step)
+            name = f"{HEADLINE}/{key}"
+            self.also.picture(step, name, picture)
+            self.client.log_image(self.run_id, picture, key=name, step=step)
             self._pictures[key].add(step)
 
     def picture_steps(self, key: str) -> set[int]:

@@ -163,6 +163,7 @@ def _samples(history: RunHistory, there: set[str]) -> dict[str, tuple[int, list[
     albums = history.steps("pictures") if "pictures" in there else []
     if albums:
         table = history.table("samples", albums[-1])
-        kept = table[table["image"].notna()].reset_index(drop=True)
-        found["training"] = albums[-1], extremes(kept, lambda row: Image.open(history.file(kept["image"][row])))
+        if "image" in table:  # pairs are read, not sampled, and have none
+            kept = table[table["image"].notna()].reset_index(drop=True)
+            found["training"] = albums[-1], extremes(kept, lambda row: Image.open(history.file(kept["image"][row])))
     return found

@@ -20,7 +20,7 @@ def test_a_script_becomes_a_recipe_that_the_train_command_reads(tmp_path: Path) 
     done = run(tmp_path / "run.sh", "--out", tmp_path / "recipe.yaml")
     assert done.exit_code == 0, done.output
     assert "unknown   trainer.no_such_field=1: this project has no such field" in done.stdout
-    assert "21 overrides: 8 taken, 8 renamed, 4 explained, 1 unknown" in done.stdout
+    assert "21 overrides: 8 taken, 9 renamed, 3 explained, 1 unknown" in done.stdout
     assert load_config(tmp_path / "recipe.yaml").algorithm.name == "mix_grpo"
 
 

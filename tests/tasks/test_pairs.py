@@ -146,7 +146,9 @@ def stored(tmp_path: Path) -> Path:
     pairs = read_pictures(table(tmp_path, rows))
     write_pairs(pairs, shades, tmp_path / "pairs", shard_size=2, model_digest="0123")
     splits = ("train", "train", "test")
-    prompts = [Prompt(prompt_uid(text), text, split, None, {}) for text, split in zip(TEXTS, splits, strict=True)]
+    prompts = [
+        Prompt(prompt_uid(text), text, None, {}, f"{split}:1") for text, split in zip(TEXTS, splits, strict=True)
+    ]
     encode_into(tmp_path / "embeddings", prompts)
     frame = pd.DataFrame({"uid": [p.uid for p in prompts], "prompt": TEXTS, "split": splits, "target": None})
     frame.assign(metadata="{}", source="here:1").to_parquet(tmp_path / "prompts.parquet", index=False)
@@ -256,7 +258,7 @@ def test_pairs_that_do_not_fit_are_refused_before_a_model_loads(
 
 def test_pairs_of_prompts_that_are_not_encoded_are_refused(stored: Path, tiny_model: Path) -> None:
     shutil.rmtree(stored / "embeddings")
-    encode_into(stored / "embeddings", [Prompt(prompt_uid(text), text, "train", None, {}) for text in TEXTS[:1]])
+    encode_into(stored / "embeddings", [Prompt(prompt_uid(text), text, None, {}, "raw.txt:1") for text in TEXTS[:1]])
     with pytest.raises(ConfigError, match=r"lacks the embedding of the prompt of pair 'pair-1' \(3 in all\): put the"):
         check_inputs(offline(stored, tiny_model))
 
@@ -265,7 +267,7 @@ def test_pairs_of_prompts_that_are_not_encoded_are_refused(stored: Path, tiny_mo
 def test_prompts_that_are_not_encoded_are_refused(stored: Path, tiny_model: Path, split: str, text: str) -> None:
     """Those of the validation too: without the check the run would fail after its first iterations."""
     shutil.rmtree(stored / "embeddings")
-    encode_into(stored / "embeddings", [Prompt(prompt_uid(t), t, split, None, {}) for t in TEXTS if t != text])
+    encode_into(stored / "embeddings", [Prompt(prompt_uid(t), t, None, {}, "raw.txt:1") for t in TEXTS if t != text])
     settings = ("algorithm.sample_source=online", "data.train_batch_size=2")
     with pytest.raises(ConfigError, match=rf"embeddings lacks the embedding of '{text}' \(1 in all\): run `dvc repro"):
         check_inputs(offline(stored, tiny_model, *settings))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import wandb
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -20,6 +21,7 @@ KEY = "1_headline/validation"
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrackingConfig:
     """MLflow in the test's folder, W&B offline and with nobody's login."""
+    wandb.teardown()  # it reads its variables once a process
     for name in ("MLFLOW_TRACKING_URI", "WANDB_API_KEY", "WANDB_PROJECT", "WANDB_DIR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WANDB_MODE", "offline")

@@ -189,6 +189,9 @@ def test_an_error_of_the_writing_fails_the_run(groups: dict[str, TrainerGroup], 
     with pytest.raises(RuntimeError, match="__0_0"), store.behind.settled():
         store.save_in_background(RunState(1, "c", "d", "r"), start_where_nothing_can_be_written, group.wait_until_saved)
     assert list(store.folder.iterdir()) == []
+    with pytest.raises(RuntimeError, match="__0_0"):
+        store.behind.check()  # what comes after it is not written by this process
+    store = CheckpointStore(store.folder, keep=2)
     store.save_in_background(RunState(2, "c", "d", "r"), group.start_saving, group.wait_until_saved)
     store.settle()
     assert store.iterations() == [2]
