@@ -134,6 +134,7 @@ PAGE = (ROOT / "docs/recipes.md").read_text()
 SECTIONS = dict(re.findall(r"^## `([\w-]+)`$(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))
 REAL_SIZE = [name for name, d in DEPLOYMENTS.items() if "gpu" in d["tags"]]
 ELSEWHERE = (  # where and how fast a recipe runs, and what it measures and keeps on the way
+    "data.name",
     "actor_rollout_ref.model.path",
     "actor_rollout_ref.model.compile",
     "actor_rollout_ref.rollout.micro_batch_size",

@@ -38,24 +38,30 @@ def test_a_stage_gets_its_arguments_without_the_stopwatch_and_is_timed_also_wher
     assert list(failed.seconds) == ["half_done"]
 
 
-def test_the_parts_of_a_time_are_its_whole_and_nothing_is_between_two() -> None:
+def test_the_parts_of_a_time_are_its_whole_and_nothing_is_between_two(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stage within another one counts there alone, and what no stage has is orchestration."""
+    now = 100.0
+
+    def go_on(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
     clock = Stopwatch(1)
     with clock.stage("outer"):
-        time.sleep(0.01)
+        go_on(1)
         with clock.stage("inner"):
-            time.sleep(0.05)
+            go_on(5)
+    go_on(0.25)
     with clock.stage_behind("written"):
-        time.sleep(0.01)
-    found = clock.finished()
-    assert found["inner"] > found["outer"] > 0
-    assert found.keys() == {"outer", "inner", "orchestration", "step"}
-    assert found.pop("step") == pytest.approx(sum(found.values()), rel=1e-12)
-    time.sleep(0.01)
+        go_on(2)
+    assert clock.finished() == {"outer": 1, "inner": 5, "orchestration": 2.25, "step": 8.25}
+    assert clock.behind == {"written": 2}
+    go_on(0.5)
     after = clock.followed(2)
+    go_on(0.125)
     assert after.label == "2"
-    assert after.finished()["orchestration"] >= 0.01
-    assert clock.behind.keys() == {"written"}
+    assert after.finished() == {"orchestration": 0.625, "step": 0.625}, "the next one begins where this one ended"
 
 
 @pytest.mark.slow  # it starts Prefect's temporary server
