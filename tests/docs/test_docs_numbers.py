@@ -83,7 +83,7 @@ CLAIMS: list[tuple[Any, ...]] = [
     # page, sentence, its numbers in order
     (
         "README.md",
-        "trains # iterations of # pictures and validates every @.",
+        "trains # iterations of # pictures by DiffusionNFT and validates every @.",
         quickstart("trainer.total_training_steps"),
         P * N_EACH,
         quickstart("trainer.test_freq"),
