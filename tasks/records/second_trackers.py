@@ -115,7 +115,7 @@ class WandbTracker:
                 "WANDB_API_KEY, set WANDB_MODE=offline, or leave it out"
             ) from error
         self._run.define_metric("*", step_metric=STEP)
-        self.where = self._run.url or str(Path(self._run.dir).parent)
+        self.where = self._run.url or str(Path(self._run.dir).resolve().parent)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """All in one row, whose axis is the iteration."""
