@@ -35,7 +35,7 @@ from tasks.actors.machines import Whereabouts
 from tasks.actors.memory import memory_of, peak_metrics
 from tasks.actors.ray_files import keep_token_private, working_folder
 from tasks.actors.waiting import get
-from tasks.actors.watchdog import MARK, marked, watchdog
+from tasks.actors.watchdog import MARK, ROUNDS, marked, watchdog
 from tasks.config.trainer import RayConfig
 from tasks.system.signals import passed_on
 
@@ -202,13 +202,16 @@ def _own_daemons_ended() -> Iterator[None]:
     finally:
         family = {member for child in set(psutil.Process().children()) - before for member in _below(child)}
         ray.shutdown()
-        family |= {*marked(os.environ[MARK])} - before  # also an agent that a raylet has started meanwhile
-        family = {member for member in family if _is_of_ray(member)}
-        _, left = psutil.wait_procs(family, timeout=AGENTS_SECONDS)
-        for member in left:
-            with suppress(psutil.NoSuchProcess):
-                member.kill()
-        psutil.wait_procs(left, timeout=AGENTS_SECONDS)
+        for _ in range(ROUNDS):
+            family = {member for member in family | {*marked(os.environ[MARK])} - before if _is_of_ray(member)}
+            if not family:
+                break
+            _, left = psutil.wait_procs(family, timeout=AGENTS_SECONDS)
+            for member in left:
+                with suppress(psutil.NoSuchProcess):
+                    member.kill()
+            psutil.wait_procs(left, timeout=AGENTS_SECONDS)
+            family = set()  # and what a raylet has started before it ended
 
 
 def _below(process: psutil.Process) -> list[psutil.Process]:

@@ -18,7 +18,8 @@ UNDISTURBED = json.loads((KEPT / "undisturbed.json").read_text())
 def kept(tmp_path: Path, prefect_server: dict[str, str]) -> Workspace:
     """The user's folder, at another place than it was made in."""
     with tarfile.open(KEPT / "run.tar.xz") as archive:
-        archive.extractall(tmp_path, filter="data")
+        # The repository's own file; before Python 3.11.4 there is no filter.
+        archive.extractall(tmp_path, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
     folder = tmp_path / "kept"
     with sqlite3.connect(folder / "mlflow.db") as store:
         for table, column in (("experiments", "artifact_location"), ("runs", "artifact_uri")):

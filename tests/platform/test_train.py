@@ -283,7 +283,7 @@ def test_lora_with_kl_average_and_guidance_runs_and_its_export_validates(workspa
     rates = workspace.client().get_metric_history(run.info.run_id, "actor/lr")
     assert [rate.value for rate in rates] == pytest.approx([0.875e-3, 0.375e-3])  # two of the run's four steps each
     assert run.data.params["actor_rollout_ref.rollout.micro_batch_size"] == "8"  # two batches of an iteration's 16
-    assert run.data.metrics["actor/logprob_abs_diff/max"] == 0.0
+    assert run.data.metrics["rollout_corr/logprob_abs_diff_max"] == 0.0
     assert run.data.metrics["actor/kl_loss"] > 0
     pipeline = QwenImagePipeline.from_pretrained(workspace.folder / "data/base_model")
     pipeline.load_lora_weights(workspace.registered("tiny/1"))
