@@ -11,7 +11,6 @@ the encoders' tables of embeddings have their published size all the same.
 
 import gc
 import json
-import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,9 +22,10 @@ import transformers
 import typer
 from torch import nn
 
-from benchmarks.real_size import SEED, drawn
+from benchmarks.real_size import KL_VAE, SEED, drawn
 from models.tiny_qwen_image.build import train_tokenizer
 from tasks.data.prompts import load_prompts
+from tasks.system.files import put_in_place
 
 CLIP_L = {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12, "num_hidden_layers": 12}
 CLIP_G = {
@@ -97,17 +97,6 @@ WAN_VAE = {
     "latents_mean": [0.0] * 48,
     "latents_std": [1.0] * 48,
 }
-KL_VAE = {
-    "down_block_types": ("DownEncoderBlock2D",) * 4,
-    "up_block_types": ("UpDecoderBlock2D",) * 4,
-    "block_out_channels": (128, 256, 512, 512),
-    "layers_per_block": 2,
-    "latent_channels": 16,
-    "scaling_factor": 1.5305,
-    "shift_factor": 0.0609,
-    "use_quant_conv": False,
-    "use_post_quant_conv": False,
-}
 VAES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen-image": ("AutoencoderKLQwenImage", {}),
     "wan2.2-ti2v-5b": ("AutoencoderKLWan", WAN_VAE),
@@ -119,10 +108,6 @@ SCHEDULERS: dict[str, tuple[Any, dict[str, Any]]] = {
     )
 }
 CLIP_LENGTH = 77
-CHAT = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 
 
 def parts(model: str) -> dict[str, Callable[[], nn.Module]]:
@@ -150,28 +135,27 @@ def text_encoder(kind: str, config: dict[str, Any]) -> nn.Module:
 
 def tokenizers(model: str, prompts: list[str]) -> dict[str, Any]:
     """The model's tokenizers, which know these prompts: CLIP's letter by letter, T5's and Qwen's by words."""
-    letters = sorted({letter for prompt in prompts for letter in prompt.lower() if not letter.isspace()})
-    pieces = ["<|startoftext|>", "<|endoftext|>", *letters, *(f"{letter}</w>" for letter in letters)]
-    vocab = {piece: i for i, piece in enumerate(pieces)}
-    words = sorted({f"▁{word}" for prompt in prompts for word in prompt.split()})
-    symbols = sorted({letter for prompt in prompts for letter in prompt if not letter.isspace()})
-    unigrams = ["<pad>", "</s>", "<unk>", "▁", *symbols, *words]
+    from tests.support.tiny_models import CHAT, clip_tokenizer, t5_tokenizer
 
     def clip() -> Any:
-        return transformers.CLIPTokenizer(vocab=vocab, merges=[], model_max_length=CLIP_LENGTH)
+        lower = {letter for prompt in prompts for letter in prompt.lower() if not letter.isspace()}
+        return clip_tokenizer(sorted(lower), CLIP_LENGTH)
 
     def t5() -> Any:
-        rows = [(piece, 0.0 if i < 3 else -2.0) for i, piece in enumerate(dict.fromkeys(unigrams))]
-        return transformers.T5Tokenizer(vocab=rows, extra_ids=0)
+        return t5_tokenizer(
+            prompts, sorted({letter for prompt in prompts for letter in prompt if not letter.isspace()})
+        )
 
     def qwen() -> Any:
         tokenizer = train_tokenizer(prompts, 32768)
         tokenizer.chat_template = CHAT
         return tokenizer
 
-    makers = {"CLIP": clip, "T5E": t5, "UMT": t5, "Qwe": qwen}
+    makers = {"CLIP": clip, "T5": t5, "UMT5": t5, "Qwen": qwen}
     return {
-        name.replace("text_encoder", "tokenizer"): makers[kind[:4] if kind.startswith("CLIP") else kind[:3]]()
+        name.replace("text_encoder", "tokenizer"): next(
+            make() for begins, make in makers.items() if kind.startswith(begins)
+        )
         for name, (kind, _) in TEXTS[model].items()
     }
 
@@ -182,14 +166,17 @@ def write(
     """Write the folder beside its place and put it there when it is whole; seconds of each component.
 
     Args:
-        chosen: "text" is the text encoders and tokenizers, "image" transformer, VAE and scheduler. Of a model that does
-            not fit the disk at once the text side can be drawn, used and removed first.
+        chosen: "text" is the text encoders, "image" transformer and VAE; tokenizers and scheduler come along.
+            Of a model that does not fit the disk at once the text side can be drawn, used and removed first.
     """
+    with put_in_place(folder) as aside:
+        return _write(model, aside, prompts, device, chosen)
+
+
+def _write(model: str, aside: Path, prompts: list[str], device: str, chosen: tuple[str, ...]) -> dict[str, float]:
     from tests.models.test_real_size import MODELS
 
-    published = MODELS[model]
-    aside, seconds = folder.with_name(f".{folder.name}.unfinished"), dict[str, float]()
-    shutil.rmtree(aside, ignore_errors=True)
+    published, seconds = MODELS[model], dict[str, float]()
     index: dict[str, Any] = {"_class_name": published.architecture, "_diffusers_version": diffusers.__version__}
     for name, tokenizer in tokenizers(model, prompts).items():
         tokenizer.save_pretrained(aside / name)
@@ -208,8 +195,6 @@ def write(
     scheduler.from_config(published.scheduler | settings).save_pretrained(aside / "scheduler")
     index["scheduler"] = ["diffusers", scheduler.__name__]
     (aside / "model_index.json").write_text(json.dumps(index | dict(published.index), indent=2) + "\n")
-    shutil.rmtree(folder, ignore_errors=True)
-    aside.rename(folder)
     return seconds
 
 

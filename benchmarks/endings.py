@@ -34,7 +34,9 @@ import yaml
 from benchmarks.docs import put_table
 from benchmarks.kill_rounds import SMALL
 from benchmarks.local_services import ROOT, wait_until
+from tasks.actors.watchdog import marked
 from tasks.config.overrides import merged
+from tasks.system.processes import runs
 
 DOCS = Path("docs/platform.md")
 PATIENCE = 600
@@ -56,14 +58,10 @@ class Watched:
 
     def family(self) -> list[psutil.Process]:
         """It and everything that carries its mark, or is below something that does."""
-        found = {}
-        for process in psutil.process_iter():
-            with suppress(psutil.Error):
-                if process.environ().get(MARK) == str(self.folder):
-                    found |= {member.pid: member for member in (process, *process.children(recursive=True))}
+        found = {*marked(str(self.folder), MARK)}
         with suppress(psutil.Error):
-            found |= {member.pid: member for member in self.process.children(recursive=True)}
-        return [member for member in found.values() if alive(member)]
+            found |= {*self.process.children(recursive=True)}
+        return list(filter(runs, found))
 
     def titles(self) -> list[str]:
         """Of the processes below it."""
@@ -76,13 +74,6 @@ class Watched:
     def maps(self, part: str) -> bool:
         """Has it loaded a library?"""
         return part in Path(f"/proc/{self.process.pid}/maps").read_text()
-
-
-def alive(process: psutil.Process) -> bool:
-    """Neither gone nor a zombie."""
-    with suppress(psutil.Error):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    return False
 
 
 def cpu_seconds(process: psutil.Process) -> float:
@@ -201,7 +192,7 @@ def measure(name: str, base: Path, number: int, repository: Path, spy: str | Non
         watched = Watched(process, folder, [])
         Thread(target=_read, args=(watched,), daemon=True).start()
         try:
-            wait_until(lambda: not alive(process) or moment.sign(watched), PATIENCE, name, every=0.15)
+            wait_until(lambda: not runs(process) or moment.sign(watched), PATIENCE, name, every=0.15)
             return _end(name, number, watched, spy)
         finally:
             for member in watched.family():
@@ -222,11 +213,11 @@ def _end(name: str, number: int, watched: Watched, spy: str | None) -> dict[str,
     ended, spent = 0.0, worked
     left = watched.family()
     while left and time.monotonic() - begun < LATEST:
-        if spy and alive(process):
+        if spy and runs(process):
             print(f"--- {time.monotonic() - begun:.1f} s", flush=True)
             found = subprocess.run([spy, "dump", "--pid", str(process.pid)], capture_output=True, text=True)
             print("\n".join(found.stdout.split("\n\n")[:2][-1].splitlines()[:22]), flush=True)
-        if not ended and not alive(process):
+        if not ended and not runs(process):
             ended = time.monotonic() - begun
         spent = max(spent, cpu_seconds(process))
         time.sleep(0.5 if spy else 0.1)
@@ -243,7 +234,7 @@ def _end(name: str, number: int, watched: Watched, spy: str | None) -> dict[str,
         "ended_s": round(ended, 1),
         "gone_s": round(gone, 1),
         "cpu_s": round(spent - worked, 1),
-        "left": [member.name() for member in left if alive(member)],
+        "left": [member.name() for member in left if runs(member)],
         "said": [f"{moment:.1f} {line}" for moment, line in said][-40:],
     }
 

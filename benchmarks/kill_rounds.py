@@ -50,6 +50,7 @@ from benchmarks.run_state import (
     status,
 )
 from tasks.config.overrides import merged
+from tasks.system.processes import runs
 
 DOCS = Path("docs/platform.md")
 FILLER = "filler"
@@ -146,13 +147,13 @@ def _play(both: Services, victim: str, stage: str, folder: Path, expected: Outco
         kind = STAGES.get(stage)
         there = logged(folder, both.client) >= iteration - 1 if kind is None else iteration in iterations(folder, kind)
         there = iteration in being_written(folder) if stage == WRITING else there
-        return stage == "starting" or there or logged(folder, both.client) >= iteration or not _alive(driver)
+        return stage == "starting" or there or logged(folder, both.client) >= iteration or not runs(driver)
 
     wait_until(begun, 400, f"{stage} of iteration {iteration}", every=0.05)
     if victim in ACTORS or victim in DAEMONS:  # while a run starts they are not there yet
-        wait_until(lambda: not _alive(driver) or processes_of(driver, victim), 400, f"a process to kill: {victim}")
+        wait_until(lambda: not runs(driver) or processes_of(driver, victim), 400, f"a process to kill: {victim}")
     time.sleep(random.uniform(0, MOMENT_SECONDS[stage]))
-    family = [driver, *driver.children(recursive=True)] if _alive(driver) else []
+    family = [driver, *driver.children(recursive=True)] if runs(driver) else []
     candidates = processes_of(driver, victim) if family else []
     moment, lost = stage_now(folder, both.client), lost_seconds(folder)
     if victim in both.running:
@@ -162,9 +163,9 @@ def _play(both: Services, victim: str, stage: str, folder: Path, expected: Outco
     elif candidates:
         random.choice(candidates).kill()
     found = bool(family) and (bool(candidates) or victim in ("mlflow", "prefect", "worker", "disk"))
-    wait_until(lambda: not _alive(driver), 400, "the driver's end")
+    wait_until(lambda: not runs(driver), 400, "the driver's end")
     _, left = psutil.wait_procs(family, timeout=60)
-    left_over = [process.name() for process in left if _alive(process)]
+    left_over = [process.name() for process in left if runs(process)]
     (folder / "runs" / FILLER).unlink(missing_ok=True)
     for name in both.ports:
         if name not in both.running:
@@ -218,10 +219,6 @@ def _start_run(both: Services, folder: Path, by_worker: bool) -> psutil.Process:
         subprocess.run([*prefect, *command], cwd=folder, env=both.environment, check=True, capture_output=True)
     own = psutil.Process(both.running["worker"].pid)
     return wait_until(lambda: own.children(), 120, "the worker's flow run")[0]
-
-
-def _alive(process: psutil.Process) -> bool:
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
 def table(rounds: list[dict[str, Any]]) -> str:

@@ -14,6 +14,18 @@ from models.families.latents import component_config
 from models.weights.trainable import keep_formats
 
 SEED = 0
+KL_VAE: dict[str, Any] = {
+    "down_block_types": ("DownEncoderBlock2D",) * 4,
+    "up_block_types": ("UpDecoderBlock2D",) * 4,
+    "block_out_channels": (128, 256, 512, 512),
+    "layers_per_block": 2,
+    "latent_channels": 16,
+    "scaling_factor": 1.5305,
+    "shift_factor": 0.0609,
+    "use_quant_conv": False,
+    "use_post_quant_conv": False,
+}
+"""Of Stable Diffusion 3.5; FLUX.1's and Z-Image's have its shape."""
 
 
 def write_configs(model: str, folder: Path) -> None:
@@ -47,18 +59,7 @@ def vae(architecture: str, device: str, dtype: torch.dtype = torch.bfloat16) -> 
     """A decoder of the architecture's published size."""
     if architecture == "QwenImagePipeline":
         return drawn(diffusers.AutoencoderKLQwenImage, dtype, device)
-    settings: dict[str, Any] = {
-        "down_block_types": ("DownEncoderBlock2D",) * 4,
-        "up_block_types": ("UpDecoderBlock2D",) * 4,
-        "block_out_channels": (128, 256, 512, 512),
-        "layers_per_block": 2,
-        "latent_channels": 16,
-        "scaling_factor": 1.5305,
-        "shift_factor": 0.0609,
-        "use_quant_conv": False,
-        "use_post_quant_conv": False,
-    }
-    return drawn(lambda: diffusers.AutoencoderKL(**settings), dtype, device)
+    return drawn(lambda: diffusers.AutoencoderKL(**KL_VAE), dtype, device)
 
 
 def use_random_weights(adapter: type[DiffusionModelBase], device: str) -> None:

@@ -191,7 +191,7 @@ def log_iteration(run: TrainingRun, iteration: Iteration, metrics: dict[str, flo
     if run.is_online:
         watch_floor(run.online.floor, run.tracker, run.iteration, metrics)
     metrics["cost/images"] = float(number * images)
-    if settings.export_freq and number % settings.export_freq == 0 and run.moved:
+    if _is_exported(number, run) and run.moved:
         register_export(clock, run)
     with clock.stage("memory"):
         metrics |= memory_metrics(run.actor_groups())
@@ -302,9 +302,13 @@ def _is_sampled_ahead(run: TrainingRun, iteration: int) -> bool:
 
 def _is_measured(run: TrainingRun, iteration: int) -> bool:
     """Is it validated or exported, so that all of it is to be on the disk before the next one goes on?"""
-    settings = run.config.trainer
-    exported = settings.export_freq > 0 and iteration % settings.export_freq == 0
-    return exported or _due(iteration, settings.test_freq, run)
+    return _is_exported(iteration, run) or _due(iteration, run.config.trainer.test_freq, run)
+
+
+def _is_exported(iteration: int, run: TrainingRun) -> bool:
+    """Are weights to be registered after it, besides those of the end?"""
+    every = run.config.trainer.export_freq
+    return every > 0 and iteration % every == 0
 
 
 def _due(iteration: int, every: int, run: TrainingRun) -> bool:

@@ -13,7 +13,7 @@ import psutil
 
 from flows.deploy import service_log
 from flows.deploy.service_record import HERE, Recorded, ServiceError, living_processes, recorded_processes, write_record
-from tasks.system.processes import boot_id, identity
+from tasks.system.processes import boot_id, identity, runs, wait_or_kill
 
 START_SECONDS, END_SECONDS = 120, 30
 LARGEST_LOG = 10_000_000
@@ -67,10 +67,7 @@ def end_process(process: psutil.Process) -> None:
     """Ask it to end; after `END_SECONDS` it and what it has started are killed."""
     family = [process, *process.children(recursive=True)]
     process.terminate()
-    _, left = psutil.wait_procs(family, timeout=END_SECONDS)
-    for member in left:
-        member.kill()
-    psutil.wait_procs(left, timeout=END_SECONDS)
+    wait_or_kill(family, END_SECONDS)
 
 
 def ask_to_end(processes: Collection[psutil.Process]) -> None:
@@ -79,16 +76,8 @@ def ask_to_end(processes: Collection[psutil.Process]) -> None:
         with suppress(psutil.NoSuchProcess):
             process.terminate()
     deadline = time.monotonic() + END_SECONDS
-    while time.monotonic() < deadline and any(_runs(process) for process in processes):
+    while time.monotonic() < deadline and any(runs(process) for process in processes):
         time.sleep(0.2)
-    for process in filter(_runs, processes):
+    for process in filter(runs, processes):
         with suppress(psutil.NoSuchProcess):
             process.kill()
-
-
-def _runs(process: psutil.Process) -> bool:
-    """One that has ended stays in the list of processes until its parent has asked for its exit code."""
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False

@@ -37,6 +37,7 @@ from tasks.actors.ray_files import keep_token_private, working_folder
 from tasks.actors.waiting import get
 from tasks.actors.watchdog import MARK, ROUNDS, marked, watchdog
 from tasks.config.trainer import RayConfig
+from tasks.system.processes import wait_or_kill
 from tasks.system.signals import passed_on
 
 log = logging.getLogger(__name__)
@@ -206,11 +207,7 @@ def _own_daemons_ended() -> Iterator[None]:
             family = {member for member in family | {*marked(os.environ[MARK])} - before if _is_of_ray(member)}
             if not family:
                 break
-            _, left = psutil.wait_procs(family, timeout=AGENTS_SECONDS)
-            for member in left:
-                with suppress(psutil.NoSuchProcess):
-                    member.kill()
-            psutil.wait_procs(left, timeout=AGENTS_SECONDS)
+            wait_or_kill(family, AGENTS_SECONDS)
             family = set()  # and what a raylet has started before it ended
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from tasks.system.processes import ProcessIdentity
+from tasks.system.processes import ProcessIdentity, wait_or_kill
 
 ROOT = Path(__file__).parents[2]
 GRACE_SECONDS = 5
@@ -73,11 +73,7 @@ def main(mark: str, folder: str | None = None) -> None:
         for orphan in orphans:
             with suppress(psutil.NoSuchProcess):
                 orphan.terminate()
-        _, orphans = psutil.wait_procs(orphans, timeout=GRACE_SECONDS)
-        for orphan in orphans:
-            with suppress(psutil.NoSuchProcess):
-                orphan.kill()
-        _, orphans = psutil.wait_procs(orphans, timeout=GRACE_SECONDS)
+        orphans = wait_or_kill(orphans, GRACE_SECONDS)
     if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)
         with suppress(OSError):
@@ -91,11 +87,11 @@ def _identities(processes: list[psutil.Process]) -> Iterator[ProcessIdentity]:
             yield ProcessIdentity.of(process.pid)
 
 
-def marked(mark: str) -> Iterator[psutil.Process]:
-    """This user's processes that carry the mark, and what is below them, whatever its environment."""
+def marked(mark: str, variable: str = MARK) -> Iterator[psutil.Process]:
+    """This user's processes that carry the mark in this variable, and what is below them, whatever its environment."""
     for process in psutil.process_iter():
         with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-            if process.environ().get(MARK) == mark:
+            if process.environ().get(variable) == mark:
                 yield from (process, *process.children(recursive=True))
 
 

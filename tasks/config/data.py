@@ -2,7 +2,7 @@
 """`data`: which prompts, embeddings and pairs a run reads."""
 
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ModelWrapValidatorHandler, model_validator
 
@@ -12,6 +12,9 @@ from models.config.bounds import (
 from models.config.section import NotShaping, Section
 from tasks.config.overrides import set_fields
 
+Split = Literal["train", "test", "pretrain"]
+DataSetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
+"""A part of a path and of a stage's name, `embeddings@<name>`."""
 DIGITS = "digits"
 """The tiny model's data set, whose files are in data/ itself."""
 FILES = {"prompts": "prompts.parquet", "embeddings": "embeddings", "pairs": "pairs"}
@@ -26,9 +29,8 @@ def data_folder(name: str) -> Path:
 class DataConfig(Section):
     """Where the DVC stages put the data set, and how much of it one iteration takes."""
 
-    name: NotShaping[str | None] = Field(
+    name: NotShaping[DataSetName | None] = Field(
         None,
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$",
         description="A data set of params.yaml: prompts, embeddings and pairs are then those of data/<name>; a path "
         "that is given goes first.",
     )

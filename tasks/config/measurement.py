@@ -2,12 +2,13 @@
 """What a validation sweep draws: prompt sets, steps and guidance."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field
 
 from models.config.bounds import MOST_BATCH, MOST_COUNT, MOST_GUIDANCE, MOST_NOISE_LEVELS, Seed, SetName
 from models.config.section import Section
+from tasks.config.data import Split
 from tasks.config.reward import RewardConfig
 
 MOST_VALUES = 1000
@@ -19,7 +20,7 @@ class PromptSet(Section):
 
     prompts: Path = Field(description="Prompt table of a `prompts` stage.")
     embeddings: Path = Field(description="Folder of an `embeddings` stage.")
-    split: Literal["train", "test", "pretrain"] = Field("test", description="Which of the table's prompts.")
+    split: Split = Field("test", description="Which of the table's prompts.")
     max_prompts: int | None = Field(
         None, ge=2, le=MOST_COUNT, description="Use only the first so many; null takes all."
     )

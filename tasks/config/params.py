@@ -26,7 +26,7 @@ from models.config.bounds import (
 from models.errors import DoubleflowError
 from models.tiny_qwen_image.settings import TinySettings
 from models.words_stable_diffusion_3.settings import WordsSettings
-from tasks.config.data import DIGITS, data_folder
+from tasks.config.data import DIGITS, DataSetName, Split, data_folder
 from tasks.config.errors import described
 
 RAW = "data/raw/"
@@ -44,9 +44,6 @@ TAKEN = ("raw", "words", "base_model", "embeddings", "pairs")
 """Names in data/ that are no data set's."""
 
 Share = Annotated[float, Field(ge=0, le=1)]
-Split = Literal["train", "test", "pretrain"]
-DataSetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
-"""A part of a path and of a stage's name, `embeddings@<name>`."""
 
 
 class PrepareError(DoubleflowError, ValueError):

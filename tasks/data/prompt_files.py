@@ -11,14 +11,15 @@ import re
 import unicodedata
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from models.errors import DoubleflowError
+from tasks.config.data import Split
 
-SPLITS = ("train", "test", "pretrain")
+SPLITS = get_args(Split)
 NEGATIVE_UID = "negative"
 """Key of the empty prompt among the embeddings; no prompt of a data set may take it."""
 RESERVED_UIDS = (NEGATIVE_UID, "__metadata__")

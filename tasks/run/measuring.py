@@ -126,7 +126,7 @@ def cells(config: TrainConfig, inputs: Inputs, measurement: Measurement) -> Iter
     scales = (getattr(measurement, field) or [getattr(pipeline, field) or 0.0]) if field else [0.0]
     sets = {"test": (inputs.test, inputs.embeddings)}
     if measurement.sets:
-        sets = {name: _load(config, name, entry) for name, entry in measurement.sets.items()}
+        sets = {name: _load(config, inputs.model_config, name, entry) for name, entry in measurement.sets.items()}
     for name, (prompts, embeddings) in sets.items():
         if len(prompts) < 2:
             raise ConfigError(f"measurement.sets: {name} has {len(prompts)} prompt; an interval needs at least 2")
@@ -160,14 +160,16 @@ def metrics(table: pd.DataFrame, verdict: Verdict, guided_by: str | None) -> dic
     return result
 
 
-def _load(config: TrainConfig, name: str, entry: PromptSet) -> tuple[list[Prompt], PromptEmbeddings]:
+def _load(
+    config: TrainConfig, model_config: DiffusionModelConfig, name: str, entry: PromptSet
+) -> tuple[list[Prompt], PromptEmbeddings]:
     prompts = load_prompts(entry.prompts, entry.split)[: entry.max_prompts]
     embeddings = PromptEmbeddings.open(entry.embeddings)
     missing = [prompt.prompt for prompt in prompts if prompt.uid not in embeddings]
     if missing:
         raise ConfigError(f"measurement.sets: {entry.embeddings} lacks the embedding of {missing[0]!r} of set {name}")
     with as_config_errors():
-        check_embeddings(config, embeddings, f"measurement.sets.{name}.embeddings")
+        check_embeddings(config, model_config, embeddings, f"measurement.sets.{name}.embeddings")
     return prompts, embeddings
 
 

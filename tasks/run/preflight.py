@@ -149,7 +149,7 @@ def _open_data(config: TrainConfig, model_config: DiffusionModelConfig, latent_s
             f"{config.data.embeddings} lacks the embedding of {missing[0].prompt!r} ({len(missing)} in all): run "
             "`dvc repro embeddings`"
         )
-    check_embeddings(config, embeddings)
+    check_embeddings(config, model_config, embeddings)
     for name, entry in config.reward.named().values() if config.is_online else ():
         if isinstance(reward := check_reward(name, **entry.options), type):
             reward.check_prompts(name, entry.options, train + test)
@@ -269,7 +269,12 @@ def _check_teacher(config: TrainConfig, model_config: DiffusionModelConfig) -> N
         )
 
 
-def check_embeddings(config: TrainConfig, embeddings: PromptEmbeddings, field: str = "data.embeddings") -> None:
+def check_embeddings(
+    config: TrainConfig,
+    model_config: DiffusionModelConfig,
+    embeddings: PromptEmbeddings,
+    field: str = "data.embeddings",
+) -> None:
     """They hold what the model needs, and were made as the run expects.
 
     Args:
@@ -278,8 +283,7 @@ def check_embeddings(config: TrainConfig, embeddings: PromptEmbeddings, field: s
     Raises:
         ConfigError: another model's text encoders made them, or with other settings; or a file is damaged.
     """
-    settings, folder = config.actor_rollout_ref, embeddings.folder
-    model_config = DiffusionModelConfig.load(settings.model, settings.rollout.pipeline, settings.rollout.algo)
+    folder = embeddings.folder
     extras = DiffusionModelBase.get_class(model_config).prompt_extras
     lacking = sorted(set(extras) - set(embeddings.extras))
     if lacking:

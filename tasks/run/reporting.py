@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run's page while it runs: written at each validation and at the end, from what the run has in hand."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -117,10 +117,10 @@ class RunReport:
             if chart is not None:
                 parts.append(f"![{chart.title}]({chart.as_address()})")
             if files:
-                last, grids = max(files), recorded.grids.setdefault("validation", {})
-                grids[last] = grids.get(last) or of_grid(Image.open(files[last]))
+                last = max(files)
+                recorded.grids.setdefault("validation", {}).update(_drawn(recorded, files, [last]))
                 title = f"held-out pictures, iteration {last}"
-                parts.append(f"{title}\n\n![{title}]({grids[last]})")
+                parts.append(f"{title}\n\n![{title}]({recorded.grids['validation'][last]})")
         return "\n\n".join(parts)
 
     @contextmanager
@@ -162,9 +162,9 @@ class RunReport:
 
     def _draw_grids(self, recorded: Recorded) -> None:
         """Small copies of the grids in the run's folder; those that are drawn already stay."""
-        files, before = kept_grids(self.config), recorded.grids.get("validation", {})
+        files = kept_grids(self.config)
         chosen = spread(files, FRAMES, {*files, *recorded.metrics.get(HELD_OUT, {})})
-        recorded.grids["validation"] = {s: before.get(s) or of_grid(Image.open(files[s])) for s in chosen}
+        recorded.grids["validation"] = _drawn(recorded, files, chosen)
 
     @contextmanager
     def _told(self) -> Iterator[None]:
@@ -179,6 +179,12 @@ class RunReport:
                 " ".join(str(error).split()),
                 self.tracker.run_id,
             )
+
+
+def _drawn(recorded: Recorded, files: Mapping[int, Path], steps: Iterable[int]) -> dict[int, str]:
+    """Small copies of the held-out grids of these iterations; those that are drawn already stay."""
+    before = recorded.grids.get("validation", {})
+    return {step: before.get(step) or of_grid(Image.open(files[step])) for step in steps}
 
 
 def _is_of_mlflow(error: BaseException) -> bool:

@@ -6,6 +6,8 @@ adds the boot's time of day gets another sum after every step of the clock. The 
 """
 
 import sys
+from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -55,7 +57,7 @@ class ProcessIdentity(NamedTuple):
         try:
             found = psutil.Process(self.pid)
             same = ProcessIdentity.of(self.pid) == self
-            return found if same and found.status() != psutil.STATUS_ZOMBIE else None
+            return found if same and runs(found) else None
         except psutil.NoSuchProcess:
             return None
 
@@ -72,6 +74,23 @@ def identity(pid: int) -> str | None:
 def lives(pid: int, known: str) -> bool:
     """Does the process of that number, whose `identity` was this, still run?"""
     return identity(pid) == known
+
+
+def runs(process: psutil.Process) -> bool:
+    """Does it still run? One that has ended stays in the list of processes until its parent asks for its exit code."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_or_kill(processes: Collection[psutil.Process], seconds: float) -> list[psutil.Process]:
+    """Wait for so many seconds that they end, then kill those that do not; what is there still after as long again."""
+    _, left = psutil.wait_procs(processes, timeout=seconds)
+    for process in left:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    return list(psutil.wait_procs(left, timeout=seconds)[1])
 
 
 def boot_id() -> str:

@@ -114,17 +114,17 @@ def seeded(build: Callable[[], Any]) -> Any:
         return build()
 
 
-def clip_tokenizer() -> CLIPTokenizer:
+def clip_tokenizer(letters: Sequence[str] = LETTERS, length: int = CLIP_LENGTH) -> CLIPTokenizer:
     """Letters, with and without the end of a word."""
-    pieces = ["<|startoftext|>", "<|endoftext|>", *LETTERS, *(f"{letter}</w>" for letter in LETTERS)]
+    pieces = ["<|startoftext|>", "<|endoftext|>", *letters, *(f"{letter}</w>" for letter in letters)]
     vocab = {piece: i for i, piece in enumerate(pieces)}
-    return CLIPTokenizer(vocab=vocab, merges=[], model_max_length=CLIP_LENGTH)
+    return CLIPTokenizer(vocab=vocab, merges=[], model_max_length=length)
 
 
-def t5_tokenizer() -> T5Tokenizer:
+def t5_tokenizer(corpus: Sequence[str] = CORPUS, letters: Sequence[str] = LETTERS) -> T5Tokenizer:
     """Letters, and the words of the prompts."""
-    words = sorted({f"▁{word}" for prompt in CORPUS for word in prompt.split()})
-    pieces = ["<pad>", "</s>", "<unk>", "▁", *LETTERS, *words]
+    words = sorted({f"▁{word}" for prompt in corpus for word in prompt.split()})
+    pieces = dict.fromkeys(["<pad>", "</s>", "<unk>", "▁", *letters, *words])
     return T5Tokenizer(vocab=[(piece, 0.0 if i < 3 else -2.0) for i, piece in enumerate(pieces)], extra_ids=0)
 
 

@@ -95,24 +95,10 @@ def test_functions_may_be_async_and_may_want_latents(cluster: None) -> None:
     assert found.rewards.tolist() == [2 * i + level**2 / 2 for i, level in enumerate(LEVELS)]
 
 
-def test_a_batch_is_scored_while_the_next_is_still_sampled(cluster: None, tmp_path: Path) -> None:
-    """The second batch's pictures come only once the first is scored: without overlap this would wait in vain."""
-    calls = tmp_path / "calls"
-
-    @ray.remote(num_cpus=0)
-    def sampled_late(pictures: np.ndarray) -> np.ndarray:
-        wait_until(calls.exists, "the first batch's scoring", every=0.02)
-        return pictures
-
-    first, second, third = batches()
-    late = replace(second, pictures=sampled_late.remote(second.pictures))
-    group = RewardGroup(config(fails_before={"options": {"folder": str(tmp_path), "attempts": 0}}))
-    shards = [first, late, third]
-    assert group.table(shards, group.submit(shards)).by_reward["fails_before"].tolist() == LEVELS
-
-
-def test_a_batch_is_scored_while_an_earlier_one_is_still_sampled(cluster: None, tmp_path: Path) -> None:
-    """The first batch's pictures come only once another is scored by the one worker there is."""
+@pytest.mark.parametrize("late", [1, 0], ids=["the_next", "an_earlier_one"])
+def test_a_batch_is_scored_while_another_is_still_sampled(cluster: None, tmp_path: Path, late: int) -> None:
+    """The late batch's pictures come only once another is scored by the one worker there is: without overlap, or with
+    calls that wait for each other, this would wait in vain."""
     calls = tmp_path / "calls"
 
     @ray.remote(num_cpus=0)
@@ -120,10 +106,9 @@ def test_a_batch_is_scored_while_an_earlier_one_is_still_sampled(cluster: None, 
         wait_until(calls.exists, "another batch's scoring", every=0.02)
         return pictures
 
-    first, second, third = batches()
-    late = replace(first, pictures=sampled_late.remote(first.pictures))
+    shards = batches()
+    shards[late] = replace(shards[late], pictures=sampled_late.remote(shards[late].pictures))
     group = RewardGroup(config(fails_before={"options": {"folder": str(tmp_path), "attempts": 0}}))
-    shards = [late, second, third]
     assert group.table(shards, group.submit(shards)).by_reward["fails_before"].tolist() == LEVELS
 
 
