@@ -27,7 +27,7 @@ def noised_batch(engine: PolicyForward, batch: ActorBatch, config: "ForwardProce
     Args:
         batch: finished samples with their advantages.
         config: noise levels.
-        size: most samples in a piece; pairs stay together.
+        size: most samples in a piece, each with its `levels_per_pass` rows; pairs stay together.
     """
     unit = 2 if engine.loss_fn.paired else 1
     finished = FinishedLatents.join([cast(FinishedLatents, samples) for samples, _ in batch.parts])
@@ -40,8 +40,10 @@ def noised_batch(engine: PolicyForward, batch: ActorBatch, config: "ForwardProce
     sharing = engine.actor_config.fsdp_config.ulysses_sequence_parallel_size  # ranks that have the same samples
     counted = _over_ranks(len(chosen), dist.ReduceOp.SUM, engine.device) // sharing
     parts += [idle] * (most - len(parts))
+    together = engine.actor_config.levels_per_pass
     pieces = [noise_latents(part, engine.scheduler.sigmas, config, engine.loss_fn.paired) for part in parts]
-    return PreparedBatch([(piece, piece.advantages) for piece in _compared(engine, pieces)], counted)
+    pieces = _compared(engine, [piece.together(together) for piece in pieces])
+    return PreparedBatch([(piece, piece.advantages) for piece in pieces], counted * together)
 
 
 def _compared(engine: PolicyForward, pieces: list[NoisedLatents]) -> list[NoisedLatents]:
@@ -60,8 +62,8 @@ def _velocities(engine: PolicyForward, key: str, piece: NoisedLatents) -> Tensor
     on_device, of_level = piece.to(engine.device), []
     for level in range(piece.steps):
         micro_batch, _ = micro_batch_of(on_device.step(level), piece.advantages, engine.device)
-        of_level.append(engine.predicted(key, micro_batch).cpu())
-    return torch.stack(of_level, 1)
+        of_level.append(engine.predicted(key, micro_batch))
+    return torch.stack(of_level, 1).cpu()  # one wait for the GPU, not one a level
 
 
 def _over_ranks(number: int, operation: Any, device: str) -> int:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The training engine: a diffusers transformer under FSDP2, trained step by step on what the rollout sampled."""
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -30,7 +31,7 @@ from models.training.micro_batches import ActorBatch, PreparedBatch, WeightedMet
 from models.training.policy import PolicyForward, load_teacher
 from models.training.schedules import build_lr_scheduler
 from models.training.sequence_parallel import sequence_mesh, split_sequences
-from models.training.weight_copies import WeightAverage, WeightCopy, reshard
+from models.training.weight_copies import WeightAverage, WeightCopy, reshard, whole_of
 from models.weights.canary import Canary, canary_batch, canary_velocity
 from models.weights.trainable import keep_formats, kept_in_fp32, load_exported, make_trainable, named, trainable
 
@@ -65,6 +66,10 @@ class DiffusersFSDPEngine(PolicyForward):
         self._sequence_mesh = sequence_mesh(self.device, sharing) if sharing > 1 else None
         # Nothing in these models depends on the mode but that compiled code is made anew for each.
         self.module = self._sharded(self._load(trained=True)).eval()
+        self._reducing = True  # as FSDP begins
+        if not self.actor_config.fsdp_config.reshard_after_forward:
+            # Weights that stay gathered from a forward to its backward stay so until they change: `_shards` lets go.
+            cast(FSDPModule, self.module).set_reshard_after_backward(False)
         self._trained = tuple(trainable(self.module))
         settings, shards = self.actor_config.optim, list(self._shards().values())
         self.optimizer = torch.optim.AdamW(
@@ -101,7 +106,7 @@ class DiffusersFSDPEngine(PolicyForward):
         timesteps = self.scheduler.timesteps[:1].to(self.device).expand(len(index))
         text, extras = prompts.expand(index), prompts.expand_extras(index)
         inputs = self.adapter.model_inputs(self.module, self.model_config, latents, timesteps, text, extras)
-        cast(FSDPModule, self.module).set_requires_gradient_sync(True)
+        self._reduces_gradients(True)
         self.pass_through(*inputs).float().mean().backward()
         self.optimizer.zero_grad()
 
@@ -168,14 +173,20 @@ class DiffusersFSDPEngine(PolicyForward):
                 # mini-batch's counted samples and timesteps. Of ranks that share their samples each has the gradient of
                 # its own tokens: there FSDP's sum is what is wanted.
                 scale = counted * dist.get_world_size() / (batch.global_count * steps)
-                last = number == len(batch.pieces) - 1 and step == steps - 1
-                cast(FSDPModule, self.module).set_requires_gradient_sync(last)
+                self._reduces_gradients(number == len(batch.pieces) - 1 and step == steps - 1)
                 loss, metrics = self.forward_step(micro_batch, self.loss_fn)
                 (loss * scale).backward()
                 distances = {name: metrics.pop(name) for name in LOG_PROB_DISTANCES if name in metrics}
                 collected.add(metrics | distances if first else metrics, counted)
                 total += counted
         return total
+
+    def _reduces_gradients(self, reduces: bool) -> None:
+        """Whether the next backward pass makes the shards' gradients, or adds to what is gathered. Telling FSDP walks
+        over every module, so it is told what is new."""
+        if reduces != self._reducing:
+            cast(FSDPModule, self.module).set_requires_gradient_sync(reduces)
+            self._reducing = reduces
 
     def _move_old_policy(self) -> None:
         """Once an iteration, after its optimiser steps."""
@@ -212,9 +223,10 @@ class DiffusersFSDPEngine(PolicyForward):
         parameters = list(self._shards().values())
         average_whole(parameters)
         norm = clip_gradients(parameters, self.actor_config.optim.clip_grad)
-        if not torch.isfinite(norm):  # it is over all ranks, so they agree
+        read = norm.item()  # the one place of a step that waits for the GPU
+        if not math.isfinite(read):  # it is over all ranks, so they agree
             self.optimizer.zero_grad()
-            self.nonfinite.leave_out(norm.item(), self.optimizer_steps)
+            self.nonfinite.leave_out(read, self.optimizer_steps)
             return None
         self.nonfinite.in_a_row = 0
         offloaded = self.actor_config.fsdp_config.optimizer_offload
@@ -225,7 +237,7 @@ class DiffusersFSDPEngine(PolicyForward):
         self.optimizer_steps += 1
         if self.ema is not None:
             self.ema.update(self.optimizer_steps)
-        return norm.item()
+        return read
 
     # ---- weights
 
@@ -265,8 +277,7 @@ class DiffusersFSDPEngine(PolicyForward):
     def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Name and tensor of the trained weights one by one, in whole shape on the device; every rank must take all."""
         for name, parameter in self._shards().items():
-            whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-            yield name, whole.detach().to(self.device)
+            yield name, whole_of(parameter).to(self.device)
 
     def canary_velocity(self, canary: Canary) -> Tensor:
         """What the trainer's model predicts for the canary, [S, rows, ...] fp32 on the CPU (`canary_velocity`)."""

@@ -132,16 +132,21 @@ def _computable(trajectories: Trajectories, counted: Tensor) -> Trajectories:
 
 
 class WeightedMetrics:
-    """Averages of metrics over samples; names ending in /max keep the largest value."""
+    """Averages of metrics over samples; names ending in /max keep the largest value.
+
+    What a GPU has computed stays there until `combined`: to read a number is to wait for all that was asked of it, and
+    meanwhile nothing new is.
+    """
 
     def __init__(self) -> None:
-        self.entries: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        self.entries: dict[str, list[tuple[Any, float]]] = defaultdict(list)
 
     def add(self, metrics: Mapping[str, Any], weight: float = 1.0) -> None:
         """Numbers that stand for `weight` samples; with none they say nothing and are left out."""
         if weight:
             for name, value in metrics.items():
-                self.entries[name].append((float(value), weight))
+                kept = value.detach() if isinstance(value, Tensor) else float(value)
+                self.entries[name].append((kept, weight))
 
     def join(self, other: "WeightedMetrics") -> None:
         """Take another's numbers too."""
@@ -150,9 +155,25 @@ class WeightedMetrics:
 
     def combined(self) -> dict[str, float]:
         """Name -> average or maximum."""
+        values = iter(_read([value for entries in self.entries.values() for value, _ in entries]))
+        read = {name: [(next(values), weight) for _, weight in entries] for name, entries in self.entries.items()}
         return {
             name: max(value for value, _ in entries)
             if name.endswith("/max")
             else sum(value * weight for value, weight in entries) / sum(weight for _, weight in entries)
-            for name, entries in self.entries.items()
+            for name, entries in read.items()
         }
+
+
+def _read(values: Sequence[Any]) -> list[float]:
+    """Numbers and scalar tensors as numbers, with one wait for each device and number format among them."""
+    kinds: dict[Any, list[int]] = defaultdict(list)
+    for place, value in enumerate(values):
+        if isinstance(value, Tensor):
+            kinds[value.device, value.dtype].append(place)
+    read = list(values)
+    for places in kinds.values():
+        together = torch.stack([values[place].reshape(()) for place in places]).tolist()
+        for place, number in zip(places, together, strict=True):
+            read[place] = float(number)
+    return read

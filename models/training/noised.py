@@ -47,6 +47,26 @@ class NoisedLatents(Samples):
         one: dict[str, Any] = {name: tensor[:, number : number + 1] for name, tensor in self.levelwise().items()}
         return replace(self, **one)
 
+    def together(self, count: int) -> "NoisedLatents":
+        """The same samples with `count` of their K levels as rows of their own: count B rows of K / count levels each,
+        all samples at one level after the other, so that a pair stays together."""
+        if count == 1:
+            return self
+
+        def as_rows(tensor: Tensor) -> Tensor:
+            apart = tensor.unflatten(1, (-1, count)).movedim(2, 0)  # [count, B, K / count, ...]
+            return apart.flatten(0, 1).contiguous()
+
+        again = torch.arange(len(self)).repeat(count)
+        return replace(
+            self,
+            keys=self.keys * count,
+            prompt_index=self.prompt_index[again],
+            latents=self.latents[again],
+            advantages=self.advantages[again],
+            **{name: as_rows(tensor) for name, tensor in self.levelwise().items()},
+        )
+
     def levelwise(self) -> dict[str, Tensor]:
         """Name -> tensor of what there is for each level: `sigmas` [B, K], the others [B, K, ...]."""
         names = ("noise", "sigmas", OLD_VELOCITY, EMA_VELOCITY, REF_VELOCITY, TEACHER_VELOCITY)

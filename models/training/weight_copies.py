@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies of the trained weights: a moving average for evaluation, and the old policy."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from models.weights.trainable import named, trainable
 
@@ -23,6 +24,20 @@ def reshard(module: nn.Module) -> None:
             part.reshard()
 
 
+def whole_of(parameter: Tensor) -> Tensor:
+    """A weight in its whole shape, without gradient; every rank makes the call. The only shard is the whole."""
+    weight = parameter.detach()
+    if not isinstance(weight, DTensor):
+        return weight
+    return weight.to_local() if weight.device_mesh.size() == 1 else weight.full_tensor()
+
+
+def _local(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """What this rank has of weights, as plain tensors: for calls that take many at once."""
+    plain = [tensor.detach() for tensor in tensors]
+    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in plain]
+
+
 class WeightCopy:
     """A second set of a module's trained parameters (local shards of them, where they are sharded)."""
 
@@ -33,11 +48,11 @@ class WeightCopy:
     @torch.no_grad()
     def follow(self, decay: float) -> None:
         """copy <- decay copy + (1 - decay) weights."""
-        for name, parameter in self._parameters().items():
-            if decay == 0:
-                self.shadow[name].copy_(parameter.detach())
-            else:
-                self.shadow[name].lerp_(parameter.detach(), 1 - decay)
+        copies, weights = _local(self.shadow.values()), _local(self._parameters().values())
+        if decay == 0:
+            torch._foreach_copy_(copies, weights)
+        else:
+            torch._foreach_lerp_(copies, weights, 1 - decay)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -51,8 +66,8 @@ class WeightCopy:
 
     @torch.no_grad()
     def _put(self, values: dict[str, Tensor]) -> None:
-        for name, parameter in self._parameters().items():
-            parameter.copy_(values[name])
+        parameters = self._parameters()
+        torch._foreach_copy_(_local(parameters.values()), _local(values[name] for name in parameters))
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         """The trained shards."""
