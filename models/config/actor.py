@@ -340,6 +340,11 @@ class DiffusionActorConfig(Section):
         """`ppo_micro_batch_size_per_gpu`, once it is a number."""
         return known(self.ppo_micro_batch_size_per_gpu, "actor.ppo_micro_batch_size_per_gpu")
 
+    @property
+    def rows_of_pass(self) -> int:
+        """Most rows that a forward and backward pass has."""
+        return self.micro_batch * self.levels_per_pass
+
     @model_validator(mode="after")
     def _kl_needs_a_weight(self) -> Self:
         if self.use_kl_loss and self.kl_loss_coef == 0:

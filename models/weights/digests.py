@@ -11,7 +11,7 @@ differ in several words about 1 pair in 2^64 has one digest (as of random functi
 who looks for such a pair).
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ NAMED = 3
 @torch.no_grad()
 def digest(tensor: Tensor) -> Tensor:
     """D of a tensor's bytes, those of the last word filled up with zeros; a scalar int64 on the tensor's device."""
-    content = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    content = _bytes_of(tensor)
     if content.storage_offset() % 8:  # such bytes cannot be looked at as words
         content = content.clone()
     whole = len(content) // 8 * 8
@@ -47,6 +47,30 @@ def digest(tensor: Tensor) -> Tensor:
         total += _mixed(places.mul_(GOLDEN).add_(words)).sum()
         start += len(words)
     return total
+
+
+@torch.no_grad()
+def digests_at_once(tensors: Sequence[Tensor]) -> Tensor:
+    """`digest` of each of several small tensors on one device, int64 [n]: as many calls of kernels as one takes."""
+    contents = [_bytes_of(tensor) for tensor in tensors]
+    device, counts = contents[0].device, torch.tensor([_words(content) for content in contents])
+    filling = contents[0].new_zeros(8)
+    parts = [part for content in contents for part in (content, filling[: 8 - len(content) % 8])]
+    words, ends = torch.cat(parts).view(torch.int64), counts.cumsum(0)
+    starts = torch.repeat_interleave((ends - counts).to(device), counts.to(device), output_size=len(words))
+    places = torch.arange(len(words), device=device).sub_(starts)
+    # Sums modulo 2^64 up to each tensor's end, whose differences are exact.
+    until = _mixed(places.mul_(GOLDEN).add_(words)).cumsum(0)[(ends - 1).to(device)]
+    return torch.diff(until, prepend=until.new_zeros(1))
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _words(content: Tensor) -> int:
+    """Of bytes [n]: the whole ones, and the last one, which may be empty."""
+    return len(content) // 8 + 1
 
 
 def _mixed(words: Tensor) -> Tensor:
@@ -66,27 +90,53 @@ class DigestBook:
 
     def __init__(self, *formats: torch.dtype, device: str | None = None):
         self._formats, self._device = formats, device
-        self._found: dict[tuple[str, str], Tensor] = {}
+        self._found: dict[tuple[str, str], Tensor | None] = {}
+        self._waiting: dict[tuple[str, str], Tensor] = {}
+        self._bytes = 0
 
     def add(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Take some of the weights in: names and tensors of any shape."""
-        for name, tensor in weights:
-            there = tensor.detach() if self._device is None else tensor.detach().to(self._device)
-            for dtype in dict.fromkeys((there.dtype, *self._formats)):
-                self._found[name, str(dtype)] = digest(there.to(dtype))
+        """Take some of the weights in: names and tensors of any shape, which may change afterwards."""
+        for _ in self.passing(weights):
+            pass
 
     def passing(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The same weights, of any shape, each taken in before it is handed on."""
-        for name, tensor in weights:
-            self.add([(name, tensor)])
-            yield name, tensor
+        """The same weights, of any shape, each taken in and handed on. They must not change until all have passed."""
+        try:
+            for name, tensor in weights:
+                self._take(name, tensor)
+                yield name, tensor
+        finally:
+            self._digest_waiting()
+
+    def _take(self, name: str, tensor: Tensor) -> None:
+        there = tensor.detach() if self._device is None else tensor.detach().to(self._device)
+        for dtype in dict.fromkeys((there.dtype, *self._formats)):
+            self._found[name, str(dtype)] = None
+            given = self._waiting[name, str(dtype)] = there.to(dtype)
+            self._bytes += given.nbytes
+        if self._bytes >= 8 * PIECE[there.device.type]:
+            self._digest_waiting()
+
+    def _digest_waiting(self) -> None:
+        """Tensors that are small go together: most of a digest's time on them is that of calling kernels."""
+        small: dict[torch.device, list[tuple[str, str]]] = {}
+        for key, tensor in self._waiting.items():
+            if tensor.nbytes < 8 * PIECE[tensor.device.type]:
+                small.setdefault(tensor.device, []).append(key)
+            else:
+                self._found[key] = digest(tensor)
+        for keys in small.values():
+            found = digests_at_once([self._waiting[key] for key in keys])
+            self._found.update(zip(keys, found, strict=True))
+        self._waiting, self._bytes = {}, 0
 
     def digests(self) -> Digests:
         """Of all that was taken in; waits for the device once."""
         if not self._found:
             return {}
         result: dict[str, dict[str, int]] = {}
-        for (name, dtype), value in zip(self._found, torch.stack([*self._found.values()]).tolist(), strict=True):
+        found = [value for value in self._found.values() if value is not None]
+        for (name, dtype), value in zip(self._found, torch.stack(found).tolist(), strict=True):
             result.setdefault(name, {})[dtype] = value
         return result
 

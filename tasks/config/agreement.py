@@ -53,10 +53,21 @@ def check_log_probs_exist(config: "TrainConfig") -> None:
 
 def check_finished_samples(config: "TrainConfig") -> None:
     """A loss on finished samples has noise levels to noise them to, and no log-probs that could be corrected."""
-    algorithm = config.algorithm
+    algorithm, together = config.algorithm, config.actor_rollout_ref.actor.levels_per_pass
     if algorithm.trainer_type != "direct_preference":
+        if together > 1:
+            raise ValueError(
+                f"actor_rollout_ref.actor.levels_per_pass is {together}, but loss "
+                f"{config.actor_rollout_ref.actor.diffusion_loss.loss_mode} replays the sampler's steps in the batches "
+                "that were sampled, one step a pass: leave it at 1"
+            )
         return
-    algorithm.levels_per_sample(config.actor_rollout_ref.rollout.pipeline.num_inference_steps)
+    levels = algorithm.levels_per_sample(config.actor_rollout_ref.rollout.pipeline.num_inference_steps)
+    if levels % together:
+        raise ValueError(
+            f"actor_rollout_ref.actor.levels_per_pass is {together}, which does not divide the {levels} noise levels "
+            "of a sample: give a divisor, so that all passes are of one size"
+        )
     if not algorithm.rollout_correction.bypass_mode:
         loss = config.actor_rollout_ref.actor.diffusion_loss.loss_mode
         raise ValueError(

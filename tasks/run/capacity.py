@@ -40,7 +40,7 @@ def measure_cost(
     guided = DiffusionModelBase.get_class(model_config).is_guided(model_config.pipeline)
     prompts = prompt_table(embeddings, [embeddings.longest(uids)], guided)
     computed = actor.fsdp_config.param_dtype or model_config.model.dtype
-    samples, checkpointing = actor.micro_batch, actor.fsdp_config.gradient_checkpointing
+    samples, checkpointing = actor.rows_of_pass, actor.fsdp_config.gradient_checkpointing
     cost = pass_cost(
         _in_format(model_config, computed), prompts, samples, checkpointing, actor.guidance_gradient == "conditional"
     )
@@ -136,6 +136,8 @@ def _advice(config: TrainConfig, need: Need) -> str:
     ways = []
     if actor.micro_batch > 1:
         ways.append(f"lower actor.ppo_micro_batch_size_per_gpu, now {actor.micro_batch}")
+    if actor.levels_per_pass > 1:
+        ways.append(f"lower actor.levels_per_pass, now {actor.levels_per_pass}")
     if not actor.fsdp_config.gradient_checkpointing:
         ways.append("set actor.fsdp_config.gradient_checkpointing to true")
     if not actor.fsdp_config.param_offload:

@@ -165,7 +165,7 @@ class _Costs:
 
     def of(self, config: TrainConfig) -> PolicyFlops | None:
         """Of the config's own micro-batch; None where the model cannot be counted."""
-        size, inputs = config.actor_rollout_ref.actor.micro_batch, self._inputs
+        size, inputs = config.actor_rollout_ref.actor.rows_of_pass, self._inputs
         if size not in self._found:
             self._found[size] = measure_cost(config, inputs.model_config, inputs.embeddings, inputs.uids)
         return self._found[size]

@@ -121,7 +121,7 @@ class TrainingRun:
         waits = self.config.shares_gpus and policy.rollout.sleeps
         if not policy.model.compile or waits or self.iteration >= self.config.trainer.total_training_steps:
             return
-        together = policy.actor.micro_batch
+        together = policy.actor.rows_of_pass
         if self.loss.process == "reverse":
             together = min(together, policy.rollout.batch_size)
         self.trainer.warm_up(replace(self.online.canary, rows=together))

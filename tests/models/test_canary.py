@@ -24,7 +24,7 @@ from models.weights.canary import (
     missing_share,
     relative_difference,
 )
-from models.weights.digests import check_digests, digest, digests_of
+from models.weights.digests import DigestBook, check_digests, digest, digests_of
 from models.weights.trainable import WeightSyncError
 from tests.support.helpers import actor_config, model_config, prompt_table, rollout_request
 
@@ -184,6 +184,11 @@ def test_a_digest_is_the_formulas(dtype: torch.dtype, shape: tuple[int, ...]) ->
     assert digest(tensor).item() == expected
     beside = torch.cat([torch.zeros(1, dtype=dtype), tensor.reshape(-1)])
     assert digest(beside[1:].view(shape)).item() == expected, "bytes that begin in the middle of a word"
+    among = {"before": beside, "it": tensor, "it again": beside[1:].view(shape), "after": tensor.new_ones(3)}
+    found = digests_of(among, dtype)
+    assert [*found] == [*among]
+    assert found["it"] == found["it again"] == {str(dtype): expected}, "also where small ones are digested together"
+    assert found["after"][str(dtype)] == digest(among["after"]).item()
     if len(shape) == 2:
         assert digest(tensor.t().contiguous().t()).item() == expected, "rows that do not follow each other"
 
@@ -202,6 +207,25 @@ def test_a_digest_shows_every_bit_and_every_exchange() -> None:
         found.add(digest(tensor.roll(place)).item())
     # Place 3 with itself is the flip of its sign bit again, and a roll by 0 is the tensor.
     assert len(found) == 1 + 64 * 5 - 2
+
+
+def test_digests_are_of_what_was_given_though_it_changes_afterwards() -> None:
+    book, weights = DigestBook(torch.bfloat16), {f"w{i}": torch.full((3,), float(i)) for i in range(4)}
+    expected = digests_of({name: tensor.clone() for name, tensor in weights.items()}, torch.bfloat16)
+    for name, tensor in weights.items():
+        book.add([(name, tensor)])
+        tensor.zero_()
+    assert book.digests() == expected
+
+
+def test_small_weights_are_digested_in_a_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel's call costs what thousands of words do: those of LoRA are many and small."""
+    weights = {f"w{i}": torch.full((4, 3), float(i)) for i in range(100)}
+    calls: list[int] = []
+    mixed = weight_digests._mixed
+    monkeypatch.setattr(weight_digests, "_mixed", lambda words: (calls.append(len(words)), mixed(words))[1])
+    digests_of(weights, torch.bfloat16)
+    assert len(calls) == 1
 
 
 def test_weights_that_differ_are_named() -> None:

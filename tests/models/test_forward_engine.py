@@ -10,6 +10,7 @@ import pytest
 import torch
 from diffusers import QwenImagePipeline
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from models.config.actor import ForwardProcessConfig
 from models.families.base import DiffusionModelConfig
@@ -18,6 +19,7 @@ from models.rollout.diffusers import DiffusersRolloutEngine
 from models.samples.trajectories import FinishedLatents
 from models.training.fsdp import DiffusersFSDPEngine
 from models.training.micro_batches import ActorBatch
+from models.weights.canary import Canary
 from models.weights.trainable import export_weights, trainable
 from tests.support.cases import crossed
 from tests.support.helpers import actor_config, model_config, rollout_request
@@ -136,6 +138,29 @@ def test_iterations_equal_the_plain_trainers(
         assert largest_difference(plain.weights[1], plain.old[1]) > 1e-3
 
 
+@pytest.mark.parametrize("loss", ["dpo", "diffusion_nft"])
+def test_levels_that_share_a_pass_train_as_those_that_do_not(
+    tiny_model: Path, samples: list[FinishedLatents], loss: str
+) -> None:
+    """The same gradients and metrics by a fraction of the passes; a batch of three samples has a part of one, too."""
+    config = model_config(tiny_model, **KINDS["lora"])
+    count = LOSSES[loss][1]["num_train_timesteps"]
+    engines = [trainer(config, loss, levels_per_pass=together) for together in (1, count)]
+    passes = [0, 0]
+    for number, engine in enumerate(engines):
+
+        def counting(*_: Any, number: int = number) -> None:
+            passes[number] += 1
+
+        engine.module.register_forward_pre_hook(counting)
+    for _ in range(2):
+        apart, together = (engine.update_policy(batches_of(samples)) for engine in engines)
+        assert together == pytest.approx(apart, rel=1e-4, abs=1e-6)
+        weights = [engine.gather_weights() for engine in engines]
+        assert largest_difference(*weights) < 3e-6
+    assert passes[0] == count * passes[1]
+
+
 @pytest.mark.parametrize("loss", ["diffusion_nft", "awm"])
 def test_groups_that_share_stratified_noise_train_as_the_plain_trainers(
     tiny_model: Path, samples: list[FinishedLatents], loss: str
@@ -220,6 +245,10 @@ def test_unsharded_weights_are_never_stale(tiny_model: Path, samples: list[Finis
             engine.update_policy(batches_of(samples))
     assert largest_difference(kept.gather_weights(), freed.gather_weights()) < 1e-6
     assert largest_difference(old_weights(kept), old_weights(freed)) < 1e-6
+    for engine, sharded in ((kept, False), (freed, True)):
+        engine.warm_up(Canary(samples[0].prompts))
+        held = trainable(engine.module).values()
+        assert {isinstance(weight, DTensor) for weight in held} == {sharded}, "between the passes of a step"
 
 
 # ---- the old policy
