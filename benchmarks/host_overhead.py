@@ -4,10 +4,10 @@
     python -m benchmarks.host_overhead                        # eager; --compile for compiled blocks
     python -m benchmarks.host_overhead --beside PATH          # another checkout in turn with this one, and the ratios
 
-A small model's GPU waits for the host, which calls its kernels: then these milliseconds are an iteration's. The model is
-the words model with twelve blocks of sixteen channels and its recipe's LoRA and losses, on one rank on the CPU; all times
-are processor time of one thread. A checkout is a process of its own and gets its turn in each round, so that whatever
-else the machine does falls on both; the smallest of the rounds counts. Of kernels this says nothing.
+A small model's GPU waits for the host, which calls its kernels: then these milliseconds are an iteration's. The model
+is the words model with twelve blocks of sixteen channels and its recipe's LoRA and losses, on one rank on the CPU; all
+times are processor time of one thread. A checkout is a process of its own and gets its turn in each round, so that
+whatever else the machine does falls on both; the smallest of the rounds counts. Of kernels this says nothing.
 """
 
 import argparse
