@@ -298,8 +298,8 @@ class DiffusionActorConfig(Section):
         le=MOST_NOISE_LEVELS,
         description="Losses of the forward process: noise levels of a sample that one forward and backward pass "
         "computes; a divisor of their number. A pass then has so many rows for each of its "
-        "ppo_micro_batch_size_per_gpu samples, and there are so many times fewer of them: for models that are too small "
-        "to keep a GPU busy.",
+        "ppo_micro_batch_size_per_gpu samples, and there are so many times fewer passes: for models that are too "
+        "small to keep a GPU busy.",
     )
     ppo_epochs: int = Field(1, ge=1, le=1000, description="Passes over one iteration's samples.")
     use_kl_loss: bool = Field(

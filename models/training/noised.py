@@ -58,14 +58,8 @@ class NoisedLatents(Samples):
             return apart.flatten(0, 1).contiguous()
 
         again = torch.arange(len(self)).repeat(count)
-        return replace(
-            self,
-            keys=self.keys * count,
-            prompt_index=self.prompt_index[again],
-            latents=self.latents[again],
-            advantages=self.advantages[again],
-            **{name: as_rows(tensor) for name, tensor in self.levelwise().items()},
-        )
+        of_levels: dict[str, Any] = {name: as_rows(tensor) for name, tensor in self.levelwise().items()}
+        return replace(self.rows(again), **of_levels)
 
     def levelwise(self) -> dict[str, Tensor]:
         """Name -> tensor of what there is for each level: `sigmas` [B, K], the others [B, K, ...]."""
