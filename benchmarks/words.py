@@ -23,13 +23,12 @@ GOAL = 0.9
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 VARIANTS: dict[str, tuple[str, list[str]]] = {
     "words": ("words", []),
-    "words, all weights": (
+    "words, LoRA": (
         "words",
         [
-            "actor_rollout_ref.model.lora_rank=0",
-            f"{ACTOR}.optim.lr=1.0e-4",
-            f"{ROLLOUT}.weight_transport=ipc",
-            f"{ROLLOUT}.max_restarts=0",  # else a copy of all weights goes through the object store as well
+            "actor_rollout_ref.model.lora_rank=32",
+            f"{ACTOR}.optim.lr=1.0e-3",
+            f"{ACTOR}.diffusion_loss.nft_beta=0.1",
         ],
     ),
     "words-flow-grpo": ("words-flow-grpo", []),

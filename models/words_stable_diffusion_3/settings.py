@@ -42,7 +42,7 @@ class WordsSettings:
     """Channels of its stages; each but the last halves height and width."""
     latent_channels: int = 16
     """Channels of a latent."""
-    vae_steps: int = 2000
+    vae_steps: int = 1500
     """Optimiser steps of the VAE."""
     vae_batch: int = 64
     """Crops in a VAE step."""
