@@ -26,6 +26,7 @@ torch.set_num_threads(1)
 gc.disable()  # while the tests are imported: see pytest_collection_finish
 
 STARTS_RAY = {"ray", "ray_cluster"}
+STARTS_FLOWS = "prefect_server"
 ACTORS = "tests.support.weight_actors"
 
 
@@ -39,10 +40,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                     item.add_marker(pytest.mark.ray)
 
 
-def pytest_collection_finish() -> None:
-    """What the tests have imported stays for good: to look through it for garbage would take a tenth of their time."""
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What the tests have imported stays for good: to look through it for garbage would take a tenth of their time.
+
+    And where some of them start flows, what forks has imported for these, too.
+    """
     gc.freeze()
     gc.enable()
+    if any(STARTS_FLOWS in getattr(item, "fixturenames", ()) for item in session.items):
+        from tests.support.forked import preload_commands  # here, so that other tests start without
+
+        preload_commands()
 
 
 @pytest.fixture(scope="session")
@@ -51,6 +59,17 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.support.helpers import save_tiny_model  # here, so that tests of plain functions start without diffusers
 
     return save_tiny_model(tmp_path_factory.mktemp("tiny_model") / "base")
+
+
+@pytest.fixture(scope="session")
+def one_block_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`tiny_model` with one transformer block of its two: for what is the same in each block, at two thirds the time.
+
+    That the blocks are cut, gathered and trained one after the other is tested with two: test_engine, test_fsdp_ranks.
+    """
+    from tests.support.helpers import save_tiny_model
+
+    return save_tiny_model(tmp_path_factory.mktemp("one_block_model") / "base", layers=1)
 
 
 @pytest.fixture(scope="module")

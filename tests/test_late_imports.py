@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 FLOORS = ("flows", "tasks", "models")
 HEAVY = {
@@ -97,6 +99,13 @@ def test_imports_inside_functions_are_of_what_is_heavy_or_optional_and_not_there
     assert not unneeded(), "these could stand at the top:\n" + "\n".join(unneeded())
     pairs = {*late, *((module, name.split(".")[0]) for module, name in late)}
     assert not NEEDED.keys() - pairs, "these exceptions are no longer needed"
+
+
+@pytest.mark.parametrize("actor", ["rollout_worker", "trainer_rank", "reward_worker"])
+def test_an_actor_starts_without_the_drivers_libraries(actor: str) -> None:
+    """Prefect alone is a sixth of what an actor imports, and a run starts several."""
+    assert "ray" in loaded_with("tasks.actors.cluster"), "imports are no longer followed, so this would prove nothing"
+    assert not loaded_with(f"tasks.actors.{actor}") & {"prefect", "mlflow"}
 
 
 def test_one_module_imports_mlflow() -> None:

@@ -122,15 +122,11 @@ def _padded(tokens: Tensor, length: int) -> Tensor:
     return torch.cat([tokens, filling], 1)
 
 
-@dataclass(frozen=True)
-class RolloutRequest:
-    """One batch to sample; it is never split or merged, so that its arithmetic is the same wherever it runs.
+@dataclass(frozen=True, kw_only=True)
+class Recording:
+    """What a run wants of each batch besides its samples.
 
     Attributes:
-        keys: B noise keys, one a sample.
-        prompts: the prompts they use.
-        prompt_index: [B], each sample's row in `prompts`.
-        window: stochastic steps, ascending; empty samples the ODE.
         record_means: also record each window step's mean, for losses that compare means.
         record_unconditional: also record the half of the guidance without the prompt at each window step, for an update
             that takes it as given.
@@ -138,14 +134,30 @@ class RolloutRequest:
         outputs: PICTURES, LATENTS or both, for the rewards; decoding can cost as much as a step of denoising.
     """
 
-    keys: tuple[NoiseKey, ...]
-    prompts: PromptTable
-    prompt_index: Tensor
-    window: tuple[int, ...]
     record_means: bool = False
     record_unconditional: bool = False
     record_finished: bool = False
     outputs: frozenset[str] = frozenset({PICTURES})
+
+
+PICTURES_ALONE = Recording()
+
+
+@dataclass(frozen=True)
+class RolloutRequest(Recording):
+    """One batch to sample; it is never split or merged, so that its arithmetic is the same wherever it runs.
+
+    Attributes:
+        keys: B noise keys, one a sample.
+        prompts: the prompts they use.
+        prompt_index: [B], each sample's row in `prompts`.
+        window: stochastic steps, ascending; empty samples the ODE.
+    """
+
+    keys: tuple[NoiseKey, ...]
+    prompts: PromptTable
+    prompt_index: Tensor
+    window: tuple[int, ...]
 
     def check_window(self, noise_level: float) -> None:
         """Raise ValueError for a window where nothing is stochastic: at noise level 0, or where the ODE is recorded."""

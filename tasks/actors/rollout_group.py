@@ -5,7 +5,7 @@ import copy
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import ray
@@ -13,7 +13,7 @@ import torch
 
 from models.config.pipeline import DiffusionPipelineConfig
 from models.families.base import DiffusionModelBase, DiffusionModelConfig
-from models.samples.trajectories import LATENTS, PICTURES, PromptTable, RolloutRequest
+from models.samples.trajectories import LATENTS, PICTURES, PICTURES_ALONE, PromptTable, Recording, RolloutRequest
 from models.schedulers.noise_keys import NoiseKey
 from models.weights.canary import Agreement, Canary, CanaryLimits
 from tasks.actors.cluster import ActorGroup, RankPlaces
@@ -24,16 +24,6 @@ from tasks.config.rollout import DiffusionRolloutConfig
 from tasks.data.embeddings import PromptEmbeddings, prompt_table
 from tasks.data.prompts import Prompt
 from tasks.system.stopwatch import Stopwatch
-
-
-@dataclass(frozen=True)
-class Recording:
-    """What a run wants of each batch, in the words of `RolloutRequest`."""
-
-    record_means: bool = False
-    record_unconditional: bool = False
-    record_finished: bool = False
-    outputs: frozenset[str] = frozenset({PICTURES})
 
 
 @dataclass(frozen=True)
@@ -114,7 +104,7 @@ class RolloutGroup:
         *,
         device: str,
         seed: int,
-        recording: Recording = Recording(),
+        recording: Recording = PICTURES_ALONE,
         places: RankPlaces | None = None,
     ):
         self.embeddings, self.settings, self.seed = embeddings, settings, seed
@@ -155,7 +145,9 @@ class RolloutGroup:
             seed: of the noise, if not the run's own.
             draw: for looking at, not for training: decode pictures also where no reward asks for them.
         """
-        outputs = self.recording.outputs | ({PICTURES} if draw else set())
+        recording = self.recording
+        if draw:
+            recording = replace(recording, record_finished=False, outputs=recording.outputs | {PICTURES})
         batches = []
         for part in self.parts(prompts, n):
             request = self._request(
@@ -164,12 +156,11 @@ class RolloutGroup:
                 iteration,
                 window_of_batch(part, window),
                 pipeline,
-                outputs,
-                not draw,
+                recording,
             )
             worker = self.router.next_free()
             reply = ask(RolloutReply, self.group.actors[worker].generate, request, pipeline, self.weights)
-            batches.append(pending_batch(part, request.prompts.lengths, reply, outputs, worker))
+            batches.append(pending_batch(part, request.prompts.lengths, reply, recording.outputs, worker))
             self.router.taken(worker, batches[-1].seconds)
         return batches
 
@@ -191,8 +182,7 @@ class RolloutGroup:
         iteration: int,
         window: Sequence[int],
         pipeline: DiffusionPipelineConfig | None,
-        outputs: frozenset[str],
-        trains: bool = True,
+        recording: Recording,
     ) -> RolloutRequest:
         uids = list(dict.fromkeys(prompt.uid for prompt, _ in part))
         keys = tuple(NoiseKey(seed, iteration, prompt.uid, index) for prompt, index in part)
@@ -203,10 +193,7 @@ class RolloutGroup:
             prompts=table,
             prompt_index=rows,
             window=tuple(window),
-            record_means=self.recording.record_means,
-            record_unconditional=self.recording.record_unconditional,
-            record_finished=self.recording.record_finished and trains,
-            outputs=outputs,
+            **vars(recording),
         )
 
     def prompt_table(self, uids: Sequence[str], pipeline: DiffusionPipelineConfig | None = None) -> PromptTable:

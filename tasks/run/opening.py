@@ -15,11 +15,12 @@ from prefect import get_run_logger
 
 from models.algorithms import needs_old_means
 from models.config.section import AUTO
+from models.samples.trajectories import LATENTS, PICTURES, Recording
 from models.weights.canary import Canary
 from tasks.actors.cluster import RankPlaces, WorkerNeeds, gpu_slots, ray_cluster, require_resources
 from tasks.actors.machines import watched_machines
 from tasks.actors.reward_group import RewardGroup, wanted_inputs
-from tasks.actors.rollout_group import LATENTS, PICTURES, Recording, RolloutGroup
+from tasks.actors.rollout_group import RolloutGroup
 from tasks.actors.trainer_group import TrainerGroup
 from tasks.actors.waiting import get
 from tasks.config.tree import TrainConfig, TrainOverrides

@@ -2,13 +2,14 @@
 """SIGTERM: once is enough, and it is what it is, whatever a library made of it."""
 
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from prefect.exceptions import TerminationSignal
-
 from tasks.system.causes import causes
+
+PREFECTS = "prefect.exceptions"
 
 
 @contextmanager
@@ -22,13 +23,18 @@ def passed_on() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        heard = next(
-            (found for found in causes(error) if isinstance(found, KeyboardInterrupt | TerminationSignal)), None
-        )
+        signals = _raised_by_handlers()
+        heard = next((found for found in causes(error) if isinstance(found, signals)), None)
         if heard is None:
             raise
     if heard is not None:
         raise heard
+
+
+def _raised_by_handlers() -> tuple[type[BaseException], ...]:
+    """Prefect is not imported for it: the actors do without, and where it is not there, none of its handlers is."""
+    prefect = sys.modules.get(PREFECTS)
+    return (KeyboardInterrupt,) if prefect is None else (KeyboardInterrupt, prefect.TerminationSignal)
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from tasks.config.common import CommonSettings, combined
 from tasks.config.errors import ConfigError
 from tasks.config.presets import PRESETS
 from tasks.config.sweep import SweepConfig
-from tasks.config.tree import NO_OVERRIDES, TrainOverrides
+from tasks.config.tree import NO_OVERRIDES, TrainConfig, TrainOverrides
 from tasks.rewards import get_reward
 from tasks.rewards.base import _REGISTRY
 
@@ -33,9 +33,21 @@ DEPLOYMENTS = {d["name"]: d for d in yaml.safe_load((ROOT / "prefect.yaml").read
 NEEDS_MORE = {"reproduce": {"run": "0"}, "compare": {"run": "0", "against": "1"}}
 
 
+@cache
+def recipe_of(name: str) -> TrainConfig:
+    """A recipe of the project; read once, as a config cannot be changed."""
+    return load_recipe(name, ROOT / "prefect.yaml")
+
+
 def flow_of(deployment: dict[str, Any]) -> Any:
     file, name = deployment["entrypoint"].split(":")
     return getattr(importlib.import_module(file.removesuffix(".py").replace("/", ".")), name)
+
+
+@cache
+def schema_of(entrypoint: str) -> dict[str, Any]:
+    """What Prefect's form of a flow is made from; deployments of one flow have the same."""
+    return parameter_schema(flow_of({"entrypoint": entrypoint}).fn).model_dump_for_openapi()
 
 
 @pytest.mark.parametrize("name", DEPLOYMENTS)
@@ -47,7 +59,7 @@ def test_the_flow_accepts_the_deployments_parameters(name: str) -> None:
 @pytest.mark.parametrize("name", DEPLOYMENTS)
 def test_every_parameter_is_described(name: str) -> None:
     """What Prefect's form shows."""
-    schema = parameter_schema(flow_of(DEPLOYMENTS[name]).fn).model_dump_for_openapi()
+    schema = schema_of(DEPLOYMENTS[name]["entrypoint"])
     fields = dict(schema["properties"])
     for section, definition in schema.get("definitions", {}).items():
         fields |= {f"{section}.{field}": entry for field, entry in definition.get("properties", {}).items()}
@@ -56,7 +68,7 @@ def test_every_parameter_is_described(name: str) -> None:
 
 def form_of(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Parameters and definitions of what Prefect's form of a deployment shows."""
-    schema = parameter_schema(flow_of(DEPLOYMENTS[name]).fn).model_dump_for_openapi()
+    schema = schema_of(DEPLOYMENTS[name]["entrypoint"])
     return schema["properties"], schema["definitions"]
 
 
@@ -107,7 +119,7 @@ def test_the_form_offers_what_there_is_to_choose_from() -> None:
 
 
 def test_the_first_ten_fields_and_the_overrides_change_a_recipe_together_but_not_twice() -> None:
-    config, overrides = load_recipe("flow-grpo", ROOT / "prefect.yaml"), {"trainer": {"device": "cpu"}}
+    config, overrides = recipe_of("flow-grpo"), {"trainer": {"device": "cpu"}}
     common = CommonSettings(seed=7, lr=1e-5, reward="brightness", model="elsewhere")
     changed = config.with_changes(combined(common, TrainOverrides.model_validate(overrides)))
     assert (changed.trainer.seed, changed.actor_rollout_ref.actor.optim.lr) == (7, 1e-5)
@@ -121,7 +133,7 @@ def test_the_first_ten_fields_and_the_overrides_change_a_recipe_together_but_not
 
 def test_a_sweeps_dimensions_are_fields_of_its_config() -> None:
     search = SweepConfig.model_validate(DEPLOYMENTS["sweep"]["parameters"]["search"])
-    parameters = load_recipe("flow-grpo", ROOT / "prefect.yaml").model_dump()
+    parameters = recipe_of("flow-grpo").model_dump()
     for path in search.space:
         node: Any = parameters
         for part in path.split("."):
@@ -183,7 +195,7 @@ def test_every_recipe_of_real_size_has_its_table() -> None:
 @pytest.mark.parametrize("recipe", REAL_SIZE)
 def test_the_tables_say_what_the_recipes_say(recipe: str) -> None:
     """Our column is the recipe's, the original has a file and a line, and what differs has a reason."""
-    config = load_recipe(recipe, ROOT / "prefect.yaml").model_dump(mode="json")
+    config = recipe_of(recipe).model_dump(mode="json")
     for path, ours, theirs, where, why in rows_of(recipe):
         assert yaml.safe_load(ours) == value_at(config, path), path
         assert re.fullmatch(r"`[\w./]+:\d+`", where), (path, where)
@@ -219,7 +231,7 @@ def ocr_of(name: str, options: str) -> Any:
 
 
 def reward_of(recipe: str) -> Any:
-    named = load_recipe(recipe, ROOT / "prefect.yaml").reward.named().values()
+    named = recipe_of(recipe).reward.named().values()
     (entry,) = [entry for entry in named if not entry[1].guard]
     return ocr_of(entry[0], yaml.safe_dump(entry[1].options))
 
@@ -243,7 +255,7 @@ SAMPLED = [name for name, d in DEPLOYMENTS.items() if d["entrypoint"].startswith
 @pytest.mark.parametrize("recipe", SAMPLED)
 def test_a_recipes_reward_knows_a_perfect_picture_from_an_empty_one(recipe: str) -> None:
     """At the recipe's own size."""
-    pipeline = load_recipe(recipe, ROOT / "prefect.yaml").actor_rollout_ref.rollout.pipeline
+    pipeline = recipe_of(recipe).actor_rollout_ref.rollout.pipeline
     size, texts = (pipeline.height, pipeline.width), TEXTS[DEPLOYMENTS[recipe]["tags"][1]]
     perfect = np.stack([picture_of(text, letters, *size) for text, letters in texts])
     wanted = [Wanted(text) for text, _ in texts]
@@ -258,7 +270,7 @@ def test_a_recipes_reward_knows_a_perfect_picture_from_an_empty_one(recipe: str)
 
 @pytest.mark.parametrize("recipe", REAL_SIZE)
 def test_another_text_scores_less(recipe: str) -> None:
-    pipeline = load_recipe(recipe, ROOT / "prefect.yaml").actor_rollout_ref.rollout.pipeline
+    pipeline = recipe_of(recipe).actor_rollout_ref.rollout.pipeline
     other = picture_of("Hello Moon", 64, pipeline.height, pipeline.width)[None]
     assert 0.3 < reward_of(recipe)(other, [Wanted("Hello World")]).scores[0] < 0.8
 
@@ -270,7 +282,7 @@ def test_another_text_scores_less(recipe: str) -> None:
 @pytest.mark.parametrize(("machine", "gpus"), [("one_h200", 1), ("two_h200", 2)])
 def test_a_recipe_of_real_size_becomes_one_for_fewer_gpus(recipe: str, machine: str, gpus: int) -> None:
     """As the command line and as a deployment's parameter read the file; what shapes the run stays as it is."""
-    file, config = ROOT / f"machines/{machine}.json", load_recipe(recipe, ROOT / "prefect.yaml")
+    file, config = ROOT / f"machines/{machine}.json", recipe_of(recipe)
     changed = config.with_changes(parse_changes(["trainer.seed=7"], file))
     assert changed.gpus_needed() == gpus
     assert changed.trainer.seed == 7

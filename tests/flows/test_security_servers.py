@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from flows import prune
 from flows.deploy import service_log
-from flows.deploy.access import STARTUP_SECONDS, guard_temporary_server
+from flows.deploy.access import STARTUP_SECONDS, guard_temporary_server, new_access
 from flows.deploy.mlflow_app import guarded
 from flows.deploy.service_record import HERE, RECORD, ServiceError
 from flows.services import app
@@ -29,59 +29,81 @@ from tasks.system.processes import boot_id, identity
 
 CREDENTIALS = "me:secret"
 TEMPORARY = """
-import json, os, re, signal
+import contextlib, json, os, re, signal
 import httpx, psutil
 from prefect.client.orchestration import get_client
 from prefect.settings import get_current_settings
-import flows.commands, flows.COMMAND
+import flows.commands, flows.compare, flows.reproduce, flows.train
+from prefect.context import refresh_global_settings_context
 
-def probe(*arguments, **named):
-    before = os.environ["PREFECT_SERVER_API_AUTH_STRING"]
+before, told = dict(os.environ), {}
+
+def train(*arguments, **named):
+    secret = os.environ["PREFECT_SERVER_API_AUTH_STRING"]
     with get_client(sync_client=True) as client:
         client.read_flows()
         api = str(client.api_url).rstrip("/")
     post = {"content": "{}", "headers": {"Content-Type": "text/plain", "Origin": "http://evil.example"}}
     refused = httpx.post(f"{api}/flows/filter", **post)
-    let_in = httpx.post(f"{api}/flows/filter", auth=httpx.BasicAuth(*before.split(":", 1)), json={})
+    let_in = httpx.post(f"{api}/flows/filter", auth=httpx.BasicAuth(*secret.split(":", 1)), json={})
     arguments = [open(f"/proc/{pid}/cmdline").read() for pid in os.listdir("/proc") if pid.isdigit()]
-    secret = before.split(":")[1]
+    password = secret.split(":")[1]
     (server,) = [child for child in psutil.Process().children() if "uvicorn" in " ".join(child.cmdline())]
     blocked = int(re.search(r"SigBlk:\\s*(\\w+)", open(f"/proc/{server.pid}/status").read())[1], 16)
-    print(json.dumps({
+    told["train"] = {
         "refused": refused.status_code,
         "allowed": refused.headers.get("access-control-allow-origin"),
         "let_in": let_in.status_code,
-        "shown": any(secret in argument for argument in arguments),
+        "shown": any(password in argument for argument in arguments),
         "hears_ctrl_c": not blocked & 1 << (signal.SIGINT - 1),
         "seconds": get_current_settings().server.ephemeral.startup_timeout_seconds,
-    }))
+    }
     raise SystemExit
 
-flows.COMMAND.COMMAND = probe
+def other(name):
+    def flow(*arguments, **named):
+        settings = get_current_settings()
+        secret = settings.server.api.auth_string.get_secret_value()
+        told[name] = [secret == settings.api.auth_string.get_secret_value(), len(secret)]
+        raise SystemExit
+    return flow
+
+flows.train.train, flows.reproduce.reproduce, flows.compare.compare = train, other("reproduce"), other("compare")
 flows.commands._chosen = lambda *arguments, **named: (None, None)
 flows.commands._recorded = lambda *arguments: None
-flows.commands.COMMAND(*RUNS)
+for command, runs in (("train", []), ("reproduce", ["a"]), ("compare", ["a", "b"])):
+    os.environ.clear()
+    os.environ.update(before)
+    refresh_global_settings_context()
+    assert get_current_settings().server.api.auth_string is None
+    with contextlib.suppress(SystemExit):
+        getattr(flows.commands, command)(*runs)
+print(json.dumps(told))
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("command", "runs"), [("train", ()), ("reproduce", ("a",)), ("compare", ("a", "b"))])
-def test_the_temporary_server_of_a_run_wants_a_secret(command: str, runs: tuple[str, ...], tmp_path: Path) -> None:
-    """Started as by `python -m flows.<command>`; the request is one that a browser sends for a page without asking."""
+def test_the_temporary_server_of_a_run_wants_a_secret(tmp_path: Path) -> None:
+    """Started as by `python -m flows.train`; the request is one that a browser sends for a page without asking.
+
+    The other commands that start a flow give their server the same settings.
+    """
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT")}
     environment |= {"PREFECT_HOME": str(tmp_path / "not" / "there yet"), "PYTHONPATH": str(Path(__file__).parents[2])}
-    program = TEMPORARY.replace("COMMAND", command).replace("RUNS", repr(runs))
     done = subprocess.run(
-        [sys.executable, "-c", program],
+        [sys.executable, "-c", TEMPORARY],
         cwd=Path(__file__).parents[2],
         env=environment,
         capture_output=True,
         text=True,
         timeout=900,
     )
-    told = json.loads(done.stdout.strip().splitlines()[-1]) if done.stdout.strip() else done.stderr
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout.strip().splitlines()[-1])
     wanted = {"refused": 401, "allowed": None, "let_in": 200, "shown": False, "hears_ctrl_c": False}
-    assert told == wanted | {"seconds": STARTUP_SECONDS}
+    assert told.pop("train") == wanted | {"seconds": STARTUP_SECONDS}
+    secret = [True, len(new_access()["PREFECT_API_AUTH_STRING"])]
+    assert told == {"reproduce": secret, "compare": secret}
 
 
 @pytest.mark.parametrize("where", ["nowhere", "environment", "profile"])

@@ -73,6 +73,12 @@ def on_a_rank_of_two(rank: int, model: Path, samples: Samples, folder: Path, los
 
 
 @pytest.fixture(scope="module")
+def tiny_model(one_block_model: Path) -> Path:
+    """One block is enough here."""
+    return one_block_model
+
+
+@pytest.fixture(scope="module")
 def samples(tiny_model: Path) -> Samples:
     """Six of two prompts, as trajectories and as finished latents."""
     config = config_of(tiny_model)

@@ -56,6 +56,12 @@ def finished(config: DiffusionModelConfig) -> list[FinishedLatents]:
 
 
 @pytest.fixture(scope="module")
+def tiny_model(one_block_model: Path) -> Path:
+    """One block is enough here."""
+    return one_block_model
+
+
+@pytest.fixture(scope="module")
 def samples(tiny_model: Path) -> list[FinishedLatents]:
     """LoRA starts as the base model, so both kinds train on them."""
     return finished(model_config(tiny_model))

@@ -25,6 +25,8 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[list[float], list[float]]]] = 
     "shared": ("diffusion_nft", SHARED, ([1.0, NAN, 0.3, -0.3, 0.2, -0.1], [-0.9, 0.4, NAN])),
     "no pair": ("dpo", {}, ([0.2, 0.2, 0.2, NAN, NAN, NAN], [0.6, 0.1, -0.5])),
 }
+RESUMED = ("fewer", "none")
+"""Full weights, and LoRA; both with an average and an old policy, which is all that a checkpoint could hold."""
 
 
 def engine_of(model: Path, case: str) -> DiffusersFSDPEngine:
@@ -42,13 +44,16 @@ def held_by(engine: DiffusersFSDPEngine) -> list[dict[str, Tensor]]:
 
 
 def train(model: Path, case: str, batches: list[ActorBatch], folder: Path) -> dict[str, Any]:
-    """Two iterations, and a third one while a checkpoint is written; weights and gradient norms."""
+    """Two iterations, of what is resumed a third one while a checkpoint is written; weights and gradient norms."""
     engine = engine_of(model, case)
-    norms = [engine.update_policy(batches)["grad_norm"] for _ in range(2)]
-    engine.start_saving(folder / case)
+    norms = [engine.update_policy(batches)["grad_norm"]]
+    if case in RESUMED:
+        norms.append(engine.update_policy(batches)["grad_norm"])
+        engine.start_saving(folder / case)
     weights = [engine.gather_weights()]
     norms.append(engine.update_policy(batches)["grad_norm"])
-    wait_until_saved(engine)
+    if case in RESUMED:
+        wait_until_saved(engine)
     return {"norms": norms, "weights": weights + held_by(engine)}
 
 
@@ -65,13 +70,19 @@ def parts_of(samples: list[FinishedLatents], case: str) -> list[tuple[FinishedLa
 
 def train_on_rank(
     rank: int, model: Path, samples: list[FinishedLatents], folder: Path
-) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
-    """Of each case what `train` gives, and where one rank's checkpoint leads to."""
+) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
+    """Of each case what `train` gives, and of those that are resumed where one rank's checkpoint leads to."""
     batches = {case: [ActorBatch(parts_of(samples, case)[rank : rank + 1], 1)] for case in CASES}
-    return {
-        case: (train(model, case, own, folder / "two"), go_on(model, case, own, folder / "one"))
-        for case, own in batches.items()
-    }
+    return (
+        {case: train(model, case, own, folder / "two") for case, own in batches.items()},
+        {case: go_on(model, case, batches[case], folder / "one") for case in RESUMED},
+    )
+
+
+@pytest.fixture(scope="module")
+def tiny_model(one_block_model: Path) -> Path:
+    """One block is enough here."""
+    return one_block_model
 
 
 @pytest.fixture(scope="module")
@@ -95,29 +106,38 @@ def one_rank_result(tiny_model: Path, samples: list[FinishedLatents], folder: Pa
 @pytest.fixture(scope="module")
 def two_ranks(
     tiny_model: Path, samples: list[FinishedLatents], folder: Path, one_rank_result: dict[str, dict[str, Any]]
-) -> list[dict[str, tuple[dict[str, Any], dict[str, Any]]]]:
+) -> list[tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]]:
     return gloo_world(train_on_rank, 2, folder / "world", tiny_model, samples, folder)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_train_as_one(
-    two_ranks: list[dict[str, tuple[dict[str, Any], dict[str, Any]]]],
+    two_ranks: list[tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]],
+    one_rank_result: dict[str, dict[str, Any]],
+    case: str,
+) -> None:
+    """A rank that has fewer samples than the other, or none, takes part and adds nothing."""
+    (first, second), one = (rank[0][case] for rank in two_ranks), one_rank_result[case]
+    assert first["norms"] == second["norms"] == pytest.approx(one["norms"], rel=1e-3)
+    for ours, theirs in zip(first["weights"], one["weights"], strict=True):
+        assert largest_difference(ours, theirs) < 1e-5
+    assert largest_difference(one["weights"][0], one["weights"][1]) > 1e-3
+
+
+@pytest.mark.parametrize("case", RESUMED)
+def test_a_checkpoint_goes_on_with_another_number_of_ranks(
+    two_ranks: list[tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]],
     one_rank_result: dict[str, dict[str, Any]],
     tiny_model: Path,
     samples: list[FinishedLatents],
     folder: Path,
     case: str,
 ) -> None:
-    """A rank that has fewer samples than the other, or none, takes part and adds nothing."""
-    ((first, first_on), (second, _)), one = (rank[case] for rank in two_ranks), one_rank_result[case]
-    assert first["norms"] == second["norms"] == pytest.approx(one["norms"], rel=1e-3)
-    for ours, theirs in zip(first["weights"], one["weights"], strict=True):
-        assert largest_difference(ours, theirs) < 1e-5
-    assert largest_difference(one["weights"][0], one["weights"][1]) > 1e-3
-    # A checkpoint of two ranks goes on with one, and one of one rank with two.
+    """One of two ranks with one, and one of one rank with two."""
+    one = one_rank_result[case]
     with single_rank():
         resumed = go_on(tiny_model, case, [ActorBatch(parts_of(samples, case), 1)], folder / "two")
-    for gone_on in (resumed, first_on):
+    for gone_on in (resumed, two_ranks[0][1][case]):
         assert gone_on["norm"] == pytest.approx(one["norms"][2], rel=1e-3)
         for ours, theirs in zip(gone_on["weights"], one["weights"][1:], strict=True):
             assert largest_difference(ours, theirs) < 1e-5

@@ -43,7 +43,7 @@ CONTEXT.set_forkserver_preload(OF_RANKS)
 
 
 def preload_commands() -> None:
-    """Import what flows need too; for a module that starts some, while the tests are collected: before the first fork.
+    """Import what flows need too; once it is known that tests start some, and before the first fork.
 
     Ranks and examples do without: it takes as long again.
     """

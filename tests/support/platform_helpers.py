@@ -22,10 +22,8 @@ import yaml
 from mlflow import MlflowClient
 
 from flows.deploy.access import LOGS_FOR_WATCHERS
-from tests.support.forked import Program, preload_commands
+from tests.support.forked import Program
 from tests.support.patience import PATIENCE, wait_for_server, wait_until
-
-preload_commands()
 
 RECIPE = {
     "data": {"train_batch_size": 4},

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One name selects kernel, window, advantage and loss; what is given beside it wins; what is wrong is said early."""
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,12 @@ RECIPES = [
 ]
 
 
+@cache
+def recipe_of(name: str) -> TrainConfig:
+    """A recipe of the project; read once, as a config cannot be changed."""
+    return load_recipe(name, ROOT / "prefect.yaml")
+
+
 def decided(config: TrainConfig, name: str) -> dict[str, Any]:
     """All that a name speaks for: whole sections and single fields."""
     values = flat(config.model_dump())
@@ -114,7 +121,7 @@ def decided(config: TrainConfig, name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("name", PRESETS)
 def test_another_name_on_a_recipe_is_that_algorithm_as_published(recipe: str, name: str) -> None:
     """By --set, by a deployment's overrides and by a sweep, whatever the recipe says of the same things."""
-    config = load_recipe(recipe, ROOT / "prefect.yaml")
+    config = recipe_of(recipe)
     if config.algorithm.name == name:
         assert changed(f"algorithm.name={name}", of=config) == config  # it is what the recipe chose, and set up
         return
@@ -138,7 +145,7 @@ def test_another_name_on_a_recipe_is_that_algorithm_as_published(recipe: str, na
 
 
 def test_what_the_changes_say_themselves_counts_beside_the_name() -> None:
-    recipe = load_recipe("flow-grpo", ROOT / "prefect.yaml")
+    recipe = recipe_of("flow-grpo")
     awm = changed("algorithm.name=awm", f"{ACTOR}.diffusion_loss.clip_ratio=0.5", of=recipe)
     assert parts(awm)["loss"] == ("awm", 0.5)
     dance = changed("algorithm.name=dance_grpo", "actor_rollout_ref.rollout.algo={sde_window_range: [0, 2]}", of=recipe)
@@ -147,7 +154,7 @@ def test_what_the_changes_say_themselves_counts_beside_the_name() -> None:
 
 
 def test_what_is_left_behind_for_a_name_is_told() -> None:
-    recipe = load_recipe("flow-grpo", ROOT / "prefect.yaml")
+    recipe = recipe_of("flow-grpo")
     behind = recipe.left_behind(parse_changes(["algorithm.name=awm", "actor_rollout_ref.rollout.algo.noise_level=0.1"]))
     assert behind == {
         "actor_rollout_ref.rollout.algo.sde_window_range": ((0, 4), None),
@@ -169,7 +176,7 @@ def test_another_name_later_takes_its_own_values() -> None:
 
 
 def test_changes_keep_what_the_recipe_said() -> None:
-    recipe = load_recipe("flow-grpo", ROOT / "prefect.yaml")
+    recipe = recipe_of("flow-grpo")
     config = changed("trainer.seed=3", of=recipe)
     assert config.model_dump(exclude={"trainer"}) == recipe.model_dump(exclude={"trainer"})
     assert config.trainer.seed == 3

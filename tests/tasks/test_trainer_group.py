@@ -164,6 +164,17 @@ def test_every_actor_computes_with_deterministic_kernels_alone(groups: dict[str,
         assert "does not have a deterministic implementation" in said
 
 
+def test_no_actor_has_imported_the_drivers_libraries(groups: dict[str, TrainerGroup]) -> None:
+    """Neither by the modules that it names nor by what Ray brings it."""
+
+    def found(_actor: object) -> list[str]:
+        import sys
+
+        return sorted({"prefect", "mlflow"} & sys.modules.keys())
+
+    assert ray.get([actor.__ray_call__.remote(found) for actor in groups["fsdp2"].group.actors]) == [[]]
+
+
 def test_every_actor_keeps_what_it_compiles_in_one_folder_of_this_user(
     groups: dict[str, TrainerGroup], compiled: Path
 ) -> None:
