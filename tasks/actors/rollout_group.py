@@ -211,7 +211,11 @@ class RolloutGroup:
 
     def prompt_table(self, uids: Sequence[str], pipeline: DiffusionPipelineConfig | None = None) -> PromptTable:
         """Embeddings of these prompts, each once; the negative prompt's if `pipeline` (the rollout's own) is guided."""
-        return prompt_table(self.embeddings, uids, self.adapter.is_guided(pipeline or self.pipeline))
+        return prompt_table(self.embeddings, uids, self.is_guided(pipeline))
+
+    def is_guided(self, pipeline: DiffusionPipelineConfig | None = None) -> bool:
+        """Does `pipeline` (the rollout's own) ask for guidance, and so for negative prompts?"""
+        return self.adapter.is_guided(pipeline or self.pipeline)
 
     def load_weights(
         self,

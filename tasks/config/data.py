@@ -72,7 +72,10 @@ class TextEncoderConfig(Section):
         "or a validation needs is held besides. 0 keeps none.",
     )
     max_restarts: NotShaping[int] = Field(
-        2, ge=0, le=MOST_RETRIES, description="How often the process is started again if it dies; it then encodes again."
+        2,
+        ge=0,
+        le=MOST_RETRIES,
+        description="How often the process is started again if it dies; it then encodes again.",
     )
 
     @model_validator(mode="after")

@@ -110,7 +110,7 @@ class TrainConfig(Section):
         return self.gpus_needed()
 
     def gpus_needed(self, trains: bool = True) -> float:
-        """GPUs of trainer ranks, rollout workers, rewards and text encoders; without `trains`, of a validation alone."""
+        """GPUs of ranks, rollout workers, rewards and text encoders; without `trains`, of a validation alone."""
         rollout, on_cuda = self.actor_rollout_ref.rollout, self.trainer.device == "cuda"
         holds = self.holds_places(trains)
         ranks = float(self.trainer.world_size) if holds and on_cuda else 0.0

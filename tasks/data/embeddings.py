@@ -196,7 +196,7 @@ def write_embeddings(
 
 def _write_shard(path: Path, texts: dict[str, str], encode: Encode, batch_size: int) -> tuple[int, list[str]]:
     """Write one shard and return the width of its embeddings and the names of its extras."""
-    encoded, tensors = encoded_rows(texts, encode, batch_size), {}
+    encoded, tensors = encoded_rows(texts, encode, batch_size), dict[str, torch.Tensor]()
     for uid, row in encoded.items():
         tensors |= {uid if name == TOKENS else f"{uid}/{name}": tensor for name, tensor in row.items()}
     save_file(tensors, path)
