@@ -330,7 +330,8 @@ def test_text_encoders_in_the_run_change_nothing_and_prompts_may_change_also_aft
     assert metrics["memory/text_encoder_0_mb"].keys() == {1, 2, 3}
     for step, seconds in metrics["timing_s/step"].items():
         parts = {name: points.get(step, 0.0) for name, points in metrics.items() if name.startswith("timing_s/")}
-        assert parts["timing_s/encode_prompts"] > parts["timing_s/rewrite_prompts"] > 0
+        if step < 3:  # the third may have been in a checkpoint already when the process died
+            assert parts["timing_s/encode_prompts"] > parts["timing_s/rewrite_prompts"] > 0
         inner = [taken for name, taken in parts.items() if "/behind/" not in name and name != "timing_s/step"]
         assert sum(inner) == pytest.approx(seconds, rel=1e-9)
 
