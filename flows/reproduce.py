@@ -32,6 +32,7 @@ from flows.deploy.access import dvc_environment
 from models.config.actor import OptimConfig
 from models.errors import DoubleflowError
 from models.import_paths import check_allowed
+from tasks.config.data import LIVE
 from tasks.config.identity import paced_by_length
 from tasks.config.tracking import TrackingConfig
 from tasks.records.history import HistoryError, RunHistory, comparable
@@ -213,7 +214,8 @@ def check_out_data(history: RunHistory, folder: Path) -> None:
     if read:  # without names DVC would check everything out
         _call(sys.executable, "-m", "dvc", "checkout", *read, folder=folder, environment=environment)
     config = history.config()
-    for path in (config["data"]["prompts"], config["data"]["embeddings"], config["actor_rollout_ref"]["model"]["path"]):
+    embeddings = [] if config["data"]["embeddings"] == LIVE else [config["data"]["embeddings"]]
+    for path in (config["data"]["prompts"], *embeddings, config["actor_rollout_ref"]["model"]["path"]):
         if not (folder / path).exists():
             raise HistoryError(f"{path} is not under DVC at the run's commit, so it cannot be had again")
 

@@ -42,6 +42,7 @@ from tasks.records.tracking import STEP_MARK
 from tasks.run.collect import Iteration, SampledIteration, collect, finish_ahead, submit
 from tasks.run.held_out_grids import keep_grid, remove_old
 from tasks.run.instruments import memory_metrics, profiled
+from tasks.run.iteration_prompts import have_encoded
 from tasks.run.note import write_note
 from tasks.run.opening import apply_overrides, open_run, recorded_config
 from tasks.run.parts import in_parts
@@ -139,7 +140,7 @@ def iterate(
     with profiled(run.actor_groups(), "rollout", run.config.trainer.profile, number, run.tracker, clock):
         iteration = collect(run, number, clock, None if trained else ahead)
     if not trained:
-        ahead = submit(run, number + 1) if _is_sampled_ahead(run, number + 1) else None
+        ahead = submit(run, number + 1, clock) if _is_sampled_ahead(run, number + 1) else None
         update_and_save(run, iteration, clock)
         if ahead:  # from the weights of before the update, all of it: so the next sync waits
             finish_ahead(run, ahead, clock)
@@ -249,7 +250,7 @@ def sample_again(run: TrainingRun, clock: Stopwatch) -> SampledIteration | None:
     if run.iteration == 0 or not _is_sampled_ahead(run, run.iteration + 1):
         return None
     sync(run, clock, "previous")
-    ahead = submit(run, run.iteration + 1)
+    ahead = submit(run, run.iteration + 1, clock)
     finish_ahead(run, ahead, clock)
     return ahead
 
@@ -269,6 +270,7 @@ def validate_weights(run: TrainingRun, clock: Stopwatch) -> Validation:
         sync(run, clock, measured)
     pipeline = rollout.validation_pipeline()
     online, n = run.online, rollout.val_kwargs.n
+    have_encoded(clock, online.rollout, run.inputs.test, pipeline)
     result = draw_and_score(clock, online.rollout, online.reward, run.inputs.test, n, pipeline)
     if measured != run.sampling_weights:
         sync(run, clock, run.sampling_weights)

@@ -15,6 +15,7 @@ from prefect import flow
 
 from flows.names import name_validation
 from tasks.config.tree import NO_OVERRIDES, TrainConfig, TrainOverrides
+from tasks.run.iteration_prompts import have_encoded
 from tasks.run.opening import apply_overrides, open_measurement
 from tasks.run.preflight import ConfigError, check_inputs
 from tasks.stages.validation import draw_and_score
@@ -46,8 +47,8 @@ def validate(
         if weights is not None:
             run.rollout.load_exported(weights.resolve())
         pipeline = settings.validation_pipeline()
-        result = draw_and_score(
-            Stopwatch(weights or "base"), run.rollout, run.reward, inputs.test, settings.val_kwargs.n, pipeline
-        )
+        clock = Stopwatch(weights or "base")
+        have_encoded(clock, run.rollout, inputs.test, pipeline)
+        result = draw_and_score(clock, run.rollout, run.reward, inputs.test, settings.val_kwargs.n, pipeline)
         run.tracker.log_step(0, result.metrics(), {"validation": result.sheet}, {"validation": result.samples})
     return result.metrics()

@@ -24,6 +24,7 @@ from tasks.records.model_registry import (
     tag_regression,
 )
 from tasks.records.tracking import Tracker, mlflow_client
+from tasks.run.iteration_prompts import have_encoded
 from tasks.run.measuring import Cell, Verdict, cells, for_measuring, labelled, measurement_digest, metrics
 from tasks.run.opening import MeasuringRun, apply_overrides, open_measurement
 from tasks.run.preflight import check_inputs
@@ -117,9 +118,9 @@ class Sweep:
 
     def _draw(self, clock: Stopwatch, rollout: RolloutGroup, cell: Cell) -> Validation:
         pipeline = cell.drawn_by(self.config.actor_rollout_ref.rollout.validation_pipeline())
-        return draw_and_score(
-            clock, rollout.on(cell.embeddings), self.run.reward, cell.prompts, self.measurement.n, pipeline, cell.seed
-        )
+        rollout = rollout.on(cell.embeddings)
+        have_encoded(clock, rollout, cell.prompts, pipeline)
+        return draw_and_score(clock, rollout, self.run.reward, cell.prompts, self.measurement.n, pipeline, cell.seed)
 
     def _compare(self, table: pd.DataFrame, version: ModelVersion) -> Verdict:
         champion = self.measured.champion(version.name)

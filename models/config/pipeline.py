@@ -35,5 +35,6 @@ class DiffusionPipelineConfig(Section):
         None,
         ge=1,
         le=MOST_TOKENS,
-        description="Tokens of a prompt with which the embeddings must have been made; null takes them as they are.",
+        description="Tokens of a prompt with which the embeddings must have been made, or are made where "
+        "data.embeddings is live; null takes those on disk as they are.",
     )

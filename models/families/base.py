@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from models.config.view import DiffusionModelConfig, read_architecture
 from models.families import load_families
 from models.families.guidance import in_one_pass
-from models.families.latents import vae_factor
+from models.families.latents import component_config, text_width, vae_factor
 from models.families.operations import Config
 from models.registry import C, Registry
 
@@ -295,6 +295,21 @@ class DiffusionModelBase(ABC):
 
         vae = AutoModel.from_pretrained(model_config.path, subfolder="vae", dtype=model_config.dtype)
         return vae.eval().requires_grad_(False)
+
+    @classmethod
+    def text_shapes(cls, model_config: DiffusionModelConfig, max_sequence_length: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of what `encode_prompts` returns for one prompt of that many tokens, the mask left out.
+
+        Empty where the config files do not say: a run that encodes its prompts itself then does not check whether it
+        fits the GPU before it has encoded.
+        """
+        width, config = text_width(model_config.path), component_config(model_config.path, "transformer")
+        sizes: dict[str, int] = {}
+        if "pooled_projection_dim" in config:
+            sizes["pooled_prompt_embeds"] = config["pooled_projection_dim"]
+        if width is None or not sizes.keys() >= set(cls.prompt_extras):
+            return {}
+        return {"prompt_embeds": (max_sequence_length, width)} | {name: (sizes[name],) for name in cls.prompt_extras}
 
     @classmethod
     def load_text_pipeline(cls, path: str | Path, dtype: torch.dtype = torch.float32) -> "DiffusionPipeline":

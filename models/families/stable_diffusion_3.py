@@ -124,6 +124,12 @@ class StableDiffusion3(DiffusionModelBase):
         return [len(ids) for ids in pipeline.tokenizer_3(prompts)["input_ids"]]
 
     @classmethod
+    def text_shapes(cls, model_config: DiffusionModelConfig, max_sequence_length: int) -> dict[str, tuple[int, ...]]:
+        """CLIP's tokens stand before T5's."""
+        clip = component_config(model_config.path, "text_encoder")["max_position_embeddings"]
+        return super().text_shapes(model_config, clip + max_sequence_length)
+
+    @classmethod
     def multiplications(cls, config: Config, image_tokens: int, text_tokens: int, timesteps: int) -> int:
         width, patch = model_width(config), config["patch_size"] ** 2
         embedders = patch * config["in_channels"] * width * image_tokens

@@ -285,8 +285,9 @@ def require_resources(gpus: float, cpus: float) -> None:
     if gpus > there.get("GPU", 0.0):
         raise ClusterError(
             f"the run needs {gpus:g} GPUs (trainer ranks, rollout.num_actors x num_gpus_per_actor x "
-            "vllm_omni.tensor_parallel_size and each reward's num_workers x num_gpus) but the Ray cluster has "
-            f"{there.get('GPU', 0.0):g}: lower them, or set trainer.device to cpu"
+            "vllm_omni.tensor_parallel_size, each reward's num_workers x num_gpus and data.text_encoder.num_gpus) but "
+            f"the Ray cluster has {there.get('GPU', 0.0):g}: lower them, or set trainer.device or "
+            "data.text_encoder.device to cpu"
         )
     if cpus > there.get("CPU", 0.0):
         raise ClusterError(
@@ -295,8 +296,8 @@ def require_resources(gpus: float, cpus: float) -> None:
         )
 
 
-GPU_SHARE = 0.5
-"""What Ray counts for an actor on a shared GPU; it limits nothing."""
+GPU_SHARES = {1: 1.0, 2: 0.5, 3: 0.25}
+"""Actors on a GPU -> what Ray counts for each of them; it limits nothing."""
 
 NODE_LABEL = "ray.io/node-id"
 WAIT_WARNING_S = 30
@@ -306,13 +307,14 @@ class RankPlaces:
     """One place for each trainer rank: as many on each machine, those of consecutive ranks together.
 
     A place is a GPU of its own, or on the CPU a claim to the machine that takes nothing of it. A rollout worker that
-    is to share a rank's GPU, or to read its memory, goes to the rank's place. Returns when the places are held.
+    is to share a rank's GPU, or to read its memory, goes to the rank's place, and text encoders that are to share a GPU
+    to the first. Returns when the places are held.
 
     Args:
         machines: `trainer.nnodes`.
         ranks: on each, `trainer.n_gpus_per_node`.
         device: "cuda" or "cpu".
-        shared: each place takes a rank and a rollout worker.
+        actors: that a place takes: a rank alone, or others besides.
 
     Attributes:
         num_gpus: what an actor at a place asks for.
@@ -321,9 +323,9 @@ class RankPlaces:
         ClusterError: too few machines are of that size.
     """
 
-    def __init__(self, machines: int, ranks: int, device: str, shared: bool = False):
+    def __init__(self, machines: int, ranks: int, device: str, actors: int = 1):
         on_gpus = device == "cuda"
-        self.num_gpus = 0.0 if not on_gpus else GPU_SHARE if shared else 1.0
+        self.num_gpus = GPU_SHARES[actors] if on_gpus else 0.0
         # A group's parts must ask for something, and CPUs may all be reserved: a byte of memory is there always.
         kind = "GPU" if on_gpus else "memory"
         fitting = f"in({','.join(_machines_with(machines, ranks, on_gpus))})"

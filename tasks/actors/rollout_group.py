@@ -21,7 +21,7 @@ from tasks.actors.messages import PolicyWeights, RolloutReply, ask
 from tasks.actors.rollout_worker import RolloutWorker
 from tasks.actors.router import Router
 from tasks.config.rollout import DiffusionRolloutConfig
-from tasks.data.embeddings import PromptEmbeddings, prompt_table
+from tasks.data.embeddings import Embeddings, prompt_table
 from tasks.data.prompts import Prompt
 from tasks.system.stopwatch import Stopwatch
 
@@ -99,7 +99,7 @@ class RolloutGroup:
     def __init__(
         self,
         model_config: DiffusionModelConfig,
-        embeddings: PromptEmbeddings,
+        embeddings: Embeddings,
         settings: DiffusionRolloutConfig,
         *,
         device: str,
@@ -169,7 +169,7 @@ class RolloutGroup:
         samples, size = [(prompt, index) for prompt in prompts for index in range(n)], self.settings.batch_size
         return [samples[start : start + size] for start in range(0, len(samples), size)]
 
-    def on(self, embeddings: PromptEmbeddings) -> "RolloutGroup":
+    def on(self, embeddings: Embeddings) -> "RolloutGroup":
         """The same workers for the prompts of another data set."""
         group = copy.copy(self)
         group.embeddings = embeddings
@@ -198,7 +198,11 @@ class RolloutGroup:
 
     def prompt_table(self, uids: Sequence[str], pipeline: DiffusionPipelineConfig | None = None) -> PromptTable:
         """Embeddings of these prompts, each once; the negative prompt's if `pipeline` (the rollout's own) is guided."""
-        return prompt_table(self.embeddings, uids, self.adapter.is_guided(pipeline or self.pipeline))
+        return prompt_table(self.embeddings, uids, self.is_guided(pipeline))
+
+    def is_guided(self, pipeline: DiffusionPipelineConfig | None = None) -> bool:
+        """Does `pipeline` (the rollout's own) ask for guidance, and so for negative prompts?"""
+        return self.adapter.is_guided(pipeline or self.pipeline)
 
     def load_weights(
         self,

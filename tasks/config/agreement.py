@@ -234,6 +234,40 @@ def check_guards(config: "TrainConfig") -> None:
         )
 
 
+def check_text_encoders(config: "TrainConfig") -> None:
+    """What encodes prompts within the run knows how long they are, and has the GPU that it is to share."""
+    data, trainer = config.data, config.trainer
+    if not data.is_live:
+        return
+    if config.actor_rollout_ref.rollout.pipeline.max_sequence_length is None:
+        raise ValueError(
+            "data.embeddings is live, but actor_rollout_ref.rollout.pipeline.max_sequence_length is null: say how many "
+            "tokens a prompt may have"
+        )
+    if data.text_encoder.is_colocated and trainer.device != "cuda":
+        raise ValueError(
+            f"data.text_encoder.placement is colocated, on a trainer rank's GPU, but trainer.device is "
+            f"{trainer.device}: set placement to separate"
+        )
+
+
+def check_rewriting(config: "TrainConfig") -> None:
+    """Prompts that change are encoded during the run, and are sampled from."""
+    data = config.data
+    if data.rewrite_prompts is None:
+        return
+    if not data.is_live:
+        raise ValueError(
+            f"data.rewrite_prompts is {data.rewrite_prompts}, but data.embeddings {data.embeddings} holds those of "
+            "prompts as they are: set data.embeddings to live, or leave data.rewrite_prompts out"
+        )
+    if not config.is_online:
+        raise ValueError(
+            f"data.rewrite_prompts is {data.rewrite_prompts}, but algorithm.sample_source offline learns from pictures "
+            "of the prompts as they are: leave it out"
+        )
+
+
 CHECKS: tuple[Callable[["TrainConfig"], None], ...] = (
     check_group_size,
     check_selection,
@@ -249,4 +283,6 @@ CHECKS: tuple[Callable[["TrainConfig"], None], ...] = (
     check_determinism,
     check_profile,
     check_guards,
+    check_text_encoders,
+    check_rewriting,
 )

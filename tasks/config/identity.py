@@ -39,4 +39,9 @@ def _counted(value: Any, dumped: Any) -> Any:
 def _counts(field: FieldInfo, value: Any) -> bool:
     if Mark.NOT_SHAPING in field.metadata:
         return False
-    return Mark.LATER not in field.metadata or value != field.get_default(call_default_factory=True)
+    if Mark.LATER not in field.metadata:
+        return True
+    default = field.get_default(call_default_factory=True)
+    if isinstance(value, BaseModel):  # of a section only what shapes the weights can make the difference
+        return shaping(value) != shaping(default)
+    return value != default

@@ -110,14 +110,20 @@ class TrainConfig(Section):
         return self.gpus_needed()
 
     def gpus_needed(self, trains: bool = True) -> float:
-        """GPUs of trainer ranks, rollout workers and rewards; without `trains`, of a validation alone."""
+        """GPUs of ranks, rollout workers, rewards and text encoders; without `trains`, of a validation alone."""
         rollout, on_cuda = self.actor_rollout_ref.rollout, self.trainer.device == "cuda"
-        ranks = float(self.trainer.world_size) if trains and on_cuda else 0.0
+        holds = self.holds_places(trains)
+        ranks = float(self.trainer.world_size) if holds and on_cuda else 0.0
+        encoders = 0.0 if self.data.encoders is None else self.data.encoders.own_gpus
         if trains and not self.is_online:
-            return ranks
+            return ranks + encoders
         workers = rollout.num_actors * rollout.gpus_per_worker if on_cuda else 0.0
-        models = ranks if trains and self.shares_gpus else ranks + workers
-        return models + self.reward.num_gpus
+        models = ranks if holds and self.shares_gpus else ranks + workers
+        return models + self.reward.num_gpus + encoders
+
+    def holds_places(self, trains: bool) -> bool:
+        """Are the places of the trainer's ranks held? In a validation for text encoders that are to be on one alone."""
+        return trains or (self.data.encoders is not None and self.data.encoders.is_colocated)
 
     @property
     def rollout_devices(self) -> float:
@@ -161,7 +167,8 @@ class TrainConfig(Section):
         model = self.actor_rollout_ref.model
         start = [] if model.initial_weights is None else [Path(model.initial_weights)]
         pairs = [] if self.is_online else [self.data.pairs]
-        return [self.data.prompts, self.data.embeddings, Path(model.path), *start, *pairs]
+        embeddings = [self.data.embeddings] if isinstance(self.data.embeddings, Path) else []
+        return [self.data.prompts, *embeddings, Path(model.path), *start, *pairs]
 
     def digest(self) -> str:
         """8 hex digits over the settings that shape the weights: all but those marked `NotShaping`.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompt embeddings on disk: written once by a data stage, read by every run."""
+"""Prompt embeddings: what a run asks of them, and those on disk, written once by a data stage and read by every run."""
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import save_file
@@ -14,18 +14,80 @@ from tasks.data.prompt_files import NEGATIVE_UID, DatasetError
 from tasks.data.prompts import _EMBEDDINGS_INDEX, EmbeddingsIndex, Prompt
 from tasks.system.files import put_in_place
 
-if TYPE_CHECKING:
-    Encode = Callable[[list[str]], dict[str, torch.Tensor]]
-
+Encode = Callable[[list[str]], dict[str, torch.Tensor]]
+"""What a model adapter's `encode_prompts` does, for texts alone."""
+Row = dict[str, torch.Tensor]
+"""One prompt as it is kept: `prompt_embeds` [L, D], unpadded, and its extras by name."""
+TOKENS = "prompt_embeds"
 INDEX = "index.json"
 
 
-class PromptEmbeddings:
+class Embeddings(ABC):
+    """Text embeddings of prompts by uid, wherever they come from: each as unpadded tokens, and what a model needs
+    besides.
+
+    Attributes:
+        max_sequence_length: with which they were encoded.
+        extras: names of what there is for each prompt beside the sequence, for example `pooled_prompt_embeds`.
+    """
+
+    max_sequence_length: int
+    extras: tuple[str, ...]
+
+    @abstractmethod
+    def __contains__(self, uid: str) -> bool:
+        """Is there an embedding of this prompt?"""
+
+    @abstractmethod
+    def _read(self, uids: Sequence[str]) -> Mapping[str, Row]:
+        """What is kept of each of these prompts. Raises DatasetError for unknown uids."""
+
+    @property
+    @abstractmethod
+    def _negatives(self) -> Mapping[str, str]:
+        """Uid -> the uid of its own negative prompt, of the prompts that have one."""
+
+    @abstractmethod
+    def longest_table(self, uids: Sequence[str], needs_negative: bool) -> PromptTable | None:
+        """A table of one prompt, as long as the longest of these: to say what a pass costs. None where its shapes are
+        not known."""
+
+    def get(self, uids: Sequence[str]) -> dict[str, torch.Tensor]:
+        """`prompt_embeds` [P, L, D] as stored and `prompt_embeds_mask` [P, L] bool, P prompts in the order of `uids`.
+
+        L is the longest of these prompts; shorter ones are filled up with zeros. The extras [P, ...] stand beside them
+        under their names. Raises DatasetError for unknown uids.
+        """
+        stored = self._read(uids)
+        rows = [stored[uid][TOKENS] for uid in uids]
+        lengths = torch.tensor([len(row) for row in rows])
+        embeds = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        mask = torch.arange(embeds.shape[1]) < lengths[:, None]
+        extras = {name: torch.stack([stored[uid][name] for uid in uids]) for name in self.extras}
+        return {"prompt_embeds": embeds, "prompt_embeds_mask": mask} | extras
+
+    def negative(self) -> dict[str, torch.Tensor]:
+        """The negative prompt, as `get` returns it for P = 1: `prompt_embeds` [1, L, D] and so on."""
+        return self.get([NEGATIVE_UID])
+
+    def negatives(self, uids: Sequence[str]) -> dict[str, torch.Tensor]:
+        """The negative prompts of P prompts as `get` returns them: [1, ...] of all, or [P, ...] where one has its own.
+
+        Raises DatasetError for unknown uids.
+        """
+        if not any(uid in self._negatives for uid in uids):
+            return self.negative()
+        return self.get([self._negatives.get(uid, NEGATIVE_UID) for uid in uids])
+
+
+class PromptEmbeddings(Embeddings):
     """Text embeddings on disk, one unpadded tensor a prompt; only what is asked for is read.
 
-    `extras` names what is stored for each prompt besides, for example `pooled_prompt_embeds`. `model_digest` says which
-    text encoders it was, see `digests.parts_digest`; `sha256` is of each file, None in data of older versions.
+    `model_digest` says which text encoders it was, see `digests.parts_digest`; `sha256` is of each file, None in data
+    of older versions.
     """
+
+    _negatives: Mapping[str, str] = {}
 
     def __init__(self, folder: Path, index: EmbeddingsIndex):
         """Take what an index says; `open` reads and checks one."""
@@ -47,22 +109,11 @@ class PromptEmbeddings:
         return cls(Path(folder), record)
 
     def __contains__(self, uid: str) -> bool:
-        """Is there an embedding of this prompt?"""
         return uid in self._shards
 
-    def get(self, uids: Sequence[str]) -> dict[str, "torch.Tensor"]:
-        """`prompt_embeds` [P, L, D] as stored and `prompt_embeds_mask` [P, L] bool, P prompts in the order of `uids`.
-
-        L is the longest of these prompts; shorter ones are filled up with zeros. The extras [P, ...] stand beside them
-        under their names. Raises DatasetError for unknown uids.
-        """
-        stored = self._read(uids)
-        rows = [stored[uid] for uid in uids]
-        lengths = torch.tensor([len(row) for row in rows])
-        embeds = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        mask = torch.arange(embeds.shape[1]) < lengths[:, None]
-        extras = {name: torch.stack([stored[f"{uid}/{name}"] for uid in uids]) for name in self.extras}
-        return {"prompt_embeds": embeds, "prompt_embeds_mask": mask} | extras
+    def longest_table(self, uids: Sequence[str], needs_negative: bool) -> PromptTable:
+        """The prompt with the most tokens; the embeddings of the others are not read."""
+        return prompt_table(self, [self.longest(uids)], needs_negative)
 
     def longest(self, uids: Sequence[str]) -> str:
         """Which of these prompts has the most tokens; the embeddings themselves are not read."""
@@ -73,36 +124,24 @@ class PromptEmbeddings:
                 lengths |= {uid: file.get_slice(uid).get_shape()[0] for uid in here}
         return max(uids, key=lengths.__getitem__)
 
-    def negative(self) -> dict[str, "torch.Tensor"]:
-        """The negative prompt, as `get` returns it for P = 1: `prompt_embeds` [1, L, D] and so on."""
-        return self.get([NEGATIVE_UID])
-
-    def negatives(self, uids: Sequence[str]) -> dict[str, "torch.Tensor"]:
-        """The negative prompts of P prompts as `get` returns them: [1, ...] of all, or [P, ...] where one has its own.
-
-        Raises DatasetError for unknown uids.
-        """
-        if not any(uid in self._negatives for uid in uids):
-            return self.negative()
-        return self.get([self._negatives.get(uid, NEGATIVE_UID) for uid in uids])
-
-    def _read(self, uids: Sequence[str]) -> dict[str, "torch.Tensor"]:
+    def _read(self, uids: Sequence[str]) -> dict[str, Row]:
         missing = [uid for uid in uids if uid not in self._shards]
         if missing:
             raise DatasetError(
                 f"{self.folder} has no embedding of prompt uid {missing[0]!r} (missing of those asked for: "
                 f"{len(missing)}); run `dvc repro embeddings` and see embeddings.splits in params.yaml"
             )
-        rows: dict[str, torch.Tensor] = {}
+        rows: dict[str, Row] = {}
         for shard in sorted({self._shards[uid] for uid in uids}):
             with open_safetensors(self.folder / shard) as file:
-                here = [uid for uid in uids if self._shards[uid] == shard]
-                names = here + [f"{uid}/{name}" for uid in here for name in self.extras]
-                rows |= {name: file.get_tensor(name) for name in names}
+                for uid in (uid for uid in uids if self._shards[uid] == shard):
+                    extras = {name: file.get_tensor(f"{uid}/{name}") for name in self.extras}
+                    rows[uid] = {TOKENS: file.get_tensor(uid)} | extras
         for uid in uids:
-            if rows[uid].ndim != 2 or rows[uid].shape[1] != self.dim or not rows[uid].is_floating_point():
+            tokens = rows[uid][TOKENS]
+            if tokens.ndim != 2 or tokens.shape[1] != self.dim or not tokens.is_floating_point():
                 raise DatasetError(
-                    f"{self.folder / self._shards[uid]} holds {list(rows[uid].shape)} of {rows[uid].dtype} for uid "
+                    f"{self.folder / self._shards[uid]} holds {list(tokens.shape)} of {tokens.dtype} for uid "
                     f"{uid!r}, not tokens of {self.dim} numbers; run `dvc repro embeddings`"
                 )
         return rows
@@ -110,7 +149,7 @@ class PromptEmbeddings:
 
 def write_embeddings(
     prompts: Sequence[Prompt],
-    encode: "Encode",
+    encode: Encode,
     out_dir: str | Path,
     shard_size: int,
     *,
@@ -155,25 +194,41 @@ def write_embeddings(
         write_index(folder / INDEX, index)
 
 
-def _write_shard(path: Path, texts: dict[str, str], encode: "Encode", batch_size: int) -> tuple[int, list[str]]:
+def _write_shard(path: Path, texts: dict[str, str], encode: Encode, batch_size: int) -> tuple[int, list[str]]:
     """Write one shard and return the width of its embeddings and the names of its extras."""
-    rows: dict[str, torch.Tensor] = {}
+    encoded, tensors = encoded_rows(texts, encode, batch_size), dict[str, torch.Tensor]()
+    for uid, row in encoded.items():
+        tensors |= {uid if name == TOKENS else f"{uid}/{name}": tensor for name, tensor in row.items()}
+    save_file(tensors, path)
+    any_row = next(iter(encoded.values()))
+    return any_row[TOKENS].shape[-1], sorted(any_row.keys() - {TOKENS})
+
+
+def encoded_rows(texts: Mapping[str, str], encode: Encode, batch_size: int) -> dict[str, Row]:
+    """The embeddings of texts by uid, on the CPU.
+
+    Args:
+        texts: uid -> text.
+        encode: of up to `batch_size` texts.
+
+    Raises:
+        DatasetError: some are not finite.
+    """
+    rows: dict[str, Row] = {}
     uids = list(texts)
     for start in range(0, len(uids), batch_size):
         batch = uids[start : start + batch_size]
         encoded = {name: tensor.cpu() for name, tensor in encode([texts[uid] for uid in batch]).items()}
-        embeds, mask = encoded.pop("prompt_embeds"), encoded.pop("prompt_embeds_mask")
+        embeds, mask = encoded.pop(TOKENS), encoded.pop("prompt_embeds_mask")
         for i, uid in enumerate(batch):
             # The copies cut a row off from its batch, whose storage safetensors would else refuse to share.
-            own = {uid: embeds[i][mask[i].bool()]} | {f"{uid}/{name}": t[i].clone() for name, t in encoded.items()}
-            if not all(tensor.isfinite().all() for tensor in own.values()):
+            rows[uid] = {TOKENS: embeds[i][mask[i].bool()]} | {name: t[i].clone() for name, t in encoded.items()}
+            if not all(tensor.isfinite().all() for tensor in rows[uid].values()):
                 raise DatasetError(f"the text encoder gives {texts[uid]!r} (uid {uid}) values that are not finite")
-            rows |= own
-    save_file(rows, path)
-    return embeds.shape[-1], sorted(encoded)
+    return rows
 
 
-def prompt_table(embeddings: PromptEmbeddings, uids: Sequence[str], needs_negative: bool) -> PromptTable:
+def prompt_table(embeddings: Embeddings, uids: Sequence[str], needs_negative: bool) -> PromptTable:
     """Embeddings of these prompts, each once, with their negative prompts' where guidance needs them."""
     negative = embeddings.negatives(uids) if needs_negative else {}
     return PromptTable.of(embeddings.get(uids) | {f"negative_{name}": tensor for name, tensor in negative.items()})

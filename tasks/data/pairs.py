@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from models.samples.trajectories import FinishedLatents
 from models.schedulers.noise_keys import NoiseKey
 from tasks.data.digests import check_listed, file_digests, open_safetensors, read_index, validated, write_index
-from tasks.data.embeddings import INDEX, PromptEmbeddings, prompt_table
+from tasks.data.embeddings import INDEX, Embeddings, prompt_table
 from tasks.data.prompt_files import DatasetError, check_text, read_parquet
 from tasks.data.prompts import ShardName, prompt_uid
 from tasks.system.files import put_in_place
@@ -258,7 +258,7 @@ class PairDataset:
         return cls(Path(folder), tuple(record.latent_shape), record.pairs, record.model_digest, record.sha256)
 
     def batches(
-        self, pairs: Sequence[Pair], embeddings: PromptEmbeddings, size: int, seed: int, iteration: int
+        self, pairs: Sequence[Pair], embeddings: Embeddings, size: int, seed: int, iteration: int
     ) -> Iterator[PairBatch]:
         """Batches of `size` pairs, in order, with the noise keys of this iteration."""
         for start in range(0, len(pairs), size):

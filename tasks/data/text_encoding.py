@@ -3,7 +3,9 @@
 
 import inspect
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -38,15 +40,28 @@ def check_adapter_file(adapter: type[DiffusionModelBase], file: str, field: str)
         )
 
 
+@dataclass(frozen=True)
+class EncodingSettings:
+    """How text encoders encode within a run; the fields are those of `EmbeddingsParams`."""
+
+    dtype: Literal["float32", "bfloat16"]
+    device: Literal["cpu", "cuda"]
+    max_sequence_length: int
+    negative_prompt: str | None = None
+    threads: int = 1
+    external_lib: str | None = None
+
+
 class TextEncoding:
     """The text encoders of a model, loaded. Torch's threads on the CPU are set for the whole process.
 
     Args:
         model: folder in diffusers format.
         settings: how they encode: number format, device, length, threads.
+        asleep: begin in host memory; `to` takes them to the device.
     """
 
-    def __init__(self, model: str | Path, settings: EmbeddingsParams):
+    def __init__(self, model: str | Path, settings: EmbeddingsParams | EncodingSettings, asleep: bool = False):
         if settings.device == "cuda" and not torch.cuda.is_available():
             raise DatasetError("embeddings.device is cuda, but torch finds no GPU here: set cpu, or run where one is")
         torch.set_num_threads(settings.threads)
@@ -54,7 +69,14 @@ class TextEncoding:
         self.max_sequence_length = settings.max_sequence_length
         given = settings.negative_prompt
         self.negative_prompt = self.adapter.negative_prompt if given is None else given
-        self._pipeline = self.adapter.load_text_pipeline(model, getattr(torch, settings.dtype)).to(settings.device)
+        self._pipeline = self.adapter.load_text_pipeline(model, getattr(torch, settings.dtype))
+        self.to("cpu" if asleep else settings.device)
+
+    def to(self, device: str) -> None:
+        """Move the weights; those that leave a GPU leave no memory taken there."""
+        self._pipeline.to(device)
+        if device == "cpu" and torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
 
     def check_lengths(self, prompts: Sequence[Prompt]) -> None:
         """Raise DatasetError for a prompt, or a negative prompt of its own, that would be cut off without a word."""

@@ -17,7 +17,7 @@ from models.errors import DoubleflowError
 from models.families.base import DiffusionModelBase, DiffusionModelConfig
 from models.families.latents import component_config
 from tasks.config.tree import TrainConfig
-from tasks.data.embeddings import PromptEmbeddings, prompt_table
+from tasks.data.embeddings import Embeddings
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ class DoesNotFit(DoubleflowError, ValueError):
 
 
 def measure_cost(
-    config: TrainConfig, model_config: DiffusionModelConfig, embeddings: PromptEmbeddings, uids: Sequence[str]
+    config: TrainConfig, model_config: DiffusionModelConfig, embeddings: Embeddings, uids: Sequence[str]
 ) -> PolicyFlops | None:
     """What a micro-batch with the longest of these prompts costs; None where nothing is known of the transformer."""
     import diffusers  # here: seconds of work, once a model is there to be measured
@@ -38,7 +38,10 @@ def measure_cost(
         return None
     actor = config.actor_rollout_ref.actor
     guided = DiffusionModelBase.get_class(model_config).is_guided(model_config.pipeline)
-    prompts = prompt_table(embeddings, [embeddings.longest(uids)], guided)
+    prompts = embeddings.longest_table(uids, guided)
+    if prompts is None:
+        log.warning("how long the text of %s is cannot be told before it is encoded: no check of memory", name)
+        return None
     computed = actor.fsdp_config.param_dtype or model_config.model.dtype
     samples, checkpointing = actor.rows_of_pass, actor.fsdp_config.gradient_checkpointing
     cost = pass_cost(

@@ -10,12 +10,15 @@ import pandas as pd
 from tasks.actors.reward_group import PendingScores, Scores
 from tasks.actors.rollout_group import PendingBatch
 from tasks.actors.waiting import get
+from tasks.data.live_embeddings import LiveEmbeddings, Taken
 from tasks.data.pairs import Pair, PairBatch
 from tasks.records.metrics import compute_data_metrics_diffusion
 from tasks.records.run_store import CheckpointError
+from tasks.run.iteration_prompts import iteration_prompts
 from tasks.run.training import TrainingRun
 from tasks.stages.advantage import advantage
 from tasks.stages.pairs import read_pairs
+from tasks.stages.prompts import encode_prompts
 from tasks.stages.reward import finish_reward
 from tasks.stages.rollout import finish_rollout, finish_rollout_ahead
 from tasks.system.stopwatch import Stopwatch
@@ -81,6 +84,7 @@ class SampledIteration(Iteration):
         pending: scores that are on their way.
         scored_now: whether the scores are of this process, and not of an earlier one of this run.
         rollout_seconds: that workers spent sampling.
+        text: what was encoded for it; None where the embeddings are on disk.
     """
 
     policy_version: int
@@ -88,14 +92,16 @@ class SampledIteration(Iteration):
     pending: PendingScores | None = None
     scored_now: bool = False
     rollout_seconds: float = 0.0
+    text: Taken | None = None
 
 
-def submit(run: TrainingRun, number: int) -> SampledIteration:
+def submit(run: TrainingRun, number: int, clock: Stopwatch) -> SampledIteration:
     """Start sampling and scoring an iteration with the weights of the last sync."""
     n, online = run.config.actor_rollout_ref.rollout.n, run.online
-    batches = online.rollout.submit(run.prompts(number), n, number, run.windows(number))
+    prompts, text = iteration_prompts(run, number, clock)
+    batches = online.rollout.submit(prompts, n, number, run.windows(number))
     version, pending = online.rollout.policy_version, online.reward.submit(batches)
-    return SampledIteration(number=number, policy_version=version, batches=batches, pending=pending)
+    return SampledIteration(number=number, policy_version=version, batches=batches, pending=pending, text=text)
 
 
 def finish_ahead(run: TrainingRun, ahead: SampledIteration, clock: Stopwatch) -> None:
@@ -107,8 +113,10 @@ def finish_ahead(run: TrainingRun, ahead: SampledIteration, clock: Stopwatch) ->
 def collect(run: TrainingRun, number: int, clock: Stopwatch, ahead: SampledIteration | None = None) -> Iteration:
     """The iteration's samples, from where `algorithm.sample_source` says; `ahead` if they were asked for before."""
     if not run.is_online:
-        pairs = run.pairs(number)
-        batches = read_pairs(clock, run.pair_dataset, run.inputs.embeddings, run.config, pairs, number)
+        pairs, embeddings = run.pairs(number), run.inputs.embeddings
+        if isinstance(embeddings, LiveEmbeddings):
+            encode_prompts(clock, embeddings, embeddings.prompts([pair.prompt_uid for pair in pairs]), False)
+        batches = read_pairs(clock, run.pair_dataset, embeddings, run.config, pairs, number)
         return pair_iteration(number, pairs, batches)
     iteration, scores = sample_and_score(run, number, clock, ahead)
     advantages = np.zeros(len(scores.samples), np.float32)  # every sample counts, whatever it is worth
@@ -125,6 +133,8 @@ def collect(run: TrainingRun, number: int, clock: Stopwatch, ahead: SampledItera
     iteration.metrics["rollout/policy_lag"] = float(number - 1 - version)
     iteration.metrics["perf/rollout_busy_s"] = iteration.rollout_seconds
     iteration.metrics["perf/reward_busy_s"] = scores.busy_seconds
+    if iteration.text is not None:
+        iteration.metrics["perf/embedding_cache_hits"] = iteration.text.share
     iteration.metrics |= run.online.floor.metrics(number, scores.by_reward)
     return iteration
 
@@ -146,7 +156,7 @@ def sample_and_score(
     """
     trained = number <= run.iteration
     with clock.stage("kept_stages"):
-        kept = None if trained or ahead else _kept_rollout(run, number)
+        kept = None if trained or ahead else _kept_rollout(run, number, clock)
         found = _kept_scores(run, number, kept) if trained or kept else None
     if found is not None:
         return found
@@ -155,7 +165,7 @@ def sample_and_score(
             f"iteration {number} is in the newest checkpoint and not in MLflow, and its scores are not in "
             f"{run.config.run_dir / 'stages'}: remove that checkpoint to use an older one"
         )
-    iteration = kept or ahead or submit(run, number)
+    iteration = kept or ahead or submit(run, number, clock)
     pending = iteration.pending or run.online.reward.submit(iteration.batches)
     iteration.rollout_seconds = finish_rollout(clock, iteration.batches)
     if kept is None and ahead is None:
@@ -167,10 +177,14 @@ def sample_and_score(
     return iteration, scores
 
 
-def _kept_rollout(run: TrainingRun, number: int) -> SampledIteration | None:
-    n = run.config.actor_rollout_ref.rollout.n
-    found = run.stages.rollout(run.state(number), run.online.rollout, run.prompts(number), n)
-    return None if found is None else SampledIteration(number=number, policy_version=found[0], batches=found[1])
+def _kept_rollout(run: TrainingRun, number: int, clock: Stopwatch) -> SampledIteration | None:
+    if not run.stages.has_rollout(number):
+        return None
+    n, (prompts, text) = run.config.actor_rollout_ref.rollout.n, iteration_prompts(run, number, clock)
+    found = run.stages.rollout(run.state(number), run.online.rollout, prompts, n)
+    if found is None:
+        return None
+    return SampledIteration(number=number, policy_version=found[0], batches=found[1], text=text)
 
 
 def _kept_scores(

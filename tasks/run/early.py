@@ -47,8 +47,9 @@ def check_files(config: TrainConfig) -> None:
     needed = {
         "actor_rollout_ref.model.path": (Path(model.path) / "model_index.json", model_advice),
         "data.prompts": (data.prompts, _made_by(data, "prompts")),
-        "data.embeddings": (data.embeddings / "index.json", _made_by(data, "embeddings")),
     }
+    if isinstance(data.embeddings, Path):
+        needed["data.embeddings"] = (data.embeddings / "index.json", _made_by(data, "embeddings"))
     if not config.is_online:
         needed["data.pairs"] = (data.pairs / "index.json", "`dvc repro pairs` makes data/pairs")
     for field, (file, advice) in needed.items():

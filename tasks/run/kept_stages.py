@@ -20,10 +20,11 @@ from tasks.actors.reward_group import Scores
 from tasks.actors.rollout_group import PendingBatch, RolloutGroup, pending_batch
 from tasks.actors.waiting import get
 from tasks.data.prompts import Prompt
-from tasks.records.run_store import CheckpointStore, RunState
+from tasks.data.rewriting import FIELD, prompts_number
+from tasks.records.run_store import CheckpointError, CheckpointStore, RunState
 
 TABLE, FIRST_PICTURES = "scores.parquet", "pictures.npy"
-VERSION = "policy_version"
+VERSION, PROMPTS = "policy_version", "prompts"
 # Stateless, so any idle worker of Ray's may do it, near to where the batch is, and Ray repeats it if that one dies. The
 # worker that has sampled the batch samples the next one, or sleeps.
 _write: Any = ray.remote(num_cpus=0, max_retries=-1)(write_batch)
@@ -52,7 +53,9 @@ class KeptStages:
                 file = folder.resolve() / f"{number:04d}.safetensors"
                 get(_write.remote(file, batch.trajectories, batch.pictures, batch.latents))
 
-        self._rollouts.save(replace(state, metrics={VERSION: version}), write_all)
+        sampled = prompts_number(prompt for batch in batches for prompt in batch.prompts)
+        said: dict[str, float] = {VERSION: version, PROMPTS: sampled}
+        self._rollouts.save(replace(state, metrics=said), write_all)
 
     def rollout(
         self, state: RunState, workers: RolloutGroup, prompts: Sequence[Prompt], n: int
@@ -60,13 +63,20 @@ class KeptStages:
         """(policy version, batches of `n` samples a prompt, which workers are reading); None where they are not kept.
 
         Raises:
-            CheckpointError: they are damaged, or another config or other data made them.
+            CheckpointError: they are damaged, or another config, other data or other prompts made them.
         """
         found = self._rollouts.load(state.iteration, state.config_digest, state.data_digest)
         if found is None:
             return None
+        parts = workers.parts(prompts, n)
+        sampled = prompts_number(prompt for part in parts for prompt, _ in part)
+        if found[0].metrics.get(PROMPTS, sampled) != sampled:  # of older versions nothing is known
+            raise CheckpointError(
+                f"{found[1].parent} holds samples of iteration {state.iteration}, but not of the prompts that {FIELD} "
+                "gives now: the same iteration and seed must give the same prompts; remove the folder to sample anew"
+            )
         files, batches = sorted(found[1].resolve().iterdir()), []
-        for number, (part, file) in enumerate(zip(workers.parts(prompts, n), files, strict=True)):
+        for number, (part, file) in enumerate(zip(parts, files, strict=True)):
             worker = number % len(workers.group)
             reply = ask(RolloutReply, workers.group.actors[worker].read, file)
             text = workers.prompt_table([prompt.uid for prompt, _ in part]).lengths

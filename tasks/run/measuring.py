@@ -14,7 +14,7 @@ from models.config.pipeline import DiffusionPipelineConfig
 from models.families.base import DiffusionModelBase, DiffusionModelConfig
 from tasks.config.measurement import Measurement, PromptSet
 from tasks.config.tree import TrainConfig
-from tasks.data.embeddings import PromptEmbeddings
+from tasks.data.embeddings import Embeddings, PromptEmbeddings
 from tasks.data.prompts import Prompt, load_prompts
 from tasks.records.comparison import Interval
 from tasks.run.early import as_config_errors
@@ -37,7 +37,7 @@ class Cell:
 
     name: str
     prompts: list[Prompt]
-    embeddings: PromptEmbeddings
+    embeddings: Embeddings
     steps: int
     guided_by: str | None
     guidance: float
@@ -124,7 +124,7 @@ def cells(config: TrainConfig, inputs: Inputs, measurement: Measurement) -> Iter
     """
     pipeline, field = config.actor_rollout_ref.rollout.validation_pipeline(), guided_by(config)
     scales = (getattr(measurement, field) or [getattr(pipeline, field) or 0.0]) if field else [0.0]
-    sets = {"test": (inputs.test, inputs.embeddings)}
+    sets: dict[str, tuple[list[Prompt], Embeddings]] = {"test": (inputs.test, inputs.embeddings)}
     if measurement.sets:
         sets = {name: _load(config, inputs.model_config, name, entry) for name, entry in measurement.sets.items()}
     for name, (prompts, embeddings) in sets.items():

@@ -36,6 +36,7 @@ from tasks.records.second_trackers import SecondTrackers, Subject
 from tasks.records.tracking import Tracker, tracking_uri
 from tasks.rewards.statistics import GUARDS as STATISTICS
 from tasks.run.kept_stages import KeptStages
+from tasks.run.live_text import start_text_encoders
 from tasks.run.note import run_label, source_tags, write_note
 from tasks.run.preflight import Inputs
 from tasks.run.reporting import RunReport
@@ -185,11 +186,17 @@ def open_measurement(
 ) -> Iterator[MeasuringRun]:
     """Open a measurement of weights, an MLflow run of its own. Raises ClusterError as `open_cluster_and_tracker`."""
     with open_cluster_and_tracker(config, name, trains=False) as tracker:
-        run = MeasuringRun(start_rollout(config, inputs), RewardGroup(config.reward), tracker)
+        places = rank_places(config) if config.holds_places(trains=False) else None
+        encoders = start_text_encoders(config, inputs.embeddings, places)
+        shared = places if config.shares_gpus else None
+        run = MeasuringRun(start_rollout(config, inputs, shared), RewardGroup(config.reward), tracker)
+        if encoders is not None:
+            encoders.ready(inputs.test)
         tracker.log_start(config, run_tags(config, inputs, run.reward) | dict(tags or {}))
         tell_sizes(inputs)
         tracker.log_lineage(lineage(config.data_read()), 0)
         groups = {"rollout": run.rollout.group} | run.reward.groups()
+        groups |= {} if encoders is None else {"text_encoder": encoders.group}
         with watched_machines(groups, get_run_logger(), "the same command measures again"):
             yield run
 
@@ -221,10 +228,11 @@ def check_resources(config: TrainConfig, trains: bool = True) -> None:
 
 
 def rank_places(config: TrainConfig) -> RankPlaces:
-    """Of the trainer's ranks, and of the rollout workers that are colocated with them."""
+    """Of the trainer's ranks, and of the rollout workers and text encoders that are colocated with them."""
     trainer, placement = config.trainer, config.actor_rollout_ref.rollout.placement
     shared = config.is_online and placement == "colocated"
-    return RankPlaces(trainer.nnodes, trainer.n_gpus_per_node, trainer.device, shared)
+    encodes = config.data.encoders is not None and config.data.encoders.is_colocated
+    return RankPlaces(trainer.nnodes, trainer.n_gpus_per_node, trainer.device, 1 + shared + encodes)
 
 
 def _start_actors(
@@ -243,6 +251,7 @@ def _start_actors(
     together = settings.rollout.placement == "colocated"
     rollout = start_rollout(config, inputs, places if together else None) if online else None
     reward = RewardGroup(config.reward) if online else None
+    encoders = start_text_encoders(config, inputs.embeddings, places)
     per_prompt = settings.rollout.n if online else len(SIDES)
     trainer = TrainerGroup(
         inputs.model_config,
@@ -254,6 +263,8 @@ def _start_actors(
         gives_back=online and config.shares_gpus and settings.rollout.sleeps,
     )
     started = trainer.start()
+    if encoders is not None:
+        encoders.ready(inputs.to_encode)
     online_parts = None
     if rollout is not None and reward is not None:
         rollout.group.call_all("ready")
@@ -275,6 +286,7 @@ def _start_actors(
         guards,
         report,
         online_parts,
+        encoders,
         utilisation,
     )
 

@@ -23,14 +23,16 @@ from tasks.config.errors import ConfigError
 from tasks.config.tree import TrainConfig
 from tasks.data.base_weights import KnownDigests, check_recorded, weights_digest
 from tasks.data.digests import IMAGE_SIDE, TEXT_SIDE, check_files, made_with
-from tasks.data.embeddings import INDEX, PromptEmbeddings
+from tasks.data.embeddings import INDEX, Embeddings, PromptEmbeddings
 from tasks.data.pairs import PairDataset
 from tasks.data.prompts import Prompt, load_prompts
+from tasks.data.rewriting import get_rewriting
 from tasks.records.lineage import dvc_hashes
 from tasks.records.second_trackers import check_libraries
 from tasks.rewards import check_reward
 from tasks.run.capacity import check_fits, measure_cost
 from tasks.run.early import check_folder, raising_config_errors
+from tasks.run.live_text import open_live, text_side
 from tasks.run.loss_checks import check_exploration, check_loss
 from tasks.run.sizes import settle
 
@@ -49,20 +51,26 @@ class Inputs:
         flops: operations of rollout and update; None where the run does not train, or the model cannot be counted.
         config: the checked one, with values in place of auto.
         said, kept: see `Settled`.
-        digest: 16 hexadecimal digits over the prompt table and the indices of embeddings and pairs, "-", and 16 over
+        digest: 16 hexadecimal digits over the prompt table, the index of the embeddings or, where they are live, the
+            text encoders, and the index of the pairs, "-", and 16 over
             the weights that the run begins with: of `model.path`, `model.initial_weights` and `actor.teacher_path`.
     """
 
     model_config: DiffusionModelConfig
     train: list[Prompt]
     test: list[Prompt]
-    embeddings: PromptEmbeddings
+    embeddings: Embeddings
     pairs: PairDataset | None
     digest: str
     config: TrainConfig
     flops: PolicyFlops | None = None
     said: dict[str, str] = field(default_factory=dict)
     kept: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def to_encode(self) -> list[Prompt]:
+        """The prompts whose length is looked at before the run, where it encodes them."""
+        return self.train + self.test
 
     @property
     def uids(self) -> list[str]:
@@ -115,6 +123,8 @@ def _check_names(config: TrainConfig) -> None:
     check_libraries(config.tracking)
     for name, entry in config.reward.named().values():
         check_reward(name, **entry.options)
+    if config.data.rewrite_prompts is not None:
+        get_rewriting(config.data.rewrite_prompts)
 
 
 def _check_pipelines(config: TrainConfig, model_config: DiffusionModelConfig, trains: bool) -> None:
@@ -136,8 +146,8 @@ def _open_data(config: TrainConfig, model_config: DiffusionModelConfig, latent_s
     """The prompts, their embeddings and the pairs; the digest is over their tables and indices alone."""
     train, test = load_prompts(config.data.prompts, "train"), load_prompts(config.data.prompts, "test")
     test = test[: config.actor_rollout_ref.rollout.val_kwargs.max_prompts]
-    embeddings = PromptEmbeddings.open(config.data.embeddings)
-    content = config.data.prompts.read_bytes() + (config.data.embeddings / INDEX).read_bytes()
+    embeddings, made_by = _open_embeddings(config, model_config)
+    content = config.data.prompts.read_bytes() + made_by
     pairs = None
     if not config.is_online:
         pairs = _open_pairs(config, embeddings, latent_shape)
@@ -149,11 +159,21 @@ def _open_data(config: TrainConfig, model_config: DiffusionModelConfig, latent_s
             f"{config.data.embeddings} lacks the embedding of {missing[0].prompt!r} ({len(missing)} in all): run "
             "`dvc repro embeddings`"
         )
-    check_embeddings(config, model_config, embeddings)
+    if isinstance(embeddings, PromptEmbeddings):
+        check_embeddings(config, model_config, embeddings)
     for name, entry in config.reward.named().values() if config.is_online else ():
         if isinstance(reward := check_reward(name, **entry.options), type):
             reward.check_prompts(name, entry.options, train + test)
     return Inputs(model_config, train, test, embeddings, pairs, hashlib.sha256(content).hexdigest()[:16], config)
+
+
+def _open_embeddings(config: TrainConfig, model_config: DiffusionModelConfig) -> tuple[Embeddings, bytes]:
+    """Those on disk or those that the run will make, and what stands for them in the digest of its data."""
+    folder = config.data.embeddings
+    if isinstance(folder, Path):
+        embeddings = PromptEmbeddings.open(folder)
+        return embeddings, (folder / INDEX).read_bytes()
+    return open_live(config, model_config), text_side(config).encode()
 
 
 class _Costs:
@@ -206,7 +226,7 @@ def _check_count(config: TrainConfig, there: int) -> None:
         )
 
 
-def _open_pairs(config: TrainConfig, embeddings: PromptEmbeddings, latent_shape: tuple[int, ...]) -> PairDataset:
+def _open_pairs(config: TrainConfig, embeddings: Embeddings, latent_shape: tuple[int, ...]) -> PairDataset:
     """The pairs fit the model's latents, and their prompts are encoded."""
     pairs = PairDataset.open(config.data.pairs)
     if pairs.latent_shape != tuple(latent_shape):

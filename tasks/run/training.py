@@ -13,6 +13,7 @@ from tasks.actors.cluster import ActorGroup
 from tasks.actors.machines import MachineWatch
 from tasks.actors.reward_group import RewardGroup
 from tasks.actors.rollout_group import RolloutGroup
+from tasks.actors.text_encoder import TextEncoderGroup
 from tasks.actors.trainer_group import TrainerGroup
 from tasks.config.tree import TrainConfig
 from tasks.data.pairs import Pair, PairDataset
@@ -68,6 +69,7 @@ class TrainingRun:
         guards: what shows reward hacking.
         report: the run's page.
         online_parts: what samples and scores; None where `sample_source` is offline.
+        text_encoders: what encodes prompts; None where their embeddings are on disk.
         utilisation: of the devices; None where the model's operations cannot be counted.
         iteration: the last one that is in the weights.
         learned: metrics of the update that made them.
@@ -87,6 +89,7 @@ class TrainingRun:
     guards: GuardWatch
     report: RunReport
     online_parts: OnlineParts | None = None
+    text_encoders: TextEncoderGroup | None = None
     utilisation: Utilisation | None = None
     iteration: int = 0
     learned: dict[str, float] = field(default_factory=dict)
@@ -129,6 +132,8 @@ class TrainingRun:
     def actor_groups(self) -> dict[str, ActorGroup]:
         """The run's processes, by the name that metrics and traces call them."""
         groups = {"trainer": self.trainer.group}
+        if self.text_encoders is not None:
+            groups["text_encoder"] = self.text_encoders.group
         if self.online_parts is None:
             return groups
         return groups | {"rollout": self.online_parts.rollout.group} | self.online_parts.reward.groups()

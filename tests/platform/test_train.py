@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import re
+import signal
 from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
@@ -19,10 +20,12 @@ import torch
 from diffusers import QwenImagePipeline
 from PIL import Image
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from tasks.records.history import RunHistory
 from tasks.rewards.jpeg import jpeg_kilobytes
-from tests.support.patience import post
+from tests.support.patience import post, wait_until
 from tests.support.platform_helpers import RayHead, Workspace, make_workspace
 
 DOCUMENTED_METRICS = {
@@ -260,9 +263,82 @@ def test_trainer_ranks_and_rollout_actors_do_not_change_the_first_iterations(
     assert measured[1] == pytest.approx(measured[0], rel=1e-3)
 
 
+def in_the_run(*more: str) -> list[str]:
+    """Options that have the prompts encoded in the run, as `prepared` has encoded them."""
+    length = "actor_rollout_ref.rollout.pipeline.max_sequence_length=1024"
+    return [word for setting in ("data.embeddings=live", length, *more) for word in ("--set", setting)]
+
+
+def checkpoint(workspace: Workspace, iteration: int) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint's weights and optimiser, by where they stand."""
+    file = workspace.folder / "checkpoint.pt"
+    dcp_to_torch_save(workspace.run_folder() / f"checkpoints/iter_{iteration:06d}/trainer", file)
+    state = torch.load(file, weights_only=False)
+    found, _ = tree_flatten_with_path({name: state[name] for name in ("model", "optimizer")})
+    return {keystr(path): value for path, value in found if isinstance(value, torch.Tensor)}
+
+
+LATER_WORDS = """
+from dataclasses import replace
+
+
+def from_the_third_on(prompts, iteration, seed):
+    if iteration < 3:
+        return prompts
+    return [replace(prompt, prompt=f"{prompt.prompt} {iteration} {seed}") for prompt in prompts]
+"""
+
+
+def test_text_encoders_in_the_run_change_nothing_and_prompts_may_change_also_after_a_kill(
+    recorded: Recorded, workspace: Workspace
+) -> None:
+    """Two iterations as with embeddings on disk, bit for bit. The process dies in the third, which has other prompts,
+    and goes on with what it has sampled of them; those of the validation stay."""
+    write_module(workspace, "later_words", LATER_WORDS)
+    command = ("-m", "flows.train", "tiny", *in_the_run("data.rewrite_prompts=later_words:from_the_third_on"))
+    process = workspace.start(*command)
+    try:
+        wait_until(lambda: list(workspace.folder.glob("runs/*/*/rollout/iter_000003")), "the third iteration's samples")
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    workspace.run(*command)
+    pair = (workspace, recorded.workspace)
+    (run,), (other,) = (family.mlflow_runs() for family in pair)
+    assert run.info.status == "FINISHED"
+
+    def tables(path: str) -> list[pd.DataFrame]:
+        ids = (run.info.run_id, other.info.run_id)
+        return [
+            pd.read_parquet(family.client().download_artifacts(run_id, path))
+            for family, run_id in zip(pair, ids, strict=True)
+        ]
+
+    for iteration in (1, 2):
+        pd.testing.assert_frame_equal(*tables(f"samples/{iteration:06d}.parquet"))
+    ours, theirs = (checkpoint(family, 2) for family in pair)
+    assert ours.keys() == theirs.keys()
+    assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
+    assert len(theirs) > 50
+    third, before = tables("samples/000003.parquet")
+    assert (third["prompt"] == before["prompt"] + " 3 0").all()
+    assert (third["uid"] == before["uid"]).all()
+    measured, before = tables("validation/000003.parquet")
+    assert (measured["prompt"] == before["prompt"]).all()
+    metrics = RunHistory(workspace.client(), run.info.run_id).metrics()
+    assert set(metrics["perf/embedding_cache_hits"].values()) == {0.0}, "each text is met for the first time"
+    assert metrics["memory/text_encoder_0_mb"].keys() == {1, 2, 3}
+    for step, seconds in metrics["timing_s/step"].items():
+        parts = {name: points.get(step, 0.0) for name, points in metrics.items() if name.startswith("timing_s/")}
+        if step < 3:  # the third may have been in a checkpoint already when the process died
+            assert parts["timing_s/encode_prompts"] > parts["timing_s/rewrite_prompts"] > 0
+        inner = [taken for name, taken in parts.items() if "/behind/" not in name and name != "timing_s/step"]
+        assert sum(inner) == pytest.approx(seconds, rel=1e-9)
+
+
 def test_lora_with_kl_average_and_guidance_runs_and_its_export_validates(workspace: Workspace) -> None:
     """The choices together: LoRA, KL, moving average, guidance, batches of any size; `flows.validate` then measures the
-    same number."""
+    same number, with prompts that it encodes itself."""
     settings = (
         "trainer.total_training_steps=2",
         "actor_rollout_ref.model.lora_rank=4",
@@ -290,7 +366,7 @@ def test_lora_with_kl_average_and_guidance_runs_and_its_export_validates(workspa
     assert pipeline.get_active_adapters()
     changes = [word for setting in settings for word in ("--set", setting)]
     weights = str(workspace.run_folder() / "weights")
-    workspace.run("-m", "flows.validate", "tiny", "--weights", weights, *changes)
+    workspace.run("-m", "flows.validate", "tiny", "--weights", weights, *changes, *in_the_run())
     measured = workspace.mlflow_runs()[-1]
     assert measured.info.run_id != run.info.run_id
     assert measured.data.metrics["val/reward/mean"] == run.data.metrics["val/reward/mean"]

@@ -97,7 +97,7 @@ def started(
     """In a Ray cluster of their own; `folder` for embeddings, `colocated` on the same GPUs, `engine` samples."""
     config = model_config(model)
     with ray_cluster(RayConfig(num_cpus=2)):
-        places = RankPlaces(1, ranks, device, colocated)
+        places = RankPlaces(1, ranks, device, 1 + colocated)
         rollout = new_rollout(model, folder, workers, places if colocated else None, device=device, engine=engine)
         trainer = TrainerGroup(
             config,

@@ -13,7 +13,7 @@ from ray.cluster_utils import Cluster
 
 from tasks.actors.cluster import ActorGroup, ClusterError
 from tasks.config.tree import TrainConfig
-from tasks.run.opening import rank_places
+from tasks.run.opening import check_resources, rank_places
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the actors cannot import it
 
@@ -106,6 +106,30 @@ def test_on_cpus_ranks_take_none_so_that_all_may_be_reserved() -> None:
     (found,) = spots(config(2, 3, "cpu"))
     assert per_machine(found) == [3, 3]
     assert found[0][0] == found[1][0] == found[2][0]
+
+
+@pytest.mark.parametrize("placement", ["colocated", "separate"])
+def test_text_encoders_share_the_gpu_of_the_first_rank(placement: str) -> None:
+    """With a rollout worker there, or without; beside those that have shares of their own, nobody is on it."""
+    length = {"actor_rollout_ref": {"rollout": {"pipeline": {"max_sequence_length": 8}}}}
+    encoder = {"device": "cuda", "placement": "colocated"}
+    asked = config(1, 3, "cuda", placement).with_changes(length)
+    asked = asked.with_changes({"data": {"embeddings": "live", "text_encoder": encoder}})
+    places = rank_places(asked)
+    shared = 1 + (placement == "colocated")
+    running = [ActorGroup(Where, 3, places.num_gpus, places=places) for _ in range(shared)]
+    ranks, *workers = [group.call_all("spot") for group in running]
+    (spot,) = ActorGroup(Where, 1, places.num_gpus, places=places).call_all("spot")
+    assert spot == ranks[0]
+    assert workers == [ranks] * (shared - 1)
+    assert asked.gpus == 3 * (1 if placement == "colocated" else 2)
+
+
+def test_text_encoders_without_a_gpu_are_refused() -> None:
+    length = {"actor_rollout_ref": {"rollout": {"pipeline": {"max_sequence_length": 8}}}}
+    live = {"embeddings": "live", "text_encoder": {"device": "cuda", "num_gpus": 8}}
+    with pytest.raises(ClusterError, match=r"needs 8 GPUs .* data.text_encoder.num_gpus\) but .* has 7: .*to cpu"):
+        check_resources(config(1, 1, "cpu").with_changes(length).with_changes({"data": live}))
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def test_groups_on_shared_gpus_have_one_actor_of_each_on_every_gpu() -> None:
         def gpu(self) -> list[int]:
             return ray.get_gpu_ids()
 
-    places = RankPlaces(1, 2, "cuda", shared=True)
+    places = RankPlaces(1, 2, "cuda", actors=2)
     groups = [ActorGroup(WhichGpu, 2, places.num_gpus, places=places) for _ in range(2)]
     (first, second) = [group.call_all("gpu") for group in groups]
     assert first == second

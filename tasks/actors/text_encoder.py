@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The run's own text encoders: a Ray actor that encodes prompts, and how the driver asks it."""
+
+from collections.abc import Sequence
+
+from tasks.actors.cluster import ActorGroup, RankPlaces
+from tasks.actors.memory import measures_gpu_memory
+from tasks.actors.waiting import get
+from tasks.config.data import TextEncoderConfig
+from tasks.data.embeddings import Row, encoded_rows
+from tasks.data.prompts import Prompt
+from tasks.data.text_encoding import EncodingSettings, TextEncoding
+
+IN_A_CALL = 64
+"""Prompts, about: what a call answers is in Ray's object store and in the driver at a time."""
+
+
+class TextEncoder:
+    """One process with the text encoders of a model.
+
+    Args:
+        model: folder in diffusers format.
+        settings: how they encode.
+        batch_size: prompts encoded at once.
+        sleeps: the weights begin in host memory, and go to the device when something is to be encoded.
+    """
+
+    @measures_gpu_memory("load")
+    def __init__(self, model: str, settings: EncodingSettings, batch_size: int, sleeps: bool):
+        self.encoding = TextEncoding(model, settings, asleep=sleeps)
+        self.device, self.batch_size, self.asleep = settings.device, batch_size, sleeps
+
+    def check(self, prompts: Sequence[Prompt]) -> None:
+        """Raise DatasetError for a prompt, or its own negative prompt, that is too long; answers once all is loaded."""
+        if prompts:
+            self.encoding.check_lengths(prompts)
+
+    @measures_gpu_memory("encode_prompts")
+    def encode(self, prompts: Sequence[Prompt]) -> list[Row]:
+        """The embedding of each prompt's text, on the CPU.
+
+        Raises:
+            DatasetError: a prompt is too long, or its embedding is not finite.
+        """
+        self.check(prompts)
+        if self.asleep:
+            self.encoding.to(self.device)
+            self.asleep = False
+        rows = encoded_rows({prompt.uid: prompt.prompt for prompt in prompts}, self.encoding.encode, self.batch_size)
+        return [rows[prompt.uid] for prompt in prompts]
+
+    def sleep(self) -> None:
+        """Give up the GPU's memory until there is something to encode."""
+        self.encoding.to("cpu")
+        self.asleep = True
+
+
+class TextEncoderGroup:
+    """The run's text encoders as the driver sees them: one process, which Ray starts again if it dies.
+
+    Args:
+        model: folder in diffusers format.
+        config: where they are.
+        settings: how they encode.
+        places: those of the trainer's ranks, of which they share the first if they are colocated.
+    """
+
+    def __init__(
+        self, model: str, config: TextEncoderConfig, settings: EncodingSettings, places: RankPlaces | None = None
+    ):
+        self.config = config
+        shared = places if config.is_colocated else None
+        self.group = ActorGroup(
+            TextEncoder,
+            1,
+            config.own_gpus if shared is None else shared.num_gpus,
+            (model, settings, config.batch_size, config.sleeps),
+            places=shared,
+            max_restarts=config.max_restarts,
+            max_task_retries=-1 if config.max_restarts else 0,
+        )
+
+    def ready(self, prompts: Sequence[Prompt]) -> None:
+        """Wait until the models are loaded. Raises DatasetError for a prompt that is too long for them."""
+        self.group.call_all("check", prompts)
+
+    def encode(self, prompts: Sequence[Prompt]) -> list[Row]:
+        """See `TextEncoder.encode`; afterwards they sleep, where they do."""
+        (actor,) = self.group.actors
+        size = max(IN_A_CALL // self.config.batch_size, 1) * self.config.batch_size
+        rows: list[Row] = []
+        for start in range(0, len(prompts), size):
+            rows += get(actor.encode.remote(prompts[start : start + size]))
+        if self.config.sleeps:
+            get(actor.sleep.remote())
+        return rows
