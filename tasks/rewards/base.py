@@ -16,7 +16,7 @@ import numpy as np
 from models.errors import DoubleflowError
 from models.import_paths import ModuleNotAllowed
 from models.registry import import_object
-from tasks.rewards.per_sample import arguments, is_per_sample, score_each
+from tasks.rewards.per_sample import arguments, asks_served_model, is_per_sample, score_each
 from tasks.system.credentials import CredentialError, refuse_secret_options
 
 Input = Literal["images", "video", "latents"]
@@ -89,6 +89,11 @@ class Reward(ABC):
             options: what the config gives; defaults are not among them.
         """
         return None
+
+    @classmethod
+    def asks_reward_model(cls, options: Mapping[str, Any]) -> bool:
+        """Does it ask the model of `reward.reward_model`?"""
+        return False
 
     @classmethod
     def check_prompts(cls, name: str, options: Mapping[str, Any], prompts: Sequence[ScoredPrompt]) -> None:
@@ -274,6 +279,14 @@ def reward_input(name: str, **options: Any) -> Input:
 def reward_bounds(name: str, **options: Any) -> tuple[float, float] | None:
     """The reward's lowest and highest score, where it tells them, without loading it. Raises what `get_reward` does."""
     return getattr(check_reward(name, **options), "bounds", None)
+
+
+def asks_reward_model(name: str, **options: Any) -> bool:
+    """Does the reward ask the model of `reward.reward_model`? Raises what `get_reward` does."""
+    found = check_reward(name, **options)
+    if isinstance(found, type):
+        return found.asks_reward_model(options)
+    return is_per_sample(found) and asks_served_model(found, options)
 
 
 def check_reward(name: str, **options: Any) -> type[Reward] | FunctionType:

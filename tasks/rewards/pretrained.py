@@ -175,9 +175,13 @@ def to_scores(values: "torch.Tensor") -> np.ndarray:
 
 def _content(model: str, network: Any) -> str:
     """What identifies the weights: a digest of a local folder's files, the commit of a hub id."""
-    if not Path(model).is_dir():
-        return str(getattr(network.config, "_commit_hash", None))
-    return _digest(sorted(file for pattern in WEIGHTS for file in Path(model).glob(pattern)))
+    folder = Path(model)
+    return content_digest(folder) if folder.is_dir() else str(getattr(network.config, "_commit_hash", None))
+
+
+def content_digest(folder: Path) -> str:
+    """16 hex digits over a folder's weights."""
+    return _digest(sorted(file for pattern in WEIGHTS for file in folder.glob(pattern)))
 
 
 def _digest(files: Sequence[Path]) -> str:
