@@ -126,7 +126,7 @@ class RewardPool:
             RewardWorker,
             config.num_workers,
             config.num_gpus,
-            (name, config, None if asked is None else asked.actor),
+            (name, config, None if asked is None else asked.name),
             **({} if asked is None else asked.beside()),
             num_cpus=config.num_cpus,
             max_restarts=-1,

@@ -9,7 +9,6 @@ holds no address for longer than a call. Whatever ends the actor ends the server
 import os
 import re
 import secrets
-import shutil
 import socket
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import httpx
 import ray
@@ -45,8 +45,8 @@ ANSWER_SECONDS = 30.0
 SLEEP_SECONDS = 600.0
 """For weights to leave a GPU, or to come back."""
 STOP_SECONDS = 40.0
-SHOWN_LINES = 15
-"""Of the server's log, in the error of one that did not start."""
+SHOWN_LINES, SHOWN_BYTES = 15, 4000
+"""At most, of the server's log, in the error of one that did not start."""
 
 
 class RewardModelError(DoubleflowError, RuntimeError):
@@ -159,9 +159,10 @@ class RewardModelServer:
         self._lock, self._asleep, self._stopped = threading.Lock(), False, False
         self._process: subprocess.Popen | None = None
         self._port, self._version = 0, ""
-        self._log = Path(tempfile.mkdtemp(prefix="doubleflow-reward-model-")) / "log"
+        self._log, path = tempfile.mkstemp()
+        os.unlink(path)  # whoever is killed, nothing of it stays
         self._ends = ExitStack()
-        self._ends.enter_context(watchdog(self._log.parent))
+        self._ends.enter_context(watchdog())
 
     def node(self) -> str:
         """The machine that it is on."""
@@ -203,20 +204,20 @@ class RewardModelServer:
         self._stopped = True
         end_marked(os.environ[MARK])
         self._ends.close()
-        shutil.rmtree(self._log.parent, ignore_errors=True)
 
     def _start(self) -> None:
         """Returns once it answers."""
         end_marked(os.environ[MARK])  # what a server has left behind that died, as vLLM's engine with the GPU's memory
         self._port, self._asleep = _free_port(), False
         command = server_command(self.config, self._port)
-        with self._log.open("w") as log:
-            try:
-                self._process = subprocess.Popen(
-                    command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=self._environment()
-                )
-            except OSError as error:
-                raise RewardModelError(f"the reward model's server {command[0]} cannot be started: {error}") from error
+        os.lseek(self._log, 0, os.SEEK_SET)
+        os.truncate(self._log, 0)
+        try:
+            self._process = subprocess.Popen(
+                command, stdout=self._log, stderr=self._log, stdin=subprocess.DEVNULL, env=self._environment()
+            )
+        except OSError as error:
+            raise RewardModelError(f"the reward model's server {command[0]} cannot be started: {error}") from error
         self._await_answer(self._process)
         self._version = self._version or _weights_version(self.config)
 
@@ -274,7 +275,9 @@ class RewardModelServer:
             )
 
     def _last_lines(self) -> str:
-        lines = self._log.read_text(errors="replace").replace(self._key, "***").splitlines()
+        size = os.fstat(self._log).st_size
+        last = os.pread(self._log, SHOWN_BYTES, max(0, size - SHOWN_BYTES)).decode(errors="replace")
+        lines = last.replace(self._key, "***").splitlines()
         return " | ".join(line.strip() for line in lines[-SHOWN_LINES:] if line.strip())
 
 
@@ -286,18 +289,19 @@ class RewardModel:
 
     Attributes:
         group: the actor.
+        name: by which the workers find it.
     """
 
     def __init__(self, config: RewardModelConfig):
         self.config = config
-        self.group = ActorGroup(
-            RewardModelServer, 1, config.num_gpus, (config,), max_restarts=-1, max_task_retries=2, max_concurrency=4
-        )
+        self.name = f"reward-model-{uuid4().hex}"
+        options: dict[str, Any] = {"max_restarts": -1, "max_task_retries": 2, "max_concurrency": 4, "name": self.name}
+        self.group = ActorGroup(RewardModelServer, 1, config.num_gpus, (config,), **options)
         self._uses = 0
 
     @property
     def actor(self) -> Any:
-        """Whom the workers ask for the server's address."""
+        """Who knows the server's address."""
         return self.group.actors[0]
 
     def beside(self) -> dict[str, Any]:

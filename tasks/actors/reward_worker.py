@@ -22,10 +22,10 @@ class RewardWorker:
     Args:
         name: registered name or import path.
         config: the reward's settings.
-        asked: the `RewardModelServer` that the reward asks; None for one that asks nobody, or somebody else.
+        asked: name of the `RewardModelServer` that the reward asks; None for one that asks nobody, or somebody else.
     """
 
-    def __init__(self, name: str, config: RewardFunctionConfig, asked: Any = None):
+    def __init__(self, name: str, config: RewardFunctionConfig, asked: str | None = None):
         self.name, self.config, self._asked = name, config, asked
         self._found: ServedModel | None = None
         self.reward = self._current_reward()
@@ -34,7 +34,8 @@ class RewardWorker:
         """The reward; a new one where the model that it asks has another address, having been started again."""
         if self._asked is None:
             return self.__dict__.get("reward") or get_reward(self.name, **self.config.options)
-        found = ray.get(self._asked.connection.remote())
+        server: Any = ray.get_actor(self._asked)
+        found = ray.get(server.connection.remote())
         if found != self._found:
             found.enter_environment()
             self._found, self.reward = found, get_reward(self.name, **self.config.options)

@@ -13,7 +13,9 @@ import numpy as np
 import psutil
 import pytest
 import ray
+import torch
 from pydantic import ValidationError
+from transformers import AutoProcessor, LlavaForConditionalGeneration
 
 from tasks.actors.cluster import ray_cluster
 from tasks.actors.reward_group import RewardGroup
@@ -24,7 +26,8 @@ from tasks.config.reward import RewardConfig, RewardModelConfig
 from tasks.config.trainer import RayConfig
 from tasks.data.prompts import Prompt
 from tasks.rewards import RewardError, check_reward, get_reward
-from tests.support.patience import PATIENCE, wait_until
+from tests.support.patience import PATIENCE
+from tests.support.tiny_judges import save_llava
 
 ROOT = Path(__file__).parents[2]
 SERVER = [sys.executable, "-m", "tests.support.served_judge", "{port}", "{name}"]
@@ -206,7 +209,6 @@ def test_the_server_ends_with_the_driver(tmp_path: Path, number: signal.Signals)
     if number == signal.SIGTERM:
         assert not any(one.is_running() for one in found), "before the driver itself"
     assert_all_end(found)
-    wait_until(lambda: not list(Path("/tmp").glob(f"doubleflow-reward-model-*/{tmp_path.name}")), "tidying")
 
 
 def test_what_is_wrong_is_said_before_anything_starts(tmp_path: Path) -> None:
@@ -243,3 +245,41 @@ def test_the_engines_commands(tmp_path: Path) -> None:
     assert server_command(vllm, 5) == [*serve, "--enable-sleep-mode", "--max-model-len", "8192"]
     other = vllm.model_copy(update={"engine": "transformers", "sleep": False, "arguments": []})
     assert server_command(other, 5) == [f"{tmp_path}/bin/transformers", "serve", f"m/j@{'a' * 40}", *place]
+
+
+def test_transformers_own_server_answers_as_the_model_does(cluster: None, tmp_path: Path) -> None:
+    """A random LLaVA, served by `transformers serve`, against generation by the model itself."""
+    folder = str(save_llava(tmp_path / "llava"))
+    options = {"template": "What?", "max_tokens": 24}
+    settings = RewardConfig(
+        functions={"judge_ocr": {"options": options}},
+        reward_model={"model_path": folder, "engine": "transformers"},
+        guards={"statistics": False},
+        max_missing_fraction=1.0,
+    )
+    check_reward_model(settings)
+    rng = np.random.default_rng(0)
+    pictures = rng.integers(0, 256, (3, 24, 24, 3), dtype=np.uint8)
+    expected = [said_by(folder, picture, **options) for picture in pictures]
+    assert all(expected)
+    assert len(set(expected)) == 3, "pictures matter"
+    prompts = tuple(Prompt(f"uid-{i}", "a cat", text, {}, "") for i, text in enumerate(expected))
+    batch = PendingBatch(prompts, (0, 0, 0), (5, 0), ray.put(0.0), ray.put(pictures), None, ray.put(0.0), 0)
+    with served_reward_model(settings) as model:
+        group = RewardGroup(settings, model)
+        found = group.table([batch], group.submit([batch])).samples
+    assert found["judge_ocr/text"].tolist() == expected
+    assert found["reward/judge_ocr"].tolist() == [1, 1, 1]
+
+
+@torch.no_grad()
+def said_by(folder: str, picture: np.ndarray, template: str, max_tokens: int) -> str:
+    model, processor = (
+        LlavaForConditionalGeneration.from_pretrained(folder).eval(),
+        AutoProcessor.from_pretrained(folder),
+    )
+    content = [{"type": "image"}, {"type": "text", "text": template}]
+    chat = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+    inputs = processor(text=chat, images=[picture], return_tensors="pt")
+    answer = model.generate(**inputs, max_new_tokens=max_tokens, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    return processor.decode(answer, skip_special_tokens=True)
