@@ -16,6 +16,7 @@ import numpy as np
 from models.errors import DoubleflowError
 from models.import_paths import ModuleNotAllowed
 from models.registry import import_object
+from tasks.rewards import served
 from tasks.rewards.per_sample import arguments, asks_served_model, is_per_sample, score_each
 from tasks.system.credentials import CredentialError, refuse_secret_options
 
@@ -336,7 +337,12 @@ class PerSampleReward(FunctionReward):
     """A function of one sample as a reward; it sees whole videos, a picture as one frame without that dimension."""
 
     def __init__(self, path: str, function: Callable, options: dict[str, Any]):
-        """As a function's."""
+        """As a function's. Raises RewardError where it asks a judge, and there is none."""
+        if asks_served_model(function, options) and served.address() is None:
+            raise RewardError(
+                f"reward {path!r}: the option reward_router_address is missing and this process has no served model: "
+                "give the address of one, or let a run serve it with reward.reward_model"
+            )
         super().__init__(path, function, options)
         self.wants = getattr(function, "wants", "video")  # type: ignore[misc]
 

@@ -10,6 +10,9 @@ from transformers import (
     LlavaForConditionalGeneration,
     LlavaProcessor,
     Qwen2Tokenizer,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+    Qwen2VLImageProcessorPil,
 )
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -62,4 +65,25 @@ def save_llava(folder: Path) -> Path:
         chat_template=tokenizer.chat_template,
     )
     processor.save_pretrained(folder)
+    return folder
+
+
+def save_qwen2_vl(folder: Path, *special: str) -> Path:
+    """A random Qwen2-VL of pictures of up to 16 tokens, with these special tokens beside its own."""
+    own = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+    tokenizer = byte_tokenizer("<|vision_start|><|image_pad|><|vision_end|>", *own, *special)
+    begins, ends, image, video = tokenizer.convert_tokens_to_ids(list(own))
+    text = SMALL | {"vocab_size": len(tokenizer), "num_key_value_heads": 2, "max_position_embeddings": 2048}
+    text |= {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}}
+    text |= {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    vision = {"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 14}
+    ids = {"image_token_id": image, "video_token_id": video}
+    ids |= {"vision_start_token_id": begins, "vision_end_token_id": ends}
+    torch.manual_seed(0)
+    model = Qwen2VLForConditionalGeneration(Qwen2VLConfig(text_config=text, vision_config=vision, **ids))
+    for parameter in model.parameters():  # as drawn, they are too small for a picture to make a difference
+        parameter.data *= 8 if parameter.ndim > 1 else 1
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    Qwen2VLImageProcessorPil(min_pixels=28 * 28, max_pixels=16 * 28 * 28).save_pretrained(folder)
     return folder
