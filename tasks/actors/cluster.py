@@ -285,9 +285,9 @@ def require_resources(gpus: float, cpus: float) -> None:
     if gpus > there.get("GPU", 0.0):
         raise ClusterError(
             f"the run needs {gpus:g} GPUs (trainer ranks, rollout.num_actors x num_gpus_per_actor x "
-            "vllm_omni.tensor_parallel_size, each reward's num_workers x num_gpus and data.text_encoder.num_gpus) but "
-            f"the Ray cluster has {there.get('GPU', 0.0):g}: lower them, or set trainer.device or "
-            "data.text_encoder.device to cpu"
+            "vllm_omni.tensor_parallel_size, each reward's num_workers x num_gpus, reward.reward_model.num_gpus and "
+            f"data.text_encoder.num_gpus) but the Ray cluster has {there.get('GPU', 0.0):g}: lower them, or set "
+            "trainer.device or data.text_encoder.device to cpu"
         )
     if cpus > there.get("CPU", 0.0):
         raise ClusterError(

@@ -13,6 +13,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from models.errors import DoubleflowError
 from tasks.actors.cluster import ActorGroup
+from tasks.actors.reward_model import RewardModel
 from tasks.actors.reward_worker import RewardWorker
 from tasks.actors.rollout_group import PendingBatch
 from tasks.actors.waiting import get
@@ -22,6 +23,7 @@ from tasks.rewards import (
     RewardError,
     RewardResult,
     ScoredPrompt,
+    asks_reward_model,
     reward_input,
     weighted_sum,
     with_group_means,
@@ -113,16 +115,19 @@ class RewardPool:
         label: the reward's name in the run.
         name: registered name or import path.
         config: its settings.
+        model: the run's reward model, where there is one; the reward may ask it or not.
     """
 
-    def __init__(self, label: str, name: str, config: RewardFunctionConfig):
+    def __init__(self, label: str, name: str, config: RewardFunctionConfig, model: RewardModel | None = None):
         self.name, self.config = label, config
         self.wants = reward_input(name, **config.options)
+        asked = model if asks_reward_model(name, **config.options) else None
         self.group = ActorGroup(
             RewardWorker,
             config.num_workers,
             config.num_gpus,
-            (name, config),
+            (name, config, None if asked is None else asked.name),
+            **({} if asked is None else asked.beside()),
             num_cpus=config.num_cpus,
             max_restarts=-1,
             max_task_retries=config.retries,
@@ -231,22 +236,35 @@ def joined_calls(frames: Sequence[pd.DataFrame]) -> pd.DataFrame:
 
 
 class RewardGroup:
-    """All rewards of a run, each with its own workers."""
+    """All rewards of a run, each with its own workers.
 
-    def __init__(self, config: RewardConfig):
-        self.config = config
-        self.pools = {label: RewardPool(label, name, entry) for label, (name, entry) in config.named().items()}
+    Args:
+        config: the rewards.
+        model: the model that some of them ask, from `served_reward_model`.
+    """
+
+    def __init__(self, config: RewardConfig, model: RewardModel | None = None):
+        self.config, self.model = config, model
+        self.pools = {label: RewardPool(label, name, entry, model) for label, (name, entry) in config.named().items()}
 
     def groups(self) -> dict[str, ActorGroup]:
         """The workers of each reward, by the name that metrics call them."""
-        return {f"reward_{name}".replace(":", "/"): pool.group for name, pool in self.pools.items()}
+        groups = {f"reward_{name}".replace(":", "/"): pool.group for name, pool in self.pools.items()}
+        return groups if self.model is None else groups | {"reward_model": self.model.group}
 
     def versions(self) -> dict[str, str]:
         """Reward name -> version; waits until the workers are up."""
-        return {name: pool.group.call_all("ready")[0] for name, pool in self.pools.items()}
+        if self.model is not None:
+            self.model.wait()
+        found = {name: pool.group.call_all("ready")[0] for name, pool in self.pools.items()}
+        if self.model is not None:
+            self.model.rest()
+        return found
 
     def submit(self, batches: Sequence[PendingBatch]) -> PendingScores:
         """Start scoring; Ray hands each batch over when it is there, while others are still sampled."""
+        if self.model is not None:
+            self.model.begin_use()
         calls = {name: pool.submit(batches) for name, pool in self.pools.items()}
         # Stateless, so any idle worker of Ray's may do it, and Ray repeats it if that one dies.
         measure = ray.remote(picture_statistics).options(num_cpus=0, num_returns=1, max_retries=-1)
@@ -264,6 +282,8 @@ class RewardGroup:
         )
         limit = self.config.max_missing_fraction
         collected = {name: pool.collect(pending.calls[name], limit) for name, pool in self.pools.items()}
+        if self.model is not None:
+            self.model.end_use()
         uids = samples["uid"].to_numpy(str)
         scores = {name: table[f"reward/{name}"].to_numpy() for name, (table, _) in collected.items()}
         samples["reward"] = trained_reward(scores, self.config.functions, uids)

@@ -11,7 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -67,17 +67,22 @@ def main(mark: str, folder: str | None = None) -> None:
     if DONE in lines:
         return
     family = [ProcessIdentity.parsed(line).process() for line in lines if line]
-    orphans = [process for process in family if process is not None]
+    end_marked(mark, [process for process in family if process is not None])
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):
+            Path(folder).parent.rmdir()
+
+
+def end_marked(mark: str, orphans: Iterable[psutil.Process] = ()) -> None:
+    """End these processes and all that carry the mark: by SIGTERM, and those that stay by SIGKILL."""
+    orphans = list(orphans)
     for _ in range(ROUNDS):
         orphans = list({*orphans, *marked(mark)})
         for orphan in orphans:
             with suppress(psutil.NoSuchProcess):
                 orphan.terminate()
         orphans = wait_or_kill(orphans, GRACE_SECONDS)
-    if folder is not None:
-        shutil.rmtree(folder, ignore_errors=True)
-        with suppress(OSError):
-            Path(folder).parent.rmdir()
 
 
 def _identities(processes: list[psutil.Process]) -> Iterator[ProcessIdentity]:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`reward`: reward functions, their workers, and the guards that watch them."""
 
+from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -17,7 +18,7 @@ from models.config.bounds import (
     Options,
     RewardName,
 )
-from models.config.section import NotShaping, Section
+from models.config.section import Later, NotShaping, Section
 
 
 class RewardFunctionConfig(Section):
@@ -81,6 +82,56 @@ class RewardFunctionConfig(Section):
         return default if self.weight is None else self.weight
 
 
+class RewardModelConfig(Section):
+    """A vision-language model that rewards ask: a server of the run's own, at an address of this machine alone."""
+
+    model_path: str = Field(description="Folder of the model, or its hub id together with its revision.")
+    revision: str | None = Field(None, description="Commit of a hub id, 40 hex digits; a folder has none.")
+    engine: NotShaping[Literal["vllm", "transformers"]] = Field(
+        "vllm",
+        description="vllm: `vllm serve`. transformers: `transformers serve`, which knows no secret and no sleep.",
+    )
+    python: NotShaping[Path | None] = Field(
+        None,
+        description="Python of the environment that has the engine, as in .venv-vllm/bin/python; null is the run's.",
+    )
+    arguments: list[str] = Field(
+        default_factory=list,
+        description="Further arguments of the server, as in [--max-model-len, '8192', --tensor-parallel-size, '2'].",
+    )
+    command: NotShaping[list[str]] = Field(
+        default_factory=list,
+        description="In place of the engine's own: the program of any server of the OpenAI API and its arguments, in "
+        "which {model}, {revision}, {name}, {host} and {port} are filled in. It finds its secret in the environment "
+        "variable REWARD_MODEL_KEY.",
+    )
+    num_gpus: NotShaping[float] = Field(
+        0.0,
+        ge=0,
+        le=MOST_GPUS,
+        description="GPUs, or a share of one, that the server takes of the cluster; 0 hides all GPUs from it.",
+    )
+    sleep: NotShaping[bool] = Field(
+        False,
+        description="Send the server to sleep (/sleep, /wake_up) whenever nothing is to be scored, so that others on "
+        "its GPU have the memory.",
+    )
+    start_timeout_s: NotShaping[float] = Field(
+        1800.0, gt=0, le=LONGEST_WAIT_S, description="Seconds until it must answer after its start."
+    )
+
+    @model_validator(mode="after")
+    def _can_be_served(self) -> Self:
+        if self.command and not any("{port}" in word for word in self.command):
+            raise ValueError(
+                f"command {' '.join(self.command)} has no {{port}}: the run chooses a free one, so put {{port}} where "
+                "the server's port stands"
+            )
+        if self.sleep and self.engine == "transformers" and not self.command:
+            raise ValueError("sleep is true, which engine transformers does not offer: take vllm, or leave sleep out")
+        return self
+
+
 class GuardConfig(Section):
     """What tells a better policy from one that found a hole in its reward."""
 
@@ -137,6 +188,9 @@ class RewardConfig(Section):
         description="Above this share of missing scores of a reward the run stops with its error.",
     )
     guards: NotShaping[GuardConfig] = Field(default_factory=GuardConfig, description="Signs of reward hacking.")
+    reward_model: Later[RewardModelConfig | None] = Field(
+        None, description="A model served by the run itself, which rewards without a base_url of their own ask."
+    )
 
     @model_validator(mode="after")
     def _something_is_rewarded(self) -> Self:
@@ -155,8 +209,9 @@ class RewardConfig(Section):
 
     @property
     def num_gpus(self) -> float:
-        """GPUs of all reward workers."""
-        return sum(entry.num_workers * entry.num_gpus for entry in self.functions.values())
+        """GPUs of all reward workers, and of the reward model."""
+        served = 0.0 if self.reward_model is None else self.reward_model.num_gpus
+        return served + sum(entry.num_workers * entry.num_gpus for entry in self.functions.values())
 
     @property
     def num_cpus(self) -> float:

@@ -16,7 +16,8 @@ import numpy as np
 from models.errors import DoubleflowError
 from models.import_paths import ModuleNotAllowed
 from models.registry import import_object
-from tasks.rewards.per_sample import arguments, is_per_sample, score_each
+from tasks.rewards import served
+from tasks.rewards.per_sample import arguments, asks_served_model, is_per_sample, score_each
 from tasks.system.credentials import CredentialError, refuse_secret_options
 
 Input = Literal["images", "video", "latents"]
@@ -89,6 +90,11 @@ class Reward(ABC):
             options: what the config gives; defaults are not among them.
         """
         return None
+
+    @classmethod
+    def asks_reward_model(cls, options: Mapping[str, Any]) -> bool:
+        """Does it ask the model of `reward.reward_model`?"""
+        return False
 
     @classmethod
     def check_prompts(cls, name: str, options: Mapping[str, Any], prompts: Sequence[ScoredPrompt]) -> None:
@@ -276,6 +282,14 @@ def reward_bounds(name: str, **options: Any) -> tuple[float, float] | None:
     return getattr(check_reward(name, **options), "bounds", None)
 
 
+def asks_reward_model(name: str, **options: Any) -> bool:
+    """Does the reward ask the model of `reward.reward_model`? Raises what `get_reward` does."""
+    found = check_reward(name, **options)
+    if isinstance(found, type):
+        return found.asks_reward_model(options)
+    return is_per_sample(found) and asks_served_model(found, options)
+
+
 def check_reward(name: str, **options: Any) -> type[Reward] | FunctionType:
     """The class or function that `get_reward` would use; nothing is loaded. Raises what `get_reward` raises."""
     if ":" not in name:
@@ -323,7 +337,12 @@ class PerSampleReward(FunctionReward):
     """A function of one sample as a reward; it sees whole videos, a picture as one frame without that dimension."""
 
     def __init__(self, path: str, function: Callable, options: dict[str, Any]):
-        """As a function's."""
+        """As a function's. Raises RewardError where it asks a judge, and there is none."""
+        if asks_served_model(function, options) and served.address() is None:
+            raise RewardError(
+                f"reward {path!r}: the option reward_router_address is missing and this process has no served model: "
+                "give the address of one, or let a run serve it with reward.reward_model"
+            )
         super().__init__(path, function, options)
         self.wants = getattr(function, "wants", "video")  # type: ignore[misc]
 

@@ -12,6 +12,7 @@ from tasks.rewards.base import (
     RewardError,
     RewardResult,
     ScoredPrompt,
+    asks_reward_model,
     check_reward,
     get_reward,
     register_reward,
@@ -48,6 +49,11 @@ class ByDataSource(Reward):
             found = check_reward(inner, **given)
             if getattr(found, "wants", "images") != "images" or found is cls:
                 raise RewardError(f"{name}: sources {source!r} is {inner}, which cannot be one of them")
+
+    @classmethod
+    def asks_reward_model(cls, options: Mapping[str, Any]) -> bool:
+        """One of its rewards does."""
+        return any(asks_reward_model(inner, **given) for inner, given in _named(options["sources"]).values())
 
     @classmethod
     def check_prompts(cls, name: str, options: Mapping[str, Any], prompts: Sequence[ScoredPrompt]) -> None:

@@ -4,12 +4,14 @@
 import base64
 import io
 import os
-from typing import Required, TypedDict
+from collections.abc import Mapping
+from typing import Any, TypedDict
 
 import numpy as np
 from PIL import Image
 
 from models.errors import DoubleflowError
+from tasks.rewards import served
 from tasks.rewards.base import Reward, RewardError
 
 READ = 4000
@@ -23,8 +25,8 @@ class UnusableAnswer(DoubleflowError, ValueError):
 class ChatOptions(TypedDict, total=False):
     """Options of a `ChatReward` that its subclasses hand on; it says what they are."""
 
-    base_url: Required[str]
-    model: Required[str]
+    base_url: str | None
+    model: str | None
     api_key_env: str | None
     temperature: float
     top_p: float
@@ -41,13 +43,14 @@ class ChatReward(Reward):
 
     Attributes:
         sampling: which model answers, and how its answers are sampled.
+        asked: the model's name, and the version of its weights where the run serves it.
     """
 
     def __init__(
         self,
         *,
-        base_url: str,
-        model: str,
+        base_url: str | None = None,
+        model: str | None = None,
         api_key_env: str | None = None,
         temperature: float = 0.0,
         top_p: float = 1.0,
@@ -58,8 +61,9 @@ class ChatReward(Reward):
         """Who is asked, and how answers are sampled; nothing is sent yet.
 
         Args:
-            base_url: of the API, as in "http://judge:8000/v1"; one with a user name and password is refused.
-            model: as the server calls it.
+            base_url: of the API, as in "http://judge:8000/v1"; one with a user name and password is refused. Without
+                one the model of `reward.reward_model` is asked.
+            model: as the server at `base_url` calls it.
             api_key_env: environment variable that holds the API key; it must be set where the reward workers run.
                 The key itself is never part of the configuration, an error or a log.
             temperature, top_p, max_tokens: how the answer is sampled.
@@ -78,11 +82,38 @@ class ChatReward(Reward):
             )
         if max_tokens < 1:
             raise RewardError(f"{self.name}: max_tokens {max_tokens} must be at least 1")
+        weights = ""
+        if base_url is None:
+            base_url, model, api_key_env = served.url(), served.name(), served.KEY
+            weights = f" {served.version()}"
+            if base_url is None:
+                raise RewardError(
+                    f"{self.name}: base_url is missing and this process has no served model: give base_url and model, "
+                    "or let a run serve one with reward.reward_model"
+                )
         self._key = self._read_key(api_key_env)
         self._client = openai.AsyncOpenAI(
             base_url=base_url, api_key=self._key or "none", timeout=timeout_s, max_retries=max_retries
         )
         self.sampling = {"model": model, "temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
+        self.asked = f"{model}{weights}"
+
+    @classmethod
+    def check_options(cls, name: str, options: Mapping[str, Any]) -> None:
+        """An address comes with a model's name, and neither the name nor a key's variable without an address."""
+        given = {field for field in ("base_url", "model", "api_key_env") if options.get(field) is not None}
+        if "base_url" in given and "model" not in given:
+            raise RewardError(f"reward {name!r}: base_url is given without model: say how the server there calls it")
+        if given and "base_url" not in given:
+            raise RewardError(
+                f"reward {name!r}: {min(given)} is given without base_url: give it too, or leave both out to ask the "
+                "model of reward.reward_model"
+            )
+
+    @classmethod
+    def asks_reward_model(cls, options: Mapping[str, Any]) -> bool:
+        """Where no address is given."""
+        return options.get("base_url") is None
 
     async def answer(self, image: np.ndarray, question: str) -> str:
         """What the model says of a uint8 picture [H, W, 3].

@@ -76,7 +76,7 @@ class Judge(ChatReward):
         super().__init__(**options)
         self._asks, self._concurrency, self._template = asks, concurrency, template
         settings = json.dumps({"template": template} | self.sampling, sort_keys=True)
-        self.version = f"2 {self.sampling['model']} settings={hashlib.sha256(settings.encode()).hexdigest()[:12]}"
+        self.version = f"2 {self.asked} settings={hashlib.sha256(settings.encode()).hexdigest()[:12]}"
 
     @abstractmethod
     def verdict(self, answer: str, prompt: ScoredPrompt) -> Verdict:

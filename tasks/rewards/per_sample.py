@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tasks.rewards import served
+
 if TYPE_CHECKING:
     from tasks.rewards.base import ScoredPrompt
 
@@ -20,6 +22,16 @@ PICTURE = "solution_image"
 GIVEN = ("data_source", PICTURE, "ground_truth", "extra_info")
 LEFT_OUT = "reward_model_tokenizer"
 """Handed on to functions there, and read by none of those that judge pictures: it is None here."""
+
+SERVED = {"reward_router_address": served.address, "model_name": served.name}
+"""Parameters that the model of `reward.reward_model` fills in, where the options leave out the first one."""
+
+
+def asks_served_model(function: Callable, options: Mapping[str, Any]) -> bool:
+    """Does the function ask a model at an address that its options do not give?"""
+    address = next(iter(SERVED))
+    parameter = inspect.signature(function).parameters.get(address)
+    return parameter is not None and parameter.default is parameter.empty and address not in options
 
 
 def is_per_sample(function: Callable) -> bool:
@@ -37,9 +49,11 @@ def arguments(
     """
     parameters = inspect.signature(function).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    named = {name: None for name in GIVEN if takes_all or name in parameters}
+    named: dict[str, Any] = {name: None for name in GIVEN if takes_all or name in parameters}
     if LEFT_OUT in parameters:
         named[LEFT_OUT] = None
+    if asks_served_model(function, options):
+        named |= {name: value() for name, value in SERVED.items() if name in parameters}
     values = _values(batch, prompt) if batch is not None and prompt is not None else {}
     return {**named, **{name: values[name] for name in named if name in values}, **options}
 

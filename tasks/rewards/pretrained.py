@@ -82,9 +82,15 @@ class PretrainedReward(Reward):
             )
         with self._refusing(processor or model):
             commit = processor_revision if processor else revision
-            self.processor = transformers.AutoProcessor.from_pretrained(processor or model, revision=commit)
+            self.processor = self.load_processor(processor or model, commit)
         self.model = network.to(device).eval().requires_grad_(False)
         self.version = f"1 {model}@{_content(model, network)} {dtype} transformers=={transformers.__version__}"
+
+    def load_processor(self, source: str, revision: str | None) -> Any:
+        """What makes the model's inputs of pictures and texts."""
+        import transformers
+
+        return transformers.AutoProcessor.from_pretrained(source, revision=revision)
 
     @classmethod
     def check_options(cls, name: str, options: Mapping[str, Any]) -> None:
@@ -115,18 +121,22 @@ class PretrainedReward(Reward):
         inputs = {name: found[name].to(self.device) for name in ("input_ids", "attention_mask")}
         return inputs, [texts.index(prompt.prompt) for prompt in prompts]
 
-    def load_head(self, path: str, inputs: int) -> "nn.Module":
+    def load_head(
+        self, path: str, inputs: int, outputs: int = 1, activation: "type[nn.Module] | None" = None
+    ) -> "nn.Module":
         """A head of linear layers from a safetensors file, on the model's device, and its digest in `version`.
 
         Layers are the tensors `<anything>.weight` [out, in] and `.bias` in the order of the numbers in their names,
-        with nothing in between: the published aesthetic and ImageReward heads have no activations.
+        with `activation` in between, if any: the published aesthetic and ImageReward heads have none.
 
         Args:
             path: of the file.
             inputs: values that go in.
+            outputs: values that come out.
+            activation: of which one stands between two layers.
 
         Raises:
-            RewardError: there is no such file, or its layers do not lead from `inputs` values to one.
+            RewardError: there is no such file, or its layers do not lead from `inputs` values to `outputs`.
         """
         from safetensors.torch import load_file
         from torch import nn
@@ -137,17 +147,19 @@ class PretrainedReward(Reward):
         names = sorted((n.removesuffix(".weight") for n in tensors if n.endswith(".weight")), key=_numbers)
         widths = [inputs, *(tensors[f"{name}.weight"].shape[0] for name in names)]
         taken = [tensors[f"{name}.weight"].shape[1] for name in names]
-        if not names or taken != widths[:-1] or widths[-1] != 1:
+        if not names or taken != widths[:-1] or widths[-1] != outputs:
             raise RewardError(
                 f"{self.name}: the layers of {path} take {taken} and give {widths[1:]} values; they must lead from the "
-                f"model's {inputs} to 1"
+                f"model's {inputs} to {outputs}"
             )
         layers = [nn.Linear(into, out) for into, out in zip(taken, widths[1:], strict=True)]
         for layer, name in zip(layers, names, strict=True):
             layer.weight.data = tensors[f"{name}.weight"].float()
             layer.bias.data = tensors[f"{name}.bias"].float()
         self.version += f" head={_digest([Path(path)])}"
-        return nn.Sequential(*layers).to(self.device).eval().requires_grad_(False)
+        between = [] if activation is None else [activation()]
+        parts = [part for layer in layers for part in (layer, *between)]
+        return nn.Sequential(*parts[: len(parts) - len(between)]).to(self.device).eval().requires_grad_(False)
 
     @contextmanager
     def _refusing(self, source: str) -> Iterator[None]:
@@ -175,9 +187,13 @@ def to_scores(values: "torch.Tensor") -> np.ndarray:
 
 def _content(model: str, network: Any) -> str:
     """What identifies the weights: a digest of a local folder's files, the commit of a hub id."""
-    if not Path(model).is_dir():
-        return str(getattr(network.config, "_commit_hash", None))
-    return _digest(sorted(file for pattern in WEIGHTS for file in Path(model).glob(pattern)))
+    folder = Path(model)
+    return content_digest(folder) if folder.is_dir() else str(getattr(network.config, "_commit_hash", None))
+
+
+def content_digest(folder: Path) -> str:
+    """16 hex digits over a folder's weights."""
+    return _digest(sorted(file for pattern in WEIGHTS for file in folder.glob(pattern)))
 
 
 def _digest(files: Sequence[Path]) -> str:

@@ -6,7 +6,7 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from models.weights.canary import Canary
 from tasks.actors.cluster import RankPlaces, WorkerNeeds, gpu_slots, ray_cluster, require_resources
 from tasks.actors.machines import watched_machines
 from tasks.actors.reward_group import RewardGroup, wanted_inputs
+from tasks.actors.reward_model import RewardModel, served_reward_model
 from tasks.actors.rollout_group import RolloutGroup
 from tasks.actors.trainer_group import TrainerGroup
 from tasks.actors.waiting import get
@@ -119,11 +120,14 @@ def open_run(config: TrainConfig, inputs: Inputs, recipe: TrainConfig) -> Iterat
             )
         remembered = _remembered_run_id(config)
         label = run_label(config.asked, recipe)
-        with open_cluster_and_tracker(config, label, trains=True, run_id=remembered) as tracker:
+        with (
+            open_cluster_and_tracker(config, label, trains=True, run_id=remembered) as tracker,
+            served_for(config) as model,
+        ):
             _remember_run_id(config, tracker.run_id)
             guards = watched_guards(config, tracker)
             refuse_flagged(config, guards)
-            run = _start_actors(config, inputs, tracker, store, guards, RunReport(config, tracker, recipe))
+            run = _start_actors(config, inputs, tracker, store, guards, RunReport(config, tracker, recipe), model)
             tracker.log_start(config, run_tags(config, inputs, run.online.reward if run.is_online else None))
             tell_sizes(inputs)
             expected = None if run.utilisation is None else run.utilisation.expectation()
@@ -141,6 +145,11 @@ def open_run(config: TrainConfig, inputs: Inputs, recipe: TrainConfig) -> Iterat
             # What is still written behind the run goes to the other trackers, too: they are closed after it.
             with run.report.concluded(), beside, store.behind.settled(), watch as run.machines:
                 yield run
+
+
+def served_for(config: TrainConfig) -> AbstractContextManager[RewardModel | None]:
+    """The model that the rewards of a run of training ask; an offline one asks nobody."""
+    return served_reward_model(config.reward) if config.is_online else nullcontext()
 
 
 @contextmanager
@@ -185,11 +194,14 @@ def open_measurement(
     config: TrainConfig, inputs: Inputs, name: str, tags: Mapping[str, str] | None = None
 ) -> Iterator[MeasuringRun]:
     """Open a measurement of weights, an MLflow run of its own. Raises ClusterError as `open_cluster_and_tracker`."""
-    with open_cluster_and_tracker(config, name, trains=False) as tracker:
+    with (
+        open_cluster_and_tracker(config, name, trains=False) as tracker,
+        served_reward_model(config.reward) as model,
+    ):
         places = rank_places(config) if config.holds_places(trains=False) else None
         encoders = start_text_encoders(config, inputs.embeddings, places)
         shared = places if config.shares_gpus else None
-        run = MeasuringRun(start_rollout(config, inputs, shared), RewardGroup(config.reward), tracker)
+        run = MeasuringRun(start_rollout(config, inputs, shared), RewardGroup(config.reward, model), tracker)
         if encoders is not None:
             encoders.ready(inputs.test)
         tracker.log_start(config, run_tags(config, inputs, run.reward) | dict(tags or {}))
@@ -242,6 +254,7 @@ def _start_actors(
     store: CheckpointStore,
     guards: GuardWatch,
     report: RunReport,
+    model: RewardModel | None,
 ) -> TrainingRun:
     """All groups load their models at the same time."""
     settings, trainer_settings = config.actor_rollout_ref, config.trainer
@@ -250,7 +263,7 @@ def _start_actors(
     places = rank_places(config)
     together = settings.rollout.placement == "colocated"
     rollout = start_rollout(config, inputs, places if together else None) if online else None
-    reward = RewardGroup(config.reward) if online else None
+    reward = RewardGroup(config.reward, model) if online else None
     encoders = start_text_encoders(config, inputs.embeddings, places)
     per_prompt = settings.rollout.n if online else len(SIDES)
     trainer = TrainerGroup(

@@ -19,6 +19,7 @@ from models.training.engine import get_training_engine
 from models.training.schedules import check_lr_schedule
 from models.training.sequence_parallel import check_sequence_split
 from models.weights.trainable import LORA_FILE, check_initial_weights
+from tasks.actors.reward_model import check_reward_model
 from tasks.config.errors import ConfigError
 from tasks.config.tree import TrainConfig
 from tasks.data.base_weights import KnownDigests, check_recorded, weights_digest
@@ -125,6 +126,7 @@ def _check_names(config: TrainConfig) -> None:
         check_reward(name, **entry.options)
     if config.data.rewrite_prompts is not None:
         get_rewriting(config.data.rewrite_prompts)
+    check_reward_model(config.reward)
 
 
 def _check_pipelines(config: TrainConfig, model_config: DiffusionModelConfig, trains: bool) -> None:

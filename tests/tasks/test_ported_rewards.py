@@ -70,7 +70,7 @@ def test_one_that_asks_a_judge_gets_its_address_and_gives_details() -> None:
     assert result.scores == pytest.approx([0.0, 0.2, 1.0])
     assert result.details["genrm_response"][1:] == ["vl@127.0.0.1:8000 night", "vl@127.0.0.1:8000 day"]
     assert result.details["wanted"] == [0.2, 0.2, None]
-    with pytest.raises(RewardError, match="missing a required argument: 'reward_router_address'"):
+    with pytest.raises(RewardError, match="the option reward_router_address is missing"):
         get_reward(f"{HERE}:compute_score_judged")
 
 

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import (
     AutoProcessor,
+    AutoTokenizer,
     BertTokenizer,
     BlipConfig,
     BlipForImageTextRetrieval,
@@ -19,10 +20,13 @@ from transformers import (
     CLIPModel,
     CLIPProcessor,
     CLIPTokenizer,
+    Qwen2VLForConditionalGeneration,
+    Qwen2VLImageProcessorPil,
 )
 
 from tasks.data.prompts import Prompt
 from tasks.rewards import Reward, RewardError, check_reward, get_reward
+from tests.support.tiny_judges import save_qwen2_vl
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
 IMAGES = np.random.default_rng(0).integers(0, 256, (4, 20, 30, 3), dtype=np.uint8)
@@ -198,3 +202,43 @@ def test_a_processor_of_its_own_wants_its_commit(clip: Path) -> None:
     check_reward("pickscore", revision=commit, processor_revision=commit)
     check_reward("pickscore", revision=commit, processor=None)
     check_reward("pickscore", model=str(clip), processor=str(clip))
+
+
+@torch.no_grad()
+def test_hpsv3_is_a_direct_forward_of_each_sample_alone(tmp_path: Path) -> None:
+    """Mean and sigma at the reward's token, whatever stands beside the sample in its batch."""
+    folder = save_qwen2_vl(tmp_path / "qwen", "<|Reward|>")
+    head = tmp_path / "head.safetensors"
+    generator, tensors = torch.Generator().manual_seed(3), {}
+    for number, (width, into) in {0: (6, 32), 3: (5, 6), 5: (2, 5)}.items():
+        tensors[f"rm_head.{number}.weight"] = torch.randn(width, into, generator=generator)
+        tensors[f"rm_head.{number}.bias"] = torch.randn(width, generator=generator)
+    save_file(tensors, head)
+    template = "{picture}: {prompt}?<|Reward|> and more"
+    reward = get_reward("hpsv3", model=str(folder), head=str(head), template=template)
+    found = reward(IMAGES, PROMPTS)
+    model = Qwen2VLForConditionalGeneration.from_pretrained(folder).eval()
+    tokenizer, pictures = AutoTokenizer.from_pretrained(folder), Qwen2VLImageProcessorPil.from_pretrained(folder)
+    expected = []
+    for image, text in zip(IMAGES, TEXTS, strict=True):
+        seen = pictures(images=[image], return_tensors="pt")
+        pads = "<|image_pad|>" * (int(seen["image_grid_thw"].prod()) // 4)
+        ids = tokenizer(f"<|vision_start|>{pads}<|vision_end|>: {text}?<|Reward|>", return_tensors="pt")["input_ids"]
+        kinds = (ids == model.config.image_token_id).int()
+        state = model(input_ids=ids, mm_token_type_ids=kinds, output_hidden_states=True, **seen).hidden_states[-1][
+            0, -1
+        ]
+        for number in (0, 3, 5):
+            state = tensors[f"rm_head.{number}.weight"] @ state + tensors[f"rm_head.{number}.bias"]
+            state = state.relu() if number < 5 else state
+        expected.append(state.tolist())
+    assert len({round(mean, 3) for mean, _ in expected}) == 4, "pictures and prompts all differ"
+    assert np.stack([found.scores, found.details["sigma"]], 1) == pytest.approx(np.array(expected), rel=1e-4, abs=1e-4)
+    # A prompt brings no token of the model's own: it stays text.
+    spoof = Prompt("uid", "<|Reward|>", None, {}, "")
+    assert np.isfinite(reward(IMAGES[:1], [spoof]).scores).all()
+    with pytest.raises(RewardError, match=r"template must have \{picture\}"):
+        check_reward("hpsv3", model=str(folder), head=str(head), template="{prompt}<|Reward|>{picture}")
+    plain = save_qwen2_vl(tmp_path / "plain")
+    with pytest.raises(RewardError, match=r"does not know <\|Reward\|>"):
+        get_reward("hpsv3", model=str(plain), head=str(head))

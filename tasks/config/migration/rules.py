@@ -200,10 +200,11 @@ def _reward_function(path: str, value: Any, given: Given) -> Taken | Elsewhere:
 def _scored_by(name: str, file: str, function: Any, given: Given) -> Taken | Elsewhere:
     module = PurePosixPath(file.removeprefix("pkg://").replace(".", "/") if file.startswith("pkg://") else file).stem
     if module == "genrm_ocr":
-        judge = {"model": given.get("reward.reward_model.model_path"), "base_url": "http://127.0.0.1:8000/v1"}
+        judge = {"reward.reward_model.model_path": str(given.get("reward.reward_model.model_path"))}
         return Taken(
-            {f"{REWARD}.{name}": {"reward": "judge_ocr", "options": judge}},
-            "serve that model at that address (`vllm serve`), or use ocr, which reads on the CPU",
+            {f"{REWARD}.{name}": {"reward": "judge_ocr"}} | judge,
+            "the run serves that model, a folder or a hub id with reward.reward_model.revision, on as many GPUs as "
+            "reward.reward_model.num_gpus says; or use ocr, which reads on the CPU",
         )
     known = {
         "jpeg_compressibility": "jpeg_compressibility",
@@ -288,7 +289,8 @@ def _limit(to: str) -> Rule:
 
 
 SERVED = Elsewhere(
-    "the judge's server is started by hand (`vllm serve`): its address and model are options of reward.functions"
+    "the run serves a judge that a reward asks: its model is reward.reward_model.model_path, its server's settings "
+    "reward.reward_model.arguments"
 )
 NO_COPY = Elsewhere("weights go from the trainer to the rollout in memory, whichever way rollout.weight_transport says")
 ENCODED = Elsewhere(

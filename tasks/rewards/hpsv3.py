@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HPSv3's architecture (arXiv 2508.03789): a Qwen2-VL reads prompt and picture, and a head says a mean and a sigma."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Unpack
+
+import numpy as np
+
+from tasks.rewards.base import RewardError, RewardResult, ScoredPrompt, register_reward
+from tasks.rewards.pretrained import PretrainedOptions, PretrainedReward, to_scores
+
+REWARD_TOKEN = "<|Reward|>"
+PICTURE, PICTURE_BEGINS, PICTURE_ENDS = "<|image_pad|>", "<|vision_start|>", "<|vision_end|>"
+TEMPLATE = (
+    "<|im_start|>user\n{picture}Judge how well this picture shows what its prompt says, and how good it looks.\n"
+    f"Prompt: {{prompt}}\n{REWARD_TOKEN}<|im_end|>\n"
+)
+
+
+class Processor(NamedTuple):
+    """Of texts and of pictures; transformers' own of both needs torchvision, for videos."""
+
+    tokenizer: Any
+    pictures: Any
+
+
+@register_reward("hpsv3")
+class HumanPreferenceScoreV3(PretrainedReward):
+    """The first of the two values that the head makes of the hidden state at the token <|Reward|>, the mean.
+
+    The detail `sigma` is the second value as the head gives it. The head's layers have ReLU in between.
+    """
+
+    architecture = "Qwen2VLModel"
+
+    def __init__(
+        self, *, model: str, head: str, template: str = TEMPLATE, **options: Unpack[PretrainedOptions]
+    ) -> None:
+        """Load the model and the head.
+
+        Args:
+            model, options: see `PretrainedReward`; its tokenizer must know <|Reward|>.
+            head: safetensors file of linear layers, from the language model's width to two values.
+            template: what the model reads: {picture}, {prompt} and one <|Reward|> after both. Published weights want
+                the one that they were trained with.
+        """
+        from torch import nn
+
+        super().__init__(model=model, **options)
+        width = self.model.config.text_config.hidden_size
+        self._head = self.load_head(head, width, outputs=2, activation=nn.ReLU)
+        self._token = self.processor.tokenizer.convert_tokens_to_ids(REWARD_TOKEN)
+        if self._token in (None, self.processor.tokenizer.unk_token_id) or self._token >= self._vocabulary():
+            raise RewardError(
+                f"{self.name}: {model} does not know {REWARD_TOKEN}: its tokenizer must, and its embeddings"
+            )
+        self._template = template
+        self.version += f" template={hashlib.sha256(template.encode()).hexdigest()[:12]}"
+
+    @classmethod
+    def check_options(cls, name: str, options: Mapping[str, Any]) -> None:
+        """The template has its places, in an order in which the reward's token has read both."""
+        super().check_options(name, options)
+        template = str(options.get("template", TEMPLATE))
+        before = template.partition(REWARD_TOKEN)[0]
+        if template.count(REWARD_TOKEN) != 1 or before.count("{picture}") != 1 or before.count("{prompt}") != 1:
+            raise RewardError(
+                f"reward {name!r}: template must have {{picture}} and {{prompt}} once each and after both one "
+                f"{REWARD_TOKEN}"
+            )
+
+    def load_processor(self, source: str, revision: str | None) -> Processor:
+        """The tokenizer, and the pictures' processor that computes the same with and without torchvision."""
+        from transformers import AutoTokenizer, Qwen2VLImageProcessorPil
+
+        tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, padding_side="right")
+        return Processor(tokenizer, Qwen2VLImageProcessorPil.from_pretrained(source, revision=revision))
+
+    def score(self, images: np.ndarray, prompts: Sequence[ScoredPrompt]) -> RewardResult:
+        """About 0 to 15 with the published weights."""
+        import torch
+
+        pictures = self.processor.pictures(images=list(images), return_tensors="pt")
+        merged = self.processor.pictures.merge_size**2
+        counts = [int(grid.prod()) // merged for grid in pictures["image_grid_thw"]]
+        texts = [self._text(prompt.prompt, count) for prompt, count in zip(prompts, counts, strict=True)]
+        tokens = self.processor.tokenizer(texts, padding=True, return_tensors="pt").to(self.device)
+        ids = tokens["input_ids"]
+        states = self.model(
+            input_ids=ids,
+            attention_mask=tokens["attention_mask"],
+            pixel_values=pictures["pixel_values"].to(self.device, self.model.dtype),
+            image_grid_thw=pictures["image_grid_thw"].to(self.device),
+            mm_token_type_ids=(ids == self.model.config.image_token_id).int(),
+            use_cache=False,
+        ).last_hidden_state
+        last = (ids == self._token).int().argmax(-1)
+        values = self._head(states[torch.arange(len(ids), device=ids.device), last].float())
+        return RewardResult(to_scores(values[:, 0]), {"sigma": to_scores(values[:, 1]).tolist()})
+
+    def _text(self, prompt: str, count: int) -> str:
+        """What the model reads; a prompt cannot bring tokens of its own."""
+        picture = PICTURE_BEGINS + PICTURE * count + PICTURE_ENDS
+        return self._template.replace("{picture}", picture).replace("{prompt}", prompt.replace("<|", "< |"))
+
+    def _vocabulary(self) -> int:
+        return int(self.model.get_input_embeddings().num_embeddings)
