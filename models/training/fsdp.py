@@ -66,20 +66,11 @@ class DiffusersFSDPEngine(PolicyForward):
         # Nothing in these models depends on the mode but that compiled code is made anew for each.
         self.module = self._sharded(self._load(trained=True)).eval()
         self._trained = tuple(trainable(self.module))
-        settings, shards = self.actor_config.optim, list(self._shards().values())
-        self.optimizer = torch.optim.AdamW(
-            shards,
-            lr=settings.lr,
-            betas=settings.betas,
-            eps=settings.eps,
-            weight_decay=settings.weight_decay,
-            # On CUDA torch makes one call for all weights: it cannot where some are sharded and a few whole.
-            foreach=False if len({isinstance(shard, DTensor) for shard in shards}) > 1 else None,
-        )
+        self.optimizer = self._new_optimizer()
         allocate_adam_state(self.optimizer)
         if self.actor_config.fsdp_config.optimizer_offload:
             offload_adam_state(self.optimizer)
-        self.lr_scheduler = build_lr_scheduler(self.optimizer, settings)
+        self.lr_scheduler = build_lr_scheduler(self.optimizer, self.actor_config.optim)
         self.ema = WeightAverage(self.module, self.actor_config.ema) if self.actor_config.ema.enable else None
         self.scheduler = self.adapter.build_scheduler(self.model_config)
         self.adapter.set_timesteps(self.scheduler, self.model_config, self.device)
@@ -209,9 +200,7 @@ class DiffusersFSDPEngine(PolicyForward):
 
     def _optimizer_step(self) -> float | None:
         """The gradient's norm before it was clipped; None where it is not finite and the step was left out."""
-        parameters = list(self._shards().values())
-        average_whole(parameters)
-        norm = clip_gradients(parameters, self.actor_config.optim.clip_grad)
+        norm = self._clip_gradient()
         if not torch.isfinite(norm):  # it is over all ranks, so they agree
             self.optimizer.zero_grad()
             self.nonfinite.leave_out(norm.item(), self.optimizer_steps)
@@ -226,6 +215,12 @@ class DiffusersFSDPEngine(PolicyForward):
         if self.ema is not None:
             self.ema.update(self.optimizer_steps)
         return norm.item()
+
+    def _clip_gradient(self) -> Tensor:
+        """Make the gradient that of all ranks and no longer than `optim.clip_grad`; its norm before (scalar)."""
+        parameters = list(self._shards().values())
+        average_whole(parameters)
+        return clip_gradients(parameters, self.actor_config.optim.clip_grad)
 
     # ---- weights
 
@@ -292,6 +287,19 @@ class DiffusersFSDPEngine(PolicyForward):
 
     # ---- building
 
+    def _new_optimizer(self) -> torch.optim.Optimizer:
+        """AdamW over the trained shards."""
+        settings, shards = self.actor_config.optim, list(self._shards().values())
+        return torch.optim.AdamW(
+            shards,
+            lr=settings.lr,
+            betas=settings.betas,
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
+            # On CUDA torch makes one call for all weights: it cannot where some are sharded and a few whole.
+            foreach=False if len({isinstance(shard, DTensor) for shard in shards}) > 1 else None,
+        )
+
     def _load(self, trained: bool) -> nn.Module:
         full = trained and not self.model_config.trains_lora
         dtype = torch.float32 if full else self.model_config.dtype
@@ -316,11 +324,19 @@ class DiffusersFSDPEngine(PolicyForward):
         return self._sharded(teacher).eval()
 
     def _sharded(self, module: nn.Module) -> nn.Module:
-        settings, own = self.actor_config.fsdp_config, self.model_config.model.dtype
-        policy_format = settings.param_dtype or own
-        choose_attention(self.adapter, module, self.device, getattr(torch, policy_format))
+        choose_attention(self.adapter, module, self.device, getattr(torch, self._policy_format))
         if self._sequence_mesh is not None:
             split_sequences(self.adapter, module, self._sequence_mesh)
+        return self._shard(module)
+
+    @property
+    def _policy_format(self) -> str:
+        """The number format in which the model computes."""
+        return self.actor_config.fsdp_config.param_dtype or self.model_config.model.dtype
+
+    def _shard(self, module: nn.Module) -> nn.Module:
+        """Divide a whole module in host memory among the ranks' devices, block by block."""
+        settings, own, policy_format = self.actor_config.fsdp_config, self.model_config.model.dtype, self._policy_format
         policy = MixedPrecisionPolicy(
             param_dtype=getattr(torch, policy_format),
             reduce_dtype=getattr(torch, settings.reduce_dtype),
