@@ -287,7 +287,7 @@ class DiffusersFSDPEngine(PolicyForward):
 
     # ---- building
 
-    def _new_optimizer(self) -> torch.optim.Optimizer:
+    def _new_optimizer(self) -> torch.optim.AdamW:
         """AdamW over the trained shards."""
         settings, shards = self.actor_config.optim, list(self._shards().values())
         return torch.optim.AdamW(

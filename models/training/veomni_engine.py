@@ -108,7 +108,7 @@ class VeOmniEngine(DiffusersFSDPEngine):
             module.get_submodule(owner)._buffers[own_name] = buffer.to(self.device)
         return module
 
-    def _new_optimizer(self) -> torch.optim.Optimizer:
+    def _new_optimizer(self) -> torch.optim.AdamW:
         from veomni.optim import build_optimizer
 
         self._shards()  # the module holds them and not what a forward gathered

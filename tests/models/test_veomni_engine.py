@@ -59,8 +59,11 @@ class Trained:
     velocity: Tensor
 
 
-def trained(rank: int, strategy: str, model: Path, samples: dict[str, Trajectories], folder: Path) -> dict[str, Trained]:
-    """Two updates, a third while a checkpoint is written; then that checkpoint again, and its third update."""
+def trained(
+    rank: int, strategy: str, model: Path, samples: dict[str, Trajectories], folder: Path, others: Path | None = None
+) -> dict[str, Trained]:
+    """Two updates, a third while a checkpoint is written; then that checkpoint again, or another engine's, and its
+    third update."""
     found = {}
     ranks = torch.distributed.get_world_size()
     for kind, fields in KINDS.items():
@@ -82,7 +85,7 @@ def trained(rank: int, strategy: str, model: Path, samples: dict[str, Trajectori
         wait_until_saved(engine)
         with engine.averaged():
             average = engine.gather_weights()
-        engine.load_checkpoint(folder / kind)
+        engine.load_checkpoint((others or folder) / kind)
         resumed = [engine.gather_weights()]
         scored, velocity = engine.rescored(own).log_probs, engine.canary_velocity(Canary(prompt_table((5, 3))))
         engine.update_policy([batch])
@@ -107,9 +110,15 @@ def samples(tiny_model: Path) -> dict[str, Trajectories]:
 
 
 @pytest.fixture(scope="module")
-def reference(tiny_model: Path, samples: dict[str, Trajectories], tmp_path_factory: pytest.TempPathFactory) -> dict:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the checkpoints of `fsdp2`."""
+    return tmp_path_factory.mktemp("fsdp2")
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_model: Path, samples: dict[str, Trajectories], folder: Path) -> dict[str, Trained]:
     with single_rank():
-        return trained(0, "fsdp2", tiny_model, samples, tmp_path_factory.mktemp("fsdp2"))
+        return trained(0, "fsdp2", tiny_model, samples, folder)
 
 
 @installed
@@ -134,10 +143,10 @@ def test_one_rank_trains_as_fsdp2(
 
 
 @installed
-def test_two_ranks_train_as_one(
-    reference: dict[str, Trained], tiny_model: Path, samples: dict[str, Trajectories], tmp_path: Path
+def test_two_ranks_train_as_one_and_read_the_checkpoint_of_fsdp2(
+    reference: dict[str, Trained], tiny_model: Path, samples: dict[str, Trajectories], tmp_path: Path, folder: Path
 ) -> None:
-    first, second = gloo_world(trained, 2, tmp_path, "veomni", tiny_model, samples, tmp_path)
+    first, second = gloo_world(trained, 2, tmp_path, "veomni", tiny_model, samples, tmp_path, folder)
     for kind in ("full", "lora", "offloaded"):  # in bf16 a batch's parts are rounded otherwise
         own, theirs = first[kind], reference[kind]
         assert own.sharded
@@ -151,7 +160,7 @@ def test_two_ranks_train_as_one(
 
 @pytest.mark.parametrize(
     ("changes", "named"),
-    [({"ulysses_sequence_parallel_size": 2}, "ulysses_sequence_parallel_size"), ({"shard_frozen": False}, "shard_froz")],
+    [({"ulysses_sequence_parallel_size": 2}, "ulysses_sequence"), ({"shard_frozen": False}, "shard_frozen")],
 )
 def test_what_veomni_cannot_do_is_refused_by_its_field(tiny_model: Path, changes: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):
