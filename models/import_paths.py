@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose code an import path of the config may name."""
+"""Whose code an import path, or an interpreter, of the config may name."""
 
 import os
 
@@ -19,13 +19,25 @@ def check_allowed(path: str) -> None:
     one of them is allowed with it. Not set, everything is allowed; empty, nothing is. Registered names are no paths and
     never asked about.
     """
-    setting = os.environ.get(ALLOWED)
-    if setting is None:
-        return
+    allowed = _allowed()
     module = path.partition(":")[0]
-    allowed = [name.strip() for name in setting.split(",") if name.strip()]
-    if not any(module == name or module.startswith(f"{name}.") for name in allowed):
+    if allowed is not None and not any(module == name or module.startswith(f"{name}.") for name in allowed):
         raise ModuleNotAllowed(
             f"{path!r} names code of the module {module!r}, and {ALLOWED} allows {', '.join(allowed) or 'none'}: use a "
             "registered name, or add the module there"
         )
+
+
+def check_allowed_interpreter(field: str, path: str) -> None:
+    """Raise ModuleNotAllowed where a program must not be run: DOUBLEFLOW_ALLOWED_MODULES is set and lacks its path."""
+    allowed = _allowed()
+    if allowed is not None and path not in allowed:
+        raise ModuleNotAllowed(
+            f"{field} is {path}, a program of the config's own, and {ALLOWED} allows {', '.join(allowed) or 'none'}: "
+            "leave the field out, or add the path there"
+        )
+
+
+def _allowed() -> list[str] | None:
+    setting = os.environ.get(ALLOWED)
+    return None if setting is None else [name.strip() for name in setting.split(",") if name.strip()]

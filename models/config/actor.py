@@ -280,8 +280,13 @@ class DiffusionActorConfig(Section):
 
     strategy: str = Field(
         "fsdp2",
-        description="Training engine: fsdp2, or package.module:Class (docs/training.md).",
-        json_schema_extra=choices("fsdp2", own=IMPORT_PATH),
+        description="Training engine: fsdp2, veomni, or package.module:Class (docs/training.md).",
+        json_schema_extra=choices("fsdp2", "veomni", own=IMPORT_PATH),
+    )
+    python: NotShaping[str | None] = Field(
+        None,
+        description="Interpreter of the trainer's actors, /folder/bin/python of another environment that has what the "
+        "training engine needs; null is the run's own (docs/training.md).",
     )
     ppo_mini_batch_size: int = Field(
         16, ge=1, le=MOST_BATCH, description="Prompts (with all their samples) per optimiser step."

@@ -109,6 +109,7 @@ def get_training_engine(strategy: str) -> type[TrainingEngine]:
     Raises:
         ValueError: there is none; the message lists the known names.
     """
-    import models.training.fsdp  # noqa: F401  here: registers itself, and imports this module
+    import models.training.fsdp  # here: they register themselves, and import this module
+    import models.training.veomni_engine  # noqa: F401
 
     return TRAINING_ENGINES.get(strategy)

@@ -71,20 +71,11 @@ class DiffusersFSDPEngine(PolicyForward):
             # Weights that stay gathered from a forward to its backward stay so until they change: `_shards` lets go.
             cast(FSDPModule, self.module).set_reshard_after_backward(False)
         self._trained = tuple(trainable(self.module))
-        settings, shards = self.actor_config.optim, list(self._shards().values())
-        self.optimizer = torch.optim.AdamW(
-            shards,
-            lr=settings.lr,
-            betas=settings.betas,
-            eps=settings.eps,
-            weight_decay=settings.weight_decay,
-            # On CUDA torch makes one call for all weights: it cannot where some are sharded and a few whole.
-            foreach=False if len({isinstance(shard, DTensor) for shard in shards}) > 1 else None,
-        )
+        self.optimizer = self._new_optimizer()
         allocate_adam_state(self.optimizer)
         if self.actor_config.fsdp_config.optimizer_offload:
             offload_adam_state(self.optimizer)
-        self.lr_scheduler = build_lr_scheduler(self.optimizer, settings)
+        self.lr_scheduler = build_lr_scheduler(self.optimizer, self.actor_config.optim)
         self.ema = WeightAverage(self.module, self.actor_config.ema) if self.actor_config.ema.enable else None
         self.scheduler = self.adapter.build_scheduler(self.model_config)
         self.adapter.set_timesteps(self.scheduler, self.model_config, self.device)
@@ -220,13 +211,10 @@ class DiffusersFSDPEngine(PolicyForward):
 
     def _optimizer_step(self) -> float | None:
         """The gradient's norm before it was clipped; None where it is not finite and the step was left out."""
-        parameters = list(self._shards().values())
-        average_whole(parameters)
-        norm = clip_gradients(parameters, self.actor_config.optim.clip_grad)
-        read = norm.item()  # the one place of a step that waits for the GPU
-        if not math.isfinite(read):  # it is over all ranks, so they agree
+        norm = self._clip_gradient().item()  # the one place of a step that waits for the GPU
+        if not math.isfinite(norm):  # it is over all ranks, so they agree
             self.optimizer.zero_grad()
-            self.nonfinite.leave_out(read, self.optimizer_steps)
+            self.nonfinite.leave_out(norm, self.optimizer_steps)
             return None
         self.nonfinite.in_a_row = 0
         offloaded = self.actor_config.fsdp_config.optimizer_offload
@@ -237,7 +225,13 @@ class DiffusersFSDPEngine(PolicyForward):
         self.optimizer_steps += 1
         if self.ema is not None:
             self.ema.update(self.optimizer_steps)
-        return read
+        return norm
+
+    def _clip_gradient(self) -> Tensor:
+        """Make the gradient that of all ranks and no longer than `optim.clip_grad`; its norm before (scalar)."""
+        parameters = list(self._shards().values())
+        average_whole(parameters)
+        return clip_gradients(parameters, self.actor_config.optim.clip_grad)
 
     # ---- weights
 
@@ -303,6 +297,19 @@ class DiffusersFSDPEngine(PolicyForward):
 
     # ---- building
 
+    def _new_optimizer(self) -> torch.optim.AdamW:
+        """AdamW over the trained shards."""
+        settings, shards = self.actor_config.optim, list(self._shards().values())
+        return torch.optim.AdamW(
+            shards,
+            lr=settings.lr,
+            betas=settings.betas,
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
+            # On CUDA torch makes one call for all weights: it cannot where some are sharded and a few whole.
+            foreach=False if len({isinstance(shard, DTensor) for shard in shards}) > 1 else None,
+        )
+
     def _load(self, trained: bool) -> nn.Module:
         full = trained and not self.model_config.trains_lora
         dtype = torch.float32 if full else self.model_config.dtype
@@ -327,11 +334,19 @@ class DiffusersFSDPEngine(PolicyForward):
         return self._sharded(teacher).eval()
 
     def _sharded(self, module: nn.Module) -> nn.Module:
-        settings, own = self.actor_config.fsdp_config, self.model_config.model.dtype
-        policy_format = settings.param_dtype or own
-        choose_attention(self.adapter, module, self.device, getattr(torch, policy_format))
+        choose_attention(self.adapter, module, self.device, getattr(torch, self._policy_format))
         if self._sequence_mesh is not None:
             split_sequences(self.adapter, module, self._sequence_mesh)
+        return self._shard(module)
+
+    @property
+    def _policy_format(self) -> str:
+        """The number format in which the model computes."""
+        return self.actor_config.fsdp_config.param_dtype or self.model_config.model.dtype
+
+    def _shard(self, module: nn.Module) -> nn.Module:
+        """Divide a whole module in host memory among the ranks' devices, block by block."""
+        settings, own, policy_format = self.actor_config.fsdp_config, self.model_config.model.dtype, self._policy_format
         policy = MixedPrecisionPolicy(
             param_dtype=getattr(torch, policy_format),
             reduce_dtype=getattr(torch, settings.reduce_dtype),

@@ -16,6 +16,7 @@ from models.families.base import DiffusionModelConfig
 from models.training.engine import HeldWeights
 from models.weights.canary import Agreement, Canary, CanaryLimits
 from tasks.actors.cluster import ActorGroup, RankPlaces
+from tasks.actors.interpreter import own_environment
 from tasks.actors.messages import GatheredWeights, OldBatch, RankMiniBatch, RankUpdate, Rescored, SentWeights, ask
 from tasks.actors.rollout_group import PendingBatch, RolloutGroup
 from tasks.actors.trainer_rank import TrainerRank
@@ -46,7 +47,8 @@ class TrainerGroup:
         self.sharing = actor_config.fsdp_config.ulysses_sequence_parallel_size
         gpus = places.num_gpus if places is not None else 1.0 if settings.device == "cuda" else 0.0
         arguments = (model_config, actor_config, forward_config, settings, gives_back)
-        self.group = ActorGroup(TrainerRank, settings.world_size, gpus, arguments, places=places)
+        own = {} if actor_config.python is None else {"runtime_env": own_environment(actor_config.python)}
+        self.group = ActorGroup(TrainerRank, settings.world_size, gpus, arguments, places=places, **own)
         self.routes = Routes(self.group.actors)
         self._proofs: list[ray.ObjectRef] = []  # of the last sync
         self._warming: list[ray.ObjectRef] = []

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from models.config.actor import DiffusionActorConfig
 from models.config.model import ModelConfig
 from models.errors import DoubleflowError
+from tasks.actors.interpreter import check_interpreter
 from tasks.config.data import FILES, DataConfig, data_folder
 from tasks.config.errors import ConfigError
 from tasks.config.tree import TrainConfig
@@ -94,7 +95,9 @@ def _check_parts(config: TrainConfig) -> None:
     actor = config.actor_rollout_ref.actor
     get_diffusion_adv_estimator_fn(config.algorithm.adv_estimator)
     get_diffusion_loss_fn(actor.diffusion_loss.loss_mode)
-    if actor.strategy != DiffusionActorConfig.model_fields["strategy"].default:  # the engines take seconds to import
+    if actor.python is not None:
+        check_interpreter(actor)
+    elif actor.strategy != DiffusionActorConfig.model_fields["strategy"].default:  # the engines take seconds to import
         from models.training.engine import get_training_engine
 
         get_training_engine(actor.strategy)

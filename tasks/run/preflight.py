@@ -4,6 +4,7 @@
 import hashlib
 import logging
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,10 +16,11 @@ from models.families.base import DiffusionModelBase, DiffusionModelConfig, read_
 from models.families.latents import text_width
 from models.rollout.vllm_omni.engine import check_tensor_split, pipeline_class
 from models.schedulers import check_kernel
-from models.training.engine import get_training_engine
+from models.training.engine import TRAINING_ENGINES, get_training_engine
 from models.training.schedules import check_lr_schedule
 from models.training.sequence_parallel import check_sequence_split
 from models.weights.trainable import LORA_FILE, check_initial_weights
+from tasks.actors.interpreter import check_interpreter
 from tasks.actors.reward_model import check_reward_model
 from tasks.config.errors import ConfigError
 from tasks.config.tree import TrainConfig
@@ -96,6 +98,7 @@ def check_inputs(config: TrainConfig, trains: bool = True, recorded: TrainConfig
     rollout = config.actor_rollout_ref.rollout
     model_config = DiffusionModelConfig.load(config.actor_rollout_ref.model, rollout.pipeline, rollout.algo)
     adapter = DiffusionModelBase.get_class(model_config)
+    _check_engine(config, model_config)
     _check_pipelines(config, model_config, trains)
     latent_shape = adapter.latent_shape(model_config)
     if trains:
@@ -118,7 +121,6 @@ def _check_names(config: TrainConfig) -> None:
     load_families(config.actor_rollout_ref.model.external_lib)
     check_advantage(config.algorithm.adv_estimator, config.algorithm.adv_options)
     check_kernel(config.actor_rollout_ref.rollout.algo.sde_type, config.actor_rollout_ref.rollout.algo.sde_options)
-    get_training_engine(config.actor_rollout_ref.actor.strategy)
     check_loss(config)
     check_lr_schedule(config.scheduled_actor.optim)
     check_libraries(config.tracking)
@@ -127,6 +129,24 @@ def _check_names(config: TrainConfig) -> None:
     if config.data.rewrite_prompts is not None:
         get_rewriting(config.data.rewrite_prompts)
     check_reward_model(config.reward)
+
+
+def _check_engine(config: TrainConfig, model_config: DiffusionModelConfig) -> None:
+    """The training engine is there, where the trainer's actors are to look for it, and takes the settings."""
+    actor = config.actor_rollout_ref.actor
+    if actor.python is not None:
+        check_interpreter(actor)
+        if actor.strategy not in TRAINING_ENGINES.entries:  # its module may be there alone
+            return
+    engine = get_training_engine(actor.strategy)
+    library = getattr(engine, "library", None)
+    if actor.python is None and library is not None and find_spec(library) is None:
+        raise ConfigError(
+            f"actor.strategy is {actor.strategy}, but {library} is not installed: install it, or let actor.python name "
+            "the interpreter of an environment that has it (docs/training.md)"
+        )
+    if hasattr(engine, "check_settings"):
+        engine.check_settings(actor, model_config)
 
 
 def _check_pipelines(config: TrainConfig, model_config: DiffusionModelConfig, trains: bool) -> None:

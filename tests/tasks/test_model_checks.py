@@ -2,8 +2,10 @@
 """What the driver says about a model, its settings and its embeddings before anything loads."""
 
 import json
+import platform
 import shutil
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,15 @@ import yaml
 from typer.testing import CliRunner
 
 from flows.prepare import app
+from models.config.actor import DiffusionActorConfig
 from models.families.latents import text_width
+from models.import_paths import ALLOWED, ModuleNotAllowed
+from tasks.actors.interpreter import FIELD, check_interpreter
 from tasks.config.tree import TrainConfig
 from tasks.data.embeddings import PromptEmbeddings, write_embeddings
 from tasks.data.prompts import build_prompt_table, load_prompts
 from tasks.run.preflight import ConfigError, Inputs, check_inputs
+from tests.support.other_environment import make_environment
 from tests.support.tiny_models import FAMILIES
 
 EMBEDDINGS = {
@@ -142,8 +148,53 @@ def test_how_the_ranks_train_suits_the_model(workspace: Path) -> None:
         checked(workspace, "stable_diffusion_3", actor=shared)
     with pytest.raises(ValueError, match=r"size is 3: .*n_gpus_per_node 2 must be a multiple of it"):
         checked(workspace, "wan", actor={"fsdp_config": {"ulysses_sequence_parallel_size": 3}})
-    with pytest.raises(ValueError, match=r"actor.strategy is 'veomni'; known: fsdp2; or give package.module:object"):
-        checked(workspace, "wan", actor={"strategy": "veomni"})
+    with pytest.raises(ValueError, match=r"strategy is 'megatron'; known: fsdp2, veomni; or give package.module"):
+        checked(workspace, "wan", actor={"strategy": "megatron"})
+
+
+def test_a_training_engine_is_looked_for_where_the_trainers_actors_run(
+    workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """VeOmni and an engine of one's own, without them and in an environment that has them."""
+    python = make_environment(tmp_path / "venv", {"veomni/__init__.py": "", "only_there.py": ""})
+    veomni = {"strategy": "veomni", "python": str(python)}
+    assert isinstance(checked(workspace, "wan", actor=veomni), Inputs)
+    assert isinstance(checked(workspace, "wan", actor=veomni | {"strategy": "only_there:Engine"}), Inputs)
+    with pytest.raises(ValueError, match=r"actor.strategy is 'only_there:Engine', which cannot be imported"):
+        checked(workspace, "wan", actor={"strategy": "only_there:Engine"})
+    with pytest.raises(ValueError, match=r"ulysses_sequence_parallel_size is 2, which actor.strategy veomni cannot"):
+        checked(workspace, "wan", actor=veomni | {"fsdp_config": {"ulysses_sequence_parallel_size": 2}})
+    if find_spec("veomni") is None:
+        with pytest.raises(ConfigError, match=r"actor.strategy is veomni, but veomni is not installed: install it, or"):
+            checked(workspace, "wan", actor={"strategy": "veomni"})
+    monkeypatch.setenv(ALLOWED, "mine")
+    with pytest.raises(ModuleNotAllowed, match=rf"{FIELD} is .*, a program of the config's own"):
+        checked(workspace, "wan", actor=veomni)
+    monkeypatch.setenv(ALLOWED, f"mine,{python}")
+    assert isinstance(checked(workspace, "wan", actor=veomni), Inputs)
+
+
+def answering(file: Path, lines: str) -> Path:
+    """A program that says these lines whatever it is asked."""
+    file.write_text(f"#!/bin/sh\ncat <<'END'\n{lines}\nEND\n")
+    file.chmod(0o755)
+    return file
+
+
+def test_an_interpreter_that_cannot_run_the_trainer_is_refused_before_anything_loads(tmp_path: Path) -> None:
+    bare = make_environment(tmp_path / "bare", {}, own_packages=False)
+    older = answering(tmp_path / "older", '{"python": "3.1.0", "ray": null, "missing": []}')
+    for python, strategy, said in (
+        (tmp_path / "nowhere", "fsdp2", "which does not exist: give /folder/bin/python"),
+        (answering(tmp_path / "greets", "hello"), "fsdp2", "which does not answer as an interpreter of Python"),
+        (tmp_path / "raw.txt", "fsdp2", "which does not answer as an interpreter of Python"),
+        (older, "fsdp2", f"which has python 3.1.0, but this run's is {platform.python_version()}"),
+        (bare, "fsdp2", "which has ray None, but this run's is"),
+        (make_environment(tmp_path / "venv", {}), "nobodys.engine:Engine", "whose environment lacks nobodys: install"),
+    ):
+        (tmp_path / "raw.txt").write_text("no program")
+        with pytest.raises(ConfigError, match=f"{FIELD} is {python}, {said}"):
+            check_interpreter(DiffusionActorConfig(python=str(python), strategy=strategy))
 
 
 def test_validation_is_checked_like_the_rollout(workspace: Path) -> None:

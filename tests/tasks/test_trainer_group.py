@@ -2,7 +2,9 @@
 """The trainer's actors on a real Ray: another engine by its path, checkpoints in the background, determinism."""
 
 import stat
+import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +24,7 @@ from tasks.config.trainer import RayConfig, TrainerConfig
 from tasks.data.prompts import Prompt
 from tasks.records.run_store import CheckpointStore, RunState
 from tests.support.helpers import actor_config, model_config, prompt_table, rollout_request
+from tests.support.other_environment import make_environment
 
 ADVANTAGES = np.array([1.0, -0.8, 0.3, -1.5], np.float32)
 SETTINGS = {"clip_grad": 0.1, "ppo_micro_batch_size_per_gpu": 2}
@@ -63,11 +66,19 @@ def new_group(model: Path, ranks: int = 1, **settings: object) -> TrainerGroup:
 
 
 @pytest.fixture(scope="module")
-def groups(cluster: None, tiny_model: Path) -> dict[str, TrainerGroup]:
-    """The same trainer three times: FSDP2, another engine, and two ranks of FSDP2 that share their samples' tokens."""
+def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of another environment, which has a training engine in a package that this one lacks."""
+    source = "from tests.support.plain_engine import PlainEngine\n\n\nclass Engine(PlainEngine):\n    pass\n"
+    return make_environment(tmp_path_factory.mktemp("else where") / "venv", {"only_there.py": source})
+
+
+@pytest.fixture(scope="module")
+def groups(cluster: None, tiny_model: Path, elsewhere: Path) -> dict[str, TrainerGroup]:
+    """The same trainer three times: FSDP2, another engine in another environment, and two ranks of FSDP2 that share
+    their samples' tokens."""
     made = {
         "fsdp2": new_group(tiny_model),
-        "other": new_group(tiny_model, strategy="tests.support.plain_engine:PlainEngine"),
+        "other": new_group(tiny_model, strategy="only_there:Engine", python=str(elsewhere)),
         "shared": new_group(tiny_model, ranks=2, ulysses_sequence_parallel_size=2),
     }
     ray.get([ready for group in made.values() for ready in group.start()])
@@ -145,6 +156,19 @@ def test_old_log_probs_come_back_in_the_order_of_the_batches(cluster: None, shar
     assert [found[0, 0].item() for found in ray.get([one.means for one in old])] == [0, 1, 2, 3]
     for actor in group.group.actors:
         ray.kill(actor)
+
+
+def test_actors_run_under_the_interpreter_that_the_config_names(
+    groups: dict[str, TrainerGroup], elsewhere: Path
+) -> None:
+    def environment(_actor: object) -> str:
+        return sys.prefix
+
+    assert find_spec("only_there") is None
+    for name, group in groups.items():
+        expected = elsewhere.parents[1] if name == "other" else Path(sys.prefix)
+        for actor in group.group.actors:
+            assert ray.get(actor.__ray_call__.remote(environment)) == str(expected)
 
 
 def computes_deterministically(_actor: object) -> tuple[bool, bool, str]:

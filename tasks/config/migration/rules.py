@@ -121,7 +121,9 @@ def _loggers(path: str, value: Any, given: Given) -> Taken | Elsewhere:
 def _strategy(path: str, value: Any, given: Given) -> Taken | Elsewhere:
     if value in ("fsdp", "fsdp2"):
         return Taken({path: "fsdp2"})
-    return Elsewhere(f"{value} is no training engine here: fsdp2 is (docs/training.md says what stopped VeOmni)")
+    if value == "veomni":
+        return Elsewhere("fsdp2 computes the same and needs nothing more; docs/training.md says how to use VeOmni")
+    return Elsewhere(f"{value} is no training engine here: fsdp2 and veomni are")
 
 
 def _micro_batch(path: str, value: Any, given: Given) -> Taken:
@@ -436,7 +438,7 @@ RULES: dict[str, Rule] = {
 SECTIONS: dict[str, Rule] = {
     "actor_rollout_ref.ref.": OLD_LOG_PROBS,
     f"{ACTOR}.fsdp_config.wrap_policy.": Elsewhere("each family names the blocks that are sharded"),
-    f"{ACTOR}.veomni_config.": Elsewhere("VeOmni is no training engine here; fsdp_config says the same of FSDP2"),
+    f"{ACTOR}.veomni_config.": Elsewhere("fsdp_config says the same, for fsdp2 and for veomni"),
     f"{ACTOR}.profiler.": PROFILED,
     f"{ROLLOUT}.profiler.": PROFILED,
     "global_profiler.": PROFILED,
