@@ -274,12 +274,13 @@ def _end(name: str, number: int, watched: Watched, spy: str | None) -> dict[str,
         time.sleep(0.5 if spy else 0.1)
         left = watched.family() if ended else left
     gone = time.monotonic() - begun
+    ended = ended or (0.0 if runs(process) else gone)  # it may be gone before the first look
     said = [(moment - begun, line) for moment, line in watched.lines[before:] if line.strip()]
     sentence = next((moment for moment, line in said if line.startswith("stopped by")), None)
     return {
         "moment": name,
         "load": round(load, 1),
-        "code": process.wait(5) if ended else None,
+        "code": None if runs(process) else process.wait(5),
         "lines": len(said),
         "sentence_s": sentence and round(sentence, 1),
         "ended_s": round(ended, 1),
