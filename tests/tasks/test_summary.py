@@ -92,5 +92,5 @@ def test_the_title_of_before_and_after_can_be_read_where_it_is_shown_small() -> 
     band = page[: (len(page) - 2 * sheet.height) // 2]
     inked = np.flatnonzero((band.min(axis=2) > 200).any(axis=1))
     assert inked[-1] - inked[0] >= 1200 / 50, "the height of its letters"
-    assert 0 < inked[0]
+    assert inked[0] > 0
     assert inked[-1] < len(band) - 1
