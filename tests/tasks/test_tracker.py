@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import cast
 
 import pytest
-from prefect.exceptions import TerminationSignal
 from mlflow import MlflowClient
+from prefect.exceptions import TerminationSignal
 
 from tasks.config.tracking import TrackingConfig
 from tasks.config.tree import TrainConfig
@@ -68,8 +68,9 @@ def test_parameters_are_what_was_chosen_and_config_json_is_everything(tmp_path: 
     ("error", "status"),
     [(KeyboardInterrupt(), "KILLED"), (TerminationSignal(signal.SIGTERM), "KILLED"), (ValueError(), "FAILED")],
 )
-def test_a_run_is_killed_by_a_signal_and_failed_by_an_error(tmp_path: Path, error, status: str) -> None:
-    run = Tracker(TrackingConfig(uri=mlflow_in(tmp_path)), "ends")
+def test_a_run_is_killed_by_a_signal_and_failed_by_an_error(tmp_path: Path, monkeypatch, error, status: str) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    run = tracker(tmp_path)
     with pytest.raises(type(error)), run.concluded():
         raise error
     assert run.client.get_run(run.run_id).info.status == status
