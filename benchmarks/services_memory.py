@@ -26,7 +26,7 @@ from benchmarks.endings import MARK
 from benchmarks.local_services import ROOT, free_port
 from tasks.actors.watchdog import marked
 
-DOCS = Path("docs/platform.md")
+DOCS = Path("docs/first-use.md")
 NAMES = {
     "logs": "service_log.py",
     "Prefect's server": "prefect server",

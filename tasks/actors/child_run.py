@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from importlib.util import find_spec
+from multiprocessing.connection import wait
 from pathlib import Path
 from threading import Lock
 from types import ModuleType
@@ -142,7 +143,7 @@ class ChildRun:
                     seen.add(step)
                     yield step, value
             if not ended:
-                time.sleep(POLL_SECONDS)
+                self._wait()
         if self.exit_code():
             raise ChildDied(f"the run ended with {self.exit_code()}: {self.log.read_text()[-1500:]}")
 
@@ -167,7 +168,11 @@ class ChildRun:
         while self.exit_code() is None and self.process.pid is not None:
             if time.monotonic() > deadline:
                 os.kill(self.process.pid, signal.SIGKILL)
-            time.sleep(POLL_SECONDS)
+            self._wait()
+
+    def _wait(self) -> None:
+        """Until it has ended, `POLL_SECONDS` at most."""
+        wait([self.process.sentinel], POLL_SECONDS)
 
 
 @contextmanager

@@ -44,8 +44,8 @@ def titled(sheets: Sequence[tuple[str, Image.Image]]) -> Image.Image:
     """Sheets under one another, each with its title in letters that can still be read where the page is shown at a
     third of its width."""
     width = max(sheet.width for _, sheet in sheets)
-    font = ImageFont.load_default(size=max(10, width * LETTERS))
-    band = round(font.size * 1.7)
+    size = max(10, width * LETTERS)
+    font, band = ImageFont.load_default(size), round(size * 1.7)
     page, top = Image.new("RGB", (width, sum(sheet.height + band for _, sheet in sheets)), PAPER), 0
     for title, sheet in sheets:
         ImageDraw.Draw(page).text((GAP, top + band // 2), title, fill=INK, font=font, anchor="lm")
