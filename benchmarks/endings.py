@@ -5,7 +5,8 @@
         [--repository PATH] [--py-spy PROGRAM]
 
 Each moment is a command in a temporary folder, most of them a small form of the quickstart on a Prefect server and a
-Ray cluster of the run's own, and a sign by which its processes show that it is there. Prints a line of JSON a moment,
+Ray cluster of the run's own, and a sign by which its processes show that it is there. `reproduce` and `compare` get a
+run that is recorded beforehand, in a repository of its own. Prints a line of JSON a moment,
 which is also added to `--log`, and a table of the newest line of each moment in the log, which `--write` puts into the
 docs (`--moments` without any: the table alone). `--repository` measures other code, as a worktree of another commit;
 `--py-spy` prints where the driver's main thread is each half second after the signal.
@@ -24,6 +25,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -119,8 +121,17 @@ class Moment:
     sign: Sign
     environment: tuple[str, ...] = ()
 
+    @property
+    def needs_run(self) -> bool:
+        """Is it about a recorded run?"""
+        return RUN in self.command
+
 
 UPDATE = titled("ray::TrainerRank.update")
+DRAWING = titled("ray::RolloutWorker.generate", "ray::RewardWorker.score")
+RUN = "the recorded run's id"
+REPRODUCE = ("-m", "flows.reproduce", RUN, "--iterations", "1")
+COMPARE = ("-m", "flows.compare", RUN, RUN)
 MOMENTS: dict[str, Moment] = {
     "imports": Moment(TRAIN, after(0.5, lambda watched: watched.maps("libtorch"))),
     "Prefect's server starts": Moment(TRAIN, titled("prefect.server")),
@@ -128,7 +139,7 @@ MOMENTS: dict[str, Moment] = {
     "Ray is there": Moment(TRAIN, titled("raylet/raylet")),
     "models load": Moment(TRAIN, titled("ray::TrainerRank", "ray::RolloutWorker")),
     "models load, later": Moment(TRAIN, after(3, titled("ray::TrainerRank.initialize"))),
-    "validation 0": Moment(TRAIN, titled("ray::RolloutWorker.generate", "ray::RewardWorker.score")),
+    "validation 0": Moment(TRAIN, DRAWING),
     "rollout": Moment(TRAIN, after(0.1, has_file("runs/*/stages/rollout/iter_000001"))),
     "update": Moment(TRAIN, UPDATE),
     "checkpoint": Moment(TRAIN, titled("ray::TrainerRank.save_checkpoint", "ray::TrainerRank.start_saving")),
@@ -138,6 +149,12 @@ MOMENTS: dict[str, Moment] = {
     "sweep begins": Moment(SWEEP, titled("raylet/raylet")),
     "sweep, updates": Moment(SWEEP, UPDATE),
     "validate": Moment(("-m", "flows.validate", "quickstart"), titled("ray::RolloutWorker")),
+    "validate, pictures": Moment(("-m", "flows.validate", "quickstart"), DRAWING),
+    "reproduce, data": Moment(REPRODUCE, titled("-m dvc")),
+    "reproduce, models load": Moment(REPRODUCE, titled("ray::TrainerRank")),
+    "reproduce, update": Moment(REPRODUCE, UPDATE),
+    "compare begins": Moment(COMPARE, titled("prefect.server")),
+    "compare, page": Moment(COMPARE, has_file("runs/compare-*.html")),
 }
 
 
@@ -166,20 +183,54 @@ def make_folder(folder: Path, repository: Path) -> None:
     (folder / "prefect.yaml").write_text(yaml.safe_dump(deployments))
 
 
+@cache
+def recorded_run(base: Path, repository: Path) -> tuple[Path, str]:
+    """A repository with a run of one iteration, its data under DVC; its folder, and the run's id in MLflow."""
+    folder = base / "recorded"
+    make_folder(folder, repository)
+    for name in ("flows", "tasks", "models"):
+        (folder / name).unlink()
+        shutil.copytree(repository / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / "data").unlink()
+    (folder / "data").mkdir()
+    data = ["data/prompts.parquet", "data/embeddings", "data/base_model"]
+    subprocess.run(["cp", "-r", *data, str(folder / "data")], cwd=ROOT, check=True)
+    (folder / ".gitignore").write_text("runs\nmlruns\nmlflow.db\n__pycache__\n.prefect\n")
+    python, git = (sys.executable, "-m"), ("git", "-c", "user.name=benchmark", "-c", "user.email=benchmark@localhost")
+    small = ("--set", "trainer.total_training_steps=1", "--set", "trainer.val_before_train=false")
+    for command in (
+        (*git, "init", "--quiet"),
+        (*python, "dvc", "init", "--quiet"),
+        (*python, "dvc", "add", "--quiet", *data),
+        (*git, "add", "."),
+        (*git, "commit", "--quiet", "--message", "all"),
+        (*python, "flows.train", "quickstart", *small),
+    ):
+        environment = os.environ | {"PREFECT_HOME": str(folder / ".prefect"), "PYTHONPATH": str(folder)}
+        subprocess.run(command, cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL)
+    (record,) = folder.glob("runs/*/run.json")
+    return folder, json.loads(record.read_text())["mlflow_run_id"]
+
+
 def measure(name: str, base: Path, number: int, repository: Path, spy: str | None) -> dict[str, Any]:
     """End one command, and tell what it did."""
-    moment, folder = MOMENTS[name], base / name.replace(" ", "-").replace("'", "")
-    make_folder(folder, repository)
+    moment, folder = MOMENTS[name], base / name.replace(" ", "-").replace("'", "").replace(",", "")
+    run, code = "", repository
+    if moment.needs_run:
+        folder, run = recorded_run(base, repository)
+        code = folder
+    else:
+        make_folder(folder, repository)
     with silent_server() as silent:
         environment = os.environ | {
             "PREFECT_HOME": str(folder / ".prefect"),
-            "PYTHONPATH": str(repository),
+            "PYTHONPATH": str(code),
             "PYTHONUNBUFFERED": "1",
             MARK: str(folder),
         }
         if "silent MLflow" in moment.environment:
             environment["MLFLOW_TRACKING_URI"] = silent
-        command = [sys.executable, *moment.command]
+        command = [sys.executable, *(run if word == RUN else word for word in moment.command)]
         process = psutil.Popen(
             command,
             cwd=folder,
@@ -223,12 +274,13 @@ def _end(name: str, number: int, watched: Watched, spy: str | None) -> dict[str,
         time.sleep(0.5 if spy else 0.1)
         left = watched.family() if ended else left
     gone = time.monotonic() - begun
+    ended = ended or (0.0 if runs(process) else gone)  # it may be gone before the first look
     said = [(moment - begun, line) for moment, line in watched.lines[before:] if line.strip()]
     sentence = next((moment for moment, line in said if line.startswith("stopped by")), None)
     return {
         "moment": name,
         "load": round(load, 1),
-        "code": process.wait(5) if ended else None,
+        "code": None if runs(process) else process.wait(5),
         "lines": len(said),
         "sentence_s": sentence and round(sentence, 1),
         "ended_s": round(ended, 1),

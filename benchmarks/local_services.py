@@ -23,7 +23,7 @@ class Services:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.ports = {"prefect": _free_port(), "mlflow": _free_port()}
+        self.ports = {"prefect": free_port(), "mlflow": free_port()}
         self.environment = os.environ | {
             "PREFECT_HOME": str(folder / "prefect"),
             "PREFECT_API_URL": f"http://127.0.0.1:{self.ports['prefect']}/api",
@@ -85,7 +85,8 @@ def services(folder: Path) -> Iterator[Services]:
             both.kill(name)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine that was free a moment ago."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from mlflow import MlflowClient
 from mlflow.entities import Run
+from mlflow.utils.mlflow_tags import MLFLOW_GIT_BRANCH
 from PIL import Image
 from playwright.sync_api import BrowserContext, Page
 
@@ -111,6 +113,7 @@ def main() -> None:
                 train(folder, environment, seed)
             second, first = server.runs()
             ids = [second.info.run_id, first.info.run_id]
+            MlflowClient(server.address).delete_tag(first.info.run_id, MLFLOW_GIT_BRANCH)  # whichever branch this is
             run(folder, environment, "flows.compare", *ids, "--folder", str(folder))
             deploy(folder, environment)
             tags = first.data.tags

@@ -18,6 +18,7 @@ from prefect.artifacts import create_markdown_artifact
 
 from tasks.config.tracking import TrackingConfig
 from tasks.records.comparison import ComparisonError, Interval, paired_gain
+from tasks.records.headline import run_address
 from tasks.records.history import RunHistory
 from tasks.records.tracking import mlflow_client
 from tasks.report.page import GRID_TITLES, PERCENT, environment, viewer
@@ -41,9 +42,15 @@ def compare(run: str, against: str, tracking: TrackingConfig | None = None, fold
     first, second = (read(RunHistory(client, run_id), GRID_TITLES) for run_id in (run, against))
     page.write_text(render(first, second))
     client.log_artifact(run, str(page), "compare")
-    gains = "\n".join(f"- {label}: {gain}" for label, gain in paired(first, second))
-    create_markdown_artifact(gains, key="compare-gains", description=f"{first.name}: {page}")
+    there = run_address(client.tracking_uri, first.run.info.experiment_id, run, f"artifacts/compare/{page.name}")
+    create_markdown_artifact(card(first, second, there), key="compare-gains", description=f"{first.name}: {page}")
     return str(page)
+
+
+def card(first: Recorded, second: Recorded, address: str | None) -> str:
+    """Prefect's card: the differences, and a link to the page where it has an address."""
+    links = [] if address is None else [f"[the page of both]({address})"]
+    return "\n".join([*(f"- {label}: {gain}" for label, gain in paired(first, second)), "", *links])
 
 
 def render(first: Recorded, second: Recorded) -> str:

@@ -44,6 +44,8 @@ from tasks.system.late_mlflow import mlflow_tags
 EQUAL, CLOSE, DIFFERENT = "equal", "within tolerance", "different"
 IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 WORKTREE = "doubleflow-"
+END_SECONDS = 60
+"""For a command to end in order when this one is ended."""
 
 
 class ReproduceError(DoubleflowError, RuntimeError):
@@ -261,11 +263,23 @@ def _absolute(uri: str) -> str:
 
 def _call(*command: str, folder: Path | None = None, environment: Mapping[str, str] | None = None) -> str:
     """What a command prints. Raises ReproduceError with its own reason."""
-    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    if result.returncode:
+    pipe = subprocess.PIPE  # a session of its own: a terminal's Ctrl-C would reach it, too, and it is told below
+    process = subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+    )
+    try:
+        printed, errors = process.communicate()
+    except BaseException:  # killed, as `subprocess.run` does it, a run could not tell MLflow that it ends
+        process.terminate()
+        try:
+            process.communicate(timeout=END_SECONDS)
+        finally:
+            process.kill()
+        raise
+    if process.returncode:
         shown = " ".join(command).replace(sys.executable, "python")
-        raise ReproduceError(f"`{shown}` failed in {folder or Path.cwd()}: {_reason(result.stdout + result.stderr)}")
-    return result.stdout
+        raise ReproduceError(f"`{shown}` failed in {folder or Path.cwd()}: {_reason(printed + errors)}")
+    return printed
 
 
 def _reason(output: str) -> str:

@@ -14,11 +14,15 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
+from importlib.util import find_spec
+from multiprocessing.connection import wait
 from pathlib import Path
 from threading import Lock
+from types import ModuleType
 
+import psutil
 import ray
 from prefect.context import refresh_global_settings_context
 
@@ -30,7 +34,7 @@ from tasks.system.late_mlflow import MlflowClient, mlflow_tags
 
 END_SECONDS = 60
 POLL_SECONDS = 1.0
-COMMANDS = "flows.commands"
+COMMANDS, COMMAND = "flows.commands", "flows.train"
 IMPORTED = ("flows.train", "flows.sweep", "mlflow.store.tracking.sqlalchemy_store", "peft", "prefect.task_engine")
 """What a run's driver needs; a module that is missing here costs seconds, nothing else."""
 
@@ -56,16 +60,29 @@ def shared_place(config: TrainConfig, runs: int) -> Iterator[dict[str, str]]:
     Raises:
         ClusterError: one that is started here has too few GPUs for so many runs.
     """
-    _FORKS.set_forkserver_preload(list(IMPORTED))
     if "RAY_ADDRESS" in os.environ:
-        with watchdog():
+        with watchdog(), _imported():
             yield {}
         return
     reserved, there = math.ceil(runs * config.reward.num_cpus), config.ray_init.num_cpus or os.cpu_count() or 1
     cpus = max(reserved, there) if reserved else config.ray_init.num_cpus
-    with ray_cluster(config.ray_init.model_copy(update={"num_cpus": cpus})):
+    with ray_cluster(config.ray_init.model_copy(update={"num_cpus": cpus})), _imported():
         _require_gpus(config, runs)
         yield {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+
+
+@contextmanager
+def _imported() -> Iterator[None]:
+    """The process that runs are forks of has done their imports. It is killed afterwards: at its own end it would take
+    all of these modules down, many seconds on a busy machine."""
+    _FORKS.set_forkserver_preload(list(IMPORTED))
+    try:
+        yield
+    finally:
+        for child in psutil.Process().children():
+            with suppress(psutil.NoSuchProcess):  # a zombie too; multiprocessing itself asks for its exit code
+                if any("multiprocessing.forkserver" in word for word in child.cmdline()):
+                    child.kill()
 
 
 def _require_gpus(config: TrainConfig, runs: int) -> None:
@@ -102,7 +119,7 @@ class ChildRun:
         self.run_dir, self.log, self.client, self.parent = run_dir, log, client, parent
         what = (("--config", str(config_file)), log, {**os.environ, **environment})
         self.process = _FORKS.Process(target=_train, args=what)
-        with _asking:
+        with _asking, _no_main_module():
             self.process.start()
         self.run_id: str | None = None
 
@@ -126,7 +143,7 @@ class ChildRun:
                     seen.add(step)
                     yield step, value
             if not ended:
-                time.sleep(POLL_SECONDS)
+                self._wait()
         if self.exit_code():
             raise ChildDied(f"the run ended with {self.exit_code()}: {self.log.read_text()[-1500:]}")
 
@@ -151,7 +168,22 @@ class ChildRun:
         while self.exit_code() is None and self.process.pid is not None:
             if time.monotonic() > deadline:
                 os.kill(self.process.pid, signal.SIGKILL)
-            time.sleep(POLL_SECONDS)
+            self._wait()
+
+    def _wait(self) -> None:
+        """Until it has ended, `POLL_SECONDS` at most."""
+        wait([self.process.sentinel], POLL_SECONDS)
+
+
+@contextmanager
+def _no_main_module() -> Iterator[None]:
+    """A fork would begin with running the main module of the process that asks for it: here the sweep's."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 def _train(arguments: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
@@ -163,11 +195,18 @@ def _train(arguments: Sequence[str], log: Path, environment: Mapping[str, str]) 
     os.environ.clear()
     os.environ.update(environment)
     refresh_global_settings_context()  # its settings are of the environment of before
-    sys.argv = ["flows.train", *arguments]
+    _be_command(arguments)
     try:
         import_module(COMMANDS).main("train")
     finally:
         atexit._run_exitfuncs()  # which a process of multiprocessing does not
+
+
+def _be_command(arguments: Sequence[str]) -> None:
+    """For whoever asks what this process was started as: `python -m flows.train` with these arguments."""
+    sys.argv = [COMMAND, *arguments]
+    sys.modules["__main__"] = ModuleType("__main__")
+    sys.modules["__main__"].__spec__ = find_spec(COMMAND)
 
 
 @contextmanager

@@ -5,9 +5,11 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageFont
 
 GAP, PAPER, INK = 4, (90, 90, 90), (240, 240, 240)
+LETTERS = 0.03
+"""Size of a title's letters, of the width of what it stands on."""
 WIDEST_GRID = 16
 """Columns; the pictures of a larger group go on in the next row."""
 
@@ -39,12 +41,14 @@ def grid(pictures: np.ndarray, columns: int = 8, width: int = 1200) -> Image.Ima
 
 
 def titled(sheets: Sequence[tuple[str, Image.Image]]) -> Image.Image:
-    """Sheets under one another, each with its title."""
-    band = 24
-    size = (max(sheet.width for _, sheet in sheets), sum(sheet.height + band for _, sheet in sheets))
-    page, top = Image.new("RGB", size, PAPER), 0
+    """Sheets under one another, each with its title in letters that can still be read where the page is shown at a
+    third of its width."""
+    width = max(sheet.width for _, sheet in sheets)
+    size = max(10, width * LETTERS)
+    font, band = ImageFont.load_default(size), round(size * 1.7)
+    page, top = Image.new("RGB", (width, sum(sheet.height + band for _, sheet in sheets)), PAPER), 0
     for title, sheet in sheets:
-        ImageDraw.Draw(page).text((6, top + 5), title, fill=INK)
+        ImageDraw.Draw(page).text((GAP, top + band // 2), title, fill=INK, font=font, anchor="lm")
         page.paste(sheet, (0, top + band))
         top += sheet.height + band
     return page

@@ -80,15 +80,15 @@ def open_cluster_and_tracker(
         TrackingAway: MLflow's server does not answer.
     """
     require_answer(tracking_uri(config.tracking))
-    with (
-        gpu_slots(config.ray_init, config.gpus_needed(trains)),
-        ray_cluster(config.ray_init, worker_needs(config)),
-        heeded_once(),
-    ):
-        check_resources(config, trains)
-        tracker = Tracker(config.tracking, name, run_id)
-        with tracker.concluded(), heeded_once():
-            yield tracker
+    with gpu_slots(config.ray_init, config.gpus_needed(trains)):
+        address = os.environ.get("RAY_ADDRESS")  # told, for a minute may pass until there is more to tell
+        tell("Ray starts" if address is None else f"joins the Ray cluster at {address}")
+        with ray_cluster(config.ray_init, worker_needs(config)), heeded_once():
+            check_resources(config, trains)
+            tracker = Tracker(config.tracking, name, run_id)
+            tell("Ray is there: the workers start and load their models")
+            with tracker.concluded(), heeded_once():
+                yield tracker
 
 
 def worker_needs(config: TrainConfig) -> WorkerNeeds:

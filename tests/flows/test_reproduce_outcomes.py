@@ -1,11 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """How two runs' metrics compare, and how far a run may be shortened. Whole runs: `platform/test_reproduce.py`."""
 
+import os
+import signal
+import sys
+from pathlib import Path
+from threading import Thread
+
 import pytest
 
-from flows.reproduce import compare_metrics, shortened
+from flows.reproduce import _call, compare_metrics, shortened
+from flows.stopping import Stopped, handled, raise_it
 from tasks.config.errors import ConfigError
 from tasks.config.tree import TrainConfig
+from tests.support.patience import wait_until
 
 
 def test_outcomes_metric_by_metric() -> None:
@@ -39,3 +47,32 @@ def test_a_run_that_paces_itself_by_its_length_is_done_again_whole() -> None:
             shortened(config, 3, "again")
     with pytest.raises(ConfigError, match="give 1 to 100"):
         shortened(config, 101, "again")
+
+
+CHILD = """
+import signal, sys, time
+from pathlib import Path
+
+def end(number, frame):
+    time.sleep(0.5)  # as a run takes some to tell MLflow
+    Path(sys.argv[2]).write_text("in order")
+    sys.exit(143)
+
+signal.signal(signal.SIGTERM, end)
+Path(sys.argv[1]).touch()
+time.sleep(600)
+"""
+
+
+def test_sigterm_lets_the_run_that_is_done_again_end_in_order(tmp_path: Path) -> None:
+    """Killed, it would be RUNNING in MLflow."""
+    begun, ended = tmp_path / "begun", tmp_path / "ended"
+
+    def send() -> None:
+        wait_until(begun.exists, "the command's start")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    Thread(target=send, daemon=True).start()
+    with handled(raise_it), pytest.raises(Stopped):
+        _call(sys.executable, "-c", CHILD, str(begun), str(ended))
+    assert ended.read_text() == "in order"

@@ -116,6 +116,8 @@ def test_up_schedule_verdict_reaction_down(trained: Workspace, monkeypatch: pyte
         pages = list((trained.folder / "runs").glob("compare-*.html"))  # one for each regression, as far as they came
         assert pages
         assert all("jpeg_compressibility" in page.read_text() for page in pages)
+        cards = post(f"{api}/artifacts/filter", {"artifacts": {"key": {"any_": ["compare-gains"]}}}, auth)
+        assert all(f"]({mlflow}/#/experiments/" in card["data"] for card in cards)
         check_nowhere_written(trained.folder, secrets)
         wait_until(lambda: ghost in [run["id"] for run in runs(api, "train", "CRASHED", auth)], "a silent run's crash")
         closed = MlflowClient(mlflow, mlflow).search_runs

@@ -140,7 +140,9 @@ def test_prefects_page_of_a_run_says_what_was_done_and_what_came_of_it(recorded:
     assert not [name for name in tasks if not re.fullmatch(r"[a-z-]+ \d", name)]
 
     logs = post(f"{address}/logs/filter", {"logs": {"flow_run_id": {"any_": [flow_run["id"]]}}, "limit": 100})
-    lines = [log["message"] for log in logs if log["message"].startswith("iteration")]
+    told = [log["message"] for log in sorted(logs, key=lambda log: log["timestamp"])]
+    assert told[:2] == ["Ray starts", "Ray is there: the workers start and load their models"]
+    lines = [message for message in told if message.startswith("iteration")]
     line = r"iteration \d/3: reward [\d.]+, held-out [\d.]+, clipped [\d.]+%, [\d.]+ s, [\d.]+ images/s, [\d:]+ left"
     assert sorted(line[:13] for line in lines) == [f"iteration {number}/3" for number in range(4)]
     assert len([text for text in lines if re.fullmatch(line, text)]) == 3

@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 from PIL import Image
 
-from flows.compare import paired
+from flows.compare import card, paired
 from flows.compare import render as render_both
 from flows.report import report
 from tasks.config.tracking import TrackingConfig
@@ -182,6 +182,7 @@ def test_two_runs_stand_side_by_side(recorded: Recorded) -> None:
     legends = [series["name"] for series in json.loads(page.all("figure")[0]["data-chart"])["series"]]
     assert legends == [recorded.name, other.name]
     assert [label for label, _ in paired(other, other)] == ["reward (ocr)", "jpeg_compressibility (guard)"]
+    assert card(recorded, other, "http://mlflow/#/page").endswith("\n\n[the page of both](http://mlflow/#/page)")
     elsewhere = {step: table.assign(uid=table["uid"] + "-of-others") for step, table in other.held_out.items()}
     assert "no held-out pictures in common" in Page(render_both(other, replace(other, held_out=elsewhere))).text
 

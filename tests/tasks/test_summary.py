@@ -5,11 +5,14 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from mlflow.entities import RunInfo
+from PIL import Image
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from tasks.records.headline import run_page
+from tasks.records.pictures import titled
 from tasks.run.summary import Summary, mlflow_page, prefect_page
 
 NAN = float("nan")
@@ -80,3 +83,14 @@ def test_pages_are_those_of_the_servers_that_run(monkeypatch: pytest.MonkeyPatch
 
 def test_the_run_s_page_is_named() -> None:
     assert lines(WHOLE)["page"] == "runs/r-1/report.html"
+
+
+def test_the_title_of_before_and_after_can_be_read_where_it_is_shown_small() -> None:
+    """MLflow shows a sheet of 1200 pixels at a third: letters of ten pixels are three then."""
+    sheet = Image.new("RGB", (1200, 300), (255, 0, 0))
+    page = np.asarray(titled([("Before", sheet), ("After", sheet)]))
+    band = page[: (len(page) - 2 * sheet.height) // 2]
+    inked = np.flatnonzero((band.min(axis=2) > 200).any(axis=1))
+    assert inked[-1] - inked[0] >= 1200 / 50, "the height of its letters"
+    assert inked[0] > 0
+    assert inked[-1] < len(band) - 1

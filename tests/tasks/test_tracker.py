@@ -14,6 +14,7 @@ from typing import cast
 
 import pytest
 from mlflow import MlflowClient
+from prefect.exceptions import TerminationSignal
 
 from tasks.config.tracking import TrackingConfig
 from tasks.config.tree import TrainConfig
@@ -61,6 +62,18 @@ def test_parameters_are_what_was_chosen_and_config_json_is_everything(tmp_path: 
     assert params["actor_rollout_ref.actor.diffusion_loss.loss_mode"] == "grpo_guard"
     assert "trainer.total_training_steps" not in params
     assert RunHistory(run.client, run.run_id).config() == config.model_dump(mode="json")
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(KeyboardInterrupt(), "KILLED"), (TerminationSignal(signal.SIGTERM), "KILLED"), (ValueError(), "FAILED")],
+)
+def test_a_run_is_killed_by_a_signal_and_failed_by_an_error(tmp_path: Path, monkeypatch, error, status: str) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    run = tracker(tmp_path)
+    with pytest.raises(type(error)), run.concluded():
+        raise error
+    assert run.client.get_run(run.run_id).info.status == status
 
 
 def listening(port: int) -> socket.socket | None:

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A sweep's run is a process of its own, and the process that it is a fork of ends when nobody is forked any more."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PARENT = """
+import sys
+from pathlib import Path
+
+import psutil
+
+print("runs as", __name__, flush=True)
+
+def fork_servers():
+    lines = [" ".join(child.cmdline()) for child in psutil.Process().children() if child.status() != "zombie"]
+    return sum("multiprocessing.forkserver" in line for line in lines)
+
+if __name__ == "__main__":
+    from flows.terminal import command_line
+    from tasks.actors import child_run as runs
+    from tasks.config.tree import TrainConfig
+
+    runs.IMPORTED = ("flows.commands",)
+    log, file = Path("child.log"), Path("none.json")
+    with runs.shared_place(TrainConfig(), 1):
+        with runs.child_run(file, Path("runs"), log, None, "parent", {}) as child:
+            child.process.join()
+        servers = [each for each in psutil.Process().children() if "forkserver" in " ".join(each.cmdline())]
+        print("fork servers", len(servers))
+    psutil.wait_procs(servers, timeout=20)
+    print("left", sum(each.is_running() for each in servers))
+    print("child", child.exit_code(), log.read_text().strip())
+    runs._be_command(["--config", "a file.json"])
+    print(command_line().partition(" ")[2])
+"""
+
+
+def test_a_run_is_its_own_command_and_its_fork_server_ends(tmp_path: Path) -> None:
+    """Nothing of the parent's main module is run again for it, and nothing is said in the parent's terminal."""
+    (tmp_path / "parent.py").write_text(PARENT)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "RAY_ADDRESS": "nobody-asks:1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "parent"], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.stderr == ""
+    first, servers, left, child, command = done.stdout.splitlines()
+    assert (first, servers, left) == ("runs as __main__", "fork servers 1", "left 0")
+    assert child.startswith("child 2 error: ")
+    assert "none.json" in child
+    assert command == "-m flows.train --config 'a file.json'"
