@@ -27,7 +27,8 @@ import ray
 from prefect.context import refresh_global_settings_context
 
 from models.errors import DoubleflowError
-from tasks.actors.cluster import ClusterError, ray_cluster
+from tasks.actors.cluster import ray_cluster
+from tasks.actors.ray_address import ClusterError
 from tasks.actors.watchdog import watchdog
 from tasks.config.tree import TrainConfig
 from tasks.system.late_mlflow import MlflowClient, mlflow_tags

@@ -5,9 +5,7 @@ import logging
 import math
 import os
 import signal
-import socket
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -29,10 +27,10 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from models.errors import DoubleflowError
 from models.runtime import compile_cache, determinism
 from tasks.actors.machines import Whereabouts
 from tasks.actors.memory import memory_of, peak_metrics
+from tasks.actors.ray_address import ClusterError, require_listener
 from tasks.actors.ray_files import keep_token_private, working_folder
 from tasks.actors.waiting import get
 from tasks.actors.watchdog import MARK, ROUNDS, marked, watchdog
@@ -41,10 +39,6 @@ from tasks.system.processes import wait_or_kill
 from tasks.system.signals import passed_on
 
 log = logging.getLogger(__name__)
-
-
-class ClusterError(DoubleflowError, RuntimeError):
-    """The cluster cannot hold the run."""
 
 
 QUIET_ENVIRONMENT = {
@@ -62,8 +56,6 @@ cloudpickle.register_pickle_by_value(compile_cache)
 
 
 WORKER_SETUP = "worker_process_setup_hook"
-ANSWER_SECONDS = 8.0
-"""For somebody to listen at RAY_ADDRESS; Ray itself goes on trying for minutes, and does not heed SIGTERM meanwhile."""
 SLOT_LEASE_SECONDS = 90.0
 """After which the slots of a run that was killed are free; Prefect renews them while it lives."""
 
@@ -105,45 +97,6 @@ def _worker_setup(folder: str | None, needs: WorkerNeeds) -> Callable[[], None]:
             compile_cache.use_compile_cache(kept)
 
     return begin
-
-
-def require_listener(address: str, seconds: float = ANSWER_SECONDS) -> None:
-    """Wait until somebody listens at `host:port` or `ray://host:port`; an address of another kind passes.
-
-    Raises:
-        ClusterError: nobody does within the time, or the host has no address.
-    """
-    host, colon, port = address.removeprefix("ray://").rpartition(":")
-    if not colon or not port.isdigit():
-        return
-    deadline, reason = time.monotonic() + seconds, ""
-    while not reason or time.monotonic() < deadline:
-        reason = _refusal(host.strip("[]"), int(port), deadline)
-        if not reason:
-            return
-        time.sleep(max(0.0, min(1.0, deadline - time.monotonic())))
-    raise ClusterError(
-        f"nobody answers at RAY_ADDRESS {address} ({reason}): start the cluster, correct the address, or unset "
-        "RAY_ADDRESS for a cluster of the run's own"
-    )
-
-
-def _refusal(host: str, port: int, deadline: float) -> str:
-    """Why no connection is made; empty where one is. A name is looked up in a thread: a name server may be silent."""
-    answers: list[str] = []
-
-    def connect() -> None:
-        try:
-            socket.create_connection((host, port), timeout=max(0.1, deadline - time.monotonic())).close()
-        except (OSError, OverflowError) as error:
-            answers.append(str(error))
-        else:
-            answers.append("")
-
-    attempt = threading.Thread(target=connect, daemon=True)
-    attempt.start()
-    attempt.join(max(0.1, deadline - time.monotonic()))
-    return answers[0] if answers else "no answer"
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from models.config.actor import DiffusionActorConfig
 from models.config.model import ModelConfig
 from models.errors import DoubleflowError
 from tasks.actors.interpreter import check_interpreter
+from tasks.actors.ray_address import check_ray_address
 from tasks.config.data import FILES, DataConfig, data_folder
 from tasks.config.errors import ConfigError
 from tasks.config.tree import TrainConfig
@@ -26,7 +27,8 @@ R = TypeVar("R")
 
 
 def check_early(config: TrainConfig, trains: bool = True) -> None:
-    """The rewards, the files, the run's folder, and last, since it needs torch, the loss and the advantage.
+    """The rewards, the files, the run's folder, the cluster at RAY_ADDRESS, and last, as they need torch, the loss and
+    the advantage.
 
     Raises:
         ConfigError, or the named thing's own error.
@@ -37,6 +39,7 @@ def check_early(config: TrainConfig, trains: bool = True) -> None:
         check_files(config)
         if trains:
             check_folder(config.trainer.default_local_dir)
+        check_ray_address()
         _check_parts(config)
 
 

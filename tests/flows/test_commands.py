@@ -226,3 +226,16 @@ def test_it_is_said_before_the_slow_imports(folder: Path, flow: str, arguments: 
     assert result.stderr.startswith("error: ")
     assert result.stderr.count("\n") == 1
     assert result.stdout == "[]\n"
+
+
+def test_a_wrong_ray_address_is_said_before_the_slow_imports(folder: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))  # and nobody listens
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "RAY_ADDRESS": address}
+        command = [sys.executable, "-c", WITHOUT.format(flow="train", arguments=["quickstart"])]
+        result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.returncode == 1
+    assert result.stderr.startswith(f"error: nobody answers at RAY_ADDRESS {address} (")
+    assert result.stderr.count("\n") == 1
+    assert result.stdout == "[]\n"

@@ -5,7 +5,8 @@ import socket
 
 import pytest
 
-from tasks.actors.cluster import ClusterError, ray_cluster, require_listener
+from tasks.actors.cluster import ray_cluster
+from tasks.actors.ray_address import ClusterError, require_listener
 from tasks.config.trainer import RayConfig
 
 
