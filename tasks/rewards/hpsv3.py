@@ -78,7 +78,7 @@ class HumanPreferenceScoreV3(PretrainedReward):
         return Processor(tokenizer, Qwen2VLImageProcessorPil.from_pretrained(source, revision=revision))
 
     def score(self, images: np.ndarray, prompts: Sequence[ScoredPrompt]) -> RewardResult:
-        """About 0 to 15 with the published weights."""
+        """Unbounded, as the head gives it."""
         import torch
 
         pictures = self.processor.pictures(images=list(images), return_tensors="pt")
