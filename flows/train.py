@@ -266,13 +266,15 @@ def validate_weights(run: TrainingRun, clock: Stopwatch) -> Validation:
     """Validate the present weights, or their moving average where one is kept."""
     rollout = run.config.actor_rollout_ref.rollout
     measured: HeldWeights = "average" if run.config.actor_rollout_ref.actor.ema.enable else "policy"
-    if measured != run.sampling_weights:
+    # Before the first update all of them are the same, and are there.
+    other = run.iteration > 0 and measured != run.sampling_weights
+    if other:
         sync(run, clock, measured)
     pipeline = rollout.validation_pipeline()
     online, n = run.online, rollout.val_kwargs.n
     have_encoded(clock, online.rollout, run.inputs.test, pipeline)
     result = draw_and_score(clock, online.rollout, online.reward, run.inputs.test, n, pipeline)
-    if measured != run.sampling_weights:
+    if other:
         sync(run, clock, run.sampling_weights)
     run.held_out = result.reward
     keep_grid(run.config, run.iteration, result.sheet)

@@ -23,3 +23,10 @@ def old_policy_decay(optimizer_steps: int, config: "ForwardProcessConfig") -> fl
         return config.old_policy_decay
     flat, rate, hold = SCHEDULES[config.old_policy_decay_schedule]
     return 0.0 if optimizer_steps < flat else min((optimizer_steps - flat) * rate, hold)
+
+
+def is_copied(config: "ForwardProcessConfig") -> bool:
+    """Is the old policy the policy itself, to the bit, whenever an iteration is done?"""
+    constant = config.old_policy_decay
+    most = SCHEDULES[config.old_policy_decay_schedule][2] if constant is None else constant
+    return most == 0 and config.old_policy_update_interval == 1

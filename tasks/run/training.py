@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from models.algorithms import DiffusionLossFn, get_diffusion_loss_fn
+from models.algorithms.old_policy import is_copied
 from models.training.engine import HeldWeights
 from models.weights.canary import Canary, CanaryLimits
 from tasks.actors.cluster import ActorGroup
@@ -140,8 +141,9 @@ class TrainingRun:
 
     @property
     def sampling_weights(self) -> HeldWeights:
-        """Which of the trainer's weights the rollout samples with."""
-        return "old" if self.loss.samples_from_old_policy else "policy"
+        """Which of the trainer's weights the rollout samples with. Where the old policy is a copy, it is the policy."""
+        lags = self.loss.samples_from_old_policy and not is_copied(self.config.algorithm)
+        return "old" if lags else "policy"
 
     @property
     def loss(self) -> DiffusionLossFn:

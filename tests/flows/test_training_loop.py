@@ -58,16 +58,19 @@ class Weights:
 
 
 @pytest.mark.parametrize(
-    ("actor", "algorithm", "samples_with", "measured"),
+    ("actor", "algorithm", "iteration", "samples_with", "measured"),
     [
-        ({}, "flow_grpo", "policy", "policy"),
-        ({"ema": {"enable": True}}, "flow_grpo", "policy", "average"),
-        ({}, "diffusion_nft", "old", "policy"),
-        ({"ema": {"enable": True}}, "diffusion_nft", "old", "average"),
+        ({}, {"name": "flow_grpo"}, 1, "policy", "policy"),
+        ({"ema": {"enable": True}}, {"name": "flow_grpo"}, 1, "policy", "average"),
+        ({}, {"name": "diffusion_nft"}, 1, "old", "policy"),
+        ({"ema": {"enable": True}}, {"name": "diffusion_nft"}, 1, "old", "average"),
+        # One and the same, so nothing is sent: the old policy is a copy, or nothing has been trained yet.
+        ({}, {"name": "diffusion_nft", "old_policy_decay_schedule": "copy"}, 1, "policy", "policy"),
+        ({"ema": {"enable": True}}, {"name": "diffusion_nft"}, 0, "old", "old"),
     ],
 )
 def test_a_validation_measures_its_weights_and_gives_the_rollout_its_own_back(
-    monkeypatch: pytest.MonkeyPatch, actor: dict, algorithm: str, samples_with: str, measured: str
+    monkeypatch: pytest.MonkeyPatch, actor: dict, algorithm: dict, iteration: int, samples_with: str, measured: str
 ) -> None:
     """Else every iteration after a validation would sample with the average."""
     weights, seen = Weights(samples_with), []
@@ -79,9 +82,10 @@ def test_a_validation_measures_its_weights_and_gives_the_rollout_its_own_back(
     monkeypatch.setattr(loop, "sync_weights", sync_weights.fn)  # the task's function alone: there is no flow here
     monkeypatch.setattr(loop, "draw_and_score", draw_and_score)
     monkeypatch.setattr(loop, "keep_grid", lambda config, iteration, grid: None)
-    settings = {"algorithm": {"name": algorithm}, "actor_rollout_ref": {"actor": actor}}
-    online = SimpleNamespace(rollout=None, reward=None, canary=None)
+    settings = {"algorithm": algorithm, "actor_rollout_ref": {"actor": actor}}
+    online = SimpleNamespace(rollout=SimpleNamespace(embeddings=None), reward=None, canary=None)
     run = run_of(settings, inputs=SimpleNamespace(test=[]), trainer=weights, online_parts=online)
+    run.iteration = iteration
     assert run.sampling_weights == samples_with
     loop.validate_weights(run, Stopwatch())
     assert (seen, weights.held) == ([measured], samples_with)
