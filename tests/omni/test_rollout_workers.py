@@ -85,7 +85,7 @@ def sampled(batches: list[PendingBatch]) -> Sampled:
 def expected(group: RolloutGroup, oracle: DiffusersRolloutEngine, iteration: int) -> Sampled:
     """What the in-process engine samples for the same requests."""
     samples = [(prompt, i) for prompt in PROMPTS for i in range(2)]
-    parts = [group._request(samples[i : i + 4], 0, iteration, WINDOW, None, group.recording.outputs) for i in (0, 4)]
+    parts = [group._request(samples[i : i + 4], 0, iteration, WINDOW, None, group.recording) for i in (0, 4)]
     results = [oracle.generate(part) for part in parts]
     log_probs, latents = (torch.cat([getattr(path, name) for _, path in results]) for name in ("log_probs", "latents"))
     return np.concatenate([pictures.numpy() for pictures, _ in results]), log_probs, latents
