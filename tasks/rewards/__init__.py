@@ -5,6 +5,7 @@ from tasks.rewards import (  # noqa: F401
     brightness,
     by_data_source,
     clip,
+    geneval,
     hpsv3,
     image_reward,
     ink_and_paper,

@@ -18,7 +18,7 @@ class ClipReward(PretrainedReward):
 
     architecture = "CLIPModel"
 
-    def image_embeds(self, images: np.ndarray) -> "Tensor":
+    def image_embeds(self, images: np.ndarray | Sequence[np.ndarray]) -> "Tensor":
         """[B, D]."""
         found = self.model.get_image_features(self.pixels(images)).pooler_output
         return found / found.norm(dim=-1, keepdim=True)

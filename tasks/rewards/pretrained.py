@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
 
 import numpy as np
 
@@ -43,6 +43,7 @@ class PretrainedReward(Reward):
     """A model of transformers with its processor. Subclasses name its class in `architecture`, and write `score`."""
 
     architecture: str
+    revisions: ClassVar[Mapping[str, str]] = REVISIONS
 
     def __init__(
         self,
@@ -95,7 +96,7 @@ class PretrainedReward(Reward):
     @classmethod
     def check_options(cls, name: str, options: Mapping[str, Any]) -> None:
         """A hub id wants a commit: what its branch or tag leads to may change, and the scores with it."""
-        for source, field in REVISIONS.items():
+        for source, field in cls.revisions.items():
             where, commit = options.get(source, _default(cls, source)), options.get(field)
             if where is None or Path(where).is_dir() or (commit and COMMIT.fullmatch(str(commit))):
                 continue
@@ -105,8 +106,8 @@ class PretrainedReward(Reward):
                 f"as {field}, 40 hex digits, or a local folder as {source}"
             )
 
-    def pixels(self, images: np.ndarray) -> "Tensor":
-        """Images [B, H, W, 3] as the model's `pixel_values` [B, 3, h, w]."""
+    def pixels(self, images: np.ndarray | Sequence[np.ndarray]) -> "Tensor":
+        """Images [B, H, W, 3], or B of any sizes, as the model's `pixel_values` [B, 3, h, w]."""
         values = self.processor(images=list(images), return_tensors="pt")["pixel_values"]
         return values.to(self.device, next(self.model.parameters()).dtype)
 

@@ -1,11 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small random checkpoints of vision-language models, with tokenizers of bytes: judges that answer nonsense."""
+"""Small random checkpoints of vision-language models, CLIP and a detector: judges that answer nonsense."""
 
 from pathlib import Path
 
 import torch
 from transformers import (
+    CLIPConfig,
+    CLIPImageProcessor,
     CLIPImageProcessorPil,
+    CLIPModel,
+    CLIPProcessor,
+    CLIPTokenizer,
+    DetrConfig,
+    DetrForObjectDetection,
+    DetrImageProcessorPil,
     LlavaConfig,
     LlavaForConditionalGeneration,
     LlavaProcessor,
@@ -13,6 +21,7 @@ from transformers import (
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
     Qwen2VLImageProcessorPil,
+    ResNetConfig,
 )
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -24,6 +33,54 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
+
+
+def save_clip(folder: Path) -> Path:
+    """A random CLIP of 24 x 24 pixels with a tokenizer of single characters."""
+    words = ["<|startoftext|>", "<|endoftext|>", *LETTERS, *(f"{letter}</w>" for letter in LETTERS)]
+    text = SMALL | {"vocab_size": len(words), "max_position_embeddings": 20}
+    text |= {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
+    vision = SMALL | {"image_size": 24, "patch_size": 8}
+    torch.manual_seed(0)
+    model = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=16, logit_scale_init_value=2.0))
+    model.save_pretrained(folder)
+    tokenizer = CLIPTokenizer(vocab={word: i for i, word in enumerate(words)}, merges=[])
+    sizes = {"size": {"shortest_edge": 24}, "crop_size": {"height": 24, "width": 24}}
+    CLIPProcessor(CLIPImageProcessor(**sizes), tokenizer).save_pretrained(folder)
+    return folder
+
+
+def save_detr(folder: Path, *labels: str) -> Path:
+    """A random DETR that looks at 64 x 64 pixels, finds up to eight objects, and needs neither timm nor torchvision."""
+    backbone = ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 8, 8, 16], depths=[1, 1, 1, 1], layer_type="basic", out_features=["stage4"]
+    )
+    config = DetrConfig(
+        use_timm_backbone=False,
+        use_pretrained_backbone=False,
+        backbone=None,
+        backbone_config=backbone,
+        d_model=32,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=48,
+        decoder_ffn_dim=48,
+        num_queries=8,
+        id2label=dict(enumerate(labels)),
+        label2id={label: number for number, label in enumerate(labels)},
+    )
+    torch.manual_seed(4)
+    model = DetrForObjectDetection(config)
+    torch.manual_seed(3)
+    for name, parameter in model.named_parameters():  # as transformers draws them, all objects are the same one
+        if parameter.ndim == 2:
+            parameter.data.normal_(std=5.0 if "query_position" in name else 0.25)
+    model.save_pretrained(folder)
+    DetrImageProcessorPil(size={"height": 64, "width": 64}, do_pad=False).save_pretrained(folder)
+    return folder
 
 
 def byte_tokenizer(picture: str, *special: str) -> Qwen2Tokenizer:

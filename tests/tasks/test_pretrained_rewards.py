@@ -15,41 +15,24 @@ from transformers import (
     BlipForImageTextRetrieval,
     BlipImageProcessor,
     BlipProcessor,
-    CLIPConfig,
-    CLIPImageProcessor,
     CLIPModel,
-    CLIPProcessor,
-    CLIPTokenizer,
     Qwen2VLForConditionalGeneration,
     Qwen2VLImageProcessorPil,
 )
 
 from tasks.data.prompts import Prompt
 from tasks.rewards import Reward, RewardError, check_reward, get_reward
-from tests.support.tiny_judges import save_qwen2_vl
+from tests.support.tiny_judges import LETTERS, SMALL, save_clip, save_qwen2_vl
 
-LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
 IMAGES = np.random.default_rng(0).integers(0, 256, (4, 20, 30, 3), dtype=np.uint8)
 TEXTS = ["a red cat", "the number 472", "a red cat", "long " * 30]
 PROMPTS = [Prompt(f"uid-{i}", text, None, {}, "") for i, text in enumerate(TEXTS)]
-SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 VISION = SMALL | {"image_size": 24, "patch_size": 8}
-SIZES = {"size": {"shortest_edge": 24}, "crop_size": {"height": 24, "width": 24}}
 
 
 @pytest.fixture(scope="module")
 def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random CLIP with a tokenizer of single characters."""
-    folder = tmp_path_factory.mktemp("clip")
-    words = ["<|startoftext|>", "<|endoftext|>", *LETTERS, *(f"{letter}</w>" for letter in LETTERS)]
-    text = SMALL | {"vocab_size": len(words), "max_position_embeddings": 20}
-    text |= {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
-    torch.manual_seed(0)
-    model = CLIPModel(CLIPConfig(text_config=text, vision_config=VISION, projection_dim=16, logit_scale_init_value=2.0))
-    model.save_pretrained(folder)
-    tokenizer = CLIPTokenizer(vocab={word: i for i, word in enumerate(words)}, merges=[])
-    CLIPProcessor(CLIPImageProcessor(**SIZES), tokenizer).save_pretrained(folder)
-    return folder
+    return save_clip(tmp_path_factory.mktemp("clip"))
 
 
 @pytest.fixture(scope="module")
