@@ -332,7 +332,7 @@ class RewardModel:
     def stop(self) -> None:
         """End the server; where its actor is gone, the actor's watchdog has ended it."""
         with suppress(RayError, GetTimeoutError):
-            ray.get(self.actor.stop.remote(), timeout=STOP_SECONDS)
+            get(self.actor.stop.remote(), STOP_SECONDS)
         with suppress(RayError):
             ray.kill(self.actor)
 

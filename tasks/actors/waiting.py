@@ -6,6 +6,7 @@ Prefect's TerminationSignal, it keeps until the wait is over, and makes a System
 the driver waits in short pieces, with `get` and `wait` in place of `ray.get` and `ray.wait`.
 """
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,14 +18,15 @@ from tasks.system.signals import passed_on
 PIECE_SECONDS = 0.5
 
 
-def get(answers: Any) -> Any:
-    """`ray.get`: the first error of any of them is raised as soon as it is there."""
+def get(answers: Any, seconds: float = float("inf")) -> Any:
+    """`ray.get`: the first error of any of them is raised as soon as it is there; GetTimeoutError after `seconds`."""
+    until = time.monotonic() + seconds
     while True:
         try:
             with passed_on():
                 return ray.get(answers, timeout=PIECE_SECONDS)
         except GetTimeoutError as error:
-            if isinstance(error, RayTaskError):  # raised where it ran, and brought here
+            if isinstance(error, RayTaskError) or time.monotonic() >= until:  # raised where it ran, and brought here
                 raise
 
 

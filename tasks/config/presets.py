@@ -75,7 +75,8 @@ def decided_by_name(name: str) -> list[str]:
     unread = [CORRECTION] if name in PRESETS and FINISHED_SAMPLES.items() <= PRESETS[name].items() else []
     set_somewhere = dict.fromkeys(path for fields in PRESETS.values() for path in fields)
     levels = [f"algorithm.{name}" for name in ForwardProcessConfig.model_fields]
-    return list(dict.fromkeys([KERNEL, LOSS, KL_FORM, ADAPTER, *levels, *set_somewhere, *unread]))
+    parts = [KERNEL, LOSS, KL_FORM, ADAPTER, f"{ACTOR}.levels_per_pass"]
+    return list(dict.fromkeys([*parts, *levels, *set_somewhere, *unread]))
 
 
 def tree_of(paths: Mapping[str, Any]) -> dict[str, Any]:

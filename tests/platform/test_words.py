@@ -31,6 +31,7 @@ ON_THE_CPU = [
     "actor_rollout_ref.model.lora_rank=4",
     f"{ACTOR}.fsdp_config.param_dtype=float32",
     f"{ACTOR}.ppo_mini_batch_size=2",
+    f"{ACTOR}.optim.lr_warmup_steps=1",  # of four optimiser steps
     f"{ACTOR}.ppo_micro_batch_size_per_gpu=8",
     f"{ROLLOUT}.pipeline.height={SMALL.height}",
     f"{ROLLOUT}.pipeline.width={SMALL.width}",

@@ -15,6 +15,8 @@ from tasks.rewards.object_checks import COLORS, Box, best_boxes, overlap, relati
 from tests.support.tiny_judges import save_clip, save_detr
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (3, 40, 60, 3), dtype=np.uint8)
+IMAGES[1] //= 8  # a dark one, and one of one colour: a random CLIP takes all noise for the same
+IMAGES[2, ..., :2] = 255
 DOG, REMOTE = {"class": "dog", "count": 1}, {"class": "tv remote", "count": 1}
 
 

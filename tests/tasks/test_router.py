@@ -118,7 +118,7 @@ def test_sigterm_ends_a_wait_before_what_is_waited_for(waiting: Callable[[ray.Ob
         gate.release.remote("a")
 
 
-IN_WORKERS = {"trainer_rank.py", "rollout_worker.py", "weight_transport.py"}
+IN_WORKERS = {"trainer_rank.py", "rollout_worker.py", "reward_worker.py", "weight_transport.py"}
 BRIEF = {"waiting.py", "machines.py"}
 """They wait for seconds at most, or in a thread."""
 

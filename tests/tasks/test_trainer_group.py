@@ -171,16 +171,18 @@ def test_actors_run_under_the_interpreter_that_the_config_names(
             assert ray.get(actor.__ray_call__.remote(environment)) == str(expected)
 
 
-def computes_deterministically(_actor: object) -> tuple[bool, bool, str]:
-    """That, and what torch says of an operation without a deterministic kernel."""
-    try:
-        torch.zeros(4).put_(torch.tensor([0, 0]), torch.ones(2), accumulate=False)
-    except RuntimeError as error:
-        said = str(error)
-    return torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.deterministic, said
-
-
 def test_every_actor_computes_with_deterministic_kernels_alone(groups: dict[str, TrainerGroup]) -> None:
+    def computes_deterministically(_actor: object) -> tuple[bool, bool, str]:
+        """That, and what torch says of an operation without a deterministic kernel. Sent by value: this file is not
+        imported there."""
+        import torch
+
+        try:
+            torch.zeros(4).put_(torch.tensor([0, 0]), torch.ones(2), accumulate=False)
+        except RuntimeError as error:
+            said = str(error)
+        return torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.deterministic, said
+
     actors = [actor for group in groups.values() for actor in group.group.actors]
     for enabled, cudnn, said in ray.get([actor.__ray_call__.remote(computes_deterministically) for actor in actors]):
         assert enabled
