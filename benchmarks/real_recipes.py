@@ -98,11 +98,10 @@ def workspace(recipe: Recipe, folder: Path) -> None:
         (folder / name).symlink_to(ROOT / name)
     draw, raw = random.Random(0), folder / "data" / "raw" / "ocr"
     raw.mkdir(parents=True)
-    for split, count in (("train", 96), ("test", 8)):
-        lines = [
-            f'a {draw.choice(THINGS)} with the words "{" ".join(draw.sample(WORDS, 2))}"' for _ in range(3 * count)
-        ]
-        (raw / f"{split}.txt").write_text("\n".join(list(dict.fromkeys(lines))[:count]) + "\n")
+    texts = [" ".join(draw.sample(WORDS, 2)) for _ in range(400)]
+    lines = list(dict.fromkeys(f'a {draw.choice(THINGS)} with the words "{text}"' for text in texts))
+    for split, part in (("train", lines[:96]), ("test", lines[96:104])):
+        (raw / f"{split}.txt").write_text("\n".join(part) + "\n")
     params = yaml.safe_load((ROOT / "params.yaml").read_text())
     name, pipeline = recipe.config["data"]["name"], recipe.config["actor_rollout_ref"]["rollout"]["pipeline"]
     files = [{"file": f"data/raw/ocr/{split}.txt", "split": split} for split in ("train", "test")]
