@@ -1,36 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
 """A recipe of real size as a deployment on one GPU, from a drawn checkpoint to its weights in diffusers.
 
-    python -m benchmarks.real_recipes sd35-ocr-flow-grpo [--groups 2] [--folder FOLDER] [--log FILE] [--write]
+    python -m benchmarks.real_recipes sd35-ocr-flow-grpo [diffusion-nft ...] [--limit 560] [--write]
 
 In a folder of its own: a checkpoint of the published shapes with random weights, prompts, their embeddings by the real
 text encoders, `flows.services up`, `prefect deployment run train/<recipe>` with `machines/one_h200.json` for three
 iterations; `kill -9` of the flow run's process once the first checkpoint is there, the same command again, and the
-exported LoRA in diffusers' own pipeline. Adds a line of JSON to the log; `--write` puts the log's newest line of each
-recipe into docs/recipes.md. Beside the recipe's own reward stands one that tells noise apart, else all pictures of a
-group score 0 and there is nothing to learn.
+exported weights in diffusers' own pipeline. Recipes that are named together share the folder, and so the checkpoint
+and the embeddings where they have the same; what is there of an earlier call is not made again.
+
+Every stage's seconds are printed as it ends. Adds a line of JSON a recipe to the log, also where it failed or the
+limit came first; `--write` puts the log's newest whole line of each recipe into docs/recipes.md. Beside the recipe's
+own reward stands one that tells noise apart, else all pictures of a group score 0 and there is nothing to learn.
+`--rehearse` goes the same way with a tiny model of the recipe's family on the CPU.
 """
 
 import argparse
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import yaml
 from mlflow import MlflowClient
 
 from benchmarks.docs import put_table
-from benchmarks.local_services import ROOT, wait_until
+from benchmarks.local_services import ROOT, free_port
 from flows.deploy.access import exported
 from tasks.config.overrides import merged
 
@@ -44,7 +50,22 @@ MODELS = {
 }
 """A recipe's `model.path` -> name in `benchmarks.drawn_checkpoint`, and the adapter's file."""
 ITERATIONS = 3
-PORTS = {"prefect": 4390, "mlflow": 5390}
+LIMIT, DOWN_SECONDS = 3600, 40
+TINY: dict[str, Any] = {
+    "actor_rollout_ref": {
+        "model": {"dtype": "float32", "compile": False},
+        "rollout": {
+            "n": 4,
+            "micro_batch_size": 4,
+            "num_actors": 1,
+            "pipeline": {"height": 32, "width": 64},
+            "val_kwargs": {"pipeline": {"num_inference_steps": 10}},
+        },
+        "actor": {"ppo_micro_batch_size_per_gpu": 4, "fsdp_config": {"param_dtype": "float32"}},
+    },
+    "trainer": {"device": "cpu", "n_gpus_per_node": 1},
+}
+"""In place of the machine's file in a rehearsal."""
 STAGES = {
     "rollout": "gen",
     "reward": "reward",
@@ -66,6 +87,8 @@ class Recipe:
     name: str
     config: Mapping[str, Any]
     groups: int
+    settings: Sequence[str] = ()
+    rehearsed: bool = False
 
     @property
     def folder(self) -> str:
@@ -73,8 +96,18 @@ class Recipe:
         return self.config["actor_rollout_ref"]["model"]["path"]
 
     @property
+    def device(self) -> str:
+        """Where it computes."""
+        return "cpu" if self.rehearsed else "cuda"
+
+    @property
+    def run_folders(self) -> str:
+        """Pattern of its run's folder: the experiment's name and a digest."""
+        return f"runs/{self.config['trainer']['experiment_name']}-{'[0-9a-f]' * 8}"
+
+    @property
     def overrides(self) -> dict[str, Any]:
-        """The machine's, three iterations, and so few prompts that they take minutes."""
+        """The machine's, three iterations, and so few prompts that they take minutes; then what --set says."""
         rewards = self.config["reward"]["functions"] | {"jpeg_compressibility": {}}
         small = {
             "data": {"train_batch_size": self.groups},
@@ -82,22 +115,31 @@ class Recipe:
             "reward": {"functions": rewards},
             "trainer": {"total_training_steps": ITERATIONS, "save_freq": 1, "test_freq": ITERATIONS},
         }
-        return merged(json.loads((ROOT / "machines" / "one_h200.json").read_text()), small)
+        machine = TINY if self.rehearsed else json.loads((ROOT / "machines" / "one_h200.json").read_text())
+        overrides = merged(machine, small)
+        for setting in self.settings:
+            path, _, value = setting.partition("=")
+            change = yaml.safe_load(value)
+            for part in reversed(path.split(".")):
+                change = {part: change}
+            overrides = merged(overrides, change)
+        return overrides
 
 
-def recipe_of(name: str, groups: int) -> Recipe:
-    """A recipe of prefect.yaml by its deployment's name."""
+def recipe_of(name: str) -> Mapping[str, Any]:
+    """The config of a recipe of prefect.yaml by its deployment's name."""
     deployments = yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
     (found,) = (entry for entry in deployments if entry["name"] == name)
-    return Recipe(name, found["parameters"]["config"], groups)
+    return found["parameters"]["config"]
 
 
 def workspace(recipe: Recipe, folder: Path) -> None:
     """The project's code, prompts in the form of the public OCR lists, and the data set in params.yaml."""
     for name in ("flows", "tasks", "models", "benchmarks", "tests", "machines", "prefect.yaml", "dvc.yaml"):
-        (folder / name).symlink_to(ROOT / name)
+        if not (folder / name).is_symlink():
+            (folder / name).symlink_to(ROOT / name)
     draw, raw = random.Random(0), folder / "data" / "raw" / "ocr"
-    raw.mkdir(parents=True)
+    raw.mkdir(parents=True, exist_ok=True)
     texts = [" ".join(draw.sample(WORDS, 2)) for _ in range(400)]
     lines = list(dict.fromkeys(f'a {draw.choice(THINGS)} with the words "{text}"' for text in texts))
     for split, part in (("train", lines[:96]), ("test", lines[96:104])):
@@ -108,8 +150,8 @@ def workspace(recipe: Recipe, folder: Path) -> None:
     embeddings = {
         "model": recipe.folder,
         "adapter": f"models/families/{MODELS[recipe.folder][1]}.py",
-        "dtype": "bfloat16",
-        "device": "cuda",
+        "dtype": "float32" if recipe.rehearsed else "bfloat16",
+        "device": recipe.device,
         "max_sequence_length": pipeline.get("max_sequence_length", 512),
         "batch_size": 8,
     }
@@ -122,42 +164,92 @@ def workspace(recipe: Recipe, folder: Path) -> None:
 
 
 class Machine:
-    """Commands in the folder, one after the other, each with its seconds."""
+    """Commands in the folder, each with its seconds, which are printed; none goes on after the limit."""
 
-    def __init__(self, folder: Path):
-        self.folder, self.seconds = folder, dict[str, float]()
-        self.environment = os.environ | {"PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}"}
-        self.environment["PREFECT_HOME"] = str(folder / ".prefect")
-        (folder / ".prefect").mkdir()
+    def __init__(self, folder: Path, recipe: str, until: float):
+        self.folder, self.recipe, self.until = folder, recipe, until
+        self.began, self.seconds = time.monotonic(), dict[str, float]()
+        self.environment = os.environ | {
+            "PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}",
+            "PREFECT_HOME": str(folder / ".prefect"),
+            "PYTHONUNBUFFERED": "1",
+        }
+        (folder / ".prefect").mkdir(exist_ok=True)
+
+    @property
+    def left(self) -> float:
+        """Seconds until the limit, less what it takes to end the servers."""
+        return max(0.0, self.until - DOWN_SECONDS - time.monotonic())
+
+    def say(self, what: str) -> None:
+        """A line at once, with the seconds since the recipe's beginning."""
+        print(f"[{time.monotonic() - self.began:4.0f} s] {self.recipe}: {what}", flush=True)
+
+    def took(self, what: str, began: float) -> None:
+        """Note how long a stage took, and say so."""
+        self.seconds[what] = time.monotonic() - began
+        self.say(f"{what}: {self.seconds[what]:.1f} s, {shutil.disk_usage(self.folder).free / 2**30:.0f} GiB free")
 
     def python(self, what: str, *arguments: str) -> None:
         """Run a module to its end.
 
         Raises:
-            RuntimeError: it failed, with the end of what it said.
+            RuntimeError: it failed or the limit came, with the end of what it said.
         """
-        process = self.start(*arguments)
-        began = time.perf_counter()
-        if process.wait():
-            raise RuntimeError(f"{what} failed: {(self.folder / 'output.log').read_text()[-2000:]}")
-        self.seconds[what] = time.perf_counter() - began
+        began = time.monotonic()
+        self.wait(what, self.start(*arguments))
+        self.took(what, began)
+
+    def wait(self, what: str, process: subprocess.Popen, done: Callable[[], Any] | None = None) -> None:
+        """Until the process has ended well, or `done` is true.
+
+        Raises:
+            RuntimeError: it failed or the limit came, with the end of what was said.
+        """
+        while not (done and done()):
+            code = process.poll()
+            if code == 0 and done is None:
+                return
+            if code is not None or not self.left:
+                process.terminate()
+                why = "the limit came" if code is None else f"exit code {code}"
+                raise RuntimeError(f"{what}: {why}\n{self.end_of('output.log')}")
+            time.sleep(0.2)
+
+    def end_of(self, name: str) -> str:
+        """The last lines of a file of the folder; nothing where it is not there."""
+        file = self.folder / name
+        return file.read_text(errors="replace")[-3000:] if file.is_file() else ""
 
     def start(self, *arguments: str) -> subprocess.Popen:
-        """The same without waiting; what it says is added to output.log."""
+        """A module, not waited for; what it says is added to output.log."""
         with (self.folder / "output.log").open("a") as log:
             command = [sys.executable, "-m", *arguments]
             return subprocess.Popen(command, cwd=self.folder, env=self.environment, stdout=log, stderr=log)
 
     @contextmanager
-    def servers(self) -> Iterator[None]:
-        """What `make up` starts, and ends."""
-        ports = [word for name, port in PORTS.items() for word in (f"--{name}-port", str(port))]
-        self.python("servers", "flows.services", "up", *ports, "--gpus", "1")
-        self.environment |= exported(self.folder / ".services" / "environment")
+    def servers(self) -> Iterator[Callable[[], None]]:
+        """What `make up` starts, beside other work: call what this gives before they are used. They end with it."""
+        began = time.monotonic()
+        ports = [word for name in ("prefect", "mlflow") for word in (f"--{name}-port", str(free_port()))]
+        starting = self.start("flows.services", "up", *ports, "--gpus", "1")
+
+        def ready() -> None:
+            self.wait("servers", starting)
+            self.took("servers", began)
+            self.environment |= exported(self.folder / ".services" / "environment")
+
         try:
-            yield
+            yield ready
+        except BaseException:
+            self.say(f"the worker's log ends:\n{self.end_of('.services/worker.log')}")
+            raise
         finally:
-            self.python("down", "flows.services", "down")
+            if starting.poll() is None:
+                starting.terminate()
+                starting.wait()
+            with suppress(subprocess.TimeoutExpired):
+                self.start("flows.services", "down").wait(3 * DOWN_SECONDS)
 
     def flow_run(self) -> psutil.Process | None:
         """The process that the worker started for a run."""
@@ -168,49 +260,83 @@ class Machine:
         return None
 
 
-def play(recipe: Recipe, folder: Path) -> dict[str, Any]:
-    """All of it; the line of the log."""
-    workspace(recipe, folder)
-    machine, data = Machine(folder), recipe.config["data"]["name"]
-    machine.python("prompts", "flows.prepare", "prompts", data)
-    drawn = ["--device", "cuda", "--prompts", f"data/{data}/prompts.parquet"]
-    machine.python("checkpoint", "benchmarks.drawn_checkpoint", MODELS[recipe.folder][0], recipe.folder, *drawn)
-    machine.python("embeddings", "flows.prepare", "embeddings", data)
+def play(recipe: Recipe, machine: Machine) -> dict[str, float]:
+    """All of it; the metrics of the finished run."""
+    workspace(recipe, machine.folder)
+    with machine.servers() as ready:
+        make_data(recipe, machine)
+        ready()
+        run_with_a_kill(recipe, machine)
+    (weights,) = machine.folder.glob(f"{recipe.run_folders}/weights")
+    drawn = [recipe.folder, str(weights), recipe.device]
+    machine.python("in diffusers", "benchmarks.real_recipes", "--draw-with", *drawn)
+    return metrics_of(machine.folder)
+
+
+def make_data(recipe: Recipe, machine: Machine) -> None:
+    """Prompts, checkpoint and embeddings, in so far as they are not there."""
+    data, (model, family) = recipe.config["data"]["name"], MODELS[recipe.folder]
+    if not (machine.folder / "data" / data / "prompts.parquet").is_file():
+        machine.python("prompts", "flows.prepare", "prompts", data)
+    if not (machine.folder / recipe.folder / "model_index.json").is_file():
+        prompts = ["--device", recipe.device, "--prompts", f"data/{data}/prompts.parquet"]
+        drawn = ["benchmarks.drawn_checkpoint", model, recipe.folder, *prompts]
+        tiny = ["benchmarks.real_recipes", "--draw-tiny", family, recipe.folder]
+        machine.python("checkpoint", *(tiny if recipe.rehearsed else drawn))
+    if not (machine.folder / "data" / data / "embeddings").is_dir():
+        machine.python("embeddings", "flows.prepare", "embeddings", data)
+
+
+def run_with_a_kill(recipe: Recipe, machine: Machine) -> None:
+    """The deployment's run until its first checkpoint, `kill -9` of its process, and the same command to the end."""
     run = ["prefect", "deployment", "run", f"train/{recipe.name}", "--watch"]
     run += ["--param", f"overrides={json.dumps(recipe.overrides)}"]
-    with machine.servers():
-        began, first = time.perf_counter(), machine.start(*run)
-        wait_until(lambda: [*folder.glob("runs/*/checkpoints/iter_*")] or first.poll(), 1200, "the first checkpoint")
-        machine.seconds["to the first checkpoint"] = time.perf_counter() - began
-        killed = machine.flow_run()
-        if killed is None:
-            raise RuntimeError(f"no flow run to kill: {(folder / 'output.log').read_text()[-2000:]}")
-        killed.kill()
-        first.terminate()
-        machine.python("continued", *run)
-    metrics = metrics_of(folder)
-    machine.python("LoRA in diffusers", "benchmarks.real_recipes", "--load-lora", recipe.folder)
-    return {"recipe": recipe.name, "seconds": machine.seconds, "metrics": metrics}
+    began, first = time.monotonic(), machine.start(*run)
+    pattern = f"{recipe.run_folders}/checkpoints/iter_*"
+    machine.wait("to the first checkpoint", first, lambda: [*machine.folder.glob(pattern)])
+    machine.took("to the first checkpoint", began)
+    killed = machine.flow_run()
+    if killed is None:
+        raise RuntimeError(f"no flow run to kill\n{machine.end_of('output.log')}")
+    killed.kill()
+    first.terminate()
+    machine.say(f"killed {killed.pid}")
+    machine.python("continued", *run)
 
 
 def metrics_of(folder: Path) -> dict[str, float]:
-    """The newest value of each metric of the only run."""
+    """The last value of each metric of the run that finished last."""
     client = MlflowClient(f"sqlite:///{folder}/mlflow.db")
     experiments = [experiment.experiment_id for experiment in client.search_experiments()]
     runs = client.search_runs(experiments)
-    (finished,) = (run for run in runs if run.info.status == "FINISHED")
-    return dict(finished.data.metrics)
+    finished = [run for run in runs if run.info.status == "FINISHED"]
+    return dict(max(finished, key=lambda run: run.info.end_time).data.metrics)
 
 
-def load_lora(model: str) -> None:
-    """Put the exported LoRA into diffusers' pipeline and draw a picture of two steps."""
+def draw_with(model: str, weights: str, device: str) -> None:
+    """Draw a picture, or a short video, of two steps by diffusers' own pipeline with exported weights.
+
+    A folder of LoRA is put on the model; full weights are a model of their own.
+    """
     import diffusers
     import torch
 
-    (weights,) = Path("runs").glob("*/weights")
-    pipeline = diffusers.DiffusionPipeline.from_pretrained(model, torch_dtype=torch.bfloat16).to("cuda")
-    pipeline.load_lora_weights(weights)
-    print(pipeline("a sign", num_inference_steps=2, height=512, width=512).images[0].size)
+    lora = (Path(weights) / "pytorch_lora_weights.safetensors").is_file()
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(model if lora else weights, torch_dtype=dtype).to(device)
+    if lora:
+        pipeline.load_lora_weights(weights)
+    side = 64 if device == "cpu" else 512
+    video = {"num_frames": 9} if isinstance(pipeline, diffusers.WanPipeline) else {}
+    found = pipeline("a sign", num_inference_steps=2, height=side, width=side, output_type="np", **video)[0]
+    print("LoRA" if lora else "full weights", "in diffusers:", np.asarray(found).shape, "spread", np.std(found))
+
+
+def draw_tiny(family: str, folder: str) -> None:
+    """A tiny checkpoint of a family, for a rehearsal."""
+    from tests.support.tiny_models import FAMILIES
+
+    FAMILIES[family].save(Path(folder))
 
 
 def table(lines: Mapping[str, Mapping[str, Any]]) -> str:
@@ -225,34 +351,64 @@ def table(lines: Mapping[str, Mapping[str, Any]]) -> str:
             max((value for key, value in metrics.items() if key.startswith(f"memory/{who}/gpu_peak_gib")), default=0)
             for who in ("trainer", "rollout")
         ]
-        way = " | ".join(f"{seconds[key]:.0f}" for key in ways)
+        way = " | ".join(f"{seconds[key]:.0f}" if key in seconds else "there" for key in ways)
         step = metrics["timing_s/step"]
         found.append(f"| `{name}` | {stages} | {step:.1f} | {peaks[0]:.1f} and {peaks[1]:.1f} | {way} |")
     return "\n".join(found)
 
 
-def main() -> None:
-    """Play one recipe, and show what the log has."""
+def played(recipe: Recipe, folder: Path, until: float) -> dict[str, Any]:
+    """The log's line of a recipe; one that failed says why, and has the seconds of what it did."""
+    machine = Machine(folder, recipe.name, until)
+    line: dict[str, Any] = {"recipe": recipe.name, "groups": recipe.groups, "settings": list(recipe.settings)}
+    try:
+        line["metrics"] = play(recipe, machine)
+    except (RuntimeError, ValueError, OSError) as error:
+        machine.say(f"failed: {error}")
+        line["failed"] = str(error)
+    return line | {"seconds": machine.seconds}
+
+
+def options() -> argparse.Namespace:
+    """What the command was called with."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipe", nargs="?", help="a deployment of prefect.yaml; without one the table alone")
+    parser.add_argument("recipes", nargs="*", help="deployments of prefect.yaml; without one the table alone")
     parser.add_argument("--groups", type=int, default=2, help="prompts an iteration")
-    parser.add_argument("--folder", type=Path, help="where; it must not exist (default: a temporary one)")
+    parser.add_argument("--set", action="append", default=[], help="field=value of the config; may be repeated")
+    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds after which this ends, whatever is done")
+    parser.add_argument("--folder", type=Path, help="where, and kept (default: a temporary one)")
     parser.add_argument("--log", type=Path, default=Path("real_recipes.jsonl"))
     parser.add_argument("--write", action="store_true", help=f"put the table into {PAGE}")
-    parser.add_argument("--load-lora", help=argparse.SUPPRESS)
-    chosen = parser.parse_args()
-    if chosen.load_lora:
-        return load_lora(chosen.load_lora)
-    if chosen.recipe:
-        folder = chosen.folder or Path(tempfile.mkdtemp(prefix="real-"))
-        folder.mkdir(parents=True, exist_ok=True)
-        line = play(recipe_of(chosen.recipe, chosen.groups), folder.resolve())
+    parser.add_argument("--rehearse", action="store_true", help="a tiny model on the CPU; not for the table")
+    parser.add_argument("--draw-with", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--draw-tiny", nargs=2, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Play the recipes, and show what the log has; exit code 1 if one failed."""
+    chosen, until = options(), time.monotonic()
+    if chosen.draw_with:
+        return draw_with(*chosen.draw_with)
+    if chosen.draw_tiny:
+        return draw_tiny(*chosen.draw_tiny)
+    until += chosen.limit
+    folder = chosen.folder or Path(tempfile.mkdtemp(prefix="real-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    new = []
+    for name in chosen.recipes:
+        recipe = Recipe(name, recipe_of(name), chosen.groups, chosen.set, chosen.rehearse)
+        new.append(played(recipe, folder.resolve(), until))
         with chosen.log.open("a") as log:
-            log.write(json.dumps(line) + "\n")
-    lines = {line["recipe"]: line for line in map(json.loads, chosen.log.read_text().splitlines())}
+            log.write(json.dumps(new[-1]) + "\n")
+    if not chosen.folder:
+        shutil.rmtree(folder)
+    logged = map(json.loads, chosen.log.read_text().splitlines())
+    lines = {line["recipe"]: line for line in logged if "failed" not in line}
     print(table(lines))
     if chosen.write:
         put_table(PAGE, SCRIPT, table(lines))
+    sys.exit(any("failed" in line for line in new))
 
 
 if __name__ == "__main__":
