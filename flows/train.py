@@ -187,7 +187,7 @@ def log_iteration(run: TrainingRun, iteration: Iteration, metrics: dict[str, flo
     metrics |= validation.metrics() if validation else {}
     held_out = validation.samples if validation else None
     metrics |= watch_guards(run.config, run.guards, run.tracker, run.iteration, metrics, held_out)
-    if validation and run.config.reward.guards.action == "stop" and run.moved and not run.guards.suspects:
+    if validation and run.config.reward.guards.action == "stop" and run.moved and run.guards.is_clean:
         keep_good_weights(clock, run)
     if run.is_online:
         watch_floor(run.online.floor, run.tracker, run.iteration, metrics)

@@ -227,11 +227,6 @@ def check_guards(config: "TrainConfig") -> None:
             f"reward.guards.action is stop and {why}: guards are tested at validations, so validate every few "
             "iterations, or set action to flag"
         )
-    if not guards.statistics and not any(entry.guard for entry in config.reward.functions.values()):
-        raise ValueError(
-            "reward.guards.action is stop, but nothing is watched: give a reward guard: true, or set "
-            "reward.guards.statistics to true"
-        )
 
 
 def check_text_encoders(config: "TrainConfig") -> None:

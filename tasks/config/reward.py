@@ -160,10 +160,17 @@ class GuardConfig(Section):
     statistics_margin: float = Field(
         2.0, ge=0, le=MOST_COEFFICIENT, description="How far a picture statistic may fall, likewise."
     )
+    collapse_margin: float = Field(
+        0.5,
+        ge=0,
+        le=MOST_COEFFICIENT,
+        description="How far the held-out reward itself may fall below its highest, likewise; below that in as many "
+        "validations in a row the run has collapsed, which is flagged as a fallen guard is.",
+    )
     action: Literal["flag", "stop"] = Field(
         "flag",
         description="flag: a warning and a tag. stop: the run also ends with an error after the iteration in which a "
-        "guard is flagged, and keeps the weights of the last validation that found none fallen.",
+        "guard or a collapse is flagged, and keeps the weights of the last validation that found nothing fallen.",
     )
     floor_iterations: int = Field(
         3,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What shows that a reward is no good: it never leaves its floor, or it rises while what nobody trains on falls."""
+"""What shows that a run is no good: its reward stays low, falls, or rises while what nobody trains on falls."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,12 +8,15 @@ import numpy as np
 import pandas as pd
 
 from tasks.config.reward import GuardConfig, RewardConfig
-from tasks.records.held_out_falls import Fall, fall, prompt_means
+from tasks.records.held_out_falls import REWARD, Fall, fall, prompt_means
 from tasks.rewards import reward_bounds
 
 TRAINED = "critic/rewards/mean"
 HACKING_TAG = "doubleflow.reward_hacking"
+COLLAPSE_TAG = "doubleflow.reward_collapse"
 FLOOR_TAG = "doubleflow.reward_at_floor"
+COLLAPSE = "held_out/collapse"
+"""Metrics of the held-out reward's own fall are below this name."""
 FLOOR_SHARE, FLOOR_QUANTILE = 0.2, 0.95
 """Near the floor: so many of the samples score within this share of the reward's bounds above the lowest score."""
 ALIKE = 1e-6
@@ -57,6 +60,9 @@ class GuardWatch:
         since: guard -> the first iteration in which it was flagged.
         flagged: those that the newest validation flags.
         suspects: those that it finds fallen, whether or not the validations before did.
+        collapsed_since: the first iteration of an unbroken row of validations, up to the newest, in which the held-out
+            reward is flagged as fallen far below its highest; None where the newest does not flag it.
+        sinking: the newest validation finds it fallen.
     """
 
     def __init__(
@@ -79,6 +85,8 @@ class GuardWatch:
             if flags and flags[max(flags)]:
                 self.flagged.add(name)
         self.suspects = set(self.flagged)
+        self.collapsed_since = _newest_row(history(f"{COLLAPSE}/flag"))
+        self.sinking = self.collapsed_since is not None
         self._validations = validations
         self._means: dict[int, pd.DataFrame] | None = None
 
@@ -121,17 +129,27 @@ class GuardWatch:
         found: dict[str, float] = {}
         self.flagged, self.suspects = set(), set()
         for name, guard in self.guards.items():
-            falls = self._falls(guard)
+            falls = self._falls(guard.column, self.config.p_value / len(self.guards), guard.margin)
             if falls:
                 found |= self._verdict(name, falls, iteration)
-        return found
+        falls = self._falls(REWARD, self.config.p_value, self.config.collapse_margin)
+        return found | (self._collapse(falls, iteration) if falls else {})
 
-    def _falls(self, guard: Guard) -> list[Fall]:
+    def _falls(self, column: str, level: float, margin: float) -> list[Fall]:
         """At the last `validations` validations, or as many as have one earlier; none where the last has none."""
-        means, level = self._means or {}, self.config.p_value / len(self.guards)
+        means = self._means or {}
         last = sorted(means)[-self.config.validations :]
-        found = [fall(means, step, guard.column, level, guard.margin) for step in last]
+        found = [fall(means, step, column, level, margin) for step in last]
         return [] if found[-1] is None else [one for one in found if one is not None]
+
+    def _collapse(self, falls: Sequence[Fall], iteration: int) -> dict[str, float]:
+        self.sinking = falls[-1].suspicious
+        if len(falls) < self.config.validations or not all(one.suspicious for one in falls):
+            self.collapsed_since = None
+        elif self.collapsed_since is None:
+            self.collapsed_since = iteration
+        found = {f"{COLLAPSE}/flag": float(self.collapsed_since is not None)}
+        return found | ({f"{COLLAPSE}/fall": falls[-1].spreads} if np.isfinite(falls[-1].spreads) else {})
 
     def _verdict(self, name: str, falls: Sequence[Fall], iteration: int) -> dict[str, float]:
         if falls[-1].suspicious:
@@ -160,6 +178,28 @@ class GuardWatch:
         return "the held-out reward rises while " + ", ".join(
             f"{name} falls (since iteration {step})" for name, step in told.items()
         )
+
+    @property
+    def is_clean(self) -> bool:
+        """Does the newest validation find nothing fallen?"""
+        return not self.suspects and not self.sinking
+
+    def collapse(self) -> str | None:
+        """What the newest validation says of the held-out reward itself, for a tag and a warning; None where it has not
+        fallen far."""
+        if self.collapsed_since is None:
+            return None
+        return f"the held-out reward has fallen far below its highest (since iteration {self.collapsed_since})"
+
+
+def _newest_row(flags: Mapping[int, float]) -> int | None:
+    """The first step of the unbroken row of true values that ends with the newest; None where that is not true."""
+    first = None
+    for step in sorted(flags, reverse=True):
+        if not flags[step]:
+            break
+        first = step
+    return first
 
 
 def near_floor(scores: np.ndarray, weight: float, bounds: tuple[float, float] | None) -> bool:

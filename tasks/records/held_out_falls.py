@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Has a guard fallen while the trained reward rose? Paired tests over the held-out prompts of a run's validations."""
+"""Has a guard fallen while the trained reward rose, or that reward itself? Paired tests over the held-out prompts of a
+run's validations."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -13,14 +14,14 @@ REWARD = "reward"
 
 @dataclass(frozen=True)
 class Fall:
-    """What one validation says of one guard.
+    """What one validation says of one guard, or of the trained reward.
 
     Attributes:
         reference: the earlier validation that it is compared with, at which the guard was highest.
         mean: of the guard there minus now, over prompts.
         spreads: the same in standard deviations of the guard among the prompts of the first validation; NaN where that
             is zero.
-        suspicious: the fall is larger than the margin, and the trained reward has risen.
+        suspicious: the fall is larger than the margin, and, of a guard, the trained reward has risen.
     """
 
     reference: int
@@ -50,7 +51,8 @@ def p_above(differences: np.ndarray, margin: float) -> float:
 
 
 def fall(means: Mapping[int, pd.DataFrame], now: int, column: str, level: float, margin: float) -> Fall | None:
-    """The fall of a guard from the earlier validation at which it was highest; None where none is earlier.
+    """The fall of a guard, or of the trained reward, from the earlier validation at which it was highest; None where
+    none is earlier.
 
     All validations draw the same prompts from the same noise, so each prompt is compared with itself. The level is
     shared among the earlier validations, each of which could have been the highest.
@@ -58,7 +60,7 @@ def fall(means: Mapping[int, pd.DataFrame], now: int, column: str, level: float,
     Args:
         means: iteration -> `prompt_means` of its validation.
         now: which of them is judged.
-        column: of the guard.
+        column: of the guard; `REWARD` asks for no rise beside its fall.
         level: of both tests.
         margin: in standard deviations of the guard among the prompts of the first validation: a smaller fall is none.
     """
@@ -68,9 +70,11 @@ def fall(means: Mapping[int, pd.DataFrame], now: int, column: str, level: float,
     first, present = means[min(earlier)], means[now]
     reference = max(earlier, key=lambda step: (means[step][column].mean(), step))
     falls = (means[reference][column] - present[column]).dropna()
-    gains = (present[REWARD] - means[reference][REWARD]).dropna()
     spread = float(first[column].std())
     least = margin * spread if np.isfinite(spread) else 0.0
-    tests = (p_above(gains.to_numpy(np.float64), 0.0), p_above(falls.to_numpy(np.float64), least))
     mean = float(falls.mean())
-    return Fall(reference, mean, mean / spread if spread > 0 else float("nan"), max(tests) < level / len(earlier))
+    gains = (present[REWARD] - means[reference][REWARD]).dropna()
+    risen = column == REWARD or (mean > least and p_above(gains.to_numpy(np.float64), 0.0) < level / len(earlier))
+    # Most validations find no fall, and those import no statistics.
+    fallen = mean > least and risen and p_above(falls.to_numpy(np.float64), least) < level / len(earlier)
+    return Fall(reference, mean, mean / spread if spread > 0 else float("nan"), fallen)

@@ -11,7 +11,7 @@ from typing import Any
 from markupsafe import Markup
 
 from tasks.records.comparison import ComparisonError, Interval, paired_gain
-from tasks.records.guards import FLOOR_TAG, HACKING_TAG
+from tasks.records.guards import COLLAPSE_TAG, FLOOR_TAG, HACKING_TAG
 from tasks.records.headline import UNMOVED_TAG
 from tasks.records.metrics import BEHIND
 from tasks.records.model_registry import REGRESSION
@@ -229,6 +229,7 @@ def warnings(recorded: Recorded) -> list[tuple[str, str]]:
     tags = recorded.run.data.tags
     words = {
         HACKING_TAG: "This may be reward hacking",
+        COLLAPSE_TAG: "The held-out reward collapsed",
         FLOOR_TAG: "The reward may not work",
         REGRESSION: "Its weights got worse",
         UNMOVED_TAG: "The weights never moved",

@@ -107,7 +107,7 @@ def open_run(config: TrainConfig, inputs: Inputs, recipe: TrainConfig) -> Iterat
 
     Raises:
         CheckpointError: another process works on the run, or it has checkpoints that it should not have.
-        RewardHacking: its guards have stopped it, and are to stop it still.
+        RewardHacking, RewardCollapse: its guards have stopped it, and are to stop it still.
         ClusterError: as `open_cluster_and_tracker`.
         MachineLost: a machine with a trainer rank is lost.
     """

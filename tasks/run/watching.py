@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is said, and done, when a run's rewards look wrong: the policy may hack them, or one tells no sample apart."""
+"""What is said, and done, when a run's rewards look wrong: the policy may hack them or unlearn, or one tells no sample
+apart."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,16 +10,20 @@ import pandas as pd
 from models.errors import DoubleflowError
 from tasks.config.tree import TrainConfig
 from tasks.records.flow_page import page_logger
-from tasks.records.guards import FLOOR_TAG, HACKING_TAG, FloorWatch, GuardWatch
+from tasks.records.guards import COLLAPSE_TAG, FLOOR_TAG, HACKING_TAG, FloorWatch, GuardWatch
 from tasks.records.model_registry import tag_versions
 from tasks.records.tracking import Tracker
 
 LAST_GOOD = "last_good"
-"""Folder of a run with the weights of the last validation that found no guard fallen; that of its iteration in it."""
+"""Folder of a run with the weights of the last validation that found nothing fallen; that of its iteration in it."""
 
 
 class RewardHacking(DoubleflowError, RuntimeError):
     """A guard fell while the trained reward rose, and `reward.guards.action` is stop."""
+
+
+class RewardCollapse(DoubleflowError, RuntimeError):
+    """The held-out reward fell far below its highest, and `reward.guards.action` is stop."""
 
 
 def watch_guards(
@@ -31,8 +36,8 @@ def watch_guards(
 ) -> dict[str, float]:
     """The guards' metrics of an iteration and of its validation, if there was one.
 
-    A new flag is a warning, a tag of the run and one of the versions that it has registered since its last validation
-    without a doubt: the validation sweep makes none of those the champion.
+    A new flag is a warning, a tag of the run and, of a guard, one of the versions that it has registered since its last
+    validation without a doubt: the validation sweep makes none of those the champion.
 
     Args:
         config: of the run.
@@ -45,8 +50,11 @@ def watch_guards(
     found = guards.observe(iteration, metrics)
     if held_out is None:
         return found
-    before = guards.sentence()
+    before, held = guards.sentence(), guards.collapse()
     found |= guards.judge(iteration, held_out)
+    if guards.collapse() is not None and held is None:
+        tracker.tag(COLLAPSE_TAG, str(guards.collapse()))
+        page_logger().warning("%s: the policy unlearns; a smaller learning rate holds longer", guards.collapse())
     now = guards.sentence()
     if now is not None and now != before:
         tracker.tag(HACKING_TAG, now)
@@ -56,29 +64,35 @@ def watch_guards(
 
 
 def stop_if_flagged(config: TrainConfig, guards: GuardWatch, iteration: int) -> None:
-    """End the run where its newest validation flags a guard and `reward.guards.action` is stop.
+    """End the run where its newest validation flags something and `reward.guards.action` is stop.
 
     Raises:
-        RewardHacking: it does; with where the last good weights are.
+        RewardHacking: it flags a guard; with where the last good weights are.
+        RewardCollapse: it flags the held-out reward itself; likewise.
     """
-    sentence = guards.sentence(now=True)
+    kind, sentence = _newest_flag(guards)
     if sentence is not None and config.reward.guards.action == "stop":
-        told = _told(config, sentence)
-        raise RewardHacking(f"stopped after iteration {iteration} by reward.guards.action stop: {told}")
+        raise kind(f"stopped after iteration {iteration} by reward.guards.action stop: {_told(config, sentence)}")
 
 
 def refuse_flagged(config: TrainConfig, guards: GuardWatch) -> None:
-    """Say of a run that is to go on that its newest validation flagged a guard.
+    """Say of a run that is to go on that its newest validation flagged a guard, or the held-out reward itself.
 
     Raises:
-        RewardHacking: `reward.guards.action` is stop.
+        RewardHacking: `reward.guards.action` is stop, and it flagged a guard.
+        RewardCollapse: likewise, and it flagged the held-out reward.
     """
-    sentence = guards.sentence(now=True)
+    kind, sentence = _newest_flag(guards)
     if sentence is None:
         return
     if config.reward.guards.action == "stop":
-        raise RewardHacking(f"{config.run_name} is stopped by its guards: {_told(config, sentence)}")
+        raise kind(f"{config.run_name} is stopped by its guards: {_told(config, sentence)}")
     page_logger().warning("%s goes on although it is flagged: %s", config.run_name, sentence)
+
+
+def _newest_flag(guards: GuardWatch) -> tuple[type[RewardHacking | RewardCollapse], str | None]:
+    sentence = guards.sentence(now=True)
+    return (RewardCollapse, guards.collapse()) if sentence is None else (RewardHacking, sentence)
 
 
 def last_good_folder(config: TrainConfig, iteration: int) -> Path:
@@ -87,7 +101,7 @@ def last_good_folder(config: TrainConfig, iteration: int) -> Path:
 
 
 def last_good(config: TrainConfig) -> Path | None:
-    """The weights of the last validation that found no guard fallen; None where none were kept."""
+    """The weights of the last validation that found nothing fallen; None where none were kept."""
     folders = sorted((config.run_dir / LAST_GOOD).glob("[0-9]*"), key=lambda folder: int(folder.name))
     return folders[-1] if folders else None
 

@@ -15,6 +15,7 @@ from tasks.config.tree import TrainConfig
 from tasks.records.guards import TRAINED, FloorWatch, Guard, GuardWatch, tau
 from tasks.records.held_out_falls import fall, p_above, prompt_means
 from tasks.rewards.statistics import diversity, edge_density, entropy, picture_statistics, saturation, thumbnail
+from tasks.run.watching import RewardCollapse, RewardHacking, refuse_flagged, stop_if_flagged
 
 # --- statistics
 
@@ -200,6 +201,44 @@ def test_a_guard_that_is_back_is_flagged_no_more_and_its_flag_is_remembered() ->
     assert watched.sentence() is not None
 
 
+COLLAPSED = {0: (0.5, 0.5), 10: (0.8, 0.5), 20: (0.75, 0.5), 30: (0.6, 0.5), 40: (0.4, 0.5), 50: (0.7, 0.5)}
+"""The reward is highest at 10, a little lower at 20, far below at 30 and 40, and near it again at 50."""
+
+
+def test_a_held_out_reward_that_stays_far_below_its_highest_is_a_collapse() -> None:
+    watched, seen = watch(), {}
+    for step, table in tables(COLLAPSED).items():
+        seen[step] = watched.judge(step, table) | {"told": watched.collapse(), "clean": watched.is_clean}
+    assert [seen[step]["held_out/collapse/flag"] for step in (10, 20, 30, 40, 50)] == [0, 0, 0, 1, 0]
+    assert [seen[step]["clean"] for step in (10, 20, 30, 40, 50)] == [True, True, False, False, True]
+    spread = prompt_means(tables(COLLAPSED)[0], [])["reward"].std()
+    assert seen[40]["held_out/collapse/fall"] == pytest.approx(0.4 / spread)
+    assert seen[40]["told"] == "the held-out reward has fallen far below its highest (since iteration 40)"
+    assert (seen[30]["told"], seen[50]["told"], watched.sentence()) == (None, None, None)
+
+
+def test_a_collapse_is_remembered_by_a_run_that_goes_on() -> None:
+    resumed = watch({"held_out/collapse/flag": {10: 0.0, 20: 1.0, 30: 0.0, 40: 1.0, 50: 1.0}})
+    assert (resumed.collapsed_since, resumed.is_clean) == (40, False)
+    assert watch({"held_out/collapse/flag": {10: 1.0, 20: 0.0}}).is_clean
+
+
+@pytest.mark.parametrize("kind", [RewardCollapse, RewardHacking])
+def test_action_stop_ends_a_run_that_is_flagged_and_the_same_command_says_so_again(kind: type[Exception]) -> None:
+    watched = watch()
+    series, upto = (HACKED, 30) if kind is RewardHacking else (COLLAPSED, 40)
+    for step, table in tables(series).items():
+        if step <= upto:
+            watched.judge(step, table)
+    changes = {"reward": {"guards": {"action": "stop"}, "functions": {"ocr": {}}}}
+    stopping, flagging = TrainConfig.model_validate(changes), TrainConfig()
+    with pytest.raises(kind, match=r"stopped after iteration 40 .*the held-out reward .*no trained ones: begin again"):
+        stop_if_flagged(stopping, watched, 40)
+    with pytest.raises(kind, match="is stopped by its guards"):
+        refuse_flagged(stopping, watched)
+    stop_if_flagged(flagging, watched, 40)
+
+
 def test_one_validation_is_enough_if_one_is_asked_for() -> None:
     watched = watch_one()
     for step, table in list(tables(HACKED).items())[:3]:
@@ -247,8 +286,8 @@ def test_flags_are_rare_where_the_reward_alone_is_learnt(margin: float, most: in
     [
         ({"trainer": {"test_freq": 0}}, "action is stop and trainer.test_freq is 0: guards are tested at validations"),
         (
-            {"reward": {"guards": {"action": "stop", "statistics": False}}},
-            "but nothing is watched: give a reward guard",
+            {"algorithm": {"name": "dpo", "sample_source": "offline"}},
+            "action is stop and algorithm.sample_source is offline",
         ),
     ],
 )
