@@ -242,9 +242,7 @@ def profiled(name: str, function: Callable[[], Any], seconds: float, rows: int) 
     )
     averages = profiler.key_averages()
     on_device = [
-        one
-        for one in averages
-        if one.device_type == torch.autograd.DeviceType.CUDA and not one.is_user_annotation
+        one for one in averages if one.device_type == torch.autograd.DeviceType.CUDA and not one.is_user_annotation
     ]
     for one in sorted(on_device, key=lambda one: -one.self_device_time_total)[:rows]:
         print(f"gpu {one.key[:90]:90} {one.count:6} times {one.self_device_time_total / 1e3:8.1f} ms")
