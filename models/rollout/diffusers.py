@@ -11,6 +11,7 @@ from models.families.base import DiffusionModelBase, DiffusionModelConfig
 from models.rollout.sampling import Sampler
 from models.runtime.attention import choose_attention
 from models.runtime.compiled import compile_blocks, compile_decoder
+from models.runtime.cuda_graphs import CudaGraphs, CudaRecorder
 from models.weights.canary import Canary, canary_velocity
 from models.weights.trainable import TrainableLoad, load_exported, load_trainable, make_trainable, trainable
 
@@ -21,9 +22,14 @@ class DiffusersRolloutEngine(Sampler):
     Args:
         model_config: which model, and how it is sampled by default.
         device: where it lives.
+        cuda_graphs: replay the denoiser as CUDA graphs.
+
+    Raises:
+        ValueError: CUDA graphs are asked for where the device is no GPU.
     """
 
-    def __init__(self, model_config: DiffusionModelConfig, device: str = "cpu"):
+    def __init__(self, model_config: DiffusionModelConfig, device: str = "cpu", cuda_graphs: bool = False):
+        recorder = CudaRecorder(device) if cuda_graphs else None
         adapter = DiffusionModelBase.get_class(model_config)
         self.transformer = adapter.load_transformer(model_config, model_config.dtype).to(device).eval()
         choose_attention(adapter, self.transformer, device, model_config.dtype)
@@ -36,6 +42,7 @@ class DiffusersRolloutEngine(Sampler):
         if model_config.model.compile:
             compile_blocks(adapter, self.transformer)
             compile_decoder(vae)
+        self.graphs = CudaGraphs(self.transformer, recorder) if recorder else None
         super().__init__(adapter, self.transformer, vae, model_config, device)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
@@ -60,6 +67,9 @@ class DiffusersRolloutEngine(Sampler):
 
     def sleep(self) -> None:
         """Move the weights off the GPU."""
+        if self.graphs is not None:  # they hold memory, and the addresses of weights that go now
+            torch.cuda.synchronize(self.device)
+            self.graphs.drop()
         self._move("cpu")
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

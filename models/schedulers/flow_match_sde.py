@@ -162,13 +162,12 @@ class FlowMatchSDEDiscreteScheduler(FlowMatchEulerDiscreteScheduler):
     def _sigmas_of(self, timestep: Tensor | None, sample: Tensor) -> tuple[Tensor, Tensor]:
         """(sigma, sigma_next), each [B, 1, ...] on the sample's device."""
         batch = sample.shape[0]
-        if timestep is None:
-            index = torch.full((batch,), self._begin_or_current_step(), dtype=torch.long)
-        else:
-            index = self.indices_for_timesteps(torch.as_tensor(timestep).expand(batch))
-        sigmas = self.sigmas.to(device=sample.device, dtype=torch.float32)
-        index = index.to(sample.device)
         shape = (batch, *([1] * (sample.ndim - 1)))
+        sigmas = self.sigmas.to(device=sample.device, dtype=torch.float32)
+        if timestep is None:  # the loop's own number: an index on the CPU would wait for the GPU at each step
+            step = self._begin_or_current_step()
+            return sigmas[step].expand(shape).contiguous(), sigmas[step + 1].expand(shape).contiguous()
+        index = self.indices_for_timesteps(torch.as_tensor(timestep).expand(batch)).to(sample.device)
         return sigmas[index].view(shape), sigmas[index + 1].view(shape)
 
     def _begin_or_current_step(self) -> int:

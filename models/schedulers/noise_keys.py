@@ -58,6 +58,11 @@ def generators(keys: Sequence[NoiseKey], step: int) -> list[torch.Generator]:
 
 
 def draw(keys: Sequence[NoiseKey], step: int, shape: Sequence[int], device: torch.device | str) -> torch.Tensor:
-    """Unit Gaussian noise [len(keys), *shape], fp32, one independent named draw a sample."""
-    rows = [torch.randn(tuple(shape), generator=g) for g in generators(keys, step)]
-    return torch.stack(rows).to(device)
+    """Unit Gaussian noise [len(keys), *shape], fp32, one named draw a key: independent, and equal for equal keys."""
+    place = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+    rows = torch.empty(len(place), *shape)
+    for row, generator in zip(rows, generators([*place], step), strict=True):
+        torch.randn(tuple(shape), generator=generator, out=row)
+    if len(place) < len(keys):  # the samples of a prompt share theirs
+        rows = rows[torch.tensor([place[key] for key in keys])]
+    return rows.to(device)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From finished samples to what a loss of the forward process trains on."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -8,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from models.algorithms.losses import REF_VELOCITY, VELOCITIES
+from models.algorithms.losses import EMA_VELOCITY, OLD_VELOCITY, REF_VELOCITY, VELOCITIES
+from models.algorithms.old_policy import is_copied
 from models.samples.trajectories import FinishedLatents
 from models.training.micro_batches import ActorBatch, PreparedBatch, micro_batch_of
 from models.training.noised import NoisedLatents, noise_latents
@@ -16,6 +18,11 @@ from models.training.policy import PolicyForward
 
 if TYPE_CHECKING:
     from models.config.actor import ForwardProcessConfig
+
+
+KEPT_ON_DEVICE = 1 << 26
+"""Bytes of noise up to which a batch stays on the GPU from the forward passes before the first optimiser step to its
+own. The way to the CPU and back is one of those things that the GPU of a small model waits for."""
 
 
 def noised_batch(engine: PolicyForward, batch: ActorBatch, config: "ForwardProcessConfig", size: int) -> PreparedBatch:
@@ -42,31 +49,44 @@ def noised_batch(engine: PolicyForward, batch: ActorBatch, config: "ForwardProce
     parts += [idle] * (most - len(parts))
     together = engine.actor_config.levels_per_pass
     pieces = [noise_latents(part, engine.scheduler.sigmas, config, engine.loss_fn.paired) for part in parts]
-    pieces = _compared(engine, [piece.together(together) for piece in pieces])
-    return PreparedBatch([(piece, piece.advantages) for piece in pieces], counted * together)
+    pieces = [piece.together(together) for piece in pieces]
+    rows = [piece.advantages for piece in pieces]
+    if sum(piece.noise.nbytes for piece in pieces) <= KEPT_ON_DEVICE:
+        pieces = [piece.to(engine.device) for piece in pieces]
+    pieces = _compared(engine, pieces, rows, config)
+    return PreparedBatch(list(zip(pieces, rows, strict=True)), counted * together)
 
 
-def _compared(engine: PolicyForward, pieces: list[NoisedLatents]) -> list[NoisedLatents]:
-    """The pieces with the velocities that the loss declares."""
+def _compared(
+    engine: PolicyForward, pieces: list[NoisedLatents], rows: list[Tensor], config: "ForwardProcessConfig"
+) -> list[NoisedLatents]:
+    """The pieces with the velocities that the loss declares, before an iteration's first optimiser step."""
     wanted = {*engine.loss_fn.required_data_keys} | ({REF_VELOCITY} if engine.actor_config.use_kl_loss else set())
     for key in VELOCITIES:
         if key in wanted:
-            with engine.holding_weights_of(key):
-                found: list[dict[str, Any]] = [{key: _velocities(engine, key, piece)} for piece in pieces]
+            # An old policy that is a copy is the policy still: to put it in its place would change no weight, and have
+            # FSDP gather them all again.
+            there = key in (OLD_VELOCITY, EMA_VELOCITY) and is_copied(config)
+            with nullcontext() if there else engine.holding_weights_of(key):
+                found: list[dict[str, Any]] = [
+                    {key: _velocities(engine, key, piece, row)} for piece, row in zip(pieces, rows, strict=True)
+                ]
             pieces = [replace(piece, **velocity) for piece, velocity in zip(pieces, found, strict=True)]
     return pieces
 
 
-def _velocities(engine: PolicyForward, key: str, piece: NoisedLatents) -> Tensor:
-    """[B, K, ...] on the CPU."""
+def _velocities(engine: PolicyForward, key: str, piece: NoisedLatents, advantages: Tensor) -> Tensor:
+    """[B, K, ...] where the piece is; `advantages` [B] are on the CPU."""
     on_device, of_level = piece.to(engine.device), []
     for level in range(piece.steps):
-        micro_batch, _ = micro_batch_of(on_device.step(level), piece.advantages, engine.device)
+        micro_batch, _ = micro_batch_of(on_device.step(level), advantages, engine.device)
         of_level.append(engine.predicted(key, micro_batch))
-    return torch.stack(of_level, 1).cpu()  # one wait for the GPU, not one a level
+    return torch.stack(of_level, 1).to(piece.latents.device)  # at most one wait for the GPU, not one a level
 
 
 def _over_ranks(number: int, operation: Any, device: str) -> int:
+    if dist.get_world_size() == 1:  # to ask the GPU would be to wait for all that it computes
+        return number
     tensor = torch.tensor(number, device=device)
     dist.all_reduce(tensor, operation)
     return int(tensor)

@@ -152,4 +152,4 @@ def _engine(model_config: DiffusionModelConfig, settings: DiffusionRolloutConfig
             max_num_seqs=settings.batch_size,
             sleep_mode=settings.sleeps,
         )
-    return DiffusersRolloutEngine(model_config, device)
+    return DiffusersRolloutEngine(model_config, device, settings.cuda_graphs)

@@ -207,6 +207,15 @@ def check_determinism(config: "TrainConfig") -> None:
         )
 
 
+def check_cuda_graphs(config: "TrainConfig") -> None:
+    """There is a GPU to record them on."""
+    if config.actor_rollout_ref.rollout.cuda_graphs and config.trainer.device != "cuda":
+        raise ValueError(
+            f"actor_rollout_ref.rollout.cuda_graphs is true, but trainer.device is {config.trainer.device}: set it to "
+            "false, or trainer.device to cuda"
+        )
+
+
 def check_profile(config: "TrainConfig") -> None:
     """Profiled ranks and workers exist."""
     profile, workers = config.trainer.profile, config.actor_rollout_ref.rollout.num_actors
@@ -276,6 +285,7 @@ CHECKS: tuple[Callable[["TrainConfig"], None], ...] = (
     check_overlap,
     check_queues,
     check_determinism,
+    check_cuda_graphs,
     check_profile,
     check_guards,
     check_text_encoders,

@@ -74,6 +74,12 @@ class DiffusionRolloutConfig(Section):
         "which saves the way there and back in each iteration and must hold update and rollout together. auto sleeps "
         "where the estimate says that it does not.",
     )
+    cuda_graphs: NotShaping[bool] = Field(
+        False,
+        description="diffusers on CUDA: replay the denoiser's forward pass as a CUDA graph, one for each shape of its "
+        "inputs. The samples stay the same to the bit. For models that are too small to keep a GPU busy "
+        "(docs/training.md).",
+    )
     max_queued_batches: NotShaping[int] = Field(
         16,
         ge=1,
@@ -152,6 +158,15 @@ class DiffusionRolloutConfig(Section):
             raise ValueError(
                 f"{field} and rollout.num_gpus_per_actor {self.num_gpus_per_actor:g}, but each process of a worker "
                 "takes a whole GPU: leave num_gpus_per_actor at 1"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _graphs_have_an_engine(self) -> Self:
+        if self.cuda_graphs and self.name != "diffusers":
+            raise ValueError(
+                f"rollout.cuda_graphs is true, but rollout.name is {self.name}, which captures by its own settings: "
+                "set cuda_graphs to false, or name to diffusers"
             )
         return self
 

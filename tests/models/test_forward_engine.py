@@ -17,8 +17,10 @@ from models.families.base import DiffusionModelConfig
 from models.families.qwen_image import QwenImage
 from models.rollout.diffusers import DiffusersRolloutEngine
 from models.samples.trajectories import FinishedLatents
+from models.training import forward_batches
 from models.training.fsdp import DiffusersFSDPEngine
 from models.training.micro_batches import ActorBatch
+from models.training.weight_copies import WeightCopy
 from models.weights.canary import Canary
 from models.weights.trainable import export_weights, trainable
 from tests.support.cases import crossed
@@ -283,10 +285,40 @@ def test_the_old_policy_moves_by_its_schedule_and_interval(
     assert largest_difference(engine.gather_weights(), ahead) == 0.0
 
 
-def test_copy_is_on_policy(tiny_model: Path, samples: list[FinishedLatents]) -> None:
+def test_copy_is_on_policy(tiny_model: Path, samples: list[FinishedLatents], monkeypatch: pytest.MonkeyPatch) -> None:
+    """So nothing is put in the weights' place for the old policy's velocities; an old policy that lags is."""
+    swaps: list[WeightCopy] = []
+    applied = WeightCopy.applied
+
+    def noted(copy: WeightCopy) -> Any:
+        swaps.append(copy)
+        return applied(copy)
+
+    monkeypatch.setattr(WeightCopy, "applied", noted)
     engine = trainer(model_config(tiny_model), "diffusion_nft", old_policy_decay=None)
-    engine.update_policy(batches_of(samples))
+    first, second = [engine.update_policy(batches_of(samples)) for _ in range(2)]
+    assert swaps == []
+    assert first["old_deviation"] > 0  # of the second step
+    assert second["old_deviation"] > 0
     assert largest_difference(old_weights(engine), engine.gather_weights()) == 0.0
+    lags = trainer(model_config(tiny_model), "diffusion_nft", old_policy_decay=0.5)
+    swaps.clear()  # `old_weights` made one
+    lags.update_policy(batches_of(samples))
+    assert {id(copy) for copy in swaps} == {id(lags.old_policy)}
+
+
+def test_a_batch_that_does_not_stay_on_the_device_trains_alike(
+    tiny_model: Path, samples: list[FinishedLatents], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And one rank asks no other how many samples it has: on a GPU it would wait for the answer."""
+    monkeypatch.setattr(forward_batches.dist, "all_reduce", pytest.fail)
+    weights = []
+    for largest in (forward_batches.KEPT_ON_DEVICE, 0):
+        monkeypatch.setattr(forward_batches, "KEPT_ON_DEVICE", largest)
+        engine = trainer(model_config(tiny_model), "awm", old_policy_decay=None)
+        engine.update_policy(batches_of(samples))
+        weights.append(engine.gather_weights())
+    assert largest_difference(*weights) == 0.0
 
 
 def test_who_keeps_no_old_policy_says_so(tiny_model: Path) -> None:

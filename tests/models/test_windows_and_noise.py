@@ -37,6 +37,22 @@ def test_noise_is_that_of_the_samples_generators() -> None:
     assert torch.equal(draw(keys, 2, (6, 4), "cpu"), torch.stack(rows))
 
 
+def test_equal_keys_share_their_noise_and_are_drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The samples of a group that shares its noise, 16 of each prompt, took as many draws."""
+    keys = [replace(KEY, prompt_uid=uid) for uid in "abaab"]
+    whole = torch.cat([draw([key], 1, (6, 4), "cpu") for key in keys])
+    drawn: list[str] = []
+    seed_of = NoiseKey.seed_of
+
+    def noted(key: NoiseKey, step: int) -> int:
+        drawn.append(key.prompt_uid)
+        return seed_of(key, step)
+
+    monkeypatch.setattr(NoiseKey, "seed_of", noted)
+    assert torch.equal(draw(keys, 1, (6, 4), "cpu"), whole)
+    assert drawn == ["a", "b"]
+
+
 @pytest.mark.parametrize(
     "other",
     [
