@@ -47,7 +47,12 @@ def _fused_kind(kind: type[Any]) -> type[Any]:
 
     @wraps(original)  # diffusers asks for the signature and passes nothing that is not in it
     def call(
-        self: Any, attn: Any, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None, *rest: Any, **named: Any
+        self: Any,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        *rest: Any,
+        **named: Any,
     ) -> Any:
         projected = _Projected(attn, hidden_states, encoder_hidden_states)
         return original(self, projected, hidden_states, encoder_hidden_states, *rest, **named)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from models.config.model import ModelConfig
 from models.rollout.diffusers import DiffusersRolloutEngine
-from models.runtime.float8 import Float8Linear, product, rounded
+from models.runtime.float8 import Float8Linear, rounded
 from models.runtime.projections import project
 from models.samples.trajectories import NoiseKey, RolloutRequest, Trajectories
 from models.training.fsdp import DiffusersFSDPEngine
@@ -195,9 +195,14 @@ def test_float8_reaches_every_lora_matrix(
     halves = [layer for layer in engine.module.modules() if isinstance(layer, Float8Linear)]
     assert halves
     assert all(layer.weight.dtype == torch.float8_e4m3fn and not hasattr(layer.weight, "to_local") for layer in halves)
-    assert engine.module.transformer_blocks[0].get_submodule(  # type: ignore[union-attr, operator]
-        "norm1.linear" if family == "stable_diffusion_3" else "img_mod.1"
-    ).weight.dtype == torch.bfloat16
+    assert (
+        engine.module.transformer_blocks[0]
+        .get_submodule(  # type: ignore[union-attr, operator]
+            "norm1.linear" if family == "stable_diffusion_3" else "img_mod.1"
+        )
+        .weight.dtype
+        == torch.bfloat16
+    )
 
 
 def test_full_weights_are_not_kept_in_float8() -> None:
