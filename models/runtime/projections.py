@@ -28,10 +28,7 @@ def fuse_projections(adapter: type[DiffusionModelBase], module: nn.Module) -> No
         ValueError: the family does not say that it projects each stream from one tensor.
     """
     if not adapter.projects_streams:
-        raise ValueError(
-            f"model.fuse_projections is true, but {adapter.__name__} does not say that its queries, keys and values "
-            "are made of the same tensor (projects_streams): set it to false"
-        )
+        raise ValueError(not_fused(adapter))
     for block in adapter.transformer_blocks(module):
         for layer in list(block.modules()):
             if isinstance(getattr(layer, STREAM[0], None), nn.Module) and hasattr(layer, "processor"):
@@ -39,6 +36,14 @@ def fuse_projections(adapter: type[DiffusionModelBase], module: nn.Module) -> No
                 fused = object.__new__(_fused_kind(type(processor)))
                 fused.__dict__ |= processor.__dict__
                 layer.processor = fused
+
+
+def not_fused(adapter: type[DiffusionModelBase]) -> str:
+    """What is said to whoever asks for it with a family that cannot."""
+    return (
+        f"model.fuse_projections is true, but {adapter.__name__} does not say that its queries, keys and values are "
+        "made of the same tensor (projects_streams): set it to false"
+    )
 
 
 @cache
