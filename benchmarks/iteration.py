@@ -338,12 +338,16 @@ KINDS = {
 
 def kernel_table(events: Sequence[Any], seconds: float, on_gpu: bool, rows: int = 25) -> str:
     """Kernels by their time in all, kinds of kernels, and the share of the time in which none ran."""
-    kernels = [e for e in events if not on_gpu or (e.device_type.name == "CUDA" and not e.is_user_annotation)]
+    kernels = [
+        e
+        for e in events
+        if not on_gpu or (e.device_type.name == "CUDA" and not getattr(e, "is_user_annotation", False))
+    ]
     totals: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
     kinds: dict[str, float] = defaultdict(float)
     busy, end = 0.0, float("-inf")
     for event in sorted(kernels, key=lambda e: e.time_range.start):
-        took = (event.device_time_total if on_gpu else event.self_cpu_time_total) / 1e6
+        took = (event.time_range.elapsed_us() if on_gpu else event.self_cpu_time_total) / 1e6
         totals[event.name][0] += took
         totals[event.name][1] += 1
         kinds[kind_of(event.name)] += took

@@ -100,9 +100,8 @@ class _Product(torch.autograd.Function):
         return output.view(*tensor.shape[:-1], -1)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
+    def backward(ctx: Any, given: Tensor) -> Any:
         weight, scale = ctx.saved_tensors
-        (given,) = gradients
         # The columns' scales go to the gradient: the matrix is then in float8 as it is.
         scaled = given.flatten(0, -2).float() * scale.T
         if ctx.gradient:

@@ -5,7 +5,7 @@ Weights stay where they are, under their names: the matrices are joined where th
 """
 
 from collections.abc import Sequence
-from functools import cache, wraps
+from functools import wraps
 from typing import Any
 
 import torch
@@ -46,8 +46,17 @@ def not_fused(adapter: type[DiffusionModelBase]) -> str:
     )
 
 
-@cache
+_FUSED: dict[type[Any], type[Any]] = {}
+
+
 def _fused_kind(kind: type[Any]) -> type[Any]:
+    """One class for all layers of a kind: compiled code is chosen by it."""
+    if kind not in _FUSED:
+        _FUSED[kind] = _new_kind(kind)
+    return _FUSED[kind]
+
+
+def _new_kind(kind: type[Any]) -> type[Any]:
     original = kind.__call__
 
     @wraps(original)  # diffusers asks for the signature and passes nothing that is not in it
