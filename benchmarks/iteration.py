@@ -12,12 +12,16 @@ there is not run again. At the end the lines are a table. Weights are random: pi
 """
 
 import argparse
+import fcntl
 import json
 import os
 import socket
 import subprocess
 import sys
 import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,14 +80,18 @@ CONSTANT = {"guidance_gradient": "conditional"}
 RECORDED = CONSTANT | {"record": True}
 COMPILED = RECORDED | {"compile": True}
 WHOLE = COMPILED | {"shard_frozen": False}
+FUSED = WHOLE | {"fuse_projections": True}
 VARIANTS: dict[str, dict[str, Any]] = {
     "eager": {},
     "half without prompt constant": CONSTANT,
     "and recorded": RECORDED,
     "and compiled": COMPILED,
     "and frozen weights whole": WHOLE,
+    "and projections fused": FUSED,
+    "and float8 forward": FUSED | {"frozen_dtype": "float8_forward"},
+    "and float8 backward": FUSED | {"frozen_dtype": "float8"},
 }
-"""Each changes one thing of the one before it."""
+"""Each changes one thing of the one before it. The last two compute another function."""
 PUBLIC = "public loop"
 CLIP = 0.2
 """Wide: within 1e-4 rounding would decide which samples have a gradient, and gradients could not be compared."""
@@ -100,6 +108,8 @@ def configs(model: str, folder: Path, chosen: dict[str, Any], kl: float) -> tupl
             lora_rank=work.lora[0],
             lora_alpha=work.lora[1],
             compile=chosen.get("compile", False),
+            fuse_projections=chosen.get("fuse_projections", False),
+            frozen_dtype=chosen.get("frozen_dtype"),
         ),
         DiffusionPipelineConfig(
             height=work.size, width=work.size, num_inference_steps=work.steps, **{work.guidance[0]: work.guidance[1]}
@@ -166,54 +176,107 @@ class Clock:
         return passed
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """All numbers of one variant."""
-    work, device = WORK[arguments.model], arguments.device
-    sizes = {"batch": arguments.batch or work.batch, "micro_batch": arguments.micro_batch or work.micro_batch}
-    chosen = VARIANTS[arguments.variant] | sizes
-    ranks, batch = dist.get_world_size(), sizes["batch"]
-    chosen |= CHECKPOINTED if arguments.checkpointing else {}
-    model_config, actor = configs(arguments.model, arguments.work / "model", chosen, arguments.kl)
-    if arguments.model != "tiny":
-        use_random_weights(DiffusionModelBase.get_class(model_config), device)
-    trainer = DiffusersFSDPEngine(model_config, actor, device)
-    trainer.initialize()
-    move_off_zero(trainer)
-    rollout = DiffusersRolloutEngine(model_config, device)
-    sync(trainer, rollout)
-    numbers: dict[str, Any] = {"variant": arguments.variant, "kl": arguments.kl, "ranks": ranks} | sizes
-    laps: dict[str, list[float]] = {"rollout_s": [], "update_s": [], "sync_s": []}
-    clock = Clock(device)
-    for iteration in range(arguments.repeats + 1):
-        record = chosen.get("record", False)
-        request = request_of(model_config, work.text_tokens, work.window, batch, record, iteration)
-        clock.lap()
-        trajectories = rollout.produce(request).recorded
+@contextmanager
+def holding(lock: Path | None, kind: int) -> Iterator[None]:
+    """Within the block this process has the lock, alone (LOCK_EX) or with others (LOCK_SH)."""
+    if lock is None:
+        yield
+        return
+    with lock.open("w") as stream:
+        fcntl.flock(stream, kind)
+        yield
+
+
+class Iterations:
+    """Trainer and rollout of one variant, and what they do in an iteration."""
+
+    def __init__(self, arguments: argparse.Namespace):
+        self.arguments, self.work, self.device = arguments, WORK[arguments.model], arguments.device
+        self.sizes = {
+            "batch": arguments.batch or self.work.batch,
+            "micro_batch": arguments.micro_batch or self.work.micro_batch,
+        }
+        chosen = VARIANTS[arguments.variant] | self.sizes | (CHECKPOINTED if arguments.checkpointing else {})
+        self.batch, self.record = self.sizes["batch"], chosen.get("record", False)
+        folder = arguments.work / "model"
+        self.model_config, _ = configs(arguments.model, folder, chosen, 0.0)
+        self.actors = {kl: configs(arguments.model, folder, chosen, kl)[1] for kl in arguments.kl}
+        if arguments.model != "tiny":
+            use_random_weights(DiffusionModelBase.get_class(self.model_config), self.device)
+        self.trainer = DiffusersFSDPEngine(self.model_config, self.actors[arguments.kl[0]], self.device)
+        self.trainer.initialize()
+        move_off_zero(self.trainer)
+        self.rollout = DiffusersRolloutEngine(self.model_config, self.device)
+        sync(self.trainer, self.rollout)
+        self.clock, self.made = Clock(self.device), 0
+
+    def request(self) -> RolloutRequest:
+        """The next iteration's."""
+        self.made += 1
+        work = self.work
+        return request_of(self.model_config, work.text_tokens, work.window, self.batch, self.record, self.made - 1)
+
+    def batch_of(self, trajectories: Any) -> ActorBatch:
+        """One optimiser step's."""
+        return ActorBatch([(trajectories, advantages_of(self.batch))], self.batch * dist.get_world_size())
+
+    def one(self, kl: float, keep: bool = False) -> tuple[dict[str, float], dict[str, float]]:
+        """(seconds by part, the update's metrics) of an iteration with this weight of the KL."""
+        self.trainer.actor_config = self.actors[kl]
+        request, laps = self.request(), {}
+        self.clock.lap()
+        trajectories = self.rollout.produce(request).recorded
         assert isinstance(trajectories, Trajectories)
-        laps["rollout_s"].append(clock.lap())
-        if iteration == 0:
-            _keep(arguments, trajectories, trainer)
-            clock.lap()
-        metrics = trainer.update_policy([ActorBatch([(trajectories, advantages_of(batch))], batch * ranks)])
-        laps["update_s"].append(clock.lap())
-        sync(trainer, rollout)
-        laps["sync_s"].append(clock.lap())
-        if iteration == 0:
-            kept = ("grad_norm", "pg_loss", "logprob_abs_diff/mean", "logprob_abs_diff/max")
-            numbers |= {name: metrics[name] for name in kept}
-            numbers["first_s"] = sum(times[0] for times in laps.values())
-    numbers |= {name: min(times[1:]) for name, times in laps.items()}
-    numbers["images/s"] = batch * ranks / sum(min(times[1:]) for times in laps.values())
-    latents = torch.randn(batch, *rollout.adapter.latent_shape(model_config), device=device)
-    for _ in range(2):
-        clock.lap()
-        rollout.decode(latents)
-        numbers["of it decoding_s"] = clock.lap()
-    if device == "cuda":
-        numbers["peak GiB"] = torch.cuda.max_memory_allocated() / 2**30
-    if arguments.trace:
-        _trace(arguments, rollout, trainer, request, batch)
-    return numbers
+        laps["rollout_s"] = self.clock.lap()
+        if keep:
+            _keep(self.arguments, trajectories, self.trainer)
+            self.clock.lap()
+        metrics = self.trainer.update_policy([self.batch_of(trajectories)])
+        laps["update_s"] = self.clock.lap()
+        sync(self.trainer, self.rollout)
+        laps["sync_s"] = self.clock.lap()
+        return laps, metrics
+
+    def decoding_s(self) -> float:
+        """Of a batch of pictures, the second time."""
+        latents = torch.randn(self.batch, *self.rollout.adapter.latent_shape(self.model_config), device=self.device)
+        self.rollout.decode(latents)
+        self.clock.lap()
+        self.rollout.decode(latents)
+        return self.clock.lap()
+
+
+def measure(arguments: argparse.Namespace) -> None:
+    """All numbers of one variant, a line for each weight of the KL."""
+    begun = time.perf_counter()
+    kept = ("grad_norm", "pg_loss", "logprob_abs_diff/mean", "logprob_abs_diff/max")
+    with holding(arguments.lock, fcntl.LOCK_SH):
+        iterations = Iterations(arguments)
+        first: dict[float, dict[str, Any]] = {}
+        for kl in arguments.kl:
+            laps, metrics = iterations.one(kl, keep=not first)
+            first[kl] = {name: metrics[name] for name in kept} | {"first_s": sum(laps.values())}
+            print(f"{arguments.variant}, KL {kl}: first iteration {laps}, {metrics}", flush=True)
+        if arguments.lock and arguments.device == "cuda":
+            torch.cuda.empty_cache()  # others may need what this process does not while it waits
+    with holding(arguments.lock, fcntl.LOCK_EX):
+        for kl in arguments.kl:
+            if arguments.device == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            times = [iterations.one(kl)[0] for _ in range(arguments.repeats + (arguments.lock is not None))]
+            best = {name: min(laps[name] for laps in times) for name in times[0]}
+            numbers = {"variant": arguments.variant, "kl": kl, "ranks": dist.get_world_size()} | iterations.sizes
+            numbers |= first[kl] | best | {"images/s": iterations.batch * dist.get_world_size() / sum(best.values())}
+            numbers["of it decoding_s"] = iterations.decoding_s()
+            if arguments.device == "cuda":
+                numbers["peak GiB"] = torch.cuda.max_memory_allocated() / 2**30
+            numbers["process_s"] = time.perf_counter() - begun
+            if dist.get_rank() == 0:
+                _append(arguments.work, numbers)
+                print(json.dumps(numbers), flush=True)
+        if arguments.trace:
+            iterations.trainer.actor_config = iterations.actors[arguments.kl[0]]
+            _trace(arguments, iterations)
 
 
 def sync(trainer: DiffusersFSDPEngine, rollout: DiffusersRolloutEngine) -> None:
@@ -244,25 +307,64 @@ def _keep(arguments: argparse.Namespace, trajectories: Trajectories, trainer: Di
         torch.save({"trajectories": trajectories, "weights": weights}, file)
 
 
-def _trace(
-    arguments: argparse.Namespace,
-    rollout: DiffusersRolloutEngine,
-    trainer: DiffusersFSDPEngine,
-    request: RolloutRequest,
-    batch: int,
-) -> None:
+def _trace(arguments: argparse.Namespace, iterations: Iterations) -> None:
     """Print where the device's time goes, rollout and update apart."""
     from torch.profiler import ProfilerActivity, profile
 
     recorded: Any = None
+    on_gpu = arguments.device == "cuda"
     for name in ("rollout", "update"):
-        with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
+        request = iterations.request()
+        iterations.clock.lap()
+        with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiler:
             if name == "rollout":
-                recorded = rollout.produce(request).recorded
+                recorded = iterations.rollout.produce(request).recorded
             else:
-                trainer.update_policy([ActorBatch([(recorded, advantages_of(batch))], batch)])
-        print(f"--- {name}, {arguments.variant}")
-        print(profiler.key_averages().table(sort_by="self_device_time_total", row_limit=14, max_name_column_width=70))
+                iterations.trainer.update_policy([iterations.batch_of(recorded)])
+            seconds = iterations.clock.lap()
+        text = kernel_table(profiler.events() or [], seconds, on_gpu)
+        print(f"--- {name}, {arguments.variant}\n{text}", flush=True)
+        (arguments.work / f"trace_{name}_{arguments.variant.replace(' ', '_')}.txt").write_text(text)
+
+
+KINDS = {
+    "matrix products": ("nvjet", "gemm", "cutlass", "cublas", "splitk", "_scaled_mm", "aten::mm", "aten::addmm"),
+    "attention": ("fmha", "flash", "sdpa", "attention"),
+    "compiled between them": ("triton", "cpp_fused"),
+    "copies": ("memcpy", "memset", "aten::copy_"),
+}
+"""By parts of a kernel's name; the first that fits. cuDNN's attention is asked for before its other kernels."""
+
+
+def kernel_table(events: Sequence[Any], seconds: float, on_gpu: bool, rows: int = 25) -> str:
+    """Kernels by their time in all, kinds of kernels, and the share of the time in which none ran."""
+    kernels = [
+        e
+        for e in events
+        if not on_gpu or (e.device_type.name == "CUDA" and not getattr(e, "is_user_annotation", False))
+    ]
+    totals: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
+    kinds: dict[str, float] = defaultdict(float)
+    busy, end = 0.0, float("-inf")
+    for event in sorted(kernels, key=lambda e: e.time_range.start):
+        took = (event.time_range.elapsed_us() if on_gpu else event.self_cpu_time_total) / 1e6
+        totals[event.name][0] += took
+        totals[event.name][1] += 1
+        kinds[kind_of(event.name)] += took
+        busy += max(event.time_range.end - max(event.time_range.start, end), 0.0) / 1e6
+        end = max(end, event.time_range.end)
+    lines = [f"{seconds:.3f} s, of them {busy:.3f} with a kernel, {100 * (1 - busy / seconds):.1f} % gaps"]
+    lines += [f"  {kind}: {took:.3f} s" for kind, took in sorted(kinds.items(), key=lambda item: -item[1])]
+    longest = sorted(totals.items(), key=lambda item: -item[1][0])[:rows]
+    return "\n".join([*lines, *(f"{took:9.4f} s {count:7d} x  {name[:150]}" for name, (took, count) in longest)]) + "\n"
+
+
+def kind_of(kernel: str) -> str:
+    """Which of `KINDS` a kernel is."""
+    name = kernel.lower()
+    if "sdpa" in name or "fmha" in name:
+        return "attention"
+    return next((kind for kind, parts in KINDS.items() if any(part in name for part in parts)), "others")
 
 
 # ---- the whole
@@ -293,12 +395,15 @@ def main() -> None:
     parser.add_argument(
         "--ranks", type=int, default=1, help="GPUs, each with its own rollout and a rank of the trainer"
     )
-    parser.add_argument("--kl", type=float, default=0.0, help="weight of the KL to the reference")
+    parser.add_argument("--kl", type=float, nargs="+", default=[0.0], help="weights of the KL to the reference")
     parser.add_argument("--checkpointing", action="store_true", help="recompute activations")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--public-loop", type=Path, help="a clone of github.com/yifan123/flow_grpo to run beside")
     parser.add_argument("--public-batch", type=int, default=8)
+    parser.add_argument(
+        "--lock", type=Path, help="a file: calls that share it prepare and compile side by side, and take times alone"
+    )
     parser.add_argument("--trace", action="store_true", help="print the kernels that take longest")
     parser.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -307,9 +412,7 @@ def main() -> None:
         on_gpu = arguments.device == "cuda"
         settings: dict[str, Any] = {"device_id": torch.device("cuda:0")} if on_gpu else {}
         dist.init_process_group("nccl" if on_gpu else "gloo", **settings)
-        numbers = measure(arguments)
-        if dist.get_rank() == 0:
-            _append(arguments.work, numbers)
+        measure(arguments)
         dist.destroy_process_group()
         return
     arguments.work.mkdir(parents=True, exist_ok=True)
@@ -322,13 +425,14 @@ def main() -> None:
             write_configs(arguments.model, folder)
     done = {(line["variant"], line["kl"], line.get("ranks", 1)) for line in _lines(arguments.work)}
     for variant in arguments.variants:
-        if (variant, arguments.kl, arguments.ranks) not in done:
+        if not all((variant, kl, arguments.ranks) in done for kl in arguments.kl):
             print(f"running {variant} on {arguments.ranks}", flush=True)
             _run_ranks(arguments.ranks, variant)
-    if arguments.public_loop and (PUBLIC, arguments.kl, 1) not in done:
-        from benchmarks.public_loop import run
+    for kl in arguments.kl if arguments.public_loop else ():
+        if (PUBLIC, kl, 1) not in done:
+            from benchmarks.public_loop import run
 
-        _append(arguments.work, run(arguments.public_loop, arguments.work, arguments.public_batch, arguments.kl))
+            _append(arguments.work, run(arguments.public_loop, arguments.work, arguments.public_batch, kl))
     print(table(_lines(arguments.work)))
 
 
@@ -338,9 +442,11 @@ def _run_ranks(ranks: int, variant: str) -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = seen.split(",") if seen else [str(rank) for rank in range(ranks)]
     command = [sys.executable, "-m", "benchmarks.iteration", *sys.argv[1:], "--variant", variant]
     running = [
-        subprocess.Popen(command, env=os.environ | shared | {"RANK": str(rank), "CUDA_VISIBLE_DEVICES": str(rank)})
+        subprocess.Popen(command, env=os.environ | shared | {"RANK": str(rank), "CUDA_VISIBLE_DEVICES": gpus[rank]})
         for rank in range(ranks)
     ]
     for process in running:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`actor_rollout_ref.model`: which checkpoint, and which of its weights are trained."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from models.config.section import Later, Section
 
@@ -35,9 +35,30 @@ class ModelConfig(Section):
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="Number format of the frozen weights and of the denoiser's forward."
     )
+    frozen_dtype: Later[Literal["float8_forward", "float8"] | None] = Field(
+        None,
+        description="With LoRA: keep the blocks' frozen matrices in float8 (e4m3, a scale a row) and multiply the "
+        "activations, rounded likewise, with them there, in rollout and update alike; float8 also computes the "
+        "activations' gradient so, float8_forward in the model's format. Another function than the published model: "
+        "see docs/training.md. null is model.dtype.",
+    )
+    fuse_projections: Later[bool] = Field(
+        False,
+        description="Queries, keys and values of a stream in one matrix product, LoRA's parts of them likewise, in "
+        "rollout and update alike. Stable Diffusion 3 and Qwen-Image.",
+    )
     compile: bool = Field(
         False,
         description="Compile the transformer's blocks in the trainer and in the diffusers rollout, and there the image "
         "decoder: on a GPU about half the time and less memory, for a minute at the first iteration and again at each "
         "new batch size.",
     )
+
+    @model_validator(mode="after")
+    def _float8_weights_are_frozen(self) -> Self:
+        if self.frozen_dtype is not None and self.lora_rank == 0:
+            raise ValueError(
+                f"frozen_dtype is {self.frozen_dtype}, but lora_rank is 0, which trains all weights: set lora_rank, or "
+                "leave frozen_dtype out"
+            )
+        return self

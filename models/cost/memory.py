@@ -75,7 +75,9 @@ def update_need(
     """
     settings, stored = actor_config.fsdp_config, _bytes(model_config.model.dtype)
     computed = _bytes(settings.param_dtype or model_config.model.dtype)
-    whole = model_config.trains_lora and not settings.shard_frozen
+    # In float8 most of them lie whole on every rank, in half of what is counted here.
+    float8 = model_config.model.frozen_dtype is not None
+    whole = model_config.trains_lora and (float8 or not settings.shard_frozen)
     on_host = settings.param_offload  # FSDP2 then keeps shards, their gradients and what is made of them there
     trained = 0.0 if on_host else cost.trained * MASTER_BYTES / world_size
     frozen = 1.0 if whole else 0.0 if on_host else 1 / world_size

@@ -68,6 +68,9 @@ class DiffusionModelBase(ABC):
     cuda_attention: ClassVar[str | None] = None
     """diffusers' name of the attention kernel on a GPU in bf16 and fp16, where torch's own choice will not do."""
 
+    projects_streams: ClassVar[bool] = False
+    """Queries, keys and values of a stream are made of the same tensor, by diffusers' names of these layers."""
+
     samples_video: ClassVar[bool] = False
     """`decode` returns [B, F, H, W, 3] instead of [B, H, W, 3]."""
 

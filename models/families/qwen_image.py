@@ -45,6 +45,7 @@ class QwenImage(DiffusionModelBase):
 
     pipeline_fields = ("true_cfg_scale",)
     negative_prompt = " "
+    projects_streams = True
 
     @classmethod
     def set_timesteps(

@@ -33,6 +33,7 @@ class StableDiffusion3(DiffusionModelBase):
     )
     pipeline_fields = ("guidance_scale",)
     guides_in_one_pass = True
+    projects_streams = True
     prompt_extras = ("pooled_prompt_embeds",)
 
     @classmethod

@@ -12,6 +12,7 @@ from models.rollout.sampling import Sampler
 from models.runtime.attention import choose_attention
 from models.runtime.compiled import compile_blocks, compile_decoder
 from models.runtime.cuda_graphs import CudaGraphs, CudaRecorder
+from models.runtime.products import choose_products
 from models.weights.canary import Canary, canary_velocity
 from models.weights.trainable import TrainableLoad, load_exported, load_trainable, make_trainable, trainable
 
@@ -38,6 +39,7 @@ class DiffusersRolloutEngine(Sampler):
         # Full weights are in the formats that diffusers loads, some of a bf16 model in fp32.
         for parameter in trainable(self.transformer).values() if model_config.trains_lora else ():
             parameter.data = parameter.data.to(model_config.dtype)
+        choose_products(adapter, self.transformer, model_config, device)
         vae = adapter.load_vae(model_config).to(device)
         if model_config.model.compile:
             compile_blocks(adapter, self.transformer)

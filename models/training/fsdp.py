@@ -20,6 +20,7 @@ from models.algorithms.old_policy import old_policy_decay
 from models.families.base import DiffusionModelBase, DiffusionModelConfig
 from models.runtime.attention import choose_attention
 from models.runtime.compiled import compile_blocks
+from models.runtime.products import choose_products
 from models.samples.trajectories import Trajectories
 from models.schedulers.gradient_scale import rectifying_weights
 from models.training.adam_state import adam_state_on_device, allocate_adam_state, offload_adam_state
@@ -321,6 +322,7 @@ class DiffusersFSDPEngine(PolicyForward):
                 load_exported(self.adapter, module, self.model_config, Path(self.model_config.model.initial_weights))
             if self.actor_config.fsdp_config.gradient_checkpointing:
                 module.enable_gradient_checkpointing()
+            choose_products(self.adapter, module, self.model_config, self.device)
         else:
             module.requires_grad_(False)
         if self.model_config.model.compile:

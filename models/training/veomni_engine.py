@@ -49,6 +49,12 @@ class VeOmniEngine(DiffusersFSDPEngine):
                 "actor.strategy fsdp2"
             )
 
+        if model_config.model.frozen_dtype is not None:
+            raise ValueError(
+                f"model.frozen_dtype is {model_config.model.frozen_dtype}, but VeOmni shards every weight in fp32: "
+                "leave it out, or take actor.strategy fsdp2"
+            )
+
     def initialize(self) -> None:
         """Let VeOmni know the ranks; then as `fsdp2`.
 

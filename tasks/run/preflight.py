@@ -15,6 +15,7 @@ from models.families import load_families
 from models.families.base import DiffusionModelBase, DiffusionModelConfig, read_architecture
 from models.families.latents import text_width
 from models.rollout.vllm_omni.engine import check_tensor_split, pipeline_class
+from models.runtime.projections import not_fused
 from models.schedulers import check_kernel
 from models.training.engine import TRAINING_ENGINES, get_training_engine
 from models.training.schedules import check_lr_schedule
@@ -159,9 +160,22 @@ def _check_pipelines(config: TrainConfig, model_config: DiffusionModelConfig, tr
             f"rollout.pipeline.{adapter.pipeline_fields[0]} asks for guidance, but loss "
             f"{config.actor_rollout_ref.actor.diffusion_loss.loss_mode} trains the velocity without it: leave it out"
         )
+    _check_products(config, adapter)
     if rollout.name == "vllm_omni":
         pipeline_class(model_config)
         check_tensor_split(model_config, rollout.vllm_omni.tensor_parallel_size)
+
+
+def _check_products(config: TrainConfig, adapter: type[DiffusionModelBase]) -> None:
+    """Rollout and trainer can both multiply as the model's settings ask."""
+    model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
+    if model.frozen_dtype is not None and rollout.name == "vllm_omni":
+        raise ConfigError(
+            f"model.frozen_dtype is {model.frozen_dtype}, but rollout.name is vllm_omni, which would sample from the "
+            "model in its own format: set rollout.name to diffusers, or leave frozen_dtype out"
+        )
+    if model.fuse_projections and not adapter.projects_streams:
+        raise ConfigError(not_fused(adapter))
 
 
 def _open_data(config: TrainConfig, model_config: DiffusionModelConfig, latent_shape: tuple[int, ...]) -> Inputs:

@@ -41,11 +41,20 @@ LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
     "flux.1-dev": ("flux", {"num_layers": 2, "num_single_layers": 2}),
 }
 """A published model -> its tiny family, and what makes it small enough to compile in a test."""
-LORA = {"lora_rank": 16, "lora_alpha": 32}
+LORA: dict[str, Any] = {"lora_rank": 16, "lora_alpha": 32}
+FLOAT8 = LORA | {"fuse_projections": True, "frozen_dtype": "float8"}
+
+
+def kind_of(weights: dict[str, Any]) -> str:
+    """What a case is called."""
+    return "float8" if "frozen_dtype" in weights else "lora" if weights else "full"
+
+
 # FLUX eager with all weights: the backward pass of cuDNN's attention failed there without a compiler too. It is last,
 # because an illegal memory access ends every later test of the process.
 CASES = [
     ("sd3.5-medium", LORA, True),
+    ("sd3.5-medium", FLOAT8, True),
     ("sd3.5-medium", {}, True),
     ("qwen-image", LORA, True),
     ("flux.1-dev", LORA, True),
@@ -116,12 +125,10 @@ def request_like(prompts: PromptTable) -> RolloutRequest:
 
 
 @pytest.mark.slow  # on a CPU the families' conformance tests hold nearly the same
-@pytest.mark.parametrize(
-    ("name", "weights", "compiled"), CASES, ids=[f"{n}-{'lora' if w else 'full'}-{c}" for n, w, c in CASES]
-)
+@pytest.mark.parametrize(("name", "weights", "compiled"), CASES, ids=[f"{n}-{kind_of(w)}-{c}" for n, w, c in CASES])
 def test_the_first_ratio_is_exactly_one(
     name: str,
-    weights: dict[str, int],
+    weights: dict[str, Any],
     compiled: bool,
     tiny_folder: Callable[[str], Path],
     tmp_path: Path,

@@ -80,6 +80,8 @@ def checked(
     actor: Any = None,
     trainer: Any = None,
     algo: Any = None,
+    products: Any = None,
+    engine: str = "diffusers",
     **settings: Any,
 ):
     """`check_inputs` of a small run on two ranks with this model; `settings` are fields of rollout.pipeline."""
@@ -87,6 +89,7 @@ def checked(
     height, width = family.sizes[0]
     pipeline = {"height": height, "width": width} | family.plain | settings
     rollout = {
+        "name": engine,
         "n": 2,
         "micro_batch_size": 2,
         "pipeline": pipeline,
@@ -100,7 +103,7 @@ def checked(
             "train_batch_size": 2,
         },
         "actor_rollout_ref": {
-            "model": {"path": str(workspace / model)},
+            "model": {"path": str(workspace / model)} | (products or {}),
             "rollout": rollout,
             "actor": {"ppo_mini_batch_size": 2} | (actor or {}),
         },
@@ -139,6 +142,27 @@ def test_settings_that_do_not_suit_the_model(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         checked(workspace, model, **settings)
+
+
+@pytest.mark.parametrize(
+    ("model", "engine", "products", "message"),
+    [
+        ("wan", "diffusers", {"fuse_projections": True}, r"fuse_projections is true, but Wan does not say .* to false"),
+        (
+            "qwen_image",
+            "vllm_omni",
+            {"frozen_dtype": "float8", "lora_rank": 4},
+            r"frozen_dtype is float8, but rollout.name is vllm_omni, .*set rollout.name to diffusers",
+        ),
+    ],
+)
+def test_rollout_and_trainer_multiply_alike(
+    workspace: Path, model: str, engine: str, products: dict[str, Any], message: str
+) -> None:
+    both = {"fuse_projections": True, "frozen_dtype": "float8", "lora_rank": 4}
+    assert isinstance(checked(workspace, "stable_diffusion_3", products=both), Inputs)
+    with pytest.raises(ValueError, match=message):
+        checked(workspace, model, engine=engine, products=products)
 
 
 def test_how_the_ranks_train_suits_the_model(workspace: Path) -> None:

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fused projections and float8 matrices: the same numbers on both sides, and LoRA's gradients as they were."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from peft.tuners.lora import Linear as LoraLinear
+from pydantic import ValidationError
+from torch import Tensor, nn
+
+from models.config.model import ModelConfig
+from models.rollout.diffusers import DiffusersRolloutEngine
+from models.runtime.float8 import Float8Linear, rounded
+from models.runtime.projections import project
+from models.samples.trajectories import NoiseKey, RolloutRequest, Trajectories
+from models.training.fsdp import DiffusersFSDPEngine
+from models.training.micro_batches import ActorBatch
+from models.weights.trainable import trainable
+from tests.support.helpers import actor_config, model_config, noise_keys
+from tests.support.tiny_models import FAMILIES, embeddings_of
+
+ADVANTAGES = torch.tensor([1.0, -0.8, 0.3, -1.5])
+SAMPLES = 4
+
+
+def lora_layers(targets: tuple[bool, bool, bool], width: int = 16) -> list[Any]:
+    """Three linear layers in fp64, some with LoRA that is not zero."""
+    torch.manual_seed(0)
+    layers: list[Any] = []
+    for adapted in targets:
+        base: Any = nn.Linear(width, width, dtype=torch.float64).requires_grad_(False)
+        if adapted:
+            base = LoraLinear(base, "default", LoraConfig(), r=4, lora_alpha=8).double()
+            nn.init.normal_(base.lora_B["default"].weight)
+        layers.append(base)
+    return layers
+
+
+def outcome(compute: Callable[[Tensor], list[Tensor]], layers: list[Any], given: Tensor) -> list[Tensor]:
+    """The outputs, and the gradients of what was given and of every trained weight."""
+    tensor = given.clone().requires_grad_()
+    outputs = compute(tensor)
+    trained = [p for layer in layers for p in layer.parameters() if p.requires_grad]
+    return [*outputs, *torch.autograd.grad(sum(o.sin().sum() for o in outputs), [tensor, *trained])]  # type: ignore
+
+
+@pytest.mark.parametrize("targets", [(True, True, True), (True, False, True), (False, False, False)])
+@pytest.mark.parametrize("disabled", [False, True])
+def test_projected_together_is_projected_one_by_one(targets: tuple[bool, bool, bool], disabled: bool) -> None:
+    """In fp64, outputs and gradients; with LoRA on every layer, on some, on none, and switched off."""
+    layers, given = lora_layers(targets), torch.randn(2, 5, 16, dtype=torch.float64)
+    for layer in layers:
+        if disabled and hasattr(layer, "enable_adapters"):
+            layer.enable_adapters(False)
+            layer.requires_grad_(False)
+    together = outcome(lambda tensor: project(layers, tensor), layers, given)
+    apart = outcome(lambda tensor: [layer(tensor) for layer in layers], layers, given)
+    assert len(together) == 4 + (0 if disabled else 2 * sum(targets))
+    for one, other in zip(together, apart, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_a_float8_product_is_near_the_exact_one(gradient: bool) -> None:
+    """3 mantissa bits: each factor within 1/16 of itself, and sums of many products far nearer."""
+    torch.manual_seed(0)
+    given, matrix, bias = torch.randn(2, 24, 64), torch.randn(48, 64), torch.randn(48)
+    given[0, 0] *= 1e4  # a row that would leave nothing of the others under one scale for all
+    given[0, 1] = 0.0
+    layer = Float8Linear(linear_of(matrix, bias), gradient)
+    tensor = given.clone().requires_grad_()
+    output = layer(tensor)
+    seed = torch.randn_like(output)
+    (backward,) = torch.autograd.grad(output, tensor, seed)
+    exact, exact_backward = given.double() @ matrix.T.double() + bias, seed.double() @ matrix.double()
+    assert relative(output[0, :1], exact[0, :1]) < 0.05
+    assert relative(output[1], exact[1]) < 0.05
+    assert torch.equal(output[0, 1].detach(), bias)
+    # Against the matrix that it computes with, the gradient in the model's format is exact.
+    held = layer.weight.double() * layer.scale
+    assert relative(backward, seed.double() @ held) < (0.05 if gradient else 1e-6)
+    assert relative(backward, exact_backward) < 0.06
+
+
+def test_float8_products_of_joined_matrices_are_those_of_each() -> None:
+    """To the bit: every row of a matrix has its own scale."""
+    torch.manual_seed(0)
+    layers = [Float8Linear(linear_of(torch.randn(32, 64), torch.randn(32)), True) for _ in range(3)]
+    given = torch.randn(2, 7, 64)
+    for one, layer in zip(project(layers, given), layers, strict=True):
+        torch.testing.assert_close(one, layer(given), rtol=1e-6, atol=1e-6)
+
+
+def test_rounding_spans_the_whole_format() -> None:
+    values, scale = rounded(torch.tensor([[1e-30, 0.0], [-448.0, 1.0], [7e30, 3.0]]))
+    assert values.float()[1].tolist() == [-448.0, 1.0]
+    assert scale.flatten().tolist() == pytest.approx([1e-12 / 448, 1.0, 7e30 / 448])
+    assert values.float().isfinite().all()
+    assert values.float()[2, 0] == 448.0
+
+
+def linear_of(matrix: Tensor, bias: Tensor) -> nn.Linear:
+    linear = nn.Linear(matrix.shape[1], matrix.shape[0])
+    linear.weight.data, linear.bias.data = matrix.clone(), bias.clone()
+    return linear.requires_grad_(False)
+
+
+def relative(tensor: Tensor, exact: Tensor) -> float:
+    return float((tensor.detach().double() - exact.detach()).norm() / exact.norm())
+
+
+# ---- in the engines
+
+
+def request_of(family: str, config: Any) -> RolloutRequest:
+    prompts = embeddings_of(config, (5, 3), negative_length=4)
+    keys: tuple[NoiseKey, ...] = noise_keys(2, 2)
+    return RolloutRequest(keys, prompts, torch.tensor([0, 0, 1, 1]), (0, 1), record_unconditional=True)
+
+
+def config_of(family: str, folder: Path, **products: Any) -> Any:
+    guided = FAMILIES[family].guided
+    return model_config(folder, lora_rank=4, lora_alpha=8, **guided, **({"dtype": "bfloat16"} | products))
+
+
+def trained(config: Any, request: RolloutRequest) -> tuple[DiffusersFSDPEngine, dict[str, float], dict[str, Tensor]]:
+    """A trainer after one update of a rollout's samples, both from the same LoRA weights, none of which is zero; its
+    metrics and what the update gave each weight."""
+    engine = DiffusersFSDPEngine(config, actor_config(use_kl_loss=True, kl_loss_coef=0.1, clip_grad=1e9))
+    engine.initialize()
+    for number, shard in enumerate(trainable(engine.module).values()):
+        local: Any = shard.to_local() if hasattr(shard, "to_local") else shard  # type: ignore[operator]
+        generator = torch.Generator().manual_seed(number)
+        local.data.add_(0.05 * torch.randn(local.shape, generator=generator))
+    rollout = DiffusersRolloutEngine(config)
+    before = engine.gather_weights()
+    rollout.load_weights(before)
+    samples = rollout.produce(request).recorded
+    assert isinstance(samples, Trajectories)
+    gradients: dict[str, Tensor] = {}
+
+    def note(*_: Any) -> None:
+        for name, shard in trainable(engine.module).items():
+            given: Any = torch.zeros_like(shard) if shard.grad is None else shard.grad
+            gradients[name] = given.to_local().clone() if hasattr(given, "to_local") else given.clone()
+
+    engine.optimizer.register_step_pre_hook(note)
+    batch = ActorBatch([(replace(samples, unconditional=None), ADVANTAGES)], SAMPLES)
+    return engine, engine.update_policy([batch]), gradients
+
+
+@pytest.mark.parametrize("family", ["stable_diffusion_3", "qwen_image"])
+@pytest.mark.usefixtures("one_rank")
+def test_an_update_with_fused_projections_is_the_same_update(family: str, tiny_folder: Callable[[str], Path]) -> None:
+    """In fp32 to its rounding; the names that travel are the same."""
+    folder = tiny_folder(family)
+    request = request_of(family, config_of(family, folder))
+    (plain, plain_metrics, expected), (fused, metrics, found) = (
+        trained(config_of(family, folder, dtype="float32", fuse_projections=fuse), request) for fuse in (False, True)
+    )
+    assert type(fused.module.transformer_blocks[0].attn.processor).__name__.startswith("Fused")  # type: ignore
+    assert list(fused.gather_weights()) == list(plain.gather_weights())
+    assert metrics["logprob_abs_diff/max"] == plain_metrics["logprob_abs_diff/max"] == 0.0
+    assert metrics["kl_loss"] == pytest.approx(plain_metrics["kl_loss"], rel=1e-3)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-3, atol=1e-6 + 1e-4 * float(gradient.abs().max()))
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize("frozen", ["float8_forward", "float8"])
+@pytest.mark.parametrize("family", ["stable_diffusion_3", "qwen_image"])
+@pytest.mark.usefixtures("one_rank")
+def test_float8_reaches_every_lora_matrix(
+    family: str, frozen: str, fuse: bool, tiny_folder: Callable[[str], Path]
+) -> None:
+    """In bf16: the update finds the rollout's log-probs, and its gradients point where those in bf16 do."""
+    folder = tiny_folder(family)
+    request = request_of(family, config_of(family, folder))
+    _, _, expected = trained(config_of(family, folder), request)
+    config = config_of(family, folder, frozen_dtype=frozen, fuse_projections=fuse)
+    engine, metrics, found = trained(config, request)
+    assert metrics["logprob_abs_diff/max"] == 0.0
+    assert found.keys() == expected.keys()
+    dead = FAMILIES[family].dead_ends
+    for name, gradient in found.items():
+        assert gradient.isfinite().all()
+        assert any(part in name for part in dead) or gradient.any(), name
+    one, other = (torch.cat([g.flatten() for g in gradients.values()]) for gradients in (found, expected))
+    assert torch.cosine_similarity(one, other, dim=0) > 0.5
+    halves = [layer for layer in engine.module.modules() if isinstance(layer, Float8Linear)]
+    assert halves
+    assert all(layer.weight.dtype == torch.float8_e4m3fn and not hasattr(layer.weight, "to_local") for layer in halves)
+    assert (
+        engine.module.transformer_blocks[0]
+        .get_submodule(  # type: ignore[union-attr, operator]
+            "norm1.linear" if family == "stable_diffusion_3" else "img_mod.1"
+        )
+        .weight.dtype
+        == torch.bfloat16
+    )
+
+
+def test_full_weights_are_not_kept_in_float8() -> None:
+    with pytest.raises(ValidationError, match=r"frozen_dtype is float8, but lora_rank is 0.*set lora_rank"):
+        ModelConfig(frozen_dtype="float8")
