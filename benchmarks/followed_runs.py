@@ -6,6 +6,7 @@ What they log is kept as lines of JSON as it comes, so that whatever ends a mach
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -44,13 +45,16 @@ def append_line(log: Path, line: Line) -> None:
 
 
 def read_lines(logs: Iterable[Path]) -> list[Line]:
-    """All lines of those files that are there; of a run that was begun anew the newest of each iteration."""
-    found: dict[tuple[Any, ...], Line] = {}
+    """All lines of those files that are there; of a run that was begun anew those since it was."""
+    found: dict[tuple[str, int], list[Line]] = {}
     for log in logs:
         for text in log.read_text().splitlines() if log.is_file() else ():
             line = json.loads(text)
-            found[line["run"], line["seed"], line.get("iteration")] = line
-    return list(found.values())
+            of = found.setdefault((line["run"], line["seed"]), [])
+            if line.get("iteration") == 0:
+                of.clear()
+            of.append(line)
+    return [line for lines in found.values() for line in lines]
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,8 @@ class FollowedRun:
 
     def __post_init__(self) -> None:
         folder = self.job.folder.resolve()
-        folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)  # what a stopped run has left: it begins anew
+        folder.mkdir(parents=True)
         uri = f"sqlite:///{folder / 'mlflow.db'}"
         self.client = MlflowClient(uri)
         self.client.search_experiments()  # the database is made now, so that the run and this never make it together
@@ -168,26 +173,30 @@ def follow(
     began, waiting = time.time(), [job for job in jobs if not is_done(job.name, job.seed, log)]
     sharing = -(-min(at_once, len(waiting)) // max(1, len(gpus)))
     free, training = list(range(at_once)), dict[int, FollowedRun]()
-    while waiting or training:
-        over = limit is not None and time.time() - began > limit
-        while waiting and free and not over:
-            place = free.pop(0)
-            gpu = gpus[place % len(gpus)] if gpus else None
-            training[place] = FollowedRun(waiting.pop(0), log, gpu, sharing)
-        time.sleep(LOOK_S)
-        for place, run in list(training.items()):
-            end = run.look(until)
-            if end is None and (over or (limit_each is not None and run.wall() > limit_each)):
-                run.stop()
-                end = "goal" if run.look(until) == "goal" else "limit"
-            if end is not None:
-                append_line(log, {"run": run.job.name, "seed": run.job.seed, "end": end, "wall_s": run.wall()})
-                free.append(place)
-                del training[place]
-        if over and not training:
-            for job in waiting:
-                print(f"{job.name}, seed {job.seed}: not begun, {limit:.0f} s are over", flush=True)
-            return
+    try:
+        while waiting or training:
+            over = limit is not None and time.time() - began > limit
+            while waiting and free and not over:
+                place = free.pop(0)
+                gpu = gpus[place % len(gpus)] if gpus else None
+                training[place] = FollowedRun(waiting.pop(0), log, gpu, sharing)
+            time.sleep(LOOK_S)
+            for place, run in list(training.items()):
+                end = run.look(until)
+                if end is None and (over or (limit_each is not None and run.wall() > limit_each)):
+                    run.stop()
+                    end = "goal" if run.look(until) == "goal" else "limit"
+                if end is not None:
+                    append_line(log, {"run": run.job.name, "seed": run.job.seed, "end": end, "wall_s": run.wall()})
+                    free.append(place)
+                    del training[place]
+            if over and not training:
+                left_out = ", ".join(f"{job.name} (seed {job.seed})" for job in waiting)
+                print(f"{limit:.0f} s are over; not begun: {left_out or 'none'}", flush=True)
+                return
+    finally:
+        for run in training.values():
+            run.stop()
 
 
 def is_done(run: str, seed: int, log: Path) -> bool:

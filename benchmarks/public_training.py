@@ -64,6 +64,7 @@ class LoopSettings:
 
 
 PUBLISHED = LoopSettings(3e-4, (0.9, 0.999), 1e-4, 0, 1e-4, 0.04, 2, True, None)
+"""The public script's for OCR with Stable Diffusion 3.5."""
 
 
 def settings_of(name: str, config: TrainConfig) -> LoopSettings:

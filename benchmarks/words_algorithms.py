@@ -204,8 +204,9 @@ def main() -> None:
     curves = curves_of(read_lines(given.log))
     print(table(curves))
     if given.write:
-        put_table(given.page, SCRIPT, table(curves))
         plot(curves, given.picture)
+        picture = f"![held-out reward against pictures and GPU-minutes]({given.picture.name})"
+        put_table(given.page, SCRIPT, f"{picture}\n\n{table(curves)}")
 
 
 if __name__ == "__main__":
