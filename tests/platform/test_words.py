@@ -3,6 +3,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 SMALL = smallest()
 STAGES = "data/words/dvc.yaml"
+PAGE = ROOT / "docs" / "words.md"
 ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
 ON_THE_CPU = [
     "trainer.device=cpu",
@@ -122,9 +124,25 @@ def test_without_a_gpu_its_stage_says_so(made: tuple[Workspace, str]) -> None:
     assert "error: words.device in params.yaml is cuda, but torch finds no GPU here" in printed
 
 
-@pytest.mark.parametrize("recipe", ["words", "words-flow-grpo"])
-def test_its_recipes_train(made: tuple[Workspace, str], recipe: str) -> None:
+def test_its_recipe_trains(made: tuple[Workspace, str]) -> None:
     changes = [word for setting in ON_THE_CPU for word in ("--set", setting)]
-    printed = made[0].run("-m", "flows.train", recipe, *changes)
-    assert re.search(rf"run\s+{recipe}-\w+\n\s+trained\s+2 iterations", printed)
+    printed = made[0].run("-m", "flows.train", "words-flow-grpo", *changes)
+    assert re.search(r"run\s+words-flow-grpo-\w+\n\s+trained\s+2 iterations", printed)
     assert "weights        runs/" in printed, "no optimiser step was made"
+
+
+def test_the_page_says_how_to_see_a_reward_hacked(made: tuple[Workspace, str]) -> None:
+    """Its command trains the recipe `words` on the size of a file, and every reader of the words looks on.
+
+    That a guard that has fallen stops a run is in test_train.py: these pictures hold no word that could be lost.
+    """
+    (block,) = re.findall(r"```\n(python -m flows.train words --set.*?)```", PAGE.read_text(), re.DOTALL)
+    _, *command = shlex.split(block.replace("\\\n", ""))
+    smallest = [setting for setting in ON_THE_CPU if not setting.startswith("reward.")]
+    changes = [word for setting in smallest for word in ("--set", setting)]
+    printed = made[0].run(*command, *changes)
+    assert re.search(r"run\s+words-hacked-\w+\n\s+trained\s+2 iterations", printed)
+    assert "weights        runs/" in printed, "no optimiser step was made"
+    (metrics,) = (run.data.metrics for run in made[0].mlflow_runs() if run.info.run_name.startswith("words-hacked"))
+    assert {metrics[f"guard/{name}/flag"] for name in ("tesseract", "ink_and_paper", "ocr")} == {0.0}
+    assert metrics["val/reward/mean"] == metrics["val/reward/jpeg_compressibility/mean"] < 0
