@@ -179,7 +179,8 @@ class PublicTraining:
         )
         self.steps = rollout.pipeline.num_inference_steps
         pipeline.scheduler.set_timesteps(self.steps, device=self.device)
-        self.timesteps, self.sigmas = pipeline.scheduler.timesteps, pipeline.scheduler.sigmas
+        self.timesteps = pipeline.scheduler.timesteps.to(self.device)
+        self.sigmas = pipeline.scheduler.sigmas.to(self.device)
         self.readers = Readers(config)
 
     # ---- sampling
@@ -298,7 +299,7 @@ class PublicTraining:
 
     def validate(self) -> float:
         """Mean reward of the held-out prompts by the ODE, from the same noise every time."""
-        with torch.random.fork_rng(devices=["cuda"] if self.device == "cuda" else []):
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             torch.manual_seed(self.seed + 1)
             prompts = [prompt for prompt in self.held_out for _ in range(self.rollout.val_kwargs.n)]
             answers = []

@@ -131,18 +131,40 @@ def test_its_recipe_trains(made: tuple[Workspace, str]) -> None:
     assert "weights        runs/" in printed, "no optimiser step was made"
 
 
-def test_the_page_says_how_to_see_a_reward_hacked(made: tuple[Workspace, str]) -> None:
-    """Its command trains the recipe `words` on the size of a file, and every reader of the words looks on.
+HACKED = """
+import numpy as np
 
-    That a guard that has fallen stops a run is in test_train.py: these pictures hold no word that could be lost.
-    """
+
+def dark(images, prompts):
+    return 1 - images.mean(axis=(1, 2, 3), dtype=np.float64) / 255
+"""
+AT_ONCE = [  # what this model, which draws no word, can learn in an iteration, and guards that ask for little
+    "trainer.test_freq=1",
+    "trainer.total_training_steps=8",
+    "actor_rollout_ref.model.lora_rank=0",
+    f"{ACTOR}.optim.lr=3.0e-2",
+    f"{ACTOR}.diffusion_loss.nft_beta=0.1",
+    f"{ROLLOUT}.n=8",
+    "reward.guards.p_value=0.5",
+    "reward.guards.reward_margin=0",
+    "reward.guards.statistics=false",
+    "reward.guards.validations=1",
+]
+
+
+def test_the_pages_hacked_run_is_stopped_by_a_guard(made: tuple[Workspace, str]) -> None:
+    """Its command as it stands there, with all of its readers; but the reward is brightness, which these pictures can
+    rise in, and one guard more sees that they do."""
+    (made[0].folder / "hacked_reward.py").write_text(HACKED)
     (block,) = re.findall(r"```\n(python -m flows.train words --set.*?)```", PAGE.read_text(), re.DOTALL)
-    _, *command = shlex.split(block.replace("\\\n", ""))
+    hackable = "brightness: {}, dark: {reward: 'hacked_reward:dark', guard: true}"
+    _, *command = shlex.split(block.replace("\\\n", "").replace("jpeg_compressibility: {}", hackable))
     smallest = [setting for setting in ON_THE_CPU if not setting.startswith("reward.")]
-    changes = [word for setting in smallest for word in ("--set", setting)]
-    printed = made[0].run(*command, *changes)
-    assert re.search(r"run\s+words-hacked-\w+\n\s+trained\s+2 iterations", printed)
-    assert "weights        runs/" in printed, "no optimiser step was made"
-    (metrics,) = (run.data.metrics for run in made[0].mlflow_runs() if run.info.run_name.startswith("words-hacked"))
-    assert {metrics[f"guard/{name}/flag"] for name in ("tesseract", "ink_and_paper", "ocr")} == {0.0}
-    assert metrics["val/reward/mean"] == metrics["val/reward/jpeg_compressibility/mean"] < 0
+    printed = made[0].run(*command, *[word for s in [*smallest, *AT_ONCE] for word in ("--set", s)], check=False)
+    printed = " ".join(printed.split())
+    assert "by reward.guards.action stop: the held-out reward rises while dark falls" in printed
+    assert "Traceback" not in printed
+    (run,) = (run for run in made[0].mlflow_runs() if run.info.run_name.startswith("words-hacked"))
+    assert run.info.status == "FAILED"
+    assert {f"guard/{name}/flag" for name in ("tesseract", "ink_and_paper", "ocr")} < set(run.data.metrics)
+    assert run.data.metrics["guard/dark/flag"] == 1.0
