@@ -3,6 +3,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 SMALL = smallest()
 STAGES = "data/words/dvc.yaml"
+PAGE = ROOT / "docs" / "words.md"
 ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
 ON_THE_CPU = [
     "trainer.device=cpu",
@@ -122,9 +124,47 @@ def test_without_a_gpu_its_stage_says_so(made: tuple[Workspace, str]) -> None:
     assert "error: words.device in params.yaml is cuda, but torch finds no GPU here" in printed
 
 
-@pytest.mark.parametrize("recipe", ["words", "words-flow-grpo"])
-def test_its_recipes_train(made: tuple[Workspace, str], recipe: str) -> None:
+def test_its_recipe_trains(made: tuple[Workspace, str]) -> None:
     changes = [word for setting in ON_THE_CPU for word in ("--set", setting)]
-    printed = made[0].run("-m", "flows.train", recipe, *changes)
-    assert re.search(rf"run\s+{recipe}-\w+\n\s+trained\s+2 iterations", printed)
+    printed = made[0].run("-m", "flows.train", "words-flow-grpo", *changes)
+    assert re.search(r"run\s+words-flow-grpo-\w+\n\s+trained\s+2 iterations", printed)
     assert "weights        runs/" in printed, "no optimiser step was made"
+
+
+HACKED = """
+import numpy as np
+
+
+def dark(images, prompts):
+    return 1 - images.mean(axis=(1, 2, 3), dtype=np.float64) / 255
+"""
+AT_ONCE = [  # what this model, which draws no word, can learn in an iteration, and guards that ask for little
+    "trainer.test_freq=1",
+    "trainer.total_training_steps=8",
+    "actor_rollout_ref.model.lora_rank=0",
+    f"{ACTOR}.optim.lr=3.0e-2",
+    f"{ACTOR}.diffusion_loss.nft_beta=0.1",
+    f"{ROLLOUT}.n=8",
+    "reward.guards.p_value=0.5",
+    "reward.guards.reward_margin=0",
+    "reward.guards.statistics=false",
+    "reward.guards.validations=1",
+]
+
+
+def test_the_pages_hacked_run_is_stopped_by_a_guard(made: tuple[Workspace, str]) -> None:
+    """Its command as it stands there, with all of its readers; but the reward is brightness, which these pictures can
+    rise in, and one guard more sees that they do."""
+    (made[0].folder / "hacked_reward.py").write_text(HACKED)
+    (block,) = re.findall(r"```\n(python -m flows.train words --set.*?)```", PAGE.read_text(), re.DOTALL)
+    hackable = "brightness: {}, dark: {reward: 'hacked_reward:dark', guard: true}"
+    _, *command = shlex.split(block.replace("\\\n", "").replace("jpeg_compressibility: {}", hackable))
+    smallest = [setting for setting in ON_THE_CPU if not setting.startswith("reward.")]
+    printed = made[0].run(*command, *[word for s in [*smallest, *AT_ONCE] for word in ("--set", s)], check=False)
+    printed = " ".join(printed.split())
+    assert "by reward.guards.action stop: the held-out reward rises while dark falls" in printed
+    assert "Traceback" not in printed
+    (run,) = (run for run in made[0].mlflow_runs() if run.info.run_name.startswith("words-hacked"))
+    assert run.info.status == "FAILED"
+    assert {f"guard/{name}/flag" for name in ("tesseract", "ink_and_paper", "ocr")} < set(run.data.metrics)
+    assert run.data.metrics["guard/dark/flag"] == 1.0

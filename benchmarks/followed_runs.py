@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training runs in processes and folders of their own, several at once, followed while they train.
+
+What they log is kept as lines of JSON as it comes, so that whatever ends a machine leaves what was measured until then.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mlflow import MlflowClient
+
+LOOK_S = 2.0
+"""Between two looks at what the runs have logged."""
+PATIENCE_S = 40.0
+"""For a run to end in order after Ctrl-C; then it is killed."""
+LOGGED = {
+    "step": "timing_s/step",
+    "testing": "timing_s/testing",
+    "images": "perf/total_num_images",
+    "reward": "critic/rewards/mean",
+    "held_out": "val/reward/mean",
+    "clipped": "actor/pg_clipfrac",
+}
+"""Name here -> MLflow's metric."""
+Line = dict[str, Any]
+
+
+def append_line(log: Path, line: Line) -> None:
+    """Add a line of JSON, flushed."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    short = {key: round(value, 4) if isinstance(value, float) else value for key, value in line.items()}
+    with log.open("a") as stream:
+        stream.write(json.dumps(short) + "\n")
+    if line.get("held_out") is not None or "end" in line:
+        print(json.dumps(short), flush=True)
+
+
+def read_lines(logs: Iterable[Path]) -> list[Line]:
+    """All lines of those files that are there; of a run that was begun anew those since it was."""
+    found: dict[tuple[str, int], list[Line]] = {}
+    for log in logs:
+        for text in log.read_text().splitlines() if log.is_file() else ():
+            line = json.loads(text)
+            of = found.setdefault((line["run"], line["seed"]), [])
+            if line.get("iteration") == 0:
+                of.clear()
+            of.append(line)
+    return [line for lines in found.values() for line in lines]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run: its name in the log, and the recipe and changes that make it."""
+
+    name: str
+    seed: int
+    recipe: str
+    changes: Sequence[str]
+    folder: Path
+
+
+@dataclass
+class FollowedRun:
+    """A run that trains."""
+
+    job: Job
+    log: Path
+    gpu: str | None = None
+    sharing: int = 1
+    written: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        folder = self.job.folder.resolve()
+        shutil.rmtree(folder, ignore_errors=True)  # what a stopped run has left: it begins anew
+        folder.mkdir(parents=True)
+        uri = f"sqlite:///{folder / 'mlflow.db'}"
+        self.client = MlflowClient(uri)
+        self.client.search_experiments()  # the database is made now, so that the run and this never make it together
+        changes = [*self.job.changes, f"trainer.seed={self.job.seed}", "trainer.experiment_name=train"]
+        changes.append(f"trainer.default_local_dir={folder}")
+        command = [sys.executable, "-m", "flows.train", self.job.recipe]
+        command += [part for change in changes for part in ("--set", change)]
+        environment = os.environ | {"PREFECT_HOME": str(folder / "prefect"), "MLFLOW_TRACKING_URI": uri}
+        environment |= {"PREFECT_LOGGING_LEVEL": "WARNING", "OMP_WAIT_POLICY": "passive"}
+        if self.gpu is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = self.gpu
+        with (folder / "log.txt").open("a") as log:
+            self.began = time.time()
+            self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+
+    def wall(self) -> float:
+        """Seconds since the command began."""
+        return time.time() - self.began
+
+    def look(self, until: float | None) -> str | None:
+        """Write what is new; how the run ended, None while it goes on."""
+        code = self.process.poll()
+        best = self._write_new()
+        if until is not None and best >= until:
+            self.stop()
+            return "goal"
+        if code is None:
+            return None
+        return "finished" if code == 0 else f"failed with exit code {code}, see {self.job.folder / 'log.txt'}"
+
+    def stop(self) -> None:
+        """As Ctrl-C does, and by force where that takes too long."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+        try:
+            self.process.wait(PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+    def _write_new(self) -> float:
+        """The lines of iterations that are whole; the highest held-out reward among them."""
+        logged = self._logged()
+        best, seconds, images = float("-inf"), 0.0, 0.0
+        done = sorted({0} & set(logged["held_out"]) | set(logged["step"]))
+        for iteration in done:
+            seconds += logged["step"].get(iteration, 0.0) - (logged["testing"].get(iteration, 0.0) if iteration else 0)
+            images += logged["images"].get(iteration, 0.0)
+            held_out = logged["held_out"].get(iteration)
+            best = max(best, best if held_out is None else held_out)
+            if iteration not in self.written:
+                self.written.add(iteration)
+                line = {"run": self.job.name, "seed": self.job.seed, "iteration": iteration, "images": round(images)}
+                line |= {"training_s": seconds, "wall_s": self.wall(), "reward": logged["reward"].get(iteration)}
+                line |= {"held_out": held_out, "clipped": logged["clipped"].get(iteration), "sharing": self.sharing}
+                append_line(self.log, line)
+        return best
+
+    def _logged(self) -> dict[str, dict[int, float]]:
+        experiments = [experiment.experiment_id for experiment in self.client.search_experiments()]
+        runs = [run for run in self.client.search_runs(experiments) if run.info.run_name.startswith("train")]
+        if not runs:
+            return {name: {} for name in LOGGED}
+        run_id = runs[0].info.run_id
+        return {
+            name: {metric.step: metric.value for metric in self.client.get_metric_history(run_id, key)}
+            for name, key in LOGGED.items()
+        }
+
+
+def follow(
+    jobs: Sequence[Job],
+    log: Path,
+    *,
+    at_once: int = 1,
+    gpus: Sequence[str] = (),
+    limit: float | None = None,
+    limit_each: float | None = None,
+    until: float | None = None,
+) -> None:
+    """Train these, so many at a time, and write their lines.
+
+    Args:
+        gpus: which of them a run sees, in turn; none leaves the environment as it is.
+        limit: seconds after which all that train are stopped, and no other is begun.
+        limit_each: seconds after which one run is stopped.
+        until: held-out reward at which a run is stopped.
+    """
+    began, waiting = time.time(), [job for job in jobs if not is_done(job.name, job.seed, log)]
+    sharing = -(-min(at_once, len(waiting)) // max(1, len(gpus)))
+    free, training = list(range(at_once)), dict[int, FollowedRun]()
+    try:
+        while waiting or training:
+            over = limit is not None and time.time() - began > limit
+            while waiting and free and not over:
+                place = free.pop(0)
+                gpu = gpus[place % len(gpus)] if gpus else None
+                training[place] = FollowedRun(waiting.pop(0), log, gpu, sharing)
+            time.sleep(LOOK_S)
+            for place, run in list(training.items()):
+                end = run.look(until)
+                if end is None and (over or (limit_each is not None and run.wall() > limit_each)):
+                    run.stop()
+                    end = "goal" if run.look(until) == "goal" else "limit"
+                if end is not None:
+                    append_line(log, {"run": run.job.name, "seed": run.job.seed, "end": end, "wall_s": run.wall()})
+                    free.append(place)
+                    del training[place]
+            if over and not training:
+                left_out = ", ".join(f"{job.name} (seed {job.seed})" for job in waiting)
+                print(f"{limit:.0f} s are over; not begun: {left_out or 'none'}", flush=True)
+                return
+    finally:
+        for run in training.values():
+            run.stop()
+
+
+def is_done(run: str, seed: int, log: Path) -> bool:
+    """Has the log its end, and was that no failure and no limit?"""
+    ends = {(line["run"], line["seed"]): line["end"] for line in read_lines([log]) if "end" in line}
+    return ends.get((run, seed)) in ("finished", "goal")
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What a log has of one run: its iterations, first the measurement before training."""
+
+    run: str
+    seed: int
+    lines: Sequence[Line]
+
+    @property
+    def measured(self) -> Sequence[Line]:
+        """The iterations with a held-out reward."""
+        return [line for line in self.lines if line["held_out"] is not None]
+
+    def first_at(self, reward: float) -> Line | None:
+        """The first measurement that reached it."""
+        return next((line for line in self.measured if line["held_out"] >= reward), None)
+
+
+def curves_of(lines: Iterable[Line]) -> dict[str, list[Curve]]:
+    """Run -> its seeds; runs without a measurement are left out."""
+    found: dict[str, dict[int, list[Line]]] = {}
+    for line in lines:
+        if "iteration" in line:
+            found.setdefault(line["run"], {}).setdefault(line["seed"], []).append(line)
+    curves = {
+        run: [Curve(run, seed, sorted(of, key=lambda line: line["iteration"])) for seed, of in sorted(seeds.items())]
+        for run, seeds in found.items()
+    }
+    measured = {run: [curve for curve in seeds if curve.measured] for run, seeds in curves.items()}
+    return {run: seeds for run, seeds in measured.items() if seeds}

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Does every algorithm learn the words, with LoRA in bf16? Each from one base model, several runs at once on a GPU.
+
+    python -m benchmarks.words_algorithms [--algorithms flow_grpo ...] [--seeds 0 1 2] [--at-once 3] [--gpus 0 1]
+        [--limit 560] [--iterations 40] [--readers 5]
+    python -m benchmarks.words_algorithms --write --log FILE ...
+
+Each iteration is a line of JSON in --log, as it comes; `--limit` seconds after the command's start what trains is
+stopped, and the same command goes on with what is not finished, from its beginning. `--write` trains nothing and puts
+the table of all logs into docs/words.md, and the picture beside it. GPU-minutes are a run's minutes over the number of
+runs that shared its GPU. The distillations wait for their teacher's weights. Needs `dvc repro data/words/dvc.yaml`.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+
+from benchmarks.docs import put_table
+from benchmarks.followed_runs import Curve, Job, curves_of, follow, read_lines
+from benchmarks.learning import p_value
+from benchmarks.words import ACTOR, PAGE, ROLLOUT, VARIANTS
+from flows.recipes import load_recipe
+
+SCRIPT, PICTURE = "words_algorithms.py", Path("docs/words_algorithms.png")
+TEACHER = "diffusion_nft"
+REVERSE, FORWARD = "words-flow-grpo", "words"
+WINDOW = "noise_level: 0.7, sde_window_size: 4, sde_window_range: [0, 6]"
+KERNEL = f"{ROLLOUT}.algo={{sde_type: sde, {WINDOW}}}"
+CLIP = f"{ACTOR}.diffusion_loss.clip_ratio"
+LORA = VARIANTS["words, LoRA"][1]
+LEVELS = ["algorithm.num_train_timesteps=4", f"{ACTOR}.levels_per_pass=4"]
+ALIKE = ["algorithm.share_noise_in_group=true", "algorithm.timestep_sampling=stratified"]
+NO_BETA = [change for change in LORA if "nft_beta" not in change]
+SETTINGS: dict[str, tuple[str, list[str]]] = {
+    "flow_grpo": (REVERSE, []),
+    "dance_grpo": (
+        REVERSE,
+        ["algorithm.name=dance_grpo", f"{ROLLOUT}.algo={{sde_type: dance_sde, {WINDOW}}}", f"{CLIP}=1.0e-3"],
+    ),
+    "mix_grpo": (
+        REVERSE,
+        [
+            "algorithm.name=mix_grpo",
+            f"{ROLLOUT}.algo={{sde_type: sde, noise_level: 0.7, sde_window_size: 2, sde_window_range: [0, 5]}}",
+            f"{CLIP}=1.0e-3",
+        ],
+    ),
+    "grpo_guard": (REVERSE, ["algorithm.name=grpo_guard", KERNEL, f"{CLIP}=1.0e-4"]),
+    "flow_dppo": (REVERSE, ["algorithm.name=flow_dppo", KERNEL]),
+    "dpo": (FORWARD, [*NO_BETA, "algorithm.name=dpo", *LEVELS]),
+    "diffusion_nft": (FORWARD, LORA),
+    "awm": (FORWARD, [*NO_BETA, "algorithm.name=awm", *LEVELS, *ALIKE]),
+    "distill_kl": (REVERSE, ["algorithm.name=distill_kl", KERNEL]),
+    "distill_fm_mse": (FORWARD, [*NO_BETA, "algorithm.name=distill_fm_mse", *LEVELS, *ALIKE]),
+}
+"""Algorithm -> recipe and what is changed of it. All keep the recipe's kernel, window, clip range and number of levels,
+so that they are compared at equal ones; an algorithm that is about those has its own."""
+FEWER_IMAGES: dict[str, tuple[str, list[str]]] = {
+    "diffusion_nft, each its own noise": (
+        FORWARD,
+        [*LORA, "algorithm.share_noise_in_group=false", "algorithm.timestep_sampling=schedule"],
+    ),
+    "awm, adaptive weights": (FORWARD, [*SETTINGS["awm"][1], f"{ACTOR}.diffusion_loss.awm_weighting=adaptive"]),
+    "flow_grpo, one step a group": (
+        REVERSE,
+        [
+            KERNEL.replace("size: 4", "size: 1, sde_window_per: prompt"),
+            f"{ACTOR}.diffusion_loss.temporal_gradient_rectification=true",
+            f"{ROLLOUT}.micro_batch_size=16",
+            f"{ACTOR}.ppo_micro_batch_size_per_gpu=16",
+        ],
+    ),
+    "flow_grpo, best and worst 4": (REVERSE, ["algorithm.best_worst_k=4"]),
+    "diffusion_nft, best and worst 4": (FORWARD, [*LORA, "algorithm.best_worst_k=4"]),
+}
+"""What is said to need fewer pictures (docs/algorithms.md), each beside the algorithm that it changes."""
+ALL = SETTINGS | FEWER_IMAGES
+
+
+def is_taught(name: str) -> bool:
+    """Does it learn from another run's weights?"""
+    return name.startswith("distill")
+
+
+def job(name: str, seed: int, given: argparse.Namespace) -> Job:
+    """The run of an algorithm and a seed."""
+    recipe, own = ALL[name]
+    ocr = load_recipe(recipe).reward.functions["ocr"].model_dump(exclude_defaults=True)
+    rewards = {"ocr": ocr | {"num_workers": given.readers}, "ink_and_paper": {"guard": True}}
+    changes = [
+        f"trainer.total_training_steps={given.iterations}",
+        f"trainer.test_freq={given.test_freq}",
+        "trainer.save_freq=0",
+        f"{ROLLOUT}.val_kwargs.n=1",
+        f"reward.functions={json.dumps(rewards)}",
+        *own,
+        *given.set,
+    ]
+    if is_taught(name):
+        (weights,) = teachers(given.folder)
+        changes.append(f"{ACTOR}.teacher_path={weights.resolve()}")
+    return Job(name, seed, recipe, changes, folder_of(given.folder, name, seed))
+
+
+def folder_of(folder: Path, name: str, seed: int) -> Path:
+    """Where a run keeps what it makes."""
+    return folder / f"{name.replace(', ', '-').replace(' ', '-')}-{seed}"
+
+
+def teachers(folder: Path) -> list[Path]:
+    """The weights that the first seed of the teacher exported: one folder, or none yet."""
+    return sorted(folder_of(folder, TEACHER, 0).glob("train-*/weights"))
+
+
+def train(given: argparse.Namespace) -> None:
+    """Seed by seed, so that a limit leaves all algorithms with as many seeds; the taught ones after the others."""
+    began = time.time()
+    for taught in (False, True):
+        names = [name for name in given.algorithms if is_taught(name) == taught]
+        if taught and names and not teachers(given.folder):
+            print(f"{', '.join(names)}: not begun, {TEACHER} with seed 0 has exported no weights yet", flush=True)
+            continue
+        jobs = [job(name, seed, given) for seed in given.seeds for name in names]
+        left = None if given.limit is None else given.limit - (time.time() - began)
+        follow(jobs, given.log[0], at_once=given.at_once, gpus=given.gpus, limit=left, until=given.until)
+
+
+def gpu_minutes(line: Mapping[str, float]) -> float:
+    """Of training, until that iteration."""
+    return line["training_s"] / line.get("sharing", 1) / 60
+
+
+def table(curves: Mapping[str, Sequence[Curve]]) -> str:
+    """A row an algorithm."""
+    lines = [
+        "| Algorithm | Seeds | Held-out reward before | after, each seed | highest, each seed | Gain | p (gain > 0) "
+        "| Iterations | Pictures | GPU-minutes | Pictures a GPU-second |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, seeds in curves.items():
+        before = [curve.measured[0]["held_out"] for curve in seeds]
+        after = [curve.measured[-1]["held_out"] for curve in seeds]
+        highest = [max(line["held_out"] for line in curve.measured) for curve in seeds]
+        gains = [b - a for a, b in zip(before, after, strict=True)]
+        last = [curve.measured[-1] for curve in seeds]
+        minutes = [gpu_minutes(line) for line in last]
+        speed = np.mean([line["images"] / (60 * spent) for line, spent in zip(last, minutes, strict=True) if spent])
+        lines.append(
+            f"| `{name}` | {', '.join(str(curve.seed) for curve in seeds)} | {np.mean(before):.3f} "
+            f"| {', '.join(f'{value:.3f}' for value in after)} "
+            f"| {', '.join(f'{value:.3f}' for value in highest)} "
+            f"| {np.mean(gains):+.3f} | {p_value(gains):.4f} | {', '.join(str(line['iteration']) for line in last)} "
+            f"| {max(line['images'] for line in last)} | {np.mean(minutes):.1f} | {speed:.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def plot(curves: Mapping[str, Sequence[Curve]], path: Path) -> None:
+    """Held-out reward against pictures and against GPU-minutes: mean over the seeds and the range between them."""
+    figure, panels = plt.subplots(1, 2, figsize=(13, 5.5), sharey=True, layout="constrained")
+    colours = plt.colormaps["tab20"].colors  # type: ignore[attr-defined]
+    for number, (name, seeds) in enumerate(curves.items()):
+        # As far as all seeds came.
+        measured = list(zip(*(curve.measured for curve in seeds), strict=False))
+        rewards = np.array([[line["held_out"] for line in lines] for lines in measured])
+        for axes, along in zip(panels, (lambda line: line["images"], gpu_minutes), strict=True):
+            where = [np.mean([along(line) for line in lines]) for lines in measured]
+            colour = colours[number % len(colours)]
+            axes.plot(where, rewards.mean(1), "o-", color=colour, markersize=3, label=name)
+            axes.fill_between(where, rewards.min(1), rewards.max(1), color=colour, alpha=0.12, linewidth=0)
+    for axes, label in zip(panels, ("pictures trained on", "GPU-minutes of training"), strict=True):
+        axes.set_xlabel(label)
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("held-out OCR reward")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=9)
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--algorithms", nargs="+", choices=ALL, default=list(SETTINGS), metavar="NAME")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--at-once", type=int, default=3, help="runs at a time, over all GPUs")
+    parser.add_argument("--gpus", nargs="+", default=[], help="numbers of the GPUs, which the runs take in turn")
+    parser.add_argument("--limit", type=float, help="seconds of the command")
+    parser.add_argument("--until", type=float, help="held-out reward at which a run ends")
+    parser.add_argument("--iterations", type=int, default=40)
+    parser.add_argument("--test-freq", type=int, default=5, help="iterations between two measurements")
+    parser.add_argument("--readers", type=int, default=5, help="processes of the reward, each run's own")
+    parser.add_argument("--folder", type=Path, default=Path("runs/words_algorithms"), help="of the runs")
+    parser.add_argument("--log", type=Path, nargs="+", default=[Path("runs/words_algorithms/results.jsonl")])
+    parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="changed in every run")
+    parser.add_argument("--write", action="store_true", help="train nothing, write table and picture of the logs")
+    parser.add_argument("--page", type=Path, default=PAGE)
+    parser.add_argument("--picture", type=Path, default=PICTURE)
+    given = parser.parse_args()
+    if not given.write:
+        train(given)
+    curves = curves_of(read_lines(given.log))
+    print(table(curves))
+    if given.write:
+        plot(curves, given.picture)
+        picture = f"![held-out reward against pictures and GPU-minutes]({given.picture.name})"
+        put_table(given.page, SCRIPT, f"{picture}\n\n{table(curves)}")
+
+
+if __name__ == "__main__":
+    main()

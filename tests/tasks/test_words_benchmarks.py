@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The words model's benchmarks: every run that they would make is a config, and their tables are of what logs say."""
+
+import json
+from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import time_to_reward, words_algorithms
+from benchmarks.followed_runs import append_line, curves_of, is_done, read_lines
+from benchmarks.public_training import PUBLISHED, advantages, counted, settings_of
+from benchmarks.words import VARIANTS
+from flows.recipes import load_recipe, parse_changes
+from models.algorithms import compute_flow_grpo_outcome_advantage
+from tasks.config.presets import PRESETS
+
+GIVEN = Namespace(iterations=40, test_freq=5, readers=5, set=[])
+
+
+def test_every_algorithm_is_a_run_with_lora_and_its_own_parts(tmp_path: Path) -> None:
+    assert words_algorithms.SETTINGS.keys() == PRESETS.keys()
+    (tmp_path / f"{words_algorithms.TEACHER}-0" / "train-x" / "weights").mkdir(parents=True)
+    for name in words_algorithms.ALL:
+        job = words_algorithms.job(name, 1, Namespace(**vars(GIVEN), folder=tmp_path))
+        config = load_recipe(job.recipe).with_changes(parse_changes(list(job.changes)))
+        model, loss = config.actor_rollout_ref.model, config.actor_rollout_ref.actor.diffusion_loss
+        assert (model.dtype, model.lora_rank) == ("bfloat16", 32), name
+        assert config.algorithm.name == name.partition(",")[0]
+        expected = PRESETS[config.algorithm.name].get("actor_rollout_ref.actor.diffusion_loss.loss_mode", "flow_grpo")
+        assert loss.loss_mode == expected
+        assert list(config.reward.functions) == ["ocr", "ink_and_paper"]
+        steps = config.actor_rollout_ref.rollout.algo.sde_window_size
+        if config.algorithm.trainer_type == "policy_gradient":
+            assert steps == {"mix_grpo": 2, "flow_grpo, one step a group": 1}.get(name, 4), name
+
+
+def test_both_loops_have_the_published_settings() -> None:
+    recipe, changes = time_to_reward.OURS["words-flow-grpo, published settings"]
+    common = time_to_reward.changes_of(recipe, [], 5)
+    changes = [*changes, *common, time_to_reward.halves(recipe, [])]
+    config = load_recipe(recipe).with_changes(parse_changes(changes))
+    assert settings_of("recipe", config) == replace(PUBLISHED, window=(0, 9, 9))
+    assert [name for name, entry in config.reward.functions.items() if entry.guard] == []
+    assert config.reward.functions["ocr"] == load_recipe(recipe).reward.functions["ocr"]
+    for name, changes in VARIANTS.values():
+        load_recipe(name).with_changes(parse_changes(changes))
+
+
+def test_the_public_loops_advantages_are_ours_but_for_their_deviation() -> None:
+    rewards = np.random.default_rng(0).random(24)
+    groups = [f"prompt {i % 3}" for i in range(24)]
+    for global_std, size in ((True, 24), (False, 8)):
+        expected, _ = compute_flow_grpo_outcome_advantage(
+            torch.from_numpy(rewards), np.array(groups), global_std=global_std, epsilon=0.0
+        )
+        found = advantages(rewards, groups, global_std)
+        assert found == pytest.approx(expected.numpy() * np.sqrt(size / (size - 1)), rel=2e-3)
+
+
+def test_rows_without_an_advantage_only_fill_up() -> None:
+    scores = np.array([0.0, 1.0, 0.0, -1.0, 0.5, 0.0, 0.0])
+    kept = counted(scores, 4, np.random.default_rng(0))
+    assert len(kept) == 4
+    assert {1, 3, 4} < set(kept)
+    assert list(counted(np.ones(4), 4, np.random.default_rng(0))) == [0, 1, 2, 3]
+
+
+def logged(log: Path, run: str, rewards: dict[int, float], sharing: int = 2) -> None:
+    for iteration in range(max(rewards) + 1):
+        line = {"run": run, "seed": 0, "iteration": iteration, "images": 512 * iteration, "held_out": None}
+        line |= {"training_s": 6.0 * iteration, "wall_s": 60 + 7.0 * iteration, "sharing": sharing}
+        append_line(log, line | ({"held_out": rewards[iteration]} if iteration in rewards else {}))
+
+
+def test_tables_say_when_a_reward_was_reached(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    logged(log, "words", {0: 0.5, 10: 0.65, 20: 0.81})
+    logged(log, "public loop, our settings", {0: 0.5, 10: 0.55})
+    append_line(log, {"run": "words", "seed": 0, "end": "goal", "wall_s": 200.0})
+    append_line(log, {"run": "public loop, our settings", "seed": 0, "end": "limit", "wall_s": 200.0})
+    assert is_done("words", 0, log)
+    assert not is_done("public loop, our settings", 0, log)
+    curves = curves_of(read_lines([log]))
+    ours, public = time_to_reward.table(curves).splitlines()[2:]
+    assert ours == "| words | 0.500 | 0.810 | 1.0 | 2.0 | 2.0 | 3.3 | 10240 | 6.0 | 85 |"
+    assert public.startswith("| public loop, our settings | 0.500 | 0.550 | not in 1.0 | not in 1.0 | not in 1.0 |")
+    row = words_algorithms.table(curves).splitlines()[2]
+    assert row == "| `words` | 0 | 0.500 | 0.810 | 0.810 | +0.310 | nan | 20 | 10240 | 1.0 | 171 |"
+    words_algorithms.plot(curves, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 0
+    assert json.loads(log.read_text().splitlines()[0])["training_s"] == 0.0
+
+
+def test_a_run_that_began_anew_has_its_newest_lines(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    logged(log, "awm", {0: 0.5, 5: 0.6, 8: 0.7})
+    logged(log, "awm", {0: 0.5, 5: 0.4})
+    (curve,) = curves_of(read_lines([log]))["awm"]
+    assert [line["held_out"] for line in curve.measured] == [0.5, 0.4]
