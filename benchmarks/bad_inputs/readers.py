@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import yaml
 
 from benchmarks.bad_inputs.cases import Case, damaged, draws
@@ -45,7 +44,12 @@ ODD_PROMPTS: tuple[Any, ...] = (
     *([], [{}], [{"role": "user"}], [{"role": "user", "content": None}], [{"role": "user", "content": 5}]),
     *(chat("a", "assistant"), chat("a") + chat("b"), [{"content": "a"}], [{"role": ["user"], "content": "a"}]),
     *(chat([]), chat([{"type": "text"}]), chat([{"type": "text", "text": None}]), chat([{"type": "image"}])),
-    *(chat([{"type": "text", "text": 5}]), chat([{"type": "text", "text": {"a": 1}}]), chat(["a"]), chat({"text": "a"})),
+    *(
+        chat([{"type": "text", "text": 5}]),
+        chat([{"type": "text", "text": {"a": 1}}]),
+        chat(["a"]),
+        chat({"text": "a"}),
+    ),
     *(chat(""), chat(" "), chat("a\0b"), chat("\u200b"), chat("\u202ea"), chat("\ud800"), chat("x" * 20_000)),
     *([chat("a")], [["a"]], [None], {"role": "user", "content": "a"}, 5, True, "user: a", [{"role": "user"}, None]),
 )
@@ -202,7 +206,22 @@ def params(seed: int) -> list[Case]:
         cases.append(_params_case(f"#{number} {what}", content))
     tree = yaml.safe_load(whole)
     paths = sorted((path for path, _ in leaves(tree)), key=str)
-    values = [math.inf, math.nan, -1, 10**30, "a\0b", "", None, [], {}, [[1]], "../x", "data/raw/../../x", True, "os:system"]
+    values = [
+        math.inf,
+        math.nan,
+        -1,
+        10**30,
+        "a\0b",
+        "",
+        None,
+        [],
+        {},
+        [[1]],
+        "../x",
+        "data/raw/../../x",
+        True,
+        "os:system",
+    ]
     for number in range(80):
         rng, other = draws(PARAMS, 1000 + number, seed), yaml.safe_load(whole)
         path, value = rng.choice(paths), rng.choice(values)
@@ -277,14 +296,27 @@ python3 -m verl_omni.trainer.main_diffusion \\
     actor_rollout_ref.rollout.n=$((GPUS * 2)) \\
     trainer.n_gpus_per_node=$GPUS "$@"
 """
-DOUBLING = "A=xxxxxxxxxx\n" + "".join(f"{b}=${a}${a}${a}${a}\n" for a, b in zip("ABCDEFGHIJKLMN", "BCDEFGHIJKLMNO", strict=True))
+DOUBLING = "A=xxxxxxxxxx\n" + "".join(
+    f"{b}=${a}${a}${a}${a}\n" for a, b in zip("ABCDEFGHIJKLMN", "BCDEFGHIJKLMNO", strict=True)
+)
 ODD_SCRIPTS = (
     *("", "\0", "echo", "a=b", "# data.seed=1", "data.seed=", "data.seed", "'", 'data.x="', "data.seed=1 '"),
-    *(f"{DOUBLING}data.train_batch_size=$O\n", "A=$A\ndata.seed=$A", "A=$B\nB=$A\ndata.seed=$A", "data.seed=${A:-${B:-1}}"),
+    *(
+        f"{DOUBLING}data.train_batch_size=$O\n",
+        "A=$A\ndata.seed=$A",
+        "A=$B\nB=$A\ndata.seed=$A",
+        "data.seed=${A:-${B:-1}}",
+    ),
     *(f"data.seed=$(({sum_}))" for sum_ in ("1/0", "1%0", "9" * 5000, "1*" * 3000 + "1", "(" * 500 + "1" + ")" * 500)),
-    *(f"data.seed=$(({sum_}))" for sum_ in ("2**9999999", "x", "1 if 2 else 3", "__import__('os')", "-1", "1.5", "'a'*9")),
+    *(
+        f"data.seed=$(({sum_}))"
+        for sum_ in ("2**9999999", "x", "1 if 2 else 3", "__import__('os')", "-1", "1.5", "'a'*9")
+    ),
     *(f"data.train_batch_size={word}" for word in WORDS if "\n" not in word),
-    *(f"{path}=1" for path in ("data.seed.x", "a.b.c.d.e", "trainer", "~trainer.seed", "++trainer.seed", "data.__class__")),
+    *(
+        f"{path}=1"
+        for path in ("data.seed.x", "a.b.c.d.e", "trainer", "~trainer.seed", "++trainer.seed", "data.__class__")
+    ),
     *("data.seed=1\ndata.seed.x=2", "data.seed.x=2\ndata.seed=1", "reward.functions.a.b=1", "x" * 2_000_000),
 )
 

@@ -93,7 +93,9 @@ ENGINES = {
         key="VLLM_API_KEY",
         environment=(("VLLM_SERVER_DEV_MODE", "1"),),  # which is what offers /sleep
     ),
-    "transformers": Engine("transformers", ("serve", "{name}", "--host", "{host}", "--port", "{port}"), is_guarded=True),
+    "transformers": Engine(
+        "transformers", ("serve", "{name}", "--host", "{host}", "--port", "{port}"), is_guarded=True
+    ),
 }
 
 

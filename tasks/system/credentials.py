@@ -56,7 +56,11 @@ def refuse_secret_options(options: Mapping[str, Any], what: str) -> None:
                 f"{what}: the option {path} looks like a secret, which would be recorded with the run: put it into an "
                 f"environment variable and give that variable's name, as in {name}_env"
             )
-        refuse_password_in_url(value, f"{what}: the option {path}", "give it by an environment variable, as token_env and api_key_env name one")
+        refuse_password_in_url(
+            value,
+            f"{what}: the option {path}",
+            "give it by an environment variable, as token_env and api_key_env name one",
+        )
 
 
 def refuse_secret_words(words: Sequence[str], what: str) -> None:

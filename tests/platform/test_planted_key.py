@@ -126,7 +126,7 @@ def refused(project: Workspace, reward: dict, *settings: str) -> str:
 
 @pytest.mark.slow
 def test_a_key_is_nowhere_but_where_it_was_planted(project: Workspace, scorer: str) -> None:
-    """MLflow, Prefect's data base, run folders with what other trackers write, logs, reports and command lines hold none.
+    """MLflow, Prefect's data base, run folders, other trackers, logs, reports and command lines hold none of them.
 
     Environments of processes do: that is how a key is given, and other users cannot read them (proc(5), environ).
     """

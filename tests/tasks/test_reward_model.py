@@ -33,7 +33,13 @@ ROOT = Path(__file__).parents[2]
 SERVER = [sys.executable, "-m", "tests.support.served_judge", "{port}", "{name}"]
 PER_SAMPLE = f"{__name__}:compute_score"
 LEVELS = [0, 60, 120, 180]
-ASKED = [("GET", "/health"), ("GET", "/v1/models"), ("POST", "/load_model"), ("POST", "/reset"), ("OPTIONS", "/v1/models")]
+ASKED = [
+    ("GET", "/health"),
+    ("GET", "/v1/models"),
+    ("POST", "/load_model"),
+    ("POST", "/reset"),
+    ("OPTIONS", "/v1/models"),
+]
 
 
 async def compute_score(solution_image, reward_router_address, model_name):

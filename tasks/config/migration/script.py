@@ -112,7 +112,7 @@ def _filled(text: str, variables: dict[str, str], source: str) -> str:
         filled = VARIABLE.sub(variable, text)
         if len(filled) > LONGEST_LINE:
             raise ConfigError(
-                f"{source}: a line of more than {LONGEST_LINE} characters, with its variables in place: no script has such"
+                f"{source}: a line of more than {LONGEST_LINE} characters, with its variables in place: mend it"
             )
         if filled == text:
             break
@@ -142,7 +142,14 @@ def _value(text: str) -> Any:
     """As YAML, and text where that fails; numbers like 1e-5, which YAML 1.1 takes for text, are numbers."""
     try:
         value = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, RecursionError):  # PyYAML's, all of them
+    except (
+        yaml.YAMLError,
+        ValueError,
+        LookupError,
+        AttributeError,
+        TypeError,
+        RecursionError,
+    ):  # PyYAML's, all of them
         return text
     if isinstance(value, str):
         try:
