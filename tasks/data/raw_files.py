@@ -135,8 +135,9 @@ def _read_saved(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 def _is_file_beside(entry: Any) -> bool:
     """Does it name a file of its own folder? One elsewhere is nothing that `save_to_disk` has written."""
     name = entry.get("filename") if isinstance(entry, Mapping) else None
-    plain = isinstance(name, str) and name not in ("", ".", "..") and Path(name).name == name and "\0" not in name
-    return plain and len(name) <= LONGEST_FILE
+    if not isinstance(name, str) or name in ("", ".", "..") or len(name) > LONGEST_FILE:
+        return False
+    return Path(name).name == name and "\0" not in name
 
 
 def _read_arrow(file: Path) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ import hmac
 import os
 import runpy
 import sys
+from typing import Any
 
 KEY = "REWARD_MODEL_KEY"
 """Environment variable with the secret."""
@@ -19,11 +20,11 @@ KEY = "REWARD_MODEL_KEY"
 class Guard:
     """An ASGI application whose every answer, health included, wants `Authorization: Bearer <secret>`."""
 
-    def __init__(self, app):
+    def __init__(self, app: Any):
         """Stand before `app`. Raises KeyError where there is no secret: a server without one is not to start."""
         self.app, self._wanted = app, f"Bearer {os.environ[KEY]}".encode()
 
-    async def __call__(self, scope, receive, send):
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Pass on what the server itself says to its application, and who knows the secret."""
         given = next((value for name, value in scope.get("headers", ()) if name == b"authorization"), b"")
         if scope["type"] == "lifespan" or hmac.compare_digest(given, self._wanted):
@@ -35,15 +36,15 @@ class Guard:
             await send({"type": "http.response.body", "body": b""})
 
 
-def main(program, *arguments):
+def main(program: str, *arguments: str) -> None:
     """Run a Python program whose servers are uvicorn's, guarded."""
     import uvicorn
 
     class Guarded(uvicorn.Config):
-        def __init__(self, app, *positional, **named):
+        def __init__(self, app: Any, *positional: Any, **named: Any):
             super().__init__(Guard(app), *positional, **named)
 
-    uvicorn.Config = Guarded
+    uvicorn.Config = Guarded  # type: ignore[misc]  # a server is made of whatever stands there
     sys.argv = [program, *arguments]
     runpy.run_path(program, run_name="__main__")
 
