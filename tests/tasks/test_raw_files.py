@@ -275,5 +275,5 @@ def test_a_part_of_a_message_without_its_text_is_refused(tmp_path: Path) -> None
     for part in ({"type": "text"}, {"type": "text", "text": None}, {"type": "text", "text": 5}):
         file = tmp_path / "p.jsonl"
         file.write_text(json.dumps({"prompt": [{"role": "user", "content": [part]}]}))
-        with pytest.raises(DatasetError, match="p.jsonl:1: a message of the prompt holds more than text"):
+        with pytest.raises(DatasetError, match=r"p\.jsonl:1: a message of the prompt holds more than text"):
             table(str(file))
