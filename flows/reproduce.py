@@ -31,9 +31,12 @@ from prefect.states import Completed, Failed, State
 from flows.deploy.access import dvc_environment
 from models.config.actor import OptimConfig
 from models.errors import DoubleflowError
-from models.import_paths import check_allowed
+from models.import_paths import check_allowed, check_allowed_program
+from tasks.actors.interpreter import FIELD as INTERPRETER
+from tasks.actors.reward_model import check_allowed_server
 from tasks.config.data import LIVE
 from tasks.config.identity import paced_by_length
+from tasks.config.reward import RewardModelConfig
 from tasks.config.tracking import TrackingConfig
 from tasks.records.history import HistoryError, RunHistory, comparable
 from tasks.records.lineage import dvc_hashes, start_tag
@@ -83,7 +86,8 @@ def reproduce(run: str, iterations: int = 3, tolerance: float = 1e-5, tracking: 
     client = mlflow_client(tracking)
     history = RunHistory(client, run)
     config = shortened(history.config(), iterations, f"reproduce-{run[:8]}")
-    check_import_paths(config)
+    if named := check_named_code(config):
+        get_run_logger().warning("the recorded config of run %s has this code run as well: %s", run, ", ".join(named))
     with worktree(history) as folder:
         check_out_data(history, folder)
         new = RunHistory(client, _train(folder, config, _absolute(client.tracking_uri)))
@@ -176,10 +180,32 @@ def patched_files(patch: Path, folder: Path) -> list[str]:
     return [row.rpartition(b"\t")[2].decode(errors="backslashreplace") for row in listed.stdout.split(b"\0") if row]
 
 
-def check_import_paths(config: Any) -> None:
-    """Raise ModuleNotAllowed where the config names code of a module that this machine does not allow."""
-    for path in import_paths(config):
+def check_named_code(config: Any) -> list[str]:
+    """What a recorded config, which another version may have written, names to be imported or run.
+
+    Raises:
+        ModuleNotAllowed: this machine does not allow one of them.
+    """
+    policy = _section(config, "actor_rollout_ref")
+    libraries = str(_section(policy, "model").get("external_lib") or "").split(",")
+    modules = [*import_paths(config), *(name.strip() for name in libraries if name.strip())]
+    for path in modules:
         check_allowed(path)
+    programs = [str(python)] if (python := _section(policy, "actor").get("python")) else []
+    for program in programs:
+        check_allowed_program(INTERPRETER, program)
+    if served := _section(_section(config, "reward"), "reward_model"):
+        model = RewardModelConfig.model_construct(**served)
+        check_allowed_server(model)
+        programs += [*model.command] or [str(model.python)] if model.command or model.python else []
+        programs += model.arguments
+    return [*modules, *programs]
+
+
+def _section(tree: Any, name: str) -> Mapping[str, Any]:
+    """A part of a config; empty where there is none."""
+    found = tree.get(name) if isinstance(tree, Mapping) else None
+    return found if isinstance(found, Mapping) else {}
 
 
 def import_paths(tree: Any) -> list[str]:

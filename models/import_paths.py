@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose code an import path, or an interpreter, of the config may name."""
+"""Whose code an import path, or a program, of the config may name."""
 
 import os
 
@@ -28,12 +28,12 @@ def check_allowed(path: str) -> None:
         )
 
 
-def check_allowed_interpreter(field: str, path: str) -> None:
+def check_allowed_program(field: str, path: str) -> None:
     """Raise ModuleNotAllowed where a program must not be run: DOUBLEFLOW_ALLOWED_MODULES is set and lacks its path."""
     allowed = _allowed()
     if allowed is not None and path not in allowed:
         raise ModuleNotAllowed(
-            f"{field} is {path}, a program of the config's own, and {ALLOWED} allows {', '.join(allowed) or 'none'}: "
+            f"{field} has {path} run, as the config says, and {ALLOWED} allows {', '.join(allowed) or 'none'}: "
             "leave the field out, or add the path there"
         )
 

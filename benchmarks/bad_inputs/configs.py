@@ -20,7 +20,9 @@ from benchmarks.bad_inputs.cases import Case, draws
 from flows.recipes import parse_changes
 from models.algorithms.advantages import check_advantage
 from models.schedulers.kernels import check_kernel
+from tasks.actors.reward_model import check_reward_model
 from tasks.config.tree import TrainConfig, TrainOverrides
+from tasks.data.rewriting import get_rewriting
 from tasks.run.early import as_config_errors, check_early
 
 MUTATIONS = "config: random mutations"
@@ -39,6 +41,20 @@ BASES: tuple[dict[str, Any], ...] = (
         "algorithm": {"rollout_correction": {"bypass_mode": False, "rollout_is": "step"}},
         "trainer": {"profile": {"iterations": [1, 2]}, "test_freq": 5},
         "actor_rollout_ref": {"model": {"lora_rank": 4, "target_modules": ["to_q", "to_k"]}},
+    },
+    {
+        "data": {"name": "words", "embeddings": "live", "text_encoder": {"negative_prompt": "blurred"}},
+        "reward": {
+            "functions": {"judge_grade": {"options": {"axes": ["alignment"]}}},
+            "reward_model": {
+                "model_path": "data/base_model",
+                "command": ["serve", "{port}"],
+                "arguments": ["--max-model-len", "8192"],
+            },
+        },
+        "actor_rollout_ref": {"rollout": {"pipeline": {"max_sequence_length": 16}}},
+        "tracking": {"also": ["tensorboard"]},
+        "trainer": {"compile_cache": "compiled"},
     },
 )
 ITSELF: list[Any] = []
@@ -166,7 +182,8 @@ def _settable(tree: Any, wanted: dict[tuple[str | int, ...], Any]) -> list[tuple
 
 def write_stubs(folder: Path) -> None:
     """The files that the check before a run looks for."""
-    for name in ("data/base_model/model_index.json", "data/prompts.parquet", "data/embeddings/index.json"):
+    model, table = "data/base_model/model_index.json", "data/prompts.parquet"
+    for name in (model, table, "data/words/prompts.parquet", "data/embeddings/index.json"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).touch()
     (folder / "data/pairs").mkdir()
@@ -180,6 +197,9 @@ def checked(config: TrainConfig) -> TrainConfig:
     with as_config_errors():
         check_advantage(config.algorithm.adv_estimator, config.algorithm.adv_options)
         check_kernel(algo.sde_type, algo.sde_options)
+        check_reward_model(config.reward)
+        if config.data.rewrite_prompts is not None:
+            get_rewriting(config.data.rewrite_prompts)
     return config
 
 

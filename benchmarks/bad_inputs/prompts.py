@@ -226,7 +226,7 @@ def _whole_case(name: str, file: str, content: bytes, expected: list[dict[str, A
             rows = _rows_of(file, content) if expected is None else expected
         except ValueError as error:
             return f"the file cannot be read: {error}"
-        return _fault_of(taken, rows)
+        return fault_of_rows(taken, rows)
 
     return Case(PROMPTS, name, lambda folder: _write(folder / file, content), act, fault)
 
@@ -257,7 +257,7 @@ def _no_number(name: str) -> Any:
     raise ValueError(f"{name} is no JSON")
 
 
-def _fault_of(taken: list[Prompt], rows: list[dict[str, Any]]) -> str | None:
+def fault_of_rows(taken: list[Prompt], rows: list[dict[str, Any]]) -> str | None:
     wanted: list[tuple[str, str | None, dict[str, Any]]] = []
     for row in rows:
         if not isinstance(row.get("prompt"), str):

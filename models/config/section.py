@@ -50,10 +50,13 @@ def known(value: T | Literal["auto"], field: str) -> T:
 class Section(BaseModel):
     """A part of the tree: immutable, and a misspelt field is an error rather than a silent default.
 
-    No number is NaN, infinite or a bool, and text can be written into paths, databases and a terminal.
+    No number is NaN, infinite or a bool, and text can be written into paths, databases and a terminal. pydantic's own
+    errors repeat no input, which may be a secret in a wrong place.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False, hide_input_in_errors=True
+    )
 
     @field_validator("*", mode="before")
     @classmethod

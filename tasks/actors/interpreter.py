@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from models.config.actor import DiffusionActorConfig
-from models.import_paths import check_allowed, check_allowed_interpreter
+from models.import_paths import check_allowed, check_allowed_program
 from tasks.config.errors import ConfigError
 
 FIELD = "actor_rollout_ref.actor.python"
@@ -55,7 +55,7 @@ def check_interpreter(actor: DiffusionActorConfig) -> None:
         return
     if ":" in strategy:
         check_allowed(strategy)
-    check_allowed_interpreter(FIELD, python)
+    check_allowed_program(FIELD, python)
     engine = LIBRARIES.get(strategy, strategy.partition(":")[0].partition(".")[0])
     found = _asked(python, [*NEEDED, engine])
     own = {"python": platform.python_version(), "ray": version("ray")}

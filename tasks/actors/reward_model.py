@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model that rewards ask, `reward.reward_model`: its server is a process of a Ray actor of the run.
 
-The server listens on 127.0.0.1 alone, at a port and with a secret that are made when it starts. The actor starts it
+The server listens on 127.0.0.1 alone, at a port and with a secret that are made when it starts, and which one of the
+project's engines asks for whatever is asked of it (`server_guard`). The actor starts it
 again where it has died, and wakes it where it sleeps, whenever a reward's worker asks for its address: so a worker
 holds no address for longer than a call. Whatever ends the actor ends the server, by a watchdog of the actor's own.
 """
@@ -28,6 +29,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from models.errors import DoubleflowError
+from models.import_paths import check_allowed_program
 from tasks.actors.cluster import ActorGroup
 from tasks.actors.waiting import get
 from tasks.actors.watchdog import MARK, end_marked, watchdog
@@ -38,6 +40,8 @@ from tasks.rewards.pretrained import COMMIT, content_digest
 from tasks.rewards.served import ServedModel
 
 HOST = served.LOOPBACK
+GUARD = Path(__file__).parent / "server_guard" / "doubleflow_server_guard.py"
+FIELD = "reward.reward_model"
 POLL_SECONDS = 0.5
 POLL_TIMEOUT = 5.0
 ANSWER_SECONDS = 30.0
@@ -62,8 +66,9 @@ class Engine:
         arguments: of a model, with {model}, {host}, {port} and {name} to be filled in.
         revision: arguments for a hub id's commit, and how {model} is then written.
         sleeping: arguments for one that is to sleep.
-        key: environment variable in which it finds its secret; None where it asks for none.
-        environment: what else it finds there where it is to sleep.
+        key: environment variable in which it looks for a secret of its own accord; None where it asks for none.
+        environment: what it finds there where it is to sleep.
+        is_guarded: is the guard run as the program, and the engine's by the guard?
     """
 
     program: str
@@ -72,24 +77,36 @@ class Engine:
     sleeping: tuple[str, ...] = ()
     key: str | None = None
     environment: tuple[tuple[str, str], ...] = ()
+    is_guarded: bool = False
 
 
 ENGINES = {
     "vllm": Engine(
         "vllm",
-        ("serve", "{model}", "--host", "{host}", "--port", "{port}", "--served-model-name", "{name}"),
+        # Its own key leaves /invocations, /tokenize and, where it sleeps, /collective_rpc open to everybody.
+        (
+            *("serve", "{model}", "--host", "{host}", "--port", "{port}", "--served-model-name", "{name}"),
+            *("--middleware", f"{GUARD.stem}.Guard"),
+        ),
         revision=("--revision", "{revision}"),
         sleeping=("--enable-sleep-mode",),
         key="VLLM_API_KEY",
         environment=(("VLLM_SERVER_DEV_MODE", "1"),),  # which is what offers /sleep
     ),
-    "transformers": Engine("transformers", ("serve", "{name}", "--host", "{host}", "--port", "{port}")),
+    "transformers": Engine(
+        "transformers", ("serve", "{name}", "--host", "{host}", "--port", "{port}"), is_guarded=True
+    ),
 }
 
 
 def program(config: RewardModelConfig) -> Path:
     """The engine's, in its environment."""
-    return Path(config.python or sys.executable).absolute().with_name(ENGINES[config.engine].program)
+    return _python(config).with_name(ENGINES[config.engine].program)
+
+
+def _python(config: RewardModelConfig) -> Path:
+    """Of the engine's environment; not resolved, as a link's place tells the environment."""
+    return Path(config.python or sys.executable).absolute()
 
 
 def served_name(config: RewardModelConfig) -> str:
@@ -105,7 +122,8 @@ def server_command(config: RewardModelConfig, port: int) -> list[str]:
         engine = ENGINES[config.engine]
         revision = engine.revision if config.revision is not None else ()
         sleeping = engine.sleeping if config.sleep else ()
-        words = (str(program(config)), *engine.arguments, *revision, *sleeping)
+        start = (str(_python(config)), str(GUARD)) if engine.is_guarded else ()
+        words = (*start, str(program(config)), *engine.arguments, *revision, *sleeping)
     values = {"model": config.model_path, "revision": config.revision or "", "name": served_name(config)}
     values |= {"host": HOST, "port": str(port)}
     filled = [re.sub(r"\{(\w+)\}", lambda found: values.get(found[1], found[0]), word) for word in words]
@@ -118,6 +136,7 @@ def check_reward_model(config: RewardConfig) -> None:
     Raises:
         ConfigError: a reward asks for a model that is not served, or none asks for the one that is; or the model or the
             engine is not there.
+        ModuleNotAllowed: this machine's setting does not allow the program.
     """
     asking = [label for label, (name, entry) in config.named().items() if asks_reward_model(name, **entry.options)]
     model = config.reward_model
@@ -133,6 +152,7 @@ def check_reward_model(config: RewardConfig) -> None:
             f"reward.reward_model serves {model.model_path}, which no reward asks: leave base_url and model out of the "
             "options of one that does (judge_grade, judge_ocr), or leave reward.reward_model out"
         )
+    check_allowed_server(model)
     is_folder = Path(model.model_path).is_dir()
     if not is_folder and not COMMIT.fullmatch(model.revision or ""):
         raise ConfigError(
@@ -149,6 +169,20 @@ def check_reward_model(config: RewardConfig) -> None:
             f"reward.reward_model.engine is {model.engine}, but there is no {program(model)}: give the Python of an "
             "environment that has it as reward.reward_model.python"
         )
+
+
+def check_allowed_server(model: RewardModelConfig) -> None:
+    """What the config has run is allowed: a program, or the engine's with arguments, of which some name code to load.
+
+    Raises:
+        ModuleNotAllowed: this machine's setting does not allow it.
+    """
+    if model.command:
+        check_allowed_program(f"{FIELD}.command", model.command[0])
+    elif model.python is not None:
+        check_allowed_program(f"{FIELD}.python", str(model.python))
+    elif model.arguments:
+        check_allowed_program(f"{FIELD}.arguments", str(program(model)))
 
 
 class RewardModelServer:
@@ -219,13 +253,17 @@ class RewardModelServer:
         except OSError as error:
             raise RewardModelError(f"the reward model's server {command[0]} cannot be started: {error}") from error
         self._await_answer(self._process)
+        self._check_guarded()
         self._version = self._version or _weights_version(self.config)
 
     def _environment(self) -> dict[str, str]:
         engine, config = ENGINES[self.config.engine], self.config
-        given = {served.KEY: self._key} if config.command else {engine.key: self._key} if engine.key else {}
-        if config.sleep and not config.command:
-            given |= dict(engine.environment)
+        given = {served.KEY: self._key}
+        if not config.command:
+            given |= {engine.key: self._key} if engine.key else {}
+            given |= dict(engine.environment) if config.sleep else {}
+            path = os.environ.get("PYTHONPATH")
+            given["PYTHONPATH"] = os.pathsep.join(filter(None, (path, str(GUARD.parent))))
         if not config.num_gpus:
             given["CUDA_VISIBLE_DEVICES"] = ""
         return {**os.environ, **given}
@@ -249,6 +287,19 @@ class RewardModelServer:
             f"the reward model's server ended with code {process.poll()} before it answered; the end of its log: "
             f"{self._last_lines()}"
         )
+
+    def _check_guarded(self) -> None:
+        """Raise RewardModelError where an engine answers whoever asks, as with a version that goes round the guard."""
+        if self.config.command:
+            return
+        for path in ("/health", "/v1/models"):
+            url = f"http://{HOST}:{self._port}{path}"
+            if httpx.get(url, timeout=ANSWER_SECONDS, trust_env=False).status_code != 401:
+                end_marked(os.environ[MARK])
+                raise RewardModelError(
+                    f"the reward model's server answers {path} without the run's secret, so everybody on this machine "
+                    f"could use it: give a version of {self.config.engine} that docs/rewards.md names"
+                )
 
     def _request(self, method: str, path: str, seconds: float) -> httpx.Response:
         """No proxy stands between this machine and itself."""

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from models.config.section import AUTO
+from tasks.system.credentials import refuse_secret_options
 
 if TYPE_CHECKING:
     from tasks.config.tree import TrainConfig
@@ -18,6 +19,11 @@ def check_agreement(config: "TrainConfig") -> None:
     """Make every check of `CHECKS`, in that order. Raises ValueError, the first one's that does not hold."""
     for check in CHECKS:
         check(config)
+
+
+def check_secrets(config: "TrainConfig") -> None:
+    """No field is a secret, and no address holds one: all of the config is recorded."""
+    refuse_secret_options(config.model_dump(), "the config")
 
 
 def check_group_size(config: "TrainConfig") -> None:
@@ -273,6 +279,7 @@ def check_rewriting(config: "TrainConfig") -> None:
 
 
 CHECKS: tuple[Callable[["TrainConfig"], None], ...] = (
+    check_secrets,
     check_group_size,
     check_selection,
     check_log_probs_exist,

@@ -4,7 +4,7 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ModelWrapValidatorHandler, model_validator
+from pydantic import Field, ModelWrapValidatorHandler, ValidationInfo, field_validator, model_validator
 
 from models.config.bounds import MOST_BATCH, MOST_GPUS, MOST_MEGABYTES, MOST_RETRIES, MOST_THREADS
 from models.config.section import IMPORT_PATH, Later, NotShaping, Section
@@ -140,6 +140,12 @@ class DataConfig(Section):
         le=MOST_BATCH,
         description="Prompts per iteration, each sampled rollout.n times; offline, pairs per iteration.",
     )
+
+    @field_validator("embeddings")
+    @classmethod
+    def _live_in_json_too(cls, embeddings: Path | str, info: ValidationInfo) -> Path | str:
+        """In JSON any text is a path to pydantic, which takes the first kind that fits exactly."""
+        return LIVE if info.mode == "json" and embeddings == Path(LIVE) else embeddings
 
     @property
     def is_live(self) -> bool:

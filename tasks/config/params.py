@@ -6,12 +6,12 @@ of a raw file is the exception: a bare path stands for the plain one.
 """
 
 import re
-from dataclasses import asdict
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar, get_type_hints
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from models.config.bounds import (
     MOST_BATCH,
@@ -22,6 +22,7 @@ from models.config.bounds import (
     MOST_THREADS,
     Seed,
     check_texts,
+    check_truth,
 )
 from models.errors import DoubleflowError
 from models.tiny_qwen_image.settings import TinySettings
@@ -52,6 +53,16 @@ class PrepareError(DoubleflowError, ValueError):
 
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _truth_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        annotation = cls.model_fields[str(info.field_name)].annotation
+        if is_dataclass(annotation) and isinstance(value, dict):
+            kinds = get_type_hints(annotation)
+            for name, number in value.items():
+                check_truth(number, kinds.get(name))
+        return check_truth(value, annotation)
 
     @field_validator("*")
     @classmethod
@@ -275,10 +286,10 @@ def load_params(path: Path) -> PrepareParams:
         raise PrepareError(f"{path} is missing; run from the repository's root")
     try:
         return PrepareParams.model_validate(yaml.safe_load(path.read_text()))
-    except yaml.YAMLError as error:
-        raise PrepareError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     except ValidationError as error:
         raise PrepareError(f"{path}: {described(error, PrepareParams)}") from error
+    except (yaml.YAMLError, OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
+        raise PrepareError(f"{path} is not YAML: {' '.join(str(error).split())[:300]}") from error
 
 
 def changed(params: EmbeddingsParams, changes: dict[str, Any]) -> EmbeddingsParams:

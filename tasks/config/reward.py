@@ -19,6 +19,7 @@ from models.config.bounds import (
     RewardName,
 )
 from models.config.section import Later, NotShaping, Section
+from tasks.system.credentials import refuse_secret_words
 
 
 class RewardFunctionConfig(Section):
@@ -89,7 +90,7 @@ class RewardModelConfig(Section):
     revision: str | None = Field(None, description="Commit of a hub id, 40 hex digits; a folder has none.")
     engine: NotShaping[Literal["vllm", "transformers"]] = Field(
         "vllm",
-        description="vllm: `vllm serve`. transformers: `transformers serve`, which knows no secret and no sleep.",
+        description="vllm: `vllm serve`. transformers: `transformers serve`, which knows no sleep.",
     )
     python: NotShaping[Path | None] = Field(
         None,
@@ -119,6 +120,12 @@ class RewardModelConfig(Section):
     start_timeout_s: NotShaping[float] = Field(
         1800.0, gt=0, le=LONGEST_WAIT_S, description="Seconds until it must answer after its start."
     )
+
+    @model_validator(mode="after")
+    def _words_hold_no_secret(self) -> Self:
+        for field in ("command", "arguments"):
+            refuse_secret_words(getattr(self, field), field)
+        return self
 
     @model_validator(mode="after")
     def _can_be_served(self) -> Self:

@@ -3,12 +3,16 @@
 
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from models.config.bounds import LONGEST_WAIT_S, MOST_BATCH, MOST_ITERATIONS, ExperimentName
 from models.config.section import Section
+from tasks.system.credentials import refuse_password_in_url
 
 TrackerName = Literal["tensorboard", "wandb"]
+PASSWORD_OF_MLFLOW = (
+    "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or use the database's own password file (as ~/.pgpass)"
+)
 
 
 class TrackingConfig(Section):
@@ -49,6 +53,13 @@ class TrackingConfig(Section):
         description="Trackers that get a training run's metrics and grids beside MLflow, which stays the record: "
         "tensorboard, wandb (docs/platform.md).",
     )
+
+    @field_validator("uri", "artifacts")
+    @classmethod
+    def _no_password(cls, address: str | None, info: ValidationInfo) -> str | None:
+        if address is not None:
+            refuse_password_in_url(address, f"tracking.{info.field_name}", PASSWORD_OF_MLFLOW)
+        return address
 
     @field_validator("also")
     @classmethod

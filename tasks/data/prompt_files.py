@@ -146,6 +146,8 @@ def checked_row(raw: dict[str, Any], source: str) -> PromptRow:
     check_text(prompt, "prompt", source)
     if fields.get("target") is not None:
         check_text(fields["target"], "target", source)
+    if isinstance(fields.get("negative_prompt"), str):
+        check_text(fields["negative_prompt"], "negative_prompt", source)
     if fields.get("split") not in (None, *SPLITS):
         raise DatasetError(
             f"{source}: {_shortened(repr(fields['split']))} is no split; it must be one of {', '.join(SPLITS)}"

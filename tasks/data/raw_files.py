@@ -17,6 +17,8 @@ from tasks.data.prompt_files import SPLITS, DatasetError, PromptRow, checked_row
 
 STATE, PARTS = "state.json", "dataset_dict.json"
 """What `save_to_disk` of a Hugging Face data set leaves beside its Arrow files, and that of several splits."""
+LONGEST_FILE = 255
+"""Characters of a file's name, on Linux."""
 SYSTEM = "system_prompt"
 """Key of a chat's system message among the metadata."""
 
@@ -82,11 +84,13 @@ def _content(content: Any, key: str, source: str) -> str:
     if isinstance(content, str):
         return content
     parts: list[Any] = content if isinstance(content, list) else [None]
-    if not all(isinstance(part, Mapping) and part.get("type") == "text" for part in parts):
+    if not all(isinstance(part, Mapping) and part.get("type") == "text" for part in parts) or not all(
+        isinstance(part.get("text"), str) for part in parts
+    ):
         raise DatasetError(
             f"{source}: a message of the {key} holds more than text; pictures are no part of a prompt here"
         )
-    return "".join(str(part["text"]) for part in parts)
+    return "".join(part["text"] for part in parts)
 
 
 def _below(row: Mapping[str, Any], section: str, key: str) -> Any:
@@ -104,12 +108,14 @@ def _numbered(rows: Sequence[dict[str, Any]], name: str) -> Iterator[tuple[str, 
 def _read_saved(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """("folder:row", row) of a folder that `save_to_disk` wrote; of several splits each row has its own."""
     if (folder / PARTS).is_file():
-        names = _json(folder / PARTS).get("splits", [])
+        names = _json(folder / PARTS).get("splits")
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise DatasetError(f"{folder / PARTS} has no list of names as `splits`; save the data set again")
         odd = [name for name in names if name not in SPLITS]
         if odd:
             raise DatasetError(
-                f"{folder} has a split {odd[0]!r}, which is none of {', '.join(SPLITS)}: name its folders one by one, "
-                f"{folder / odd[0]} for example, each with its `split`"
+                f"{folder} has a split {odd[0]!r:.60}, which is none of {', '.join(SPLITS)}: name its folders one by "
+                f"one, {folder.as_posix()}/{odd[0]:.60} for example, each with its `split`"
             )
         for name in names:
             yield from ((source, {"split": name} | row) for source, row in _read_saved(folder / name))
@@ -119,15 +125,28 @@ def _read_saved(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     state = _json(folder / STATE)
     if state.get("_indices_data_files"):
         raise DatasetError(f"{folder} holds a choice of rows by their numbers: save it after `flatten_indices()`")
-    files = [folder / entry["filename"] for entry in state.get("_data_files", [])]
-    yield from _numbered([row for file in files for row in _read_arrow(file)], folder.as_posix())
+    files = state.get("_data_files")
+    if not isinstance(files, list) or not all(_is_file_beside(entry) for entry in files):
+        raise DatasetError(f"{folder / STATE} has no list of the folder's Arrow files; save the data set again")
+    rows = [row for entry in files for row in _read_arrow(folder / entry["filename"])]
+    yield from _numbered(rows, folder.as_posix())
+
+
+def _is_file_beside(entry: Any) -> bool:
+    """Does it name a file of its own folder? One elsewhere is nothing that `save_to_disk` has written."""
+    name = entry.get("filename") if isinstance(entry, Mapping) else None
+    if not isinstance(name, str) or name in ("", ".", "..") or len(name) > LONGEST_FILE:
+        return False
+    return Path(name).name == name and "\0" not in name
 
 
 def _read_arrow(file: Path) -> list[dict[str, Any]]:
     try:
         with pa.memory_map(str(file)) as source, pa.ipc.open_stream(source) as stream:
-            return stream.read_all().to_pylist()
-    except (pa.ArrowException, OSError, ValueError, ArithmeticError) as error:
+            table = stream.read_all()
+            table.validate(full=True)  # a damaged offset leads out of the file's memory
+            return table.to_pylist()
+    except (pa.ArrowException, OSError, ValueError, ArithmeticError, LookupError, RecursionError) as error:
         raise DatasetError(f"{file} is not a readable Arrow file: {' '.join(str(error).split())[:300]}") from error
 
 

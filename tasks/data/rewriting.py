@@ -44,8 +44,11 @@ def rewritten(rewrite: Rewriting, prompts: Sequence[Prompt], iteration: int, see
     Raises:
         DatasetError: these are other prompts, or one holds what no prompt may.
     """
-    made = list(rewrite(list(prompts), iteration, seed))
     where = f"{FIELD} in iteration {iteration}"
+    given = rewrite(list(prompts), iteration, seed)
+    if not isinstance(given, Iterable):
+        raise DatasetError(f"{where} returned a {type(given).__name__}: it must return a list of Prompts")
+    made = list(given)
     if not all(isinstance(prompt, Prompt) for prompt in made):
         kinds = ", ".join(sorted({type(prompt).__name__ for prompt in made}))
         raise DatasetError(f"{where} returned a list of {kinds}: it must return Prompts, as dataclasses.replace makes")
@@ -57,8 +60,19 @@ def rewritten(rewrite: Rewriting, prompts: Sequence[Prompt], iteration: int, see
     sources = [f"{old.source}, rewritten in iteration {iteration}" for old in prompts]
     made = [replace(new, source=source) for new, source in zip(made, sources, strict=True)]
     for prompt in made:
+        _check_metadata(prompt)
         checked_row(prompt.metadata | {"prompt": prompt.prompt, "target": prompt.target}, prompt.source)
     return made
+
+
+def _check_metadata(prompt: Prompt) -> None:
+    """Raise DatasetError for what JSON does not give back: a run started again could not tell that it is the same."""
+    try:
+        kept = isinstance(prompt.metadata, dict) and json.loads(json.dumps(prompt.metadata)) == prompt.metadata
+    except (TypeError, ValueError, RecursionError):
+        kept = False
+    if not kept:
+        raise DatasetError(f"{prompt.source}: the metadata is not what JSON can hold: give a dict of texts and numbers")
 
 
 def prompts_number(prompts: Iterable[Prompt]) -> int:

@@ -18,7 +18,7 @@ from PIL import Image
 from prefect.exceptions import TerminationSignal
 
 from models.config.section import Section
-from tasks.config.tracking import TrackingConfig
+from tasks.config.tracking import PASSWORD_OF_MLFLOW, TrackingConfig
 from tasks.records.headline import HEADLINE, experiment_tags, headline
 from tasks.records.lineage import Lineage
 from tasks.records.owner import close_dead_runs, owner_tags
@@ -35,9 +35,6 @@ LAST_WORDS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": 2, "MLFLOW_HTTP_REQUEST_TIMEOUT
 """Of MLflow's settings, while a run that fails says so; nobody waits for more than half a minute."""
 NO_TIME = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": 0, "MLFLOW_HTTP_REQUEST_TIMEOUT": 3}
 """The same where SIGTERM ends the run, which is to be heeded in seconds, or where MLflow is known to be away."""
-PASSWORD_OF_MLFLOW = (
-    "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or use the database's own password file (as ~/.pgpass)"
-)
 
 
 def mlflow_client(config: TrackingConfig) -> MlflowClient:

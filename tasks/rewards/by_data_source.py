@@ -90,18 +90,23 @@ def _named(sources: Any) -> dict[str, tuple[str, dict[str, Any]]]:
     named = {}
     for source, entry in sources.items():
         given: Any = {"reward": entry} if isinstance(entry, str) else entry
-        if not isinstance(given, Mapping) or not {"reward"} <= set(given) <= {"reward", "options"}:
+        if (
+            not isinstance(given, Mapping)
+            or not {"reward"} <= set(given) <= {"reward", "options"}
+            or not isinstance(given["reward"], str)
+            or not isinstance(given.get("options"), Mapping | None)
+        ):
             raise RewardError(f"by_data_source: sources {source!r} must be a reward's name, or `reward` and `options`")
         if not NAME.fullmatch(str(source)):
             raise RewardError(f"by_data_source: sources {source!r} names a metric: letters, digits, `_.-/` and blanks")
-        named[str(source)] = str(given["reward"]), dict(given.get("options") or {})
+        named[str(source)] = given["reward"], dict(given.get("options") or {})
     return named
 
 
 def _source(prompt: ScoredPrompt, sources: Mapping[str, Any]) -> str:
     source = prompt.metadata.get(KEY)
-    if source not in sources:
+    if not isinstance(source, str) or source not in sources:
         raise RewardError(
             f"by_data_source: the prompt {prompt.prompt!r} has {KEY} {source!r}; sources names {', '.join(sources)}"
         )
-    return str(source)
+    return source

@@ -107,9 +107,11 @@ class ObjectDetector(PretrainedReward):
             if key in options and not (_is_number(options[key]) and 0 <= options[key] <= 1):
                 raise RewardError(f"reward {name!r}: {key} must be from 0 to 1, not {options[key]!r}")
         most, classes = options.get("max_objects", 1), options.get("classes")
-        if not isinstance(most, int) or most < 1:
+        if not isinstance(most, int) or isinstance(most, bool) or most < 1:
             raise RewardError(f"reward {name!r}: max_objects must be a whole number from 1, not {most!r}")
-        if classes is not None and not isinstance(classes, Mapping):
+        if classes is not None and not (
+            isinstance(classes, Mapping) and all(isinstance(label, str) for label in classes.values())
+        ):
             raise RewardError(f"reward {name!r}: classes must map the data set's words to the detector's labels")
         labels = labels_of_folder(options["model"])
         unknown = [label for label in (classes or {}).values() if labels is not None and label not in labels]
@@ -306,10 +308,15 @@ def labels_of_folder(model: str) -> set[str] | None:
     """The labels of a detector that lies in a folder; None of a hub id, and of a config that does not tell."""
     file = Path(model) / "config.json"
     try:
-        found = json.loads(file.read_text()).get("id2label") if file.is_file() else None
-    except ValueError as error:
-        raise RewardError(f"geneval: {file} cannot be read: {error}") from error
-    return set(map(str, found.values())) if found else None
+        config = json.loads(file.read_text()) if file.is_file() else {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise RewardError(f"geneval: {file} cannot be read: {' '.join(str(error).split())[:200]}") from error
+    found = config.get("id2label") if isinstance(config, dict) else None
+    if found is None and isinstance(config, dict):
+        return None
+    if not isinstance(found, dict) or not all(isinstance(label, str) for label in found.values()):
+        raise RewardError(f"geneval: {file} has no mapping of numbers to words as id2label: mend it")
+    return set(found.values()) or None
 
 
 def square_crop(image: np.ndarray, box: Box) -> np.ndarray:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 WEIGHTS = ("*.safetensors", "*.bin")
 COMMIT = re.compile(r"[0-9a-f]{40}")
+LONGEST_SOURCE = 1024
+"""Characters of a hub id or a folder's path."""
 REVISIONS = {"model": "revision", "processor": "processor_revision"}
 """Option that names a hub id -> the option with its commit."""
 
@@ -98,6 +100,8 @@ class PretrainedReward(Reward):
         """A hub id wants a commit: what its branch or tag leads to may change, and the scores with it."""
         for source, field in cls.revisions.items():
             where, commit = options.get(source, _default(cls, source)), options.get(field)
+            if source == "model" or where is not None:
+                _check_source(name, source, where)
             if where is None or Path(where).is_dir() or (commit and COMMIT.fullmatch(str(commit))):
                 continue
             given = f"{field} is {commit!r}" if commit else f"{field} is missing"
@@ -168,6 +172,12 @@ class PretrainedReward(Reward):
             yield
         except (OSError, ValueError) as error:
             raise RewardError(f"{self.name}: {source} cannot be loaded as {self.architecture}: {error}") from error
+
+
+def _check_source(name: str, source: str, where: Any) -> None:
+    """Raise RewardError for what can be neither a folder nor a hub id."""
+    if not isinstance(where, str) or not where.strip() or len(where) > LONGEST_SOURCE:
+        raise RewardError(f"reward {name!r}: {source} is {where!r:.60}: give a folder, or a hub id and its commit")
 
 
 def _default(cls: type, option: str) -> str | None:

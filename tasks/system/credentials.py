@@ -3,7 +3,7 @@
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -51,12 +51,39 @@ def refuse_secret_options(options: Mapping[str, Any], what: str) -> None:
     """Raise CredentialError for an option, however deep, whose name says that it holds a secret, or for such a URL."""
     for path, value in _texts(options):
         name = path.rpartition(".")[2]
-        if SECRET_NAME.fullmatch(name):
+        if _is_secret(name):
             raise CredentialError(
                 f"{what}: the option {path} looks like a secret, which would be recorded with the run: put it into an "
                 f"environment variable and give that variable's name, as in {name}_env"
             )
-        refuse_password_in_url(value, f"{what}: the option {path}", "use an option like token_env or api_key_env")
+        refuse_password_in_url(
+            value,
+            f"{what}: the option {path}",
+            "give it by an environment variable, as token_env and api_key_env name one",
+        )
+
+
+def refuse_secret_words(words: Sequence[str], what: str) -> None:
+    """Raise CredentialError for `--api-key VALUE`, `api_key=VALUE` and the like among a program's words, or such a URL.
+
+    Args:
+        words: the program's, as other users see them in the list of processes.
+        what: where they stand, for the error.
+    """
+    for word, following in zip(words, [*words, "-"][1:], strict=True):
+        name, equals, value = word.lstrip("-").partition("=")
+        has_value = bool(value) if equals else word.startswith("-") and not following.startswith("-")
+        if has_value and _is_secret(name):
+            raise CredentialError(
+                f"{what}: {name} looks like a secret, which would be recorded with the run and stand in the list of "
+                "processes: leave it out and set the environment variable that the program reads it from"
+            )
+        refuse_password_in_url(value or word, f"{what}: {name}" if equals else what, "use an environment variable")
+
+
+def _is_secret(name: str) -> bool:
+    """Does an option, a header or a word of a command line hold a secret, by its name?"""
+    return SECRET_NAME.fullmatch(name.replace("-", "_")) is not None
 
 
 def _texts(tree: Any, path: str = "") -> Iterator[tuple[str, str]]:

@@ -22,7 +22,9 @@ ROOT = Path(__file__).parents[2]
 CODE = ("flows", "tasks", "models")
 KEYS = {
     place: f"planted-{place}-{number}7Qx4vN2kLw"
-    for number, place in enumerate(("variable", "block", "dotenv", "private", "address", "option", "remote"))
+    for number, place in enumerate(
+        ("variable", "block", "dotenv", "private", "address", "option", "remote", "mlflow", "served", "wandb")
+    )
 }
 STORE = """
 import sys
@@ -115,28 +117,34 @@ def remote(url: str, **options: str) -> dict:
     return {"reward": "remote", "options": {"url": url} | options}
 
 
-def refused(project: Workspace, reward: dict) -> str:
-    """What a run with this reward says, which must be that it takes no key there."""
-    said = project.train(f"reward.functions={json.dumps({'scorer': reward})}", check=False)
+def refused(project: Workspace, reward: dict, *settings: str) -> str:
+    """What a run with this reward and these settings says, which must be that it takes no key there."""
+    said = project.train(f"reward.functions={json.dumps({'scorer': reward})}", *settings, check=False)
     assert re.search(r"would be recorded", said), said[-2000:]
     return said
 
 
 @pytest.mark.slow
 def test_a_key_is_nowhere_but_where_it_was_planted(project: Workspace, scorer: str) -> None:
-    """MLflow, Prefect's data base, run folders, logs, the report and command lines hold none of them.
+    """MLflow, Prefect's data base, run folders, other trackers, logs, reports and command lines hold none of them.
 
     Environments of processes do: that is how a key is given, and other users cannot read them (proc(5), environ).
     """
     said = refused(project, remote(scorer.replace("//", f"//me:{KEYS['address']}@")))
     said += refused(project, remote(scorer, token=KEYS["option"]))
+    judge = {"reward": "judge_grade", "options": {"axes": ["alignment"]}}
+    served = {"model_path": "data/base_model", "arguments": ["--api-key", KEYS["served"]]}
+    said += refused(project, judge, f"reward.reward_model={json.dumps(served)}")
+    said += refused(project, judge, f"tracking.uri=http://me:{KEYS['mlflow']}@127.0.0.1:9")
     project.environment.update(SCORER_TOKEN=KEYS["variable"], OTHER_TOKEN=from_block(project.environment))
+    project.environment.update(WANDB_API_KEY=KEYS["wandb"], WANDB_MODE="offline")
     functions = {"one": remote(scorer, token_env="SCORER_TOKEN"), "other": remote(scorer, token_env="OTHER_TOKEN")}
     settings = (
         f"reward.functions={json.dumps(functions)}",
         "trainer.total_training_steps=1",
         "trainer.save_freq=1",
         "trainer.val_before_train=false",
+        "tracking.also=[tensorboard, wandb]",
     )
     changes = [word for setting in settings for word in ("--set", setting)]
     program = project.start("-m", "flows.train", "tiny", *changes)
@@ -159,9 +167,11 @@ def test_a_key_is_nowhere_but_where_it_was_planted(project: Workspace, scorer: s
     for folder in (project.folder, home, project.folder.with_name("origin")):
         collect(written, files_of(folder, planted))
     read = written["read"]
-    assert {"mlflow.db", "prefect.db", "code.patch", "environment.json", "run.json", "config.json"} <= {
-        p.name for p in read
-    }
+    names = {path.name for path in read}
+    assert {"mlflow.db", "prefect.db", "code.patch", "environment.json", "run.json", "config.json"} <= names
+    assert {"report.html"} <= names
+    assert any(name.endswith(".wandb") for name in names), "W&B's own record was read"
+    assert any(name.startswith("events.out.tfevents") for name in names)
     logs = "".join(path.read_text() for path in project.folder.parent.glob("*.log"))
     found = {place: written.get(place, set()) for place in KEYS if place in written}
     assert not found

@@ -257,3 +257,23 @@ def test_a_path_goes_before_the_name_and_another_name_before_the_recipes_path() 
 def test_a_name_that_is_no_part_of_a_path_is_refused() -> None:
     with pytest.raises(ValueError, match=r"data.name"):
         TrainConfig.model_validate({"data": {"name": "../other"}})
+
+
+@pytest.mark.parametrize("name", ["../../elsewhere.arrow", "/etc/passwd", "..", 5, None])
+def test_a_saved_data_set_is_of_its_own_folder(tmp_path: Path, name: Any) -> None:
+    folder = tmp_path / "data" / "saved"
+    folder.mkdir(parents=True)
+    rows = pa.Table.from_pylist([{"prompt": "a cat"}])
+    with pa.ipc.new_stream(str(tmp_path / "elsewhere.arrow"), rows.schema) as writer:
+        writer.write_table(rows)
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
+    with pytest.raises(DatasetError, match="has no list of the folder's Arrow files"):
+        table(str(folder))
+
+
+def test_a_part_of_a_message_without_its_text_is_refused(tmp_path: Path) -> None:
+    for part in ({"type": "text"}, {"type": "text", "text": None}, {"type": "text", "text": 5}):
+        file = tmp_path / "p.jsonl"
+        file.write_text(json.dumps({"prompt": [{"role": "user", "content": [part]}]}))
+        with pytest.raises(DatasetError, match=r"p\.jsonl:1: a message of the prompt holds more than text"):
+            table(str(file))

@@ -19,7 +19,7 @@ from transformers import AutoProcessor, LlavaForConditionalGeneration
 
 from tasks.actors.cluster import ray_cluster
 from tasks.actors.reward_group import RewardGroup
-from tasks.actors.reward_model import RewardModelError, check_reward_model, served_reward_model, server_command
+from tasks.actors.reward_model import GUARD, RewardModelError, check_reward_model, served_reward_model, server_command
 from tasks.actors.rollout_group import PendingBatch
 from tasks.config.errors import ConfigError
 from tasks.config.reward import RewardConfig, RewardModelConfig
@@ -33,6 +33,13 @@ ROOT = Path(__file__).parents[2]
 SERVER = [sys.executable, "-m", "tests.support.served_judge", "{port}", "{name}"]
 PER_SAMPLE = f"{__name__}:compute_score"
 LEVELS = [0, 60, 120, 180]
+ASKED = [
+    ("GET", "/health"),
+    ("GET", "/v1/models"),
+    ("POST", "/load_model"),
+    ("POST", "/reset"),
+    ("OPTIONS", "/v1/models"),
+]
 
 
 async def compute_score(solution_image, reward_router_address, model_name):
@@ -241,10 +248,28 @@ def test_the_engines_commands(tmp_path: Path) -> None:
         model_path="m/j", revision="a" * 40, python=python, sleep=True, arguments=["--max-model-len", "8192"]
     )
     place = ["--host", "127.0.0.1", "--port", "5"]
-    serve = [f"{tmp_path}/bin/vllm", "serve", "m/j", *place, "--served-model-name", "m/j", "--revision", "a" * 40]
-    assert server_command(vllm, 5) == [*serve, "--enable-sleep-mode", "--max-model-len", "8192"]
+    serve = [f"{tmp_path}/bin/vllm", "serve", "m/j", *place, "--served-model-name", "m/j"]
+    guarded = ["--middleware", "doubleflow_server_guard.Guard", "--revision", "a" * 40]
+    assert server_command(vllm, 5) == [*serve, *guarded, "--enable-sleep-mode", "--max-model-len", "8192"]
     other = vllm.model_copy(update={"engine": "transformers", "sleep": False, "arguments": []})
-    assert server_command(other, 5) == [f"{tmp_path}/bin/transformers", "serve", f"m/j@{'a' * 40}", *place]
+    program = [str(python), str(GUARD), f"{tmp_path}/bin/transformers"]
+    assert server_command(other, 5) == [*program, "serve", f"m/j@{'a' * 40}", *place]
+
+
+def test_an_engine_that_answers_whoever_asks_is_not_used(cluster: None, tmp_path: Path) -> None:
+    """A vLLM of a version that takes no notice of the guard, as far as the run can tell."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "health").write_text("well")
+    serve = f'exec "{sys.executable}" -m http.server "$6" --bind 127.0.0.1 --directory "{tmp_path}"\n'
+    (tmp_path / "bin" / "vllm").write_text(f"#!/bin/sh\n{serve}")
+    (tmp_path / "bin" / "vllm").chmod(0o700)
+    settings = config(tmp_path, command=[], python=tmp_path / "bin" / "python")
+    check_reward_model(settings)
+    with (
+        served_reward_model(settings) as model,
+        pytest.raises(RewardModelError, match="answers /health without the run's secret"),
+    ):
+        model.wait()
 
 
 def test_transformers_own_server_answers_as_the_model_does(cluster: None, tmp_path: Path) -> None:
@@ -268,6 +293,16 @@ def test_transformers_own_server_answers_as_the_model_does(cluster: None, tmp_pa
     with served_reward_model(settings) as model:
         group = RewardGroup(settings, model)
         found = group.table([batch], group.submit([batch])).samples
+        # Whoever has no secret, another user or a page in a browser, cannot even have it load a model.
+        served = ray.get(model.actor.connection.remote())
+        address = served.url.removesuffix("/v1")
+        for method, path in ASKED:
+            for given in ({}, {"Authorization": "Bearer other"}, {"Origin": "http://evil.example"}):
+                assert httpx.request(method, address + path, headers=given).status_code == 401
+        server = psutil.Process(ray.get(model.actor.pid.remote()))
+        assert served.key not in " ".join(server.cmdline())
+        (socket,) = [one for one in server.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+        assert socket.laddr.ip == "127.0.0.1"
     assert found["judge_ocr/text"].tolist() == expected
     assert found["reward/judge_ocr"].tolist() == [1, 1, 1]
 

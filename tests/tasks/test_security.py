@@ -7,14 +7,18 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from flows.deploy.access import dvc_environment, private_folder, write_private
-from flows.reproduce import check_import_paths, patched_files, recorded_code
+from flows.reproduce import check_named_code, patched_files, recorded_code
 from models.import_paths import ALLOWED, ModuleNotAllowed, check_allowed
-from tasks.config.reward import RewardConfig
+from tasks.actors.reward_model import check_reward_model
+from tasks.config.errors import ConfigError, described
+from tasks.config.reward import RewardConfig, RewardModelConfig
 from tasks.config.sweep import MOST_GRID_POINTS, SweepConfig, check_fields
 from tasks.config.tracking import TrackingConfig
 from tasks.config.tree import TrainConfig
@@ -55,6 +59,7 @@ def test_a_password_in_a_url_is_not_shown(url: str, shown: str) -> None:
         ("judge_grade", {"base_url": "http://j", "model": "m", "key": PLANTED}, "as in key_env"),
         ("ocr", {"hub": {"HF_TOKEN": PLANTED}}, "hub.HF_TOKEN looks like a secret"),
         ("ocr", {"headers": [{"Authorization": f"Bearer {PLANTED}"}]}, "headers.Authorization looks like a secret"),
+        ("ocr", {"headers": {"X-Api-Key": PLANTED}}, "headers.X-Api-Key looks like a secret"),
         ("ocr", {"password": PLANTED}, "as in password_env"),
         ("ocr", {"client_secret": PLANTED}, "as in client_secret_env"),
     ],
@@ -117,8 +122,10 @@ def test_remotes_token_comes_from_the_environment_and_shows_nowhere(
 def test_a_password_in_mlflows_address_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     secret = f"http://me:{PLANTED}@mlflow:5000"
+    with pytest.raises(ValidationError, match=r"tracking.uri 'http://\*\*\*@mlflow:5000'.*MLFLOW_TRACKING_PASSWORD"):
+        TrackingConfig(uri=secret)
     with pytest.raises(CredentialError, match=r"tracking.uri 'http://\*\*\*@mlflow:5000'.*MLFLOW_TRACKING_PASSWORD"):
-        mlflow_client(TrackingConfig(uri=secret))
+        mlflow_client(TrackingConfig.model_construct(uri=secret))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", secret)
     with pytest.raises(CredentialError, match="MLFLOW_TRACKING_URI") as refused:
         mlflow_client(TrackingConfig())
@@ -183,10 +190,22 @@ def test_a_reward_of_a_module_that_is_not_allowed_is_not_even_imported(
 def test_import_paths_of_a_recorded_config_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     config = TrainConfig().model_dump(mode="json")
     monkeypatch.setenv(ALLOWED, "")
-    check_import_paths(config)  # registered names alone
-    for bad in ({"reward": {"functions": {"os:system": {}}}}, {"algorithm": {"adv_estimator": "builtins:eval"}}):
-        with pytest.raises(ModuleNotAllowed, match=r"os:system|builtins:eval"):
-            check_import_paths(config | bad)
+    assert check_named_code(config) == [], "registered names alone"
+    served = {"model_path": "m", "engine": "vllm"}
+    for named, bad in {
+        "os:system": {"reward": {"functions": {"os:system": {}}}},
+        "builtins:eval": {"algorithm": {"adv_estimator": "builtins:eval"}},
+        "their.family": {"actor_rollout_ref": {"model": {"external_lib": "torch, their.family"}}},
+        "/theirs/python": {"actor_rollout_ref": {"actor": {"python": "/theirs/python"}}},
+        "/their/python": {"reward": {"reward_model": served | {"python": "/their/python"}}},
+        "their-server": {"reward": {"reward_model": served | {"command": ["their-server", "{port}"]}}},
+        "--trust-remote-code": {"reward": {"reward_model": served | {"arguments": ["--trust-remote-code"]}}},
+    }.items():
+        monkeypatch.setenv(ALLOWED, "torch")
+        with pytest.raises(ModuleNotAllowed, match=f"{named}|arguments has .*/vllm run"):
+            check_named_code(config | bad)
+        monkeypatch.delenv(ALLOWED)
+        assert named in check_named_code(config | bad)
 
 
 @pytest.fixture
@@ -327,3 +346,58 @@ def test_a_sweeps_name_is_a_folder_below_its_own(name: str) -> None:
 def test_a_grid_that_cannot_be_listed_is_refused(space: dict) -> None:
     with pytest.raises(ValueError, match=r"is a grid of .* points, at most 10000"):
         check_fields(TrainConfig(), SweepConfig(space=space, sampler="grid"))
+
+
+@pytest.mark.parametrize(
+    ("model", "named"),
+    [
+        ({"command": ["their-server", "{port}"]}, "reward_model.command has their-server run"),
+        ({"python": "/theirs/bin/python"}, "reward_model.python has /theirs/bin/python run"),
+        ({"arguments": ["--trust-remote-code"]}, "reward_model.arguments has .*/vllm run"),
+    ],
+)
+def test_a_reward_models_program_that_is_not_allowed_is_not_run(
+    model: dict, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asking = {"judge_grade": {"options": {"axes": ["alignment"]}}}
+    config = RewardConfig(functions=asking, reward_model={"model_path": str(tmp_path)} | model)
+    monkeypatch.setenv(ALLOWED, "mine")
+    with pytest.raises(ModuleNotAllowed, match=named) as refused:
+        check_reward_model(config)
+    monkeypatch.setenv(ALLOWED, f"mine,{str(refused.value).partition(' has ')[2].partition(' run')[0]}")
+    with suppress(ConfigError):  # of which none need be there
+        check_reward_model(config)
+
+
+@pytest.mark.parametrize(
+    "secret",
+    [
+        {"tracking": {"uri": f"http://me:{PLANTED}@mlflow:5000"}},
+        {"tracking": {"artifacts": f"sftp://me:{PLANTED}@host/artifacts"}},
+        {"actor_rollout_ref": {"model": {"path": f"https://{PLANTED}@hub/model"}}},
+        {"algorithm": {"adv_options": {"api_key": PLANTED}}},
+        {"reward": {"functions": {"ocr": {"options": {"headers": [{"Authorization": f"Bearer {PLANTED}"}]}}}}},
+        *(
+            {"reward": {"functions": {"judge_ocr": {}}, "reward_model": {"model_path": "m"} | words}}
+            for words in (
+                {"arguments": ["--api-key", PLANTED]},
+                {"arguments": [f"--hf-token={PLANTED}"]},
+                {"command": ["env", f"API_KEY={PLANTED}", "server", "{port}"]},
+                {"command": ["server", "{port}", f"--proxy=http://me:{PLANTED}@proxy"]},
+            )
+        ),
+    ],
+)
+def test_a_config_with_a_secret_anywhere_is_none_and_its_error_does_not_repeat_it(secret: dict) -> None:
+    """Before Prefect has it: what a flow is given is in its data base at once."""
+    with pytest.raises(ValidationError, match="would be recorded") as refused:
+        TrainConfig.model_validate(secret)
+    assert PLANTED not in f"{refused.value} {refused.value!r} {described(refused.value, TrainConfig)}"
+    with pytest.raises(ConfigError, match="would be recorded") as refused_change:
+        TrainConfig().with_changes(secret)
+    assert PLANTED not in str(refused_change.value)
+
+
+def test_words_of_a_server_that_only_sound_like_a_secret_pass() -> None:
+    words = ["--max-tokens", "5", "--tokenizer", "t", "--hf-token", "--api-key-env=JUDGE_KEY"]
+    RewardModelConfig(model_path="m", arguments=words)

@@ -25,6 +25,8 @@ VARIABLE = re.compile(r"\$(?:\{(?P<braced>[A-Za-z_]\w*)(?::?[-=](?P<default>[^{}
 ARITHMETIC = re.compile(r"\$\(\((?P<sum>[^()]*(?:\([^()]*\)[^()]*)*)\)\)")
 COMMAND = re.compile(r"\$\([^()]*(?:\([^()]*\)[^()]*)*\)")
 UNKNOWN = "$SET_BY_A_COMMAND"
+LONGEST_LINE = 100_000
+"""Characters: a variable may hold another twice, which holds one twice, and so on."""
 OPERATIONS: dict[type, Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -57,7 +59,8 @@ def read_overrides(text: str, source: str = "the script") -> list[Override]:
     found: dict[str, Override] = {}
     variables: dict[str, str] = {}
     for number, line in _lines(text):
-        words = _words(_filled(line, variables), f"{source}, line {number}")
+        place = f"{source}, line {number}"
+        words = _words(_filled(line, variables, place), place)
         assigned = [ASSIGNMENT.match(word) for word in words if word not in DECLARES]
         if all(assigned) and not any(OVERRIDE.match(word) for word in words):
             variables |= {match["name"]: match["value"] for match in assigned if match}
@@ -97,7 +100,7 @@ def _words(line: str, place: str) -> list[str]:
         return []
 
 
-def _filled(text: str, variables: dict[str, str]) -> str:
+def _filled(text: str, variables: dict[str, str], source: str) -> str:
     """The text with its variables and sums in place; an unknown variable stays as it is written."""
 
     def variable(match: re.Match[str]) -> str:
@@ -107,6 +110,10 @@ def _filled(text: str, variables: dict[str, str]) -> str:
 
     for _ in range(len(variables) + 2):  # a default may name a variable, whose value may name another
         filled = VARIABLE.sub(variable, text)
+        if len(filled) > LONGEST_LINE:
+            raise ConfigError(
+                f"{source}: a line of more than {LONGEST_LINE} characters, with its variables in place: mend it"
+            )
         if filled == text:
             break
         text = filled
@@ -117,7 +124,7 @@ def _sum(text: str, variables: dict[str, str]) -> str:
     """What `$((text))` is, or that nobody knows."""
     try:
         return str(_number(ast.parse(text.replace("$", "").strip(), mode="eval").body, variables))
-    except (SyntaxError, KeyError, TypeError, ValueError, ZeroDivisionError):
+    except (SyntaxError, KeyError, TypeError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
         return UNKNOWN
 
 
@@ -135,7 +142,14 @@ def _value(text: str) -> Any:
     """As YAML, and text where that fails; numbers like 1e-5, which YAML 1.1 takes for text, are numbers."""
     try:
         value = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError):
+    except (
+        yaml.YAMLError,
+        ValueError,
+        LookupError,
+        AttributeError,
+        TypeError,
+        RecursionError,
+    ):  # PyYAML's, all of them
         return text
     if isinstance(value, str):
         try:
