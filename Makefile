@@ -8,14 +8,21 @@ RECIPE ?= quickstart
 PREFECT_PORT ?= 4200
 MLFLOW_PORT ?= 5000
 RUNS ?= 2
-# The parts of tests/platform that `make test` runs beside the others.
+# The parts of tests/platform that `make test` runs beside the others: no part is so long that the last one runs alone.
 RESUME = resume one_step_off_policy
+SERVED = services sweep_runs reproduce deployment
 UNITS = --ignore tests/platform --ignore tests/omni --ignore tests/gpu/test_flow.py --ignore tests/pages
 UV_VERSION = 0.13.9
-# `make check` runs these two halves side by side: they take about the same processor time.
+# `make check` runs these three side by side. The first has all that forks ranks and examples: what these import
+# beforehand takes 7 s, and so is imported once. The last waits for other programs more than it computes, while the two
+# others keep two cores busy for about the same time.
 CHECKED = -m "not ray and not slow"
-CHECKS = check-models check-rest
-TESTS = test-platform test-resume test-units test-learning test-omni test-alone test-pages $(CHECKS)
+CHECKS = check-models check-rest check-programs
+WITH_REST = $(foreach part,memory random_models real_size tiny_base_model,tests/models/test_$(part).py)
+WITH_MODELS = $(filter-out $(WITH_REST),$(wildcard tests/models/test_*.py)) $(foreach part,examples guides,tests/docs/test_$(part).py)
+PROGRAMS = tests/test_floors.py $(foreach part,commands stopping,tests/flows/test_$(part).py) \
+	$(foreach part,child_run judge lineage remote_reward watchdog,tests/tasks/test_$(part).py)
+TESTS = test-platform test-served test-resume test-units test-learning test-omni test-alone test-pages $(CHECKS)
 
 # Nobody is watched, and nothing waits for a network that may be closed.
 export DO_NOT_TRACK = true
@@ -65,12 +72,13 @@ down: ## end what `make up` started
 status: ## what `make up` started and whether it is alive
 	@$(BIN)/python -m flows.services status
 
-# Whole runs mostly wait for processes to start, so three of the parts run side by side on two cores. The base model's
-# training, which one of them needs, has both cores to itself: beside others its threads wait for each other.
+# Whole runs mostly wait for processes to start, so three of the parts run side by side on two cores, the longest first.
+# The base model's training, which one of them needs, has both cores to itself: beside others its threads wait for each
+# other.
 test: ## install and run every test, those of vLLM-Omni in an environment of their own
 	@$(MAKE) --no-print-directory --jobs 2 lint $(VLLM_VENV)/.dev
 	@$(MAKE) --no-print-directory data
-	@$(MAKE) --no-print-directory --jobs 3 --output-sync=target test-platform test-resume test-units test-learning test-omni
+	@$(MAKE) --no-print-directory --jobs 3 --output-sync=target test-units test-served test-platform test-resume test-omni test-learning
 	@$(MAKE) --no-print-directory test-alone
 
 # Ray's workers are at nice 15 by default: beside two busy parts they would hardly run.
@@ -85,7 +93,10 @@ $(TESTS): export MALLOC_TRIM_THRESHOLD_ = 1000000000
 $(TESTS): export MALLOC_MMAP_THRESHOLD_ = 33554432
 
 test-platform: $(VENV)/.dev
-	@$(BIN)/python -m pytest tests/platform $(foreach part,learning $(RESUME),--ignore tests/platform/test_$(part).py)
+	@$(BIN)/python -m pytest tests/platform $(foreach part,learning $(RESUME) $(SERVED),--ignore tests/platform/test_$(part).py)
+
+test-served: $(VENV)/.dev
+	@$(BIN)/python -m pytest $(foreach part,$(SERVED),tests/platform/test_$(part).py)
 
 test-resume: $(VENV)/.dev
 	@$(BIN)/python -m pytest $(foreach part,$(RESUME),tests/platform/test_$(part).py)
@@ -109,15 +120,18 @@ test-pages: $(VENV)/.pages ## the pages of a run in this machine's Chromium or C
 screenshots: $(VENV)/.pages .doubleflow ## make the docs' pictures of pages anew, from a short run
 	@$(BIN)/python -m docs.screenshots
 
-# The lint runs beside the tests, whose halves do not end together.
-check: $(VENV)/.dev ## lint and the tests that start no Ray and take no half minute: before each commit
+# The lint, quick where mypy has its cache, makes room for the third part of the tests.
+check: $(VENV)/.dev ## lint and the quick tests that start no Ray: before each commit
 	@$(MAKE) --no-print-directory --jobs 3 --output-sync=target lint $(CHECKS)
 
 check-models: $(VENV)/.dev
-	@$(BIN)/python -m pytest tests/models $(CHECKED)
+	@$(BIN)/python -m pytest $(WITH_MODELS) $(CHECKED)
 
 check-rest: $(VENV)/.dev
-	@$(BIN)/python -m pytest $(UNITS) --ignore tests/models $(CHECKED)
+	@$(BIN)/python -m pytest $(UNITS) $(addprefix --ignore ,$(WITH_MODELS) $(PROGRAMS)) $(CHECKED)
+
+check-programs: $(VENV)/.dev
+	@$(BIN)/python -m pytest $(PROGRAMS) $(CHECKED)
 
 lint: $(VENV)/.dev ## style, types and the direction of imports
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 
 WITHOUT_ORCHESTRATION = '''
@@ -85,6 +87,7 @@ def test_imports_go_one_way() -> None:
     assert "0 broken" in result.stdout
 
 
+@pytest.mark.slow  # the import contract, which `make lint` holds, says nearly the same
 def test_models_sample_without_the_upper_floors(tiny_model: Path) -> None:
     """Plain dataclasses stand in for the pydantic sections; pydantic itself is missing too."""
     result = subprocess.run(

@@ -206,6 +206,13 @@ finally:
     print([name for name in ("torch", "prefect", "ray", "mlflow", "diffusers", "optuna") if name in sys.modules])
 """
 
+IMPATIENT = """
+from functools import partial
+from tasks.actors import ray_address
+ray_address.require_listener = partial(ray_address.require_listener, seconds=0.1)
+"""
+"""Eight seconds for a cluster that is about to start are seven that the test would wait for nobody."""
+
 
 @pytest.mark.parametrize(
     ("flow", "arguments"),
@@ -233,7 +240,7 @@ def test_a_wrong_ray_address_is_said_before_the_slow_imports(folder: Path) -> No
         probe.bind(("127.0.0.1", 0))  # and nobody listens
         address = f"127.0.0.1:{probe.getsockname()[1]}"
         environment = os.environ | {"PYTHONPATH": str(ROOT), "RAY_ADDRESS": address}
-        command = [sys.executable, "-c", WITHOUT.format(flow="train", arguments=["quickstart"])]
+        command = [sys.executable, "-c", IMPATIENT + WITHOUT.format(flow="train", arguments=["quickstart"])]
         result = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert result.returncode == 1
     assert result.stderr.startswith(f"error: nobody answers at RAY_ADDRESS {address} (")

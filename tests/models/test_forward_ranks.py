@@ -110,6 +110,7 @@ def two_ranks(
     return gloo_world(train_on_rank, 2, folder / "world", tiny_model, samples, folder)
 
 
+@pytest.mark.slow  # `test_fsdp_ranks.py` holds nearly the same for the policy gradient
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_train_as_one(
     two_ranks: list[tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]],
@@ -124,6 +125,7 @@ def test_two_ranks_train_as_one(
     assert largest_difference(one["weights"][0], one["weights"][1]) > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", RESUMED)
 def test_a_checkpoint_goes_on_with_another_number_of_ranks(
     two_ranks: list[tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]],

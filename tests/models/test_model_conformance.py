@@ -37,6 +37,12 @@ from tests.support.helpers import PROMPTS, actor_config, model_config, noise_key
 from tests.support.tiny_models import FAMILIES, NEGATIVE, Family
 
 every_family = pytest.mark.parametrize("name", FAMILIES)
+# What is the engine's more than an adapter's is quick for the three that differ most: one stream of tokens or two, full
+# weights of which some stay in fp32, pictures and videos. That sampling and replay are right is quick for all five.
+LIKE_OTHERS = ("flux", "z_image")
+every_engine = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in LIKE_OTHERS else []) for name in FAMILIES]
+)
 with_and_without_guidance = pytest.mark.parametrize("guided", [False, True], ids=["plain", "guided"])
 LORA = {"lora_rank": 4, "lora_alpha": 8}
 ADVANTAGES = torch.tensor([1.0, -0.8, 0.3, -1.5, 0.6, 0.9])
@@ -303,7 +309,7 @@ def test_replayed_log_probs_are_the_rollouts_own(checkpoint_of: Any, name: str, 
     assert trajectories.log_probs.std() > 1e-4
 
 
-@pytest.mark.parametrize(("name", "weights"), crossed(FAMILIES, {"full": {}, "lora": LORA}))
+@pytest.mark.parametrize(("name", "weights"), crossed(FAMILIES, {"full": {}, "lora": LORA}, LIKE_OTHERS))
 @pytest.mark.usefixtures("one_rank")
 def test_replay_in_bfloat16(checkpoint_of: Any, name: str, weights: dict[str, int]) -> None:
     """Guided, so that both halves are there. The sharded engine casts nothing that the rollout does not: timesteps and
@@ -324,7 +330,7 @@ def test_replay_in_bfloat16(checkpoint_of: Any, name: str, weights: dict[str, in
     assert (in_fp32.latents - trajectories.latents).abs().max() > 1e-4
 
 
-@every_family
+@every_engine
 @pytest.mark.usefixtures("one_rank")
 def test_full_weights_in_bfloat16_are_exported_as_they_are_sampled_with(
     checkpoint_of: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -386,7 +392,7 @@ def test_one_update_moves_the_trained_weights_and_nothing_else(
     assert not torch.equal(stale, rollout.canary_velocity(canary))
 
 
-@every_family
+@every_engine
 @pytest.mark.usefixtures("one_rank")
 def test_gradient_checkpointing_changes_nothing(checkpoint_of: Any, name: str) -> None:
     model = checkpoint_of(name)
@@ -399,7 +405,7 @@ def test_gradient_checkpointing_changes_nothing(checkpoint_of: Any, name: str) -
     assert all(torch.allclose(recomputed[key], kept[key], rtol=0, atol=1e-6) for key in kept)
 
 
-@every_family
+@every_engine
 @pytest.mark.usefixtures("one_rank")
 def test_a_loss_of_the_forward_process_trains_it(checkpoint_of: Any, name: str) -> None:
     """Such a loss asks for velocities alone, at noise levels that are on no schedule."""
@@ -484,7 +490,7 @@ def test_compiled_blocks_sample_and_learn_as_eager_ones(
     torch.testing.assert_close(weights, expected_weights, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize(("name", "weights"), crossed(FAMILIES, {"full": {}, "lora": LORA}))
+@pytest.mark.parametrize(("name", "weights"), crossed(FAMILIES, {"full": {}, "lora": LORA}, LIKE_OTHERS))
 @pytest.mark.usefixtures("one_rank")
 def test_exported_weights_load_in_diffusers(
     checkpoint_of: Any, name: str, weights: dict[str, int], tmp_path: Path

@@ -193,7 +193,10 @@ def published(name: str, folder: Path, **overrides: Any) -> tuple[type[Diffusion
     return DiffusionModelBase.get_class(config), config
 
 
-@pytest.mark.parametrize("name", MODELS)
+# Qwen-Image has as many blocks as three of the others, and its formula another test: `test_utilisation.py`.
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name == "qwen-image" else []) for name in MODELS]
+)
 def test_parameters_operations_and_lora_targets(name: str, tmp_path: Path) -> None:
     """Operations by the formula and by torch's own count of the real modules, with LoRA also by a count on a GPU."""
     model = MODELS[name]

@@ -85,6 +85,7 @@ def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> floa
     return max((one[name] - other[name]).abs().max().item() for name in one)
 
 
+@pytest.mark.slow
 def test_four_ranks_in_two_groups_train_as_one(folder: Path, tmp_path: Path) -> None:
     """The groups have different samples, their two ranks the same ones. Only the order of sums differs."""
     samples = {family: sampled(family, folder) for family in CASES}

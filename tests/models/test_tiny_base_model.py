@@ -19,7 +19,7 @@ from models.tiny_qwen_image.settings import TinySettings
 from models.tiny_qwen_image.sharding import ShardedBackward
 
 PROMPTS = [f"the number {i:03d}" for i in range(100)]
-SHORT = TinySettings(pictures=200, vae_steps=30, vae_batch=16, steps=30, batch=16, warmup_steps=5, report_every=1)
+SHORT = TinySettings(pictures=200, vae_steps=20, vae_batch=16, steps=20, batch=16, warmup_steps=5, report_every=1)
 
 
 def quiet(stage: str, step: int, steps: int, values: dict[str, float]) -> None:
@@ -154,7 +154,7 @@ def test_pretraining_repeats_itself_and_learns(tmp_path: Path) -> None:
     assert torch.get_num_threads() == threads
     assert not torch.are_deterministic_algorithms_enabled()
     for stage in losses.values():
-        assert len(stage) == 30
+        assert len(stage) == SHORT.steps
         assert np.mean(stage[-5:]) < 0.9 * np.mean(stage[:5])
 
 

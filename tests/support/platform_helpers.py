@@ -122,6 +122,7 @@ def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[st
     environment = os.environ | {"PREFECT_HOME": str(home), "PREFECT_API_URL": f"http://127.0.0.1:{port}/api"}
     environment |= {"PREFECT_LOGGING_LEVEL": "WARNING", "OMP_WAIT_POLICY": "passive"}
     environment |= LOGS_FOR_WATCHERS
+    environment["PREFECT_WORKER_QUERY_SECONDS"] = "2"  # of ten, in which a test waits for its worker to ask
     command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
     with background(command, environment, home / "server.log", home):
         wait_for_server(f"{environment['PREFECT_API_URL']}/health", "the Prefect server's start")

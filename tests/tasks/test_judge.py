@@ -75,7 +75,7 @@ def test_a_passing_trouble_costs_another_request_and_no_score(server: Judging, t
     [
         ("always busy", 3, "RateLimitError: .*too many"),
         ("always broken", 3, "InternalServerError: .*out of order"),
-        ("always slow", 3, "APITimeoutError: Request timed out"),
+        ("always slow", 2, "APITimeoutError: Request timed out"),
         ("always cut", 2, "JSONDecodeError|APIResponseValidationError"),
         ("always prose", 2, "no grade from 1 to 5 for alignment in 'The alignment is fine"),
         ("long", 2, "cut off at max_tokens 256"),
@@ -89,8 +89,8 @@ def test_a_lasting_trouble_is_a_missing_score_with_its_error(
     server: Judging, trouble: str, requests: int, error: str
 ) -> None:
     """And only for the picture that it happens to."""
-    patience = 2 if trouble == "always slow" else 30
-    result = graded(server, f"[{trouble}]", "fine", timeout_s=patience, max_retries=2, asks=2)
+    patience, retries = (2, 1) if trouble == "always slow" else (30, 2)
+    result = graded(server, f"[{trouble}]", "fine", timeout_s=patience, max_retries=retries, asks=2)
     assert np.isnan(result.scores).tolist() == [True, False]
     assert server.calls[trouble] == requests
     assert result.details["error"][1] is None

@@ -161,9 +161,13 @@ def test_names_and_repositories_that_git_stumbles_over_stop_no_start(repository:
 
 
 def test_more_names_than_a_command_line_holds(repository: Path) -> None:
-    names = [f"{number:0>240}.py" for number in range(10_000)]
+    """Paths of 3000 characters, so that 900 files are enough for two MiB of names."""
+    deep = Path(*["d" * 240] * 12)
+    (repository / deep).mkdir(parents=True)
+    names = [deep / f"{number}.py" for number in range(900)]
     for name in names:
         (repository / name).touch()
+    assert sum(len(str(name)) for name in names) > 2**21
     record = lineage([], repository)
     assert not record.environment["untracked_left_out"]
     assert record.patch.count(b"\nnew file mode") + record.patch.startswith(b"diff") >= len(names)

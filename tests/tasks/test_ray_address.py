@@ -2,9 +2,11 @@
 """A wrong RAY_ADDRESS is told in seconds: Ray alone tries for minutes."""
 
 import socket
+from functools import partial
 
 import pytest
 
+from tasks.actors import cluster
 from tasks.actors.cluster import ray_cluster
 from tasks.actors.ray_address import ClusterError, require_listener
 from tasks.config.trainer import RayConfig
@@ -15,6 +17,7 @@ def test_nobody_there(monkeypatch: pytest.MonkeyPatch) -> None:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"  # bound, and nobody listens
         monkeypatch.setenv("RAY_ADDRESS", address)
+        monkeypatch.setattr(cluster, "require_listener", partial(require_listener, seconds=0.1))
         said = rf"nobody answers at RAY_ADDRESS {address} \(.*refused\): start the cluster"
         with pytest.raises(ClusterError, match=said), ray_cluster(RayConfig()):
             pass

@@ -187,6 +187,7 @@ def test_two_runs_stand_side_by_side(recorded: Recorded) -> None:
     assert "no held-out pictures in common" in Page(render_both(other, replace(other, held_out=elsewhere))).text
 
 
+@pytest.mark.slow
 def test_a_run_of_a_thousand_iterations_has_a_page_that_opens() -> None:
     """Pictures of 512 x 512 that compress as badly as can be, a validation every ten iterations, 110 metrics."""
     html = render(in_memory(total=1000, every=10, others=90, size=(512, 512)))
