@@ -396,11 +396,15 @@ def main() -> None:
     folder = chosen.folder or Path(tempfile.mkdtemp(prefix="real-"))
     folder.mkdir(parents=True, exist_ok=True)
     new = []
-    for name in chosen.recipes:
-        recipe = Recipe(name, recipe_of(name), chosen.groups, chosen.set, chosen.rehearse)
+    recipes = [Recipe(name, recipe_of(name), chosen.groups, chosen.set, chosen.rehearse) for name in chosen.recipes]
+    for number, recipe in enumerate(recipes):
         new.append(played(recipe, folder.resolve(), until))
         with chosen.log.open("a") as log:
             log.write(json.dumps(new[-1]) + "\n")
+        if not chosen.folder:  # the disk is small beside these models
+            later = {other.folder for other in recipes[number + 1 :]}
+            for used in {"runs", recipe.folder} - later:
+                shutil.rmtree(folder / used, ignore_errors=True)
     if not chosen.folder:
         shutil.rmtree(folder)
     logged = map(json.loads, chosen.log.read_text().splitlines())
