@@ -12,6 +12,7 @@ and the embeddings where they have the same; what is there of an earlier call is
 Every stage's seconds are printed as it ends. Adds a line of JSON a recipe to the log, also where it failed or the
 limit came first; `--write` puts the log's newest whole line of each recipe into docs/recipes.md. Beside the recipe's
 own reward stands one that tells noise apart, else all pictures of a group score 0 and there is nothing to learn.
+`--serve` also has vLLM-Omni, where it is installed beside the rest, serve the LoRA (`benchmarks.served_lora`).
 `--rehearse` goes the same way with a tiny model of the recipe's family on the CPU.
 """
 
@@ -273,6 +274,15 @@ def play(recipe: Recipe, machine: Machine) -> dict[str, float]:
     return metrics_of(machine.folder)
 
 
+def serve(recipe: Recipe, machine: Machine) -> dict[str, float]:
+    """How far a vLLM-Omni server's pictures are from diffusers', as `benchmarks.served_lora` measures it."""
+    (weights,) = machine.folder.glob(f"{recipe.run_folders}/weights")
+    asked = [recipe.folder, str(weights), "--device", recipe.device, "--times", "300"]
+    machine.python("served by vLLM-Omni", "benchmarks.served_lora", *asked)
+    lines = [line for line in machine.end_of("output.log").splitlines() if line.startswith('{"base, server')]
+    return json.loads(lines[-1])
+
+
 def make_data(recipe: Recipe, machine: Machine) -> None:
     """Prompts, checkpoint and embeddings, in so far as they are not there."""
     data, (model, family) = recipe.config["data"]["name"], MODELS[recipe.folder]
@@ -357,12 +367,15 @@ def table(lines: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join(found)
 
 
-def played(recipe: Recipe, folder: Path, until: float) -> dict[str, Any]:
+def played(recipe: Recipe, folder: Path, until: float, served: bool = False) -> dict[str, Any]:
     """The log's line of a recipe; one that failed says why, and has the seconds of what it did."""
     machine = Machine(folder, recipe.name, until)
     line: dict[str, Any] = {"recipe": recipe.name, "groups": recipe.groups, "settings": list(recipe.settings)}
     try:
         line["metrics"] = play(recipe, machine)
+        if served:
+            line["served"] = serve(recipe, machine)
+            machine.say(f"served: {line['served']}")
     except (RuntimeError, ValueError, OSError) as error:
         machine.say(f"failed: {error}")
         line["failed"] = str(error)
@@ -379,6 +392,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, help="where, and kept (default: a temporary one)")
     parser.add_argument("--log", type=Path, default=Path("real_recipes.jsonl"))
     parser.add_argument("--write", action="store_true", help=f"put the table into {PAGE}")
+    parser.add_argument("--serve", action="store_true", help="have vLLM-Omni serve the LoRA, too")
     parser.add_argument("--rehearse", action="store_true", help="a tiny model on the CPU; not for the table")
     parser.add_argument("--draw-with", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--draw-tiny", nargs=2, help=argparse.SUPPRESS)
@@ -398,7 +412,7 @@ def main() -> None:
     new = []
     recipes = [Recipe(name, recipe_of(name), chosen.groups, chosen.set, chosen.rehearse) for name in chosen.recipes]
     for number, recipe in enumerate(recipes):
-        new.append(played(recipe, folder.resolve(), until))
+        new.append(played(recipe, folder.resolve(), until, chosen.serve))
         with chosen.log.open("a") as log:
             log.write(json.dumps(new[-1]) + "\n")
         if not chosen.folder:  # the disk is small beside these models
