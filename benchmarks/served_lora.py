@@ -31,8 +31,16 @@ from safetensors.torch import save_file
 
 from benchmarks.local_services import free_port, wait_until
 from flows.lora_for_server import main as convert
+from models.families.base import read_architecture
 from models.weights.trainable import LORA_FILE
 
+GUIDANCE = {
+    "StableDiffusion3Pipeline": {"guidance_scale": 1.0},
+    "QwenImagePipeline": {"true_cfg_scale": 1.0},
+    "FluxPipeline": {"guidance_scale": 3.5},
+    "ZImagePipeline": {"guidance_scale": 0.0},
+}
+"""Said to both sides, whose defaults are not the same; off, but FLUX's, which is an input of its network."""
 SEED, PROMPT, START_SECONDS = 1, "a sign", 900
 Pictures = dict[str, np.ndarray]
 """Which weights, "base" or "lora" -> uint8 [H, W, 3], as integers."""
@@ -117,6 +125,7 @@ def main() -> None:
     parser.add_argument("model", type=Path, help="in diffusers format")
     parser.add_argument("weights", type=Path, help="folder that a LoRA run exported")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--keep", type=Path, help="folder in which the four pictures are kept")
     parser.add_argument("--side", type=int, help="of the picture (default: 512, on the CPU 32)")
     parser.add_argument("--times", type=float, default=1.0, help="by which the LoRA is multiplied")
     parser.add_argument("--steps", type=int, default=4)
@@ -124,6 +133,7 @@ def main() -> None:
     side = chosen.side or (32 if chosen.device == "cpu" else 512)
     dtype = "float32" if chosen.device == "cpu" else "bfloat16"
     call = {"height": side, "width": side, "num_inference_steps": chosen.steps}
+    call |= GUIDANCE[read_architecture(chosen.model)]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         weights = multiplied(chosen.weights, chosen.times, folder / "weights")
@@ -132,6 +142,11 @@ def main() -> None:
             torch.cuda.empty_cache()
         convert(weights, folder / "lora", chosen.model)
         served = by_server(chosen.model, folder / "lora", call, dtype, folder / "server.log")
+    if chosen.keep:
+        chosen.keep.mkdir(parents=True, exist_ok=True)
+        for by, pictures in (("server", served), ("diffusers", drawn)):
+            for name, picture in pictures.items():
+                Image.fromarray(picture.astype(np.uint8)).save(chosen.keep / f"{by}-{name}.png")
     found = distances(served, drawn)
     print(json.dumps(found))
     sys.exit(found["LoRA, server to diffusers"] >= found["server, LoRA to base"])
