@@ -110,9 +110,12 @@ class Recipe:
     def overrides(self) -> dict[str, Any]:
         """The machine's, three iterations, and so few prompts that they take minutes; then what --set says."""
         rewards = self.config["reward"]["functions"] | {"jpeg_compressibility": {}}
+        actor: dict[str, Any] = {"ppo_mini_batch_size": max(1, self.groups // 2)}
+        if "ema" in self.config["actor_rollout_ref"]["actor"]:  # an average of every 8th step would still be the start
+            actor["ema"] = {"update_interval": 1}
         small = {
             "data": {"train_batch_size": self.groups},
-            "actor_rollout_ref": {"actor": {"ppo_mini_batch_size": max(1, self.groups // 2)}},
+            "actor_rollout_ref": {"actor": actor},
             "reward": {"functions": rewards},
             "trainer": {"total_training_steps": ITERATIONS, "save_freq": 1, "test_freq": ITERATIONS},
         }
@@ -327,6 +330,9 @@ def draw_with(model: str, weights: str, device: str) -> None:
     """Draw a picture, or a short video, of two steps by diffusers' own pipeline with exported weights.
 
     A folder of LoRA is put on the model; full weights are a model of their own.
+
+    Raises:
+        RuntimeError: the LoRA changes nothing.
     """
     import diffusers
     import torch
@@ -336,6 +342,10 @@ def draw_with(model: str, weights: str, device: str) -> None:
     pipeline = diffusers.DiffusionPipeline.from_pretrained(model if lora else weights, torch_dtype=dtype).to(device)
     if lora:
         pipeline.load_lora_weights(weights)
+        added = [p.abs().max().item() for name, p in pipeline.transformer.named_parameters() if ".lora_B." in name]
+        print("LoRA's largest B:", max(added))
+        if not max(added):
+            raise RuntimeError("the exported LoRA is as it was before training: it changes nothing")
     side = 64 if device == "cpu" else 512
     video = {"num_frames": 9} if isinstance(pipeline, diffusers.WanPipeline) else {}
     found = pipeline("a sign", num_inference_steps=2, height=side, width=side, output_type="np", **video)[0]
