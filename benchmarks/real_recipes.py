@@ -7,7 +7,7 @@ In a folder of its own: a checkpoint of the published shapes with random weights
 text encoders, `flows.services up`, `prefect deployment run train/<recipe>` with `machines/one_h200.json` for three
 iterations; `kill -9` of the flow run's process once the first checkpoint is there, the same command again, and the
 exported weights in diffusers' own pipeline. Recipes that are named together share the folder, and so the checkpoint
-and the embeddings where they have the same; what is there of an earlier call is not made again.
+and the embeddings where they have the same; in a folder of an earlier call both are not made again.
 
 Every stage's seconds are printed as it ends. Adds a line of JSON a recipe to the log, also where it failed or the
 limit came first; `--write` puts the log's newest whole line of each recipe into docs/recipes.md. Beside the recipe's
@@ -267,6 +267,8 @@ class Machine:
 def play(recipe: Recipe, machine: Machine) -> dict[str, float]:
     """All of it; the metrics of the finished run."""
     workspace(recipe, machine.folder)
+    if earlier := [*machine.folder.glob(recipe.run_folders)]:
+        raise RuntimeError(f"{earlier[0]} is of an earlier call: give another folder, or remove runs/ and mlflow.db")
     with machine.servers() as ready:
         make_data(recipe, machine)
         ready()
