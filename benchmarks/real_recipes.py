@@ -7,11 +7,12 @@ In a folder of its own: a checkpoint of the published shapes with random weights
 text encoders, `flows.services up`, `prefect deployment run train/<recipe>` with `machines/one_h200.json` for three
 iterations; `kill -9` of the flow run's process once the first checkpoint is there, the same command again, and the
 exported weights in diffusers' own pipeline. Recipes that are named together share the folder, and so the checkpoint
-and the embeddings where they have the same; what is there of an earlier call is not made again.
+and the embeddings where they have the same; in a folder of an earlier call both are not made again.
 
 Every stage's seconds are printed as it ends. Adds a line of JSON a recipe to the log, also where it failed or the
 limit came first; `--write` puts the log's newest whole line of each recipe into docs/recipes.md. Beside the recipe's
 own reward stands one that tells noise apart, else all pictures of a group score 0 and there is nothing to learn.
+`--serve` also has vLLM-Omni, where it is installed beside the rest, serve the LoRA (`benchmarks.served_lora`).
 `--rehearse` goes the same way with a tiny model of the recipe's family on the CPU.
 """
 
@@ -109,9 +110,12 @@ class Recipe:
     def overrides(self) -> dict[str, Any]:
         """The machine's, three iterations, and so few prompts that they take minutes; then what --set says."""
         rewards = self.config["reward"]["functions"] | {"jpeg_compressibility": {}}
+        actor: dict[str, Any] = {"ppo_mini_batch_size": max(1, self.groups // 2)}
+        if "ema" in self.config["actor_rollout_ref"]["actor"]:  # an average of every 8th step would still be the start
+            actor["ema"] = {"update_interval": 1}
         small = {
             "data": {"train_batch_size": self.groups},
-            "actor_rollout_ref": {"actor": {"ppo_mini_batch_size": max(1, self.groups // 2)}},
+            "actor_rollout_ref": {"actor": actor},
             "reward": {"functions": rewards},
             "trainer": {"total_training_steps": ITERATIONS, "save_freq": 1, "test_freq": ITERATIONS},
         }
@@ -263,6 +267,8 @@ class Machine:
 def play(recipe: Recipe, machine: Machine) -> dict[str, float]:
     """All of it; the metrics of the finished run."""
     workspace(recipe, machine.folder)
+    if earlier := [*machine.folder.glob(recipe.run_folders)]:
+        raise RuntimeError(f"{earlier[0]} is of an earlier call: give another folder, or remove runs/ and mlflow.db")
     with machine.servers() as ready:
         make_data(recipe, machine)
         ready()
@@ -271,6 +277,15 @@ def play(recipe: Recipe, machine: Machine) -> dict[str, float]:
     drawn = [recipe.folder, str(weights), recipe.device]
     machine.python("in diffusers", "benchmarks.real_recipes", "--draw-with", *drawn)
     return metrics_of(machine.folder)
+
+
+def serve(recipe: Recipe, machine: Machine) -> dict[str, float]:
+    """How far a vLLM-Omni server's pictures are from diffusers', as `benchmarks.served_lora` measures it."""
+    (weights,) = machine.folder.glob(f"{recipe.run_folders}/weights")
+    asked = [recipe.folder, str(weights), "--device", recipe.device, "--times", "300"]
+    machine.python("served by vLLM-Omni", "benchmarks.served_lora", *asked)
+    lines = [line for line in machine.end_of("output.log").splitlines() if line.startswith('{"base, server')]
+    return json.loads(lines[-1])
 
 
 def make_data(recipe: Recipe, machine: Machine) -> None:
@@ -317,6 +332,9 @@ def draw_with(model: str, weights: str, device: str) -> None:
     """Draw a picture, or a short video, of two steps by diffusers' own pipeline with exported weights.
 
     A folder of LoRA is put on the model; full weights are a model of their own.
+
+    Raises:
+        RuntimeError: the LoRA changes nothing.
     """
     import diffusers
     import torch
@@ -326,6 +344,10 @@ def draw_with(model: str, weights: str, device: str) -> None:
     pipeline = diffusers.DiffusionPipeline.from_pretrained(model if lora else weights, torch_dtype=dtype).to(device)
     if lora:
         pipeline.load_lora_weights(weights)
+        added = [p.abs().max().item() for name, p in pipeline.transformer.named_parameters() if ".lora_B." in name]
+        print("LoRA's largest B:", max(added))
+        if not max(added):
+            raise RuntimeError("the exported LoRA is as it was before training: it changes nothing")
     side = 64 if device == "cpu" else 512
     video = {"num_frames": 9} if isinstance(pipeline, diffusers.WanPipeline) else {}
     found = pipeline("a sign", num_inference_steps=2, height=side, width=side, output_type="np", **video)[0]
@@ -357,12 +379,15 @@ def table(lines: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join(found)
 
 
-def played(recipe: Recipe, folder: Path, until: float) -> dict[str, Any]:
+def played(recipe: Recipe, folder: Path, until: float, served: bool = False) -> dict[str, Any]:
     """The log's line of a recipe; one that failed says why, and has the seconds of what it did."""
     machine = Machine(folder, recipe.name, until)
     line: dict[str, Any] = {"recipe": recipe.name, "groups": recipe.groups, "settings": list(recipe.settings)}
     try:
         line["metrics"] = play(recipe, machine)
+        if served:
+            line["served"] = serve(recipe, machine)
+            machine.say(f"served: {line['served']}")
     except (RuntimeError, ValueError, OSError) as error:
         machine.say(f"failed: {error}")
         line["failed"] = str(error)
@@ -379,6 +404,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, help="where, and kept (default: a temporary one)")
     parser.add_argument("--log", type=Path, default=Path("real_recipes.jsonl"))
     parser.add_argument("--write", action="store_true", help=f"put the table into {PAGE}")
+    parser.add_argument("--serve", action="store_true", help="have vLLM-Omni serve the LoRA, too")
     parser.add_argument("--rehearse", action="store_true", help="a tiny model on the CPU; not for the table")
     parser.add_argument("--draw-with", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--draw-tiny", nargs=2, help=argparse.SUPPRESS)
@@ -396,11 +422,15 @@ def main() -> None:
     folder = chosen.folder or Path(tempfile.mkdtemp(prefix="real-"))
     folder.mkdir(parents=True, exist_ok=True)
     new = []
-    for name in chosen.recipes:
-        recipe = Recipe(name, recipe_of(name), chosen.groups, chosen.set, chosen.rehearse)
-        new.append(played(recipe, folder.resolve(), until))
+    recipes = [Recipe(name, recipe_of(name), chosen.groups, chosen.set, chosen.rehearse) for name in chosen.recipes]
+    for number, recipe in enumerate(recipes):
+        new.append(played(recipe, folder.resolve(), until, chosen.serve))
         with chosen.log.open("a") as log:
             log.write(json.dumps(new[-1]) + "\n")
+        if not chosen.folder:  # the disk is small beside these models
+            later = {other.folder for other in recipes[number + 1 :]}
+            for used in {"runs", recipe.folder} - later:
+                shutil.rmtree(folder / used, ignore_errors=True)
     if not chosen.folder:
         shutil.rmtree(folder)
     logged = map(json.loads, chosen.log.read_text().splitlines())

@@ -8,6 +8,7 @@ import typer
 
 from models.families import load_families
 from models.families.base import read_architecture
+from models.rollout.vllm_omni import families  # noqa: F401  registers the project's own pipelines
 from models.rollout.vllm_omni.lora_names import write_peft_folder
 from models.rollout.vllm_omni.registry import VllmOmniPipelineBase
 

@@ -50,6 +50,10 @@ class Need:
         """The same, where a process keeps so many times what passes."""
         return replace(self, passing={name: times * size for name, size in self.passing.items()})
 
+    def with_resident(self, name: str, size: float) -> "Need":
+        """The same, where something else stays there, too."""
+        return replace(self, resident=self.resident | {name: size})
+
     def sentence(self) -> str:
         """Its parts, the largest first."""
         parts = sorted((self.resident | self.passing).items(), key=lambda part: -part[1])

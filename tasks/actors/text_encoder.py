@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The run's own text encoders: a Ray actor that encodes prompts, and how the driver asks it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tasks.actors.cluster import ActorGroup, RankPlaces
 from tasks.actors.memory import measures_gpu_memory
@@ -87,10 +87,22 @@ class TextEncoderGroup:
     def encode(self, prompts: Sequence[Prompt]) -> list[Row]:
         """See `TextEncoder.encode`; afterwards they sleep, where they do."""
         (actor,) = self.group.actors
-        size = max(IN_A_CALL // self.config.batch_size, 1) * self.config.batch_size
         rows: list[Row] = []
-        for start in range(0, len(prompts), size):
-            rows += get(actor.encode.remote(prompts[start : start + size]))
+        for part in self._calls(prompts):
+            rows += get(actor.encode.remote(part))
         if self.config.sleeps:
             get(actor.sleep.remote())
         return rows
+
+    def start(self, prompts: Sequence[Prompt]) -> Callable[[], list[Row]]:
+        """Have them encoded in the same calls as `encode`, and return at once; call what this gives for the rows.
+
+        Not for text encoders that sleep: somebody else has the GPU's memory meanwhile.
+        """
+        (actor,) = self.group.actors
+        asked = [actor.encode.remote(part) for part in self._calls(prompts)]
+        return lambda: [row for call in asked for row in get(call)]
+
+    def _calls(self, prompts: Sequence[Prompt]) -> list[Sequence[Prompt]]:
+        size = max(IN_A_CALL // self.config.batch_size, 1) * self.config.batch_size
+        return [prompts[start : start + size] for start in range(0, len(prompts), size)]

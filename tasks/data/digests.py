@@ -5,6 +5,7 @@ import functools
 import hashlib
 import json
 import logging
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -56,6 +57,20 @@ def parts_digest(model: str | Path, folders: tuple[str, ...]) -> str | None:
             stream.seek(-END, 2)
             digest.update(stream.read())
     return SCHEME + digest.hexdigest()
+
+
+def stored_parameters(model: str | Path, folders: tuple[str, ...]) -> int:
+    """Numbers in the safetensors files of some folders of a model, by their headers.
+
+    Of several sets of files in one folder (`*.fp16.safetensors` and the like) those without a variant's name count.
+    """
+    parts = {folder for pattern in folders for folder in Path(model).glob(pattern)}
+    files = [file for part in parts for file in part.glob("*.safetensors") if file.name.count(".") == 1]
+    total = 0
+    for file in files:
+        with open_safetensors(file) as tensors:
+            total += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
+    return total
 
 
 def made_with(recorded: str, model: str | Path, folders: tuple[str, ...]) -> bool | None:

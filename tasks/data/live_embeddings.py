@@ -16,6 +16,8 @@ from tasks.data.prompts import Prompt
 
 EncodePrompts = Callable[[Sequence[Prompt]], Sequence[Row]]
 """The embeddings of prompts, each as long as it is."""
+StartEncoding = Callable[[Sequence[Prompt]], Callable[[], Sequence[Row]]]
+"""Has prompts encoded meanwhile; what it gives waits for their embeddings."""
 Shapes = Mapping[str, tuple[int, ...]]
 """Name -> shape of one prompt's embedding."""
 
@@ -26,7 +28,7 @@ class Taken:
 
     Attributes:
         texts: different texts that were asked for, negative prompts among them.
-        hits: those of them whose embeddings were there already.
+        hits: those of them whose embeddings were there already, and not because they were encoded ahead.
     """
 
     texts: int
@@ -53,6 +55,7 @@ class LiveEmbeddings(Embeddings):
 
     Attributes:
         encode: what encodes, once there is something.
+        start: the same for prompts that will be asked for; None where nothing is to be encoded ahead.
     """
 
     def __init__(
@@ -67,12 +70,15 @@ class LiveEmbeddings(Embeddings):
     ):
         self.max_sequence_length, self.extras = max_sequence_length, tuple(extras)
         self.encode: EncodePrompts | None = None
+        self.start: StartEncoding | None = None
         self._shapes, self._limit = shapes, cache_bytes
         self._negative_prompt = Prompt(NEGATIVE_UID, negative_prompt, None, {}, "the negative prompt")
         self._texts: dict[str, Prompt] = {NEGATIVE_UID: self._negative_prompt}
         self._own_negatives: dict[str, str] = {}
         self._cache: OrderedDict[bytes, Row] = OrderedDict()  # those used last at the end
         self._held: set[bytes] = set()  # of the last `take`
+        self._ahead: set[bytes] = set()  # asked for by `encode_ahead`, and by no `take` yet
+        self._arriving: tuple[list[bytes], Callable[[], Sequence[Row]]] | None = None
         self._size = 0
         for prompt in prompts:
             self._know(prompt)
@@ -114,11 +120,37 @@ class LiveEmbeddings(Embeddings):
             uids += [self._own_negatives.get(uid, NEGATIVE_UID) for uid in uids]
         wanted = {digest(self._texts[uid].prompt): self._texts[uid] for uid in uids}
         self._held = set(wanted)
-        missing = [key for key in wanted if key not in self._cache]
+        new = [key for key in wanted if key not in self._cache or key in self._ahead]
+        self._arrive(wanted)
+        self._ahead -= wanted.keys()
         for key in wanted.keys() & self._cache.keys():
             self._cache.move_to_end(key)
-        self._encode([wanted[key] for key in missing])
-        return Taken(len(wanted), len(wanted) - len(missing))
+        self._encode([wanted[key] for key in wanted if key not in self._cache])
+        return Taken(len(wanted), len(wanted) - len(new))
+
+    def encode_ahead(self, prompts: Sequence[Prompt], needs_negative: bool) -> None:
+        """Begin to encode what the `take` of these prompts will ask for, and return at once.
+
+        What their uids stand for does not change yet. What is wrong with a prompt, the `take` says.
+        """
+        if self.start is None:
+            return
+        self._arrive()
+        negatives = [prompt.negative or self._negative_prompt for prompt in prompts] if needs_negative else []
+        wanted = {digest(prompt.prompt): prompt for prompt in (*prompts, *negatives)}
+        self._ahead = {key for key in wanted if key not in self._cache}
+        missing = [prompt for key, prompt in wanted.items() if key in self._ahead]
+        if missing:
+            self._arriving = [digest(prompt.prompt) for prompt in missing], self.start(missing)
+
+    def _arrive(self, wanted: Iterable[bytes] | None = None) -> None:
+        """Wait for what is being encoded ahead, where it is wanted; None waits for it anyway."""
+        if self._arriving is None or (wanted is not None and all(key in self._cache for key in wanted)):
+            return
+        keys, wait = self._arriving
+        self._arriving = None
+        for key, row in zip(keys, wait(), strict=True):
+            self._keep(key, row)
 
     def _know(self, prompt: Prompt) -> None:
         self._texts[prompt.uid] = prompt
@@ -133,6 +165,7 @@ class LiveEmbeddings(Embeddings):
         if unknown:
             raise DatasetError(f"the prompt table has no prompt of uid {unknown[0]!r}, so there is nothing to encode")
         texts = {digest(self._texts[uid].prompt): self._texts[uid] for uid in uids}
+        self._arrive(texts)
         self._encode([prompt for key, prompt in texts.items() if key not in self._cache], keep=set(texts))
         rows = {}
         for uid in uids:
@@ -147,14 +180,18 @@ class LiveEmbeddings(Embeddings):
             if self.encode is None:
                 raise RuntimeError("the run has no text encoders yet: nothing can be encoded")
             for prompt, row in zip(prompts, self.encode(prompts), strict=True):
-                self._cache[digest(prompt.prompt)] = row
-                self._size += _bytes(row)
-        needed = self._held | keep
+                self._keep(digest(prompt.prompt), row)
+        needed = self._held | self._ahead | keep
         beyond = [key for key in self._cache if key not in needed] if self._size > self._limit else []
         for key in beyond:
             if self._size <= self._limit:
                 break
             self._size -= _bytes(self._cache.pop(key))
+
+    def _keep(self, key: bytes, row: Row) -> None:
+        if key not in self._cache:
+            self._cache[key] = row
+            self._size += _bytes(row)
 
 
 def digest(text: str) -> bytes:

@@ -17,9 +17,11 @@ from models.errors import DoubleflowError
 from models.families.base import DiffusionModelBase, DiffusionModelConfig
 from models.families.latents import component_config
 from tasks.config.tree import TrainConfig
+from tasks.data.digests import stored_parameters
 from tasks.data.embeddings import Embeddings
 
 log = logging.getLogger(__name__)
+TEXT_ENCODERS, ENCODERS = ("text_encoder*",), "text encoders"
 
 
 class DoesNotFit(DoubleflowError, ValueError):
@@ -51,10 +53,21 @@ def measure_cost(
 
 
 class Needs(NamedTuple):
-    """What a trainer rank holds, and a rollout worker; None where nothing is sampled."""
+    """What a trainer rank holds, and a rollout worker; None where nothing is sampled.
+
+    Attributes:
+        encoders: bytes of the run's text encoders on the first rank's GPU, where they are colocated with it.
+    """
 
     update: Need
     rollout: Need | None
+    encoders: float = 0.0
+
+    def beside_encoders(self, config: TrainConfig) -> "Needs":
+        """The same, where the text encoders stay on the GPU while others compute there."""
+        if not self.encoders or config.data.text_encoder.sleeps:
+            return self
+        return self._replace(update=self.update.with_resident(ENCODERS, self.encoders))
 
 
 def check_fits(config: TrainConfig, model_config: DiffusionModelConfig, cost: PassCost) -> None:
@@ -71,17 +84,44 @@ def check_fits(config: TrainConfig, model_config: DiffusionModelConfig, cost: Pa
 
 
 def needs(config: TrainConfig, model_config: DiffusionModelConfig, cost: PassCost) -> Needs:
-    """Of one trainer rank and of one rollout worker."""
-    return Needs(_update(config, model_config, cost), _rollout(config, model_config, cost))
+    """Of one trainer rank, of one rollout worker, and of text encoders that share their GPU."""
+    return Needs(_update(config, model_config, cost), _rollout(config, model_config, cost), colocated_encoders(config))
+
+
+def colocated_encoders(config: TrainConfig) -> float:
+    """Bytes of the weights of the run's text encoders on the first rank's GPU; 0 without such."""
+    encoder = config.data.encoders
+    if encoder is None or not encoder.is_colocated:
+        return 0.0
+    model = config.actor_rollout_ref.model
+    return float(stored_parameters(model.path, TEXT_ENCODERS) * getattr(torch, encoder.dtype or model.dtype).itemsize)
 
 
 def shortfall(config: TrainConfig, needs: Needs, there: float) -> str | None:
     """What does not fit into a GPU of `there` GiB and which settings are left to change it; None where all fits."""
-    update, rollout = needs
+    return _encoding_shortfall(config, needs, there) or _stages_shortfall(config, needs.beside_encoders(config), there)
+
+
+def _encoding_shortfall(config: TrainConfig, needs: Needs, there: float) -> str | None:
+    """Prompts are encoded beside the trainer's weights and, where it is there too, those of the rollout, awake."""
+    beside = dict(needs.update.resident)
+    if needs.rollout is not None and config.shares_gpus:
+        beside["the rollout's weights"] = sum(needs.rollout.resident.values())
+    together = Need(beside | {ENCODERS: needs.encoders}, {})
+    if not needs.encoders or together.gib <= there:
+        return None
+    return (
+        f"encoding prompts needs {together.gib:.1f} GiB on the first GPU ({together.sentence()}) but there are "
+        f"{there:.1f}: set data.text_encoder.placement to separate, or its device to cpu"
+    )
+
+
+def _stages_shortfall(config: TrainConfig, needs: Needs, there: float) -> str | None:
+    update, rollout = needs.update, needs.rollout
     if update.gib > there:
         return (
             f"the update needs {update.gib:.1f} GiB on each GPU ({update.sentence()}) but there are {there:.1f}: "
-            f"{_advice(config, update)}"
+            f"{_advice(config, update, there)}"
         )
     if rollout is None:
         return None
@@ -133,13 +173,14 @@ def _rollout(config: TrainConfig, model_config: DiffusionModelConfig, cost: Pass
     return rollout_need(cost, model_config, vae, samples, settings.processes_per_worker)
 
 
-def _advice(config: TrainConfig, need: Need) -> str:
+def _advice(config: TrainConfig, need: Need, there: float) -> str:
     """The settings that are left to make it smaller."""
     actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
     ways = []
-    if actor.micro_batch > 1:
+    batches = sum(size for name, size in need.passing.items() if name.startswith("activations"))
+    if actor.micro_batch > 1 and need.gib - batches / GIB < there:  # else no micro-batch is small enough
         ways.append(f"lower actor.ppo_micro_batch_size_per_gpu, now {actor.micro_batch}")
-    if actor.levels_per_pass > 1:
+    if actor.levels_per_pass > 1 and need.gib - batches / GIB < there:
         ways.append(f"lower actor.levels_per_pass, now {actor.levels_per_pass}")
     if not actor.fsdp_config.gradient_checkpointing:
         ways.append("set actor.fsdp_config.gradient_checkpointing to true")

@@ -14,7 +14,7 @@ from tasks.data.live_embeddings import LiveEmbeddings, Taken
 from tasks.data.pairs import Pair, PairBatch
 from tasks.records.metrics import compute_data_metrics_diffusion
 from tasks.records.run_store import CheckpointError
-from tasks.run.iteration_prompts import iteration_prompts
+from tasks.run.iteration_prompts import encode_ahead, iteration_prompts
 from tasks.run.training import TrainingRun
 from tasks.stages.advantage import advantage
 from tasks.stages.pairs import read_pairs
@@ -101,6 +101,7 @@ def submit(run: TrainingRun, number: int, clock: Stopwatch) -> SampledIteration:
     prompts, text = iteration_prompts(run, number, clock)
     batches = online.rollout.submit(prompts, n, number, run.windows(number))
     version, pending = online.rollout.policy_version, online.reward.submit(batches)
+    encode_ahead(run, number + 1, clock)
     return SampledIteration(number=number, policy_version=version, batches=batches, pending=pending, text=text)
 
 

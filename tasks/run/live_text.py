@@ -71,6 +71,7 @@ def start_text_encoders(
     path = config.actor_rollout_ref.model.path
     group = TextEncoderGroup(path, config.data.text_encoder, encoding_settings(config), places)
     embeddings.encode = group.encode
+    embeddings.start = None if config.data.text_encoder.sleeps else group.start
     return group
 
 

@@ -164,7 +164,7 @@ def _must_sleep(config: TrainConfig, model_config: DiffusionModelConfig, measure
     if not config.shares_gpus:
         return False, "trainer and rollout share no GPU"
     room = _room(config, SLEEP)
-    update, rollout = room.widened(_needs(config, model_config, measure, SLEEP))
+    update, rollout, _ = room.widened(_needs(config, model_config, measure, SLEEP)).beside_encoders(config)
     both = update.gib + (0.0 if rollout is None else rollout.gib)
     sleeps = both > room.usable
     fit = "do not fit" if sleeps else "fit"
@@ -208,7 +208,7 @@ class Room:
 
     def shortfall(self, config: TrainConfig, needed: Needs, trains: bool) -> str | None:
         """What does not fit; None where all does."""
-        update, rollout = needed = self.widened(needed)
+        update, rollout, _ = needed = self.widened(needed)
         if self.device == "cuda" and trains:
             return shortfall(config, needed, self.usable)
         trainer, settings = config.trainer, config.actor_rollout_ref.rollout

@@ -77,6 +77,7 @@ class TrainingRun:
         held_out: the last held-out reward that was measured.
         spent: what the recorded iterations cost, under cost/.
         has_updated: has this process made an update?
+        prompts_ahead: iteration -> its prompts, which are being encoded ahead.
         machines: what tells of those that are lost, while the run is open.
         record: of the last iteration that was done, while it is written.
     """
@@ -97,6 +98,7 @@ class TrainingRun:
     held_out: float = float("nan")
     spent: dict[str, float] = field(default_factory=dict)
     has_updated: bool = False
+    prompts_ahead: dict[int, list[Prompt]] = field(default_factory=dict)
     machines: MachineWatch | None = None
     record: Future | None = None
 

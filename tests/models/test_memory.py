@@ -11,9 +11,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModel
 
 import models.families  # noqa: F401  registers the adapters
-from models.cost.memory import GIB, rollout_need, update_need
+from benchmarks.real_size import write_configs
+from flows.recipes import load_recipe
+from models.cost.memory import GIB, Need, rollout_need, update_need
 from models.cost.meta_pass import PassCost, decoding_bytes, pass_cost
 from models.families.base import DiffusionModelBase, DiffusionModelConfig
 from models.families.velocity import velocity_field
@@ -21,10 +24,12 @@ from models.samples.trajectories import PromptTable
 from models.weights.trainable import make_trainable, trainable
 from tasks.actors.memory import measures_gpu_memory, peak_metrics, peaks_since_last_time
 from tasks.config.tree import TrainConfig
-from tasks.run.capacity import DoesNotFit, check_fits
+from tasks.run.capacity import DoesNotFit, Needs, check_fits, colocated_encoders, shortfall
 from tests.models.test_real_size import published
 from tests.support.helpers import actor_config, model_config
 from tests.support.tiny_models import FAMILIES, embeddings_of
+
+ROOT = Path(__file__).parents[2]
 
 
 def trainable_module(config: DiffusionModelConfig) -> torch.nn.Module:
@@ -210,6 +215,9 @@ def test_what_does_not_fit_is_refused_with_the_way_out(tiny_model: Path) -> None
         check_fits(run_config(tiny_model, gpu_memory_gib=139.8), model, COST)
     with pytest.raises(DoesNotFit) as refused:
         check_fits(run_config(tiny_model, gpu_memory_gib=139.8), model, COST)
+    assert "ppo_micro_batch_size_per_gpu" not in str(refused.value), "without any activations it does not fit either"
+    with pytest.raises(DoesNotFit) as refused:
+        check_fits(run_config(tiny_model, gpu_memory_gib=4310), model, COST)
     for way in (
         "lower actor.ppo_micro_batch_size_per_gpu, now 4",
         "actor.fsdp_config.gradient_checkpointing to true",
@@ -218,6 +226,52 @@ def test_what_does_not_fit_is_refused_with_the_way_out(tiny_model: Path) -> None
     ):
         assert way in str(refused.value)
     check_fits(run_config(tiny_model, gpu_memory_gib=6000), model, COST)
+
+
+@pytest.mark.parametrize(("recipe", "gib"), [("qwen-image-ocr-flow-grpo", 309.8)])
+def test_a_recipe_that_one_gpu_cannot_hold_says_so_in_numbers(recipe: str, gib: float, tmp_path: Path) -> None:
+    """All weights of Qwen-Image on one H200: 20.43e9 of them with gradients and AdamW's moments, in fp32."""
+    machine = json.loads((ROOT / "machines" / "one_h200.json").read_text())
+    config = load_recipe(recipe, ROOT / "prefect.yaml").with_changes(machine)
+    config = config.with_changes({"trainer": {"gpu_memory_gib": 139.8}})
+    settings, actor = config.actor_rollout_ref, config.actor_rollout_ref.actor
+    write_configs("qwen-image", tmp_path)
+    trained = settings.model.model_copy(update={"path": str(tmp_path)})
+    model = DiffusionModelConfig.load(trained, settings.rollout.pipeline, settings.rollout.algo)
+    prompts = embeddings_of(model, lengths=(256,)).to("meta")
+    prompts = replace(prompts, prompt_embeds_mask=torch.ones(1, 256, dtype=torch.bool))
+    cost = pass_cost(model, prompts, actor.rows_of_pass, checkpointing=True)
+    with pytest.raises(DoesNotFit) as refused:
+        check_fits(config, model, cost)
+    assert str(refused.value) == (
+        f"the update needs {gib} GiB on each GPU (AdamW 152.2, weights 76.1, gradients 76.1, activations of 8 samples "
+        "4.0, gathered weights 1.3) but there are 139.8: set actor.fsdp_config.param_offload to true, or train LoRA "
+        "with model.lora_rank, or raise trainer.n_gpus_per_node, now 1"
+    )
+
+
+def test_text_encoders_on_the_trainers_gpu_are_counted(tiny_model: Path) -> None:
+    """Asleep but while they encode, beside what stays on the GPU; awake, beside the update. Not those elsewhere."""
+
+    def asked(*, rollout: str = "separate", **encoder: Any) -> TrainConfig:
+        data = {"embeddings": "live", "text_encoder": {"device": "cuda", "placement": "colocated"} | encoder}
+        policy = {"rollout": {"placement": rollout, "pipeline": {"max_sequence_length": 24}}}
+        return run_config(tiny_model).with_changes({"data": data, "actor_rollout_ref": policy})
+
+    weights = sum(p.numel() for p in AutoModel.from_pretrained(tiny_model / "text_encoder").parameters())
+    assert colocated_encoders(asked()) == pytest.approx(4 * weights, rel=0.2), "its head for words is in the file, too"
+    assert colocated_encoders(asked(dtype="bfloat16")) == colocated_encoders(asked()) / 2
+    assert colocated_encoders(asked(placement="separate")) == 0
+    update, sampling = Need({"weights": 10 * GIB}, {"activations": 5 * GIB}), Need({"weights": 4 * GIB}, {})
+    small, large = Needs(update, sampling, 3 * GIB), Needs(update, sampling, 6 * GIB)
+    assert shortfall(asked(), small, there=15.0) is None
+    said = "encoding prompts needs 16.0 GiB on the first GPU (weights 10.0, text encoders 6.0) but there are 15.0: "
+    assert str(shortfall(asked(), large, there=15.0)).startswith(said)
+    assert shortfall(asked(), large, there=16.0) is None
+    assert "needs 20.0 GiB on the first GPU" in str(shortfall(asked(rollout="colocated"), large, there=16.0))
+    awake = asked(enable_sleep_mode=False)
+    assert "the update needs 18.0 GiB on each GPU (weights 10.0" in str(shortfall(awake, small, there=15.0))
+    assert shortfall(awake, small, there=18.0) is None
 
 
 def test_the_rollout_must_fit_too(tiny_model: Path) -> None:

@@ -194,6 +194,36 @@ def test_a_negative_prompt_follows_its_prompt() -> None:
     assert embeddings.negatives([prompt.uid])["prompt_embeds"].flatten().tolist() == [32.0], "that of all"
 
 
+class Slow(Counted):
+    """The same, which gives what is asked for ahead only when it is waited for."""
+
+    def start(self, prompts: Sequence[Prompt]) -> Callable[[], list[Row]]:
+        self.asked.append([f"ahead: {prompt.prompt}" for prompt in prompts])
+        rows = [{"prompt_embeds": torch.tensor([[float(ord(c))] for c in prompt.prompt])} for prompt in prompts]
+        return lambda: rows
+
+
+def test_what_is_encoded_ahead_is_not_encoded_again_and_no_uid_changes_before_its_time() -> None:
+    """Though the cache keeps nothing, and a validation of other prompts comes between."""
+    prompts = named("aaaa", "bbbb", "cccc")
+    embeddings, _ = counted(prompts, cache_bytes=0)
+    embeddings.encode_ahead(prompts, needs_negative=True)
+    assert embeddings.take(prompts[:1], needs_negative=False).hits == 0, "nothing that starts ahead: nothing was begun"
+    slow = Slow()
+    embeddings.encode, embeddings.start = slow, slow.start
+    other = [replace(prompts[0], prompt="dddd"), prompts[1]]
+    embeddings.encode_ahead(other, needs_negative=True)
+    assert slow.asked == [["ahead: dddd", "ahead: bbbb", "ahead:  "]]
+    assert embeddings.get([prompts[0].uid])["prompt_embeds"].flatten().tolist() == [97.0] * 4, "still its text"
+    assert embeddings.take(prompts[2:], needs_negative=False).hits == 0
+    taken = embeddings.take(other, needs_negative=True)
+    assert (taken.texts, taken.hits) == (3, 0), "what was encoded for it was no hit of the cache"
+    assert slow.asked[1:] == [["cccc"]]
+    assert embeddings.get([prompts[0].uid])["prompt_embeds"].flatten().tolist() == [100.0] * 4
+    embeddings.take([prompts[2]], needs_negative=False)
+    assert slow.asked[2:] == [["cccc"]], "room was made once it was taken"
+
+
 # ---- the actor
 
 
@@ -214,7 +244,8 @@ def test_the_actor_encodes_again_after_its_process_was_killed(tiny_model: Path) 
     process = ray.get(group.group.actors[0].__ray_call__.remote(lambda _: os.getpid()))
     first = group.encode(prompts)
     os.kill(process, signal.SIGKILL)
-    for rows in (first, group.encode(prompts)):
+    begun = group.start(prompts)
+    for rows in (first, begun(), group.encode(prompts)):
         assert all(same_bits(ours, theirs) for ours, theirs in zip(rows, expected, strict=True))
     with pytest.raises(ValueError, match=r"p.txt:1: the prompt has \d+ tokens with its template"):
         group.encode(named("the number " * LENGTH))
