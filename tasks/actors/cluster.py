@@ -6,7 +6,7 @@ import math
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from prefect.client.orchestration import get_client
 from prefect.concurrency.sync import concurrency
 from prefect.exceptions import ObjectNotFound
 from ray import cloudpickle
-from ray.exceptions import AuthenticationError
+from ray.exceptions import AuthenticationError, RayError
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
@@ -33,9 +33,8 @@ from tasks.actors.memory import memory_of, peak_metrics
 from tasks.actors.ray_address import ClusterError, require_listener
 from tasks.actors.ray_files import keep_token_private, working_folder
 from tasks.actors.waiting import get
-from tasks.actors.watchdog import MARK, ROUNDS, marked, watchdog
+from tasks.actors.watchdog import MARK, ROUNDS, end_family, marked, watchdog
 from tasks.config.trainer import RayConfig
-from tasks.system.processes import wait_or_kill
 from tasks.system.signals import passed_on
 
 log = logging.getLogger(__name__)
@@ -148,20 +147,26 @@ def ray_cluster(config: RayConfig, needs: WorkerNeeds = WorkerNeeds()) -> Iterat
 
 @contextmanager
 def _own_daemons_ended() -> Iterator[None]:
-    """Disconnect from Ray after the block, and end what it has started on this machine, also where the start itself
-    was interrupted: the agents of a raylet that is gone look for its head for a minute."""
+    """Disconnect from Ray after the block, and kill what it has started on this machine, also where the start itself
+    was interrupted.
+
+    Nothing of value is in any of its processes then. Ray would end its daemons one after the other, with a second for
+    each to do so itself, and the agents of a raylet that is gone look for its head for a minute.
+    """
     before = set(psutil.Process().children())
     try:
         yield
     finally:
-        family = {member for child in set(psutil.Process().children()) - before for member in _below(child)}
+        begun = filter(_is_of_ray, set(psutil.Process().children()) - before)
+        family = {member for daemon in begun for member in _below(daemon)}
+        ray._private.worker._global_node = None  # else `ray.shutdown` ends the daemons in its own way
         ray.shutdown()
-        for _ in range(ROUNDS):
-            family = {member for member in family | {*marked(os.environ[MARK])} - before if _is_of_ray(member)}
+        for _ in range(ROUNDS):  # and what a raylet has started before it ended
+            family |= {*filter(_is_of_ray, marked(os.environ[MARK]))} - before
             if not family:
                 break
-            wait_or_kill(family, AGENTS_SECONDS)
-            family = set()  # and what a raylet has started before it ended
+            end_family(family, AGENTS_SECONDS)
+            family = set()
 
 
 def _below(process: psutil.Process) -> list[psutil.Process]:
@@ -332,6 +337,20 @@ def _is_held(group: PlacementGroup) -> bool:
         return bool(group.wait(1))
 
 
+@contextmanager
+def free_at_a_signal(groups: "Mapping[str, ActorGroup]") -> Iterator[None]:
+    """A signal that ends the block ends the actors too: what they compute is for nobody, and takes the processors from
+    what has still to be told."""
+    try:
+        yield
+    except Exception:
+        raise
+    except BaseException:
+        for group in groups.values():
+            group.kill()
+        raise
+
+
 class ActorGroup:
     """Actors of one class, started together and called in turn or all at once.
 
@@ -374,6 +393,12 @@ class ActorGroup:
     def call_all(self, method: str, *arguments: Any) -> list[Any]:
         """Call `method` on every actor; the results in the actors' order. An actor's error is raised here."""
         return get([getattr(actor, method).remote(*arguments) for actor in self.actors])
+
+    def kill(self) -> None:
+        """End all of them now, whatever they do."""
+        for actor in self.actors:
+            with suppress(RayError):  # it is gone already, or its cluster
+                ray.kill(actor)
 
     def memory(self, name: str) -> dict[str, float]:
         """memory/<name>_<number>_mb of every actor: what its process holds of its machine's memory; and what the stages

@@ -17,7 +17,14 @@ from models.algorithms import needs_old_means
 from models.config.section import AUTO
 from models.samples.trajectories import LATENTS, PICTURES, Recording
 from models.weights.canary import Canary
-from tasks.actors.cluster import RankPlaces, WorkerNeeds, gpu_slots, ray_cluster, require_resources
+from tasks.actors.cluster import (
+    RankPlaces,
+    WorkerNeeds,
+    free_at_a_signal,
+    gpu_slots,
+    ray_cluster,
+    require_resources,
+)
 from tasks.actors.machines import watched_machines
 from tasks.actors.reward_group import RewardGroup, wanted_inputs
 from tasks.actors.reward_model import RewardModel, served_reward_model
@@ -143,7 +150,8 @@ def open_run(config: TrainConfig, inputs: Inputs, recipe: TrainConfig) -> Iterat
             store.behind.held_up = lambda: patience.meanwhile() if patience.waits else None
             beside = tracked_beside(config, tracker, label)
             # What is still written behind the run goes to the other trackers, too: they are closed after it.
-            with run.report.concluded(), beside, store.behind.settled(), watch as run.machines:
+            free = free_at_a_signal(run.actor_groups())
+            with run.report.concluded(), beside, free, store.behind.settled(), watch as run.machines:
                 yield run
 
 
@@ -209,7 +217,7 @@ def open_measurement(
         tracker.log_lineage(lineage(config.data_read()), 0)
         groups = {"rollout": run.rollout.group} | run.reward.groups()
         groups |= {} if encoders is None else {"text_encoder": encoders.group}
-        with watched_machines(groups, get_run_logger(), "the same command measures again"):
+        with free_at_a_signal(groups), watched_machines(groups, get_run_logger(), "the same command measures again"):
             yield run
 
 

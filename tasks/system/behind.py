@@ -12,6 +12,9 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 FAILING_WAIT_S = 60.0
+STOPPED_WAIT_S = 1.5
+"""Where a signal ends the block, which is to be heeded in seconds: a checkpoint that a busy trainer has not written by
+then is begun again."""
 LOOK_S = 1.0
 """Between two looks at why a wait takes long."""
 
@@ -80,13 +83,14 @@ class Behind:
     def settled(self) -> Iterator[None]:
         """Context whose end waits for all that was given: nobody ends what a work needs before.
 
-        After an error it waits for FAILING_WAIT_S at most: what failed may be what the works wait for.
+        After an error it waits for FAILING_WAIT_S at most, for what failed may be what the works wait for; after a
+        signal for STOPPED_WAIT_S.
         """
         try:
             yield
         except BaseException as error:
             try:
-                self.settle(FAILING_WAIT_S)
+                self.settle(FAILING_WAIT_S if isinstance(error, Exception) else STOPPED_WAIT_S)
             except Exception as of_writing:
                 if of_writing is not error:
                     error.add_note(f"what was being written in the background is lost too: {of_writing!r}")
