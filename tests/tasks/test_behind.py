@@ -108,3 +108,22 @@ def test_a_long_wait_is_spent_in_what_holds_it_up(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(KeyboardInterrupt) as raised, behind.settled():
         raise KeyboardInterrupt
     assert "takes too long" in raised.value.__notes__[0]
+
+
+def test_after_a_signal_an_end_waits_for_seconds_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for a checkpoint that a trainer writes when its update is done: it is begun again by the same command."""
+    monkeypatch.setattr(module, "STOPPED_WAIT_S", 0.05)
+    behind, go_on, done = Behind(), threading.Event(), []
+
+    def write() -> None:
+        go_on.wait(600)
+        done.append("written")
+
+    behind.submit(write)
+    with pytest.raises(KeyboardInterrupt) as raised, behind.settled():
+        raise KeyboardInterrupt
+    assert not done
+    assert "takes too long" in raised.value.__notes__[0]
+    go_on.set()
+    behind.settle()
+    assert done
