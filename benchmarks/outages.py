@@ -114,7 +114,7 @@ def measure(name: str, base: Path) -> dict[str, Any]:
             for left in list(server.running):
                 server.kill(left)
     said = [(moment - begun, line) for moment, line in watched.lines if line.strip() and moment >= begun]
-    of_it = [(moment, line) for moment, line in said if (case.comes_back and "MLflow at" in line) or not case.comes_back]
+    of_it = [(moment, line) for moment, line in said if not case.comes_back or "MLflow at" in line]
     first = next((moment for moment, line in of_it if "MLflow at" in line or line.startswith("error:")), None)
     return {
         "case": name,
