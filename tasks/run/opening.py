@@ -150,8 +150,8 @@ def open_run(config: TrainConfig, inputs: Inputs, recipe: TrainConfig) -> Iterat
             store.behind.held_up = lambda: patience.meanwhile() if patience.waits else None
             beside = tracked_beside(config, tracker, label)
             # What is still written behind the run goes to the other trackers, too: they are closed after it.
-            free = free_at_a_signal(run.actor_groups())
-            with run.report.concluded(), beside, free, store.behind.settled(), watch as run.machines:
+            free, behind = free_at_a_signal(run.actor_groups()), store.behind
+            with run.report.concluded(), beside, behind.left(), free, behind.settled(), watch as run.machines:
                 yield run
 
 

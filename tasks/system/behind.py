@@ -15,6 +15,8 @@ FAILING_WAIT_S = 60.0
 STOPPED_WAIT_S = 1.5
 """Where a signal ends the block, which is to be heeded in seconds: a checkpoint that a busy trainer has not written by
 then is begun again."""
+LEAVING_S = 10.0
+"""For the one work that a signal meets, once what it waits for is gone."""
 LOOK_S = 1.0
 """Between two looks at why a wait takes long."""
 
@@ -96,6 +98,23 @@ class Behind:
                     error.add_note(f"what was being written in the background is lost too: {of_writing!r}")
             raise
         self.settle()
+
+    @contextmanager
+    def left(self) -> Iterator[None]:
+        """Context after which, where a signal ends it, no work is begun, and the one that is under way has ended.
+
+        It stands around what takes away what a work waits for: Ray's client crashes with the process when it is left
+        while a thread is in it.
+        """
+        try:
+            yield
+        except Exception:
+            raise
+        except BaseException as signal:
+            self._error = self._error or signal
+            if self._last is not None:
+                wait_for([self._last], LEAVING_S)
+            raise
 
     def _go_on(self) -> None:
         while True:

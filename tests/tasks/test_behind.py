@@ -5,7 +5,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 
 import pytest
@@ -119,11 +119,15 @@ def test_after_a_signal_an_end_waits_for_seconds_alone(monkeypatch: pytest.Monke
         go_on.wait(600)
         done.append("written")
 
+    def take_away() -> None:
+        assert not done, "it was not waited for"
+        go_on.set()
+
     behind.submit(write)
-    with pytest.raises(KeyboardInterrupt) as raised, behind.settled():
-        raise KeyboardInterrupt
-    assert not done
+    behind.submit(done.append, "the next one")
+    with pytest.raises(KeyboardInterrupt) as raised, behind.left(), ExitStack() as ends:
+        ends.callback(take_away)
+        with behind.settled():
+            raise KeyboardInterrupt
     assert "takes too long" in raised.value.__notes__[0]
-    go_on.set()
-    behind.settle()
-    assert done
+    assert done == ["written"], "it has ended when what it needs goes, and the next one is not begun"
