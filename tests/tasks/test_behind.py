@@ -4,8 +4,8 @@
 import gc
 import threading
 import weakref
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 
 import pytest
@@ -110,6 +110,15 @@ def test_a_long_wait_is_spent_in_what_holds_it_up(monkeypatch: pytest.MonkeyPatc
     assert "takes too long" in raised.value.__notes__[0]
 
 
+@contextmanager
+def closing_with(work: Callable[[], None]) -> Iterator[None]:
+    """Calls it after the block, however that ends."""
+    try:
+        yield
+    finally:
+        work()
+
+
 def test_after_a_signal_an_end_waits_for_seconds_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """As for a checkpoint that a trainer writes when its update is done: it is begun again by the same command."""
     monkeypatch.setattr(module, "STOPPED_WAIT_S", 0.05)
@@ -125,9 +134,7 @@ def test_after_a_signal_an_end_waits_for_seconds_alone(monkeypatch: pytest.Monke
 
     behind.submit(write)
     behind.submit(done.append, "the next one")
-    with pytest.raises(KeyboardInterrupt) as raised, behind.left(), ExitStack() as ends:
-        ends.callback(take_away)
-        with behind.settled():
-            raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt) as raised, behind.left(), closing_with(take_away), behind.settled():
+        raise KeyboardInterrupt
     assert "takes too long" in raised.value.__notes__[0]
     assert done == ["written"], "it has ended when what it needs goes, and the next one is not begun"
