@@ -37,11 +37,11 @@ from tasks.records.flow_page import page_logger, tell
 from tasks.records.guards import FloorWatch, Guard, GuardWatch
 from tasks.records.headline import RUN_NAME_TAG
 from tasks.records.lineage import lineage
-from tasks.records.patience import require_answer
 from tasks.records.run_lock import run_lock
 from tasks.records.run_store import CheckpointError, CheckpointStore
 from tasks.records.second_trackers import SecondTrackers, Subject
 from tasks.records.tracking import Tracker, tracking_uri
+from tasks.records.tracking_address import require_answer
 from tasks.rewards.statistics import GUARDS as STATISTICS
 from tasks.run.kept_stages import KeptStages
 from tasks.run.live_text import start_text_encoders
