@@ -26,14 +26,16 @@ def require_answer(uri: str, seconds: float = START_SECONDS) -> None:
     if not is_server(uri):
         return
     deadline, reason = time.monotonic() + seconds, "no answer"
-    unchecked = ssl._create_unverified_context()  # certificates are looked at by the requests that hold something
     while (left := deadline - time.monotonic()) > 0:
         try:
-            urlopen(f"{uri.rstrip('/')}/health", timeout=left, context=unchecked).close()
+            urlopen(f"{uri.rstrip('/')}/health", timeout=left).close()
         except HTTPError:  # whoever answers, and whatever
             return
         except (OSError, HTTPException) as error:
-            reason = str(error) or type(error).__name__
+            cause = getattr(error, "reason", error)
+            if isinstance(cause, ssl.SSLError):  # certificates are looked at by the requests that hold something
+                return
+            reason = str(cause) or type(cause).__name__
             time.sleep(min(1.0, max(0.0, deadline - time.monotonic())))
         else:
             return
