@@ -29,8 +29,8 @@ R = TypeVar("R")
 
 
 def check_early(config: TrainConfig, trains: bool = True) -> None:
-    """The rewards, the files, the run's folder, the cluster at RAY_ADDRESS, MLflow's server, and last, as they need torch, the loss and
-    the advantage.
+    """The rewards, the files, the run's folder, the cluster at RAY_ADDRESS, MLflow's server, and last, as they need
+    torch, the loss and the advantage.
 
     Raises:
         ConfigError, or the named thing's own error.
