@@ -6,7 +6,7 @@ import math
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from prefect.client.orchestration import get_client
 from prefect.concurrency.sync import concurrency
 from prefect.exceptions import ObjectNotFound
 from ray import cloudpickle
-from ray.exceptions import AuthenticationError, RayError
+from ray.exceptions import AuthenticationError
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
@@ -337,20 +337,6 @@ def _is_held(group: PlacementGroup) -> bool:
         return bool(group.wait(1))
 
 
-@contextmanager
-def free_at_a_signal(groups: "Mapping[str, ActorGroup]") -> Iterator[None]:
-    """A signal that ends the block ends the actors too: what they compute is for nobody, and takes the processors from
-    what has still to be told."""
-    try:
-        yield
-    except Exception:
-        raise
-    except BaseException:
-        for group in groups.values():
-            group.kill()
-        raise
-
-
 class ActorGroup:
     """Actors of one class, started together and called in turn or all at once.
 
@@ -393,12 +379,6 @@ class ActorGroup:
     def call_all(self, method: str, *arguments: Any) -> list[Any]:
         """Call `method` on every actor; the results in the actors' order. An actor's error is raised here."""
         return get([getattr(actor, method).remote(*arguments) for actor in self.actors])
-
-    def kill(self) -> None:
-        """End all of them now, whatever they do."""
-        for actor in self.actors:
-            with suppress(RayError):  # it is gone already, or its cluster
-                ray.kill(actor)
 
     def memory(self, name: str) -> dict[str, float]:
         """memory/<name>_<number>_mb of every actor: what its process holds of its machine's memory; and what the stages

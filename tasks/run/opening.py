@@ -20,7 +20,6 @@ from models.weights.canary import Canary
 from tasks.actors.cluster import (
     RankPlaces,
     WorkerNeeds,
-    free_at_a_signal,
     gpu_slots,
     ray_cluster,
     require_resources,
@@ -150,8 +149,8 @@ def open_run(config: TrainConfig, inputs: Inputs, recipe: TrainConfig) -> Iterat
             store.behind.held_up = lambda: patience.meanwhile() if patience.waits else None
             beside = tracked_beside(config, tracker, label)
             # What is still written behind the run goes to the other trackers, too: they are closed after it.
-            free, behind = free_at_a_signal(run.actor_groups()), store.behind
-            with run.report.concluded(), beside, behind.left(), free, behind.settled(), watch as run.machines:
+            behind = store.behind
+            with run.report.concluded(), beside, behind.left(), behind.settled(), watch as run.machines:
                 yield run
 
 
@@ -217,7 +216,7 @@ def open_measurement(
         tracker.log_lineage(lineage(config.data_read()), 0)
         groups = {"rollout": run.rollout.group} | run.reward.groups()
         groups |= {} if encoders is None else {"text_encoder": encoders.group}
-        with free_at_a_signal(groups), watched_machines(groups, get_run_logger(), "the same command measures again"):
+        with watched_machines(groups, get_run_logger(), "the same command measures again"):
             yield run
 
 

@@ -16,7 +16,7 @@ STOPPED_WAIT_S = 1.5
 """Where a signal ends the block, which is to be heeded in seconds: a checkpoint that a busy trainer has not written by
 then is begun again."""
 LEAVING_S = 10.0
-"""For the one work that a signal meets, once what it waits for is gone."""
+"""For the one work that a signal meets."""
 LOOK_S = 1.0
 """Between two looks at why a wait takes long."""
 
@@ -103,8 +103,7 @@ class Behind:
     def left(self) -> Iterator[None]:
         """Context after which, where a signal ends it, no work is begun, and the one that is under way has ended.
 
-        It stands around what takes away what a work waits for: Ray's client crashes with the process when it is left
-        while a thread is in it.
+        It stands around `settled`, and within what takes away what a work needs, as the connection to Ray.
         """
         try:
             yield
@@ -121,10 +120,13 @@ class Behind:
             self._do(*self._given.get())  # a work that is done, and all that it holds, is kept in no variable here
 
     def _do(self, future: Future, work: Callable[[], Any]) -> None:
-        if self._error is None:
-            try:
-                future.set_result(self._context.run(work))
-            except BaseException as error:  # whatever it is: the driver raises it
-                self._error = error
         if self._error is not None:
             future.set_exception(self._error)
+            return
+        try:
+            result = self._context.run(work)
+        except BaseException as error:  # whatever it is: the driver raises it
+            self._error = error
+            future.set_exception(error)
+        else:
+            future.set_result(result)
