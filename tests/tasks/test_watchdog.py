@@ -82,8 +82,9 @@ except BaseException as error:
 
 ENDING_DRIVER = """
 import subprocess, sys
-import psutil
+import psutil, ray
 from tasks.actors.cluster import ActorGroup, ray_cluster
+from tasks.actors.ray_address import require_listener
 from tasks.actors.waiting import get
 from tasks.config.trainer import RayConfig
 
@@ -93,6 +94,7 @@ class Holder:
         return subprocess.Popen(command, start_new_session=True).pid
 
 with ray_cluster(RayConfig(num_cpus=1)):
+    require_listener(ray.get_runtime_context().gcs_address, 600)  # it knows Ray's head
     begun = psutil.Process(get(ActorGroup(Holder, 1, 0).actors[0].begin.remote()))
 print(begun.is_running() and begun.status() != psutil.STATUS_ZOMBIE)
 """
