@@ -94,7 +94,8 @@ class Behind:
             try:
                 self.settle(FAILING_WAIT_S if isinstance(error, Exception) else STOPPED_WAIT_S)
             except Exception as of_writing:
-                if of_writing is not error:
+                late = isinstance(of_writing, TimeoutError) and not isinstance(error, Exception)  # see `left`
+                if of_writing is not error and not late:
                     error.add_note(f"what was being written in the background is lost too: {of_writing!r}")
             raise
         self.settle()

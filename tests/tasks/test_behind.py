@@ -108,7 +108,7 @@ def test_a_long_wait_is_spent_in_what_holds_it_up(monkeypatch: pytest.MonkeyPatc
     behind.submit(lambda: threading.Event().wait(0.5))
     with pytest.raises(KeyboardInterrupt) as raised, behind.settled():
         raise KeyboardInterrupt
-    assert "takes too long" in raised.value.__notes__[0]
+    assert not hasattr(raised.value, "__notes__"), "the same command does it again"
 
 
 @contextmanager
@@ -136,5 +136,5 @@ def test_after_a_signal_an_end_waits_for_seconds_alone(monkeypatch: pytest.Monke
     behind.submit(done.append, "the next one")
     with pytest.raises(KeyboardInterrupt) as raised, closing_with(take_away), behind.left(), behind.settled():
         raise KeyboardInterrupt
-    assert "takes too long" in raised.value.__notes__[0]
+    assert not hasattr(raised.value, "__notes__"), "the same command does it again"
     assert done == ["written"]
