@@ -73,7 +73,7 @@ class Case:
 
 
 CASES = {
-    "flow_grpo": Case(False, [GUARDED_OCR, "trainer.total_training_steps=36"], "the recipe as it is"),
+    "flow_grpo": Case(False, [GUARDED_OCR], "the recipe as it is, a hundred iterations"),
     "diffusion_nft": Case(False, [*NFT, GUARDED_OCR, "trainer.total_training_steps=24"], "its task by DiffusionNFT"),
     "small_files": Case(
         True,

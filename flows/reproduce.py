@@ -28,7 +28,7 @@ from prefect import flow, get_run_logger
 from prefect.artifacts import create_table_artifact
 from prefect.states import Completed, Failed, State
 
-from flows.deploy.access import dvc_environment
+from flows.deploy.access import dvc_environment, shared_server
 from models.config.actor import OptimConfig
 from models.errors import DoubleflowError
 from models.import_paths import check_allowed, check_allowed_program
@@ -275,7 +275,7 @@ def _train(folder: Path, config: dict[str, Any], tracking_uri: str) -> str:
     file = folder / ".doubleflow-config.json"
     file.write_text(json.dumps(config))
     environment = os.environ | {"PYTHONPATH": str(folder), "MLFLOW_TRACKING_URI": tracking_uri}
-    environment |= dvc_environment(folder.parent)
+    environment |= dvc_environment(folder.parent) | shared_server()
     _call(sys.executable, "-m", "flows.train", "--config", str(file), folder=folder, environment=environment)
     (record,) = folder.glob("runs/*/run.json")
     return str(json.loads(record.read_text())["mlflow_run_id"])

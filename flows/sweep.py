@@ -22,8 +22,8 @@ import pandas as pd
 from optuna.trial import TrialState
 from prefect import flow
 from prefect.artifacts import create_table_artifact
-from prefect.client.orchestration import get_client
 
+from flows.deploy.access import shared_server
 from flows.names import name_search
 from tasks.actors.child_run import ChildDied, ChildRun, child_run, shared_place
 from tasks.config.presets import tree_of
@@ -63,7 +63,7 @@ def sweep(config: TrainConfig, search: SweepConfig, overrides: TrainOverrides | 
         remaining = prepare_trials(study, search)
         if remaining:
             with shared_place(config, search.parallel) as joined:
-                trials = Trials(config, search, folder, tracker, joined | _prefect_server())
+                trials = Trials(config, search, folder, tracker, joined | shared_server())
                 run_trials(study, trials, remaining, search.parallel, trials.stop)
         return _conclude(study, tracker)
 
@@ -127,12 +127,6 @@ class Trials:
         self.stopped = True
         for child in self.children:
             child.interrupt()
-
-
-def _prefect_server() -> dict[str, str]:
-    """The variable that leads a run to this flow's server, also where Prefect started that for this flow alone."""
-    with get_client(sync_client=True) as client:
-        return {"PREFECT_API_URL": str(client.api_url).rstrip("/")}
 
 
 def open_study(search: SweepConfig, folder: Path) -> optuna.Study:

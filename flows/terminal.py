@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from typer.core import TyperGroup
 
 from flows.deploy.access import guard_temporary_server, start_temporary_server
-from flows.deploy.heartbeats import send_heartbeats
+from flows.deploy.heartbeats import heartbeats
 from flows.stopping import (
     Handler,
     Stopped,
@@ -194,18 +194,18 @@ def started(flow: Callable[..., Any], debug: bool, *arguments: Any, continues: b
     """
     guard_temporary_server()
     handle(raise_it)  # from now on there is something to end
-    send_heartbeats()
-    start_temporary_server()
-    if debug:
-        return flow(*arguments, **named)
-    quiet_console()
-    say_at_once()
-    try:
-        return flow(*arguments, **named)
-    except (Exception, KeyboardInterrupt, Stopped) as error:
-        if continues and last_words(error)[1] != WRONG_INPUT:
-            error.add_note(f"continue: {command_line()}")
-        raise
+    with heartbeats():
+        start_temporary_server()
+        if debug:
+            return flow(*arguments, **named)
+        quiet_console()
+        say_at_once()
+        try:
+            return flow(*arguments, **named)
+        except (Exception, KeyboardInterrupt, Stopped) as error:
+            if continues and last_words(error)[1] != WRONG_INPUT:
+                error.add_note(f"continue: {command_line()}")
+            raise
 
 
 def command_line() -> str:

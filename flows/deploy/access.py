@@ -27,6 +27,9 @@ STARTUP_SECONDS = 300
 """Within which the temporary server must answer. Its first start makes a database, while the run's imports go on: with
 Prefect's own 20 s it fails on a machine that is busy."""
 
+TEMPORARY_SERVER = "DOUBLEFLOW_TEMPORARY_SERVER"
+"""Variable of a command whose Prefect server is one that it starts for itself, and of all that it starts."""
+
 
 class AccessError(DoubleflowError, RuntimeError):
     """A folder or file that should be this user's alone is not."""
@@ -76,6 +79,7 @@ def guard_temporary_server() -> None:
     if "startup_timeout_seconds" not in settings.server.ephemeral.model_fields_set:
         wanted["PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS"] = str(STARTUP_SECONDS)
     os.environ |= {name: value for name, value in wanted.items() if name.startswith("PREFECT")}
+    os.environ[TEMPORARY_SERVER] = "1"
     refresh_global_settings_context()
 
 
@@ -102,6 +106,14 @@ def start_temporary_server() -> None:
             "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS to more than "
             f"{settings.server.ephemeral.startup_timeout_seconds}, or PREFECT_API_URL to a server that is up"
         ) from failed[0]
+
+
+def shared_server() -> dict[str, str]:
+    """The variable that leads a command which this flow starts to its server, also to one of this command alone."""
+    from prefect.client.orchestration import get_client
+
+    with get_client(sync_client=True) as client:
+        return {"PREFECT_API_URL": str(client.api_url).rstrip("/")}
 
 
 def _reach_server(failed: list[Exception]) -> None:

@@ -33,9 +33,8 @@ from tasks.actors.memory import memory_of, peak_metrics
 from tasks.actors.ray_address import ClusterError, require_listener
 from tasks.actors.ray_files import keep_token_private, working_folder
 from tasks.actors.waiting import get
-from tasks.actors.watchdog import MARK, ROUNDS, marked, watchdog
+from tasks.actors.watchdog import MARK, ROUNDS, end_family, marked, watchdog
 from tasks.config.trainer import RayConfig
-from tasks.system.processes import wait_or_kill
 from tasks.system.signals import passed_on
 
 log = logging.getLogger(__name__)
@@ -148,20 +147,26 @@ def ray_cluster(config: RayConfig, needs: WorkerNeeds = WorkerNeeds()) -> Iterat
 
 @contextmanager
 def _own_daemons_ended() -> Iterator[None]:
-    """Disconnect from Ray after the block, and end what it has started on this machine, also where the start itself
-    was interrupted: the agents of a raylet that is gone look for its head for a minute."""
+    """Disconnect from Ray after the block, and kill what it has started on this machine, also where the start itself
+    was interrupted.
+
+    Nothing of value is in any of its processes then. Ray would end its daemons one after the other, with a second for
+    each to do so itself, and the agents of a raylet that is gone look for its head for a minute.
+    """
     before = set(psutil.Process().children())
     try:
         yield
     finally:
-        family = {member for child in set(psutil.Process().children()) - before for member in _below(child)}
+        begun = filter(_is_of_ray, set(psutil.Process().children()) - before)
+        family = {member for daemon in begun for member in _below(daemon)}
+        ray._private.worker._global_node = None  # else `ray.shutdown` ends the daemons in its own way
         ray.shutdown()
-        for _ in range(ROUNDS):
-            family = {member for member in family | {*marked(os.environ[MARK])} - before if _is_of_ray(member)}
+        for _ in range(ROUNDS):  # and what a raylet has started before it ended
+            family |= {*filter(_is_of_ray, marked(os.environ[MARK]))} - before
             if not family:
                 break
-            wait_or_kill(family, AGENTS_SECONDS)
-            family = set()  # and what a raylet has started before it ended
+            end_family(family, AGENTS_SECONDS)
+            family = set()
 
 
 def _below(process: psutil.Process) -> list[psutil.Process]:

@@ -10,6 +10,10 @@ from models.errors import DoubleflowError
 
 ANSWER_SECONDS = 8.0
 """For somebody to listen there; Ray itself goes on trying for minutes, and does not heed SIGTERM meanwhile."""
+GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+"""How a client of HTTP/2 begins, as Ray's are, with settings that are empty (RFC 9113, 3.4)."""
+SETTINGS = 4
+"""The kind of the frame with which a server answers it, in the frame's fourth byte."""
 
 
 class ClusterError(DoubleflowError, RuntimeError):
@@ -49,13 +53,21 @@ def _refusal(host: str, port: int, deadline: float) -> str:
 
     def connect() -> None:
         try:
-            socket.create_connection((host, port), timeout=max(0.1, deadline - time.monotonic())).close()
+            with socket.create_connection((host, port), timeout=max(0.1, deadline - time.monotonic())) as connection:
+                answers.append(_strangeness(connection))
         except (OSError, OverflowError) as error:
             answers.append(str(error))
-        else:
-            answers.append("")
 
     attempt = threading.Thread(target=connect, daemon=True)
     attempt.start()
     attempt.join(max(0.1, deadline - time.monotonic()))
     return answers[0] if answers else "no answer"
+
+
+def _strangeness(connection: socket.socket) -> str:
+    """Why it is not Ray who listens; empty where it may be. What is encrypted is left to Ray."""
+    if os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):
+        return ""
+    connection.sendall(GREETING)
+    answer = connection.recv(9)
+    return "" if answer[3:4] == bytes([SETTINGS]) else "somebody listens who is not Ray"

@@ -15,7 +15,7 @@ from ray.exceptions import GetTimeoutError, RayTaskError
 
 from tasks.system.signals import passed_on
 
-PIECE_SECONDS = 0.5
+PIECE_SECONDS = 0.2
 
 
 def get(answers: Any, seconds: float = float("inf")) -> Any:

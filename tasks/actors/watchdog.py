@@ -11,7 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -25,6 +25,7 @@ DONE = "done"
 MARK = "DOUBLEFLOW_STARTED_BY"
 ROUNDS = 3
 """A daemon that is being ended may just have started another process: so look again."""
+TIDY = ("tasks.actors.watchdog", "multiprocessing.resource_tracker")
 
 
 @contextmanager
@@ -83,6 +84,19 @@ def end_marked(mark: str, orphans: Iterable[psutil.Process] = ()) -> None:
             with suppress(psutil.NoSuchProcess):
                 orphan.terminate()
         orphans = wait_or_kill(orphans, GRACE_SECONDS)
+
+
+def end_family(family: Collection[psutil.Process], seconds: float) -> None:
+    """Kill processes and wait until they are gone, so many seconds at most.
+
+    Those among them that tidy up after others, and end with them, are not killed: watchdogs, and multiprocessing's
+    trackers of shared memory.
+    """
+    for member in family:
+        with suppress(psutil.NoSuchProcess):
+            if not any(name in word for name in TIDY for word in member.cmdline()):
+                member.kill()
+    psutil.wait_procs(family, timeout=seconds)
 
 
 def _identities(processes: list[psutil.Process]) -> Iterator[ProcessIdentity]:

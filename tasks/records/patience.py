@@ -11,24 +11,17 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import Any, TypeVar
 
-import httpx
 import requests
 from prefect.exceptions import MissingContextError
 from prefect.logging import get_run_logger
 
-from models.errors import DoubleflowError
+from tasks.records.tracking_address import TrackingAway
 from tasks.system.late_mlflow import MlflowClient
 
 T = TypeVar("T")
 ONE_TRY = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_HTTP_REQUEST_TIMEOUT": "60"}
 """MLflow's settings in the environment: its own retries take four minutes, and are silent."""
 LONGEST_PAUSE_S = 30.0
-START_SECONDS = 10.0
-"""For the first answer of a run's start: nothing is lost yet, and a wrong address is soon known."""
-
-
-class TrackingAway(DoubleflowError, RuntimeError):
-    """The MLflow server has not answered for too long."""
 
 
 class PatientClient:
@@ -121,35 +114,6 @@ def why_away(error: BaseException) -> str | None:
         if isinstance(found, requests.exceptions.ConnectionError | requests.exceptions.ChunkedEncodingError):
             return "no answer in time" if "timed out" in str(found) else "no connection"  # after Retry's own count
     return None
-
-
-def require_answer(uri: str, seconds: float = START_SECONDS) -> None:
-    """Wait until the server says that it is there. Anything but a server passes.
-
-    Raises:
-        TrackingAway: it does not within the time.
-    """
-    if not is_server(uri):
-        return
-    deadline, reason = time.monotonic() + seconds, "no answer"
-    while (left := deadline - time.monotonic()) > 0:
-        try:
-            # Whoever answers, and whatever: certificates are looked at by the requests that hold something.
-            httpx.get(f"{uri.rstrip('/')}/health", timeout=left, verify=False)
-        except httpx.TransportError as error:
-            reason = str(error) or type(error).__name__
-            time.sleep(min(1.0, max(0.0, deadline - time.monotonic())))
-        else:
-            return
-    raise TrackingAway(
-        f"MLflow at {uri} did not answer within {seconds:g} s ({reason}): start it, or correct MLFLOW_TRACKING_URI or "
-        "tracking.uri"
-    )
-
-
-def is_server(uri: str) -> bool:
-    """Is MLflow asked by HTTP there? Else it is a data base or a folder, which this process opens itself."""
-    return uri.startswith(("http://", "https://"))
 
 
 def _log() -> Any:

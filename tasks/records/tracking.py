@@ -22,9 +22,10 @@ from tasks.config.tracking import PASSWORD_OF_MLFLOW, TrackingConfig
 from tasks.records.headline import HEADLINE, experiment_tags, headline
 from tasks.records.lineage import Lineage
 from tasks.records.owner import close_dead_runs, owner_tags
-from tasks.records.patience import ONE_TRY, PatientClient, TrackingAway, is_server
+from tasks.records.patience import ONE_TRY, PatientClient
 from tasks.records.pictures import still
 from tasks.records.second_trackers import SecondTrackers
+from tasks.records.tracking_address import TrackingAway, is_server
 from tasks.system.credentials import refuse_password_in_url
 from tasks.system.late_mlflow import MlflowClient, artifact_repository_registry, mlflow, mlflow_tags
 

@@ -4,6 +4,7 @@
 Everything here is checked again, or goes wrong, in the flow; a deployment's run learns it there.
 """
 
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from tasks.actors.ray_address import check_ray_address
 from tasks.config.data import FILES, DataConfig, data_folder
 from tasks.config.errors import ConfigError
 from tasks.config.tree import TrainConfig
+from tasks.records.tracking_address import require_answer
 from tasks.rewards import check_reward
 
 P = ParamSpec("P")
@@ -27,8 +29,8 @@ R = TypeVar("R")
 
 
 def check_early(config: TrainConfig, trains: bool = True) -> None:
-    """The rewards, the files, the run's folder, the cluster at RAY_ADDRESS, and last, as they need torch, the loss and
-    the advantage.
+    """The rewards, the files, the run's folder, the cluster at RAY_ADDRESS, MLflow's server, and last, as they need
+    torch, the loss and the advantage.
 
     Raises:
         ConfigError, or the named thing's own error.
@@ -40,6 +42,7 @@ def check_early(config: TrainConfig, trains: bool = True) -> None:
         if trains:
             check_folder(config.trainer.default_local_dir)
         check_ray_address()
+        require_answer(os.environ.get("MLFLOW_TRACKING_URI", config.tracking.uri))
         _check_parts(config)
 
 

@@ -17,7 +17,13 @@ from models.algorithms import needs_old_means
 from models.config.section import AUTO
 from models.samples.trajectories import LATENTS, PICTURES, Recording
 from models.weights.canary import Canary
-from tasks.actors.cluster import RankPlaces, WorkerNeeds, gpu_slots, ray_cluster, require_resources
+from tasks.actors.cluster import (
+    RankPlaces,
+    WorkerNeeds,
+    gpu_slots,
+    ray_cluster,
+    require_resources,
+)
 from tasks.actors.machines import watched_machines
 from tasks.actors.reward_group import RewardGroup, wanted_inputs
 from tasks.actors.reward_model import RewardModel, served_reward_model
@@ -30,11 +36,11 @@ from tasks.records.flow_page import page_logger, tell
 from tasks.records.guards import FloorWatch, Guard, GuardWatch
 from tasks.records.headline import RUN_NAME_TAG
 from tasks.records.lineage import lineage
-from tasks.records.patience import require_answer
 from tasks.records.run_lock import run_lock
 from tasks.records.run_store import CheckpointError, CheckpointStore
 from tasks.records.second_trackers import SecondTrackers, Subject
 from tasks.records.tracking import Tracker, tracking_uri
+from tasks.records.tracking_address import require_answer
 from tasks.rewards.statistics import GUARDS as STATISTICS
 from tasks.run.kept_stages import KeptStages
 from tasks.run.live_text import start_text_encoders
@@ -143,7 +149,8 @@ def open_run(config: TrainConfig, inputs: Inputs, recipe: TrainConfig) -> Iterat
             store.behind.held_up = lambda: patience.meanwhile() if patience.waits else None
             beside = tracked_beside(config, tracker, label)
             # What is still written behind the run goes to the other trackers, too: they are closed after it.
-            with run.report.concluded(), beside, store.behind.settled(), watch as run.machines:
+            behind = store.behind
+            with run.report.concluded(), beside, behind.left(), behind.settled(), watch as run.machines:
                 yield run
 
 

@@ -12,6 +12,11 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 FAILING_WAIT_S = 60.0
+STOPPED_WAIT_S = 1.5
+"""Where a signal ends the block, which is to be heeded in seconds: a checkpoint that a busy trainer has not written by
+then is begun again."""
+LEAVING_S = 10.0
+"""For the one work that a signal meets."""
 LOOK_S = 1.0
 """Between two looks at why a wait takes long."""
 
@@ -80,28 +85,49 @@ class Behind:
     def settled(self) -> Iterator[None]:
         """Context whose end waits for all that was given: nobody ends what a work needs before.
 
-        After an error it waits for FAILING_WAIT_S at most: what failed may be what the works wait for.
+        After an error it waits for FAILING_WAIT_S at most, for what failed may be what the works wait for; after a
+        signal for STOPPED_WAIT_S.
         """
         try:
             yield
         except BaseException as error:
             try:
-                self.settle(FAILING_WAIT_S)
+                self.settle(FAILING_WAIT_S if isinstance(error, Exception) else STOPPED_WAIT_S)
             except Exception as of_writing:
-                if of_writing is not error:
+                late = isinstance(of_writing, TimeoutError) and not isinstance(error, Exception)  # see `left`
+                if of_writing is not error and not late:
                     error.add_note(f"what was being written in the background is lost too: {of_writing!r}")
             raise
         self.settle()
+
+    @contextmanager
+    def left(self) -> Iterator[None]:
+        """Context after which, where a signal ends it, no work is begun, and the one that is under way has ended.
+
+        It stands around `settled`, and within what takes away what a work needs, as the connection to Ray.
+        """
+        try:
+            yield
+        except Exception:
+            raise
+        except BaseException as signal:
+            self._error = self._error or signal
+            if self._last is not None:
+                wait_for([self._last], LEAVING_S)
+            raise
 
     def _go_on(self) -> None:
         while True:
             self._do(*self._given.get())  # a work that is done, and all that it holds, is kept in no variable here
 
     def _do(self, future: Future, work: Callable[[], Any]) -> None:
-        if self._error is None:
-            try:
-                future.set_result(self._context.run(work))
-            except BaseException as error:  # whatever it is: the driver raises it
-                self._error = error
         if self._error is not None:
             future.set_exception(self._error)
+            return
+        try:
+            result = self._context.run(work)
+        except BaseException as error:  # whatever it is: the driver raises it
+            self._error = error
+            future.set_exception(error)
+        else:
+            future.set_result(result)

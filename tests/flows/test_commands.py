@@ -235,14 +235,21 @@ def test_it_is_said_before_the_slow_imports(folder: Path, flow: str, arguments: 
     assert result.stdout == "[]\n"
 
 
-def test_a_wrong_ray_address_is_said_before_the_slow_imports(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("variable", "scheme", "said"),
+    [
+        ("RAY_ADDRESS", "", "nobody answers at RAY_ADDRESS {address} ("),
+        ("MLFLOW_TRACKING_URI", "http://", "MLflow at {address} did not answer within 10 s ("),
+    ],
+)
+def test_a_wrong_address_is_said_before_the_slow_imports(folder: Path, variable: str, scheme: str, said: str) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))  # and nobody listens
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "RAY_ADDRESS": address}
+        address = f"{scheme}127.0.0.1:{probe.getsockname()[1]}"
+        environment = os.environ | {"PYTHONPATH": str(ROOT), variable: address}
         command = [sys.executable, "-c", IMPATIENT + WITHOUT.format(flow="train", arguments=["quickstart"])]
         result = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert result.returncode == 1
-    assert result.stderr.startswith(f"error: nobody answers at RAY_ADDRESS {address} (")
+    assert result.stderr.startswith(f"error: {said.format(address=address)}")
     assert result.stderr.count("\n") == 1
     assert result.stdout == "[]\n"

@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 from flows import prune
 from flows.deploy import service_log
 from flows.deploy.access import STARTUP_SECONDS, guard_temporary_server, new_access
+from flows.deploy.heartbeats import heartbeats
 from flows.deploy.mlflow_app import guarded
 from flows.deploy.service_record import HERE, RECORD, ServiceError
 from flows.services import app
@@ -121,6 +122,21 @@ def test_the_temporary_server_has_time_to_start_unless_the_user_says_how_much(wh
         found = get_current_settings().server.ephemeral.startup_timeout_seconds
     refresh_global_settings_context()
     assert found == (STARTUP_SECONDS if where == "nowhere" else 7)
+
+
+@pytest.mark.parametrize("server", ["of the command", "another"])
+def test_heartbeats_go_where_somebody_listens(server: str, tmp_path: Path) -> None:
+    """A server of the command's own has nobody who does, and each flow run's end would wait a second for them."""
+    others = {key: value for key, value in os.environ.items() if not key.startswith("PREFECT")}
+    given = {"PREFECT_API_URL": "http://127.0.0.1:1/api"} if server == "another" else {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "environ", others | given | {"PREFECT_HOME": str(tmp_path)})
+        refresh_global_settings_context()
+        guard_temporary_server()
+        with heartbeats():
+            found = get_current_settings().flows.heartbeat_frequency
+    refresh_global_settings_context()
+    assert found == (30 if server == "another" else None)
 
 
 def answer(path: str = "/api", method: str = "GET", kind: str = "http", **headers: str) -> int | str:

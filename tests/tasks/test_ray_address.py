@@ -3,6 +3,7 @@
 
 import socket
 from functools import partial
+from threading import Thread
 
 import pytest
 
@@ -29,7 +30,23 @@ def test_nobody_there(monkeypatch: pytest.MonkeyPatch) -> None:
         require_listener("127.0.0.1:99999", 0.1)
 
 
-def test_somebody_there() -> None:
+@pytest.mark.parametrize("answer", [bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]), b"HTTP/1.1 400 Bad Request", None])
+def test_somebody_there(answer: bytes | None) -> None:
+    """Ray's head answers as HTTP/2 does; Ray would wait for minutes for one that is silent, or something else."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        require_listener(f"127.0.0.1:{server.getsockname()[1]}", 5)
+
+        def serve() -> None:
+            while answer is not None:
+                connection, _ = server.accept()
+                with connection:
+                    connection.recv(1000)
+                    connection.sendall(answer)
+
+        Thread(target=serve, daemon=True).start()
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        if answer is not None and answer[3] == 4:
+            require_listener(address, 600)
+        else:
+            with pytest.raises(ClusterError, match=r"timed out|no answer|somebody listens who is not Ray"):
+                require_listener(address, 0.5)
     require_listener("auto")

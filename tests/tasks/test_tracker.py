@@ -21,8 +21,9 @@ from tasks.config.tree import TrainConfig
 from tasks.records import patience
 from tasks.records.history import RunHistory
 from tasks.records.owner import FLOW_RUN, OWNER, Owner, close_dead_runs
-from tasks.records.patience import ONE_TRY, PatientClient, TrackingAway, require_answer
+from tasks.records.patience import ONE_TRY, PatientClient
 from tasks.records.tracking import Tracker
+from tasks.records.tracking_address import TrackingAway, require_answer
 from tasks.system.processes import ProcessIdentity
 from tests.support.mlflow_store import mlflow_in
 from tests.support.patience import wait_for_server, wait_until

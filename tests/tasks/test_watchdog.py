@@ -80,6 +80,26 @@ except BaseException as error:
 """
 
 
+ENDING_DRIVER = """
+import subprocess, sys
+import psutil, ray
+from tasks.actors.cluster import ActorGroup, ray_cluster
+from tasks.actors.ray_address import require_listener
+from tasks.actors.waiting import get
+from tasks.config.trainer import RayConfig
+
+class Holder:
+    def begin(self):
+        command = [sys.executable, "-c", "import time; time.sleep(7200)"]
+        return subprocess.Popen(command, start_new_session=True).pid
+
+with ray_cluster(RayConfig(num_cpus=1)):
+    require_listener(ray.get_runtime_context().gcs_address, 600)  # it knows Ray's head
+    begun = psutil.Process(get(ActorGroup(Holder, 1, 0).actors[0].begin.remote()))
+print(begun.is_running() and begun.status() != psutil.STATUS_ZOMBIE)
+"""
+
+
 CLOCK_STEP = """
 import sys
 if "-c" not in sys.orig_argv:  # as the driver and all others are started
@@ -173,3 +193,11 @@ def test_sigterm_while_ray_starts_is_heard_and_leaves_nothing():
     process = start(INTERRUPTED_DRIVER)
     output, _ = process.communicate(timeout=PATIENCE)
     assert output == "TerminationSignal True []\n"
+
+
+@pytest.mark.ray
+def test_what_an_actor_has_started_ends_with_the_cluster():
+    """A process that no daemon of Ray's knows of, as an engine's, would live on and keep its GPU."""
+    process = start(ENDING_DRIVER)
+    output, _ = process.communicate(timeout=PATIENCE)
+    assert output == "False\n"

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a command says of a server that is not there, and how soon: MLflow's or Ray's, at its start and during a run.
+
+    python -m benchmarks.outages [--cases "MLflow dies" ...] [--log outages.jsonl] [--write]
+
+Each case is the quickstart's small form in a temporary folder, on a Prefect server of its own. Prints a line of JSON a
+case, which is also added to `--log`, and a table of the newest line of each case, which `--write` puts into the docs
+(`--cases` without any: the table alone). The seconds are the command's from its start, or, where a server dies during
+the run, from that moment on.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import psutil
+
+from benchmarks.docs import put_table
+from benchmarks.endings import UPDATE, Watched, make_folder, silent_server
+from benchmarks.local_services import ROOT, Services, free_port, wait_until
+from tasks.system.processes import runs
+
+DOCS = Path("docs/first-use.md")
+PATIENCE = 900
+OUTAGE_S, SHORT_S = 20, 12
+"""`tracking.max_outage_s` of the runs, and how long a server that comes back is away."""
+MARK = "DOUBLEFLOW_MEASURED"
+
+
+@contextmanager
+def nobody() -> Iterator[str]:
+    """An address at which nobody listens."""
+    yield f"127.0.0.1:{free_port()}"
+
+
+@contextmanager
+def somebody_silent() -> Iterator[str]:
+    """An address at which somebody listens and never answers."""
+    with silent_server() as url:
+        yield url.removeprefix("http://")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A variable that names a wrong address; without one MLflow's server dies during an update."""
+
+    variable: str = ""
+    address: Callable[[], Any] = nobody
+    comes_back: bool = False
+
+
+CASES = {
+    "MLflow: nobody at the address": Case("MLFLOW_TRACKING_URI"),
+    "MLflow: connects, does not answer": Case("MLFLOW_TRACKING_URI", somebody_silent),
+    "RAY_ADDRESS: nobody there": Case("RAY_ADDRESS"),
+    "RAY_ADDRESS: connects, does not answer": Case("RAY_ADDRESS", somebody_silent),
+    f"MLflow dies during an update, max_outage_s {OUTAGE_S}": Case(),
+    f"MLflow dies during an update, is back after {SHORT_S} s": Case(comes_back=True),
+}
+
+
+def measure(name: str, base: Path) -> dict[str, Any]:
+    """Run one case, and tell what was said of it."""
+    case, folder = CASES[name], base / str([*CASES].index(name))
+    make_folder(folder, ROOT)
+    server = Services(folder)
+    command = [sys.executable, "-m", "flows.train", "quickstart", "--set", f"tracking.max_outage_s={OUTAGE_S}"]
+    own = {"PREFECT_HOME": str(folder / ".prefect"), "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    environment = os.environ | own | {MARK: str(folder)}
+    with case.address() as address:
+        if case.variable:
+            scheme = "http://" if case.variable == "MLFLOW_TRACKING_URI" else ""
+            environment[case.variable] = scheme + address
+        else:
+            server.start("mlflow")
+            environment["MLFLOW_TRACKING_URI"] = f"http://127.0.0.1:{server.ports['mlflow']}"
+        begun, load = time.monotonic(), os.getloadavg()[0]
+        process = psutil.Popen(
+            command,
+            cwd=folder,
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        watched = Watched(process, folder, [])
+        Thread(target=_read, args=(watched,), daemon=True).start()
+        try:
+            if not case.variable:
+                wait_until(lambda: not runs(process) or UPDATE(watched), PATIENCE, "the update", every=0.2)
+                server.kill("mlflow")
+                begun, load = time.monotonic(), os.getloadavg()[0]
+            if case.comes_back:
+                time.sleep(SHORT_S)
+                server.start("mlflow")
+            code = process.wait(PATIENCE)
+            ended = time.monotonic()
+        finally:
+            for member in watched.family():
+                with suppress(psutil.Error):
+                    member.kill()
+            for left in list(server.running):
+                server.kill(left)
+    said = [(moment - begun, line) for moment, line in watched.lines if line.strip() and moment >= begun]
+    of_it = [(moment, line) for moment, line in said if not case.comes_back or "MLflow at" in line]
+    first = next((moment for moment, line in of_it if "MLflow at" in line or line.startswith("error:")), None)
+    return {
+        "case": name,
+        "load": round(load, 1),
+        "code": code,
+        "lines": len(of_it),
+        "first_s": None if first is None else round(first, 1),
+        "ended_s": round(ended - begun, 1),
+        "said": [f"{moment:.1f} {line}" for moment, line in said][-30:],
+    }
+
+
+def _read(watched: Watched) -> None:
+    for line in watched.process.stdout:
+        watched.lines.append((time.monotonic(), line.rstrip()))
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """One line a case."""
+    lines = [
+        "| What is not there | Load | Lines | Exit code | Seconds to the first line of it | To the command's end |",
+        "|---|---|---|---|---|---|",
+    ]
+    names = ("case", "load", "lines", "code", "first_s", "ended_s")
+    return "\n".join([*lines, *(f"| {' | '.join(str(row[name]) for name in names)} |" for row in rows)])
+
+
+def main() -> None:
+    """Measure the cases."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="*", choices=[*CASES], default=[*CASES])
+    parser.add_argument("--log", type=Path, default=Path("outages.jsonl"), help="every case's line is added here")
+    parser.add_argument("--write", action="store_true", help=f"put the table into {DOCS}")
+    chosen = parser.parse_args()
+    base = Path(tempfile.mkdtemp(prefix="outages-"))
+    try:
+        for name in chosen.cases:
+            line = json.dumps(measure(name, base))
+            print(line, flush=True)
+            with chosen.log.open("a") as stream:
+                stream.write(f"{line}\n")
+    finally:
+        shutil.rmtree(base, ignore_errors=True)
+    rows = {row["case"]: row for row in map(json.loads, chosen.log.read_text().splitlines())}
+    print(table([rows[name] for name in CASES if name in rows]))
+    if chosen.write:
+        put_table(DOCS, "outages.py", table([rows[name] for name in CASES if name in rows]))
+
+
+if __name__ == "__main__":
+    main()
