@@ -25,6 +25,7 @@ NEEDED = {
     ("models.families.base", "models.schedulers"): "its scheduler, with diffusers, at the first use of the name",
     ("models.runtime.determinism", "torch"): "Ray sends the function to processes that have no path to its module yet",
     ("models.weights.buckets", "torch.distributed"): "ProcessGroupNCCL, which is in torch's builds for CUDA alone",
+    ("tasks.actors.server_guard.doubleflow_server_guard", "uvicorn"): "as middleware it runs where there may be none",
     ("tasks.rewards.pretrained", "safetensors.torch"): "it imports torch, which safetensors does not",
 }
 """(module, what it imports late) -> why, of what the rule would not let pass."""

@@ -192,7 +192,7 @@ def test_a_training_engine_is_looked_for_where_the_trainers_actors_run(
         with pytest.raises(ConfigError, match=r"actor.strategy is veomni, but veomni is not installed: install it, or"):
             checked(workspace, "wan", actor={"strategy": "veomni"})
     monkeypatch.setenv(ALLOWED, "mine")
-    with pytest.raises(ModuleNotAllowed, match=rf"{FIELD} is .*, a program of the config's own"):
+    with pytest.raises(ModuleNotAllowed, match=rf"{FIELD} has .* run, as the config says"):
         checked(workspace, "wan", actor=veomni)
     monkeypatch.setenv(ALLOWED, f"mine,{python}")
     assert isinstance(checked(workspace, "wan", actor=veomni), Inputs)
@@ -350,5 +350,7 @@ def test_a_run_that_cannot_fit_is_refused_before_anything_loads(workspace: Path,
     shutil.copytree(workspace / "qwen_image", tmp_path / "qwen_image", ignore=ignored)
     on_cpu = checked(tmp_path, "qwen_image")
     assert on_cpu.flops is not None
-    with pytest.raises(ValueError, match=r"the update needs 0.0 GiB .* lower actor.ppo_micro_batch_size_per_gpu"):
+    with pytest.raises(
+        ValueError, match=r"the update needs 0.0 GiB .* but there are 0.0: .* or raise trainer.n_gpus_per_node"
+    ):
         checked(tmp_path, "qwen_image", trainer={"device": "cuda", "gpu_memory_gib": 0.0005})
