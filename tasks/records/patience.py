@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An MLflow server that is away for a while: what is asked of it waits, says so, and gives up after a set time."""
+"""MLflow's client of a server that may be away: what is asked of it waits, says so, and gives up after a set time. And
+that of a database, which a signal must not leave locked."""
 
 import logging
 import os
@@ -17,11 +18,36 @@ from prefect.logging import get_run_logger
 
 from tasks.records.tracking_address import TrackingAway
 from tasks.system.late_mlflow import MlflowClient
+from tasks.system.signals import held_back
 
 T = TypeVar("T")
 ONE_TRY = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_HTTP_REQUEST_TIMEOUT": "60"}
 """MLflow's settings in the environment: its own retries take four minutes, and are silent."""
 LONGEST_PAUSE_S = 30.0
+
+
+class LocalClient:
+    """MLflow's client of a database or folder that this process opens itself; a signal waits for the end of a request.
+
+    A signal within a transaction leaves it open in the frames that the signal's exception holds, and the database
+    locked: the run's end would not be written.
+    """
+
+    def __init__(self, client: MlflowClient):
+        self._client = client
+
+    def __getattr__(self, name: str) -> Any:
+        """The client's methods, whole ones."""
+        found = getattr(self._client, name)
+        if not callable(found):
+            return found
+
+        @wraps(found)
+        def whole(*arguments: Any, **named: Any) -> Any:
+            with held_back():
+                return found(*arguments, **named)
+
+        return whole
 
 
 class PatientClient:

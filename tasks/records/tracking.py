@@ -22,7 +22,7 @@ from tasks.config.tracking import PASSWORD_OF_MLFLOW, TrackingConfig
 from tasks.records.headline import HEADLINE, experiment_tags, headline
 from tasks.records.lineage import Lineage
 from tasks.records.owner import close_dead_runs, owner_tags
-from tasks.records.patience import ONE_TRY, PatientClient
+from tasks.records.patience import ONE_TRY, LocalClient, PatientClient
 from tasks.records.pictures import still
 from tasks.records.second_trackers import SecondTrackers
 from tasks.records.tracking_address import TrackingAway, is_server
@@ -70,7 +70,7 @@ class Tracker:
         self._plain = mlflow_client(config)
         self.uri = uri = self._plain.tracking_uri
         self.patience = PatientClient(self._plain, uri, config.max_outage_s)
-        self.client = cast(MlflowClient, self.patience if is_server(uri) else self._plain)
+        self.client = cast(MlflowClient, self.patience if is_server(uri) else LocalClient(self._plain))
         experiment = self._experiment(config, uri)
         close_dead_runs(self.client, [experiment])
         self.run_id = run_id or self._create(experiment, run_name, parent)

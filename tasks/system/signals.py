@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 from tasks.system.causes import causes
 
@@ -29,6 +30,32 @@ def passed_on() -> Iterator[None]:
             raise
     if heard is not None:
         raise heard
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """SIGTERM and Ctrl-C of the block reach their handlers after it: for what a signal must not leave half done, and
+    what takes an instant.
+
+    Only Python's main thread hears signals, and only there does this do anything.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    heard: list[tuple[int, FrameType | None]] = []
+    kinds = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.signal(kind, lambda number, frame: heard.append((number, frame))) for kind in kinds]
+    try:
+        yield
+    finally:
+        for kind, handler in zip(kinds, before, strict=True):
+            signal.signal(kind, handler)
+        for number, frame in heard[:1]:
+            handler = signal.getsignal(number)
+            if callable(handler):
+                handler(number, frame)
+            elif handler == signal.SIG_DFL:
+                signal.raise_signal(number)
 
 
 def _raised_by_handlers() -> tuple[type[BaseException], ...]:
