@@ -14,7 +14,7 @@ from types import FrameType
 
 from tasks.system.causes import causes
 
-Handler = Callable[[int, FrameType | None], None]
+Handler = Callable[[int, FrameType | None], None] | signal.Handlers
 NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 """Signals that end a command with 128 and their number, as a shell says it: 130 and 143."""
 
@@ -72,6 +72,7 @@ def leave_early(code: int) -> None:
     """
     if parent_process() is None:
         _codes.append(code)
+        handle(signal.SIG_IGN)  # all is done: a signal would end what is registered half way, with its frames
 
 
 def _leave() -> None:

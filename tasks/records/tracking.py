@@ -67,10 +67,11 @@ class Tracker:
 
     def __init__(self, config: TrackingConfig, run_name: str, run_id: str | None = None, parent: str | None = None):
         """Start the run in MLflow, or go on with it."""
-        self._plain = mlflow_client(config)
-        self.uri = uri = self._plain.tracking_uri
+        client = mlflow_client(config)
+        self.uri = uri = client.tracking_uri
+        self._plain = client if is_server(uri) else cast(MlflowClient, LocalClient(client))
         self.patience = PatientClient(self._plain, uri, config.max_outage_s)
-        self.client = cast(MlflowClient, self.patience if is_server(uri) else LocalClient(self._plain))
+        self.client = cast(MlflowClient, self.patience) if is_server(uri) else self._plain
         experiment = self._experiment(config, uri)
         close_dead_runs(self.client, [experiment])
         self.run_id = run_id or self._create(experiment, run_name, parent)
