@@ -202,7 +202,8 @@ def traces(recorded: Recorded) -> list[Trace]:
 def guards(recorded: Recorded) -> list[dict[str, Any]]:
     """What is watched while the reward rises: each guard's trend, its fall, and whether validations flag it."""
     rows = []
-    for name in sorted(n[len("guard/") : -len("/flag")] for n in recorded.metrics if n.endswith("/flag")):
+    watched_by = (name for name in recorded.metrics if name.startswith("guard/") and name.endswith("/flag"))
+    for name in sorted(metric[len("guard/") : -len("/flag")] for metric in watched_by):
         verdicts = recorded.metrics[f"guard/{name}/flag"]
         flags = [step for step, value in verdicts.items() if value]
         watched = next(

@@ -48,6 +48,7 @@ def metrics_of(step: int, total: int, rng: np.random.Generator, others: int = 0)
     found |= {"critic/rewards/mean": reward + rng.normal(0, 0.03), "train/reward/ocr/mean": reward}
     found |= {"train/reward/jpeg_compressibility/mean": -3 + 0.2 * step / total, "reward/ocr/missing": float(step == 3)}
     found |= {"guard/jpeg_compressibility/tau": -0.4, "guard/jpeg_compressibility/flag": float(step > 8)}
+    found["held_out/collapse/flag"] = 0.0
     found |= {"guard/jpeg_compressibility/fall": 0.25}
     found |= {"actor/pg_clipfrac": rng.uniform(0, 0.2), "actor/grad_norm": rng.lognormal(), "actor/lr": 1e-4}
     found |= {"critic/rewards/std_mean": 0.3, "critic/rewards/zero_std_ratio": 0.1, "train/image/diversity/mean": 0.4}
