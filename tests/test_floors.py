@@ -55,6 +55,8 @@ class Model:
     target_modules: tuple | None = None
     dtype: str = "float32"
     compile: bool = False
+    frozen_dtype: str | None = None
+    fuse_projections: bool = False
 
 
 @dataclass(frozen=True)
