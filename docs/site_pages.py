@@ -50,7 +50,8 @@ def rooms() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for floor in FLOORS:
         for path in sorted((ROOT / floor).rglob("*.py"), key=lambda path: (str(path.parent), path.name)):
-            if path.name != "__init__.py" and ast.get_docstring(ast.parse(path.read_text())):
+            in_package = path.name != "__init__.py" and (path.parent / "__init__.py").is_file()
+            if in_package and ast.get_docstring(ast.parse(path.read_text())):
                 module = path.relative_to(ROOT).with_suffix("")
                 found.setdefault(".".join(module.parts[:-1]), []).append(".".join(module.parts))
     return found
