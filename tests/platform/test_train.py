@@ -12,7 +12,6 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pandas as pd
 import pytest
@@ -25,7 +24,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from tasks.records.history import RunHistory
 from tasks.rewards.jpeg import jpeg_kilobytes
-from tests.support.patience import post, wait_until
+from tests.support.patience import get, post, wait_until
 from tests.support.platform_helpers import RayHead, Workspace, make_workspace
 
 DOCUMENTED_METRICS = {
@@ -132,7 +131,7 @@ def test_prefects_page_of_a_run_says_what_was_done_and_what_came_of_it(recorded:
     workspace = recorded.workspace
     address, (run,) = workspace.environment["PREFECT_API_URL"], workspace.mlflow_runs()
     page = run.data.tags["doubleflow.flow_run"]
-    flow_run = httpx.get(f"{address}/flow_runs/{page.rpartition('/')[2]}").raise_for_status().json()
+    flow_run = get(f"{address}/flow_runs/{page.rpartition('/')[2]}")
     mine = {"flow_runs": {"id": {"any_": [flow_run["id"]]}}}
     assert flow_run["name"] == f"tiny {workspace.run_folder().name.removeprefix('tiny-')}"
     tasks = {task["name"] for task in post(f"{address}/task_runs/filter", mine)}

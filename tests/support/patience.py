@@ -45,16 +45,26 @@ def wait_for_server(address: str, what: str) -> None:
     wait_until(answers, what)
 
 
-def post(address: str, body: dict | list, auth: tuple[str, str] | None = None) -> list:
-    """What a Prefect server answers: one that is busy says 503, or nothing for a while, and is asked again."""
+def get(address: str) -> Any:
+    """What a Prefect server holds there."""
+    return ask("GET", address)
+
+
+def post(address: str, body: dict | list, auth: tuple[str, str] | None = None) -> Any:
+    """What a Prefect server answers to a body; None where it has nothing to say."""
+    return ask("POST", address, json=body, auth=auth)
+
+
+def ask(method: str, address: str, **request: Any) -> Any:
+    """As Prefect's own clients do it: a server that is busy says 503, or nothing for a while, and is asked again."""
 
     def answer() -> httpx.Response | None:
         try:
-            response = httpx.post(address, json=body, timeout=120, auth=auth)
+            response = httpx.request(method, address, timeout=120, **request)
         except httpx.TransportError:
             return None
         return None if response.status_code == 503 else response
 
     response = wait_until(answer, f"an answer from {address}")
     assert response.is_success, response.text
-    return response.json()
+    return response.json() if response.content else None
