@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -301,6 +301,25 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join([*lines, *(f"| {' | '.join(str(row[name]) for name in names)} |" for row in rows)])
 
 
+def log_each(names: Iterable[str], measure: Callable[[str, Path], dict[str, Any]], log: Path) -> None:
+    """Measure one after the other in a temporary folder; each line of JSON is printed and logged as it comes."""
+    base = Path(tempfile.mkdtemp(prefix=f"{log.stem}-"))
+    try:
+        for name in names:
+            line = json.dumps(measure(name, base))
+            print(line, flush=True)
+            with log.open("a") as stream:
+                stream.write(f"{line}\n")
+    finally:
+        shutil.rmtree(base, ignore_errors=True)
+
+
+def newest_rows(log: Path, key: str, order: Iterable[str]) -> list[dict[str, Any]]:
+    """The log's newest line of each name under `key`, in this order; those that it has not are left out."""
+    rows = {row[key]: row for row in map(json.loads, log.read_text().splitlines())}
+    return [rows[name] for name in order if name in rows]
+
+
 def main() -> None:
     """Measure the moments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -311,20 +330,12 @@ def main() -> None:
     parser.add_argument("--log", type=Path, default=Path("endings.jsonl"), help="every moment's line is added here")
     parser.add_argument("--write", action="store_true", help=f"put the table into {DOCS}")
     chosen = parser.parse_args()
-    base = Path(tempfile.mkdtemp(prefix="endings-"))
-    try:
-        for name in chosen.moments:
-            number = signal.Signals[f"SIG{chosen.signal}"]
-            line = json.dumps(measure(name, base, number, chosen.repository.resolve(), chosen.py_spy))
-            print(line, flush=True)
-            with chosen.log.open("a") as stream:
-                stream.write(f"{line}\n")
-    finally:
-        shutil.rmtree(base, ignore_errors=True)
-    rows = {row["moment"]: row for row in map(json.loads, chosen.log.read_text().splitlines())}
-    print(table([rows[name] for name in MOMENTS if name in rows]))
+    number, repository = signal.Signals[f"SIG{chosen.signal}"], chosen.repository.resolve()
+    log_each(chosen.moments, lambda name, base: measure(name, base, number, repository, chosen.py_spy), chosen.log)
+    rows = newest_rows(chosen.log, "moment", MOMENTS)
+    print(table(rows))
     if chosen.write:
-        put_table(DOCS, "endings.py", table([rows[name] for name in MOMENTS if name in rows]))
+        put_table(DOCS, "endings.py", table(rows))
 
 
 if __name__ == "__main__":

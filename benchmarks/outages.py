@@ -10,12 +10,9 @@ the run, from that moment on.
 """
 
 import argparse
-import json
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -27,7 +24,7 @@ from typing import Any
 import psutil
 
 from benchmarks.docs import put_table
-from benchmarks.endings import UPDATE, Watched, make_folder, silent_server
+from benchmarks.endings import UPDATE, Watched, log_each, make_folder, newest_rows, silent_server
 from benchmarks.local_services import ROOT, Services, free_port, wait_until
 from tasks.system.processes import runs
 
@@ -149,19 +146,11 @@ def main() -> None:
     parser.add_argument("--log", type=Path, default=Path("outages.jsonl"), help="every case's line is added here")
     parser.add_argument("--write", action="store_true", help=f"put the table into {DOCS}")
     chosen = parser.parse_args()
-    base = Path(tempfile.mkdtemp(prefix="outages-"))
-    try:
-        for name in chosen.cases:
-            line = json.dumps(measure(name, base))
-            print(line, flush=True)
-            with chosen.log.open("a") as stream:
-                stream.write(f"{line}\n")
-    finally:
-        shutil.rmtree(base, ignore_errors=True)
-    rows = {row["case"]: row for row in map(json.loads, chosen.log.read_text().splitlines())}
-    print(table([rows[name] for name in CASES if name in rows]))
+    log_each(chosen.cases, measure, chosen.log)
+    rows = newest_rows(chosen.log, "case", CASES)
+    print(table(rows))
     if chosen.write:
-        put_table(DOCS, "outages.py", table([rows[name] for name in CASES if name in rows]))
+        put_table(DOCS, "outages.py", table(rows))
 
 
 if __name__ == "__main__":

@@ -12,14 +12,11 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from tasks.config.errors import RecipeError, described, near
+from tasks.config.errors import NO_YAML, RecipeError, described, near
 from tasks.config.overrides import merged, set_fields
 from tasks.config.tree import TrainConfig, TrainOverrides
 
 PREFECT_FILE = Path("prefect.yaml")
-NO_YAML = (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, RecursionError)
-"""What PyYAML raises for text that it cannot read: beside its own errors those of Python for a 13th month, digits
-without end, a tag that does not suit its value or thousands of brackets."""
 Settings = TypeVar("Settings", bound=BaseModel)
 
 

@@ -7,6 +7,7 @@ from dataclasses import is_dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
+import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
@@ -14,6 +15,9 @@ from models.errors import DoubleflowError
 
 LONGEST_VALUE = 60
 MOST_PROBLEMS = 5
+NO_YAML = (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, RecursionError)
+"""What PyYAML raises for text that it cannot read: beside its own errors those of Python for a 13th month, digits
+without end, a tag that does not suit its value or thousands of brackets."""
 
 
 class ConfigError(DoubleflowError, ValueError):

@@ -28,7 +28,7 @@ from models.errors import DoubleflowError
 from models.tiny_qwen_image.settings import TinySettings
 from models.words_stable_diffusion_3.settings import WordsSettings
 from tasks.config.data import DIGITS, DataSetName, Split, data_folder
-from tasks.config.errors import described
+from tasks.config.errors import NO_YAML, described
 
 RAW = "data/raw/"
 PROMPTS = Path("data/prompts.parquet")
@@ -288,7 +288,7 @@ def load_params(path: Path) -> PrepareParams:
         return PrepareParams.model_validate(yaml.safe_load(path.read_text()))
     except ValidationError as error:
         raise PrepareError(f"{path}: {described(error, PrepareParams)}") from error
-    except (yaml.YAMLError, OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
+    except (*NO_YAML, OSError) as error:
         raise PrepareError(f"{path} is not YAML: {' '.join(str(error).split())[:300]}") from error
 
 

@@ -26,31 +26,47 @@ ONE_TRY = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_HTTP_REQUEST_TIMEOUT"
 LONGEST_PAUSE_S = 30.0
 
 
-class LocalClient:
-    """MLflow's client of a database or folder that this process opens itself; a signal waits for the end of a request.
+class AskedClient:
+    """MLflow's client, each of whose requests is made by `asked`.
 
-    A signal within a transaction leaves it open in the frames that the signal's exception holds, and the database
-    locked: the run's end would not be written.
+    Args:
+        client: MLflow's own.
     """
 
     def __init__(self, client: MlflowClient):
         self._client = client
 
     def __getattr__(self, name: str) -> Any:
-        """The client's methods, whole ones."""
+        """The client's methods, each through `asked`."""
         found = getattr(self._client, name)
         if not callable(found):
             return found
 
         @wraps(found)
-        def whole(*arguments: Any, **named: Any) -> Any:
-            with held_back():
-                return found(*arguments, **named)
+        def through(*arguments: Any, **named: Any) -> Any:
+            return self.asked(lambda: found(*arguments, **named))
 
-        return whole
+        return through
+
+    def asked(self, request: Callable[[], T]) -> T:
+        """The request's answer."""
+        raise NotImplementedError
 
 
-class PatientClient:
+class LocalClient(AskedClient):
+    """MLflow's client of a database or folder that this process opens itself; a signal waits for the end of a request.
+
+    A signal within a transaction leaves it open in the frames that the signal's exception holds, and the database
+    locked: the run's end would not be written.
+    """
+
+    def asked(self, request: Callable[[], T]) -> T:
+        """The request's answer, whole."""
+        with held_back():
+            return request()
+
+
+class PatientClient(AskedClient):
     """MLflow's client; a request that the server does not answer is made again, for a while.
 
     Args:
@@ -64,23 +80,12 @@ class PatientClient:
     """
 
     def __init__(self, client: MlflowClient, uri: str, seconds: float):
-        self._client, self._uri, self._seconds = client, uri, seconds
+        super().__init__(client)
+        self._uri, self._seconds = uri, seconds
         self._thread, self.waits = threading.get_ident(), False
         for name, value in ONE_TRY.items():
             os.environ.setdefault(name, value)
         self.meanwhile: Callable[[], AbstractContextManager[None]] = nullcontext
-
-    def __getattr__(self, name: str) -> Any:
-        """The client's methods, patient ones."""
-        found = getattr(self._client, name)
-        if not callable(found):
-            return found
-
-        @wraps(found)
-        def patient(*arguments: Any, **named: Any) -> Any:
-            return self.asked(lambda: found(*arguments, **named))
-
-        return patient
 
     def asked(self, request: Callable[[], T]) -> T:
         """The request's answer.

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from tasks.config.errors import ConfigError
+from tasks.config.errors import NO_YAML, ConfigError
 
 OVERRIDE = re.compile(r"^(?:\+{0,2}|~)(?P<path>[A-Za-z_]\w*(?:\.[\w-]+)+)=(?P<value>.*)$", re.DOTALL)
 ASSIGNMENT = re.compile(r"^(?P<name>[A-Za-z_]\w*)=(?P<value>.*)$", re.DOTALL)
@@ -142,14 +142,7 @@ def _value(text: str) -> Any:
     """As YAML, and text where that fails; numbers like 1e-5, which YAML 1.1 takes for text, are numbers."""
     try:
         value = yaml.safe_load(text)
-    except (
-        yaml.YAMLError,
-        ValueError,
-        LookupError,
-        AttributeError,
-        TypeError,
-        RecursionError,
-    ):  # PyYAML's, all of them
+    except NO_YAML:
         return text
     if isinstance(value, str):
         try:
