@@ -277,7 +277,7 @@ class RewardGroup:
             {
                 "uid": [prompt.uid for batch in batches for prompt in batch.prompts],
                 "prompt": [prompt.prompt for batch in batches for prompt in batch.prompts],
-                "sample_index": [index for batch in batches for index in batch.sample_index],
+                "sample_index": [key.sample_index for batch in batches for key in batch.keys],
             }
         )
         limit = self.config.max_missing_fraction
