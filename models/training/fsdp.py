@@ -97,8 +97,8 @@ class DiffusersFSDPEngine(PolicyForward):
         """
         prompts, index, latents = canary_batch(self.adapter, self.model_config, canary, self.device)
         timesteps = self.scheduler.timesteps[:1].to(self.device).expand(len(index))
-        text, extras = prompts.expand(index), prompts.expand_extras(index)
-        inputs = self.adapter.model_inputs(self.module, self.model_config, latents, timesteps, text, extras)
+        text = prompts.expand(index)
+        inputs = self.adapter.model_inputs(self.module, self.model_config, latents, timesteps, text)
         self._reduces_gradients(True)
         self.pass_through(*inputs).float().mean().backward()
         self.optimizer.zero_grad()

@@ -87,7 +87,7 @@ def micro_batch_of(
             COUNTED: counted.to(device) if 0 < number < len(counted) else None,
         }
     tensors["advantages"] = advantages.nan_to_num(0.0).to(device)
-    tensors |= samples.prompts.expand(samples.prompt_index) | samples.prompts.expand_extras(samples.prompt_index)
+    tensors |= samples.prompts.expand(samples.prompt_index)
     present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     return TensorDict(present, batch_size=[len(advantages)]), number
 
