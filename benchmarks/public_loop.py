@@ -160,7 +160,7 @@ def _compared(loop: PublicLoop, samples: Any, batch: int) -> dict[str, float]:
     from benchmarks.iteration import advantages_of
 
     index = samples.prompt_index
-    text = samples.prompts.expand(index) | samples.prompts.expand_extras(index)
+    text = samples.prompts.expand(index)
     scores = advantages_of(len(samples)).to("cuda")
     losses, distances = [], []
     for rows in torch.arange(len(samples), device="cuda").split(batch):

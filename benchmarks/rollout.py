@@ -177,13 +177,13 @@ def replay_distance(engine: Any, trajectories: Trajectories, pipeline: Diffusion
     adapter, device = engine.adapter, engine.device
     config = replace(engine.model_config, pipeline=pipeline)
     moved = trajectories.to(device)
-    text, extras = moved.prompts.expand(moved.prompt_index), moved.prompts.expand_extras(moved.prompt_index)
+    text = moved.prompts.expand(moved.prompt_index)
     scheduler = adapter.build_scheduler(config)
     distances = []
     with torch.no_grad():
         for step in range(len(moved.window)):
             one = moved.step(step)
-            inputs = adapter.model_inputs(engine.transformer, config, one.latents, one.timesteps, text, extras)
+            inputs = adapter.model_inputs(engine.transformer, config, one.latents, one.timesteps, text)
             given = {"latents": one.latents, "timesteps": one.timesteps}
             log_prob, *_ = adapter.forward_and_sample_previous_step(
                 engine.transformer, scheduler, config, *inputs, given, 0

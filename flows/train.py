@@ -13,41 +13,35 @@ if __name__ == "__main__":  # before the imports that take seconds, so that a wr
     main("train")
 
 import time
-from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
 
-import numpy as np
-import pandas as pd
 from prefect import flow
 from prefect.states import Completed, State
 
 from flows.names import name_training
-from models.algorithms.rollout_correction import too_far_apart
-from models.training.engine import FIRST_RATIO, HeldWeights
+from models.training.engine import HeldWeights
 from tasks.actors.trainer_group import Synced
 from tasks.config.common import CommonSettings, combined
 from tasks.config.tree import NO_OVERRIDES, TrainConfig, TrainOverrides
 from tasks.records.flow_page import flow_page, page_logger
 from tasks.records.metrics import (
-    behind_metrics,
     compute_throughput_metrics_diffusion,
     compute_timing_metrics_diffusion,
     cost_metrics,
     orchestration_metrics,
 )
-from tasks.records.pictures import WIDEST_GRID, grid
-from tasks.records.tracking import STEP_MARK
 from tasks.run.collect import Iteration, SampledIteration, collect, finish_ahead, submit
-from tasks.run.held_out_grids import keep_grid, remove_old
+from tasks.run.held_out_grids import keep_grid
 from tasks.run.instruments import memory_metrics, profiled
 from tasks.run.iteration_prompts import have_encoded
-from tasks.run.note import write_note
+from tasks.run.iteration_record import validation_records, write_record
+from tasks.run.loss_checks import check_first_ratio
 from tasks.run.opening import apply_overrides, open_run, recorded_config
 from tasks.run.parts import in_parts
 from tasks.run.preflight import check_inputs
 from tasks.run.progress import Progress
+from tasks.run.schedule import is_exported, is_measured, is_saved, is_validated
 from tasks.run.summary import Summary, keep_good_weights, register_export, summarise
 from tasks.run.training import TrainingRun
 from tasks.run.watching import stop_if_flagged, watch_floor, watch_guards
@@ -97,7 +91,7 @@ def fit(run: TrainingRun) -> tuple[Summary, str]:
         run.warm_up()
     if run.is_online and run.iteration == 0 and settings.val_before_train and not run.recorded(0):
         result = validate_weights(run, clock)
-        run.tracker.log_step(0, result.metrics(), *_validation_records(result))
+        run.tracker.log_step(0, result.metrics(), *validation_records(result))
         run.report.add(0, result.metrics())
         run.report.add_validation(0, result)
         run.report.write()
@@ -109,7 +103,7 @@ def fit(run: TrainingRun) -> tuple[Summary, str]:
         nonlocal ahead, clock
         metrics, ahead = iterate(run, number, ahead, clock)
         clock = clock.followed(number + 1)
-        if _is_measured(run, number):
+        if is_measured(run.config, number):
             with clock.stage(WAITING):
                 run.behind.settle()
             stop_if_flagged(run.config, run.guards, number)
@@ -171,7 +165,7 @@ def update_and_save(run: TrainingRun, iteration: Iteration, clock: Stopwatch) ->
         if warning:
             page_logger().warning(warning)
     run.iteration = iteration.number
-    if _due(iteration.number, settings.save_freq, run):
+    if is_saved(run.config, iteration.number):
         state = run.state(iteration.number, run.learned)
         behind = partial(clock.stage_behind, "save_checkpoint") if settings.async_checkpoint else None
         save_checkpoint(clock, run.store, run.trainer, state, behind)
@@ -182,8 +176,8 @@ def log_iteration(run: TrainingRun, iteration: Iteration, metrics: dict[str, flo
 
     Returns once the record of the iteration before is whole: no more than one is written behind.
     """
-    settings, number, images = run.config.trainer, iteration.number, len(iteration.advantages)
-    validation = validate_weights(run, clock) if run.is_online and _due(number, settings.test_freq, run) else None
+    number, images = iteration.number, len(iteration.advantages)
+    validation = validate_weights(run, clock) if run.is_online and is_validated(run.config, number) else None
     metrics |= validation.metrics() if validation else {}
     held_out = validation.samples if validation else None
     metrics |= watch_guards(run.config, run.guards, run.tracker, run.iteration, metrics, held_out)
@@ -192,7 +186,7 @@ def log_iteration(run: TrainingRun, iteration: Iteration, metrics: dict[str, flo
     if run.is_online:
         watch_floor(run.online.floor, run.tracker, run.iteration, metrics)
     metrics["cost/images"] = float(number * images)
-    if _is_exported(number, run) and run.moved:
+    if is_exported(run.config, number) and run.moved:
         register_export(clock, run)
     with clock.stage("memory"):
         metrics |= memory_metrics(run.actor_groups())
@@ -204,45 +198,6 @@ def log_iteration(run: TrainingRun, iteration: Iteration, metrics: dict[str, flo
         metrics |= run.utilisation.metrics(iteration.batches, metrics, clock.seconds)
     metrics |= {} if run.machines is None else run.machines.metrics()
     run.record = run.behind.submit(write_record, run, iteration, dict(metrics), validation, clock)
-
-
-def write_record(
-    run: TrainingRun, iteration: Iteration, metrics: dict[str, float], validation: Validation | None, clock: Stopwatch
-) -> None:
-    """Log an iteration, behind the run: all that was given to write before it is on the disk.
-
-    Its last request ends the iteration: killed before it, the iteration's record is made again, from what is kept of
-    its samples and its checkpoint.
-    """
-    number = iteration.number
-    with clock.stage_behind("log"):
-        pictures, tables = _validation_records(validation)
-        if iteration.pictures:
-            columns = min(run.config.actor_rollout_ref.rollout.n, WIDEST_GRID)
-            pictures["samples"] = grid(np.stack(iteration.pictures), columns=columns)
-        tables["samples"] = iteration.samples
-        run.tracker.log_files(number, pictures, tables, {"pictures": iteration.pictures})
-        remove_old(run.config, run.tracker)
-    with clock.stage_behind("report"):
-        show_iteration(run, iteration, metrics, validation)
-    behind = behind_metrics(clock.behind)
-    run.tracker.log_step(number, metrics | behind | run.report.metrics())
-    run.report.add(number, behind)
-    if validation:
-        write_note(run)
-    run.forget_stages()
-
-
-def show_iteration(
-    run: TrainingRun, iteration: Iteration, metrics: Mapping[str, float], validation: Validation | None
-) -> None:
-    """Give the iteration to the run's page, and write that where there was a validation."""
-    number = iteration.number
-    run.report.add(number, {**metrics, STEP_MARK: float(number)})
-    run.report.add_samples(number, iteration.samples, iteration.pictures)
-    if validation is not None:
-        run.report.add_validation(number, validation)
-        run.report.write()
 
 
 def sample_again(run: TrainingRun, clock: Stopwatch) -> SampledIteration | None:
@@ -281,43 +236,11 @@ def validate_weights(run: TrainingRun, clock: Stopwatch) -> Validation:
     return result
 
 
-def check_first_ratio(config: TrainConfig, learned: Mapping[str, float], lag: float) -> str | None:
-    """A warning where rounding takes much of the clip range, from the metrics of a process's first update.
-
-    Nothing is said of a loss that clips no ratio of log-probs, and of recorded log-probs that are `lag` updates older
-    than the weights: their ratios differ from 1 for another reason.
-
-    Raises:
-        RatioError: it is more than `trainer.max_logprob_difference` allows.
-    """
-    deviation, bypass = learned.get(f"actor/{FIRST_RATIO}"), config.algorithm.rollout_correction.bypass_mode
-    if deviation is None or "actor/pg_clipfrac" not in learned or (lag and bypass):
-        return None
-    clip_ratio = config.actor_rollout_ref.actor.diffusion_loss.clip_ratio
-    return too_far_apart(deviation, clip_ratio, config.trainer.max_logprob_difference, bypass)
-
-
 def _is_sampled_ahead(run: TrainingRun, iteration: int) -> bool:
     """Is it to be sampled during the update before it? Not if an earlier process of this run has sampled it."""
     settings = run.config.trainer
     due = settings.one_step_off_policy and iteration <= settings.total_training_steps
     return due and not run.stages.has_rollout(iteration)
-
-
-def _is_measured(run: TrainingRun, iteration: int) -> bool:
-    """Is it validated or exported, so that all of it is to be on the disk before the next one goes on?"""
-    return _is_exported(iteration, run) or _due(iteration, run.config.trainer.test_freq, run)
-
-
-def _is_exported(iteration: int, run: TrainingRun) -> bool:
-    """Are weights to be registered after it, besides those of the end?"""
-    every = run.config.trainer.export_freq
-    return every > 0 and iteration % every == 0
-
-
-def _due(iteration: int, every: int, run: TrainingRun) -> bool:
-    last = iteration == run.config.trainer.total_training_steps
-    return last or (every > 0 and iteration % every == 0)
 
 
 def _time_metrics(run: TrainingRun, clock: Stopwatch, images: int) -> dict[str, float]:
@@ -331,9 +254,3 @@ def _time_metrics(run: TrainingRun, clock: Stopwatch, images: int) -> dict[str, 
         | orchestration_metrics(seconds)
         | run.spent
     )
-
-
-def _validation_records(result: Validation | None) -> tuple[dict[str, Any], dict[str, pd.DataFrame]]:
-    if result is None:
-        return {}, {}
-    return {"validation": result.sheet}, {"validation": result.samples}

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
-from models.families.base import DiffusionModelBase, DiffusionModelConfig
+from models.families.base import TEXT, DiffusionModelBase, DiffusionModelConfig
 from models.families.latents import component_config
 from models.weights.trainable import kept_in_fp32, make_trainable, trainable
 
@@ -150,14 +150,13 @@ def _velocity(
     constant_half: bool,
 ) -> Callable[[], Tensor]:
     index = torch.zeros(samples, dtype=torch.long)
-    table = prompts.to("meta")
-    text, extras = table.expand(index), table.expand_extras(index)
-    text |= {name: mask for name, mask in prompts.expand(index).items() if name.endswith("mask")}  # these are read
+    text, held = prompts.to("meta").expand(index), prompts.expand(index)
+    text |= {name: held[name] for name in TEXT if name.endswith("mask")}  # these are read
     latents = torch.empty(samples, *adapter.latent_shape(model_config), device="meta")
     timestep = torch.empty(samples, device="meta")
 
     def velocity() -> Tensor:
-        inputs = adapter.model_inputs(module, model_config, latents, timestep, text, extras)
+        inputs = adapter.model_inputs(module, model_config, latents, timestep, text)
         if not (constant_half and inputs[1] is not None and torch.is_grad_enabled()):
             return adapter.predict_velocity(module, model_config, *inputs)
         with torch.no_grad():

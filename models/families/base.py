@@ -8,7 +8,7 @@ folder's model_index.json. Registered for an architecture alone, an adapter serv
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 UNCONDITIONAL = "unconditional"
 """Name under which samples carry the half of the guidance without the prompt."""
+
+TEXT = ("prompt_embeds", "prompt_embeds_mask", "negative_prompt_embeds", "negative_prompt_embeds_mask")
+"""What `prepare_model_inputs` takes of every family's text by name."""
 
 OPTIONAL_PIPELINE_FIELDS: dict[str, float | None] = {"true_cfg_scale": 1.0, "guidance_scale": None, "num_frames": None}
 """Fields of `rollout.pipeline` that only some families read, and the value with which each says nothing."""
@@ -205,18 +208,18 @@ class DiffusionModelBase(ABC):
         model_config: DiffusionModelConfig,
         latents: Tensor,
         timesteps: Tensor,
-        text: Mapping[str, Any],
         micro_batch: "TensorDict | dict[str, Any]",
         step: int = 0,
     ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """`prepare_model_inputs` as every engine asks for it: with the picture's size in the micro-batch, and nothing
-        for a negative prompt where there is no guidance.
+        """`prepare_model_inputs` as every engine asks for it: with the text out of the micro-batch, the picture's size
+        in it, and nothing for a negative prompt where there is no guidance.
 
         Args:
             latents: [B, W+1, ...] or [B, ...], as `prepare_model_inputs` takes them.
             timesteps: [B, W] or [B], likewise.
-            text: the four embeddings and masks by the names of `prepare_model_inputs`.
+            micro_batch: at least the samples' rows of a prompt table, `PromptTable.expand`.
         """
+        text: dict[str, Any] = {name: micro_batch.get(name) for name in TEXT}
         size = {"height": model_config.pipeline.height, "width": model_config.pipeline.width}
         given = micro_batch.copy()
         for name, number in (size | {"vae_scale_factor": vae_factor(model_config.path)}).items():

@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from models.families.base import DiffusionModelBase, DiffusionModelConfig
-from models.samples.trajectories import (
-    PromptTable,
-)
+from models.samples.trajectories import PromptTable
 
 if TYPE_CHECKING:
     Velocity = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
@@ -44,12 +42,12 @@ def halves_field(
 ) -> "Velocity":
     """The network's outputs of latents [B, ...] at a timestep (scalar or [B]) with the prompt and, where there is
     guidance, without it. `one_pass` as in `predict_halves`."""
-    text, extras = prompts.expand(prompt_index), prompts.expand_extras(prompt_index)
+    text = prompts.expand(prompt_index)
 
     def halves(latents: Tensor, timestep: Tensor) -> tuple[Tensor, Tensor | None]:
         # A path of one step: an adapter may index it as it does the trainer's.
         path, timesteps = latents[:, None], timestep.expand(len(latents))[:, None]
-        inputs, negative = adapter.model_inputs(module, model_config, path, timesteps, text, extras)
+        inputs, negative = adapter.model_inputs(module, model_config, path, timesteps, text)
         return adapter.predict_halves(module, inputs, negative, one_pass)
 
     return halves

@@ -48,18 +48,17 @@ class PromptTable:
         return self.prompt_embeds.shape[1], 0 if negative is None else negative.shape[1]
 
     def expand(self, index: Tensor) -> dict[str, Any]:
-        """Rows for samples: `index` [B] points into the P prompts; keys as `prepare_model_inputs` names them."""
+        """Rows for samples, [B, ...] each: the table's fields, None where it has none, and its extras by their names.
+
+        `index` [B] points into the P prompts.
+        """
         negative, negative_mask = self.negative_prompt_embeds, self.negative_prompt_embeds_mask
         return {
             "prompt_embeds": self.prompt_embeds[index],
             "prompt_embeds_mask": self.prompt_embeds_mask[index],
             "negative_prompt_embeds": None if negative is None else _of_all_or_each(negative, index),
             "negative_prompt_embeds_mask": None if negative_mask is None else _of_all_or_each(negative_mask, index),
-        }
-
-    def expand_extras(self, index: Tensor) -> dict[str, Tensor]:
-        """The extras' rows for samples, [B, ...] each: part of `prepare_model_inputs`' micro_batch."""
-        return {
+        } | {
             name: _of_all_or_each(tensor, index) if name.startswith("negative_") else tensor[index]
             for name, tensor in self.extras.items()
         }

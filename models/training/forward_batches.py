@@ -3,7 +3,7 @@
 
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ from torch import Tensor
 from models.algorithms.losses import EMA_VELOCITY, OLD_VELOCITY, REF_VELOCITY, VELOCITIES
 from models.algorithms.old_policy import is_copied
 from models.samples.trajectories import FinishedLatents
-from models.training.micro_batches import ActorBatch, PreparedBatch, micro_batch_of
+from models.training.micro_batches import ActorBatch, micro_batch_of
 from models.training.noised import NoisedLatents, noise_latents
 from models.training.policy import PolicyForward
 
@@ -25,7 +25,9 @@ KEPT_ON_DEVICE = 1 << 26
 own. The way to the CPU and back is one of those things that the GPU of a small model waits for."""
 
 
-def noised_batch(engine: PolicyForward, batch: ActorBatch, config: "ForwardProcessConfig", size: int) -> PreparedBatch:
+def noised_batch(
+    engine: PolicyForward, batch: ActorBatch[FinishedLatents], config: "ForwardProcessConfig", size: int
+) -> ActorBatch[NoisedLatents]:
     """What the loss chooses of a batch's samples, noised, with the velocities that it compares with.
 
     Every rank makes this call, and every rank gets as many pieces: one that has fewer samples than others gets idle
@@ -37,7 +39,7 @@ def noised_batch(engine: PolicyForward, batch: ActorBatch, config: "ForwardProce
         size: most samples in a piece, each with its `levels_per_pass` rows; pairs stay together.
     """
     unit = 2 if engine.loss_fn.paired else 1
-    finished = FinishedLatents.join([cast(FinishedLatents, samples) for samples, _ in batch.parts])
+    finished = FinishedLatents.join([samples for samples, _ in batch.parts])
     advantages = torch.cat([row for _, row in batch.parts])
     chosen = engine.loss_fn.prepare_actor_batch(finished, advantages, engine.actor_config)
     idle = finished.scored(torch.arange(unit) % len(finished), torch.full_like(advantages, torch.nan))
@@ -54,7 +56,7 @@ def noised_batch(engine: PolicyForward, batch: ActorBatch, config: "ForwardProce
     if sum(piece.noise.nbytes for piece in pieces) <= KEPT_ON_DEVICE:
         pieces = [piece.to(engine.device) for piece in pieces]
     pieces = _compared(engine, pieces, rows, config)
-    return PreparedBatch(list(zip(pieces, rows, strict=True)), counted * together)
+    return ActorBatch(list(zip(pieces, rows, strict=True)), counted * together)
 
 
 def _compared(

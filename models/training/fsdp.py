@@ -28,7 +28,8 @@ from models.training.checkpoint import EngineCheckpoint
 from models.training.engine import LOG_PROB_DISTANCES, TRAINING_ENGINES, HeldWeights
 from models.training.forward_batches import noised_batch
 from models.training.gradients import NonfiniteSteps, average_whole, clip_gradients
-from models.training.micro_batches import ActorBatch, PreparedBatch, WeightedMetrics, micro_batch_of
+from models.training.micro_batches import ActorBatch, WeightedMetrics, micro_batch_of
+from models.training.noised import NoisedLatents
 from models.training.policy import PolicyForward, load_teacher
 from models.training.schedules import build_lr_scheduler
 from models.training.sequence_parallel import sequence_mesh, split_sequences
@@ -96,8 +97,8 @@ class DiffusersFSDPEngine(PolicyForward):
         """
         prompts, index, latents = canary_batch(self.adapter, self.model_config, canary, self.device)
         timesteps = self.scheduler.timesteps[:1].to(self.device).expand(len(index))
-        text, extras = prompts.expand(index), prompts.expand_extras(index)
-        inputs = self.adapter.model_inputs(self.module, self.model_config, latents, timesteps, text, extras)
+        text = prompts.expand(index)
+        inputs = self.adapter.model_inputs(self.module, self.model_config, latents, timesteps, text)
         self._reduces_gradients(True)
         self.pass_through(*inputs).float().mean().backward()
         self.optimizer.zero_grad()
@@ -144,18 +145,20 @@ class DiffusersFSDPEngine(PolicyForward):
             "nonfinite_steps": left_out,
         }
 
-    def _prepared(self, batch: ActorBatch) -> PreparedBatch:
-        """The batch's pieces, before the first optimiser step: what is compared with belongs to the weights of now."""
+    def _prepared(self, batch: ActorBatch) -> ActorBatch[Trajectories | NoisedLatents]:
+        """Its micro-batches, before the first optimiser step: what is compared with belongs to the weights of now."""
         size = self.actor_config.micro_batch
         if self.loss_fn.process == "reverse":
-            return batch.prepared(size)
+            return batch.cut(size)
         assert self._forward_config, "a loss of the forward process needs the engine's forward_config"
         return noised_batch(self, batch, self._forward_config, size)
 
-    def _accumulate_gradients(self, batch: PreparedBatch, collected: WeightedMetrics, first: bool) -> int:
+    def _accumulate_gradients(
+        self, batch: ActorBatch[Trajectories | NoisedLatents], collected: WeightedMetrics, first: bool
+    ) -> int:
         """How many samples times timesteps counted."""
         total = 0
-        for number, (samples, advantages) in enumerate(batch.pieces):
+        for number, (samples, advantages) in enumerate(batch.parts):
             if not first and isinstance(samples, Trajectories):  # the weights that the rollout sampled with are gone
                 samples = replace(samples, unconditional=None)
             steps, on_device = samples.steps, samples.to(self.device)
@@ -165,7 +168,7 @@ class DiffusersFSDPEngine(PolicyForward):
                 # mini-batch's counted samples and timesteps. Of ranks that share their samples each has the gradient of
                 # its own tokens: there FSDP's sum is what is wanted.
                 scale = counted * dist.get_world_size() / (batch.global_count * steps)
-                self._reduces_gradients(number == len(batch.pieces) - 1 and step == steps - 1)
+                self._reduces_gradients(number == len(batch.parts) - 1 and step == steps - 1)
                 loss, metrics = self.forward_step(micro_batch, self.loss_fn)
                 (loss * scale).backward()
                 distances = {name: metrics.pop(name) for name in LOG_PROB_DISTANCES if name in metrics}
@@ -200,7 +203,7 @@ class DiffusersFSDPEngine(PolicyForward):
         names = {"log_probs": "log_probs"} | ({"means": "prev_sample_mean"} if with_means else {})
         batch = ActorBatch([(trajectories, torch.zeros(len(trajectories)))], len(trajectories))
         pieces: list[dict[str, Tensor]] = []
-        for piece, zeros in batch.prepared(self.actor_config.micro_batch).pieces:
+        for piece, zeros in batch.cut(self.actor_config.micro_batch).parts:
             steps, on_device = [], piece.to(self.device)
             for step in range(piece.steps):
                 micro_batch, _ = micro_batch_of(on_device.step(step), zeros, self.device)

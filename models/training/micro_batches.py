@@ -4,63 +4,52 @@
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from models.algorithms.losses import IS_WEIGHTS, OLD_MEAN
 from models.families.base import UNCONDITIONAL
-from models.samples.trajectories import FinishedLatents, Trajectories
+from models.samples.trajectories import Samples, Trajectories
 from models.training.noised import NoisedLatents
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
+S = TypeVar("S", bound=Samples, covariant=True)
 COUNTED = "counted"
 """Which samples [B] of a micro-batch count, where not all do: the others are computed with them and in no mean."""
 
 
 @dataclass(frozen=True)
-class ActorBatch:
+class ActorBatch(Generic[S]):
     """What one rank trains on in one optimiser step.
 
     Attributes:
-        parts: this rank's samples as they were sampled, each batch with its advantages [B]. A NaN advantage (a
-            missing reward) leaves the sample out, a NaN in the trajectories' `is_weights` that step of it.
+        parts: this rank's samples, each batch with its advantages [B]: trajectories or finished latents as they were
+            sampled, or trajectories or noised latents as micro-batches. A NaN advantage (a missing reward) leaves the
+            sample out, a NaN in the trajectories' `is_weights` that step of it.
         global_count: samples of the mini-batch that count, over all ranks; one of which only some steps count is that
-            part of a sample. Not read by losses of the forward process, which choose for themselves.
+            part of a sample. Losses of the forward process choose, and count, for themselves.
     """
 
-    parts: Sequence[tuple[Trajectories | FinishedLatents, Tensor]]
+    parts: Sequence[tuple[S, Tensor]]
     global_count: float
 
-    def prepared(self, size: int) -> "PreparedBatch":
-        """The trajectories, cut where they are larger than `size` and never merged: a merged batch is padded and
-        blocked differently, and would not replay its log-probs to the last bit."""
-        pieces: list[tuple[Any, Tensor]] = []
+    def cut(self, size: int) -> "ActorBatch[S]":
+        """The same as micro-batches of at most `size` samples; what is smaller is never merged: a merged batch is
+        padded and blocked differently, and would not replay its log-probs to the last bit."""
+        pieces: list[tuple[S, Tensor]] = []
         for samples, advantages in self.parts:
             for index in torch.arange(len(samples)).split(size):
                 pieces.append((samples.rows(index), advantages[index]))
-        return PreparedBatch(pieces, self.global_count)
-
-
-@dataclass(frozen=True)
-class PreparedBatch:
-    """An optimiser step's micro-batches, and over how many samples of all ranks they are averaged.
-
-    Attributes:
-        pieces: samples with their advantages [B], NaN where one does not count.
-        global_count: see `ActorBatch`.
-    """
-
-    pieces: Sequence[tuple[Trajectories | NoisedLatents, Tensor]]
-    global_count: float
+        return ActorBatch(pieces, self.global_count)
 
     @property
     def records_unconditional(self) -> bool:
         """Do the samples bring the half of the guidance without the prompt?"""
-        return any(isinstance(s, Trajectories) and s.unconditional is not None for s, _ in self.pieces)
+        return any(isinstance(s, Trajectories) and s.unconditional is not None for s, _ in self.parts)
 
 
 def micro_batch_of(
@@ -98,7 +87,7 @@ def micro_batch_of(
             COUNTED: counted.to(device) if 0 < number < len(counted) else None,
         }
     tensors["advantages"] = advantages.nan_to_num(0.0).to(device)
-    tensors |= samples.prompts.expand(samples.prompt_index) | samples.prompts.expand_extras(samples.prompt_index)
+    tensors |= samples.prompts.expand(samples.prompt_index)
     present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     return TensorDict(present, batch_size=[len(advantages)]), number
 

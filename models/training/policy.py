@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from models.config.actor import DiffusionActorConfig
 
 STEPWISE_DATA = ("old_log_probs", OLD_MEAN, IS_WEIGHTS, "noise", "sigmas", *VELOCITIES)
-TEXT = ("prompt_embeds", "prompt_embeds_mask", "negative_prompt_embeds", "negative_prompt_embeds_mask")
 
 
 class PolicyForward:
@@ -171,10 +170,14 @@ class PolicyForward:
         and so is computed in the same passes."""
         if "noisy_latents" in data:
             timesteps = data["sigmas"] * self.scheduler.config.num_train_timesteps
-            inputs, negative = self._inputs(module, micro_batch, data["noisy_latents"], timesteps, step)
+            inputs, negative = self.adapter.model_inputs(
+                module, self.model_config, data["noisy_latents"], timesteps, micro_batch, step
+            )
             half = self._fixed_half(micro_batch, negative, step) if learning else None
             return {"velocity": self.adapter.predict_velocity(module, self.model_config, inputs, negative, half)}
-        inputs, negative = self._inputs(module, micro_batch, micro_batch["latents"], micro_batch["timesteps"], step)
+        inputs, negative = self.adapter.model_inputs(
+            module, self.model_config, micro_batch["latents"], micro_batch["timesteps"], micro_batch, step
+        )
         replayed: dict[str, Any] = {name: micro_batch[name] for name in ("latents", "timesteps")}
         replayed |= {f"all_{name}": replayed[name] for name in ("latents", "timesteps")}  # the reference system's names
         replayed[UNCONDITIONAL] = self._fixed_half(micro_batch, negative, step) if learning else None
@@ -193,12 +196,6 @@ class PolicyForward:
             return recorded[:, step]
         with torch.no_grad():
             return self.adapter.denoise(self.module, negative)
-
-    def _inputs(
-        self, module: nn.Module, micro_batch: TensorDict, latents: Tensor, timesteps: Tensor, step: int
-    ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        text = {name: micro_batch.get(name) for name in TEXT}
-        return self.adapter.model_inputs(module, self.model_config, latents, timesteps, text, micro_batch, step)
 
     def _compared_means(
         self, loss_function: DiffusionLossFn, micro_batch: TensorDict, data: dict[str, Tensor], step: int

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What passes between the driver and the processes of a run, by name."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -12,6 +11,7 @@ import torch
 
 from models.errors import DoubleflowError
 from models.samples.trajectories import FinishedLatents
+from models.schedulers.noise_keys import NoiseKey
 from models.weights.canary import Canary, CanaryLimits
 
 R = TypeVar("R", bound=NamedTuple)
@@ -107,37 +107,33 @@ class PolicyWeights:
 
 
 @dataclass(frozen=True)
+class RankBatch:
+    """One batch of samples, as a trainer rank learns from it.
+
+    Attributes:
+        samples: trajectories or finished latents; of what was sampled a reference.
+        keys: of its samples, in the order of the advantages.
+        advantages: [B], NaN where a sample is left out.
+        old: the trainer's own scores; None where the rollout's are the old ones.
+    """
+
+    samples: ray.ObjectRef | FinishedLatents
+    keys: tuple[NoiseKey, ...]
+    advantages: np.ndarray
+    old: "OldBatch | None"
+
+
+@dataclass(frozen=True)
 class RankMiniBatch:
     """One rank's share of one optimiser step.
 
     Attributes:
-        positions: which of the batches handed to the rank.
-        advantages: of each of those batches, [B].
+        parts: its batches.
         global_count: samples that count, over all ranks; see `ActorBatch`.
     """
 
-    positions: tuple[int, ...]
-    advantages: tuple[np.ndarray, ...]
+    parts: tuple[RankBatch, ...]
     global_count: float
-
-
-@dataclass(frozen=True)
-class RankUpdate:
-    """What one trainer rank learns from in one iteration.
-
-    Attributes:
-        mini_batches: one optimiser step each, in order; positions count in `batches`.
-        epochs: passes over them.
-        batches: the batches' trajectories or finished latents, of what was sampled as references.
-        samples: of each batch (uid, index) of its samples, in the order of the advantages.
-        old: the trainer's own scores of each batch; None where the rollout's are the old ones.
-    """
-
-    mini_batches: Sequence[RankMiniBatch]
-    epochs: int
-    batches: Sequence[ray.ObjectRef | FinishedLatents]
-    samples: Sequence[tuple[tuple[str, int], ...]]
-    old: "Sequence[OldBatch] | None" = None
 
 
 @dataclass(frozen=True)

@@ -179,13 +179,12 @@ class RewardPool:
                 answer = self._answer(call)
             except (RayTaskError, RayActorError) as error:
                 cause = cause or error
-                answer = RewardResult(np.full(call.size, np.nan), {"error": [self._reason(error)] * call.size}), 0.0
+                answer = RewardResult(np.full(call.size, np.nan), {"error": [self._reason(error)] * call.size})
             if isinstance(answer, RewardError):
                 raise answer
-            result, seconds = answer
-            details = {f"{self.name}/{detail}": values for detail, values in result.details.items()}
-            frames.append(pd.DataFrame({f"reward/{self.name}": result.scores.astype(np.float32)} | details))
-            busy += seconds
+            details = {f"{self.name}/{detail}": values for detail, values in answer.details.items()}
+            frames.append(pd.DataFrame({f"reward/{self.name}": answer.scores.astype(np.float32)} | details))
+            busy += answer.seconds
         table = joined_calls(frames)
         self._check_missing(table, max_missing_fraction, cause)
         return table, busy
@@ -277,7 +276,7 @@ class RewardGroup:
             {
                 "uid": [prompt.uid for batch in batches for prompt in batch.prompts],
                 "prompt": [prompt.prompt for batch in batches for prompt in batch.prompts],
-                "sample_index": [index for batch in batches for index in batch.sample_index],
+                "sample_index": [key.sample_index for batch in batches for key in batch.keys],
             }
         )
         limit = self.config.max_missing_fraction

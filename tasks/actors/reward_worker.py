@@ -4,6 +4,7 @@
 import faulthandler
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -45,13 +46,11 @@ class RewardWorker:
         """The reward's version, once its models are loaded."""
         return self.reward.version
 
-    def score(
-        self, first: int, prompts: Sequence[ScoredPrompt], *shards: np.ndarray
-    ) -> tuple[RewardResult, float] | RewardError:
+    def score(self, first: int, prompts: Sequence[ScoredPrompt], *shards: np.ndarray) -> RewardResult | RewardError:
         """Score len(prompts) samples, from the `first` of these rollout batches on.
 
         Returns:
-            (scores, seconds it took), or the RewardError of a reward that cannot be used so: no retry would help.
+            the scores, or the RewardError of a reward that cannot be used so: no retry would help.
         """
         joined = shards[0] if len(shards) == 1 else np.concatenate(shards)
         self.reward = self._current_reward()
@@ -68,4 +67,4 @@ class RewardWorker:
             raise
         finally:
             faulthandler.cancel_dump_traceback_later()
-        return result, time.perf_counter() - start
+        return replace(result, seconds=time.perf_counter() - start)

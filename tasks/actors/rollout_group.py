@@ -32,7 +32,7 @@ class PendingBatch:
 
     Attributes:
         prompts: the prompt of each sample.
-        sample_index: which of its prompt's samples each one is.
+        keys: the noise key of each sample.
         trajectories, seconds: of `RolloutReply`, as references; in place of trajectories finished latents, where the
             loss noises them again.
         text: tokens of the denoiser's text and of its negative prompt, 0 where there is none.
@@ -41,7 +41,7 @@ class PendingBatch:
     """
 
     prompts: tuple[Prompt, ...]
-    sample_index: tuple[int, ...]
+    keys: tuple[NoiseKey, ...]
     text: tuple[int, int]
     trajectories: ray.ObjectRef
     pictures: ray.ObjectRef | None
@@ -49,23 +49,19 @@ class PendingBatch:
     seconds: ray.ObjectRef
     worker: int
 
-    @property
-    def samples(self) -> tuple[tuple[str, int], ...]:
-        """(prompt uid, index) of each sample, as its noise key names it."""
-        return tuple((prompt.uid, index) for prompt, index in zip(self.prompts, self.sample_index, strict=True))
-
-
-Part = Sequence[tuple[Prompt, int]]
-"""The samples of one batch: the prompt, and which of the prompt's samples it is."""
-
 
 def pending_batch(
-    part: Part, text: tuple[int, int], reply: RolloutReply, outputs: frozenset[str], worker: int
+    prompts: Mapping[str, Prompt],
+    keys: tuple[NoiseKey, ...],
+    text: tuple[int, int],
+    reply: RolloutReply,
+    outputs: frozenset[str],
+    worker: int,
 ) -> PendingBatch:
-    """A batch from the references to a worker's reply."""
+    """A batch from the references to a worker's reply; `prompts` are the iteration's by uid."""
     return PendingBatch(
-        tuple(prompt for prompt, _ in part),
-        tuple(index for _, index in part),
+        tuple(prompts[key.prompt_uid] for key in keys),
+        keys,
         text,
         reply.recorded,
         reply.pictures if PICTURES in outputs else None,
@@ -75,7 +71,12 @@ def pending_batch(
     )
 
 
-def window_of_batch(part: Part, window: Sequence[int] | Mapping[str, Sequence[int]]) -> Sequence[int]:
+def by_uid(prompts: Sequence[Prompt]) -> dict[str, Prompt]:
+    """Prompts by the uid that noise keys name them by."""
+    return {prompt.uid: prompt for prompt in prompts}
+
+
+def window_of_batch(keys: Sequence[NoiseKey], window: Sequence[int] | Mapping[str, Sequence[int]]) -> Sequence[int]:
     """The stochastic steps of a batch's samples, which go through one loop.
 
     Raises:
@@ -83,7 +84,7 @@ def window_of_batch(part: Part, window: Sequence[int] | Mapping[str, Sequence[in
     """
     if not isinstance(window, Mapping):
         return window
-    windows = {prompt.uid: tuple(window[prompt.uid]) for prompt, _ in part} if window else {}
+    windows = {key.prompt_uid: tuple(window[key.prompt_uid]) for key in keys} if window else {}
     if len({*windows.values()}) > 1:
         raise ValueError(f"one batch holds prompts with different windows, {windows}: cut it so that it holds one")
     return next(iter(windows.values()), ())
@@ -148,26 +149,22 @@ class RolloutGroup:
         recording = self.recording
         if draw:
             recording = replace(recording, record_finished=False, outputs=recording.outputs | {PICTURES})
-        batches = []
-        for part in self.parts(prompts, n):
-            request = self._request(
-                part,
-                self.seed if seed is None else seed,
-                iteration,
-                window_of_batch(part, window),
-                pipeline,
-                recording,
-            )
+        batches, named = [], by_uid(prompts)
+        for keys in self.batch_keys(prompts, n, iteration, seed):
+            request = self._request(keys, window_of_batch(keys, window), pipeline, recording)
             worker = self.router.next_free()
             reply = ask(RolloutReply, self.group.actors[worker].generate, request, pipeline, self.weights)
-            batches.append(pending_batch(part, request.prompts.lengths, reply, recording.outputs, worker))
+            batches.append(pending_batch(named, keys, request.prompts.lengths, reply, recording.outputs, worker))
             self.router.taken(worker, batches[-1].seconds)
         return batches
 
-    def parts(self, prompts: Sequence[Prompt], n: int) -> list[Part]:
-        """How `n` samples of every prompt are cut into batches: the prompt and the sample index of each sample."""
-        samples, size = [(prompt, index) for prompt in prompts for index in range(n)], self.settings.batch_size
-        return [samples[start : start + size] for start in range(0, len(samples), size)]
+    def batch_keys(
+        self, prompts: Sequence[Prompt], n: int, iteration: int, seed: int | None = None
+    ) -> list[tuple[NoiseKey, ...]]:
+        """How `n` samples of every prompt are cut into batches: the noise keys of each; `seed` if not the run's own."""
+        seed, size = self.seed if seed is None else seed, self.settings.batch_size
+        keys = [NoiseKey(seed, iteration, prompt.uid, index) for prompt in prompts for index in range(n)]
+        return [tuple(keys[start : start + size]) for start in range(0, len(keys), size)]
 
     def on(self, embeddings: Embeddings) -> "RolloutGroup":
         """The same workers for the prompts of another data set."""
@@ -177,21 +174,16 @@ class RolloutGroup:
 
     def _request(
         self,
-        part: Part,
-        seed: int,
-        iteration: int,
+        keys: tuple[NoiseKey, ...],
         window: Sequence[int],
         pipeline: DiffusionPipelineConfig | None,
         recording: Recording,
     ) -> RolloutRequest:
-        uids = list(dict.fromkeys(prompt.uid for prompt, _ in part))
-        keys = tuple(NoiseKey(seed, iteration, prompt.uid, index) for prompt, index in part)
-        rows = torch.tensor([uids.index(prompt.uid) for prompt, _ in part])
-        table = self.prompt_table(uids, pipeline)
+        uids = list(dict.fromkeys(key.prompt_uid for key in keys))
         return RolloutRequest(
             keys=keys,
-            prompts=table,
-            prompt_index=rows,
+            prompts=self.prompt_table(uids, pipeline),
+            prompt_index=torch.tensor([uids.index(key.prompt_uid) for key in keys]),
             window=tuple(window),
             **vars(recording),
         )

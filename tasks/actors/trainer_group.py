@@ -17,7 +17,7 @@ from models.training.engine import HeldWeights
 from models.weights.canary import Agreement, Canary, CanaryLimits
 from tasks.actors.cluster import ActorGroup, RankPlaces
 from tasks.actors.interpreter import own_environment
-from tasks.actors.messages import GatheredWeights, OldBatch, RankMiniBatch, RankUpdate, Rescored, SentWeights, ask
+from tasks.actors.messages import GatheredWeights, OldBatch, RankMiniBatch, Rescored, SentWeights, ask
 from tasks.actors.rollout_group import PendingBatch, RolloutGroup
 from tasks.actors.trainer_rank import TrainerRank
 from tasks.actors.update_plan import NothingToLearn, OldScores, over_ranks, plan_updates
@@ -93,26 +93,11 @@ class TrainerGroup:
         """
         get(self._warming)  # its error is the update's
         self._warming = []
-        plans = plan_updates(
-            [len(batch.prompts) for batch in batches],
-            advantages,
-            self.mini_batch_samples,
-            len(self.group) // self.sharing,
-            None if old is None else old.kept(),
-        )
+        ranks, epochs = len(self.group) // self.sharing, self.actor_config.ppo_epochs
+        plans = plan_updates(batches, advantages, self.mini_batch_samples, ranks, old)
         check_plans(plans, advantages)
-        running = []
-        for number, actor in enumerate(self.group.actors):
-            mini_batches, used = plans[number // self.sharing]
-            given = RankUpdate(
-                mini_batches,
-                self.actor_config.ppo_epochs,
-                batches=[batches[i].trajectories for i in used],
-                samples=[batches[i].samples for i in used],
-                old=None if old is None else [old.batches[i] for i in used],
-            )
-            running.append(actor.update.remote(given))
-        return over_ranks(get(running))
+        actors = enumerate(self.group.actors)
+        return over_ranks(get([actor.update.remote(plans[rank // self.sharing], epochs) for rank, actor in actors]))
 
     def save(self, folder: Path) -> None:
         """Every rank writes its part of a checkpoint."""
@@ -165,14 +150,14 @@ class TrainerGroup:
         return Synced(agreement, size / 2**30)
 
 
-def check_plans(plans: Sequence[tuple[Sequence[RankMiniBatch], Sequence[int]]], advantages: np.ndarray) -> None:
+def check_plans(plans: Sequence[Sequence[RankMiniBatch]], advantages: np.ndarray) -> None:
     """An update without an optimiser step is one whose advantages were all left out on purpose, as NaN.
 
     Raises:
         NothingToLearn: it is not; every step of every sample with an advantage was rejected.
     """
     learnable = int(np.isfinite(advantages).sum())
-    if learnable and not any(plan for plan, _ in plans):
+    if learnable and not any(plans):
         raise NothingToLearn(
             f"of the {learnable} samples with an advantage algorithm.rollout_correction left none to train on: widen "
             "rollout_rs_threshold, or find out why rollout and trainer differ"

@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 from models.config.actor import DiffusionActorConfig, ForwardProcessConfig
 from models.families.base import DiffusionModelBase, DiffusionModelConfig
-from models.samples.trajectories import Trajectories
-from models.schedulers.noise_keys import NoiseKey
+from models.samples.trajectories import FinishedLatents, Trajectories
 from models.training.engine import HeldWeights, TrainingEngine, get_training_engine
 from models.training.micro_batches import ActorBatch
 from models.weights.buckets import buckets
@@ -22,7 +21,7 @@ from models.weights.canary import Canary, Proof
 from models.weights.digests import DigestBook
 from models.weights.trainable import export_weights
 from tasks.actors.memory import measures_gpu_memory
-from tasks.actors.messages import GatheredWeights, RankUpdate, Rescored, SampleMismatch, SentWeights
+from tasks.actors.messages import GatheredWeights, RankBatch, RankMiniBatch, Rescored, SampleMismatch, SentWeights
 from tasks.actors.weight_transport import Courier, Route
 from tasks.config.trainer import TrainerConfig
 
@@ -84,28 +83,14 @@ class TrainerRank:
         return Rescored((own.log_probs, trajectories.log_probs), own.means)
 
     @measures_gpu_memory("update_actor")
-    def update(self, given: RankUpdate) -> dict[str, float]:
+    def update(self, mini_batches: Sequence[RankMiniBatch], epochs: int) -> dict[str, float]:
         """One optimiser step for each mini-batch, `epochs` times over; metrics of this rank.
 
         Raises:
             SampleMismatch: the samples are not those that the advantages belong to.
         """
-        samples = _fetch(given.batches)
-        check_samples([batch.keys for batch in samples], given.samples)
-        if given.old is not None:
-            means = _fetch([old.means for old in given.old])
-            samples = [
-                replace(batch, log_probs=old.log_probs, is_weights=old.is_weights, means=mean)
-                for batch, old, mean in zip(samples, given.old, means, strict=True)
-            ]
-        batches = [
-            ActorBatch(
-                [(samples[i], torch.tensor(row)) for i, row in zip(step.positions, step.advantages, strict=True)],
-                step.global_count,
-            )
-            for step in given.mini_batches
-        ]
-        metrics = self.engine.update_policy(batches, given.epochs)
+        batches = [ActorBatch([part_of(batch) for batch in step.parts], step.global_count) for step in mini_batches]
+        metrics = self.engine.update_policy(batches, epochs)
         if self.gives_back:  # a rollout that sleeps meanwhile does it because both do not fit
             torch.cuda.empty_cache()
         return metrics
@@ -177,21 +162,23 @@ class TrainerRank:
             export_weights(DiffusionModelBase.get_class(self.model_config), self.model_config, weights, folder)
 
 
-def check_samples(keys: Sequence[Sequence[NoiseKey]], samples: Sequence[Sequence[tuple[str, int]]]) -> None:
-    """Of each batch the samples that came and those that its advantages were computed for, by uid and index.
+def part_of(given: RankBatch) -> tuple[Trajectories | FinishedLatents, torch.Tensor]:
+    """The batch's samples with the old scores that they are compared with, and their advantages [B].
 
     Raises:
-        SampleMismatch: they are not the same, or in another order.
+        SampleMismatch: the samples that came are not those that the advantages were computed for, or in another order.
     """
-    for number, (came, expected) in enumerate(zip(keys, samples, strict=True)):
-        found = tuple((key.prompt_uid, key.sample_index) for key in came)
-        if found != tuple(expected):
-            raise SampleMismatch(
-                f"batch {number} of an update has the samples {found[:3]}..., and its advantages belong to "
-                f"{tuple(expected[:3])}...: nothing was trained"
-            )
+    samples, old = _fetch(given.samples), given.old
+    if samples.keys != given.keys:
+        raise SampleMismatch(
+            f"a batch of an update has the samples {samples.keys[:3]}..., and its advantages belong to "
+            f"{given.keys[:3]}...: nothing was trained"
+        )
+    if old is not None:
+        samples = replace(samples, log_probs=old.log_probs, is_weights=old.is_weights, means=_fetch(old.means))
+    return samples, torch.tensor(given.advantages)
 
 
-def _fetch(given: Sequence[Any]) -> list[Any]:
-    """The values of what may be references."""
-    return [ray.get(one) if isinstance(one, ray.ObjectRef) else one for one in given]
+def _fetch(given: Any) -> Any:
+    """The value of what may be a reference."""
+    return ray.get(given) if isinstance(given, ray.ObjectRef) else given

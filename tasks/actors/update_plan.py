@@ -8,7 +8,9 @@ import numpy as np
 import torch
 
 from models.errors import DoubleflowError
-from tasks.actors.messages import OldBatch, RankMiniBatch
+from tasks.actors.messages import OldBatch, RankBatch, RankMiniBatch
+from tasks.actors.rollout_group import PendingBatch
+from tasks.data.pairs import PairBatch
 
 
 class NothingToLearn(DoubleflowError, RuntimeError):
@@ -44,43 +46,43 @@ def over_ranks(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def plan_updates(
-    batch_sizes: Sequence[int],
+    batches: Sequence[PendingBatch | PairBatch],
     advantages: np.ndarray,
     mini_batch_samples: int,
     world_size: int,
-    kept: np.ndarray | None = None,
-) -> list[tuple[list[RankMiniBatch], list[int]]]:
+    old: OldScores | None = None,
+) -> list[list[RankMiniBatch]]:
     """Deal an iteration's batches to optimiser steps and ranks.
 
     Mini-batches are runs of whole batches in order, and within one the ranks take equal consecutive shares: a batch
     stays as it was sampled, which keeps its replayed log-probs equal to the last bit.
 
     Args:
-        batch_sizes: samples of each batch.
-        advantages: [sum of batch_sizes], NaN where missing.
+        batches: the iteration's.
+        advantages: [N], of the samples of all batches, NaN where missing.
         mini_batch_samples: samples of an optimiser step, over all ranks.
         world_size: ranks.
-        kept: [sum of batch_sizes], the share of each sample's steps that is not rejected; None keeps all.
+        old: the trainer's own scores; of a sample of which they reject steps the share that is left counts.
 
     Returns:
-        For each rank (its mini-batches, the batch numbers that their `positions` count in).
+        For each rank its mini-batches, in order.
     """
-    starts = np.concatenate([[0], np.cumsum(batch_sizes)])
+    starts = np.concatenate([[0], np.cumsum([len(batch.keys) for batch in batches])])
     mini_batch_of = [int(start) // mini_batch_samples for start in starts[:-1]]
     plans: list[list[RankMiniBatch]] = [[] for _ in range(world_size)]
-    used: list[list[int]] = [[] for _ in range(world_size)]
-    counts = np.where(np.isnan(advantages), 0.0, 1.0 if kept is None else kept)
+    scored: Sequence[OldBatch | None] = [None] * len(batches) if old is None else old.batches
+    parts = [
+        RankBatch(batch.trajectories, batch.keys, row, own)
+        for batch, row, own in zip(batches, np.split(advantages, starts[1:-1]), scored, strict=True)
+    ]
+    counts = np.where(np.isnan(advantages), 0.0, 1.0 if old is None else old.kept())
     for number in sorted(set(mini_batch_of)):
         members = [i for i, owner in enumerate(mini_batch_of) if owner == number]
         share = len(members) // world_size
-        rows = [advantages[starts[i] : starts[i + 1]] for i in members]
         counted = float(sum(counts[starts[i] : starts[i + 1]].sum() for i in members))
         if counted == 0:
             continue
-        for rank in range(world_size):
-            own = slice(rank * share, (rank + 1) * share)
-            first = len(used[rank])
-            used[rank] += members[own]
-            positions = tuple(range(first, len(used[rank])))
-            plans[rank].append(RankMiniBatch(positions, tuple(rows[own]), counted))
-    return list(zip(plans, used, strict=True))
+        for rank, plan in enumerate(plans):
+            own = members[rank * share : (rank + 1) * share]
+            plan.append(RankMiniBatch(tuple(parts[i] for i in own), counted))
+    return plans

@@ -75,19 +75,17 @@ class PairBatch:
     """Some pairs as the trainer takes them.
 
     Attributes:
-        prompts: the prompt uid of each sample; the samples alternate between better and worse.
-        trajectories: their finished latents.
+        trajectories: finished latents, which alternate between better and worse.
         advantages: 1 for the better, -1 for the worse.
     """
 
-    prompts: tuple[str, ...]
     trajectories: FinishedLatents
     advantages: np.ndarray
 
     @property
-    def samples(self) -> tuple[tuple[str, int], ...]:
-        """(pair uid, side) of each sample, as its noise key names it."""
-        return tuple((key.prompt_uid, key.sample_index) for key in self.trajectories.keys)
+    def keys(self) -> tuple[NoiseKey, ...]:
+        """The noise key of each sample; it names the pair, and by the index the side."""
+        return self.trajectories.keys
 
     @property
     def text(self) -> tuple[int, int]:
@@ -272,7 +270,7 @@ class PairDataset:
                 latents=self._latents(part),
             )
             signs = np.tile(np.array([1.0, -1.0], np.float32), len(part))
-            yield PairBatch(tuple(uids[row] for row in rows), finished, signs)
+            yield PairBatch(finished, signs)
 
     def _latents(self, pairs: Sequence[Pair]) -> torch.Tensor:
         found: dict[str, torch.Tensor] = {}

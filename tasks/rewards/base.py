@@ -59,10 +59,12 @@ class RewardResult:
     The detail `error` says of each NaN why it is one, and is None elsewhere. A reward may leave it out: what it returns
     that is not finite becomes NaN with its value as the error.
     A detail's values are numbers, or all bools, or all text, with None among them; `Reward` makes text of any other.
+    `seconds` is what its worker spent on it; a reward leaves it out.
     """
 
     scores: np.ndarray
     details: dict[str, list] = field(default_factory=dict)
+    seconds: float = 0.0
 
 
 class Reward(ABC):

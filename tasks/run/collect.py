@@ -82,7 +82,8 @@ class SampledIteration(Iteration):
     Attributes:
         policy_version: the iteration whose weights sample.
         pending: scores that are on their way.
-        scored_now: whether the scores are of this process, and not of an earlier one of this run.
+        scores: of an earlier process of this run.
+        is_kept: is its rollout in the run's folder, or to be written there?
         rollout_seconds: that workers spent sampling.
         text: what was encoded for it; None where the embeddings are on disk.
     """
@@ -90,7 +91,8 @@ class SampledIteration(Iteration):
     policy_version: int
     batches: Sequence[PendingBatch] = ()
     pending: PendingScores | None = None
-    scored_now: bool = False
+    scores: Scores | None = None
+    is_kept: bool = False
     rollout_seconds: float = 0.0
     text: Taken | None = None
 
@@ -119,12 +121,13 @@ def collect(run: TrainingRun, number: int, clock: Stopwatch, ahead: SampledItera
             encode_prompts(clock, embeddings, embeddings.prompts([pair.prompt_uid for pair in pairs]), False)
         batches = read_pairs(clock, run.pair_dataset, embeddings, run.config, pairs, number)
         return pair_iteration(number, pairs, batches)
-    iteration, scores = sample_and_score(run, number, clock, ahead)
+    iteration = find_or_submit(run, number, clock, ahead)
+    scores = iteration.scores or sample_and_score(run, iteration, clock)
     advantages = np.zeros(len(scores.samples), np.float32)  # every sample counts, whatever it is worth
     if run.loss.learns_from_rewards():
         advantages = advantage(clock, scores, run.config.algorithm)
     version = iteration.policy_version
-    if iteration.scored_now:  # and something can be learnt from them: if not, a run started again scores again
+    if iteration.scores is None:  # and something can be learnt from them: if not, a run started again scores again
         kept = run.state(number), version, scores, iteration.pictures
         run.write_behind(clock, "kept_stages", run.stages.keep_scores, *kept)
     shown, seed = len(iteration.pictures), run.config.trainer.seed
@@ -147,10 +150,8 @@ def pair_iteration(number: int, pairs: Sequence[Pair], batches: Sequence[PairBat
     return Iteration(number=number, batches=batches, advantages=advantages, samples=samples)
 
 
-def sample_and_score(
-    run: TrainingRun, number: int, clock: Stopwatch, ahead: SampledIteration | None
-) -> tuple[SampledIteration, Scores]:
-    """Sample and score; stages that an earlier process of this run had finished are read.
+def find_or_submit(run: TrainingRun, number: int, clock: Stopwatch, ahead: SampledIteration | None) -> SampledIteration:
+    """The iteration as far as it is: what an earlier process of this run had finished of it, `ahead`, or begun now.
 
     Raises:
         CheckpointError: what is kept is damaged, or is gone and cannot be made again.
@@ -158,24 +159,24 @@ def sample_and_score(
     trained = number <= run.iteration
     with clock.stage("kept_stages"):
         kept = None if trained or ahead else _kept_rollout(run, number, clock)
-        found = _kept_scores(run, number, kept) if trained or kept else None
-    if found is not None:
-        return found
-    if trained:
+        found = _with_kept_scores(run, number, kept) if trained or kept else None
+    if trained and found is None:
         raise CheckpointError(
             f"iteration {number} is in the newest checkpoint and not in MLflow, and its scores are not in "
             f"{run.config.run_dir / 'stages'}: remove that checkpoint to use an older one"
         )
-    iteration = kept or ahead or submit(run, number, clock)
+    return found or kept or ahead or submit(run, number, clock)
+
+
+def sample_and_score(run: TrainingRun, iteration: SampledIteration, clock: Stopwatch) -> Scores:
+    """Wait for the iteration's samples and scores, and have the samples kept."""
     pending = iteration.pending or run.online.reward.submit(iteration.batches)
     iteration.rollout_seconds = finish_rollout(clock, iteration.batches)
-    if kept is None and ahead is None:
-        _keep_rollout(run, iteration, clock)
+    _keep_rollout(run, iteration, clock)
     scores = finish_reward(clock, run.online.reward, iteration.batches, pending)
-    iteration.scored_now = True
     with clock.stage("pictures"):
         iteration.pictures = first_pictures(iteration.batches, run.config.tracking.pictures)
-    return iteration, scores
+    return scores
 
 
 def _kept_rollout(run: TrainingRun, number: int, clock: Stopwatch) -> SampledIteration | None:
@@ -185,24 +186,23 @@ def _kept_rollout(run: TrainingRun, number: int, clock: Stopwatch) -> SampledIte
     found = run.stages.rollout(run.state(number), run.online.rollout, prompts, n)
     if found is None:
         return None
-    return SampledIteration(number=number, policy_version=found[0], batches=found[1], text=text)
+    return SampledIteration(number=number, policy_version=found[0], batches=found[1], text=text, is_kept=True)
 
 
-def _kept_scores(
-    run: TrainingRun, number: int, kept: SampledIteration | None
-) -> tuple[SampledIteration, Scores] | None:
+def _with_kept_scores(run: TrainingRun, number: int, kept: SampledIteration | None) -> SampledIteration | None:
     found = run.stages.scores(run.state(number), run.online.reward.weights())
     if found is None:
         return None
     version, scores, pictures = found
     batches = kept.batches if kept else ()
-    return SampledIteration(number=number, policy_version=version, batches=batches, pictures=pictures), scores
+    return SampledIteration(number=number, policy_version=version, batches=batches, pictures=pictures, scores=scores)
 
 
 def _keep_rollout(run: TrainingRun, iteration: SampledIteration, clock: Stopwatch) -> None:
-    if run.config.trainer.keep_stages:
+    if run.config.trainer.keep_stages and not iteration.is_kept:
         kept = run.state(iteration.number), iteration.policy_version, iteration.batches
         run.write_behind(clock, "kept_stages", run.stages.keep_rollout, *kept)
+        iteration.is_kept = True
 
 
 def _reward_metrics(scores: Scores, advantages: np.ndarray) -> dict[str, float]:

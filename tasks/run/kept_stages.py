@@ -17,7 +17,7 @@ import ray
 from tasks.actors.batch_files import write_batch
 from tasks.actors.messages import RolloutReply, ask
 from tasks.actors.reward_group import Scores
-from tasks.actors.rollout_group import PendingBatch, RolloutGroup, pending_batch
+from tasks.actors.rollout_group import PendingBatch, RolloutGroup, by_uid, pending_batch
 from tasks.actors.waiting import get
 from tasks.data.prompts import Prompt
 from tasks.data.rewriting import FIELD, prompts_number
@@ -68,19 +68,19 @@ class KeptStages:
         found = self._rollouts.load(state.iteration, state.config_digest, state.data_digest)
         if found is None:
             return None
-        parts = workers.parts(prompts, n)
-        sampled = prompts_number(prompt for part in parts for prompt, _ in part)
+        cut, named = workers.batch_keys(prompts, n, state.iteration), by_uid(prompts)
+        sampled = prompts_number(named[key.prompt_uid] for keys in cut for key in keys)
         if found[0].metrics.get(PROMPTS, sampled) != sampled:  # of older versions nothing is known
             raise CheckpointError(
                 f"{found[1].parent} holds samples of iteration {state.iteration}, but not of the prompts that {FIELD} "
                 "gives now: the same iteration and seed must give the same prompts; remove the folder to sample anew"
             )
         files, batches = sorted(found[1].resolve().iterdir()), []
-        for number, (part, file) in enumerate(zip(parts, files, strict=True)):
+        for number, (keys, file) in enumerate(zip(cut, files, strict=True)):
             worker = number % len(workers.group)
             reply = ask(RolloutReply, workers.group.actors[worker].read, file)
-            text = workers.prompt_table([prompt.uid for prompt, _ in part]).lengths
-            batches.append(pending_batch(part, text, reply, workers.recording.outputs, worker))
+            text = workers.prompt_table([key.prompt_uid for key in keys]).lengths
+            batches.append(pending_batch(named, keys, text, reply, workers.recording.outputs, worker))
         return int(found[0].metrics[VERSION]), batches
 
     def keep_scores(self, state: RunState, version: int, scores: Scores, pictures: Sequence[np.ndarray]) -> None:

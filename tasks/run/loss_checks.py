@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the loss asks of the rollout and of the rest of the config, beyond what each section can say by itself."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from models.algorithms import DiffusionNFTLoss, GRPOGuardLoss, check_loss_inputs, get_diffusion_loss_fn
 from models.algorithms.losses import IS_WEIGHTS, OLD_MEAN, TEACHER_MEAN, TRAINER_TYPES, DiffusionLossFn
+from models.algorithms.rollout_correction import too_far_apart
 from models.schedulers import leftover_noise
+from models.training.engine import FIRST_RATIO
 from tasks.config.errors import ConfigError
 from tasks.config.tree import TrainConfig
 
@@ -118,3 +121,19 @@ def _check_steps(config: TrainConfig) -> None:
             "actor.kl_loss_type is flow_grpo, which leaves out the step length of sd = g sqrt(-D), but sde_type is "
             "cps, whose deviation has none: use gaussian, which is public code's form for cps too"
         )
+
+
+def check_first_ratio(config: TrainConfig, learned: Mapping[str, float], lag: float) -> str | None:
+    """A warning where rounding takes much of the clip range, from the metrics of a process's first update.
+
+    Nothing is said of a loss that clips no ratio of log-probs, and of recorded log-probs that are `lag` updates older
+    than the weights: their ratios differ from 1 for another reason.
+
+    Raises:
+        RatioError: it is more than `trainer.max_logprob_difference` allows.
+    """
+    deviation, bypass = learned.get(f"actor/{FIRST_RATIO}"), config.algorithm.rollout_correction.bypass_mode
+    if deviation is None or "actor/pg_clipfrac" not in learned or (lag and bypass):
+        return None
+    clip_ratio = config.actor_rollout_ref.actor.diffusion_loss.clip_ratio
+    return too_far_apart(deviation, clip_ratio, config.trainer.max_logprob_difference, bypass)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each iteration of a run draws from and where it explores: functions of the config, the seed and its number."""
+"""What each iteration draws from, where it explores and what follows it: functions of the config, seed and number."""
 
 import random
 from collections.abc import Sequence
@@ -31,3 +31,31 @@ def windows_of(config: TrainConfig, iteration: int, uids: Sequence[str]) -> dict
     given = rollout.algo, rollout.pipeline.num_inference_steps, trainer.seed, iteration, trainer.total_training_steps
     own = rollout.algo.sde_window_per == "prompt"
     return {uid: window_steps(*given, prompt_uid=uid if own else None) for uid in uids}
+
+
+def is_saved(config: TrainConfig, iteration: int) -> bool:
+    """Is a checkpoint to be written after it?"""
+    return _is_last(config, iteration) or _is_nth(iteration, config.trainer.save_freq)
+
+
+def is_validated(config: TrainConfig, iteration: int) -> bool:
+    """Are its weights to be validated?"""
+    return _is_last(config, iteration) or _is_nth(iteration, config.trainer.test_freq)
+
+
+def is_exported(config: TrainConfig, iteration: int) -> bool:
+    """Are weights to be registered after it, besides those of the end?"""
+    return _is_nth(iteration, config.trainer.export_freq)
+
+
+def is_measured(config: TrainConfig, iteration: int) -> bool:
+    """Is it validated or exported, so that all of it is to be on the disk before the next one goes on?"""
+    return is_exported(config, iteration) or is_validated(config, iteration)
+
+
+def _is_last(config: TrainConfig, iteration: int) -> bool:
+    return iteration == config.trainer.total_training_steps
+
+
+def _is_nth(iteration: int, every: int) -> bool:
+    return every > 0 and iteration % every == 0

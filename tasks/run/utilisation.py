@@ -38,7 +38,7 @@ class Utilisation:
             seconds: by stage.
         """
         settings, ranks = self.config.actor_rollout_ref, self.config.trainer.world_size
-        shapes = [Batch(len(batch.prompts), *batch.text) for batch in batches]
+        shapes = [Batch(len(batch.keys), *batch.text) for batch in batches]
         trained = metrics.get("actor/sample_steps", 0.0) * self.config.data_ranks
         recorded = metrics.get("actor/recorded_steps", 0.0) * self.config.data_ranks
         policy, others = self._compared(trained)

@@ -89,7 +89,7 @@ def test_its_operations_are_those_that_torch_counts(checkpoint_of: Callable[...,
     module = meta_transformer(adapter, config)
     text = prompts.to("meta").expand(index.to("meta"))
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        adapter.predict_velocity(module, config, *adapter.model_inputs(module, config, latents, timestep, text, {}))
+        adapter.predict_velocity(module, config, *adapter.model_inputs(module, config, latents, timestep, text))
     assert step_flops(config, TEXT) == pytest.approx(counter.get_total_flops(), rel=0.01)
 
 

@@ -106,7 +106,7 @@ def test_replay_agrees_with_the_formula(tiny_model: Path) -> None:
 def test_batches_are_cut_where_too_large_and_never_merged(tiny_model: Path) -> None:
     config = config_of("full", tiny_model)
     short, long = differently_long_rollouts(config)
-    pieces = ActorBatch([(short, ADVANTAGES[:2]), (long, ADVANTAGES[2:])], 6).prepared(3).pieces
+    pieces = ActorBatch([(short, ADVANTAGES[:2]), (long, ADVANTAGES[2:])], 6).cut(3).parts
     assert [piece.keys for piece, _ in pieces] == [short.keys, long.keys[:3], long.keys[3:]]
     assert torch.equal(torch.cat([advantages for _, advantages in pieces]), ADVANTAGES)
     assert torch.equal(torch.cat([piece.latents for piece, _ in pieces[1:]]), long.latents)

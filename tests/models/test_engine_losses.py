@@ -17,7 +17,7 @@ from models.rollout.diffusers import DiffusersRolloutEngine
 from models.samples.trajectories import Trajectories
 from models.training.fsdp import DiffusersFSDPEngine
 from models.training.micro_batches import ActorBatch
-from tasks.actors.messages import OldBatch, RankMiniBatch, RankUpdate, SampleMismatch
+from tasks.actors.messages import OldBatch, RankBatch, RankMiniBatch, SampleMismatch
 from tasks.actors.trainer_rank import TrainerRank
 from tasks.config.trainer import TrainerConfig
 from tests.support.helpers import actor_config, model_config, rollout_request
@@ -263,16 +263,18 @@ def test_a_rank_joins_old_scores_to_the_batches_they_belong_to(tiny_model: Path)
     assert [torch.equal(own.means, half.means) for own, half in zip(rescored, halves, strict=True)] == [True] * 2
 
     weights, rows = WEIGHTS.split(3), [values.numpy() for values in ADVANTAGES.split(3)]
-    plan = [RankMiniBatch((1,), (rows[1],), 7 / 3), RankMiniBatch((0,), (rows[0],), 5 / 3)]
     old = [OldBatch(own.log_probs[0], weight, own.means) for own, weight in zip(rescored, weights, strict=True)]
-    samples = [tuple((key.prompt_uid, key.sample_index) for key in half.keys) for half in bare]
-    metrics = rank.update(RankUpdate(plan, 1, bare, samples, old))
+    parts = [RankBatch(half, half.keys, row, own) for half, row, own in zip(bare, rows, old, strict=True)]
+    metrics = rank.update([RankMiniBatch((parts[1],), 7 / 3), RankMiniBatch((parts[0],), 5 / 3)], 1)
     weighted = [replace(half, is_weights=weight) for half, weight in zip(halves, weights, strict=True)]
     expected = plain.update_policy([batch_of(weighted[i], ADVANTAGES.split(3)[i]) for i in (1, 0)])
     assert metrics == expected
     assert largest_difference(rank.engine.gather_weights(), plain.gather_weights()) == 0.0
-    with pytest.raises(SampleMismatch, match="batch 0 of an update has the samples"):
-        rank.update(RankUpdate(plan, 1, bare[::-1], samples, old))
+    with pytest.raises(SampleMismatch, match="a batch of an update has the samples"):
+        rank.update([RankMiniBatch((replace(parts[1], samples=bare[0]),), 7 / 3)], 1)
+    of_the_next = tuple(replace(key, iteration=key.iteration + 1) for key in bare[1].keys)
+    with pytest.raises(SampleMismatch, match="a batch of an update has the samples"):
+        rank.update([RankMiniBatch((replace(parts[1], keys=of_the_next),), 7 / 3)], 1)
     assert largest_difference(rank.engine.gather_weights(), plain.gather_weights()) == 0.0
 
 

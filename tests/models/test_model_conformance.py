@@ -247,13 +247,10 @@ def test_embeddings_of_the_data_stage_are_the_pipelines_own(checkpoint_of: Any, 
     )
     expected = model.prompts(PROMPTS, guided=True)
     index = torch.arange(len(PROMPTS))
-    for got, wanted in (
-        (table.expand(index), expected.expand(index)),
-        (table.expand_extras(index), expected.expand_extras(index)),
-    ):
-        assert got.keys() == wanted.keys()
-        for key in wanted:
-            assert torch.allclose(got[key].float(), wanted[key].float(), rtol=0, atol=1e-5), key
+    got, wanted = table.expand(index), expected.expand(index)
+    assert got.keys() == wanted.keys()
+    for key in wanted:
+        assert torch.allclose(got[key].float(), wanted[key].float(), rtol=0, atol=1e-5), key
 
 
 @every_family
@@ -436,15 +433,8 @@ def test_gradients_reach_exactly_the_trained_weights(checkpoint_of: Any, name: s
     request = model.request(True, samples=1)
     index, scheduler = request.prompt_index, model.adapter.build_scheduler(config)
     latents = draw(request.keys, INITIAL_NOISE, model.adapter.latent_shape(config), "cpu")
-    inputs = model.adapter.prepare_model_inputs(
-        module,
-        config,
-        latents,
-        scheduler.timesteps[1].expand(len(latents)),
-        **request.prompts.expand(index),
-        micro_batch=request.prompts.expand_extras(index),
-        step=0,
-    )
+    timesteps = scheduler.timesteps[1].expand(len(latents))
+    inputs = model.adapter.model_inputs(module, config, latents, timesteps, request.prompts.expand(index))
     velocity = model.adapter.predict_velocity(module, config, *inputs)
     assert velocity.dtype == torch.float32
     assert velocity.shape == latents.shape

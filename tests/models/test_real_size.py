@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import models.families  # noqa: F401  registers the adapters
 from models.cost.flops import forward_flops, step_flops
-from models.families.base import DiffusionModelBase, DiffusionModelConfig
+from models.families.base import TEXT, DiffusionModelBase, DiffusionModelConfig
 from models.families.qwen_image import QwenImage
 from models.samples.trajectories import PromptTable
 from models.weights.trainable import make_trainable, trainable
@@ -230,13 +230,14 @@ def counted(
     mask = torch.ones(1, tokens, dtype=torch.bool)
     prompts = PromptTable(torch.empty(1, tokens, width, device="meta"), mask, extras=extras)
     latents, index = torch.empty(1, *adapter.latent_shape(config), device="meta"), torch.tensor([0])
+    text = prompts.expand(index)
     inputs = adapter.prepare_model_inputs(
         module,
         config,
         latents,
         torch.full((1,), 500.0, device="meta"),
-        **prompts.expand(index),
-        micro_batch=prompts.expand_extras(index),
+        **{name: text[name] for name in TEXT},
+        micro_batch=text,
         step=0,
     )
     with torch.no_grad(), FlopCounterMode(display=False) as counter:

@@ -84,9 +84,9 @@ def sampled(batches: list[PendingBatch]) -> Sampled:
 
 def expected(group: RolloutGroup, oracle: DiffusersRolloutEngine, iteration: int) -> Sampled:
     """What the in-process engine samples for the same requests."""
-    samples = [(prompt, i) for prompt in PROMPTS for i in range(2)]
-    parts = [group._request(samples[i : i + 4], 0, iteration, WINDOW, None, group.recording) for i in (0, 4)]
-    results = [oracle.generate(part) for part in parts]
+    cut = group.batch_keys(PROMPTS, 2, iteration)
+    assert [len(keys) for keys in cut] == [4, 4]
+    results = [oracle.generate(group._request(keys, WINDOW, None, group.recording)) for keys in cut]
     log_probs, latents = (torch.cat([getattr(path, name) for _, path in results]) for name in ("log_probs", "latents"))
     return np.concatenate([pictures.numpy() for pictures, _ in results]), log_probs, latents
 

@@ -56,7 +56,7 @@ class PlainEngine(PolicyForward):
     def update_policy(self, batches: Sequence[ActorBatch], epochs: int = 1) -> dict[str, float]:
         collected = WeightedMetrics()
         for batch in [*batches] * epochs:
-            for samples, advantages in batch.prepared(self.actor_config.micro_batch).pieces:
+            for samples, advantages in batch.cut(self.actor_config.micro_batch).parts:
                 for step in range(samples.steps):
                     micro_batch, counted = micro_batch_of(samples.step(step), advantages, self.device)
                     loss, metrics = self.forward_step(micro_batch, self.loss_fn)

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from flows.train import check_first_ratio
 from models.algorithms.rollout_correction import RatioError
 from models.rollout.diffusers import DiffusersRolloutEngine
 from models.training.fsdp import DiffusersFSDPEngine
 from models.training.micro_batches import ActorBatch
 from tasks.config.tree import TrainConfig
+from tasks.run.loss_checks import check_first_ratio
 from tests.support.helpers import actor_config, model_config, rollout_request
 
 

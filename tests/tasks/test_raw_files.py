@@ -193,7 +193,7 @@ def test_each_sample_is_contrasted_with_its_own_negative_prompt(tmp_path: Path) 
     prompts = [prompt("cup", "ugly"), prompt("jar"), prompt("mug", "ugly"), prompt("pot", " ")]
     embeddings = stored(tmp_path / "own", *prompts)
     found = prompt_table(embeddings, [text.uid for text in prompts], needs_negative=True)
-    rows = found.expand(torch.tensor([0, 0, 1, 2, 3])) | found.expand_extras(torch.tensor([0, 0, 1, 2, 3]))
+    rows = found.expand(torch.tensor([0, 0, 1, 2, 3]))
     wanted = encode(["ugly", "ugly", " ", "ugly", " "])
     for name, tensor in wanted.items():
         assert torch.equal(rows[f"negative_{name}"], tensor), name
@@ -215,8 +215,8 @@ def test_joined_tables_keep_whose_negative_prompt_is_whose(tmp_path: Path) -> No
     parts = [prompt_table(embeddings, [text.uid], needs_negative=True) for text in prompts]
     whole = prompt_table(embeddings, [text.uid for text in prompts], needs_negative=True)
     joined, index = PromptTable.join(parts), torch.tensor([0, 1])
-    for name, tensor in (whole.expand(index) | whole.expand_extras(index)).items():
-        assert torch.equal((joined.expand(index) | joined.expand_extras(index))[name], tensor), name
+    for name, tensor in whole.expand(index).items():
+        assert torch.equal(joined.expand(index)[name], tensor), name
     same = PromptTable.join([parts[0], parts[0]])
     assert same.negative_prompt_embeds is not None
     assert len(same.negative_prompt_embeds) == 1

@@ -10,9 +10,10 @@ import torch
 import yaml
 
 from flows.recipes import load_recipe, parse_changes
+from models.schedulers.noise_keys import NoiseKey
 from tasks.actors.rollout_group import window_of_batch
 from tasks.data.embeddings import write_embeddings
-from tasks.data.prompts import Prompt, build_prompt_table, load_prompts
+from tasks.data.prompts import build_prompt_table, load_prompts
 from tasks.run.preflight import check_inputs
 from tasks.run.schedule import windows_of
 from tests.support.helpers import TEXT_DIM
@@ -167,9 +168,9 @@ def test_each_prompt_of_an_iteration_has_its_own_window(folder: Path, monkeypatc
     shared = windows_of(recipe.with_changes(parse_changes(PER_PROMPT[1:])), 3, uids)
     assert len({tuple(window) for window in shared.values()}) == 1
     assert windows_of(recipe.with_changes(parse_changes(FORWARD)), 3, uids) == {}
-    one, two = (Prompt(uid, "", None, {}, "") for uid in ("p0", "p1"))
-    assert window_of_batch([(one, 0), (one, 1)], own) == tuple(own["p0"])
-    assert window_of_batch([(one, 0), (two, 0)], {}) == ()
-    assert window_of_batch([(one, 0), (two, 0)], (0, 1)) == (0, 1)
+    one, again, two = (NoiseKey(0, 3, uid, index) for uid, index in (("p0", 0), ("p0", 1), ("p1", 0)))
+    assert window_of_batch([one, again], own) == tuple(own["p0"])
+    assert window_of_batch([one, two], {}) == ()
+    assert window_of_batch([one, two], (0, 1)) == (0, 1)
     with pytest.raises(ValueError, match="one batch holds prompts with different windows"):
-        window_of_batch([(one, 0), (two, 0)], {"p0": [0], "p1": [1]})
+        window_of_batch([one, two], {"p0": [0], "p1": [1]})

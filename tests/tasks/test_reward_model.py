@@ -18,6 +18,7 @@ import torch
 from pydantic import ValidationError
 from transformers import AutoProcessor, LlavaForConditionalGeneration
 
+from models.schedulers.noise_keys import NoiseKey
 from tasks.actors.cluster import ray_cluster
 from tasks.actors.reward_group import RewardGroup
 from tasks.actors.reward_model import GUARD, RewardModelError, check_reward_model, served_reward_model, server_command
@@ -75,7 +76,8 @@ def batches() -> list[PendingBatch]:
         levels = np.array(LEVELS[start : start + 2])
         pictures = np.broadcast_to(levels[:, None, None, None], (2, 6, 5, 3)).astype(np.uint8)
         prompts = tuple(Prompt(f"uid-{start}", "a cat", None, {}, "") for _ in levels)
-        found.append(PendingBatch(prompts, (0, 1), (5, 0), done, ray.put(pictures), None, done, 0))
+        keys = tuple(NoiseKey(0, 1, f"uid-{start}", index) for index in range(2))
+        found.append(PendingBatch(prompts, keys, (5, 0), done, ray.put(pictures), None, done, 0))
     return found
 
 
@@ -292,7 +294,8 @@ def test_transformers_own_server_answers_as_the_model_does(cluster: None, tmp_pa
     assert all(expected)
     assert len(set(expected)) == 3, "pictures matter"
     prompts = tuple(Prompt(f"uid-{i}", "a cat", text, {}, "") for i, text in enumerate(expected))
-    batch = PendingBatch(prompts, (0, 0, 0), (5, 0), ray.put(0.0), ray.put(pictures), None, ray.put(0.0), 0)
+    keys = tuple(NoiseKey(0, 1, prompt.uid, 0) for prompt in prompts)
+    batch = PendingBatch(prompts, keys, (5, 0), ray.put(0.0), ray.put(pictures), None, ray.put(0.0), 0)
     with served_reward_model(settings) as model:
         group = RewardGroup(settings, model)
         found = group.table([batch], group.submit([batch])).samples

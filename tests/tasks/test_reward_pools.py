@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import ray
 
+from models.schedulers.noise_keys import NoiseKey
 from tasks.actors.cluster import ClusterError, ray_cluster, require_resources
 from tasks.actors.reward_group import RewardFailure, RewardGroup, Scores, wanted_inputs
 from tasks.actors.rollout_group import PendingBatch
@@ -43,8 +44,8 @@ def batches(shard: int = 4) -> list[PendingBatch]:
         latents = np.ascontiguousarray(np.broadcast_to(levels[:, None, None], (len(levels), 7, 2)), np.float32)
         rows = range(start, start + len(levels))
         prompts = tuple(Prompt(f"group-{i // 3}", str(i), None, {}, "") for i in rows)
-        indices = tuple(i % 3 for i in rows)
-        found.append(PendingBatch(prompts, indices, (5, 0), done, ray.put(pictures), ray.put(latents), done, 0))
+        keys = tuple(NoiseKey(0, 1, f"group-{i // 3}", i % 3) for i in rows)
+        found.append(PendingBatch(prompts, keys, (5, 0), done, ray.put(pictures), ray.put(latents), done, 0))
     return found
 
 

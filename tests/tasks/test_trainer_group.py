@@ -15,6 +15,7 @@ import torch
 from models.config.actor import ForwardProcessConfig
 from models.rollout.diffusers import DiffusersRolloutEngine
 from models.samples.trajectories import Trajectories
+from models.schedulers.noise_keys import NoiseKey
 from models.weights.canary import Canary
 from tasks.actors.cluster import ActorGroup, WorkerNeeds, ray_cluster
 from tasks.actors.messages import Rescored
@@ -87,8 +88,8 @@ def groups(cluster: None, tiny_model: Path, elsewhere: Path) -> dict[str, Traine
 
 def batch(trajectories: Trajectories) -> PendingBatch:
     done = ray.put(0.0)
-    prompts = tuple(Prompt(f"prompt-{i // 2}", str(i), None, {}, "") for i in range(4))
-    return PendingBatch(prompts, (0, 1, 0, 1), (5, 0), ray.put(trajectories), None, None, done, 0)
+    prompts = tuple(Prompt(key.prompt_uid, "", None, {}, "") for key in trajectories.keys)
+    return PendingBatch(prompts, trajectories.keys, (5, 0), ray.put(trajectories), None, None, done, 0)
 
 
 def weights_of(group: TrainerGroup) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
@@ -148,8 +149,9 @@ def test_old_log_probs_come_back_in_the_order_of_the_batches(cluster: None, shar
     group.group = ActorGroup(Scorer, 2 * sharing, 0.0)
     numbers = [torch.full((2, 1), float(number)) for number in range(4)]
     prompts = (Prompt("prompt", "0", None, {}, ""),) * 2
+    keys = tuple(NoiseKey(0, 1, "prompt", index) for index in range(2))
     done = ray.put(0.0)
-    batches = [PendingBatch(prompts, (0, 1), (5, 0), ray.put(number), None, None, done, 0) for number in numbers]
+    batches = [PendingBatch(prompts, keys, (5, 0), ray.put(number), None, None, done, 0) for number in numbers]
     old, rollout = group.old_log_probs(batches)
     assert [found.log_probs[0, 0].item() for found in old] == [0, 1, 2, 3]
     assert [found[0, 0].item() for found in rollout] == [0, -1, -2, -3]

@@ -1,19 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """How an iteration's batches are dealt to optimiser steps and ranks, and what comes back from the ranks."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import ray
 import torch
 
+from models.schedulers.noise_keys import NoiseKey
 from tasks.actors.messages import OldBatch, RankMiniBatch
+from tasks.actors.rollout_group import PendingBatch
 from tasks.actors.trainer_group import check_plans
 from tasks.actors.update_plan import NothingToLearn, OldScores, over_ranks, plan_updates
 from tasks.stages.update import update
 from tasks.system.stopwatch import Stopwatch
 
 NAN = float("nan")
-SIZES = [2] * 8  # 16 samples, mini-batches of 8, two ranks: 2 batches a rank and step
+
+
+def batch(number: int) -> PendingBatch:
+    """Of two samples; its number stands for its trajectories."""
+    keys = tuple(NoiseKey(0, 1, f"uid-{number}", index) for index in range(2))
+    return PendingBatch((), keys, (5, 0), number, None, None, None, 0)  # type: ignore[arg-type]
+
+
+BATCHES = [batch(number) for number in range(8)]  # 16 samples, mini-batches of 8, two ranks: 2 batches a rank and step
 
 
 def advantages(missing: tuple[int, ...] = ()) -> np.ndarray:
@@ -22,33 +34,40 @@ def advantages(missing: tuple[int, ...] = ()) -> np.ndarray:
     return values
 
 
-def dealt(plans: list[tuple[list[RankMiniBatch], list[int]]]) -> list[list[list[int]]]:
+def scored(kept: Sequence[float]) -> OldScores:
+    """The trainer's own scores of three steps a sample, of which these shares are not rejected."""
+    shares = torch.tensor(kept).unsqueeze(1) * 3
+    weights = torch.where(torch.arange(3) < shares.round(), 1.0, NAN)
+    return OldScores([OldBatch(torch.zeros(2, 3), of_batch, ray.ObjectRef.nil()) for of_batch in weights.split(2)], {})
+
+
+def dealt(plans: list[list[RankMiniBatch]]) -> list[list[list[int]]]:
     """For each rank and optimiser step the batches it trains on."""
-    return [[[used[i] for i in entry.positions] for entry in plan] for plan, used in plans]
+    assert all(part.keys == BATCHES[part.samples].keys for plan in plans for entry in plan for part in entry.parts)
+    return [[[part.samples for part in entry.parts] for entry in plan] for plan in plans]
 
 
 def test_whole_batches_in_order_and_each_once() -> None:
-    plans = plan_updates(SIZES, advantages(), 8, world_size=2)
+    plans = plan_updates(BATCHES, advantages(), 8, world_size=2)
     assert dealt(plans) == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
-    assert [entry.global_count for plan, _ in plans for entry in plan] == [8, 8, 8, 8]
-    first = plans[1][0][0]
-    assert np.concatenate(first.advantages).tolist() == [4, 5, 6, 7]
+    assert [entry.global_count for plan in plans for entry in plan] == [8, 8, 8, 8]
+    assert [part.advantages.tolist() for part in plans[1][0].parts] == [[4, 5], [6, 7]]
 
 
 def test_missing_and_rejected_samples_do_not_count_on_any_rank() -> None:
     """A sample counts by the share of its steps that stay; every rank is told the whole mini-batch's count."""
     kept = np.ones(16)
     kept[[0, 5, 9]] = 0.0, 1 / 3, 2 / 3
-    plans = plan_updates(SIZES, advantages(missing=(1, 9)), 8, world_size=2, kept=kept)
-    counts = [[entry.global_count for entry in plan] for plan, _ in plans]
+    plans = plan_updates(BATCHES, advantages(missing=(1, 9)), 8, world_size=2, old=scored(kept))
+    counts = [[entry.global_count for entry in plan] for plan in plans]
     assert counts == [[pytest.approx(8 - 2 - 2 / 3), 7.0]] * 2
 
 
 def test_a_mini_batch_with_nothing_left_is_skipped() -> None:
-    kept = np.concatenate([np.zeros(8), np.ones(8)])
-    plans = plan_updates(SIZES, advantages(), 8, world_size=2, kept=kept)
+    old = scored([0.0] * 8 + [1.0] * 8)
+    plans = plan_updates(BATCHES, advantages(), 8, world_size=2, old=old)
     assert dealt(plans) == [[[4, 5]], [[6, 7]]]
-    plans = plan_updates(SIZES, advantages(missing=tuple(range(8, 16))), 8, world_size=2, kept=kept)
+    plans = plan_updates(BATCHES, advantages(missing=tuple(range(8, 16))), 8, world_size=2, old=old)
     assert dealt(plans) == [[], []]
 
 
@@ -69,9 +88,9 @@ def test_metrics_over_ranks_of_which_one_had_nothing_to_train_on() -> None:
 
 def test_an_update_may_be_empty_only_where_every_sample_was_left_out() -> None:
     dropped = advantages(tuple(range(16)))
-    check_plans(plan_updates(SIZES, dropped, 8, world_size=2), dropped)
-    check_plans(plan_updates(SIZES, advantages(), 8, world_size=2), advantages())
-    rejected = plan_updates(SIZES, advantages((3,)), 8, world_size=2, kept=np.zeros(16))
+    check_plans(plan_updates(BATCHES, dropped, 8, world_size=2), dropped)
+    check_plans(plan_updates(BATCHES, advantages(), 8, world_size=2), advantages())
+    rejected = plan_updates(BATCHES, advantages((3,)), 8, world_size=2, old=scored([0.0] * 16))
     with pytest.raises(NothingToLearn, match=r"of the 15 samples with an advantage .*rollout_correction left none"):
         check_plans(rejected, advantages((3,)))
 
