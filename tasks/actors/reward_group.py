@@ -280,7 +280,12 @@ class RewardGroup:
             }
         )
         limit = self.config.max_missing_fraction
-        collected = {name: pool.collect(pending.calls[name], limit) for name, pool in self.pools.items()}
+        try:
+            collected = {name: pool.collect(pending.calls[name], limit) for name, pool in self.pools.items()}
+        except RewardFailure:
+            self._tell_deaths()
+            raise
+        self._tell_deaths()
         if self.model is not None:
             self.model.end_use()
         uids = samples["uid"].to_numpy(str)
@@ -289,6 +294,10 @@ class RewardGroup:
         parts: Iterable[pd.DataFrame] = [samples, *(table for table, _ in collected.values())]
         joined = pd.concat([*parts, _statistics(get(list(pending.statistics)), uids)], axis=1)
         return Scores(joined, self.weights(), {name: busy for name, (_, busy) in collected.items()})
+
+    def _tell_deaths(self) -> None:
+        if self.model is not None:
+            self.model.tell_deaths()
 
     def weights(self) -> dict[str, float]:
         """Reward name -> its share of the trained reward, 0 for a guard."""

@@ -4,9 +4,11 @@
 The server listens on 127.0.0.1 alone, at a port and with a secret that are made when it starts, and which one of the
 project's engines asks for whatever is asked of it (`server_guard`). The actor starts it
 again where it has died, and wakes it where it sleeps, whenever a reward's worker asks for its address: so a worker
-holds no address for longer than a call. Whatever ends the actor ends the server, by a watchdog of the actor's own.
+holds no address for longer than a call, and asks again within one that got no scores. Whatever ends the actor ends the
+server, by a watchdog of the actor's own.
 """
 
+import logging
 import os
 import re
 import secrets
@@ -39,13 +41,15 @@ from tasks.rewards import asks_reward_model, served
 from tasks.rewards.pretrained import COMMIT, content_digest
 from tasks.rewards.served import ServedModel
 
+log = logging.getLogger(__name__)
+
 HOST = served.LOOPBACK
 GUARD = Path(__file__).parent / "server_guard" / "doubleflow_server_guard.py"
 FIELD = "reward.reward_model"
 POLL_SECONDS = 0.5
 POLL_TIMEOUT = 5.0
 ANSWER_SECONDS = 30.0
-"""For a server that is up to say what it does."""
+"""For a server that is up to say what it does, and for one that is on its way down to be gone."""
 SLEEP_SECONDS = 600.0
 """For weights to leave a GPU, or to come back."""
 STOP_SECONDS = 40.0
@@ -193,6 +197,7 @@ class RewardModelServer:
         self._lock, self._asleep, self._stopped = threading.Lock(), False, False
         self._process: subprocess.Popen | None = None
         self._port, self._version = 0, ""
+        self._deaths: list[str] = []
         self._log, path = tempfile.mkstemp()
         os.unlink(path)  # whoever is killed, nothing of it stays
         self._ends = ExitStack()
@@ -202,13 +207,18 @@ class RewardModelServer:
         """The machine that it is on."""
         return ray.get_runtime_context().get_node_id()
 
-    def connection(self) -> ServedModel:
+    def connection(self, doubted: ServedModel | None = None) -> ServedModel:
         """Where the server is, once it is up and awake.
+
+        Args:
+            doubted: what this has returned before and gave the caller no scores: it may be on its way down.
 
         Raises:
             RewardModelError: it does not start, or does not wake up.
         """
         with self._lock:
+            if doubted is not None and self._process is not None and doubted.url == self._url:
+                self._await_verdict(self._process)
             if self._stopped:
                 raise RewardModelError("the reward model's server was ended with its run")
             if self._process is None or self._process.poll() is not None:
@@ -216,7 +226,11 @@ class RewardModelServer:
             if self._asleep:
                 self._send("/wake_up")
                 self._asleep = False
-            return ServedModel(f"http://{HOST}:{self._port}/v1", served_name(self.config), self._version, self._key)
+            return ServedModel(self._url, served_name(self.config), self._version, self._key)
+
+    @property
+    def _url(self) -> str:
+        return f"http://{HOST}:{self._port}/v1"
 
     def sleep(self) -> None:
         """Off its GPU, until somebody asks for its address. Raises RewardModelError where it cannot."""
@@ -233,6 +247,11 @@ class RewardModelServer:
         """Of the server's first process."""
         return None if self._process is None else self._process.pid
 
+    def deaths(self) -> list[str]:
+        """How servers ended that were started again, since this was last asked."""
+        told, self._deaths = self._deaths, []
+        return told
+
     def stop(self) -> None:
         """End the server, also one that is starting; it is not started again."""
         self._stopped = True
@@ -241,6 +260,8 @@ class RewardModelServer:
 
     def _start(self) -> None:
         """Returns once it answers."""
+        if self._process is not None:
+            self._deaths.append(f"code {self._process.poll()}; the end of its log: {self._last_lines() or 'empty'}")
         end_marked(os.environ[MARK])  # what a server has left behind that died, as vLLM's engine with the GPU's memory
         self._port, self._asleep = _free_port(), False
         command = server_command(self.config, self._port)
@@ -272,8 +293,7 @@ class RewardModelServer:
         deadline = time.monotonic() + self.config.start_timeout_s
         while process.poll() is None and not self._stopped:
             with suppress(httpx.TransportError):
-                # 404 is an answer, too: a server without /health is asked for its models.
-                if any(self._answers(path) for path in ("/health", "/v1/models")):
+                if self._is_up():
                     return
             if time.monotonic() > deadline:
                 end_marked(os.environ[MARK])
@@ -287,6 +307,16 @@ class RewardModelServer:
             f"the reward model's server ended with code {process.poll()} before it answered; the end of its log: "
             f"{self._last_lines()}"
         )
+
+    def _await_verdict(self, process: subprocess.Popen) -> None:
+        """Until the server answers, or has ended: its connections may be gone a while before it is. One that does
+        neither hangs, which is left to whoever asks it."""
+        deadline = time.monotonic() + ANSWER_SECONDS
+        while process.poll() is None and not self._stopped and time.monotonic() < deadline:
+            with suppress(httpx.TransportError):
+                if self._is_up():
+                    return
+            time.sleep(POLL_SECONDS)
 
     def _check_guarded(self) -> None:
         """Raise RewardModelError where an engine answers whoever asks, as with a version that goes round the guard."""
@@ -306,6 +336,10 @@ class RewardModelServer:
         headers = {"Authorization": f"Bearer {self._key}"}
         url = f"http://{HOST}:{self._port}{path}"
         return httpx.request(method, url, headers=headers, timeout=seconds, trust_env=False)
+
+    def _is_up(self) -> bool:
+        """404 is an answer, too: a server without /health is asked for its models."""
+        return any(self._answers(path) for path in ("/health", "/v1/models"))
 
     def _answers(self, path: str) -> bool:
         return self._request("GET", path, POLL_TIMEOUT).status_code == 200
@@ -337,16 +371,18 @@ class RewardModel:
 
     Args:
         config: its settings.
+        workers: that ask it. All may wait for it to start, and it must still hear that it is to end.
 
     Attributes:
         group: the actor.
         name: by which the workers find it.
     """
 
-    def __init__(self, config: RewardModelConfig):
+    def __init__(self, config: RewardModelConfig, workers: int = 1):
         self.config = config
         self.name = f"reward-model-{uuid4().hex}"
-        options: dict[str, Any] = {"max_restarts": -1, "max_task_retries": 2, "max_concurrency": 4, "name": self.name}
+        options: dict[str, Any] = {"max_restarts": -1, "max_task_retries": 2, "name": self.name}
+        options["max_concurrency"] = 4 + workers
         self.group = ActorGroup(RewardModelServer, 1, config.num_gpus, (config,), **options)
         self._uses = 0
 
@@ -375,6 +411,16 @@ class RewardModel:
         self._uses -= 1
         self.rest()
 
+    def tell_deaths(self) -> None:
+        """Warn of servers that ended and were started again since the last time."""
+        with suppress(RayError):  # the actor's own end is told by whoever needs it
+            for death in get(self.actor.deaths.remote()):
+                log.warning(
+                    "the reward model's server had ended and was started again; what it had not scored was asked "
+                    "again, as often as retries of reward.functions says (%s)",
+                    death,
+                )
+
     def rest(self) -> None:
         """Put it to sleep, if it is to sleep and nothing is under way."""
         if self.config.sleep and not self._uses:
@@ -394,7 +440,8 @@ def served_reward_model(config: RewardConfig) -> Iterator[RewardModel | None]:
     if config.reward_model is None:
         yield None
         return
-    model = RewardModel(config.reward_model)
+    asking = [entry for name, entry in config.named().values() if asks_reward_model(name, **entry.options)]
+    model = RewardModel(config.reward_model, sum(entry.num_workers for entry in asking))
     try:
         model.actor.connection.remote()
         yield model

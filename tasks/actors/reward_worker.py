@@ -31,12 +31,16 @@ class RewardWorker:
         self._found: ServedModel | None = None
         self.reward = self._current_reward()
 
-    def _current_reward(self) -> Reward:
-        """The reward; a new one where the model that it asks has another address, having been started again."""
+    def _current_reward(self, doubted: ServedModel | None = None) -> Reward:
+        """The reward; a new one where the model that it asks has another address, having been started again.
+
+        Args:
+            doubted: the address, where asking there gave no scores.
+        """
         if self._asked is None:
             return self.__dict__.get("reward") or get_reward(self.name, **self.config.options)
         server: Any = ray.get_actor(self._asked)
-        found = ray.get(server.connection.remote())
+        found = ray.get(server.connection.remote(doubted))
         if found != self._found:
             found.enter_environment()
             self._found, self.reward = found, get_reward(self.name, **self.config.options)
@@ -53,18 +57,66 @@ class RewardWorker:
             the scores, or the RewardError of a reward that cannot be used so: no retry would help.
         """
         joined = shards[0] if len(shards) == 1 else np.concatenate(shards)
+        batch = joined[first : first + len(prompts)]
         self.reward = self._current_reward()
-        start = time.perf_counter()
-        # Its own thread ends the process also where Python code cannot: Ray starts another and repeats the call.
-        faulthandler.dump_traceback_later(self.config.timeout_s, exit=True, file=STANDARD_ERROR)
         try:
-            result = self.reward(joined[first : first + len(prompts)], prompts)
+            result = self._timed(batch, prompts)
+            for _ in range(self.config.retries):
+                missing = np.flatnonzero(np.isnan(result.scores))
+                if not len(missing) or not self._is_another_asked():
+                    break
+                again = self._timed_or_missing(batch[missing], [prompts[index] for index in missing])
+                result = filled_in(result, missing, again)
         except RewardError as error:
             return error
         except Exception:
-            faulthandler.cancel_dump_traceback_later()
             time.sleep(self.config.retry_wait_s)
             raise
+        return result
+
+    def _is_another_asked(self) -> bool:
+        """Has the model that gave no scores died, and is another in its place by now? One that lives has answered."""
+        before = self._found
+        if before is None:
+            return False
+        self._current_reward(before)
+        return self._found != before
+
+    def _timed_or_missing(self, batch: np.ndarray, prompts: Sequence[ScoredPrompt]) -> RewardResult:
+        """As `_timed`; of samples beside which others have a score, what is raised is the error, and not a batch's."""
+        begun = time.perf_counter()
+        try:
+            return self._timed(batch, prompts)
+        except RewardError:
+            raise
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            nothing, seconds = np.full(len(prompts), np.nan), time.perf_counter() - begun
+            return RewardResult(nothing, {"error": [reason] * len(prompts)}, seconds)
+
+    def _timed(self, batch: np.ndarray, prompts: Sequence[ScoredPrompt]) -> RewardResult:
+        """The scores and their seconds; a process of which it takes longer than `timeout_s` ends."""
+        begun = time.perf_counter()
+        # Its own thread ends the process also where Python code cannot: Ray starts another and repeats the call.
+        faulthandler.dump_traceback_later(self.config.timeout_s, exit=True, file=STANDARD_ERROR)
+        try:
+            result = self.reward(batch, prompts)
         finally:
             faulthandler.cancel_dump_traceback_later()
-        return replace(result, seconds=time.perf_counter() - start)
+        return replace(result, seconds=time.perf_counter() - begun)
+
+
+def filled_in(result: RewardResult, missing: np.ndarray, again: RewardResult) -> RewardResult:
+    """A result with the scores and details of those of its samples that were scored again, and the seconds of both.
+
+    Args:
+        missing: the samples' indices, [len(again.scores)].
+    """
+    scores = result.scores.copy()
+    scores[missing] = again.scores
+    details: dict[str, list] = {}
+    for name in dict.fromkeys([*result.details, *again.details]):
+        details[name] = list(result.details.get(name, [None] * len(scores)))
+        for index, value in zip(missing, again.details.get(name, [None] * len(missing)), strict=True):
+            details[name][index] = value
+    return RewardResult(scores, details, result.seconds + again.seconds)

@@ -100,9 +100,24 @@ def left_out(info: FieldInfo) -> tuple[Any, FieldInfo]:
         schema.pop("default", None)
         if callable(info.json_schema_extra):
             info.json_schema_extra(schema)
+        _keep_type(schema)
 
     field = Field(default=None, description=info.description, json_schema_extra=without_default)
     return bounded, cast(FieldInfo, field)
+
+
+PLAIN_TYPES = ("integer", "number", "boolean")
+
+
+def _keep_type(schema: dict[str, Any]) -> None:
+    """Put a plain type one level down, where Prefect leaves it as it is.
+
+    Of the type of a field without a default it makes that or null, which no field here is; and of a value that is
+    neither it says no more than that, where of one type it says which.
+    """
+    if schema.get("type") in PLAIN_TYPES:
+        told = {name: schema.pop(name) for name in [*schema] if name not in ("title", "description")}
+        schema["allOf"] = [told]
 
 
 def optional(section: type[BaseModel]) -> type[BaseModel]:

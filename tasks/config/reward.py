@@ -56,7 +56,11 @@ class RewardFunctionConfig(Section):
         "across prompts and rollout batches; null is a rollout batch.",
     )
     retries: NotShaping[int] = Field(
-        2, ge=0, le=MOST_RETRIES, description="Times a batch is scored again after an error or its worker's death."
+        2,
+        ge=0,
+        le=MOST_RETRIES,
+        description="Times a batch is scored again after an error or its worker's death, and what of it has no score "
+        "after the reward model's.",
     )
     retry_wait_s: NotShaping[float] = Field(
         1.0, ge=0, le=LONGEST_WAIT_S, description="Seconds before a batch that raised an error is tried again."

@@ -83,6 +83,8 @@ class PatientClient(AskedClient):
         super().__init__(client)
         self._uri, self._seconds = uri, seconds
         self._thread, self.waits = threading.get_ident(), False
+        self._begun: dict[int, float] = {}
+        """Thread -> when the request that it waits for was first made. The first thread speaks for all of them."""
         for name, value in ONE_TRY.items():
             os.environ.setdefault(name, value)
         self.meanwhile: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -110,12 +112,25 @@ class PatientClient(AskedClient):
             self.waits = False
 
     def _again(self, request: Callable[[], T], begun: float, error: Exception) -> T:
-        pause, log = 1.0, _log()
+        thread = threading.get_ident()
+        self._begun[thread] = begun
+        try:
+            first = min([*self._begun.values()])
+            return self._answered(request, first, error, lambda: thread == next(iter(self._begun)))
+        finally:
+            del self._begun[thread]
+
+    def _answered(self, request: Callable[[], T], begun: float, error: Exception, speaks: Callable[[], bool]) -> T:
+        """The answer to a request made again and again; `begun` is the outage, whoever met it first."""
+        pause, log, spoke = 1.0, _log(), False
         while (left := self._seconds - (time.monotonic() - begun)) > 0:
-            log.warning(
-                "MLflow at %s does not answer (%s): asked again in %.0f s, for %.0f s more (tracking.max_outage_s %g)",
-                *(self._uri, why_away(error), min(pause, left), left, self._seconds),
-            )
+            if speaks():
+                spoke = True
+                log.warning(
+                    "MLflow at %s does not answer (%s): asked again in %.0f s, for %.0f s more "
+                    "(tracking.max_outage_s %g)",
+                    *(self._uri, why_away(error), min(pause, left), left, self._seconds),
+                )
             time.sleep(min(pause, left))
             pause = min(2 * pause, LONGEST_PAUSE_S)
             try:
@@ -125,7 +140,8 @@ class PatientClient(AskedClient):
                     raise
                 error = again
             else:
-                log.warning("MLflow at %s answers again, after %.0f s", self._uri, time.monotonic() - begun)
+                if spoke:
+                    log.warning("MLflow at %s answers again, after %.0f s", self._uri, time.monotonic() - begun)
                 return answer
         raise TrackingAway(
             f"MLflow at {self._uri} has not answered for {time.monotonic() - begun:.0f} s, longer than "

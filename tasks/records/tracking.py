@@ -22,7 +22,7 @@ from tasks.config.tracking import PASSWORD_OF_MLFLOW, TrackingConfig
 from tasks.records.headline import HEADLINE, experiment_tags, headline
 from tasks.records.lineage import Lineage
 from tasks.records.owner import close_dead_runs, owner_tags
-from tasks.records.patience import ONE_TRY, LocalClient, PatientClient
+from tasks.records.patience import ONE_TRY, LocalClient, PatientClient, why_away
 from tasks.records.pictures import still
 from tasks.records.second_trackers import SecondTrackers
 from tasks.records.tracking_address import TrackingAway, is_server
@@ -235,7 +235,7 @@ class Tracker:
                 with _few_retries(NO_TIME if isinstance(error, TerminationSignal | TrackingAway) else LAST_WORDS):
                     self._plain.set_terminated(self.run_id, status)
             except (Exception, KeyboardInterrupt) as of_mlflow:  # what ended the run is the error that is raised
-                reason = " ".join(str(of_mlflow).split()) or type(of_mlflow).__name__
+                reason = why_away(of_mlflow) or " ".join(str(of_mlflow).split()) or type(of_mlflow).__name__
                 error.add_note(f"MLflow at {self.uri} was not told that run {self.run_id} is {status}: {reason}")
             raise
         self.client.set_terminated(self.run_id, "FINISHED")

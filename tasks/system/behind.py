@@ -10,6 +10,8 @@ from contextvars import copy_context
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
+from models.errors import DoubleflowError
+
 T = TypeVar("T")
 FAILING_WAIT_S = 60.0
 STOPPED_WAIT_S = 1.5
@@ -95,7 +97,8 @@ class Behind:
                 self.settle(FAILING_WAIT_S if isinstance(error, Exception) else STOPPED_WAIT_S)
             except Exception as of_writing:
                 late = isinstance(of_writing, TimeoutError) and not isinstance(error, Exception)  # see `left`
-                if of_writing is not error and not late:
+                same = isinstance(error, DoubleflowError) and type(of_writing) is type(error)  # both met what was told
+                if of_writing is not error and not late and not same:
                     error.add_note(f"what was being written in the background is lost too: {of_writing!r}")
             raise
         self.settle()

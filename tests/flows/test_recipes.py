@@ -15,6 +15,7 @@ import yaml
 from matplotlib import font_manager
 from PIL import Image, ImageDraw, ImageFont
 from prefect.utilities.callables import parameter_schema
+from prefect.utilities.schema_tools.validation import ValidationError, validate
 
 from flows.recipes import load_recipe, parse_changes
 from models.algorithms.advantages import _ADVANTAGES
@@ -78,14 +79,33 @@ def test_the_form_begins_with_the_ten_fields_that_people_change_first() -> None:
     fields = definitions["CommonSettings"]["properties"]
     assert len(fields) == 10
     assert {"total_training_steps", "seed", "lr", "train_batch_size", "model", "reward", "n_gpus_per_node"} <= {*fields}
-    assert fields["lr"]["exclusiveMinimum"] == 0, "with the bounds of the field that it stands for"
+    assert fields["lr"]["allOf"][0]["exclusiveMinimum"] == 0, "with the bounds of the field that it stands for"
 
 
 def test_no_section_of_the_form_is_shown_as_none() -> None:
     parameters, definitions = form_of("quickstart")
     assert parameters["overrides"]["default"] == parameters["common"]["default"] == {}
     assert definitions["TrainConfigOverride"]["properties"]["trainer"]["$ref"].endswith("/TrainerConfigOverride")
-    assert definitions["TrainerConfigOverride"]["properties"]["seed"]["type"] == "integer"
+    assert definitions["TrainerConfigOverride"]["properties"]["seed"]["allOf"][0]["type"] == "integer"
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"trainer": {"seed": "many"}}, "'overrides.trainer.seed'. Failure reason: 'many' is not of type 'integer'"),
+        ({"trainer": {"seed": 1.5}}, "1.5 is not of type 'integer'"),
+        ({"actor_rollout_ref": {"actor": {"optim": {"lr": "low"}}}}, "'low' is not of type 'number'"),
+        ({"trainer": {"val_before_train": "yes"}}, "'yes' is not of type 'boolean'"),
+        ({"trainer": {"total_training_steps": -1}}, "-1 is less than the minimum of 1"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_with_its_field_and_what_would_be_right(
+    changes: dict[str, Any], told: str
+) -> None:
+    """By what Prefect's server looks at when a run is created."""
+    parameters = DEPLOYMENTS["quickstart"]["parameters"] | {"overrides": changes}
+    with pytest.raises(ValidationError, match=re.escape(told)):
+        validate(parameters, schema_of(DEPLOYMENTS["quickstart"]["entrypoint"]), raise_on_error=True)
 
 
 def shipped(registry: Mapping[str, Any]) -> set[str]:

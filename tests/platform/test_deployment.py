@@ -113,6 +113,7 @@ def test_bad_parameters_are_refused_when_the_run_is_created(deployed: Workspace)
         ({"trainer": {"total_trainin_steps": 3}}, "total_trainin_steps"),
         ({"algorithm": {"name": "grpo"}}, "grpo"),
         ({"actor_rollout_ref": {"rollout": {"algo": {"sde_window_mode": "ode"}}}}, "ode"),
+        ({"trainer": {"total_training_steps": "many"}}, "'many' is not of type 'integer'"),
     ]:
         parameter = f"overrides={json.dumps(bad)}"
         assert name in prefect(deployed, "deployment", "run", "train/tiny", "--param", parameter, check=False)

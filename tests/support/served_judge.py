@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A judge as a program of its own, with a secret, a sleep and a process below it, as vLLM's server has them.
 
-`python -m tests.support.served_judge PORT NAME JOURNAL [without-sleep]` serves on 127.0.0.1 and writes a line to the
-journal for its start (its pid and that of its engine), each sleep and wake, and each question asked while it sleeps.
+`python -m tests.support.served_judge PORT NAME JOURNAL [without-sleep] [dies=LEVEL:TIMES]` serves on 127.0.0.1 and
+writes a line to the journal for its start (its pid and that of its engine), each sleep and wake, each question asked
+while it sleeps, and each time that it dies, when it is asked about a picture of a brightness, so many times in all.
 """
 
 import json
@@ -20,6 +21,7 @@ ENGINE = "import time; time.sleep(7200)"
 def main(port: str, name: str, journal: str, *options: str) -> None:
     engine = subprocess.Popen([sys.executable, "-c", ENGINE])
     asleep = False
+    ((deadly, times),) = [o[5:].split(":") for o in options if o.startswith("dies=")] or [("", "0")]
 
     def note(words: str) -> None:
         with Path(journal).open("a") as file:
@@ -55,6 +57,10 @@ def main(port: str, name: str, journal: str, *options: str) -> None:
                 note("asked while asleep")
             image, _ = body["messages"][0]["content"]
             level = brightness(image["image_url"]["url"]) if body["model"] == name else "unknown model"
+            if str(level) == deadly and Path(journal).read_text().count("dies") < int(times):
+                note("dies")
+                print("out of memory", flush=True)
+                os._exit(3)
             message = {"role": "assistant", "content": f"Alignment: {level}\nCoherence: 3\nStyle: 3"}
             answer = {"id": "1", "object": "chat.completion", "created": 0, "model": name}
             self.send(200, answer | {"choices": [{"index": 0, "finish_reason": "stop", "message": message}]})

@@ -11,6 +11,7 @@ from contextvars import ContextVar
 
 import pytest
 
+from models.errors import DoubleflowError
 from tasks.system import behind as module
 from tasks.system.behind import Behind
 
@@ -50,6 +51,20 @@ def test_nothing_is_begun_behind_what_failed_and_its_error_is_raised_by_whatever
         with pytest.raises(OSError, match="the disk is gone"):
             ask()
     assert done == []
+
+
+def test_what_a_run_and_its_writing_both_met_is_told_once() -> None:
+    class Away(DoubleflowError, RuntimeError):
+        pass
+
+    def away() -> None:
+        raise Away("the server is gone for 20 s")
+
+    behind = Behind()
+    behind.submit(away)
+    with pytest.raises(Away, match="21 s") as raised, behind.settled():
+        raise Away("the server is gone for 21 s")
+    assert not getattr(raised.value, "__notes__", [])
 
 
 @pytest.mark.parametrize("own", [False, True])
@@ -120,13 +135,23 @@ def closing_with(work: Callable[[], None]) -> Iterator[None]:
         work()
 
 
+def heard(behind: Behind) -> bool:
+    """Has it heard of a signal?"""
+    try:
+        behind.check()
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
 def test_after_a_signal_an_end_waits_for_seconds_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """As for a checkpoint that a trainer writes when its update is done: it is begun again by the same command."""
     monkeypatch.setattr(module, "STOPPED_WAIT_S", 0.05)
     behind, done = Behind(), []
 
     def write() -> None:
-        time.sleep(0.5)
+        while not heard(behind):
+            time.sleep(0.01)
         done.append("written")
 
     def take_away() -> None:

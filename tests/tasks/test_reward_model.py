@@ -91,6 +91,12 @@ def processes(folder: Path) -> list[psutil.Process]:
     return [psutil.Process(int(pid)) for pid in pids]
 
 
+def wait_until_dead(process: psutil.Process) -> None:
+    """On a busy machine it lives on for a moment after its end has begun, and would be asked."""
+    while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)
+
+
 def assert_all_end(found: list[psutil.Process]) -> None:
     _, left = psutil.wait_procs(found, timeout=PATIENCE)
     assert not left
@@ -122,8 +128,7 @@ def test_a_run_starts_its_judge_lets_it_sleep_and_ends_it(cluster: None, tmp_pat
         assert ray.get(model.actor.connection.remote()).key not in " ".join(server.cmdline())
         # Killed, and its engine left over: the next scores come from another one, and the engine is gone.
         server.kill()
-        while server.is_running() and server.status() != psutil.STATUS_ZOMBIE:
-            time.sleep(0.01)  # on a busy machine it lives on for a moment, and would be asked
+        wait_until_dead(server)
         assert group.table(shards, group.submit(shards)).rewards.tolist() == expected[0]
         assert_all_end([server, engine])
         last = processes(tmp_path)
@@ -159,6 +164,33 @@ def test_a_killed_actor_takes_its_server_along_and_another_begins(cluster: None,
         assert group.table(shards, group.submit(shards)).by_reward["sources"].tolist() == [0, 0.25, 0.5, 0.75]
         last = processes(tmp_path)
     assert_all_end(last)
+
+
+def test_what_a_judge_had_not_scored_when_it_died_is_asked_again(
+    cluster: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As often as `retries` says: the third picture's question kills it three times."""
+    options = {"axes": ["alignment"], "concurrency": 1, "max_retries": 0}
+    functions = {"judge_grade": {"options": options, "batch_size": 4, "retries": 1}}
+    settings = config(tmp_path, "dies=3:3", functions=functions).model_copy(update={"max_missing_fraction": 1.0})
+    with served_reward_model(settings) as model:
+        group, shards = RewardGroup(settings, model), batches()
+        group.versions()
+        found = group.table(shards, group.submit(shards))
+        assert found.rewards.tolist()[:2] == [0, 0.25]
+        assert np.isnan(found.rewards[2:]).all(), "it has killed two"
+        assert found.metrics()["reward/judge_grade/missing"] == 2
+        assert found.samples["judge_grade/error"].str.startswith("APIConnectionError").tolist()[2:] == [True, True]
+        wait_until_dead(processes(tmp_path)[0])
+        again = group.table(shards, group.submit(shards))
+        assert again.rewards.tolist() == [0, 0.25, 0.5, 0.75]
+        assert again.samples["judge_grade/text"].str.startswith("Alignment").all()
+        assert again.samples["judge_grade/alignment"].tolist() == [1, 2, 3, 4]
+        assert "judge_grade/error" not in again.samples or again.samples["judge_grade/error"].isna().all()
+        assert sum(line.startswith("start") for line in journal(tmp_path)) == 4, "none more than was asked of"
+        told = [record.message for record in caplog.records if "was started again" in record.message]
+        assert len(told) == 3
+        assert all("code 3; the end of its log: out of memory" in line for line in told)
 
 
 def test_a_server_that_does_not_start_or_sleep_says_why(cluster: None, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import cast
 
@@ -143,19 +143,43 @@ def test_mlflow_that_is_gone_does_not_hide_what_ended_the_run(tmp_path: Path, mo
             tries.clear()
             with pytest.raises(ended_by) as raised, run.concluded():
                 raise ended_by
-            assert raised.value.__notes__[0].startswith(f"MLflow at http://127.0.0.1:{port} was not told that run")
+            told = f"MLflow at http://127.0.0.1:{port} was not told that run {run.run_id} is "
+            status = "KILLED" if ended_by is KeyboardInterrupt else "FAILED"
+            assert raised.value.__notes__ == [f"{told}{status}: no connection"]
             assert 1 <= len(tries) <= 3
         impatient = Tracker.__new__(Tracker)
         impatient.__dict__ |= waiting.__dict__
-        impatient.patience = PatientClient(waiting._plain, waiting.uri, 2)
+        impatient.patience = PatientClient(waiting._plain, waiting.uri, 4)
         impatient.client = cast(MlflowClient, impatient.patience)
         tries.clear()
+        caplog.clear()
+
+        @contextmanager
+        def beside() -> Iterator[None]:
+            """Another thread waits for the server by now, and has said so."""
+            other = threading.Thread(target=lambda: suppressed(impatient), daemon=True)
+            other.start()
+            wait_until(lambda: "asked again in 1 s" in caplog.text, "the other's warning", every=0.05)
+            try:
+                yield
+            finally:
+                other.join()
+
+        impatient.patience.meanwhile = beside
         with pytest.raises(
-            TrackingAway, match=r"has not answered for [\d.]+ s, longer than tracking.max_outage_s 2 \(no c"
+            TrackingAway, match=r"has not answered for [\d.]+ s, longer than tracking.max_outage_s 4 \(no c"
         ):
             impatient.tag("too", "late")
-        assert 2 <= len(tries) <= 4
+        assert 3 <= len(tries) <= 12
+        warned = {record.thread for record in caplog.records if record.name == patience.__name__}
+        assert len(warned) == 1, "one speaks for both"
+        assert threading.get_ident() not in warned
     assert os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] == "0"
+
+
+def suppressed(run: Tracker) -> None:
+    with suppress(TrackingAway):
+        run.tag("too", "late")
 
 
 def test_a_server_that_is_not_there_is_told_at_the_start() -> None:
