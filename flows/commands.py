@@ -33,12 +33,13 @@ Tracking = Annotated[str | None, typer.Option(help="MLflow's URI; else MLFLOW_TR
 
 
 def _chosen(
-    recipe: str, file: Path | None, overrides: TrainOverrides, trains: bool
+    recipe: str, file: Path | None, changes: list[str] | None, overrides: Path | None, trains: bool
 ) -> tuple[TrainConfig, TrainOverrides]:
     """The config and its changes, which together are right as far as can be said early."""
     config = load_recipe(recipe) if file is None else load_config(file)
-    check_early(config.with_changes(overrides), trains)
-    return config, overrides
+    changed = parse_changes(changes or [], overrides, config)
+    check_early(config.with_changes(changed), trains)
+    return config, changed
 
 
 def train(
@@ -50,7 +51,7 @@ def train(
 ) -> None:
     """Train a recipe here and now, and print where the results are."""
     with in_a_sentence(debug):
-        chosen, changed = _chosen(recipe, config, parse_changes(changes or [], overrides), trains=True)
+        chosen, changed = _chosen(recipe, config, changes, overrides, trains=True)
         from flows.train import train as flow
         from tasks.run.summary import Summary
 
@@ -68,7 +69,7 @@ def validate(
 ) -> None:
     """Measure one set of weights on the held-out prompts."""
     with in_a_sentence(debug):
-        chosen, changed = _chosen(recipe, config, parse_changes(changes or [], overrides), trains=False)
+        chosen, changed = _chosen(recipe, config, changes, overrides, trains=False)
         if weights is not None and not weights.is_dir():
             raise ConfigError(f"--weights is {weights}, which is not a folder: give one that a run exported")
         from flows.validate import validate as flow
@@ -91,7 +92,7 @@ def sweep(
         config = checked(TrainConfig, given.get("config"), source)
         searched = checked(SweepConfig, given.get("search"), source).model_dump(exclude_unset=True)
         searches = checked(SweepConfig, merged(searched, parse_settings(search or [], "--search")), "--search")
-        overrides = parse_changes(changes or [])
+        overrides = parse_changes(changes or [], recipe=config)
         changed = config.with_changes(overrides)
         check_early(changed)
         check_fields(changed, searches)

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from tasks.config.errors import NO_YAML, RecipeError, described, near
 from tasks.config.overrides import merged, set_fields
-from tasks.config.tree import TrainConfig, TrainOverrides
+from tasks.config.tree import REWARDS, TrainConfig, TrainOverrides
 
 PREFECT_FILE = Path("prefect.yaml")
 Settings = TypeVar("Settings", bound=BaseModel)
@@ -77,19 +77,31 @@ def read_yaml(file: Path, advice: str) -> Any:
         raise RecipeError(f"{file} is neither YAML nor JSON: {_reason(error)}") from error
 
 
-def parse_changes(settings: list[str], file: Path | None = None) -> TrainOverrides:
+def parse_changes(settings: list[str], file: Path | None = None, recipe: TrainConfig | None = None) -> TrainOverrides:
     """`["trainer.seed=1", "reward.functions={ocr: {}}"]` as overrides; values are YAML.
 
     Args:
         settings: field.path=value, each.
         file: further overrides, of which a setting replaces what it names as well.
+        recipe: what they change. Of its rewards, or the file's, a setting such as reward.functions.ocr.num_workers=4
+            changes this field alone; without a recipe nothing is known of the others, and they are replaced.
 
     Raises:
         RecipeError: an item has no equals sign, names no field, or gives a field a value that it cannot have; or the
             file cannot be read.
     """
     given = {} if file is None else set_fields(_overrides(read_yaml(file, "give a file of overrides"), str(file)))
-    return _overrides(merged(given, parse_settings(settings, "--set")), "--set")
+    changes = parse_settings(settings, "--set")
+    if recipe is not None and _change_one_reward(settings):
+        before = given.get("reward", {}).get("functions") or recipe.rewards()
+        changes["reward"]["functions"] = merged(before, changes["reward"]["functions"])
+    return _overrides(merged(given, changes), "--set")
+
+
+def _change_one_reward(settings: list[str]) -> bool:
+    """Do these settings name fields of single rewards, and not all rewards at once?"""
+    paths = [setting.partition("=")[0].strip() for setting in settings]
+    return any(path.startswith(f"{REWARDS}.") for path in paths) and not {"reward", REWARDS} & {*paths}
 
 
 def _overrides(tree: Any, source: str) -> TrainOverrides:
