@@ -5,14 +5,15 @@ It imports neither torch nor Prefect: what is wrong is known in the first second
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from textwrap import fill, indent
 from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from tasks.config.errors import NO_YAML, RecipeError, described, near
+from tasks.config.errors import NO_YAML, RecipeError, described, field_paths, near
 from tasks.config.overrides import merged, set_fields
 from tasks.config.tree import REWARDS, TrainConfig, TrainOverrides
 
@@ -53,6 +54,39 @@ def load_config(file: Path) -> TrainConfig:
         RecipeError: the file is missing, or is no config.
     """
     return checked(TrainConfig, read_yaml(file, "give a config.json of a run"), str(file))
+
+
+def explained(config: TrainConfig, word: str) -> str:
+    """The fields that have `word` in their path or description: each with its value here, as --set takes it, and what
+    it is.
+
+    Raises:
+        RecipeError: there is none.
+    """
+    fields = [found for found in _fields(config) if word.lower() in f"{found[0]} {found[2]}".lower()]
+    if not fields:
+        raise RecipeError(f"--fields: no field has {word!r:.100} in its name or description{near(word, _names())}")
+    return "\n".join(f"{path}={json.dumps(value)}\n{indent(fill(said, 110), '    ')}" for path, value, said in fields)
+
+
+def _fields(section: BaseModel, path: str = "") -> Iterator[tuple[str, Any, str]]:
+    """(dotted path, value as JSON has it, description) of every field."""
+    dumped = section.model_dump(mode="json")
+    for name, field in type(section).model_fields.items():
+        value, here = getattr(section, name), f"{path}{name}"
+        entries = value if isinstance(value, Mapping) else {}
+        if isinstance(value, BaseModel):
+            yield from _fields(value, f"{here}.")
+        elif entries and all(isinstance(entry, BaseModel) for entry in entries.values()):
+            for label, entry in entries.items():
+                yield from _fields(entry, f"{here}.{label}.")
+        else:
+            yield here, dumped[name], field.description or ""
+
+
+def _names() -> list[str]:
+    """The fields' own names."""
+    return [path.rpartition(".")[2] for path in field_paths(TrainConfig)]
 
 
 def checked(section: type[Settings], values: Any, source: str) -> Settings:

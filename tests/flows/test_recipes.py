@@ -133,7 +133,7 @@ def test_the_first_ten_fields_and_the_overrides_change_a_recipe_together_but_not
 
 
 def test_a_path_to_one_rewards_field_changes_no_other(tmp_path: Path) -> None:
-    """By --set, on a recipe and on a file of overrides, and by a dimension of a sweep; all rewards at once are others."""
+    """By --set, on a recipe and on a file of overrides, and by a sweep; all rewards at once are other ones."""
     config, path = recipe_of("words"), "reward.functions.ocr.num_workers"
     ways = [parse_changes([f"{path}=2"], recipe=config), config.at_paths({path: 2})]
     for changed in map(config.with_changes, ways):
