@@ -28,6 +28,13 @@ READ_BY_LOSSES = {
 }
 """Field of `diffusion_loss` -> those of the project's losses that read it; one of your own may read any."""
 KEEP_OLD_POLICY = {"diffusion_nft", "awm"}
+ADVANTAGES = tuple(
+    f"algorithm.{field}"
+    for field in (
+        *("adv_mode", "adv_estimator", "adv_options"),
+        *("norm_adv_by_std_in_grpo", "global_std", "drop_equal_groups"),
+    )
+)
 OLD_POLICY = tuple(
     f"algorithm.{field}" for field in ("old_policy_decay_schedule", "old_policy_decay", "old_policy_update_interval")
 )
@@ -83,6 +90,16 @@ RULES = (
         OLD_POLICY[:1],
         lambda config: config.algorithm.old_policy_decay is not None,
         "algorithm.old_policy_decay stands in its place",
+    ),
+    Unread(
+        ADVANTAGES,
+        lambda config: _loss(config) in ("distill_kl", "distill_fm_mse"),
+        "loss {loss} does not learn from rewards",
+    ),
+    Unread(
+        ADVANTAGES,
+        lambda config: not config.is_online,
+        "algorithm.sample_source offline has no advantages",
     ),
     Unread(
         (f"{KERNEL}.iters_per_group",),

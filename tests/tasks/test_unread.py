@@ -44,6 +44,8 @@ def changed(*settings: str) -> TrainConfig:
         (f"{ALGO}.iters_per_group=5", "trainer.seed=1", "sde_window_mode is random"),
         ("actor_rollout_ref.rollout.vllm_omni.step_execution=true", LORA, "rollout.name is another engine"),
         ("algorithm.rollout_correction.bypass_mode=false", "algorithm.name=distill_kl", "no old log-probs"),
+        ("algorithm.global_std=false", "algorithm.name=distill_kl", "loss distill_kl does not learn from rewards"),
+        ("algorithm.adv_mode=binary", "algorithm={name: dpo, sample_source: offline}", "offline has no advantages"),
         ("data.pairs=mine", "algorithm.name=dpo", "algorithm.sample_source is online"),
         ("data.text_encoder.negative_prompt=blurred", LORA, "data.embeddings is not live"),
         ("trainer.test_freq=2", "algorithm={name: dpo, sample_source: offline}", "no rollout that could validate"),
@@ -126,6 +128,7 @@ def test_the_losses_read_what_is_said_of_them(name: str) -> None:
     loss(config=actor, model_output={key: output[key] for key in loss.required_model_output_keys}, data=data)  # type: ignore[arg-type]
     assert read == {field for field, readers in READ_BY_LOSSES.items() if name in readers}
     assert loss.keeps_old_policy() == (name in KEEP_OLD_POLICY)
+    assert loss.learns_from_rewards() == (not name.startswith("distill"))
 
 
 def test_a_sweep_does_not_search_what_nothing_reads() -> None:
