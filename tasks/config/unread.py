@@ -12,10 +12,9 @@ from typing import Any
 
 from models.config.actor import LOSSES
 from tasks.config.overrides import flat
-from tasks.config.presets import ACTOR, CORRECTION, KERNEL, LOSS, PRESETS
+from tasks.config.presets import ACTOR, CORRECTION, KERNEL, LOSS, MODEL, PRESETS, ROLLOUT
 from tasks.config.tree import TrainConfig
 
-ROLLOUT, MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 CLIPPED = {"flow_grpo", "dance_grpo", "mix_grpo", "grpo_guard", "awm"}
 READ_BY_LOSSES = {
     "clip_ratio": CLIPPED,
