@@ -69,6 +69,12 @@ def refused(command: Callable[..., None], *arguments: str) -> str:
         ),
         ([SET, "trainer.seed=abc"], "trainer.seed is 'abc'; it should be a valid integer"),
         ([SET, "trainer=3"], "trainer is 3; it is a section with the fields experiment_name, total_training_steps"),
+        (
+            [SET, "trainer.profile.iterations=3"],
+            r"trainer.profile.iterations is 3; it should be a list, as in \[a, b\]",
+        ),
+        ([SET, "reward.functions=ocr"], "reward.functions is 'ocr'; it should be a mapping, as in {a: b}"),
+        ([SET, "data.prompts=."], "data.prompts is ., which is a folder: give the file in it"),
         ([SET, "trainer.device=gpu"], "trainer.device is 'gpu'; it should be 'cpu' or 'cuda'"),
         ([SET, "trainer.seed=[1"], r"--set 'trainer.seed=\[1': the value is not YAML"),
         ([SET, "trainer.seed"], "--set 'trainer.seed' must have the form field.path=value"),
