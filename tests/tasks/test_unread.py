@@ -54,10 +54,10 @@ def changed(*settings: str) -> TrainConfig:
 )
 def test_a_setting_that_nothing_reads_is_told(setting: str, other: str, why: str) -> None:
     path = setting.partition("=")[0]
-    said = told(changed(setting, other)) or ""
+    said = told(changed(other, setting)) or ""
     assert said.startswith(f"without effect in this run: {path} ")
     assert why in said
-    assert list(without_effect(changed(setting, other))) == [path]
+    assert list(without_effect(changed(other, setting))) == [path]
 
 
 @pytest.mark.parametrize(
