@@ -261,6 +261,14 @@ def test_it_is_said_before_the_slow_imports(folder: Path, flow: str, arguments: 
     assert result.stdout == "[]\n"
 
 
+@pytest.mark.parametrize("flow", ["validation_sweep", "close_dead_runs"])
+def test_a_flow_that_is_no_command_says_how_it_is_run(flow: str) -> None:
+    result = subprocess.run([sys.executable, "-m", f"flows.{flow}"], cwd=ROOT, capture_output=True, text=True)
+    name = flow.replace("_", "-")
+    assert result.returncode == 1
+    assert f"`prefect deployment run {name}/{name}`" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("variable", "scheme", "said"),
     [
