@@ -169,7 +169,7 @@ def test_fields_are_explained_with_the_recipes_values(folder: Path) -> None:
 
     path = "actor_rollout_ref.actor.kl_loss_coef"
     said = explained("--fields", "KL_loss_coef", SET, f"{path}=0.5")
-    assert said == f"{path}=0.5\n    Its weight, in the units of kl_loss_type.\n"
+    assert said == f"{path}=0.5\n    Weight of use_kl_loss's distance, in the units of kl_loss_type.\n"
     settings = [line for line in explained("--fields", ".").splitlines() if not line.startswith(" ")]
     assert load_recipe("quickstart").with_changes(parse_changes(settings)) == load_recipe("quickstart")
     assert "'lora_rnk' in its name or description; did you mean lora_rank" in refused(
