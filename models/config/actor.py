@@ -170,8 +170,8 @@ class DiffusionLossConfig(Section):
         1e-4,
         gt=0,
         le=MOST_COEFFICIENT,
-        description="Ratio clip range of flow_grpo, grpo_guard and awm. A sampler's log-probs are means over the latent, "
-        "so theirs is small: 1e-3..2e-6.",
+        description="Ratio clip range of flow_grpo, grpo_guard and awm. Log-probs of sampled steps are means over the "
+        "latent, so it is small for them: 1e-3..2e-6.",
     )
     adv_clip_max: float = Field(
         5.0,
