@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Close MLflow's records of runs whose process is dead: what the automation `close-a-crashed-run` starts."""
 
+if __name__ == "__main__":
+    raise SystemExit("error: a deployment: `make up`, then `prefect deployment run close-dead-runs/close-dead-runs`")
+
 from prefect import flow, get_run_logger
 
 from tasks.config.tracking import TrackingConfig

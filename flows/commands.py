@@ -11,7 +11,16 @@ from typing import Annotated
 
 import typer
 
-from flows.recipes import checked, load_config, load_parameters, load_recipe, parse_changes, parse_settings, read_yaml
+from flows.recipes import (
+    checked,
+    explained,
+    load_config,
+    load_parameters,
+    load_recipe,
+    parse_changes,
+    parse_settings,
+    read_yaml,
+)
 from flows.terminal import Debug, in_a_sentence, run_command, started
 from tasks.config.errors import ConfigError, RecipeError
 from tasks.config.overrides import merged
@@ -20,25 +29,30 @@ from tasks.config.tracking import TrackingConfig
 from tasks.config.tree import TrainConfig, TrainOverrides
 from tasks.run.early import check_early, check_folder, check_tracking
 
-Recipe = Annotated[str, typer.Argument(help="A train deployment of prefect.yaml.")]
+Recipe = Annotated[str, typer.Argument(help="A train deployment of prefect.yaml; an error lists them.")]
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", help="A whole config as JSON, as a run records it, in a recipe's place.")
 ]
-Changes = Annotated[list[str] | None, typer.Option("--set", help="field.path=value; may be repeated.")]
+Changes = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="field.path=value; may be repeated. `flows.train --fields` explains."),
+]
 Machine = Annotated[
     Path | None, typer.Option("--overrides", help="Changes in a file, as a deployment takes them; --set goes first.")
 ]
-Run = Annotated[str, typer.Argument(help="MLflow run id.")]
+Run = Annotated[str, typer.Argument(help="A run's name, its folder, or its MLflow run id.")]
+RUNS = Path("runs")
 Tracking = Annotated[str | None, typer.Option(help="MLflow's URI; else MLFLOW_TRACKING_URI, or mlflow.db.")]
 
 
 def _chosen(
-    recipe: str, file: Path | None, overrides: TrainOverrides, trains: bool
+    recipe: str, file: Path | None, changes: list[str] | None, overrides: Path | None, trains: bool
 ) -> tuple[TrainConfig, TrainOverrides]:
     """The config and its changes, which together are right as far as can be said early."""
     config = load_recipe(recipe) if file is None else load_config(file)
-    check_early(config.with_changes(overrides), trains)
-    return config, overrides
+    changed = parse_changes(changes or [], overrides, config)
+    check_early(config.with_changes(changed), trains)
+    return config, changed
 
 
 def train(
@@ -46,11 +60,19 @@ def train(
     config: ConfigFile = None,
     overrides: Machine = None,
     changes: Changes = None,
+    fields: Annotated[
+        str | None,
+        typer.Option(help="Explain the fields that have this word in their name or description, and end; . for all."),
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Train a recipe here and now, and print where the results are."""
     with in_a_sentence(debug):
-        chosen, changed = _chosen(recipe, config, parse_changes(changes or [], overrides), trains=True)
+        if fields is not None:
+            shown = load_recipe(recipe) if config is None else load_config(config)
+            typer.echo(explained(shown.with_changes(parse_changes(changes or [], overrides, shown)), fields))
+            return
+        chosen, changed = _chosen(recipe, config, changes, overrides, trains=True)
         from flows.train import train as flow
         from tasks.run.summary import Summary
 
@@ -68,7 +90,7 @@ def validate(
 ) -> None:
     """Measure one set of weights on the held-out prompts."""
     with in_a_sentence(debug):
-        chosen, changed = _chosen(recipe, config, parse_changes(changes or [], overrides), trains=False)
+        chosen, changed = _chosen(recipe, config, changes, overrides, trains=False)
         if weights is not None and not weights.is_dir():
             raise ConfigError(f"--weights is {weights}, which is not a folder: give one that a run exported")
         from flows.validate import validate as flow
@@ -91,7 +113,7 @@ def sweep(
         config = checked(TrainConfig, given.get("config"), source)
         searched = checked(SweepConfig, given.get("search"), source).model_dump(exclude_unset=True)
         searches = checked(SweepConfig, merged(searched, parse_settings(search or [], "--search")), "--search")
-        overrides = parse_changes(changes or [])
+        overrides = parse_changes(changes or [], recipe=config)
         changed = config.with_changes(overrides)
         check_early(changed)
         check_fields(changed, searches)
@@ -110,10 +132,11 @@ def reproduce(
 ) -> None:
     """Do a recorded run's first iterations again, from its commit and its data, and compare."""
     with in_a_sentence(debug):
-        place = _recorded(tracking, run)
+        found, _, tracking = _found(run, RUNS, tracking)
+        place = _recorded(tracking, found)
         from flows.reproduce import reproduce as flow
 
-        state = started(flow, debug, run, iterations, tolerance, place, return_state=True)
+        state = started(flow, debug, found, iterations, tolerance, place, return_state=True)
         if not state.is_completed():
             state.result()  # raises
         typer.echo(state.message)
@@ -122,38 +145,52 @@ def reproduce(
 def compare(
     run: Run,
     against: Run,
-    folder: Annotated[Path, typer.Option(help="Where the page is written.")] = Path("runs"),
+    folder: Annotated[Path, typer.Option(help="Where the page is written, and runs' own folders are.")] = RUNS,
     tracking: Tracking = None,
     debug: Debug = False,
 ) -> None:
     """Write a page that compares two recorded runs, and print its path."""
     with in_a_sentence(debug):
         check_folder(folder, "--folder")
-        place = _recorded(tracking, run, against)
+        first, _, tracking = _found(run, folder, tracking)
+        second, _, tracking = _found(against, folder, tracking)
+        place = _recorded(tracking, first, second)
         from flows.compare import compare as flow
 
-        typer.echo(started(flow, debug, run, against, place, folder))
+        typer.echo(started(flow, debug, first, second, place, folder))
 
 
 def report(
-    run: Annotated[str, typer.Argument(help="A run's name, its folder, or its MLflow run id.")],
-    folder: Annotated[Path, typer.Option(help="The folder with the runs' own.")] = Path("runs"),
+    run: Run,
+    folder: Annotated[Path, typer.Option(help="The folder with the runs' own.")] = RUNS,
     tracking: Tracking = None,
     debug: Debug = False,
 ) -> None:
     """Write a recorded run's page anew, and print its path."""
     with in_a_sentence(debug):
-        own = next((place for place in (Path(run), folder / run) if (place / "run.json").is_file()), None)
-        found = run
-        if own is not None:
-            found, uri = _of_folder(own)
-            tracking = tracking or os.environ.get("MLFLOW_TRACKING_URI", uri)
+        found, own, tracking = _found(run, folder, tracking)
         place = _recorded(tracking, found)
         from flows.report import report as write
         from tasks.records.history import RunHistory
         from tasks.records.tracking import mlflow_client
 
         typer.echo(write(RunHistory(mlflow_client(place), found), own))
+
+
+def _found(run: str, runs: Path, tracking: str | None) -> tuple[str, Path | None, str | None]:
+    """A recorded run by its name, its folder or its MLflow run id: the id, the folder if it was named by that, and
+    MLflow's URI as far as that is known.
+
+    Args:
+        run: which.
+        runs: the folder in which runs' names are looked for.
+        tracking: MLflow's URI, where it is given.
+    """
+    own = next((place for place in (Path(run), runs / run) if (place / "run.json").is_file()), None)
+    if own is None:
+        return run, None, tracking
+    found, uri = _of_folder(own)
+    return found, own, tracking or os.environ.get("MLFLOW_TRACKING_URI", uri)
 
 
 def _of_folder(folder: Path) -> tuple[str, str]:

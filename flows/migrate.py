@@ -44,9 +44,13 @@ def _show(script: Path, made: Translation, out: Path | None) -> None:
     typer.echo(f"\n{len(made.lines)} overrides: {counts}")
     if out is not None:
         state = f"# Not valid yet: {made.problem}\n" if made.problem else ""
-        out.write_text(
-            f"# From {script.name}, by flows.migrate.\n{state}{yaml.safe_dump(made.config, sort_keys=False)}"
-        )
+        recipe = f"# From {script.name}, by flows.migrate.\n{state}{yaml.safe_dump(made.config, sort_keys=False)}"
+        try:
+            out.write_text(recipe)
+        except OSError as error:
+            raise ConfigError(
+                f"--out is {out}, which cannot be written ({error.strerror}): give another file"
+            ) from error
         typer.echo(f"{out}: python -m flows.train --config {out}, or below `config:` of a deployment in prefect.yaml")
     if made.problem:
         raise ConfigError(f"the recipe is not valid yet: {made.problem}")

@@ -5,16 +5,17 @@ It imports neither torch nor Prefect: what is wrong is known in the first second
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from textwrap import fill, indent
 from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from tasks.config.errors import NO_YAML, RecipeError, described, near
+from tasks.config.errors import NO_YAML, RecipeError, described, field_paths, near
 from tasks.config.overrides import merged, set_fields
-from tasks.config.tree import TrainConfig, TrainOverrides
+from tasks.config.tree import REWARDS, TrainConfig, TrainOverrides
 
 PREFECT_FILE = Path("prefect.yaml")
 Settings = TypeVar("Settings", bound=BaseModel)
@@ -55,6 +56,39 @@ def load_config(file: Path) -> TrainConfig:
     return checked(TrainConfig, read_yaml(file, "give a config.json of a run"), str(file))
 
 
+def explained(config: TrainConfig, word: str) -> str:
+    """The fields that have `word` in their path or description: each with its value here, as --set takes it, and what
+    it is.
+
+    Raises:
+        RecipeError: there is none.
+    """
+    fields = [found for found in _fields(config) if word.lower() in f"{found[0]} {found[2]}".lower()]
+    if not fields:
+        raise RecipeError(f"--fields: no field has {word!r:.100} in its name or description{near(word, _names())}")
+    return "\n".join(f"{path}={json.dumps(value)}\n{indent(fill(said, 110), '    ')}" for path, value, said in fields)
+
+
+def _fields(section: BaseModel, path: str = "") -> Iterator[tuple[str, Any, str]]:
+    """(dotted path, value as JSON has it, description) of every field."""
+    dumped = section.model_dump(mode="json")
+    for name, field in type(section).model_fields.items():
+        value, here = getattr(section, name), f"{path}{name}"
+        entries = value if isinstance(value, Mapping) else {}
+        if isinstance(value, BaseModel):
+            yield from _fields(value, f"{here}.")
+        elif entries and all(isinstance(entry, BaseModel) for entry in entries.values()):
+            for label, entry in entries.items():
+                yield from _fields(entry, f"{here}.{label}.")
+        else:
+            yield here, dumped[name], field.description or ""
+
+
+def _names() -> list[str]:
+    """The fields' own names."""
+    return [path.rpartition(".")[2] for path in field_paths(TrainConfig)]
+
+
 def checked(section: type[Settings], values: Any, source: str) -> Settings:
     """The section of these values. Raises RecipeError, which names the source and every wrong field."""
     try:
@@ -77,19 +111,31 @@ def read_yaml(file: Path, advice: str) -> Any:
         raise RecipeError(f"{file} is neither YAML nor JSON: {_reason(error)}") from error
 
 
-def parse_changes(settings: list[str], file: Path | None = None) -> TrainOverrides:
+def parse_changes(settings: list[str], file: Path | None = None, recipe: TrainConfig | None = None) -> TrainOverrides:
     """`["trainer.seed=1", "reward.functions={ocr: {}}"]` as overrides; values are YAML.
 
     Args:
         settings: field.path=value, each.
         file: further overrides, of which a setting replaces what it names as well.
+        recipe: what they change. Of its rewards, or the file's, a setting such as reward.functions.ocr.num_workers=4
+            changes this field alone; without a recipe nothing is known of the others, and they are replaced.
 
     Raises:
         RecipeError: an item has no equals sign, names no field, or gives a field a value that it cannot have; or the
             file cannot be read.
     """
     given = {} if file is None else set_fields(_overrides(read_yaml(file, "give a file of overrides"), str(file)))
-    return _overrides(merged(given, parse_settings(settings, "--set")), "--set")
+    changes = parse_settings(settings, "--set")
+    if recipe is not None and _change_one_reward(settings):
+        before = given.get("reward", {}).get("functions") or recipe.rewards()
+        changes["reward"]["functions"] = merged(before, changes["reward"]["functions"])
+    return _overrides(merged(given, changes), "--set")
+
+
+def _change_one_reward(settings: list[str]) -> bool:
+    """Do these settings name fields of single rewards, and not all rewards at once?"""
+    paths = [setting.partition("=")[0].strip() for setting in settings]
+    return any(path.startswith(f"{REWARDS}.") for path in paths) and not {"reward", REWARDS} & {*paths}
 
 
 def _overrides(tree: Any, source: str) -> TrainOverrides:

@@ -26,7 +26,6 @@ from prefect.artifacts import create_table_artifact
 from flows.deploy.access import shared_server
 from flows.names import name_search
 from tasks.actors.child_run import ChildDied, ChildRun, child_run, shared_place
-from tasks.config.presets import tree_of
 from tasks.config.sweep import SweepConfig, check_fields
 from tasks.config.tree import NO_OVERRIDES, TrainConfig, TrainOverrides
 from tasks.records.tracking import Tracker
@@ -100,7 +99,7 @@ class Trials:
             ValueError: the values make no valid config, or the run never measured the metric.
         """
         values = {name: dimension.suggest(trial, name) for name, dimension in self.search.space.items()}
-        changes = tree_of(values)
+        changes = self.config.at_paths(values)
         config = self.config.with_changes(changes)
         behind = {path: str(here) for path, (here, _) in self.config.left_behind(changes).items()}
         if behind:  # for another algorithm.name

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The validation sweep: measure the registered weights that are not measured yet, and judge them."""
 
+if __name__ == "__main__":
+    raise SystemExit("error: a deployment: `make up`, then `prefect deployment run validation-sweep/validation-sweep`")
+
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -170,11 +170,14 @@ class DiffusionLossConfig(Section):
         1e-4,
         gt=0,
         le=MOST_COEFFICIENT,
-        description="Ratio clip range (not read by flow_dppo). Log-probs are means over the latent, so it is small: "
-        "1e-3..2e-6.",
+        description="Ratio clip range of flow_grpo, grpo_guard and awm. Log-probs of sampled steps are means over the "
+        "latent, so it is small for them: 1e-3..2e-6.",
     )
     adv_clip_max: float = Field(
-        5.0, gt=0, le=MOST_COEFFICIENT, description="Advantages are clamped to plus or minus this (not by flow_dppo)."
+        5.0,
+        gt=0,
+        le=MOST_COEFFICIENT,
+        description="flow_grpo, grpo_guard, diffusion_nft and awm clamp advantages to plus or minus this.",
     )
     temporal_gradient_rectification: Later[bool] = Field(
         False,
@@ -316,7 +319,7 @@ class DiffusionActorConfig(Section):
         0.0,
         ge=0,
         le=MOST_COEFFICIENT,
-        description="Its weight, in the units of kl_loss_type.",
+        description="Weight of use_kl_loss's distance, in the units of kl_loss_type.",
     )
     kl_loss_type: Later[KlLossType] = Field(
         "gaussian",

@@ -30,7 +30,8 @@ class DiffusionRolloutAlgoConfig(Section):
         ge=0.0,
         le=10.0,
         description="Noise of the kernel: a for sde and cps (there at most 1, all of the noise anew), eta for "
-        "dance_sde. 0 is the ODE.",
+        "dance_sde. 0 is the ODE, which losses on finished samples (dpo, diffusion_nft, awm, distill_fm_mse) sample by "
+        "whatever stands here.",
     )
     max_leftover_noise: NotShaping[float] = Field(
         0.5,

@@ -16,7 +16,6 @@ from models.families.base import DiffusionModelBase
 from models.runtime.float8 import Float8Linear, product
 
 STREAM = ("to_q", "to_k", "to_v")
-ADDED = ("add_q_proj", "add_k_proj", "add_v_proj")
 
 
 def fuse_projections(adapter: type[DiffusionModelBase], module: nn.Module) -> None:

@@ -13,6 +13,13 @@ from pydantic_core import ErrorDetails
 
 from models.errors import DoubleflowError
 
+KINDS = {
+    "path_type": "it should be a path",
+    "tuple_type": "it should be a list, as in [a, b]",
+    "list_type": "it should be a list, as in [a, b]",
+    "dict_type": "it should be a mapping, as in {a: b}",
+}
+"""Pydantic's name of an error -> what would be right, in the words of YAML."""
 LONGEST_VALUE = 60
 MOST_PROBLEMS = 5
 NO_YAML = (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, RecursionError)
@@ -60,7 +67,7 @@ def _sentence(problem: ErrorDetails, path: str, root: type, holder: type | None)
     section = _section(_annotation(root, path))
     if kind in ("model_type", "model_attributes_type", "dataclass_type") and section is not None:
         return f"{path or 'the whole'}{_is(value)}; it is a section with the fields {', '.join(_fields(section))}"
-    said = "it should be a path" if kind == "path_type" else problem["msg"].replace("Input should", "it should", 1)
+    said = KINDS.get(kind) or problem["msg"].replace("Input should", "it should", 1)
     return f"{path or 'the whole'}{_is(value)}; {said[0].lower()}{said[1:]}"
 
 

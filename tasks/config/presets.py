@@ -11,13 +11,15 @@ from typing import Any
 from models.config.actor import ForwardProcessConfig
 from tasks.config.errors import near
 
-KERNEL = "actor_rollout_ref.rollout.algo"
+MODEL = "actor_rollout_ref.model"
+ROLLOUT = "actor_rollout_ref.rollout"
+KERNEL = f"{ROLLOUT}.algo"
 ACTOR = "actor_rollout_ref.actor"
 LOSS = f"{ACTOR}.diffusion_loss"
 FINISHED_SAMPLES = {"algorithm.trainer_type": "direct_preference"}
 KL_FORM = f"{ACTOR}.kl_loss_type"
 CORRECTION = "algorithm.rollout_correction"
-ADAPTER = "actor_rollout_ref.model.algorithm"
+ADAPTER = f"{MODEL}.algorithm"
 
 DEFAULT = "flow_grpo"
 PRESETS: dict[str, dict[str, Any]] = {

@@ -2,6 +2,7 @@
 """What a sweep tries: fields of a config and their values."""
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -18,8 +19,8 @@ from models.config.bounds import (
 )
 from models.config.section import Section
 from tasks.config.errors import ConfigError
-from tasks.config.presets import tree_of
 from tasks.config.tree import TrainConfig
+from tasks.config.unread import why_unread
 
 if TYPE_CHECKING:
     import optuna
@@ -67,6 +68,10 @@ class Dimension(Section):
         if isinstance(low, int) and isinstance(high, int) and isinstance(self.step, int | None):
             return trial.suggest_int(name, low, high, log=self.log, step=self.step or 1)
         return trial.suggest_float(name, float(low), float(high), log=self.log, step=self.step)
+
+    def ends(self) -> list[Any]:
+        """All choices, or the smallest and the largest value."""
+        return [self.low, self.high] if self.choices is None else list(self.choices)
 
     def grid(self) -> list[Any]:
         """Every value.
@@ -120,7 +125,7 @@ class SweepConfig(Section):
 
 
 def check_fields(config: TrainConfig, search: SweepConfig) -> None:
-    """Every field exists and takes its first value; a grid is small enough to be listed."""
+    """Every field exists, takes its first value and is read by some run; a grid is small enough to be listed."""
     if search.sampler == "grid":
         points = math.prod(dimension.grid_size() for dimension in search.space.values())
         if points > MOST_GRID_POINTS:
@@ -129,8 +134,26 @@ def check_fields(config: TrainConfig, search: SweepConfig) -> None:
                 "larger steps or fewer fields, or set search.sampler to random or tpe, which search.trials bounds"
             )
     for path, dimension in search.space.items():
-        value = dimension.low if dimension.choices is None else dimension.choices[0]
+        value = dimension.ends()[0]
         try:
-            config.with_changes(tree_of({path: value}))
+            config.with_changes(config.at_paths({path: value}))
         except ValueError as error:
             raise ConfigError(f"search.space: {path} cannot be {value!r}: {error}") from error
+    for path in search.space:
+        why = _why_nothing_changes(config, search.space, path)
+        if why is not None:
+            raise ConfigError(f"search.space: {path} would change nothing, for {why}: leave it out")
+
+
+def _why_nothing_changes(config: TrainConfig, space: Mapping[str, Dimension], path: str) -> str | None:
+    """Why none of the runs reads the field at this path; None where one may, with another field at any of its ends."""
+    why = why_unread(config, path)
+    for other, dimension in space.items() if why is not None else ():
+        for value in dimension.ends():
+            try:
+                changed = config.with_changes(config.at_paths({other: value}))
+            except ConfigError:  # it needs a third field, and may read this one
+                return None
+            if why_unread(changed, path) is None:
+                return None
+    return why

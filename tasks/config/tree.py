@@ -30,6 +30,9 @@ from tasks.config.rollout import DiffusionRolloutConfig
 from tasks.config.tracking import TrackingConfig
 from tasks.config.trainer import RayConfig, TrainerConfig
 
+REWARDS = "reward.functions"
+"""What changes replace as a whole."""
+
 
 class ActorRolloutRefConfig(Section):
     """The policy: the model, how it is sampled and how it is updated."""
@@ -205,6 +208,30 @@ class TrainConfig(Section):
             return TrainConfig.model_validate(merged(kept, given))
         except ValidationError as error:
             raise ConfigError(described(error, TrainConfig)) from error
+
+    def at_paths(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Changes of the fields at these dotted paths, for `with_changes`.
+
+        That replaces `reward.functions`, while a path to a field of one reward means this field alone: the reward's
+        others, and the other rewards, are in the changes as they are here.
+        """
+        changes = tree_of(values)
+        if any(path.startswith(f"{REWARDS}.") for path in values):
+            changes["reward"]["functions"] = merged(self.rewards(), changes["reward"]["functions"])
+        return changes
+
+    def rewards(self) -> dict[str, Any]:
+        """`reward.functions` as plain mappings of the fields that were set."""
+        return {label: set_fields(entry) for label, entry in self.reward.functions.items()}
+
+    def lost_of_rewards(self, changes: BaseModel | dict[str, Any] | None) -> dict[str, Any]:
+        """Dotted path -> value of what this config gives for a reward that `with_changes` names anew, and these changes
+        do not say: `reward.functions` is replaced as a whole."""
+        new = _mapping(changes or {}).get("reward", {}).get("functions")
+        if not isinstance(new, Mapping):
+            return {}
+        here = {label: entry for label, entry in self.rewards().items() if label in new}
+        return {path: value for path, value in flat(here, REWARDS).items() if path not in flat(new, REWARDS)}
 
     @property
     def asked(self) -> "TrainConfig":

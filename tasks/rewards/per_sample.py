@@ -78,12 +78,16 @@ async def score_each(
 ) -> tuple[np.ndarray, dict[str, list]]:
     """(scores float64 [B], details) of a batch uint8 [B, F, H, W, 3]; an async function's calls wait side by side.
 
-    A sample whose call raises is NaN, with its error; where all do, that is the batch's error, and tried again.
+    A sample whose call raises, or gives no score, is NaN, with its error; where all do, that is the batch's error, and
+    tried again.
     """
 
     async def one(video: np.ndarray, prompt: "ScoredPrompt") -> Any:
         answer = function(**arguments(function, video, prompt, options))
-        return await answer if inspect.isawaitable(answer) else answer
+        given = await answer if inspect.isawaitable(answer) else answer
+        if isinstance(given, Mapping) and "score" not in given:
+            raise ValueError(f"{function.__name__} gives a mapping without `score`: {', '.join(map(str, given))}")
+        return given
 
     answers = await asyncio.gather(*map(one, batch, prompts), return_exceptions=True)
     errors = [answer if isinstance(answer, BaseException) else None for answer in answers]

@@ -60,6 +60,8 @@ def check_files(config: TrainConfig) -> None:
     if not config.is_online:
         needed["data.pairs"] = (data.pairs / "index.json", "`dvc repro pairs` makes data/pairs")
     for field, (file, advice) in needed.items():
+        if file.is_dir():
+            raise ConfigError(f"{field} is {file}, which is a folder: give the file in it")
         if not file.is_file():
             folder = file.parent if file.name in ("model_index.json", "index.json") else file
             raise ConfigError(f"{field} is {folder}, but {file} does not exist: {advice}")

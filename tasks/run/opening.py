@@ -60,6 +60,10 @@ def apply_overrides(config: TrainConfig, overrides: TrainOverrides | dict[str, A
         get_run_logger().warning(
             "algorithm.name is now %s, as published: without the recipe's %s", result.algorithm.name, fields
         )
+    lost = config.lost_of_rewards(overrides)
+    if lost:
+        fields = ", ".join(f"{path} {value}" for path, value in lost.items())
+        get_run_logger().warning("reward.functions is replaced as a whole: without the recipe's %s", fields)
     return result
 
 

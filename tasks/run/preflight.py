@@ -6,7 +6,6 @@ import logging
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from models.algorithms import check_advantage
 from models.cost.flops import PolicyFlops
@@ -25,6 +24,7 @@ from tasks.actors.interpreter import check_interpreter
 from tasks.actors.reward_model import check_reward_model
 from tasks.config.errors import ConfigError
 from tasks.config.tree import TrainConfig
+from tasks.config.unread import told
 from tasks.data.base_weights import KnownDigests, check_recorded, weights_digest
 from tasks.data.digests import IMAGE_SIDE, TEXT_SIDE, check_files, made_with
 from tasks.data.embeddings import INDEX, Embeddings, PromptEmbeddings
@@ -39,9 +39,6 @@ from tasks.run.early import check_folder, raising_config_errors
 from tasks.run.live_text import open_live, text_side
 from tasks.run.loss_checks import check_exploration, check_loss
 from tasks.run.sizes import settle
-
-if TYPE_CHECKING:
-    pass
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +83,7 @@ class Inputs:
 
 @raising_config_errors
 def check_inputs(config: TrainConfig, trains: bool = True, recorded: TrainConfig | None = None) -> Inputs:
-    """Resolve every name and file of the config, and what is auto.
+    """Resolve every name and file of the config, and what is auto; warn of settings that nothing would read.
 
     Args:
         recorded: the config of the run's first start, where there was one: its sizes are the run's.
@@ -114,6 +111,8 @@ def check_inputs(config: TrainConfig, trains: bool = True, recorded: TrainConfig
     found = settle(config, model_config, costs.of_pass, recorded, trains)
     inputs = replace(inputs, config=found.config, said=found.said, kept=found.kept)
     flops = _check_costs(inputs, costs) if trains else None
+    if trains and (unread := told(config)) is not None:
+        log.warning(unread)
     return replace(inputs, digest=f"{inputs.digest}-{_weights_digest(config, trains)}", flops=flops)
 
 

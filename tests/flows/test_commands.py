@@ -15,6 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from flows import commands, prepare, services
+from flows.recipes import load_recipe, parse_changes
 from flows.terminal import command_of, exit_code, in_a_sentence
 from tasks.actors.cluster import ClusterError
 from tasks.config.errors import ConfigError
@@ -68,6 +69,12 @@ def refused(command: Callable[..., None], *arguments: str) -> str:
         ),
         ([SET, "trainer.seed=abc"], "trainer.seed is 'abc'; it should be a valid integer"),
         ([SET, "trainer=3"], "trainer is 3; it is a section with the fields experiment_name, total_training_steps"),
+        (
+            [SET, "trainer.profile.iterations=3"],
+            r"trainer.profile.iterations is 3; it should be a list, as in \[a, b\]",
+        ),
+        ([SET, "reward.functions=ocr"], "reward.functions is 'ocr'; it should be a mapping, as in {a: b}"),
+        ([SET, "data.prompts=."], "data.prompts is ., which is a folder: give the file in it"),
         ([SET, "trainer.device=gpu"], "trainer.device is 'gpu'; it should be 'cpu' or 'cuda'"),
         ([SET, "trainer.seed=[1"], r"--set 'trainer.seed=\[1': the value is not YAML"),
         ([SET, "trainer.seed"], "--set 'trainer.seed' must have the form field.path=value"),
@@ -139,7 +146,10 @@ def test_a_broken_recipe_is_named_with_its_file(folder: Path) -> None:
         ),
         (commands.compare, ["0", "1", "--tracking", "sqlite:///other.db"], "tracking.uri is sqlite:///other.db, but"),
         (commands.report, ["0123"], "tracking.uri is sqlite:///mlflow.db, but there is no such file"),
-        (commands.report, ["a-run"], "runs/a-run/run.json does not name an MLflow run: give the MLflow run id"),
+        *(
+            (command, ["a-run", *others], "runs/a-run/run.json does not name an MLflow run: give the MLflow run id")
+            for command, others in ((commands.report, []), (commands.reproduce, []), (commands.compare, ["0"]))
+        ),
     ],
 )
 def test_the_other_commands_say_it_too(
@@ -149,6 +159,22 @@ def test_the_other_commands_say_it_too(
     (folder / "runs/a-run/run.json").write_text("{}")
     assert message in refused(command, *arguments)
     assert not (folder / "mlflow.db").exists()
+
+
+def test_fields_are_explained_with_the_recipes_values(folder: Path) -> None:
+    def explained(*arguments: str) -> str:
+        result = CliRunner().invoke(command_of(commands.train), [*arguments])
+        assert result.exit_code == 0, result.output
+        return result.stdout
+
+    path = "actor_rollout_ref.actor.kl_loss_coef"
+    said = explained("--fields", "KL_loss_coef", SET, f"{path}=0.5")
+    assert said == f"{path}=0.5\n    Weight of use_kl_loss's distance, in the units of kl_loss_type.\n"
+    settings = [line for line in explained("--fields", ".").splitlines() if not line.startswith(" ")]
+    assert load_recipe("quickstart").with_changes(parse_changes(settings)) == load_recipe("quickstart")
+    assert "'lora_rnk' in its name or description; did you mean lora_rank" in refused(
+        commands.train, "--fields", "lora_rnk"
+    )
 
 
 def test_sub_commands_say_it_too(folder: Path) -> None:
@@ -233,6 +259,14 @@ def test_it_is_said_before_the_slow_imports(folder: Path, flow: str, arguments: 
     assert result.stderr.startswith("error: ")
     assert result.stderr.count("\n") == 1
     assert result.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("flow", ["validation_sweep", "close_dead_runs"])
+def test_a_flow_that_is_no_command_says_how_it_is_run(flow: str) -> None:
+    result = subprocess.run([sys.executable, "-m", f"flows.{flow}"], cwd=ROOT, capture_output=True, text=True)
+    name = flow.replace("_", "-")
+    assert result.returncode == 1
+    assert f"`prefect deployment run {name}/{name}`" in result.stderr
 
 
 @pytest.mark.parametrize(

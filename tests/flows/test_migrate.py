@@ -41,3 +41,11 @@ def test_several_scripts_are_counted(tmp_path: Path) -> None:
     assert refused.exit_code == 2
     assert "--out" in refused.stderr
     assert run(tmp_path / "c.sh").exit_code == 2
+
+
+def test_a_recipe_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(SCRIPT)
+    for out, reason in (("nowhere/recipe.yaml", "No such file or directory"), (".", "Is a directory")):
+        done = run(tmp_path / "run.sh", "--out", tmp_path / out)
+        assert done.exit_code == 2
+        assert f"--out is {tmp_path / out}, which cannot be written ({reason})" in done.stderr

@@ -23,6 +23,7 @@ from models.algorithms.losses import _LOSSES
 from models.schedulers.kernels import KERNELS
 from tasks.config.common import CommonSettings, combined
 from tasks.config.errors import ConfigError
+from tasks.config.overrides import set_fields
 from tasks.config.presets import PRESETS
 from tasks.config.sweep import SweepConfig
 from tasks.config.tree import NO_OVERRIDES, TrainConfig, TrainOverrides
@@ -149,6 +150,35 @@ def test_the_first_ten_fields_and_the_overrides_change_a_recipe_together_but_not
         combined(common, {"trainer": {"seed": 8}})
     with pytest.raises(ConfigError, match=r"reward\.functions is given under common and under overrides"):
         combined(common, {"reward": {"functions": {"ocr": {}}}})
+
+
+def test_a_path_to_one_rewards_field_changes_no_other(tmp_path: Path) -> None:
+    """By --set, on a recipe and on a file of overrides, and by a sweep; all rewards at once are other ones."""
+    config, path = recipe_of("words"), "reward.functions.ocr.num_workers"
+    ways = [parse_changes([f"{path}=2"], recipe=config), config.at_paths({path: 2})]
+    for changed in map(config.with_changes, ways):
+        rewards = changed.reward.functions
+        assert (rewards["ocr"].num_workers, config.reward.functions["ocr"].num_workers) == (2, 14)
+        assert rewards | {"ocr": None} == config.reward.functions | {"ocr": None}
+        assert (rewards["ocr"].options, changed.digest()) == (config.reward.functions["ocr"].options, config.digest())
+    file = tmp_path / "overrides.yaml"
+    file.write_text("reward: {functions: {shapes: {weight: 2}}}")
+    changed = config.with_changes(parse_changes(["reward.functions.shapes.num_workers=3"], file, config))
+    assert set_fields(changed.reward.functions["shapes"]) == {"weight": 2, "num_workers": 3}
+    assert list(changed.reward.functions) == ["shapes"]
+    for setting in ("reward.functions={ocr: {}}", "reward={functions: {ocr: {}}}"):
+        changed = config.with_changes(parse_changes([setting, f"{path}=2"], recipe=config))
+        assert {name: set_fields(reward) for name, reward in changed.reward.functions.items()} == {
+            "ocr": {"num_workers": 2}
+        }
+
+
+def test_what_a_reward_loses_where_all_are_replaced_is_known() -> None:
+    config = recipe_of("words")
+    lost = config.lost_of_rewards({"reward": {"functions": {"tesseract": {"guard": True, "options": {"upscale": 2}}}}})
+    assert lost == {"reward.functions.tesseract.num_workers": 3, "reward.functions.tesseract.batch_size": 16}
+    assert config.lost_of_rewards({"reward": {"functions": {"shapes": {}}}}) == {}
+    assert config.lost_of_rewards(parse_changes(["trainer.seed=1"])) == config.lost_of_rewards(None) == {}
 
 
 def test_a_sweeps_dimensions_are_fields_of_its_config() -> None:

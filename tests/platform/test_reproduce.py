@@ -85,7 +85,7 @@ def test_a_run_of_changed_code_is_reproduced_bit_for_bit(repository: Workspace) 
     cached = re.search(r"md5: (\w\w)(\w+)", (repository.folder / "data/prompts.parquet.dvc").read_text())
     assert cached is not None
     (repository.folder / ".dvc/cache/files/md5" / cached[1] / cached[2]).unlink()
-    failed = repository.start("-m", "flows.reproduce", run.info.run_id)
+    failed = repository.start("-m", "flows.reproduce", run.data.tags["doubleflow.run_name"])
     assert failed.wait(PATIENCE) == 1
     said = [line for line in failed.output().splitlines() if line.startswith("error: ")]
     assert "`python -m dvc checkout data/" in said[0]

@@ -15,6 +15,7 @@ from tasks.config.migration.script import read_overrides
 from tasks.config.migration.translate import Translation, translate
 from tasks.config.overrides import flat
 from tasks.config.tree import TrainConfig
+from tasks.config.unread import without_effect
 
 SCRIPT = r"""#!/bin/bash
 # A script in the reference's manner: data.seed=1 in a comment is none of its overrides.
@@ -112,6 +113,8 @@ def test_what_is_written_is_what_was_meant() -> None:
     config = TrainConfig.model_validate(yaml.safe_load(yaml.safe_dump(made().config)))
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     assert config.algorithm.name == "mix_grpo"
+    # The script's own; their defaults for what this algorithm does not read, as dpo_beta, are left out.
+    assert list(without_effect(config)) == ["actor_rollout_ref.model.target_modules"]
     assert rollout.algo.sde_window_mode == "progressive"
     assert rollout.vllm_omni.request_batch_max_wait_ms == 10
     assert (actor.use_kl_loss, actor.kl_loss_type, actor.kl_loss_coef) == (True, "flow_grpo", 0.001)

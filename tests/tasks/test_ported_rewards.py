@@ -87,3 +87,20 @@ def test_where_every_sample_fails_the_batch_has_and_an_option_that_it_lacks_is_r
         get_reward(f"{HERE}:compute_score")(BATCH[:1], [prompt("a", data_source="sea")])
     with pytest.raises(RewardError, match="unexpected keyword argument 'strength'"):
         get_reward(f"{HERE}:compute_score_video", strength=2)
+
+
+def compute_score_nameless(solution_image, ground_truth, extra_info):
+    """A mapping under another name than `score`, for two of three samples."""
+    value = float(solution_image.max())
+    return {"score": value} if extra_info["prompt"] == "c" else {"reward": value, "why": "bright"}
+
+
+def test_a_mapping_without_score_is_a_sample_without_score() -> None:
+    reward = get_reward(f"{HERE}:compute_score_nameless")
+    result = reward(BATCH, PROMPTS)
+    assert np.isnan(result.scores).tolist() == [True, True, False]
+    assert result.details["error"][0] == (
+        "ValueError: compute_score_nameless gives a mapping without `score`: reward, why"
+    )
+    with pytest.raises(ValueError, match="gives a mapping without `score`: reward, why"):
+        reward(BATCH[:2], PROMPTS[:2])

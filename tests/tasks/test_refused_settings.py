@@ -174,3 +174,17 @@ def test_each_prompt_of_an_iteration_has_its_own_window(folder: Path, monkeypatc
     assert window_of_batch([one, two], (0, 1)) == (0, 1)
     with pytest.raises(ValueError, match="one batch holds prompts with different windows"):
         window_of_batch([one, two], {"p0": [0], "p1": [1]})
+
+
+def test_a_setting_that_nothing_reads_is_told_where_the_run_trains(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(folder)
+    settings = [*FORWARD, "actor_rollout_ref.rollout.algo.noise_level=0.9"]
+    config = load_recipe("tiny").with_changes(parse_changes(settings))
+    check_inputs(config, trains=False)
+    assert "without effect" not in caplog.text
+    check_inputs(config)
+    assert (
+        "without effect in this run: actor_rollout_ref.rollout.algo.noise_level 0.9 (loss diffusion_nft" in caplog.text
+    )

@@ -10,13 +10,8 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
-from tasks.config.presets import FINISHED_SAMPLES, PRESETS
-
-MODEL = "actor_rollout_ref.model"
-ACTOR = "actor_rollout_ref.actor"
-ROLLOUT = "actor_rollout_ref.rollout"
-REWARD = "reward.functions"
-CORRECTION = "algorithm.rollout_correction"
+from tasks.config.presets import ACTOR, CORRECTION, FINISHED_SAMPLES, MODEL, PRESETS, ROLLOUT
+from tasks.config.tree import REWARDS
 
 Given = Mapping[str, Any]
 """All overrides of a script: path -> value."""
@@ -87,7 +82,7 @@ def _model_path(path: str, value: Any, given: Given) -> Taken:
     return Taken({path: text}, "a folder in diffusers format")
 
 
-def _optimizer(path: str, value: Any, given: Given) -> Taken | Elsewhere:
+def _warm_up(path: str, value: Any, given: Given) -> Taken | Elsewhere:
     steps = given.get("trainer.total_training_steps")
     if not value:
         return Taken({f"{ACTOR}.optim.lr_warmup_steps": 0})
@@ -204,7 +199,7 @@ def _scored_by(name: str, file: str, function: Any, given: Given) -> Taken | Els
     if module == "genrm_ocr":
         judge = {"reward.reward_model.model_path": str(given.get("reward.reward_model.model_path"))}
         return Taken(
-            {f"{REWARD}.{name}": {"reward": "judge_ocr"}} | judge,
+            {f"{REWARDS}.{name}": {"reward": "judge_ocr"}} | judge,
             "the run serves that model, a folder or a hub id with reward.reward_model.revision, on as many GPUs as "
             "reward.reward_model.num_gpus says; or use ocr, which reads on the CPU",
         )
@@ -218,13 +213,13 @@ def _scored_by(name: str, file: str, function: Any, given: Given) -> Taken | Els
         "image_reward": "image_reward",
     }.get(module)
     if known:
-        return Taken({f"{REWARD}.{name}": {"reward": known}})
+        return Taken({f"{REWARDS}.{name}": {"reward": known}})
     if "verl_omni" in file:
         return Elsewhere(
             f"{module}:{function} is of that package: a reward of docs/rewards.md, or that function in a file of yours "
             "with its imports changed, as reward.functions.<name>.reward=module:function"
         )
-    return Taken({f"{REWARD}.{name}.reward": f"{module}:{function}"}, "as it is; its file is to be on PYTHONPATH")
+    return Taken({f"{REWARDS}.{name}.reward": f"{module}:{function}"}, "as it is; its file is to be on PYTHONPATH")
 
 
 def _reward_entry(path: str, value: Any, given: Given) -> Taken | Elsewhere:
@@ -233,11 +228,11 @@ def _reward_entry(path: str, value: Any, given: Given) -> Taken | Elsewhere:
     if field == "path":
         return _scored_by(name, str(value), given.get(f"reward.reward_functions.{name}.name"), given)
     if field in ("weight", "required"):
-        return Taken({f"{REWARD}.{name}.{field}": value})
+        return Taken({f"{REWARDS}.{name}.{field}": value})
     if field == "timeout":
-        return Taken({f"{REWARD}.{name}.timeout_s": value})
+        return Taken({f"{REWARDS}.{name}.timeout_s": value})
     if field == "max_retries":
-        return Taken({f"{REWARD}.{name}.retries": value})
+        return Taken({f"{REWARDS}.{name}.retries": value})
     if field == "name":
         return Elsewhere("named by its path")
     return Elsewhere(f"an option of that function: reward.functions.{name}.options, where the reward takes it")
@@ -352,7 +347,7 @@ RULES: dict[str, Rule] = {
         {path: value} | ({f"{ACTOR}.kl_loss_type": "flow_grpo"} if value else {}),
         "of the form without the step length, as there" if value else "",
     ),
-    f"{ACTOR}.optim.lr_warmup_steps_ratio": _optimizer,
+    f"{ACTOR}.optim.lr_warmup_steps_ratio": _warm_up,
     f"{ACTOR}.optim.lr_scheduler_type": _schedule,
     f"{ACTOR}.optim.num_cycles": _schedule,
     f"{ACTOR}.optim.min_lr_ratio": _schedule,

@@ -12,6 +12,7 @@ from tasks.config.migration.rules import DEFAULTS, RULES, SECTIONS, Elsewhere, G
 from tasks.config.migration.script import UNKNOWN, Override
 from tasks.config.presets import tree_of
 from tasks.config.tree import TrainConfig
+from tasks.config.unread import without_effect
 
 Kind = Literal["taken", "renamed", "explained", "unknown"]
 
@@ -33,7 +34,8 @@ class Translation:
     """A recipe and how it came about.
 
     Attributes:
-        config: the recipe's `config`, with the reference's defaults where they differ from ours and nothing is given.
+        config: the recipe's `config`, with the reference's defaults where they differ from ours, nothing is given, and
+            the run reads them.
         lines: one for each override, in the order given.
         problem: why the config is not valid yet; None where it is.
     """
@@ -61,12 +63,14 @@ def translate(overrides: Iterable[Override]) -> Translation:
         kind, text, made = _become(path, value, given, fields)
         settings |= made
         lines.append(Line(Override(path, value), kind, text))
-    for path, make in DEFAULTS.items():
-        default = make(given) if callable(make) else make
-        if path not in settings and default is not None:
-            settings[path] = default
-    config = tree_of(settings)
-    return Translation(config, lines, _problem(config))
+    theirs = {path: make(given) if callable(make) else make for path, make in DEFAULTS.items()}
+    defaults = {path: value for path, value in theirs.items() if path not in settings and value is not None}
+    config = tree_of(settings | defaults)
+    problem = _problem(config)
+    if problem is None:
+        unread = without_effect(TrainConfig.model_validate(config))
+        config = tree_of(settings | {path: value for path, value in defaults.items() if path not in unread})
+    return Translation(config, lines, problem)
 
 
 def _is_path(name: str) -> bool:
