@@ -18,10 +18,10 @@ UV_VERSION = 0.13.9
 # others keep two cores busy for about the same time.
 CHECKED = -m "not ray and not slow"
 CHECKS = check-models check-rest check-programs
-WITH_REST = $(foreach part,memory random_models real_size tiny_base_model,tests/models/test_$(part).py)
+WITH_REST = $(foreach part,memory products random_models real_size tiny_base_model,tests/models/test_$(part).py)
 WITH_MODELS = $(filter-out $(WITH_REST),$(wildcard tests/models/test_*.py)) $(foreach part,examples guides,tests/docs/test_$(part).py)
 PROGRAMS = tests/test_floors.py $(foreach part,commands stopping,tests/flows/test_$(part).py) \
-	$(foreach part,child_run judge lineage remote_reward watchdog,tests/tasks/test_$(part).py)
+	$(foreach part,child_run judge lineage remote_reward signals watchdog,tests/tasks/test_$(part).py)
 TESTS = test-platform test-served test-resume test-units test-learning test-omni test-alone test-pages $(CHECKS)
 
 # Nobody is watched, and nothing waits for a network that may be closed.
