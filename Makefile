@@ -86,6 +86,8 @@ test: ## install and run every test, those of vLLM-Omni in an environment of the
 # Ray's workers are at nice 15 by default: beside two busy parts they would hardly run.
 $(TESTS): .doubleflow
 $(TESTS): export RAY_worker_niceness = 0
+# It begins with a process for each core, which actors with an environment of their own do not take.
+$(TESTS): export RAY_prestart_worker_first_driver = 0
 # The tests start hundreds of processes of half a GiB. On a virtual machine whose host takes back what lies free, the
 # first touch of a page is the most expensive part of that: in pages of 2 MiB, and kept, they take two thirds the time.
 $(TESTS): export GLIBC_TUNABLES = glibc.malloc.hugetlb=1
