@@ -14,14 +14,16 @@ SERVED = services sweep_runs reproduce deployment
 UNITS = --ignore tests/platform --ignore tests/omni --ignore tests/gpu/test_flow.py --ignore tests/pages
 UV_VERSION = 0.13.9
 # `make check` runs these three side by side. The first has all that forks ranks and examples: what these import
-# beforehand takes 7 s, and so is imported once. The last waits for other programs more than it computes, while the two
-# others keep two cores busy for about the same time.
+# beforehand takes 7 s, and so is imported once. The last waits for other programs more than it computes, and has so much
+# beside them that all three end at about the same time.
 CHECKED = -m "not ray and not slow"
 CHECKS = check-models check-rest check-programs
-WITH_REST = $(foreach part,memory random_models real_size tiny_base_model,tests/models/test_$(part).py)
+WITH_REST = $(foreach part,engine_losses memory products random_models real_size tiny_base_model words_base_model,\
+	tests/models/test_$(part).py)
 WITH_MODELS = $(filter-out $(WITH_REST),$(wildcard tests/models/test_*.py)) $(foreach part,examples guides,tests/docs/test_$(part).py)
-PROGRAMS = tests/test_floors.py $(foreach part,commands stopping,tests/flows/test_$(part).py) \
-	$(foreach part,child_run judge lineage remote_reward watchdog,tests/tasks/test_$(part).py)
+PROGRAMS = tests/test_floors.py $(foreach part,commands recipes stopping,tests/flows/test_$(part).py) \
+	$(foreach part,bounds child_run judge lineage remote_reward report second_trackers signals watchdog,\
+	tests/tasks/test_$(part).py)
 TESTS = test-platform test-served test-resume test-units test-learning test-omni test-alone test-pages $(CHECKS)
 
 # Nobody is watched, and nothing waits for a network that may be closed.
@@ -84,6 +86,8 @@ test: ## install and run every test, those of vLLM-Omni in an environment of the
 # Ray's workers are at nice 15 by default: beside two busy parts they would hardly run.
 $(TESTS): .doubleflow
 $(TESTS): export RAY_worker_niceness = 0
+# It begins with a process for each core, which actors with an environment of their own do not take.
+$(TESTS): export RAY_prestart_worker_first_driver = 0
 # The tests start hundreds of processes of half a GiB. On a virtual machine whose host takes back what lies free, the
 # first touch of a page is the most expensive part of that: in pages of 2 MiB, and kept, they take two thirds the time.
 $(TESTS): export GLIBC_TUNABLES = glibc.malloc.hugetlb=1

@@ -30,6 +30,8 @@ LOSSES: dict[str, dict[str, Any]] = {
     "awm": {},
 }
 REVERSE = ("flow_grpo", "grpo_guard")
+LIKE = ("grpo_guard", "dpo", "awm")
+"""Slow: one loss with a reference and one with an old policy are quick, and these share their code."""
 ADVANTAGES = torch.tensor([1.0, -0.8, 0.3, -1.5, 0.6, 0.9])
 Samples = tuple[Trajectories, Sequence[FinishedLatents]]
 
@@ -104,9 +106,8 @@ def fixtures_of(item: Any) -> Sequence[str]:
     return item.fixturenames if item.path == Path(__file__) else ()
 
 
-# One of each kind is quick: the reverse process, pairs with a reference, an old policy. The others share their code.
 @pytest.mark.parametrize(
-    "loss", [pytest.param(loss, marks=[pytest.mark.slow] if loss in ("grpo_guard", "awm") else []) for loss in LOSSES]
+    "loss", [pytest.param(name, marks=[pytest.mark.slow] if name in LIKE else []) for name in LOSSES]
 )
 def test_lora_trains_alike_whatever_is_gathered(
     two_ranks: dict[str, dict[str, Any]], tiny_model: Path, samples: Samples, folder: Path, loss: str

@@ -228,6 +228,7 @@ def test_what_does_not_fit_is_refused_with_the_way_out(tiny_model: Path) -> None
     check_fits(run_config(tiny_model, gpu_memory_gib=6000), model, COST)
 
 
+@pytest.mark.slow  # all sixty blocks; the sentence and a measured size are quick: the tests above
 @pytest.mark.parametrize(("recipe", "gib"), [("qwen-image-ocr-flow-grpo", 309.8)])
 def test_a_recipe_that_one_gpu_cannot_hold_says_so_in_numbers(recipe: str, gib: float, tmp_path: Path) -> None:
     """All weights of Qwen-Image on one H200: 20.43e9 of them with gradients and AdamW's moments, in fp32."""

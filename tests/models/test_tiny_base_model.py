@@ -140,6 +140,7 @@ def test_latents_are_packed_as_the_pipeline_packs_them() -> None:
     assert torch.equal(unpacked[:, :, 0], latents)
 
 
+@pytest.mark.slow  # nothing but `make data` pre-trains it
 def test_pretraining_repeats_itself_and_learns(tmp_path: Path) -> None:
     losses: dict[str, list[float]] = {"vae": [], "transformer": []}
 

@@ -4,6 +4,7 @@
 import logging
 from uuid import uuid4
 
+import anyio
 import pytest
 from prefect import flow
 from prefect.client.orchestration import get_client
@@ -30,6 +31,11 @@ def test_the_parts_cover_every_iteration_once_and_fit_on_a_page(total: int) -> N
     assert [number for first, last in found for number in range(first, last + 1)] == list(range(1, total + 1))
     assert len(found) <= MOST_PARTS
     assert list(parts(total // 2 + 1, total))[-1:] == found[-1:] or len(found) == 1, "also of a resumed run"
+
+
+def test_pytest_rewrites_no_library() -> None:
+    """It would parse each module at its first import, here in a thread; two that parse at a time fail, now and then."""
+    assert not type(anyio.__spec__.loader).__module__.startswith("_pytest")
 
 
 @pytest.mark.slow  # it starts Prefect's temporary server
