@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The words model's benchmarks: every run that they would make is a config, and their tables are of what logs say."""
+"""Benchmarks of learning: every run that they would make is a config, and their tables are of what logs say."""
 
 import json
 from argparse import Namespace
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import time_to_reward, words_algorithms
+from benchmarks import fewer_images, time_to_reward, words_algorithms
 from benchmarks.followed_runs import append_line, curves_of, is_done, read_lines
 from benchmarks.public_training import PUBLISHED, advantages, counted, settings_of
 from benchmarks.words import VARIANTS
@@ -36,6 +36,39 @@ def test_every_algorithm_is_a_run_with_lora_and_its_own_parts(tmp_path: Path) ->
         steps = config.actor_rollout_ref.rollout.algo.sde_window_size
         if config.algorithm.trainer_type == "policy_gradient":
             assert steps == {"mix_grpo": 2, "flow_grpo, one step a group": 1}.get(name, 4), name
+
+
+def test_what_is_said_to_need_fewer_pictures_is_a_run_beside_the_one_without_it(tmp_path: Path) -> None:
+    def is_on(name: str) -> dict[str, bool]:
+        job = fewer_images.job(name, 1, 16, tmp_path)
+        config = load_recipe(job.recipe).with_changes(parse_changes(list(job.changes)))
+        policy, algorithm = config.actor_rollout_ref, config.algorithm
+        assert algorithm.name == name.partition(",")[0]
+        return {
+            "noise shared": algorithm.share_noise_in_group,
+            "levels stratified": algorithm.timestep_sampling == "stratified",
+            "best and worst 4": algorithm.best_worst_k == 4,
+            "adaptive": policy.actor.diffusion_loss.awm_weighting == "adaptive",
+            "one step a prompt": policy.rollout.algo.sde_window_per == "prompt"
+            and policy.actor.diffusion_loss.temporal_gradient_rectification,
+        }
+
+    for name in fewer_images.SETTINGS:
+        _, *settings = name.replace("both", "noise shared, levels stratified").split(", ")
+        assert {setting for setting, on in is_on(name).items() if on} == set(settings), name
+    assert {name.partition(",")[0] for name in fewer_images.SETTINGS} <= fewer_images.SETTINGS.keys()
+
+
+def test_a_run_that_was_stopped_is_in_no_row_of_fewer_pictures(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    for name, rewards in {"awm": {0: 0.5, 4: 0.6, 8: 0.9}, "awm, both": {0: 0.5, 4: 0.8, 8: 0.9}}.items():
+        logged(log, name, rewards)
+        append_line(log, {"run": name, "seed": 0, "end": "finished", "wall_s": 200.0})
+    logged(log, "flow_grpo", {0: 0.5})
+    append_line(log, {"run": "flow_grpo", "seed": 0, "end": "limit", "wall_s": 200.0})
+    plain, both = fewer_images.table(fewer_images.finished([log])).splitlines()[2:]
+    assert plain == "| `awm` | 0.500 | 0.600 | 0.900 | 4096 | 0.750 |  |  |"
+    assert both == "| `awm, both` | 0.500 | 0.800 | 0.900 | 4096 | 0.850 | +0.100 | nan |"
 
 
 def test_both_loops_have_the_published_settings() -> None:

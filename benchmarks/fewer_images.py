@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What learns with fewer pictures? The settings of docs/algorithms.md, "Fewer images", with the quickstart's model.
+
+    python -m benchmarks.fewer_images [--runs "diffusion_nft, both" ...] [--seeds 0 1 2] [--at-once 2] [--limit 3000]
+    python -m benchmarks.fewer_images --write --log FILE ...
+
+Each setting is a run beside the one without it, on the CPU; rewards do not depend on the machine's load. Each iteration
+is a line of JSON in --log as it comes, and the same command goes on with what is not finished. `--write` trains nothing
+and puts the table of all logs into docs/algorithms.md, and the picture beside it. Needs `dvc repro`.
+"""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+
+from benchmarks.docs import put_table
+from benchmarks.followed_runs import Curve, Job, curves_of, follow, is_done, read_lines
+from benchmarks.learning import p_value
+
+SCRIPT, PAGE, PICTURE = "fewer_images.py", Path("docs/algorithms.md"), Path("docs/fewer_images.png")
+RUNS = Path("runs/fewer_images")
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+REWARD = 0.85
+NOISE, LEVELS = "algorithm.share_noise_in_group", "algorithm.timestep_sampling"
+BOTH = [f"{NOISE}=true", f"{LEVELS}=stratified"]
+HALF = "algorithm.best_worst_k=4"
+AWM = ["algorithm.name=awm", "algorithm.num_train_timesteps=4", f"{ACTOR}.diffusion_loss.clip_ratio=1.0"]
+ONE_STEP = [
+    f"{ROLLOUT}.algo={{sde_type: sde, noise_level: 0.7, sde_window_size: 1, sde_window_range: [0, 4], "
+    "sde_window_per: prompt}",
+    f"{ACTOR}.diffusion_loss.temporal_gradient_rectification=true",
+    f"{ROLLOUT}.micro_batch_size=16",
+    f"{ACTOR}.ppo_micro_batch_size_per_gpu=16",
+]
+SETTINGS: dict[str, tuple[str, list[str]]] = {
+    "diffusion_nft": ("quickstart", []),
+    "diffusion_nft, noise shared": ("quickstart", BOTH[:1]),
+    "diffusion_nft, levels stratified": ("quickstart", BOTH[1:]),
+    "diffusion_nft, both": ("quickstart", BOTH),
+    "diffusion_nft, both, best and worst 4": ("quickstart", [*BOTH, HALF]),
+    "awm": ("flow-grpo", AWM),
+    "awm, both": ("flow-grpo", [*AWM, *BOTH]),
+    "awm, both, adaptive": ("flow-grpo", [*AWM, *BOTH, f"{ACTOR}.diffusion_loss.awm_weighting=adaptive"]),
+    "flow_grpo": ("flow-grpo", []),
+    "flow_grpo, one step a prompt": ("flow-grpo", ONE_STEP),
+    "flow_grpo, best and worst 4": ("flow-grpo", [HALF]),
+}
+"""Run -> recipe and what is changed of it. What stands before the first comma is the run that it is compared with."""
+
+
+def job(name: str, seed: int, iterations: int, folder: Path) -> Job:
+    """The run of a setting and a seed."""
+    recipe, own = SETTINGS[name]
+    common = [f"trainer.total_training_steps={iterations}", "trainer.test_freq=2", "trainer.save_freq=0"]
+    return Job(name, seed, recipe, [*common, *own], folder / f"{name.replace(', ', '-').replace(' ', '-')}-{seed}")
+
+
+def finished(logs: Sequence[Path]) -> dict[str, list[Curve]]:
+    """The runs of these logs that came to their end, in the order of `SETTINGS`."""
+    found = curves_of(read_lines(logs))
+    ended = {
+        name: [curve for curve in found.get(name, []) if any(is_done(name, curve.seed, log) for log in logs)]
+        for name in SETTINGS
+    }
+    return {name: curves for name, curves in ended.items() if curves}
+
+
+def mean_reward(curve: Curve) -> float:
+    """Held-out reward, mean over the measurements after the first: how high and how soon."""
+    return float(np.mean([line["held_out"] for line in curve.measured[1:]]))
+
+
+def table(curves: Mapping[str, Sequence[Curve]]) -> str:
+    """A row a setting, in Markdown; differences are of the same seeds."""
+    steps = sorted({line["iteration"] for seeds in curves.values() for line in seeds[0].measured} & {0, 4, 8, 12, 16})
+    lines = [
+        f"| Run | {' | '.join(f'after {step}' for step in steps)} | Pictures until {REWARD}, each seed "
+        "| Mean of the curve, each seed | More than without | p |",
+        f"|{'---|' * (len(steps) + 5)}",
+    ]
+    for name, seeds in curves.items():
+        at = [{line["iteration"]: line["held_out"] for line in curve.measured} for curve in seeds]
+        rewards = " | ".join(f"{np.mean([found[step] for found in at if step in found]):.3f}" for step in steps)
+        reached = [curve.first_at(REWARD) for curve in seeds]
+        pictures = ", ".join("not" if line is None else str(line["images"]) for line in reached)
+        means = {curve.seed: mean_reward(curve) for curve in seeds}
+        plain = {curve.seed: mean_reward(curve) for curve in curves.get(name.partition(",")[0], [])}
+        more = [means[seed] - plain[seed] for seed in means.keys() & plain.keys()] if "," in name else []
+        gain = f"{np.mean(more):+.3f} | {p_value(more):.3f}" if more else " | "
+        lines.append(
+            f"| `{name}` | {rewards} | {pictures} | {', '.join(f'{m:.3f}' for m in means.values())} | {gain} |"
+        )
+    return "\n".join(lines)
+
+
+def plot(curves: Mapping[str, Sequence[Curve]], path: Path) -> None:
+    """Held-out reward against pictures, a panel an algorithm: mean over the seeds and the range between them."""
+    names = list(dict.fromkeys(name.partition(",")[0] for name in curves))
+    figure, panels = plt.subplots(1, len(names), figsize=(4.5 * len(names), 4), sharey=True, layout="constrained")
+    for algorithm, axes in zip(names, np.atleast_1d(panels), strict=True):
+        for name, seeds in curves.items():
+            if name.partition(",")[0] != algorithm:
+                continue
+            measured = list(zip(*(curve.measured for curve in seeds), strict=False))
+            rewards = np.array([[line["held_out"] for line in lines] for lines in measured])
+            images = [lines[0]["images"] for lines in measured]
+            axes.plot(images, rewards.mean(1), "o-", markersize=3, label=name.partition(", ")[2] or "without")
+            axes.fill_between(images, rewards.min(1), rewards.max(1), alpha=0.12, linewidth=0)
+        axes.set(title=algorithm, xlabel="pictures trained on")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    np.atleast_1d(panels)[0].set_ylabel("held-out OCR reward")
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    """Train, print; write where that is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", nargs="+", choices=SETTINGS, default=list(SETTINGS), metavar="NAME")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--at-once", type=int, default=1, help="runs at a time")
+    parser.add_argument("--limit", type=float, help="seconds of the command")
+    parser.add_argument("--iterations", type=int, default=16)
+    parser.add_argument("--folder", type=Path, default=RUNS, help="of the runs")
+    parser.add_argument("--log", type=Path, nargs="+", default=[RUNS / "results.jsonl"])
+    parser.add_argument("--write", action="store_true", help="train nothing, write table and picture of the logs")
+    given = parser.parse_args()
+    if not given.write:
+        jobs = [job(name, seed, given.iterations, given.folder) for seed in given.seeds for name in given.runs]
+        follow(jobs, given.log[0], at_once=given.at_once, limit=given.limit)
+    curves = finished(given.log)
+    print(table(curves))
+    if given.write:
+        plot(curves, PICTURE)
+        put_table(PAGE, SCRIPT, f"![held-out reward against pictures]({PICTURE.name})\n\n{table(curves)}")
+
+
+if __name__ == "__main__":
+    main()
