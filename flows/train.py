@@ -26,9 +26,11 @@ from tasks.config.common import CommonSettings, combined
 from tasks.config.tree import NO_OVERRIDES, TrainConfig, TrainOverrides
 from tasks.records.flow_page import flow_page, page_logger
 from tasks.records.metrics import (
+    SYNC,
     compute_throughput_metrics_diffusion,
     compute_timing_metrics_diffusion,
     cost_metrics,
+    inside_metrics,
     orchestration_metrics,
 )
 from tasks.run.collect import Iteration, SampledIteration, collect, finish_ahead, submit
@@ -214,7 +216,9 @@ def sync(run: TrainingRun, clock: Stopwatch, which: HeldWeights) -> Synced:
     """Give the rollout one of the trainer's sets of weights."""
     version = run.iteration - 1 if which == "previous" else run.iteration
     online = run.online
-    return sync_weights(clock, run.trainer, online.rollout, online.canary, version, run.canary_limits, which)
+    synced = sync_weights(clock, run.trainer, online.rollout, online.canary, version, run.canary_limits, which)
+    clock.add_inside(SYNC, synced.seconds)
+    return synced
 
 
 def validate_weights(run: TrainingRun, clock: Stopwatch) -> Validation:
@@ -252,5 +256,6 @@ def _time_metrics(run: TrainingRun, clock: Stopwatch, images: int) -> dict[str, 
         compute_throughput_metrics_diffusion({"sample_level_rewards": range(images)}, seconds, devices)
         | compute_timing_metrics_diffusion(seconds, images)
         | orchestration_metrics(seconds)
+        | inside_metrics(clock.inside)
         | run.spent
     )

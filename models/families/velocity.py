@@ -45,8 +45,9 @@ def halves_field(
     text = prompts.expand(prompt_index)
 
     def halves(latents: Tensor, timestep: Tensor) -> tuple[Tensor, Tensor | None]:
-        # A path of one step: an adapter may index it as it does the trainer's.
-        path, timesteps = latents[:, None], timestep.expand(len(latents))[:, None]
+        # A path of one step: an adapter may index it as it does the trainer's. A timestep for each row lies in memory
+        # as one for all of them does: a recording of the model (`CudaGraphs`) serves both.
+        path, timesteps = latents[:, None], timestep.expand(len(latents)).contiguous()[:, None]
         inputs, negative = adapter.model_inputs(module, model_config, path, timesteps, text)
         return adapter.predict_halves(module, inputs, negative, one_pass)
 

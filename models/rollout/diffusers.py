@@ -64,7 +64,7 @@ class DiffusersRolloutEngine(Sampler):
         return trainable(self.transformer)
 
     def canary_velocity(self, canary: Canary) -> Tensor:
-        """What this copy of the model predicts for the canary, [S, rows, ...] fp32 on the CPU (`canary_velocity`)."""
+        """What this copy of the model predicts for the canary, [S, n, ...] fp32 on the CPU (`canary_velocity`)."""
         return canary_velocity(self.adapter, self.transformer, self.model_config, canary, self.device)
 
     def sleep(self) -> None:

@@ -53,7 +53,7 @@ class RolloutEngine(Protocol):
         keeps them in another form."""
 
     def canary_velocity(self, canary: Canary) -> Tensor:
-        """What this copy of the model predicts for the canary, [S, rows, ...] fp32 on the CPU (`canary_velocity`)."""
+        """What this copy of the model predicts for the canary, [S, n, ...] fp32 on the CPU (`canary_velocity`)."""
 
     def sleep(self) -> None:
         """Move the weights off the GPU: the trainer needs it. Nothing is sampled until `wake`."""

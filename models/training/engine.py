@@ -84,7 +84,7 @@ class TrainingEngine(Protocol):
         """The same one by one, of whole shape, on the device and on every rank; every rank must take them all."""
 
     def canary_velocity(self, canary: Canary) -> Tensor:
-        """What the trainer's model predicts for the canary, [S, rows, ...] fp32 on the CPU (`canary_velocity`)."""
+        """What the trainer's model predicts for the canary, [S, n, ...] fp32 on the CPU (`canary_velocity`)."""
 
     def save_checkpoint(self, folder: Path) -> None:
         """Write all that training needs to go on into a folder that exists, for any number of ranks to read."""

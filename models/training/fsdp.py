@@ -278,7 +278,7 @@ class DiffusersFSDPEngine(PolicyForward):
             yield name, whole_of(parameter).to(self.device)
 
     def canary_velocity(self, canary: Canary) -> Tensor:
-        """What the trainer's model predicts for the canary, [S, rows, ...] fp32 on the CPU (`canary_velocity`)."""
+        """What the trainer's model predicts for the canary, [S, n, ...] fp32 on the CPU (`canary_velocity`)."""
         return canary_velocity(self.adapter, self.module, self.model_config, canary, self.device)
 
     # ---- checkpoint

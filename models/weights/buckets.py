@@ -7,12 +7,14 @@ A bucket is a run of whole tensors in one flat buffer of bytes. It is handed ove
 
 import math
 import pickle
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.multiprocessing
 from torch import Tensor
@@ -76,6 +78,34 @@ def unpack(slots: Iterable[Slot], flat: Tensor) -> dict[str, Tensor]:
 def byte_count(slots: Iterable[Slot]) -> int:
     """Bytes of a bucket, with what alignment leaves empty."""
     return sum(-(-slot.size // ALIGNMENT) * ALIGNMENT for slot in slots)
+
+
+class HostBucket(NamedTuple):
+    """A bucket in host memory, in a form that passes between processes as it lies there: a tensor is pickled, copied
+    and unpickled piece by piece.
+
+    Attributes:
+        slots: where each tensor lies.
+        content: the bytes of all of them, uint8 [n].
+    """
+
+    slots: tuple[Slot, ...]
+    content: np.ndarray
+
+
+def to_host(bucket: Mapping[str, Tensor]) -> HostBucket:
+    """A copy of tensors of any shape, of one device."""
+    slots, flat = pack(bucket)
+    return HostBucket(slots, flat.cpu().numpy())
+
+
+def from_host(bucket: HostBucket, device: torch.device | str) -> dict[str, Tensor]:
+    """The tensors, in their shapes, on a device. On the CPU they are the bucket's own memory, which is another process'
+    too: nothing may be written to them."""
+    with warnings.catch_warnings():  # torch says at the first of them that it cannot be written to
+        warnings.simplefilter("ignore", UserWarning)
+        flat = torch.from_numpy(bucket.content)
+    return unpack(bucket.slots, flat.to(device))
 
 
 def export_handle(flat: Tensor) -> bytes:

@@ -2,7 +2,7 @@
 """The proof after a weight sync: equal weights on both sides, and from a fixed input one velocity."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -12,7 +12,6 @@ from models.families.base import DiffusionModelBase, DiffusionModelConfig
 from models.families.velocity import halves_field
 from models.samples.trajectories import PromptTable
 from models.schedulers.noise_keys import INITIAL_NOISE, NoiseKey, draw
-from models.weights.digests import Digests
 from models.weights.trainable import WeightSyncError
 
 
@@ -22,26 +21,16 @@ class Canary:
 
     Attributes:
         prompts: a few real prompts, P of them.
-        rows: samples of the batch, the prompts in turn, each with noise of its own; None is P.
-        timesteps: how many of the run's schedule, from its first to its last; one alone is the middle one.
+        rows: samples of a batch, each with noise of its own; None is P.
+        timesteps: how many of the run's schedule, from its first to its last; one alone is the middle one. A batch's
+            rows are dealt out among them.
+        one_pass: as in `predict_halves`: how the rollout asks for the two halves of the guidance.
     """
 
     prompts: PromptTable
     rows: int | None = None
     timesteps: int = 1
-
-
-@dataclass(frozen=True)
-class Proof:
-    """What a rollout worker must find out for itself after a sync.
-
-    Attributes:
-        velocity: the trainer's, see `canary_velocity`.
-        digests: of the weights that it sent.
-    """
-
-    velocity: Tensor
-    digests: Digests = field(default_factory=dict)
+    one_pass: bool = True
 
 
 @dataclass(frozen=True)
@@ -81,14 +70,51 @@ def _largest(values: Sequence[float | None]) -> float | None:
     return max((value for value in values if value is not None), default=None)
 
 
+@dataclass(frozen=True)
+class CanaryLayout:
+    """How S timesteps and P prompts are dealt out to batches of one size.
+
+    They are as few as show every prompt at every timestep; where they are smaller than P, as many as they have rows.
+
+    Attributes:
+        prompt, step: of each row, [batches, rows].
+    """
+
+    prompt: Tensor
+    step: Tensor
+
+    @classmethod
+    def of(cls, prompts: int, rows: int, steps: int) -> "CanaryLayout":
+        """Rows go through the prompts, and after each round of them to the next timestep."""
+        shown = min(prompts, rows)
+        batches = -(-steps * shown // rows)
+        row = torch.arange(batches * rows).view(batches, rows)
+        return cls(row % shown, row // shown % steps)
+
+    def by_step(self, velocities: Tensor, steps: int) -> Tensor:
+        """Velocities [batches rows, ...] as [S, n, ...]. A timestep that has fewer than n rows is filled up with
+        zeros, which are in no norm and no product of two velocities."""
+        of_step = [velocities[self.step.flatten() == number] for number in range(steps)]
+        return torch.nn.utils.rnn.pad_sequence(of_step, batch_first=True)
+
+
 def canary_batch(
     adapter: type[DiffusionModelBase], model_config: DiffusionModelConfig, canary: Canary, device: torch.device | str
 ) -> tuple[PromptTable, Tensor, Tensor]:
-    """The canary's prompts, which of them each row has [rows], and the rows' noise [rows, ...]."""
+    """The canary's prompts, which of them each row of a batch has [rows], and the rows' noise [rows, ...]."""
     prompts, count = canary.prompts.to(device), len(canary.prompts.prompt_embeds)
     index = torch.arange(canary.rows or count, device=device) % count
-    keys = [NoiseKey(0, 0, "canary", i) for i in range(len(index))]
-    return prompts, index, draw(keys, INITIAL_NOISE, adapter.latent_shape(model_config), device)
+    return prompts, index, _noise(adapter, model_config, range(len(index)), device)
+
+
+def _noise(
+    adapter: type[DiffusionModelBase],
+    model_config: DiffusionModelConfig,
+    rows: Sequence[int],
+    device: torch.device | str,
+) -> Tensor:
+    keys = [NoiseKey(0, 0, "canary", row) for row in rows]
+    return draw(keys, INITIAL_NOISE, adapter.latent_shape(model_config), device)
 
 
 @torch.no_grad()
@@ -99,16 +125,20 @@ def canary_velocity(
     canary: Canary,
     device: torch.device | str,
 ) -> Tensor:
-    """The network's outputs for the canary at its S timesteps, [S, rows, ...], fp32 on the CPU; with guidance
-    [S, 2 rows, ...], those of the negative prompt last: guidance would multiply the difference that rounding makes
-    between two engines."""
-    prompts, index, latents = canary_batch(adapter, model_config, canary, device)
-    halves_of = halves_field(adapter, module, model_config, prompts, index)
-    outputs = []
-    for timestep in _timesteps(adapter, model_config, canary.timesteps).to(device):
-        halves = halves_of(latents, timestep)
-        outputs.append(torch.cat([half for half in halves if half is not None]).float().cpu())
-    return torch.stack(outputs)
+    """The network's outputs for the canary at its S timesteps, [S, n, ...], fp32 on the CPU, n the most rows that a
+    timestep has (`CanaryLayout`); with guidance [S, 2 n, ...], those of the negative prompt last: guidance would
+    multiply the difference that rounding makes between two engines."""
+    prompts, timesteps = canary.prompts.to(device), _timesteps(adapter, model_config, canary.timesteps)
+    count = len(prompts.prompt_embeds)
+    layout = CanaryLayout.of(count, canary.rows or count, len(timesteps))
+    outputs: list[list[Tensor]] = []
+    for number, (prompt, step) in enumerate(zip(layout.prompt, layout.step, strict=True)):
+        halves_of = halves_field(adapter, module, model_config, prompts, prompt.to(device), canary.one_pass)
+        rows = range(number * len(prompt), (number + 1) * len(prompt))
+        halves = halves_of(_noise(adapter, model_config, rows, device), timesteps[step].to(device))
+        outputs.append([half.float() for half in halves if half is not None])
+    by_step = [layout.by_step(torch.cat(of_half).cpu(), len(timesteps)) for of_half in zip(*outputs, strict=True)]
+    return torch.cat(by_step, dim=1)
 
 
 def _timesteps(adapter: type[DiffusionModelBase], model_config: DiffusionModelConfig, count: int) -> Tensor:
@@ -120,7 +150,7 @@ def _timesteps(adapter: type[DiffusionModelBase], model_config: DiffusionModelCo
 
 
 def relative_difference(one: Tensor, other: Tensor) -> float:
-    """|other - one| / |one| of velocities [S, rows, ...], at the timestep where it is largest; not finite where one of
+    """|other - one| / |one| of velocities [S, n, ...], at the timestep where it is largest; not finite where one of
     them is not."""
     rows, others = one.reshape(len(one), -1), other.reshape(len(one), -1)
     return ((others - rows).norm(dim=1) / rows.norm(dim=1)).max().item()
@@ -130,7 +160,7 @@ def check_canary(trainer: Tensor, rollout: Tensor, version: int, tolerance: floa
     """Relative difference |rollout - trainer| / |trainer| of the two velocities.
 
     Args:
-        trainer, rollout: [S, rows, ...], velocities of the two sides.
+        trainer, rollout: [S, n, ...], velocities of the two sides.
         version: policy version, for the message.
         tolerance: largest difference allowed; 0 demands equal bits.
 
@@ -155,8 +185,8 @@ def missing_share(last: Tensor, trainer: Tensor, rollout: Tensor) -> float | Non
     where rounding is larger than the change, so a limit well above 1/2 does not refuse the right weights.
 
     Args:
-        last: [S, rows, ...], the trainer's velocity at the last sync.
-        trainer, rollout: [S, rows, ...], of the two sides now.
+        last: [S, n, ...], the trainer's velocity at the last sync.
+        trainer, rollout: [S, n, ...], of the two sides now.
 
     Returns:
         the share; None where there is no change.
@@ -172,7 +202,7 @@ def check_change(
     """(relative change of the trainer's velocity since the last sync, `missing_share`).
 
     Args:
-        last, trainer, rollout: [S, rows, ...], as `missing_share`.
+        last, trainer, rollout: [S, n, ...], as `missing_share`.
         version: policy version, for the message.
         limit: largest share allowed.
 
@@ -192,7 +222,7 @@ def check_change(
 def check_velocity(
     trainer: Tensor, rollout: Tensor, last: Tensor | None, version: int, limits: CanaryLimits
 ) -> Agreement:
-    """`check_canary`, and `check_change` where there was a sync before; velocities are [S, rows, ...]."""
+    """`check_canary`, and `check_change` where there was a sync before; velocities are [S, n, ...]."""
     difference = check_canary(trainer, rollout, version, limits.tolerance)
     if last is None:
         return Agreement(difference)

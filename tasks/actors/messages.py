@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What passes between the driver and the processes of a run, by name."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -12,7 +13,7 @@ import torch
 from models.errors import DoubleflowError
 from models.samples.trajectories import FinishedLatents
 from models.schedulers.noise_keys import NoiseKey
-from models.weights.canary import Canary, CanaryLimits
+from models.weights.canary import Agreement, CanaryLimits
 
 R = TypeVar("R", bound=NamedTuple)
 
@@ -59,26 +60,70 @@ class GatheredWeights(NamedTuple):
     """A trainer rank's weights as a whole, for Ray's object store.
 
     Attributes:
-        tensors: by name; empty on all ranks but 0.
-        proof: what a worker must find out of them.
-        size: bytes.
+        tensors: a list of `HostBucket`; empty on all ranks but 0.
+        digests: of them, likewise.
+        amount: (buckets, bytes).
+        seconds: that it took.
     """
 
     tensors: Any
-    proof: Any
-    size: Any
+    digests: Any
+    amount: Any
+    seconds: Any
 
 
 class SentWeights(NamedTuple):
     """Weights that a trainer rank sent directly.
 
     Attributes:
-        proof: what a worker must find out of them.
+        digests: of them; empty on all ranks but 0.
         amount: (buckets, bytes).
+        seconds: that it took.
     """
 
-    proof: Any
+    digests: Any
     amount: Any
+    seconds: Any
+
+
+class CanaryAnswer(NamedTuple):
+    """What a trainer rank's model predicts for the canary.
+
+    Attributes:
+        velocity: see `canary_velocity`.
+        seconds: that it took.
+    """
+
+    velocity: Any
+    seconds: Any
+
+
+class Loaded(NamedTuple):
+    """What a rollout worker found out of weights that it took.
+
+    Attributes:
+        agreement: of its canary with the trainer's.
+        seconds: what it spent its time on, one after the other: `load` (with waiting for weights that come by Ray's
+            object store), `digests`, `rollout_canary`, `wait` (for the trainer's digests and canary), `compare`.
+    """
+
+    agreement: Agreement
+    seconds: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What a rollout worker must find out for itself, by references: it goes on with its own part until they are there.
+
+    Attributes:
+        digests: of the weights that the trainer sent.
+        velocity: the trainer's, see `canary_velocity`.
+        last: its velocity at the sync before; None at the first.
+    """
+
+    digests: ray.ObjectRef
+    velocity: ray.ObjectRef
+    last: ray.ObjectRef | None = None
 
 
 @dataclass(frozen=True)
@@ -87,12 +132,14 @@ class PolicyWeights:
 
     Attributes:
         number: counts the weights of this run; a worker that holds the number has nothing to do.
-        tensors: reference to the trainer's weights, in a list so that Ray hands on the reference; or none.
+        tensors: reference to the trainer's weights, a list of `HostBucket`; in a tuple, so that Ray hands on the
+            reference; or none.
         buckets: so many came to the worker directly, see `tasks.actors.weight_transport`; where they did not, or not
             all of them, it takes `tensors`.
         folder: where a run exported them, if they are not a trainer's.
-        canary: the input from which the worker must repeat the trainer's answer; None asks for no proof.
-        proofs: references to the trainer's `Proof` of these weights and, after the first sync, of those before.
+        canary: reference to the input from which the worker must repeat the trainer's answer, in a tuple: every request
+            for samples has these weights with it, and embeddings are large. Empty asks for no proof.
+        proof: of these weights; None where no proof is asked for.
         version, limits: see `check_velocity`.
     """
 
@@ -100,8 +147,8 @@ class PolicyWeights:
     tensors: tuple[ray.ObjectRef, ...] = ()
     buckets: int = 0
     folder: Path | None = None
-    canary: Canary | None = None
-    proofs: tuple[ray.ObjectRef, ...] = ()
+    canary: tuple[ray.ObjectRef, ...] = ()
+    proof: Proof | None = None
     version: int = 0
     limits: CanaryLimits = field(default_factory=CanaryLimits)
 

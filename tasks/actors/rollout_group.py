@@ -15,9 +15,9 @@ from models.config.pipeline import DiffusionPipelineConfig
 from models.families.base import DiffusionModelBase, DiffusionModelConfig
 from models.samples.trajectories import LATENTS, PICTURES, PICTURES_ALONE, PromptTable, Recording, RolloutRequest
 from models.schedulers.noise_keys import NoiseKey
-from models.weights.canary import Agreement, Canary, CanaryLimits
+from models.weights.canary import Agreement, CanaryLimits
 from tasks.actors.cluster import ActorGroup, RankPlaces
-from tasks.actors.messages import PolicyWeights, RolloutReply, ask
+from tasks.actors.messages import Loaded, PolicyWeights, Proof, RolloutReply, ask
 from tasks.actors.rollout_worker import RolloutWorker
 from tasks.actors.router import Router
 from tasks.config.rollout import DiffusionRolloutConfig
@@ -199,17 +199,19 @@ class RolloutGroup:
     def load_weights(
         self,
         tensors: ray.ObjectRef | None,
-        canary: Canary,
-        proofs: Sequence[ray.ObjectRef],
+        canary: ray.ObjectRef,
+        proof: Proof,
         version: int,
         limits: CanaryLimits,
         sent: tuple[int, int] | None = None,
-    ) -> Agreement:
-        """Give every worker the same weights; how well the worst one's canary agrees with the trainer's.
+    ) -> Loaded:
+        """Give every worker the same weights; how well the worst one's canary agrees with the trainer's, and the
+        seconds of the slowest.
 
         Args:
             tensors: where a worker finds them; None where they were sent and no copy is kept.
-            proofs: of these weights and, where there was one, of the sync before.
+            canary: where it finds that.
+            proof: of these weights.
             sent: number and buckets of weights that the workers have by now, see `next_number`.
 
         Raises:
@@ -217,9 +219,7 @@ class RolloutGroup:
         """
         number, buckets = sent or (self.next_number(), 0)
         kept = () if tensors is None else (tensors,)
-        weights = PolicyWeights(
-            number, kept, buckets, canary=canary, proofs=tuple(proofs), version=version, limits=limits
-        )
+        weights = PolicyWeights(number, kept, buckets, canary=(canary,), proof=proof, version=version, limits=limits)
         return self._hold(weights)
 
     @property
@@ -237,9 +237,11 @@ class RolloutGroup:
         """Give every worker the weights that a run exported to `folder`."""
         self._hold(PolicyWeights(self.next_number(), folder=folder))
 
-    def _hold(self, weights: PolicyWeights) -> Agreement:
+    def _hold(self, weights: PolicyWeights) -> Loaded:
         self.weights = weights
-        return Agreement.worst(self.group.call_all("load_policy", weights))
+        loaded: list[Loaded] = self.group.call_all("load_policy", weights)
+        slowest = max(loaded, key=lambda one: sum(one.seconds.values()))
+        return Loaded(Agreement.worst([one.agreement for one in loaded]), slowest.seconds)
 
     @contextmanager
     def asleep(self, clock: Stopwatch) -> Iterator[None]:

@@ -16,14 +16,15 @@ from models.rollout.engine import RolloutEngine, WeightLoad
 from models.rollout.vllm_omni.engine import VllmOmniRolloutEngine
 from models.samples.file import read_samples
 from models.samples.trajectories import LATENTS, PICTURES, RolloutRequest
-from models.weights.buckets import buckets
-from models.weights.canary import Agreement, Canary, Proof, check_velocity
+from models.weights.buckets import from_host
+from models.weights.canary import Agreement, check_velocity
 from models.weights.digests import DigestBook, check_digests, digests_of
 from models.weights.trainable import WeightSyncError
 from tasks.actors.memory import measures_gpu_memory
-from tasks.actors.messages import PolicyWeights, RolloutReply
+from tasks.actors.messages import Loaded, PolicyWeights, Proof, RolloutReply
 from tasks.actors.weight_transport import Arrival, Courier, Parcel
 from tasks.config.rollout import DiffusionRolloutConfig
+from tasks.system.stopwatch import Stopwatch
 
 
 def _stage_of(_request: RolloutRequest, pipeline: DiffusionPipelineConfig | None, _weights: Any) -> str:
@@ -37,7 +38,7 @@ class RolloutWorker:
     def __init__(self, model_config: DiffusionModelConfig, settings: DiffusionRolloutConfig, device: str):
         torch.set_num_threads(settings.num_threads)
         self.engine = _engine(model_config, settings, device)
-        self.held, self.agreement, self.device = 0, Agreement(0.0), device
+        self.held, self.loaded, self.device = 0, Loaded(Agreement(0.0), {}), device
         self.given = DigestBook(device=device)
         self.courier = Courier(device)
         self.arrival: Arrival | None = None
@@ -65,26 +66,35 @@ class RolloutWorker:
         return RolloutReply(recorded, pictures, latents, 0.0)
 
     @measures_gpu_memory("update_weights")
-    def load_policy(self, weights: PolicyWeights) -> Agreement:
+    def load_policy(self, weights: PolicyWeights) -> Loaded:
         """Take these weights, unless they are there already; how well the canary's velocity agrees with the trainer's.
 
         Raises:
             WeightSyncError: the engine does not take them, holds others, or its canary is beyond the limits.
         """
         if self.held != weights.number:
-            self._load(weights)
-            if weights.canary is not None:
-                proof, *before = ray.get(list(weights.proofs))
-                self.agreement = self._checked(weights.canary, proof, before[0].velocity if before else None, weights)
-            self.held = weights.number
-        return self.agreement
+            clock, agreement = Stopwatch(), self.loaded.agreement
+            with clock.stage("load"):
+                self._load(weights)
+            if weights.proof is not None:
+                agreement = self._checked(weights, weights.proof, clock)
+            self.held, self.loaded = weights.number, Loaded(agreement, clock.seconds)
+        return self.loaded
 
-    def _checked(self, canary: Canary, proof: Proof, last: torch.Tensor | None, weights: PolicyWeights) -> Agreement:
-        held = self.engine.held_weights()
-        digests = self.given.digests() if held is None else digests_of(held)
-        check_digests(proof.digests, digests, weights.version)
-        own = self.engine.canary_velocity(canary)
-        return check_velocity(proof.velocity, own, last, weights.version, weights.limits)
+    def _checked(self, weights: PolicyWeights, proof: Proof, clock: Stopwatch) -> Agreement:
+        """Each thing is asked for when it is needed: the trainer may still be at it."""
+        with clock.stage("digests"):
+            held = self.engine.held_weights()
+            digests = self.given.digests() if held is None else digests_of(held)
+        with clock.stage("wait"):
+            sent = ray.get(proof.digests)
+        check_digests(sent, digests, weights.version)
+        with clock.stage("rollout_canary"):
+            own = self.engine.canary_velocity(ray.get(weights.canary[0]))
+        with clock.stage("wait"):
+            velocity, last = ray.get(proof.velocity), None if proof.last is None else ray.get(proof.last)
+        with clock.stage("compare"):
+            return check_velocity(velocity, own, last, weights.version, weights.limits)
 
     def take(self, parcel: Parcel) -> None:
         """The next bucket of weights that the trainer sends directly. `load_policy` follows the last one."""
@@ -104,8 +114,10 @@ class RolloutWorker:
             return
         elif weights.tensors:
             load, given = self._begin_load(), ray.get(weights.tensors[0])
-            for bucket in buckets(given.items()):
-                load.take(bucket)
+            # An engine that puts tensors together may do so in host memory, and for processes on other GPUs.
+            place = "cpu" if self.engine.held_weights() is None else self.device
+            for bucket in given:
+                load.take(from_host(bucket, place))
             load.finish()
         else:
             raise WeightSyncError(

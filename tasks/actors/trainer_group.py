@@ -2,7 +2,7 @@
 """All trainer ranks as one."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +17,16 @@ from models.training.engine import HeldWeights
 from models.weights.canary import Agreement, Canary, CanaryLimits
 from tasks.actors.cluster import ActorGroup, RankPlaces
 from tasks.actors.interpreter import own_environment
-from tasks.actors.messages import GatheredWeights, OldBatch, RankMiniBatch, Rescored, SentWeights, ask
+from tasks.actors.messages import (
+    CanaryAnswer,
+    GatheredWeights,
+    OldBatch,
+    Proof,
+    RankMiniBatch,
+    Rescored,
+    SentWeights,
+    ask,
+)
 from tasks.actors.rollout_group import PendingBatch, RolloutGroup
 from tasks.actors.trainer_rank import TrainerRank
 from tasks.actors.update_plan import NothingToLearn, OldScores, over_ranks, plan_updates
@@ -50,7 +59,8 @@ class TrainerGroup:
         own = {} if actor_config.python is None else {"runtime_env": own_environment(actor_config.python)}
         self.group = ActorGroup(TrainerRank, settings.world_size, gpus, arguments, places=places, **own)
         self.routes = Routes(self.group.actors)
-        self._proofs: list[ray.ObjectRef] = []  # of the last sync
+        self._canary: tuple[Canary, ray.ObjectRef] | None = None
+        self._velocity: ray.ObjectRef | None = None  # for the canary at the last sync
         self._warming: list[ray.ObjectRef] = []
 
     def start(self) -> list[ray.ObjectRef]:
@@ -126,28 +136,47 @@ class TrainerGroup:
     def broadcast(
         self, rollout: RolloutGroup, canary: Canary, version: int, limits: CanaryLimits, which: HeldWeights
     ) -> "Synced":
-        """Send the weights to every rollout worker and prove that they arrived; see `sync_weights`."""
+        """Send the weights to every rollout worker and prove that they arrived; see `sync_weights`.
+
+        The workers load what has come, and compute their own proof of it, while the trainer still computes its canary.
+        """
+        ranks, known = self.group.actors, self._known(canary)
+        sent, number = self._send(rollout, which)
+        answers = [ask(CanaryAnswer, actor.canary, known, which) for actor in ranks]
+        first, answer = sent[0], answers[0]
+        proof = Proof(first.digests, answer.velocity, self._velocity)
+        if isinstance(first, GatheredWeights):
+            loaded = rollout.load_weights(first.tensors, known, proof, version, limits)
+        else:
+            # For a worker that will have to be started again. It is made while the others already sample.
+            copies = [actor.weights.remote(which) for actor in ranks] if rollout.settings.max_restarts else [None]
+            count, _ = get([of_rank.amount for of_rank in sent])[0]
+            loaded = rollout.load_weights(copies[0], known, proof, version, limits, sent=(number, count))
+        self._velocity = answer.velocity
+        (_, size), gathering, predicting = get([first.amount, first.seconds, answer.seconds])
+        seconds = {"gather": gathering, "trainer_canary": predicting, **loaded.seconds}
+        return Synced(loaded.agreement, size / 2**30, seconds)
+
+    def _send(
+        self, rollout: RolloutGroup, which: HeldWeights
+    ) -> tuple[Sequence[GatheredWeights] | Sequence[SentWeights], int]:
+        """Begin to send the weights on the way that the rollout's settings say: of each rank what it sent, and the
+        weights' number, which those that are in the object store get later."""
         ranks, settings = self.group.actors, rollout.settings
         if settings.weight_transport == "object_store":
-            parts = [ask(GatheredWeights, actor.weights_and_proof, canary, which) for actor in ranks]
-            whole = parts[0]
-            agreement = rollout.load_weights(whole.tensors, canary, [whole.proof, *self._proofs], version, limits)
-            self._proofs = [whole.proof]
-            return Synced(agreement, get(whole.size) / 2**30)
+            return [ask(GatheredWeights, actor.gather_weights, which) for actor in ranks], 0
         number, limit = rollout.next_number(), int(settings.update_weights_bucket_megabytes * 2**20)
         routes = self.routes.to(rollout.group.actors, settings.weight_transport)
-        sent = [
-            ask(SentWeights, actor.send_weights, number, route, limit, canary, which)
+        return [
+            ask(SentWeights, actor.send_weights, number, route, limit, which)
             for actor, route in zip(ranks, routes, strict=True)
-        ]
-        # For a worker that will have to be started again. It is made while the others already sample.
-        copies = [actor.weights.remote(which) for actor in ranks] if settings.max_restarts else [None]
-        count, size = get([of_rank.amount for of_rank in sent])[0]
-        proof = sent[0].proof
-        proofs = [proof, *self._proofs]
-        agreement = rollout.load_weights(copies[0], canary, proofs, version, limits, sent=(number, count))
-        self._proofs = [proof]
-        return Synced(agreement, size / 2**30)
+        ], number
+
+    def _known(self, canary: Canary) -> ray.ObjectRef:
+        """The canary in the object store: it has prompts' embeddings, and is the same at every sync."""
+        if self._canary is None or self._canary[0] is not canary:
+            self._canary = (canary, ray.put(canary))
+        return self._canary[1]
 
 
 def check_plans(plans: Sequence[Sequence[RankMiniBatch]], advantages: np.ndarray) -> None:
@@ -170,10 +199,13 @@ class Synced(NamedTuple):
     Attributes:
         agreement: of the canary's velocities, the worst over the rollout workers.
         gib: size of the weights, of which every worker got a copy.
+        seconds: what it consists of: those of `Loaded`, of the worker that took longest, and rank 0's `gather` (the
+            weights gathered, digested, and copied to host memory or sent) and `trainer_canary`, beside the worker's.
     """
 
     agreement: Agreement
     gib: float
+    seconds: Mapping[str, float]
 
     def metrics(self) -> dict[str, float]:
         """Under sync/."""

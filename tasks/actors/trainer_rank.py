@@ -2,6 +2,7 @@
 """One rank of the trainer: a Ray actor with its part of the engine."""
 
 import socket
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,14 +17,25 @@ from models.families.base import DiffusionModelBase, DiffusionModelConfig
 from models.samples.trajectories import FinishedLatents, Trajectories
 from models.training.engine import HeldWeights, TrainingEngine, get_training_engine
 from models.training.micro_batches import ActorBatch
-from models.weights.buckets import buckets
-from models.weights.canary import Canary, Proof
+from models.weights.buckets import HostBucket, buckets, to_host
+from models.weights.canary import Canary
 from models.weights.digests import DigestBook
 from models.weights.trainable import export_weights
 from tasks.actors.memory import measures_gpu_memory
-from tasks.actors.messages import GatheredWeights, RankBatch, RankMiniBatch, Rescored, SampleMismatch, SentWeights
+from tasks.actors.messages import (
+    CanaryAnswer,
+    GatheredWeights,
+    RankBatch,
+    RankMiniBatch,
+    Rescored,
+    SampleMismatch,
+    SentWeights,
+)
 from tasks.actors.weight_transport import Courier, Route
 from tasks.config.trainer import TrainerConfig
+
+HOST_BUCKET_BYTES = 1 << 26
+"""Of weights on their way to host memory: so much they take of the device meanwhile."""
 
 
 class TrainerRank:
@@ -96,44 +108,51 @@ class TrainerRank:
         return metrics
 
     @measures_gpu_memory("update_weights")
-    def weights_and_proof(self, canary: Canary, which: HeldWeights) -> GatheredWeights:
+    def gather_weights(self, which: HeldWeights) -> GatheredWeights:
         """The weights of `engine.holding(which)`, of whole shape on rank 0."""
-        weights = {}
+        start, size = time.perf_counter(), 0
+        gathered: list[HostBucket] = []
         with self.engine.holding(which):
-            for name, whole in self._digested(self.engine.whole_weights()):
+            for bucket in buckets(self._digested(self.engine.whole_weights()), HOST_BUCKET_BYTES):
                 if self.rank == 0:
-                    weights[name] = whole.cpu().clone()
-            proof = self._proof(canary)
-        return GatheredWeights(weights, proof, sum(tensor.nbytes for tensor in weights.values()))
+                    gathered.append(to_host(bucket))
+                    size += sum(tensor.nbytes for tensor in bucket.values())
+        digests = self.book.digests()
+        return GatheredWeights(gathered, digests, (len(gathered), size), time.perf_counter() - start)
 
-    def weights(self, which: HeldWeights) -> dict[str, torch.Tensor]:
+    def weights(self, which: HeldWeights) -> list[HostBucket]:
         """The weights of `engine.holding(which)`, of whole shape on rank 0, else none."""
         with self.engine.holding(which):
-            return self.engine.gather_weights()
+            cut = buckets(self.engine.whole_weights(), HOST_BUCKET_BYTES)
+            return [to_host(bucket) for bucket in cut if self.rank == 0]
 
     @measures_gpu_memory("update_weights")
-    def send_weights(self, number: int, route: Route, limit: int, canary: Canary, which: HeldWeights) -> SentWeights:
+    def send_weights(self, number: int, route: Route, limit: int, which: HeldWeights) -> SentWeights:
         """Send the weights of `engine.holding(which)` in buckets of about `limit` bytes.
 
         Every rank takes part in gathering them, with receivers on its route or without.
         """
-        count = size = 0
+        start, count, size = time.perf_counter(), 0, 0
         with self.engine.holding(which):
             for bucket in buckets(self._digested(self.engine.whole_weights()), limit):
                 if route.receivers:
                     self.courier.send(number, count, bucket, route)
                 count += 1
                 size += sum(tensor.nbytes for tensor in bucket.values())
-            return SentWeights(self._proof(canary), (count, size))
+        return SentWeights(self.book.digests(), (count, size), time.perf_counter() - start)
+
+    @measures_gpu_memory("update_weights")
+    def canary(self, canary: Canary, which: HeldWeights) -> CanaryAnswer:
+        """What the model predicts with the weights of `engine.holding(which)`; every rank takes part."""
+        start = time.perf_counter()
+        with self.engine.holding(which):
+            return CanaryAnswer(self.engine.canary_velocity(canary), time.perf_counter() - start)
 
     def _digested(self, weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """The same weights; rank 0, whose proof counts, digests them as they pass: in the format in which they travel,
         and in the model's, in which a rollout holds them."""
         self.book = DigestBook(self.model_config.dtype)
         return self.book.passing(weights) if self.rank == 0 else weights
-
-    def _proof(self, canary: Canary) -> Proof:
-        return Proof(self.engine.canary_velocity(canary), self.book.digests())
 
     @measures_gpu_memory("save_checkpoint")
     def save_checkpoint(self, folder: Path) -> None:

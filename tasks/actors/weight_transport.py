@@ -175,7 +175,8 @@ class Routes:
 
     def _by_place(self, workers: Sequence[ActorHandle]) -> list[list[ActorHandle]]:
         routes: list[list[ActorHandle]] = [[] for _ in self._ranks]
-        ranks, others = _of_all(self._ranks, _place), _of_all(workers, _place)
+        places = _of_all([*self._ranks, *workers], _place)
+        ranks, others = places[: len(self._ranks)], places[len(self._ranks) :]
         for number, (worker, place) in enumerate(zip(workers, others, strict=True)):
             near = [rank for rank, its_place in enumerate(ranks) if its_place == place]
             if not near:

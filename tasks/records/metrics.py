@@ -11,6 +11,9 @@ from tasks.system.stopwatch import LEFT
 COMPUTE_STAGES = ("gen", "ref", "old_log_prob", "adv", "update_actor")
 BEHIND = "timing_s/behind/"
 """Beginning of the names of seconds that are in no step."""
+SYNC = "sync"
+INSIDE = f"timing_s/{SYNC}/"
+"""Beginning of the names of seconds that are within a stage's."""
 
 
 def compute_data_metrics_diffusion(batch: Mapping[str, Any]) -> dict[str, float]:
@@ -109,6 +112,11 @@ def orchestration_metrics(timing_raw: Mapping[str, float]) -> dict[str, float]:
 def behind_metrics(seconds: Mapping[str, float]) -> dict[str, float]:
     """timing_s/behind/<stage>: what was written of an iteration while the next one went on, no part of its step."""
     return {f"{BEHIND}{name}": value for name, value in seconds.items()}
+
+
+def inside_metrics(seconds: Mapping[str, float]) -> dict[str, float]:
+    """timing_s/sync/<part>: what trainer and rollout did within timing_s/update_weights, side by side."""
+    return {f"timing_s/{name}": value for name, value in seconds.items()}
 
 
 def cost_metrics(before: Mapping[str, float], timing_raw: Mapping[str, float], gpus: float) -> dict[str, float]:

@@ -13,7 +13,7 @@ from markupsafe import Markup
 from tasks.records.comparison import ComparisonError, Interval, paired_gain
 from tasks.records.guards import COLLAPSE_TAG, FLOOR_TAG, HACKING_TAG
 from tasks.records.headline import UNMOVED_TAG
-from tasks.records.metrics import BEHIND
+from tasks.records.metrics import BEHIND, INSIDE
 from tasks.records.model_registry import REGRESSION
 from tasks.records.tracking import STEP_MARK, flat
 from tasks.report.charts import Chart, Series, finite, line_chart, number, sparkline
@@ -143,7 +143,7 @@ def where_time_went(recorded: Recorded) -> list[dict[str, Any]]:
     stages = {
         name.removeprefix("timing_s/"): list(finite(points).values())
         for name, points in recorded.metrics.items()
-        if name.startswith("timing_s/") and name != "timing_s/step" and not name.startswith(BEHIND)
+        if name.startswith("timing_s/") and name != "timing_s/step" and not name.startswith((BEHIND, INSIDE))
     }
     stages["orchestration"] = list(finite(recorded.metrics.get("perf/orchestration_s", {})).values())
     whole = sum(finite(recorded.metrics.get("timing_s/step", {})).values())

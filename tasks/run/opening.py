@@ -315,6 +315,7 @@ def _canary(config: TrainConfig, inputs: Inputs, rollout: RolloutGroup) -> Canar
         rollout.prompt_table([prompt.uid for prompt in inputs.test[:CANARY_PROMPTS]]),
         rows=config.trainer.canary_batch or config.actor_rollout_ref.rollout.batch_size,
         timesteps=config.trainer.canary_timesteps,
+        one_pass=not config.records_unconditional,
     )
 
 

@@ -2,7 +2,7 @@
 """Where an iteration's time went."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 LEFT = "orchestration"
@@ -19,6 +19,8 @@ class Stopwatch:
         label: what it is the time of, as an iteration's number.
         seconds: by stage; those of a stage within another one count there alone.
         behind: by stage what was done meanwhile in another thread, and took nothing of the iteration's time.
+        inside: by name what other processes did within a stage, as they counted it. They work side by side, so it is
+            part of no sum.
     """
 
     def __init__(self, label: object = "", begun: float | None = None) -> None:
@@ -26,6 +28,7 @@ class Stopwatch:
         self.label = str(label)
         self.seconds: dict[str, float] = {}
         self.behind: dict[str, float] = {}
+        self.inside: dict[str, float] = {}
         self._begun = time.perf_counter() if begun is None else begun
         self._ended: float | None = None
         self._within: list[float] = []  # of each stage that is open: seconds of the stages within it
@@ -51,6 +54,12 @@ class Stopwatch:
             yield
         finally:
             self.behind[name] = self.behind.get(name, 0.0) + time.perf_counter() - start
+
+    def add_inside(self, stage: str, seconds: Mapping[str, float]) -> None:
+        """Count what other processes did, as <stage>/<name>."""
+        for name, value in seconds.items():
+            key = f"{stage}/{name}"
+            self.inside[key] = self.inside.get(key, 0.0) + value
 
     def finished(self) -> dict[str, float]:
         """End the time: seconds by stage, `orchestration`, which is what they leave, and `step`, the sum of all."""

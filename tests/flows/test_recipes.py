@@ -341,6 +341,8 @@ def test_a_recipe_of_real_size_becomes_one_for_fewer_gpus(recipe: str, machine: 
     file, config = ROOT / f"machines/{machine}.json", recipe_of(recipe)
     changed = config.with_changes(parse_changes(["trainer.seed=7"], file))
     assert changed.gpus_needed() == gpus
+    # On one GPU the weights need not go by way of the host.
+    assert changed.actor_rollout_ref.rollout.weight_transport == "ipc"
     assert changed.trainer.seed == 7
     assert config.gpus_needed() == 8
     assert config.with_changes(TrainOverrides.model_validate_json(file.read_text())).digest() == config.digest()

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 import flows.train as loop
+from models.weights.canary import Agreement
+from tasks.actors.trainer_group import Synced
 from tasks.config.tree import TrainConfig
 from tasks.run.training import TrainingRun
 from tasks.stages.sync import sync_weights
@@ -53,8 +55,9 @@ class Weights:
     def __init__(self, held: str) -> None:
         self.held = held
 
-    def broadcast(self, rollout: Any, canary: Any, version: int, limits: Any, which: str) -> None:
+    def broadcast(self, rollout: Any, canary: Any, version: int, limits: Any, which: str) -> Synced:
         self.held = which
+        return Synced(Agreement(0.0), 0.0, {})
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a weight sync is proved by: digests of the weights, and a velocity that followed the last change."""
 
+import math
 import struct
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,6 +19,7 @@ from models.weights import digests as weight_digests
 from models.weights.canary import (
     Agreement,
     Canary,
+    CanaryLayout,
     CanaryLimits,
     check_canary,
     check_velocity,
@@ -27,6 +29,7 @@ from models.weights.canary import (
 from models.weights.digests import DigestBook, check_digests, digest, digests_of
 from models.weights.trainable import WeightSyncError
 from tests.support.helpers import actor_config, model_config, prompt_table, rollout_request
+from tests.support.tiny_models import embeddings_of, save_stable_diffusion_3
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -79,9 +82,9 @@ def test_the_canary_asks_for_both_halves_of_the_guidance(tiny_model: Path) -> No
     assert prompts.negative_prompt_embeds is not None
     other = replace(prompts, negative_prompt_embeds=prompts.negative_prompt_embeds + 1.0)
     found, changed = (rollout.canary_velocity(Canary(table, rows=4, timesteps=2)) for table in (prompts, other))
-    assert found.shape[:2] == (2, 8)
-    assert torch.equal(found[:, :4], changed[:, :4])
-    assert not any(torch.allclose(one, two, atol=1e-3) for one, two in zip(found[0, 4:], changed[0, 4:], strict=True))
+    assert found.shape[:2] == (2, 4)
+    assert torch.equal(found[:, :2], changed[:, :2])
+    assert not any(torch.allclose(one, two, atol=1e-3) for one, two in zip(found[0, 2:], changed[0, 2:], strict=True))
 
 
 def test_the_first_sync_has_nothing_to_compare_its_change_with() -> None:
@@ -121,20 +124,102 @@ def test_the_worst_of_several_workers() -> None:
     assert Agreement.worst([Agreement(0.1), Agreement(0.0)]) == Agreement(0.1, None, None)
 
 
-def test_the_canary_is_a_batch_of_the_run_at_timesteps_of_its_schedule(tiny_model: Path) -> None:
+def test_the_canary_is_batches_of_the_run_at_timesteps_of_its_schedule(tiny_model: Path) -> None:
     """Each prompt in turn, each row with its own noise; the half without the prompt hangs on the negative prompt."""
     engine = DiffusersRolloutEngine(model_config(tiny_model, true_cfg_scale=3.0))
     prompts = prompt_table((5, 3), 4)
-    velocity = engine.canary_velocity(Canary(prompts, rows=5, timesteps=3))
-    assert velocity.shape[:2] == (3, 10)
+    velocity = engine.canary_velocity(Canary(prompts, rows=6, timesteps=3))
+    assert velocity.shape[:2] == (3, 4)
     assert engine.canary_velocity(Canary(prompts)).shape[:2] == (1, 4)
     assert engine.canary_velocity(Canary(prompts, rows=1, timesteps=9)).shape[:2] == (4, 2)
-    assert len({tuple(row.flatten()[:4].tolist()) for step in velocity for row in step}) == 30
+    assert len({tuple(row.flatten()[:4].tolist()) for step in velocity for row in step}) == 12
     assert prompts.negative_prompt_embeds is not None
     other = replace(prompts, negative_prompt_embeds=prompts.negative_prompt_embeds + 1)
-    changed = engine.canary_velocity(Canary(other, rows=5, timesteps=3)) != velocity
-    assert changed[:, 5:].flatten(2).any(2).all()
-    assert not changed[:, :5].any()
+    changed = engine.canary_velocity(Canary(other, rows=6, timesteps=3)) != velocity
+    assert changed[:, 2:].flatten(2).any(2).all()
+    assert not changed[:, :2].any()
+
+
+def test_rows_that_a_timestep_lacks_change_no_number(tiny_model: Path) -> None:
+    """Two batches of five rows: four, four and two of the timesteps. All rows count, and nothing else does."""
+    engine = DiffusersRolloutEngine(model_config(tiny_model))
+    velocity = engine.canary_velocity(Canary(prompt_table((5, 3)), rows=5, timesteps=3))
+    assert velocity.shape[:2] == (3, 4)
+    filled = velocity.flatten(2).any(2)
+    assert filled.tolist() == [[True] * 4, [True] * 4, [True, True, False, False]]
+    error = torch.randn(velocity.shape, generator=torch.Generator().manual_seed(0))
+    other = velocity + filled[:, :, None, None] * error
+    step = [(other[i, :n] - velocity[i, :n]).norm() / velocity[i, :n].norm() for i, n in enumerate((4, 4, 2))]
+    assert relative_difference(velocity, other) == pytest.approx(max(step).item())
+
+
+@pytest.mark.parametrize(("prompts", "rows", "steps"), [(2, 24, 3), (2, 8, 3), (2, 5, 3), (2, 1, 3), (3, 4, 5)])
+def test_as_few_batches_as_can_be_show_every_prompt_at_every_timestep(prompts: int, rows: int, steps: int) -> None:
+    """A batch has the rollout's size whatever it shows: a compiled model has the graph of that one alone."""
+    layout = CanaryLayout.of(prompts, rows, steps)
+    shown = set(zip(layout.prompt.flatten().tolist(), layout.step.flatten().tolist(), strict=True))
+    assert shown == {(prompt, step) for prompt in range(min(prompts, rows)) for step in range(steps)}
+    assert layout.prompt.shape == layout.step.shape == (math.ceil(min(prompts, rows) * steps / rows), rows)
+
+
+def forwards(engine: DiffusersRolloutEngine) -> list[tuple[int, set[int]]]:
+    """(rows, timesteps) of each forward pass from now on."""
+    seen: list[tuple[int, set[int]]] = []
+    forward = engine.transformer.forward
+
+    def watched(*given: Any, timestep: Tensor, **more: Any) -> Any:
+        seen.append((len(timestep), {*timestep.tolist()}))
+        return forward(*given, timestep=timestep, **more)
+
+    engine.transformer.forward = watched
+    return seen
+
+
+def test_one_forward_pass_of_a_batch_shows_all_timesteps(tiny_model: Path) -> None:
+    """A sync's canary costs each side a step of the rollout, not one for each timestep."""
+    engine = DiffusersRolloutEngine(model_config(tiny_model))
+    seen = forwards(engine)
+    engine.canary_velocity(Canary(prompt_table((5, 3)), rows=8, timesteps=3))
+    ((rows, timesteps),) = seen
+    assert (rows, len(timesteps)) == (8, 3)
+
+
+@pytest.mark.parametrize(("one_pass", "sizes"), [(True, [12]), (False, [6, 6])])
+def test_the_canary_asks_for_the_halves_of_the_guidance_as_the_rollout_does(
+    tmp_path: Path, one_pass: bool, sizes: list[int]
+) -> None:
+    """Of another size a compiled model needs a graph that nothing else of the run does."""
+    save_stable_diffusion_3(tmp_path / "model")
+    config = model_config(tmp_path / "model", guidance_scale=4.5)
+    engine, prompts = DiffusersRolloutEngine(config), embeddings_of(config, (5, 3), 5)
+    seen = forwards(engine)
+    velocity = engine.canary_velocity(Canary(prompts, rows=6, timesteps=3, one_pass=one_pass))
+    assert [rows for rows, _ in seen] == sizes
+    assert velocity.shape[:2] == (3, 4)
+
+
+@pytest.mark.parametrize("matrix", ["lora_A", "lora_B"])
+def test_one_matrix_that_was_left_as_it_was_is_refused_at_every_timestep(tiny_model: Path, matrix: str) -> None:
+    """A partial update: all weights come but one matrix of the last block, whose rows are dealt out among timesteps."""
+    config = model_config(tiny_model, lora_rank=4, lora_alpha=8)
+    trainer, rollout = DiffusersFSDPEngine(config, actor_config(lr=1e-3)), DiffusersRolloutEngine(config)
+    trainer.initialize()
+    synced(trainer, rollout)
+    _, samples = rollout.generate(rollout_request(samples=2))
+    canary = Canary(prompt_table((5, 3)), rows=6, timesteps=3)
+    advantages = torch.tensor([1.0, -0.8, 0.3, -1.5])
+    for _ in range(2):  # at the first A has no gradient, since B is zero
+        before, last = trainer.gather_weights(), trainer.canary_velocity(canary)
+        trainer.update_policy([ActorBatch([(samples, advantages)], 4)])
+    left = [name for name in before if "attn.to_q" in name and matrix in name][-1]
+    now = trainer.canary_velocity(canary)
+    rollout.load_weights(trainer.gather_weights() | {left: before[left]})
+    held = rollout.canary_velocity(canary)
+    assert all(relative_difference(now[[step]], held[[step]]) > 0 for step in range(3))
+    with pytest.raises(WeightSyncError, match=r"velocity differs from the trainer's"):
+        check_velocity(now, held, last, 2, CanaryLimits())
+    with pytest.raises(WeightSyncError, match=rf"1 of \d+ tensors differ .* \['{left}'\]"):
+        check_digests(sent(trainer), digests_of(rollout.held_weights()), 2)
 
 
 def test_the_timesteps_are_the_schedules_first_and_last(tiny_model: Path) -> None:

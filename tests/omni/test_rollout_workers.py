@@ -16,10 +16,12 @@ from torch import Tensor
 from models.config.vllm_omni import VllmOmniConfig
 from models.families.base import DiffusionModelConfig
 from models.rollout.diffusers import DiffusersRolloutEngine
-from models.weights.canary import Canary, CanaryLimits, Proof
+from models.weights.buckets import to_host
+from models.weights.canary import Canary, CanaryLimits
 from models.weights.digests import digests_of
 from models.weights.trainable import WeightSyncError, trainable
 from tasks.actors.cluster import ray_cluster
+from tasks.actors.messages import Proof
 from tasks.actors.rollout_group import PendingBatch, RolloutGroup
 from tasks.config.rollout import DiffusionRolloutConfig
 from tasks.config.trainer import RayConfig
@@ -103,10 +105,10 @@ def synced(
     """Give workers and oracle the same weights; the workers' canary is the oracle's."""
     oracle.load_weights(weights)
     canary = Canary(groups[0].prompt_table(["uid-0", "uid-1"]))
-    proof = ray.put(Proof(oracle.canary_velocity(canary), digests_of(weights)))
+    proof = Proof(ray.put(digests_of(weights)), ray.put(oracle.canary_velocity(canary)))
     for group in groups:
-        agreement = group.load_weights(ray.put(weights), canary, [proof], version, CanaryLimits(1e-5))
-        assert agreement.difference < 1e-5
+        loaded = group.load_weights(ray.put([to_host(weights)]), ray.put(canary), proof, version, CanaryLimits(1e-5))
+        assert loaded.agreement.difference < 1e-5
 
 
 def test_workers_share_the_batches_and_sample_what_one_engine_does(
@@ -196,8 +198,8 @@ def test_a_worker_that_holds_other_weights_is_found_out(group: RolloutGroup, con
     oracle = DiffusersRolloutEngine(config)
     weights = {name: parameter.detach() for name, parameter in oracle.transformer.named_parameters()}
     canary = Canary(group.prompt_table(["uid-0"]))
-    other = ray.put(Proof(oracle.canary_velocity(canary) * 1.1, digests_of(weights)))
+    other = Proof(ray.put(digests_of(weights)), ray.put(oracle.canary_velocity(canary) * 1.1))
     with pytest.raises(WeightSyncError, match=r"policy version 2 .* allowed 0.0001"):
-        group.load_weights(ray.put(weights), canary, [other], 2, CanaryLimits(1e-4))
+        group.load_weights(ray.put([to_host(weights)]), ray.put(canary), other, 2, CanaryLimits(1e-4))
     with pytest.raises(WeightSyncError, match="policy version 2"):
         ray.get(group.submit(PROMPTS[:1], 2, 3, WINDOW)[0].pictures)

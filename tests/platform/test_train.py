@@ -229,10 +229,15 @@ def check_seconds(workspace: Workspace, run_id: str) -> None:
     behind = {name.removeprefix("timing_s/behind/"): parts.pop(name) for name in [*parts] if "/behind/" in name}
     assert behind.keys() == {"kept_stages", "save_checkpoint", "log", "report"}
     assert all(points.keys() == {1, 2, 3} for points in behind.values())
+    of_syncs = {name.removeprefix("timing_s/sync/"): parts.pop(name) for name in [*parts] if "/sync/" in name}
+    worker = {"load", "digests", "rollout_canary", "wait", "compare"}
+    assert of_syncs.keys() == worker | {"gather", "trainer_canary"}
     assert parts.keys() >= {"timing_s/gen", "timing_s/update_actor", "timing_s/progress", "timing_s/orchestration"}
     for step, seconds in whole.items():
         assert sum(points.get(step, 0.0) for points in parts.values()) == pytest.approx(seconds, rel=1e-9)
         assert all(points.get(step, 0.0) >= 0 for points in parts.values())
+        # What the slowest worker did, one after the other, is within the stage.
+        assert 0 < sum(of_syncs[name][step] for name in worker) <= parts["timing_s/update_weights"][step]
         assert metrics["perf/orchestration_s"][step] == parts["timing_s/orchestration"][step]
 
 
@@ -333,7 +338,8 @@ def test_text_encoders_in_the_run_change_nothing_and_prompts_may_change_also_aft
         parts = {name: points.get(step, 0.0) for name, points in metrics.items() if name.startswith("timing_s/")}
         if step < 3:  # the third may have been in a checkpoint already when the process died
             assert parts["timing_s/encode_prompts"] > parts["timing_s/rewrite_prompts"] > 0
-        inner = [taken for name, taken in parts.items() if "/behind/" not in name and name != "timing_s/step"]
+        apart = ("timing_s/behind/", "timing_s/sync/", "timing_s/step")
+        inner = [taken for name, taken in parts.items() if not name.startswith(apart)]
         assert sum(inner) == pytest.approx(seconds, rel=1e-9)
 
 

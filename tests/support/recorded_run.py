@@ -44,6 +44,7 @@ def metrics_of(step: int, total: int, rng: np.random.Generator, others: int = 0)
     """What an iteration records."""
     reward, seconds = level(step, total), sum(STAGES.values()) + 0.1
     found = {f"timing_s/{name}": value * rng.uniform(0.9, 1.1) for name, value in STAGES.items()}
+    found["timing_s/sync/load"] = 0.1  # in no sum
     found |= {"timing_s/step": seconds, "perf/orchestration_s": 0.1, "perf/orchestration_share": 0.1 / seconds}
     found |= {"critic/rewards/mean": reward + rng.normal(0, 0.03), "train/reward/ocr/mean": reward}
     found |= {"train/reward/jpeg_compressibility/mean": -3 + 0.2 * step / total, "reward/ocr/missing": float(step == 3)}

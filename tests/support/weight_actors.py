@@ -3,6 +3,7 @@
 
 import copy
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from models.config.actor import ForwardProcessConfig
+from models.weights.buckets import from_host
 from models.weights.canary import Canary, CanaryLimits
 from models.weights.trainable import trainable
 from tasks.actors.cluster import RankPlaces, ray_cluster
@@ -29,6 +31,8 @@ from tests.support.helpers import TEXT_DIM, actor_config, model_config
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the actors cannot import it
 
 PROMPTS = [Prompt(f"uid-{i}", f"prompt {i}", None, {}, "here") for i in range(2)]
+PATIENCE_S = 60
+"""Of a rank for a worker; only a defect lets it pass."""
 BUCKET = 0.02
 """MiB; the tiny model is several of them."""
 
@@ -53,7 +57,8 @@ class Actors:
 
     def held(self) -> list[dict[str, Tensor]]:
         """The trainer's weights, then each worker's, on the CPU."""
-        whole = ray.get([actor.weights.remote("policy") for actor in self.trainer.group.actors])[0]
+        gathered = ray.get([actor.weights.remote("policy") for actor in self.trainer.group.actors])[0]
+        whole = {name: tensor for bucket in gathered for name, tensor in from_host(bucket, "cpu").items()}
         return [whole, *self.rollout.group.call_all("__ray_call__", _weights)]
 
 
@@ -139,6 +144,38 @@ def mend(worker: Any) -> None:
     """Undo `spoil`, but for the engine that repacks."""
     worker.courier.__dict__.pop("receive", None)
     worker.engine.__dict__.pop("begin_load", None)
+
+
+def leave_a_mark(worker: Any, file: Path) -> None:
+    """Let the worker's canary leave a file."""
+    canary_velocity = worker.engine.canary_velocity
+
+    def marked(canary: Canary) -> Tensor:
+        velocity = canary_velocity(canary)
+        file.touch()
+        return velocity
+
+    worker.engine.canary_velocity = marked
+
+
+def answer_after(rank: Any, file: Path) -> None:
+    """Let the rank's canary wait for that file."""
+    canary_velocity = rank.engine.canary_velocity
+
+    def patient(canary: Canary) -> Tensor:
+        until = time.monotonic() + PATIENCE_S
+        while not file.exists():
+            if time.monotonic() > until:
+                raise TimeoutError(f"nobody left {file.name}")
+            time.sleep(0.01)
+        return canary_velocity(canary)
+
+    rank.engine.canary_velocity = patient
+
+
+def answer_as_before(actor: Any) -> None:
+    """Undo `leave_a_mark` or `answer_after`."""
+    actor.engine.__dict__.pop("canary_velocity", None)
 
 
 def assert_equal(weights: list[dict[str, Tensor]]) -> None:

@@ -23,12 +23,13 @@ from tasks.report.charts import Series, line_chart, number, spread, thinned, tic
 from tasks.report.page import render
 from tasks.report.recorded import FRAMES, Recorded, read
 from tasks.report.samples import extremes
+from tasks.report.sections import where_time_went
 from tasks.report.thumbnails import SAMPLE_BYTES, of_sample, thumbnail
 from tasks.run import reporting
 from tasks.run.reporting import RunReport
 from tasks.stages.validation import Validation
 from tests.support.mlflow_store import mlflow_in
-from tests.support.recorded_run import HOSTILE, config_of, in_memory, in_mlflow, metrics_of, table_of
+from tests.support.recorded_run import HOSTILE, STAGES, config_of, in_memory, in_mlflow, metrics_of, table_of
 
 MOST_BYTES = 5 * 2**20
 """Of a run of 1,000 iterations, as docs/platform.md says."""
@@ -123,6 +124,13 @@ def test_the_page_of_a_recorded_run_is_written_here_and_in_mlflow(history: RunHi
     assert held_out["name"] == "held-out"
     assert [point[0] for point in held_out["points"]] == [0, 4, 8, 12]
     assert all(re.fullmatch(r"\[0\.\d+, \d\.\d+\]", point[2]) for point in held_out["points"]), "over prompts"
+
+
+def test_the_stages_are_those_whose_seconds_add_up(recorded: Recorded) -> None:
+    """What was done behind the run, or within a stage, is no stage of its own."""
+    rows = where_time_went(recorded)
+    assert {row["stage"] for row in rows} == {*STAGES, "orchestration"}
+    assert sum(row["share"] for row in rows) == pytest.approx(100, abs=5)
 
 
 def test_a_hostile_prompt_is_text_on_both_pages(recorded: Recorded) -> None:

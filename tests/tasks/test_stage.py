@@ -55,6 +55,9 @@ def test_the_parts_of_a_time_are_its_whole_and_nothing_is_between_two(monkeypatc
     go_on(0.25)
     with clock.stage_behind("written"):
         go_on(2)
+    for seconds in (0.5, 0.25):  # as an iteration that syncs twice
+        clock.add_inside("outer", {"their part": seconds})
+    assert clock.inside == {"outer/their part": 0.75}
     assert clock.finished() == {"outer": 1, "inner": 5, "orchestration": 2.25, "step": 8.25}
     assert clock.behind == {"written": 2}
     go_on(0.5)

@@ -16,6 +16,7 @@ from models.config.actor import ForwardProcessConfig
 from models.rollout.diffusers import DiffusersRolloutEngine
 from models.samples.trajectories import Trajectories
 from models.schedulers.noise_keys import NoiseKey
+from models.weights.buckets import from_host
 from models.weights.canary import Canary
 from tasks.actors.cluster import ActorGroup, WorkerNeeds, ray_cluster
 from tasks.actors.messages import Rescored
@@ -93,8 +94,10 @@ def batch(trajectories: Trajectories) -> PendingBatch:
 
 
 def weights_of(group: TrainerGroup) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    (weights, proof, _), *_ = group.group.call_all("weights_and_proof", Canary(prompt_table((5, 3))), "policy")
-    return weights, proof.velocity
+    gathered, *_ = group.group.call_all("gather_weights", "policy")
+    answer, *_ = group.group.call_all("canary", Canary(prompt_table((5, 3))), "policy")
+    weights = {name: tensor for bucket in gathered.tensors for name, tensor in from_host(bucket, "cpu").items()}
+    return weights, answer.velocity
 
 
 def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:

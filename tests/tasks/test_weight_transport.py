@@ -2,6 +2,8 @@
 """Weights reach the rollout workers by every way with equal bits, also after one of them died."""
 
 import copy
+import pickle
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,15 +15,30 @@ import torch
 from torch import Tensor
 
 from models.rollout.vllm_omni.weight_loads import FullLoad
-from models.weights.buckets import buckets, byte_count, export_handle, pack, unpack
-from models.weights.canary import CanaryLimits
+from models.samples.trajectories import PromptTable
+from models.weights.buckets import HostBucket, buckets, byte_count, export_handle, from_host, pack, to_host, unpack
+from models.weights.canary import Canary, CanaryLimits
 from models.weights.trainable import TrainableLoad, WeightSyncError
+from tasks.actors.messages import CanaryAnswer, GatheredWeights, Proof, ask
 from tasks.actors.weight_transport import Arrival, Courier, Parcel
 from tasks.config.tree import TrainConfig
 from tasks.system.stopwatch import Stopwatch
-from tests.support.weight_actors import BUCKET, Actors, assert_equal, mend, pictures, spoil, started
+from tests.support.weight_actors import (
+    BUCKET,
+    Actors,
+    answer_after,
+    answer_as_before,
+    assert_equal,
+    leave_a_mark,
+    mend,
+    pictures,
+    spoil,
+    started,
+)
 
 DIRECT = ("ipc", "collective")
+SECONDS_OF_TRAINER = ("gather", "trainer_canary")
+SECONDS_OF_WORKER = ("load", "digests", "rollout_canary", "wait", "compare")
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +55,40 @@ def test_workers_hold_the_trainers_bits(actors: Actors, transport: str) -> None:
     assert_equal(weights)
     bytes_of_one = sum(tensor.nbytes for tensor in weights[0].values())
     assert bytes_of_one > 3 * BUCKET * 2**20
+    assert synced.seconds.keys() == {*SECONDS_OF_TRAINER, *SECONDS_OF_WORKER}
     metrics = synced.metrics()
     assert metrics.pop("sync/canary_change", 1.0) > 1e-3  # none at the first sync
     assert metrics.pop("sync/canary_missing", 0.0) == 0.0
     assert metrics == {"sync/canary_difference": 0.0, "sync/gib": bytes_of_one / 2**30}
+
+
+@pytest.mark.parametrize("transport", ["object_store", "ipc"])
+def test_a_worker_proves_its_part_while_the_trainer_is_at_its_own(
+    actors: Actors, transport: str, tmp_path: Path
+) -> None:
+    """Here the trainer's canary waits for the worker's, which nothing of the trainer's may keep waiting."""
+    mark = tmp_path / "asked"
+    ray.get([rank.__ray_call__.remote(answer_after, mark) for rank in actors.trainer.group.actors])
+    actors.rollout.group.call_all("__ray_call__", leave_a_mark, mark)
+    try:
+        synced, _ = actors.sync(transport)
+    finally:
+        for group in (actors.trainer.group, actors.rollout.group):
+            group.call_all("__ray_call__", answer_as_before)
+    assert synced.agreement.difference == 0.0
+    assert mark.exists()
+
+
+def test_a_request_for_samples_carries_no_embeddings(actors: Actors) -> None:
+    """Nor weights: each goes with the number of those that it is to come from."""
+    own = actors.canary.prompts
+    many = PromptTable(own.prompt_embeds.repeat(500, 1, 1), own.prompt_embeds_mask.repeat(500, 1))
+    wide = copy.copy(actors)
+    wide.canary = Canary(many, rows=2)
+    _, group = wide.sync("object_store")
+    assert many.prompt_embeds.nbytes > 100_000
+    assert len(ray.cloudpickle.dumps(group.weights)) < 30_000
+    assert_equal(actors.held())
 
 
 @pytest.mark.parametrize("transport", DIRECT)
@@ -73,10 +120,11 @@ def test_weights_that_did_not_all_come_are_taken_from_the_copy(actors: Actors) -
     late = Parcel(99, 1, slots, Courier("cpu").place(), export_handle(flat))
     actors.rollout.group.call_all("take", late)
     ranks = actors.trainer.group.actors
-    parts = [rank.weights_and_proof.options(num_returns=3).remote(actors.canary, "policy") for rank in ranks]
-    tensors, proof, _ = parts[0]
-    agreement = actors.rollout.load_weights(tensors, actors.canary, [proof], 0, CanaryLimits(), sent=(99, 2))
-    assert agreement == (0.0, None, None)
+    whole, *_ = [ask(GatheredWeights, rank.gather_weights, "policy") for rank in ranks]
+    answer, *_ = [ask(CanaryAnswer, rank.canary, actors.canary, "policy") for rank in ranks]
+    proof, canary = Proof(whole.digests, answer.velocity), ray.put(actors.canary)
+    loaded = actors.rollout.load_weights(whole.tensors, canary, proof, 0, CanaryLimits(), sent=(99, 2))
+    assert loaded.agreement == (0.0, None, None)
     assert_equal(actors.held())
 
 
@@ -122,6 +170,25 @@ def test_buckets_are_whole_tensors_in_order() -> None:
             assert tensor.dtype == weights[name].dtype
             assert torch.equal(tensor, weights[name])
     assert len(list(buckets(weights.items(), limit=10**9))) == 1
+
+
+def test_weights_in_host_memory_pass_between_processes_as_they_lie_there() -> None:
+    """Pickled by themselves they would be copied piece by piece, there and back."""
+    weights = {"w": torch.randn(300, 5), "half": torch.randn(7).bfloat16(), "scalar": torch.tensor(3.5)}
+    weights |= {"turned": torch.randn(4, 3).t(), "empty": torch.zeros(0, 4)}
+    buffers: list[pickle.PickleBuffer] = []
+    text = pickle.dumps(to_host(weights), protocol=5, buffer_callback=buffers.append)
+    assert len(text) < 3000
+    assert sum(buffer.raw().nbytes for buffer in buffers) >= sum(tensor.nbytes for tensor in weights.values())
+    sent = [bytes(buffer.raw()) for buffer in buffers]  # as Ray gives them to the receiver: nothing can be written
+    arrived: HostBucket = pickle.loads(text, buffers=sent)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        opened = from_host(arrived, "cpu")
+    assert list(opened) == list(weights)
+    for name, tensor in opened.items():
+        assert (tensor.dtype, tensor.shape) == (weights[name].dtype, weights[name].shape)
+        assert torch.equal(tensor, weights[name])
 
 
 def test_an_arrival_counts_its_buckets() -> None:

@@ -40,7 +40,7 @@ def reply(method: str, replies: list[Any]) -> Any:
 
 
 def agree(velocities: Sequence[Tensor]) -> Tensor:
-    """What all ranks of a worker predict, [S, rows, ...] each and of the result.
+    """What all ranks of a worker predict, [S, n, ...] each and of the result.
 
     Raises:
         WeightSyncError: they predict different things.

@@ -227,7 +227,7 @@ class VllmOmniRolloutEngine:
         """vLLM-Omni puts several of the trainer's tensors into one, and LoRA matrices into slots of its own."""
 
     def canary_velocity(self, canary: Canary) -> Tensor:
-        """What this copy of the model predicts for the canary, [S, rows, ...] fp32 on the CPU (`canary_velocity`).
+        """What this copy of the model predicts for the canary, [S, n, ...] fp32 on the CPU (`canary_velocity`).
 
         Raises:
             WeightSyncError: its processes predict different things.

@@ -58,7 +58,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
     @torch.no_grad()
     def rollout_canary(self: Any, canary: Canary, lora_request: Any) -> list[Tensor]:
         """See `models.weights.canary.canary_velocity`; with the LoRA weights of the request, if there is one. What each
-        rank computes, [S, rows, ...]."""
+        rank computes, [S, n, ...]."""
         pipeline: RolloutPipeline = self.model_runner.pipeline
         self.lora_manager.set_active_adapter(lora_request)
         sampler = pipeline.sampler
