@@ -18,6 +18,7 @@ import yaml
 from typer.testing import CliRunner
 
 from flows.prepare import app
+from models.schedulers.noise_keys import NoiseKey
 from tasks.actors.cluster import ray_cluster
 from tasks.actors.text_encoder import TextEncoder, TextEncoderGroup
 from tasks.config.data import TextEncoderConfig
@@ -311,7 +312,9 @@ def test_a_path_that_leads_to_no_such_function_is_refused(path: str, message: st
 def test_samples_of_other_prompts_than_the_function_gives_now_are_refused(tmp_path: Path) -> None:
     """After a kill: a function that does not give the same prompts again would have their pictures scored by others."""
     stages, state = KeptStages(tmp_path), RunState(3, "config", "data", "run")
-    group: Any = SimpleNamespace(parts=lambda prompts, n: [[(prompt, 0)] for prompt in prompts])
+    group: Any = SimpleNamespace(
+        batch_keys=lambda prompts, n, iteration: [[NoiseKey(0, iteration, p.uid, 0)] for p in prompts]
+    )
     stages.keep_rollout(state, 2, [])
     with pytest.raises(CheckpointError, match=r"samples of iteration 3, but not of the prompts that data.rewrite_pr"):
         stages.rollout(state, group, named("a cat"), 1)
