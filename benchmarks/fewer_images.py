@@ -26,6 +26,11 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 REWARD = 0.85
 NOISE, LEVELS = "algorithm.share_noise_in_group", "algorithm.timestep_sampling"
 BOTH = [f"{NOISE}=true", f"{LEVELS}=stratified"]
+FOUR_STEPS = [
+    f"{ACTOR}.ppo_mini_batch_size=3",
+    f"{ACTOR}.ppo_micro_batch_size_per_gpu=24",
+    f"{ROLLOUT}.micro_batch_size=24",
+]
 HALF = "algorithm.best_worst_k=4"
 AWM = ["algorithm.name=awm", "algorithm.num_train_timesteps=4", f"{ACTOR}.diffusion_loss.clip_ratio=1.0"]
 ONE_STEP = [
@@ -36,11 +41,11 @@ ONE_STEP = [
     f"{ACTOR}.ppo_micro_batch_size_per_gpu=16",
 ]
 SETTINGS: dict[str, tuple[str, list[str]]] = {
-    "diffusion_nft": ("quickstart", []),
-    "diffusion_nft, noise shared": ("quickstart", BOTH[:1]),
-    "diffusion_nft, levels stratified": ("quickstart", BOTH[1:]),
-    "diffusion_nft, both": ("quickstart", BOTH),
-    "diffusion_nft, both, best and worst 4": ("quickstart", [*BOTH, HALF]),
+    "diffusion_nft": ("quickstart", FOUR_STEPS),
+    "diffusion_nft, noise shared": ("quickstart", [*FOUR_STEPS, *BOTH[:1]]),
+    "diffusion_nft, levels stratified": ("quickstart", [*FOUR_STEPS, *BOTH[1:]]),
+    "diffusion_nft, both": ("quickstart", [*FOUR_STEPS, *BOTH]),
+    "diffusion_nft, both, best and worst 4": ("quickstart", [*FOUR_STEPS, *BOTH, HALF]),
     "awm": ("flow-grpo", AWM),
     "awm, both": ("flow-grpo", [*AWM, *BOTH]),
     "awm, both, adaptive": ("flow-grpo", [*AWM, *BOTH, f"{ACTOR}.diffusion_loss.awm_weighting=adaptive"]),

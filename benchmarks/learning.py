@@ -252,8 +252,8 @@ NOTES = """`dpo_offline` trains on the 200 pairs of `data/pairs`, without a roll
 `flow_grpo`'s weights after its run with seed 0, not from a reward. `mix_grpo` has twice as many iterations, of two
 trained steps where `flow_grpo` has four. `cps` is `flow_grpo` with that kernel. What an algorithm changes in
 `flow-grpo` stands in `benchmarks/learning.py`. These are budgets of two minutes and not what an algorithm can reach.
-The recipe `quickstart` takes other settings for `diffusion_nft` (`nft_beta` .3, four optimiser steps an iteration, a
-learning rate of 3e-4) and reads .98, .97 and .97 after 16 iterations. With the settings of this table, 120 iterations
+The recipe `quickstart` takes other settings for `diffusion_nft` (`nft_beta` .3, three optimiser steps an iteration, a
+learning rate of 3e-4) and reads .98, .96 and .97 after 16 iterations. With the settings of this table, 120 iterations
 read .912 after 30, .951 after 40, .998 after 70 and 1.000 from 100 on (one seed).
 """
 
