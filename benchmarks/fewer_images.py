@@ -17,12 +17,21 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from benchmarks.docs import put_table
-from benchmarks.followed_runs import Curve, Job, curves_of, follow, is_done, read_lines
-from benchmarks.learning import p_value
+from benchmarks.followed_runs import (
+    Curve,
+    Job,
+    add_run_options,
+    curves_of,
+    folder_of,
+    follow,
+    is_done,
+    plot_seeds,
+    read_lines,
+)
+from benchmarks.learning import ACTOR, ROLLOUT, p_value
+from benchmarks.learning import SETTINGS as ALGORITHMS
 
 SCRIPT, PAGE, PICTURE = "fewer_images.py", Path("docs/algorithms.md"), Path("docs/fewer_images.png")
-RUNS = Path("runs/fewer_images")
-ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 REWARD = 0.85
 NOISE, LEVELS = "algorithm.share_noise_in_group", "algorithm.timestep_sampling"
 BOTH = [f"{NOISE}=true", f"{LEVELS}=stratified"]
@@ -32,7 +41,7 @@ FOUR_STEPS = [
     f"{ROLLOUT}.micro_batch_size=24",
 ]
 HALF = "algorithm.best_worst_k=4"
-AWM = ["algorithm.name=awm", "algorithm.num_train_timesteps=4", f"{ACTOR}.diffusion_loss.clip_ratio=1.0"]
+AWM = ["algorithm.name=awm", *ALGORITHMS["awm"]]
 ONE_STEP = [
     f"{ROLLOUT}.algo={{sde_type: sde, noise_level: 0.7, sde_window_size: 1, sde_window_range: [0, 4], "
     "sde_window_per: prompt}",
@@ -60,7 +69,7 @@ def job(name: str, seed: int, iterations: int, folder: Path) -> Job:
     """The run of a setting and a seed."""
     recipe, own = SETTINGS[name]
     common = [f"trainer.total_training_steps={iterations}", "trainer.test_freq=2", "trainer.save_freq=0"]
-    return Job(name, seed, recipe, [*common, *own], folder / f"{name.replace(', ', '-').replace(' ', '-')}-{seed}")
+    return Job(name, seed, recipe, [*common, *own], folder_of(folder, name, seed))
 
 
 def finished(logs: Sequence[Path]) -> dict[str, list[Curve]]:
@@ -109,11 +118,7 @@ def plot(curves: Mapping[str, Sequence[Curve]], path: Path) -> None:
         for name, seeds in curves.items():
             if name.partition(",")[0] != algorithm:
                 continue
-            measured = list(zip(*(curve.measured for curve in seeds), strict=False))
-            rewards = np.array([[line["held_out"] for line in lines] for lines in measured])
-            images = [lines[0]["images"] for lines in measured]
-            axes.plot(images, rewards.mean(1), "o-", markersize=3, label=name.partition(", ")[2] or "without")
-            axes.fill_between(images, rewards.min(1), rewards.max(1), alpha=0.12, linewidth=0)
+            plot_seeds(axes, seeds, lambda line: line["images"], name.partition(", ")[2] or "without")
         axes.set(title=algorithm, xlabel="pictures trained on")
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
@@ -125,13 +130,7 @@ def main() -> None:
     """Train, print; write where that is asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", nargs="+", choices=SETTINGS, default=list(SETTINGS), metavar="NAME")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--at-once", type=int, default=1, help="runs at a time")
-    parser.add_argument("--limit", type=float, help="seconds of the command")
-    parser.add_argument("--iterations", type=int, default=16)
-    parser.add_argument("--folder", type=Path, default=RUNS, help="of the runs")
-    parser.add_argument("--log", type=Path, nargs="+", default=[RUNS / "results.jsonl"])
-    parser.add_argument("--write", action="store_true", help="train nothing, write table and picture of the logs")
+    add_run_options(parser, Path("runs/fewer_images"), iterations=16, at_once=1)
     given = parser.parse_args()
     if not given.write:
         jobs = [job(name, seed, given.iterations, given.folder) for seed in given.seeds for name in given.runs]

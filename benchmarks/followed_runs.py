@@ -4,6 +4,7 @@
 What they log is kept as lines of JSON as it comes, so that whatever ends a machine leaves what was measured until then.
 """
 
+import argparse
 import json
 import os
 import shutil
@@ -11,11 +12,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from matplotlib.axes import Axes
 from mlflow import MlflowClient
 
 LOOK_S = 2.0
@@ -66,6 +69,11 @@ class Job:
     recipe: str
     changes: Sequence[str]
     folder: Path
+
+
+def folder_of(folder: Path, name: str, seed: int) -> Path:
+    """Where a run keeps what it makes."""
+    return folder / f"{name.replace(', ', '-').replace(' ', '-')}-{seed}"
 
 
 @dataclass
@@ -199,6 +207,17 @@ def follow(
             run.stop()
 
 
+def add_run_options(parser: argparse.ArgumentParser, folder: Path, *, iterations: int, at_once: int) -> None:
+    """What a benchmark of many runs is told of them; the log lies in their folder."""
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--at-once", type=int, default=at_once, help="runs at a time, over all GPUs")
+    parser.add_argument("--limit", type=float, help="seconds of the command")
+    parser.add_argument("--iterations", type=int, default=iterations)
+    parser.add_argument("--folder", type=Path, default=folder, help="of the runs")
+    parser.add_argument("--log", type=Path, nargs="+", default=[folder / "results.jsonl"])
+    parser.add_argument("--write", action="store_true", help="train nothing, write table and picture of the logs")
+
+
 def is_done(run: str, seed: int, log: Path) -> bool:
     """Has the log its end, and was that no failure and no limit?"""
     ends = {(line["run"], line["seed"]): line["end"] for line in read_lines([log]) if "end" in line}
@@ -221,6 +240,17 @@ class Curve:
     def first_at(self, reward: float) -> Line | None:
         """The first measurement that reached it."""
         return next((line for line in self.measured if line["held_out"] >= reward), None)
+
+
+def plot_seeds(
+    axes: Axes, seeds: Sequence[Curve], along: Callable[[Line], float], label: str, colour: Any = None
+) -> None:
+    """Held-out reward, as far as all seeds came: their mean, and the range between them."""
+    measured = list(zip(*(curve.measured for curve in seeds), strict=False))
+    rewards = np.array([[line["held_out"] for line in lines] for lines in measured])
+    where = [np.mean([along(line) for line in lines]) for lines in measured]
+    (drawn,) = axes.plot(where, rewards.mean(1), "o-", color=colour, markersize=3, label=label)
+    axes.fill_between(where, rewards.min(1), rewards.max(1), color=drawn.get_color(), alpha=0.12, linewidth=0)
 
 
 def curves_of(lines: Iterable[Line]) -> dict[str, list[Curve]]:

@@ -163,12 +163,7 @@ def measure(arguments: argparse.Namespace, model: str) -> None:
                 line["parts"] = dict(getattr(synced, "seconds", {}))
                 if number:
                     print(json.dumps(line), flush=True)
-                ray.get([rank.__ray_call__.remote(len_of) for rank in trainer.group.actors])  # a copy may be under way
-
-
-def len_of(rank: Any) -> int:
-    """Something to wait for."""
-    return len(rank.engine._trained)
+                ray.get([rank.__ray_ready__.remote() for rank in trainer.group.actors])  # a copy may be under way
 
 
 def lines_of(checkout: Path, arguments: argparse.Namespace, model: str) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from benchmarks.docs import put_table
-from benchmarks.followed_runs import Curve, Job, curves_of, follow, read_lines
+from benchmarks.followed_runs import Curve, Job, add_run_options, curves_of, folder_of, follow, plot_seeds, read_lines
 from benchmarks.learning import p_value
 from benchmarks.words import ACTOR, PAGE, ROLLOUT, VARIANTS
 from flows.recipes import load_recipe
@@ -107,11 +107,6 @@ def job(name: str, seed: int, given: argparse.Namespace) -> Job:
     return Job(name, seed, recipe, changes, folder_of(given.folder, name, seed))
 
 
-def folder_of(folder: Path, name: str, seed: int) -> Path:
-    """Where a run keeps what it makes."""
-    return folder / f"{name.replace(', ', '-').replace(' ', '-')}-{seed}"
-
-
 def teachers(folder: Path) -> list[Path]:
     """The weights that the first seed of the teacher exported: one folder, or none yet."""
     return sorted(folder_of(folder, TEACHER, 0).glob("train-*/weights"))
@@ -165,14 +160,8 @@ def plot(curves: Mapping[str, Sequence[Curve]], path: Path) -> None:
     figure, panels = plt.subplots(1, 2, figsize=(13, 5.5), sharey=True, layout="constrained")
     colours = plt.colormaps["tab20"].colors  # type: ignore[attr-defined]
     for number, (name, seeds) in enumerate(curves.items()):
-        # As far as all seeds came.
-        measured = list(zip(*(curve.measured for curve in seeds), strict=False))
-        rewards = np.array([[line["held_out"] for line in lines] for lines in measured])
         for axes, along in zip(panels, (lambda line: line["images"], gpu_minutes), strict=True):
-            where = [np.mean([along(line) for line in lines]) for lines in measured]
-            colour = colours[number % len(colours)]
-            axes.plot(where, rewards.mean(1), "o-", color=colour, markersize=3, label=name)
-            axes.fill_between(where, rewards.min(1), rewards.max(1), color=colour, alpha=0.12, linewidth=0)
+            plot_seeds(axes, seeds, along, name, colours[number % len(colours)])
     for axes, label in zip(panels, ("pictures trained on", "GPU-minutes of training"), strict=True):
         axes.set_xlabel(label)
         axes.grid(alpha=0.3)
@@ -184,18 +173,12 @@ def plot(curves: Mapping[str, Sequence[Curve]], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--algorithms", nargs="+", choices=ALL, default=list(SETTINGS), metavar="NAME")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--at-once", type=int, default=3, help="runs at a time, over all GPUs")
+    add_run_options(parser, Path("runs/words_algorithms"), iterations=40, at_once=3)
     parser.add_argument("--gpus", nargs="+", default=[], help="numbers of the GPUs, which the runs take in turn")
-    parser.add_argument("--limit", type=float, help="seconds of the command")
     parser.add_argument("--until", type=float, help="held-out reward at which a run ends")
-    parser.add_argument("--iterations", type=int, default=40)
     parser.add_argument("--test-freq", type=int, default=5, help="iterations between two measurements")
     parser.add_argument("--readers", type=int, default=5, help="processes of the reward, each run's own")
-    parser.add_argument("--folder", type=Path, default=Path("runs/words_algorithms"), help="of the runs")
-    parser.add_argument("--log", type=Path, nargs="+", default=[Path("runs/words_algorithms/results.jsonl")])
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="changed in every run")
-    parser.add_argument("--write", action="store_true", help="train nothing, write table and picture of the logs")
     parser.add_argument("--page", type=Path, default=PAGE)
     parser.add_argument("--picture", type=Path, default=PICTURE)
     given = parser.parse_args()

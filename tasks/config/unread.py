@@ -27,16 +27,6 @@ READ_BY_LOSSES = {
 }
 """Field of `diffusion_loss` -> those of the project's losses that read it; one of your own may read any."""
 KEEP_OLD_POLICY = {"diffusion_nft", "awm"}
-ADVANTAGES = tuple(
-    f"algorithm.{field}"
-    for field in (
-        *("adv_mode", "adv_estimator", "adv_options"),
-        *("norm_adv_by_std_in_grpo", "global_std", "drop_equal_groups"),
-    )
-)
-OLD_POLICY = tuple(
-    f"algorithm.{field}" for field in ("old_policy_decay_schedule", "old_policy_decay", "old_policy_update_interval")
-)
 TRUE_ANYHOW = ((f"{KERNEL}.noise_level", 0.0),)
 """Values that say what is done without them: samples that nothing explores are the ODE's."""
 
@@ -73,6 +63,12 @@ def _below(section: str, *fields: str) -> tuple[str, ...]:
     return tuple(f"{section}.{field}" for field in fields)
 
 
+ADVANTAGES = _below(
+    "algorithm",
+    *("adv_mode", "adv_estimator", "adv_options"),
+    *("norm_adv_by_std_in_grpo", "global_std", "drop_equal_groups"),
+)
+OLD_POLICY = _below("algorithm", "old_policy_decay_schedule", "old_policy_decay", "old_policy_update_interval")
 RULES = (
     Unread((KERNEL,), _trains_on_finished, "loss {loss} trains on finished samples, which the ODE makes"),
     Unread(
