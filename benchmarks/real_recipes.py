@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A recipe of real size as a deployment on one GPU, from a drawn checkpoint to its weights in diffusers.
+"""A recipe of real size as a deployment on one GPU or two, from a drawn checkpoint to its weights in diffusers.
 
-    python -m benchmarks.real_recipes sd35-ocr-flow-grpo [diffusion-nft ...] [--limit 560] [--write]
+    python -m benchmarks.real_recipes sd35-ocr-flow-grpo [diffusion-nft ...] [--machine two_h200] [--write]
 
 In a folder of its own: a checkpoint of the published shapes with random weights, prompts, their embeddings by the real
-text encoders, `flows.services up`, `prefect deployment run train/<recipe>` with `machines/one_h200.json` for three
+text encoders, `flows.services up`, `prefect deployment run train/<recipe>` with `machines/<machine>.json` for three
 iterations; `kill -9` of the flow run's process once the first checkpoint is there, the same command again, and the
 exported weights in diffusers' own pipeline. Recipes that are named together share the folder, and so the checkpoint
 and the embeddings where they have the same; in a folder of an earlier call both are not made again.
 
 Every stage's seconds are printed as it ends. Adds a line of JSON a recipe to the log, also where it failed or the
-limit came first; `--write` puts the log's newest whole line of each recipe into docs/recipes.md. Beside the recipe's
+limit came first; `--write` puts the log's newest whole line of each recipe into docs/recipes.md, beside
+the rows of other recipes that stand there. Beside the recipe's
 own reward stands one that tells noise apart, else all pictures of a group score 0 and there is nothing to learn.
 `--serve` also has vLLM-Omni, where it is installed beside the rest, serve the LoRA (`benchmarks.served_lora`).
 `--rehearse` goes the same way with a tiny model of the recipe's family on the CPU.
@@ -36,7 +37,7 @@ import psutil
 import yaml
 from mlflow import MlflowClient
 
-from benchmarks.docs import put_table
+from benchmarks.docs import kept_rows, put_table
 from benchmarks.local_services import ROOT, free_port
 from flows.deploy.access import exported
 from tasks.config.overrides import merged
@@ -50,6 +51,8 @@ MODELS = {
     "data/z_image": ("z-image", "z_image"),
 }
 """A recipe's `model.path` -> name in `benchmarks.drawn_checkpoint`, and the adapter's file."""
+MACHINES = ("one_h200", "two_h200")
+"""Files of machines/."""
 ITERATIONS = 3
 LIMIT, DOWN_SECONDS = 3600, 40
 TINY: dict[str, Any] = {
@@ -89,6 +92,7 @@ class Recipe:
     config: Mapping[str, Any]
     groups: int
     settings: Sequence[str] = ()
+    machine: str = MACHINES[0]
     rehearsed: bool = False
 
     @property
@@ -100,6 +104,11 @@ class Recipe:
     def device(self) -> str:
         """Where it computes."""
         return "cpu" if self.rehearsed else "cuda"
+
+    @property
+    def gpus(self) -> int:
+        """How many the machine has."""
+        return self.overrides["trainer"]["n_gpus_per_node"]
 
     @property
     def run_folders(self) -> str:
@@ -119,7 +128,7 @@ class Recipe:
             "reward": {"functions": rewards},
             "trainer": {"total_training_steps": ITERATIONS, "save_freq": 1, "test_freq": ITERATIONS},
         }
-        machine = TINY if self.rehearsed else json.loads((ROOT / "machines" / "one_h200.json").read_text())
+        machine = TINY if self.rehearsed else json.loads((ROOT / "machines" / f"{self.machine}.json").read_text())
         overrides = merged(machine, small)
         for setting in self.settings:
             path, _, value = setting.partition("=")
@@ -232,11 +241,11 @@ class Machine:
             return subprocess.Popen(command, cwd=self.folder, env=self.environment, stdout=log, stderr=log)
 
     @contextmanager
-    def servers(self) -> Iterator[Callable[[], None]]:
+    def servers(self, gpus: int) -> Iterator[Callable[[], None]]:
         """What `make up` starts, beside other work: call what this gives before they are used. They end with it."""
         began = time.monotonic()
         ports = [word for name in ("prefect", "mlflow") for word in (f"--{name}-port", str(free_port()))]
-        starting = self.start("flows.services", "up", *ports, "--gpus", "1")
+        starting = self.start("flows.services", "up", *ports, "--gpus", str(gpus))
 
         def ready() -> None:
             self.wait("servers", starting)
@@ -269,7 +278,7 @@ def play(recipe: Recipe, machine: Machine) -> dict[str, float]:
     workspace(recipe, machine.folder)
     if earlier := [*machine.folder.glob(recipe.run_folders)]:
         raise RuntimeError(f"{earlier[0]} is of an earlier call: give another folder, or remove runs/ and mlflow.db")
-    with machine.servers() as ready:
+    with machine.servers(recipe.gpus) as ready:
         make_data(recipe, machine)
         ready()
         run_with_a_kill(recipe, machine)
@@ -361,8 +370,17 @@ def draw_tiny(family: str, folder: str) -> None:
     FAMILIES[family].save(Path(folder))
 
 
+def row_name(line: Mapping[str, Any]) -> str:
+    """The recipe, its settings and, where it is not the smallest, its machine."""
+    parts = [f"`{line['recipe']}`"]
+    parts += [f"`{setting.removeprefix('actor_rollout_ref.')}`" for setting in line.get("settings", [])]
+    if (machine := line.get("machine", MACHINES[0])) != MACHINES[0]:
+        parts.append(machine.replace("_", " "))
+    return ", ".join(parts)
+
+
 def table(lines: Mapping[str, Mapping[str, Any]]) -> str:
-    """One row a recipe: the last iteration's stages, and the way there."""
+    """One row a recipe and machine: the last iteration's stages, and the way there."""
     ways = ("checkpoint", "embeddings", "to the first checkpoint", "continued")
     found = [f"| Recipe | {' | '.join(STAGES)} | s an iteration | peak GiB, trainer and rollout | {' | '.join(ways)} |"]
     found.append("|---" * (4 + len(STAGES) + len(ways) - 1) + "|")
@@ -375,7 +393,7 @@ def table(lines: Mapping[str, Mapping[str, Any]]) -> str:
         ]
         way = " | ".join(f"{seconds[key]:.0f}" if key in seconds else "there" for key in ways)
         step = metrics["timing_s/step"]
-        found.append(f"| `{name}` | {stages} | {step:.1f} | {peaks[0]:.1f} and {peaks[1]:.1f} | {way} |")
+        found.append(f"| {name} | {stages} | {step:.1f} | {peaks[0]:.1f} and {peaks[1]:.1f} | {way} |")
     return "\n".join(found)
 
 
@@ -383,6 +401,7 @@ def played(recipe: Recipe, folder: Path, until: float, served: bool = False) -> 
     """The log's line of a recipe; one that failed says why, and has the seconds of what it did."""
     machine = Machine(folder, recipe.name, until)
     line: dict[str, Any] = {"recipe": recipe.name, "groups": recipe.groups, "settings": list(recipe.settings)}
+    line["machine"] = recipe.machine
     try:
         line["metrics"] = play(recipe, machine)
         if served:
@@ -399,6 +418,7 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipes", nargs="*", help="deployments of prefect.yaml; without one the table alone")
     parser.add_argument("--groups", type=int, default=2, help="prompts an iteration")
+    parser.add_argument("--machine", choices=MACHINES, default=MACHINES[0], help="a file of machines/")
     parser.add_argument("--set", action="append", default=[], help="field=value of the config; may be repeated")
     parser.add_argument("--limit", type=float, default=LIMIT, help="seconds after which this ends, whatever is done")
     parser.add_argument("--folder", type=Path, help="where, and kept (default: a temporary one)")
@@ -422,7 +442,8 @@ def main() -> None:
     folder = chosen.folder or Path(tempfile.mkdtemp(prefix="real-"))
     folder.mkdir(parents=True, exist_ok=True)
     new = []
-    recipes = [Recipe(name, recipe_of(name), chosen.groups, chosen.set, chosen.rehearse) for name in chosen.recipes]
+    asked = (chosen.groups, chosen.set, chosen.machine, chosen.rehearse)
+    recipes = [Recipe(name, recipe_of(name), *asked) for name in chosen.recipes]
     for number, recipe in enumerate(recipes):
         new.append(played(recipe, folder.resolve(), until, chosen.serve))
         with chosen.log.open("a") as log:
@@ -434,10 +455,10 @@ def main() -> None:
     if not chosen.folder:
         shutil.rmtree(folder)
     logged = map(json.loads, chosen.log.read_text().splitlines())
-    lines = {line["recipe"]: line for line in logged if "failed" not in line}
+    lines = {row_name(line): line for line in logged if "failed" not in line}
     print(table(lines))
     if chosen.write:
-        put_table(PAGE, SCRIPT, table(lines))
+        put_table(PAGE, SCRIPT, kept_rows(PAGE, SCRIPT, table(lines)))
     sys.exit(any("failed" in line for line in new))
 
 

@@ -27,6 +27,10 @@ VARIANTS: dict[str, tuple[str, list[str]]] = {
         "words",
         [
             "actor_rollout_ref.model.lora_rank=32",
+            "data.train_batch_size=32",
+            f"{ACTOR}.ppo_mini_batch_size=8",
+            f"{ACTOR}.use_kl_loss=false",
+            f"{ACTOR}.kl_loss_coef=0.0",
             f"{ACTOR}.optim.lr=1.0e-3",
             f"{ACTOR}.diffusion_loss.nft_beta=0.1",
         ],

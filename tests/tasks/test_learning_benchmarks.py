@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from benchmarks import fewer_images, time_to_reward, words_algorithms
+from benchmarks.docs import kept_rows, put_table
 from benchmarks.followed_runs import append_line, curves_of, is_done, read_lines
 from benchmarks.public_training import PUBLISHED, advantages, counted, settings_of
 from benchmarks.words import VARIANTS
@@ -134,3 +135,15 @@ def test_a_run_that_began_anew_has_its_newest_lines(tmp_path: Path) -> None:
     logged(log, "awm", {0: 0.5, 5: 0.4})
     (curve,) = curves_of(read_lines([log]))["awm"]
     assert [line["held_out"] for line in curve.measured] == [0.5, 0.4]
+
+
+def test_a_table_keeps_the_rows_of_other_machines(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "before\n<!-- benchmarks/x.py -->\n| Recipe | s |\n|---|---|\n| a | 1 |\n| b | 2 |\n<!-- end -->\nafter\n"
+    )
+    put_table(page, "x.py", kept_rows(page, "x.py", "| Recipe | s |\n|---|---|\n| b | 3 |\n| c | 4 |"))
+    rows = ["| Recipe | s |", "|---|---|", "| a | 1 |", "| b | 3 |", "| c | 4 |"]
+    assert page.read_text().splitlines() == ["before", "<!-- benchmarks/x.py -->", *rows, "<!-- end -->", "after"]
+    other = "| Recipe | minutes |\n|---|---|\n| b | 1 |"
+    assert kept_rows(page, "x.py", other) == other, "rows of other columns were kept"
