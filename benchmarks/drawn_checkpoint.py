@@ -3,7 +3,7 @@
 
     python -m benchmarks.drawn_checkpoint sd3.5-medium data/stable_diffusion_3_5 --device cuda
 
-The folder is what `huggingface-cli download` would leave: diffusers' layout, the published configs, shards of bf16,
+The folder is what `hf download` would leave: diffusers' layout, the published configs, shards of bf16,
 text encoders of their real size. Two things are not as published. The weights are noise, so pictures are. And the
 tokenizers have the prompts' own letters and words for a vocabulary, because the published files cannot be had here;
 the encoders' tables of embeddings have their published size all the same.
@@ -198,6 +198,15 @@ def _write(model: str, aside: Path, prompts: list[str], device: str, chosen: tup
     return seconds
 
 
+def write_tiny(model: str, folder: Path) -> None:
+    """A rehearsal's model: files, names and older forms of config as on the hub, on which any computer can train."""
+    from tests.support.published_layout import LAYOUTS
+
+    with put_in_place(folder) as aside:
+        LAYOUTS[model].save(aside)
+        LAYOUTS[model].publish(aside)
+
+
 def main(
     model: Annotated[str, typer.Argument(help=f"One of {', '.join(TEXTS)}.")],
     folder: Annotated[Path, typer.Argument(help="Folder to write.")],
@@ -206,10 +215,13 @@ def main(
         "data/prompts.parquet"
     ),
     only: Annotated[str, typer.Option(help="text or image: one side alone.")] = "",
+    tiny: Annotated[bool, typer.Option("--tiny", help="The hub's layout with a few thousand weights.")] = False,
 ) -> None:
     """Draw a model, and print how long each of its parts took."""
     if model not in TEXTS:
         raise typer.BadParameter(f"model is {model!r}; known: {', '.join(TEXTS)}")
+    if tiny:
+        return write_tiny(model, folder)
     texts = [prompt.prompt for prompt in load_prompts(prompts)]
     chosen = (only,) if only else ("text", "image")
     for name, seconds in write(model, folder, texts, device, chosen).items():

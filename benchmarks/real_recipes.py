@@ -10,14 +10,15 @@ exported weights in diffusers' own pipeline. Recipes that are named together sha
 and the embeddings where they have the same; in a folder of an earlier call both are not made again.
 
 Every stage's seconds are printed as it ends. Adds a line of JSON a recipe to the log, also where it failed or the
-limit came first; `--write` puts the log's newest whole line of each recipe into docs/recipes.md, beside
-the rows of other recipes that stand there. Beside the recipe's
+limit came first; `--write` puts the newest whole line of each recipe into docs/recipes.md, of all logs that `--log`
+names, as those of other machines; rows of other recipes stay. Without a recipe it does only this. Beside the recipe's
 own reward stands one that tells noise apart, else all pictures of a group score 0 and there is nothing to learn.
 `--serve` also has vLLM-Omni, where it is installed beside the rest, serve the LoRA (`benchmarks.served_lora`).
 `--rehearse` goes the same way with a tiny model of the recipe's family on the CPU.
 """
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -26,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +38,7 @@ import psutil
 import yaml
 from mlflow import MlflowClient
 
-from benchmarks.docs import kept_rows, put_table
+from benchmarks.docs import put_table
 from benchmarks.local_services import ROOT, free_port
 from flows.deploy.access import exported
 from tasks.config.overrides import merged
@@ -55,20 +56,7 @@ MACHINES = ("one_h200", "two_h200")
 """Files of machines/."""
 ITERATIONS = 3
 LIMIT, DOWN_SECONDS = 3600, 40
-TINY: dict[str, Any] = {
-    "actor_rollout_ref": {
-        "model": {"dtype": "float32", "compile": False},
-        "rollout": {
-            "n": 4,
-            "micro_batch_size": 4,
-            "num_actors": 1,
-            "pipeline": {"height": 32, "width": 64},
-            "val_kwargs": {"pipeline": {"num_inference_steps": 10}},
-        },
-        "actor": {"ppo_micro_batch_size_per_gpu": 4, "fsdp_config": {"param_dtype": "float32"}},
-    },
-    "trainer": {"device": "cpu", "n_gpus_per_node": 1},
-}
+REHEARSAL = "benchmarks/rehearsal.json"
 """In place of the machine's file in a rehearsal."""
 STAGES = {
     "rollout": "gen",
@@ -80,6 +68,11 @@ STAGES = {
     "validation": "testing",
 }
 """Column of the table -> `timing_s/...`."""
+WAYS = ("checkpoint", "embeddings", "to the first checkpoint", "continued")
+HEADER = (
+    f"| Recipe | {' | '.join(STAGES)} | s an iteration | images/s | peak GiB, trainer and rollout | {' | '.join(WAYS)} "
+    "| changed, and what was wrong |"
+)
 THINGS = ("shop window", "road sign", "birthday cake", "coffee mug", "chalkboard", "train ticket", "red bus", "poster")
 WORDS = ("open", "closed", "fresh", "bread", "river", "market", "library", "garden", "winter", "museum", "north")
 
@@ -128,7 +121,7 @@ class Recipe:
             "reward": {"functions": rewards},
             "trainer": {"total_training_steps": ITERATIONS, "save_freq": 1, "test_freq": ITERATIONS},
         }
-        machine = TINY if self.rehearsed else json.loads((ROOT / "machines" / f"{self.machine}.json").read_text())
+        machine = json.loads((ROOT / (REHEARSAL if self.rehearsed else f"machines/{self.machine}.json")).read_text())
         overrides = merged(machine, small)
         for setting in self.settings:
             path, _, value = setting.partition("=")
@@ -299,14 +292,13 @@ def serve(recipe: Recipe, machine: Machine) -> dict[str, float]:
 
 def make_data(recipe: Recipe, machine: Machine) -> None:
     """Prompts, checkpoint and embeddings, in so far as they are not there."""
-    data, (model, family) = recipe.config["data"]["name"], MODELS[recipe.folder]
+    data, model = recipe.config["data"]["name"], MODELS[recipe.folder][0]
     if not (machine.folder / "data" / data / "prompts.parquet").is_file():
         machine.python("prompts", "flows.prepare", "prompts", data)
     if not (machine.folder / recipe.folder / "model_index.json").is_file():
         prompts = ["--device", recipe.device, "--prompts", f"data/{data}/prompts.parquet"]
         drawn = ["benchmarks.drawn_checkpoint", model, recipe.folder, *prompts]
-        tiny = ["benchmarks.real_recipes", "--draw-tiny", family, recipe.folder]
-        machine.python("checkpoint", *(tiny if recipe.rehearsed else drawn))
+        machine.python("checkpoint", *drawn, *(["--tiny"] if recipe.rehearsed else []))
     if not (machine.folder / "data" / data / "embeddings").is_dir():
         machine.python("embeddings", "flows.prepare", "embeddings", data)
 
@@ -363,38 +355,59 @@ def draw_with(model: str, weights: str, device: str) -> None:
     print("LoRA" if lora else "full weights", "in diffusers:", np.asarray(found).shape, "spread", np.std(found))
 
 
-def draw_tiny(family: str, folder: str) -> None:
-    """A tiny checkpoint of a family, for a rehearsal."""
-    from tests.support.tiny_models import FAMILIES
+def table(lines: Iterable[Mapping[str, Any]], kept: Mapping[str, str]) -> str:
+    """One row a recipe: the newest whole line's last iteration and the way there, else where the newest one ended.
 
-    FAMILIES[family].save(Path(folder))
+    Args:
+        lines: of logs.
+        kept: rows of recipes that no line is of.
+    """
+    newest = dict[str, Mapping[str, Any]]()
+    for line in lines:
+        name = row_name(line)
+        if "failed" not in line or "failed" in newest.get(name, line):
+            newest[name] = line
+    rows = {**kept, **{name: row(name, line) for name, line in newest.items()}}
+    return "\n".join([HEADER, "|---" * (HEADER.count("|") - 1) + "|", *rows.values()])
 
 
 def row_name(line: Mapping[str, Any]) -> str:
-    """The recipe, its settings and, where it is not the smallest, its machine."""
-    parts = [f"`{line['recipe']}`"]
-    parts += [f"`{setting.removeprefix('actor_rollout_ref.')}`" for setting in line.get("settings", [])]
-    if (machine := line.get("machine", MACHINES[0])) != MACHINES[0]:
-        parts.append(machine.replace("_", " "))
-    return ", ".join(parts)
+    """The recipe and, where it is not the smallest, the machine."""
+    machine = line.get("machine", MACHINES[0])
+    return f"`{line['recipe']}`" + ("" if machine == MACHINES[0] else f", {machine.replace('_', ' ')}")
 
 
-def table(lines: Mapping[str, Mapping[str, Any]]) -> str:
-    """One row a recipe and machine: the last iteration's stages, and the way there."""
-    ways = ("checkpoint", "embeddings", "to the first checkpoint", "continued")
-    found = [f"| Recipe | {' | '.join(STAGES)} | s an iteration | peak GiB, trainer and rollout | {' | '.join(ways)} |"]
-    found.append("|---" * (4 + len(STAGES) + len(ways) - 1) + "|")
-    for name, line in lines.items():
-        metrics, seconds = line["metrics"], line["seconds"]
-        stages = " | ".join(f"{metrics.get(f'timing_s/{key}', 0):.1f}" for key in STAGES.values())
-        peaks = [
-            max((value for key, value in metrics.items() if key.startswith(f"memory/{who}/gpu_peak_gib")), default=0)
-            for who in ("trainer", "rollout")
-        ]
-        way = " | ".join(f"{seconds[key]:.0f}" if key in seconds else "there" for key in ways)
-        step = metrics["timing_s/step"]
-        found.append(f"| {name} | {stages} | {step:.1f} | {peaks[0]:.1f} and {peaks[1]:.1f} | {way} |")
-    return "\n".join(found)
+def row(name: str, line: Mapping[str, Any]) -> str:
+    """A recipe's row, from its line in a log."""
+    if "failed" in line:
+        said = " ".join(line["failed"].split()).replace("|", "/")[:200]
+        return f"| {name} |" + " |" * (HEADER.count("|") - 3) + f" not to its end: {said} |"
+    metrics, seconds = line["metrics"], line["seconds"]
+    stages = {stage: metrics.get(f"timing_s/{key}", 0.0) for stage, key in STAGES.items()}
+    step = metrics["timing_s/step"]
+    trained = step - stages["validation"] - stages["checkpoint"]
+    peaks = [
+        max((value for key, value in metrics.items() if key.startswith(f"memory/{who}/gpu_peak_gib")), default=0)
+        for who in ("trainer", "rollout")
+    ]
+    cells = [
+        *(f"{value:.1f}" for value in stages.values()),
+        f"{step:.1f}",
+        f"{metrics['perf/total_num_images'] / trained:.2f}",
+        f"{peaks[0]:.1f} and {peaks[1]:.1f}",
+        *(f"{seconds[key]:.0f}" if key in seconds else "there" for key in WAYS),
+        ", ".join([*line.get("settings", ()), *filter(None, [line.get("note")])]),
+    ]
+    return f"| {name} | {' | '.join(cells)} |"
+
+
+def rows_of(page: Path) -> dict[str, str]:
+    """Recipe and machine -> the row in the table of a page; nothing where that has other columns."""
+    lines = page.read_text().splitlines()
+    if HEADER not in lines:
+        return {}
+    below = itertools.takewhile(lambda line: line.startswith("|"), lines[lines.index(HEADER) + 2 :])
+    return {line.split(" | ")[0].removeprefix("| "): line for line in below}
 
 
 def played(recipe: Recipe, folder: Path, until: float, served: bool = False) -> dict[str, Any]:
@@ -422,12 +435,13 @@ def options() -> argparse.Namespace:
     parser.add_argument("--set", action="append", default=[], help="field=value of the config; may be repeated")
     parser.add_argument("--limit", type=float, default=LIMIT, help="seconds after which this ends, whatever is done")
     parser.add_argument("--folder", type=Path, help="where, and kept (default: a temporary one)")
-    parser.add_argument("--log", type=Path, default=Path("real_recipes.jsonl"))
+    logs = "adds to the first, reads all"
+    parser.add_argument("--log", type=Path, nargs="+", default=[Path("real_recipes.jsonl")], help=logs)
+    parser.add_argument("--note", default="", help="what was wrong, for the table's last column")
     parser.add_argument("--write", action="store_true", help=f"put the table into {PAGE}")
     parser.add_argument("--serve", action="store_true", help="have vLLM-Omni serve the LoRA, too")
     parser.add_argument("--rehearse", action="store_true", help="a tiny model on the CPU; not for the table")
     parser.add_argument("--draw-with", nargs=3, help=argparse.SUPPRESS)
-    parser.add_argument("--draw-tiny", nargs=2, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -436,8 +450,6 @@ def main() -> None:
     chosen, until = options(), time.monotonic()
     if chosen.draw_with:
         return draw_with(*chosen.draw_with)
-    if chosen.draw_tiny:
-        return draw_tiny(*chosen.draw_tiny)
     until += chosen.limit
     folder = chosen.folder or Path(tempfile.mkdtemp(prefix="real-"))
     folder.mkdir(parents=True, exist_ok=True)
@@ -445,8 +457,8 @@ def main() -> None:
     asked = (chosen.groups, chosen.set, chosen.machine, chosen.rehearse)
     recipes = [Recipe(name, recipe_of(name), *asked) for name in chosen.recipes]
     for number, recipe in enumerate(recipes):
-        new.append(played(recipe, folder.resolve(), until, chosen.serve))
-        with chosen.log.open("a") as log:
+        new.append(played(recipe, folder.resolve(), until, chosen.serve) | {"note": chosen.note})
+        with chosen.log[0].open("a") as log:
             log.write(json.dumps(new[-1]) + "\n")
         if not chosen.folder:  # the disk is small beside these models
             later = {other.folder for other in recipes[number + 1 :]}
@@ -454,11 +466,11 @@ def main() -> None:
                 shutil.rmtree(folder / used, ignore_errors=True)
     if not chosen.folder:
         shutil.rmtree(folder)
-    logged = map(json.loads, chosen.log.read_text().splitlines())
-    lines = {row_name(line): line for line in logged if "failed" not in line}
-    print(table(lines))
+    lines = [json.loads(line) for log in chosen.log for line in log.read_text().splitlines()]
+    filled = table(lines, rows_of(ROOT / PAGE))
+    print(filled)
     if chosen.write:
-        put_table(PAGE, SCRIPT, kept_rows(PAGE, SCRIPT, table(lines)))
+        put_table(ROOT / PAGE, SCRIPT, filled)
     sys.exit(any("failed" in line for line in new))
 
 

@@ -19,6 +19,7 @@ from models.config.view import DiffusionModelConfig, read_architecture
 from models.families import load_families
 from models.families.guidance import in_one_pass
 from models.families.latents import component_config, text_width, vae_factor
+from models.families.loading import load_network, load_text_encoders
 from models.families.operations import Config
 from models.registry import C, Registry
 
@@ -289,17 +290,13 @@ class DiffusionModelBase(ABC):
 
     @classmethod
     def load_transformer(cls, model_config: DiffusionModelConfig, dtype: torch.dtype) -> nn.Module:
-        """The denoiser with the folder's weights."""
-        from diffusers import AutoModel
-
-        return AutoModel.from_pretrained(model_config.path, subfolder="transformer", dtype=dtype)
+        """The denoiser with the folder's weights; ValueError where these lack some."""
+        return load_network(model_config.path, "transformer", dtype)
 
     @classmethod
     def load_vae(cls, model_config: DiffusionModelConfig) -> nn.Module:
         """The decoder with the folder's weights, in eval mode and without gradients."""
-        from diffusers import AutoModel
-
-        vae = AutoModel.from_pretrained(model_config.path, subfolder="vae", dtype=model_config.dtype)
+        vae = load_network(model_config.path, "vae", model_config.dtype)
         return vae.eval().requires_grad_(False)
 
     @classmethod
@@ -321,7 +318,8 @@ class DiffusionModelBase(ABC):
     def load_text_pipeline(cls, path: str | Path, dtype: torch.dtype = torch.float32) -> "DiffusionPipeline":
         """The family's pipeline with its text side alone: of a large model the rest would be most of the memory."""
         pipeline_class = getattr(importlib.import_module("diffusers"), read_architecture(path))
-        return pipeline_class.from_pretrained(path, transformer=None, vae=None, scheduler=None, dtype=dtype)
+        left_out: dict[str, Any] = {"transformer": None, "vae": None, "scheduler": None}
+        return pipeline_class.from_pretrained(path, **left_out, **load_text_encoders(path, dtype), dtype=dtype)
 
     @classmethod
     def transformer_blocks(cls, module: nn.Module) -> list[nn.Module]:

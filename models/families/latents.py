@@ -2,7 +2,10 @@
 """What families share around the denoiser: config files, the grid of latent patches, packing, and the way to pixels."""
 
 import functools
+import importlib
+import inspect
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +18,22 @@ if TYPE_CHECKING:
 
 @functools.lru_cache(maxsize=64)
 def component_config(path: str, component: str) -> dict[str, Any]:
-    """The config file of one component of a folder; cached, since every forward asks for it."""
+    """The config of one component of a folder, with what its file leaves out as its class in diffusers has it.
+
+    Published files often hold only the fields that a class had when they were written. Cached, since every forward asks
+    for it.
+    """
     name = "scheduler_config.json" if component == "scheduler" else "config.json"
-    return json.loads((Path(path) / component / name).read_text())
+    written = json.loads((Path(path) / component / name).read_text())
+    return {**_class_defaults(written.get("_class_name", "")), **written}
+
+
+@functools.cache
+def _class_defaults(name: str) -> Mapping[str, Any]:
+    """Defaults of a class of diffusers by its name; none where diffusers has no such class."""
+    found = getattr(importlib.import_module("diffusers"), name, None) if name else None
+    parameters = inspect.signature(found).parameters if inspect.isclass(found) else {}
+    return {key: value.default for key, value in parameters.items() if value.default is not value.empty}
 
 
 @functools.lru_cache(maxsize=64)

@@ -2,8 +2,9 @@
 """Which weights are trained, under which names they travel, and how they are written for others to load."""
 
 import json
+import re
 import shutil
-from collections.abc import Iterable, Mapping, Set, Sized
+from collections.abc import Callable, Iterable, Mapping, Set, Sized
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 ADAPTER_NAME = "default"
 LORA_FILE = "pytorch_lora_weights.safetensors"
 LORA_INIT_SEED = 20250505
+WEIGHT_FILES = (".safetensors", ".bin", ".ckpt", ".pt", ".pth", ".gguf")
+VARIANT = re.compile(r"\.(fp16|bf16|fp8)[.-]")
+"""In the names of a component's files in another number format than the one that is loaded."""
 
 
 class WeightSyncError(DoubleflowError, RuntimeError):
@@ -171,8 +175,26 @@ def export_weights(
             transformer_lora_adapter_metadata=module.peft_config[ADAPTER_NAME].to_dict(),
         )
         return
-    shutil.copytree(model_config.path, folder, ignore=shutil.ignore_patterns("transformer"))
+    shutil.copytree(model_config.path, folder, ignore=_beside_the_pipeline(Path(model_config.path)))
     module.save_pretrained(folder / "transformer")
+
+
+def _beside_the_pipeline(base: Path) -> Callable[[str, list[str]], set[str]]:
+    """For `copytree`: what of a model's folder is not copied into an export of full weights.
+
+    That is the transformer, and what a hub's folder has besides its components: other folders, single files of all
+    weights, and components in other number formats, which together are larger than the model.
+    """
+    named = json.loads((base / "model_index.json").read_text())
+
+    def left_out(folder: str, names: list[str]) -> set[str]:
+        variants = {name for name in names if VARIANT.search(name)}
+        if Path(folder) != base:
+            return variants
+        others = {name for name in names if ((base / name).is_dir() and name not in named) or name.startswith(".")}
+        return {"transformer"} | variants | others | {name for name in names if name.endswith(WEIGHT_FILES)}
+
+    return left_out
 
 
 def load_exported(

@@ -19,11 +19,10 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from tasks.data.digests import TEXT_SIDE, WEIGHTS
+from tasks.data.digests import MODEL_INDEX, TEXT_SIDE, WEIGHTS, component_names
 from tasks.data.prompt_files import DatasetError
 
 MEMORY = Path(".doubleflow/digests.json")
-MODEL_INDEX = "model_index.json"
 SETTLED_S = 2.0
 """A file that has changed since is not remembered: a second change could fall into the same tick of the clock."""
 CHUNK = 2**22
@@ -147,17 +146,9 @@ def _weight_files(folder: Path) -> list[Path]:
     if not index.is_file():
         return [file for file in sorted(folder.rglob("*")) if file.is_file() and file.suffix in (*WEIGHTS, ".json")]
     text = {part for pattern in TEXT_SIDE for part in folder.glob(pattern)}
-    parts = [folder / name for name in sorted(_components(index)) if folder / name not in text]
+    parts = [folder / name for name in sorted(component_names(index)) if folder / name not in text]
     inner = [file for part in parts for file in sorted(part.rglob("*")) if file.is_file()]
     return [index, *(file for file in inner if file.suffix in (*WEIGHTS, ".json"))]
-
-
-def _components(index: Path) -> list[str]:
-    try:
-        listed = json.loads(index.read_text())
-        return [name for name in listed if not name.startswith("_")]
-    except (OSError, ValueError, RecursionError, AttributeError) as error:
-        raise DatasetError(f"{index} cannot be read: {error}; give a model in diffusers format") from error
 
 
 def _state(file: Path) -> list[int]:

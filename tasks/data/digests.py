@@ -19,6 +19,7 @@ from tasks.system.files import sha256_of
 
 TEXT_SIDE = ("text_encoder*", "tokenizer*")
 IMAGE_SIDE = ("vae",)
+MODEL_INDEX = "model_index.json"
 SCHEME = "sha256-ends:"
 """Begins a digest of `parts_digest`; older data sets have digests of another kind, which nothing compares."""
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
@@ -32,6 +33,26 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+def component_names(index: Path) -> list[str]:
+    """What a model_index.json names. Raises DatasetError where it cannot be read."""
+    try:
+        listed = json.loads(index.read_text())
+        return [name for name in listed if not name.startswith("_")]
+    except (OSError, ValueError, RecursionError, AttributeError, TypeError) as error:
+        raise DatasetError(f"{index} cannot be read: {error}; give a model in diffusers format") from error
+
+
+def component_folders(model: str | Path, folders: tuple[str, ...]) -> list[Path]:
+    """Folders of a model by patterns of their names, sorted; beside a model_index.json only those that it names.
+
+    Some published models have others, such as `text_encoders` with the files of another program.
+    """
+    found = {folder for pattern in folders for folder in Path(model).glob(pattern)}
+    index = Path(model) / MODEL_INDEX
+    named = component_names(index) if index.is_file() else [folder.name for folder in found]
+    return sorted(folder for folder in found if folder.name in named)
+
+
 def parts_digest(model: str | Path, folders: tuple[str, ...]) -> str | None:
     """Digest of some folders of a model in diffusers format; None where they hold no weights.
 
@@ -41,7 +62,7 @@ def parts_digest(model: str | Path, folders: tuple[str, ...]) -> str | None:
     Args:
         folders: patterns of their names, such as `TEXT_SIDE`.
     """
-    parts = sorted({folder for pattern in folders for folder in Path(model).glob(pattern)})
+    parts = component_folders(model, folders)
     files = [file for part in parts for file in sorted(part.rglob("*")) if file.is_file()]
     if not any(file.suffix in WEIGHTS for file in files):
         return None
@@ -64,7 +85,7 @@ def stored_parameters(model: str | Path, folders: tuple[str, ...]) -> int:
 
     Of several sets of files in one folder (`*.fp16.safetensors` and the like) those without a variant's name count.
     """
-    parts = {folder for pattern in folders for folder in Path(model).glob(pattern)}
+    parts = component_folders(model, folders)
     files = [file for part in parts for file in part.glob("*.safetensors") if file.name.count(".") == 1]
     total = 0
     for file in files:

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 Scoring = Literal["strict", "share"]
 COCO_WORDS = {"computer mouse": "mouse", "computer keyboard": "keyboard", "tv remote": "remote"}
 """GenEval's words -> COCO's, where a detector does not have GenEval's."""
-COLOR_PROMPT = "a photo of a {color} {name}"
+COLOR_PROMPTS = ("a photo of a {color} {name}", "a photo of a {color}-colored {name}", "a photo of a {color} object")
+"""GenEval's; a colour is the mean of their embeddings."""
 GREY = 128
 """Of the bars that make a crop a square, which CLIP's processor would else cut to one."""
 
@@ -290,12 +291,18 @@ class GenEval(ObjectDetector):
         if not boxes:
             return []
         if name not in self._colors:
-            texts = [_Color(COLOR_PROMPT.format(color=color, name=name)) for color in COLORS]
-            self._colors[name] = self._clip.text_embeds(texts)
+            self._colors[name] = self._color_embeds(self._clip, name)
         likeness = self._clip.image_embeds([square_crop(image, box) for box in boxes]) @ self._colors[name].T
         if not likeness.isfinite().all():
             raise MissingScore("what CLIP says of the colors is not finite")
         return [COLORS[number] for number in likeness.argmax(-1).tolist()]
+
+    @staticmethod
+    def _color_embeds(clip: ClipScore, name: str) -> "Tensor":
+        """[colours, D]"""
+        texts = [_Color(template.format(color=color, name=name)) for color in COLORS for template in COLOR_PROMPTS]
+        means = clip.text_embeds(texts).unflatten(0, (len(COLORS), len(COLOR_PROMPTS))).mean(1)
+        return means / means.norm(dim=-1, keepdim=True)
 
 
 def label_of(name: str, classes: Mapping[str, str], labels: "set[str]") -> str | None:

@@ -172,10 +172,13 @@ def kl_vae(latent_channels: int = 4, shift_factor: float | None = 0.2) -> Autoen
     )
 
 
-def save_stable_diffusion_3(folder: Path) -> None:
-    """Like Stable Diffusion 3.5: normalised queries and keys, and one block with a second attention."""
+def save_stable_diffusion_3(folder: Path, **transformer: Any) -> None:
+    """Like Stable Diffusion 3.5: normalised queries and keys, and one block with a second attention.
+
+    Unless `transformer`, fields of its config, says otherwise.
+    """
     clip, t5 = clip_tokenizer(), t5_tokenizer()
-    width = 16
+    width, own = 16, {"dual_attention_layers": (0,), "qk_norm": "rms_norm"} | transformer
 
     def build() -> StableDiffusion3Pipeline:
         return StableDiffusion3Pipeline(
@@ -191,8 +194,7 @@ def save_stable_diffusion_3(folder: Path) -> None:
                     caption_projection_dim=16,
                     pooled_projection_dim=2 * width,
                     pos_embed_max_size=16,
-                    dual_attention_layers=(0,),
-                    qk_norm="rms_norm",
+                    **own,
                 )
             ),
             scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
@@ -285,8 +287,9 @@ def save_z_image(folder: Path) -> None:
     seeded(build).save_pretrained(folder)
 
 
-def save_wan(folder: Path) -> None:
-    """Like Wan 2.2 TI2V-5B: a timestep for each token, a VAE that is 16 times smaller a side and 4 in time."""
+def save_wan(folder: Path, vae: nn.Module | None = None, expand_timesteps: bool = True) -> None:
+    """Like Wan 2.2 TI2V-5B, unless told otherwise: a timestep for each token, a VAE that is 16 times smaller a side and
+    4 in time."""
     t5 = t5_tokenizer()
     width = 16
 
@@ -308,7 +311,8 @@ def save_wan(folder: Path) -> None:
             scheduler=UniPCMultistepScheduler(
                 prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=5.0, num_train_timesteps=1000
             ),
-            vae=enliven(
+            vae=vae
+            or enliven(
                 AutoencoderKLWan(
                     base_dim=4,
                     decoder_base_dim=4,
@@ -326,7 +330,7 @@ def save_wan(folder: Path) -> None:
             ),
             text_encoder=UMT5EncoderModel(UMT5Config(**t5_config(t5, width))).eval(),
             tokenizer=t5,
-            expand_timesteps=True,
+            expand_timesteps=expand_timesteps,
         )
 
     seeded(build).save_pretrained(folder)

@@ -113,6 +113,7 @@ def test_boxes_and_colors_are_those_of_direct_forwards(detr: Path, clip: Path) -
     reward = get_reward("geneval", model=str(detr), clip=str(clip), threshold=0.0, counting_threshold=0.5)
     assert isinstance(reward, GenEval)
     colorist, texts = CLIPModel.from_pretrained(clip).eval(), AutoProcessor.from_pretrained(clip)
+    templates = ("a photo of a {} dog", "a photo of a {}-colored dog", "a photo of a {} object")
     counts, told = [], []
     for image, found in zip(IMAGES, reward.detect(IMAGES), strict=True):
         output = model(**processor(images=[image], return_tensors="pt"))
@@ -127,14 +128,16 @@ def test_boxes_and_colors_are_those_of_direct_forwards(detr: Path, clip: Path) -
         dogs = sorted(found["dog"], key=lambda box: -box.score)
         counts.append(len(dogs))
         inputs = texts(
-            text=[f"a photo of a {color} dog" for color in COLORS],
+            text=[text.format(color) for text in templates for color in COLORS],
             images=[square_crop(image, dogs[0])],
             padding=True,
             truncation=True,
             max_length=20,
             return_tensors="pt",
         )
-        told.append(COLORS[int(colorist(**inputs).logits_per_image[0].argmax())])
+        answer = colorist(**inputs)
+        likeness = torch.nn.functional.normalize(answer.text_embeds.unflatten(0, (3, -1)).mean(0), dim=-1)
+        told.append(COLORS[int((likeness @ answer.image_embeds[0]).argmax())])
     assert len(set(told)) > 1, "of several colors"
     assert any(0 < count < 8 for count in counts), "not all objects are of one class"
     # The reward says of each picture what its boxes and crops say.
@@ -142,6 +145,9 @@ def test_boxes_and_colors_are_those_of_direct_forwards(detr: Path, clip: Path) -
     result = reward(IMAGES, red)
     assert result.scores.tolist() == [float(color == told[0]) for color in told]
     assert result.details["correct_colors"] == result.details["correct"] == [int(score) for score in result.scores]
+    means = answer.text_embeds.unflatten(0, (3, -1))
+    assert reward._colors["dog"] == pytest.approx(torch.nn.functional.normalize(means.mean(0), dim=-1), abs=1e-5)
+    assert reward._colors["dog"] != pytest.approx(means[0], abs=1e-3), "one of the three texts says something else"
     # A prompt with the tag `counting` wants surer boxes; GenEval's words are taken for COCO's.
     many = [{"class": "dog", "count": 9}]
     both = [prompt(*many, REMOTE), prompt(*many, tag="counting")]

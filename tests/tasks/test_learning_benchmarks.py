@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import fewer_images, time_to_reward, words_algorithms
-from benchmarks.docs import kept_rows, put_table
+from benchmarks import fewer_images, real_recipes, time_to_reward, words_algorithms
 from benchmarks.followed_runs import append_line, curves_of, is_done, read_lines
+from benchmarks.local_services import ROOT
 from benchmarks.public_training import PUBLISHED, advantages, counted, settings_of
 from benchmarks.words import VARIANTS
 from flows.recipes import load_recipe, parse_changes
@@ -137,13 +137,23 @@ def test_a_run_that_began_anew_has_its_newest_lines(tmp_path: Path) -> None:
     assert [line["held_out"] for line in curve.measured] == [0.5, 0.4]
 
 
-def test_a_table_keeps_the_rows_of_other_machines(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(
-        "before\n<!-- benchmarks/x.py -->\n| Recipe | s |\n|---|---|\n| a | 1 |\n| b | 2 |\n<!-- end -->\nafter\n"
-    )
-    put_table(page, "x.py", kept_rows(page, "x.py", "| Recipe | s |\n|---|---|\n| b | 3 |\n| c | 4 |"))
-    rows = ["| Recipe | s |", "|---|---|", "| a | 1 |", "| b | 3 |", "| c | 4 |"]
-    assert page.read_text().splitlines() == ["before", "<!-- benchmarks/x.py -->", *rows, "<!-- end -->", "after"]
-    other = "| Recipe | minutes |\n|---|---|\n| b | 1 |"
-    assert kept_rows(page, "x.py", other) == other, "rows of other columns were kept"
+def test_the_table_of_real_recipes_is_of_the_logs_of_many_machines(tmp_path: Path) -> None:
+    """A failure hides no earlier whole line, rows without a line stay, and one that never ended says why."""
+    stages = {f"timing_s/{key}": 1.0 for key in real_recipes.STAGES.values()}
+    metrics = stages | {"timing_s/step": 10.0, "perf/total_num_images": 32.0, "memory/trainer/gpu_peak_gib": 5.0}
+    whole = {"recipe": "wan", "metrics": metrics, "seconds": {"continued": 7.0}, "settings": ["lora_rank=32"]}
+    failed = {"recipe": "wan", "failed": "the limit came", "seconds": {}}
+    never = {"recipe": "qwen", "failed": "exit code 1\nno | room", "seconds": {}}
+    kept = {"`sd35`": "| `sd35` |" + " 1 |" * (real_recipes.HEADER.count("|") - 2), "`wan`": "| `wan` | older |"}
+    found = real_recipes.table([whole | {"note": "slow"}, failed, never, whole | {"machine": "two_h200"}], kept)
+    page = tmp_path / "recipes.md"
+    page.write_text(f"<!-- benchmarks/{real_recipes.SCRIPT} -->\n{found}\n<!-- end -->\n")
+    rows = real_recipes.rows_of(page)
+    assert list(rows) == ["`sd35`", "`wan`", "`qwen`", "`wan`, two h200"]
+    assert rows["`sd35`"] == kept["`sd35`"]
+    # 32 pictures in 10 s less the validation's and the checkpoint's.
+    assert "| 10.0 | 4.00 | 5.0 and 0.0 | there | there | there | 7 | lora_rank=32, slow |" in rows["`wan`"]
+    assert rows["`qwen`"].endswith("| not to its end: exit code 1 no / room |")
+    assert {row.count("|") for row in found.splitlines()} == {real_recipes.HEADER.count("|")}
+    assert real_recipes.rows_of(ROOT / real_recipes.PAGE).keys() >= {"`sd35-ocr-flow-grpo`", "`diffusion-nft`"}
+    assert real_recipes.table([], kept).splitlines()[2:] == [*kept.values()]

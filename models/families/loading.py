@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Components of a model's folder, loaded whole: what their files lack is an error, and never drawn at random."""
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def load_whole(kind: Any, path: str | Path, component: str, dtype: torch.dtype) -> nn.Module:
+    """A component by its class in diffusers or transformers.
+
+    Raises:
+        ValueError: the files lack some of its weights, for which both libraries draw others and say so in the log.
+    """
+    module, found = kind.from_pretrained(str(path), subfolder=component, dtype=dtype, output_loading_info=True)
+    tied = getattr(module, "all_tied_weights_keys", None) or {}  # transformers': read under another name
+    missing = sorted({*found["missing_keys"]} - {*tied})
+    if missing:
+        raise ValueError(
+            f"{Path(path) / component} lacks {len(missing)} of the weights of {type(module).__name__}, the first of "
+            f"them {', '.join(missing[:3])}: fetch the folder again, or give a model whose files belong together"
+        )
+    return module
+
+
+def load_network(path: str | Path, component: str, dtype: torch.dtype) -> nn.Module:
+    """Transformer or VAE by the class that its config names; errors as `load_whole`."""
+    diffusers = importlib.import_module("diffusers")
+    named = _read(Path(path) / component / "config.json").get("_class_name", "")
+    kind = getattr(diffusers, named, None)
+    if kind is None:  # of a library that diffusers knows how to ask
+        return diffusers.AutoModel.from_pretrained(str(path), subfolder=component, dtype=dtype)
+    return load_whole(kind, path, component, dtype)
+
+
+def load_text_encoders(path: str | Path, dtype: torch.dtype) -> dict[str, nn.Module]:
+    """The text encoders of transformers that model_index.json names, by their component; errors as `load_whole`."""
+    transformers = importlib.import_module("transformers")
+    index = _read(Path(path) / "model_index.json")
+    named = {name: kind for name, kind in index.items() if name.startswith("text_encoder")}
+    return {
+        name: load_whole(getattr(transformers, kind[1]), path, name, dtype)
+        for name, kind in named.items()
+        if isinstance(kind, list) and kind[0] == "transformers"
+    }
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """A config file as it is now: a folder that was made anew must not be loaded by the config of the one before."""
+    return json.loads(file.read_text())
