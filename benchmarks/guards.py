@@ -65,15 +65,19 @@ def hacked(reward: str) -> str:
 
 @dataclass(frozen=True)
 class Case:
-    """A run: is it hacked, what is changed in the recipe `flow-grpo`, and in words what it shows."""
+    """A run: is it hacked, what is changed in the recipe, and in words what it shows."""
 
     hacked: bool
     settings: Sequence[str]
     what: str
+    recipe: str = "flow-grpo"
 
 
 CASES = {
-    "flow_grpo": Case(False, [GUARDED_OCR], "the recipe as it is, a hundred iterations"),
+    "quickstart_0": Case(False, [], "the recipe as it is", "quickstart"),
+    "quickstart_1": Case(False, ["trainer.seed=1"], "the recipe with seed 1", "quickstart"),
+    "quickstart_2": Case(False, ["trainer.seed=2"], "the recipe with seed 2", "quickstart"),
+    "flow_grpo": Case(False, [GUARDED_OCR], "the recipe `flow-grpo`, a hundred iterations"),
     "diffusion_nft": Case(False, [*NFT, GUARDED_OCR, "trainer.total_training_steps=24"], "its task by DiffusionNFT"),
     "small_files": Case(
         True,
@@ -175,7 +179,8 @@ def record(name: str) -> None:
         "MLFLOW_TRACKING_URI": f"sqlite:///{folder / 'mlflow.db'}",
     }
     given = [part for setting in settings for part in ("--set", setting)]
-    subprocess.run([sys.executable, "-m", "flows.train", "flow-grpo", *given], env=environment, check=True)
+    command = [sys.executable, "-m", "flows.train", CASES[name].recipe, *given]
+    subprocess.run(command, env=environment, check=True)
     write(name, MlflowClient(environment["MLFLOW_TRACKING_URI"]))
 
 
