@@ -45,7 +45,8 @@ PAGE, SCRIPT = Path("docs/rewards.md"), "guards.py"
 PROMPTS = Path("data/prompts.parquet")
 RECORDS, RUNS = Path("benchmarks/guard_runs"), Path("runs/guards")
 TRENDS = ("edge_density", "entropy", "saturation", "diversity")
-"""The statistics of the rule of before, which tested trends over the last 20 iterations."""
+"""The statistics of the rule of before, which tested trends over the last iterations, so many:"""
+WINDOW = 20
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 NFT = [
     f"{ROLLOUT}.algo={{sde_type: sde, noise_level: 0.7, sde_window_range: [0, 4]}}",
@@ -65,15 +66,19 @@ def hacked(reward: str) -> str:
 
 @dataclass(frozen=True)
 class Case:
-    """A run: is it hacked, what is changed in the recipe `flow-grpo`, and in words what it shows."""
+    """A run: is it hacked, what is changed in the recipe, and in words what it shows."""
 
     hacked: bool
     settings: Sequence[str]
     what: str
+    recipe: str = "flow-grpo"
 
 
 CASES = {
-    "flow_grpo": Case(False, [GUARDED_OCR], "the recipe as it is, a hundred iterations"),
+    "quickstart_0": Case(False, [], "the recipe as it is", "quickstart"),
+    "quickstart_1": Case(False, ["trainer.seed=1"], "the recipe with seed 1", "quickstart"),
+    "quickstart_2": Case(False, ["trainer.seed=2"], "the recipe with seed 2", "quickstart"),
+    "flow_grpo": Case(False, [GUARDED_OCR], "the recipe `flow-grpo`, a hundred iterations"),
     "diffusion_nft": Case(False, [*NFT, GUARDED_OCR, "trainer.total_training_steps=24"], "its task by DiffusionNFT"),
     "small_files": Case(
         True,
@@ -175,7 +180,8 @@ def record(name: str) -> None:
         "MLFLOW_TRACKING_URI": f"sqlite:///{folder / 'mlflow.db'}",
     }
     given = [part for setting in settings for part in ("--set", setting)]
-    subprocess.run([sys.executable, "-m", "flows.train", "flow-grpo", *given], env=environment, check=True)
+    command = [sys.executable, "-m", "flows.train", CASES[name].recipe, *given]
+    subprocess.run(command, env=environment, check=True)
     write(name, MlflowClient(environment["MLFLOW_TRACKING_URI"]))
 
 
@@ -326,7 +332,7 @@ def flagged(found: Mapping[int, Mapping[str, float]]) -> dict[str, int]:
     return since
 
 
-def flagged_by_trends(recorded: Record, window: int = 20, p_value: float = 0.01) -> dict[str, int]:
+def flagged_by_trends(recorded: Record, window: int = WINDOW, p_value: float = 0.01) -> dict[str, int]:
     """The same by the rule of before: over 20 iterations the reward's mean rises, and the guard's falls."""
     guards = {name: f"train/reward/{name}/mean" for name in recorded.guards}
     guards |= {name: f"train/image/{name}/mean" for name in TRENDS}
@@ -352,13 +358,20 @@ def table(records: Iterable[Record], config: GuardConfig) -> str:
     ]
     for recorded in records:
         case, first, last = ALL[recorded.name], *(recorded.validations[f(recorded.validations)] for f in (min, max))
-        means = [f"{t[c].mean():.3f}" for c in ("reward", "reward/tesseract") for t in (first, last)]
+        reward, reader = (
+            ", ".join(f"{table[column].mean():.3f}" for table in (first, last)) if column in first else "not read"
+            for column in ("reward", "reward/tesseract")
+        )
         lines.append(
-            f"| `{recorded.name}`: {case.what} | {'hacked' if case.hacked else 'good'} | {means[0]}, {means[1]} "
-            f"| {means[2]}, {means[3]} | {_told(flagged(verdicts(recorded, config)))} "
-            f"| {_told(flagged_by_trends(recorded)) if recorded.metrics else 'no iterations'} |"
+            f"| `{recorded.name}`: {case.what} | {'hacked' if case.hacked else 'good'} | {reward} | {reader} "
+            f"| {_told(flagged(verdicts(recorded, config)))} | {_by_trends(recorded)} |"
         )
     return "\n".join(lines)
+
+
+def _by_trends(recorded: Record) -> str:
+    iterations = len(recorded.metrics[TRAINED])
+    return _told(flagged_by_trends(recorded)) if iterations >= WINDOW else "too few iterations"
 
 
 def _told(since: Mapping[str, int]) -> str:

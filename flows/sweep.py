@@ -33,6 +33,7 @@ from tasks.run.opening import apply_overrides
 from tasks.run.preflight import check_inputs
 
 DONE = (TrialState.COMPLETE, TrialState.PRUNED)
+optuna.logging.set_verbosity(optuna.logging.WARNING)  # else it tells the terminal that there is a study
 
 
 @flow(name="sweep", flow_run_name=name_search, persist_result=False)

@@ -158,9 +158,12 @@ class ChildRun:
         return {point.step: point.value for point in self.client.get_metric_history(self.run_id, metric)}
 
     def interrupt(self) -> None:
-        """Ask it to end, as Ctrl-C does; MLflow calls the run KILLED."""
+        """Ask it to end; MLflow calls the run KILLED.
+
+        Not as Ctrl-C does: what a script starts in the background ignores that, with all that it starts itself.
+        """
         if self.exit_code() is None and self.process.pid is not None:
-            os.kill(self.process.pid, signal.SIGINT)
+            os.kill(self.process.pid, signal.SIGTERM)
 
     def stop(self) -> None:
         """Ask it to end, and wait for it. One that does not is killed."""

@@ -17,11 +17,13 @@ if TYPE_CHECKING:
 else:
     import importlib
     import logging
+    import os
     from functools import cache
     from types import ModuleType
 
     @cache
     def _imported(name: str) -> ModuleType:
+        os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # a run's own summary has the page
         module = importlib.import_module(name)
         logging.getLogger("mlflow").setLevel(logging.WARNING)  # else it tells how it makes its data base
         return module

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a sweep tries: grid points once each, what was undone again, and nothing that is no field."""
 
+import logging
 from pathlib import Path
 from threading import Event
 
@@ -14,7 +15,6 @@ from tasks.config.sweep import Dimension, SweepConfig, check_fields
 from tasks.config.tree import TrainConfig
 from tasks.run.preflight import ConfigError
 
-optuna.logging.set_verbosity(optuna.logging.WARNING)
 GRID = {
     "sampler": "grid",
     "space": {"trainer.seed": {"low": 0, "high": 2, "step": 1}, "data.train_batch_size": {"choices": [4, 8]}},
@@ -39,8 +39,11 @@ def seed_of(search: SweepConfig):
 
 
 def test_a_grid_that_was_interrupted_is_completed_point_by_point(tmp_path: Path) -> None:
-    """Four of six points: three done, one failed, and one more left running by a kill."""
-    search = SweepConfig(**GRID)
+    """Four of six points: three done, one failed, and one more left running by a kill. Optuna says nothing of it."""
+    said, search = [], SweepConfig(**GRID)
+    listener = logging.Handler()
+    listener.emit = said.append  # type: ignore[method-assign]
+    logging.getLogger("optuna").addHandler(listener)
     study = run_some(search, tmp_path, seed_of, count=4)
     study.ask()
     study = run_some(search, tmp_path, seed_of)
@@ -50,6 +53,8 @@ def test_a_grid_that_was_interrupted_is_completed_point_by_point(tmp_path: Path)
     assert not study.get_trials(states=[TrialState.RUNNING, TrialState.WAITING])
     assert study.best_params == {"trainer.seed": 2, "data.train_batch_size": 4}
     assert prepare_trials(study, search) == 0
+    logging.getLogger("optuna").removeHandler(listener)
+    assert [record.getMessage() for record in said] == []
 
 
 def test_trials_at_a_time_are_different_ones(tmp_path: Path) -> None:

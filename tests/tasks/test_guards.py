@@ -299,7 +299,7 @@ def test_a_guard_that_could_never_stop_the_run_is_refused(settings: dict, messag
 
 # --- recorded runs
 
-GOOD = ["flow_grpo", "diffusion_nft", "to_the_limit"]
+GOOD = ["quickstart_0", "quickstart_1", "quickstart_2", "flow_grpo", "diffusion_nft", "to_the_limit"]
 FALSE_ALARMS = {("flow_grpo", 1): {"diversity": 100}}
 """(run, every) -> what is flagged all the same: docs/rewards.md tells the rate."""
 BAD = {

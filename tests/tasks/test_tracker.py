@@ -86,10 +86,11 @@ def listening(port: int) -> socket.socket | None:
 
 
 @pytest.mark.slow  # it starts MLflow's server
-def test_mlflow_that_is_gone_does_not_hide_what_ended_the_run(tmp_path: Path, monkeypatch, caplog) -> None:
+def test_mlflow_that_is_gone_does_not_hide_what_ended_the_run(tmp_path: Path, monkeypatch, caplog, capfd) -> None:
     """Nor is it asked as often as in a run that goes on: each time it answers nothing is one try.
 
-    Before, it is away for a while: what is asked of it then waits, and says so; and ends after the set time.
+    Before, it is away for a while: what is asked of it then waits, and says so; and ends after the set time. A run that
+    ends well leaves no line of MLflow's in the terminal.
     """
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", ONE_TRY["MLFLOW_HTTP_REQUEST_MAX_RETRIES"])
@@ -123,6 +124,9 @@ def test_mlflow_that_is_gone_does_not_hide_what_ended_the_run(tmp_path: Path, mo
         first, *_, last = [record.getMessage() for record in caplog.records if record.name == patience.__name__]
         assert f"MLflow at http://127.0.0.1:{port} does not answer (no answer in time): asked again in 1 s" in first
         assert "answers again" in last
+        with Tracker(tracking, "well").concluded():
+            pass
+        assert "View run" not in capfd.readouterr().out
     finally:
         os.killpg(server.pid, signal.SIGKILL)
         server.wait()
