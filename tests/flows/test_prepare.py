@@ -3,6 +3,7 @@
 
 import io
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -154,6 +155,20 @@ def test_guidance_shows_in_the_pictures(here: Path) -> None:
 )
 def test_a_wrong_option_is_one_line(here: Path, arguments: tuple[str, ...], complaint: str) -> None:
     assert complaint in " ".join(prepare(*arguments, fails=True).split())
+
+
+def test_a_data_sets_folder_and_adapter_are_what_dvc_watches(copied: Path) -> None:
+    params = yaml.safe_load((copied / "params.yaml").read_text())
+    entry = params["data_sets"]["digits"]
+    params["data_sets"]["signs"] = entry | {"folder": "data/elsewhere"}
+    (copied / "params.yaml").write_text(yaml.safe_dump(params))
+    said = " ".join(prepare("embeddings", fails=True).split())
+    assert "signs.folder is data/elsewhere: it must be data/signs" in said
+    del params["data_sets"]["signs"]
+    entry["embeddings"] |= {"model": MODEL, "adapter": "models/families/wan.py", "max_sequence_length": 24}
+    (copied / "params.yaml").write_text(yaml.safe_dump(params))
+    said = " ".join(prepare("embeddings", fails=True).split())
+    assert re.search(r"but the model's adapter is in \S*models/families/stable_diffusion_3.py: name that file", said)
 
 
 def test_the_pages_commands_are_known(here: Path) -> None:

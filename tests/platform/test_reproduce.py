@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.patience import PATIENCE
-from tests.support.platform_helpers import RayHead, Workspace
+from tests.support.platform_helpers import Workspace
 
 ROOT = Path(__file__).parents[2]
 ROOT_FILES = ("flows", "tasks", "models")
@@ -33,7 +33,7 @@ def command(workspace: Workspace, *arguments: str) -> None:
 
 
 @pytest.fixture
-def repository(workspace: Workspace, ray_head: RayHead) -> Workspace:
+def repository(workspace: Workspace) -> Workspace:
     """The workspace as a repository of its own: the code under git, the data under DVC."""
     for name in ROOT_FILES:
         command(workspace, "cp", "-r", str(ROOT / name), name)
@@ -46,7 +46,7 @@ def repository(workspace: Workspace, ray_head: RayHead) -> Workspace:
     (workspace.folder / "data/pairs.parquet.dvc").write_text(NEVER_MADE)
     command(workspace, *git, "add", ".")
     command(workspace, *git, "commit", "--quiet", "-m", "all")
-    return workspace.on(ray_head)
+    return workspace
 
 
 @pytest.mark.slow
