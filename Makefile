@@ -101,7 +101,7 @@ test-served: $(VENV)/.dev
 	@$(BIN)/python -m pytest $(foreach part,$(SERVED),tests/platform/test_$(part).py)
 
 # It needs the base model, whose training takes three minutes: `make test` does without.
-test-weekly: $(VENV)/.dev data ## the one test that learns for minutes, which `make test` leaves to the weekly job
+test-weekly: $(VENV)/.dev data ## the one test that `make test` leaves to the weekly job: that the recipe learns
 	@$(BIN)/python -m pytest tests/platform -m weekly
 
 test-units: $(VENV)/.dev
