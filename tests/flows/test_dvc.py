@@ -206,10 +206,11 @@ def test_odd_pairs_are_refused_and_another_table_is_watched(unchanged):
     assert "own.parquet" in dvc(unchanged, "repro", "pairs", fails=True)
 
 
-def test_another_clone_makes_the_same_and_changed_raw_data_reruns_the_stages(made, tmp_path):
-    clone = make_repository(tmp_path / "clone")
-    dvc(clone, "repro")
-    assert (clone / "dvc.lock").read_text() == (made / "dvc.lock").read_text()
+def test_in_another_place_it_is_up_to_date_until_the_raw_data_changes(made, tmp_path):
+    """That the stages make the same bytes there: test_prepare.py."""
+    clone = tmp_path / "clone"
+    shutil.copytree(made, clone, symlinks=True)
+    assert "Data and pipelines are up to date" in dvc(clone, "repro")
 
     with (clone / "data" / "raw" / "numbers.txt").open("a") as raw:
         raw.write("the number 1000\n")
