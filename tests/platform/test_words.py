@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from models.words_stable_diffusion_3.settings import smallest
-from tests.support.platform_helpers import RayHead, Workspace
+from tests.support.platform_helpers import Workspace
 
 pytest.importorskip("dvc", reason="the data stages need the extra doubleflow[data]")
 
@@ -46,9 +46,7 @@ ON_THE_CPU = [
 
 
 @pytest.fixture(scope="module")
-def made(
-    tmp_path_factory: pytest.TempPathFactory, prefect_server: dict[str, str], ray_head: RayHead
-) -> tuple[Workspace, str]:
+def made(tmp_path_factory: pytest.TempPathFactory, prefect_server: dict[str, str]) -> tuple[Workspace, str]:
     """A repository after `dvc repro data/words/dvc.yaml`, and what that printed."""
     folder = tmp_path_factory.mktemp("words")
     for name in ("flows", "tasks", "models"):
@@ -64,7 +62,7 @@ def made(
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     workspace = Workspace(folder, prefect_server | {"PATH": path, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"})
     workspace.run("-m", "dvc", "init", "--no-scm", "--quiet")
-    return workspace.on(ray_head), workspace.run("-m", "dvc", "repro", STAGES)
+    return workspace, workspace.run("-m", "dvc", "repro", STAGES)
 
 
 def base_model(workspace: Workspace, **environment: str) -> str:
