@@ -74,7 +74,7 @@ status: ## what `make up` started and whether it is alive
 	@$(BIN)/python -m flows.services status
 
 # Whole runs mostly wait for processes to start, so three of the parts run side by side on two cores, the longest first.
-test: ## install and run every test, those of vLLM-Omni in an environment of their own
+test: ## install and run every test but the weekly one, those of vLLM-Omni in an environment of their own
 	@$(MAKE) --no-print-directory --jobs 2 lint $(VLLM_VENV)/.dev
 	@$(MAKE) --no-print-directory --jobs 3 --output-sync=target test-platform test-units test-served test-omni
 	@$(MAKE) --no-print-directory test-alone
