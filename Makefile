@@ -9,7 +9,6 @@ PREFECT_PORT ?= 4200
 MLFLOW_PORT ?= 5000
 RUNS ?= 2
 # The parts of tests/platform that `make test` runs beside the others: no part is so long that the last one runs alone.
-RESUME = resume one_step_off_policy
 SERVED = services sweep_runs reproduce deployment
 UNITS = --ignore tests/platform --ignore tests/omni --ignore tests/gpu/test_flow.py --ignore tests/pages
 UV_VERSION = 0.13.9
@@ -24,7 +23,7 @@ WITH_MODELS = $(filter-out $(WITH_REST),$(wildcard tests/models/test_*.py)) $(fo
 PROGRAMS = tests/test_floors.py $(foreach part,commands recipes stopping,tests/flows/test_$(part).py) \
 	$(foreach part,bounds child_run judge lineage remote_reward report second_trackers signals watchdog,\
 	tests/tasks/test_$(part).py)
-TESTS = test-platform test-served test-resume test-units test-learning test-omni test-alone test-pages $(CHECKS)
+TESTS = test-platform test-served test-units test-omni test-alone test-weekly test-pages $(CHECKS)
 
 # Nobody is watched, and nothing waits for a network that may be closed.
 export DO_NOT_TRACK = true
@@ -75,12 +74,9 @@ status: ## what `make up` started and whether it is alive
 	@$(BIN)/python -m flows.services status
 
 # Whole runs mostly wait for processes to start, so three of the parts run side by side on two cores, the longest first.
-# The base model's training, which one of them needs, has both cores to itself: beside others its threads wait for each
-# other.
-test: ## install and run every test, those of vLLM-Omni in an environment of their own
+test: ## install and run every test but the weekly one, those of vLLM-Omni in an environment of their own
 	@$(MAKE) --no-print-directory --jobs 2 lint $(VLLM_VENV)/.dev
-	@$(MAKE) --no-print-directory data
-	@$(MAKE) --no-print-directory --jobs 3 --output-sync=target test-units test-served test-platform test-resume test-omni test-learning
+	@$(MAKE) --no-print-directory --jobs 3 --output-sync=target test-platform test-units test-served test-omni
 	@$(MAKE) --no-print-directory test-alone
 
 # Ray's workers are at nice 15 by default: beside two busy parts they would hardly run.
@@ -92,21 +88,21 @@ $(TESTS): export RAY_prestart_worker_first_driver = 0
 # first touch of a page is the most expensive part of that: in pages of 2 MiB, and kept, they take two thirds the time.
 $(TESTS): export GLIBC_TUNABLES = glibc.malloc.hugetlb=1
 $(TESTS): export PYTHONMALLOC = malloc
+# And each would compile the project's modules anew where these may not be kept.
+$(TESTS): export PYTHONDONTWRITEBYTECODE =
 $(TESTS): export MALLOC_TOP_PAD_ = 67108864
 $(TESTS): export MALLOC_TRIM_THRESHOLD_ = 1000000000
 $(TESTS): export MALLOC_MMAP_THRESHOLD_ = 33554432
 
 test-platform: $(VENV)/.dev
-	@$(BIN)/python -m pytest tests/platform $(foreach part,learning $(RESUME) $(SERVED),--ignore tests/platform/test_$(part).py)
+	@$(BIN)/python -m pytest tests/platform -m "not weekly" $(foreach part,$(SERVED),--ignore tests/platform/test_$(part).py)
 
 test-served: $(VENV)/.dev
 	@$(BIN)/python -m pytest $(foreach part,$(SERVED),tests/platform/test_$(part).py)
 
-test-resume: $(VENV)/.dev
-	@$(BIN)/python -m pytest $(foreach part,$(RESUME),tests/platform/test_$(part).py)
-
-test-learning: $(VENV)/.dev
-	@$(BIN)/python -m pytest tests/platform/test_learning.py
+# It needs the base model, whose training takes three minutes: `make test` does without.
+test-weekly: $(VENV)/.dev data ## the one test that `make test` leaves to the weekly job: that the recipe learns
+	@$(BIN)/python -m pytest tests/platform -m weekly
 
 test-units: $(VENV)/.dev
 	@$(BIN)/python -m pytest $(UNITS)

@@ -3,6 +3,7 @@
 
 import io
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -58,16 +59,27 @@ def made(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Callable[[str], 
     shutil.copytree(tiny_folder("stable_diffusion_3"), folder / MODEL)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        prepare("prompts")
-        prepare("embeddings", "--model", MODEL, "--out", "data/sd3_embeddings", "--max-sequence-length", "24")
-        said = prepare(
-            *("preferences", "--model", MODEL, "--embeddings", "data/sd3_embeddings", "--out", "data/sd3.parquet"),
-            *("--reward", "brightness", "--set", "guidance_scale=4.5"),
-        )
-        assert "data/sd3.parquet: 5 pairs" in said
-        said = prepare("pairs", "--model", MODEL, "--table", "data/sd3.parquet", "--out", "data/sd3_pairs")
-        assert "data/sd3_pairs: 5 pairs" in said
+        make_all()
     return folder
+
+
+def make_all() -> None:
+    """Every stage, in this folder."""
+    prepare("prompts")
+    prepare("embeddings", "--model", MODEL, "--out", "data/sd3_embeddings", "--max-sequence-length", "24")
+    said = prepare(
+        *("preferences", "--model", MODEL, "--embeddings", "data/sd3_embeddings", "--out", "data/sd3.parquet"),
+        *("--reward", "brightness", "--set", "guidance_scale=4.5"),
+    )
+    assert "data/sd3.parquet: 5 pairs" in said
+    said = prepare("pairs", "--model", MODEL, "--table", "data/sd3.parquet", "--out", "data/sd3_pairs")
+    assert "data/sd3_pairs: 5 pairs" in said
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """What the stages made."""
+    files = [path for path in (folder / "data").rglob("*") if path.is_file() and "raw" not in path.parts]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
 @pytest.fixture
@@ -108,6 +120,21 @@ def test_pairs_of_stable_diffusion_3_are_made_and_a_run_takes_them(here: Path) -
 
 
 @pytest.mark.usefixtures("one_rank")
+def test_made_in_another_folder_the_data_is_the_same_to_the_byte(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in another clone: `dvc.lock` has their hashes. The base model: test_pretraining_repeats_itself_and_learns."""
+    expected = files_of(made)
+    shutil.copytree(made, tmp_path / "clone")
+    monkeypatch.chdir(tmp_path / "clone")
+    for name in expected:
+        Path(name).unlink()
+    make_all()
+    again = files_of(Path.cwd())
+    assert {"data/prompts.parquet", "data/sd3.parquet", "data/sd3_embeddings/index.json"} < again.keys()
+    assert again == {name: expected[name] for name in again}
+
+
 def test_a_trainer_learns_from_these_pairs(here: Path) -> None:
     """It starts knowing nothing of them, and orders them rightly after some steps over the same two."""
     pairs, store = PairDataset.open("data/sd3_pairs"), PromptEmbeddings.open("data/sd3_embeddings")
@@ -154,6 +181,20 @@ def test_guidance_shows_in_the_pictures(here: Path) -> None:
 )
 def test_a_wrong_option_is_one_line(here: Path, arguments: tuple[str, ...], complaint: str) -> None:
     assert complaint in " ".join(prepare(*arguments, fails=True).split())
+
+
+def test_a_data_sets_folder_and_adapter_are_what_dvc_watches(copied: Path) -> None:
+    params = yaml.safe_load((copied / "params.yaml").read_text())
+    entry = params["data_sets"]["digits"]
+    params["data_sets"]["signs"] = entry | {"folder": "data/elsewhere"}
+    (copied / "params.yaml").write_text(yaml.safe_dump(params))
+    said = " ".join(prepare("embeddings", fails=True).split())
+    assert "signs.folder is data/elsewhere: it must be data/signs" in said
+    del params["data_sets"]["signs"]
+    entry["embeddings"] |= {"model": MODEL, "adapter": "models/families/wan.py", "max_sequence_length": 24}
+    (copied / "params.yaml").write_text(yaml.safe_dump(params))
+    said = " ".join(prepare("embeddings", fails=True).split())
+    assert re.search(r"but the model's adapter is in \S*models/families/stable_diffusion_3.py: name that file", said)
 
 
 def test_the_pages_commands_are_known(here: Path) -> None:

@@ -31,6 +31,8 @@ from tasks.system.stopwatch import Stopwatch
 from tests.support.helpers import TEXT_DIM, model_config
 from tests.support.patience import lives, wait_until
 
+pytestmark = pytest.mark.alone  # the last test has to be, and the others share its workers
+
 PROMPTS = [Prompt(f"uid-{i}", f"prompt {i}", None, {}, "here") for i in range(4)]
 WINDOW = (0, 1)
 
@@ -156,7 +158,6 @@ def pair(group: RolloutGroup, config: DiffusionModelConfig, embeddings: PromptEm
     return RolloutGroup(config, embeddings, settings, device="cpu", seed=0)
 
 
-@pytest.mark.alone
 def test_two_processes_sample_what_one_does_and_die_with_their_worker(
     group: RolloutGroup, pair: RolloutGroup, config: DiffusionModelConfig
 ) -> None:

@@ -29,7 +29,10 @@ def prefect(workspace: Workspace, *arguments: str, check: bool = True) -> str:
 
 @pytest.fixture(scope="module")
 def deployed(tmp_path_factory: pytest.TempPathFactory, prepared: Path, prefect_server: dict[str, str]) -> Workspace:
-    """The project's own prefect.yaml beside the tiny recipe, deployed to a pool of process workers."""
+    """The tiny recipe in the project's own prefect.yaml, deployed to a pool of process workers.
+
+    `test_services.py` deploys all the others.
+    """
     workspace = make_workspace(tmp_path_factory.mktemp("deployed") / "workspace", prepared, prefect_server)
     root = Path(__file__).parents[2]
     file = workspace.folder / "prefect.yaml"
@@ -39,7 +42,7 @@ def deployed(tmp_path_factory: pytest.TempPathFactory, prepared: Path, prefect_s
     (workspace.folder / "flows").symlink_to(root / "flows")
     workspace.environment["DOUBLEFLOW_HOME"] = str(workspace.folder)
     prefect(workspace, "work-pool", "create", "local", "--type", "process", "--overwrite")
-    prefect(workspace, "deploy", "--all")
+    prefect(workspace, "deploy", "--name", "tiny")
     return workspace
 
 
@@ -108,6 +111,9 @@ def completed(deployed: Workspace) -> bool:
 
 
 def test_bad_parameters_are_refused_when_the_run_is_created(deployed: Workspace) -> None:
+    """By the server, whoever asks it; and how the command line says it."""
+    (deployment,) = api(deployed, "deployments/filter", {"deployments": {"name": {"any_": ["tiny"]}}})
+    create = f"{deployed.environment['PREFECT_API_URL']}/deployments/{deployment['id']}/create_flow_run"
     for bad, name in [
         ({"trainer": {"total_training_steps": 0}}, "total_training_steps"),
         ({"trainer": {"total_trainin_steps": 3}}, "total_trainin_steps"),
@@ -115,14 +121,15 @@ def test_bad_parameters_are_refused_when_the_run_is_created(deployed: Workspace)
         ({"actor_rollout_ref": {"rollout": {"algo": {"sde_window_mode": "ode"}}}}, "ode"),
         ({"trainer": {"total_training_steps": "many"}}, "'many' is not of type 'integer'"),
     ]:
-        parameter = f"overrides={json.dumps(bad)}"
-        said = prefect(deployed, "deployment", "run", "train/tiny", "--param", parameter, check=False)
-        assert name in " ".join(said.split()), "the terminal's width breaks lines"
+        with pytest.raises(AssertionError, match=name):
+            post(create, {"parameters": {"overrides": bad}})
+    said = prefect(deployed, "deployment", "run", "train/tiny", "--param", f"overrides={json.dumps(bad)}", check=False)
+    assert name in " ".join(said.split()), "the terminal's width breaks lines"
 
 
 def test_the_form_explains_every_parameter(deployed: Workspace) -> None:
     """What Prefect's page shows: a description for each field of the configuration."""
-    (deployment,) = api(deployed, "deployments/filter", {"deployments": {"name": {"any_": ["quickstart"]}}})
+    (deployment,) = api(deployed, "deployments/filter", {"deployments": {"name": {"any_": ["tiny"]}}})
     definitions = deployment["parameter_openapi_schema"]["definitions"]
     missing = [
         f"{section}.{name}"

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.platform_helpers import Workspace
+from tests.support.platform_helpers import RayHead, Workspace
 
 KEPT = Path(__file__).parents[1] / "kept_run"
 UNDISTURBED = json.loads((KEPT / "undisturbed.json").read_text())
 
 
 @pytest.fixture
-def kept(tmp_path: Path, prefect_server: dict[str, str]) -> Workspace:
+def kept(tmp_path: Path, prefect_server: dict[str, str], ray_head: RayHead) -> Workspace:
     """The user's folder, at another place than it was made in."""
     with tarfile.open(KEPT / "run.tar.xz") as archive:
         # The repository's own file; before Python 3.11.4 there is no filter.
@@ -24,7 +24,7 @@ def kept(tmp_path: Path, prefect_server: dict[str, str]) -> Workspace:
     with sqlite3.connect(folder / "mlflow.db") as store:
         for table, column in (("experiments", "artifact_location"), ("runs", "artifact_uri")):
             store.execute(f"UPDATE {table} SET {column} = replace({column}, '/kept', ?)", [str(folder)])
-    return Workspace(folder, dict(prefect_server))
+    return Workspace(folder, dict(prefect_server)).on(ray_head)
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from tasks.run.training import TrainingRun
 from tasks.stages.advantage import compute_advantage
 from tests.platform.test_resume import final_weights, history, resume, start_and_kill
 from tests.support.helpers import single_rank
-from tests.support.platform_helpers import Workspace, make_workspace
+from tests.support.platform_helpers import RayHead, Workspace, make_workspace
 
 ITERATIONS = 5
 SETTINGS = (
@@ -74,12 +74,16 @@ def sampled(schedule: TrainingRun, rollout: DiffusersRolloutEngine, iteration: i
 
 @pytest.mark.slow
 def test_sampling_ahead_keeps_its_schedule_and_resumes(
-    tmp_path: Path, prepared: Path, prefect_server: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    prepared: Path,
+    prefect_server: dict[str, str],
+    ray_head: RayHead,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Killed with two iterations in the weights, so that those of the iteration before are no longer the first ones."""
     workspaces = [make_workspace(tmp_path / name, prepared, prefect_server) for name in ("undisturbed", "killed")]
     undisturbed, killed = workspaces
-    undisturbed.train(*SETTINGS)
+    undisturbed.on(ray_head).train(*SETTINGS)
 
     monkeypatch.chdir(undisturbed.folder)
     expected, sequential, found = by_hand(lag=1), by_hand(lag=0), final_weights(undisturbed)
@@ -93,7 +97,7 @@ def test_sampling_ahead_keeps_its_schedule_and_resumes(
     assert [point.step for point in waited] == [1, 2, 3, 4], "nothing is sampled for an iteration after the last"
 
     start_and_kill(killed, SETTINGS, reached="iter_000002")
-    resume(killed, SETTINGS, undisturbed)
+    resume(killed.on(ray_head), SETTINGS, undisturbed)
     assert sampled_by(killed) == sampled_by(undisturbed)
 
 

@@ -150,10 +150,11 @@ def test_a_key_is_nowhere_but_where_it_was_planted(project: Workspace, scorer: s
     program = project.start("-m", "flows.train", "tiny", *changes)
     commands: dict[str, set[str]] = {}
     written: dict[str, set[Path]] = {}
+    known: dict[Path, tuple[int, int]] = {}
 
     def ended() -> bool:
         collect(commands, command_lines())
-        collect(written, files_of(Path(project.environment["RAY_TMPDIR"])))
+        collect(written, files_of(Path(project.environment["RAY_TMPDIR"]), known=known))
         return program.poll() is not None
 
     wait_until(ended, "the run's end", every=0.3)
@@ -202,17 +203,24 @@ def command_lines() -> dict[str, set[str]]:
     return found
 
 
-def files_of(folder: Path, planted: set[Path] | None = None) -> dict[str, set[Path]]:
-    """Of all files below: "read", and those with a key under its place."""
+def files_of(
+    folder: Path, planted: set[Path] | None = None, known: dict[Path, tuple[int, int]] | None = None
+) -> dict[str, set[Path]]:
+    """Of all files below that have changed since they were `known`: "read", and those with a key under its place."""
     found: dict[str, set[Path]] = {"read": set()}
     for path in folder.rglob("*"):
         try:
             if path.is_symlink() or not path.is_file() or path in (planted or set()):
                 continue
+            state = path.stat().st_mtime_ns, path.stat().st_size
+            if known is not None and known.get(path) == state:
+                continue
             content = path.read_bytes()
         except OSError:  # gone since, or a socket
             continue
         found["read"].add(path)
+        if known is not None:
+            known[path] = state
         for place in places(content):
             found.setdefault(place, set()).add(path)
     return found

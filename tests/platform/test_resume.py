@@ -24,7 +24,7 @@ from tasks.data.prompts import load_prompts
 from tasks.records.history import MEASURED_ANEW
 from tests.support.forked import Program
 from tests.support.patience import PATIENCE, lives, wait_until
-from tests.support.platform_helpers import Workspace, make_workspace
+from tests.support.platform_helpers import RayHead, Workspace, make_workspace
 
 STEPS = ("trainer.total_training_steps=6", "trainer.test_freq=3")
 RAYS_OWN = {"IDLE", "DashboardAgent", "RuntimeEnvAgent"}
@@ -86,9 +86,11 @@ def resume(workspace: Workspace, settings: tuple[str, ...], undisturbed: Workspa
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, prepared: Path, prefect_server: dict[str, str]) -> Workspace:
+def undisturbed(
+    tmp_path_factory: pytest.TempPathFactory, prepared: Path, prefect_server: dict[str, str], ray_head: RayHead
+) -> Workspace:
     """A run that nothing happened to."""
-    workspace = make_workspace(tmp_path_factory.mktemp("resume") / "undisturbed", prepared, prefect_server)
+    workspace = make_workspace(tmp_path_factory.mktemp("resume") / "undisturbed", prepared, prefect_server).on(ray_head)
     workspace.train(*STEPS)
     return workspace
 
@@ -131,7 +133,7 @@ def there(workspace: Workspace, driver: psutil.Process, path: str, victim: str =
 
 @pytest.mark.slow
 def test_killed_and_started_again(
-    tmp_path: Path, prepared: Path, prefect_server: dict[str, str], undisturbed: Workspace
+    tmp_path: Path, prepared: Path, prefect_server: dict[str, str], ray_head: RayHead, undisturbed: Workspace
 ) -> None:
     """The trainer in an update, the driver in the next iteration while the record of the one before is written, the
     driver in the record after a checkpoint: only what was not finished is repeated.
@@ -167,7 +169,7 @@ def test_killed_and_started_again(
     assert run.info.status == "RUNNING"  # nobody was left to say otherwise
     kept = killed.run_folder() / "stages" / "reward"
     assert {path.name for path in kept.iterdir()} == {"iter_000002", "iter_000003"}
-    killed.train(*settings)
+    killed.on(ray_head).train(*settings)
     assert outcome(killed.folder, killed.client()).difference(outcome(undisturbed.folder, undisturbed.client())) is None
 
     (resumed,) = killed.mlflow_runs()
@@ -191,15 +193,17 @@ OFFLINE = (
 
 
 @pytest.mark.slow
-def test_training_on_pairs_resumes_too(tmp_path: Path, prepared: Path, prefect_server: dict[str, str]) -> None:
+def test_training_on_pairs_resumes_too(
+    tmp_path: Path, prepared: Path, prefect_server: dict[str, str], ray_head: RayHead
+) -> None:
     """Neither rollout nor reward is there, and the record of samples names the pairs. What auto was stays so."""
     workspaces = [make_workspace(tmp_path / name, prepared, prefect_server) for name in ("undisturbed", "killed")]
     for workspace in workspaces:
         add_pairs(workspace.folder / "data")
     undisturbed, killed = workspaces
-    undisturbed.train(*OFFLINE)
+    undisturbed.on(ray_head).train(*OFFLINE)
     assert start_and_kill(killed, OFFLINE) == {"TrainerRank"}
-    output = " ".join(resume(killed, OFFLINE, undisturbed).split())
+    output = " ".join(resume(killed.on(ray_head), OFFLINE, undisturbed).split())
     assert "ppo_micro_batch_size_per_gpu is auto: 4, as the run's first start chose it" in output
 
     (run,) = killed.mlflow_runs()

@@ -43,8 +43,8 @@ DOCUMENTED_METRICS = {
 
 @pytest.fixture
 def workspace(workspace: Workspace, ray_head: RayHead) -> Workspace:
-    """On a cluster that is there already: its daemons need not start for every run."""
-    return replace(workspace, environment=workspace.environment | ray_head.joined)
+    """On one cluster, most of them."""
+    return workspace.on(ray_head)
 
 
 @dataclass(frozen=True)
@@ -343,42 +343,6 @@ def test_text_encoders_in_the_run_change_nothing_and_prompts_may_change_also_aft
         assert sum(inner) == pytest.approx(seconds, rel=1e-9)
 
 
-def test_lora_with_kl_average_and_guidance_runs_and_its_export_validates(workspace: Workspace) -> None:
-    """The choices together: LoRA, KL, moving average, guidance, batches of any size; `flows.validate` then measures the
-    same number, with prompts that it encodes itself."""
-    settings = (
-        "trainer.total_training_steps=2",
-        "actor_rollout_ref.model.lora_rank=4",
-        "actor_rollout_ref.actor.use_kl_loss=true",
-        "actor_rollout_ref.actor.kl_loss_coef=0.1",
-        "actor_rollout_ref.actor.ema={enable: true, update_interval: 1}",
-        "actor_rollout_ref.actor.optim.lr_scheduler_type=linear",
-        "actor_rollout_ref.rollout.pipeline.true_cfg_scale=2.0",
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=auto",
-        "actor_rollout_ref.rollout.micro_batch_size=auto",
-    )
-    offline = replace(workspace, environment=workspace.environment | {"WANDB_MODE": "offline"})
-    offline.train(*settings, "tracking.also=[tensorboard, wandb]")
-    (run,) = workspace.mlflow_runs()
-    assert not [name for name in run.data.metrics if name.startswith("tracking/")]
-    assert Path(run.data.tags["doubleflow.tensorboard"]) == workspace.run_folder().resolve() / "tensorboard"
-    assert list(Path(run.data.tags["doubleflow.wandb"]).glob("run-*.wandb"))
-    rates = workspace.client().get_metric_history(run.info.run_id, "actor/lr")
-    assert [rate.value for rate in rates] == pytest.approx([0.875e-3, 0.375e-3])  # two of the run's four steps each
-    assert run.data.params["actor_rollout_ref.rollout.micro_batch_size"] == "8"  # two batches of an iteration's 16
-    assert run.data.metrics["rollout_corr/logprob_abs_diff_max"] == 0.0
-    assert run.data.metrics["actor/kl_loss"] > 0
-    pipeline = QwenImagePipeline.from_pretrained(workspace.folder / "data/base_model")
-    pipeline.load_lora_weights(workspace.registered("tiny/1"))
-    assert pipeline.get_active_adapters()
-    changes = [word for setting in settings for word in ("--set", setting)]
-    weights = str(workspace.run_folder() / "weights")
-    workspace.run("-m", "flows.validate", "tiny", "--weights", weights, *changes, *in_the_run())
-    measured = workspace.mlflow_runs()[-1]
-    assert measured.info.run_id != run.info.run_id
-    assert measured.data.metrics["val/reward/mean"] == run.data.metrics["val/reward/mean"]
-
-
 OWN_KERNEL = """
 from models.schedulers import ReverseStep, register_kernel
 
@@ -389,15 +353,25 @@ def fading_step(sample, velocity, sigma, sigma_next, sigma_max, noise_level, *, 
 """
 
 
-@pytest.mark.slow
-def test_named_algorithms_with_their_own_old_log_probs(workspace: Workspace) -> None:
-    """Single steps, several rewards and a corrected Guard: the stage is timed, and equal engines need no correction.
+def test_many_choices_together_run_and_the_export_validates(workspace: Workspace) -> None:
+    """LoRA, KL, moving average, guidance, batches of any size, single steps, several rewards and a corrected Guard,
+    whose stage is timed: equal engines need no correction. `flows.validate` then measures the same number, with prompts
+    that it encodes itself.
 
     The kernel is a user's, known by its name to driver, rollout workers and ranks through external_lib.
     """
     write_module(workspace, "own_kernel", OWN_KERNEL)
-    workspace.train(
+    settings = (
+        "trainer.total_training_steps=2",
         "actor_rollout_ref.model.external_lib=own_kernel",
+        "actor_rollout_ref.model.lora_rank=4",
+        "actor_rollout_ref.actor.use_kl_loss=true",
+        "actor_rollout_ref.actor.kl_loss_coef=0.1",
+        "actor_rollout_ref.actor.ema={enable: true, update_interval: 1}",
+        "actor_rollout_ref.actor.optim.lr_scheduler_type=linear",
+        "actor_rollout_ref.rollout.pipeline.true_cfg_scale=2.0",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=auto",
+        "actor_rollout_ref.rollout.micro_batch_size=auto",
         "algorithm={name: grpo_guard, adv_estimator: gdpo}",
         "algorithm.rollout_correction={bypass_mode: false, rollout_is: step}",
         "algorithm.rollout_correction.rollout_rs=seq_max_k2",
@@ -406,15 +380,32 @@ def test_named_algorithms_with_their_own_old_log_probs(workspace: Workspace) -> 
         "actor_rollout_ref.rollout.algo.sde_type=fading",
         "actor_rollout_ref.rollout.algo.sde_options.power=0.5",
         "reward.functions={jpeg_incompressibility: {}, jpeg_compressibility: {weight: 0.5}}",
-        "trainer.total_training_steps=2",
     )
+    offline = replace(workspace, environment=workspace.environment | {"WANDB_MODE": "offline"})
+    offline.train(*settings, "tracking.also=[tensorboard, wandb]")
     (run,) = workspace.mlflow_runs()
     metrics = run.data.metrics
+    assert not [name for name in metrics if name.startswith("tracking/")]
+    assert Path(run.data.tags["doubleflow.tensorboard"]) == workspace.run_folder().resolve() / "tensorboard"
+    assert list(Path(run.data.tags["doubleflow.wandb"]).glob("run-*.wandb"))
+    rates = workspace.client().get_metric_history(run.info.run_id, "actor/lr")
+    assert [rate.value for rate in rates] == pytest.approx([0.875e-3, 0.375e-3])  # two of the run's four steps each
+    assert run.data.params["actor_rollout_ref.rollout.micro_batch_size"] == "8"  # two batches of an iteration's 16
+    assert metrics["actor/kl_loss"] > 0
     assert metrics["timing_s/old_log_prob"] > 0
     assert metrics["rollout_corr/logprob_abs_diff_max"] == 0.0
     assert metrics["rollout_corr/rollout_is_mean"] == 1.0
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 0.0
     assert metrics["actor/mean_drift"] > 0
+    pipeline = QwenImagePipeline.from_pretrained(workspace.folder / "data/base_model")
+    pipeline.load_lora_weights(workspace.registered("tiny/1"))
+    assert pipeline.get_active_adapters()
+    changes = [word for setting in settings for word in ("--set", setting)]
+    weights = str(workspace.run_folder() / "weights")
+    workspace.run("-m", "flows.validate", "tiny", "--weights", weights, *changes, *in_the_run())
+    measured = workspace.mlflow_runs()[-1]
+    assert measured.info.run_id != run.info.run_id
+    assert measured.data.metrics["val/reward/mean"] == metrics["val/reward/mean"]
 
 
 def write_module(workspace: Workspace, name: str, source: str) -> None:

@@ -11,7 +11,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,10 @@ class Workspace:
         """`python -m flows.train tiny --set ...`."""
         changes = [word for setting in settings for word in ("--set", setting)]
         return self.run("-m", "flows.train", "tiny", *changes, check=check)
+
+    def on(self, head: "RayHead") -> "Workspace":
+        """The same on a cluster that is there already, whose daemons need not start for every run."""
+        return replace(self, environment=self.environment | head.joined)
 
     def client(self) -> MlflowClient:
         """MLflow of this workspace."""
