@@ -23,7 +23,7 @@ WITH_MODELS = $(filter-out $(WITH_REST),$(wildcard tests/models/test_*.py)) $(fo
 PROGRAMS = tests/test_floors.py $(foreach part,commands recipes stopping,tests/flows/test_$(part).py) \
 	$(foreach part,bounds child_run judge lineage remote_reward report second_trackers signals watchdog,\
 	tests/tasks/test_$(part).py)
-TESTS = test-platform test-served test-units test-omni test-alone test-weekly test-pages $(CHECKS)
+TESTS = test-platform test-served test-units test-omni test-alone test-learning test-pages $(CHECKS)
 
 # Nobody is watched, and nothing waits for a network that may be closed.
 export DO_NOT_TRACK = true
@@ -74,7 +74,7 @@ status: ## what `make up` started and whether it is alive
 	@$(BIN)/python -m flows.services status
 
 # Whole runs mostly wait for processes to start, so three of the parts run side by side on two cores, the longest first.
-test: ## install and run every test but the weekly one, those of vLLM-Omni in an environment of their own
+test: ## install and run every test but the one that learns for minutes, those of vLLM-Omni in an environment of their own
 	@$(MAKE) --no-print-directory --jobs 2 lint $(VLLM_VENV)/.dev
 	@$(MAKE) --no-print-directory --jobs 3 --output-sync=target test-platform test-units test-served test-omni
 	@$(MAKE) --no-print-directory test-alone
@@ -95,14 +95,14 @@ $(TESTS): export MALLOC_TRIM_THRESHOLD_ = 1000000000
 $(TESTS): export MALLOC_MMAP_THRESHOLD_ = 33554432
 
 test-platform: $(VENV)/.dev
-	@$(BIN)/python -m pytest tests/platform -m "not weekly" $(foreach part,$(SERVED),--ignore tests/platform/test_$(part).py)
+	@$(BIN)/python -m pytest tests/platform -m "not learning" $(foreach part,$(SERVED),--ignore tests/platform/test_$(part).py)
 
 test-served: $(VENV)/.dev
 	@$(BIN)/python -m pytest $(foreach part,$(SERVED),tests/platform/test_$(part).py)
 
 # It needs the base model, whose training takes three minutes: `make test` does without.
-test-weekly: $(VENV)/.dev data ## the one test that `make test` leaves to the weekly job: that the recipe learns
-	@$(BIN)/python -m pytest tests/platform -m weekly
+test-learning: $(VENV)/.dev data ## the one test that `make test` does without: that the recipe learns
+	@$(BIN)/python -m pytest tests/platform -m learning
 
 test-units: $(VENV)/.dev
 	@$(BIN)/python -m pytest $(UNITS)
