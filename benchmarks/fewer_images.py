@@ -119,7 +119,7 @@ def plot(curves: Mapping[str, Sequence[Curve]], path: Path) -> None:
             if name.partition(",")[0] != algorithm:
                 continue
             plot_seeds(axes, seeds, lambda line: line["images"], name.partition(", ")[2] or "without")
-        axes.set(title=algorithm, xlabel="pictures trained on")
+        axes.set(title=algorithm, xlabel="pictures sampled")
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
     np.atleast_1d(panels)[0].set_ylabel("held-out OCR reward")

@@ -121,9 +121,9 @@ class FollowedRun:
         return "finished" if code == 0 else f"failed with exit code {code}, see {self.job.folder / 'log.txt'}"
 
     def stop(self) -> None:
-        """As Ctrl-C does, and by force where that takes too long."""
+        """By SIGTERM, which a script's background command heeds as well, and by force where that takes too long."""
         if self.process.poll() is None:
-            self.process.send_signal(signal.SIGINT)
+            self.process.terminate()
         try:
             self.process.wait(PATIENCE_S)
         except subprocess.TimeoutExpired:
