@@ -3,6 +3,7 @@
 
 from collections.abc import Sequence
 
+from tasks.actors.collector import collects_once_loaded
 from tasks.actors.memory import measures_gpu_memory
 from tasks.data.embeddings import Row, encoded_rows
 from tasks.data.prompts import Prompt
@@ -20,6 +21,7 @@ class TextEncoder:
     """
 
     @measures_gpu_memory("load")
+    @collects_once_loaded
     def __init__(self, model: str, settings: EncodingSettings, batch_size: int, sleeps: bool):
         self.encoding = TextEncoding(model, settings, asleep=sleeps)
         self.device, self.batch_size, self.asleep = settings.device, batch_size, sleeps
