@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import ray
 
+from tasks.actors.collector import collects_once_loaded
 from tasks.config.reward import RewardFunctionConfig
 from tasks.rewards import Reward, RewardError, RewardResult, ScoredPrompt, get_reward
 from tasks.rewards.served import ServedModel
@@ -26,6 +27,7 @@ class RewardWorker:
         asked: name of the `RewardModelServer` that the reward asks; None for one that asks nobody, or somebody else.
     """
 
+    @collects_once_loaded
     def __init__(self, name: str, config: RewardFunctionConfig, asked: str | None = None):
         self.name, self.config, self._asked = name, config, asked
         self._found: ServedModel | None = None

@@ -20,6 +20,7 @@ from models.weights.buckets import from_host
 from models.weights.canary import Agreement, check_velocity
 from models.weights.digests import DigestBook, check_digests, digests_of
 from models.weights.trainable import WeightSyncError
+from tasks.actors.collector import collects_once_loaded
 from tasks.actors.memory import measures_gpu_memory
 from tasks.actors.messages import Loaded, PolicyWeights, Proof, RolloutReply
 from tasks.actors.weight_transport import Arrival, Courier, Parcel
@@ -35,6 +36,7 @@ class RolloutWorker:
     """One rollout worker: an engine and its weights."""
 
     @measures_gpu_memory("load")
+    @collects_once_loaded
     def __init__(self, model_config: DiffusionModelConfig, settings: DiffusionRolloutConfig, device: str):
         torch.set_num_threads(settings.num_threads)
         self.engine = _engine(model_config, settings, device)

@@ -1,18 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The run's own text encoders: a Ray actor that encodes prompts, and how the driver asks it."""
+"""The run's own text encoders: a Ray actor that encodes prompts."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from tasks.actors.cluster import ActorGroup, RankPlaces
+from tasks.actors.collector import collects_once_loaded
 from tasks.actors.memory import measures_gpu_memory
-from tasks.actors.waiting import get
-from tasks.config.data import TextEncoderConfig
 from tasks.data.embeddings import Row, encoded_rows
 from tasks.data.prompts import Prompt
 from tasks.data.text_encoding import EncodingSettings, TextEncoding
-
-IN_A_CALL = 64
-"""Prompts, about: what a call answers is in Ray's object store and in the driver at a time."""
 
 
 class TextEncoder:
@@ -26,6 +21,7 @@ class TextEncoder:
     """
 
     @measures_gpu_memory("load")
+    @collects_once_loaded
     def __init__(self, model: str, settings: EncodingSettings, batch_size: int, sleeps: bool):
         self.encoding = TextEncoding(model, settings, asleep=sleeps)
         self.device, self.batch_size, self.asleep = settings.device, batch_size, sleeps
@@ -53,56 +49,3 @@ class TextEncoder:
         """Give up the GPU's memory until there is something to encode."""
         self.encoding.to("cpu")
         self.asleep = True
-
-
-class TextEncoderGroup:
-    """The run's text encoders as the driver sees them: one process, which Ray starts again if it dies.
-
-    Args:
-        model: folder in diffusers format.
-        config: where they are.
-        settings: how they encode.
-        places: those of the trainer's ranks, of which they share the first if they are colocated.
-    """
-
-    def __init__(
-        self, model: str, config: TextEncoderConfig, settings: EncodingSettings, places: RankPlaces | None = None
-    ):
-        self.config = config
-        shared = places if config.is_colocated else None
-        self.group = ActorGroup(
-            TextEncoder,
-            1,
-            config.own_gpus if shared is None else shared.num_gpus,
-            (model, settings, config.batch_size, config.sleeps),
-            places=shared,
-            max_restarts=config.max_restarts,
-            max_task_retries=-1 if config.max_restarts else 0,
-        )
-
-    def ready(self, prompts: Sequence[Prompt]) -> None:
-        """Wait until the models are loaded. Raises DatasetError for a prompt that is too long for them."""
-        self.group.call_all("check", prompts)
-
-    def encode(self, prompts: Sequence[Prompt]) -> list[Row]:
-        """See `TextEncoder.encode`; afterwards they sleep, where they do."""
-        (actor,) = self.group.actors
-        rows: list[Row] = []
-        for part in self._calls(prompts):
-            rows += get(actor.encode.remote(part))
-        if self.config.sleeps:
-            get(actor.sleep.remote())
-        return rows
-
-    def start(self, prompts: Sequence[Prompt]) -> Callable[[], list[Row]]:
-        """Have them encoded in the same calls as `encode`, and return at once; call what this gives for the rows.
-
-        Not for text encoders that sleep: somebody else has the GPU's memory meanwhile.
-        """
-        (actor,) = self.group.actors
-        asked = [actor.encode.remote(part) for part in self._calls(prompts)]
-        return lambda: [row for call in asked for row in get(call)]
-
-    def _calls(self, prompts: Sequence[Prompt]) -> list[Sequence[Prompt]]:
-        size = max(IN_A_CALL // self.config.batch_size, 1) * self.config.batch_size
-        return [prompts[start : start + size] for start in range(0, len(prompts), size)]

@@ -21,6 +21,7 @@ from models.weights.buckets import HostBucket, buckets, to_host
 from models.weights.canary import Canary
 from models.weights.digests import DigestBook
 from models.weights.trainable import export_weights
+from tasks.actors.collector import collects_once_loaded
 from tasks.actors.memory import measures_gpu_memory
 from tasks.actors.messages import (
     CanaryAnswer,
@@ -61,6 +62,7 @@ class TrainerRank:
             return ray.util.get_node_ip_address(), probe.getsockname()[1]
 
     @measures_gpu_memory("load")
+    @collects_once_loaded
     def initialize(self, rank: int, world_size: int, address: tuple[str, int]) -> bool:
         """Join the process group and build the engine."""
         # Also gloo on CUDA: for what lies in host memory, and for checkpoints that are written in the background.

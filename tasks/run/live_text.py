@@ -6,7 +6,7 @@ from pathlib import Path
 from models.families.base import DiffusionModelBase, DiffusionModelConfig
 from models.families.latents import pipeline_config
 from tasks.actors.cluster import RankPlaces
-from tasks.actors.text_encoder import TextEncoderGroup
+from tasks.actors.text_encoder_group import TextEncoderGroup
 from tasks.config.errors import ConfigError
 from tasks.config.tree import TrainConfig
 from tasks.data.digests import TEXT_SIDE, WEIGHTS, parts_digest

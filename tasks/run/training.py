@@ -14,7 +14,7 @@ from tasks.actors.cluster import ActorGroup
 from tasks.actors.machines import MachineWatch
 from tasks.actors.reward_group import RewardGroup
 from tasks.actors.rollout_group import RolloutGroup
-from tasks.actors.text_encoder import TextEncoderGroup
+from tasks.actors.text_encoder_group import TextEncoderGroup
 from tasks.actors.trainer_group import TrainerGroup
 from tasks.config.tree import TrainConfig
 from tasks.data.pairs import Pair, PairDataset

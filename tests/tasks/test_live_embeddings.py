@@ -20,7 +20,8 @@ from typer.testing import CliRunner
 from flows.prepare import app
 from models.schedulers.noise_keys import NoiseKey
 from tasks.actors.cluster import ray_cluster
-from tasks.actors.text_encoder import TextEncoder, TextEncoderGroup
+from tasks.actors.text_encoder import TextEncoder
+from tasks.actors.text_encoder_group import TextEncoderGroup
 from tasks.config.data import TextEncoderConfig
 from tasks.config.errors import ConfigError
 from tasks.config.trainer import RayConfig
