@@ -88,21 +88,21 @@ $(TESTS): export RAY_prestart_worker_first_driver = 0
 # first touch of a page is the most expensive part of that: in pages of 2 MiB, and kept, they take two thirds the time.
 $(TESTS): export GLIBC_TUNABLES = glibc.malloc.hugetlb=1
 $(TESTS): export PYTHONMALLOC = malloc
-# And each would compile the project's modules anew where these may not be kept.
-$(TESTS): export PYTHONDONTWRITEBYTECODE =
 $(TESTS): export MALLOC_TOP_PAD_ = 67108864
 $(TESTS): export MALLOC_TRIM_THRESHOLD_ = 1000000000
 $(TESTS): export MALLOC_MMAP_THRESHOLD_ = 33554432
+# And each would compile the project's modules anew where these may not be kept.
+$(TESTS): export PYTHONDONTWRITEBYTECODE =
 
 test-platform: $(VENV)/.dev
-	@$(BIN)/python -m pytest tests/platform -m "not learning" $(foreach part,$(SERVED),--ignore tests/platform/test_$(part).py)
+	@$(BIN)/python -m pytest tests/platform $(foreach part,learning $(SERVED),--ignore tests/platform/test_$(part).py)
 
 test-served: $(VENV)/.dev
 	@$(BIN)/python -m pytest $(foreach part,$(SERVED),tests/platform/test_$(part).py)
 
 # It needs the base model, whose training takes three minutes: `make test` does without.
 test-learning: $(VENV)/.dev data ## the one test that `make test` does without: that the recipe learns
-	@$(BIN)/python -m pytest tests/platform -m learning
+	@$(BIN)/python -m pytest tests/platform/test_learning.py
 
 test-units: $(VENV)/.dev
 	@$(BIN)/python -m pytest $(UNITS)

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What runs when: the flows and their typed parameters."""
 
-import gc
 import os
 
-# Imports make a few million objects that stay, and the collector looks through all of them again and again, in vain:
-# 0.7 s of the 5 of `import flows.train`. It goes by steps of 50,000 new ones in place of 700.
-gc.set_threshold(50_000)
+from tasks.system.collector import take_large_steps
+
+take_large_steps()
 # A closed network must cost nothing and nobody is watched: each of these programs would call home otherwise. (The
 # last are there for the terminal: libraries would draw bars of their own for every file.)
 for _switch in (

@@ -3,7 +3,7 @@
 
 import os
 
-from tasks.actors.collector import take_large_steps
+from tasks.system.collector import take_large_steps
 
 RETRIED = r"^Task .* failed\. There are \d+ retries remaining, so the task will be retried\. Error: User exception"
 """Ray prints it, with all frames, of every try of a reward that fails. The last error is the run's."""

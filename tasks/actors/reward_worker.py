@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import ray
 
-from tasks.actors.collector import collects_once_loaded
 from tasks.config.reward import RewardFunctionConfig
 from tasks.rewards import Reward, RewardError, RewardResult, ScoredPrompt, get_reward
 from tasks.rewards.served import ServedModel
+from tasks.system.collector import collects_once_loaded
 
 STANDARD_ERROR = 2
 

@@ -20,11 +20,11 @@ from models.weights.buckets import from_host
 from models.weights.canary import Agreement, check_velocity
 from models.weights.digests import DigestBook, check_digests, digests_of
 from models.weights.trainable import WeightSyncError
-from tasks.actors.collector import collects_once_loaded
 from tasks.actors.memory import measures_gpu_memory
 from tasks.actors.messages import Loaded, PolicyWeights, Proof, RolloutReply
 from tasks.actors.weight_transport import Arrival, Courier, Parcel
 from tasks.config.rollout import DiffusionRolloutConfig
+from tasks.system.collector import collects_once_loaded
 from tasks.system.stopwatch import Stopwatch
 
 

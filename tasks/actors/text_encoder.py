@@ -3,11 +3,11 @@
 
 from collections.abc import Sequence
 
-from tasks.actors.collector import collects_once_loaded
 from tasks.actors.memory import measures_gpu_memory
 from tasks.data.embeddings import Row, encoded_rows
 from tasks.data.prompts import Prompt
 from tasks.data.text_encoding import EncodingSettings, TextEncoding
+from tasks.system.collector import collects_once_loaded
 
 
 class TextEncoder:

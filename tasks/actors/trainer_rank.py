@@ -21,7 +21,6 @@ from models.weights.buckets import HostBucket, buckets, to_host
 from models.weights.canary import Canary
 from models.weights.digests import DigestBook
 from models.weights.trainable import export_weights
-from tasks.actors.collector import collects_once_loaded
 from tasks.actors.memory import measures_gpu_memory
 from tasks.actors.messages import (
     CanaryAnswer,
@@ -34,6 +33,7 @@ from tasks.actors.messages import (
 )
 from tasks.actors.weight_transport import Courier, Route
 from tasks.config.trainer import TrainerConfig
+from tasks.system.collector import collects_once_loaded
 
 HOST_BUCKET_BYTES = 1 << 26
 """Of weights on their way to host memory: so much they take of the device meanwhile."""

@@ -119,7 +119,6 @@ def test_pairs_of_stable_diffusion_3_are_made_and_a_run_takes_them(here: Path) -
     assert batch.trajectories.latents.std() > 0.01, "not one grey picture like another"
 
 
-@pytest.mark.usefixtures("one_rank")
 def test_made_in_another_folder_the_data_is_the_same_to_the_byte(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,6 +134,7 @@ def test_made_in_another_folder_the_data_is_the_same_to_the_byte(
     assert again == {name: expected[name] for name in again}
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_a_trainer_learns_from_these_pairs(here: Path) -> None:
     """It starts knowing nothing of them, and orders them rightly after some steps over the same two."""
     pairs, store = PairDataset.open("data/sd3_pairs"), PromptEmbeddings.open("data/sd3_embeddings")

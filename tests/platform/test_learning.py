@@ -31,7 +31,6 @@ def workspace_of_digits(tmp_path: Path, prefect_server: dict[str, str]) -> Works
 
 
 @pytest.mark.slow
-@pytest.mark.learning
 def test_sixteen_iterations_raise_the_held_out_reward(workspace_of_digits: Workspace) -> None:
     """Paired over the 48 held-out prompts, same noise before and after; one-sided, p < 0.01."""
     changes = ("trainer.total_training_steps=16", "trainer.test_freq=0", "actor_rollout_ref.rollout.val_kwargs.n=4")
