@@ -12,18 +12,7 @@ RUNS ?= 2
 SERVED = services sweep_runs reproduce deployment
 UNITS = --ignore tests/platform --ignore tests/omni --ignore tests/gpu/test_flow.py --ignore tests/pages
 UV_VERSION = 0.13.9
-# `make check` runs these three side by side. The first has all that forks ranks and examples: what these import
-# beforehand takes 7 s, and so is imported once. The last waits for other programs more than it computes, and has so much
-# beside them that all three end at about the same time.
-CHECKED = -m "not ray and not slow"
-CHECKS = check-models check-rest check-programs
-WITH_REST = $(foreach part,engine_losses memory products random_models real_size tiny_base_model words_base_model,\
-	tests/models/test_$(part).py)
-WITH_MODELS = $(filter-out $(WITH_REST),$(wildcard tests/models/test_*.py)) $(foreach part,examples guides,tests/docs/test_$(part).py)
-PROGRAMS = tests/test_floors.py $(foreach part,commands recipes stopping,tests/flows/test_$(part).py) \
-	$(foreach part,bounds child_run judge lineage remote_reward report second_trackers signals watchdog,\
-	tests/tasks/test_$(part).py)
-TESTS = test-platform test-served test-units test-omni test-alone test-learning test-pages $(CHECKS)
+TESTS = test-platform test-served test-units test-omni test-alone test-learning test-pages check-tests
 
 # Nobody is watched, and nothing waits for a network that may be closed.
 export DO_NOT_TRACK = true
@@ -120,18 +109,12 @@ test-pages: $(VENV)/.pages ## the pages of a run in this machine's Chromium or C
 screenshots: $(VENV)/.pages .doubleflow ## make the docs' pictures of pages anew, from a short run
 	@$(BIN)/python -m docs.screenshots
 
-# The lint, quick where mypy has its cache, makes room for the third part of the tests.
+# Three processes on two cores: some tests wait for other programs more than they compute.
 check: $(VENV)/.dev ## lint and the quick tests that start no Ray: before each commit
-	@$(MAKE) --no-print-directory --jobs 3 --output-sync=target lint $(CHECKS)
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target lint check-tests
 
-check-models: $(VENV)/.dev
-	@$(BIN)/python -m pytest $(WITH_MODELS) $(CHECKED)
-
-check-rest: $(VENV)/.dev
-	@$(BIN)/python -m pytest $(UNITS) $(addprefix --ignore ,$(WITH_MODELS) $(PROGRAMS)) $(CHECKED)
-
-check-programs: $(VENV)/.dev
-	@$(BIN)/python -m pytest $(PROGRAMS) $(CHECKED)
+check-tests: $(VENV)/.dev
+	@$(BIN)/python -m pytest -p tests.support.side_by_side --processes 3 $(UNITS) -m "not ray and not slow"
 
 lint: $(VENV)/.dev ## style, types and the direction of imports
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports

@@ -30,6 +30,14 @@ STARTS_FLOWS = "prefect_server"
 ACTORS = "tests.support.weight_actors"
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Where tests run side by side, ranks are forks of this process, before it imports any test."""
+    if config.pluginmanager.hasplugin("tests.support.side_by_side"):
+        from tests.support.forked import serve_from_here
+
+        serve_from_here()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark `ray` on the tests of a module that has Ray, a cluster, or actors for tests among its names."""
     for module in {getattr(item, "module", None) for item in items}:

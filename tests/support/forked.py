@@ -8,11 +8,14 @@ from its own folder or path, and Ray, which reads its settings from the environm
 
 import atexit
 import gc
+import importlib
 import multiprocessing as mp
 import os
 import runpy
+import socket
 import sys
 from collections.abc import Sequence
+from multiprocessing import connection, forkserver, resource_tracker
 from pathlib import Path
 from types import ModuleType
 
@@ -48,6 +51,32 @@ def preload_commands() -> None:
     Ranks and examples do without: it takes as long again.
     """
     CONTEXT.set_forkserver_preload([*OF_RANKS, *OF_COMMANDS])
+
+
+def serve_from_here() -> None:
+    """Import what ranks need, and make the process that forks a fork of this one, for all children of this one too.
+
+    multiprocessing would start an interpreter for it, which imports all that once more, and another for each child.
+    """
+    for name in OF_RANKS:
+        importlib.import_module(name)
+    resource_tracker.ensure_running()
+    server = forkserver._forkserver
+    with socket.socket(socket.AF_UNIX) as listener:
+        address = connection.arbitrary_address("AF_UNIX")
+        listener.bind(address)
+        os.chmod(address, 0o600)
+        listener.listen()
+        alive, hold = os.pipe()
+        if os.fork() == 0:
+            os.close(hold)
+            try:
+                forkserver.main(listener.fileno(), alive, [])  # until nobody has the other end
+            finally:
+                os._exit(0)
+        os.close(alive)
+    server._forkserver_address, server._forkserver_alive_fd = address, hold
+    server.ensure_running = lambda: None
 
 
 class Program:

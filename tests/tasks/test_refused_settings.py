@@ -12,6 +12,7 @@ import yaml
 from flows.recipes import load_recipe, parse_changes
 from models.schedulers.noise_keys import NoiseKey
 from tasks.actors.rollout_group import window_of_batch
+from tasks.data.base_weights import MEMORY
 from tasks.data.embeddings import write_embeddings
 from tasks.data.prompts import build_prompt_table, load_prompts
 from tasks.run.preflight import check_inputs
@@ -90,7 +91,8 @@ def test_a_bad_setting_is_refused_on_the_driver(
     monkeypatch.chdir(folder)
     with pytest.raises((ValueError, FileNotFoundError), match=message.replace("[", r"\[")):
         check_inputs(load_recipe("tiny").with_changes(parse_changes([setting])))
-    assert {path.name for path in folder.iterdir()} == {"data", "prefect.yaml"}
+    digests = MEMORY.parts[0]  # remembered where the model is some seconds old already, as on a busy machine
+    assert {path.name for path in folder.iterdir()} - {digests} == {"data", "prefect.yaml"}
 
 
 FORWARD = ["algorithm.name=diffusion_nft", "algorithm.num_train_timesteps=2"]
