@@ -26,8 +26,9 @@ from prefect.artifacts import create_table_artifact
 from flows.deploy.access import shared_server
 from flows.names import name_search
 from tasks.actors.child_run import ChildDied, ChildRun, child_run, shared_place
+from tasks.config.overrides import NoChange
 from tasks.config.sweep import SweepConfig, check_fields
-from tasks.config.tree import NO_OVERRIDES, TrainConfig, TrainOverrides
+from tasks.config.tree import NO_OVERRIDES, Recipe, TrainConfig, TrainOverrides
 from tasks.records.tracking import Tracker
 from tasks.run.opening import apply_overrides
 from tasks.run.preflight import check_inputs
@@ -37,7 +38,7 @@ optuna.logging.set_verbosity(optuna.logging.WARNING)  # else it tells the termin
 
 
 @flow(name="sweep", flow_run_name=name_search, persist_result=False)
-def sweep(config: TrainConfig, search: SweepConfig, overrides: TrainOverrides | None = NO_OVERRIDES) -> dict[str, Any]:
+def sweep(config: Recipe, search: SweepConfig, overrides: TrainOverrides | NoChange = NO_OVERRIDES) -> dict[str, Any]:
     """Train with many settings, at most `search.parallel` at a time, and find the best.
 
     Every run is a process and an MLflow run under the sweep's own; all share a Ray cluster and Prefect's server. One

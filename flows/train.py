@@ -23,7 +23,8 @@ from flows.names import name_training
 from models.training.engine import HeldWeights
 from tasks.actors.trainer_group import Synced
 from tasks.config.common import CommonSettings, combined
-from tasks.config.tree import NO_OVERRIDES, TrainConfig, TrainOverrides
+from tasks.config.overrides import NoChange
+from tasks.config.tree import NO_OVERRIDES, Recipe, TrainOverrides
 from tasks.records.flow_page import flow_page, page_logger
 from tasks.records.metrics import (
     SYNC,
@@ -61,7 +62,10 @@ WAITING = "wait_for_writes"
 
 @flow(name="train", flow_run_name=name_training, persist_result=False)
 def train(
-    common: CommonSettings | None = NO_COMMON, *, config: TrainConfig, overrides: TrainOverrides | None = NO_OVERRIDES
+    common: CommonSettings | NoChange = NO_COMMON,
+    *,
+    config: Recipe,
+    overrides: TrainOverrides | NoChange = NO_OVERRIDES,
 ) -> State:
     """Post-train a flow-matching model by reinforcement learning.
 

@@ -14,7 +14,8 @@ from pathlib import Path
 from prefect import flow
 
 from flows.names import name_validation
-from tasks.config.tree import NO_OVERRIDES, TrainConfig, TrainOverrides
+from tasks.config.overrides import NoChange
+from tasks.config.tree import NO_OVERRIDES, Recipe, TrainOverrides
 from tasks.run.iteration_prompts import have_encoded
 from tasks.run.opening import apply_overrides, open_measurement
 from tasks.run.preflight import ConfigError, check_inputs
@@ -24,7 +25,7 @@ from tasks.system.stopwatch import Stopwatch
 
 @flow(name="validate", flow_run_name=name_validation, persist_result=False)
 def validate(
-    config: TrainConfig, weights: Path | None = None, overrides: TrainOverrides | None = NO_OVERRIDES
+    config: Recipe, weights: Path | None = None, overrides: TrainOverrides | NoChange = NO_OVERRIDES
 ) -> dict[str, float]:
     """Measure one set of weights on the held-out prompts, and log it as an MLflow run of its own.
 

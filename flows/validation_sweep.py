@@ -15,7 +15,8 @@ from prefect.states import Completed, State
 from flows.names import name_model
 from tasks.actors.rollout_group import RolloutGroup
 from tasks.config.measurement import Measurement
-from tasks.config.tree import NO_OVERRIDES, TrainConfig, TrainOverrides
+from tasks.config.overrides import NoChange
+from tasks.config.tree import NO_OVERRIDES, Recipe, TrainConfig, TrainOverrides
 from tasks.records.comparison import paired_gain
 from tasks.records.model_registry import (
     ITERATION,
@@ -43,7 +44,7 @@ event `prefect.flow-run.Regression` tells an automation the two apart."""
 
 @flow(name="validation-sweep", flow_run_name=name_model, persist_result=False)
 def validation_sweep(
-    config: TrainConfig, measurement: Measurement | None = None, overrides: TrainOverrides | None = NO_OVERRIDES
+    config: Recipe, measurement: Measurement | None = None, overrides: TrainOverrides | NoChange = NO_OVERRIDES
 ) -> State:
     """Measure the registered weights of a recipe that are not measured yet, and judge each against base and best.
 

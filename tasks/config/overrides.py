@@ -3,18 +3,23 @@
 
 import copy
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, cast
+from itertools import chain
+from types import NoneType
+from typing import Annotated, Any, TypeAlias, cast, get_args
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    GetJsonSchemaHandler,
     ValidationInfo,
     create_model,
     field_validator,
     model_serializer,
 )
 from pydantic.fields import FieldInfo
+from pydantic.json_schema import JsonSchemaValue, SkipJsonSchema
+from pydantic_core import CoreSchema
 
 from models.config.bounds import check_truth
 from tasks.config.errors import ConfigError
@@ -87,6 +92,24 @@ class Form(BaseModel):
         return {name: getattr(self, name) for name in type(self).model_fields if name in self.model_fields_set}
 
 
+class FormOf:
+    """A mark on a parameter of a flow: its form is that of another class.
+
+    Prefect's form sends the default of every field that nobody has touched, as if it had been chosen: a config's then
+    go before those that its algorithm's name stands for. In the form of an `optional` section fields have none.
+    """
+
+    def __init__(self, shown: type[BaseModel]):
+        self.shown = shown
+
+    def __get_pydantic_json_schema__(self, _schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return handler(self.shown.__pydantic_core_schema__)
+
+
+NoChange: TypeAlias = SkipJsonSchema[None]
+"""Null for changes, which a form does not offer: beside it Prefect's would tell of a wrong value at no field."""
+
+
 def left_out(info: FieldInfo) -> tuple[Any, FieldInfo]:
     """A field as `info` has it, that may be left out; null is one of its values only where it was before.
 
@@ -100,13 +123,33 @@ def left_out(info: FieldInfo) -> tuple[Any, FieldInfo]:
         schema.pop("default", None)
         if callable(info.json_schema_extra):
             info.json_schema_extra(schema)
+        _offer_truth(schema)
         _keep_type(schema)
 
     field = Field(default=None, description=info.description, json_schema_extra=without_default)
     return bounded, cast(FieldInfo, field)
 
 
-PLAIN_TYPES = ("integer", "number", "boolean")
+PLAIN_TYPES = ("integer", "number")
+TRUTH = [True, False]
+
+
+def _offer_truth(schema: dict[str, Any]) -> None:
+    """Have a form offer true and false, and choose neither.
+
+    Of a boolean Prefect's form sends false where nobody has touched it, and a run would have all of them off. What has
+    values and no type it leaves out until one is chosen.
+    """
+    counted = [_values(choice) for choice in schema.get("anyOf", [schema])]
+    if all(counted) and TRUTH in counted:
+        for name in ("type", "anyOf"):
+            schema.pop(name, None)
+        schema["enum"] = [*chain(*counted)]
+
+
+def _values(schema: Mapping[str, Any]) -> list[Any]:
+    """What a schema lets through, where that can be counted."""
+    return TRUTH if schema.get("type") == "boolean" else [schema["const"]] if "const" in schema else []
 
 
 def _keep_type(schema: dict[str, Any]) -> None:
@@ -120,6 +163,18 @@ def _keep_type(schema: dict[str, Any]) -> None:
         schema["allOf"] = [told]
 
 
+def _with_section_left_out(info: FieldInfo) -> FieldInfo:
+    """Of a section that may be null, its fields too may be left out: Prefect's form begins to fill it in, and what is
+    only begun is refused."""
+    kinds = get_args(info.annotation)
+    section = kinds[0] if len(kinds) == 2 and kinds[1] is NoneType else None
+    if not (isinstance(section, type) and issubclass(section, BaseModel)):
+        return info
+    found = copy.copy(info)
+    found.annotation = cast(Any, optional(section) | None)
+    return found
+
+
 def optional(section: type[BaseModel]) -> type[BaseModel]:
     """The same section with every field optional: descriptions and bounds stay, cross-checks wait for the merge."""
     fields: dict[str, Any] = {}
@@ -128,5 +183,5 @@ def optional(section: type[BaseModel]) -> type[BaseModel]:
             below = optional(info.annotation)
             fields[name] = (below, Field(default_factory=below, description=info.description))
         else:
-            fields[name] = left_out(info)
+            fields[name] = left_out(_with_section_left_out(info))
     return create_model(f"{section.__name__}Override", __base__=Form, __doc__=section.__doc__, **fields)

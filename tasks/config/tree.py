@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self, TypeAlias
 
 from pydantic import BaseModel, Field, ModelWrapValidatorHandler, PrivateAttr, ValidationError, model_validator
 
@@ -23,7 +23,7 @@ from tasks.config.algorithm import DiffusionAlgoConfig
 from tasks.config.data import FILES, DataConfig
 from tasks.config.errors import ConfigError, described
 from tasks.config.identity import paced_by_length, shaping
-from tasks.config.overrides import flat, merged, optional, set_fields, without
+from tasks.config.overrides import FormOf, flat, merged, optional, set_fields, without
 from tasks.config.presets import absent, decided_by_name, preset, tree_of
 from tasks.config.reward import RewardConfig
 from tasks.config.rollout import DiffusionRolloutConfig
@@ -291,6 +291,9 @@ if TYPE_CHECKING:  # a type checker takes no class that a call has made
 else:
     TrainOverrides = optional(TrainConfig)
     """Changes to a recipe: any part of the tree, the rest left out."""
+
+Recipe: TypeAlias = Annotated[TrainConfig, FormOf(TrainOverrides)]
+"""A config as a flow takes it: its form has the fields that a recipe sets, and the others empty."""
 
 NO_OVERRIDES = TrainOverrides()
 """What a form begins with: a section of its own, and not null."""

@@ -88,6 +88,23 @@ def test_no_section_of_the_form_is_shown_as_none() -> None:
     assert parameters["overrides"]["default"] == parameters["common"]["default"] == {}
     assert definitions["TrainConfigOverride"]["properties"]["trainer"]["$ref"].endswith("/TrainerConfigOverride")
     assert definitions["TrainerConfigOverride"]["properties"]["seed"]["allOf"][0]["type"] == "integer"
+    for name in ("common", "overrides"):
+        assert "anyOf" not in parameters[name], "below null or a section a wrong value has no field of its own"
+
+
+def test_the_form_fills_in_nothing_that_may_be_left_out() -> None:
+    """Prefect's sends false for a boolean, and the default of what has one, where nobody has touched it."""
+    _, definitions = form_of("quickstart")
+    offered = 0
+    for name in [*(name for name in definitions if name.endswith("Override")), "CommonSettings"]:
+        for field, entry in definitions[name]["properties"].items():
+            choices = entry.get("anyOf", [entry])
+            assert "default" not in entry or entry["default"] == {}, (name, field)
+            assert choices[0].get("type") not in ("boolean", "null"), (name, field)
+            below = choices[0].get("$ref", "").rpartition("/")[2]
+            assert not below or below.endswith("Override"), (name, field)
+            offered += True in entry.get("enum", ())
+    assert offered > 30
 
 
 @pytest.mark.parametrize(
@@ -96,7 +113,7 @@ def test_no_section_of_the_form_is_shown_as_none() -> None:
         ({"trainer": {"seed": "many"}}, "'overrides.trainer.seed'. Failure reason: 'many' is not of type 'integer'"),
         ({"trainer": {"seed": 1.5}}, "1.5 is not of type 'integer'"),
         ({"actor_rollout_ref": {"actor": {"optim": {"lr": "low"}}}}, "'low' is not of type 'number'"),
-        ({"trainer": {"val_before_train": "yes"}}, "'yes' is not of type 'boolean'"),
+        ({"trainer": {"val_before_train": "yes"}}, "'yes' is not one of [True, False]"),
         ({"trainer": {"total_training_steps": -1}}, "-1 is less than the minimum of 1"),
     ],
 )
@@ -119,9 +136,9 @@ def test_the_form_offers_what_there_is_to_choose_from() -> None:
     _, definitions = form_of("quickstart")
 
     def offered(section: str, field: str) -> Any:
-        return {name: definitions[name]["properties"][field] for name in (section, f"{section}Override")}.values()
+        return definitions[f"{section}Override"]["properties"][field]
 
-    for field in (*offered("DiffusionAlgoConfig", "name"), definitions["CommonSettings"]["properties"]["algorithm"]):
+    for field in (offered("DiffusionAlgoConfig", "name"), definitions["CommonSettings"]["properties"]["algorithm"]):
         assert field["enum"] == [*PRESETS]
     registered = {
         ("DiffusionLossConfig", "loss_mode"): shipped(_LOSSES.entries),
@@ -129,10 +146,9 @@ def test_the_form_offers_what_there_is_to_choose_from() -> None:
         ("DiffusionRolloutAlgoConfig", "sde_type"): shipped({name: k.step for name, k in KERNELS.items()}),
     }
     for (section, name), known in registered.items():
-        for field in offered(section, name):
-            ours, own = field["anyOf"]
-            assert {*ours["enum"]} == known
-            assert all(re.search(own["pattern"], text) for text in ("own_name", "package.module:object"))
+        ours, own = offered(section, name)["anyOf"]
+        assert {*ours["enum"]} == known
+        assert all(re.search(own["pattern"], text) for text in ("own_name", "package.module:object"))
     ours, own = definitions["CommonSettings"]["properties"]["reward"]["anyOf"]
     assert {*ours["enum"]} == shipped(_REGISTRY)
     assert re.search(own["pattern"], "package.module:object")

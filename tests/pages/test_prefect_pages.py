@@ -2,13 +2,16 @@
 """Prefect's pages of a run, and the form that starts one."""
 
 import re
+from typing import Any
 
 from playwright.sync_api import BrowserContext, Locator, Page
 
 from tasks.config.common import CommonSettings
+from tasks.config.overrides import flat
+from tasks.config.tree import TrainConfig
 from tests.pages.conftest import Shown
 from tests.support.browser import opened, text_of, wait_for_text
-from tests.support.patience import post
+from tests.support.patience import post, wait_until
 
 FIELD = ".schema-form-property"
 
@@ -41,9 +44,9 @@ def test_the_progress_artifact_shows_curve_pictures_and_links(shown: Shown, brow
 
 
 def field(page: Page, title: str) -> Locator:
-    """The first field of this title that is no section."""
-    label = page.locator("label", has_text=re.compile(rf"^{title} \(Optional\)$"))
-    return page.locator(f"{FIELD}:not({FIELD}-any-of-input)", has=label).first
+    """The first field of this title: those of `common` come before the recipe's."""
+    label = f"> .p-label__header .schema-form-property__label:text-is('{title} (Optional)')"
+    return page.locator(f"{FIELD}:has({label})").first
 
 
 def test_the_form_begins_with_the_ten_fields_that_people_change_first(deployment: str, browser: BrowserContext) -> None:
@@ -58,13 +61,32 @@ def test_the_form_begins_with_the_ten_fields_that_people_change_first(deployment
     assert reward.locator(".p-select-button").count() == 1
 
 
-def test_a_wrong_value_is_refused_with_its_field_and_what_would_be_right(
+def runs_of(shown: Shown) -> list[dict[str, Any]]:
+    """The flow runs that were created of the deployment."""
+    return list(post(f"{shown.prefect}/api/flow_runs/filter", {"deployments": {"name": {"any_": ["tiny"]}}}))
+
+
+def test_a_wrong_value_is_refused_at_its_field_with_what_would_be_right(
     shown: Shown, deployment: str, browser: BrowserContext
 ) -> None:
     page = opened(browser, f"{deployment}/run", "Total Training Steps")
     field(page, "Lr").locator("input").fill("-1")
     page.get_by_role("button", name="Submit").click()
-    wait_for_text(page, "Validation failed for field 'common.lr'")
-    assert "-1 is less than or equal to the minimum of 0" in text_of(page)
-    made = post(f"{shown.prefect}/api/flow_runs/filter", {"deployments": {"name": {"any_": ["tiny"]}}})
-    assert made == [], "nothing was created"
+    field(page, "Lr").get_by_text("-1 is less than or equal to the minimum of 0").wait_for()
+    assert runs_of(shown) == [], "nothing was created"
+
+
+def test_a_run_from_the_form_has_the_recipe_and_what_was_typed(
+    shown: Shown, deployment: str, browser: BrowserContext
+) -> None:
+    """What nobody has touched changes nothing: no switch is off, and no section begun."""
+    page = opened(browser, f"{deployment}/run", "Total Training Steps")
+    field(page, "Lr").locator("input").fill("0.5")
+    page.get_by_role("button", name="Submit").click()
+    (run,) = wait_until(lambda: runs_of(shown), "a run of the deployment")
+    (made,) = post(f"{shown.prefect}/api/deployments/filter", {"deployments": {"name": {"any_": ["tiny"]}}})
+    ran, recipe = run["parameters"]["config"], made["parameters"]["config"]
+    assert flat(ran) == flat(recipe), "but for sections that are empty"
+    assert TrainConfig.model_validate(ran).model_dump() == TrainConfig.model_validate(recipe).model_dump()
+    assert run["parameters"]["common"] == {"lr": 0.5}
+    assert flat(run["parameters"]["overrides"]) == {}

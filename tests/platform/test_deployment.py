@@ -137,5 +137,5 @@ def test_the_form_explains_every_parameter(deployed: Workspace) -> None:
         for name, field in schema.get("properties", {}).items()
         if "description" not in field
     ]
-    assert "TrainConfig" in definitions
+    assert "TrainConfigOverride" in definitions
     assert not missing

@@ -59,7 +59,11 @@ class Recorded:
 def recorded(tmp_path_factory: pytest.TempPathFactory, prepared: Path, prefect_server: dict[str, str]) -> Recorded:
     """On a cluster of its own."""
     workspace = make_workspace(tmp_path_factory.mktemp("recorded") / "workspace", prepared, prefect_server)
-    return Recorded(workspace, workspace.train("trainer.profile.iterations=[2]", "trainer.device_peak_tflops=2.0"))
+    # Ray warns of four workers to a core. It counts all but two for each of these, which nothing here needs.
+    few = replace(workspace, environment=workspace.environment | {"RAY_max_io_workers": "0"})
+    settings = ("trainer.profile.iterations=[2]", "trainer.device_peak_tflops=2.0")
+    many = ("ray_init.num_cpus=1", "reward.functions.jpeg_incompressibility.num_workers=3")
+    return Recorded(workspace, few.train(*settings, *many))
 
 
 def test_a_run_leaves_its_whole_record(recorded: Recorded) -> None:
@@ -207,6 +211,8 @@ def check_page(recorded: Recorded, run_id: str) -> None:
     kept = json.loads(Path(client.download_artifacts(run_id, "extremes/000002.json")).read_text())
     assert {sample["end"] for sample in kept["samples"]} == {"best", "worst"}
     assert json.loads(Path(client.download_artifacts(run_id, "overrides.json")).read_text()) == {
+        "ray_init.num_cpus": ["None", "1"],
+        "reward.functions.jpeg_incompressibility.num_workers": ["1", "3"],
         "trainer.device_peak_tflops": ["None", "2.0"],
         "trainer.profile.iterations": ["[]", "[2]"],
     }
