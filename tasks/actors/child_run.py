@@ -30,6 +30,7 @@ from models.errors import DoubleflowError
 from tasks.actors.cluster import ray_cluster
 from tasks.actors.ray_address import ClusterError
 from tasks.actors.watchdog import watchdog
+from tasks.actors.worker_forks import VARIABLE
 from tasks.config.tree import TrainConfig
 from tasks.system.late_mlflow import MlflowClient, mlflow_tags
 
@@ -67,9 +68,10 @@ def shared_place(config: TrainConfig, runs: int) -> Iterator[dict[str, str]]:
         return
     reserved, there = math.ceil(runs * config.reward.num_cpus), config.ray_init.num_cpus or os.cpu_count() or 1
     cpus = max(reserved, there) if reserved else config.ray_init.num_cpus
-    with ray_cluster(config.ray_init.model_copy(update={"num_cpus": cpus})), _imported():
+    with ray_cluster(config.ray_init.model_copy(update={"num_cpus": cpus})) as forks, _imported():
         _require_gpus(config, runs)
-        yield {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+        shared = {} if forks is None else {VARIABLE: str(forks)}
+        yield {"RAY_ADDRESS": ray.get_runtime_context().gcs_address} | shared
 
 
 @contextmanager

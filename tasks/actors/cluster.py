@@ -34,6 +34,7 @@ from tasks.actors.ray_address import ClusterError, require_listener
 from tasks.actors.ray_files import keep_token_private, working_folder
 from tasks.actors.waiting import get
 from tasks.actors.watchdog import MARK, ROUNDS, end_family, marked, watchdog
+from tasks.actors.worker_forks import FORKS, forked_environment, forks_for, started_by_python
 from tasks.config.trainer import RayConfig
 from tasks.system.signals import passed_on
 
@@ -99,7 +100,7 @@ def _worker_setup(folder: str | None, needs: WorkerNeeds) -> Callable[[], None]:
 
 
 @contextmanager
-def ray_cluster(config: RayConfig, needs: WorkerNeeds = WorkerNeeds()) -> Iterator[None]:
+def ray_cluster(config: RayConfig, needs: WorkerNeeds = WorkerNeeds()) -> Iterator[Path | None]:
     """Join the cluster at RAY_ADDRESS, or start one here; disconnect (and end one started here) afterwards.
 
     A driver that is killed in between takes the one started here along, and Prefect's temporary server. The files of
@@ -108,6 +109,9 @@ def ray_cluster(config: RayConfig, needs: WorkerNeeds = WorkerNeeds()) -> Iterat
     Args:
         config: which cluster.
         needs: of the actors' processes.
+
+    Returns:
+        the socket where forks are asked for, if workers are forks.
 
     Raises:
         ClusterError: the cluster at RAY_ADDRESS does not answer, or not to this process.
@@ -124,14 +128,18 @@ def ray_cluster(config: RayConfig, needs: WorkerNeeds = WorkerNeeds()) -> Iterat
     if address:
         environment["env_vars"] = {name: os.environ[name] for name in QUIET_ENVIRONMENT}
         place = {"address": address}
-    if address or needs != WorkerNeeds():
-        place["runtime_env"] = environment
     keep_token_private(makes_one=address is None)
     if address:
         require_listener(address)
-    with nullcontext() if address else working_folder() as folder, watchdog(folder):
+    with nullcontext() if address else working_folder() as folder, watchdog(folder), forks_for(config, folder) as forks:
         if folder is not None:
             place["_temp_dir"] = str(folder)
+        if forks is not None:
+            environment |= forked_environment(forks)
+            if folder is not None:  # what Ray starts beforehand is no fork, so that no actor would take it
+                place["_system_config"] = {"prestart_worker_first_driver": False}
+        if address or forks or needs != WorkerNeeds():
+            place["runtime_env"] = environment
         with _own_daemons_ended():
             try:
                 with _own_handler_of_sigterm():
@@ -142,7 +150,7 @@ def ray_cluster(config: RayConfig, needs: WorkerNeeds = WorkerNeeds()) -> Iterat
                     "RAY_ADDRESS, or, if it was started with a token, set RAY_AUTH_MODE=token and have the same token "
                     "here"
                 ) from error
-            yield
+            yield forks
 
 
 @contextmanager
@@ -181,7 +189,8 @@ def _is_of_ray(process: psutil.Process) -> bool:
     with suppress(psutil.NoSuchProcess):
         # A fork server has Ray's folder among its paths.
         words = [word for word in process.cmdline() if "multiprocessing" not in word]
-        return any(word.startswith("ray::") or RAY_FILES in word for word in words)
+        # A worker that was forked a moment ago has no title yet.
+        return any(word.startswith("ray::") or RAY_FILES in word or word == FORKS for word in words)
     return False
 
 
@@ -366,7 +375,7 @@ class ActorGroup:
         **options: Any,
     ):
         remote: Any = ray.remote(actor_class)
-        given = {"num_cpus": 0, "num_gpus": num_gpus} | options
+        given = {"num_cpus": 0, "num_gpus": num_gpus} | started_by_python(options.get("num_cpus", 0)) | options
         where = [{} if places is None else {"scheduling_strategy": places.place(i)} for i in range(count)]
         # A handle has its methods of the class, at run time: a type checker knows none of them.
         self.actors: list[Any] = [remote.options(**given | place).remote(*arguments) for place in where]

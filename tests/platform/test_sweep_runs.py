@@ -12,6 +12,7 @@ import pytest
 from optuna.trial import TrialState
 
 from flows.sweep import open_study
+from tasks.actors.worker_forks import FORKS
 from tasks.config.sweep import SweepConfig
 from tests.support.patience import PATIENCE, wait_until
 from tests.support.platform_helpers import Workspace
@@ -54,6 +55,15 @@ def raylets(process: psutil.Process) -> list[psutil.Process]:
     return found
 
 
+def forked_workers(process: psutil.Process) -> list[psutil.Process]:
+    """The process below this one whose forks are Ray's workers, and these."""
+    for child in process.children():
+        with suppress(psutil.NoSuchProcess):
+            if FORKS in child.cmdline():
+                return [child, *child.children()]
+    return []
+
+
 @pytest.mark.slow
 def test_a_killed_child_fails_alone_and_a_killed_sweep_goes_on(workspace: Workspace) -> None:
     """All on one cluster of the sweep's, which ends with it."""
@@ -66,10 +76,13 @@ def test_a_killed_child_fails_alone_and_a_killed_sweep_goes_on(workspace: Worksp
     wait_until(lambda: study.get_trials(deepcopy=False, states=[TrialState.FAIL]), "word that a child died")
     (raylet,), running = raylets(family), children(family)
     assert [child.pid for child in running] == [first[1].pid], "the other one goes on"
+    workers = forked_workers(family)
+    assert workers
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    psutil.wait_procs([*running, raylet], timeout=PATIENCE)
-    assert not [child for child in [*running, raylet] if child.is_running()]  # nobody trains for a sweep that is gone
+    left = [*running, raylet, *workers]
+    psutil.wait_procs(left, timeout=PATIENCE)
+    assert not [child for child in left if child.is_running()]  # nobody trains for a sweep that is gone
 
     result = json.loads(workspace.run(*command).splitlines()[-1])
     assert result["complete"] == 2
