@@ -80,8 +80,14 @@ def test_both_loops_have_the_published_settings() -> None:
     assert settings_of("recipe", config) == replace(PUBLISHED, window=(0, 9, 9))
     assert [name for name, entry in config.reward.functions.items() if entry.guard] == []
     assert config.reward.functions["ocr"] == load_recipe(recipe).reward.functions["ocr"]
-    for name, changes in VARIANTS.values():
-        load_recipe(name).with_changes(parse_changes(changes))
+
+
+def test_every_variant_of_the_words_reads_and_names_what_it_trains_on() -> None:
+    for name, (recipe, changes) in VARIANTS.items():
+        config = load_recipe(recipe)
+        rewards = config.with_changes(parse_changes(changes, recipe=config)).reward.functions
+        trained = [label for label, entry in rewards.items() if not entry.guard]
+        assert trained == (["ocr", "ink_and_paper"] if "colours" in name else ["ocr"])
 
 
 def test_the_public_loops_advantages_are_ours_but_for_their_deviation() -> None:
