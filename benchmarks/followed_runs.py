@@ -31,9 +31,13 @@ LOGGED = {
     "images": "perf/total_num_images",
     "reward": "critic/rewards/mean",
     "held_out": "val/reward/mean",
+    "read": "val/reward/ocr/mean",
+    "colours": "val/reward/ink_and_paper/mean",
     "clipped": "actor/pg_clipfrac",
 }
 """Name here -> MLflow's metric."""
+PARTS = ("read", "colours")
+"""Of the held-out reward; not every run has them."""
 Line = dict[str, Any]
 
 
@@ -145,6 +149,7 @@ class FollowedRun:
                 line = {"run": self.job.name, "seed": self.job.seed, "iteration": iteration, "images": round(images)}
                 line |= {"training_s": seconds, "wall_s": self.wall(), "reward": logged["reward"].get(iteration)}
                 line |= {"held_out": held_out, "clipped": logged["clipped"].get(iteration), "sharing": self.sharing}
+                line |= {name: logged[name].get(iteration) for name in PARTS if logged[name]}
                 append_line(self.log, line)
         return best
 

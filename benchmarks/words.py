@@ -1,22 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The words model on one GPU: what `make quickstart-gpu` learns, by seed and by what is trained how.
+"""The words model: what `make quickstart-gpu` learns, by seed and by what is trained how.
 
-    python -m benchmarks.words [--seeds 0 1 2] [--variants words ...] [--set FIELD=VALUE ...]
+    python -m benchmarks.words [--variants words ...] [--seeds 0 1 2] [--at-once 1] [--gpus 0 1] [--limit 900] [--write]
 
-Writes the table of docs/words.md and docs/words.png (held-out reward against minutes of training). A run that is
-finished is not made again. Needs `dvc repro data/words/dvc.yaml`; all seeds begin with that base model.
+Each iteration is a line of JSON in --log, as it comes; `--limit` seconds after the command's start what trains is
+stopped. A run that is finished is not made again. `--write` trains nothing and puts the table of all logs into
+docs/words.md, and docs/words.png (held-out reading against minutes of training) beside it. Needs `dvc repro
+data/words/dvc.yaml`; all seeds begin with that base model.
 """
 
 import argparse
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import matplotlib.pyplot as plt
 
 from benchmarks.docs import put_table
-from benchmarks.trained_runs import train
+from benchmarks.followed_runs import Curve, Job, add_run_options, curves_of, folder_of, follow, read_lines
 
 PAGE, SCRIPT = Path("docs/words.md"), "words.py"
 GOAL = 0.9
@@ -54,105 +57,92 @@ VARIANTS: dict[str, tuple[str, list[str]]] = {
 """Name -> recipe and what is changed of it; docs/words.md has what came of them, of the last nothing yet."""
 
 
-@dataclass(frozen=True)
-class Curve:
-    """One run.
-
-    Attributes:
-        held_out: iteration -> how OCR reads the held-out words; 0 is before training.
-        seconds: iteration -> how long it took, its validation included.
-        images: pictures an iteration.
-    """
-
-    variant: str
-    seed: int
-    held_out: dict[int, float]
-    seconds: dict[int, float]
-    images: float
-
-    def minutes(self, iteration: int) -> float:
-        """Of training, until the end of that iteration."""
-        return sum(value for step, value in self.seconds.items() if step <= iteration) / 60
-
-    def minutes_to_goal(self) -> float | None:
-        """None where no validation reached the goal."""
-        reached = [step for step, reward in sorted(self.held_out.items()) if reward >= GOAL]
-        return self.minutes(reached[0]) if reached else None
+def job(variant: str, seed: int, given: argparse.Namespace) -> Job:
+    """The run of a variant and a seed."""
+    recipe, own = VARIANTS[variant]
+    readers = [f"reward.functions.ocr.num_workers={given.readers}"] if given.readers else []
+    changes = [f"trainer.total_training_steps={given.iterations}", "trainer.save_freq=0", *readers, *own, *given.set]
+    return Job(variant, seed, recipe, changes, folder_of(given.folder, variant, seed))
 
 
-def trained(variant: str, seed: int, settings: Sequence[str]) -> Curve:
-    """Train in a process of its own, and read what MLflow has of it."""
-    recipe, changes = VARIANTS[variant]
-    given = [*changes, *settings, f"trainer.seed={seed}"]
-    _, client, run = train(recipe, given)
-
-    def history(name: str) -> dict[int, float]:
-        return {metric.step: metric.value for metric in client.get_metric_history(run.info.run_id, name)}
-
-    images = max(history("perf/total_num_images").values())
-    return Curve(variant, seed, history("val/reward/ocr/mean"), history("timing_s/step"), images)
+def read(line: Mapping[str, Any]) -> float:
+    """How OCR reads the held-out words; the held-out reward is more where colours are trained on."""
+    return float(line["read"])
 
 
-def table(curves: Iterable[Curve]) -> str:
+def minutes_to_goal(curve: Curve) -> str:
+    """Of training, until a measurement was there."""
+    reached = next((line for line in curve.measured if read(line) >= GOAL), None)
+    return "not reached" if reached is None else f"{reached['training_s'] / 60:.1f}"
+
+
+def seconds_of(curve: Curve) -> float:
+    """Median of an iteration; the first compiles and is left out."""
+    ends = [line["training_s"] for line in curve.lines[1:]]
+    return median([after - before for before, after in pairwise(ends)] or ends or [0.0])
+
+
+def table(curves: Mapping[str, Sequence[Curve]]) -> str:
     """A row for each variant."""
-    of_variant: dict[str, list[Curve]] = {}
-    for curve in curves:
-        of_variant.setdefault(curve.variant, []).append(curve)
     lines = [
-        f"| Variant | Seeds | Held-out reward before | after, each seed | Iterations | Minutes to {GOAL}, each seed "
-        "| Minutes in all | Seconds an iteration | Pictures a second |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| Variant | Seeds | Held-out before | at the end, each seed | highest, each seed "
+        f"| Colours as asked for | Iterations | Minutes of training to {GOAL} | in all | Runs on a GPU "
+        "| Seconds an iteration | Pictures a second |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for variant, runs in of_variant.items():
-        before = sum(run.held_out[0] for run in runs) / len(runs)
-        after = ", ".join(f"{run.held_out[max(run.held_out)]:.3f}" for run in runs)
-        to_goal = ", ".join("not reached" if (m := run.minutes_to_goal()) is None else f"{m:.1f}" for run in runs)
-        iterations = max(max(run.seconds) for run in runs)
-        total = ", ".join(f"{run.minutes(iterations):.1f}" for run in runs)
-        seconds = median(value for run in runs for value in run.seconds.values())
-        seeds = ", ".join(str(run.seed) for run in runs)
-        lines.append(
-            f"| {variant} | {seeds} | {before:.3f} | {after} | {iterations} | {to_goal} | {total} | {seconds:.1f} "
-            f"| {runs[0].images / seconds:.0f} |"
-        )
+    for variant, runs in curves.items():
+        last = [run.measured[-1] for run in runs]
+        seconds = median(seconds_of(run) for run in runs)
+        images = median(run.lines[-1]["images"] / max(1, run.lines[-1]["iteration"]) for run in runs)
+        cells = [
+            f"{variant} | {', '.join(str(run.seed) for run in runs)}",
+            f"{sum(read(run.measured[0]) for run in runs) / len(runs):.3f}",
+            ", ".join(f"{read(line):.3f}" for line in last),
+            ", ".join(f"{max(map(read, run.measured)):.3f}" for run in runs),
+            ", ".join(f"{line['colours']:.2f}" for line in last),
+            ", ".join(str(run.lines[-1]["iteration"]) for run in runs),
+            ", ".join(map(minutes_to_goal, runs)),
+            ", ".join(f"{run.lines[-1]['training_s'] / 60:.1f}" for run in runs),
+            ", ".join(str(run.lines[-1]["sharing"]) for run in runs),
+            f"{seconds:.1f} | {images / seconds if seconds else 0:.0f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def plot(curves: Sequence[Curve], path: Path) -> None:
-    """Held-out reward against minutes of training, one colour a variant, a line a seed."""
+def plot(curves: Mapping[str, Sequence[Curve]], path: Path) -> None:
+    """Held-out reading against minutes of training, one colour a variant, a line a seed."""
     figure, axes = plt.subplots(figsize=(7.5, 3.8), layout="constrained")
-    variants = list(dict.fromkeys(curve.variant for curve in curves))
-    named = set()
-    for curve in curves:
-        steps = sorted(curve.held_out)
-        label = None if curve.variant in named else curve.variant
-        named.add(curve.variant)
-        axes.plot(
-            [curve.minutes(step) for step in steps],
-            [curve.held_out[step] for step in steps],
-            "o-",
-            color=f"C{variants.index(curve.variant)}",
-            label=label,
-        )
+    for number, (variant, runs) in enumerate(curves.items()):
+        for place, run in enumerate(runs):
+            along = [line["training_s"] / 60 for line in run.measured]
+            label = variant if place == 0 else None
+            axes.plot(along, [*map(read, run.measured)], "o-", color=f"C{number % 10}", label=label)
     axes.axhline(GOAL, color="0.7", linewidth=1)
-    axes.set(xlabel="minutes of training", ylabel="held-out OCR reward")
+    axes.set(xlabel="minutes of training", ylabel="held-out words, as OCR reads them")
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
     figure.savefig(path, dpi=120)
 
 
 def main() -> None:
-    """Train, plot, write the table."""
+    """Train, or write what was learnt."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["words"])
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["words"], metavar="NAME")
+    add_run_options(parser, Path("runs/words"), iterations=50, at_once=1)
+    parser.add_argument("--gpus", nargs="+", default=[], help="numbers of the GPUs, which the runs take in turn")
+    parser.add_argument("--readers", type=int, help="OCR workers of a run (default: the recipe's)")
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="changed in every run")
     parser.add_argument("--page", type=Path, default=PAGE, help="where the table goes; the plot goes beside it")
     given = parser.parse_args()
-    curves = [trained(variant, seed, given.set) for variant in given.variants for seed in given.seeds]
-    plot(curves, given.page.with_suffix(".png"))
-    put_table(given.page, SCRIPT, table(curves))
+    if not given.write:
+        jobs = [job(variant, seed, given) for seed in given.seeds for variant in given.variants]
+        follow(jobs, given.log[0], at_once=given.at_once, gpus=given.gpus, limit=given.limit)
+    curves = curves_of(read_lines(given.log))
     print(table(curves))
+    if given.write:
+        plot(curves, given.page.with_suffix(".png"))
+        put_table(given.page, SCRIPT, table(curves))
 
 
 if __name__ == "__main__":

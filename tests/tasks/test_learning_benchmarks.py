@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import fewer_images, real_recipes, time_to_reward, words_algorithms
+from benchmarks import fewer_images, real_recipes, time_to_reward, words, words_algorithms
 from benchmarks.followed_runs import append_line, curves_of, is_done, read_lines
 from benchmarks.local_services import ROOT
 from benchmarks.public_training import PUBLISHED, advantages, counted, settings_of
-from benchmarks.words import VARIANTS
 from flows.recipes import load_recipe, parse_changes
 from models.algorithms import compute_flow_grpo_outcome_advantage
 from tasks.config.presets import PRESETS
@@ -82,12 +81,25 @@ def test_both_loops_have_the_published_settings() -> None:
     assert config.reward.functions["ocr"] == load_recipe(recipe).reward.functions["ocr"]
 
 
-def test_every_variant_of_the_words_reads_and_names_what_it_trains_on() -> None:
-    for name, (recipe, changes) in VARIANTS.items():
-        config = load_recipe(recipe)
-        rewards = config.with_changes(parse_changes(changes, recipe=config)).reward.functions
+def test_every_variant_of_the_words_names_what_it_trains_on(tmp_path: Path) -> None:
+    given = Namespace(iterations=50, readers=5, set=[], folder=tmp_path)
+    for variant in words.VARIANTS:
+        job = words.job(variant, 1, given)
+        recipe = load_recipe(job.recipe)
+        config = recipe.with_changes(parse_changes([*job.changes], recipe=recipe))
+        rewards = config.reward.functions
         trained = [label for label, entry in rewards.items() if not entry.guard]
-        assert trained == (["ocr", "ink_and_paper"] if "colours" in name else ["ocr"])
+        assert trained == (["ocr", "ink_and_paper"] if "colours" in variant else ["ocr"])
+        assert (rewards["ocr"].num_workers, config.trainer.total_training_steps) == (5, 50)
+
+
+def test_the_words_table_has_what_is_read_and_not_the_reward(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    for iteration, (reward, read) in {0: (1.5, 0.5), 1: (1.7, 0.8), 2: (1.8, 0.91), 3: (1.9, 0.88)}.items():
+        line = {"run": "words", "seed": 0, "iteration": iteration, "images": 100 * iteration, "held_out": reward}
+        append_line(log, line | {"read": read, "colours": 0.97, "training_s": 60.0 + 5 * iteration, "sharing": 2})
+    row = words.table(curves_of(read_lines([log]))).splitlines()[2]
+    assert row == "| words | 0 | 0.500 | 0.880 | 0.910 | 0.97 | 3 | 1.2 | 1.2 | 2 | 5.0 | 20 |"
 
 
 def test_the_public_loops_advantages_are_ours_but_for_their_deviation() -> None:
