@@ -51,15 +51,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """What the tests have imported stays for good: to look through it for garbage would take a tenth of their time.
 
-    And where some of them start flows, what forks has imported for these, too. Where some start Ray, their workers
-    are forks of one process.
+    And where some of them start flows, what forks has imported for these, too.
     """
     gc.freeze()
     gc.enable()
-    if any(item.get_closest_marker("ray") or "ray_head" in getattr(item, "fixturenames", ()) for item in session.items):
-        from tests.support.shared_forks import begin_shared_forks  # here, so that other tests start without
-
-        begin_shared_forks(session.config)
     if any(STARTS_FLOWS in getattr(item, "fixturenames", ()) for item in session.items):
         from tests.support.forked import preload_commands  # here, so that other tests start without
 

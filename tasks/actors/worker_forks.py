@@ -50,19 +50,13 @@ def forks_for(config: RayConfig, folder: Path | None) -> AbstractContextManager[
         folder: of a cluster that is started here.
     """
     shared = os.environ.get(VARIABLE)
-    wanted = not _has_gpu() if config.forked_workers is None else config.forked_workers
-    if not wanted or (shared is None and folder is None) or find_spec("vllm") is not None:
+    if not config.forked_workers or (shared is None and folder is None) or find_spec("vllm") is not None:
         return nullcontext()
     if shared is not None:
         return nullcontext(Path(shared))
     assert folder is not None
     folder.mkdir(mode=0o700)
     return worker_forks(folder)
-
-
-def _has_gpu() -> bool:
-    """Forks that begin CUDA are not proved."""
-    return any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 @contextmanager

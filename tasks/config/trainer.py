@@ -27,10 +27,10 @@ class RayConfig(Section):
         None, ge=1, le=MOST_THREADS, description="CPUs of a cluster started here; null is what there is."
     )
     log_to_driver: bool = Field(False, description="Show the workers' output in the driver's terminal.")
-    forked_workers: bool | None = Field(
-        None,
-        description="Workers of a cluster started here begin as forks of a process that has done their imports; null "
-        "is true on a machine without GPU.",
+    forked_workers: bool = Field(
+        False,
+        description="Workers of a cluster started here begin as forks of a process that has done their imports; not "
+        "tried on a GPU.",
     )
     gpu_pool: PoolName | None = Field(
         None,

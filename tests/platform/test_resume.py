@@ -89,9 +89,9 @@ def resume(workspace: Workspace, settings: tuple[str, ...], undisturbed: Workspa
 def undisturbed(
     tmp_path_factory: pytest.TempPathFactory, prepared: Path, prefect_server: dict[str, str], ray_head: RayHead
 ) -> Workspace:
-    """A run that nothing happened to, of workers that are no forks, as the others' are."""
+    """A run that nothing happened to."""
     workspace = make_workspace(tmp_path_factory.mktemp("resume") / "undisturbed", prepared, prefect_server).on(ray_head)
-    workspace.train(*STEPS, "ray_init.forked_workers=false")
+    workspace.train(*STEPS)
     return workspace
 
 

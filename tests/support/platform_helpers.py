@@ -22,7 +22,6 @@ import yaml
 from mlflow import MlflowClient
 
 from flows.deploy.access import LOGS_FOR_WATCHERS
-from tasks.actors.worker_forks import VARIABLE
 from tests.support.forked import Program
 from tests.support.patience import PATIENCE, wait_for_server, wait_until
 
@@ -127,7 +126,6 @@ def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[st
     environment = os.environ | {"PREFECT_HOME": str(home), "PREFECT_API_URL": f"http://127.0.0.1:{port}/api"}
     environment |= {"PREFECT_LOGGING_LEVEL": "WARNING", "OMP_WAIT_POLICY": "passive"}
     environment |= LOGS_FOR_WATCHERS
-    environment.pop(VARIABLE, None)  # a run that starts a cluster has all of its processes below it
     environment["PREFECT_WORKER_QUERY_SECONDS"] = "2"  # of ten, in which a test waits for its worker to ask
     command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
     with background(command, environment, home / "server.log", home):
@@ -159,8 +157,7 @@ def ray_head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayHead]:
         head = psutil.Popen(command, cwd=folder, env=environment, stdout=stream, stderr=stream)
     try:
         wait_until(lambda: "Ray runtime started" in log.read_text(), f"Ray's start ({log})")
-        forks = {name: os.environ[name] for name in (VARIABLE,) if name in os.environ}  # see begin_shared_forks
-        yield RayHead(head, seen, seen | {"RAY_ADDRESS": f"127.0.0.1:{port}"} | forks)
+        yield RayHead(head, seen, seen | {"RAY_ADDRESS": f"127.0.0.1:{port}"})
     finally:
         family = [head, *head.children(recursive=True)]
         for process in family:

@@ -149,11 +149,14 @@ def test_what_a_fork_would_have_otherwise_is_told_once_and_python_starts(
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     for name, value in owners.items():
         monkeypatch.setenv(name, value)
+    mask = os.umask(0)
+    os.umask(mask)
     with worker_forks(folder, ["marker"]) as place:
         for _ in range(2):
             asked, _ = started(folder, sys.executable, "-P", START, str(place), **variables)
             assert asked["own"]["imports"] is None
             assert asked["state"]["environment"].items() >= variables.items()
+            assert asked["state"]["umask"] == mask, "else what it writes could be written by every user"
     (told,) = caplog.messages
     assert why in told
 

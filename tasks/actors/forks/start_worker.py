@@ -43,7 +43,8 @@ def is_forked(place: str, arguments: tuple[str, ...]) -> bool:
 
 def of_this_process() -> dict[str, object]:
     """What a process inherits, and python makes of it."""
-    umask = os.umask(0)
+    umask = os.umask(0)  # it can be read by setting it alone
+    os.umask(umask)
     with open("/proc/self/oom_score_adj") as file:
         oom_score_adj = file.read()
     return {
