@@ -21,6 +21,7 @@ from tests.support.patience import PATIENCE, wait_until
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the actors cannot import it
 ROOT = Path(__file__).parents[2]
+MASK = 0o027
 MARKER = """
 import os, sys
 pid, environment = os.getpid(), dict(os.environ)
@@ -76,7 +77,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def limited() -> None:
     """As Ray starts a worker: as something else than the process that it is forked from."""
     os.nice(5)
-    os.umask(0o027)
+    os.umask(MASK)
     Path("/proc/self/oom_score_adj").write_text("700")
 
 
@@ -149,14 +150,12 @@ def test_what_a_fork_would_have_otherwise_is_told_once_and_python_starts(
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     for name, value in owners.items():
         monkeypatch.setenv(name, value)
-    mask = os.umask(0)
-    os.umask(mask)
     with worker_forks(folder, ["marker"]) as place:
         for _ in range(2):
             asked, _ = started(folder, sys.executable, "-P", START, str(place), **variables)
             assert asked["own"]["imports"] is None
             assert asked["state"]["environment"].items() >= variables.items()
-            assert asked["state"]["umask"] == mask, "else what it writes could be written by every user"
+            assert asked["state"]["umask"] == MASK, "else what it writes could be written by every user"
     (told,) = caplog.messages
     assert why in told
 
