@@ -4,6 +4,7 @@
 import json
 import re
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pandas as pd
 
 from models.errors import DoubleflowError
 from tasks.records.headline import HEADLINE
+from tasks.records.tracking import STEP_MARK
 from tasks.system.late_mlflow import MlflowClient, Run, mlflow
 
 MEASURED_ANEW = (
@@ -63,9 +65,15 @@ class RunHistory:
             found[name] = {point.step: point.value for point in reversed(points)}
         return found
 
+    @cached_property
+    def logged_steps(self) -> frozenset[int]:
+        """Steps that are whole. Metrics are logged last: of one that a kill came into, files may be half there."""
+        return frozenset(point.step for point in self.client.get_metric_history(self.run_id, STEP_MARK))
+
     def steps(self, table: str) -> list[int]:
-        """Steps that have the table <name>/000010.parquet, ascending."""
-        return sorted(int(Path(item.path).stem) for item in self.client.list_artifacts(self.run_id, table))
+        """Those of `logged_steps` that have the table <name>/000010.parquet, ascending."""
+        found = {int(Path(item.path).stem) for item in self.client.list_artifacts(self.run_id, table)}
+        return sorted(found & self.logged_steps)
 
     def table(self, name: str, step: int) -> pd.DataFrame:
         """The table <name>/000010.parquet."""
@@ -76,7 +84,7 @@ class RunHistory:
         found: dict[str, dict[int, str]] = {}
         for item in self.client.list_artifacts(self.run_id, "images"):
             match = re.match(rf"images/(?:{HEADLINE}~)?(.+?)([+%])step\2(\d+)\2.*\.png$", item.path)
-            if match:
+            if match and int(match[3]) in self.logged_steps:
                 found.setdefault(match[1], {})[int(match[3])] = item.path
         return found
 

@@ -126,7 +126,7 @@ def read(history: RunHistory, grids: Iterable[str] = ("validation",)) -> Recorde
         validated = recorded.metrics.get("val/reward/mean", {})
         chosen = spread(files, FRAMES, {*files, *validated} if kind == "validation" else files)
         recorded.grids[kind] = {step: of_grid(Image.open(history.file(files[step]))) for step in chosen}
-    recorded.samples = _samples(history, there)
+    recorded.samples = _samples(history)
     if OVERRIDES in there:
         recorded.overrides = json.loads(history.file(OVERRIDES).read_text())
     starts = sorted(item.path for item in history.client.list_artifacts(history.run_id, "lineage"))
@@ -153,14 +153,15 @@ def as_json(step: int, samples: Iterable[Sample]) -> dict[str, Any]:
     return {"iteration": step, "samples": [sample.as_dict() for sample in samples]}
 
 
-def _samples(history: RunHistory, there: set[str]) -> dict[str, tuple[int, list[Sample]]]:
+def _samples(history: RunHistory) -> dict[str, tuple[int, list[Sample]]]:
     """The newest of what is kept."""
     found: dict[str, tuple[int, list[Sample]]] = {}
-    if EXTREMES in there:
-        last = history.steps(EXTREMES)[-1]
+    validated = history.steps(EXTREMES)
+    if validated:
+        last = validated[-1]
         rows: list[Mapping[str, Any]] = json.loads(history.file(f"{EXTREMES}/{last:06d}.json").read_text())["samples"]
         found["held-out"] = last, [Sample(**row) for row in rows]
-    albums = history.steps("pictures") if "pictures" in there else []
+    albums = history.steps("pictures")
     if albums:
         table = history.table("samples", albums[-1])
         if "image" in table:  # pairs are read, not sampled, and have none

@@ -11,7 +11,7 @@ from PIL import Image
 from tasks.config.tracking import TrackingConfig
 from tasks.records.headline import COLUMNS, HEADLINE, headline, run_page, runs_page, runs_view
 from tasks.records.history import RunHistory, comparable
-from tasks.records.tracking import Tracker
+from tasks.records.tracking import STEP_MARK, Tracker
 from tests.support.mlflow_store import mlflow_in
 
 MEASURED = {
@@ -55,6 +55,7 @@ def test_a_step_has_its_headline_and_pictures_in_the_section_that_sorts_first(co
 def test_pictures_of_before_the_section_are_still_found(config: TrackingConfig) -> None:
     run = Tracker(config, "a-run")
     run.client.log_image(run.run_id, Image.new("RGB", (8, 8)), key="validation", step=1)
+    run.client.log_metric(run.run_id, STEP_MARK, 1, step=1)
     run.log_step(2, {}, {"validation": Image.new("RGB", (8, 8))})
     assert run.picture_steps("validation") == {1, 2}
     assert RunHistory(run.client, run.run_id).pictures()["validation"].keys() == {1, 2}

@@ -264,6 +264,18 @@ def test_a_run_that_goes_on_shows_what_was_before_it(running: RunReport, history
     assert history.file("report.html").read_text() == running.path.read_text()
 
 
+def test_a_step_that_a_kill_came_into_is_not_on_the_page(folder: Path, running: RunReport, history: RunHistory) -> None:
+    """Its files are there before its metrics, and a file may be half there."""
+    album = folder / "half" / "000013"
+    album.mkdir(parents=True)
+    history.client.log_artifact(history.run_id, str(album), "pictures")
+    tables = {"samples": pd.DataFrame({"uid": ["uid0"], "reward": [0.5], "image": ["pictures/000013/0000.png"]})}
+    running.tracker.log_files(13, tables=tables)
+    found = read(history)
+    assert max(found.sampled) == max(found.grids["validation"]) == 12
+    assert found.samples["training"][0] == 12
+
+
 def test_a_page_that_cannot_be_made_is_told_counted_and_fails_nothing(
     running: RunReport, caplog: pytest.LogCaptureFixture
 ) -> None:
