@@ -16,7 +16,9 @@ os.environ |= {
 
 import functools
 import gc
+import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -59,6 +61,21 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         from tests.support.forked import preload_commands  # here, so that other tests start without
 
         preload_commands()
+
+
+@pytest.fixture(scope="session")
+def worker_forks() -> Iterator[str]:
+    """Where Ray's workers are forks of one process for all tests, if `tasks.actors.worker_forks.VARIABLE` says so."""
+    from tasks.actors.cluster import QUIET_ENVIRONMENT  # here, so that tests of plain functions start without Ray
+    from tasks.actors.worker_forks import worker_forks
+
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="forks-"))  # a socket's path is short
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in QUIET_ENVIRONMENT.items():  # as a worker has it
+                patch.setenv(name, value)
+            place = stack.enter_context(worker_forks(Path(folder)))
+        yield str(place)
 
 
 @pytest.fixture(scope="session")

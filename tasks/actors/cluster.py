@@ -74,11 +74,13 @@ class WorkerNeeds:
             `models.runtime.determinism.use_deterministic_algorithms`.
         compiles: it keeps compiled code, see `models.runtime.compile_cache`.
         compile_cache: where, if not in its default place.
+        uses_gpus: does one of them have a GPU?
     """
 
     full_determinism: bool = False
     compiles: bool = False
     compile_cache: str | None = None
+    uses_gpus: bool = False
 
 
 def _worker_setup(folder: str | None, needs: WorkerNeeds) -> Callable[[], None]:
@@ -131,7 +133,11 @@ def ray_cluster(config: RayConfig, needs: WorkerNeeds = WorkerNeeds()) -> Iterat
     keep_token_private(makes_one=address is None)
     if address:
         require_listener(address)
-    with nullcontext() if address else working_folder() as folder, watchdog(folder), forks_for(config, folder) as forks:
+    with (
+        nullcontext() if address else working_folder() as folder,
+        watchdog(folder),
+        forks_for(config, needs.uses_gpus, folder) as forks,
+    ):
         if folder is not None:
             place["_temp_dir"] = str(folder)
         if forks is not None:

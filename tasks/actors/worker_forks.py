@@ -40,17 +40,21 @@ ROOM = 1 << 16
 """Bytes for the environment of a fork, beside that of this process."""
 
 
-def forks_for(config: RayConfig, folder: Path | None) -> AbstractContextManager[Path | None]:
+def forks_for(config: RayConfig, uses_gpus: bool, folder: Path | None) -> AbstractContextManager[Path | None]:
     """Where the workers of a cluster are asked for as forks: a process that several runs share, or one of its own.
 
     None for a cluster that was started elsewhere, which may have other machines; and none in an environment with vLLM,
     where the imports of here fail unless vLLM's own come first.
 
     Args:
+        config: says so, or leaves it open.
+        uses_gpus: does the run?
         folder: of a cluster that is started here.
     """
-    shared = os.environ.get(VARIABLE)
-    if not config.forked_workers or (shared is None and folder is None) or find_spec("vllm") is not None:
+    shared, asked = os.environ.get(VARIABLE), config.forked_workers
+    if asked == "auto":
+        asked = sys.platform == "linux" and not uses_gpus
+    if not asked or (shared is None and folder is None) or find_spec("vllm") is not None:
         return nullcontext()
     if shared is not None:
         return nullcontext(Path(shared))

@@ -27,10 +27,10 @@ class RayConfig(Section):
         None, ge=1, le=MOST_THREADS, description="CPUs of a cluster started here; null is what there is."
     )
     log_to_driver: bool = Field(False, description="Show the workers' output in the driver's terminal.")
-    forked_workers: bool = Field(
-        False,
-        description="Workers of a cluster started here begin as forks of a process that has done their imports; not "
-        "tried on a GPU.",
+    forked_workers: bool | Literal["auto"] = Field(
+        "auto",
+        description="Workers of a cluster started here begin as forks of a process that has done their imports. auto: "
+        "on Linux, where the run uses no GPU; with one it was not tried.",
     )
     gpu_pool: PoolName | None = Field(
         None,

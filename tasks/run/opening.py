@@ -87,7 +87,7 @@ def open_cluster_and_tracker(
     with gpu_slots(config.ray_init, config.gpus_needed(trains)):
         address = os.environ.get("RAY_ADDRESS")  # told, for a minute may pass until there is more to tell
         tell("Ray starts" if address is None else f"joins the Ray cluster at {address}")
-        with ray_cluster(config.ray_init, worker_needs(config)), heeded_once():
+        with ray_cluster(config.ray_init, worker_needs(config, trains)), heeded_once():
             check_resources(config, trains)
             tracker = Tracker(config.tracking, name, run_id)
             tell("Ray is there: the workers start and load their models")
@@ -95,11 +95,12 @@ def open_cluster_and_tracker(
                 yield tracker
 
 
-def worker_needs(config: TrainConfig) -> WorkerNeeds:
-    """What the actors' processes begin with."""
+def worker_needs(config: TrainConfig, trains: bool) -> WorkerNeeds:
+    """What the actors' processes begin with; without `trains`, those of a validation alone."""
     trainer, kept = config.trainer, config.trainer.compile_cache
     compiles = config.actor_rollout_ref.model.compile
-    return WorkerNeeds(trainer.full_determinism, compiles, None if kept is None else str(kept))
+    uses_gpus = config.gpus_needed(trains) > 0
+    return WorkerNeeds(trainer.full_determinism, compiles, None if kept is None else str(kept), uses_gpus)
 
 
 @contextmanager

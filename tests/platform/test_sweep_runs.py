@@ -67,7 +67,7 @@ def forked_workers(process: psutil.Process) -> list[psutil.Process]:
 @pytest.mark.slow
 def test_a_killed_child_fails_alone_and_a_killed_sweep_goes_on(workspace: Workspace) -> None:
     """All on one cluster of the sweep's, which ends with it."""
-    command = ("-c", COMMAND, json.dumps(SEARCH), *SHORT, "ray_init.forked_workers=true")
+    command = ("-c", COMMAND, json.dumps(SEARCH), *SHORT)
     process = workspace.start(*command)
     family = psutil.Process(process.pid)
     first = wait_until(lambda: len(children(family)) == 2 and children(family), "two children at a time")

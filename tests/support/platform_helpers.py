@@ -22,6 +22,7 @@ import yaml
 from mlflow import MlflowClient
 
 from flows.deploy.access import LOGS_FOR_WATCHERS
+from tasks.actors.worker_forks import VARIABLE
 from tests.support.forked import Program
 from tests.support.patience import PATIENCE, wait_for_server, wait_until
 
@@ -143,8 +144,8 @@ class RayHead:
 
 
 @pytest.fixture(scope="session")
-def ray_head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayHead]:
-    """As `ray start` makes it in a folder of its own, with a token."""
+def ray_head(tmp_path_factory: pytest.TempPathFactory, worker_forks: str) -> Iterator[RayHead]:
+    """As `ray start` makes it in a folder of its own, with a token; the workers of runs that join it are forks."""
     folder, port = tmp_path_factory.mktemp("head"), free_port()
     # Where Ray writes the address of the latest cluster; the name is short because its sockets are there too.
     temporary = tempfile.mkdtemp(prefix="ray-")
@@ -157,7 +158,7 @@ def ray_head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayHead]:
         head = psutil.Popen(command, cwd=folder, env=environment, stdout=stream, stderr=stream)
     try:
         wait_until(lambda: "Ray runtime started" in log.read_text(), f"Ray's start ({log})")
-        yield RayHead(head, seen, seen | {"RAY_ADDRESS": f"127.0.0.1:{port}"})
+        yield RayHead(head, seen, seen | {VARIABLE: worker_forks, "RAY_ADDRESS": f"127.0.0.1:{port}"})
     finally:
         family = [head, *head.children(recursive=True)]
         for process in family:

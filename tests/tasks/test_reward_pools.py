@@ -14,6 +14,7 @@ from models.schedulers.noise_keys import NoiseKey
 from tasks.actors.cluster import ClusterError, ray_cluster, require_resources
 from tasks.actors.reward_group import RewardFailure, RewardGroup, Scores, wanted_inputs
 from tasks.actors.rollout_group import PendingBatch
+from tasks.actors.worker_forks import VARIABLE
 from tasks.config.reward import RewardConfig
 from tasks.config.trainer import RayConfig
 from tasks.data.prompts import Prompt
@@ -26,10 +27,11 @@ LEVELS = list(range(0, 120, 10))
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def cluster(worker_forks: str) -> Iterator[None]:
     """Ray with two CPUs, for the tests of this module."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("RAY_ADDRESS", raising=False)
+        patch.setenv(VARIABLE, worker_forks)
         patch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))  # where the workers find the rewards of these tests
         with ray_cluster(RayConfig(num_cpus=2)):
             yield
@@ -199,7 +201,8 @@ def test_statistics_of_the_pictures_are_measured_beside_the_rewards(cluster: Non
 
 
 def test_asking_for_its_memory_loads_a_worker_with_nothing(cluster: None) -> None:
-    group = next(iter(RewardGroup(config(brightness={})).pools.values())).group
+    alone = config(brightness={"num_cpus": 2})  # so it is started by python: a fork has torch from the start
+    group = next(iter(RewardGroup(alone).pools.values())).group
     assert 0 < group.memory("reward")["memory/reward_0_mb"] < 1000
     (loaded,) = ray.get([actor.__ray_call__.remote(lambda _: set(sys.modules)) for actor in group.actors])
     assert not loaded & {"torch", "prefect", "mlflow", "tasks.actors.cluster"}

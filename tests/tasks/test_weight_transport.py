@@ -2,7 +2,9 @@
 """Weights reach the rollout workers by every way with equal bits, also after one of them died."""
 
 import copy
+import os
 import pickle
+import signal
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +23,7 @@ from models.weights.canary import Canary, CanaryLimits
 from models.weights.trainable import TrainableLoad, WeightSyncError
 from tasks.actors.messages import CanaryAnswer, GatheredWeights, Proof, ask
 from tasks.actors.weight_transport import Arrival, Courier, Parcel
+from tasks.actors.worker_forks import VARIABLE
 from tasks.config.tree import TrainConfig
 from tasks.system.stopwatch import Stopwatch
 from tests.support.weight_actors import (
@@ -42,10 +45,12 @@ SECONDS_OF_WORKER = ("load", "digests", "rollout_canary", "wait", "compare")
 
 
 @pytest.fixture(scope="module")
-def actors(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Actors]:
+def actors(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, worker_forks: str) -> Iterator[Actors]:
     """Two ranks and two workers on the CPU."""
-    with started(tiny_model, tmp_path_factory.mktemp("transport")) as running:
-        yield running
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(VARIABLE, worker_forks)
+        with started(tiny_model, tmp_path_factory.mktemp("transport")) as running:
+            yield running
 
 
 @pytest.mark.parametrize("transport", ["object_store", *DIRECT])
@@ -104,7 +109,8 @@ def test_no_copy_in_the_object_store_is_needed(actors: Actors, transport: str) -
 def test_a_worker_that_dies_comes_back_to_the_weights_and_to_the_next_sync(actors: Actors, transport: str) -> None:
     _, group = actors.sync(transport)
     before = pictures(group)
-    ray.kill(actors.rollout.group.actors[0], no_restart=False)
+    pid = ray.get(actors.rollout.group.actors[0].__ray_call__.remote(lambda _: os.getpid()))
+    os.kill(pid, signal.SIGKILL)  # Ray's own way would let it sample once more
     assert np.array_equal(pictures(group), before)
     assert_equal(actors.held())
     synced, group = actors.sync(transport)

@@ -8,13 +8,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 import pytest
 import ray
 
-from tasks.actors.cluster import ActorGroup, ray_cluster
+from tasks.actors.cluster import ActorGroup, WorkerNeeds, ray_cluster
 from tasks.actors.worker_forks import FORKS, START, VARIABLE, worker_forks
 from tasks.config.trainer import RayConfig
 from tests.support.patience import PATIENCE, wait_until
@@ -215,7 +215,7 @@ class Looks:
 def own_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[psutil.Process]:
     """A cluster with a process of its own that forks: this one."""
     monkeypatch.delenv(VARIABLE, raising=False)
-    with ray_cluster(RayConfig(num_cpus=2, forked_workers=True)):
+    with ray_cluster(RayConfig(num_cpus=2)):
         yield newest_that_forks()
 
 
@@ -252,9 +252,12 @@ def test_actors_are_forks_and_come_back_and_begin_anyhow(
 
 
 @pytest.mark.ray
-def test_workers_that_are_not_to_be_forks_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("asked", "uses_gpus"), [(False, False), ("auto", True)])
+def test_workers_that_are_not_to_be_forks_are_none(
+    monkeypatch: pytest.MonkeyPatch, asked: bool | Literal["auto"], uses_gpus: bool
+) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
-    with ray_cluster(RayConfig(num_cpus=1, forked_workers=False)) as forks:
+    with ray_cluster(RayConfig(num_cpus=1, forked_workers=asked), WorkerNeeds(uses_gpus=uses_gpus)) as forks:
         assert forks is None
         (found,) = ActorGroup(Looks, 1, 0).call_all("began")
     assert not found["had"]
