@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -51,9 +52,15 @@ def api(workspace: Workspace, path: str, body: dict | list) -> list:
     return post(f"{workspace.environment['PREFECT_API_URL']}/{path}", body)
 
 
-def actors_of(head: psutil.Process) -> list[str]:
-    """Titles of the cluster's actor processes; the daemons and idle workers are not among them."""
-    titles = [" ".join(child.cmdline()) for child in head.children(recursive=True)]
+def actors() -> list[str]:
+    """Titles of the cluster's actor processes; the daemons and idle workers are not among them.
+
+    They are children of a process of these tests that forks.
+    """
+    titles = []
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # a zombie too
+            titles.append(" ".join(child.cmdline()))
     return [title for title in titles if title.startswith(("ray::Rollout", "ray::Reward", "ray::Trainer"))]
 
 
@@ -62,8 +69,8 @@ def test_deployment_runs_under_a_worker(deployed: Workspace, ray_head: RayHead) 
     """On a cluster that is there already, started in another folder, which stays as it was."""
     head = ray_head.process
     daemons = {child.pid for child in head.children() if not child.cmdline()[0].startswith("ray::")}
-    run_deployed(replace(deployed, environment=deployed.environment | ray_head.joined), head)
-    wait_until(lambda: not actors_of(head), "the release of the actors")
+    run_deployed(replace(deployed, environment=deployed.environment | ray_head.joined))
+    wait_until(lambda: not actors(), "the release of the actors")
     assert daemons == {child.pid for child in head.children() if child.is_running()} & daemons
 
 
@@ -85,7 +92,7 @@ def test_without_an_address_a_run_has_a_cluster_of_its_own(ray_head: RayHead) ->
     assert ports[1] != there
 
 
-def run_deployed(deployed: Workspace, head: psutil.Process) -> None:
+def run_deployed(deployed: Workspace) -> None:
     """By hand; `test_services.py` waits for a schedule."""
     worker = [sys.executable, "-m", "prefect", "worker", "start", "--pool", "local"]
     log = deployed.folder / "worker.log"
@@ -94,7 +101,7 @@ def run_deployed(deployed: Workspace, head: psutil.Process) -> None:
         watching = deployed.start(
             "-m", "prefect", "--no-prompt", "deployment", "run", "train/tiny", *overrides, "--watch"
         )
-        wait_until(lambda: len(actors_of(head)) == 3, f"the actors' start on the cluster (worker log: {log})")
+        wait_until(lambda: len(actors()) == 3, f"the actors' start on the cluster (worker log: {log})")
         wait_until(lambda: completed(deployed), f"the run (worker log: {log})")
         (run,) = deployed.mlflow_runs()
         assert run.info.status == "FINISHED"
