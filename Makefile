@@ -62,10 +62,10 @@ down: ## end what `make up` started
 status: ## what `make up` started and whether it is alive
 	@$(BIN)/python -m flows.services status
 
-# Whole runs mostly wait for processes to start, so three of the parts run side by side on two cores, the longest first.
+# Whole runs often wait for processes to start, so three of the parts run side by side on two cores, the longest first.
 test: ## install and run every test but the one that learns for minutes, those of vLLM-Omni in an environment of their own
 	@$(MAKE) --no-print-directory --jobs 2 lint $(VLLM_VENV)/.dev
-	@$(MAKE) --no-print-directory --jobs 3 --output-sync=target test-platform test-units test-served test-omni
+	@$(MAKE) --no-print-directory --jobs 3 --output-sync=target test-platform test-units test-served check-tests test-omni
 	@$(MAKE) --no-print-directory test-alone
 
 # Ray's workers are at nice 15 by default: beside two busy parts they would hardly run.
@@ -93,8 +93,9 @@ test-served: $(VENV)/.dev
 test-learning: $(VENV)/.dev data ## the one test that `make test` does without: that the recipe learns
 	@$(BIN)/python -m pytest tests/platform/test_learning.py
 
+# What `check-tests` leaves out.
 test-units: $(VENV)/.dev
-	@$(BIN)/python -m pytest $(UNITS)
+	@$(BIN)/python -m pytest $(UNITS) -m "ray or slow"
 
 test-omni: $(VLLM_VENV)/.dev
 	@$(VLLM_VENV)/bin/python -m pytest tests/omni -m "not alone"
