@@ -27,7 +27,7 @@ import ray
 from prefect.context import refresh_global_settings_context
 
 from models.errors import DoubleflowError
-from tasks.actors.cluster import WorkerNeeds, ray_cluster
+from tasks.actors.cluster import ray_cluster
 from tasks.actors.ray_address import ClusterError
 from tasks.actors.watchdog import watchdog
 from tasks.actors.worker_forks import VARIABLE
@@ -68,8 +68,8 @@ def shared_place(config: TrainConfig, runs: int) -> Iterator[dict[str, str]]:
         return
     reserved, there = math.ceil(runs * config.reward.num_cpus), config.ray_init.num_cpus or os.cpu_count() or 1
     cpus = max(reserved, there) if reserved else config.ray_init.num_cpus
-    needs = WorkerNeeds(uses_gpus=config.gpus_needed() > 0)
-    with ray_cluster(config.ray_init.model_copy(update={"num_cpus": cpus}), needs) as forks, _imported():
+    place = config.ray_init.model_copy(update={"num_cpus": cpus})
+    with ray_cluster(place, uses_gpus=config.gpus_needed() > 0) as forks, _imported():
         _require_gpus(config, runs)
         shared = {} if forks is None else {VARIABLE: str(forks)}
         yield {"RAY_ADDRESS": ray.get_runtime_context().gcs_address} | shared

@@ -74,13 +74,11 @@ class WorkerNeeds:
             `models.runtime.determinism.use_deterministic_algorithms`.
         compiles: it keeps compiled code, see `models.runtime.compile_cache`.
         compile_cache: where, if not in its default place.
-        uses_gpus: does one of them have a GPU?
     """
 
     full_determinism: bool = False
     compiles: bool = False
     compile_cache: str | None = None
-    uses_gpus: bool = False
 
 
 def _worker_setup(folder: str | None, needs: WorkerNeeds) -> Callable[[], None]:
@@ -102,7 +100,9 @@ def _worker_setup(folder: str | None, needs: WorkerNeeds) -> Callable[[], None]:
 
 
 @contextmanager
-def ray_cluster(config: RayConfig, needs: WorkerNeeds = WorkerNeeds()) -> Iterator[Path | None]:
+def ray_cluster(
+    config: RayConfig, needs: WorkerNeeds = WorkerNeeds(), uses_gpus: bool = False
+) -> Iterator[Path | None]:
     """Join the cluster at RAY_ADDRESS, or start one here; disconnect (and end one started here) afterwards.
 
     A driver that is killed in between takes the one started here along, and Prefect's temporary server. The files of
@@ -111,6 +111,7 @@ def ray_cluster(config: RayConfig, needs: WorkerNeeds = WorkerNeeds()) -> Iterat
     Args:
         config: which cluster.
         needs: of the actors' processes.
+        uses_gpus: does one of them have a GPU?
 
     Returns:
         the socket where forks are asked for, if workers are forks.
@@ -136,7 +137,7 @@ def ray_cluster(config: RayConfig, needs: WorkerNeeds = WorkerNeeds()) -> Iterat
     with (
         nullcontext() if address else working_folder() as folder,
         watchdog(folder),
-        forks_for(config, needs.uses_gpus, folder) as forks,
+        forks_for(config, uses_gpus, folder) as forks,
     ):
         if folder is not None:
             place["_temp_dir"] = str(folder)

@@ -84,10 +84,11 @@ def open_cluster_and_tracker(
         TrackingAway: MLflow's server does not answer.
     """
     require_answer(tracking_uri(config.tracking))
-    with gpu_slots(config.ray_init, config.gpus_needed(trains)):
+    gpus = config.gpus_needed(trains)
+    with gpu_slots(config.ray_init, gpus):
         address = os.environ.get("RAY_ADDRESS")  # told, for a minute may pass until there is more to tell
         tell("Ray starts" if address is None else f"joins the Ray cluster at {address}")
-        with ray_cluster(config.ray_init, worker_needs(config, trains)), heeded_once():
+        with ray_cluster(config.ray_init, worker_needs(config), gpus > 0), heeded_once():
             check_resources(config, trains)
             tracker = Tracker(config.tracking, name, run_id)
             tell("Ray is there: the workers start and load their models")
@@ -95,12 +96,11 @@ def open_cluster_and_tracker(
                 yield tracker
 
 
-def worker_needs(config: TrainConfig, trains: bool) -> WorkerNeeds:
-    """What the actors' processes begin with; without `trains`, those of a validation alone."""
+def worker_needs(config: TrainConfig) -> WorkerNeeds:
+    """What the actors' processes begin with."""
     trainer, kept = config.trainer, config.trainer.compile_cache
     compiles = config.actor_rollout_ref.model.compile
-    uses_gpus = config.gpus_needed(trains) > 0
-    return WorkerNeeds(trainer.full_determinism, compiles, None if kept is None else str(kept), uses_gpus)
+    return WorkerNeeds(trainer.full_determinism, compiles, None if kept is None else str(kept))
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import ray
 
-from tasks.actors.cluster import ActorGroup, WorkerNeeds, ray_cluster
+from tasks.actors.cluster import ActorGroup, ray_cluster
 from tasks.actors.worker_forks import FORKS, START, VARIABLE, worker_forks
 from tasks.config.trainer import RayConfig
 from tests.support.patience import PATIENCE, wait_until
@@ -257,7 +257,8 @@ def test_workers_that_are_not_to_be_forks_are_none(
     monkeypatch: pytest.MonkeyPatch, asked: bool | Literal["auto"], uses_gpus: bool
 ) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
-    with ray_cluster(RayConfig(num_cpus=1, forked_workers=asked), WorkerNeeds(uses_gpus=uses_gpus)) as forks:
+    with ray_cluster(RayConfig(num_cpus=1, forked_workers=asked), uses_gpus=uses_gpus) as forks:
         assert forks is None
+        assert not ray.get_runtime_context().runtime_env, "nothing to do before a worker begins"
         (found,) = ActorGroup(Looks, 1, 0).call_all("began")
     assert not found["had"]
