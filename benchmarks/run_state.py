@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from tasks.records.history import RunHistory, comparable
 from tasks.records.run_store import verify
-from tasks.records.tracking import STEP_MARK
+from tasks.records.tracking import logged_steps
 
 STAGES = {"rollout": None, "reward": "stages/rollout", "update": "stages/reward", "record": "checkpoints"}
 """What an iteration goes through, each with the folder that has the iteration from the stage's beginning on. `record`
@@ -63,8 +63,7 @@ def logged(folder: Path, client: MlflowClient) -> int:
     records = list((folder / "runs").glob("*/run.json"))
     if not records:
         return -1
-    steps = client.get_metric_history(json.loads(records[0].read_text())["mlflow_run_id"], STEP_MARK)
-    return max([int(point.step) for point in steps], default=-1)
+    return max(logged_steps(client, json.loads(records[0].read_text())["mlflow_run_id"]), default=-1)
 
 
 def run_folder(folder: Path) -> Path | None:

@@ -12,7 +12,7 @@ import pandas as pd
 
 from models.errors import DoubleflowError
 from tasks.records.headline import HEADLINE
-from tasks.records.tracking import STEP_MARK
+from tasks.records.tracking import logged_steps
 from tasks.system.late_mlflow import MlflowClient, Run, mlflow
 
 MEASURED_ANEW = (
@@ -66,9 +66,9 @@ class RunHistory:
         return found
 
     @cached_property
-    def logged_steps(self) -> frozenset[int]:
-        """Steps that are whole. Metrics are logged last: of one that a kill came into, files may be half there."""
-        return frozenset(point.step for point in self.client.get_metric_history(self.run_id, STEP_MARK))
+    def logged_steps(self) -> set[int]:
+        """Steps that are whole: of one that a kill came into, files may be half there."""
+        return logged_steps(self.client, self.run_id)
 
     def steps(self, table: str) -> list[int]:
         """Those of `logged_steps` that have the table <name>/000010.parquet, ascending."""

@@ -55,6 +55,11 @@ def tracking_uri(config: TrackingConfig) -> str:
     return os.environ.get("MLFLOW_TRACKING_URI", config.uri)
 
 
+def logged_steps(client: MlflowClient, run_id: str) -> set[int]:
+    """Steps of a run whose records are complete."""
+    return {point.step for point in client.get_metric_history(run_id, STEP_MARK)}
+
+
 class Tracker:
     """One MLflow run, which survives the process: a resumed run continues it, and no step is logged twice.
 
@@ -81,7 +86,7 @@ class Tracker:
         self.client.update_run(self.run_id, status="RUNNING")
         self.also = SecondTrackers()
         self._pictures: dict[str, set[int]] = {}
-        self.logged_steps = {metric.step for metric in self.client.get_metric_history(self.run_id, STEP_MARK)}
+        self.logged_steps = logged_steps(self.client, self.run_id)
 
     @cached_property
     def experiment_id(self) -> str:
