@@ -78,6 +78,16 @@ def worker_forks() -> Iterator[str]:
         yield str(place)
 
 
+@pytest.fixture(scope="module")
+def shared_forks(worker_forks: str) -> Iterator[None]:
+    """The clusters of a module's tests have their workers from there."""
+    from tasks.actors.worker_forks import VARIABLE
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(VARIABLE, worker_forks)
+        yield
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A complete QwenImagePipeline folder with random weights; nothing in it is zero. Read only."""

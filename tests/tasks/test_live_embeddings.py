@@ -22,7 +22,6 @@ from models.schedulers.noise_keys import NoiseKey
 from tasks.actors.cluster import ray_cluster
 from tasks.actors.text_encoder import TextEncoder
 from tasks.actors.text_encoder_group import TextEncoderGroup
-from tasks.actors.worker_forks import VARIABLE
 from tasks.config.data import TextEncoderConfig
 from tasks.config.errors import ConfigError
 from tasks.config.trainer import RayConfig
@@ -231,11 +230,9 @@ def test_what_is_encoded_ahead_is_not_encoded_again_and_no_uid_changes_before_it
 
 
 @pytest.fixture(scope="module")
-def cluster(worker_forks: str) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(VARIABLE, worker_forks)
-        with ray_cluster(RayConfig(num_cpus=2)):
-            yield
+def cluster(shared_forks: None) -> Iterator[None]:
+    with ray_cluster(RayConfig(num_cpus=2)):
+        yield
 
 
 @pytest.mark.usefixtures("cluster")

@@ -23,7 +23,6 @@ from tasks.actors.cluster import ray_cluster
 from tasks.actors.reward_group import RewardGroup
 from tasks.actors.reward_model import GUARD, RewardModelError, check_reward_model, served_reward_model, server_command
 from tasks.actors.rollout_group import PendingBatch
-from tasks.actors.worker_forks import VARIABLE
 from tasks.config.errors import ConfigError
 from tasks.config.reward import RewardConfig, RewardModelConfig
 from tasks.config.trainer import RayConfig
@@ -52,10 +51,9 @@ async def compute_score(solution_image, reward_router_address, model_name):
 
 
 @pytest.fixture(scope="module")
-def cluster(worker_forks: str) -> Iterator[None]:
+def cluster(shared_forks: None) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("RAY_ADDRESS", raising=False)
-        patch.setenv(VARIABLE, worker_forks)
         patch.setenv("PYTHONPATH", str(ROOT))
         with ray_cluster(RayConfig(num_cpus=2)):
             yield

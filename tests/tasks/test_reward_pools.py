@@ -14,7 +14,6 @@ from models.schedulers.noise_keys import NoiseKey
 from tasks.actors.cluster import ClusterError, ray_cluster, require_resources
 from tasks.actors.reward_group import RewardFailure, RewardGroup, Scores, wanted_inputs
 from tasks.actors.rollout_group import PendingBatch
-from tasks.actors.worker_forks import VARIABLE
 from tasks.config.reward import RewardConfig
 from tasks.config.trainer import RayConfig
 from tasks.data.prompts import Prompt
@@ -27,11 +26,10 @@ LEVELS = list(range(0, 120, 10))
 
 
 @pytest.fixture(scope="module")
-def cluster(worker_forks: str) -> Iterator[None]:
+def cluster(shared_forks: None) -> Iterator[None]:
     """Ray with two CPUs, for the tests of this module."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("RAY_ADDRESS", raising=False)
-        patch.setenv(VARIABLE, worker_forks)
         patch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))  # where the workers find the rewards of these tests
         with ray_cluster(RayConfig(num_cpus=2)):
             yield

@@ -22,7 +22,6 @@ from tasks.actors.cluster import ActorGroup, WorkerNeeds, ray_cluster
 from tasks.actors.messages import Rescored
 from tasks.actors.rollout_group import PendingBatch
 from tasks.actors.trainer_group import TrainerGroup
-from tasks.actors.worker_forks import VARIABLE
 from tasks.config.trainer import RayConfig, TrainerConfig
 from tasks.data.prompts import Prompt
 from tasks.records.run_store import CheckpointStore, RunState
@@ -42,10 +41,9 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def cluster(compiled: Path, worker_forks: str) -> Iterator[None]:
+def cluster(compiled: Path, shared_forks: None) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("RAY_ADDRESS", raising=False)
-        patch.setenv(VARIABLE, worker_forks)
         patch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))  # where the workers find the other engine
         with ray_cluster(
             RayConfig(num_cpus=2), WorkerNeeds(full_determinism=True, compiles=True, compile_cache=str(compiled))

@@ -23,7 +23,6 @@ from models.weights.canary import Canary, CanaryLimits
 from models.weights.trainable import TrainableLoad, WeightSyncError
 from tasks.actors.messages import CanaryAnswer, GatheredWeights, Proof, ask
 from tasks.actors.weight_transport import Arrival, Courier, Parcel
-from tasks.actors.worker_forks import VARIABLE
 from tasks.config.tree import TrainConfig
 from tasks.system.stopwatch import Stopwatch
 from tests.support.weight_actors import (
@@ -45,12 +44,10 @@ SECONDS_OF_WORKER = ("load", "digests", "rollout_canary", "wait", "compare")
 
 
 @pytest.fixture(scope="module")
-def actors(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, worker_forks: str) -> Iterator[Actors]:
+def actors(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, shared_forks: None) -> Iterator[Actors]:
     """Two ranks and two workers on the CPU."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(VARIABLE, worker_forks)
-        with started(tiny_model, tmp_path_factory.mktemp("transport")) as running:
-            yield running
+    with started(tiny_model, tmp_path_factory.mktemp("transport")) as running:
+        yield running
 
 
 @pytest.mark.parametrize("transport", ["object_store", *DIRECT])
