@@ -35,6 +35,7 @@ from models.tiny_qwen_image.settings import TinySettings
 from tasks.config.reward import GuardConfig
 from tasks.data.prompts import Prompt, load_prompts
 from tasks.records.guards import TRAINED, Guard, GuardWatch
+from tasks.records.history import RunHistory
 from tasks.rewards import RewardResult, get_reward
 from tasks.rewards.base import ScoredPrompt
 from tasks.rewards.ocr import OcrReward, text_similarity, wanted_text
@@ -196,9 +197,10 @@ def write(name: str, client: MlflowClient) -> None:
     }
     validations = {}
     for item in client.list_artifacts(run.info.run_id, "validation"):
-        table = pd.read_parquet(client.download_artifacts(run.info.run_id, item.path))
+        step = int(Path(item.path).stem)
+        table = RunHistory(client, run.info.run_id).table("validation", step)
         columns = [c for c in table if c == "reward" or c.startswith(("reward/", "image/"))]
-        validations[int(Path(item.path).stem)] = table.groupby("uid", sort=True)[columns].mean()
+        validations[step] = table.groupby("uid", sort=True)[columns].mean()
     put(name, CASES[name].settings, histories, validations)
 
 

@@ -21,12 +21,13 @@ import psutil
 import typer
 
 from flows.deploy.service_record import ServiceError, recorded_in
-from tasks.system.processes import identity
+from tasks.system.processes import COPY, identity, maker_lives
 
-RAY, STAGES, VALIDATION, WORKTREES, LOGS = (
+RAY, STAGES, VALIDATION, COPIES, WORKTREES, LOGS = KINDS = (
     "Ray's session folders of dead clusters",
     "kept stages of old runs (a run started again samples them anew)",
     "validation grids of old runs (MLflow has them, too)",
+    "copies of weights that killed validation sweeps measured",
     "working copies of killed reproductions",
     "logs of services that have ended",
 )
@@ -56,6 +57,7 @@ def leftovers(project: Path, temporary: Sequence[Path], days: float) -> list[Lef
     found += [(WORKTREES, path) for folder in temporary for path in _worktrees(folder, commands)]
     for run in _old_runs(project / "runs", days):
         found += [(kind, run / name) for kind, name in ((STAGES, "stages"), (VALIDATION, "validation"))]
+    found += [(COPIES, path) for path in _copies(project / "runs", days)]
     services = project / ".services"
     if services.is_dir() and not _locked(services / "lock") and not _services_live(services):
         found.append((LOGS, services))
@@ -90,6 +92,15 @@ def _worktrees(folder: Path, commands: str) -> Iterator[Path]:
         alive = number.isdigit() and identity(int(number)) is not None
         is_copy = (path / "code/.git").is_file() or (path / ".git").is_file()
         if is_copy and not path.is_symlink() and _own(path) and not alive and str(path) not in commands:
+            yield path
+
+
+def _copies(folder: Path, days: float) -> Iterator[Path]:
+    for path in sorted(folder.glob(f"{COPY}*")):
+        lives = maker_lives(path.name, COPY)
+        if lives is None:  # made on another machine
+            lives = time.time() - path.lstat().st_mtime < days * DAY
+        if not lives and not path.is_symlink() and _own(path):
             yield path
 
 
@@ -150,7 +161,7 @@ def main(
     ray = os.environ.get("RAY_TMPDIR")
     temporary = dict.fromkeys([Path(tempfile.gettempdir()), Path("/tmp"), *([Path(ray)] if ray else [])])
     items = leftovers(Path.cwd(), list(temporary), days)
-    for kind in (RAY, STAGES, VALIDATION, WORKTREES, LOGS):
+    for kind in KINDS:
         of_kind = [item for item in items if item.kind == kind]
         typer.echo(f"{sum(item.bytes for item in of_kind) / 1e6:10.1f} MB in {len(of_kind):4} {kind}")
         for item in of_kind:

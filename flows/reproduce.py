@@ -137,14 +137,15 @@ def worktree(history: RunHistory) -> Iterator[Path]:
             *(history.client.tracking_uri, f"changes in {', '.join(files)}" if files else "no changes"),
         )
         if files:
-            _call("git", "-C", str(folder), "apply", str(patch))
+            (private / "code.patch").write_bytes(patch)
+            _call("git", "-C", str(folder), "apply", str(private / "code.patch"))
         yield folder
     finally:
         subprocess.run(["git", "worktree", "remove", "--force", str(folder)], capture_output=True)
         shutil.rmtree(private, ignore_errors=True)
 
 
-def recorded_code(history: RunHistory) -> tuple[str, Path]:
+def recorded_code(history: RunHistory) -> tuple[str, bytes]:
     """(commit, patch) of the run's first start.
 
     Raises:
@@ -153,8 +154,8 @@ def recorded_code(history: RunHistory) -> tuple[str, Path]:
     tags = history.run.data.tags
     if tags.get(mlflow_tags.MLFLOW_GIT_COMMIT) is None:
         raise HistoryError(f"run {history.run_id} has no git commit: it did not run from a repository")
-    patch = history.file("lineage/000000/code.patch")
-    found = f"sha256:{hashlib.sha256(patch.read_bytes()).hexdigest()}"
+    patch = history.content("lineage/000000/code.patch")
+    found = f"sha256:{hashlib.sha256(patch).hexdigest()}"
     commit, _, digest = tags.get(start_tag(0), "").partition(" ")
     if not digest:
         raise HistoryError(
@@ -170,13 +171,14 @@ def recorded_code(history: RunHistory) -> tuple[str, Path]:
     return commit, patch
 
 
-def patched_files(patch: Path, folder: Path) -> list[str]:
+def patched_files(patch: bytes, folder: Path) -> list[str]:
     """The files that it adds, changes or removes."""
-    if not patch.stat().st_size:
+    if not patch:
         return []
-    listed = subprocess.run(["git", "-C", str(folder), "apply", "--numstat", "-z", str(patch)], capture_output=True)
+    command = ("git", "-C", str(folder), "apply", "--numstat", "-z", "-")
+    listed = subprocess.run(command, input=patch, capture_output=True)
     if listed.returncode:
-        raise HistoryError(f"{patch} is no patch: {listed.stderr.decode(errors='replace').strip()}")
+        raise HistoryError(f"its code.patch is no patch: {listed.stderr.decode(errors='replace').strip()}")
     return [row.rpartition(b"\t")[2].decode(errors="backslashreplace") for row in listed.stdout.split(b"\0") if row]
 
 

@@ -4,8 +4,8 @@
 if __name__ == "__main__":
     raise SystemExit("error: a deployment: `make up`, then `prefect deployment run validation-sweep/validation-sweep`")
 
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import pandas as pd
 from prefect import flow, get_run_logger
@@ -33,7 +33,7 @@ from tasks.run.measuring import Cell, Verdict, cells, for_measuring, labelled, m
 from tasks.run.opening import MeasuringRun, apply_overrides, open_measurement
 from tasks.run.preflight import check_inputs
 from tasks.stages.validation import Validation, draw_and_score
-from tasks.system.late_mlflow import ModelVersion, mlflow
+from tasks.system.late_mlflow import ModelVersion
 from tasks.system.stopwatch import Stopwatch
 
 BASE = "base"
@@ -104,8 +104,8 @@ class Sweep:
         tracker, clock = Tracker(self.config.tracking, subject, parent=self.run.tracker.run_id), Stopwatch(subject)
         with tracker.concluded():
             tracker.log_start(self.config, self.measured.tags(subject))
-            rollout = self._holding(version)
-            results = [(cell, self._draw(clock, rollout, cell)) for cell in self.cells]
+            with self._holding(version) as rollout:
+                results = [(cell, self._draw(clock, rollout, cell)) for cell in self.cells]
             table = pd.concat([labelled(cell, result) for cell, result in results], ignore_index=True)
             step = 0 if version is None else int(version.tags[ITERATION])
             verdict = Verdict(None, None) if version is None else self._compare(table, version)
@@ -114,11 +114,15 @@ class Sweep:
             tracker.log_table(table, TABLE)
             return None if version is None else self._judge(version, verdict, tracker)
 
-    def _holding(self, version: ModelVersion | None) -> RolloutGroup:
-        if version is not None:
-            folder = mlflow.artifacts.download_artifacts(version.source, tracking_uri=self.measured.client.tracking_uri)
-            self.run.rollout.load_exported(Path(folder).resolve())
-        return self.run.rollout
+    @contextmanager
+    def _holding(self, version: ModelVersion | None) -> Iterator[RolloutGroup]:
+        """The workers with these weights. Until the block's end a worker that died can read them anew."""
+        if version is None:
+            yield self.run.rollout
+            return
+        with self.measured.exported(version, self.config.trainer.default_local_dir) as folder:
+            self.run.rollout.load_exported(folder)
+            yield self.run.rollout
 
     def _draw(self, clock: Stopwatch, rollout: RolloutGroup, cell: Cell) -> Validation:
         pipeline = cell.drawn_by(self.config.actor_rollout_ref.rollout.validation_pipeline())

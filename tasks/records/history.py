@@ -5,10 +5,13 @@ import json
 import re
 from collections.abc import Mapping
 from functools import cached_property
+from io import BytesIO
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pandas as pd
+from PIL import Image
 
 from models.errors import DoubleflowError
 from tasks.records.headline import HEADLINE
@@ -54,7 +57,7 @@ class RunHistory:
 
     def config(self) -> dict[str, Any]:
         """The config it ran with."""
-        result: dict[str, Any] = json.loads(self.file("config.json").read_text())
+        result: dict[str, Any] = json.loads(self.content("config.json"))
         return result
 
     def metrics(self) -> dict[str, dict[int, float]]:
@@ -77,7 +80,7 @@ class RunHistory:
 
     def table(self, name: str, step: int) -> pd.DataFrame:
         """The table <name>/000010.parquet."""
-        return pd.read_parquet(self.file(f"{name}/{step:06d}.parquet"))
+        return pd.read_parquet(BytesIO(self.content(f"{name}/{step:06d}.parquet")))
 
     def pictures(self) -> Mapping[str, dict[int, str]]:
         """Image key -> step -> artifact path of the pictures on MLflow's slider."""
@@ -88,14 +91,19 @@ class RunHistory:
                 found.setdefault(match[1], {})[int(match[3])] = item.path
         return found
 
-    def file(self, path: str) -> Path:
-        """A copy of one artifact.
+    def image(self, path: str) -> Image.Image:
+        """One picture among the artifacts."""
+        return Image.open(BytesIO(self.content(path)))
+
+    def content(self, path: str) -> bytes:
+        """One artifact's bytes.
 
         Raises:
             HistoryError: the run has none there.
         """
         try:
-            return Path(self.client.download_artifacts(self.run_id, path))
+            with TemporaryDirectory() as folder:  # without one, MLflow makes a folder that nobody removes
+                return Path(self.client.download_artifacts(self.run_id, path, folder)).read_bytes()
         except (mlflow.exceptions.MlflowException, OSError) as error:
             raise HistoryError(f"run {self.run_id} has no {path}: {error}") from error
 

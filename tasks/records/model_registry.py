@@ -1,16 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """MLflow's model registry: exported weights as versions that diffusers loads as they are."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from io import BytesIO
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from urllib.parse import urlsplit
 
 import pandas as pd
 
 from tasks.records.guards import HACKING_TAG
+from tasks.records.history import RunHistory
 from tasks.records.notes import Weights, version_note
 from tasks.records.tracking import Tracker
 from tasks.system.late_mlflow import LoggedModel, MlflowClient, ModelVersion, mlflow
+from tasks.system.processes import COPY, named_after_this_process
 
 CHAMPION = "champion"
 ITERATION = "doubleflow.iteration"
@@ -167,4 +174,18 @@ class Measurements:
     def table(self, subject: str) -> pd.DataFrame | None:
         """The pictures' rewards of a finished measurement."""
         run_id = self.run(subject)
-        return None if run_id is None else pd.read_parquet(self.client.download_artifacts(run_id, TABLE))
+        return None if run_id is None else pd.read_parquet(BytesIO(RunHistory(self.client, run_id).content(TABLE)))
+
+    @contextmanager
+    def exported(self, version: ModelVersion, beside: Path) -> Iterator[Path]:
+        """A version's files: where MLflow keeps them, or as a copy in the folder `beside` until the block's end.
+
+        Of a process that was killed, `make prune` finds the copy.
+        """
+        download = partial(mlflow.artifacts.download_artifacts, version.source, tracking_uri=self.client.tracking_uri)
+        if urlsplit(version.source).scheme in ("", "file"):
+            yield Path(download()).resolve()
+            return
+        beside.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=named_after_this_process(COPY), dir=beside) as folder:
+            yield Path(download(dst_path=folder)).resolve()

@@ -4,10 +4,10 @@
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from io import BytesIO
 from typing import Any
 
 import pandas as pd
-from PIL import Image
 
 from tasks.records.comparison import Interval, mean_interval
 from tasks.records.history import RunHistory
@@ -112,7 +112,7 @@ def read(history: RunHistory, grids: Iterable[str] = ("validation",)) -> Recorde
     there = {item.path for item in history.client.list_artifacts(history.run_id)}
     recorded = Recorded(history.run, history.config(), history.metrics())
     if TABLE in there:
-        recorded.held_out = {max(recorded.metrics[STEP_MARK]): pd.read_parquet(history.file(TABLE))}
+        recorded.held_out = {max(recorded.metrics[STEP_MARK]): pd.read_parquet(BytesIO(history.content(TABLE)))}
     else:
         recorded.held_out = {
             step: history.table("validation", step).assign(**PLACEHOLDERS)
@@ -125,13 +125,13 @@ def read(history: RunHistory, grids: Iterable[str] = ("validation",)) -> Recorde
         files = pictures.get(kind, {})
         validated = recorded.metrics.get("val/reward/mean", {})
         chosen = spread(files, FRAMES, {*files, *validated} if kind == "validation" else files)
-        recorded.grids[kind] = {step: of_grid(Image.open(history.file(files[step]))) for step in chosen}
+        recorded.grids[kind] = {step: of_grid(history.image(files[step])) for step in chosen}
     recorded.samples = _samples(history)
     if OVERRIDES in there:
-        recorded.overrides = json.loads(history.file(OVERRIDES).read_text())
+        recorded.overrides = json.loads(history.content(OVERRIDES))
     starts = sorted(item.path for item in history.client.list_artifacts(history.run_id, "lineage"))
     if starts:
-        recorded.environment = json.loads(history.file(f"{starts[-1]}/environment.json").read_text())
+        recorded.environment = json.loads(history.content(f"{starts[-1]}/environment.json"))
     return recorded
 
 
@@ -159,12 +159,12 @@ def _samples(history: RunHistory) -> dict[str, tuple[int, list[Sample]]]:
     validated = history.steps(EXTREMES)
     if validated:
         last = validated[-1]
-        rows: list[Mapping[str, Any]] = json.loads(history.file(f"{EXTREMES}/{last:06d}.json").read_text())["samples"]
+        rows: list[Mapping[str, Any]] = json.loads(history.content(f"{EXTREMES}/{last:06d}.json"))["samples"]
         found["held-out"] = last, [Sample(**row) for row in rows]
     albums = history.steps("pictures")
     if albums:
         table = history.table("samples", albums[-1])
         if "image" in table:  # pairs are read, not sampled, and have none
             kept = table[table["image"].notna()].reset_index(drop=True)
-            found["training"] = albums[-1], extremes(kept, lambda row: Image.open(history.file(kept["image"][row])))
+            found["training"] = albums[-1], extremes(kept, lambda row: history.image(kept["image"][row]))
     return found

@@ -5,6 +5,8 @@ The time of day at which a process started is no mark of it: the kernel keeps th
 adds the boot's time of day gets another sum after every step of the clock. The ticks themselves never change.
 """
 
+import os
+import socket
 import sys
 from collections.abc import Collection
 from contextlib import suppress
@@ -14,6 +16,8 @@ from typing import NamedTuple
 import psutil
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+COPY = "measured-"
+"""Begins the names of folders with weights that a validation sweep measures."""
 
 
 class ProcessIdentity(NamedTuple):
@@ -74,6 +78,17 @@ def identity(pid: int) -> str | None:
 def lives(pid: int, known: str) -> bool:
     """Does the process of that number, whose `identity` was this, still run?"""
     return identity(pid) == known
+
+
+def named_after_this_process(prefix: str) -> str:
+    """How the name of a temporary folder begins from which `maker_lives` tells whether anybody works there."""
+    return f"{prefix}{socket.gethostname()}-{os.getpid()}-"
+
+
+def maker_lives(name: str, prefix: str) -> bool | None:
+    """Does the process still run that made a folder of this name? None: it ran on another machine, so nobody knows."""
+    host, _, pid = name.removeprefix(prefix).rpartition("-")[0].rpartition("-")
+    return identity(int(pid)) is not None if host == socket.gethostname() and pid.isdigit() else None
 
 
 def runs(process: psutil.Process) -> bool:

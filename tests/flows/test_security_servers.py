@@ -301,6 +301,11 @@ def made_up(project: Path, temporary: Path) -> tuple[list[Path], list[Path]]:
         (folder / "code/.git").write_text("gitdir: elsewhere")
         list_.append(folder)
     kept.append(filled(temporary / "doubleflow-papers"))
+    host = socket.gethostname()
+    for name, list_ in ((f"{host}-{gone.pid}-ab_c", dead), (f"{host}-{os.getpid()}-cd", kept), ("other-1-ef", kept)):
+        list_.append(filled(runs / f"measured-{name}"))
+    dead.append(filled(runs / "measured-other-2-gh"))
+    os.utime(dead[-1], (time.time() - 20 * 86_400,) * 2)
     return dead, kept
 
 

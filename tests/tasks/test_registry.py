@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The model registry on a real MLflow: an iteration has one version, also where a registration was cut off."""
 
+import os
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +12,13 @@ from mlflow import MlflowClient
 
 from tasks.config.tracking import TrackingConfig
 from tasks.records.guards import HACKING_TAG
-from tasks.records.model_registry import HELD_OUT_TAG, champion, promote, register, tag_versions
+from tasks.records.model_registry import HELD_OUT_TAG, Measurements, champion, promote, register, tag_versions
 from tasks.records.notes import Weights
 from tasks.records.tracking import Tracker
+from tasks.system.processes import COPY, maker_lives
 from tests.support.mlflow_store import mlflow_in
+from tests.support.patience import wait_for_server
+from tests.support.platform_helpers import background, free_port
 
 
 @pytest.fixture
@@ -73,6 +79,40 @@ def test_a_registration_that_was_cut_off_is_completed(tracker: Tracker, weights:
     (version,) = whole.search_model_versions("name = 'tiny'")
     assert version.source == model.artifact_location
     assert next(tmp_path.glob("artifacts/models/*/artifacts/weights.bin")).read_bytes() == b"trained"
+
+
+@pytest.mark.slow  # it starts MLflow's server
+def test_a_versions_copy_from_a_server_is_gone_after_its_use(
+    tmp_path: Path, weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint has gigabytes, and a scheduled sweep measures many."""
+    (temporary := tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    address = f"http://127.0.0.1:{(port := free_port())}"
+    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    command += ["--backend-store-uri", mlflow_in(tmp_path), "--artifacts-destination", str(tmp_path / "there")]
+    quiet = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    with background(command, quiet, tmp_path / "server.log", tmp_path):
+        wait_for_server(f"{address}/health", "MLflow's start")
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+        tracker = Tracker(TrackingConfig(uri=address), "a-run")
+        version = register(tracker, "tiny", weights, 2, {})
+        measured = Measurements(tracker.client, "doubleflow", "digest")
+        with measured.exported(version, tmp_path / "runs") as folder:
+            (copy,) = (tmp_path / "runs").iterdir()
+            assert folder.is_relative_to(copy)
+            assert (folder / "weights.bin").read_bytes() == b"trained"
+            assert maker_lives(copy.name, COPY)
+        assert not list((tmp_path / "runs").iterdir())
+        assert not list(temporary.iterdir())
+
+
+def test_files_that_are_there_are_not_copied(tracker: Tracker, weights: Path, tmp_path: Path) -> None:
+    version = register(tracker, "tiny", weights, 2, {})
+    with Measurements(tracker.client, "doubleflow", "digest").exported(version, tmp_path / "runs") as folder:
+        assert folder == next(tmp_path.glob("artifacts/models/*/artifacts"))
+    assert (folder / "weights.bin").read_bytes() == b"trained"
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_version_that_guards_flagged_is_not_made_the_champion(tracker: Tracker, weights: Path) -> None:

@@ -4,6 +4,7 @@
 import json
 import logging
 import re
+import tempfile
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -99,15 +100,20 @@ def history(folder: Path) -> RunHistory:
 
 
 @pytest.fixture(scope="module")
-def recorded(history: RunHistory) -> Recorded:
-    return read(history, ("validation", "samples"))
+def recorded(history: RunHistory, tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    temporary = tmp_path_factory.mktemp("temporary")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(temporary))
+        found = read(history, ("validation", "samples"))
+    assert not list(temporary.iterdir()), "every page would leave its tables and pictures there"
+    return found
 
 
 def test_the_page_of_a_recorded_run_is_written_here_and_in_mlflow(history: RunHistory, folder: Path) -> None:
     path = report(history, folder)
     html = path.read_text()
     assert path == folder / "report.html"
-    assert history.file("report.html").read_text() == html
+    assert history.content("report.html").decode() == html
     page = Page(html)
     check_self_contained(page)
     assert "quickstart-1 finished" in page.text
@@ -252,16 +258,16 @@ def test_a_run_that_goes_on_shows_what_was_before_it(running: RunReport, history
     assert [point[0] for point in lines[1]["points"]] == list(range(1, 14))
     assert [frame["data-step"] for frame in page.all("div", class_="frame")] == ["13"], "of the grids that are here"
     assert "Held-out pictures, iteration 13" in page.text
-    assert history.file("report.html").read_text() == running.path.read_text()
-    assert json.loads(history.file("overrides.json").read_text())["trainer.seed"] == ["0", "7"]
-    assert len(json.loads(history.file("extremes/000013.json").read_text())["samples"]) == 4
+    assert history.content("report.html").decode() == running.path.read_text()
+    assert json.loads(history.content("overrides.json"))["trainer.seed"] == ["0", "7"]
+    assert len(json.loads(history.content("extremes/000013.json"))["samples"]) == 4
     assert running.metrics() == {}
     with pytest.raises(ValueError, match="out of paper"), running.concluded():
         raise ValueError("the printer is\nout of paper")
     page = Page(running.path.read_text())
     assert "quickstart-1 failed" in page.text
     assert "It failed: the printer is out of paper" in page.text
-    assert history.file("report.html").read_text() == running.path.read_text()
+    assert history.content("report.html").decode() == running.path.read_text()
 
 
 def test_a_step_that_a_kill_came_into_is_not_on_the_page(folder: Path, running: RunReport, history: RunHistory) -> None:
