@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """MLflow's database for a test: a copy of one that MLflow made, whose tables take it a second."""
 
-import atexit
 import functools
 import shutil
 import tempfile
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 from mlflow import MlflowClient
@@ -14,7 +14,7 @@ from mlflow import MlflowClient
 def _empty() -> Path:
     """A database with MLflow's tables and its default experiment."""
     folder = Path(tempfile.mkdtemp(prefix="mlflow-empty-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    Finalize(None, shutil.rmtree, (folder, True), exitpriority=0)  # unlike atexit's, at the end of a fork, too
     file = folder / "mlflow.db"
     MlflowClient(f"sqlite:///{file}").search_experiments()
     return file
