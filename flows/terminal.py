@@ -33,7 +33,7 @@ from flows.stopping import (
 from models.errors import DoubleflowError
 from tasks.config.errors import described
 from tasks.config.tree import TrainConfig
-from tasks.system.causes import causes
+from tasks.system.causes import causes, full_disk
 from tasks.system.processes import beside_python
 
 WRONG_INPUT, FAILED = 2, 1
@@ -130,6 +130,8 @@ def _notes(error: BaseException | None) -> Iterator[str]:
 def sentence(error: Exception) -> str | None:
     """What the user is told; None for an error that was not raised to be read by one."""
     told = cause_of(error)
+    if (full := full_disk(error)) is not None:
+        return f"a disk is full: {full}"
     if isinstance(told, ValidationError):
         return described(told, TrainConfig)
     if isinstance(told, DoubleflowError) or _is_one_of(told, ("prefect.exceptions", "FailedRun")):

@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all errors of this project have in common."""
+"""What all errors of this project have in common, and which of the system's errors tell of a full disk."""
+
+import errno
+from typing import TypeGuard
+
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 class DoubleflowError(Exception):
@@ -9,3 +14,8 @@ class DoubleflowError(Exception):
     was given (a setting, a file, a prompt), `RuntimeError` for what happened to a run that was asked for correctly. The
     command line shows the message without a traceback, and ends with 2 for the first kind and 1 for the second.
     """
+
+
+def is_out_of_room(error: object) -> TypeGuard[OSError]:
+    """Does the system say that the disk is full, or that the user's share of it is?"""
+    return isinstance(error, OSError) and error.errno in NO_ROOM

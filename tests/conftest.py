@@ -16,6 +16,7 @@ os.environ |= {
 
 import functools
 import gc
+import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -114,6 +115,18 @@ def one_rank() -> Iterator[None]:
 
     with single_rank():
         yield
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB; it needs the right to mount one, which a container's root has."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("only root may mount a file system")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 GIB = 2**30
 MASTER_BYTES = 4
 """Trained weights, their gradients and AdamW's moments are fp32."""
+ADAMW_MOMENTS = 2
 
 COMPILED = 0.75
 """Share of the activations that compiled blocks keep: 46.5 of 62.1 GiB, Stable Diffusion 3.5 medium on an H200."""
@@ -87,7 +88,7 @@ def update_need(
     frozen = 1.0 if whole else 0.0 if on_host else 1 / world_size
     resident = {
         "weights": cost.frozen * stored * frozen + trained,
-        "AdamW": 0.0 if settings.optimizer_offload else 2 * trained,
+        "AdamW": 0.0 if settings.optimizer_offload else ADAMW_MOMENTS * trained,
         "copies of the trained weights": copies * trained,
         "reference and teacher": 0.0 if on_host else frozen_models * cost.parameters * stored / world_size,
     }

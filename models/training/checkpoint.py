@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from models.errors import is_out_of_room
 from models.training.adam_state import offload_adam_state
 
 if TYPE_CHECKING:
@@ -121,4 +122,7 @@ def _errors_are_exceptions() -> Iterator[None]:
     try:
         yield
     except CheckpointException as error:
+        for found, _ in error.failures.values():
+            if is_out_of_room(found):  # the disk's fault: the same as from any other file
+                raise OSError(*found.args[:2], found.filename) from error
         raise RuntimeError(f"a rank could not read or write a checkpoint: {error}") from error

@@ -30,6 +30,8 @@ WEIGHTS = "trainer"
 RECORD_DIGEST = "record_sha256"
 """Of the record's other keys; records of older versions have none."""
 FORMAT = 1
+CHECKPOINTS = "checkpoints"
+"""Their folder in a run's own."""
 
 log = logging.getLogger(__name__)
 

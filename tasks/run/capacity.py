@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run's model costs, and whether it fits the GPUs: known before anything is loaded."""
+"""What a run's model costs, and whether it fits the GPUs and its checkpoints the disk: known before anything loads."""
 
 import logging
 from collections.abc import Sequence
@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 
 from models.algorithms import get_diffusion_loss_fn
-from models.algorithms.losses import REF_VELOCITY
+from models.algorithms.losses import REF_VELOCITY, DiffusionLossFn
 from models.cost.flops import Batch, PolicyFlops, has_formula
-from models.cost.memory import GIB, Need, rollout_need, update_need
+from models.cost.memory import ADAMW_MOMENTS, GIB, MASTER_BYTES, Need, rollout_need, update_need
 from models.cost.meta_pass import PassCost, decoding_bytes, pass_cost
 from models.errors import DoubleflowError
 from models.families.base import DiffusionModelBase, DiffusionModelConfig
@@ -19,13 +19,15 @@ from models.families.latents import component_config
 from tasks.config.tree import TrainConfig
 from tasks.data.digests import stored_parameters
 from tasks.data.embeddings import Embeddings
+from tasks.records.run_store import CHECKPOINTS
+from tasks.system.files import free_on_disk
 
 log = logging.getLogger(__name__)
 TEXT_ENCODERS, ENCODERS = ("text_encoder*",), "text encoders"
 
 
 class DoesNotFit(DoubleflowError, ValueError):
-    """The run needs more memory than a GPU has."""
+    """The run needs more memory than a GPU has, or more of the disk than is free."""
 
 
 def measure_cost(
@@ -81,6 +83,27 @@ def check_fits(config: TrainConfig, model_config: DiffusionModelConfig, cost: Pa
     lacking = shortfall(config, needs(config, model_config, cost), there)
     if lacking:
         raise DoesNotFit(lacking)
+
+
+def check_disk(config: TrainConfig, cost: PassCost) -> None:
+    """Raises DoesNotFit for a run whose checkpoints have no room in its folder, beside those that are there already."""
+    trainer, folder = config.trainer, config.run_dir / CHECKPOINTS
+    each = checkpoint_bytes(config, cost) / GIB
+    there = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    room = (free_on_disk(folder) + there) / GIB
+    saves = -(-trainer.total_training_steps // trainer.save_freq) if trainer.save_freq else 1
+    number = min(trainer.max_actor_ckpt_to_keep + 1, saves)
+    if number * each > room:
+        together = f" and {number} of them, at a time, {number * each:.1f}" if number > 1 else ""
+        raise DoesNotFit(
+            f"a checkpoint takes {each:.1f} GiB{together}, but {folder} has room for {room:.1f}: make some, or set "
+            "trainer.default_local_dir to a folder on a larger disk"
+        )
+
+
+def checkpoint_bytes(config: TrainConfig, cost: PassCost) -> int:
+    """A checkpoint on the disk: the trained weights, AdamW's moments, and the further sets of the weights."""
+    return cost.trained * MASTER_BYTES * (1 + ADAMW_MOMENTS + _copies(config))
 
 
 def needs(config: TrainConfig, model_config: DiffusionModelConfig, cost: PassCost) -> Needs:
@@ -152,16 +175,26 @@ def samplers_on_a_gpu(config: TrainConfig) -> int:
 
 def _update(config: TrainConfig, model_config: DiffusionModelConfig, cost: PassCost) -> Need:
     actor = config.actor_rollout_ref.actor
-    loss = get_diffusion_loss_fn(actor.diffusion_loss.loss_mode, actor.diffusion_loss.options)
-    refers = actor.use_kl_loss or REF_VELOCITY in loss.required_data_keys
+    refers = actor.use_kl_loss or REF_VELOCITY in _loss(config).required_data_keys
     return update_need(
         cost,
         model_config,
         actor,
         world_size=config.trainer.world_size,
-        copies=actor.ema.enable + loss.keeps_old_policy() + config.trainer.one_step_off_policy,
+        copies=_copies(config),
         frozen_models=(refers and not model_config.trains_lora) + (actor.teacher_path is not None),
     )
+
+
+def _copies(config: TrainConfig) -> int:
+    """Sets of the trained weights besides those that are trained."""
+    kept = config.actor_rollout_ref.actor.ema.enable, _loss(config).keeps_old_policy()
+    return sum(kept) + config.trainer.one_step_off_policy
+
+
+def _loss(config: TrainConfig) -> DiffusionLossFn:
+    chosen = config.actor_rollout_ref.actor.diffusion_loss
+    return get_diffusion_loss_fn(chosen.loss_mode, chosen.options)
 
 
 def _rollout(config: TrainConfig, model_config: DiffusionModelConfig, cost: PassCost) -> Need | None:

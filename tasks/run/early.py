@@ -23,6 +23,7 @@ from tasks.config.errors import ConfigError
 from tasks.config.tree import TrainConfig
 from tasks.records.tracking_address import require_answer
 from tasks.rewards import check_reward
+from tasks.system.files import nearest
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -76,9 +77,7 @@ def _made_by(data: DataConfig, field: str) -> str:
 
 def check_folder(folder: Path, field: str = "trainer.default_local_dir") -> None:
     """This folder can be written into, or made; nothing is left behind. Raises ConfigError, which names the field."""
-    there = folder.absolute()
-    while not there.exists() and there != there.parent:
-        there = there.parent
+    there = nearest(folder)
     try:
         with tempfile.TemporaryDirectory(dir=there):
             pass

@@ -31,7 +31,7 @@ from tasks.records.guards import FloorWatch, Guard, GuardWatch
 from tasks.records.headline import RUN_NAME_TAG
 from tasks.records.lineage import lineage
 from tasks.records.run_lock import run_lock
-from tasks.records.run_store import CheckpointError, CheckpointStore
+from tasks.records.run_store import CHECKPOINTS, CheckpointError, CheckpointStore
 from tasks.records.second_trackers import SecondTrackers, Subject
 from tasks.records.tracking import Tracker, tracking_uri
 from tasks.records.tracking_address import require_answer
@@ -117,7 +117,7 @@ def open_run(config: TrainConfig, inputs: Inputs, recipe: TrainConfig) -> Iterat
         MachineLost: a machine with a trainer rank is lost.
     """
     with run_lock(config.run_dir):
-        store = CheckpointStore(config.run_dir / "checkpoints", config.trainer.max_actor_ckpt_to_keep)
+        store = CheckpointStore(config.run_dir / CHECKPOINTS, config.trainer.max_actor_ckpt_to_keep)
         if config.trainer.resume_mode == "disable" and store.iterations():
             raise CheckpointError(
                 f"{config.run_dir} has checkpoints and trainer.resume_mode is disable: use auto or another "

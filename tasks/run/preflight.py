@@ -34,7 +34,7 @@ from tasks.data.rewriting import get_rewriting
 from tasks.records.lineage import dvc_hashes
 from tasks.records.second_trackers import check_libraries
 from tasks.rewards import check_reward
-from tasks.run.capacity import check_fits, measure_cost
+from tasks.run.capacity import check_disk, check_fits, measure_cost
 from tasks.run.early import check_folder, raising_config_errors
 from tasks.run.live_text import open_live, text_side
 from tasks.run.loss_checks import check_exploration, check_loss
@@ -238,6 +238,8 @@ def _check_costs(inputs: Inputs, costs: _Costs) -> PolicyFlops | None:
     if flops is not None:
         check_fits(config, inputs.model_config, flops.cost)
     check_folder(config.trainer.default_local_dir)
+    if flops is not None:
+        check_disk(config, flops.cost)
     return flops
 
 

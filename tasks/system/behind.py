@@ -11,6 +11,7 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from models.errors import DoubleflowError
+from tasks.system.causes import full_disk
 
 T = TypeVar("T")
 FAILING_WAIT_S = 60.0
@@ -97,7 +98,9 @@ class Behind:
                 self.settle(FAILING_WAIT_S if isinstance(error, Exception) else STOPPED_WAIT_S)
             except Exception as of_writing:
                 late = isinstance(of_writing, TimeoutError) and not isinstance(error, Exception)  # see `left`
-                same = isinstance(error, DoubleflowError) and type(of_writing) is type(error)  # both met what was told
+                # Both met what is told: a machine that is lost, a disk that is full.
+                same = isinstance(error, DoubleflowError) and type(of_writing) is type(error)
+                same |= None not in (full_disk(error), full_disk(of_writing))
                 if of_writing is not error and not late and not same:
                     error.add_note(f"what was being written in the background is lost too: {of_writing!r}")
             raise

@@ -3,6 +3,8 @@
 
 from collections.abc import Iterator
 
+from models.errors import is_out_of_room
+
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
     """The error, what it was raised from or while handling, and so on to the first."""
@@ -11,3 +13,11 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
         yield error
         seen.append(error)
         error = error.__cause__ or error.__context__
+
+
+def full_disk(error: BaseException | None) -> OSError | None:
+    """The error among its causes, also of those that Ray brings from an actor, which says that a disk is full."""
+    for found in causes(error):
+        if is_out_of_room(own := getattr(found, "cause", found)):
+            return own
+    return None

@@ -18,6 +18,19 @@ def sha256_of(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
+def nearest(folder: Path) -> Path:
+    """The folder, or what it will be made in: the innermost of the folders around it that are there."""
+    there = folder.absolute()
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    return there
+
+
+def free_on_disk(folder: Path) -> int:
+    """Bytes that this user may still write below a folder, which need not be there yet."""
+    return shutil.disk_usage(nearest(folder)).free
+
+
 @contextmanager
 def put_in_place(path: Path) -> Iterator[Path]:
     """A name beside `path` to write a file or folder under; it becomes `path` only if the block ends well.

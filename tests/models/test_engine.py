@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The trainer on one rank: replay, updates against plain autograd, averages, checkpoints, exports, weight sync."""
 
+import errno
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from models.config.actor import EmaConfig
@@ -21,8 +25,10 @@ from models.training.fsdp import ActorBatch, DiffusersFSDPEngine
 from models.training.weight_copies import WeightAverage
 from models.weights.canary import Canary, check_canary
 from models.weights.trainable import WeightSyncError, load_trainable, trainable
+from tasks.config.tree import TrainConfig
+from tasks.run.capacity import checkpoint_bytes
 from tests.support.cases import crossed
-from tests.support.helpers import actor_config, model_config, prompt_table, rollout_request
+from tests.support.helpers import actor_config, model_config, prompt_table, rollout_request, wait_until_saved
 from tests.support.plain_trainer import plain_kl, plain_module, plain_replay, plain_updates
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -386,6 +392,35 @@ def test_a_resumed_trainer_goes_on_bit_for_bit(tiny_model: Path, kind: str, tmp_
     assert largest_difference(all_parameters(engine), all_parameters(resumed)) == 0.0
     with engine.averaged(), resumed.averaged():
         assert largest_difference(engine.gather_weights(), resumed.gather_weights()) == 0.0
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_full_disk_is_told_as_of_any_other_file(tiny_model: Path, small_disk: Path, background: bool) -> None:
+    """Not as torch's own exception with its frames: a command ends with this error's sentence."""
+    engine = trainer(config_of("full", tiny_model))
+    (small_disk / "another's").write_bytes(bytes(2**20 - 2**16))
+    save = engine.start_saving if background else engine.save_checkpoint
+    with pytest.raises(OSError, match="No space left on device") as raised:  # noqa: PT012  by either of the two
+        save(small_disk / "checkpoint")
+        wait_until_saved(engine)
+    assert raised.value.errno == errno.ENOSPC
+
+
+@pytest.mark.parametrize("copies", [0, 1])
+def test_a_checkpoint_takes_what_is_counted(tiny_model: Path, tmp_path: Path, copies: int) -> None:
+    config = config_of("full", tiny_model)
+    engine = trainer(config, enable=bool(copies))
+    engine.update_policy([batch_of(rolled_out(config))])
+    engine.save_checkpoint(tmp_path / "checkpoint")
+    entries = FileSystemReader(tmp_path / "checkpoint").read_metadata().state_dict_metadata.values()
+    stored = [entry for entry in entries if isinstance(entry, TensorStorageMetadata)]
+    written = sum(entry.size.numel() * entry.properties.dtype.itemsize for entry in stored)
+    run = TrainConfig.model_validate(
+        {"actor_rollout_ref": {"model": {"path": str(tiny_model)}, "actor": {"ema": {"enable": bool(copies)}}}}
+    )
+    trained = sum(weight.numel() for weight in trainable(engine.module).values())
+    counted = checkpoint_bytes(run, SimpleNamespace(trained=trained))
+    assert 0 <= written - counted < 0.01 * counted, "a counter of steps for each weight, and the schedule"
 
 
 def test_saving_before_the_first_update_changes_nothing(tiny_model: Path, tmp_path: Path) -> None:

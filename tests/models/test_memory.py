@@ -24,7 +24,7 @@ from models.samples.trajectories import PromptTable
 from models.weights.trainable import make_trainable, trainable
 from tasks.actors.memory import measures_gpu_memory, peak_metrics, peaks_since_last_time
 from tasks.config.tree import TrainConfig
-from tasks.run.capacity import DoesNotFit, Needs, check_fits, colocated_encoders, shortfall
+from tasks.run.capacity import DoesNotFit, Needs, check_disk, check_fits, colocated_encoders, shortfall
 from tests.models.test_real_size import published
 from tests.support.helpers import actor_config, model_config
 from tests.support.tiny_models import FAMILIES, embeddings_of
@@ -226,6 +226,29 @@ def test_what_does_not_fit_is_refused_with_the_way_out(tiny_model: Path) -> None
     ):
         assert way in str(refused.value)
     check_fits(run_config(tiny_model, gpu_memory_gib=6000), model, COST)
+
+
+def test_checkpoints_that_find_no_room_are_refused(tiny_model: Path, tmp_path: Path) -> None:
+    config = run_config(tiny_model, default_local_dir=tmp_path, total_training_steps=20, save_freq=10)
+    with pytest.raises(DoesNotFit, match=r"takes 3000.0 GiB and 2 of them, at a time, 6000.0, but"):
+        check_disk(config, COST)
+    with pytest.raises(DoesNotFit, match=f"and 3 .* 9000.0, but {tmp_path}/.*set trainer.default_local_dir"):
+        check_disk(config.with_changes({"trainer": {"save_freq": 5}}), COST)
+    with pytest.raises(DoesNotFit, match=r"takes 3000.0 GiB, but .* has room for \d+\.\d: make some"):
+        check_disk(config.with_changes({"trainer": {"save_freq": 0}}), COST)
+    check_disk(config, replace(COST, trained=1000))
+
+
+def test_the_checkpoints_that_are_there_are_room_for_the_next(tiny_model: Path, small_disk: Path) -> None:
+    config = run_config(tiny_model, default_local_dir=small_disk, total_training_steps=40, save_freq=10)
+    cost = replace(COST, trained=2**20 // 12 // 4)  # a quarter of the disk
+    check_disk(config, cost)
+    (folder := config.run_dir / "checkpoints/iter_000020").mkdir(parents=True)
+    (folder / "file").write_bytes(bytes(2**19))
+    check_disk(config, cost)
+    (small_disk / "another's").write_bytes(bytes(2**18 + 2**17))
+    with pytest.raises(DoesNotFit):
+        check_disk(config, cost)
 
 
 @pytest.mark.slow  # all sixty blocks; the sentence and a measured size are quick: the tests above

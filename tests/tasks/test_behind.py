@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is written behind a run is written in order, and what fails is the last and is never silent."""
 
+import errno
 import gc
+import os
 import threading
 import time
 import weakref
@@ -11,6 +13,7 @@ from contextvars import ContextVar
 
 import pytest
 
+from flows.terminal import sentence
 from models.errors import DoubleflowError
 from tasks.system import behind as module
 from tasks.system.behind import Behind
@@ -163,3 +166,28 @@ def test_after_a_signal_an_end_waits_for_seconds_alone(monkeypatch: pytest.Monke
         raise KeyboardInterrupt
     assert not hasattr(raised.value, "__notes__"), "the same command does it again"
     assert done == ["written"]
+
+
+def test_a_full_disk_is_told_once_and_in_a_sentence() -> None:
+    """The run's own files and those that are written behind it meet it together, and an actor's comes through Ray."""
+    from ray.exceptions import RayTaskError  # here: this module's tests start no Ray
+
+    def full() -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/runs/state.json")
+
+    def ended_by(work: Callable[[], object]) -> None:
+        with (behind := Behind()).settled():
+            behind.submit(full)
+            work()
+
+    with pytest.raises(OSError, match="No space") as raised:
+        ended_by(full)
+    assert not getattr(raised.value, "__notes__", [])
+    told = "a disk is full: [Errno 28] No space left on device: '/runs/state.json'"
+    assert sentence(raised.value) == told
+    from_actor = RayTaskError("save", "its frames", raised.value).as_instanceof_cause()
+    assert sentence(from_actor) == told
+    with pytest.raises(ZeroDivisionError) as other:
+        ended_by(lambda: 1 / 0)
+    assert "No space left" in other.value.__notes__[0], "what ended the run is something else"
+    assert sentence(other.value) is None

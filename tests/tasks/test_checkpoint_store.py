@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -38,18 +37,6 @@ def state(iteration: int) -> RunState:
 
 def writer(size: int):
     return lambda folder: (folder / "weights").write_bytes(os.urandom(size))
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MiB; it needs the right to mount one, which a container's root has."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("only root may mount a file system")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
 
 
 def test_a_full_disk_leaves_the_older_checkpoint_and_nothing_half_written(small_disk: Path) -> None:
