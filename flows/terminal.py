@@ -5,9 +5,11 @@ import logging
 import os
 import shlex
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -34,6 +36,7 @@ from models.errors import DoubleflowError
 from tasks.config.errors import described
 from tasks.config.tree import TrainConfig
 from tasks.system.causes import causes, full_disk
+from tasks.system.files import free_on_disk
 from tasks.system.processes import beside_python
 
 WRONG_INPUT, FAILED = 2, 1
@@ -131,7 +134,7 @@ def sentence(error: Exception) -> str | None:
     """What the user is told; None for an error that was not raised to be read by one."""
     told = cause_of(error)
     if (full := full_disk(error)) is not None:
-        return f"a disk is full: {full}"
+        return f"a disk is full: {full}{_where_little_is_free() if full.filename is None else ''}"
     if isinstance(told, ValidationError):
         return described(told, TrainConfig)
     if isinstance(told, DoubleflowError) or _is_one_of(told, ("prefect.exceptions", "FailedRun")):
@@ -143,6 +146,13 @@ def sentence(error: Exception) -> str | None:
     if _is_one_of(told, ("httpx", "TransportError")):  # which only Prefect's client lets through
         return f"Prefect's server at {os.environ.get('PREFECT_API_URL', 'its address')} does not answer: {told!r}"
     return None
+
+
+def _where_little_is_free() -> str:
+    """Which of the folders that a run writes into, wherever its own is, has the least room now."""
+    free = {folder: free_on_disk(folder) for folder in (Path.cwd(), Path(tempfile.gettempdir()))}
+    folder = min(free, key=lambda one: free[one])
+    return f" ({folder} has {free[folder] / 1e6:,.0f} MB left)"
 
 
 def exit_code(error: Exception) -> int:

@@ -4,12 +4,14 @@
 import errno
 import gc
 import os
+import tempfile
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 
 import pytest
 
@@ -191,3 +193,10 @@ def test_a_full_disk_is_told_once_and_in_a_sentence() -> None:
         ended_by(lambda: 1 / 0)
     assert "No space left" in other.value.__notes__[0], "what ended the run is something else"
     assert sentence(other.value) is None
+
+
+def test_where_a_write_finds_no_room_is_said(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system names the file that cannot be opened, not the one that cannot grow."""
+    monkeypatch.setattr(tempfile, "tempdir", str(small_disk))
+    nameless = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert sentence(nameless) == f"a disk is full: {nameless} ({small_disk} has 1 MB left)"
