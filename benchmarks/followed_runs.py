@@ -21,6 +21,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from mlflow import MlflowClient
 
+from tasks.records.history import RunHistory
+
 LOOK_S = 2.0
 """Between two looks at what the runs have logged."""
 PATIENCE_S = 40.0
@@ -153,12 +155,20 @@ class FollowedRun:
                 append_line(self.log, line)
         return best
 
-    def _logged(self) -> dict[str, dict[int, float]]:
+    def metrics(self) -> dict[str, dict[int, float]]:
+        """All that it has logged so far: metric -> step -> value."""
+        run_id = self._run_id()
+        return {} if run_id is None else RunHistory(self.client, run_id).metrics()
+
+    def _run_id(self) -> str | None:
         experiments = [experiment.experiment_id for experiment in self.client.search_experiments()]
         runs = [run for run in self.client.search_runs(experiments) if run.info.run_name.startswith("train")]
-        if not runs:
+        return runs[0].info.run_id if runs else None
+
+    def _logged(self) -> dict[str, dict[int, float]]:
+        run_id = self._run_id()
+        if run_id is None:
             return {name: {} for name in LOGGED}
-        run_id = runs[0].info.run_id
         return {
             name: {metric.step: metric.value for metric in self.client.get_metric_history(run_id, key)}
             for name, key in LOGGED.items()

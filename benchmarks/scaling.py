@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A recipe's whole flow on more and more GPUs of one host: colocated, and with the GPUs divided.
+
+    python -m benchmarks.scaling RECIPE [--gpus 1 2 4 8] [--kinds weak strong ahead] [--set NAME=VALUE ...]
+    python -m benchmarks.scaling flow-grpo --device cpu --gpus 1 2 --set actor_rollout_ref.rollout.n=4   # that it runs
+
+Each cell is a run of its own, one after the other, in a folder of its own under `--folder`:
+
+- `weak`: a trainer rank and a rollout worker on each GPU, and for each as many prompts as the recipe has for one;
+- `strong`: the same, with the prompts of the largest number of GPUs, whatever the number;
+- `ahead`: `one_step_off_policy` with the prompts of the largest number of GPUs; `--divided` of these are the rollout's.
+
+Optimiser steps an iteration stay as many as the recipe makes. A row is the median over the iterations but the first two,
+in which kernels are compiled, and the last, which ends with a validation. Adds a line of JSON a cell to the log, also
+where it failed; cells that the log has are left out. `--limit` begins no cell after so many seconds, and stops the one
+that runs.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.followed_runs import LOOK_S, FollowedRun, Job
+from flows.recipes import load_recipe, parse_changes
+from tasks.config.tree import TrainConfig
+
+COMPILING = 2
+"""Iterations that are left out of a median."""
+STAGES = ("gen", "gen_ahead", "reward", "old_log_prob", "update_actor", "update_weights", "sleep", "wait_for_writes")
+"""Of `timing_s/`, as far as a run has them; the rest of an iteration is `other`."""
+STEP, IMAGES, VALIDATED = "timing_s/step", "perf/total_num_images", "timing_s/testing"
+KINDS = ("weak", "strong", "ahead")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run.
+
+    Attributes:
+        trainers, workers: ranks, and rollout workers, each with a GPU of its own where they are divided.
+        prompts: of an iteration.
+    """
+
+    kind: str
+    trainers: int
+    workers: int
+    prompts: int
+
+    @property
+    def divided(self) -> bool:
+        """Have ranks and workers GPUs of their own?"""
+        return self.kind == "ahead"
+
+    @property
+    def gpus(self) -> int:
+        """That it takes in all."""
+        return self.trainers + self.workers if self.divided else self.trainers
+
+    @property
+    def name(self) -> str:
+        """In the log; with the prompts, which tell a cell from one of another call."""
+        parts = f"{self.workers}+{self.trainers}" if self.divided else f"{self.gpus}"
+        return f"{self.kind} {parts} ({self.prompts} prompts)"
+
+    def changes(self, config: TrainConfig, iterations: int, device: str) -> list[str]:
+        """What makes the recipe this run."""
+        policy = config.actor_rollout_ref
+        mini_batch = policy.actor.ppo_mini_batch_size * self.prompts / config.data.train_batch_size
+        transport = ("collective" if self.divided else "ipc") if device == "cuda" else "object_store"
+        changes: dict[str, Any] = {
+            "data.train_batch_size": self.prompts,
+            "actor_rollout_ref.actor.ppo_mini_batch_size": max(1, round(mini_batch)),
+            "actor_rollout_ref.rollout.num_actors": self.workers,
+            "actor_rollout_ref.rollout.placement": "separate" if self.divided or device == "cpu" else "colocated",
+            "actor_rollout_ref.rollout.weight_transport": transport,
+            "trainer.n_gpus_per_node": self.trainers,
+            "trainer.one_step_off_policy": str(self.divided).lower(),
+            "trainer.device": device,
+            "trainer.total_training_steps": iterations,
+            **{f"trainer.{field}": 0 for field in ("test_freq", "save_freq")},
+            **{f"trainer.{field}": "false" for field in ("val_before_train", "keep_stages")},
+        }
+        if self.divided:  # all of an iteration is handed out before the update
+            batches = -(-self.prompts * policy.rollout.n // policy.rollout.batch_size)
+            queued = max(policy.rollout.max_queued_batches, -(-batches // self.workers))
+            changes["actor_rollout_ref.rollout.max_queued_batches"] = queued
+        return [f"{name}={value}" for name, value in changes.items()]
+
+
+def cells(kinds: Sequence[str], gpus: Sequence[int], prompts: int, divided: Sequence[int]) -> Iterator[Cell]:
+    """The cells of a call.
+
+    Args:
+        prompts: for one GPU.
+        divided: numbers of rollout workers among the largest number of GPUs.
+    """
+    most = max(gpus)
+    for kind in kinds:
+        if kind == "ahead":
+            yield from (Cell(kind, most - workers, workers, most * prompts) for workers in divided)
+        else:
+            yield from (Cell(kind, number, number, (number if kind == "weak" else most) * prompts) for number in gpus)
+
+
+def prompts_of_a_gpu(config: TrainConfig) -> int:
+    """The recipe's prompts for each GPU that it holds for trainer and rollout."""
+    rollout, ranks = config.actor_rollout_ref.rollout, config.trainer.world_size
+    return max(1, config.data.train_batch_size // (ranks if config.shares_gpus else ranks + rollout.num_actors))
+
+
+def train(job: Job, cell: Cell, log: Path, until: float | None) -> dict[str, Any]:
+    """Run a cell to its end, or to that of the time; its row.
+
+    Args:
+        until: when it is stopped, in `time.time` seconds.
+    """
+    run = FollowedRun(job, log, ",".join(map(str, range(cell.gpus))))
+    try:
+        while (end := run.look(None)) is None:
+            if until is not None and time.time() > until:
+                run.stop()
+                end = "limit"
+                break
+            time.sleep(LOOK_S)
+    finally:
+        run.stop()
+    return {"recipe": job.recipe, "cell": cell.name, **asdict(cell), "gpus": cell.gpus, "end": end} | row(run.metrics())
+
+
+def row(metrics: Mapping[str, Mapping[int, float]]) -> dict[str, float]:
+    """Medians of the iterations that count; nothing where the run did not come so far."""
+    steps = [step for step in metrics.get(STEP, {}) if step > COMPILING and step not in metrics.get(VALIDATED, {})]
+    if not steps:
+        return {}
+
+    def median(name: str) -> float:
+        return statistics.median(metrics[name].get(step, 0.0) for step in steps)
+
+    found = {"iterations": len(steps), "step": median(STEP), "images": median(IMAGES)}
+    found |= {stage: median(name) for stage in STAGES if (name := f"timing_s/{stage}") in metrics}
+    found["other"] = found["step"] - sum(found.get(stage, 0.0) for stage in STAGES)
+    peaks = [max(points.values()) for name, points in metrics.items() if "/gpu_peak_gib/" in name]
+    return {name: round(value, 3) for name, value in found.items()} | ({"gib": round(max(peaks), 1)} if peaks else {})
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A line a cell that trained; the share is of as many times the images/s of the recipe's weak cell of one GPU."""
+    whole = [one for one in rows if "step" in one]
+    stages = [stage for stage in (*STAGES, "other") if any(one.get(stage) for one in whole)]
+    heads = ["Recipe", "GPUs", "Pictures", "Seconds", *stages, "images/s", "of one GPU's, times the GPUs", "GiB"]
+    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+    alone = {one["recipe"]: speed(one) for one in whole if one["gpus"] == 1 and one["kind"] == "weak"}
+    for one in whole:
+        first = alone.get(one["recipe"])
+        share = f"{speed(one) / one['gpus'] / first:.1%}" if first else ""
+        seconds = [f"{one.get(stage, 0.0):.2f}" for stage in ("step", *stages)]
+        words = [one["recipe"], one["cell"], f"{one['images']:.0f}", *seconds, f"{speed(one):.2f}", share]
+        lines.append(f"| {' | '.join([*words, str(one.get('gib', ''))])} |")
+    return "\n".join(lines)
+
+
+def speed(one: Mapping[str, Any]) -> float:
+    """Images a second."""
+    return float(one["images"] / one["step"])
+
+
+def logged(log: Path) -> list[dict[str, Any]]:
+    """What the log holds, of a cell the newest line."""
+    lines = log.read_text().splitlines() if log.is_file() else []
+    return [*{(one["recipe"], one["cell"]): one for one in map(json.loads, lines)}.values()]
+
+
+def main() -> None:
+    """Train the cells that the log lacks, and print all that it has."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe")
+    parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["weak"])
+    parser.add_argument(
+        "--divided", type=int, nargs="+", help="rollout workers of `ahead`; a half of the GPUs by default"
+    )
+    parser.add_argument("--prompts", type=int, help="of an iteration on one GPU; as the recipe's by default")
+    parser.add_argument("--iterations", type=int, default=8)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="further changes to the recipe")
+    parser.add_argument("--limit", type=float, help="seconds of the command")
+    parser.add_argument("--folder", type=Path, default=Path("build/scaling"), help="of the runs")
+    parser.add_argument("--log", type=Path, default=Path("build/scaling/results.jsonl"))
+    chosen = parser.parse_args()
+    until = None if chosen.limit is None else time.time() + chosen.limit
+    config = load_recipe(chosen.recipe).with_changes(parse_changes(chosen.set))
+    prompts = chosen.prompts or prompts_of_a_gpu(config)
+    done = {(one["recipe"], one["cell"]) for one in logged(chosen.log) if one["end"] == "finished"}
+    chosen.log.parent.mkdir(parents=True, exist_ok=True)
+    for cell in cells(chosen.kinds, chosen.gpus, prompts, chosen.divided or [max(chosen.gpus) // 2]):
+        if (chosen.recipe, cell.name) in done or (until is not None and time.time() > until):
+            continue
+        changes = [*chosen.set, *cell.changes(config, chosen.iterations, chosen.device)]
+        try:
+            load_recipe(chosen.recipe).with_changes(parse_changes(changes))
+        except ValueError as error:  # the sizes do not divide, say
+            print(f"{cell.name} is left out: {error}", flush=True)
+            continue
+        job = Job(cell.name, 0, chosen.recipe, changes, chosen.folder / cell.name.replace(" ", "-"))
+        line = json.dumps(train(job, cell, chosen.folder / "iterations.jsonl", until))
+        print(line, flush=True)
+        with chosen.log.open("a") as stream:
+            stream.write(f"{line}\n")
+    print(table(logged(chosen.log)))
+
+
+if __name__ == "__main__":
+    main()
