@@ -10,10 +10,10 @@ Each cell is a run of its own, one after the other, in a folder of its own under
 - `strong`: the same, with the prompts of the largest number of GPUs, whatever the number;
 - `ahead`: `one_step_off_policy` with the prompts of the largest number of GPUs; `--divided` of these are the rollout's.
 
-Optimiser steps an iteration stay as many as the recipe makes. A row is the median over the iterations but the first two,
-in which kernels are compiled, and the last, which ends with a validation. Adds a line of JSON a cell to the log, also
-where it failed; cells that the log has are left out. `--limit` begins no cell after so many seconds, and stops the one
-that runs.
+Optimiser steps an iteration stay as many as the recipe makes. A row is the median over the iterations but the first
+two, in which kernels are compiled, and the last, which ends with a validation. Adds a line of JSON a cell to the log,
+also where it failed; cells that the log has are left out. `--limit` begins no cell after so many seconds, and stops the
+one that runs.
 """
 
 import argparse
