@@ -86,8 +86,6 @@ def test_a_versions_copy_from_a_server_is_gone_after_its_use(
     tmp_path: Path, weights: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A checkpoint has gigabytes, and a scheduled sweep measures many."""
-    (temporary := tmp_path / "temporary").mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     address = f"http://127.0.0.1:{(port := free_port())}"
     command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     command += ["--backend-store-uri", mlflow_in(tmp_path), "--artifacts-destination", str(tmp_path / "there")]
@@ -98,6 +96,8 @@ def test_a_versions_copy_from_a_server_is_gone_after_its_use(
         tracker = Tracker(TrackingConfig(uri=address), "a-run")
         version = register(tracker, "tiny", weights, 2, {})
         measured = Measurements(tracker.client, "doubleflow", "digest")
+        (temporary := tmp_path / "temporary").mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(temporary))
         with measured.exported(version, tmp_path / "runs") as folder:
             (copy,) = (tmp_path / "runs").iterdir()
             assert folder.is_relative_to(copy)
