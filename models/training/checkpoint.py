@@ -124,5 +124,5 @@ def _errors_are_exceptions() -> Iterator[None]:
     except CheckpointException as error:
         for found, _ in error.failures.values():
             if is_out_of_room(found):  # the disk's fault: the same as from any other file
-                raise OSError(*found.args[:2], found.filename) from error
+                raise found from error
         raise RuntimeError(f"a rank could not read or write a checkpoint: {error}") from error
