@@ -196,9 +196,9 @@ def write(name: str, client: MlflowClient) -> None:
         for metric in metrics
     }
     validations = {}
-    for item in client.list_artifacts(run.info.run_id, "validation"):
-        step = int(Path(item.path).stem)
-        table = RunHistory(client, run.info.run_id).table("validation", step)
+    history = RunHistory(client, run.info.run_id)
+    for step in history.steps("validation"):
+        table = history.table("validation", step)
         columns = [c for c in table if c == "reward" or c.startswith(("reward/", "image/"))]
         validations[step] = table.groupby("uid", sort=True)[columns].mean()
     put(name, CASES[name].settings, histories, validations)

@@ -80,7 +80,7 @@ class RunHistory:
 
     def table(self, name: str, step: int) -> pd.DataFrame:
         """The table <name>/000010.parquet."""
-        return pd.read_parquet(BytesIO(self.content(f"{name}/{step:06d}.parquet")))
+        return self.parquet(f"{name}/{step:06d}.parquet")
 
     def pictures(self) -> Mapping[str, dict[int, str]]:
         """Image key -> step -> artifact path of the pictures on MLflow's slider."""
@@ -90,6 +90,10 @@ class RunHistory:
             if match and int(match[3]) in self.logged_steps:
                 found.setdefault(match[1], {})[int(match[3])] = item.path
         return found
+
+    def parquet(self, path: str) -> pd.DataFrame:
+        """One table among the artifacts."""
+        return pd.read_parquet(BytesIO(self.content(path)))
 
     def image(self, path: str) -> Image.Image:
         """One picture among the artifacts."""

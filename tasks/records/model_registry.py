@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from urllib.parse import urlsplit
@@ -174,7 +173,7 @@ class Measurements:
     def table(self, subject: str) -> pd.DataFrame | None:
         """The pictures' rewards of a finished measurement."""
         run_id = self.run(subject)
-        return None if run_id is None else pd.read_parquet(BytesIO(RunHistory(self.client, run_id).content(TABLE)))
+        return None if run_id is None else RunHistory(self.client, run_id).parquet(TABLE)
 
     @contextmanager
     def exported(self, version: ModelVersion, beside: Path) -> Iterator[Path]:

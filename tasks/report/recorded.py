@@ -4,7 +4,6 @@
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from io import BytesIO
 from typing import Any
 
 import pandas as pd
@@ -112,7 +111,7 @@ def read(history: RunHistory, grids: Iterable[str] = ("validation",)) -> Recorde
     there = {item.path for item in history.client.list_artifacts(history.run_id)}
     recorded = Recorded(history.run, history.config(), history.metrics())
     if TABLE in there:
-        recorded.held_out = {max(recorded.metrics[STEP_MARK]): pd.read_parquet(BytesIO(history.content(TABLE)))}
+        recorded.held_out = {max(recorded.metrics[STEP_MARK]): history.parquet(TABLE)}
     else:
         recorded.held_out = {
             step: history.table("validation", step).assign(**PLACEHOLDERS)
