@@ -29,6 +29,7 @@ from benchmarks.kill_rounds import workspace
 from benchmarks.local_services import ROOT, wait_until
 from benchmarks.services_memory import memory
 from tasks.actors.watchdog import marked
+from tasks.system.files import bytes_on_disk
 from tasks.system.processes import runs
 
 DOCS = Path("docs/platform.md")
@@ -50,12 +51,6 @@ COLUMNS = {
 }
 
 
-def bytes_of(path: Path) -> int:
-    """Of a file, or of all in a folder; what goes meanwhile does not count."""
-    found = [path, *path.rglob("*")] if path.is_dir() else [path]
-    return sum(one.stat().st_size for one in found if one.is_file())
-
-
 def measured(folder: Path, driver: psutil.Popen, steps: dict[int, float], since: int) -> dict[str, Any]:
     """A row of the table.
 
@@ -63,7 +58,7 @@ def measured(folder: Path, driver: psutil.Popen, steps: dict[int, float], since:
         steps: iteration -> its seconds.
         since: iterations after this one are in the median.
     """
-    disks = {f"{name}_mb": sum(bytes_of(folder / part) for part in parts) for name, parts in DISKS.items()}
+    disks = {f"{name}_mb": sum(bytes_on_disk(folder / part) for part in parts) for name, parts in DISKS.items()}
     family = {*marked(str(folder), MARK)}
     return {
         "iteration": max(steps),

@@ -21,6 +21,7 @@ import psutil
 import typer
 
 from flows.deploy.service_record import ServiceError, recorded_in
+from tasks.system.files import bytes_on_disk
 from tasks.system.processes import COPY, identity, maker_lives
 
 RAY, STAGES, VALIDATION, COPIES, WORKTREES, LOGS = KINDS = (
@@ -61,7 +62,7 @@ def leftovers(project: Path, temporary: Sequence[Path], days: float) -> list[Lef
     services = project / ".services"
     if services.is_dir() and not _locked(services / "lock") and not _services_live(services):
         found.append((LOGS, services))
-    return [Leftover(kind, path, _size(path)) for kind, path in found if path.is_dir()]
+    return [Leftover(kind, path, bytes_on_disk(path)) for kind, path in found if path.is_dir()]
 
 
 def remove(item: Leftover) -> None:
@@ -146,11 +147,6 @@ def _used_texts() -> Iterator[str]:
 
 def _own(path: Path) -> bool:
     return path.lstat().st_uid == os.geteuid()
-
-
-def _size(folder: Path) -> int:
-    """Bytes on the disk."""
-    return sum(path.lstat().st_blocks * 512 for path in (folder, *folder.rglob("*")))
 
 
 def main(

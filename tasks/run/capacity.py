@@ -20,7 +20,7 @@ from tasks.config.tree import TrainConfig
 from tasks.data.digests import stored_parameters
 from tasks.data.embeddings import Embeddings
 from tasks.records.run_store import CHECKPOINTS
-from tasks.system.files import free_on_disk
+from tasks.system.files import bytes_on_disk, free_on_disk
 
 log = logging.getLogger(__name__)
 TEXT_ENCODERS, ENCODERS = ("text_encoder*",), "text encoders"
@@ -89,8 +89,7 @@ def check_disk(config: TrainConfig, cost: PassCost) -> None:
     """Raises DoesNotFit for a run whose checkpoints have no room in its folder, beside those that are there already."""
     trainer, folder = config.trainer, config.run_dir / CHECKPOINTS
     each = checkpoint_bytes(config, cost) / GIB
-    there = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    room = (free_on_disk(folder) + there) / GIB
+    room = (free_on_disk(folder) + bytes_on_disk(folder)) / GIB
     saves = -(-trainer.total_training_steps // trainer.save_freq) if trainer.save_freq else 1
     number = min(trainer.max_actor_ckpt_to_keep + 1, saves)
     if number * each > room:

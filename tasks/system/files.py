@@ -8,7 +8,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -29,6 +29,15 @@ def nearest(folder: Path) -> Path:
 def free_on_disk(folder: Path) -> int:
     """Bytes that this user may still write below a folder, which need not be there yet."""
     return shutil.disk_usage(nearest(folder)).free
+
+
+def bytes_on_disk(path: Path) -> int:
+    """What a file takes, or a folder with all that is in it; what is not there, or goes meanwhile, takes nothing."""
+    total = 0
+    for one in (path, *path.rglob("*")):
+        with suppress(FileNotFoundError):
+            total += one.lstat().st_blocks * 512
+    return total
 
 
 @contextmanager
