@@ -155,24 +155,28 @@ class FollowedRun:
                 append_line(self.log, line)
         return best
 
-    def metrics(self) -> dict[str, dict[int, float]]:
-        """All that it has logged so far: metric -> step -> value."""
-        run_id = self._run_id()
-        return {} if run_id is None else RunHistory(self.client, run_id).metrics()
-
-    def _run_id(self) -> str | None:
-        experiments = [experiment.experiment_id for experiment in self.client.search_experiments()]
-        runs = [run for run in self.client.search_runs(experiments) if run.info.run_name.startswith("train")]
-        return runs[0].info.run_id if runs else None
-
     def _logged(self) -> dict[str, dict[int, float]]:
-        run_id = self._run_id()
+        run_id = _run_id(self.client)
         if run_id is None:
             return {name: {} for name in LOGGED}
         return {
             name: {metric.step: metric.value for metric in self.client.get_metric_history(run_id, key)}
             for name, key in LOGGED.items()
         }
+
+
+def metrics_of(job: Job) -> dict[str, dict[int, float]]:
+    """All that its run has logged: metric -> step -> value."""
+    client = MlflowClient(f"sqlite:///{job.folder.resolve() / 'mlflow.db'}")
+    run_id = _run_id(client)
+    return {} if run_id is None else RunHistory(client, run_id).metrics()
+
+
+def _run_id(client: MlflowClient) -> str | None:
+    """Of the run that trains; None where there is none yet."""
+    experiments = [experiment.experiment_id for experiment in client.search_experiments()]
+    runs = [run for run in client.search_runs(experiments) if run.info.run_name.startswith("train")]
+    return runs[0].info.run_id if runs else None
 
 
 def follow(

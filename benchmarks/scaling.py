@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.followed_runs import LOOK_S, FollowedRun, Job
+from benchmarks.followed_runs import Job, append_line, folder_of, follow, metrics_of, read_lines
 from flows.recipes import load_recipe, parse_changes
 from tasks.config.tree import TrainConfig
 
@@ -113,23 +113,12 @@ def prompts_of_a_gpu(config: TrainConfig) -> int:
     return max(1, config.data.train_batch_size // (ranks if config.shares_gpus else ranks + rollout.num_actors))
 
 
-def train(job: Job, cell: Cell, log: Path, until: float | None) -> dict[str, Any]:
-    """Run a cell to its end, or to that of the time; its row.
-
-    Args:
-        until: when it is stopped, in `time.time` seconds.
-    """
-    run = FollowedRun(job, log, ",".join(map(str, range(cell.gpus))))
-    try:
-        while (end := run.look(None)) is None:
-            if until is not None and time.time() > until:
-                run.stop()
-                end = "limit"
-                break
-            time.sleep(LOOK_S)
-    finally:
-        run.stop()
-    return {"recipe": job.recipe, "cell": cell.name, **asdict(cell), "gpus": cell.gpus, "end": end} | row(run.metrics())
+def train(job: Job, cell: Cell, log: Path, limit: float | None) -> dict[str, Any]:
+    """Run a cell to its end, or to that of so many seconds; its row."""
+    follow([job], log, gpus=[",".join(map(str, range(cell.gpus)))], limit=limit)
+    ends = {line["run"]: line["end"] for line in read_lines([log]) if "end" in line}
+    known = {"recipe": job.recipe, "cell": cell.name, **asdict(cell), "gpus": cell.gpus, "end": ends[job.name]}
+    return known | row(metrics_of(job))
 
 
 def row(metrics: Mapping[str, Mapping[int, float]]) -> dict[str, float]:
@@ -196,21 +185,19 @@ def main() -> None:
     config = load_recipe(chosen.recipe).with_changes(parse_changes(chosen.set))
     prompts = chosen.prompts or prompts_of_a_gpu(config)
     done = {(one["recipe"], one["cell"]) for one in logged(chosen.log) if one["end"] == "finished"}
-    chosen.log.parent.mkdir(parents=True, exist_ok=True)
     for cell in cells(chosen.kinds, chosen.gpus, prompts, chosen.divided or [max(chosen.gpus) // 2]):
         if (chosen.recipe, cell.name) in done or (until is not None and time.time() > until):
             continue
-        changes = [*chosen.set, *cell.changes(config, chosen.iterations, chosen.device)]
+        changes = cell.changes(config, chosen.iterations, chosen.device)
         try:
-            load_recipe(chosen.recipe).with_changes(parse_changes(changes))
+            config.with_changes(parse_changes(changes))
         except ValueError as error:  # the sizes do not divide, say
             print(f"{cell.name} is left out: {error}", flush=True)
             continue
-        job = Job(cell.name, 0, chosen.recipe, changes, chosen.folder / cell.name.replace(" ", "-"))
-        line = json.dumps(train(job, cell, chosen.folder / "iterations.jsonl", until))
-        print(line, flush=True)
-        with chosen.log.open("a") as stream:
-            stream.write(f"{line}\n")
+        name = f"{chosen.recipe}, {cell.name}"
+        job = Job(name, 0, chosen.recipe, [*chosen.set, *changes], folder_of(chosen.folder, name, 0))
+        left = None if until is None else until - time.time()
+        append_line(chosen.log, train(job, cell, chosen.folder / "iterations.jsonl", left))
     print(table(logged(chosen.log)))
 
 
