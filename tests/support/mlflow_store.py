@@ -3,6 +3,7 @@
 
 import functools
 import shutil
+import sys
 import tempfile
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -26,3 +27,9 @@ def mlflow_in(folder: Path) -> str:
     if not file.exists():
         shutil.copyfile(_empty(), file)
     return f"sqlite:///{file}"
+
+
+def server_command(folder: Path, port: int) -> list[str]:
+    """MLflow's server of the folder's own database, on loopback, which hands out files that it keeps there."""
+    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    return [*command, "--backend-store-uri", mlflow_in(folder), "--artifacts-destination", str(folder)]

@@ -2,7 +2,6 @@
 """The model registry on a real MLflow: an iteration has one version, also where a registration was cut off."""
 
 import os
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from tasks.records.model_registry import HELD_OUT_TAG, Measurements, champion, p
 from tasks.records.notes import Weights
 from tasks.records.tracking import Tracker
 from tasks.system.processes import COPY, maker_lives
-from tests.support.mlflow_store import mlflow_in
+from tests.support.mlflow_store import mlflow_in, server_command
 from tests.support.patience import wait_for_server
 from tests.support.platform_helpers import background, free_port
 
@@ -87,10 +86,8 @@ def test_a_versions_copy_from_a_server_is_gone_after_its_use(
 ) -> None:
     """A checkpoint has gigabytes, and a scheduled sweep measures many."""
     address = f"http://127.0.0.1:{(port := free_port())}"
-    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
-    command += ["--backend-store-uri", mlflow_in(tmp_path), "--artifacts-destination", str(tmp_path / "there")]
     quiet = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-    with background(command, quiet, tmp_path / "server.log", tmp_path):
+    with background(server_command(tmp_path, port), quiet, tmp_path / "server.log", tmp_path):
         wait_for_server(f"{address}/health", "MLflow's start")
         monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
         tracker = Tracker(TrackingConfig(uri=address), "a-run")

@@ -25,7 +25,7 @@ from tasks.records.patience import ONE_TRY, PatientClient
 from tasks.records.tracking import Tracker
 from tasks.records.tracking_address import TrackingAway, require_answer
 from tasks.system.processes import ProcessIdentity
-from tests.support.mlflow_store import mlflow_in
+from tests.support.mlflow_store import mlflow_in, server_command
 from tests.support.patience import wait_for_server, wait_until
 
 
@@ -98,8 +98,7 @@ def test_mlflow_that_is_gone_does_not_hide_what_ended_the_run(tmp_path: Path, mo
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
-    command += ["--backend-store-uri", mlflow_in(tmp_path), "--artifacts-destination", str(tmp_path)]
+    command = server_command(tmp_path, port)
     quiet = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
     server = subprocess.Popen(
         command, cwd=tmp_path, env=quiet, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
