@@ -34,7 +34,7 @@ from models.errors import DoubleflowError
 from models.import_paths import check_allowed_program
 from tasks.actors.cluster import ActorGroup
 from tasks.actors.waiting import get
-from tasks.actors.watchdog import MARK, end_marked, watchdog
+from tasks.actors.watchdog import end_marked, own_mark, watchdog
 from tasks.config.errors import ConfigError
 from tasks.config.reward import RewardConfig, RewardModelConfig
 from tasks.rewards import asks_reward_model, served
@@ -255,14 +255,14 @@ class RewardModelServer:
     def stop(self) -> None:
         """End the server, also one that is starting; it is not started again."""
         self._stopped = True
-        end_marked(os.environ[MARK])
+        end_marked(own_mark())
         self._ends.close()
 
     def _start(self) -> None:
         """Returns once it answers."""
         if self._process is not None:
             self._deaths.append(f"code {self._process.poll()}; the end of its log: {self._last_lines() or 'empty'}")
-        end_marked(os.environ[MARK])  # what a server has left behind that died, as vLLM's engine with the GPU's memory
+        end_marked(own_mark())  # what a server has left behind that died, as vLLM's engine with the GPU's memory
         self._port, self._asleep = _free_port(), False
         command = server_command(self.config, self._port)
         os.lseek(self._log, 0, os.SEEK_SET)
@@ -296,13 +296,13 @@ class RewardModelServer:
                 if self._is_up():
                     return
             if time.monotonic() > deadline:
-                end_marked(os.environ[MARK])
+                end_marked(own_mark())
                 raise RewardModelError(
                     f"the reward model's server did not answer within reward.reward_model.start_timeout_s "
                     f"{self.config.start_timeout_s:g}: raise it, or see the end of its log: {self._last_lines()}"
                 )
             time.sleep(POLL_SECONDS)
-        end_marked(os.environ[MARK])
+        end_marked(own_mark())
         raise RewardModelError(
             f"the reward model's server ended with code {process.poll()} before it answered; the end of its log: "
             f"{self._last_lines()}"
@@ -325,7 +325,7 @@ class RewardModelServer:
         for path in ("/health", "/v1/models"):
             url = f"http://{HOST}:{self._port}{path}"
             if httpx.get(url, timeout=ANSWER_SECONDS, trust_env=False).status_code != 401:
-                end_marked(os.environ[MARK])
+                end_marked(own_mark())
                 raise RewardModelError(
                     f"the reward model's server answers {path} without the run's secret, so everybody on this machine "
                     f"could use it: give a version of {self.config.engine} that docs/rewards.md names"

@@ -5,6 +5,9 @@ A process that gets SIGKILL runs no handler, and those of its children that made
 daemons and agents, Prefect's temporary server) live on. The watchdog is a small process at the other end of a pipe:
 when the driver dies, however it dies, the kernel closes the pipe. It knows what to end by a mark in the environment,
 which a process hands on to all that it starts.
+
+It is nobody's child: a worker of Ray's that ends in order kills its children first, and what those had started would
+live on.
 """
 
 import os
@@ -14,6 +17,7 @@ import sys
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -23,6 +27,12 @@ ROOT = Path(__file__).parents[2]
 GRACE_SECONDS = 5
 DONE = "done"
 MARK = "DOUBLEFLOW_STARTED_BY"
+BETWEEN = ";"
+"""Between a process's own mark and those that it was started with: who ends all below it knows what is far below, too,
+where nobody is left in between."""
+APART = ("sh", "-c", 'exec 3<&0; "$@" <&3 3<&- &', "sh")
+"""Starts a command that has this process's pipes and is not its child; in the background a shell gives no input of its
+own accord."""
 ROUNDS = 3
 """A daemon that is being ended may just have started another process: so look again."""
 TIDY = ("tasks.actors.watchdog", "multiprocessing.resource_tracker")
@@ -38,11 +48,14 @@ def watchdog(folder: Path | None = None) -> Iterator[None]:
         folder: is removed then, and the one around it if that is empty.
     """
     family = list(_identities(psutil.Process().children(recursive=True)))
-    mark = _mark()
+    mark = _marked_environment()
     own = {name: value for name, value in os.environ.items() if name != MARK}  # not below any other one's block
     command = [sys.executable, "-m", "tasks.actors.watchdog", mark, *([] if folder is None else [str(folder)])]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True, env=own, cwd=ROOT)
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([*APART, *command], start_new_session=True, env=own, cwd=ROOT, **pipes)
     assert process.stdin is not None
+    assert process.stdout is not None
+    process.wait()  # the shell
     process.stdin.write("".join(f"{member}\n" for member in family))
     process.stdin.flush()
     try:
@@ -50,15 +63,23 @@ def watchdog(folder: Path | None = None) -> Iterator[None]:
     finally:
         process.stdin.write(f"{DONE}\n")
         process.stdin.close()
-        process.wait()
+        process.stdout.read()  # until it is gone
+        process.stdout.close()
 
 
-def _mark() -> str:
-    """This process's, from now on in its environment. One for all its threads, which share the environment."""
-    os.environ[MARK] = str(ProcessIdentity.of(os.getpid()))
+def own_mark() -> str:
+    """Of this process, within a block of its own."""
+    return os.environ[MARK].split(BETWEEN)[0]
+
+
+def _marked_environment() -> str:
+    """This process's mark, from now on in its environment. One for all its threads, which share the environment."""
+    mark = str(ProcessIdentity.of(os.getpid()))
+    above = [other for other in os.environ.get(MARK, "").split(BETWEEN) if other not in ("", mark)]
+    os.environ[MARK] = BETWEEN.join([mark, *above])
     # For setproctitle, by which Ray's agents set their titles: else they write over the environment that is read here.
     os.environ["SPT_NOENV"] = "1"
-    return os.environ[MARK]
+    return mark
 
 
 def main(mark: str, folder: str | None = None) -> None:
@@ -76,10 +97,13 @@ def main(mark: str, folder: str | None = None) -> None:
 
 
 def end_marked(mark: str, orphans: Iterable[psutil.Process] = ()) -> None:
-    """End these processes and all that carry the mark: by SIGTERM, and those that stay by SIGKILL."""
+    """End these processes and all that carry the mark: by SIGTERM, and those that stay by SIGKILL.
+
+    Not those that tidy up: the watchdog of an actor that ends here has just begun to end what only it knows.
+    """
     orphans = list(orphans)
     for _ in range(ROUNDS):
-        orphans = list({*orphans, *marked(mark)})
+        orphans = [one for one in {*orphans, *marked(mark)} if not _tidies_up(one)]
         for orphan in orphans:
             with suppress(psutil.NoSuchProcess):
                 orphan.terminate()
@@ -89,14 +113,20 @@ def end_marked(mark: str, orphans: Iterable[psutil.Process] = ()) -> None:
 def end_family(family: Collection[psutil.Process], seconds: float) -> None:
     """Kill processes and wait until they are gone, so many seconds at most.
 
-    Those among them that tidy up after others, and end with them, are not killed: watchdogs, and multiprocessing's
-    trackers of shared memory.
+    Those among them that tidy up after others, and end with them, are not killed.
     """
     for member in family:
         with suppress(psutil.NoSuchProcess):
-            if not any(name in word for name in TIDY for word in member.cmdline()):
+            if not _tidies_up(member):
                 member.kill()
     psutil.wait_procs(family, timeout=seconds)
+
+
+def _tidies_up(process: psutil.Process) -> bool:
+    """A watchdog, or multiprocessing's tracker of shared memory: what it looks after ends, and then so does it."""
+    with suppress(psutil.NoSuchProcess):
+        return any(name in word for name in TIDY for word in process.cmdline())
+    return False
 
 
 def _identities(processes: list[psutil.Process]) -> Iterator[ProcessIdentity]:
@@ -110,7 +140,7 @@ def marked(mark: str, variable: str = MARK) -> Iterator[psutil.Process]:
     """This user's processes that carry the mark in this variable, and what is below them, whatever its environment."""
     for process in psutil.process_iter():
         with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-            if process.environ().get(variable) == mark:
+            if mark in process.environ().get(variable, "").split(BETWEEN):
                 yield from (process, *process.children(recursive=True))
 
 
