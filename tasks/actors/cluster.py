@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import psutil
@@ -33,7 +34,7 @@ from tasks.actors.memory import memory_of, peak_metrics
 from tasks.actors.ray_address import ClusterError, require_listener
 from tasks.actors.ray_files import keep_token_private, working_folder
 from tasks.actors.waiting import get
-from tasks.actors.watchdog import MARK, ROUNDS, end_family, marked, watchdog
+from tasks.actors.watchdog import ROUNDS, end_family, marked, own_mark, watchdog
 from tasks.actors.worker_forks import FORKS, forked_environment, forks_for, started_by_python
 from tasks.config.trainer import RayConfig
 from tasks.system.signals import passed_on
@@ -177,7 +178,7 @@ def _own_daemons_ended() -> Iterator[None]:
         ray._private.worker._global_node = None  # else `ray.shutdown` ends the daemons in its own way
         ray.shutdown()
         for _ in range(ROUNDS):  # and what a raylet has started before it ended
-            family |= {*filter(_is_of_ray, marked(os.environ[MARK]))} - before
+            family |= {*filter(_is_of_ray, marked(own_mark()))} - before
             if not family:
                 break
             end_family(family, AGENTS_SECONDS)
@@ -203,22 +204,31 @@ def _is_of_ray(process: psutil.Process) -> bool:
 
 @contextmanager
 def _own_handler_of_sigterm() -> Iterator[None]:
-    """The handler of before hears of SIGTERM, also within the block and afterwards.
+    """The handler of before hears of SIGTERM, also within the block, and again at its end if it had no effect.
 
-    `ray.init` puts its own in its place, which prints the C++ stack and calls sys.exit with 15.
+    `ray.init` would put its own in its place, which end the process with 15 and leave Ray's agents. And it forks:
+    what a handler raises while Python runs the hooks of a fork is printed and lost.
     """
     before = signal.getsignal(signal.SIGTERM)
-    on_main_thread, stopped = threading.current_thread() is threading.main_thread(), False
+    if threading.current_thread() is not threading.main_thread():  # there Ray sets none
+        yield
+        return
+    heard: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        heard.append(number)
+        if callable(before):
+            before(number, frame)
+
+    rays = ray._private.utils
+    set_handler, rays.set_sigterm_handler = rays.set_sigterm_handler, lambda handler: None
+    signal.signal(signal.SIGTERM, note if callable(before) else before)
     try:
         yield
-    except SystemExit as end:
-        stopped = on_main_thread and end.code == signal.SIGTERM
-        if not stopped:
-            raise
     finally:
-        if on_main_thread:
-            signal.signal(signal.SIGTERM, before)
-    if stopped:
+        rays.set_sigterm_handler = set_handler
+        signal.signal(signal.SIGTERM, before)
+    if heard:
         signal.raise_signal(signal.SIGTERM)
 
 

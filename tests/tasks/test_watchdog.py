@@ -5,12 +5,14 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 
 from tasks.actors.watchdog import MARK, watchdog
+from tasks.system.processes import ProcessIdentity
 from tests.support.patience import PATIENCE, lives
 
 ROOT = Path(__file__).parents[2]
@@ -70,14 +72,35 @@ def marked():
             if process.pid != os.getpid() and process.environ().get(MARK) == os.environ[MARK]:
                 yield process.name()
 
+def send_once(sent=[]):
+    if not sent:
+        sent.append(os.kill(os.getpid(), signal.SIGTERM))
+
 signal.signal(signal.SIGTERM, stop)
-threading.Thread(target=send, daemon=True).start()
+BEGIN
 try:
     with ray_cluster(RayConfig(num_cpus=1)):
         time.sleep(600)
 except BaseException as error:
     print(type(error).__name__, signal.getsignal(signal.SIGTERM) is stop, list(marked()))
 """
+
+
+SERVER = """
+import subprocess, sys, time
+engine = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(7200)"], start_new_session=True)
+print(engine.pid, flush=True)
+time.sleep(float(sys.argv[1]))
+"""
+STARTER = """
+import subprocess, sys
+from tasks.actors.watchdog import watchdog
+with watchdog():
+    started = subprocess.Popen([sys.executable, "-c", *sys.argv[1:]], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    print(started.stdout.readline().decode().strip(), flush=True)
+    sys.stdin.readline()
+"""
+"""A driver of an actor, or an actor of a server; it tells what that tells, which is its engine's pid at last."""
 
 
 ENDING_DRIVER = """
@@ -116,6 +139,15 @@ def start(*code, path=ROOT):
     return subprocess.Popen(command, cwd=ROOT, env=env, text=True, **pipes)
 
 
+def watchdogs_of(pid):
+    """They are nobody's children."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            words = process.cmdline()
+            if words[1:3] == ["-m", "tasks.actors.watchdog"] and ProcessIdentity.parsed(words[3]).pid == pid:
+                yield process
+
+
 @pytest.fixture
 def driver(request, tmp_path):
     """A driver with a process that it started before the block, a daemon within, and the daemon's agent."""
@@ -151,7 +183,7 @@ def test_rays_agents_end_too_when_their_raylet_was_faster():
     family = psutil.Process(process.pid).children(recursive=True)
     (raylet,) = [one for one in family if one.name() == "raylet"]
     agents = raylet.children()  # and workers, as far as they have been started
-    (guard,) = [one for one in family if "tasks.actors.watchdog" in one.cmdline()]
+    (guard,) = watchdogs_of(process.pid)
     assert len(agents) >= 2
     try:
         for one in (*agents, guard):
@@ -166,6 +198,38 @@ def test_rays_agents_end_too_when_their_raylet_was_faster():
         for one in agents:
             if one.is_running():
                 one.kill()
+
+
+def engine_of(process):
+    return psutil.Process(int(process.stdout.readline()))
+
+
+def assert_ends(engine):
+    try:
+        assert not psutil.wait_procs([engine], timeout=PATIENCE)[1]
+    finally:
+        if engine.is_running():
+            engine.kill()
+
+
+def test_an_engine_ends_whose_server_was_killed_before_the_actor():
+    """Ray's worker does it that way when its driver is gone: it kills its children and then ends."""
+    actor = start(STARTER, SERVER, "7200")
+    engine = engine_of(actor)
+    for child in psutil.Process(actor.pid).children():
+        child.kill()
+    actor.kill()
+    actor.wait()
+    assert_ends(engine)
+
+
+def test_an_engine_ends_with_the_driver_whose_server_had_ended():
+    """It is below nobody, and what the driver's watchdog ends must not have been the only one to know of it."""
+    driver = start(STARTER, STARTER, SERVER, "0")
+    engine = engine_of(driver)
+    driver.kill()
+    driver.wait()
+    assert_ends(engine)
 
 
 def test_what_a_driver_leaves_behind_in_peace_lives_on(driver):
@@ -188,9 +252,17 @@ def test_blocks_of_threads_end_in_any_order(monkeypatch):
 
 
 @pytest.mark.ray
-def test_sigterm_while_ray_starts_is_heard_and_leaves_nothing():
-    """Ray's own handler, which is there before `ray.init` is done, would exit with 15, and its agents live on."""
-    process = start(INTERRUPTED_DRIVER)
+@pytest.mark.parametrize(
+    "begin",
+    [
+        pytest.param("threading.Thread(target=send, daemon=True).start()", id="between two steps"),
+        pytest.param("os.register_at_fork(after_in_parent=send_once)", id="in a hook of a fork"),
+    ],
+)
+def test_sigterm_while_ray_starts_is_heard_and_leaves_nothing(begin):
+    """Ray's own handler, which is there before `ray.init` is done, would exit with 15, and its agents live on. And what
+    a handler raises within a hook is printed and lost."""
+    process = start(INTERRUPTED_DRIVER.replace("BEGIN", begin))
     output, _ = process.communicate(timeout=PATIENCE)
     assert output == "TerminationSignal True []\n"
 
