@@ -31,7 +31,8 @@ def noised_batch(
     """What the loss chooses of a batch's samples, noised, with the velocities that it compares with.
 
     Every rank makes this call, and every rank gets as many pieces: one that has fewer samples than others gets idle
-    ones, which are computed (the collectives need all ranks) and weighted 0.
+    ones, which are computed (the collectives need all ranks) and weighted 0. Where the model is compiled, so are the
+    rows that fill a piece up to one of `piece_sizes`: code is compiled anew for each size that was not there before.
 
     Args:
         batch: finished samples with their advantages.
@@ -39,16 +40,21 @@ def noised_batch(
         size: most samples in a piece, each with its `levels_per_pass` rows; pairs stay together.
     """
     unit = 2 if engine.loss_fn.paired else 1
+    size = max(size // unit * unit, unit)
     finished = FinishedLatents.join([samples for samples, _ in batch.parts])
     advantages = torch.cat([row for _, row in batch.parts])
     chosen = engine.loss_fn.prepare_actor_batch(finished, advantages, engine.actor_config)
     idle = finished.scored(torch.arange(unit) % len(finished), torch.full_like(advantages, torch.nan))
-    cuts = torch.arange(len(chosen)).split(max(size // unit * unit, unit)) if len(chosen) else ()
+    cuts = torch.arange(len(chosen)).split(size) if len(chosen) else ()
     parts = [chosen.rows(index) for index in cuts]
     most = _over_ranks(len(parts), dist.ReduceOp.MAX, engine.device)
     sharing = engine.actor_config.fsdp_config.ulysses_sequence_parallel_size  # ranks that have the same samples
     counted = _over_ranks(len(chosen), dist.ReduceOp.SUM, engine.device) // sharing
     parts += [idle] * (most - len(parts))
+    if engine.model_config.model.compile:
+        groups = {key.prompt_uid for key in finished.keys}
+        sizes = piece_sizes(2 * len(groups) if engine.loss_fn.paired else len(finished), size, unit)
+        parts = [_filled(part, min(found for found in sizes if found >= len(part)), unit) for part in parts]
     together = engine.actor_config.levels_per_pass
     pieces = [noise_latents(part, engine.scheduler.sigmas, config, engine.loss_fn.paired) for part in parts]
     pieces = [piece.together(together) for piece in pieces]
@@ -57,6 +63,26 @@ def noised_batch(
         pieces = [piece.to(engine.device) for piece in pieces]
     pieces = _compared(engine, pieces, rows, config)
     return ActorBatch(list(zip(pieces, rows, strict=True)), counted * together)
+
+
+def piece_sizes(whole: int, size: int, unit: int) -> set[int]:
+    """How many samples a compiled piece may have: what a batch of which none is left out is cut into, and the half, the
+    quarter and the eighth of `size`.
+
+    Args:
+        whole: samples of such a batch.
+        size: most in a piece, a multiple of `unit`.
+        unit: of samples that stay together.
+    """
+    return {whole % size, *(size // part // unit * unit for part in (1, 2, 4, 8))} - {0}
+
+
+def _filled(part: FinishedLatents, count: int, unit: int) -> FinishedLatents:
+    """`part`, and its first samples again without an advantage until they are `count`."""
+    assert part.advantages is not None
+    again = torch.arange(count - len(part)) % unit
+    rows = part.rows(torch.cat([torch.arange(len(part)), again]))
+    return replace(rows, advantages=torch.cat([part.advantages, torch.full(again.shape, torch.nan)]))
 
 
 def _compared(

@@ -58,7 +58,7 @@ def micro_batch_of(
     """Inputs of one micro-batch at one timestep, and how many of its samples count.
 
     Where only some do, the others stay in it and COUNTED says which do: a batch of another size would be rounded
-    otherwise than the one that was sampled.
+    otherwise than the one that was sampled, and be compiled anew.
 
     Args:
         samples: of one step or level, on `device`.
@@ -68,7 +68,8 @@ def micro_batch_of(
 
     tensors: dict[str, Tensor | None]
     if isinstance(samples, NoisedLatents):
-        number = int((~advantages.isnan()).sum())
+        counted = ~advantages.isnan()
+        number = int(counted.sum())
         tensors = {"clean_latents": samples.latents, **samples.levelwise()}
     else:
         counted = which_count(samples, advantages)
@@ -84,8 +85,8 @@ def micro_batch_of(
             OLD_MEAN: samples.means,
             UNCONDITIONAL: samples.unconditional,
             IS_WEIGHTS: None if weights is None else weights.nan_to_num(0.0),
-            COUNTED: counted.to(device) if 0 < number < len(counted) else None,
         }
+    tensors[COUNTED] = counted.to(device) if 0 < number < len(counted) else None
     tensors["advantages"] = advantages.nan_to_num(0.0).to(device)
     tensors |= samples.prompts.expand(samples.prompt_index)
     present = {name: tensor for name, tensor in tensors.items() if tensor is not None}

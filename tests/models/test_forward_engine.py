@@ -18,6 +18,7 @@ from models.families.qwen_image import QwenImage
 from models.rollout.diffusers import DiffusersRolloutEngine
 from models.samples.trajectories import FinishedLatents
 from models.training import forward_batches
+from models.training.forward_batches import piece_sizes
 from models.training.fsdp import DiffusersFSDPEngine
 from models.training.micro_batches import ActorBatch
 from models.training.weight_copies import WeightCopy
@@ -144,6 +145,41 @@ def test_iterations_equal_the_plain_trainers(
     assert largest_difference(plain.weights[1], start) > 1e-3
     if loss != "dpo":
         assert largest_difference(plain.weights[1], plain.old[1]) > 1e-3
+
+
+@every_loss
+def test_a_compiled_update_computes_few_sizes_and_what_an_eager_one_does(
+    tiny_model: Path, samples: list[FinishedLatents], loss: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Groups are left out of some iterations and not of others: code would be compiled anew for each number left."""
+    monkeypatch.setattr("models.training.fsdp.compile_blocks", lambda adapter, module: None)
+    sizes: set[int] = set()
+
+    def note(module: nn.Module, given: tuple, named: dict[str, Any]) -> None:
+        sizes.add(len(named["hidden_states"]))
+
+    engines = [
+        trainer(model_config(tiny_model, compile=compiled), loss, ppo_micro_batch_size_per_gpu=8)
+        for compiled in (False, True)
+    ]
+    engines[1].module.register_forward_pre_hook(note, with_kwargs=True)
+    for left_out in ([2], [1, 2], [0, 1, 2, 4], []):
+        advantages = ADVANTAGES[0].nan_to_num(0.1)
+        advantages[3:] = torch.tensor([0.3, -0.2, 0.4])
+        advantages[left_out] = torch.nan
+        eager, compiled = (engine.update_policy(batches_of(samples[:1], [advantages])) for engine in engines)
+        assert compiled == pytest.approx(eager, rel=1e-4, abs=1e-7)
+        assert compiled["sample_steps"] == eager["sample_steps"]
+        assert largest_difference(engines[0].gather_weights(), engines[1].gather_weights()) < 3e-6
+    assert sizes == ({4, 2} if loss == "dpo" else {6, 4, 2})
+
+
+def test_the_sizes_that_a_compiled_piece_may_have() -> None:
+    assert piece_sizes(256, 128, 1) == {128, 64, 32, 16}  # nothing is left over where none is left out
+    assert piece_sizes(240, 128, 1) == {128, 64, 32, 16, 112}
+    assert piece_sizes(96, 128, 2) == {128, 64, 32, 16, 96}
+    assert piece_sizes(10, 6, 2) == {6, 2, 4}  # pairs stay together
+    assert piece_sizes(5, 1, 1) == {1}
 
 
 @pytest.mark.parametrize("loss", ["dpo", "diffusion_nft"])
