@@ -188,6 +188,7 @@ def follow(
     limit: float | None = None,
     limit_each: float | None = None,
     until: float | None = None,
+    others: int = 0,
 ) -> None:
     """Train these, so many at a time, and write their lines.
 
@@ -196,9 +197,10 @@ def follow(
         limit: seconds after which all that train are stopped, and no other is begun.
         limit_each: seconds after which one run is stopped.
         until: held-out reward at which a run is stopped.
+        others: what else trains on each GPU, for the log.
     """
     began, waiting = time.time(), [job for job in jobs if not is_done(job.name, job.seed, log)]
-    sharing = -(-min(at_once, len(waiting)) // max(1, len(gpus)))
+    sharing = others - (-min(at_once, len(waiting)) // max(1, len(gpus)))
     free, training = list(range(at_once)), dict[int, FollowedRun]()
     try:
         while waiting or training:

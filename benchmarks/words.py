@@ -27,6 +27,9 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 FASTER, NOISIEST = [f"{ACTOR}.optim.lr=2.0e-5"], "algorithm.timestep_fraction"
 AVERAGED = f"{ACTOR}.ema={{enable: true, decay: 0.95, update_interval: 1}}"
 CLIPPED = [f"{ACTOR}.optim.clip_grad=0.2", f"{ACTOR}.optim.betas=[0.9, 0.95]"]
+READER = "ocr: {options: {upscale: 1, rec_image_shape: [3, 48, 192]}, batch_size: 16"
+COLOURS = f"reward.functions={{{READER}}}, ink_and_paper: {{}}}}"
+HACKABLE = f"reward.functions={{jpeg_compressibility: {{}}, {READER}, guard: true}}, ink_and_paper: {{guard: true}}}}"
 VARIANTS: dict[str, tuple[str, list[str]]] = {
     "words": ("words", []),
     "words, LoRA": (
@@ -49,10 +52,9 @@ VARIANTS: dict[str, tuple[str, list[str]]] = {
     "words, noisiest .6": ("words", [f"{NOISIEST}=0.6"]),
     "words, 2e-5, KL .1, noisiest .6": ("words", [*FASTER, f"{ACTOR}.kl_loss_coef=0.1", f"{NOISIEST}=0.6"]),
     "words, 2e-5, noisiest half, averaged, clipped": ("words", [*FASTER, f"{NOISIEST}=0.5", AVERAGED, *CLIPPED]),
-    "words, colours trained too": (
-        "words",
-        [f"{NOISIEST}=0.5", AVERAGED, "reward.functions.ink_and_paper.guard=false"],
-    ),
+    "words, colours trained too": ("words", [f"{NOISIEST}=0.5", AVERAGED, COLOURS]),
+    "words, colours trained too, 2e-5, clipped": ("words", [*FASTER, f"{NOISIEST}=0.5", AVERAGED, *CLIPPED, COLOURS]),
+    "words, hackable": ("words", ["trainer.test_freq=5", "reward.guards.action=stop", HACKABLE]),
 }
 """Name -> recipe and what is changed of it; docs/words.md has what came of them, of the last nothing yet."""
 
@@ -61,7 +63,7 @@ def job(variant: str, seed: int, given: argparse.Namespace) -> Job:
     """The run of a variant and a seed."""
     recipe, own = VARIANTS[variant]
     readers = [f"reward.functions.ocr.num_workers={given.readers}"] if given.readers else []
-    changes = [f"trainer.total_training_steps={given.iterations}", "trainer.save_freq=0", *readers, *own, *given.set]
+    changes = [f"trainer.total_training_steps={given.iterations}", "trainer.save_freq=0", *own, *readers, *given.set]
     return Job(variant, seed, recipe, changes, folder_of(given.folder, variant, seed))
 
 
@@ -131,13 +133,16 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["words"], metavar="NAME")
     add_run_options(parser, Path("runs/words"), iterations=50, at_once=1)
     parser.add_argument("--gpus", nargs="+", default=[], help="numbers of the GPUs, which the runs take in turn")
+    parser.add_argument("--others-on-gpu", type=int, default=0, help="runs of other commands on each GPU, for the log")
     parser.add_argument("--readers", type=int, help="OCR workers of a run (default: the recipe's)")
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="changed in every run")
     parser.add_argument("--page", type=Path, default=PAGE, help="where the table goes; the plot goes beside it")
     given = parser.parse_args()
     if not given.write:
         jobs = [job(variant, seed, given) for seed in given.seeds for variant in given.variants]
-        follow(jobs, given.log[0], at_once=given.at_once, gpus=given.gpus, limit=given.limit)
+        follow(
+            jobs, given.log[0], at_once=given.at_once, gpus=given.gpus, limit=given.limit, others=given.others_on_gpu
+        )
     curves = curves_of(read_lines(given.log))
     print(table(curves))
     if given.write:

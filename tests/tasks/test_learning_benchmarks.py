@@ -89,7 +89,8 @@ def test_every_variant_of_the_words_names_what_it_trains_on(tmp_path: Path) -> N
         config = recipe.with_changes(parse_changes([*job.changes], recipe=recipe))
         rewards = config.reward.functions
         trained = [label for label, entry in rewards.items() if not entry.guard]
-        assert trained == (["ocr", "ink_and_paper"] if "colours" in variant else ["ocr"])
+        others = {"words, hackable": ["jpeg_compressibility"]}
+        assert trained == others.get(variant, ["ocr", "ink_and_paper"] if "colours" in variant else ["ocr"])
         assert (rewards["ocr"].num_workers, config.trainer.total_training_steps) == (5, 50)
 
 
