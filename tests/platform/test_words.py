@@ -39,6 +39,7 @@ ON_THE_CPU = [
     f"{ROLLOUT}.pipeline.width={SMALL.width}",
     f"{ROLLOUT}.n=4",
     f"{ROLLOUT}.micro_batch_size=8",
+    f"{ROLLOUT}.cuda_graphs=false",
     "data.train_batch_size=4",
     # Its pictures hold no text: their size in bytes is a reward that always differs.
     "reward.functions={jpeg_incompressibility: {}}",
