@@ -54,9 +54,18 @@ VARIANTS: dict[str, tuple[str, list[str]]] = {
     "words, 2e-5, noisiest half, averaged, clipped": ("words", [*FASTER, f"{NOISIEST}=0.5", AVERAGED, *CLIPPED]),
     "words, colours trained too": ("words", [f"{NOISIEST}=0.5", AVERAGED, COLOURS]),
     "words, colours trained too, 2e-5, clipped": ("words", [*FASTER, f"{NOISIEST}=0.5", AVERAGED, *CLIPPED, COLOURS]),
+    "words, better half alone": (
+        "words",
+        [*FASTER, f"{NOISIEST}=0.5", AVERAGED, *CLIPPED, "algorithm.adv_mode=positive_only"],
+    ),
+    "words, the public old policy": (
+        "words",
+        [*FASTER, f"{NOISIEST}=0.5", AVERAGED, "algorithm.old_policy_decay_schedule=delayed_linear_to_0_999"],
+    ),
+    "words, nft_beta 1": ("words", [f"{ACTOR}.optim.lr=5.0e-5", f"{ACTOR}.diffusion_loss.nft_beta=1.0"]),
     "words, hackable": ("words", ["trainer.test_freq=5", "reward.guards.action=stop", HACKABLE]),
 }
-"""Name -> recipe and what is changed of it; docs/words.md has what came of them, of the last nothing yet."""
+"""Name -> recipe and what is changed of it; docs/words.md has what came of them, of the last four nothing yet."""
 
 
 def job(variant: str, seed: int, given: argparse.Namespace) -> Job:
