@@ -62,10 +62,12 @@ VARIANTS: dict[str, tuple[str, list[str]]] = {
         "words",
         [*FASTER, f"{NOISIEST}=0.5", AVERAGED, "algorithm.old_policy_decay_schedule=delayed_linear_to_0_999"],
     ),
+    "words, old policy .5": ("words", [*FASTER, f"{NOISIEST}=0.5", "algorithm.old_policy_decay=0.5"]),
+    "words, old policy .9": ("words", [*FASTER, f"{NOISIEST}=0.5", "algorithm.old_policy_decay=0.9"]),
     "words, nft_beta 1": ("words", [f"{ACTOR}.optim.lr=5.0e-5", f"{ACTOR}.diffusion_loss.nft_beta=1.0"]),
     "words, hackable": ("words", ["trainer.test_freq=5", "reward.guards.action=stop", HACKABLE]),
 }
-"""Name -> recipe and what is changed of it; docs/words.md has what came of them, of the last four nothing yet."""
+"""Name -> recipe and what is changed of it; docs/words.md has what came of them, of the last six nothing yet."""
 
 
 def job(variant: str, seed: int, given: argparse.Namespace) -> Job:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import fewer_images, real_recipes, time_to_reward, words, words_algorithms
+from benchmarks import fewer_images, nft_drift, real_recipes, time_to_reward, words, words_algorithms
 from benchmarks.followed_runs import append_line, curves_of, is_done, read_lines
 from benchmarks.local_services import ROOT
 from benchmarks.public_training import PUBLISHED, advantages, counted, settings_of
@@ -176,3 +176,16 @@ def test_the_table_of_real_recipes_is_of_the_logs_of_many_machines(tmp_path: Pat
     assert {row.count("|") for row in found.splitlines()} == {real_recipes.HEADER.count("|")}
     assert real_recipes.rows_of(ROOT / real_recipes.PAGE).keys() >= {"`sd35-ocr-flow-grpo`", "`diffusion-nft`"}
     assert real_recipes.table([], kept).splitlines()[2:] == [*kept.values()]
+
+
+def test_the_drifts_runs_repeat_and_a_row_has_the_first_looks_at_the_goals() -> None:
+    setting = nft_drift.Setting(old_policy_decay=0.5)
+    one, again = (nft_drift.train(nft_drift.Task(0, steps=5), setting, 5, 1.0, seed=3) for _ in range(2))
+    assert one == again
+    assert [look.iteration for look in one] == [0, 5]
+    assert one[0].distance == 0.0 < one[1].distance
+    seen = nft_drift.Seen
+    runs = [[seen(0, 0.3, 0.0, 0.5), seen(5, 0.8, 0.2, 0.6), seen(10, 0.95, 0.4, 1.0)]] * 2
+    rows = nft_drift.table({setting: runs, nft_drift.Setting(): [runs[0], runs[0][:2]]}, [0.8, 0.9]).splitlines()
+    assert rows[2] == "| `old_policy_decay` 0.5 | 5 | 0.20 | 1.20 | 10 | 0.40 | 2.00 |"
+    assert rows[3] == "| `nft_beta` 0.3 | 5 | 0.20 | 1.20 | not reached |  |  |"
