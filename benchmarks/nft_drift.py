@@ -26,16 +26,16 @@ from torch.nn import functional
 
 from benchmarks.docs import put_table
 from models.algorithms import DiffusionNFTLoss
-from models.algorithms.advantages import compute_flow_grpo_outcome_advantage
 from models.algorithms.losses import velocity_distance
 from models.config.actor import DiffusionActorConfig, DiffusionLossConfig
 from models.training.noised import add_noise
-from tasks.stages.advantage import ADV_MODES
+from tasks.config.algorithm import DiffusionAlgoConfig
+from tasks.stages.advantage import compute_advantage
 
 PAGE, SCRIPT = Path("docs/algorithms.md"), "nft_drift.py"
 DIMENSIONS, SEEN, PROMPTS, WIDTH, SPREAD = 16, 8, 32, 192, 0.7
 GROUPS, GROUP, MINI_BATCHES, LEVELS, STEPS = 64, 16, 4, 4, 10
-REWARD_WIDTH = 0.5
+REWARD_WIDTH, LEARNING_RATE = 0.5, 3e-4
 EVERY = 5
 """Iterations between two looks."""
 
@@ -48,7 +48,6 @@ class Setting:
     adv_mode: str = "continuous"
     old_policy_decay: float = 0.0
     kl_loss_coef: float = 0.0
-    lr: float = 3e-4
 
     def __str__(self) -> str:
         changed = {name: value for name, value in vars(self).items() if value != getattr(Setting, name)}
@@ -68,7 +67,7 @@ SETTINGS = (
 
 
 @dataclass(frozen=True)
-class Seen:
+class Look:
     """A look at a policy: its mean reward, and what the module's text names."""
 
     iteration: int
@@ -133,33 +132,41 @@ def step(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
     optimizer.step()
 
 
-def train(task: Task, setting: Setting, iterations: int, goal: float, seed: int) -> list[Seen]:
+def train(task: Task, setting: Setting, iterations: int, goal: float, seed: int) -> list[Look]:
     """Looks at a policy that trains until it has reached the goal."""
     task.generator.manual_seed(seed)
     policy, old = deepcopy(task.start), deepcopy(task.start)
-    optimizer = torch.optim.Adam(policy.parameters(), setting.lr, betas=(0.9, 0.99))
-    seen: list[Seen] = []
+    optimizer = torch.optim.Adam(policy.parameters(), LEARNING_RATE, betas=(0.9, 0.99))
+    loss, kl = DiffusionLossConfig(nft_beta=setting.nft_beta), setting.kl_loss_coef
+    actor = DiffusionActorConfig(diffusion_loss=loss, use_kl_loss=kl > 0, kl_loss_coef=kl)
+    algorithm, uids = DiffusionAlgoConfig(adv_mode=setting.adv_mode), np.arange(GROUPS).repeat(GROUP)
+    seen: list[Look] = []
     for iteration in range(iterations + 1):
         prompts = torch.randint(PROMPTS, (GROUPS,), generator=task.generator).repeat_interleave(GROUP)
         points = task.sample(old, prompts)
-        rewards = task.reward(points, prompts)
         if iteration % EVERY == 0:
             seen.append(look(task, policy, iteration))
             if seen[-1].reward >= goal:
                 break
-        uids = np.arange(GROUPS).repeat(GROUP)
-        advantages, _ = compute_flow_grpo_outcome_advantage(rewards, uids, global_std=False)
-        kept = torch.from_numpy(ADV_MODES[setting.adv_mode](advantages.numpy()))
+        data = {"sample_level_rewards": task.reward(points, prompts).numpy(), "uid": uids}
+        found = compute_advantage(data, "flow_grpo", global_std=False, config=algorithm)
+        advantages = torch.from_numpy(found["advantages"])
         for rows in torch.randperm(GROUPS, generator=task.generator).view(MINI_BATCHES, -1):
             index = (GROUP * rows[:, None] + torch.arange(GROUP)).flatten().repeat(LEVELS)
-            step(optimizer, loss_of(task, setting, policy, old, points[index], prompts[index], kept[index]))
+            step(optimizer, loss_of(task, actor, policy, old, points[index], prompts[index], advantages[index]))
         for moved, new in zip(old.parameters(), policy.parameters(), strict=True):
             moved.data.lerp_(new.data, 1 - setting.old_policy_decay)
     return seen
 
 
 def loss_of(
-    task: Task, setting: Setting, policy: nn.Module, old: nn.Module, points: Tensor, prompts: Tensor, kept: Tensor
+    task: Task,
+    config: DiffusionActorConfig,
+    policy: nn.Module,
+    old: nn.Module,
+    points: Tensor,
+    prompts: Tensor,
+    advantages: Tensor,
 ) -> Tensor:
     """The project's loss at levels of these samples' own, and the distance to the start."""
     t = torch.rand(len(points), generator=task.generator)
@@ -167,14 +174,13 @@ def loss_of(
     now = velocity(policy, noisy, t, prompts)
     with torch.no_grad():
         before, start = (velocity(model, noisy, t, prompts) for model in (old, task.start))
-    config = DiffusionActorConfig(diffusion_loss=DiffusionLossConfig(nft_beta=setting.nft_beta))
-    given = {"clean_latents": points, "noisy_latents": noisy, "sigmas": t, "advantages": kept}
+    given = {"clean_latents": points, "noisy_latents": noisy, "sigmas": t, "advantages": advantages}
     loss, _ = DiffusionNFTLoss.compute_loss(velocity=now, old_velocity=before, config=config, **given)
-    return loss + setting.kl_loss_coef * velocity_distance(now, start)
+    return loss + config.kl_loss_coef * velocity_distance(now, start)
 
 
 @torch.no_grad()
-def look(task: Task, policy: nn.Module, iteration: int) -> Seen:
+def look(task: Task, policy: nn.Module, iteration: int) -> Look:
     """By samples of its own, which draw from no generator of the training."""
     state = task.generator.get_state()
     prompts = torch.arange(PROMPTS).repeat_interleave(64)
@@ -183,10 +189,10 @@ def look(task: Task, policy: nn.Module, iteration: int) -> Seen:
     noisy = add_noise(points, task.normal(len(points)), t)
     task.generator.set_state(state)
     apart = velocity_distance(velocity(policy, noisy, t, prompts), velocity(task.start, noisy, t, prompts)).item()
-    return Seen(iteration, task.reward(points, prompts).mean().item(), apart, task.unseen(points, prompts))
+    return Look(iteration, task.reward(points, prompts).mean().item(), apart, task.unseen(points, prompts))
 
 
-def table(runs: Mapping[Setting, Sequence[Sequence[Seen]]], goals: Sequence[float]) -> str:
+def table(runs: Mapping[Setting, Sequence[Sequence[Look]]], goals: Sequence[float]) -> str:
     """A row a setting: means over the seeds, where all of them reached the goal."""
     lines = [f"| Setting | {' | '.join(f'Iterations to {goal} | distance | unseen' for goal in goals)} |"]
     lines.append("|---" * (1 + 3 * len(goals)) + "|")
@@ -213,7 +219,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="put the table into docs/algorithms.md")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    runs: dict[Setting, list[list[Seen]]] = {setting: [] for setting in SETTINGS}
+    runs: dict[Setting, list[list[Look]]] = {setting: [] for setting in SETTINGS}
     for seed in given.seeds:
         task = Task(seed)
         for setting, found in runs.items():

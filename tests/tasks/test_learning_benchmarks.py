@@ -184,7 +184,7 @@ def test_the_drifts_runs_repeat_and_a_row_has_the_first_looks_at_the_goals() -> 
     assert one == again
     assert [look.iteration for look in one] == [0, 5]
     assert one[0].distance == 0.0 < one[1].distance
-    seen = nft_drift.Seen
+    seen = nft_drift.Look
     runs = [[seen(0, 0.3, 0.0, 0.5), seen(5, 0.8, 0.2, 0.6), seen(10, 0.95, 0.4, 1.0)]] * 2
     rows = nft_drift.table({setting: runs, nft_drift.Setting(): [runs[0], runs[0][:2]]}, [0.8, 0.9]).splitlines()
     assert rows[2] == "| `old_policy_decay` 0.5 | 5 | 0.20 | 1.20 | 10 | 0.40 | 2.00 |"
