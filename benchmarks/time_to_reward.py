@@ -13,7 +13,6 @@ into docs/words.md. Needs `dvc repro data/words/dvc.yaml`.
 """
 
 import argparse
-import json
 import subprocess
 import sys
 import time
@@ -24,7 +23,7 @@ from statistics import median
 
 from benchmarks.docs import put_table
 from benchmarks.followed_runs import Curve, Job, append_line, curves_of, follow, is_done, read_lines
-from benchmarks.words import PAGE, VARIANTS
+from benchmarks.words import PAGE, VARIANTS, only_rewards
 from flows.recipes import load_recipe, parse_changes
 
 SCRIPT = "time_to_reward.py"
@@ -54,13 +53,8 @@ GOALS = (0.6, 0.7, 0.8)
 def changes_of(recipe: str, given: Sequence[str], test_freq: int) -> list[str]:
     """What is changed in every run: no guards, no checkpoint, more measurements."""
     config = load_recipe(recipe).with_changes(parse_changes([*given]))
-    trained = {
-        label: entry.model_dump(exclude_defaults=True)
-        for label, entry in config.reward.functions.items()
-        if not entry.guard
-    }
-    common = [f"trainer.test_freq={test_freq}", "trainer.save_freq=0", f"reward.functions={json.dumps(trained)}"]
-    return [*common, *given]
+    trained = only_rewards(config, **{label: {} for label, entry in config.reward.functions.items() if not entry.guard})
+    return [f"trainer.test_freq={test_freq}", "trainer.save_freq=0", trained, *given]
 
 
 def halves(recipe: str, given: Sequence[str]) -> str:

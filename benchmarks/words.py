@@ -10,6 +10,7 @@ data/words/dvc.yaml`; all seeds begin with that base model.
 """
 
 import argparse
+import json
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -20,6 +21,8 @@ import matplotlib.pyplot as plt
 
 from benchmarks.docs import put_table
 from benchmarks.followed_runs import Curve, Job, add_run_options, curves_of, folder_of, follow, read_lines
+from flows.recipes import load_recipe
+from tasks.config.tree import TrainConfig
 
 PAGE, SCRIPT = Path("docs/words.md"), "words.py"
 GOAL = 0.9
@@ -27,9 +30,20 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 FASTER, NOISIEST = [f"{ACTOR}.optim.lr=2.0e-5"], "algorithm.timestep_fraction"
 AVERAGED = f"{ACTOR}.ema={{enable: true, decay: 0.95, update_interval: 1}}"
 CLIPPED = [f"{ACTOR}.optim.clip_grad=0.2", f"{ACTOR}.optim.betas=[0.9, 0.95]"]
-READER = "ocr: {options: {upscale: 1, rec_image_shape: [3, 48, 192]}, batch_size: 16"
-COLOURS = f"reward.functions={{{READER}}}, ink_and_paper: {{}}}}"
-HACKABLE = f"reward.functions={{jpeg_compressibility: {{}}, {READER}, guard: true}}, ink_and_paper: {{guard: true}}}}"
+
+
+def only_rewards(config: TrainConfig, **given: Mapping[str, Any]) -> str:
+    """The change that leaves a run these rewards alone: the config's own settings, and what is given in their place."""
+    there = config.reward.functions
+    own = {name: there[name].model_dump(exclude_defaults=True) if name in there else {} for name in given}
+    return f"reward.functions={json.dumps({name: own[name] | dict(entry) for name, entry in given.items()})}"
+
+
+WORDS = load_recipe("words")
+COLOURS = only_rewards(WORDS, ocr={}, ink_and_paper={"guard": False, "num_workers": 1})
+HACKABLE = only_rewards(
+    WORDS, jpeg_compressibility={}, ocr={"guard": True}, ink_and_paper={"guard": True, "num_workers": 1}
+)
 VARIANTS: dict[str, tuple[str, list[str]]] = {
     "words": ("words", []),
     "words, LoRA": (

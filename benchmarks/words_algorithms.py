@@ -12,7 +12,6 @@ runs that shared its GPU. The distillations wait for their teacher's weights. Ne
 """
 
 import argparse
-import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,7 +22,7 @@ import numpy as np
 from benchmarks.docs import put_table
 from benchmarks.followed_runs import Curve, Job, add_run_options, curves_of, folder_of, follow, plot_seeds, read_lines
 from benchmarks.learning import p_value
-from benchmarks.words import ACTOR, PAGE, ROLLOUT, VARIANTS
+from benchmarks.words import ACTOR, PAGE, ROLLOUT, VARIANTS, only_rewards
 from flows.recipes import load_recipe
 
 SCRIPT, PICTURE = "words_algorithms.py", Path("docs/words_algorithms.png")
@@ -90,14 +89,14 @@ def is_taught(name: str) -> bool:
 def job(name: str, seed: int, given: argparse.Namespace) -> Job:
     """The run of an algorithm and a seed."""
     recipe, own = ALL[name]
-    ocr = load_recipe(recipe).reward.functions["ocr"].model_dump(exclude_defaults=True)
-    rewards = {"ocr": ocr | {"num_workers": given.readers}, "ink_and_paper": {"guard": True}}
+    guard = {"guard": True, "num_workers": 1}
+    rewards = only_rewards(load_recipe(recipe), ocr={"num_workers": given.readers}, ink_and_paper=guard)
     changes = [
         f"trainer.total_training_steps={given.iterations}",
         f"trainer.test_freq={given.test_freq}",
         "trainer.save_freq=0",
         f"{ROLLOUT}.val_kwargs.n=1",
-        f"reward.functions={json.dumps(rewards)}",
+        rewards,
         *own,
         *given.set,
     ]
