@@ -206,8 +206,8 @@ def _is_of_ray(process: psutil.Process) -> bool:
 def _own_handler_of_sigterm() -> Iterator[None]:
     """The handler of before hears of SIGTERM, also within the block, and again at its end if it had no effect.
 
-    `ray.init` would put its own in its place, which end the process with 15 and leave Ray's agents. And it forks:
-    what a handler raises while Python runs the hooks of a fork is printed and lost.
+    `ray.init` would put one of its own in its place, which ends the process with 15 and leaves Ray's agents. And it
+    forks: what a handler raises while Python runs the hooks of a fork is printed and lost.
     """
     before = signal.getsignal(signal.SIGTERM)
     if threading.current_thread() is not threading.main_thread():  # there Ray sets none
