@@ -65,7 +65,7 @@ class Outcome:
     outcome: str
 
 
-@flow(name="reproduce", flow_run_name="reproduce {run}", persist_result=False)
+@flow(name="reproduce", flow_run_name="reproduce {run}", persist_result=True, result_serializer="json")
 def reproduce(run: str, iterations: int = 3, tolerance: float = 1e-5, tracking: TrackingConfig | None = None) -> State:
     """Check out a run's commit and data beside this repository, do its first iterations again, and compare.
 

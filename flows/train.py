@@ -60,7 +60,7 @@ WAITING = "wait_for_writes"
 """Of an iteration's seconds: what it waited for that was written of the one before."""
 
 
-@flow(name="train", flow_run_name=name_training, persist_result=False)
+@flow(name="train", flow_run_name=name_training, persist_result=True, result_serializer="json")
 def train(
     common: CommonSettings | NoChange = NO_COMMON,
     *,

@@ -42,7 +42,7 @@ FOUND_WORSE = "Regression"
 event `prefect.flow-run.Regression` tells an automation the two apart."""
 
 
-@flow(name="validation-sweep", flow_run_name=name_model, persist_result=False)
+@flow(name="validation-sweep", flow_run_name=name_model, persist_result=True, result_serializer="json")
 def validation_sweep(
     config: Recipe, measurement: Measurement | None = None, overrides: TrainOverrides | NoChange = NO_OVERRIDES
 ) -> State:

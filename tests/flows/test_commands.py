@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the commands say of a wrong recipe, field, type, path or value: one sentence, before the slow imports."""
 
+import importlib
 import json
 import os
 import re
@@ -10,8 +11,10 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
+from prefect import Flow, State
 from typer.testing import CliRunner
 
 from flows import commands, prepare, services
@@ -267,6 +270,16 @@ def test_a_flow_that_is_no_command_says_how_it_is_run(flow: str) -> None:
     name = flow.replace("_", "-")
     assert result.returncode == 1
     assert f"`prefect deployment run {name}/{name}`" in result.stderr
+
+
+def test_a_flow_that_ends_in_a_state_of_its_own_keeps_what_it_returned() -> None:
+    """Else the end is an error where Prefect's answer to it is lost: `test_train.py` shows it for one of them."""
+    modules = [importlib.import_module(f"flows.{path.stem}") for path in (ROOT / "flows").glob("[a-z]*.py")]
+    found = {value for module in modules for value in vars(module).values() if isinstance(value, Flow)}
+    stated = {flow.name: flow for flow in found if get_type_hints(flow.fn)["return"] is State}
+    assert stated.keys() == {"train", "validation-sweep", "reproduce"}
+    assert all(flow.persist_result for flow in stated.values())
+    assert {flow.result_serializer for flow in stated.values()} == {"json"}, "reading one runs no code"
 
 
 @pytest.mark.parametrize(

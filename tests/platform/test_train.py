@@ -12,6 +12,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pandas as pd
 import pytest
@@ -24,6 +25,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from tasks.records.history import RunHistory
 from tasks.rewards.jpeg import jpeg_kilobytes
+from tests.support.lost_answers import lost_answers
 from tests.support.patience import get, post, wait_until
 from tests.support.platform_helpers import RayHead, Workspace, make_workspace
 
@@ -568,3 +570,17 @@ def test_ratios_that_are_rounding_stop_the_run_at_its_first_update(workspace: Wo
     (run,) = workspace.mlflow_runs()
     assert run.info.status == "FAILED"
     assert not list((workspace.run_folder() / "checkpoints").iterdir())
+
+
+def test_a_run_whose_end_prefect_wrote_down_but_did_not_answer_has_ended_well(workspace: Workspace) -> None:
+    """A server under load: the request is sent again, and the answer, that this was done, holds no result."""
+    address = workspace.environment["PREFECT_API_URL"]
+    server = httpx.URL(address)
+    with lost_answers(server.host, server.port) as lossy:
+        far = replace(workspace, environment=workspace.environment | {"PREFECT_API_URL": f"{lossy.address}/api"})
+        output = far.train("trainer={total_training_steps: 1, val_before_train: false, test_freq: 0}")
+    (run,) = workspace.mlflow_runs()
+    flow_run = run.data.tags["doubleflow.flow_run"].rpartition("/")[2]
+    assert f"/api/flow_runs/{flow_run}/set_state" in lossy.lost
+    assert get(f"{address}/flow_runs/{flow_run}")["state_type"] == "COMPLETED"
+    assert "\n  run            tiny" in output, "the summary"
