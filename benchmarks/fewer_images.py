@@ -40,6 +40,7 @@ FOUR_STEPS = [
     f"{ACTOR}.ppo_micro_batch_size_per_gpu=24",
     f"{ROLLOUT}.micro_batch_size=24",
 ]
+MATCHING = f"{ACTOR}.matching_loss_coef"
 HALF = "algorithm.best_worst_k=4"
 AWM = ["algorithm.name=awm", *ALGORITHMS["awm"]]
 ONE_STEP = [
@@ -55,6 +56,8 @@ SETTINGS: dict[str, tuple[str, list[str]]] = {
     "diffusion_nft, levels stratified": ("quickstart", [*FOUR_STEPS, *BOTH[1:]]),
     "diffusion_nft, both": ("quickstart", [*FOUR_STEPS, *BOTH]),
     "diffusion_nft, both, best and worst 4": ("quickstart", [*FOUR_STEPS, *BOTH, HALF]),
+    "diffusion_nft, both, matching .25": ("quickstart", [*FOUR_STEPS, *BOTH, f"{MATCHING}=0.25"]),
+    "diffusion_nft, both, matching .05": ("quickstart", [*FOUR_STEPS, *BOTH, f"{MATCHING}=0.05"]),
     "awm": ("flow-grpo", AWM),
     "awm, both": ("flow-grpo", [*AWM, *BOTH]),
     "awm, both, adaptive": ("flow-grpo", [*AWM, *BOTH, f"{ACTOR}.diffusion_loss.awm_weighting=adaptive"]),

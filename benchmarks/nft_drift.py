@@ -48,6 +48,7 @@ class Setting:
     adv_mode: str = "continuous"
     old_policy_decay: float = 0.0
     kl_loss_coef: float = 0.0
+    matching_loss_coef: float = 0.0
 
     def __str__(self) -> str:
         changed = {name: value for name, value in vars(self).items() if value != getattr(Setting, name)}
@@ -62,7 +63,11 @@ SETTINGS = (
     Setting(old_policy_decay=0.9),
     Setting(kl_loss_coef=0.05),
     Setting(adv_mode="positive_only"),
-    Setting(adv_mode="positive_only", nft_beta=0.1),
+    Setting(matching_loss_coef=0.25),
+    Setting(matching_loss_coef=0.5),
+    Setting(matching_loss_coef=1.0),
+    Setting(matching_loss_coef=2.0),
+    Setting(matching_loss_coef=0.5, nft_beta=1.0),
 )
 
 
@@ -138,7 +143,9 @@ def train(task: Task, setting: Setting, iterations: int, goal: float, seed: int)
     policy, old = deepcopy(task.start), deepcopy(task.start)
     optimizer = torch.optim.Adam(policy.parameters(), LEARNING_RATE, betas=(0.9, 0.99))
     loss, kl = DiffusionLossConfig(nft_beta=setting.nft_beta), setting.kl_loss_coef
-    actor = DiffusionActorConfig(diffusion_loss=loss, use_kl_loss=kl > 0, kl_loss_coef=kl)
+    actor = DiffusionActorConfig(
+        diffusion_loss=loss, use_kl_loss=kl > 0, kl_loss_coef=kl, matching_loss_coef=setting.matching_loss_coef
+    )
     algorithm, uids = DiffusionAlgoConfig(adv_mode=setting.adv_mode), np.arange(GROUPS).repeat(GROUP)
     seen: list[Look] = []
     for iteration in range(iterations + 1):
@@ -168,14 +175,15 @@ def loss_of(
     prompts: Tensor,
     advantages: Tensor,
 ) -> Tensor:
-    """The project's loss at levels of these samples' own, and the distance to the start."""
-    t = torch.rand(len(points), generator=task.generator)
-    noisy = add_noise(points, task.normal(len(points)), t)
+    """The project's loss at levels of these samples' own, the distance to the start and the flow-matching error."""
+    t, noise = torch.rand(len(points), generator=task.generator), task.normal(len(points))
+    noisy = add_noise(points, noise, t)
     now = velocity(policy, noisy, t, prompts)
     with torch.no_grad():
         before, start = (velocity(model, noisy, t, prompts) for model in (old, task.start))
     given = {"clean_latents": points, "noisy_latents": noisy, "sigmas": t, "advantages": advantages}
     loss, _ = DiffusionNFTLoss.compute_loss(velocity=now, old_velocity=before, config=config, **given)
+    loss = loss + config.matching_loss_coef * velocity_distance(now, noise - points)
     return loss + config.kl_loss_coef * velocity_distance(now, start)
 
 

@@ -28,6 +28,7 @@ PAGE, SCRIPT = Path("docs/words.md"), "words.py"
 GOAL = 0.9
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 FASTER, NOISIEST = [f"{ACTOR}.optim.lr=2.0e-5"], "algorithm.timestep_fraction"
+MATCHING = f"{ACTOR}.matching_loss_coef"
 AVERAGED = f"{ACTOR}.ema={{enable: true, decay: 0.95, update_interval: 1}}"
 CLIPPED = [f"{ACTOR}.optim.clip_grad=0.2", f"{ACTOR}.optim.betas=[0.9, 0.95]"]
 
@@ -79,9 +80,12 @@ VARIANTS: dict[str, tuple[str, list[str]]] = {
     "words, old policy .5": ("words", [*FASTER, f"{NOISIEST}=0.5", "algorithm.old_policy_decay=0.5"]),
     "words, old policy .9": ("words", [*FASTER, f"{NOISIEST}=0.5", "algorithm.old_policy_decay=0.9"]),
     "words, nft_beta 1": ("words", [f"{ACTOR}.optim.lr=5.0e-5", f"{ACTOR}.diffusion_loss.nft_beta=1.0"]),
+    "words, matching .02, 2e-5": ("words", [*FASTER, f"{MATCHING}=0.02"]),
+    "words, matching .05, 2e-5": ("words", [*FASTER, f"{MATCHING}=0.05"]),
+    "words, matching .2, 2e-5": ("words", [*FASTER, f"{MATCHING}=0.2"]),
     "words, hackable": ("words", ["trainer.test_freq=5", "reward.guards.action=stop", HACKABLE]),
 }
-"""Name -> recipe and what is changed of it; docs/words.md has what came of them, of the last six nothing yet."""
+"""Name -> recipe and what is changed of it; docs/words.md has what came of them, of the last nine nothing yet."""
 
 
 def job(variant: str, seed: int, given: argparse.Namespace) -> Job:

@@ -327,6 +327,13 @@ class DiffusionActorConfig(Section):
         "length, mean (mu-mu_ref)^2 / (2 g^2) with sd = g sqrt(-D), as public Flow-GRPO code does: its beta goes with "
         "this one.",
     )
+    matching_loss_coef: Later[float] = Field(
+        0.0,
+        ge=0,
+        le=MOST_COEFFICIENT,
+        description="Losses of the forward process: weight of the flow-matching error on the samples that are trained "
+        "on, mean (v - (e - x0))^2, which is added to the loss; when that helps and when it hurts: docs/algorithms.md.",
+    )
     guidance_gradient: Literal["both", "conditional"] = Field(
         "both",
         description="With classifier-free guidance: both is the whole gradient. conditional takes the half without the "

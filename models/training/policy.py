@@ -112,6 +112,10 @@ class PolicyForward:
             kl = self._distance_to_reference(loss_function, output, data)
             loss = loss + self.actor_config.kl_loss_coef * kl
             metrics["kl_loss"] = kl.detach()
+        if self.actor_config.matching_loss_coef and loss_function.process == "forward":
+            matching = velocity_distance(output["velocity"], data["noise"] - data["clean_latents"])
+            loss = loss + self.actor_config.matching_loss_coef * matching
+            metrics["matching_loss"] = matching.detach()
         return loss, metrics
 
     def pass_through(self, inputs: dict[str, Any], negative: dict[str, Any] | None) -> Tensor:

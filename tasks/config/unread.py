@@ -72,7 +72,10 @@ OLD_POLICY = _below("algorithm", "old_policy_decay_schedule", "old_policy_decay"
 RULES = (
     Unread((KERNEL,), _trains_on_finished, "loss {loss} trains on finished samples, which the ODE makes"),
     Unread(
-        _below("algorithm", "timestep_sampling", "num_train_timesteps", "timestep_fraction"),
+        (
+            *_below("algorithm", "timestep_sampling", "num_train_timesteps", "timestep_fraction"),
+            f"{ACTOR}.matching_loss_coef",
+        ),
         lambda config: not _trains_on_finished(config),
         "loss {loss} trains on the sampler's own steps and noises nothing",
     ),

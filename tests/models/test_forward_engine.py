@@ -37,7 +37,10 @@ KINDS: dict[str, dict[str, Any]] = {"full": {}, "lora": {"lora_rank": 4, "lora_a
 ADVANTAGES = (torch.tensor([1.0, -0.8, NAN, 0.3, 0.3, 0.3]), torch.tensor([0.6, -0.9, 6.0]))
 KL = {"use_kl_loss": True, "kl_loss_coef": 0.2}
 LOSSES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "dpo": ({"dpo_beta": 3.0}, {"timestep_sampling": "logit_normal", "num_train_timesteps": 2}),
+    "dpo": (
+        {"dpo_beta": 3.0, "matching_loss_coef": 0.3},
+        {"timestep_sampling": "logit_normal", "num_train_timesteps": 2},
+    ),
     "diffusion_nft": ({"nft_beta": 0.4, **KL}, {"num_train_timesteps": 3, "old_policy_decay": 0.4}),
     "awm": ({"clip_ratio": 0.02, "awm_weighting": "t", **KL}, {"timestep_fraction": 0.5, "old_policy_decay": 0.7}),
 }
@@ -206,14 +209,14 @@ def test_levels_that_share_a_pass_train_as_those_that_do_not(
 
 
 @pytest.mark.parametrize("loss", ["diffusion_nft", "awm"])
-def test_groups_that_share_stratified_noise_train_as_the_plain_trainers(
+def test_groups_that_share_stratified_noise_and_match_their_own_samples_train_as_the_plain_trainers(
     tiny_model: Path, samples: list[FinishedLatents], loss: str
 ) -> None:
     """One of the two noisier and one of the two cleaner levels, by the documented draw of the group's own key."""
     config = model_config(tiny_model)
     weighting = {"awm_weighting": "adaptive"} if loss == "awm" else {}
     given = {"timestep_sampling": "stratified", "num_train_timesteps": 2, "timestep_fraction": 1.0, **weighting}
-    engine = trainer(config, loss, share_noise_in_group=True, **given)
+    engine = trainer(config, loss, share_noise_in_group=True, matching_loss_coef=0.3, **given)
     data = []
     for part, row, index in zip(samples, ADVANTAGES, ([0, 1, 3, 4, 5], [0, 1, 2]), strict=True):
         rows = part.rows(torch.tensor(index))

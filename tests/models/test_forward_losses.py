@@ -257,14 +257,18 @@ def test_nft_leads_towards_good_samples_and_away_from_bad_ones() -> None:
         assert (((off + 1e-3 * step) ** 2).flatten(1).mean(1) < (off**2).flatten(1).mean(1)).all() == nearer
 
 
-@pytest.mark.parametrize("b", [0.1, 0.3, 1.0])
-def test_nft_ends_where_each_sample_weighs_its_advantage_over_b_and_c(b: float) -> None:
-    """At one point x_t, towards whose samples the old policy points in the mean: as docs/algorithms.md has it. In many
-    dimensions and of many samples, so that all normalisers are equal and stay so."""
+@pytest.mark.parametrize(
+    ("b", "off", "bias"), [(0.1, 0, 0), (0.3, 0, 0), (1.0, 0, 0), (0.3, 0.1, 0.4), (0.3, 0.1, -0.4)]
+)
+def test_nft_ends_where_each_sample_weighs_its_advantage_over_b_and_c(b: float, off: float, bias: float) -> None:
+    """At one point x_t, as docs/algorithms.md has it; also where the old policy does not point towards the mean of the
+    samples, and where these are better (`bias`) or worse than others. In many dimensions and of many samples, so that
+    all normalisers are equal and stay so."""
     generator, samples, size, c = torch.Generator().manual_seed(3), 200, 4_000, 5.0
     towards, noisy = torch.randn(2, samples, size, generator=generator, dtype=torch.float64).unbind()
-    noisy, old = noisy[:1].expand(samples, -1), towards.mean(0)
+    noisy, old = noisy[:1].expand(samples, -1), towards.mean(0) + off * noisy[1]
     advantages = 0.2 * torch.randn(samples, generator=generator, dtype=torch.float64)
+    advantages += bias - advantages.mean()
     given = {"old_velocity": old.expand(samples, -1), "noisy_latents": noisy, "clean_latents": noisy - 0.5 * towards}
     given |= {"sigmas": torch.full((samples,), 0.5, dtype=torch.float64), "advantages": advantages}
 
@@ -278,9 +282,10 @@ def test_nft_ends_where_each_sample_weighs_its_advantage_over_b_and_c(b: float) 
     for _ in range(8):  # Newton's steps: the curvature is one number
         curvature = ((slope(found + 1e-3 * along) - slope(found)) @ along / (along @ along)).item() / 1e-3
         found = found - slope(found) / curvature
-    weights = 1 + (advantages - advantages.mean()) / (b * c)
-    expected = (weights[:, None] * towards).mean(0)
-    assert (found - expected).norm() < 0.03 * (expected - old).norm()
+    expected = old + (advantages[:, None] * (towards - old)).mean(0) / (b * c)
+    assert (found - expected).norm() < 0.04 * (expected - old).norm()
+    before, after = (old - towards.mean(0)).norm(), (found - towards.mean(0)).norm()
+    assert off == 0 or (after < before) == (bias > 0), "what was wrong where the samples are bad gets worse"
 
 
 def test_nft_divides_by_no_zero() -> None:

@@ -153,6 +153,7 @@ def plain_iterations(
             loss = plain_loss(actor, v, compared, data)
             if actor.use_kl_loss:
                 loss = loss + actor.kl_loss_coef * ((v - compared["ref"]) ** 2).mean()
+            loss = loss + actor.matching_loss_coef * ((v - (data.noise - data.clean)) ** 2).mean()
             optimizer.zero_grad()
             loss.backward()
             norms.append(torch.nn.utils.clip_grad_norm_(parameters, optim.clip_grad).item())

@@ -47,6 +47,8 @@ def test_what_is_said_to_need_fewer_pictures_is_a_run_beside_the_one_without_it(
         return {
             "noise shared": algorithm.share_noise_in_group,
             "levels stratified": algorithm.timestep_sampling == "stratified",
+            "matching .05": policy.actor.matching_loss_coef == 0.05,
+            "matching .25": policy.actor.matching_loss_coef == 0.25,
             "best and worst 4": algorithm.best_worst_k == 4,
             "adaptive": policy.actor.diffusion_loss.awm_weighting == "adaptive",
             "one step a prompt": policy.rollout.algo.sde_window_per == "prompt"

@@ -35,6 +35,7 @@ def changed(*settings: str) -> TrainConfig:
         (f"{ALGO}.noise_level=0.9", NFT, "loss diffusion_nft trains on finished samples, which the ODE makes"),
         (f"{ALGO}.sde_window_size=2", "algorithm.name=dpo", "loss dpo trains on finished samples"),
         ("algorithm.num_train_timesteps=4", "algorithm.name=flow_grpo", "loss flow_grpo trains on the sampler's own"),
+        (f"{ACTOR}.matching_loss_coef=0.5", LORA, "loss flow_grpo trains on the sampler's own"),
         ("algorithm.old_policy_decay=0.5", "algorithm.name=distill_fm_mse", "loss distill_fm_mse keeps no old policy"),
         (f"{ACTOR}.diffusion_loss.clip_ratio=0.1", NFT, "loss diffusion_nft does not read it"),
         (f"{ACTOR}.diffusion_loss.nft_beta=0.5", "algorithm.name=awm", "loss awm does not read it"),
