@@ -69,10 +69,6 @@ VARIANTS: dict[str, tuple[str, list[str]]] = {
     "words, 2e-5, noisiest half, averaged, clipped": ("words", [*FASTER, f"{NOISIEST}=0.5", AVERAGED, *CLIPPED]),
     "words, colours trained too": ("words", [f"{NOISIEST}=0.5", AVERAGED, COLOURS]),
     "words, colours trained too, 2e-5, clipped": ("words", [*FASTER, f"{NOISIEST}=0.5", AVERAGED, *CLIPPED, COLOURS]),
-    "words, better half alone": (
-        "words",
-        [*FASTER, f"{NOISIEST}=0.5", AVERAGED, *CLIPPED, "algorithm.adv_mode=positive_only"],
-    ),
     "words, the public old policy": (
         "words",
         [*FASTER, f"{NOISIEST}=0.5", AVERAGED, "algorithm.old_policy_decay_schedule=delayed_linear_to_0_999"],
@@ -85,7 +81,7 @@ VARIANTS: dict[str, tuple[str, list[str]]] = {
     "words, matching .2, 2e-5": ("words", [*FASTER, f"{MATCHING}=0.2"]),
     "words, hackable": ("words", ["trainer.test_freq=5", "reward.guards.action=stop", HACKABLE]),
 }
-"""Name -> recipe and what is changed of it; docs/words.md has what came of them, of the last nine nothing yet."""
+"""Name -> recipe and what is changed of it; docs/words.md has what came of them, of the last eight nothing yet."""
 
 
 def job(variant: str, seed: int, given: argparse.Namespace) -> Job:
