@@ -153,6 +153,14 @@ def test_what_the_changes_say_themselves_counts_beside_the_name() -> None:
     assert parts(dance)["window"] == (None, (0, 2))
 
 
+def test_what_is_added_to_a_loss_does_not_follow_to_another() -> None:
+    recipe = changed("algorithm.name=diffusion_nft", f"{ACTOR}.matching_loss_coef=0.5")
+    change = parse_changes(["algorithm.name=awm"])
+    assert recipe.with_changes(change).actor_rollout_ref.actor.matching_loss_coef == 0
+    assert recipe.left_behind(change)[f"{ACTOR}.matching_loss_coef"] == (0.5, 0.0)
+    assert changed("algorithm.name=diffusion_nft", of=recipe) == recipe
+
+
 def test_what_is_left_behind_for_a_name_is_told() -> None:
     recipe = recipe_of("flow-grpo")
     behind = recipe.left_behind(parse_changes(["algorithm.name=awm", "actor_rollout_ref.rollout.algo.noise_level=0.1"]))
