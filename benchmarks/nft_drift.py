@@ -97,8 +97,8 @@ class Task:
             prompts = torch.randint(PROMPTS, (512,), generator=self.generator)
             clean, noise = self.means[prompts] + SPREAD * self.normal(512), self.normal(512)
             t = torch.rand(512, generator=self.generator)
-            off = velocity(self.start, add_noise(clean, noise, t), t, prompts) - (noise - clean)
-            step(optimizer, off.pow(2).mean())
+            now = velocity(self.start, add_noise(clean, noise, t), t, prompts)
+            step(optimizer, velocity_distance(now, noise - clean))
 
     def normal(self, count: int) -> Tensor:
         """[count, DIMENSIONS]."""
@@ -180,11 +180,15 @@ def loss_of(
     noisy = add_noise(points, noise, t)
     now = velocity(policy, noisy, t, prompts)
     with torch.no_grad():
-        before, start = (velocity(model, noisy, t, prompts) for model in (old, task.start))
+        before = velocity(old, noisy, t, prompts)
     given = {"clean_latents": points, "noisy_latents": noisy, "sigmas": t, "advantages": advantages}
     loss, _ = DiffusionNFTLoss.compute_loss(velocity=now, old_velocity=before, config=config, **given)
     loss = loss + config.matching_loss_coef * velocity_distance(now, noise - points)
-    return loss + config.kl_loss_coef * velocity_distance(now, start)
+    if config.use_kl_loss:
+        with torch.no_grad():
+            start = velocity(task.start, noisy, t, prompts)
+        loss = loss + config.kl_loss_coef * velocity_distance(now, start)
+    return loss
 
 
 @torch.no_grad()
