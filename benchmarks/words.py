@@ -40,11 +40,6 @@ def only_rewards(config: TrainConfig, **given: Mapping[str, Any]) -> str:
     return f"reward.functions={json.dumps({name: own[name] | dict(entry) for name, entry in given.items()})}"
 
 
-WORDS = load_recipe("words")
-COLOURS = only_rewards(WORDS, ocr={}, ink_and_paper={"guard": False, "num_workers": 1})
-HACKABLE = only_rewards(
-    WORDS, jpeg_compressibility={}, ocr={"guard": True}, ink_and_paper={"guard": True, "num_workers": 1}
-)
 VARIANTS: dict[str, tuple[str, list[str]]] = {
     "words": ("words", []),
     "words, LoRA": (
@@ -67,8 +62,8 @@ VARIANTS: dict[str, tuple[str, list[str]]] = {
     "words, noisiest .6": ("words", [f"{NOISIEST}=0.6"]),
     "words, 2e-5, KL .1, noisiest .6": ("words", [*FASTER, f"{ACTOR}.kl_loss_coef=0.1", f"{NOISIEST}=0.6"]),
     "words, 2e-5, noisiest half, averaged, clipped": ("words", [*FASTER, f"{NOISIEST}=0.5", AVERAGED, *CLIPPED]),
-    "words, colours trained too": ("words", [f"{NOISIEST}=0.5", AVERAGED, COLOURS]),
-    "words, colours trained too, 2e-5, clipped": ("words", [*FASTER, f"{NOISIEST}=0.5", AVERAGED, *CLIPPED, COLOURS]),
+    "words, colours trained too": ("words", [f"{NOISIEST}=0.5", AVERAGED]),
+    "words, colours trained too, 2e-5, clipped": ("words", [*FASTER, f"{NOISIEST}=0.5", AVERAGED, *CLIPPED]),
     "words, the public old policy": (
         "words",
         [*FASTER, f"{NOISIEST}=0.5", AVERAGED, "algorithm.old_policy_decay_schedule=delayed_linear_to_0_999"],
@@ -79,16 +74,29 @@ VARIANTS: dict[str, tuple[str, list[str]]] = {
     "words, matching .02, 2e-5": ("words", [*FASTER, f"{MATCHING}=0.02"]),
     "words, matching .05, 2e-5": ("words", [*FASTER, f"{MATCHING}=0.05"]),
     "words, matching .2, 2e-5": ("words", [*FASTER, f"{MATCHING}=0.2"]),
-    "words, hackable": ("words", ["trainer.test_freq=5", "reward.guards.action=stop", HACKABLE]),
+    "words, hackable": ("words", ["trainer.test_freq=5", "reward.guards.action=stop"]),
 }
 """Name -> recipe and what is changed of it; docs/words.md has what came of them, of the last eight nothing yet."""
+COLOURS: dict[str, dict[str, Any]] = {"ocr": {}, "ink_and_paper": {"guard": False, "num_workers": 1}}
+REWARDS: dict[str, dict[str, dict[str, Any]]] = {
+    "words, colours trained too": COLOURS,
+    "words, colours trained too, 2e-5, clipped": COLOURS,
+    "words, hackable": {
+        "jpeg_compressibility": {},
+        "ocr": {"guard": True},
+        "ink_and_paper": {"guard": True, "num_workers": 1},
+    },
+}
+"""Variant -> its rewards, for `only_rewards`; the others have their recipe's."""
 
 
 def job(variant: str, seed: int, given: argparse.Namespace) -> Job:
     """The run of a variant and a seed."""
     recipe, own = VARIANTS[variant]
+    rewards = [only_rewards(load_recipe(recipe), **REWARDS[variant])] if variant in REWARDS else []
     readers = [f"reward.functions.ocr.num_workers={given.readers}"] if given.readers else []
-    changes = [f"trainer.total_training_steps={given.iterations}", "trainer.save_freq=0", *own, *readers, *given.set]
+    common = [f"trainer.total_training_steps={given.iterations}", "trainer.save_freq=0"]
+    changes = [*common, *own, *rewards, *readers, *given.set]
     return Job(variant, seed, recipe, changes, folder_of(given.folder, variant, seed))
 
 
