@@ -239,6 +239,12 @@ def add_run_options(parser: argparse.ArgumentParser, folder: Path, *, iterations
     parser.add_argument("--write", action="store_true", help="train nothing, write table and picture of the logs")
 
 
+def add_gpu_options(parser: argparse.ArgumentParser) -> None:
+    """Where the runs are, and what else is there."""
+    parser.add_argument("--gpus", nargs="+", default=[], help="numbers of the GPUs, which the runs take in turn")
+    parser.add_argument("--others-on-gpu", type=int, default=0, help="runs of other commands on each GPU, for the log")
+
+
 def is_done(run: str, seed: int, log: Path) -> bool:
     """Has the log its end, and was that no failure and no limit?"""
     ends = {(line["run"], line["seed"]): line["end"] for line in read_lines([log]) if "end" in line}

@@ -20,7 +20,16 @@ from typing import Any
 import matplotlib.pyplot as plt
 
 from benchmarks.docs import put_table
-from benchmarks.followed_runs import Curve, Job, add_run_options, curves_of, folder_of, follow, read_lines
+from benchmarks.followed_runs import (
+    Curve,
+    Job,
+    add_gpu_options,
+    add_run_options,
+    curves_of,
+    folder_of,
+    follow,
+    read_lines,
+)
 from flows.recipes import load_recipe
 from tasks.config.tree import TrainConfig
 
@@ -165,8 +174,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["words"], metavar="NAME")
     add_run_options(parser, Path("runs/words"), iterations=50, at_once=1)
-    parser.add_argument("--gpus", nargs="+", default=[], help="numbers of the GPUs, which the runs take in turn")
-    parser.add_argument("--others-on-gpu", type=int, default=0, help="runs of other commands on each GPU, for the log")
+    add_gpu_options(parser)
     parser.add_argument("--readers", type=int, help="OCR workers of a run (default: the recipe's)")
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="changed in every run")
     parser.add_argument("--page", type=Path, default=PAGE, help="where the table goes; the plot goes beside it")

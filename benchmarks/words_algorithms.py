@@ -20,7 +20,17 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from benchmarks.docs import put_table
-from benchmarks.followed_runs import Curve, Job, add_run_options, curves_of, folder_of, follow, plot_seeds, read_lines
+from benchmarks.followed_runs import (
+    Curve,
+    Job,
+    add_gpu_options,
+    add_run_options,
+    curves_of,
+    folder_of,
+    follow,
+    plot_seeds,
+    read_lines,
+)
 from benchmarks.learning import p_value
 from benchmarks.words import ACTOR, PAGE, ROLLOUT, VARIANTS, only_rewards
 from flows.recipes import load_recipe
@@ -121,7 +131,8 @@ def train(given: argparse.Namespace) -> None:
             continue
         jobs = [job(name, seed, given) for seed in given.seeds for name in names]
         left = None if given.limit is None else given.limit - (time.time() - began)
-        follow(jobs, given.log[0], at_once=given.at_once, gpus=given.gpus, limit=left, until=given.until)
+        shared = {"gpus": given.gpus, "others": given.others_on_gpu}
+        follow(jobs, given.log[0], at_once=given.at_once, limit=left, until=given.until, **shared)
 
 
 def gpu_minutes(line: Mapping[str, float]) -> float:
@@ -173,7 +184,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--algorithms", nargs="+", choices=ALL, default=list(SETTINGS), metavar="NAME")
     add_run_options(parser, Path("runs/words_algorithms"), iterations=40, at_once=3)
-    parser.add_argument("--gpus", nargs="+", default=[], help="numbers of the GPUs, which the runs take in turn")
+    add_gpu_options(parser)
     parser.add_argument("--until", type=float, help="held-out reward at which a run ends")
     parser.add_argument("--test-freq", type=int, default=5, help="iterations between two measurements")
     parser.add_argument("--readers", type=int, default=5, help="processes of the reward, each run's own")
