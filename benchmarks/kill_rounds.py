@@ -50,7 +50,7 @@ from benchmarks.run_state import (
     status,
 )
 from tasks.config.overrides import merged
-from tasks.system.processes import runs
+from tasks.system.processes import runs, wait_until_ended
 
 DOCS = Path("docs/platform.md")
 FILLER = "filler"
@@ -164,8 +164,7 @@ def _play(both: Services, victim: str, stage: str, folder: Path, expected: Outco
         random.choice(candidates).kill()
     found = bool(family) and (bool(candidates) or victim in ("mlflow", "prefect", "worker", "disk"))
     wait_until(lambda: not runs(driver), 400, "the driver's end")
-    _, left = psutil.wait_procs(family, timeout=60)
-    left_over = [process.name() for process in left if runs(process)]
+    left_over = [process.name() for process in wait_until_ended(family, 60)]
     (folder / "runs" / FILLER).unlink(missing_ok=True)
     for name in both.ports:
         if name not in both.running:

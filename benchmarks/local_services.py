@@ -15,6 +15,8 @@ import httpx
 import psutil
 from mlflow import MlflowClient
 
+from tasks.system.processes import wait_until_ended
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -61,7 +63,7 @@ class Services:
         family = [process] if name == "worker" else [process, *process.children(recursive=True)]
         for member in family:
             member.kill()
-        psutil.wait_procs(family, timeout=30)
+        wait_until_ended(family, 30)
 
     def python(self, *arguments: str, folder: Path) -> subprocess.Popen:
         """`python ...` in a folder, in a session of its own, its output in a file."""

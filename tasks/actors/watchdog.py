@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 
-from tasks.system.processes import ProcessIdentity, wait_or_kill
+from tasks.system.processes import ProcessIdentity, wait_or_kill, wait_until_ended
 
 ROOT = Path(__file__).parents[2]
 GRACE_SECONDS = 5
@@ -119,7 +119,7 @@ def end_family(family: Collection[psutil.Process], seconds: float) -> None:
         with suppress(psutil.NoSuchProcess):
             if not _tidies_up(member):
                 member.kill()
-    psutil.wait_procs(family, timeout=seconds)
+    wait_until_ended(family, seconds)
 
 
 def _tidies_up(process: psutil.Process) -> bool:

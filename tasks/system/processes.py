@@ -8,7 +8,8 @@ adds the boot's time of day gets another sum after every step of the clock. The 
 import os
 import socket
 import sys
-from collections.abc import Collection
+import time
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +17,8 @@ from typing import NamedTuple
 import psutil
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+LOOK_SECONDS = 0.02
+"""Between two looks at processes that should end."""
 COPY = "measured-"
 """Begins the names of folders with weights that a validation sweep measures."""
 
@@ -99,13 +102,26 @@ def runs(process: psutil.Process) -> bool:
         return False
 
 
+def wait_until_ended(processes: Iterable[psutil.Process], seconds: float) -> list[psutil.Process]:
+    """Wait for so many seconds that they end; those that run still.
+
+    By looking, not by `psutil.wait_procs`: that opens a pidfd, and of a process that is just ending some kernels refuse
+    one with an error that psutil passes on (FileNotFoundError, or OSError with EINVAL).
+    """
+    over = time.monotonic() + seconds
+    while (left := [process for process in processes if runs(process)]) and time.monotonic() < over:
+        time.sleep(LOOK_SECONDS)
+        processes = left
+    return left
+
+
 def wait_or_kill(processes: Collection[psutil.Process], seconds: float) -> list[psutil.Process]:
     """Wait for so many seconds that they end, then kill those that do not; what is there still after as long again."""
-    _, left = psutil.wait_procs(processes, timeout=seconds)
+    left = wait_until_ended(processes, seconds)
     for process in left:
         with suppress(psutil.NoSuchProcess):
             process.kill()
-    return list(psutil.wait_procs(left, timeout=seconds)[1])
+    return wait_until_ended(left, seconds)
 
 
 def boot_id() -> str:

@@ -22,6 +22,7 @@ from benchmarks.run_state import logged, outcome
 from tasks.data.pairs import best_and_worst, read_pictures, write_pairs
 from tasks.data.prompts import load_prompts
 from tasks.records.history import MEASURED_ANEW
+from tasks.system.processes import wait_until_ended
 from tests.support.forked import Program
 from tests.support.patience import PATIENCE, lives, wait_until
 from tests.support.platform_helpers import RayHead, Workspace, make_workspace
@@ -54,7 +55,7 @@ def kill_everything(process: Program) -> set[str]:
         with suppress(psutil.NoSuchProcess):
             child.kill()
     process.wait()
-    psutil.wait_procs(children, timeout=60)
+    wait_until_ended(children, 60)
     return {found[1] for title in titles if (found := re.match(r"ray::(\w+)", title))} - RAYS_OWN
 
 
@@ -100,7 +101,7 @@ def kill(driver: psutil.Process, victim: str) -> None:
     family = [driver, *driver.children(recursive=True)]
     (chosen,) = processes_of(driver, victim)
     chosen.kill()
-    _, alive = psutil.wait_procs(family, timeout=PATIENCE)
+    alive = wait_until_ended(family, PATIENCE)
     assert not [member for member in alive if lives(member)]
 
 

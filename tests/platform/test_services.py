@@ -25,6 +25,7 @@ from tasks.config.tracking import TrackingConfig
 from tasks.records.model_registry import CHAMPION, REGRESSION, register
 from tasks.records.owner import FLOW_RUN
 from tasks.records.tracking import Tracker
+from tasks.system.processes import wait_until_ended
 from tests.support.patience import post, wait_until
 from tests.support.platform_helpers import RECIPE, Workspace, free_port, make_workspace
 
@@ -144,7 +145,7 @@ def check_restart(workspace: Workspace, up: list[str]) -> None:
     family = [died, *died.children(recursive=True)]
     for process in family:
         process.kill()
-    psutil.wait_procs(family)
+    wait_until_ended(family, 60)
     said = workspace.run(*up, "--gpus", "3")
     assert [line.split()[0] for line in said.splitlines()][:4] == ["mlflow", "mlflow", "pool", "up:"]
     after = pids()

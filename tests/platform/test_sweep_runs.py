@@ -14,6 +14,7 @@ from optuna.trial import TrialState
 from flows.sweep import open_study
 from tasks.actors.worker_forks import FORKS
 from tasks.config.sweep import SweepConfig
+from tasks.system.processes import wait_until_ended
 from tests.support.patience import PATIENCE, wait_until
 from tests.support.platform_helpers import Workspace
 
@@ -81,7 +82,7 @@ def test_a_killed_child_fails_alone_and_a_killed_sweep_goes_on(workspace: Worksp
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     left = [*running, raylet, *workers]
-    psutil.wait_procs(left, timeout=PATIENCE)
+    wait_until_ended(left, PATIENCE)
     assert not [child for child in left if child.is_running()]  # nobody trains for a sweep that is gone
 
     result = json.loads(workspace.run(*command).splitlines()[-1])

@@ -23,6 +23,7 @@ from mlflow import MlflowClient
 
 from flows.deploy.access import LOGS_FOR_WATCHERS
 from tasks.actors.worker_forks import VARIABLE
+from tasks.system.processes import wait_until_ended
 from tests.support.forked import Program
 from tests.support.patience import PATIENCE, wait_for_server, wait_until
 
@@ -163,7 +164,7 @@ def ray_head(tmp_path_factory: pytest.TempPathFactory, worker_forks: str) -> Ite
         family = [head, *head.children(recursive=True)]
         for process in family:
             process.kill()
-        psutil.wait_procs(family, timeout=30)
+        wait_until_ended(family, 30)
         shutil.rmtree(temporary)
 
 

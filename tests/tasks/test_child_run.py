@@ -15,6 +15,8 @@ from pathlib import Path
 
 import psutil
 
+from tasks.system.processes import wait_until_ended
+
 print("runs as", __name__, flush=True)
 
 def fork_servers():
@@ -36,8 +38,7 @@ if __name__ == "__main__":
         os.mkfifo("config.json")
         with runs.child_run(Path("config.json"), Path("runs"), Path("ended.log"), None, "parent", {}) as ended:
             pipe = open("config.json", "w")  # waits until the child reads it, which goes on reading
-    psutil.wait_procs(servers, timeout=20)
-    print("left", sum(each.is_running() for each in servers))
+    print("left", len(wait_until_ended(servers, 20)))
     print("child", child.exit_code(), log.read_text().strip())
     print("ended", ended.exit_code(), Path("ended.log").read_text().strip())
     runs._be_command(["--config", "a file.json"])

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """A process is known by its pid and its start; real processes."""
 
+import errno
 import json
 import os
+import signal
 import subprocess
 import sys
 
 import psutil
 import pytest
 
-from tasks.system.processes import ProcessIdentity
+from tasks.system.processes import ProcessIdentity, wait_or_kill, wait_until_ended
 
 
 def test_an_identity_is_of_one_process_alone() -> None:
@@ -41,3 +43,23 @@ def test_a_name_may_hold_brackets_and_blanks() -> None:
     started = psutil.Process(child.pid).create_time() - psutil.boot_time()
     assert ProcessIdentity.of(child.pid).started == round(started * hertz)
     child.communicate(b"\n")
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError(errno.ENOENT, "gone"), OSError(errno.EINVAL, "ending")])
+def test_a_kernel_that_opens_no_pidfd_of_one_that_ends(monkeypatch: pytest.MonkeyPatch, error: OSError) -> None:
+    def refuse(*_: int) -> int:
+        raise error
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    waits = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); input()"
+    children = [
+        subprocess.Popen([sys.executable, "-c", waits], stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in "ab"
+    ]
+    for child in children:
+        child.stdout.readline()
+    first, second = (psutil.Process(child.pid) for child in children)
+    children[0].stdin.close()
+    assert wait_until_ended([first], 30) == []
+    assert wait_until_ended([first, second], 0.1) == [second]
+    assert wait_or_kill([first, second], 0.1) == []
+    assert [child.wait(30) for child in children] == [1, -signal.SIGKILL]

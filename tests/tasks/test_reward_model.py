@@ -28,6 +28,7 @@ from tasks.config.reward import RewardConfig, RewardModelConfig
 from tasks.config.trainer import RayConfig
 from tasks.data.prompts import Prompt
 from tasks.rewards import RewardError, check_reward, get_reward
+from tasks.system.processes import wait_until_ended
 from tests.support.patience import PATIENCE
 from tests.support.tiny_judges import save_llava
 
@@ -98,7 +99,7 @@ def wait_until_dead(process: psutil.Process) -> None:
 
 
 def assert_all_end(found: list[psutil.Process]) -> None:
-    _, left = psutil.wait_procs(found, timeout=PATIENCE)
+    left = wait_until_ended(found, PATIENCE)
     assert not left
 
 

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from tasks.actors.watchdog import MARK, watchdog
-from tasks.system.processes import ProcessIdentity
+from tasks.system.processes import ProcessIdentity, wait_until_ended
 from tests.support.patience import PATIENCE, lives
 
 ROOT = Path(__file__).parents[2]
@@ -168,7 +168,7 @@ def driver(request, tmp_path):
 def test_all_that_a_killed_driver_started_ends(driver):
     process, started = driver
     process.send_signal(signal.SIGKILL)
-    _, left = psutil.wait_procs(started, timeout=PATIENCE)
+    left = wait_until_ended(started, PATIENCE)
     assert not left
 
 
@@ -190,9 +190,9 @@ def test_rays_agents_end_too_when_their_raylet_was_faster():
             one.suspend()
         process.kill()
         process.wait()
-        assert not psutil.wait_procs([raylet], timeout=PATIENCE)[1]
+        assert not wait_until_ended([raylet], PATIENCE)
         guard.resume()
-        assert not psutil.wait_procs([guard], timeout=PATIENCE)[1]
+        assert not wait_until_ended([guard], PATIENCE)
         assert not [one for one in agents if lives(one)]
     finally:
         for one in agents:
@@ -206,7 +206,7 @@ def engine_of(process):
 
 def assert_ends(engine):
     try:
-        assert not psutil.wait_procs([engine], timeout=PATIENCE)[1]
+        assert not wait_until_ended([engine], PATIENCE)
     finally:
         if engine.is_running():
             engine.kill()
@@ -236,7 +236,7 @@ def test_what_a_driver_leaves_behind_in_peace_lives_on(driver):
     process, started = driver
     process.communicate("done\n", timeout=PATIENCE)
     assert process.returncode == 0
-    _, left = psutil.wait_procs(started, timeout=1)
+    left = wait_until_ended(started, 1)
     assert set(left) == set(started)
 
 
