@@ -129,46 +129,73 @@ def train_transformer(
     progress: Progress,
     watch: Callable[[SD3Transformer2DModel], float],
 ) -> None:
-    """Flow matching: x_t = (1 - t) x_0 + t noise, target velocity noise - x_0, mean squared error.
+    """Until a measurement of the averaged weights reaches `settings.target_reward`, then `settings.decay_steps` more.
 
-    It ends at the first measurement of the averaged weights that reaches `settings.target_reward`, and leaves these.
+    Leaves the averaged weights.
 
     Args:
         latents: [pictures, channels, h, w], standardised.
         text: of each picture.
         watch: the reward of the watched prompts with a transformer's present weights.
     """
-    device = latents.device.type
-    generator = torch.Generator().manual_seed(settings.seed + 2)
-    parameters = list(transformer.parameters())
-    average = [parameter.detach().clone() for parameter in parameters]
-    optimizers = transformer_optimizers(transformer, settings)
     if settings.compile:
         for block in transformer.transformer_blocks:
             block.compile(dynamic=False)
     transformer.train()
-    reward = 0.0
-    for step in range(settings.max_steps):
-        scale_learning_rates(optimizers, min(1.0, (step + 1) / settings.warmup_steps))
-        rows = torch.randint(len(latents), (settings.batch,), generator=generator).to(device)
-        times = draw_times(settings.batch, generator).to(device)
-        noise_seed = int(torch.randint(2**62, (), generator=generator))
-        noise = torch.randn((settings.batch, *latents.shape[1:]), device=device, generator=_seeded(noise_seed, device))
-        loss = flow_loss(transformer, latents[rows], noise, times, (text[0][rows], text[1][rows]))
+    training = TransformerTraining(transformer, text, settings)
+    last, reward = settings.max_steps, 0.0
+
+    def measure(loss: torch.Tensor) -> float:
+        reward = measured(transformer, training.average, watch)
+        progress("transformer", training.steps, last, {"loss": loss.item(), "reward": reward})
+        return reward
+
+    while training.steps < last and reward < settings.target_reward:
+        loss = training.step(latents, min(1.0, (training.steps + 1) / settings.warmup_steps))
+        every = settings.measure_every * (1 if reward >= settings.target_reward / 2 else 4)
+        if training.steps % every == 0 or training.steps == last:
+            reward = measure(loss)
+    last = training.steps + settings.decay_steps
+    for left in range(settings.decay_steps, 0, -1):
+        loss = training.step(latents, left / settings.decay_steps)
+        if left == 1:
+            measure(loss)
+    copy_weights(training.parameters, training.average)
+    transformer.eval()
+
+
+class TransformerTraining:
+    """Weights, their average, optimisers and draws, from step to step.
+
+    Flow matching: x_t = (1 - t) x_0 + t noise, target velocity noise - x_0, mean squared error.
+    """
+
+    def __init__(self, transformer: SD3Transformer2DModel, text: Text, settings: WordsSettings):
+        self.steps = 0
+        self.parameters = list(transformer.parameters())
+        self.average = [parameter.detach().clone() for parameter in self.parameters]
+        self._transformer, self._text, self._settings = transformer, text, settings
+        self._generator = torch.Generator().manual_seed(settings.seed + 2)
+        self._optimizers = transformer_optimizers(transformer, settings)
+
+    def step(self, latents: torch.Tensor, rate: float) -> torch.Tensor:
+        """One optimiser step at `rate` times the peak learning rates; latents: [pictures, channels, h, w]; the loss."""
+        device, batch = latents.device.type, self._settings.batch
+        scale_learning_rates(self._optimizers, rate)
+        rows = torch.randint(len(latents), (batch,), generator=self._generator).to(device)
+        times = draw_times(batch, self._generator).to(device)
+        noise_seed = int(torch.randint(2**62, (), generator=self._generator))
+        noise = torch.randn((batch, *latents.shape[1:]), device=device, generator=_seeded(noise_seed, device))
+        text = (self._text[0][rows], self._text[1][rows])
+        loss = flow_loss(self._transformer, latents[rows], noise, times, text)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        for optimizer in optimizers:
+        torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
+        for optimizer in self._optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        update_average(average, parameters, step, settings.ema_decay)
-        every = settings.measure_every * (1 if reward >= settings.target_reward / 2 else 4)
-        if (step + 1) % every == 0 or step + 1 == settings.max_steps:
-            reward = measured(transformer, average, watch)
-            progress("transformer", step + 1, settings.max_steps, {"loss": loss.item(), "reward": reward})
-            if reward >= settings.target_reward:
-                break
-    copy_weights(parameters, average)
-    transformer.eval()
+        update_average(self.average, self.parameters, self.steps, self._settings.ema_decay)
+        self.steps += 1
+        return loss.detach()
 
 
 def flow_loss(

@@ -82,6 +82,8 @@ class WordsSettings:
     """Steps between two measurements from half the target on; before it, four times as many."""
     max_steps: int = 1500
     """Training ends here, whatever was reached."""
+    decay_steps: int = 0
+    """So many steps more, over which both learning rates fall linearly to 0: these alone win .2 and more."""
     sampling_steps: int = 10
     """Steps of the sampler when the watched prompts are drawn."""
 

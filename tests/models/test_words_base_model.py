@@ -261,10 +261,24 @@ def steps_of(rewards: Callable[[int], float], **changes: float) -> list[int]:
 def test_training_ends_at_the_first_measurement_that_is_good_enough() -> None:
     rewards = [0.1, 0.3, 0.4, 0.5, 0.6]
     assert steps_of(rewards.__getitem__, target_reward=0.5) == [4, 8, 9, 10]
+    assert steps_of(rewards.__getitem__, target_reward=0.5, decay_steps=3) == [4, 8, 9, 10, 13]
 
 
 def test_training_ends_at_the_last_step_whatever_was_reached() -> None:
     assert steps_of(lambda n: 0.0, target_reward=0.5, max_steps=6) == [4, 6]
+
+
+def test_learning_rates_rise_stay_and_fall_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates: list[float] = []
+    step = pretraining.TransformerTraining.step
+
+    def spy(training: pretraining.TransformerTraining, latents: torch.Tensor, rate: float) -> torch.Tensor:
+        rates.append(rate)
+        return step(training, latents, rate)
+
+    monkeypatch.setattr(pretraining.TransformerTraining, "step", spy)
+    pretrain(LEARNT, replace(SMALL, max_steps=3, decay_steps=4, warmup_steps=2), "cpu", quiet, nothing)
+    assert rates == [0.5, 1, 1, 1, 0.75, 0.5, 0.25]
 
 
 def test_a_measurement_sees_the_average_and_changes_no_weight(pipeline: StableDiffusion3Pipeline) -> None:
