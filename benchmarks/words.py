@@ -64,6 +64,7 @@ VARIANTS: dict[str, tuple[str, list[str]]] = {
         ],
     ),
     "words-flow-grpo": ("words-flow-grpo", []),
+    "words, 2e-5": ("words", FASTER),
     "words, KL .2": ("words", [f"{ACTOR}.kl_loss_coef=0.2"]),
     "words, KL .1, the batch's deviation": ("words", [f"{ACTOR}.kl_loss_coef=0.1", "algorithm.global_std=true"]),
     "words, 2e-5, KL .1, clipped": ("words", [*FASTER, f"{ACTOR}.kl_loss_coef=0.1", *CLIPPED]),
@@ -85,7 +86,7 @@ VARIANTS: dict[str, tuple[str, list[str]]] = {
     "words, matching .2, 2e-5": ("words", [*FASTER, f"{MATCHING}=0.2"]),
     "words, hackable": ("words", ["trainer.test_freq=5", "reward.guards.action=stop"]),
 }
-"""Name -> recipe and what is changed of it; docs/words.md has what came of them, of the last eight nothing yet."""
+"""Name -> recipe and what is changed of it; docs/words.md has what came of some of them."""
 COLOURS: dict[str, dict[str, Any]] = {"ocr": {}, "ink_and_paper": {"guard": False, "num_workers": 1}}
 REWARDS: dict[str, dict[str, dict[str, Any]]] = {
     "words, colours trained too": COLOURS,

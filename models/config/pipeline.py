@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """`actor_rollout_ref.rollout.pipeline`: how a picture is sampled."""
 
+from typing import Literal
+
 from pydantic import Field
 
 from models.config.bounds import MOST_GUIDANCE, MOST_NOISE_LEVELS, MOST_PIXELS, MOST_TOKENS
-from models.config.section import Section
+from models.config.section import Later, Section
+
+Solver = Literal["euler", "dpm2"]
 
 
 class DiffusionPipelineConfig(Section):
@@ -37,4 +41,9 @@ class DiffusionPipelineConfig(Section):
         le=MOST_TOKENS,
         description="Tokens of a prompt with which the embeddings must have been made, or are made where "
         "data.embeddings is live; null takes those on disk as they are.",
+    )
+    solver: Later[Solver] = Field(
+        "euler",
+        description="Steps without noise: euler, as the models' pipelines draw, or dpm2 (DPM-Solver++ 2M), of second "
+        "order at the same cost, whose samples are nearer to what the velocity says (docs/algorithms.md).",
     )

@@ -57,6 +57,17 @@ def check_log_probs_exist(config: "TrainConfig") -> None:
         )
 
 
+def check_solver(config: "TrainConfig") -> None:
+    """What exploring leaves in the finished latents is predicted for Euler's steps after the window."""
+    rollout = config.actor_rollout_ref.rollout
+    if config.algorithm.trainer_type == "policy_gradient" and rollout.pipeline.solver != "euler":
+        raise ValueError(
+            f"actor_rollout_ref.rollout.pipeline.solver is {rollout.pipeline.solver}, but loss "
+            f"{config.actor_rollout_ref.actor.diffusion_loss.loss_mode} explores by steps with noise, and what these "
+            "leave is known for euler alone: set euler; val_kwargs.pipeline.solver may be another"
+        )
+
+
 def check_finished_samples(config: "TrainConfig") -> None:
     """A loss on finished samples has noise levels to noise them to, and no log-probs that could be corrected."""
     algorithm, together = config.algorithm, config.actor_rollout_ref.actor.levels_per_pass
@@ -283,6 +294,7 @@ CHECKS: tuple[Callable[["TrainConfig"], None], ...] = (
     check_group_size,
     check_selection,
     check_log_probs_exist,
+    check_solver,
     check_finished_samples,
     check_pairs_stay_together,
     check_sequence_sharing,

@@ -17,7 +17,7 @@ from models.config.bounds import (
     MOST_RETRIES,
     MOST_THREADS,
 )
-from models.config.pipeline import DiffusionPipelineConfig
+from models.config.pipeline import DiffusionPipelineConfig, Solver
 from models.config.section import AUTO, NotShaping, Samples, Section, known
 from models.config.vllm_omni import VllmOmniConfig
 
@@ -30,6 +30,7 @@ class ValidationPipelineConfig(Section):
     )
     true_cfg_scale: float | None = Field(None, ge=1.0, le=MOST_GUIDANCE, description="Guidance; null is the rollout's.")
     guidance_scale: float | None = Field(None, ge=0.0, le=MOST_GUIDANCE, description="Guidance; null is the rollout's.")
+    solver: Solver | None = Field(None, description="Of the ODE; null is the rollout's.")
 
 
 class ValidationConfig(Section):

@@ -12,6 +12,7 @@ import pandas as pd
 
 from models.config.pipeline import DiffusionPipelineConfig
 from models.families.base import DiffusionModelBase, DiffusionModelConfig
+from tasks.config.identity import shaping
 from tasks.config.measurement import Measurement, PromptSet
 from tasks.config.tree import TrainConfig
 from tasks.data.embeddings import Embeddings, PromptEmbeddings
@@ -184,7 +185,7 @@ def measurement_digest(config: TrainConfig, inputs: Inputs, measurement: Measure
     dumped = [
         DRAWN_AS,
         measurement.model_dump(mode="json"),
-        rollout.validation_pipeline().model_dump(mode="json"),
+        shaping(rollout.validation_pipeline()),  # without settings that are younger than measurements, and unchanged
         config.actor_rollout_ref.model.model_dump(mode="json"),
         {name: entry.model_dump(mode="json") for name, entry in config.reward.functions.items()},
         inputs.digest,

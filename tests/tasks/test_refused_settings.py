@@ -61,6 +61,7 @@ def test_the_recipe_itself_is_taken(folder: Path, monkeypatch: pytest.MonkeyPatc
     [
         ("actor_rollout_ref.rollout.n=1", "rollout.n is 1"),
         ("actor_rollout_ref.rollout.algo.noise_level=0", "noise_level is 0"),
+        ("actor_rollout_ref.rollout.pipeline.solver=dpm2", "solver is dpm2, but loss flow_grpo explores"),
         ("actor_rollout_ref.rollout.algo.sde_window_range=[0, 4]", "sde_window_range"),
         ("actor_rollout_ref.rollout.algo.sde_window_range=[2, 9]", "must lie within the 4 denoising steps"),
         ("actor_rollout_ref.actor.ppo_mini_batch_size=3", "must be a multiple of actor.ppo_mini_batch_size"),
