@@ -49,6 +49,7 @@ class Setting:
     old_policy_decay: float = 0.0
     kl_loss_coef: float = 0.0
     matching_loss_coef: float = 0.0
+    lr: float = LEARNING_RATE
 
     def __str__(self) -> str:
         changed = {name: value for name, value in vars(self).items() if value != getattr(Setting, name)}
@@ -68,6 +69,10 @@ SETTINGS = (
     Setting(matching_loss_coef=1.0),
     Setting(matching_loss_coef=2.0),
     Setting(matching_loss_coef=0.5, nft_beta=1.0),
+    Setting(lr=1e-3),
+    Setting(nft_beta=0.1, old_policy_decay=0.8, lr=1e-3),
+    Setting(nft_beta=0.1, old_policy_decay=0.8, lr=3e-3),
+    Setting(nft_beta=0.1, old_policy_decay=0.9, lr=3e-3),
 )
 
 
@@ -141,7 +146,7 @@ def train(task: Task, setting: Setting, iterations: int, goal: float, seed: int)
     """Looks at a policy that trains until it has reached the goal."""
     task.generator.manual_seed(seed)
     policy, old = deepcopy(task.start), deepcopy(task.start)
-    optimizer = torch.optim.Adam(policy.parameters(), LEARNING_RATE, betas=(0.9, 0.99))
+    optimizer = torch.optim.Adam(policy.parameters(), setting.lr, betas=(0.9, 0.99))
     loss, kl = DiffusionLossConfig(nft_beta=setting.nft_beta), setting.kl_loss_coef
     actor = DiffusionActorConfig(
         diffusion_loss=loss, use_kl_loss=kl > 0, kl_loss_coef=kl, matching_loss_coef=setting.matching_loss_coef

@@ -42,6 +42,17 @@ AVERAGED = f"{ACTOR}.ema={{enable: true, decay: 0.95, update_interval: 1}}"
 CLIPPED = [f"{ACTOR}.optim.clip_grad=0.2", f"{ACTOR}.optim.betas=[0.9, 0.95]"]
 
 
+def slowly(old_policy_decay: float, lr: float) -> list[str]:
+    """An old policy that follows slowly, and steps large enough to get to where it sends the policy."""
+    return [
+        f"algorithm.old_policy_decay={old_policy_decay}",
+        f"{ACTOR}.optim.lr={lr}",
+        f"{ACTOR}.diffusion_loss.nft_beta=0.1",
+        f"{ACTOR}.use_kl_loss=false",
+        f"{ACTOR}.kl_loss_coef=0.0",
+    ]
+
+
 def only_rewards(config: TrainConfig, **given: Mapping[str, Any]) -> str:
     """The change that leaves a run these rewards alone: the config's own settings, and what is given in their place."""
     there = config.reward.functions
@@ -79,7 +90,10 @@ VARIANTS: dict[str, tuple[str, list[str]]] = {
         [*FASTER, f"{NOISIEST}=0.5", AVERAGED, "algorithm.old_policy_decay_schedule=delayed_linear_to_0_999"],
     ),
     "words, old policy .5": ("words", [*FASTER, f"{NOISIEST}=0.5", "algorithm.old_policy_decay=0.5"]),
-    "words, old policy .9": ("words", [*FASTER, f"{NOISIEST}=0.5", "algorithm.old_policy_decay=0.9"]),
+    "words, old policy .8, 5e-5": ("words", slowly(0.8, 5e-5)),
+    "words, old policy .8, 2e-4": ("words", slowly(0.8, 2e-4)),
+    "words, old policy .9, 2e-4": ("words", slowly(0.9, 2e-4)),
+    "words, old policy .9, 5e-4": ("words", slowly(0.9, 5e-4)),
     "words, nft_beta 1": ("words", [f"{ACTOR}.optim.lr=5.0e-5", f"{ACTOR}.diffusion_loss.nft_beta=1.0"]),
     "words, matching .02, 2e-5": ("words", [*FASTER, f"{MATCHING}=0.02"]),
     "words, matching .05, 2e-5": ("words", [*FASTER, f"{MATCHING}=0.05"]),

@@ -93,10 +93,12 @@ def test_alone_or_in_a_batch_a_sample_is_the_same(engine: VllmOmniRolloutEngine)
     torch.testing.assert_close(single.latents[0], together.latents[5], rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("solver", ["euler", "dpm2"])
 def test_validation_samples_the_ode_at_its_own_settings(
-    engine: VllmOmniRolloutEngine, config: DiffusionModelConfig
+    engine: VllmOmniRolloutEngine, config: DiffusionModelConfig, solver: str
 ) -> None:
-    pipeline = config.pipeline.model_copy(update={"num_inference_steps": 6, "height": 24, "true_cfg_scale": 1.0})
+    own = {"num_inference_steps": 6, "height": 24, "true_cfg_scale": 1.0, "solver": solver}
+    pipeline = config.pipeline.model_copy(update=own)
     request = rollout_request(window=())
     pictures, trajectories = engine.generate(request, pipeline)
     expected, _ = DiffusersRolloutEngine(config).generate(request, pipeline)
