@@ -17,7 +17,7 @@ import models.families  # noqa: F401  registers the adapters
 from benchmarks.real_size import write_configs
 from flows.recipes import load_recipe
 from models.cost.memory import GIB, Need, rollout_need, update_need
-from models.cost.meta_pass import PassCost, decoding_bytes, pass_cost
+from models.cost.meta_pass import KnownResults, PassCost, decoding_bytes, pass_cost
 from models.families.base import DiffusionModelBase, DiffusionModelConfig
 from models.families.velocity import velocity_field
 from models.samples.trajectories import PromptTable
@@ -76,6 +76,26 @@ def test_activations_are_what_autograd_keeps(name: str, tiny_folder: Callable[[s
         prompts = embeddings_of(config, lengths=(24,), negative_length=24 if guided else None)
         counted = saved_for_backward(config, prompts, samples)
         assert pass_cost(config, prompts, samples).saved_bytes == pytest.approx(counted, rel=0.25)
+
+
+def test_known_results_are_torchs_own() -> None:
+    """Also of equal numbers of another type, of other strides, and of what shares its argument's memory."""
+    given = torch.empty(4, 6, dtype=torch.int64, device="meta")
+    asked: list[tuple[Any, tuple[Any, ...]]] = [
+        (torch.ops.aten.mul.Tensor, (given, number)) for number in (2, 2.0, True, given, given.float(), given.half())
+    ]
+    asked += [(torch.ops.aten.clone.default, (tensor,)) for tensor in (given.T, given.view(6, 4), given[1:])]
+    asked += [(torch.ops.aten.sum.dim_IntList, (given, [axis], keep)) for axis in (0, 1) for keep in (False, True)]
+    asked += [(torch.ops.aten._unsafe_view.default, (given, [8, 3])), (torch.ops.aten.t.default, (given,))]
+    own = [function(*arguments) for function, arguments in asked]
+    with KnownResults():
+        found = [[function(*arguments) for _ in range(3)] for function, arguments in asked]
+    for expected, results in zip(own, found, strict=True):
+        shares = expected.untyped_storage() is given.untyped_storage()
+        for result in results:
+            assert (result.shape, result.stride(), result.dtype) == (expected.shape, expected.stride(), expected.dtype)
+            assert (result.untyped_storage() is given.untyped_storage()) == shares
+    assert len({id(result.untyped_storage()) for result in found[0]}) == 3
 
 
 def peak_of(compute: Callable[[], Any], folder: Path) -> int:

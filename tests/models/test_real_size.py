@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import models.families  # noqa: F401  registers the adapters
 from models.cost.flops import forward_flops, step_flops
+from models.cost.meta_pass import KnownResults
 from models.families.base import TEXT, DiffusionModelBase, DiffusionModelConfig
 from models.families.qwen_image import QwenImage
 from models.samples.trajectories import PromptTable
@@ -240,7 +241,7 @@ def counted(
         micro_batch=text,
         step=0,
     )
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+    with torch.no_grad(), KnownResults(), FlopCounterMode(display=False) as counter:
         assert adapter.predict_velocity(module, config, *inputs).shape == latents.shape
     return counter.get_total_flops()
 
