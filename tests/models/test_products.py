@@ -3,6 +3,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -171,18 +172,31 @@ def test_an_update_with_fused_projections_is_the_same_update(family: str, tiny_f
         torch.testing.assert_close(found[name], gradient, rtol=1e-3, atol=1e-6 + 1e-4 * float(gradient.abs().max()))
 
 
+InBf16 = Callable[[str], tuple[RolloutRequest, dict[str, Tensor]]]
+
+
+@pytest.fixture(scope="module")
+def in_bf16(one_rank: None, tiny_folder: Callable[[str], Path]) -> InBf16:
+    """Name of a family -> a request, and what an update of its samples with plain matrices gives each weight."""
+
+    @cache
+    def computed(family: str) -> tuple[RolloutRequest, dict[str, Tensor]]:
+        config = config_of(family, tiny_folder(family))
+        request = request_of(family, config)
+        return request, trained(config, request)[2]
+
+    return computed
+
+
 @pytest.mark.parametrize("fuse", [False, True])
 @pytest.mark.parametrize("frozen", ["float8_forward", "float8"])
 @pytest.mark.parametrize("family", ["stable_diffusion_3", "qwen_image"])
-@pytest.mark.usefixtures("one_rank")
 def test_float8_reaches_every_lora_matrix(
-    family: str, frozen: str, fuse: bool, tiny_folder: Callable[[str], Path]
+    family: str, frozen: str, fuse: bool, tiny_folder: Callable[[str], Path], in_bf16: InBf16
 ) -> None:
     """In bf16: the update finds the rollout's log-probs, and its gradients point where those in bf16 do."""
-    folder = tiny_folder(family)
-    request = request_of(family, config_of(family, folder))
-    _, _, expected = trained(config_of(family, folder), request)
-    config = config_of(family, folder, frozen_dtype=frozen, fuse_projections=fuse)
+    request, expected = in_bf16(family)
+    config = config_of(family, tiny_folder(family), frozen_dtype=frozen, fuse_projections=fuse)
     engine, metrics, found = trained(config, request)
     assert metrics["logprob_abs_diff/max"] == 0.0
     assert found.keys() == expected.keys()
