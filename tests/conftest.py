@@ -30,12 +30,13 @@ gc.disable()  # while the tests are imported: see pytest_collection_finish
 
 STARTS_RAY = {"ray", "ray_cluster"}
 STARTS_FLOWS = "prefect_server"
+SIDE_BY_SIDE = "tests.support.side_by_side"
 ACTORS = "tests.support.weight_actors"
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Where tests run side by side, ranks are forks of this process, before it imports any test."""
-    if config.pluginmanager.hasplugin("tests.support.side_by_side"):
+    if config.pluginmanager.hasplugin(SIDE_BY_SIDE):
         from tests.support.forked import serve_from_here
 
         serve_from_here()
@@ -54,14 +55,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """What the tests have imported stays for good: to look through it for garbage would take a tenth of their time.
 
-    And where some of them start flows, what forks has imported for these, too.
+    And where some of them start flows, what forks has imported for these, too. Where tests run side by side, the empty
+    database of MLflow is made here: each process would make its own, with 360 modules that are imported for it.
     """
+    if session.config.pluginmanager.hasplugin(SIDE_BY_SIDE) and any(map(_asks_mlflow, session.items)):
+        from tests.support.mlflow_store import empty_database  # here, so that other tests start without MLflow
+
+        empty_database()
     gc.freeze()
     gc.enable()
     if any(STARTS_FLOWS in getattr(item, "fixturenames", ()) for item in session.items):
         from tests.support.forked import preload_commands  # here, so that other tests start without
 
         preload_commands()
+
+
+def _asks_mlflow(item: pytest.Item) -> bool:
+    return "mlflow_in" in vars(getattr(item, "module", item))
 
 
 @pytest.fixture(scope="session")

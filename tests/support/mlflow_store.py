@@ -12,8 +12,8 @@ from mlflow import MlflowClient
 
 
 @functools.cache
-def _empty() -> Path:
-    """A database with MLflow's tables and its default experiment."""
+def empty_database() -> Path:
+    """A database with MLflow's tables and its default experiment. To be copied only."""
     folder = Path(tempfile.mkdtemp(prefix="mlflow-empty-"))
     Finalize(None, shutil.rmtree, (folder, True), exitpriority=0)  # unlike atexit's, at the end of a fork, too
     file = folder / "mlflow.db"
@@ -25,7 +25,7 @@ def mlflow_in(folder: Path) -> str:
     """The URI of the folder's own database, which is made where there is none."""
     file = folder / "mlflow.db"
     if not file.exists():
-        shutil.copyfile(_empty(), file)
+        shutil.copyfile(empty_database(), file)
     return f"sqlite:///{file}"
 
 
