@@ -147,9 +147,9 @@ def test_updates_equal_the_reference_trainer(tiny_model: Path, kind: str, clip_g
 
 @pytest.mark.parametrize("recorded", [False, True], ids=["computed", "recorded"])
 @pytest.mark.parametrize("kind", ["guided", "guided_lora"])
-def test_the_half_without_prompt_may_be_a_constant(one_block_model: Path, kind: str, recorded: bool) -> None:
+def test_the_half_without_prompt_may_be_a_constant(tiny_model: Path, kind: str, recorded: bool) -> None:
     """Three optimiser steps of one iteration: what the rollout recorded holds for the first one alone."""
-    config = config_of(kind, one_block_model)
+    config = config_of(kind, tiny_model)
     trajectories = rolled_out(config, record_unconditional=recorded)
     assert (trajectories.unconditional is not None) == recorded
     settings = {"guidance_gradient": "conditional", "clip_grad": 1e6}
@@ -161,9 +161,9 @@ def test_the_half_without_prompt_may_be_a_constant(one_block_model: Path, kind: 
     assert largest_difference(weights, both) > 1e-4
 
 
-def test_a_recorded_half_is_not_computed_again(one_block_model: Path) -> None:
+def test_a_recorded_half_is_not_computed_again(tiny_model: Path) -> None:
     """A wrong one shows in the first step's log-probs, and not in the reference's, which has a half of its own."""
-    config = config_of("guided", one_block_model)
+    config = config_of("guided", tiny_model)
     trajectories = rolled_out(config, record_unconditional=True)
     assert trajectories.unconditional is not None
     wrong = replace(trajectories, unconditional=trajectories.unconditional + 1.0)
@@ -202,8 +202,8 @@ def test_kl_pulls_towards_the_reference_as_the_formula_says(tiny_model: Path, ki
 
 
 @full_and_lora
-def test_kl_is_zero_at_the_start_and_then_the_gaussian_one(one_block_model: Path, kind: str) -> None:
-    config = config_of(kind, one_block_model)
+def test_kl_is_zero_at_the_start_and_then_the_gaussian_one(tiny_model: Path, kind: str) -> None:
+    config = config_of(kind, tiny_model)
     trajectories = rolled_out(config)
     engine = trainer(config, use_kl_loss=True, kl_loss_coef=0.5, ppo_micro_batch_size_per_gpu=6)
     assert engine.update_policy([batch_of(trajectories)])["kl_loss"] == 0.0
@@ -234,9 +234,9 @@ def test_lora_starts_as_the_base_model_and_alike_everywhere(tiny_model: Path) ->
 
 
 @pytest.mark.parametrize("missing", [[1], [0, 1, 2, 3]], ids=["one_sample", "a_whole_micro_batch"])
-def test_a_missing_reward_leaves_the_update(one_block_model: Path, missing: Sequence[int]) -> None:
+def test_a_missing_reward_leaves_the_update(tiny_model: Path, missing: Sequence[int]) -> None:
     """Also its share of the KL, which an advantage of 0 would keep."""
-    config = config_of("full", one_block_model)
+    config = config_of("full", tiny_model)
     trajectories = rolled_out(config)
     advantages = ADVANTAGES.clone()
     advantages[missing] = float("nan")
@@ -254,11 +254,11 @@ def test_a_missing_reward_leaves_the_update(one_block_model: Path, missing: Sequ
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("amplified", [False, True], ids=["as_it_is", "amplified"])
 def test_the_first_ratio_is_exactly_one_whatever_is_missing(
-    one_block_model: Path, missing: Sequence[int], dtype: str, amplified: bool
+    tiny_model: Path, missing: Sequence[int], dtype: str, amplified: bool
 ) -> None:
     """The rest is computed in the batch that it was sampled in. A CPU's sums show less of a batch's size than a GPU's:
     amplified, it shows in every output."""
-    config = model_config(one_block_model, dtype=dtype, true_cfg_scale=3.0)
+    config = model_config(tiny_model, dtype=dtype, true_cfg_scale=3.0)
     rollout = DiffusersRolloutEngine(config)
     engine = trainer(config, ppo_micro_batch_size_per_gpu=6, loss_mode="grpo_guard")
     if amplified:
@@ -279,11 +279,9 @@ def test_the_first_ratio_is_exactly_one_whatever_is_missing(
 
 
 @pytest.mark.parametrize("missing", [[2], [0, 1, 2, 3]], ids=["one_sample", "a_whole_micro_batch"])
-def test_a_sample_that_overflowed_and_has_no_reward_harms_no_other(
-    one_block_model: Path, missing: Sequence[int]
-) -> None:
+def test_a_sample_that_overflowed_and_has_no_reward_harms_no_other(tiny_model: Path, missing: Sequence[int]) -> None:
     """It is computed with the others, where a gradient of 0 times what is not finite would be NaN."""
-    config = config_of("guided", one_block_model)
+    config = config_of("guided", tiny_model)
     request = rollout_request(samples=2, lengths=(5, 3, 7), negative_length=4, record_unconditional=True)
     trajectories = DiffusersRolloutEngine(config).produce(request).recorded
     assert isinstance(trajectories, Trajectories)
@@ -303,9 +301,9 @@ def test_a_sample_that_overflowed_and_has_no_reward_harms_no_other(
     assert largest_difference(with_broken.gather_weights(), without.gather_weights()) < 1e-6
 
 
-def test_a_gradient_that_is_not_finite_stops_the_update(one_block_model: Path) -> None:
+def test_a_gradient_that_is_not_finite_stops_the_update(tiny_model: Path) -> None:
     """The weights stay, and nothing of the bad gradient is left for the next update."""
-    config = config_of("full", one_block_model)
+    config = config_of("full", tiny_model)
     trajectories = rolled_out(config)
     engine, untouched = trainer(config), trainer(config)
     start = engine.gather_weights()
@@ -322,8 +320,8 @@ def test_a_gradient_that_is_not_finite_stops_the_update(one_block_model: Path) -
 # ---- learning rate and averages
 
 
-def test_warm_up_is_linear_to_the_learning_rate(one_block_model: Path) -> None:
-    config = config_of("lora", one_block_model)
+def test_warm_up_is_linear_to_the_learning_rate(tiny_model: Path) -> None:
+    config = config_of("lora", tiny_model)
     trajectories = rolled_out(config)
     engine = trainer(config, lr_warmup_steps=4)
     metrics = [engine.update_policy([batch_of(trajectories)]) for _ in range(6)]
