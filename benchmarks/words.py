@@ -94,6 +94,7 @@ VARIANTS: dict[str, tuple[str, list[str]]] = {
     "words, old policy .8, 2e-4": ("words", slowly(0.8, 2e-4)),
     "words, old policy .9, 2e-4": ("words", slowly(0.9, 2e-4)),
     "words, old policy .9, 5e-4": ("words", slowly(0.9, 5e-4)),
+    "words, nft_beta 1, 2e-5": ("words", [*FASTER, f"{ACTOR}.diffusion_loss.nft_beta=1.0"]),
     "words, nft_beta 1": ("words", [f"{ACTOR}.optim.lr=5.0e-5", f"{ACTOR}.diffusion_loss.nft_beta=1.0"]),
     "words, matching .02, 2e-5": ("words", [*FASTER, f"{MATCHING}=0.02"]),
     "words, matching .05, 2e-5": ("words", [*FASTER, f"{MATCHING}=0.05"]),
