@@ -64,6 +64,7 @@ class Pipeline:
     height: int = 16
     width: int = 24
     num_inference_steps: int = 2
+    solver: str = "euler"
     true_cfg_scale: float = 1.0
 
 

@@ -29,7 +29,7 @@ from tasks.config.trainer import RayConfig
 from tasks.data.prompts import Prompt
 from tasks.rewards import RewardError, check_reward, get_reward
 from tasks.system.processes import wait_until_ended
-from tests.support.patience import PATIENCE
+from tests.support.patience import PATIENCE, lives
 from tests.support.tiny_judges import save_llava
 
 ROOT = Path(__file__).parents[2]
@@ -252,7 +252,7 @@ def test_the_server_ends_with_the_driver(tmp_path: Path, number: signal.Signals)
     driver.send_signal(number)
     driver.wait(PATIENCE)
     if number == signal.SIGTERM:
-        assert not any(one.is_running() for one in found), "before the driver itself"
+        assert not any(lives(one) for one in found), "before the driver itself"
     assert_all_end(found)
 
 
