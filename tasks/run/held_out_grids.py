@@ -9,13 +9,13 @@ from tasks.config.tree import TrainConfig
 from tasks.records.flow_page import page_logger
 from tasks.records.retention import remove_old_pictures
 from tasks.records.tracking import Tracker
+from tasks.system.files import put_in_place
 
 
 def keep_grid(config: TrainConfig, iteration: int, grid: Image.Image) -> None:
-    """Write the grid of an iteration."""
-    folder = _folder(config)
-    folder.mkdir(exist_ok=True)
-    grid.save(folder / f"{iteration:06d}.png")
+    """Write the grid of an iteration, whole: killed within it, the run that goes on finds none, not the half of one."""
+    with put_in_place(_folder(config) / f"{iteration:06d}.png") as aside:
+        grid.save(aside, "PNG")
 
 
 def kept_grids(config: TrainConfig) -> dict[int, Path]:

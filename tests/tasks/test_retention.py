@@ -2,6 +2,8 @@
 """Which pictures of a run stay, on a real MLflow store."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -12,6 +14,7 @@ from pydantic import ValidationError
 from tasks.config.tracking import TrackingConfig
 from tasks.records.retention import remove_old_pictures, surplus
 from tasks.records.tracking import Tracker
+from tasks.run.held_out_grids import keep_grid, kept_grids
 from tests.support.mlflow_store import mlflow_in
 
 PICTURE = np.full((8, 8, 3), 90, np.uint8)
@@ -87,3 +90,19 @@ def test_what_is_surplus(keep: int | None, with_first: bool, expected: list[int]
 def test_keeping_none_is_refused() -> None:
     with pytest.raises(ValidationError, match="greater than or equal to 1"):
         TrackingConfig(keep_pictures=0)
+
+
+def test_a_grid_that_is_half_written_is_not_there(tmp_path: Path) -> None:
+    """Killed while it writes one, a run goes on and would show it on its page."""
+
+    class Cut(Image.Image):
+        def save(self, file: Any, *_: Any, **__: Any) -> None:
+            Path(file).write_bytes(b"\x89PNG")
+            raise KeyboardInterrupt
+
+    config: Any = SimpleNamespace(run_dir=tmp_path)
+    keep_grid(config, 3, Image.new("RGB", (4, 4)))
+    for iteration in (3, 6):
+        with pytest.raises(KeyboardInterrupt):
+            keep_grid(config, iteration, Cut())
+    assert {step: Image.open(file).size for step, file in kept_grids(config).items()} == {3: (4, 4)}
