@@ -5,6 +5,7 @@ The parts are independent (docs/algorithms.md); a named algorithm is a choice of
 in a preset, and only where it differs from the field's own default, which is Flow-GRPO's.
 """
 
+import reprlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -66,7 +67,7 @@ def preset(given: Mapping[str, Any]) -> dict[str, Any]:
     name = algorithm.get("name", DEFAULT) if isinstance(algorithm, Mapping) else DEFAULT
     if not isinstance(name, str) or name not in PRESETS:
         meant = near(str(name), PRESETS, most=1)
-        raise ValueError(f"algorithm.name is {name!r}; known: {', '.join(PRESETS)}{meant}")
+        raise ValueError(f"algorithm.name is {reprlib.repr(name)}; known: {', '.join(PRESETS)}{meant}")
     return {ADAPTER: name} | PRESETS[name]
 
 

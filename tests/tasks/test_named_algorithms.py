@@ -28,6 +28,12 @@ def changed(*settings: str, of: TrainConfig | None = None) -> TrainConfig:
     return (of or TrainConfig()).with_changes(parse_changes(list(settings)))
 
 
+def test_a_name_without_end_is_not_repeated_whole() -> None:
+    with pytest.raises(ValueError, match=r"algorithm.name is 'a+\.\.\.a+'; known: ") as told:
+        named("a" * 5000)
+    assert len(str(told.value)) < 1000
+
+
 def parts(config: TrainConfig) -> dict[str, Any]:
     algo, loss = config.actor_rollout_ref.rollout.algo, config.actor_rollout_ref.actor.diffusion_loss
     return {
