@@ -40,6 +40,7 @@ from models.weights.canary import Canary, check_canary
 from models.weights.digests import DigestBook, check_digests, digests_of
 from models.words_stable_diffusion_3.build import build_pipeline
 from models.words_stable_diffusion_3.settings import WordsSettings, smallest
+from tasks.config.overrides import merged
 from tasks.config.tree import TrainConfig
 
 SMALL = {
@@ -302,7 +303,8 @@ def main() -> None:
     on_gpu = arguments.device == "cuda"
     started = time.perf_counter()
     build_model(arguments.work / f"model_{arguments.device}", WordsSettings() if on_gpu else smallest())
-    config = load_recipe("words") if on_gpu else load_recipe("words").with_changes(SMALL)
+    learnt_from = {"actor_rollout_ref": {"rollout": {"n": 16}}, "algorithm": {"best_worst_k": None}}
+    config = load_recipe("words").with_changes(learnt_from if on_gpu else merged(learnt_from, SMALL))
     changes: dict[str, Any] = {"path": str(arguments.work / f"model_{arguments.device}")}
     changes |= {"compile": True} if arguments.compile else {}
     config = config.with_changes({"actor_rollout_ref": {"model": changes}})

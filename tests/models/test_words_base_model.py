@@ -254,7 +254,7 @@ def steps_of(rewards: Callable[[int], float], **changes: float) -> list[int]:
         if stage == "transformer":
             steps.append(step)
 
-    pretrain(LEARNT, replace(SMALL, **{"max_steps": 12, **changes}), "cpu", record, measure)  # type: ignore[arg-type]
+    pretrain(LEARNT, replace(SMALL, **{"max_steps": 12, "decay_steps": 0, **changes}), "cpu", record, measure)  # type: ignore[arg-type]
     return steps
 
 
