@@ -14,6 +14,7 @@ from models.runtime.compiled import compile_blocks, compile_decoder
 from models.runtime.cuda_graphs import CudaGraphs, CudaRecorder
 from models.runtime.products import choose_products
 from models.weights.canary import Canary, canary_velocity
+from models.weights.host_copies import HostCopies
 from models.weights.trainable import TrainableLoad, load_exported, load_trainable, make_trainable, trainable
 
 
@@ -45,6 +46,7 @@ class DiffusersRolloutEngine(Sampler):
             compile_blocks(adapter, self.transformer)
             compile_decoder(vae)
         self.graphs = CudaGraphs(self.transformer, recorder) if recorder else None
+        self._host = HostCopies([self.transformer, vae], trainable(self.transformer).values())
         super().__init__(adapter, self.transformer, vae, model_config, device)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
@@ -72,14 +74,10 @@ class DiffusersRolloutEngine(Sampler):
         if self.graphs is not None:  # they hold memory, and the addresses of weights that go now
             torch.cuda.synchronize(self.device)
             self.graphs.drop()
-        self._move("cpu")
-        if torch.cuda.is_available():
+        if torch.device(self.device).type != "cpu":
+            self._host.leave()
             torch.cuda.empty_cache()
 
     def wake(self) -> None:
         """Bring the weights back."""
-        self._move(self.device)
-
-    def _move(self, device: torch.device | str) -> None:
-        self.transformer.to(device)
-        self.vae.to(device)
+        self._host.come_back(self.device)

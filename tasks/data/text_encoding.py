@@ -13,6 +13,7 @@ from models.config.algo import DiffusionRolloutAlgoConfig
 from models.config.model import ModelConfig
 from models.config.pipeline import DiffusionPipelineConfig
 from models.families.base import DiffusionModelBase, DiffusionModelConfig
+from models.weights.host_copies import HostCopies
 from tasks.config.params import EmbeddingsParams
 from tasks.data.prompt_files import DatasetError
 from tasks.data.prompts import Prompt, check_prompt_lengths
@@ -58,7 +59,7 @@ class TextEncoding:
     Args:
         model: folder in diffusers format.
         settings: how they encode: number format, device, length, threads.
-        asleep: begin in host memory; `to` takes them to the device.
+        asleep: begin in host memory, which they keep for good; `to` takes them to the device.
     """
 
     def __init__(self, model: str | Path, settings: EmbeddingsParams | EncodingSettings, asleep: bool = False):
@@ -70,11 +71,17 @@ class TextEncoding:
         given = settings.negative_prompt
         self.negative_prompt = self.adapter.negative_prompt if given is None else given
         self._pipeline = self.adapter.load_text_pipeline(model, getattr(torch, settings.dtype))
-        self.to("cpu" if asleep else settings.device)
+        modules = [part for part in self._pipeline.components.values() if isinstance(part, torch.nn.Module)]
+        self._host = HostCopies(modules, away=True)
+        if not asleep:
+            self._pipeline.to(settings.device)
 
     def to(self, device: str) -> None:
-        """Move the weights; those that leave a GPU leave no memory taken there."""
-        self._pipeline.to(device)
+        """Move the weights of an encoding that began asleep; those that leave a GPU leave no memory taken there."""
+        if device == "cpu":
+            self._host.leave()
+        else:
+            self._host.come_back(device)
         if device == "cpu" and torch.cuda.is_initialized():
             torch.cuda.empty_cache()
 

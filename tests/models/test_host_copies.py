@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights that go to host memory and back: what is frozen is copied once, what is trained as it is, nothing is lost.
+
+The device is the CPU here. That a GPU gives its memory back, and samples the same pictures afterwards, is in
+tests/gpu/test_sleep_on_cuda.py.
+"""
+
+import torch
+from torch import nn
+
+from models.weights.host_copies import HostCopies
+
+
+def norm() -> nn.BatchNorm1d:
+    """A module with a trained weight, a frozen bias, and buffers."""
+    module = nn.BatchNorm1d(4)
+    module.bias.requires_grad_(False)
+    return module
+
+
+def test_what_is_trained_comes_back_as_it_left_and_what_is_frozen_as_it_left_first() -> None:
+    module = norm()
+    weight, bias = module.weight, module.bias
+    copies = HostCopies([module], trained=[weight])
+    for turn in range(3):
+        with torch.no_grad():
+            weight.fill_(turn)
+            bias.fill_(turn)  # nobody may: it shows that the first copy came back
+            module.running_mean.fill_(turn)
+        copies.leave()
+        copies.come_back("cpu")
+        assert (module.weight, module.bias) == (weight, bias), "an optimiser or a graph knows the parameters themselves"
+        assert weight.eq(turn).all()
+        assert module.running_mean.eq(turn).all()
+        assert bias.eq(0).all()
+    assert (weight.requires_grad, bias.requires_grad) == (True, False)
+
+
+def test_the_hosts_memory_is_taken_once() -> None:
+    module = norm()
+    copies, places = HostCopies([module], trained=[module.weight]), []
+    for _ in range(2):
+        there = [p.data_ptr() for p in module.parameters()]
+        copies.leave()
+        places.append([p.data_ptr() for p in module.parameters()])
+        assert not set(there) & set(places[-1]), "the device's memory is still held"
+        copies.come_back("cpu")
+    assert places[0] == places[1]
+
+
+def test_what_is_loaded_while_they_are_away_comes_back() -> None:
+    module = norm()
+    copies = HostCopies([module], trained=[module.weight])
+    copies.leave()
+    with torch.no_grad():
+        module.weight.fill_(7)
+    copies.come_back("cpu")
+    assert module.weight.eq(7).all()
+
+
+def test_what_begins_in_host_memory_is_its_own_copy_and_a_second_leave_does_nothing() -> None:
+    module = norm()
+    begun = [p.data_ptr() for p in module.parameters()]
+    copies = HostCopies([module], away=True)
+    copies.leave()
+    copies.come_back("cpu")
+    copies.come_back("cpu")
+    assert not {p.data_ptr() for p in module.parameters()} & set(begun)
+    copies.leave()
+    copies.leave()
+    assert [p.data_ptr() for p in module.parameters()] == begun
+
+
+def test_strides_survive() -> None:
+    module = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    strides = module.weight.stride()
+    copies = HostCopies([module])
+    copies.leave()
+    copies.come_back("cpu")
+    assert module.weight.stride() == strides
