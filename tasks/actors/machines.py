@@ -8,7 +8,7 @@ because the actor does not answer. Whoever calls has to tell that from a worker 
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -116,8 +116,70 @@ def _fails(answer: ray.ObjectRef) -> bool:
     return False
 
 
+class MachineLog:
+    """Tells which machines are lost, what was on them, and when it is back; of what others have seen, look by look.
+
+    An actor may come back between two looks, so that the first one to find its machine lost finds it elsewhere already:
+    it was on the machine where the look before had seen it.
+
+    Args:
+        restarts: of each group, by name: does Ray start its actors elsewhere?
+        log: where it is said.
+
+    Attributes:
+        count: of the lost machines that the run was on.
+    """
+
+    def __init__(self, restarts: Mapping[str, bool], log: "logging.Logger | logging.LoggerAdapter[Any]"):
+        self.restarts, self.log = restarts, log
+        self.count = 0
+        self._lost: set[str] = set()
+        self._seen: dict[Actor, str] = {}
+        self._away: dict[Actor, float] = {}
+
+    def tell(self, places: Mapping[Actor, str | None], lost: Mapping[str, str]) -> list[Actor]:
+        """Tell what is new since the last look.
+
+        Args:
+            places: the machine that each actor was on when it last answered; None of one that never did.
+            lost: id -> name of the lost machines. Asked for after `places`, it names the machine of all that is back
+                elsewhere: Ray takes a machine for lost before it starts its actors again.
+
+        Returns:
+            The actors that will be started elsewhere and have not answered from there.
+        """
+        gone: list[Actor] = []
+        for machine in lost.keys() - self._lost:
+            held = [actor for actor, place in places.items() if machine in (place, self._seen.get(actor))]
+            if held:
+                gone += self._tell_lost(lost[machine], held)
+        self._lost |= lost.keys()
+        self._seen |= {actor: place for actor, place in places.items() if place is not None}
+        self._tell_back(lost)
+        return [actor for actor in gone if self._seen[actor] in lost]
+
+    def _tell_lost(self, machine: str, held: Sequence[Actor]) -> list[Actor]:
+        """Returns those that will be started elsewhere."""
+        self.count += 1
+        away = [actor for actor in held if self.restarts[actor[0]]]
+        self._away |= dict.fromkeys(away, time.monotonic())
+        told = f"machine lost: {machine}, and with it {', '.join(map(_title, held))}"
+        again = f"; {', '.join(map(_title, away))} will be started elsewhere, to do again what was not finished"
+        self.log.warning("%s%s", told, again if away else "")
+        return away
+
+    def _tell_back(self, lost: Collection[str]) -> None:
+        for actor, since in list(self._away.items()):
+            if self._seen[actor] not in lost:
+                del self._away[actor]
+                self.log.warning("%s is back, on another machine", _title(actor))
+            elif time.monotonic() - since > REMINDER_S:
+                self._away[actor] = time.monotonic()
+                self.log.warning("%s is not back yet: it waits for room on a machine of the cluster", _title(actor))
+
+
 class MachineWatch:
-    """Says which machines are lost, what was on them, and when it is back; as a thread, for the driver only waits then.
+    """Looks which machines are lost, as a thread, for the driver only waits then; a `MachineLog` says what is new.
 
     Args:
         groups: of the run, by name.
@@ -126,9 +188,9 @@ class MachineWatch:
 
     def __init__(self, groups: "Mapping[str, ActorGroup]", log: "logging.Logger | logging.LoggerAdapter[Any]"):
         self.groups, self.log = groups, log
-        self._lost: set[str] = set(lost_machines())
-        self._counted = self._metered = 0
-        self._away: dict[Actor, float] = {}
+        self._told = MachineLog({name: group.restarts for name, group in groups.items()}, log)
+        self._metered = 0
+        self.look()  # the next one has to know where everything was
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="machine-watch", daemon=True)
         self._thread.start()
@@ -140,7 +202,8 @@ class MachineWatch:
 
     def metrics(self) -> dict[str, float]:
         """machines/lost since the last time, of machines that the run was on; nothing where none is."""
-        new, self._metered = self._counted - self._metered, self._counted
+        counted = self._told.count
+        new, self._metered = counted - self._metered, counted
         return {"machines/lost": float(new)} if new else {}
 
     def _run(self) -> None:
@@ -153,31 +216,9 @@ class MachineWatch:
 
     def look(self) -> None:
         """Tell what is new."""
-        here = {actor: self.groups[actor[0]].whereabouts.last(actor[1]) for actor in self._actors()}
-        lost = lost_machines()
-        for machine in lost.keys() - self._lost:
-            self._lost.add(machine)
-            held = [actor for actor, place in here.items() if place == machine]
-            if held:
-                self._tell(lost[machine], held)
-        for actor in list(self._away):
-            place = here[actor]
-            if place is not None and place not in lost:
-                del self._away[actor]
-                self.log.warning("%s is back, on another machine", _title(actor))
-            elif time.monotonic() - self._away[actor] > REMINDER_S:
-                self._away[actor] = time.monotonic()
-                self.log.warning("%s is not back yet: it waits for room on a machine of the cluster", _title(actor))
-
-    def _tell(self, machine: str, held: Sequence[Actor]) -> None:
-        self._counted += 1
-        away = [actor for actor in held if self.groups[actor[0]].restarts]
-        for actor in away:
-            self._away[actor] = time.monotonic()
-            self.groups[actor[0]].whereabouts.moved(actor[1])
-        told = f"machine lost: {machine}, and with it {', '.join(map(_title, held))}"
-        again = f"; {', '.join(map(_title, away))} will be started elsewhere, to do again what was not finished"
-        self.log.warning("%s%s", told, again if away else "")
+        places = {actor: self.groups[actor[0]].whereabouts.last(actor[1]) for actor in self._actors()}
+        for name, number in self._told.tell(places, lost_machines()):
+            self.groups[name].whereabouts.moved(number)
 
     def _actors(self) -> Iterator[Actor]:
         for name, group in self.groups.items():
