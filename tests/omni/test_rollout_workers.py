@@ -27,9 +27,10 @@ from tasks.config.rollout import DiffusionRolloutConfig
 from tasks.config.trainer import RayConfig
 from tasks.data.embeddings import PromptEmbeddings, write_embeddings
 from tasks.data.prompts import Prompt
+from tasks.system.processes import runs
 from tasks.system.stopwatch import Stopwatch
 from tests.support.helpers import TEXT_DIM, model_config
-from tests.support.patience import lives, wait_until
+from tests.support.patience import wait_until
 
 pytestmark = pytest.mark.alone  # the last test has to be, and the others share its workers
 
@@ -189,7 +190,7 @@ def test_two_processes_sample_what_one_does_and_die_with_their_worker(
     assert sum(other.memory_info().rss > 400e6 for other in others) == 2, others
     busy = pair.submit(PROMPTS, 2, 4, WINDOW)
     process.kill()
-    wait_until(lambda: not any(lives(other) for other in others), "the end of the worker's own processes", every=0.1)
+    wait_until(lambda: not any(runs(other) for other in others), "the end of the worker's own processes", every=0.1)
     with pytest.raises(ray.exceptions.RayActorError):
         sampled(busy)
 

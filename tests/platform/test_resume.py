@@ -22,9 +22,9 @@ from benchmarks.run_state import logged, outcome
 from tasks.data.pairs import best_and_worst, read_pictures, write_pairs
 from tasks.data.prompts import load_prompts
 from tasks.records.history import MEASURED_ANEW
-from tasks.system.processes import wait_until_ended
+from tasks.system.processes import runs, wait_until_ended
 from tests.support.forked import Program
-from tests.support.patience import PATIENCE, lives, wait_until
+from tests.support.patience import PATIENCE, wait_until
 from tests.support.platform_helpers import RayHead, Workspace, make_workspace
 
 STEPS = ("trainer.total_training_steps=6", "trainer.test_freq=3")
@@ -102,7 +102,7 @@ def kill(driver: psutil.Process, victim: str) -> None:
     (chosen,) = processes_of(driver, victim)
     chosen.kill()
     alive = wait_until_ended(family, PATIENCE)
-    assert not [member for member in alive if lives(member)]
+    assert not [member for member in alive if runs(member)]
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from tasks.records.model_registry import CHAMPION, REGRESSION, register
 from tasks.records.owner import FLOW_RUN
 from tasks.records.tracking import Tracker
 from tasks.system.processes import wait_until_ended
-from tests.support.patience import lives, post, wait_until
+from tests.support.patience import post, wait_until
 from tests.support.platform_helpers import RECIPE, Workspace, free_port, make_workspace
 
 ROOT = Path(__file__).parents[2]
@@ -127,7 +127,7 @@ def test_up_schedule_verdict_reaction_down(trained: Workspace, monkeypatch: pyte
     finally:
         trained.run(*services, "down")
     check_nothing_runs(trained.folder)
-    assert not [process for process in family if lives(process)]
+    assert not wait_until_ended(family, 0)
     assert not (trained.folder / ".services").exists()
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 
 PATIENCE = 900
@@ -23,14 +22,6 @@ def wait_until(condition: Callable[[], Any], what: str, every: float = 0.5) -> A
             return result
         time.sleep(every)
     pytest.fail(f"{what} did not happen within {PATIENCE} s")
-
-
-def lives(process: psutil.Process) -> bool:
-    """Whether it still runs; a zombie, which only waits for its parent, does not."""
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def wait_for_server(address: str, what: str) -> None:

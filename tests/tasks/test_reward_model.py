@@ -28,8 +28,8 @@ from tasks.config.reward import RewardConfig, RewardModelConfig
 from tasks.config.trainer import RayConfig
 from tasks.data.prompts import Prompt
 from tasks.rewards import RewardError, check_reward, get_reward
-from tasks.system.processes import wait_until_ended
-from tests.support.patience import PATIENCE, lives
+from tasks.system.processes import runs, wait_until_ended
+from tests.support.patience import PATIENCE
 from tests.support.tiny_judges import save_llava
 
 ROOT = Path(__file__).parents[2]
@@ -94,7 +94,7 @@ def processes(folder: Path) -> list[psutil.Process]:
 
 def wait_until_dead(process: psutil.Process) -> None:
     """On a busy machine it lives on for a moment after its end has begun, and would be asked."""
-    while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+    while runs(process):
         time.sleep(0.01)
 
 
@@ -252,7 +252,7 @@ def test_the_server_ends_with_the_driver(tmp_path: Path, number: signal.Signals)
     driver.send_signal(number)
     driver.wait(PATIENCE)
     if number == signal.SIGTERM:
-        assert not any(lives(one) for one in found), "before the driver itself"
+        assert not any(runs(one) for one in found), "before the driver itself"
     assert_all_end(found)
 
 

@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from tasks.actors.watchdog import MARK, watchdog
-from tasks.system.processes import ProcessIdentity, wait_until_ended
-from tests.support.patience import PATIENCE, lives
+from tasks.system.processes import ProcessIdentity, runs, wait_until_ended
+from tests.support.patience import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 SLEEPER = "import time; time.sleep(7200)"
@@ -193,7 +193,7 @@ def test_rays_agents_end_too_when_their_raylet_was_faster():
         assert not wait_until_ended([raylet], PATIENCE)
         guard.resume()
         assert not wait_until_ended([guard], PATIENCE)
-        assert not [one for one in agents if lives(one)]
+        assert not [one for one in agents if runs(one)]
     finally:
         for one in agents:
             if one.is_running():
