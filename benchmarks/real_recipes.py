@@ -175,6 +175,7 @@ class Machine:
     def __init__(self, folder: Path, recipe: str, until: float):
         self.folder, self.recipe, self.until = folder, recipe, until
         self.began, self.seconds = time.monotonic(), dict[str, float]()
+        self.starting: subprocess.Popen | None = None
         self.environment = os.environ | {
             "PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}",
             "PREFECT_HOME": str(folder / ".prefect"),
@@ -210,10 +211,13 @@ class Machine:
         """Until the process has ended well, or `done` is true.
 
         Raises:
-            RuntimeError: it failed or the limit came, with the end of what was said.
+            RuntimeError: it or the servers beside it failed, or the limit came; with the end of what was said.
         """
         while not (done and done()):
             code = process.poll()
+            if self.starting is not None and self.starting.poll():
+                process.terminate()
+                raise RuntimeError(f"servers: exit code {self.starting.poll()}\n{self.end_of('output.log')}")
             if code == 0 and done is None:
                 return
             if code is not None or not self.left:
@@ -238,7 +242,7 @@ class Machine:
         """What `make up` starts, beside other work: call what this gives before they are used. They end with it."""
         began = time.monotonic()
         ports = [word for name in ("prefect", "mlflow") for word in (f"--{name}-port", str(free_port()))]
-        starting = self.start("flows.services", "up", *ports, "--gpus", str(gpus))
+        self.starting = starting = self.start("flows.services", "up", *ports, "--gpus", str(gpus))
 
         def ready() -> None:
             self.wait("servers", starting)

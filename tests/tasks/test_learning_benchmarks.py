@@ -2,6 +2,9 @@
 """Benchmarks of learning: every run that they would make is a config, and their tables are of what logs say."""
 
 import json
+import subprocess
+import sys
+import time
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
@@ -156,6 +159,15 @@ def test_a_run_that_began_anew_has_its_newest_lines(tmp_path: Path) -> None:
     logged(log, "awm", {0: 0.5, 5: 0.4})
     (curve,) = curves_of(read_lines([log]))["awm"]
     assert [line["held_out"] for line in curve.measured] == [0.5, 0.4]
+
+
+def test_servers_that_cannot_start_end_a_real_recipe_before_its_checkpoint_is_drawn(tmp_path: Path) -> None:
+    machine = real_recipes.Machine(tmp_path, "sd35", time.monotonic() + 300)
+    machine.starting = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
+    drawing = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(200)"])
+    with pytest.raises(RuntimeError, match="servers: exit code 3"):
+        machine.wait("checkpoint", drawing)
+    assert drawing.wait(20) < 0
 
 
 def test_the_table_of_real_recipes_is_of_the_logs_of_many_machines(tmp_path: Path) -> None:
