@@ -53,7 +53,8 @@ def register(
     for version in client.search_model_versions(f"name = '{name}' AND run_id = '{tracker.run_id}'"):
         if version.tags.get(ITERATION) == str(iteration):
             return _described(client, version, weights)
-    model = _logged_model(tracker, f"{name}-{iteration:06d}", folder, iteration)
+    # A registered model's name may have a point, a logged model's may not.
+    model = _logged_model(tracker, f"{name.replace('.', '-')}-{iteration:06d}", folder, iteration)
     version = client.create_model_version(
         name,
         source=model.artifact_location,  # "models:/<id>" would be looked up at MLflow's default address

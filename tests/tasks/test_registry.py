@@ -10,6 +10,7 @@ import pytest
 from mlflow import MlflowClient
 
 from tasks.config.tracking import TrackingConfig
+from tasks.config.trainer import TrainerConfig
 from tasks.records.guards import HACKING_TAG
 from tasks.records.model_registry import HELD_OUT_TAG, Measurements, champion, promote, register, tag_versions
 from tasks.records.notes import Weights
@@ -51,6 +52,12 @@ def test_an_iteration_is_registered_once(tracker: Tracker, weights: Path) -> Non
     assert first.tags == {"doubleflow.iteration": "2", "reward": "0.5"}
     register(tracker, "tiny", weights, 3, {})
     assert versions(tracker) == [1, 2]
+
+
+def test_every_name_that_a_run_may_have_is_a_models_name_too(tracker: Tracker, weights: Path) -> None:
+    name = TrainerConfig(experiment_name="lr_0.3-b.1").experiment_name
+    first, again = (register(tracker, name, weights, 2, {}) for _ in range(2))
+    assert (first.name, first.version) == (name, again.version)
 
 
 def test_a_version_is_described_also_where_a_registration_was_cut_off_before(tracker: Tracker, weights: Path) -> None:
