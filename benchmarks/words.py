@@ -36,7 +36,7 @@ from tasks.config.tree import TrainConfig
 PAGE, SCRIPT = Path("docs/words.md"), "words.py"
 GOAL = 0.9
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-LOSS, BETA = f"{ACTOR}.diffusion_loss", f"{ACTOR}.diffusion_loss.nft_beta"
+LOSS = f"{ACTOR}.diffusion_loss"
 ALL_SAMPLES = [f"{ROLLOUT}.n=16", "algorithm.best_worst_k=null"]
 PLAIN = [
     *ALL_SAMPLES,
@@ -46,7 +46,7 @@ PLAIN = [
     f"{ACTOR}.optim.clip_grad=1.0",
 ]
 """Every sample, all levels, the trained weights themselves: the recipe without what makes it learn faster."""
-GENTLE = [f"{BETA}=1.0", f"{LOSS}.adv_clip_max=1.0"]
+GENTLE = [f"{LOSS}.nft_beta=1.0", f"{LOSS}.adv_clip_max=1.0"]
 """A pull to the old policy that is as strong as an advantage of 1, the largest."""
 ALL_WEIGHTS = [
     "actor_rollout_ref.model.lora_rank=0",
@@ -84,7 +84,7 @@ VARIANTS: dict[str, tuple[str, list[str]]] = {
             f"{ACTOR}.use_kl_loss=false",
             f"{ACTOR}.kl_loss_coef=0.0",
             f"{ACTOR}.optim.lr=1.0e-3",
-            f"{BETA}=0.1",
+            f"{LOSS}.nft_beta=0.1",
         ],
     ),
     "words-flow-grpo": ("words-flow-grpo", []),

@@ -27,7 +27,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import models.families  # noqa: F401  registers the adapters
-from flows.recipes import load_recipe
+from benchmarks.words import ALL_SAMPLES
+from flows.recipes import load_recipe, parse_changes
 from models.config.algo import DiffusionRolloutAlgoConfig
 from models.families.base import DiffusionModelBase, DiffusionModelConfig
 from models.rollout.diffusers import DiffusersRolloutEngine
@@ -40,7 +41,6 @@ from models.weights.canary import Canary, check_canary
 from models.weights.digests import DigestBook, check_digests, digests_of
 from models.words_stable_diffusion_3.build import build_pipeline
 from models.words_stable_diffusion_3.settings import WordsSettings, smallest
-from tasks.config.overrides import merged
 from tasks.config.tree import TrainConfig
 
 SMALL = {
@@ -55,6 +55,11 @@ NOISY = DiffusionRolloutAlgoConfig(sde_type="sde", noise_level=0.7)
 """For log-probs, which the recipe's own sampling has none of."""
 WINDOW = (1, 2)
 PLAIN, GRAPHS = "plain", "CUDA graphs"
+
+
+def recipe() -> TrainConfig:
+    """The recipe `words` with no more samples than it learns from: without rewards nobody can choose among them."""
+    return load_recipe("words").with_changes(parse_changes(ALL_SAMPLES))
 
 
 class Bench:
@@ -303,8 +308,7 @@ def main() -> None:
     on_gpu = arguments.device == "cuda"
     started = time.perf_counter()
     build_model(arguments.work / f"model_{arguments.device}", WordsSettings() if on_gpu else smallest())
-    learnt_from = {"actor_rollout_ref": {"rollout": {"n": 16}}, "algorithm": {"best_worst_k": None}}
-    config = load_recipe("words").with_changes(learnt_from if on_gpu else merged(learnt_from, SMALL))
+    config = recipe() if on_gpu else recipe().with_changes(SMALL)
     changes: dict[str, Any] = {"path": str(arguments.work / f"model_{arguments.device}")}
     changes |= {"compile": True} if arguments.compile else {}
     config = config.with_changes({"actor_rollout_ref": {"model": changes}})

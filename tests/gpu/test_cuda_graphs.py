@@ -11,8 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.words_iteration import GRAPHS, PLAIN, SMALL, Bench, build_model, measure
-from flows.recipes import load_recipe
+from benchmarks.words_iteration import GRAPHS, PLAIN, SMALL, Bench, build_model, measure, recipe
 from models.rollout.diffusers import DiffusersRolloutEngine
 from models.samples.trajectories import FinishedLatents, RolloutRequest
 from models.words_stable_diffusion_3.settings import smallest
@@ -25,7 +24,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     """Trainer and both rollouts of the smallest words model."""
     folder = tmp_path_factory.mktemp("words") / "model"
     build_model(folder, smallest())
-    config = load_recipe("words").with_changes(SMALL)
+    config = recipe().with_changes(SMALL)
     config = config.with_changes({"actor_rollout_ref": {"model": {"path": str(folder)}}})
     device = torch.device("cuda:0")
     dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import fewer_images, nft_drift, real_recipes, time_to_reward, words, words_algorithms
+from benchmarks import fewer_images, nft_drift, real_recipes, time_to_reward, words, words_algorithms, words_iteration
 from benchmarks.followed_runs import append_line, curves_of, is_done, read_lines
 from benchmarks.local_services import ROOT
 from benchmarks.public_training import PUBLISHED, advantages, counted, settings_of
@@ -97,6 +97,16 @@ def test_every_variant_of_the_words_names_what_it_trains_on(tmp_path: Path) -> N
         others = {"words, hackable": ["jpeg_compressibility"]}
         assert trained == others.get(variant, ["ocr", "ink_and_paper"] if "colours" in variant else ["ocr"])
         assert (rewards["ocr"].num_workers, config.trainer.total_training_steps) == (5, 50)
+
+
+def test_an_iteration_without_rewards_has_no_more_samples_than_the_recipe_learns_from() -> None:
+    """Also with the smallest model, as the benchmark on a CPU and the tests of CUDA graphs have it."""
+    config = load_recipe("words")
+    learnt_from = config.data.train_batch_size * 2 * (config.algorithm.best_worst_k or 0)
+    alone = words_iteration.recipe()
+    assert alone.data.train_batch_size * alone.actor_rollout_ref.rollout.n == learnt_from == 1024
+    small = alone.with_changes(words_iteration.SMALL)
+    assert (small.actor_rollout_ref.rollout.n, small.algorithm.best_worst_k) == (4, None)
 
 
 def test_the_words_table_has_what_is_read_and_not_the_reward(tmp_path: Path) -> None:
