@@ -131,9 +131,7 @@ def train_transformer(
 ) -> None:
     """Until a measurement of the averaged weights reaches `settings.target_reward`, then `settings.decay_steps` more.
 
-    Over these the learning rates fall to 0.
-
-    Leaves the averaged weights.
+    Over these the learning rates fall to 0. Leaves the averaged weights.
 
     Args:
         latents: [pictures, channels, h, w], standardised.

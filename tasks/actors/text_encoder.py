@@ -24,7 +24,7 @@ class TextEncoder:
     @collects_once_loaded
     def __init__(self, model: str, settings: EncodingSettings, batch_size: int, sleeps: bool):
         self.encoding = TextEncoding(model, settings, asleep=sleeps)
-        self.device, self.batch_size, self.asleep = settings.device, batch_size, sleeps
+        self.device, self.batch_size = settings.device, batch_size
 
     def check(self, prompts: Sequence[Prompt]) -> None:
         """Raise DatasetError for a prompt, or its own negative prompt, that is too long; answers once all is loaded."""
@@ -39,13 +39,10 @@ class TextEncoder:
             DatasetError: a prompt is too long, or its embedding is not finite.
         """
         self.check(prompts)
-        if self.asleep:
-            self.encoding.to(self.device)
-            self.asleep = False
+        self.encoding.to(self.device)
         rows = encoded_rows({prompt.uid: prompt.prompt for prompt in prompts}, self.encoding.encode, self.batch_size)
         return [rows[prompt.uid] for prompt in prompts]
 
     def sleep(self) -> None:
         """Give up the GPU's memory until there is something to encode."""
         self.encoding.to("cpu")
-        self.asleep = True

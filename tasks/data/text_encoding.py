@@ -72,17 +72,17 @@ class TextEncoding:
         self.negative_prompt = self.adapter.negative_prompt if given is None else given
         self._pipeline = self.adapter.load_text_pipeline(model, getattr(torch, settings.dtype))
         modules = [part for part in self._pipeline.components.values() if isinstance(part, torch.nn.Module)]
-        self._host = HostCopies(modules, away=True)
+        self._host = HostCopies(modules, away=asleep or settings.device == "cpu")
         if not asleep:
             self._pipeline.to(settings.device)
 
     def to(self, device: str) -> None:
-        """Move the weights of an encoding that began asleep; those that leave a GPU leave no memory taken there."""
-        if device == "cpu":
-            self._host.leave()
-        else:
+        """Move the weights; those that leave a GPU leave no memory taken there."""
+        if device != "cpu":
             self._host.come_back(device)
-        if device == "cpu" and torch.cuda.is_initialized():
+            return
+        self._host.leave()
+        if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
 
     def check_lengths(self, prompts: Sequence[Prompt]) -> None:
