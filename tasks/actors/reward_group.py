@@ -3,7 +3,9 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
+from math import ceil, isnan
 from typing import Any, Literal
 
 import numpy as np
@@ -41,12 +43,14 @@ class PendingCall:
     """One call of a worker.
 
     Attributes:
+        start: number of the first sample that it scores, among the iteration's.
         size: how many samples it scores.
         answer: what `RewardWorker.score` returns.
         worker, machine: which worker was asked, and the id of the machine that it was on then; None where nobody knew.
         again: ask it again.
     """
 
+    start: int
     size: int
     answer: ray.ObjectRef
     worker: int
@@ -68,6 +72,7 @@ class Scores:
 
     Attributes:
         samples: one row a sample: uid, prompt, sample_index, reward, reward/<name>, <name>/<detail>, image/<statistic>.
+            Of a reward that measures a share of them, <name>/measured says which.
         weights: reward name -> its share of the trained reward, 0 for a guard.
         busy: reward name -> seconds its workers spent scoring.
     """
@@ -99,9 +104,14 @@ class Scores:
     def metrics(self) -> dict[str, float]:
         """reward/<name>/missing, the samples without that score, of them reward/<name>/not_finite, where the reward did
         answer, and perf/reward_busy_s/<name>."""
-        missing = {f"reward/{name}/missing": float(np.isnan(v).sum()) for name, v in self.by_reward.items()}
+        missing = {f"reward/{name}/missing": float(self._missing(name)) for name in self.by_reward}
         missing |= {f"reward/{name}/not_finite": float(self._not_finite(name)) for name in self.by_reward}
         return missing | {f"perf/reward_busy_s/{name}": seconds for name, seconds in self.busy.items()}
+
+    def _missing(self, name: str) -> int:
+        """Of the samples that it measured."""
+        lacking = self.samples[f"reward/{name}"].isna()
+        return int((lacking & self.samples.get(f"{name}/measured", True)).sum())
 
     def _not_finite(self, name: str) -> int:
         errors = self.samples.get(f"{name}/error", pd.Series(dtype=object))
@@ -135,23 +145,31 @@ class RewardPool:
             allow_out_of_order_execution=True,
         )
 
-    def submit(self, batches: Sequence[PendingBatch]) -> list[PendingCall]:
-        """Start scoring: `batch_size` samples a call, each call as soon as the rollout batches it covers are there."""
+    def submit(self, batches: Sequence[PendingBatch], share: float = 1.0) -> list[PendingCall]:
+        """Start scoring: `batch_size` samples a call, each call as soon as the rollout batches it covers are there.
+
+        Args:
+            batches: of an iteration or a validation.
+            share: of each of them, what is scored.
+        """
         prompts = [prompt for batch in batches for prompt in batch.prompts]
         edges = np.cumsum([0] + [len(batch.prompts) for batch in batches])
         calls = []
-        for number, (start, stop) in enumerate(pairwise(call_edges(edges, self.config.batch_size, len(self.group)))):
+        for number, (start, stop) in enumerate(call_spans(edges, self.config.batch_size, len(self.group), share)):
             covered = [i for i in range(len(batches)) if edges[i] < stop and edges[i + 1] > start]
             shards = [batches[i].latents if self.wants == "latents" else batches[i].pictures for i in covered]
             first = int(start - edges[covered[0]])
-            calls.append(self._call(number % len(self.group), first, prompts[start:stop], shards))
+            calls.append(self._call(number % len(self.group), start, first, prompts[start:stop], shards))
         return calls
 
-    def _call(self, worker: int, first: int, prompts: Sequence[ScoredPrompt], shards: Sequence[Any]) -> PendingCall:
+    def _call(
+        self, worker: int, start: int, first: int, prompts: Sequence[ScoredPrompt], shards: Sequence[Any]
+    ) -> PendingCall:
         machine = self.group.whereabouts.machine(worker)
         score = self.group.actors[worker].score.options(retry_exceptions=True)
         answer = score.remote(first, prompts, *shards)
-        return PendingCall(len(prompts), answer, worker, machine, lambda: self._call(worker, first, prompts, shards))
+        again = partial(self._call, worker, start, first, prompts, shards)
+        return PendingCall(start, len(prompts), answer, worker, machine, again)
 
     def _answer(self, call: PendingCall) -> Any:
         """What a call returns. One that failed because its worker's machine was lost is made again, and is no try."""
@@ -163,8 +181,15 @@ class RewardPool:
                     raise
             call = call.again()
 
-    def collect(self, calls: Sequence[PendingCall], max_missing_fraction: float) -> tuple[pd.DataFrame, float]:
+    def collect(
+        self, calls: Sequence[PendingCall], samples: int, max_missing_fraction: float
+    ) -> tuple[pd.DataFrame, float]:
         """Wait for the calls of an iteration. Scores that no retry could get are NaN, their error is a detail.
+
+        Args:
+            calls: from `submit`.
+            samples: of the iteration, measured or not.
+            max_missing_fraction: of those that were measured.
 
         Returns:
             (columns reward/<name> and <name>/<detail> of all samples, busy seconds).
@@ -187,6 +212,9 @@ class RewardPool:
             busy += answer.seconds
         table = joined_calls(frames)
         self._check_missing(table, max_missing_fraction, cause)
+        if len(table) < samples:
+            measured = [call.start + i for call in calls for i in range(call.size)]
+            table = with_unmeasured(table, measured, samples, f"{self.name}/measured")
         return table, busy
 
     def _reason(self, error: Exception) -> str:
@@ -209,21 +237,45 @@ class RewardPool:
         ) from cause
 
 
-def call_edges(edges: Sequence[int] | np.ndarray, size: int | Literal["auto"] | None, workers: int) -> list[int]:
-    """Where calls begin, and the end of the last one.
+def call_spans(
+    edges: Sequence[int] | np.ndarray, size: int | Literal["auto"] | None, workers: int, share: float = 1.0
+) -> list[tuple[int, int]]:
+    """The samples of each call: the first, and the first that is no longer among them.
 
     Args:
-        edges: the same of the rollout batches.
+        edges: where rollout batches begin, and the end of the last one.
         size: `reward.functions.*.batch_size`.
         workers: of the reward.
+        share: of each rollout batch, rounded up; below 1 no call covers two of them.
     """
-    if size is None:
-        return [int(edge) for edge in edges]
-    last = int(edges[-1])
-    if size != "auto":
-        return [*range(0, last, size), last]
-    batches = [(int(start), int(stop)) for start, stop in pairwise(edges)]
-    return [first for start, stop in batches for first in range(start, stop, -(-(stop - start) // workers))] + [last]
+    batches = [(int(start), int(start) + ceil(share * (stop - start))) for start, stop in pairwise(edges)]
+    if share == 1 and isinstance(size, int):
+        batches = [(int(edges[0]), int(edges[-1]))]
+    spans = []
+    for start, stop in batches:
+        step = size if isinstance(size, int) else ceil((stop - start) / (1 if size is None else workers))
+        spans += [(first, min(first + step, stop)) for first in range(start, stop, step)]
+    return spans
+
+
+def with_unmeasured(table: pd.DataFrame, measured: Sequence[int], samples: int, flag: str) -> pd.DataFrame:
+    """A reward's table with a row for each sample of the iteration: NaN, or None, where it was not measured.
+
+    Args:
+        table: of the measured samples.
+        measured: their numbers.
+        samples: of the iteration.
+        flag: name of the column that says which were measured.
+    """
+    whole = table.assign(**{flag: True}).set_index(pd.Index(measured)).reindex(range(samples))
+    for column in whole.select_dtypes(object).columns:
+        whole[column] = pd.Series([None if is_nan(value) else value for value in whole[column]], dtype=object)
+    return whole.assign(**{flag: whole[flag].notna()})
+
+
+def is_nan(value: object) -> bool:
+    """Is it a number, and none?"""
+    return isinstance(value, float) and isnan(value)
 
 
 def joined_calls(frames: Sequence[pd.DataFrame]) -> pd.DataFrame:
@@ -260,11 +312,17 @@ class RewardGroup:
             self.model.rest()
         return found
 
-    def submit(self, batches: Sequence[PendingBatch]) -> PendingScores:
-        """Start scoring; Ray hands each batch over when it is there, while others are still sampled."""
+    def submit(self, batches: Sequence[PendingBatch], *, training: bool) -> PendingScores:
+        """Start scoring; Ray hands each batch over when it is there, while others are still sampled.
+
+        Args:
+            batches: of an iteration or a validation.
+            training: are they an iteration's, of which some rewards measure a `training_share` only?
+        """
         if self.model is not None:
             self.model.begin_use()
-        calls = {name: pool.submit(batches) for name, pool in self.pools.items()}
+        shares = {name: pool.config.training_share if training else 1.0 for name, pool in self.pools.items()}
+        calls = {name: pool.submit(batches, shares[name]) for name, pool in self.pools.items()}
         # Stateless, so any idle worker of Ray's may do it, and Ray repeats it if that one dies.
         measure = ray.remote(picture_statistics).options(num_cpus=0, num_returns=1, max_retries=-1)
         pictures = [batch.pictures for batch in batches if batch.pictures is not None]
@@ -281,7 +339,9 @@ class RewardGroup:
         )
         limit = self.config.max_missing_fraction
         try:
-            collected = {name: pool.collect(pending.calls[name], limit) for name, pool in self.pools.items()}
+            collected = {
+                name: pool.collect(pending.calls[name], len(samples), limit) for name, pool in self.pools.items()
+            }
         except RewardFailure:
             self._tell_deaths()
             raise

@@ -40,6 +40,13 @@ class RewardFunctionConfig(Section):
         "counts as its group's mean: it speaks neither for nor against the sample.",
     )
     guard: bool = Field(False, description="Measured, never trained on, and watched for a fall while the reward rises.")
+    training_share: NotShaping[float] = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="Share of an iteration's pictures that a guard, or a reward of weight 0, measures: the first of "
+        "each rollout batch. A validation's are all measured.",
+    )
     options: Options = Field(default_factory=dict, description="Keyword arguments of the reward.")
     num_workers: NotShaping[int] = Field(
         1, ge=1, le=MOST_PROCESSES, description="Worker processes; each loads the reward once."
@@ -77,6 +84,15 @@ class RewardFunctionConfig(Section):
         if self.guard and self.weight:
             raise ValueError(
                 f"guard is true and weight {self.weight:g}: a guard is never trained on, so leave its weight out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _what_is_trained_on_is_measured(self) -> Self:
+        if self.training_share < 1 and self.share:
+            raise ValueError(
+                f"training_share is {self.training_share:g}, but this reward is trained on, so all pictures need it: "
+                "leave training_share out, or make it a guard"
             )
         return self
 

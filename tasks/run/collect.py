@@ -102,7 +102,7 @@ def submit(run: TrainingRun, number: int, clock: Stopwatch) -> SampledIteration:
     n, online = run.config.actor_rollout_ref.rollout.n, run.online
     prompts, text = iteration_prompts(run, number, clock)
     batches = online.rollout.submit(prompts, n, number, run.windows(number))
-    version, pending = online.rollout.policy_version, online.reward.submit(batches)
+    version, pending = online.rollout.policy_version, online.reward.submit(batches, training=True)
     encode_ahead(run, number + 1, clock)
     return SampledIteration(number=number, policy_version=version, batches=batches, pending=pending, text=text)
 
@@ -170,7 +170,7 @@ def find_or_submit(run: TrainingRun, number: int, clock: Stopwatch, ahead: Sampl
 
 def sample_and_score(run: TrainingRun, iteration: SampledIteration, clock: Stopwatch) -> Scores:
     """Wait for the iteration's samples and scores, and have the samples kept."""
-    pending = iteration.pending or run.online.reward.submit(iteration.batches)
+    pending = iteration.pending or run.online.reward.submit(iteration.batches, training=True)
     iteration.rollout_seconds = finish_rollout(clock, iteration.batches)
     _keep_rollout(run, iteration, clock)
     scores = finish_reward(clock, run.online.reward, iteration.batches, pending)

@@ -70,7 +70,7 @@ def draw_and_score(
         seed: names the noise.
     """
     batches = rollout.submit(prompts, n, VALIDATION_ITERATION, window=(), pipeline=pipeline, seed=seed, draw=True)
-    pending = reward.submit(batches)
+    pending = reward.submit(batches, training=False)
     get([batch.seconds for batch in batches])  # a sampling error is raised here, and is no reward's
     scores = reward.table(batches, pending)
     pictures = np.concatenate(get([batch.pictures for batch in batches if batch.pictures is not None]))

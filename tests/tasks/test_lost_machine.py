@@ -64,7 +64,7 @@ def test_workers_come_back_elsewhere_and_a_lost_rank_ends_the_run_in_a_sentence(
 
     def sampled() -> tuple[np.ndarray, np.ndarray]:
         batches = rollout.submit(PROMPTS, 2, 1, (0,))
-        pending = reward.submit(batches)
+        pending = reward.submit(batches, training=True)
         return np.concatenate(ray.get([b.pictures for b in batches])).copy(), reward.table(batches, pending).rewards
 
     def go_on_without_it() -> None:

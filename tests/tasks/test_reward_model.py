@@ -112,11 +112,11 @@ def test_a_run_starts_its_judge_lets_it_sleep_and_ends_it(cluster: None, tmp_pat
         assert f"{tmp_path / 'model'} " in version, "the version names the model and its weights"
         assert journal(tmp_path)[1:] == ["/sleep?level=1&mode=wait"], "until something is to be scored"
         expected = [[0, 0.25, 0.5, 0.75], [0, 0.25, 0.5, 0.75]]
-        assert [group.table(shards, group.submit(shards)).rewards.tolist() for _ in range(2)] == expected
+        assert [group.table(shards, group.submit(shards, training=True)).rewards.tolist() for _ in range(2)] == expected
         once = ["/sleep?level=1&mode=wait", "/wake_up"]
         assert journal(tmp_path)[1:] == [*once, *once, once[0]], "never asked while asleep, asleep between and after"
         # Scores of the next iteration are under way: it stays awake.
-        first, second = group.submit(shards), group.submit(shards)
+        first, second = group.submit(shards, training=True), group.submit(shards, training=True)
         group.table(shards, first)
         assert journal(tmp_path)[-1] == "/wake_up"
         group.table(shards, second)
@@ -130,7 +130,7 @@ def test_a_run_starts_its_judge_lets_it_sleep_and_ends_it(cluster: None, tmp_pat
         # Killed, and its engine left over: the next scores come from another one, and the engine is gone.
         server.kill()
         wait_until_dead(server)
-        assert group.table(shards, group.submit(shards)).rewards.tolist() == expected[0]
+        assert group.table(shards, group.submit(shards, training=True)).rewards.tolist() == expected[0]
         assert_all_end([server, engine])
         last = processes(tmp_path)
         assert last[0].pid != server.pid
@@ -155,14 +155,15 @@ def test_a_killed_actor_takes_its_server_along_and_another_begins(cluster: None,
             )
             for b in shards
         ]
-        found = group.table(shards, group.submit(shards))
+        found = group.table(shards, group.submit(shards, training=True))
         assert found.by_reward["sources"].tolist() == [0, 0.25, 0.5, 0.75]
         assert found.by_reward[PER_SAMPLE].tolist() == [401.0] * 4
         assert set(found.samples[f"{PER_SAMPLE}/model"]) == {str(tmp_path / "model")}
         first = processes(tmp_path)
         os.kill(ray.get(model.actor.__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
         assert_all_end(first)
-        assert group.table(shards, group.submit(shards)).by_reward["sources"].tolist() == [0, 0.25, 0.5, 0.75]
+        found = group.table(shards, group.submit(shards, training=True))
+        assert found.by_reward["sources"].tolist() == [0, 0.25, 0.5, 0.75]
         last = processes(tmp_path)
     assert_all_end(last)
 
@@ -177,13 +178,13 @@ def test_what_a_judge_had_not_scored_when_it_died_is_asked_again(
     with served_reward_model(settings) as model:
         group, shards = RewardGroup(settings, model), batches()
         group.versions()
-        found = group.table(shards, group.submit(shards))
+        found = group.table(shards, group.submit(shards, training=True))
         assert found.rewards.tolist()[:2] == [0, 0.25]
         assert np.isnan(found.rewards[2:]).all(), "it has killed two"
         assert found.metrics()["reward/judge_grade/missing"] == 2
         assert found.samples["judge_grade/error"].str.startswith("APIConnectionError").tolist()[2:] == [True, True]
         wait_until_dead(processes(tmp_path)[0])
-        again = group.table(shards, group.submit(shards))
+        again = group.table(shards, group.submit(shards, training=True))
         assert again.rewards.tolist() == [0, 0.25, 0.5, 0.75]
         assert again.samples["judge_grade/text"].str.startswith("Alignment").all()
         assert again.samples["judge_grade/alignment"].tolist() == [1, 2, 3, 4]

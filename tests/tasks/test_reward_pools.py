@@ -59,7 +59,7 @@ def config(*, max_missing_fraction: float = 0.1, statistics: bool = False, **fun
 
 def scored(settings: RewardConfig, shard: int = 4) -> Scores:
     group, shards = RewardGroup(settings), batches(shard)
-    return group.table(shards, group.submit(shards))
+    return group.table(shards, group.submit(shards, training=True))
 
 
 def of(name: str, settings: dict, **more) -> np.ndarray:
@@ -110,17 +110,17 @@ def test_a_batch_is_scored_while_another_is_still_sampled(cluster: None, tmp_pat
     shards = batches()
     shards[late] = replace(shards[late], pictures=sampled_late.remote(shards[late].pictures))
     group = RewardGroup(config(fails_before={"options": {"folder": str(tmp_path), "attempts": 0}}))
-    assert group.table(shards, group.submit(shards)).by_reward["fails_before"].tolist() == LEVELS
+    assert group.table(shards, group.submit(shards, training=True)).by_reward["fails_before"].tolist() == LEVELS
 
 
 def test_a_killed_worker_is_restarted_and_its_batch_scored_again(cluster: None, tmp_path: Path) -> None:
     group = RewardGroup(config(dies_once={"options": {"folder": str(tmp_path)}}))
     shards = batches()
-    found = group.table(shards, group.submit(shards))
+    found = group.table(shards, group.submit(shards, training=True))
     assert found.by_reward["dies_once"].tolist() == LEVELS
     assert len((tmp_path / "calls").read_text()) == 4, "three batches, the first of them twice"
     # The restarted worker serves the next iteration as well.
-    assert group.table(shards, group.submit(shards)).by_reward["dies_once"].tolist() == LEVELS
+    assert group.table(shards, group.submit(shards, training=True)).by_reward["dies_once"].tolist() == LEVELS
 
 
 def test_a_worker_that_hangs_is_ended_and_its_batch_scored_again(cluster: None, tmp_path: Path) -> None:
@@ -188,6 +188,34 @@ def test_a_missing_optional_reward_counts_as_its_groups_mean(cluster: None) -> N
     assert found.rewards[1:] == pytest.approx([1.1 * level for level in LEVELS[1:]])
     required = scored(config(brightness={}, nan_for_dark={"weight": 0.1}))
     assert np.isnan(required.rewards).tolist() == [True] + [False] * 11
+
+
+def test_a_guard_measures_a_share_of_an_iteration_and_all_of_a_validation(cluster: None) -> None:
+    """Half of shards of 5, 5 and 2, rounded up. What it did not measure is neither missing nor a share of its limit."""
+    functions = {"brightness": {}, "nan_for_dark": {"guard": True, "training_share": 0.5, "batch_size": 2}}
+    group, shards = RewardGroup(config(**functions, max_missing_fraction=0.15)), batches(5)
+    found = group.table(shards, group.submit(shards, training=True))
+    measured = [True, True, True, False, False] * 2 + [True, False]
+    assert found.samples["nan_for_dark/measured"].tolist() == measured
+    assert found.by_reward["nan_for_dark"][1:] == pytest.approx(np.where(measured, LEVELS, np.nan)[1:], nan_ok=True)
+    errors = found.samples["nan_for_dark/error"].tolist()
+    assert [error is None for error in errors] == [False] + [True] * 11
+    assert "itself returned nan" in errors[0]
+    assert found.metrics()["reward/nan_for_dark/missing"] == found.metrics()["reward/nan_for_dark/not_finite"] == 1
+    assert found.rewards.tolist() == LEVELS
+    whole = group.table(shards, group.submit(shards, training=False))
+    assert whole.by_reward["nan_for_dark"][1:].tolist() == LEVELS[1:]
+    assert "nan_for_dark/measured" not in whole.samples
+    strict = RewardGroup(config(**functions, max_missing_fraction=0.1))  # 1 of 12 would be few enough
+    pending = strict.submit(shards, training=True)
+    with pytest.raises(RewardFailure, match="missing for 1 of 7 samples"):
+        strict.table(shards, pending)
+
+
+def test_what_is_trained_on_is_measured_of_every_picture() -> None:
+    with pytest.raises(ValueError, match=r"training_share is 0\.5, but this reward is trained on"):
+        RewardConfig(functions={"ocr": {"training_share": 0.5}})
+    assert RewardConfig(functions={"ocr": {}, "jpeg": {"weight": 0, "training_share": 0.5}})
 
 
 def test_statistics_of_the_pictures_are_measured_beside_the_rewards(cluster: None) -> None:
