@@ -67,7 +67,12 @@ def only_rewards(config: TrainConfig, **given: Mapping[str, Any]) -> str:
 VARIANTS: dict[str, tuple[str, list[str]]] = {
     "words": ("words", []),
     "words, 8 of 64": ("words", [f"{ROLLOUT}.n=64"]),
+    "words, 128 prompts": ("words", ["data.train_batch_size=128", f"{ACTOR}.ppo_mini_batch_size=32"]),
     "words, advantages up to 1": ("words", GENTLE),
+    "words, advantages up to 1, falling learning rate": (
+        "words",
+        [*GENTLE, f"{ACTOR}.optim.lr=3.0e-5", f"{ACTOR}.optim.lr_scheduler_type=cosine"],
+    ),
     "words, matching .05": ("words", [f"{ACTOR}.matching_loss_coef=0.05"]),
     "words, every sample": ("words", ALL_SAMPLES),
     "words, every sample, dpm2": ("words", [*ALL_SAMPLES, f"{ROLLOUT}.pipeline.solver=dpm2"]),
@@ -77,14 +82,14 @@ VARIANTS: dict[str, tuple[str, list[str]]] = {
     "words, LoRA": (
         "words",
         [
-            *PLAIN,
+            *ALL_SAMPLES,
+            *GENTLE,
             "actor_rollout_ref.model.lora_rank=32",
             "data.train_batch_size=32",
             f"{ACTOR}.ppo_mini_batch_size=8",
             f"{ACTOR}.use_kl_loss=false",
             f"{ACTOR}.kl_loss_coef=0.0",
-            f"{ACTOR}.optim.lr=1.0e-3",
-            f"{LOSS}.nft_beta=0.1",
+            f"{ACTOR}.optim.lr=4.0e-4",
         ],
     ),
     "words-flow-grpo": ("words-flow-grpo", []),
@@ -97,7 +102,7 @@ VARIANTS: dict[str, tuple[str, list[str]]] = {
 }
 """Name -> recipe and what is changed of it; docs/words.md has what came of some of them."""
 REWARDS: dict[str, dict[str, dict[str, Any]]] = {
-    "words, colours trained too": {"ocr": {}, "ink_and_paper": {"guard": False, "num_workers": 1}},
+    "words, colours trained too": {"ocr": {}, "ink_and_paper": {"guard": False, "training_share": 1.0}},
     "words, hackable": {
         "jpeg_compressibility": {},
         "ocr": {"guard": True},

@@ -32,7 +32,7 @@ from benchmarks.followed_runs import (
     read_lines,
 )
 from benchmarks.learning import p_value
-from benchmarks.words import ACTOR, PAGE, ROLLOUT, VARIANTS, only_rewards
+from benchmarks.words import ACTOR, LOSS, PAGE, ROLLOUT, VARIANTS, only_rewards
 from flows.recipes import load_recipe
 
 SCRIPT, PICTURE = "words_algorithms.py", Path("docs/words_algorithms.png")
@@ -43,8 +43,12 @@ KERNEL = f"{ROLLOUT}.algo={{sde_type: sde, {WINDOW}}}"
 CLIP = f"{ACTOR}.diffusion_loss.clip_ratio"
 LORA = VARIANTS["words, LoRA"][1]
 LEVELS = ["algorithm.num_train_timesteps=4", f"{ACTOR}.levels_per_pass=4"]
-ALIKE = ["algorithm.share_noise_in_group=true", "algorithm.timestep_sampling=stratified"]
-NO_BETA = [change for change in LORA if "nft_beta" not in change]
+ALIKE = [
+    "algorithm.share_noise_in_group=true",
+    "algorithm.timestep_sampling=stratified",
+    "algorithm.timestep_fraction=0.5",
+]
+UNNAMED = [change for change in LORA if not change.startswith(("algorithm.", LOSS))]
 SETTINGS: dict[str, tuple[str, list[str]]] = {
     "flow_grpo": (REVERSE, []),
     "dance_grpo": (
@@ -61,11 +65,11 @@ SETTINGS: dict[str, tuple[str, list[str]]] = {
     ),
     "grpo_guard": (REVERSE, ["algorithm.name=grpo_guard", KERNEL, f"{CLIP}=1.0e-4"]),
     "flow_dppo": (REVERSE, ["algorithm.name=flow_dppo", KERNEL]),
-    "dpo": (FORWARD, [*NO_BETA, "algorithm.name=dpo", *LEVELS]),
+    "dpo": (FORWARD, [*UNNAMED, "algorithm.name=dpo", *LEVELS]),
     "diffusion_nft": (FORWARD, LORA),
-    "awm": (FORWARD, [*NO_BETA, "algorithm.name=awm", *LEVELS, *ALIKE]),
+    "awm": (FORWARD, [*UNNAMED, "algorithm.name=awm", *LEVELS, *ALIKE]),
     "distill_kl": (REVERSE, ["algorithm.name=distill_kl", KERNEL]),
-    "distill_fm_mse": (FORWARD, [*NO_BETA, "algorithm.name=distill_fm_mse", *LEVELS, *ALIKE]),
+    "distill_fm_mse": (FORWARD, [*UNNAMED, "algorithm.name=distill_fm_mse", *LEVELS, *ALIKE]),
 }
 """Algorithm -> recipe and what is changed of it. All keep the recipe's kernel, window, clip range and number of levels,
 so that they are compared at equal ones; an algorithm that is about those has its own."""
