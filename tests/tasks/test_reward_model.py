@@ -332,7 +332,7 @@ def test_transformers_own_server_answers_as_the_model_does(cluster: None, tmp_pa
     batch = PendingBatch(prompts, keys, (5, 0), ray.put(0.0), ray.put(pictures), None, ray.put(0.0), 0)
     with served_reward_model(settings) as model:
         group = RewardGroup(settings, model)
-        found = group.table([batch], group.submit([batch])).samples
+        found = group.table([batch], group.submit([batch], training=True)).samples
         # Whoever has no secret, another user or a page in a browser, cannot even have it load a model.
         served = ray.get(model.actor.connection.remote())
         address = served.url.removesuffix("/v1")
