@@ -7,18 +7,25 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.waits
+
 ROOT = Path(__file__).parent.parent
-# Either can pass only while the other runs.
+# Each can pass only while the others run.
 MEETS = """
 import os
 import time
 from pathlib import Path
+import pytest
+
+{mark}
 
 def test_meets():
     os.write(1, b"begin of {own}; ")
     Path("here_{own}").touch()
     until = time.monotonic() + 120
-    while not Path("here_{other}").exists():
+    while not all(Path(f"here_{{other}}").exists() for other in "abc"):
         assert time.monotonic() < until, "nobody else runs"
         time.sleep(0.01)
     os.write(1, b"end of {own}.")
@@ -57,7 +64,7 @@ def test_dies():
 
 def run(folder: Path, **modules: str) -> subprocess.CompletedProcess[str]:
     """pytest in a folder with these modules and no settings of this project's."""
-    (folder / "pytest.ini").write_text("[pytest]\n")
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers = waits\n")
     for name, text in modules.items():
         (folder / f"test_{name}.py").write_text(text)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
@@ -66,14 +73,17 @@ def run(folder: Path, **modules: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_modules_run_at_the_same_time_and_each_once(tmp_path: Path) -> None:
+    """Two that compute, and beside them one that waits."""
     others = {f"more_{n}": "def test_one(): pass\ndef test_two(): pass\n" for n in range(4)}
-    ended = run(tmp_path, a=MEETS.format(own="a", other="b"), b=MEETS.format(own="b", other="a"), **others)
+    waits = "pytestmark = pytest.mark.waits"
+    meeting = {own: MEETS.format(own=own, mark=waits if own == "c" else "") for own in "abc"}
+    ended = run(tmp_path, **meeting, **others)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert " 12 passed in " in ended.stdout
-    for own in "ab":
+    assert " 14 passed" in ended.stdout
+    for own in "abc":
         assert f"begin of {own}; end of {own}." in ended.stdout, "a test's output is its own"
     shown = re.findall(r"^(test_\w+)\.py (\.+)", ended.stdout, re.MULTILINE)
-    assert sorted(shown) == [("test_a", ".."), ("test_b", ".."), *((f"test_more_{n}", "..") for n in range(4))]
+    assert sorted(shown) == [*((f"test_{own}", "..") for own in "abc"), *((f"test_more_{n}", "..") for n in range(4))]
 
 
 def test_what_fails_warns_and_is_skipped_is_told_as_in_one_process(tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ import pytest
 from tests.support.forked import Program
 from tests.support.patience import PATIENCE
 
+pytestmark = pytest.mark.waits
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "docs" / "examples"
 PAGE = (ROOT / "docs" / "examples.md").read_text()

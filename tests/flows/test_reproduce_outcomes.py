@@ -15,6 +15,8 @@ from tasks.config.errors import ConfigError
 from tasks.config.tree import TrainConfig
 from tests.support.patience import wait_until
 
+pytestmark = pytest.mark.waits
+
 
 def test_outcomes_metric_by_metric() -> None:
     old = {

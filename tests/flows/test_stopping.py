@@ -15,6 +15,8 @@ from flows.stopping import handled, raise_it
 from flows.terminal import in_a_sentence
 from tasks.system.causes import causes
 
+pytestmark = pytest.mark.waits
+
 ROOT = Path(__file__).parents[2]
 SIGNALS = [(signal.SIGINT, "stopped by Ctrl-C", 130), (signal.SIGTERM, "stopped by SIGTERM", 143)]
 

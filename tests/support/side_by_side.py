@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """A plugin of pytest: the tests run in several processes, forks of the one that has collected them.
 
-    python -m pytest -p tests.support.side_by_side --processes 3
+    python -m pytest -p tests.support.side_by_side --processes 2
 
 What they import is imported once. Each process takes the next module that no other has taken, so that all end at about
 the same time; a module's results are shown when it has ended. A session's fixture is made in each process that asks for
 it.
+
+Modules that are marked `waits` have one more process to themselves: they hardly compute, and in one that does they
+would leave a core idle. A process more for all modules would fill it too, but then each computes more slowly: what the
+cores have in their caches is another process's at every turn, which costs a fifth of the time.
 """
 
 import multiprocessing as mp
@@ -21,11 +25,12 @@ import pytest
 FORK = mp.get_context("fork")
 PLACE = 4
 """Bytes of a module's number in the queue: so few are read whole."""
+WAITS = "waits"
 Module = list[pytest.Item]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--processes", type=int, default=3, help="that run tests at the same time")
+    parser.addoption("--processes", type=int, default=2, help="that compute at the same time: as many as cores")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -36,23 +41,26 @@ def pytest_runtestloop(session: pytest.Session) -> bool:
         return True
     modules = [list(items) for _, items in groupby(session.items, key=lambda item: item.nodeid.split("::")[0])]
     session.config._tmp_path_factory.getbasetemp()  # one folder for all processes
-    queue = _queue_of(len(modules))
+    waiting = [number for number, module in enumerate(modules) if module[0].get_closest_marker(WAITS)]
+    computing = [number for number in range(len(modules)) if number not in waiting]
+    queues = [_queue_of(computing), _queue_of(waiting)]
     readers: dict[Connection, Any] = {}
-    for _ in range(session.config.option.processes):
+    for own in [queues] * session.config.option.processes + [queues[1:]] * bool(waiting):
         reader, writer = FORK.Pipe(duplex=False)
-        process = FORK.Process(target=_run_modules, args=(session, modules, queue, writer))
+        process = FORK.Process(target=_run_modules, args=(session, modules, own, writer))
         process.start()
         writer.close()
         readers[reader] = process
-    os.close(queue)
+    for queue in queues:
+        os.close(queue)
     _report(session, readers)
     return True
 
 
-def _queue_of(modules: int) -> int:
-    """A pipe with the numbers of all modules, from which each process reads the next one."""
+def _queue_of(numbers: list[int]) -> int:
+    """A pipe with these modules' numbers, from which each process reads the next one."""
     reading, writing = os.pipe()
-    os.write(writing, b"".join(number.to_bytes(PLACE) for number in range(modules)))
+    os.write(writing, b"".join(number.to_bytes(PLACE) for number in numbers))
     os.close(writing)
     return reading
 
@@ -129,7 +137,7 @@ class _Told:
         return happened
 
 
-def _run_modules(session: pytest.Session, modules: list[Module], queue: int, results: Connection) -> None:
+def _run_modules(session: pytest.Session, modules: list[Module], queues: list[int], results: Connection) -> None:
     plugins = session.config.pluginmanager
     told = _Told(session.config)
     plugins.unregister(plugins.getplugin("terminalreporter"))
@@ -138,23 +146,25 @@ def _run_modules(session: pytest.Session, modules: list[Module], queue: int, res
     capture.stop_global_capturing()  # its files are the other processes' too
     capture.start_global_capturing()
     capture.suspend_global_capture()
-    for item, following in _in_turn(modules, queue):
+    for item, following in _in_turn(modules, queues):
         session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
         if following is None or following.path != item.path:
             results.send(told.taken())
     results.close()
 
 
-def _in_turn(modules: list[Module], queue: int) -> Iterator[tuple[pytest.Item, pytest.Item | None]]:
+def _in_turn(modules: list[Module], queues: list[int]) -> Iterator[tuple[pytest.Item, pytest.Item | None]]:
     """Each test with the one after it; the next module is taken when the last test of one begins, and not before."""
-    module = _next_module(modules, queue)
+    module = _next_module(modules, queues)
     while module:
         yield from pairwise(module)
-        following = _next_module(modules, queue)
+        following = _next_module(modules, queues)
         yield module[-1], following[0] if following else None
         module = following
 
 
-def _next_module(modules: list[Module], queue: int) -> Module | None:
-    place = os.read(queue, PLACE)
+def _next_module(modules: list[Module], queues: list[int]) -> Module | None:
+    """The next one of the first queue that has one left."""
+    places = (os.read(queue, PLACE) for queue in queues)
+    place = next(filter(None, places), None)
     return modules[int.from_bytes(place)] if place else None

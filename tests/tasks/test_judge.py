@@ -19,6 +19,8 @@ from tasks.rewards.judge import UnusableAnswer, _grade
 from tests.support.judge_server import KEY, Judging, judge_server
 from tests.support.mlflow_store import mlflow_in
 
+pytestmark = pytest.mark.waits
+
 
 @pytest.fixture
 def server() -> Iterator[Judging]:

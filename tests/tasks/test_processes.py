@@ -13,6 +13,8 @@ import pytest
 
 from tasks.system.processes import ProcessIdentity, wait_or_kill, wait_until_ended
 
+pytestmark = pytest.mark.waits
+
 
 def test_an_identity_is_of_one_process_alone() -> None:
     own = ProcessIdentity.of(os.getpid())

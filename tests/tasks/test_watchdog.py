@@ -15,6 +15,8 @@ from tasks.actors.watchdog import MARK, watchdog
 from tasks.system.processes import ProcessIdentity, runs, wait_until_ended
 from tests.support.patience import PATIENCE
 
+pytestmark = pytest.mark.waits
+
 ROOT = Path(__file__).parents[2]
 SLEEPER = "import time; time.sleep(7200)"
 DAEMON = """
