@@ -147,9 +147,9 @@ def test_updates_equal_the_reference_trainer(tiny_model: Path, kind: str, clip_g
 
 @pytest.mark.parametrize("recorded", [False, True], ids=["computed", "recorded"])
 @pytest.mark.parametrize("kind", ["guided", "guided_lora"])
-def test_the_half_without_prompt_may_be_a_constant(tiny_model: Path, kind: str, recorded: bool) -> None:
+def test_the_half_without_prompt_may_be_a_constant(one_block_model: Path, kind: str, recorded: bool) -> None:
     """Three optimiser steps of one iteration: what the rollout recorded holds for the first one alone."""
-    config = config_of(kind, tiny_model)
+    config = config_of(kind, one_block_model)
     trajectories = rolled_out(config, record_unconditional=recorded)
     assert (trajectories.unconditional is not None) == recorded
     settings = {"guidance_gradient": "conditional", "clip_grad": 1e6}
@@ -161,9 +161,9 @@ def test_the_half_without_prompt_may_be_a_constant(tiny_model: Path, kind: str, 
     assert largest_difference(weights, both) > 1e-4
 
 
-def test_a_recorded_half_is_not_computed_again(tiny_model: Path) -> None:
+def test_a_recorded_half_is_not_computed_again(one_block_model: Path) -> None:
     """A wrong one shows in the first step's log-probs, and not in the reference's, which has a half of its own."""
-    config = config_of("guided", tiny_model)
+    config = config_of("guided", one_block_model)
     trajectories = rolled_out(config, record_unconditional=True)
     assert trajectories.unconditional is not None
     wrong = replace(trajectories, unconditional=trajectories.unconditional + 1.0)
@@ -175,9 +175,9 @@ def test_a_recorded_half_is_not_computed_again(tiny_model: Path) -> None:
     assert misled["kl_loss"] > 1e-6
 
 
-def test_parts_of_a_batch_add_up_to_one_mean(tiny_model: Path) -> None:
+def test_parts_of_a_batch_add_up_to_one_mean(one_block_model: Path) -> None:
     """A part of two and a part of four, of different lengths: each sample weighs the same, and replays exactly."""
-    config = config_of("full", tiny_model)
+    config = config_of("full", one_block_model)
     short, long = differently_long_rollouts(config)
     parts = [(short, ADVANTAGES[:2]), (long, ADVANTAGES[2:])]
     engine = trainer(config, clip_grad=1e6)
@@ -189,8 +189,8 @@ def test_parts_of_a_batch_add_up_to_one_mean(tiny_model: Path) -> None:
 
 
 @full_and_lora
-def test_kl_pulls_towards_the_reference_as_the_formula_says(tiny_model: Path, kind: str) -> None:
-    config = config_of(kind, tiny_model)
+def test_kl_pulls_towards_the_reference_as_the_formula_says(one_block_model: Path, kind: str) -> None:
+    config = config_of(kind, one_block_model)
     trajectories = rolled_out(config)
     engine = trainer(config, use_kl_loss=True, kl_loss_coef=20.0, clip_grad=1e6)
     for _ in range(3):
@@ -202,8 +202,8 @@ def test_kl_pulls_towards_the_reference_as_the_formula_says(tiny_model: Path, ki
 
 
 @full_and_lora
-def test_kl_is_zero_at_the_start_and_then_the_gaussian_one(tiny_model: Path, kind: str) -> None:
-    config = config_of(kind, tiny_model)
+def test_kl_is_zero_at_the_start_and_then_the_gaussian_one(one_block_model: Path, kind: str) -> None:
+    config = config_of(kind, one_block_model)
     trajectories = rolled_out(config)
     engine = trainer(config, use_kl_loss=True, kl_loss_coef=0.5, ppo_micro_batch_size_per_gpu=6)
     assert engine.update_policy([batch_of(trajectories)])["kl_loss"] == 0.0
@@ -234,9 +234,9 @@ def test_lora_starts_as_the_base_model_and_alike_everywhere(tiny_model: Path) ->
 
 
 @pytest.mark.parametrize("missing", [[1], [0, 1, 2, 3]], ids=["one_sample", "a_whole_micro_batch"])
-def test_a_missing_reward_leaves_the_update(tiny_model: Path, missing: Sequence[int]) -> None:
+def test_a_missing_reward_leaves_the_update(one_block_model: Path, missing: Sequence[int]) -> None:
     """Also its share of the KL, which an advantage of 0 would keep."""
-    config = config_of("full", tiny_model)
+    config = config_of("full", one_block_model)
     trajectories = rolled_out(config)
     advantages = ADVANTAGES.clone()
     advantages[missing] = float("nan")
@@ -254,11 +254,11 @@ def test_a_missing_reward_leaves_the_update(tiny_model: Path, missing: Sequence[
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("amplified", [False, True], ids=["as_it_is", "amplified"])
 def test_the_first_ratio_is_exactly_one_whatever_is_missing(
-    tiny_model: Path, missing: Sequence[int], dtype: str, amplified: bool
+    one_block_model: Path, missing: Sequence[int], dtype: str, amplified: bool
 ) -> None:
     """The rest is computed in the batch that it was sampled in. A CPU's sums show less of a batch's size than a GPU's:
     amplified, it shows in every output."""
-    config = model_config(tiny_model, dtype=dtype, true_cfg_scale=3.0)
+    config = model_config(one_block_model, dtype=dtype, true_cfg_scale=3.0)
     rollout = DiffusersRolloutEngine(config)
     engine = trainer(config, ppo_micro_batch_size_per_gpu=6, loss_mode="grpo_guard")
     if amplified:
@@ -279,9 +279,11 @@ def test_the_first_ratio_is_exactly_one_whatever_is_missing(
 
 
 @pytest.mark.parametrize("missing", [[2], [0, 1, 2, 3]], ids=["one_sample", "a_whole_micro_batch"])
-def test_a_sample_that_overflowed_and_has_no_reward_harms_no_other(tiny_model: Path, missing: Sequence[int]) -> None:
+def test_a_sample_that_overflowed_and_has_no_reward_harms_no_other(
+    one_block_model: Path, missing: Sequence[int]
+) -> None:
     """It is computed with the others, where a gradient of 0 times what is not finite would be NaN."""
-    config = config_of("guided", tiny_model)
+    config = config_of("guided", one_block_model)
     request = rollout_request(samples=2, lengths=(5, 3, 7), negative_length=4, record_unconditional=True)
     trajectories = DiffusersRolloutEngine(config).produce(request).recorded
     assert isinstance(trajectories, Trajectories)
@@ -301,9 +303,9 @@ def test_a_sample_that_overflowed_and_has_no_reward_harms_no_other(tiny_model: P
     assert largest_difference(with_broken.gather_weights(), without.gather_weights()) < 1e-6
 
 
-def test_a_gradient_that_is_not_finite_stops_the_update(tiny_model: Path) -> None:
+def test_a_gradient_that_is_not_finite_stops_the_update(one_block_model: Path) -> None:
     """The weights stay, and nothing of the bad gradient is left for the next update."""
-    config = config_of("full", tiny_model)
+    config = config_of("full", one_block_model)
     trajectories = rolled_out(config)
     engine, untouched = trainer(config), trainer(config)
     start = engine.gather_weights()
@@ -320,8 +322,8 @@ def test_a_gradient_that_is_not_finite_stops_the_update(tiny_model: Path) -> Non
 # ---- learning rate and averages
 
 
-def test_warm_up_is_linear_to_the_learning_rate(tiny_model: Path) -> None:
-    config = config_of("lora", tiny_model)
+def test_warm_up_is_linear_to_the_learning_rate(one_block_model: Path) -> None:
+    config = config_of("lora", one_block_model)
     trajectories = rolled_out(config)
     engine = trainer(config, lr_warmup_steps=4)
     metrics = [engine.update_policy([batch_of(trajectories)]) for _ in range(6)]
@@ -335,9 +337,9 @@ def test_warm_up_is_linear_to_the_learning_rate(tiny_model: Path) -> None:
 
 
 @full_and_lora
-def test_average_follows_its_formula(tiny_model: Path, kind: str) -> None:
+def test_average_follows_its_formula(one_block_model: Path, kind: str) -> None:
     """shadow <- d shadow + (1-d) weights, d = min((1+s)/(10+s), decay) after s optimiser steps, every second one."""
-    config = config_of(kind, tiny_model)
+    config = config_of(kind, one_block_model)
     trajectories = rolled_out(config)
     engine = trainer(config, enable=True, decay=0.4, update_interval=2)
     shadow = engine.gather_weights()
@@ -423,8 +425,8 @@ def test_a_checkpoint_takes_what_is_counted(tiny_model: Path, tmp_path: Path, co
     assert 0 <= written - counted < 0.01 * counted, "a counter of steps for each weight, and the schedule"
 
 
-def test_saving_before_the_first_update_changes_nothing(tiny_model: Path, tmp_path: Path) -> None:
-    config = config_of("full", tiny_model)
+def test_saving_before_the_first_update_changes_nothing(one_block_model: Path, tmp_path: Path) -> None:
+    config = config_of("full", one_block_model)
     trajectories = rolled_out(config)
     saved, unsaved, resumed = trainer(config), trainer(config), trainer(config)
     saved.save_checkpoint(tmp_path / "checkpoint")

@@ -67,6 +67,12 @@ def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> floa
     return max((one[name] - other[name]).abs().max().item() for name in one)
 
 
+@pytest.fixture(scope="module")
+def tiny_model(one_block_model: Path) -> Path:
+    """What is tested here is the same in each block."""
+    return one_block_model
+
+
 # ---- windows with gaps
 
 

@@ -3,7 +3,7 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -37,6 +37,8 @@ IS_WEIGHTS = torch.tensor(
     [[1.0, 2.0, NAN], [0.5, 1.0, 1.0], [NAN] * 3, [1.0, 0.0, 2.0], [NAN, 1.5, NAN], [1.0] * 3, [1.0] * 3, [NAN] * 3]
 )
 KINDS: dict[str, dict[str, Any]] = {"full": {}, "lora": {"lora_rank": 4, "lora_alpha": 8}, "corrected": {}}
+TWO_BLOCKS = "full"
+"""The kind whose model has two blocks; those of the others have one, which is quicker."""
 RESUMED = ("full", "lora")
 """Kinds whose checkpoints are read, and which are trained on meanwhile; "corrected" would save what "full" does."""
 LOSSES: dict[str, dict[str, Any]] = {"corrected": {"loss_mode": "grpo_guard"}}
@@ -53,8 +55,19 @@ class Trained:
         return Trained(self.grad_norms + later.grad_norms, self.weights + later.weights)
 
 
-def new_engine(model: Path, kind: str) -> DiffusersFSDPEngine:
-    config = model_config(model, **KINDS[kind])
+class Inputs(NamedTuple):
+    """A model and eight samples of it."""
+
+    model: Path
+    trajectories: Trajectories
+
+
+Models = dict[bool, Inputs]
+"""Has it two blocks? -> the model."""
+
+
+def new_engine(models: Models, kind: str) -> DiffusersFSDPEngine:
+    config = model_config(models[kind == TWO_BLOCKS].model, **KINDS[kind])
     settings: dict[str, Any] = {"use_kl_loss": True, "kl_loss_coef": 0.5, "enable": True, "update_interval": 1}
     settings |= LOSSES.get(kind, {})
     engine = DiffusersFSDPEngine(config, actor_config(ppo_micro_batch_size_per_gpu=2, clip_grad=0.1, **settings))
@@ -62,13 +75,18 @@ def new_engine(model: Path, kind: str) -> DiffusersFSDPEngine:
     return engine
 
 
-def batch_of(trajectories: Trajectories, kind: str, rank: int, ranks: int) -> ActorBatch:
+def batch_of(models: Models, kind: str, rank: int, ranks: int) -> ActorBatch:
     """The rank's equal share of the eight samples; five of them count, or nine of these five's fifteen steps."""
-    share = torch.arange(8).chunk(ranks)[rank]
+    trajectories, share = models[kind == TWO_BLOCKS].trajectories, torch.arange(8).chunk(ranks)[rank]
     if kind != "corrected":
-        return ActorBatch([(trajectories.rows(share), ADVANTAGES[share])], global_count=5)
+        return part_of(trajectories, rank, ranks)
     weighted = replace(trajectories, is_weights=IS_WEIGHTS)
     return ActorBatch([(weighted.rows(share), ADVANTAGES[share])], global_count=9 / 3)
+
+
+def part_of(trajectories: Trajectories, rank: int, ranks: int) -> ActorBatch:
+    share = torch.arange(8).chunk(ranks)[rank]
+    return ActorBatch([(trajectories.rows(share), ADVANTAGES[share])], global_count=5)
 
 
 def update(engine: DiffusersFSDPEngine, batch: ActorBatch, times: int) -> Trained:
@@ -85,21 +103,19 @@ def averaged(engine: DiffusersFSDPEngine) -> dict[str, Tensor]:
         return engine.gather_weights()
 
 
-def train_two_ranks(
-    rank: int, model: Path, trajectories: Trajectories, wan: tuple[Path, Trajectories], shared: Path
-) -> dict[str, Any]:
+def train_two_ranks(rank: int, models: Models, wan: tuple[Path, Trajectories], shared: Path) -> dict[str, Any]:
     """Two updates, of some a third one while a checkpoint is written in the background; the average at the end.
 
     And where one rank's checkpoints lead to.
     """
     folder = shared / "from_two"
     results: dict[str, Any] = {
-        "bad_sample": past_a_bad_sample(model, trajectories, rank, ranks=2),
+        "bad_sample": past_a_bad_sample(models[False], rank, ranks=2),
         "wan": kept_in_fp32_steps(*wan, rank, 2, folder / "wan"),
-        "resumed": resume_on_two_ranks(rank, model, trajectories, shared / "from_one"),
+        "resumed": resume_on_two_ranks(rank, models, shared / "from_one"),
     }
     for kind in KINDS:
-        engine, batch = new_engine(model, kind), batch_of(trajectories, kind, rank, ranks=2)
+        engine, batch = new_engine(models, kind), batch_of(models, kind, rank, ranks=2)
         trained = update(engine, batch, times=2)
         if kind in RESUMED:
             engine.start_saving(folder / kind)
@@ -109,12 +125,12 @@ def train_two_ranks(
     return results
 
 
-def resume_on_two_ranks(rank: int, model: Path, trajectories: Trajectories, folder: Path) -> dict[str, Trained]:
+def resume_on_two_ranks(rank: int, models: Models, folder: Path) -> dict[str, Trained]:
     results = {}
     for kind in RESUMED:
-        engine = new_engine(model, kind)
+        engine = new_engine(models, kind)
         engine.load_checkpoint(folder / kind)
-        results[kind] = update(engine, batch_of(trajectories, kind, rank, ranks=2), times=1)
+        results[kind] = update(engine, batch_of(models, kind, rank, ranks=2), times=1)
     return results
 
 
@@ -127,14 +143,14 @@ class Steps:
     whole: dict[str, Tensor]
 
 
-def past_a_bad_sample(model: Path, trajectories: Trajectories, rank: int, ranks: int) -> Steps:
+def past_a_bad_sample(inputs: Inputs, rank: int, ranks: int) -> Steps:
     """Two optimiser steps, of which the first meets a sample of the first rank that is not finite."""
     settings = actor_config(ppo_micro_batch_size_per_gpu=2, clip_grad=0.1)
-    engine = DiffusersFSDPEngine(model_config(model), settings, max_nonfinite_steps=1)
+    engine = DiffusersFSDPEngine(model_config(inputs.model), settings, max_nonfinite_steps=1)
     engine.initialize()
-    broken = trajectories.rows(torch.arange(8))
+    broken = inputs.trajectories.rows(torch.arange(8))
     broken.latents[0, 1] = NAN
-    batches = [batch_of(each, "full", rank, ranks) for each in (broken, trajectories)]
+    batches = [part_of(each, rank, ranks) for each in (broken, inputs.trajectories)]
     return Steps([engine.update_policy(batches)], engine.gather_weights(), {})
 
 
@@ -170,13 +186,15 @@ def wan(tiny_folder: Any) -> tuple[Path, Trajectories]:
 
 
 @pytest.fixture(scope="module")
-def trajectories(tiny_model: Path) -> Trajectories:
-    """Eight samples of two prompts; LoRA starts as the base model, so both kinds can train on them."""
-    _, sampled = DiffusersRolloutEngine(model_config(tiny_model)).generate(
-        rollout_request(samples=4, record_means=True)
-    )
+def models(tiny_model: Path, one_block_model: Path) -> Models:
+    """Eight samples of two prompts; LoRA starts as the base model, so all kinds can train on them."""
+    return {True: sampled_from(tiny_model), False: sampled_from(one_block_model)}
+
+
+def sampled_from(model: Path) -> Inputs:
+    _, sampled = DiffusersRolloutEngine(model_config(model)).generate(rollout_request(samples=4, record_means=True))
     assert sampled is not None
-    return sampled
+    return Inputs(model, sampled)
 
 
 @pytest.fixture(scope="module")
@@ -186,24 +204,24 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def two_ranks(
-    tiny_model: Path, trajectories: Trajectories, wan: tuple[Path, Trajectories], shared: Path, one_rank_result: dict
+    models: Models, wan: tuple[Path, Trajectories], shared: Path, one_rank_result: dict
 ) -> list[dict[str, Any]]:
     """One world for all that ranks do here, so after `one_rank_result`, whose checkpoints it reads."""
-    return gloo_world(train_two_ranks, 2, shared / "world", tiny_model, trajectories, wan, shared)
+    return gloo_world(train_two_ranks, 2, shared / "world", models, wan, shared)
 
 
 @pytest.fixture(scope="module")
-def one_rank_result(tiny_model: Path, trajectories: Trajectories, shared: Path) -> dict[str, tuple]:
+def one_rank_result(models: Models, shared: Path) -> dict[str, tuple]:
     results: dict[str, tuple] = {}
     with single_rank():
         for kind in KINDS:
-            engine, batch = new_engine(tiny_model, kind), batch_of(trajectories, kind, 0, ranks=1)
+            engine, batch = new_engine(models, kind), batch_of(models, kind, 0, ranks=1)
             trained = update(engine, batch, times=2)
             if kind in RESUMED:
                 engine.save_checkpoint(shared / "from_one" / kind)
                 trained += update(engine, batch, times=1)
             results[kind] = (trained, averaged(engine))
-    return results | {"inputs": (trajectories, tiny_model)}
+    return results
 
 
 def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
@@ -222,9 +240,9 @@ def test_two_ranks_train_as_one(two_ranks: list[dict], one_rank_result: dict, ki
     assert two_ranks[1][kind][0].weights == [{}] * len(one.weights)
 
 
-def test_the_mean_is_over_the_steps_that_count(two_ranks: list[dict], one_rank_result: dict) -> None:
+def test_the_mean_is_over_the_steps_that_count(two_ranks: list[dict], models: Models) -> None:
     """The gradient of two ranks is that of a plain trainer, which knows neither ranks nor counts."""
-    trajectories, model = one_rank_result["inputs"]
+    model, trajectories = models[False]
     kept = ~ADVANTAGES.isnan()
     weighted = replace(trajectories, is_weights=IS_WEIGHTS).rows(torch.nonzero(kept).flatten())
     settings = actor_config(loss_mode="grpo_guard", clip_grad=0.1)
@@ -243,14 +261,14 @@ def test_gradient_norm_is_the_whole_worlds_on_every_rank(
 
 @pytest.mark.parametrize("kind", RESUMED)
 def test_a_checkpoint_of_two_ranks_goes_on_with_one(
-    two_ranks: list[dict], tiny_model: Path, trajectories: Trajectories, shared: Path, kind: str
+    two_ranks: list[dict], models: Models, shared: Path, kind: str
 ) -> None:
     expected, expected_average = two_ranks[0][kind]
     with single_rank():
-        engine = new_engine(tiny_model, kind)
+        engine = new_engine(models, kind)
         engine.load_checkpoint(shared / "from_two" / kind)
         assert largest_difference(engine.gather_weights(), expected.weights[1]) == 0.0
-        resumed = update(engine, batch_of(trajectories, kind, 0, ranks=1), times=1)
+        resumed = update(engine, batch_of(models, kind, 0, ranks=1), times=1)
         assert largest_difference(resumed.weights[0], expected.weights[2]) < 1e-5
         assert largest_difference(averaged(engine), expected_average) < 1e-5
 
@@ -261,18 +279,16 @@ def test_a_checkpoint_of_one_rank_goes_on_with_two(two_ranks: list[dict], one_ra
         assert largest_difference(resumed, one_rank_result[kind][0].weights[2]) < 1e-5
 
 
-def test_all_ranks_leave_out_a_step_that_one_ranks_sample_spoils(
-    two_ranks: list[dict], tiny_model: Path, trajectories: Trajectories
-) -> None:
+def test_all_ranks_leave_out_a_step_that_one_ranks_sample_spoils(two_ranks: list[dict], models: Models) -> None:
     """And are then where they were: the next step is the first."""
     with single_rank():
-        one = past_a_bad_sample(tiny_model, trajectories, 0, 1)
+        one = past_a_bad_sample(models[False], 0, 1)
         engine = DiffusersFSDPEngine(
-            model_config(tiny_model), actor_config(ppo_micro_batch_size_per_gpu=2, clip_grad=0.1)
+            model_config(models[False].model), actor_config(ppo_micro_batch_size_per_gpu=2, clip_grad=0.1)
         )
         engine.initialize()
         start = engine.gather_weights()
-        spared = engine.update_policy([batch_of(trajectories, "full", 0, 1)])
+        spared = engine.update_policy([part_of(models[False].trajectories, 0, 1)])
         weights = engine.gather_weights()
     for run in (one, *(rank["bad_sample"] for rank in two_ranks)):
         assert (run.metrics[0]["nonfinite_steps"], run.metrics[0]["optimizer_steps"]) == (1, 1)

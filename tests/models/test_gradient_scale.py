@@ -104,15 +104,15 @@ def by_hand(model: Path, window: tuple[int, ...]) -> torch.Tensor:
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("loss", ["flow_grpo", "flow_dppo"])
-def test_rectified_updates_equal_the_plain_trainers(tiny_model: Path, loss: str) -> None:
+def test_rectified_updates_equal_the_plain_trainers(one_block_model: Path, loss: str) -> None:
     """A step's samples weigh as the formula says, times the weights that they have; a NaN still leaves one out."""
     window = (0, 2)
-    paths = rolled_out(tiny_model, window)
+    paths = rolled_out(one_block_model, window)
     given = torch.tensor([[0.5, 1.0], [float("nan"), 0.7], [1.3, 1.0], [1.0, 1.0], [0.2, 1.9], [1.0, 0.0]])
     paths = replace(paths, is_weights=given)
-    engine = trainer(tiny_model, loss_mode=loss, temporal_gradient_rectification=True)
+    engine = trainer(one_block_model, loss_mode=loss, temporal_gradient_rectification=True)
     metrics = [engine.update_policy([ActorBatch([(paths, ADVANTAGES)], 5.5)]) for _ in range(2)]
-    weighted = replace(paths, is_weights=given * by_hand(tiny_model, window))
+    weighted = replace(paths, is_weights=given * by_hand(one_block_model, window))
     plain = plain_updates(engine.model_config, engine.actor_config, [(weighted, ADVANTAGES)], updates=2)
     assert [m["grad_norm"] for m in metrics] == pytest.approx(plain[1], rel=1e-3)
     for name, tensor in engine.gather_weights().items():
@@ -120,10 +120,10 @@ def test_rectified_updates_equal_the_plain_trainers(tiny_model: Path, loss: str)
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_the_first_ratio_is_exactly_one(tiny_model: Path) -> None:
+def test_the_first_ratio_is_exactly_one(one_block_model: Path) -> None:
     """On as off: a weight is beside the ratio, not in it."""
-    paths = rolled_out(tiny_model, (1,))
+    paths = rolled_out(one_block_model, (1,))
     for rectified in (False, True):
-        engine = trainer(tiny_model, ppo_micro_batch_size_per_gpu=6, temporal_gradient_rectification=rectified)
+        engine = trainer(one_block_model, ppo_micro_batch_size_per_gpu=6, temporal_gradient_rectification=rectified)
         assert (engine.step_weights is not None) == rectified
         assert engine.update_policy([ActorBatch([(paths, ADVANTAGES)], 6)])["ratio_deviation/max"] == 0.0

@@ -30,6 +30,12 @@ def rolled_out(config: DiffusionModelConfig, weights: dict[str, Tensor]) -> Any:
 
 
 @pytest.fixture(scope="module")
+def tiny_model(one_block_model: Path) -> Path:
+    """One block is enough here."""
+    return one_block_model
+
+
+@pytest.fixture(scope="module")
 def exported(one_rank: None, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Of each kind what a run of two updates left behind."""
     folder, found = tmp_path_factory.mktemp("exported"), {}

@@ -121,8 +121,8 @@ def test_arguments_that_do_not_fit_are_refused_before_a_run(name: str, changes: 
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("name", ["cosine", "warmup_stable_decay"])
-def test_a_resumed_trainer_has_the_schedules_next_rate(tiny_model: Path, name: str, tmp_path: Path) -> None:
-    config = model_config(tiny_model)
+def test_a_resumed_trainer_has_the_schedules_next_rate(one_block_model: Path, name: str, tmp_path: Path) -> None:
+    config = model_config(one_block_model)
     _, trajectories = DiffusersRolloutEngine(config).generate(rollout_request(samples=2, lengths=(5, 3)))
     assert trajectories is not None
     batch = ActorBatch([(trajectories, torch.tensor([1.0, -0.8, 0.3, -1.5]))], 4)

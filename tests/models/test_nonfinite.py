@@ -28,18 +28,18 @@ def lenient(model: Path, steps: int = 2, **settings: Any) -> DiffusersFSDPEngine
 
 
 @pytest.fixture(scope="module")
-def batches(tiny_model: Path) -> tuple[ActorBatch, ActorBatch]:
+def batches(one_block_model: Path) -> tuple[ActorBatch, ActorBatch]:
     """One that can be learnt from, and one with a latent that is not a number."""
-    trajectories = rolled_out(config_of("lora", tiny_model))
+    trajectories = rolled_out(config_of("lora", one_block_model))
     broken = trajectories.rows(torch.arange(6))
     broken.latents[2, 1, 0, 0] = float("nan")
     return batch_of(trajectories), batch_of(broken)
 
 
-def test_a_step_that_is_left_out_leaves_nothing(tiny_model: Path, batches: tuple[ActorBatch, ActorBatch]) -> None:
+def test_a_step_that_is_left_out_leaves_nothing(one_block_model: Path, batches: tuple[ActorBatch, ActorBatch]) -> None:
     """Neither in weights, moments, average, schedule and counters nor in the metrics: as if not asked for."""
     good, bad = batches
-    engine, untouched = lenient(tiny_model), lenient(tiny_model)
+    engine, untouched = lenient(one_block_model), lenient(one_block_model)
     for given, expected in (([bad, good, bad, good], [good, good]), ([good, bad], [good])):
         metrics, plain = engine.update_policy(given), untouched.update_policy(expected)
         assert (metrics.pop("nonfinite_steps"), plain.pop("nonfinite_steps")) == (len(given) - len(expected), 0)
@@ -56,9 +56,9 @@ def test_a_step_that_is_left_out_leaves_nothing(tiny_model: Path, batches: tuple
 
 
 def test_an_iteration_of_such_steps_alone_moves_nothing(
-    tiny_model: Path, batches: tuple[ActorBatch, ActorBatch]
+    one_block_model: Path, batches: tuple[ActorBatch, ActorBatch]
 ) -> None:
-    engine = lenient(tiny_model)
+    engine = lenient(one_block_model)
     start = engine.gather_weights()
     metrics = engine.update_policy([batches[1]])
     assert metrics == {"optimizer_steps": 0, "sample_steps": 18, "recorded_steps": 0, "nonfinite_steps": 1}
@@ -66,15 +66,15 @@ def test_an_iteration_of_such_steps_alone_moves_nothing(
 
 
 def test_too_many_in_a_row_stop_the_run(
-    tiny_model: Path, batches: tuple[ActorBatch, ActorBatch], tmp_path: Path
+    one_block_model: Path, batches: tuple[ActorBatch, ActorBatch], tmp_path: Path
 ) -> None:
     """A step that is made begins the count anew; a checkpoint goes on with it."""
     good, bad = batches
-    engine = lenient(tiny_model)
+    engine = lenient(one_block_model)
     engine.update_policy([bad, bad, good, bad])
     engine.save_checkpoint(tmp_path / "checkpoint")
     message = r"step 1 is nan, as it was the 2 times before .*trainer.on_nonfinite skip and a higher trainer.max_nonf"
-    for each in (engine, lenient(tiny_model)):
+    for each in (engine, lenient(one_block_model)):
         if each is not engine:
             each.load_checkpoint(tmp_path / "checkpoint")
         assert each.update_policy([bad])["nonfinite_steps"] == 1
@@ -82,7 +82,7 @@ def test_too_many_in_a_row_stop_the_run(
             each.update_policy([bad])
 
 
-def test_the_setting_reaches_the_engine_and_makes_no_other_run(tiny_model: Path) -> None:
+def test_the_setting_reaches_the_engine_and_makes_no_other_run(one_block_model: Path) -> None:
     """A run that was stopped goes on, as itself, with another answer to such a step."""
     stops, skips = (
         TrainConfig.model_validate({"trainer": {"on_nonfinite": answer, "max_nonfinite_steps": 5}})
@@ -92,7 +92,7 @@ def test_the_setting_reaches_the_engine_and_makes_no_other_run(tiny_model: Path)
     assert (stops.trainer.skippable_steps, skips.trainer.skippable_steps) == (0, 5)
     ranks = [
         TrainerRank(
-            model_config(tiny_model),
+            model_config(one_block_model),
             actor_config(),
             ForwardProcessConfig(),
             config.trainer,
