@@ -317,16 +317,22 @@ RAW: tuple[tuple[str, tuple[str, str, dict[str, str], bytes]], ...] = (
 )
 
 
+@functools.cache
+def client() -> httpx.Client:
+    """One for all requests: each of its own would read the certificates of the machine."""
+    return httpx.Client()
+
+
 def _parts_case(name: str, parts: list[Part]) -> Case:
     def act(folder: Path) -> dict[str, Any]:
-        return _answer(httpx.post(f"{server()}/v1/score", files=parts, timeout=60))
+        return _answer(client().post(f"{server()}/v1/score", files=parts, timeout=60))
 
     return Case(SERVER, name, _nothing, act, lambda answer: _fault_of_answer(answer, parts))
 
 
 def _raw_case(name: str, method: str, path: str, headers: dict[str, str], content: bytes) -> Case:
     def act(folder: Path) -> dict[str, Any]:
-        return _answer(httpx.request(method, f"{server()}{path}", headers=headers, content=content, timeout=60))
+        return _answer(client().request(method, f"{server()}{path}", headers=headers, content=content, timeout=60))
 
     asked = (method, path) == ("GET", "/v1/reward")
     return Case(SERVER, name, _nothing, act, lambda answer: None if asked else f"answered {answer}")
@@ -338,7 +344,7 @@ def _nothing(folder: Path) -> None:
 
 def _answer(response: httpx.Response) -> dict[str, Any]:
     """A good answer, after which the server still answers. Raises Refused for a refusal; anything else is a defect."""
-    httpx.get(f"{server()}/v1/reward", timeout=60).raise_for_status()
+    client().get(f"{server()}/v1/reward", timeout=60).raise_for_status()
     if response.is_success:
         return response.json()
     said = response.json()["error"] if "json" in response.headers.get("content-type", "") else response.text

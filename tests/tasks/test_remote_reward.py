@@ -26,8 +26,12 @@ from tasks.rewards.remote import RemoteFailure, pack_images, pack_request, pack_
 from tasks.rewards.serve import Limits, make_app
 from tests.support.patience import PATIENCE
 
+pytestmark = pytest.mark.waits
+
 ROOT = Path(__file__).parents[2]
 RNG = np.random.default_rng(0)
+CLIENT = httpx.Client()
+"""For many requests: each by itself would read the machine's certificates."""
 IMAGES = RNG.integers(0, 256, (5, 24, 32, 3), dtype=np.uint8)
 
 
@@ -125,7 +129,7 @@ def test_the_documented_request_works_with_any_client(jpeg: str) -> None:
     ],
 )
 def test_a_bad_request_is_refused_with_a_sentence(jpeg: str, parts: dict, complaint: str) -> None:
-    response = httpx.post(f"{jpeg}/v1/score", files={name: (name, content) for name, content in parts.items()})
+    response = CLIENT.post(f"{jpeg}/v1/score", files={name: (name, content) for name, content in parts.items()})
     assert response.status_code == 400
     assert complaint in response.json()["error"]
 
