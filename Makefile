@@ -12,7 +12,7 @@ RUNS ?= 2
 SERVED = services sweep_runs reproduce deployment
 UNITS = --ignore tests/platform --ignore tests/omni --ignore tests/gpu/test_flow.py --ignore tests/pages
 UV_VERSION = 0.13.9
-TESTS = test-platform test-served test-units test-omni test-alone test-learning test-pages check-tests
+TESTS = test-platform test-served test-units test-omni test-learning test-pages check-tests
 
 # Nobody is watched, and nothing waits for a network that may be closed.
 export DO_NOT_TRACK = true
@@ -66,7 +66,6 @@ status: ## what `make up` started and whether it is alive
 test: ## install and run every test but the one that learns for minutes, those of vLLM-Omni in an environment of their own
 	@$(MAKE) --no-print-directory --jobs 2 lint $(VLLM_VENV)/.dev
 	@$(MAKE) --no-print-directory --jobs 3 --output-sync=target test-platform test-units test-served check-tests test-omni
-	@$(MAKE) --no-print-directory test-alone
 
 # Ray's workers are at nice 15 by default: beside two busy parts they would hardly run.
 $(TESTS): .doubleflow
@@ -98,10 +97,7 @@ test-units: $(VENV)/.dev
 	@$(BIN)/python -m pytest $(UNITS) -m "ray or slow"
 
 test-omni: $(VLLM_VENV)/.dev
-	@$(VLLM_VENV)/bin/python -m pytest tests/omni -m "not alone"
-
-test-alone: $(VLLM_VENV)/.dev
-	@$(VLLM_VENV)/bin/python -m pytest tests/omni -m alone
+	@$(VLLM_VENV)/bin/python -m pytest tests/omni
 
 # Not a part of `test`: a machine without a browser passes that.
 test-pages: $(VENV)/.pages ## the pages of a run in this machine's Chromium or Chrome

@@ -32,8 +32,6 @@ from tasks.system.stopwatch import Stopwatch
 from tests.support.helpers import TEXT_DIM, model_config
 from tests.support.patience import wait_until
 
-pytestmark = pytest.mark.alone  # the last test has to be, and the others share its workers
-
 PROMPTS = [Prompt(f"uid-{i}", f"prompt {i}", None, {}, "here") for i in range(4)]
 WINDOW = (0, 1)
 
