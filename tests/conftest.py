@@ -17,6 +17,7 @@ os.environ |= {
 import functools
 import gc
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -29,7 +30,7 @@ torch.set_num_threads(1)
 gc.disable()  # while the tests are imported: see pytest_collection_finish
 
 STARTS_RAY = {"ray", "ray_cluster"}
-STARTS_FLOWS = "prefect_server"
+STARTS_FLOWS, STARTS_STAGES = "prefect_server", "forked_python"
 SIDE_BY_SIDE = "tests.support.side_by_side"
 ACTORS = "tests.support.weight_actors"
 
@@ -64,10 +65,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         empty_database()
     gc.freeze()
     gc.enable()
-    if any(STARTS_FLOWS in getattr(item, "fixturenames", ()) for item in session.items):
-        from tests.support.forked import preload_commands  # here, so that other tests start without
+    wanted = {name for item in session.items for name in getattr(item, "fixturenames", ())}
+    if wanted & {STARTS_FLOWS, STARTS_STAGES}:
+        from tests.support.forked import OF_COMMANDS, OF_STAGES, preload  # here, so that other tests start without
 
-        preload_commands()
+        preload(OF_COMMANDS if STARTS_FLOWS in wanted else [], OF_STAGES if STARTS_STAGES in wanted else [])
 
 
 def _asks_mlflow(item: pytest.Item) -> bool:
@@ -87,6 +89,15 @@ def worker_forks() -> Iterator[str]:
                 patch.setenv(name, value)
             place = stack.enter_context(worker_forks(Path(folder)))
         yield str(place)
+
+
+@pytest.fixture(scope="session")
+def forked_python() -> Iterator[str]:
+    """A PATH whose `python` is this one, with its imports done."""
+    from tests.support.forked_python import forked_python
+
+    with forked_python() as folder:
+        yield os.pathsep.join([str(folder), str(Path(sys.executable).parent), os.environ["PATH"]])
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -42,23 +43,30 @@ OUTPUTS = (
 STAGES = ("prompts@digits", "base_model", "embeddings@digits", "preferences", "pairs")
 
 
-def run(folder: Path, *command: str, fails: bool = False) -> str:
+@pytest.fixture(scope="module", autouse=True)
+def path_of_stages(forked_python: str):
+    """The stages call `python`, as do these tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", forked_python)
+        yield
+
+
+def run(folder: Path, *command: str, fails: bool = False, **environment: str) -> str:
     """What `command` prints when it is run in `folder`; it must fail or succeed as said."""
     env = os.environ | {
-        # The stages call `python`: it must be this one, and import the code of `folder`.
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": str(folder),
+        "PYTHONPATH": str(folder),  # the stages import the code of `folder`
         "DVC_NO_ANALYTICS": "1",
         "OMP_NUM_THREADS": "1",
         "GIT_CONFIG_GLOBAL": os.devnull,
+        **environment,
     }
     done = subprocess.run(command, cwd=folder, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert (done.returncode != 0) == fails, done.stdout
     return done.stdout
 
 
-def dvc(folder: Path, *arguments: str, fails: bool = False) -> str:
-    return run(folder, sys.executable, "-m", "dvc", *arguments, fails=fails)
+def dvc(folder: Path, *arguments: str, **how: Any) -> str:
+    return run(folder, "python", "-m", "dvc", *arguments, **how)
 
 
 def change_params(folder: Path, *section: str, **values) -> None:
@@ -97,9 +105,10 @@ def snapshot(folder: Path) -> dict[str, tuple[int, bytes]]:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A repository after its first `dvc repro`."""
+    """A repository after its first `dvc repro`: of one stage in new processes, of the others in forks."""
     folder = make_repository(tmp_path_factory.mktemp("made"))
-    printed = dvc(folder, "repro")
+    new = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    printed = dvc(folder, "repro", STAGES[0], PATH=new) + dvc(folder, "repro")
     assert all(f"Running stage '{stage}'" in printed for stage in STAGES)
     return folder
 

@@ -12,12 +12,16 @@ import importlib
 import multiprocessing as mp
 import os
 import runpy
+import signal
 import socket
 import sys
 from collections.abc import Sequence
-from multiprocessing import connection, forkserver, resource_tracker
+from itertools import chain
+from multiprocessing import connection, forkserver, reduction, resource_tracker
 from pathlib import Path
+from threading import Lock
 from types import ModuleType
+from typing import Any
 
 import psutil
 
@@ -42,15 +46,23 @@ OF_COMMANDS = [
     "prefect.task_engine",
     "typer",
 ]
+OF_STAGES = [
+    "dvc.cli",
+    "dvc.repo.reproduce",
+    "pandas",
+    "rapidocr_onnxruntime",
+]
 CONTEXT.set_forkserver_preload(OF_RANKS)
+_ONE_AT_A_TIME = Lock()
+"""multiprocessing looks after all of its processes whenever one starts: two threads could read the same end."""
 
 
-def preload_commands() -> None:
-    """Import what flows need too; once it is known that tests start some, and before the first fork.
+def preload(*more: Sequence[str]) -> None:
+    """Import these, too; once it is known that tests start what needs them, and before the first fork.
 
-    Ranks and examples do without: it takes as long again.
+    Ranks and examples do without: the modules of commands take as long again.
     """
-    CONTEXT.set_forkserver_preload([*OF_RANKS, *OF_COMMANDS])
+    CONTEXT.set_forkserver_preload(list(dict.fromkeys([*OF_RANKS, *chain(*more)])))
 
 
 def serve_from_here() -> None:
@@ -79,6 +91,21 @@ def serve_from_here() -> None:
     server.ensure_running = lambda: None
 
 
+class Streams:
+    """Open descriptors that a program gets as its standard streams: input, output and errors."""
+
+    def __init__(self, descriptors: Sequence[int]):
+        self.descriptors = descriptors
+
+    def __reduce__(self) -> Any:
+        """On the way into a fork, which has copies of them."""
+        return _received, tuple(map(reduction.DupFd, self.descriptors))
+
+
+def _received(*copies: Any) -> Streams:
+    return Streams([copy.detach() for copy in copies])
+
+
 class Program:
     """`python -m module ...` or `python -c code ...`, the leader of a process group of its own.
 
@@ -86,15 +113,17 @@ class Program:
         arguments: what would follow `python`.
         folder: it runs in.
         environment: all of it.
-        log: a file for what it prints.
+        log: a file for what it prints, or all of its streams.
     """
 
-    def __init__(self, arguments: Sequence[str], folder: Path, environment: dict[str, str], log: Path):
+    def __init__(self, arguments: Sequence[str], folder: Path, environment: dict[str, str], log: Path | Streams):
         self._log = log
-        what = (tuple(arguments), str(folder), environment, str(log))
+        what = (tuple(arguments), str(folder), environment, log)
         self._process = CONTEXT.Process(target=_become, args=what, daemon=True)  # it ends, at the latest, with pytest
-        self._process.start()
+        with _ONE_AT_A_TIME:
+            self._process.start()
         self.pid = self._process.pid
+        self.sentinel = self._process.sentinel
 
     def poll(self) -> int | None:
         """The exit code, negative for a signal, or None while it runs."""
@@ -108,14 +137,24 @@ class Program:
         Raises:
             TimeoutError: it still runs after `seconds`, with the end of what it printed; it goes on.
         """
-        self._process.join(seconds)
+        connection.wait([self.sentinel], seconds)
+        with _ONE_AT_A_TIME:
+            self._process.join(0)
         if self._process.exitcode is None:
             raise TimeoutError(f"no end after {seconds} s:\n{self.output()[-6000:]}")
         return self._process.exitcode
 
     def output(self) -> str:
         """What it has printed so far, errors too."""
+        assert isinstance(self._log, Path)
         return self._log.read_text()
+
+    def kill(self) -> None:
+        """End it, and what it has started in its group."""
+        try:
+            os.killpg(self.pid, signal.SIGKILL)
+        except ProcessLookupError:  # it has ended, or has no group of its own yet
+            self._process.kill()
 
 
 def _runs(pid: int) -> bool:
@@ -125,13 +164,11 @@ def _runs(pid: int) -> bool:
         return False
 
 
-def _become(arguments: tuple[str, ...], folder: str, environment: dict[str, str], log: str) -> None:
+def _become(arguments: tuple[str, ...], folder: str, environment: dict[str, str], log: Path | Streams) -> None:
     mp.current_process()._config["daemon"] = False  # which could have no processes of multiprocessing itself
     gc.freeze()  # a collection would copy every page that is shared with the other forks
     os.setsid()
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    for stream in (sys.stdout, sys.stderr):
-        os.dup2(descriptor, stream.fileno())
+    _take_streams(log)
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
@@ -139,6 +176,8 @@ def _become(arguments: tuple[str, ...], folder: str, environment: dict[str, str]
         from prefect.context import refresh_global_settings_context
 
         refresh_global_settings_context()
+    if "torch" in sys.modules and "OMP_NUM_THREADS" in environment:  # it has read that, too
+        sys.modules["torch"].set_num_threads(int(environment["OMP_NUM_THREADS"]))
     sys.path[:0] = [folder, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
     option, program, *rest = arguments
     sys.argv = [program, *rest]
@@ -150,3 +189,17 @@ def _become(arguments: tuple[str, ...], folder: str, environment: dict[str, str]
             exec(program, sys.modules["__main__"].__dict__)
     finally:
         atexit._run_exitfuncs()  # multiprocessing ends without
+
+
+def _take_streams(log: Path | Streams) -> None:
+    if isinstance(log, Streams):
+        streams = log.descriptors
+        for number in (0, sys.stdin.fileno()):
+            os.dup2(streams[0], number)
+    else:
+        streams = [os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)] * 3
+    for number, stream in ((1, sys.stdout), (2, sys.stderr)):
+        os.dup2(streams[number], number)
+        os.dup2(streams[number], stream.fileno())
+    for descriptor in {*streams}:
+        os.close(descriptor)

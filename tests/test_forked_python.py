@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A command whose `python` is a fork gets what it would from python, and both ends come together."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tasks.system.processes import wait_until_ended
+from tests.support.patience import PATIENCE
+
+pytestmark = pytest.mark.slow
+
+TOLD = """
+import json, os, sys
+print("an error", file=sys.stderr)
+imported = "torch" in sys.modules  # before any import of this module's
+said = {"arguments": sys.argv[1:], "folder": os.getcwd(), "mark": os.environ["MARK"], "input": sys.stdin.read()}
+print(json.dumps(said | {"imported": imported}))
+sys.exit(7)
+"""
+
+
+def started(path: str, folder: Path, *arguments: str) -> "subprocess.Popen[str]":
+    """`python ...` in a folder, in which it finds modules."""
+    environment = {"PATH": path, "PYTHONPATH": str(folder), "MARK": "of the command"}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        ["python", *arguments], cwd=folder, env=environment, stdin=pipe, stdout=pipe, stderr=pipe, text=True
+    )
+
+
+def test_a_fork_is_the_command_that_python_would_be(forked_python: str, tmp_path: Path) -> None:
+    (tmp_path / "told.py").write_text(TOLD)
+    answers = []
+    for path in (forked_python, f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"):
+        process = started(path, tmp_path, "-m", "told", "a word", "--option")
+        said, errors = process.communicate("given", timeout=PATIENCE)
+        assert errors == "an error\n"
+        answers.append((process.returncode, json.loads(said)))
+    forked, plain = answers
+    assert (forked[1].pop("imported"), plain[1].pop("imported")) == (True, False)
+    assert forked == plain
+    assert forked[0] == 7
+    assert forked[1]["arguments"] == ["a word", "--option"]
+
+
+def test_a_script_is_pythons_own(forked_python: str, tmp_path: Path) -> None:
+    (tmp_path / "told.py").write_text(TOLD)
+    said, _ = started(forked_python, tmp_path, "told.py").communicate("", timeout=PATIENCE)
+    assert not json.loads(said)["imported"]
+
+
+def test_a_signal_that_ends_the_fork_ends_the_command(forked_python: str, tmp_path: Path) -> None:
+    process = started(forked_python, tmp_path, "-c", "import os; os.kill(os.getpid(), 15)")
+    assert process.wait(PATIENCE) == -15
+
+
+def test_who_asks_and_is_killed_takes_the_fork_along(forked_python: str, tmp_path: Path) -> None:
+    waits = "import os, time; print(os.getpid(), flush=True); time.sleep(7200)"
+    with started(forked_python, tmp_path, "-c", waits) as process:
+        assert process.stdout is not None
+        fork = psutil.Process(int(process.stdout.readline()))
+        assert fork.pid != process.pid
+        process.kill()
+    assert not wait_until_ended([fork], PATIENCE)
