@@ -17,7 +17,6 @@ os.environ |= {
 import functools
 import gc
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -92,12 +91,12 @@ def worker_forks() -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def forked_python() -> Iterator[str]:
-    """A PATH whose `python` is this one, with its imports done."""
+def forked_python() -> Iterator[Path]:
+    """A `python` whose processes begin with their imports done; its folder has nothing else."""
     from tests.support.forked_python import forked_python
 
-    with forked_python() as folder:
-        yield os.pathsep.join([str(folder), str(Path(sys.executable).parent), os.environ["PATH"]])
+    with forked_python() as command:
+        yield command
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 """A command whose `python` is a fork gets what it would from python, and both ends come together."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -25,20 +24,20 @@ sys.exit(7)
 """
 
 
-def started(path: str, folder: Path, *arguments: str) -> "subprocess.Popen[str]":
+def started(python: Path, folder: Path, *arguments: str) -> "subprocess.Popen[str]":
     """`python ...` in a folder, in which it finds modules."""
-    environment = {"PATH": path, "PYTHONPATH": str(folder), "MARK": "of the command"}
+    environment = {"PYTHONPATH": str(folder), "MARK": "of the command"}
     pipe = subprocess.PIPE
     return subprocess.Popen(
-        ["python", *arguments], cwd=folder, env=environment, stdin=pipe, stdout=pipe, stderr=pipe, text=True
+        [python, *arguments], cwd=folder, env=environment, stdin=pipe, stdout=pipe, stderr=pipe, text=True
     )
 
 
-def test_a_fork_is_the_command_that_python_would_be(forked_python: str, tmp_path: Path) -> None:
+def test_a_fork_is_the_command_that_python_would_be(forked_python: Path, tmp_path: Path) -> None:
     (tmp_path / "told.py").write_text(TOLD)
     answers = []
-    for path in (forked_python, f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"):
-        process = started(path, tmp_path, "-m", "told", "a word", "--option")
+    for python in (forked_python, Path(sys.executable)):
+        process = started(python, tmp_path, "-m", "told", "a word", "--option")
         said, errors = process.communicate("given", timeout=PATIENCE)
         assert errors == "an error\n"
         answers.append((process.returncode, json.loads(said)))
@@ -49,18 +48,18 @@ def test_a_fork_is_the_command_that_python_would_be(forked_python: str, tmp_path
     assert forked[1]["arguments"] == ["a word", "--option"]
 
 
-def test_a_script_is_pythons_own(forked_python: str, tmp_path: Path) -> None:
+def test_a_script_is_pythons_own(forked_python: Path, tmp_path: Path) -> None:
     (tmp_path / "told.py").write_text(TOLD)
     said, _ = started(forked_python, tmp_path, "told.py").communicate("", timeout=PATIENCE)
     assert not json.loads(said)["imported"]
 
 
-def test_a_signal_that_ends_the_fork_ends_the_command(forked_python: str, tmp_path: Path) -> None:
+def test_a_signal_that_ends_the_fork_ends_the_command(forked_python: Path, tmp_path: Path) -> None:
     process = started(forked_python, tmp_path, "-c", "import os; os.kill(os.getpid(), 15)")
     assert process.wait(PATIENCE) == -15
 
 
-def test_who_asks_and_is_killed_takes_the_fork_along(forked_python: str, tmp_path: Path) -> None:
+def test_who_asks_and_is_killed_takes_the_fork_along(forked_python: Path, tmp_path: Path) -> None:
     waits = "import os, time; print(os.getpid(), flush=True); time.sleep(7200)"
     with started(forked_python, tmp_path, "-c", waits) as process:
         assert process.stdout is not None

@@ -44,10 +44,10 @@ STAGES = ("prompts@digits", "base_model", "embeddings@digits", "preferences", "p
 
 
 @pytest.fixture(scope="module", autouse=True)
-def path_of_stages(forked_python: str):
+def path_of_stages(forked_python: Path):
     """The stages call `python`, as do these tests."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PATH", forked_python)
+        patch.setenv("PATH", f"{forked_python.parent}{os.pathsep}{os.environ['PATH']}")
         yield
 
 

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from tests.support.patience import PATIENCE, post, wait_until
-from tests.support.platform_helpers import RayHead, Workspace, background, make_workspace
+from tests.support.platform_helpers import RayHead, Workspace, make_workspace, running
 
 FAST = {"trainer": {"total_training_steps": 1, "val_before_train": False}}
 
@@ -29,17 +29,20 @@ def prefect(workspace: Workspace, *arguments: str, check: bool = True) -> str:
 
 
 @pytest.fixture(scope="module")
-def deployed(tmp_path_factory: pytest.TempPathFactory, prepared: Path, prefect_server: dict[str, str]) -> Workspace:
+def deployed(
+    tmp_path_factory: pytest.TempPathFactory, prepared: Path, prefect_server: dict[str, str], forked_python: Path
+) -> Workspace:
     """The tiny recipe in the project's own prefect.yaml, deployed to a pool of process workers.
 
-    `test_services.py` deploys all the others.
+    `test_services.py` deploys all the others, and has the worker start Python where here is a fork.
     """
     workspace = make_workspace(tmp_path_factory.mktemp("deployed") / "workspace", prepared, prefect_server)
     root = Path(__file__).parents[2]
     file = workspace.folder / "prefect.yaml"
-    tiny = yaml.safe_load(file.read_text())["deployments"]
+    (tiny,) = yaml.safe_load(file.read_text())["deployments"]
+    tiny["work_pool"]["job_variables"] = {"command": f"{forked_python} -m prefect.engine"}
     project = yaml.safe_load((root / "prefect.yaml").read_text())
-    file.write_text(yaml.safe_dump(project | {"deployments": project["deployments"] + tiny}))
+    file.write_text(yaml.safe_dump(project | {"deployments": [*project["deployments"], tiny]}))
     (workspace.folder / "flows").symlink_to(root / "flows")
     workspace.environment["DOUBLEFLOW_HOME"] = str(workspace.folder)
     prefect(workspace, "work-pool", "create", "local", "--type", "process", "--overwrite")
@@ -78,7 +81,8 @@ def test_deployment_runs_under_a_worker(deployed: Workspace, ray_head: RayHead) 
 def test_without_an_address_a_run_has_a_cluster_of_its_own(ray_head: RayHead) -> None:
     """Ray by itself joins whatever `ray start` has left on the machine."""
     ask = "import ray; print(ray.get_runtime_context().gcs_address)"
-    ours = f"from tasks.actors.cluster import RayConfig, ray_cluster\nwith ray_cluster(RayConfig()): {ask}"
+    config = "RayConfig(forked_workers=False)"
+    ours = f"from tasks.actors.cluster import RayConfig, ray_cluster\nwith ray_cluster({config}): {ask}"
     raw = f"import ray; ray.init(); {ask}"
     addresses = [
         subprocess.check_output(
@@ -94,15 +98,13 @@ def test_without_an_address_a_run_has_a_cluster_of_its_own(ray_head: RayHead) ->
 
 def run_deployed(deployed: Workspace) -> None:
     """By hand; `test_services.py` waits for a schedule."""
-    worker = [sys.executable, "-m", "prefect", "worker", "start", "--pool", "local"]
-    log = deployed.folder / "worker.log"
-    with background(worker, deployed.environment, log, deployed.folder):
+    with running(deployed.start("-m", "prefect", "worker", "start", "--pool", "local")) as worker:
         overrides = ("--param", f"overrides={json.dumps(FAST)}")
         watching = deployed.start(
             "-m", "prefect", "--no-prompt", "deployment", "run", "train/tiny", *overrides, "--watch"
         )
-        wait_until(lambda: len(actors()) == 3, f"the actors' start on the cluster (worker log: {log})")
-        wait_until(lambda: completed(deployed), f"the run (worker log: {log})")
+        wait_until(lambda: len(actors()) == 3, f"the actors' start on the cluster (worker log: {worker.log})")
+        wait_until(lambda: completed(deployed), f"the run (worker log: {worker.log})")
         (run,) = deployed.mlflow_runs()
         assert run.info.status == "FINISHED"
         assert watching.wait(PATIENCE) == 0

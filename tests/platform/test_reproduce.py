@@ -4,7 +4,6 @@
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,9 +17,11 @@ REPRODUCE = """
 import sys
 from flows.reproduce import reproduce
 
+sys.executable = sys.argv[2]
 state = reproduce(sys.argv[1], iterations=2, return_state=True)
 print(state.type.value, state.message)
 """
+"""With a `python` for what it starts."""
 NEVER_MADE = "outs:\n- md5: 0a000000000000000000000000000000\n  size: 1\n  hash: md5\n  path: pairs.parquet\n"
 """An output that the repository knows and this clone never made, as the quickstart makes no pairs."""
 COMPARE = "import sys; from flows.compare import compare; print(compare(sys.argv[1], sys.argv[2]))"
@@ -33,13 +34,14 @@ def command(workspace: Workspace, *arguments: str) -> None:
 
 
 @pytest.fixture
-def repository(workspace: Workspace) -> Workspace:
+def repository(workspace: Workspace, forked_python: Path, worker_forks: str) -> Workspace:
     """The workspace as a repository of its own: the code under git, the data under DVC."""
+    workspace = workspace.forking(worker_forks)
     for name in ROOT_FILES:
         command(workspace, "cp", "-r", str(ROOT / name), name)
     (workspace.folder / ".gitignore").write_text("runs\nmlruns\nmlflow.db\n__pycache__\ndownloaded\n")
     workspace.environment["PYTHONPATH"] = str(workspace.folder)
-    git, dvc = ("git", "-c", "user.name=a", "-c", "user.email=a@b"), (sys.executable, "-m", "dvc")
+    git, dvc = ("git", "-c", "user.name=a", "-c", "user.email=a@b"), (str(forked_python), "-m", "dvc")
     command(workspace, *git, "init", "--quiet")
     command(workspace, *dvc, "init", "--quiet")
     command(workspace, *dvc, "add", "--quiet", "data/prompts.parquet", "data/embeddings", "data/base_model")
@@ -50,7 +52,7 @@ def repository(workspace: Workspace) -> Workspace:
 
 
 @pytest.mark.slow
-def test_a_run_of_changed_code_is_reproduced_bit_for_bit(repository: Workspace) -> None:
+def test_a_run_of_changed_code_is_reproduced_bit_for_bit(repository: Workspace, forked_python: Path) -> None:
     """The change is not committed: without the patch the reward would be another one."""
     reward = repository.folder / "tasks/rewards/jpeg.py"
     committed = reward.read_text()
@@ -61,7 +63,7 @@ def test_a_run_of_changed_code_is_reproduced_bit_for_bit(repository: Workspace) 
     inputs = {item.dataset.name for item in run.inputs.dataset_inputs}
     assert inputs == {"data/prompts.parquet", "data/embeddings", "data/base_model"}
 
-    output = repository.run("-c", REPRODUCE, run.info.run_id)
+    output = repository.run("-c", REPRODUCE, run.info.run_id, str(forked_python))
     assert re.search(r"COMPLETED \d+ equal, 0 within tolerance, 0 different", output), output[-2000:]
     again = next(r for r in repository.mlflow_runs() if "doubleflow.reproduces" in r.data.tags)
     assert again.data.tags["doubleflow.reproduces"] == run.info.run_id

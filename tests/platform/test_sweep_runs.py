@@ -16,7 +16,7 @@ from tasks.actors.worker_forks import FORKS
 from tasks.config.sweep import SweepConfig
 from tasks.system.processes import wait_until_ended
 from tests.support.patience import PATIENCE, wait_until
-from tests.support.platform_helpers import Workspace
+from tests.support.platform_helpers import RayHead, Workspace
 
 SEARCH = {
     "name": "lr",
@@ -66,8 +66,8 @@ def forked_workers(process: psutil.Process) -> list[psutil.Process]:
 
 
 @pytest.mark.slow
-def test_a_killed_child_fails_alone_and_a_killed_sweep_goes_on(workspace: Workspace) -> None:
-    """All on one cluster of the sweep's, which ends with it."""
+def test_a_killed_child_fails_alone_and_a_killed_sweep_goes_on(workspace: Workspace, ray_head: RayHead) -> None:
+    """All on one cluster of the sweep's, which ends with it; it goes on on one that is there."""
     command = ("-c", COMMAND, json.dumps(SEARCH), *SHORT)
     process = workspace.start(*command)
     family = psutil.Process(process.pid)
@@ -84,7 +84,7 @@ def test_a_killed_child_fails_alone_and_a_killed_sweep_goes_on(workspace: Worksp
     left = [*running, raylet, *workers]
     assert not wait_until_ended(left, PATIENCE)  # nobody trains for a sweep that is gone
 
-    result = json.loads(workspace.run(*command).splitlines()[-1])
+    result = json.loads(workspace.on(ray_head).run(*command).splitlines()[-1])
     assert result["complete"] == 2
     runs = workspace.mlflow_runs()
     (parent,) = [run for run in runs if run.info.run_name == "sweep-lr"]

@@ -44,6 +44,8 @@ OF_COMMANDS = [
     "prefect",
     "prefect.flow_engine",
     "prefect.task_engine",
+    "prefect.server.api.server",
+    "prefect.cli",
     "typer",
 ]
 OF_STAGES = [
@@ -117,7 +119,7 @@ class Program:
     """
 
     def __init__(self, arguments: Sequence[str], folder: Path, environment: dict[str, str], log: Path | Streams):
-        self._log = log
+        self.log = log
         what = (tuple(arguments), str(folder), environment, log)
         self._process = CONTEXT.Process(target=_become, args=what, daemon=True)  # it ends, at the latest, with pytest
         with _ONE_AT_A_TIME:
@@ -146,8 +148,8 @@ class Program:
 
     def output(self) -> str:
         """What it has printed so far, errors too."""
-        assert isinstance(self._log, Path)
-        return self._log.read_text()
+        assert isinstance(self.log, Path)
+        return self.log.read_text()
 
     def kill(self) -> None:
         """End it, and what it has started in its group."""

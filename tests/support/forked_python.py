@@ -25,7 +25,7 @@ CLIENT = Path(__file__).with_name("ask_for_fork.py")
 
 @contextmanager
 def forked_python() -> Iterator[Path]:
-    """A folder with this `python`, to be the first on PATH until the block ends."""
+    """The command, until the block ends; its folder may stand first on PATH."""
     with TemporaryDirectory(prefix="python-") as name, socket.socket(socket.AF_UNIX) as listener:
         place, command = Path(name) / "asks", Path(name) / "python"
         listener.bind(str(place))
@@ -34,7 +34,7 @@ def forked_python() -> Iterator[Path]:
         command.write_text(f'#!/bin/sh\nexec {asks} "$@"\n')
         command.chmod(0o700)
         Thread(target=_accept, args=(listener,), daemon=True).start()
-        yield Path(name)
+        yield command
         listener.shutdown(socket.SHUT_RDWR)
 
 

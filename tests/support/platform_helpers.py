@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from tasks.actors.worker_forks import VARIABLE
 from tasks.system.processes import wait_until_ended
 from tests.support.forked import Program
 from tests.support.patience import PATIENCE, wait_for_server, wait_until
+from tests.support.prefect_store import prefect_in
 
 RECIPE = {
     "data": {"train_batch_size": 4},
@@ -74,6 +75,10 @@ class Workspace:
         """The same on a cluster that is there already, whose daemons need not start for every run."""
         return replace(self, environment=self.environment | head.joined)
 
+    def forking(self, worker_forks: str) -> "Workspace":
+        """The same with clusters of its own whose workers are forks of the tests' process for them."""
+        return replace(self, environment=self.environment | {VARIABLE: worker_forks})
+
     def client(self) -> MlflowClient:
         """MLflow of this workspace."""
         return MlflowClient(f"sqlite:///{self.folder}/mlflow.db")
@@ -114,6 +119,20 @@ def background(arguments: list[str], environment: dict[str, str], log: Path, fol
                 os.killpg(process.pid, signal.SIGKILL)
 
 
+@contextmanager
+def running(program: Program) -> Iterator[Program]:
+    """The same for a program that has begun."""
+    try:
+        yield program
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(program.pid, signal.SIGTERM)
+        try:
+            program.wait(30)
+        except TimeoutError:
+            program.kill()
+
+
 def free_port() -> int:
     """A port of this machine that was free a moment ago."""
     with socket.socket() as probe:
@@ -125,12 +144,12 @@ def free_port() -> int:
 def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """A Prefect server on loopback; the environment that leads to it."""
     home, port = tmp_path_factory.mktemp("prefect"), free_port()
-    environment = os.environ | {"PREFECT_HOME": str(home), "PREFECT_API_URL": f"http://127.0.0.1:{port}/api"}
+    environment = os.environ | prefect_in(home) | {"PREFECT_API_URL": f"http://127.0.0.1:{port}/api"}
     environment |= {"PREFECT_LOGGING_LEVEL": "WARNING", "OMP_WAIT_POLICY": "passive"}
     environment |= LOGS_FOR_WATCHERS
     environment["PREFECT_WORKER_QUERY_SECONDS"] = "2"  # of ten, in which a test waits for its worker to ask
-    command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
-    with background(command, environment, home / "server.log", home):
+    command = ["-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
+    with running(Program(command, home, environment, home / "server.log")):
         wait_for_server(f"{environment['PREFECT_API_URL']}/health", "the Prefect server's start")
         yield environment
 
