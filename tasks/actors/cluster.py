@@ -35,7 +35,7 @@ from tasks.actors.ray_address import ClusterError, require_listener
 from tasks.actors.ray_files import keep_token_private, working_folder
 from tasks.actors.waiting import get
 from tasks.actors.watchdog import ROUNDS, end_family, marked, own_mark, watchdog
-from tasks.actors.worker_forks import FORKS, forked_environment, forks_for, started_by_python
+from tasks.actors.worker_forks import FORKS, forked_environment, forks_for, set_up_at_once, started_by_python
 from tasks.config.trainer import RayConfig
 from tasks.system.signals import passed_on
 
@@ -150,7 +150,7 @@ def ray_cluster(
             place["runtime_env"] = environment
         with _own_daemons_ended():
             try:
-                with _own_handler_of_sigterm():
+                with _own_handler_of_sigterm(), set_up_at_once():
                     ray.init(log_to_driver=config.log_to_driver, logging_level=logging.WARNING, **place)
             except (ConnectionError, AuthenticationError) as error:
                 raise ClusterError(

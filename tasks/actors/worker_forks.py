@@ -3,7 +3,7 @@
 
 Ray starts a worker by the command that a runtime environment names in python's place, here `forks/start_worker.py`. It
 asks `forks/fork_workers.py` for a fork, and starts python where there is none: the worker is there later then, and the
-log says why.
+log says why. Where the cluster is started here, `forks/setup_worker.py` does so before Ray imports itself for it.
 """
 
 import logging
@@ -31,9 +31,11 @@ VARIABLE = "DOUBLEFLOW_WORKER_FORKS"
 PROGRAMS = Path(__file__).parent / "forks"
 FORKS = str(PROGRAMS / "fork_workers.py")
 START = str(PROGRAMS / "start_worker.py")
+SETUP = str(PROGRAMS / "setup_worker.py")
 IMPORTED = (
     *("torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "tensordict", "safetensors.torch", "peft"),
-    *("diffusers.pipelines.qwenimage.pipeline_qwenimage", "PIL.Image", "psutil", "pydantic"),
+    *("diffusers.pipelines.qwenimage.pipeline_qwenimage", "PIL.Image", "psutil", "pydantic.main"),
+    *("google.protobuf.json_format", "jsonschema", "pydantic.v1"),  # Ray's
 )
 """What the actors of a run import; a module that is missing here costs seconds, nothing else."""
 ROOM = 1 << 16
@@ -118,6 +120,20 @@ def _tell(process: "subprocess.Popen[str]", ended: list[bool]) -> None:
 def forked_environment(place: Path) -> dict[str, str]:
     """Ray's runtime environment for workers that ask at this socket."""
     return {"py_executable": shlex.join([sys.executable, "-P", START, str(place)])}
+
+
+@contextmanager
+def set_up_at_once() -> Iterator[None]:
+    """A cluster that is started in this block has workers ask for their forks without importing Ray before."""
+    constants = ray._private.ray_constants
+    name = constants.SETUP_WORKER_FILENAME
+    constants.SETUP_WORKER_FILENAME = (
+        SETUP  # Ray joins it to a folder of its own, and the path of a file stays what it is
+    )
+    try:
+        yield
+    finally:
+        constants.SETUP_WORKER_FILENAME = name
 
 
 def started_by_python(num_cpus: float) -> dict[str, Any]:

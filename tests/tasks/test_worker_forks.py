@@ -3,19 +3,20 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import psutil
 import pytest
 import ray
 
 from tasks.actors.cluster import ActorGroup, ray_cluster
-from tasks.actors.worker_forks import FORKS, START, VARIABLE, worker_forks
+from tasks.actors.worker_forks import FORKS, SETUP, START, VARIABLE, forked_environment, forks_for, worker_forks
 from tasks.config.trainer import RayConfig
 from tests.support.patience import PATIENCE, wait_until
 
@@ -31,10 +32,11 @@ if environment.get("MAKES_THREAD"):
 """
 """A module that takes long to import, say."""
 WORKER = """
-import json, os, random, resource, signal, sys
+import atexit, json, os, random, resource, signal, sys
 from pathlib import Path
 
 print("said to", sys.argv[1:], flush=True)
+atexit.register(print, "at its end")
 kernel = Path("/proc/self/environ").read_bytes().strip(b"\\0").split(b"\\0")
 state = {
     "pid": os.getpid(), "main": sys.modules["__main__"].__file__, "name": __name__, "argv": sys.argv,
@@ -54,6 +56,12 @@ report = {"state": state, "own": own, "streams": streams[:3] == [0, 1, 2], "alon
 Path(sys.argv[1]).write_text(json.dumps(report))
 sys.exit(7)
 """
+RAYS = """
+import json, sys
+from pathlib import Path
+Path(sys.argv[2]).write_text(json.dumps({"state": {"pid": 0}, "asked": sys.argv[1:]}))
+"""
+"""In place of Ray's own program that sets a worker up."""
 OWNER = """
 import sys
 from pathlib import Path
@@ -81,15 +89,15 @@ def limited() -> None:
     Path("/proc/self/oom_score_adj").write_text("700")
 
 
-def started(folder: Path, *command: str, **variables: str) -> tuple[dict[str, Any], str]:
-    """What a worker that this command starts says of itself, and what is printed."""
+def started(folder: Path, *command: str, after: Sequence[str] = (), **variables: str) -> tuple[dict[str, Any], str]:
+    """What a worker that this command starts says of itself, and what is printed; `after` follows its arguments."""
     there = folder / "elsewhere"
     there.mkdir(exist_ok=True)
     report, printed = folder / "report.json", folder / "printed"
     report.unlink(missing_ok=True)
     with printed.open("w") as stream:
         process = subprocess.Popen(
-            [*command, str(folder / "worker.py"), str(report)],
+            [*command, str(folder / "worker.py"), str(report), *after],
             cwd=there,
             env=os.environ | variables,
             stdin=subprocess.DEVNULL,
@@ -97,8 +105,14 @@ def started(folder: Path, *command: str, **variables: str) -> tuple[dict[str, An
             preexec_fn=limited,
         )
         process.wait(PATIENCE)
-    said = wait_until(lambda: report.exists() and report.read_text(), "the worker's report")
-    return json.loads(said), printed.read_text()
+    said = json.loads(wait_until(lambda: report.exists() and report.read_text(), "the worker's report"))
+    wait_until(lambda: not psutil.pid_exists(said["state"]["pid"]), "the worker's end")
+    return said, printed.read_text()
+
+
+def ray_says(language: str = "PYTHON", **context: Any) -> tuple[str, str]:
+    """What Ray adds to a worker's arguments, of its runtime environment."""
+    return f"--language={language}", f"--serialized-runtime-env-context={json.dumps(context)}"
 
 
 def newest_that_forks() -> psutil.Process:
@@ -113,7 +127,10 @@ def test_a_fork_is_the_process_that_python_would_be(folder: Path) -> None:
     with worker_forks(folder, ["numpy", "marker"]) as place:
         asks = (sys.executable, "-P", START, str(place))
         forked, printed = started(folder, *asks, **variables)
-        another, _ = started(folder, *asks, **variables)
+        path = {"PYTHONPATH": variables["PYTHONPATH"]}
+        rest = {name: value for name, value in variables.items() if name not in path}
+        with_environment = ray_says(**forked_environment(place), env_vars=rest, command_prefix=[])
+        another, _ = started(folder, sys.executable, SETUP, after=with_environment, **path)
     plain, printed_by_python = started(folder, sys.executable, **variables)
     imports = forked["own"]["imports"]
     assert imports not in (None, forked["state"]["pid"])
@@ -129,6 +146,26 @@ def test_a_fork_is_the_process_that_python_would_be(folder: Path) -> None:
     assert forked["state"] == another["state"] == plain["state"]
     assert forked["state"]["seen"] == forked["state"]["environment"], "whoever looks for its mark finds it"
     assert printed == printed_by_python
+    assert printed.endswith("at its end\n")
+
+
+def test_what_ray_has_more_to_do_for_than_to_start_a_fork_is_left_to_rays_own_program(folder: Path) -> None:
+    (folder / "setup_worker.py").write_text(RAYS)
+    forked = {**forked_environment(folder / "forks"), "env_vars": {}}
+    python = shlex.quote(sys.executable)
+    for asked in (
+        ray_says(),
+        ray_says(py_executable=python),
+        ray_says(py_executable=f"{python} -P {START}.other {folder}"),
+        ray_says(**forked, command_prefix=["nice"]),
+        ray_says(**forked, a_later_versions="setting"),
+        ray_says(**forked | {"env_vars": {"PLACE": "${HOME}/place"}}),
+        ray_says(**forked | {"env_vars": {"PYTHONPATH": "/elsewhere"}}),
+        ray_says("JAVA", **forked),
+        (),
+    ):
+        found, _ = started(folder, sys.executable, SETUP, after=asked)
+        assert found["asked"] == [str(folder / "worker.py"), str(folder / "report.json"), *asked]
 
 
 @pytest.mark.parametrize(
@@ -205,6 +242,9 @@ class Looks:
         title = " ".join(psutil.Process().cmdline()).strip()
         return {"had": had, "pid": os.getpid(), "threads": torch.get_num_threads(), "bits": bits, "title": title}
 
+    def has(self) -> set[str]:
+        return set(sys.modules)
+
     def seed(self) -> int:
         import torch
 
@@ -224,6 +264,7 @@ def test_actors_are_forks_and_come_back_and_begin_anyhow(
     own_cluster: psutil.Process, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Two in one place; one is killed; the process that forks is killed; and one that is to have threads."""
+    assert any(SETUP in " ".join(child.cmdline()) for child in psutil.Process().children()), "Ray imports itself first"
     group = ActorGroup(Looks, 2, 0, max_restarts=-1, max_task_retries=-1)
     first, second = group.call_all("began")
     assert first["had"]
@@ -252,13 +293,12 @@ def test_actors_are_forks_and_come_back_and_begin_anyhow(
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize(("asked", "uses_gpus"), [(False, False), ("auto", True)])
-def test_workers_that_are_not_to_be_forks_are_none(
-    monkeypatch: pytest.MonkeyPatch, asked: bool | Literal["auto"], uses_gpus: bool
-) -> None:
+def test_workers_that_are_not_to_be_forks_are_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
-    with ray_cluster(RayConfig(num_cpus=1, forked_workers=asked), uses_gpus=uses_gpus) as forks:
+    with forks_for(RayConfig(num_cpus=1, forked_workers=False), False, tmp_path / "forks") as forks:
+        assert forks is None
+    with ray_cluster(RayConfig(num_cpus=1), uses_gpus=True) as forks:
         assert forks is None
         assert not ray.get_runtime_context().runtime_env, "nothing to do before a worker begins"
-        (found,) = ActorGroup(Looks, 1, 0).call_all("began")
-    assert not found["had"]
+        (modules,) = ActorGroup(Looks, 1, 0).call_all("has")
+    assert "torch" not in modules

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asks for a worker's fork where Ray's own program of this name would import Ray to start the one that asks.
+
+    python setup_worker.py worker.py ARGUMENT ... --language=PYTHON --serialized-runtime-env-context=JSON
+
+Ray starts it for every worker with a runtime environment. It leaves all that is not as `socket_of` says to Ray's own.
+"""
+
+import json
+import os
+import runpy
+import shlex
+import sys
+from typing import Any
+
+FOLDER = os.path.dirname(os.path.abspath(__file__))
+START = os.path.join(FOLDER, "start_worker.py")
+CONTEXT = "--serialized-runtime-env-context="
+LANGUAGE = "--language="
+
+
+def main(*arguments: str) -> None:
+    """Start the worker; Ray's own program stands beside the worker's."""
+    options = {option: _value(option, arguments) for option in (CONTEXT, LANGUAGE)}
+    context = json.loads(options[CONTEXT] or "{}")
+    place = socket_of(context)
+    if place is None or options[LANGUAGE] != "PYTHON":
+        rays = os.path.join(os.path.dirname(arguments[0]), "setup_worker.py")
+        os.execv(sys.executable, [sys.executable, rays, *arguments])
+    os.environ.update(context["env_vars"])
+    sys.path[:] = [path for path in sys.path if path != FOLDER]  # it is there for being this file's
+    runpy.run_path(START)["main"](place, *(each for each in arguments if not each.startswith((CONTEXT, LANGUAGE))))
+
+
+def socket_of(context: dict[str, Any]) -> str | None:
+    """Where a fork is asked for, if variables and start_worker.py's command are all that a runtime environment has.
+
+    Not every variable: this process has its path already, and Ray's program fills in values of others.
+    """
+    *program, place = shlex.split(context.get("py_executable") or "python")
+    variables = context.setdefault("env_vars", {})
+    others = [name for name, value in context.items() if value and name not in ("py_executable", "env_vars")]
+    others += [name for name, value in variables.items() if name == "PYTHONPATH" or "$" in value]
+    return None if others or program != [sys.executable, "-P", START] else place
+
+
+def _value(option: str, arguments: tuple[str, ...]) -> str:
+    return next((each.removeprefix(option) for each in arguments if each.startswith(option)), "")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
