@@ -21,6 +21,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -97,6 +98,18 @@ def forked_python() -> Iterator[Path]:
 
     with forked_python() as command:
         yield command
+
+
+@pytest.fixture(scope="module")
+def forked_workers(worker_forks: str) -> Iterator[dict[str, Any]]:
+    """Ray's runtime environment by which workers come from there on clusters that `ray_cluster` has not started."""
+    from tasks.actors.cluster import QUIET_ENVIRONMENT
+    from tasks.actors.worker_forks import forked_environment, set_up_at_once
+
+    with pytest.MonkeyPatch.context() as patch, set_up_at_once():
+        for name, value in QUIET_ENVIRONMENT.items():  # a fork of a process that had others would be refused
+            patch.setenv(name, value)
+        yield forked_environment(Path(worker_forks))
 
 
 @pytest.fixture(scope="module")

@@ -66,17 +66,17 @@ def forks_for(config: RayConfig, uses_gpus: bool, folder: Path | None) -> Abstra
 
 
 @contextmanager
-def worker_forks(folder: Path, modules: Sequence[str] = IMPORTED) -> Iterator[Path]:
+def worker_forks(folder: Path, modules: Sequence[str] | None = None) -> Iterator[Path]:
     """A process whose forks become workers, until the block ends, or this process however it ends; its socket.
 
     Workers that have begun go on. That it ends within the block is told.
 
     Args:
         folder: for the socket; nobody else may enter it.
-        modules: that it imports.
+        modules: that it imports, by default `IMPORTED`.
     """
     place = folder / "forks"
-    with _started(place, modules) as process:
+    with _started(place, IMPORTED if modules is None else modules) as process:
         ended: list[bool] = []
         teller = Thread(target=_tell, args=(process, ended), daemon=True)
         teller.start()

@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,7 +36,7 @@ class Rank:
 
 
 @pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+def cluster(monkeypatch: pytest.MonkeyPatch, forked_workers: dict[str, Any]) -> Iterator[Cluster]:
     """A head that holds the driver and has no CPU for anything else; every actor of a group reserves one."""
     with tempfile.TemporaryDirectory(prefix="ray-") as folder:
         monkeypatch.setenv("RAY_TMPDIR", folder)
@@ -45,7 +46,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
             monkeypatch.setattr(module, "ActorGroup", functools.partial(ActorGroup, num_cpus=1))
         made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
         try:
-            ray.init(made.address, log_to_driver=False, logging_level="ERROR")
+            ray.init(made.address, log_to_driver=False, logging_level="ERROR", runtime_env=forked_workers)
             yield made
         finally:
             ray.shutdown()

@@ -5,6 +5,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import ray
@@ -29,7 +30,7 @@ class Where:
 
 
 @pytest.fixture(scope="module")
-def machines() -> Iterator[str]:
+def machines(forked_workers: dict[str, Any]) -> Iterator[str]:
     """The address of a cluster of machines with 4 and 3 GPUs and one CPU each, and one with neither, as a head may be.
 
     With the token of this process, which Ray keeps for good.
@@ -48,9 +49,9 @@ def machines() -> Iterator[str]:
 
 
 @pytest.fixture(autouse=True)
-def driver(machines: str) -> Iterator[None]:
+def driver(machines: str, forked_workers: dict[str, Any]) -> Iterator[None]:
     """All that a test holds of the cluster is free after it."""
-    ray.init(machines, log_to_driver=False, logging_level="WARNING")
+    ray.init(machines, log_to_driver=False, logging_level="WARNING", runtime_env=forked_workers)
     yield
     ray.shutdown()
 

@@ -19,9 +19,11 @@ LOOK = """
 import os, stat
 from pathlib import Path
 import ray
+from tasks.actors import worker_forks
 from tasks.actors.cluster import ray_cluster
 from tasks.config.trainer import RayConfig
 
+worker_forks.IMPORTED = ()  # what workers begin with is not the question
 with ray_cluster(RayConfig(num_cpus=1)):
     (outer,) = Path(os.environ["RAY_TMPDIR"]).iterdir()
     assert stat.S_IMODE(outer.stat().st_mode) == 0o700, oct(outer.stat().st_mode)

@@ -14,6 +14,7 @@ from models.schedulers.noise_keys import NoiseKey
 from tasks.actors.cluster import ClusterError, ray_cluster, require_resources
 from tasks.actors.reward_group import RewardFailure, RewardGroup, Scores, wanted_inputs
 from tasks.actors.rollout_group import PendingBatch
+from tasks.actors.worker_forks import IMPORTED
 from tasks.config.reward import RewardConfig
 from tasks.config.trainer import RayConfig
 from tasks.data.prompts import Prompt
@@ -227,11 +228,16 @@ def test_statistics_of_the_pictures_are_measured_beside_the_rewards(cluster: Non
 
 
 def test_asking_for_its_memory_loads_a_worker_with_nothing(cluster: None) -> None:
-    alone = config(brightness={"num_cpus": 2})  # so it is started by python: a fork has torch from the start
+    """It is started by python, as it is to have two CPUs: a fork has what many import from the start."""
+    alone = config(brightness={"num_cpus": 2})
     group = next(iter(RewardGroup(alone).pools.values())).group
     assert 0 < group.memory("reward")["memory/reward_0_mb"] < 1000
     (loaded,) = ray.get([actor.__ray_call__.remote(lambda _: set(sys.modules)) for actor in group.actors])
     assert not loaded & {"torch", "prefect", "mlflow", "tasks.actors.cluster"}
+    forked = next(iter(RewardGroup(config(brightness={})).pools.values())).group
+    (loaded,) = ray.get([actor.__ray_call__.remote(lambda _: set(sys.modules)) for actor in forked.actors])
+    assert loaded >= {*IMPORTED}
+    assert not loaded & {"prefect", "mlflow", "tasks.actors.cluster"}
 
 
 def test_rewards_that_reserve_more_than_there_is_are_refused(cluster: None) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Timer
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 import ray
@@ -20,9 +20,9 @@ from tasks.actors.waiting import get
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
+def cluster(forked_workers: dict[str, Any]) -> Iterator[None]:
     """Two GPUs that only Ray counts."""
-    ray.init(num_cpus=2, num_gpus=2, include_dashboard=False, log_to_driver=False)
+    ray.init(num_cpus=2, num_gpus=2, include_dashboard=False, log_to_driver=False, runtime_env=forked_workers)
     yield
     ray.shutdown()
 

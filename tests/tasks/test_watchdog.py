@@ -41,10 +41,13 @@ with watchdog():
 """
 
 
+# A driver's process that forks imports nothing here: that would take six seconds, and is not the question.
 RAY_DRIVER = """
 import sys
+from tasks.actors import worker_forks
 from tasks.actors.cluster import ray_cluster
 from tasks.config.trainer import RayConfig
+worker_forks.IMPORTED = ()
 with ray_cluster(RayConfig(num_cpus=1)):
     print("started", flush=True)
     sys.stdin.readline()
@@ -56,6 +59,7 @@ import os, signal, threading, time
 from contextlib import suppress
 import psutil
 from prefect.exceptions import TerminationSignal
+from tasks.actors import worker_forks
 from tasks.actors.cluster import ray_cluster
 from tasks.actors.watchdog import MARK
 from tasks.config.trainer import RayConfig
@@ -78,6 +82,7 @@ def send_once(sent=[]):
     if not sent:
         sent.append(os.kill(os.getpid(), signal.SIGTERM))
 
+worker_forks.IMPORTED = ()
 signal.signal(signal.SIGTERM, stop)
 BEGIN
 try:
@@ -108,6 +113,7 @@ with watchdog():
 ENDING_DRIVER = """
 import subprocess, sys
 import psutil, ray
+from tasks.actors import worker_forks
 from tasks.actors.cluster import ActorGroup, ray_cluster
 from tasks.actors.ray_address import require_listener
 from tasks.actors.waiting import get
@@ -118,6 +124,7 @@ class Holder:
         command = [sys.executable, "-c", "import time; time.sleep(7200)"]
         return subprocess.Popen(command, start_new_session=True).pid
 
+worker_forks.IMPORTED = ()
 with ray_cluster(RayConfig(num_cpus=1)):
     require_listener(ray.get_runtime_context().gcs_address, 600)  # it knows Ray's head
     begun = psutil.Process(get(ActorGroup(Holder, 1, 0).actors[0].begin.remote()))

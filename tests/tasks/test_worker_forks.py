@@ -253,8 +253,9 @@ class Looks:
 
 @pytest.fixture
 def own_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[psutil.Process]:
-    """A cluster with a process of its own that forks: this one."""
+    """A cluster with a process of its own that forks: this one. Of what it could import it has torch."""
     monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setattr("tasks.actors.worker_forks.IMPORTED", ("torch",))
     with ray_cluster(RayConfig(num_cpus=2)):
         yield newest_that_forks()
 
