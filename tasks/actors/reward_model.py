@@ -9,129 +9,28 @@ server, by a watchdog of the actor's own.
 """
 
 import logging
-import os
-import re
-import secrets
-import socket
-import subprocess
-import sys
-import tempfile
-import threading
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-import httpx
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from models.errors import DoubleflowError
 from models.import_paths import check_allowed_program
 from tasks.actors.cluster import ActorGroup
+from tasks.actors.reward_model_server import FIELD, RewardModelServer, program
 from tasks.actors.waiting import get
-from tasks.actors.watchdog import end_marked, own_mark, watchdog
 from tasks.config.errors import ConfigError
 from tasks.config.reward import RewardConfig, RewardModelConfig
-from tasks.rewards import asks_reward_model, served
-from tasks.rewards.pretrained import COMMIT, content_digest
-from tasks.rewards.served import ServedModel
+from tasks.rewards import asks_reward_model
+from tasks.rewards.pretrained import COMMIT
 
 log = logging.getLogger(__name__)
 
-HOST = served.LOOPBACK
-GUARD = Path(__file__).parent / "server_guard" / "doubleflow_server_guard.py"
-FIELD = "reward.reward_model"
-POLL_SECONDS = 0.5
-POLL_TIMEOUT = 5.0
-ANSWER_SECONDS = 30.0
-"""For a server that is up to say what it does, and for one that is on its way down to be gone."""
-SLEEP_SECONDS = 600.0
-"""For weights to leave a GPU, or to come back."""
 STOP_SECONDS = 40.0
-SHOWN_LINES, SHOWN_BYTES = 15, 4000
-"""At most, of the server's log, in the error of one that did not start."""
-
-
-class RewardModelError(DoubleflowError, RuntimeError):
-    """The reward model's server did not start, or does not do what it was asked."""
-
-
-@dataclass(frozen=True)
-class Engine:
-    """How a library serves a model.
-
-    Attributes:
-        program: beside the environment's Python.
-        arguments: of a model, with {model}, {host}, {port} and {name} to be filled in.
-        revision: arguments for a hub id's commit, and how {model} is then written.
-        sleeping: arguments for one that is to sleep.
-        key: environment variable in which it looks for a secret of its own accord; None where it asks for none.
-        environment: what it finds there where it is to sleep.
-        is_guarded: is the guard run as the program, and the engine's by the guard?
-    """
-
-    program: str
-    arguments: tuple[str, ...]
-    revision: tuple[str, ...] = ()
-    sleeping: tuple[str, ...] = ()
-    key: str | None = None
-    environment: tuple[tuple[str, str], ...] = ()
-    is_guarded: bool = False
-
-
-ENGINES = {
-    "vllm": Engine(
-        "vllm",
-        # Its own key leaves /invocations, /tokenize and, where it sleeps, /collective_rpc open to everybody.
-        (
-            *("serve", "{model}", "--host", "{host}", "--port", "{port}", "--served-model-name", "{name}"),
-            *("--middleware", f"{GUARD.stem}.Guard"),
-        ),
-        revision=("--revision", "{revision}"),
-        sleeping=("--enable-sleep-mode",),
-        key="VLLM_API_KEY",
-        environment=(("VLLM_SERVER_DEV_MODE", "1"),),  # which is what offers /sleep
-    ),
-    "transformers": Engine(
-        "transformers", ("serve", "{name}", "--host", "{host}", "--port", "{port}"), is_guarded=True
-    ),
-}
-
-
-def program(config: RewardModelConfig) -> Path:
-    """The engine's, in its environment."""
-    return _python(config).with_name(ENGINES[config.engine].program)
-
-
-def _python(config: RewardModelConfig) -> Path:
-    """Of the engine's environment; not resolved, as a link's place tells the environment."""
-    return Path(config.python or sys.executable).absolute()
-
-
-def served_name(config: RewardModelConfig) -> str:
-    """What the server calls the model."""
-    at_commit = config.engine == "transformers" and config.revision is not None and not config.command
-    return f"{config.model_path}@{config.revision}" if at_commit else config.model_path
-
-
-def server_command(config: RewardModelConfig, port: int) -> list[str]:
-    """What starts the server; the secret is in its environment, where other users cannot read it."""
-    words: Sequence[str] = config.command
-    if not words:
-        engine = ENGINES[config.engine]
-        revision = engine.revision if config.revision is not None else ()
-        sleeping = engine.sleeping if config.sleep else ()
-        start = (str(_python(config)), str(GUARD)) if engine.is_guarded else ()
-        words = (*start, str(program(config)), *engine.arguments, *revision, *sleeping)
-    values = {"model": config.model_path, "revision": config.revision or "", "name": served_name(config)}
-    values |= {"host": HOST, "port": str(port)}
-    filled = [re.sub(r"\{(\w+)\}", lambda found: values.get(found[1], found[0]), word) for word in words]
-    return [*filled, *config.arguments]
 
 
 def check_reward_model(config: RewardConfig) -> None:
@@ -187,183 +86,6 @@ def check_allowed_server(model: RewardModelConfig) -> None:
         check_allowed_program(f"{FIELD}.python", str(model.python))
     elif model.arguments:
         check_allowed_program(f"{FIELD}.arguments", str(program(model)))
-
-
-class RewardModelServer:
-    """The actor: one server, which it starts, asks after, puts to sleep and ends."""
-
-    def __init__(self, config: RewardModelConfig):
-        self.config, self._key = config, secrets.token_urlsafe(32)
-        self._lock, self._asleep, self._stopped = threading.Lock(), False, False
-        self._process: subprocess.Popen | None = None
-        self._port, self._version = 0, ""
-        self._deaths: list[str] = []
-        self._log, path = tempfile.mkstemp()
-        os.unlink(path)  # whoever is killed, nothing of it stays
-        self._ends = ExitStack()
-        self._ends.enter_context(watchdog())
-
-    def node(self) -> str:
-        """The machine that it is on."""
-        return ray.get_runtime_context().get_node_id()
-
-    def connection(self, doubted: ServedModel | None = None) -> ServedModel:
-        """Where the server is, once it is up and awake.
-
-        Args:
-            doubted: what this has returned before and gave the caller no scores: it may be on its way down.
-
-        Raises:
-            RewardModelError: it does not start, or does not wake up.
-        """
-        with self._lock:
-            if doubted is not None and self._process is not None and doubted.url == self._url:
-                self._await_verdict(self._process)
-            if self._stopped:
-                raise RewardModelError("the reward model's server was ended with its run")
-            if self._process is None or self._process.poll() is not None:
-                self._start()
-            if self._asleep:
-                self._send("/wake_up")
-                self._asleep = False
-            return ServedModel(self._url, served_name(self.config), self._version, self._key)
-
-    @property
-    def _url(self) -> str:
-        return f"http://{HOST}:{self._port}/v1"
-
-    def sleep(self) -> None:
-        """Off its GPU, until somebody asks for its address. Raises RewardModelError where it cannot."""
-        with self._lock:
-            if self._process is not None and self._process.poll() is None and not self._asleep:
-                self._send("/sleep?level=1&mode=wait")
-                self._asleep = True
-
-    def is_sleeping(self) -> bool:
-        """What the server itself says."""
-        return bool(self._request("GET", "/is_sleeping", ANSWER_SECONDS).json()["is_sleeping"])
-
-    def pid(self) -> int | None:
-        """Of the server's first process."""
-        return None if self._process is None else self._process.pid
-
-    def deaths(self) -> list[str]:
-        """How servers ended that were started again, since this was last asked."""
-        told, self._deaths = self._deaths, []
-        return told
-
-    def stop(self) -> None:
-        """End the server, also one that is starting; it is not started again."""
-        self._stopped = True
-        end_marked(own_mark())
-        self._ends.close()
-
-    def _start(self) -> None:
-        """Returns once it answers."""
-        if self._process is not None:
-            self._deaths.append(f"code {self._process.poll()}; the end of its log: {self._last_lines() or 'empty'}")
-        end_marked(own_mark())  # what a server has left behind that died, as vLLM's engine with the GPU's memory
-        self._port, self._asleep = _free_port(), False
-        command = server_command(self.config, self._port)
-        os.lseek(self._log, 0, os.SEEK_SET)
-        os.truncate(self._log, 0)
-        try:
-            self._process = subprocess.Popen(
-                command, stdout=self._log, stderr=self._log, stdin=subprocess.DEVNULL, env=self._environment()
-            )
-        except OSError as error:
-            raise RewardModelError(f"the reward model's server {command[0]} cannot be started: {error}") from error
-        self._await_answer(self._process)
-        self._check_guarded()
-        self._version = self._version or _weights_version(self.config)
-
-    def _environment(self) -> dict[str, str]:
-        engine, config = ENGINES[self.config.engine], self.config
-        given = {served.KEY: self._key}
-        if not config.command:
-            given |= {engine.key: self._key} if engine.key else {}
-            given |= dict(engine.environment) if config.sleep else {}
-            path = os.environ.get("PYTHONPATH")
-            given["PYTHONPATH"] = os.pathsep.join(filter(None, (path, str(GUARD.parent))))
-        if not config.num_gpus:
-            given["CUDA_VISIBLE_DEVICES"] = ""
-        return {**os.environ, **given}
-
-    def _await_answer(self, process: subprocess.Popen) -> None:
-        deadline = time.monotonic() + self.config.start_timeout_s
-        while process.poll() is None and not self._stopped:
-            with suppress(httpx.TransportError):
-                if self._is_up():
-                    return
-            if time.monotonic() > deadline:
-                end_marked(own_mark())
-                raise RewardModelError(
-                    f"the reward model's server did not answer within reward.reward_model.start_timeout_s "
-                    f"{self.config.start_timeout_s:g}: raise it, or see the end of its log: {self._last_lines()}"
-                )
-            time.sleep(POLL_SECONDS)
-        end_marked(own_mark())
-        raise RewardModelError(
-            f"the reward model's server ended with code {process.poll()} before it answered; the end of its log: "
-            f"{self._last_lines()}"
-        )
-
-    def _await_verdict(self, process: subprocess.Popen) -> None:
-        """Until the server answers, or has ended: its connections may be gone a while before it is. One that does
-        neither hangs, which is left to whoever asks it."""
-        deadline = time.monotonic() + ANSWER_SECONDS
-        while process.poll() is None and not self._stopped and time.monotonic() < deadline:
-            with suppress(httpx.TransportError):
-                if self._is_up():
-                    return
-            time.sleep(POLL_SECONDS)
-
-    def _check_guarded(self) -> None:
-        """Raise RewardModelError where an engine answers whoever asks, as with a version that goes round the guard."""
-        if self.config.command:
-            return
-        for path in ("/health", "/v1/models"):
-            url = f"http://{HOST}:{self._port}{path}"
-            if httpx.get(url, timeout=ANSWER_SECONDS, trust_env=False).status_code != 401:
-                end_marked(own_mark())
-                raise RewardModelError(
-                    f"the reward model's server answers {path} without the run's secret, so everybody on this machine "
-                    f"could use it: give a version of {self.config.engine} that docs/rewards.md names"
-                )
-
-    def _request(self, method: str, path: str, seconds: float) -> httpx.Response:
-        """No proxy stands between this machine and itself."""
-        headers = {"Authorization": f"Bearer {self._key}"}
-        url = f"http://{HOST}:{self._port}{path}"
-        return httpx.request(method, url, headers=headers, timeout=seconds, trust_env=False)
-
-    def _is_up(self) -> bool:
-        """404 is an answer, too: a server without /health is asked for its models."""
-        return any(self._answers(path) for path in ("/health", "/v1/models"))
-
-    def _answers(self, path: str) -> bool:
-        return self._request("GET", path, POLL_TIMEOUT).status_code == 200
-
-    def _send(self, path: str) -> None:
-        """POST what is to put it to sleep or to wake it."""
-        try:
-            answer = self._request("POST", path, SLEEP_SECONDS)
-        except httpx.TransportError as error:
-            raise RewardModelError(f"the reward model's server does not answer POST {path}: {error}") from error
-        if answer.status_code == 404:
-            raise RewardModelError(
-                f"the reward model's server does not offer {path}: set reward.reward_model.sleep to false"
-            )
-        if not answer.is_success:
-            raise RewardModelError(
-                f"the reward model's server answers POST {path} with {answer.status_code}: {answer.text[:200]}"
-            )
-
-    def _last_lines(self) -> str:
-        size = os.fstat(self._log).st_size
-        last = os.pread(self._log, SHOWN_BYTES, max(0, size - SHOWN_BYTES)).decode(errors="replace")
-        lines = last.replace(self._key, "***").splitlines()
-        return " | ".join(line.strip() for line in lines[-SHOWN_LINES:] if line.strip())
 
 
 class RewardModel:
@@ -447,15 +169,3 @@ def served_reward_model(config: RewardConfig) -> Iterator[RewardModel | None]:
         yield model
     finally:
         model.stop()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
-
-
-def _weights_version(config: RewardModelConfig) -> str:
-    """A digest of a folder's weights, or a hub id's commit."""
-    folder = Path(config.model_path)
-    return content_digest(folder) if folder.is_dir() else str(config.revision)

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from tasks.actors.reward_model import GUARD
+from tasks.actors.reward_model_server import GUARD
 from tasks.rewards import served
 
 KEY = {"Authorization": "Bearer of-the-run"}

@@ -21,7 +21,8 @@ from transformers import AutoProcessor, LlavaForConditionalGeneration
 from models.schedulers.noise_keys import NoiseKey
 from tasks.actors.cluster import ray_cluster
 from tasks.actors.reward_group import RewardGroup
-from tasks.actors.reward_model import GUARD, RewardModelError, check_reward_model, served_reward_model, server_command
+from tasks.actors.reward_model import check_reward_model, served_reward_model
+from tasks.actors.reward_model_server import GUARD, RewardModelError, server_command
 from tasks.actors.rollout_group import PendingBatch
 from tasks.config.errors import ConfigError
 from tasks.config.reward import RewardConfig, RewardModelConfig
@@ -121,6 +122,8 @@ def test_a_run_starts_its_judge_lets_it_sleep_and_ends_it(cluster: None, tmp_pat
         assert journal(tmp_path)[-1] == "/wake_up"
         group.table(shards, second)
         assert journal(tmp_path)[-1] == "/sleep?level=1&mode=wait"
+        loaded = ray.get(model.actor.__ray_call__.remote(lambda _: set(sys.modules)))
+        assert not loaded & {"prefect", "mlflow", "tasks.actors.cluster"}, "the driver's"
         # It asks for the secret, and no other machine reaches it.
         server, engine = processes(tmp_path)
         (socket,) = [one for one in server.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
