@@ -93,8 +93,9 @@ def test_a_versions_copy_from_a_server_is_gone_after_its_use(
 ) -> None:
     """A checkpoint has gigabytes, and a scheduled sweep measures many."""
     address = f"http://127.0.0.1:{(port := free_port())}"
-    quiet = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-    with background(server_command(tmp_path, port), quiet, tmp_path / "server.log", tmp_path):
+    command, told = server_command(tmp_path, port)
+    quiet = os.environ | told | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    with background(command, quiet, tmp_path / "server.log", tmp_path):
         wait_for_server(f"{address}/health", "MLflow's start")
         monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
         tracker = Tracker(TrackingConfig(uri=address), "a-run")
