@@ -73,10 +73,16 @@ def train(rank: int, model: Path, trajectories: Trajectories, device: str, folde
     return results
 
 
-@pytest.fixture(scope="module")
-def trajectories(tiny_model: Path) -> Trajectories:
+@pytest.fixture
+def model(device: str, tiny_model: Path, one_block_model: Path) -> Path:
+    """Of one block where other tests hold what two add."""
+    return one_block_model if device == "cpu" else tiny_model
+
+
+@pytest.fixture
+def trajectories(model: Path) -> Trajectories:
     """Eight samples of two prompts, sampled on the CPU; LoRA starts as the base model."""
-    _, sampled = DiffusersRolloutEngine(model_config(tiny_model)).generate(rollout_request(samples=4, window=(0, 2)))
+    _, sampled = DiffusersRolloutEngine(model_config(model)).generate(rollout_request(samples=4, window=(0, 2)))
     return sampled
 
 
@@ -86,10 +92,10 @@ def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> floa
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_two_ranks_are_one(tiny_model: Path, trajectories: Trajectories, tmp_path: Path, device: str) -> None:
+def test_two_ranks_are_one(model: Path, trajectories: Trajectories, tmp_path: Path, device: str) -> None:
     def trained_by(ranks: int) -> list[dict[str, Trained]]:
         folder = tmp_path / str(ranks)
-        return gloo_world(train, ranks, folder, tiny_model, trajectories, device, folder, device=device)
+        return gloo_world(train, ranks, folder, model, trajectories, device, folder, device=device)
 
     (one,), (first, second) = trained_by(1), trained_by(2)
     assert first.keys() == VARIANTS.keys()

@@ -26,6 +26,8 @@ from tests.support.weight_actors import PROMPTS, new_rollout
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the actors cannot import it
 HOST = socket.gethostname()
+FEW_DAEMONS = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
+"""Who reads logs and adds machines, and whom nobody asks here."""
 
 
 class Rank:
@@ -44,7 +46,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch, forked_workers: dict[str, Any]) -> 
         tokens.ensure_token_if_auth_enabled()
         for module in (reward_group, rollout_group):
             monkeypatch.setattr(module, "ActorGroup", functools.partial(ActorGroup, num_cpus=1))
-        made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+        made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **FEW_DAEMONS})
         try:
             ray.init(made.address, log_to_driver=False, logging_level="ERROR", runtime_env=forked_workers)
             yield made
@@ -58,7 +60,7 @@ def test_workers_come_back_elsewhere_and_a_lost_rank_ends_the_run_in_a_sentence(
     cluster: Cluster, tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One machine holds everything and is killed before the next iteration's calls, which Ray cannot know yet."""
-    first = cluster.add_node(num_cpus=3)
+    first = cluster.add_node(num_cpus=3, **FEW_DAEMONS)
     rollout = new_rollout(tiny_model, tmp_path, 1)
     reward = RewardGroup(RewardConfig(functions={"brightness": {"num_cpus": 1}}, guards={"statistics": True}))
     groups = {"trainer": ActorGroup(Rank, 1, 0, num_cpus=1), "rollout": rollout.group} | reward.groups()
@@ -71,7 +73,7 @@ def test_workers_come_back_elsewhere_and_a_lost_rank_ends_the_run_in_a_sentence(
     def go_on_without_it() -> None:
         with watched_machines(groups, logging.getLogger("a run"), "go on so") as watch:
             groups["trainer"].call_all("ready")
-            cluster.add_node(num_cpus=3)
+            cluster.add_node(num_cpus=3, **FEW_DAEMONS)
             cluster.remove_node(first, allow_graceful=False)
             for old, new in zip(before, sampled(), strict=True):
                 assert np.array_equal(old, new)

@@ -18,6 +18,8 @@ from tasks.run.opening import check_resources, rank_places
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the actors cannot import it
 
+FEW_DAEMONS = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
+"""Who reads logs and adds machines, and whom nobody asks here."""
 Spot = tuple[str, list[int]]
 """A machine, and the GPUs of it that Ray gave."""
 
@@ -39,10 +41,10 @@ def machines(forked_workers: dict[str, Any]) -> Iterator[str]:
         patch.setenv("RAY_TMPDIR", folder)
         tokens.enable_token_auth_by_default()
         tokens.ensure_token_if_auth_enabled()
-        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **FEW_DAEMONS})
         try:
             for gpus in (4, 3):
-                cluster.add_node(num_cpus=1, num_gpus=gpus)
+                cluster.add_node(num_cpus=1, num_gpus=gpus, **FEW_DAEMONS)
             yield cluster.address
         finally:
             cluster.shutdown()

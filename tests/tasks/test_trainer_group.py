@@ -52,8 +52,8 @@ def cluster(compiled: Path, shared_forks: None) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def trajectories(tiny_model: Path) -> Trajectories:
-    _, sampled = DiffusersRolloutEngine(model_config(tiny_model)).generate(rollout_request())
+def trajectories(one_block_model: Path) -> Trajectories:
+    _, sampled = DiffusersRolloutEngine(model_config(one_block_model)).generate(rollout_request())
     return sampled
 
 
@@ -75,13 +75,13 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def groups(cluster: None, tiny_model: Path, elsewhere: Path) -> dict[str, TrainerGroup]:
+def groups(cluster: None, one_block_model: Path, elsewhere: Path) -> dict[str, TrainerGroup]:
     """The same trainer three times: FSDP2, another engine in another environment, and two ranks of FSDP2 that share
     their samples' tokens."""
     made = {
-        "fsdp2": new_group(tiny_model),
-        "other": new_group(tiny_model, strategy="only_there:Engine", python=str(elsewhere)),
-        "shared": new_group(tiny_model, ranks=2, ulysses_sequence_parallel_size=2),
+        "fsdp2": new_group(one_block_model),
+        "other": new_group(one_block_model, strategy="only_there:Engine", python=str(elsewhere)),
+        "shared": new_group(one_block_model, ranks=2, ulysses_sequence_parallel_size=2),
     }
     ray.get([ready for group in made.values() for ready in group.start()])
     return made

@@ -44,9 +44,9 @@ SECONDS_OF_WORKER = ("load", "digests", "rollout_canary", "wait", "compare")
 
 
 @pytest.fixture(scope="module")
-def actors(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, shared_forks: None) -> Iterator[Actors]:
+def actors(one_block_model: Path, tmp_path_factory: pytest.TempPathFactory, shared_forks: None) -> Iterator[Actors]:
     """Two ranks and two workers on the CPU."""
-    with started(tiny_model, tmp_path_factory.mktemp("transport")) as running:
+    with started(one_block_model, tmp_path_factory.mktemp("transport")) as running:
         yield running
 
 
