@@ -72,6 +72,8 @@ $(TESTS): .doubleflow
 $(TESTS): export RAY_worker_niceness = 0
 # It begins with a process for each core, which actors with an environment of their own do not take.
 $(TESTS): export RAY_prestart_worker_first_driver = 0
+# Of short tasks it starts a process each, and has ended most of them a second later: one at a time takes several tasks.
+$(TESTS): export RAY_worker_maximum_startup_concurrency = 1
 # The tests start hundreds of processes of half a GiB. On a virtual machine whose host takes back what lies free, the
 # first touch of a page is the most expensive part of that: in pages of 2 MiB, and kept, they take two thirds the time.
 $(TESTS): export GLIBC_TUNABLES = glibc.malloc.hugetlb=1
