@@ -116,6 +116,7 @@ def test_every_flow_counts_the_rewards_gpus(workspace: Workspace, ray_head: RayH
 
 
 def test_an_error_inside_a_flow_is_one_sentence_here_and_has_its_frames_on_the_page(workspace: Workspace) -> None:
+    (workspace.folder / "mlflow.db").unlink()
     command = ("-m", "flows.train", "tiny", "--set", "data.train_batch_size=100")
     process = workspace.start(*command)
     assert process.wait(PATIENCE) == 2

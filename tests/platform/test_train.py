@@ -59,8 +59,9 @@ class Recorded:
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory, prepared: Path, prefect_server: dict[str, str]) -> Recorded:
-    """On a cluster of its own."""
-    workspace = make_workspace(tmp_path_factory.mktemp("recorded") / "workspace", prepared, prefect_server)
+    """On a cluster of its own, in a folder without a database, as a user's first run."""
+    folder = tmp_path_factory.mktemp("recorded") / "workspace"
+    workspace = make_workspace(folder, prepared, prefect_server, has_database=False)
     # Ray warns of four workers to a core. It counts all but two for each of these, which nothing here needs.
     few = replace(workspace, environment=workspace.environment | {"RAY_max_io_workers": "0"})
     settings = ("trainer.profile.iterations=[2]", "trainer.device_peak_tflops=2.0")

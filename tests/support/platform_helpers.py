@@ -22,9 +22,10 @@ import yaml
 from mlflow import MlflowClient
 
 from flows.deploy.access import LOGS_FOR_WATCHERS
-from tasks.actors.worker_forks import VARIABLE
+from tasks.actors.worker_forks import SETUP, VARIABLE
 from tasks.system.processes import wait_until_ended
 from tests.support.forked import Program
+from tests.support.mlflow_store import mlflow_in
 from tests.support.patience import PATIENCE, wait_for_server, wait_until
 from tests.support.prefect_store import prefect_in
 
@@ -154,6 +155,18 @@ def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[st
         yield environment
 
 
+STARTS_RAY = """
+import sys
+from ray._private import ray_constants
+
+ray_constants.SETUP_WORKER_FILENAME = sys.argv.pop(1)
+from ray.scripts.scripts import main
+
+main()
+"""
+"""`ray start`, whose workers are set up as those of a run's own cluster are; `ray` has no option for it."""
+
+
 @dataclass(frozen=True)
 class RayHead:
     """A cluster of one machine: its process, and the variables of those who may see it, and of those who join it."""
@@ -173,7 +186,7 @@ def ray_head(tmp_path_factory: pytest.TempPathFactory, worker_forks: str) -> Ite
     place = ["--head", "--block", "--port", str(port), "--num-cpus", "2", "--include-dashboard=false"]
     log = folder / "ray.log"
     with log.open("w") as stream:
-        command = [str(Path(sys.executable).with_name("ray")), "start", *place]
+        command = [sys.executable, "-c", STARTS_RAY, SETUP, "start", *place]
         environment = os.environ | seen | {"PYTHONUNBUFFERED": "1"}
         head = psutil.Popen(command, cwd=folder, env=environment, stdout=stream, stderr=stream)
     try:
@@ -210,9 +223,17 @@ def workspace(tmp_path: Path, prepared: Path, prefect_server: dict[str, str]) ->
     return make_workspace(tmp_path / "workspace", prepared, prefect_server)
 
 
-def make_workspace(folder: Path, prepared: Path, environment: dict[str, str]) -> Workspace:
-    """Copy the prepared data to `folder` and write its prefect.yaml."""
+def make_workspace(
+    folder: Path, prepared: Path, environment: dict[str, str], *, has_database: bool = True
+) -> Workspace:
+    """Copy the prepared data to `folder` and write its prefect.yaml.
+
+    Args:
+        has_database: with MLflow's, which has no experiment of ours. Without, the first run makes it, as a user's does.
+    """
     shutil.copytree(prepared, folder)
+    if has_database:
+        mlflow_in(folder)
     deployment = {
         "name": "tiny",
         "entrypoint": "flows/train.py:train",
