@@ -81,9 +81,10 @@ def test_sampling_ahead_keeps_its_schedule_and_resumes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Killed with two iterations in the weights, so that those of the iteration before are no longer the first ones."""
-    workspaces = [make_workspace(tmp_path / name, prepared, prefect_server) for name in ("undisturbed", "killed")]
-    undisturbed, killed = workspaces
-    undisturbed.on(ray_head).train(*SETTINGS)
+    undisturbed, killed = (
+        make_workspace(tmp_path / name, prepared, prefect_server).on(ray_head) for name in ("undisturbed", "killed")
+    )
+    undisturbed.train(*SETTINGS)
 
     monkeypatch.chdir(undisturbed.folder)
     expected, sequential, found = by_hand(lag=1), by_hand(lag=0), final_weights(undisturbed)
@@ -97,7 +98,7 @@ def test_sampling_ahead_keeps_its_schedule_and_resumes(
     assert [point.step for point in waited] == [1, 2, 3, 4], "nothing is sampled for an iteration after the last"
 
     start_and_kill(killed, SETTINGS, reached="iter_000002")
-    resume(killed.on(ray_head), SETTINGS, undisturbed)
+    resume(killed, SETTINGS, undisturbed)
     assert sampled_by(killed) == sampled_by(undisturbed)
 
 

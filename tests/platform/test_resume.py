@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 
 from benchmarks.kill_rounds import processes_of
 from benchmarks.run_state import logged, outcome
+from tasks.actors.worker_forks import FORKS
 from tasks.data.pairs import best_and_worst, read_pictures, write_pairs
 from tasks.data.prompts import load_prompts
 from tasks.records.history import MEASURED_ANEW
@@ -43,13 +44,24 @@ def final_weights(workspace: Workspace) -> dict:
     return load_file(workspace.run_folder() / "weights/transformer/diffusion_pytorch_model.safetensors")
 
 
+def workers() -> list[psutil.Process]:
+    """Ray's, of all runs that tests have started: forks, of a process that a run has to itself or shares."""
+    forking = [process for process in psutil.Process().children(recursive=True) if FORKS in words_of(process)]
+    return [worker for process in forking for worker in process.children(recursive=True)]
+
+
+def words_of(process: psutil.Process) -> list[str]:
+    """Its command; none of one that has just ended, a zombie too."""
+    with suppress(psutil.NoSuchProcess):
+        return process.cmdline()
+    return []
+
+
 def kill_everything(process: Program) -> set[str]:
-    """kill -9 of the driver and all it started: what a machine that goes down does. The classes of its actors."""
-    children = psutil.Process(process.pid).children(recursive=True)
-    titles = []
-    for child in children:
-        with suppress(psutil.NoSuchProcess):  # it has just ended; a zombie has no title either
-            titles.append(" ".join(child.cmdline()))
+    """kill -9 of the driver, all it started and all workers: what a machine that goes down does. The classes of its
+    actors."""
+    children = [*{*psutil.Process(process.pid).children(recursive=True), *workers()}]
+    titles = [" ".join(words_of(child)) for child in children]
     os.kill(process.pid, signal.SIGKILL)
     for child in children:
         with suppress(psutil.NoSuchProcess):
@@ -96,11 +108,16 @@ def undisturbed(
     return workspace
 
 
+def one_of(driver: psutil.Process, victim: str) -> psutil.Process:
+    """The run's only process of a kind; an actor may be below the tests' shared process that forks."""
+    (found,) = processes_of(driver if victim == "driver" else psutil.Process(), victim)
+    return found
+
+
 def kill(driver: psutil.Process, victim: str) -> None:
     """Kill the run's only process of a kind; the run ends with it, and none of its processes is left."""
-    family = [driver, *driver.children(recursive=True)]
-    (chosen,) = processes_of(driver, victim)
-    chosen.kill()
+    family = {driver, *driver.children(recursive=True), *workers()}
+    one_of(driver, victim).kill()
     alive = wait_until_ended(family, PATIENCE)
     assert not [member for member in alive if runs(member)]
 
@@ -128,8 +145,7 @@ def locked(workspace: Workspace) -> Iterator[None]:
 def there(workspace: Workspace, driver: psutil.Process, path: str, victim: str = "driver") -> psutil.Process:
     """Wait until the run's folder has that path; then the run's only process of a kind."""
     wait_until(lambda: list(workspace.folder.glob(f"runs/*/{path}")), path, every=0.02)
-    (found,) = processes_of(driver, victim)
-    return found
+    return one_of(driver, victim)
 
 
 @pytest.mark.slow
@@ -137,14 +153,16 @@ def test_killed_and_started_again(
     tmp_path: Path, prepared: Path, prefect_server: dict[str, str], ray_head: RayHead, undisturbed: Workspace
 ) -> None:
     """The trainer in an update, the driver in the next iteration while the record of the one before is written, the
-    driver in the record after a checkpoint: only what was not finished is repeated.
+    driver in the record after a checkpoint: only what was not finished is repeated. The second of these has a cluster
+    of its own, which goes down with it.
 
     A process that is suspended, or a data base that is locked, holds what needs it until the kill comes.
     `benchmarks/kill_rounds.py` does this with more victims and at random moments.
     """
     settings = (*STEPS, "trainer.save_freq=3")
     killed = make_workspace(tmp_path / "killed", prepared, prefect_server)
-    with running(killed, settings) as driver:
+    joined = killed.on(ray_head)
+    with running(joined, settings) as driver:
         there(killed, driver, "validation/000000.png", "trainer").suspend()  # it is idle until the first update
         there(killed, driver, "stages/reward/iter_000001")
         time.sleep(1)  # into the update
@@ -160,7 +178,7 @@ def test_killed_and_started_again(
     assert checkpoints == {"iter_000001", ".writing-000002"}, "the second update is behind the first one's record"
     assert logged(killed.folder, killed.client()) == 0
     assert not list(killed.run_folder().glob("stages/*/iter_000002"))
-    with running(killed, settings) as driver:
+    with running(joined, settings) as driver:
         there(killed, driver, "stages/reward/iter_000003")
         with locked(killed):
             there(killed, driver, "checkpoints/iter_000003")
@@ -170,7 +188,7 @@ def test_killed_and_started_again(
     assert run.info.status == "RUNNING"  # nobody was left to say otherwise
     kept = killed.run_folder() / "stages" / "reward"
     assert {path.name for path in kept.iterdir()} == {"iter_000002", "iter_000003"}
-    killed.on(ray_head).train(*settings)
+    joined.train(*settings)
     assert outcome(killed.folder, killed.client()).difference(outcome(undisturbed.folder, undisturbed.client())) is None
 
     (resumed,) = killed.mlflow_runs()
@@ -198,13 +216,14 @@ def test_training_on_pairs_resumes_too(
     tmp_path: Path, prepared: Path, prefect_server: dict[str, str], ray_head: RayHead
 ) -> None:
     """Neither rollout nor reward is there, and the record of samples names the pairs. What auto was stays so."""
-    workspaces = [make_workspace(tmp_path / name, prepared, prefect_server) for name in ("undisturbed", "killed")]
-    for workspace in workspaces:
+    undisturbed, killed = (
+        make_workspace(tmp_path / name, prepared, prefect_server).on(ray_head) for name in ("undisturbed", "killed")
+    )
+    for workspace in (undisturbed, killed):
         add_pairs(workspace.folder / "data")
-    undisturbed, killed = workspaces
-    undisturbed.on(ray_head).train(*OFFLINE)
+    undisturbed.train(*OFFLINE)
     assert start_and_kill(killed, OFFLINE) == {"TrainerRank"}
-    output = " ".join(resume(killed.on(ray_head), OFFLINE, undisturbed).split())
+    output = " ".join(resume(killed, OFFLINE, undisturbed).split())
     assert "ppo_micro_batch_size_per_gpu is auto: 4, as the run's first start chose it" in output
 
     (run,) = killed.mlflow_runs()

@@ -13,7 +13,7 @@ import yaml
 
 from models.words_stable_diffusion_3.settings import smallest
 from tests.support.patience import PATIENCE
-from tests.support.platform_helpers import Workspace
+from tests.support.platform_helpers import RayHead, Workspace
 
 pytest.importorskip("dvc", reason="the data stages need the extra doubleflow[data]")
 
@@ -120,9 +120,9 @@ def test_without_a_gpu_its_stage_says_so(made: tuple[Workspace, str]) -> None:
     assert "error: words.device in params.yaml is cuda, but torch finds no GPU here" in printed
 
 
-def test_its_recipe_trains(made: tuple[Workspace, str]) -> None:
+def test_its_recipe_trains(made: tuple[Workspace, str], ray_head: RayHead) -> None:
     changes = [word for setting in ON_THE_CPU for word in ("--set", setting)]
-    printed = made[0].run("-m", "flows.train", "words-flow-grpo", *changes)
+    printed = made[0].on(ray_head).run("-m", "flows.train", "words-flow-grpo", *changes)
     assert re.search(r"run\s+words-flow-grpo-\w+\n\s+trained\s+2 iterations", printed)
     assert "weights        runs/" in printed, "no optimiser step was made"
 
@@ -150,7 +150,7 @@ AT_ONCE = [  # what this model, which draws no word, can learn in an iteration, 
 ]
 
 
-def test_the_pages_hacked_run_is_stopped_by_a_guard(made: tuple[Workspace, str]) -> None:
+def test_the_pages_hacked_run_is_stopped_by_a_guard(made: tuple[Workspace, str], ray_head: RayHead) -> None:
     """Its command as it stands there, with all of its readers; but the reward is brightness, which these pictures can
     rise in, and one guard more sees that they do."""
     (made[0].folder / "hacked_reward.py").write_text(HACKED)
@@ -158,7 +158,9 @@ def test_the_pages_hacked_run_is_stopped_by_a_guard(made: tuple[Workspace, str])
     hackable = "brightness: {}, dark: {reward: 'hacked_reward:dark', guard: true}"
     _, *command = shlex.split(block.replace("\\\n", "").replace("jpeg_compressibility: {}", hackable))
     smallest = [setting for setting in ON_THE_CPU if not setting.startswith("reward.")]
-    printed = made[0].run(*command, *[word for s in [*smallest, *AT_ONCE] for word in ("--set", s)], check=False)
+    printed = (
+        made[0].on(ray_head).run(*command, *[word for s in [*smallest, *AT_ONCE] for word in ("--set", s)], check=False)
+    )
     printed = " ".join(printed.split())
     assert "by reward.guards.action stop: the held-out reward rises while dark falls" in printed
     assert "Traceback" not in printed
