@@ -35,7 +35,9 @@ SETUP = str(PROGRAMS / "setup_worker.py")
 IMPORTED = (
     *("torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "tensordict", "safetensors.torch", "peft"),
     *("diffusers.pipelines.qwenimage.pipeline_qwenimage", "PIL.Image", "psutil", "pydantic.main"),
-    *("google.protobuf.json_format", "jsonschema", "pydantic.v1"),  # Ray's
+    # For Ray itself, which is not imported here.
+    *("google.protobuf.json_format", "google.protobuf.timestamp_pb2", "jsonschema", "msgpack", "pydantic.v1"),
+    *("logging.handlers", "pdb"),
 )
 """What the actors of a run import; a module that is missing here costs seconds, nothing else."""
 ROOM = 1 << 16
@@ -127,9 +129,7 @@ def set_up_at_once() -> Iterator[None]:
     """A cluster that is started in this block has workers ask for their forks without importing Ray before."""
     constants = ray._private.ray_constants
     name = constants.SETUP_WORKER_FILENAME
-    constants.SETUP_WORKER_FILENAME = (
-        SETUP  # Ray joins it to a folder of its own, and the path of a file stays what it is
-    )
+    constants.SETUP_WORKER_FILENAME = SETUP  # Ray joins it to a folder of its own, which a whole path leaves out
     try:
         yield
     finally:

@@ -85,7 +85,8 @@ def lineage(data: Sequence[Path], code: Path = CODE) -> Lineage:
 @functools.cache
 def _packages() -> dict[str, str]:
     """Name -> version of what is installed, read once a process."""
-    return {d.name: d.version for d in sorted(metadata.distributions(), key=lambda d: d.name.lower())}
+    files = [found.metadata for found in metadata.distributions()]  # each asked once: it is read anew every time
+    return {file["Name"]: file["Version"] for file in sorted(files, key=lambda file: file["Name"].lower())}
 
 
 def hardware() -> dict[str, Any]:

@@ -508,18 +508,37 @@ def blind(images, prompts):
 """
 
 
-def test_a_reward_that_tells_nothing_apart_is_told_and_weights_that_never_moved_are_not_registered(
-    workspace: Workspace,
-) -> None:
-    """Every group ties and is dropped, so each update is skipped, and nothing is there to be called trained."""
+@dataclass(frozen=True)
+class Blind(Recorded):
+    """And paths of the requests to Prefect whose first answer was lost."""
+
+    lost: set[str]
+
+
+@pytest.fixture(scope="module")
+def blind(
+    tmp_path_factory: pytest.TempPathFactory, prepared: Path, prefect_server: dict[str, str], ray_head: RayHead
+) -> Blind:
+    """A run of which every group ties and is dropped, at a Prefect server whose last answers to it are lost."""
+    workspace = make_workspace(tmp_path_factory.mktemp("blind") / "workspace", prepared, prefect_server).on(ray_head)
     write_module(workspace, "blind_reward", BLIND_REWARD)
-    output = workspace.train(
-        "reward.functions={blind: {reward: 'blind_reward:blind'}}",
-        "reward.guards={floor_iterations: 2, statistics: false}",
-        "algorithm.drop_equal_groups=true",
-        "trainer={total_training_steps: 2, val_before_train: false, test_freq: 0, save_freq: 0, export_freq: 1}",
-    )
-    said = " ".join(output.split())
+    server = httpx.URL(workspace.environment["PREFECT_API_URL"])
+    with lost_answers(server.host, server.port) as lossy:
+        far = replace(workspace, environment=workspace.environment | {"PREFECT_API_URL": f"{lossy.address}/api"})
+        output = far.train(
+            "reward.functions={blind: {reward: 'blind_reward:blind'}}",
+            "reward.guards={floor_iterations: 2, statistics: false}",
+            "algorithm.drop_equal_groups=true",
+            "trainer={total_training_steps: 2, val_before_train: false, test_freq: 0, save_freq: 0, export_freq: 1}",
+        )
+    return Blind(workspace, output, lossy.lost)
+
+
+def test_a_reward_that_tells_nothing_apart_is_told_and_weights_that_never_moved_are_not_registered(
+    blind: Blind,
+) -> None:
+    """Each update is skipped, and nothing is there to be called trained."""
+    workspace, said = blind.workspace, " ".join(blind.output.split())
     (run,) = workspace.mlflow_runs()
     metrics, client = run.data.metrics, workspace.client()
     assert run.info.status == "FINISHED"
@@ -573,15 +592,10 @@ def test_ratios_that_are_rounding_stop_the_run_at_its_first_update(workspace: Wo
     assert not list((workspace.run_folder() / "checkpoints").iterdir())
 
 
-def test_a_run_whose_end_prefect_wrote_down_but_did_not_answer_has_ended_well(workspace: Workspace) -> None:
+def test_a_run_whose_end_prefect_wrote_down_but_did_not_answer_has_ended_well(blind: Blind) -> None:
     """A server under load: the request is sent again, and the answer, that this was done, holds no result."""
-    address = workspace.environment["PREFECT_API_URL"]
-    server = httpx.URL(address)
-    with lost_answers(server.host, server.port) as lossy:
-        far = replace(workspace, environment=workspace.environment | {"PREFECT_API_URL": f"{lossy.address}/api"})
-        output = far.train("trainer={total_training_steps: 1, val_before_train: false, test_freq: 0}")
-    (run,) = workspace.mlflow_runs()
+    (run,) = blind.workspace.mlflow_runs()
     flow_run = run.data.tags["doubleflow.flow_run"].rpartition("/")[2]
-    assert f"/api/flow_runs/{flow_run}/set_state" in lossy.lost
-    assert get(f"{address}/flow_runs/{flow_run}")["state_type"] == "COMPLETED"
-    assert "\n  run            tiny" in output, "the summary"
+    assert f"/api/flow_runs/{flow_run}/set_state" in blind.lost
+    assert get(f"{blind.workspace.environment['PREFECT_API_URL']}/flow_runs/{flow_run}")["state_type"] == "COMPLETED"
+    assert "\n  run            tiny" in blind.output, "the summary"

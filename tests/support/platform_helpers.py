@@ -184,6 +184,8 @@ def ray_head(tmp_path_factory: pytest.TempPathFactory, worker_forks: str) -> Ite
     temporary = tempfile.mkdtemp(prefix="ray-")
     seen = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_TMPDIR": temporary}
     place = ["--head", "--block", "--port", str(port), "--num-cpus", "2", "--include-dashboard=false"]
+    # Processes of Ray's that serve drivers which show their workers' output, and clouds.
+    place += ["--include-log-monitor=false", "--no-monitor"]
     log = folder / "ray.log"
     with log.open("w") as stream:
         command = [sys.executable, "-c", STARTS_RAY, SETUP, "start", *place]
