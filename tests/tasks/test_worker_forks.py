@@ -150,7 +150,10 @@ def test_a_fork_is_the_process_that_python_would_be(folder: Path) -> None:
 
 
 def test_what_ray_has_more_to_do_for_than_to_start_a_fork_is_left_to_rays_own_program(folder: Path) -> None:
-    (folder / "setup_worker.py").write_text(RAYS)
+    rays = folder / "path" / "ray"
+    (rays / "_private" / "workers").mkdir(parents=True)
+    (rays / "__init__.py").write_text("raise RuntimeError('it takes long to import')")
+    (rays / "_private" / "workers" / "setup_worker.py").write_text(RAYS)
     forked = {**forked_environment(folder / "forks"), "env_vars": {}}
     python = shlex.quote(sys.executable)
     for asked in (
@@ -164,7 +167,7 @@ def test_what_ray_has_more_to_do_for_than_to_start_a_fork_is_left_to_rays_own_pr
         ray_says("JAVA", **forked),
         (),
     ):
-        found, _ = started(folder, sys.executable, SETUP, after=asked)
+        found, _ = started(folder, sys.executable, SETUP, after=asked, PYTHONPATH=str(folder / "path"))
         assert found["asked"] == [str(folder / "worker.py"), str(folder / "report.json"), *asked]
 
 

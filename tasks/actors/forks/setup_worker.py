@@ -6,6 +6,7 @@
 Ray starts it for every worker with a runtime environment. It leaves all that is not as `socket_of` says to Ray's own.
 """
 
+import importlib.util
 import json
 import os
 import runpy
@@ -20,13 +21,12 @@ LANGUAGE = "--language="
 
 
 def main(*arguments: str) -> None:
-    """Start the worker; Ray's own program stands beside the worker's."""
+    """Become the program that asks for the fork, or Ray's own."""
     options = {option: _value(option, arguments) for option in (CONTEXT, LANGUAGE)}
     context = json.loads(options[CONTEXT] or "{}")
     place = socket_of(context)
     if place is None or options[LANGUAGE] != "PYTHON":
-        rays = os.path.join(os.path.dirname(arguments[0]), "setup_worker.py")
-        os.execv(sys.executable, [sys.executable, rays, *arguments])
+        os.execv(sys.executable, [sys.executable, rays_own(), *arguments])
     os.environ.update(context["env_vars"])
     sys.path[:] = [path for path in sys.path if path != FOLDER]  # it is there for being this file's
     runpy.run_path(START)["main"](place, *(each for each in arguments if not each.startswith((CONTEXT, LANGUAGE))))
@@ -42,6 +42,14 @@ def socket_of(context: dict[str, Any]) -> str | None:
     others = [name for name, value in context.items() if value and name not in ("py_executable", "env_vars")]
     others += [name for name, value in variables.items() if name == "PYTHONPATH" or "$" in value]
     return None if others or program != [sys.executable, "-P", START] else place
+
+
+def rays_own() -> str:
+    """Ray's own program, found without an import of Ray."""
+    ray = importlib.util.find_spec("ray")
+    assert ray is not None
+    assert ray.origin is not None
+    return os.path.join(os.path.dirname(ray.origin), "_private", "workers", "setup_worker.py")
 
 
 def _value(option: str, arguments: tuple[str, ...]) -> str:
