@@ -19,11 +19,20 @@ from PIL import Image
 
 from models.rollout.diffusers import DiffusersRolloutEngine
 from models.weights.trainable import export_weights, trainable
+from tests.support.forked import Program
 from tests.support.helpers import model_config
 from tests.support.patience import PATIENCE, wait_for_server
-from tests.support.platform_helpers import background, free_port
+from tests.support.platform_helpers import free_port, running
 
 PROMPT = "the number 472"
+VLLM = """
+from vllm.entrypoints.cli.main import main
+from vllm_omni.diffusion.models.qwen_image.pipeline_qwen_image import QwenImagePipeline
+
+QwenImagePipeline.dummy_run_num_frames = 0  # a picture of 512 x 512 for nobody, which takes eight seconds
+main()
+"""
+"""The command `vllm`."""
 STEPS = {"num_inference_steps": 2, "true_cfg_scale": 1.0}
 
 
@@ -31,10 +40,10 @@ STEPS = {"num_inference_steps": 2, "true_cfg_scale": 1.0}
 def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Address of a server of the tiny model."""
     folder, port = tmp_path_factory.mktemp("server"), free_port()
-    command = [str(Path(sys.executable).parent / "vllm"), "serve", str(tiny_model), "--omni", "--enforce-eager"]
+    command = ["-c", VLLM, "serve", str(tiny_model), "--omni", "--enforce-eager"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
     address = f"http://127.0.0.1:{port}"
-    with background(command, os.environ | {"VLLM_NO_USAGE_STATS": "1"}, folder / "log", folder):
+    with running(Program(command, folder, os.environ | {"VLLM_NO_USAGE_STATS": "1"}, folder / "log")):
         wait_for_server(f"{address}/health", f"the start of the server of {folder / 'log'}")
         yield address
 
