@@ -94,9 +94,9 @@ test-served: $(VENV)/.dev
 test-learning: $(VENV)/.dev data ## the one test that `make test` does without: that the recipe learns
 	@$(BIN)/python -m pytest tests/platform/test_learning.py
 
-# What `check-tests` leaves out.
+# What `check-tests` leaves out. Programs and ranks of these tests are forks of pytest, which imports all of it anyway.
 test-units: $(VENV)/.dev
-	@$(BIN)/python -m pytest $(UNITS) -m "ray or slow"
+	@$(BIN)/python -m pytest -p tests.support.forked $(UNITS) -m "ray or slow"
 
 test-omni: $(VLLM_VENV)/.dev
 	@$(VLLM_VENV)/bin/python -m pytest tests/omni

@@ -32,15 +32,19 @@ gc.disable()  # while the tests are imported: see pytest_collection_finish
 STARTS_RAY = {"ray", "ray_cluster"}
 STARTS_FLOWS, STARTS_STAGES = "prefect_server", "forked_python"
 SIDE_BY_SIDE = "tests.support.side_by_side"
+FORKED = "tests.support.forked"
 ACTORS = "tests.support.weight_actors"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Where tests run side by side, ranks are forks of this process, before it imports any test."""
-    if config.pluginmanager.hasplugin(SIDE_BY_SIDE):
-        from tests.support.forked import serve_from_here
+    """Where tests run side by side, ranks are forks of this process, before it imports any test.
 
-        serve_from_here()
+    And with `-p tests.support.forked` programs, too, for as many tests as import all of what these need, or use it.
+    """
+    if config.pluginmanager.hasplugin(SIDE_BY_SIDE) or config.pluginmanager.hasplugin(FORKED):
+        from tests.support.forked import OF_COMMANDS, OF_STAGES, serve_from_here
+
+        serve_from_here([*OF_COMMANDS, *OF_STAGES] if config.pluginmanager.hasplugin(FORKED) else ())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

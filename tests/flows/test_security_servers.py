@@ -27,6 +27,8 @@ from flows.deploy.service_record import HERE, RECORD, ServiceError
 from flows.services import app
 from tasks.records.run_lock import run_lock
 from tasks.system.processes import boot_id, identity
+from tests.support.forked import Program
+from tests.support.patience import PATIENCE
 
 CREDENTIALS = "me:secret"
 TEMPORARY = """
@@ -91,16 +93,9 @@ def test_the_temporary_server_of_a_run_wants_a_secret(tmp_path: Path) -> None:
     """
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT")}
     environment |= {"PREFECT_HOME": str(tmp_path / "not" / "there yet"), "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(
-        [sys.executable, "-c", TEMPORARY],
-        cwd=Path(__file__).parents[2],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout.strip().splitlines()[-1])
+    program = Program(["-c", TEMPORARY], Path(__file__).parents[2], environment, tmp_path / "output")
+    assert program.wait(PATIENCE) == 0, program.output()
+    told = json.loads(program.output().strip().splitlines()[-1])
     wanted = {"refused": 401, "allowed": None, "let_in": 200, "shown": False, "hears_ctrl_c": False}
     assert told.pop("train") == wanted | {"seconds": STARTUP_SECONDS}
     secret = [True, len(new_access()["PREFECT_API_AUTH_STRING"])]

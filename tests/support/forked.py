@@ -67,12 +67,15 @@ def preload(*more: Sequence[str]) -> None:
     CONTEXT.set_forkserver_preload(list(dict.fromkeys([*OF_RANKS, *chain(*more)])))
 
 
-def serve_from_here() -> None:
+def serve_from_here(others: Sequence[str] = ()) -> None:
     """Import what ranks need, and make the process that forks a fork of this one, for all children of this one too.
 
     multiprocessing would start an interpreter for it, which imports all that once more, and another for each child.
+
+    Args:
+        others: modules that are imported beside.
     """
-    for name in OF_RANKS:
+    for name in (*OF_RANKS, *others):
         importlib.import_module(name)
     resource_tracker.ensure_running()
     server = forkserver._forkserver
@@ -84,6 +87,7 @@ def serve_from_here() -> None:
         alive, hold = os.pipe()
         if os.fork() == 0:
             os.close(hold)
+            gc.enable()  # pytest may have begun without
             try:
                 forkserver.main(listener.fileno(), alive, [])  # until nobody has the other end
             finally:
@@ -120,6 +124,8 @@ class Program:
 
     def __init__(self, arguments: Sequence[str], folder: Path, environment: dict[str, str], log: Path | Streams):
         self.log = log
+        if isinstance(log, Path):
+            log.touch()  # it can be read before the program has begun
         what = (tuple(arguments), str(folder), environment, log)
         self._process = CONTEXT.Process(target=_become, args=what, daemon=True)  # it ends, at the latest, with pytest
         with _ONE_AT_A_TIME:

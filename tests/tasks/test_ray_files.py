@@ -2,9 +2,8 @@
 """A cluster's files are its user's alone, and gone when it is; its real processes too."""
 
 import os
+import signal
 import stat
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from tasks.actors.ray_files import RayFilesError, keep_token_private, working_folder
-from tests.support.patience import PATIENCE
+from tests.support.forked import Program
+from tests.support.patience import PATIENCE, wait_until
 
 ROOT = Path(__file__).parents[2]
 LOOK = """
-import os, stat
+import os, stat, time
 from pathlib import Path
 import ray
 from tasks.actors import worker_forks
@@ -34,7 +34,8 @@ with ray_cluster(RayConfig(num_cpus=1)):
     assert len(token.read_text()) == 64
     assert ray.get(ray.remote(num_cpus=0)(lambda: 7).remote()) == 7
     print("held", flush=True)
-    input()
+    while not Path("goes on").exists():
+        time.sleep(0.1)
     raise ArithmeticError
 """
 
@@ -53,18 +54,19 @@ def test_a_clusters_folder_is_private_and_gone_with_it(short: Path, tmp_path: Pa
     hidden = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
     environment |= {"HOME": str(tmp_path), "RAY_TMPDIR": str(short), "PYTHONPATH": str(ROOT)}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", LOOK], cwd=ROOT, env=environment, text=True, **pipes) as driver:
-        assert driver.stdout.readline() == "held\n", driver.stderr.read()
-        if end == "kill":
-            driver.kill()
-        _, errors = driver.communicate(f"{end}\n", timeout=PATIENCE)
+    driver = Program(["-c", LOOK], tmp_path, environment, tmp_path / "output")
+    wait_until(lambda: "held\n" in driver.output() or driver.poll() is not None, "the cluster's start", every=0.1)
+    assert driver.poll() is None, driver.output()
+    if end == "kill":
+        os.kill(driver.pid, signal.SIGKILL)
+    (tmp_path / "goes on").touch()
+    driver.wait(PATIENCE)
     if end == "fail":
         (outer,) = short.iterdir()
         assert [path.name for path in outer.iterdir()] == ["logs"]
-        assert f"the logs of Ray's processes are in {outer / 'logs'}" in errors
+        assert f"the logs of Ray's processes are in {outer / 'logs'}" in driver.output()
     else:
-        assert not list(short.iterdir())
+        wait_until(lambda: not list(short.iterdir()), "the end of the folder", every=0.1)
 
 
 def test_a_folder_goes_with_its_block(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,8 @@ import pytest
 
 from tasks.actors.watchdog import MARK, watchdog
 from tasks.system.processes import ProcessIdentity, runs, wait_until_ended
-from tests.support.patience import PATIENCE
+from tests.support.forked import Program
+from tests.support.patience import PATIENCE, wait_until
 
 pytestmark = pytest.mark.waits
 
@@ -43,14 +44,14 @@ with watchdog():
 
 # A driver's process that forks imports nothing here: that would take six seconds, and is not the question.
 RAY_DRIVER = """
-import sys
+import time
 from tasks.actors import worker_forks
 from tasks.actors.cluster import ray_cluster
 from tasks.config.trainer import RayConfig
 worker_forks.IMPORTED = ()
 with ray_cluster(RayConfig(num_cpus=1)):
     print("started", flush=True)
-    sys.stdin.readline()
+    time.sleep(7200)
 """
 
 
@@ -142,6 +143,16 @@ if "-c" not in sys.orig_argv:  # as the driver and all others are started
 """For Python's start: what a watchdog sees of the clock was set by an hour since the driver looked at it."""
 
 
+def start_fork(code, folder):
+    """A driver for whom Prefect is imported already."""
+    return Program(["-c", code], ROOT, os.environ | {"PYTHONPATH": str(ROOT)}, folder / "output")
+
+
+def output_of(program):
+    assert program.wait(PATIENCE) == 0, program.output()
+    return program.output().splitlines()[-1]
+
+
 def start(*code, path=ROOT):
     command, env = [sys.executable, "-c", *code], os.environ | {"PYTHONPATH": str(path)}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
@@ -182,14 +193,15 @@ def test_all_that_a_killed_driver_started_ends(driver):
 
 
 @pytest.mark.ray
-def test_rays_agents_end_too_when_their_raylet_was_faster():
+def test_rays_agents_end_too_when_their_raylet_was_faster(tmp_path):
     """It dies with the driver, by Ray's own doing; its agents may live for a minute, looking for a head that is gone.
 
     They are suspended here, so that they end by the watchdog or not at all.
     """
-    process = start(RAY_DRIVER)
-    assert process.stdout.readline() == "started\n"
-    family = psutil.Process(process.pid).children(recursive=True)
+    program = start_fork(RAY_DRIVER, tmp_path)
+    wait_until(lambda: "started\n" in program.output() or program.poll() is not None, "Ray's start", every=0.1)
+    process = psutil.Process(program.pid)
+    family = process.children(recursive=True)
     (raylet,) = [one for one in family if one.name() == "raylet"]
     agents = raylet.children()  # and workers, as far as they have been started
     (guard,) = watchdogs_of(process.pid)
@@ -268,17 +280,14 @@ def test_blocks_of_threads_end_in_any_order(monkeypatch):
         pytest.param("os.register_at_fork(after_in_parent=send_once)", id="in a hook of a fork"),
     ],
 )
-def test_sigterm_while_ray_starts_is_heard_and_leaves_nothing(begin):
+def test_sigterm_while_ray_starts_is_heard_and_leaves_nothing(tmp_path, begin):
     """Ray's own handler, which is there before `ray.init` is done, would exit with 15, and its agents live on. And what
     a handler raises within a hook is printed and lost."""
-    process = start(INTERRUPTED_DRIVER.replace("BEGIN", begin))
-    output, _ = process.communicate(timeout=PATIENCE)
-    assert output == "TerminationSignal True []\n"
+    program = start_fork(INTERRUPTED_DRIVER.replace("BEGIN", begin), tmp_path)
+    assert output_of(program) == "TerminationSignal True []"
 
 
 @pytest.mark.ray
-def test_what_an_actor_has_started_ends_with_the_cluster():
+def test_what_an_actor_has_started_ends_with_the_cluster(tmp_path):
     """A process that no daemon of Ray's knows of, as an engine's, would live on and keep its GPU."""
-    process = start(ENDING_DRIVER)
-    output, _ = process.communicate(timeout=PATIENCE)
-    assert output == "False\n"
+    assert output_of(start_fork(ENDING_DRIVER, tmp_path)) == "False"

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -115,10 +116,19 @@ def ray_says(language: str = "PYTHON", **context: Any) -> tuple[str, str]:
     return f"--language={language}", f"--serialized-runtime-env-context={json.dumps(context)}"
 
 
+def children_with(word: str) -> list[psutil.Process]:
+    """Of this process, with this in their command, which one that has ended does not have any more."""
+    found = []
+    for child in psutil.Process().children():
+        with suppress(psutil.Error):
+            if word in " ".join(child.cmdline()):
+                found.append(child)
+    return found
+
+
 def newest_that_forks() -> psutil.Process:
     """Below this one; another one serves all tests."""
-    found = [child for child in psutil.Process().children() if FORKS in child.cmdline()]
-    return max(found, key=psutil.Process.create_time)
+    return max(children_with(FORKS), key=psutil.Process.create_time)
 
 
 def test_a_fork_is_the_process_that_python_would_be(folder: Path) -> None:
@@ -268,7 +278,7 @@ def test_actors_are_forks_and_come_back_and_begin_anyhow(
     own_cluster: psutil.Process, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Two in one place; one is killed; the process that forks is killed; and one that is to have threads."""
-    assert any(SETUP in " ".join(child.cmdline()) for child in psutil.Process().children()), "Ray imports itself first"
+    assert children_with(SETUP), "Ray imports itself first"
     group = ActorGroup(Looks, 2, 0, max_restarts=-1, max_task_retries=-1)
     first, second = group.call_all("began")
     assert first["had"]
