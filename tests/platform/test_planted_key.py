@@ -5,7 +5,6 @@ import http.server
 import json
 import re
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -14,6 +13,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from prefect.blocks.system import Secret
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from tests.support.patience import wait_until
 from tests.support.platform_helpers import Workspace
@@ -26,13 +27,6 @@ KEYS = {
         ("variable", "block", "dotenv", "private", "address", "option", "remote", "mlflow", "served", "wandb")
     )
 }
-STORE = """
-import sys
-from prefect.blocks.system import Secret
-
-Secret(value=sys.stdin.read()).save("scorer-key")
-"""
-LOAD = "from prefect.blocks.system import Secret; print(Secret.load('scorer-key').get())"
 
 
 class Scorer(http.server.BaseHTTPRequestHandler):
@@ -107,10 +101,9 @@ def git(folder: Path, *arguments: str) -> None:
 
 def from_block(environment: dict[str, str]) -> str:
     """A secret that was put into a block of the Prefect server, and is had from there."""
-    prefect = environment | {"PREFECT_LOGGING_LEVEL": "ERROR"}
-    subprocess.run([sys.executable, "-c", STORE], env=prefect, input=KEYS["block"], text=True, check=True)
-    found = subprocess.run([sys.executable, "-c", LOAD], env=prefect, capture_output=True, text=True, check=True)
-    return found.stdout.strip()
+    with temporary_settings({PREFECT_API_URL: environment["PREFECT_API_URL"]}):
+        Secret(value=KEYS["block"]).save("scorer-key")
+        return Secret.load("scorer-key").get()
 
 
 def remote(url: str, **options: str) -> dict:

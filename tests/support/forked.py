@@ -9,6 +9,7 @@ from its own folder or path, and Ray, which reads its settings from the environm
 import atexit
 import gc
 import importlib
+import logging
 import multiprocessing as mp
 import os
 import runpy
@@ -54,6 +55,8 @@ OF_STAGES = [
     "pandas",
     "rapidocr_onnxruntime",
 ]
+WITHOUT_PREFECT = {"dvc"}
+"""Modules that do not import it: what its import does to logging must not meet them in a fork."""
 CONTEXT.set_forkserver_preload(OF_RANKS)
 _ONE_AT_A_TIME = Lock()
 """multiprocessing looks after all of its processes whenever one starts: two threads could read the same end."""
@@ -189,6 +192,8 @@ def _become(arguments: tuple[str, ...], folder: str, environment: dict[str, str]
     sys.path[:0] = [folder, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
     option, program, *rest = arguments
     sys.argv = [program, *rest]
+    if program in WITHOUT_PREFECT:
+        logging.getLogger().handlers.clear()
     try:
         if option == "-m":
             runpy.run_module(program, run_name="__main__", alter_sys=True)

@@ -170,6 +170,7 @@ def test_what_ray_has_more_to_do_for_than_to_start_a_fork_is_left_to_rays_own_pr
         ray_says(),
         ray_says(py_executable=python),
         ray_says(py_executable=f"{python} -P {START}.other {folder}"),
+        ray_says(py_executable=f"{python} -P {START} {folder} more"),
         ray_says(**forked, command_prefix=["nice"]),
         ray_says(**forked, a_later_versions="setting"),
         ray_says(**forked | {"env_vars": {"PLACE": "${HOME}/place"}}),

@@ -3,7 +3,7 @@
 
     python setup_worker.py worker.py ARGUMENT ... --language=PYTHON --serialized-runtime-env-context=JSON
 
-Ray starts it for every worker with a runtime environment. It leaves all that is not as `socket_of` says to Ray's own.
+Ray starts it for every worker with a runtime environment. What is not as `asks_for_fork` says it leaves to Ray's own.
 """
 
 import importlib.util
@@ -15,7 +15,7 @@ import sys
 from typing import Any
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
-START = os.path.join(FOLDER, "start_worker.py")
+START = "start_worker.py"
 CONTEXT = "--serialized-runtime-env-context="
 LANGUAGE = "--language="
 
@@ -24,24 +24,27 @@ def main(*arguments: str) -> None:
     """Become the program that asks for the fork, or Ray's own."""
     options = {option: _value(option, arguments) for option in (CONTEXT, LANGUAGE)}
     context = json.loads(options[CONTEXT] or "{}")
-    place = socket_of(context)
-    if place is None or options[LANGUAGE] != "PYTHON":
+    command = asks_for_fork(context)
+    if not command or options[LANGUAGE] != "PYTHON":
         os.execv(sys.executable, [sys.executable, rays_own(), *arguments])
     os.environ.update(context["env_vars"])
     sys.path[:] = [path for path in sys.path if path != FOLDER]  # it is there for being this file's
-    runpy.run_path(START)["main"](place, *(each for each in arguments if not each.startswith((CONTEXT, LANGUAGE))))
+    start, place = command
+    runpy.run_path(start)["main"](place, *(each for each in arguments if not each.startswith((CONTEXT, LANGUAGE))))
 
 
-def socket_of(context: dict[str, Any]) -> str | None:
-    """Where a fork is asked for, if variables and start_worker.py's command are all that a runtime environment has.
+def asks_for_fork(context: dict[str, Any]) -> list[str]:
+    """The program start_worker.py and the socket, if variables and that command are all that a runtime environment has.
 
-    Not every variable: this process has its path already, and Ray's program fills in values of others.
+    The program may be another copy's: runs of several may join a cluster. Not every variable: this process has its path
+    already, and Ray's program fills in values of others. Empty for everything else.
     """
-    *program, place = shlex.split(context.get("py_executable") or "python")
+    command = shlex.split(context.get("py_executable") or "")
     variables = context.setdefault("env_vars", {})
     others = [name for name, value in context.items() if value and name not in ("py_executable", "env_vars")]
     others += [name for name, value in variables.items() if name == "PYTHONPATH" or "$" in value]
-    return None if others or program != [sys.executable, "-P", START] else place
+    asks = len(command) == 4 and command[:2] == [sys.executable, "-P"] and os.path.basename(command[2]) == START
+    return command[2:] if asks and not others else []
 
 
 def rays_own() -> str:
