@@ -107,7 +107,9 @@ def test_imports_inside_functions_are_of_what_is_heavy_or_optional_and_not_there
     assert not NEEDED.keys() - pairs, "these exceptions are no longer needed"
 
 
-@pytest.mark.parametrize("actor", ["rollout_worker", "trainer_rank", "reward_worker", "text_encoder"])
+@pytest.mark.parametrize(
+    "actor", ["rollout_worker", "trainer_rank", "reward_worker", "reward_model_server", "text_encoder"]
+)
 def test_an_actor_starts_without_the_drivers_libraries(actor: str) -> None:
     """Prefect alone is a sixth of what an actor imports, and a run starts several."""
     assert loaded_with("tasks.actors.cluster") >= {"ray", "prefect"}, "imports are not followed: this proves nothing"
