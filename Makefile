@@ -63,9 +63,11 @@ status: ## what `make up` started and whether it is alive
 	@$(BIN)/python -m flows.services status
 
 # Whole runs often wait for processes to start, so three of the parts run side by side on two cores, the longest first.
+# Those without Ray keep two cores busy by themselves: beside three other processes a cluster starts too late for Ray.
 test: ## install and run every test but the one that learns for minutes, those of vLLM-Omni in an environment of their own
 	@$(MAKE) --no-print-directory --jobs 2 lint $(VLLM_VENV)/.dev
-	@$(MAKE) --no-print-directory --jobs 3 --output-sync=target test-platform test-units test-served check-tests test-omni
+	@$(MAKE) --no-print-directory --jobs 3 --output-sync=target test-units test-platform test-served test-omni
+	@$(MAKE) --no-print-directory check-tests
 
 # Ray's workers are at nice 15 by default: beside two busy parts they would hardly run.
 $(TESTS): .doubleflow

@@ -4,6 +4,7 @@
 import gc
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -147,6 +148,7 @@ def _rank_main(
     rank: int, world_size: int, folder: str, device: str, function: Callable[..., Any], arguments: tuple
 ) -> None:
     gc.freeze()  # a collection would copy every page that is shared with the other forks
+    warnings.simplefilter("ignore")  # they would stand between pytest's own lines, which tells those of its process
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     backend = "gloo"
