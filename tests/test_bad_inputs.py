@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """300 of the inputs of `python -m benchmarks.bad_inputs`: each is refused in a sentence, or is taken for what it is."""
 
+import functools
 import re
 from pathlib import Path
 
@@ -13,19 +14,22 @@ PAGE = Path(__file__).parents[1] / "docs/security.md"
 SEED, COUNT = 0, 300
 
 
-def share(target: str, sizes: dict[str, int]) -> list[Case]:
+@functools.cache
+def cases_of(target: str) -> list[Case]:
+    """All of a target; in the tests, for to make them while these are collected would keep all processes waiting."""
+    return all_cases(target, SEED)
+
+
+def share(target: str) -> list[Case]:
     """So many inputs of a target as its share of all is, drawn by the seed."""
-    number = max(round(COUNT * sizes[target] / sum(sizes.values())), 10)
-    return draws("the test's", 0, SEED).sample(all_cases(target, SEED), number)
-
-
-SIZES = {target: len(all_cases(target, SEED)) for target in TARGETS}
+    number = max(round(COUNT * len(cases_of(target)) / sum(len(cases_of(other)) for other in TARGETS)), 10)
+    return draws("the test's", 0, SEED).sample(cases_of(target), number)
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_no_input_is_a_traceback_is_taken_for_another_or_damages_a_file(target: str, tmp_path: Path) -> None:
     wrong = []
-    for number, case in enumerate(share(target, SIZES)):
+    for number, case in enumerate(share(target)):
         folder = tmp_path / str(number)
         folder.mkdir()
         judged = judge(case, folder)
@@ -56,7 +60,7 @@ def test_there_are_as_many_as_the_page_says() -> None:
         name, *numbers = (cell.strip().strip("*") for cell in line.strip("|").split("|"))
         rows[name] = [int(number) for number in numbers]
     total = rows.pop("all")
-    assert {name: row[0] for name, row in rows.items()} == SIZES
+    assert {name: row[0] for name, row in rows.items()} == {target: len(cases_of(target)) for target in TARGETS}
     assert [sum(column) for column in zip(*rows.values(), strict=True)] == total
     inputs, clear, right, *bad = total
     assert inputs == clear + right >= 1400

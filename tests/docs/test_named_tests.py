@@ -2,6 +2,7 @@
 """A test that a page names is there, so that what the page claims is held by something."""
 
 import ast
+import functools
 import re
 import subprocess
 from pathlib import Path
@@ -19,6 +20,7 @@ def tracked(pattern: str) -> list[Path]:
     return [ROOT / path for path in listed.stdout.split()]
 
 
+@functools.cache
 def functions_of(file: Path) -> set[str]:
     """The test functions of a file."""
     nodes = ast.walk(ast.parse(file.read_text()))
@@ -26,7 +28,6 @@ def functions_of(file: Path) -> set[str]:
 
 
 FILES = [file for file in tracked("tests/*.py") if file.name.startswith("test_")]
-TESTS = {file: functions_of(file) for file in FILES}
 
 
 def missing_tests(text: str) -> list[str]:
@@ -35,9 +36,9 @@ def missing_tests(text: str) -> list[str]:
     missing = []
     for path, in_file, alone in NAMED.findall(text):
         files = [file for file in FILES if file == ROOT / path or ("/" not in path and file.name == path)]
-        if path and (len(files) != 1 or (in_file and in_file not in TESTS[files[0]])):
+        if path and (len(files) != 1 or (in_file and in_file not in functions_of(files[0]))):
             missing.append(f"{path}::{in_file}" if in_file else path)
-        if alone and not any(alone in found for found in TESTS.values()):
+        if alone and not any(alone in functions_of(file) for file in FILES):
             missing.append(alone)
     return missing
 
