@@ -150,7 +150,7 @@ def ray_cluster(
             place["runtime_env"] = environment
         with _own_daemons_ended():
             try:
-                with _own_handler_of_sigterm(), set_up_at_once():
+                with _own_handler_of_sigterm(), set_up_at_once() if forks else nullcontext():
                     ray.init(log_to_driver=config.log_to_driver, logging_level=logging.WARNING, **place)
             except (ConnectionError, AuthenticationError) as error:
                 raise ClusterError(

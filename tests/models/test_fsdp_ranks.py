@@ -77,16 +77,15 @@ def new_engine(models: Models, kind: str) -> DiffusersFSDPEngine:
 
 def batch_of(models: Models, kind: str, rank: int, ranks: int) -> ActorBatch:
     """The rank's equal share of the eight samples; five of them count, or nine of these five's fifteen steps."""
-    trajectories, share = models[kind == TWO_BLOCKS].trajectories, torch.arange(8).chunk(ranks)[rank]
+    trajectories = models[kind == TWO_BLOCKS].trajectories
     if kind != "corrected":
         return part_of(trajectories, rank, ranks)
-    weighted = replace(trajectories, is_weights=IS_WEIGHTS)
-    return ActorBatch([(weighted.rows(share), ADVANTAGES[share])], global_count=9 / 3)
+    return part_of(replace(trajectories, is_weights=IS_WEIGHTS), rank, ranks, count=9 / 3)
 
 
-def part_of(trajectories: Trajectories, rank: int, ranks: int) -> ActorBatch:
+def part_of(trajectories: Trajectories, rank: int, ranks: int, count: float = 5) -> ActorBatch:
     share = torch.arange(8).chunk(ranks)[rank]
-    return ActorBatch([(trajectories.rows(share), ADVANTAGES[share])], global_count=5)
+    return ActorBatch([(trajectories.rows(share), ADVANTAGES[share])], global_count=count)
 
 
 def update(engine: DiffusersFSDPEngine, batch: ActorBatch, times: int) -> Trained:

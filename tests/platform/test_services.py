@@ -120,8 +120,8 @@ def test_up_schedule_verdict_reaction_down(trained: Workspace, monkeypatch: pyte
         )
         (found,) = [run for run in judged if run["state"]["name"] == "Regression"]  # a later sweep has nothing to do
         assert found["auto_scheduled"]
-        assert found["state"]["message"].startswith("tiny version 2 is worse than the best so far by -0.")
         sentence = "tiny version 2 is worse than the best so far by -0."
+        assert found["state"]["message"].startswith(sentence)
         # A thread of the run sends them, which ends after the run is said to be completed.
         wait_until(lambda: sentence in logs(api, found, auth), "the verdict among the run's logs", every=1)
         assert "Traceback" not in logs(api, found, auth)

@@ -22,7 +22,7 @@ import yaml
 from mlflow import MlflowClient
 
 from flows.deploy.access import LOGS_FOR_WATCHERS
-from tasks.actors.worker_forks import SETUP, VARIABLE
+from tasks.actors.worker_forks import VARIABLE
 from tasks.system.processes import wait_until_ended
 from tests.support.forked import Program
 from tests.support.mlflow_store import mlflow_in
@@ -156,15 +156,15 @@ def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[st
 
 
 STARTS_RAY = """
-import sys
-from ray._private import ray_constants
-
-ray_constants.SETUP_WORKER_FILENAME = sys.argv.pop(1)
 from ray.scripts.scripts import main
+from tasks.actors.worker_forks import set_up_at_once
 
-main()
+with set_up_at_once():
+    main()
 """
 """`ray start`, whose workers are set up as those of a run's own cluster are; `ray` has no option for it."""
+FEW_DAEMONS = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
+"""Of a machine of `ray.cluster_utils`: nobody shows its workers' output, and nobody adds machines by load."""
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ def ray_head(tmp_path_factory: pytest.TempPathFactory, worker_forks: str) -> Ite
     place += ["--include-log-monitor=false", "--no-monitor"]
     log = folder / "ray.log"
     with log.open("w") as stream:
-        command = [sys.executable, "-c", STARTS_RAY, SETUP, "start", *place]
+        command = [sys.executable, "-c", STARTS_RAY, "start", *place]
         environment = os.environ | seen | {"PYTHONUNBUFFERED": "1"}
         head = psutil.Popen(command, cwd=folder, env=environment, stdout=stream, stderr=stream)
     try:

@@ -22,12 +22,11 @@ from tasks.actors.machines import MachineLost, watched_machines
 from tasks.actors.reward_group import RewardGroup
 from tasks.config.reward import RewardConfig
 from tests.support.patience import wait_until
+from tests.support.platform_helpers import FEW_DAEMONS
 from tests.support.weight_actors import PROMPTS, new_rollout
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the actors cannot import it
 HOST = socket.gethostname()
-FEW_DAEMONS = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
-"""Who reads logs and adds machines, and whom nobody asks here."""
 
 
 class Rank:

@@ -15,11 +15,10 @@ from ray.cluster_utils import Cluster
 from tasks.actors.cluster import ActorGroup, ClusterError
 from tasks.config.tree import TrainConfig
 from tasks.run.opening import check_resources, rank_places
+from tests.support.platform_helpers import FEW_DAEMONS
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the actors cannot import it
 
-FEW_DAEMONS = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
-"""Who reads logs and adds machines, and whom nobody asks here."""
 Spot = tuple[str, list[int]]
 """A machine, and the GPUs of it that Ray gave."""
 

@@ -315,5 +315,6 @@ def test_workers_that_are_not_to_be_forks_are_none(monkeypatch: pytest.MonkeyPat
     with ray_cluster(RayConfig(num_cpus=1), uses_gpus=True) as forks:
         assert forks is None
         assert not ray.get_runtime_context().runtime_env, "nothing to do before a worker begins"
+        assert not children_with(SETUP), "Ray's own program sets them up"
         (modules,) = ActorGroup(Looks, 1, 0).call_all("has")
     assert "torch" not in modules

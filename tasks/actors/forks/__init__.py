@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Three programs by which Ray's workers begin with their imports done; neither imports the project."""
+"""Three programs by which Ray's workers begin with their imports done; none imports the project."""
