@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -226,39 +226,44 @@ class _Ledger(TorchDispatchMode):
 
 
 class KnownResults(TorchDispatchMode):
-    """Results on the meta device: what a block has asked, the next one need not.
+    """Results on the meta device: what a block has asked, the next one need not, nor another pass of this process.
 
     A tensor there is its shape, strides and format. torch finds those of a result in Python, in up to a millisecond for
     each operation; a model's blocks repeat the same few dozen.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._found: dict[Any, tuple[torch.Size, tuple[int, ...], torch.dtype]] = {}
+    _found: ClassVar[dict[Any, tuple[tuple[torch.Size, tuple[int, ...], torch.dtype] | None, ...]]] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not _makes_one_tensor(func):
+        if not _makes_tensors(func):
             return func(*args, **kwargs)
-        key = (func, _described(args), _described(kwargs))
+        key = (func, torch.get_default_dtype(), _described(args), _described(kwargs))
         if key in self._found:
-            shape, strides, dtype = self._found[key]
-            return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+            made = tuple(known and _empty(*known) for known in self._found[key])
+            return made if len(made) > 1 else made[0]
         result = func(*args, **kwargs)
+        made = result if isinstance(result, tuple) else (result,)
+        tensors = [tensor for tensor in made if tensor is not None]  # of a backward only what was asked for
         given = {id(leaf.untyped_storage()) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-        if result.is_meta and id(result.untyped_storage()) not in given:  # _unsafe_view's schema does not say so
-            self._found[key] = (result.shape, result.stride(), result.dtype)
+        own = {id(t.untyped_storage()) for t in tensors if t.is_meta} - given  # _unsafe_view's schema does not say so
+        if len(own) == len(tensors):
+            self._found[key] = tuple(None if t is None else (t.shape, t.stride(), t.dtype) for t in made)
         return result
 
 
+def _empty(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+
+
 @cache
-def _makes_one_tensor(func: Any) -> bool:
-    """Does the operation give one new tensor, which shares no memory with what it was given?"""
+def _makes_tensors(func: Any) -> bool:
+    """Does the operation give new tensors alone, which share no memory with what it was given?"""
     schema = func._schema
-    one = len(schema.returns) == 1 and str(schema.returns[0].type) == "Tensor"
-    return one and not any(value.alias_info for value in (*schema.arguments, *schema.returns))
+    tensors = bool(schema.returns) and all(str(value.type) == "Tensor" for value in schema.returns)
+    return tensors and not any(value.alias_info for value in (*schema.arguments, *schema.returns))
 
 
 def _described(value: Any) -> Any:

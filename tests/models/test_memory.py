@@ -98,6 +98,22 @@ def test_known_results_are_torchs_own() -> None:
     assert len({id(result.untyped_storage()) for result in found[0]}) == 3
 
 
+def test_known_results_may_be_several_and_some_of_them_left_out() -> None:
+    given, scale = torch.empty(4, 6, device="meta"), torch.empty(6, device="meta")
+    normalised = (given, [6], scale, scale, 1e-6)
+    mean, deviation = torch.ops.aten.native_layer_norm(*normalised)[1:]
+    for mask in ([True, True, False], [True, False, False]):
+        of_backward = (given, given, [6], mean, deviation, scale, scale, mask)
+        for function, arguments in (
+            (torch.ops.aten.native_layer_norm.default, normalised),
+            (torch.ops.aten.native_layer_norm_backward.default, of_backward),
+        ):
+            own = function(*arguments)
+            with KnownResults():
+                for results in [function(*arguments) for _ in range(3)]:
+                    assert [r if r is None else r.shape for r in results] == [r if r is None else r.shape for r in own]
+
+
 def peak_of(compute: Callable[[], Any], folder: Path) -> int:
     """The most that torch's allocator gave out at a time while `compute` ran, by its own record."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
