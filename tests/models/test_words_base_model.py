@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The words model: prompts, tokenizers, encoders, pipeline, and a pre-training that ends where it should."""
 
+import functools
 import hashlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -36,6 +37,12 @@ PROMPTS = make_prompts(SMALL)
 LEARNT = PROMPTS[SMALL.n_test :]
 
 
+@functools.cache
+def full_prompts() -> list[str]:
+    """All 60192 of the words model: half a second of work."""
+    return make_prompts(FULL)
+
+
 def quiet(stage: str, step: int, steps: int, values: dict[str, float]) -> None:
     """A progress function that says nothing."""
 
@@ -54,13 +61,13 @@ def pipeline() -> StableDiffusion3Pipeline:
 
 
 def test_no_word_stands_in_two_prompts() -> None:
-    words = [word_of(prompt) for prompt in make_prompts(FULL)]
+    words = [word_of(prompt) for prompt in full_prompts()]
     assert len(words) == len(set(words)) == FULL.n_test + FULL.n_train + FULL.n_pretrain
 
 
 def test_every_split_has_words_of_the_same_lengths() -> None:
     """There are too few short words for all, so the order in which words are found must not decide the splits."""
-    lengths = [len(word_of(prompt)) for prompt in make_prompts(FULL)]
+    lengths = [len(word_of(prompt)) for prompt in full_prompts()]
     assert np.mean(lengths[:2000]) == pytest.approx(np.mean(lengths[-2000:]), abs=0.15)
 
 
@@ -101,7 +108,7 @@ def test_pictures_do_not_depend_on_the_processes(monkeypatch: pytest.MonkeyPatch
 
 def test_every_pseudo_word_is_a_row_of_letters_and_every_other_word_one_token() -> None:
     tokenizer = build_clip_tokenizer()
-    for prompt in make_prompts(FULL)[::50]:
+    for prompt in full_prompts()[::50]:
         _, _, word, _, ink, _, paper = prompt.split()
         tokens = tokenizer.convert_ids_to_tokens(tokenizer(prompt).input_ids)
         assert tokens[3:-7] == [*word[:-1], f"{word[-1]}</w>"], prompt
@@ -110,7 +117,7 @@ def test_every_pseudo_word_is_a_row_of_letters_and_every_other_word_one_token() 
 
 
 def test_the_longest_prompt_fills_clip_and_every_prompt_fills_t5() -> None:
-    prompts = make_prompts(FULL)[::20]
+    prompts = full_prompts()[::20]
     assert max(map(len, build_clip_tokenizer()(prompts).input_ids)) == CLIP_TOKENS
     assert {*map(len, build_t5_tokenizer()(prompts).input_ids)} == {T5_TOKENS}
 
