@@ -13,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tasks.config.tracking import TrackingConfig
 from tasks.records.second_trackers import SecondTrackerError, SecondTrackers, Subject, check_libraries
 from tasks.records.tracking import Tracker
+from tests.support.mlflow_store import mlflow_in
 from tests.support.patience import wait_until
 
 PICTURE = np.random.default_rng(0).integers(0, 255, (8, 12, 3), dtype=np.uint8)
@@ -28,7 +29,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrackingConfig:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("HOME", str(tmp_path))
     artifacts = (tmp_path / "artifacts").as_uri()
-    return TrackingConfig(uri=f"sqlite:///{tmp_path / 'mlflow.db'}", artifacts=artifacts, experiment="team/a run")
+    return TrackingConfig(uri=mlflow_in(tmp_path), artifacts=artifacts, experiment="team/a run")
 
 
 def opened(config: TrackingConfig, names: tuple, folder: Path, run_id: str | None = None, told: list | None = None):
