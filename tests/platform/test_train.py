@@ -26,7 +26,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from tasks.records.history import RunHistory
 from tasks.rewards.jpeg import jpeg_kilobytes
 from tests.support.lost_answers import lost_answers
-from tests.support.patience import get, post, wait_until
+from tests.support.patience import PATIENCE, get, post
 from tests.support.platform_helpers import RayHead, Workspace, make_workspace
 
 DOCUMENTED_METRICS = {
@@ -294,12 +294,26 @@ def checkpoint(workspace: Workspace, iteration: int) -> dict[str, torch.Tensor]:
 
 
 LATER_WORDS = """
+import os
+import signal
+import time
 from dataclasses import replace
+from pathlib import Path
+from threading import Thread
+
+
+def die_once_sampled():
+    while not [*Path().glob("runs/*/*/rollout/iter_000003")]:  # gone with the iteration: too soon for another process
+        time.sleep(0.001)
+    Path("killed").touch()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def from_the_third_on(prompts, iteration, seed):
     if iteration < 3:
         return prompts
+    if not Path("killed").exists():
+        Thread(target=die_once_sampled, daemon=True).start()
     return [replace(prompt, prompt=f"{prompt.prompt} {iteration} {seed}") for prompt in prompts]
 """
 
@@ -311,12 +325,8 @@ def test_text_encoders_in_the_run_change_nothing_and_prompts_may_change_also_aft
     and goes on with what it has sampled of them; those of the validation stay."""
     write_module(workspace, "later_words", LATER_WORDS)
     command = ("-m", "flows.train", "tiny", *in_the_run("data.rewrite_prompts=later_words:from_the_third_on"))
-    process = workspace.start(*command)
-    try:
-        wait_until(lambda: list(workspace.folder.glob("runs/*/*/rollout/iter_000003")), "the third iteration's samples")
-    finally:
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
+    first = workspace.start(*command)
+    assert first.wait(PATIENCE) == -signal.SIGKILL, first.output()[-6000:]
     workspace.run(*command)
     pair = (workspace, recorded.workspace)
     (run,), (other,) = (family.mlflow_runs() for family in pair)
