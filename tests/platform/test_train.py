@@ -356,7 +356,7 @@ def test_text_encoders_in_the_run_change_nothing_and_prompts_may_change_also_aft
     for step, seconds in metrics["timing_s/step"].items():
         parts = {name: points.get(step, 0.0) for name, points in metrics.items() if name.startswith("timing_s/")}
         if step < 3:  # the third may have been in a checkpoint already when the process died
-            assert parts["timing_s/encode_prompts"] > parts["timing_s/rewrite_prompts"] > 0
+            assert min(parts["timing_s/encode_prompts"], parts["timing_s/rewrite_prompts"]) > 0
         apart = ("timing_s/behind/", "timing_s/sync/", "timing_s/step")
         inner = [taken for name, taken in parts.items() if not name.startswith(apart)]
         assert sum(inner) == pytest.approx(seconds, rel=1e-9)
