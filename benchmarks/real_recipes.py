@@ -41,7 +41,9 @@ from mlflow import MlflowClient
 from benchmarks.docs import put_table
 from benchmarks.local_services import ROOT, free_port
 from flows.deploy.access import exported
+from tasks.config.errors import ConfigError
 from tasks.config.overrides import merged
+from tasks.config.tree import TrainConfig
 
 PAGE, SCRIPT = Path("docs/recipes.md"), "real_recipes.py"
 MODELS = {
@@ -99,9 +101,19 @@ class Recipe:
         return "cpu" if self.rehearsed else "cuda"
 
     @property
+    def machine_overrides(self) -> dict[str, Any]:
+        """Those that the machine's file has."""
+        return json.loads((ROOT / (REHEARSAL if self.rehearsed else f"machines/{self.machine}.json")).read_text())
+
+    @property
     def gpus(self) -> int:
         """How many the machine has."""
-        return self.overrides["trainer"]["n_gpus_per_node"]
+        return self.machine_overrides["trainer"]["n_gpus_per_node"]
+
+    @property
+    def prompts(self) -> int:
+        """Of an iteration: two optimiser steps, and a rollout micro-batch for each GPU in each of them."""
+        return self.groups * max(1, self.gpus)
 
     @property
     def run_folders(self) -> str:
@@ -112,17 +124,16 @@ class Recipe:
     def overrides(self) -> dict[str, Any]:
         """The machine's, three iterations, and so few prompts that they take minutes; then what --set says."""
         rewards = self.config["reward"]["functions"] | {"jpeg_compressibility": {}}
-        actor: dict[str, Any] = {"ppo_mini_batch_size": max(1, self.groups // 2)}
+        actor: dict[str, Any] = {"ppo_mini_batch_size": max(1, self.prompts // 2)}
         if "ema" in self.config["actor_rollout_ref"]["actor"]:  # an average of every 8th step would still be the start
             actor["ema"] = {"update_interval": 1}
         small = {
-            "data": {"train_batch_size": self.groups},
+            "data": {"train_batch_size": self.prompts},
             "actor_rollout_ref": {"actor": actor},
             "reward": {"functions": rewards},
             "trainer": {"total_training_steps": ITERATIONS, "save_freq": 1, "test_freq": ITERATIONS},
         }
-        machine = json.loads((ROOT / (REHEARSAL if self.rehearsed else f"machines/{self.machine}.json")).read_text())
-        overrides = merged(machine, small)
+        overrides = merged(self.machine_overrides, small)
         for setting in self.settings:
             path, _, value = setting.partition("=")
             change = yaml.safe_load(value)
@@ -137,6 +148,15 @@ def recipe_of(name: str) -> Mapping[str, Any]:
     deployments = yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
     (found,) = (entry for entry in deployments if entry["name"] == name)
     return found["parameters"]["config"]
+
+
+def refuse_what_does_not_go_together(recipes: Iterable[Recipe]) -> None:
+    """End with the run's own sentence where it would refuse its overrides, before a checkpoint is drawn for it."""
+    for recipe in recipes:
+        try:
+            TrainConfig.model_validate(recipe.config).with_changes(recipe.overrides)
+        except ConfigError as error:
+            sys.exit(f"{recipe.name} on {recipe.machine}: {error}")
 
 
 def workspace(recipe: Recipe, folder: Path) -> None:
@@ -434,7 +454,7 @@ def options() -> argparse.Namespace:
     """What the command was called with."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipes", nargs="*", help="deployments of prefect.yaml; without one the table alone")
-    parser.add_argument("--groups", type=int, default=2, help="prompts an iteration")
+    parser.add_argument("--groups", type=int, default=2, help="prompts an iteration for each of the machine's GPUs")
     parser.add_argument("--machine", choices=MACHINES, default=MACHINES[0], help="a file of machines/")
     parser.add_argument("--set", action="append", default=[], help="field=value of the config; may be repeated")
     parser.add_argument("--limit", type=float, default=LIMIT, help="seconds after which this ends, whatever is done")
@@ -460,6 +480,7 @@ def main() -> None:
     new = []
     asked = (chosen.groups, chosen.set, chosen.machine, chosen.rehearse)
     recipes = [Recipe(name, recipe_of(name), *asked) for name in chosen.recipes]
+    refuse_what_does_not_go_together(recipes)
     for number, recipe in enumerate(recipes):
         new.append(played(recipe, folder.resolve(), until, chosen.serve) | {"note": chosen.note})
         with chosen.log[0].open("a") as log:

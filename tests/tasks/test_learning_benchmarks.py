@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from benchmarks import fewer_images, nft_drift, real_recipes, time_to_reward, words, words_algorithms, words_iteration
 from benchmarks.followed_runs import append_line, curves_of, is_done, read_lines
@@ -20,6 +21,7 @@ from benchmarks.public_training import PUBLISHED, advantages, counted, settings_
 from flows.recipes import load_recipe, parse_changes
 from models.algorithms import compute_flow_grpo_outcome_advantage
 from tasks.config.presets import PRESETS
+from tasks.config.tree import TrainConfig
 
 GIVEN = Namespace(iterations=40, test_freq=5, readers=5, set=[])
 
@@ -178,6 +180,24 @@ def test_servers_that_cannot_start_end_a_real_recipe_before_its_checkpoint_is_dr
     with pytest.raises(RuntimeError, match="servers: exit code 3"):
         machine.wait("checkpoint", drawing)
     assert drawing.wait(20) < 0
+
+
+@pytest.mark.parametrize("machine", real_recipes.MACHINES)
+@pytest.mark.parametrize("folder", real_recipes.MODELS)
+def test_a_real_recipe_with_few_prompts_is_one_that_a_run_accepts(folder: str, machine: str) -> None:
+    """On two GPUs as on one: a rollout micro-batch for each GPU in each of two optimiser steps."""
+    deployments = yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
+    configs = {entry["name"]: entry["parameters"]["config"] for entry in deployments if "gpu" in entry["tags"]}
+    of_model = [name for name, config in configs.items() if config["actor_rollout_ref"]["model"]["path"] == folder]
+    assert of_model
+    recipes = [real_recipes.Recipe(name, configs[name], 2, machine=machine) for name in of_model]
+    real_recipes.refuse_what_does_not_go_together(recipes)
+    for recipe in recipes:
+        changed = TrainConfig.model_validate(recipe.config).with_changes(recipe.overrides)
+        assert changed.gpus_needed() == recipe.gpus
+        assert changed.data.train_batch_size == 2 * recipe.gpus
+    with pytest.raises(SystemExit, match=f"{of_model[0]} on {machine}: .*train_batch_size"):
+        real_recipes.refuse_what_does_not_go_together([replace(recipes[0], settings=["data.train_batch_size=0"])])
 
 
 def test_the_table_of_real_recipes_is_of_the_logs_of_many_machines(tmp_path: Path) -> None:
