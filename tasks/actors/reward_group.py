@@ -2,7 +2,7 @@
 """All reward workers as one: what they are sent, and what they answer."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from math import ceil, isnan
@@ -145,30 +145,30 @@ class RewardPool:
             allow_out_of_order_execution=True,
         )
 
-    def submit(self, batches: Sequence[PendingBatch], share: float = 1.0) -> list[PendingCall]:
-        """Start scoring: `batch_size` samples a call, each call as soon as the rollout batches it covers are there.
+    def begin(self, sizes: Sequence[int], share: float = 1.0) -> "PoolScoring":
+        """Get ready to score batches of these sizes: `batch_size` samples a call.
 
         Args:
-            batches: of an iteration or a validation.
+            sizes: of the batches of an iteration or a validation, in their order.
             share: of each of them, what is scored.
         """
-        prompts = [prompt for batch in batches for prompt in batch.prompts]
-        edges = np.cumsum([0] + [len(batch.prompts) for batch in batches])
-        calls = []
-        for number, (start, stop) in enumerate(call_spans(edges, self.config.batch_size, len(self.group), share)):
-            covered = [i for i in range(len(batches)) if edges[i] < stop and edges[i + 1] > start]
-            shards = [batches[i].latents if self.wants == "latents" else batches[i].pictures for i in covered]
-            first = int(start - edges[covered[0]])
-            calls.append(self._call(number % len(self.group), start, first, prompts[start:stop], shards))
-        return calls
+        edges = np.cumsum([0, *sizes])
+        return PoolScoring(self, edges, call_spans(edges, self.config.batch_size, len(self.group), share))
 
-    def _call(
+    def call(
         self, worker: int, start: int, first: int, prompts: Sequence[ScoredPrompt], shards: Sequence[Any]
     ) -> PendingCall:
+        """Ask a worker for the scores of these samples.
+
+        Args:
+            start: number of the first one in the iteration.
+            first: its number in the first shard.
+            shards: where the worker finds the batches that hold them.
+        """
         machine = self.group.whereabouts.machine(worker)
         score = self.group.actors[worker].score.options(retry_exceptions=True)
         answer = score.remote(first, prompts, *shards)
-        again = partial(self._call, worker, start, first, prompts, shards)
+        again = partial(self.call, worker, start, first, prompts, shards)
         return PendingCall(start, len(prompts), answer, worker, machine, again)
 
     def _answer(self, call: PendingCall) -> Any:
@@ -235,6 +235,69 @@ class RewardPool:
             f"reward {self.name!r} is missing for {missing.sum()} of {len(table)} samples, more than "
             f"reward.max_missing_fraction {limit:g} allows; its error: {reason}"
         ) from cause
+
+
+@dataclass
+class PoolScoring:
+    """One reward's calls, each made as soon as the batches that it covers are handed out.
+
+    Attributes:
+        pool: whose workers are asked.
+        edges: where batches begin, and the end of the last one.
+        spans: the samples of each call, from `call_spans`.
+        batches: handed out so far.
+        calls: made so far.
+    """
+
+    pool: RewardPool
+    edges: np.ndarray
+    spans: Sequence[tuple[int, int]]
+    batches: list[PendingBatch] = field(default_factory=list)
+    calls: list[PendingCall] = field(default_factory=list)
+
+    def add(self, batch: PendingBatch) -> None:
+        """The next batch is handed out; Ray gives it to the calls when it is there."""
+        self.batches.append(batch)
+        while len(self.calls) < len(self.spans) and self.spans[len(self.calls)][1] <= self.edges[len(self.batches)]:
+            self.calls.append(self._next_call())
+
+    def _next_call(self) -> PendingCall:
+        number, edges, wants = len(self.calls), self.edges, self.pool.wants
+        start, stop = self.spans[number]
+        covered = [i for i in range(len(self.batches)) if edges[i] < stop and edges[i + 1] > start]
+        shards = [self.batches[i].latents if wants == "latents" else self.batches[i].pictures for i in covered]
+        first = int(start - edges[covered[0]])
+        prompts = [prompt for i in covered for prompt in self.batches[i].prompts][first : first + stop - start]
+        return self.pool.call(number % len(self.pool.group), start, first, prompts, shards)
+
+
+@dataclass
+class Scoring:
+    """All rewards of batches that are still being handed out.
+
+    Attributes:
+        pools: reward name -> its calls.
+        with_statistics: measure the pictures too?
+        statistics: of each batch with pictures.
+    """
+
+    pools: Mapping[str, PoolScoring]
+    with_statistics: bool
+    statistics: list[ray.ObjectRef] = field(default_factory=list)
+
+    def add(self, batch: PendingBatch) -> None:
+        """The next batch is handed out: begin what can be scored of it, while others are still sampled."""
+        for pool in self.pools.values():
+            pool.add(batch)
+        if self.with_statistics and batch.pictures is not None:
+            # Stateless, so any idle worker of Ray's may do it, and Ray repeats it if that one dies.
+            measure = ray.remote(picture_statistics).options(num_cpus=0, num_returns=1, max_retries=-1)
+            self.statistics.append(measure.remote(batch.pictures))
+
+    @property
+    def pending(self) -> PendingScores:
+        """What is being scored, once every batch was added."""
+        return PendingScores({name: pool.calls for name, pool in self.pools.items()}, self.statistics)
 
 
 def call_spans(
@@ -312,21 +375,25 @@ class RewardGroup:
             self.model.rest()
         return found
 
-    def submit(self, batches: Sequence[PendingBatch], *, training: bool) -> PendingScores:
-        """Start scoring; Ray hands each batch over when it is there, while others are still sampled.
+    def begin(self, sizes: Sequence[int], *, training: bool) -> Scoring:
+        """Get ready to score batches of these sizes, which are then added one by one.
 
         Args:
-            batches: of an iteration or a validation.
+            sizes: of the batches of an iteration or a validation, in their order.
             training: are they an iteration's, of which some rewards measure a `training_share` only?
         """
         if self.model is not None:
             self.model.begin_use()
         shares = {name: pool.config.training_share if training else 1.0 for name, pool in self.pools.items()}
-        calls = {name: pool.submit(batches, shares[name]) for name, pool in self.pools.items()}
-        # Stateless, so any idle worker of Ray's may do it, and Ray repeats it if that one dies.
-        measure = ray.remote(picture_statistics).options(num_cpus=0, num_returns=1, max_retries=-1)
-        pictures = [batch.pictures for batch in batches if batch.pictures is not None]
-        return PendingScores(calls, [measure.remote(p) for p in pictures] if self.config.guards.statistics else [])
+        pools = {name: pool.begin(sizes, shares[name]) for name, pool in self.pools.items()}
+        return Scoring(pools, self.config.guards.statistics)
+
+    def submit(self, batches: Sequence[PendingBatch], *, training: bool) -> PendingScores:
+        """Start scoring batches that are all handed out; see `begin`."""
+        scoring = self.begin([len(batch.prompts) for batch in batches], training=training)
+        for batch in batches:
+            scoring.add(batch)
+        return scoring.pending
 
     def table(self, batches: Sequence[PendingBatch], pending: PendingScores) -> Scores:
         """Wait for all rewards and join them into one table; see `RewardPool.collect` for the errors."""

@@ -149,14 +149,31 @@ class RolloutGroup:
         recording = self.recording
         if draw:
             recording = replace(recording, record_finished=False, outputs=recording.outputs | {PICTURES})
-        batches, named = [], by_uid(prompts)
-        for keys in self.batch_keys(prompts, n, iteration, seed):
+        keys = self.batch_keys(prompts, n, iteration, seed)
+        return [*self.hand_out(prompts, keys, window, pipeline, recording)]
+
+    def hand_out(
+        self,
+        prompts: Sequence[Prompt],
+        batch_keys: Sequence[tuple[NoiseKey, ...]],
+        window: Sequence[int] | Mapping[str, Sequence[int]],
+        pipeline: DiffusionPipelineConfig | None = None,
+        recording: Recording | None = None,
+    ) -> Iterator[PendingBatch]:
+        """Start sampling batch by batch; each comes once it has found a place in a worker's queue.
+
+        Args:
+            batch_keys: the noise keys of each batch, from `batch_keys`.
+            recording: what is recorded, if not the group's own; the rest as for `submit`.
+        """
+        named, recording = by_uid(prompts), self.recording if recording is None else recording
+        for keys in batch_keys:
             request = self._request(keys, window_of_batch(keys, window), pipeline, recording)
             worker = self.router.next_free()
             reply = ask(RolloutReply, self.group.actors[worker].generate, request, pipeline, self.weights)
-            batches.append(pending_batch(named, keys, request.prompts.lengths, reply, recording.outputs, worker))
-            self.router.taken(worker, batches[-1].seconds)
-        return batches
+            batch = pending_batch(named, keys, request.prompts.lengths, reply, recording.outputs, worker)
+            self.router.taken(worker, batch.seconds)
+            yield batch
 
     def batch_keys(
         self, prompts: Sequence[Prompt], n: int, iteration: int, seed: int | None = None

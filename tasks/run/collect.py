@@ -101,8 +101,13 @@ def submit(run: TrainingRun, number: int, clock: Stopwatch) -> SampledIteration:
     """Start sampling and scoring an iteration with the weights of the last sync."""
     n, online = run.config.actor_rollout_ref.rollout.n, run.online
     prompts, text = iteration_prompts(run, number, clock)
-    batches = online.rollout.submit(prompts, n, number, run.windows(number))
-    version, pending = online.rollout.policy_version, online.reward.submit(batches, training=True)
+    keys, batches = online.rollout.batch_keys(prompts, n, number), []
+    with clock.stage("gen"):  # where the workers' queues are full, most of the rollout's time
+        scoring = online.reward.begin([*map(len, keys)], training=True)
+        for batch in online.rollout.hand_out(prompts, keys, run.windows(number)):
+            batches.append(batch)
+            scoring.add(batch)
+    version, pending = online.rollout.policy_version, scoring.pending
     encode_ahead(run, number + 1, clock)
     return SampledIteration(number=number, policy_version=version, batches=batches, pending=pending, text=text)
 

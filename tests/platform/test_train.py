@@ -66,7 +66,8 @@ def recorded(tmp_path_factory: pytest.TempPathFactory, prepared: Path, prefect_s
     few = replace(workspace, environment=workspace.environment | {"RAY_max_io_workers": "0"})
     settings = ("trainer.profile.iterations=[2]", "trainer.device_peak_tflops=2.0")
     many = ("ray_init.num_cpus=1", "reward.functions.jpeg_incompressibility.num_workers=3")
-    return Recorded(workspace, few.train(*settings, *many))
+    short = ("actor_rollout_ref.rollout.max_queued_batches=1",)
+    return Recorded(workspace, few.train(*settings, *many, *short))
 
 
 def test_a_run_leaves_its_whole_record(recorded: Recorded) -> None:
@@ -214,6 +215,7 @@ def check_page(recorded: Recorded, run_id: str) -> None:
     kept = json.loads(Path(client.download_artifacts(run_id, "extremes/000002.json")).read_text())
     assert {sample["end"] for sample in kept["samples"]} == {"best", "worst"}
     assert json.loads(Path(client.download_artifacts(run_id, "overrides.json")).read_text()) == {
+        "actor_rollout_ref.rollout.max_queued_batches": ["16", "1"],
         "ray_init.num_cpus": ["None", "1"],
         "reward.functions.jpeg_incompressibility.num_workers": ["1", "3"],
         "trainer.device_peak_tflops": ["None", "2.0"],
@@ -248,6 +250,8 @@ def check_seconds(workspace: Workspace, run_id: str) -> None:
         # What the slowest worker did, one after the other, is within the stage.
         assert 0 < sum(of_syncs[name][step] for name in worker) <= parts["timing_s/update_weights"][step]
         assert metrics["perf/orchestration_s"][step] == parts["timing_s/orchestration"][step]
+        # Its one worker's queue holds one batch, so the driver waits while it hands them out.
+        assert parts["timing_s/gen"][step] >= metrics["perf/rollout_busy_s"][step]
 
 
 def test_trainer_ranks_and_rollout_actors_do_not_change_the_first_iterations(

@@ -67,6 +67,25 @@ def of(name: str, settings: dict, **more) -> np.ndarray:
     return scored(config(**{name: settings}, **more)).by_reward[name]
 
 
+def test_what_is_handed_out_is_scored_before_the_next_batch_is(cluster: None) -> None:
+    """A call waits for the batches that it covers, and for no other one."""
+    group, shards = RewardGroup(config(brightness={}, statistics=True)), batches(4)
+    whole = group.table(shards, group.submit(shards, training=True))
+    each, across = (RewardGroup(config(brightness={"batch_size": size})) for size in (4, 6))
+    begun = [one.begin([4, 4, 4], training=True) for one in (each, across)]
+    for number, counts in enumerate([(1, 0), (2, 1), (3, 2)]):
+        for scoring in begun:
+            scoring.add(shards[number])
+        calls = [scoring.pending.calls["brightness"] for scoring in begun]
+        assert tuple(map(len, calls)) == counts
+        newest = ray.get(calls[0][-1].answer)
+        assert newest.scores.tolist() == pytest.approx(LEVELS[4 * number : 4 * number + 4])
+    for one, scoring in zip((each, across), begun, strict=True):
+        found = one.table(shards, scoring.pending)
+        assert found.rewards.tolist() == whole.rewards.tolist()
+    assert len(whole.samples.filter(like="image/").columns) > 0
+
+
 def test_calls_are_cut_across_rollout_batches_and_change_no_score(cluster: None) -> None:
     """Shards of 5, 5 and 2 pictures; calls of 4 cover two of them. Two workers of one reward share the calls."""
     assert of("brightness", {}).tolist() == LEVELS
