@@ -280,6 +280,11 @@ def require_resources(gpus: float, cpus: float) -> None:
         )
 
 
+def gpus_are_free() -> bool:
+    """Has no run a GPU of the cluster? What a run has there Ray does not give to another one."""
+    return ray.available_resources().get("GPU", 0.0) == ray.cluster_resources().get("GPU", 0.0)
+
+
 GPU_SHARES = {1: 1.0, 2: 0.5, 3: 0.25}
 """Actors on a GPU -> what Ray counts for each of them; it limits nothing."""
 

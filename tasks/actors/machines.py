@@ -89,7 +89,7 @@ class Whereabouts:
         """Name of the machine that an actor was on, if that is lost; waits until Ray knows, or the actor answers.
 
         Args:
-            machine: where the actor was when the call that failed was made; None where nobody knew.
+            machine: where the actor had last answered from when the call that failed was made; None if nowhere yet.
         """
         asked = self._ask(number)
         before = machine or self.last(number) or ""

@@ -46,7 +46,8 @@ class PendingCall:
         start: number of the first sample that it scores, among the iteration's.
         size: how many samples it scores.
         answer: what `RewardWorker.score` returns.
-        worker, machine: which worker was asked, and the id of the machine that it was on then; None where nobody knew.
+        worker, machine: which worker was asked, and the id of the machine from which it had last answered; None of one
+            that never had.
         again: ask it again.
     """
 
@@ -165,7 +166,7 @@ class RewardPool:
             first: its number in the first shard.
             shards: where the worker finds the batches that hold them.
         """
-        machine = self.group.whereabouts.machine(worker)
+        machine = self.group.whereabouts.last(worker)  # while it computes it does not say where it is
         score = self.group.actors[worker].score.options(retry_exceptions=True)
         answer = score.remote(first, prompts, *shards)
         again = partial(self.call, worker, start, first, prompts, shards)

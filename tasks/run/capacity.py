@@ -4,7 +4,7 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,6 +21,7 @@ from tasks.data.digests import stored_parameters
 from tasks.data.embeddings import Embeddings
 from tasks.records.run_store import CHECKPOINTS
 from tasks.system.files import bytes_on_disk, free_on_disk
+from tasks.system.gpu_memory import InUse, gpu_memory_in_use
 
 log = logging.getLogger(__name__)
 TEXT_ENCODERS, ENCODERS = ("text_encoder*",), "text encoders"
@@ -72,17 +73,49 @@ class Needs(NamedTuple):
         return self._replace(update=self.update.with_resident(ENCODERS, self.encoders))
 
 
-def check_fits(config: TrainConfig, model_config: DiffusionModelConfig, cost: PassCost) -> None:
-    """Raises DoesNotFit for a run on CUDA whose update or rollout needs more than a GPU has."""
+def check_fits(config: TrainConfig, model_config: DiffusionModelConfig, cost: PassCost) -> Needs | None:
+    """What a run on CUDA needs of a GPU; None where there is none to compare it with.
+
+    Raises:
+        DoesNotFit: its update or rollout needs more than a GPU has.
+    """
     if config.trainer.device != "cuda":
-        return
+        return None
     there = gpu_gib(config)
     if there is None:
         log.warning("the driver sees no GPU and trainer.gpu_memory_gib is null: whether the run fits is not checked")
-        return
-    lacking = shortfall(config, needs(config, model_config, cost), there)
+        return None
+    needed = needs(config, model_config, cost)
+    lacking = shortfall(config, needed, there)
     if lacking:
         raise DoesNotFit(lacking)
+    return needed
+
+
+def warn_of_others(config: TrainConfig, needed: Needs) -> None:
+    """Warn of each GPU of the driver's on which other programs leave too little for the run.
+
+    No error: they may end before the memory is needed, and Ray may choose another GPU. To be called when the run has
+    its turn and none of its actors has begun, else its own are among the others.
+    """
+    there = gpu_gib(config)
+    if there is None:
+        return
+    for gpu in gpu_memory_in_use([str(properties.uuid) for properties in _visible_gpus()]):
+        told = beside_others(config, needed, gpu, there)
+        if told is not None:
+            log.warning(told)
+
+
+def beside_others(config: TrainConfig, needed: Needs, gpu: InUse, there: float) -> str | None:
+    """What does not fit beside other programs into a GPU of `there` GiB, and what would be right; None if all fits."""
+    lacking = shortfall(config, needed, max(there - gpu.gib, 0.0))
+    if lacking is None:
+        return None
+    return (
+        f"other programs have {gpu.gib:.1f} GiB of GPU {gpu.number} in use, of {there:.1f}, and {lacking}; or end "
+        "them, or choose other GPUs with CUDA_VISIBLE_DEVICES"
+    )
 
 
 def check_disk(config: TrainConfig, cost: PassCost) -> None:
@@ -234,7 +267,11 @@ def gpu_gib(config: TrainConfig) -> float | None:
     """All of a GPU's memory: what others hold of it now, they may have given back when this run's turn comes."""
     if config.trainer.gpu_memory_gib is not None:
         return config.trainer.gpu_memory_gib
-    if torch.cuda.is_available():
-        devices = range(torch.cuda.device_count())
-        return min(torch.cuda.get_device_properties(device).total_memory for device in devices) / GIB
-    return None
+    return min((properties.total_memory / GIB for properties in _visible_gpus()), default=None)
+
+
+def _visible_gpus() -> list[Any]:
+    """torch's properties of those that the driver sees."""
+    if not torch.cuda.is_available():
+        return []
+    return [torch.cuda.get_device_properties(device) for device in range(torch.cuda.device_count())]

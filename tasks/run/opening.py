@@ -17,7 +17,14 @@ from models.algorithms import needs_old_means
 from models.config.section import AUTO
 from models.samples.trajectories import LATENTS, PICTURES, Recording
 from models.weights.canary import Canary
-from tasks.actors.cluster import RankPlaces, WorkerNeeds, gpu_slots, ray_cluster, require_resources
+from tasks.actors.cluster import (
+    RankPlaces,
+    WorkerNeeds,
+    gpu_slots,
+    gpus_are_free,
+    ray_cluster,
+    require_resources,
+)
 from tasks.actors.machines import watched_machines
 from tasks.actors.reward_group import RewardGroup, wanted_inputs
 from tasks.actors.reward_model import RewardModel, served_reward_model
@@ -36,6 +43,7 @@ from tasks.records.second_trackers import SecondTrackers, Subject
 from tasks.records.tracking import Tracker, tracking_uri
 from tasks.records.tracking_address import require_answer
 from tasks.rewards.statistics import GUARDS as STATISTICS
+from tasks.run.capacity import Needs, warn_of_others
 from tasks.run.kept_stages import KeptStages
 from tasks.run.live_text import start_text_encoders
 from tasks.run.note import run_label, source_tags, write_note
@@ -69,15 +77,17 @@ def apply_overrides(config: TrainConfig, overrides: TrainOverrides | dict[str, A
 
 @contextmanager
 def open_cluster_and_tracker(
-    config: TrainConfig, name: str, *, trains: bool, run_id: str | None = None
+    config: TrainConfig, name: str, *, trains: bool, run_id: str | None = None, needed: Needs | None = None
 ) -> Iterator[Tracker]:
-    """What everything that needs actors begins with: the GPUs' slots, the cluster, proof that it is large enough, and
-    the tracker. Afterwards the MLflow run is FINISHED, FAILED or KILLED, never RUNNING.
+    """What everything that needs actors begins with: the GPUs' slots, the cluster, proof that it is large enough, a
+    word of other programs on its GPUs, and the tracker. Afterwards the MLflow run is FINISHED, FAILED or KILLED, never
+    RUNNING.
 
     Args:
         name: of a new MLflow run.
         trains: for training; without, a measurement needs no trainer ranks.
         run_id: the MLflow run to continue.
+        needed: what a GPU has to hold, where that is known.
 
     Raises:
         ClusterError: the slots' pool or the cluster cannot hold the actors.
@@ -90,6 +100,8 @@ def open_cluster_and_tracker(
         tell("Ray starts" if address is None else f"joins the Ray cluster at {address}")
         with ray_cluster(config.ray_init, worker_needs(config), gpus > 0), heeded_once():
             check_resources(config, trains)
+            if needed is not None and gpus_are_free():
+                warn_of_others(config, needed)
             tracker = Tracker(config.tracking, name, run_id)
             tell("Ray is there: the workers start and load their models")
             with tracker.concluded(), heeded_once():
@@ -126,7 +138,7 @@ def open_run(config: TrainConfig, inputs: Inputs, recipe: TrainConfig) -> Iterat
         remembered = _remembered_run_id(config)
         label = run_label(config.asked, recipe)
         with (
-            open_cluster_and_tracker(config, label, trains=True, run_id=remembered) as tracker,
+            open_cluster_and_tracker(config, label, trains=True, run_id=remembered, needed=inputs.needs) as tracker,
             served_for(config) as model,
         ):
             _remember_run_id(config, tracker.run_id)

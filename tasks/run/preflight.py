@@ -34,7 +34,7 @@ from tasks.data.rewriting import get_rewriting
 from tasks.records.lineage import dvc_hashes
 from tasks.records.second_trackers import check_libraries
 from tasks.rewards import check_reward
-from tasks.run.capacity import check_disk, check_fits, measure_cost
+from tasks.run.capacity import Needs, check_disk, check_fits, measure_cost
 from tasks.run.early import check_folder, raising_config_errors
 from tasks.run.live_text import open_live, text_side
 from tasks.run.loss_checks import check_exploration, check_loss
@@ -50,6 +50,7 @@ class Inputs:
     Attributes:
         pairs: None where samples are made and not read.
         flops: operations of rollout and update; None where the run does not train, or the model cannot be counted.
+        needs: what was found to fit a GPU; None where nothing was compared with one.
         config: the checked one, with values in place of auto.
         said, kept: see `Settled`.
         digest: 16 hexadecimal digits over the prompt table, the index of the embeddings or, where they are live, the
@@ -65,6 +66,7 @@ class Inputs:
     digest: str
     config: TrainConfig
     flops: PolicyFlops | None = None
+    needs: Needs | None = None
     said: dict[str, str] = field(default_factory=dict)
     kept: dict[str, int] = field(default_factory=dict)
 
@@ -110,10 +112,10 @@ def check_inputs(config: TrainConfig, trains: bool = True, recorded: TrainConfig
     costs = _Costs(inputs)
     found = settle(config, model_config, costs.of_pass, recorded, trains)
     inputs = replace(inputs, config=found.config, said=found.said, kept=found.kept)
-    flops = _check_costs(inputs, costs) if trains else None
+    flops, needed = _check_costs(inputs, costs) if trains else (None, None)
     if trains and (unread := told(config)) is not None:
         log.warning(unread)
-    return replace(inputs, digest=f"{inputs.digest}-{_weights_digest(config, trains)}", flops=flops)
+    return replace(inputs, digest=f"{inputs.digest}-{_weights_digest(config, trains)}", flops=flops, needs=needed)
 
 
 def _check_names(config: TrainConfig) -> None:
@@ -231,16 +233,16 @@ class _Costs:
         return None if flops is None else flops.cost
 
 
-def _check_costs(inputs: Inputs, costs: _Costs) -> PolicyFlops | None:
-    """The run fits the GPUs and its folder can be written; what a micro-batch costs, None where that is not known."""
+def _check_costs(inputs: Inputs, costs: _Costs) -> tuple[PolicyFlops | None, Needs | None]:
+    """The run fits the GPUs and its folder can be written; what a micro-batch costs and what a GPU has to hold, None
+    where that is not known."""
     config = inputs.config
     flops = costs.of(config)
-    if flops is not None:
-        check_fits(config, inputs.model_config, flops.cost)
+    needed = None if flops is None else check_fits(config, inputs.model_config, flops.cost)
     check_folder(config.trainer.default_local_dir)
     if flops is not None:
         check_disk(config, flops.cost)
-    return flops
+    return flops, needed
 
 
 def _weights_digest(config: TrainConfig, trains: bool) -> str:

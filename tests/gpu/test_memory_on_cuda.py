@@ -52,6 +52,21 @@ def test_a_stage_is_measured_by_itself_and_the_largest_call_counts() -> None:
     assert (peaks_since_last_time(actor)["work"] - before) // MIB == 288
 
 
+def test_what_is_in_use_of_a_gpu_counts_every_program() -> None:
+    """Of this one, the tensors; its context is there before."""
+    pytest.importorskip("ray")
+    from tasks.system.gpu_memory import gpu_memory_in_use
+
+    small = torch.zeros(1, device="cuda")
+    uuid = str(torch.cuda.get_device_properties(small.device).uuid)
+    (before,) = gpu_memory_in_use([uuid])
+    large = torch.empty(2048 * MIB, dtype=torch.uint8, device="cuda")
+    (after,) = gpu_memory_in_use([uuid])
+    assert after.number == before.number
+    assert after.gib - before.gib == pytest.approx(2, abs=0.5)
+    assert large.numel() / 2**30 < after.gib <= torch.cuda.get_device_properties(small.device).total_memory / 2**30
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_estimate_of_activations_is_the_allocator_s_peak(tiny_model: Path, checkpointing: bool) -> None:
     config = model_config(tiny_model, height=128, width=128, lora_rank=4, dtype="bfloat16")

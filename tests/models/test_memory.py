@@ -3,6 +3,7 @@
 
 import itertools
 import json
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +25,17 @@ from models.samples.trajectories import PromptTable
 from models.weights.trainable import make_trainable, trainable
 from tasks.actors.memory import measures_gpu_memory, peak_metrics, peaks_since_last_time
 from tasks.config.tree import TrainConfig
-from tasks.run.capacity import DoesNotFit, Needs, check_disk, check_fits, colocated_encoders, shortfall
+from tasks.run.capacity import (
+    DoesNotFit,
+    Needs,
+    beside_others,
+    check_disk,
+    check_fits,
+    colocated_encoders,
+    shortfall,
+    warn_of_others,
+)
+from tasks.system.gpu_memory import InUse, gpu_memory_in_use
 from tests.models.test_real_size import published
 from tests.support.helpers import actor_config, model_config
 from tests.support.tiny_models import FAMILIES, embeddings_of
@@ -359,6 +370,40 @@ def test_nothing_is_checked_where_nothing_is_known(tiny_model: Path, caplog: pyt
     if not torch.cuda.is_available():
         check_fits(run_config(tiny_model), model, COST)
         assert "trainer.gpu_memory_gib is null: whether the run fits is not checked" in caplog.text
+
+
+def test_other_programs_are_told_of_where_the_run_does_not_fit_beside_them(tiny_model: Path) -> None:
+    config, model = run_config(tiny_model, gpu_memory_gib=80), model_config(tiny_model)
+    needed = check_fits(config, model, replace(COST, trained=0, blocks=(0, 0), parameters=GIB))
+    assert needed is not None
+    assert needed.update.gib == 40
+    for used in (0.0, 0.5, 40.0):
+        assert beside_others(config, needed, InUse(3, used), there=80.0) is None
+    assert beside_others(config, needed, InUse(3, 60.4), there=80.0) == (
+        "other programs have 60.4 GiB of GPU 3 in use, of 80.0, and the update needs 40.0 GiB on each GPU (activations "
+        "of 4 samples 40.0) but there are 19.6: lower actor.ppo_micro_batch_size_per_gpu, now 4, or set "
+        "actor.fsdp_config.gradient_checkpointing to true, or set actor.fsdp_config.param_offload to true, or train "
+        "LoRA with model.lora_rank, or set model.dtype to bfloat16, or raise trainer.n_gpus_per_node, now 1; or end "
+        "them, or choose other GPUs with CUDA_VISIBLE_DEVICES"
+    )
+    sampling = needed._replace(update=Need({}, {}))
+    assert "the rollout needs 12.0 GiB" in str(beside_others(config, sampling, InUse(0, 70.0), there=80.0))
+    assert "but there are 0.0" in str(beside_others(config, needed, InUse(0, 81.0), there=80.0))
+
+
+def test_what_is_in_use_of_a_gpu_that_nvml_does_not_know_is_unknown(
+    tiny_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Here that is any, where the machine has no NVIDIA driver: a word for who debugs, and no warning."""
+    with caplog.at_level(logging.DEBUG, "tasks.system.gpu_memory"):
+        assert gpu_memory_in_use(["00000000-0000-0000-0000-000000000000"]) == []
+    assert "memory is in use: NVML says" in caplog.text
+    caplog.clear()
+    if not torch.cuda.is_available():
+        nothing = Need({}, {})
+        warn_of_others(run_config(tiny_model), Needs(nothing, nothing))
+        warn_of_others(run_config(tiny_model, gpu_memory_gib=80), Needs(nothing.with_resident("all", 1e15), nothing))
+        assert not caplog.records
 
 
 class Actor:

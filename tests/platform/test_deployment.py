@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +14,8 @@ import pytest
 import yaml
 
 from tests.support.patience import PATIENCE, post, wait_until
-from tests.support.platform_helpers import RayHead, Workspace, make_workspace, running
+from tests.support.platform_helpers import RayHead, Workspace, make_workspace, run_as_forks, running
+from tests.support.processes import words_of
 
 FAST = {"trainer": {"total_training_steps": 1, "val_before_train": False}}
 
@@ -40,7 +40,7 @@ def deployed(
     root = Path(__file__).parents[2]
     file = workspace.folder / "prefect.yaml"
     (tiny,) = yaml.safe_load(file.read_text())["deployments"]
-    tiny["work_pool"]["job_variables"] = {"command": f"{forked_python} -m prefect.engine"}
+    run_as_forks(tiny, forked_python)
     project = yaml.safe_load((root / "prefect.yaml").read_text())
     file.write_text(yaml.safe_dump(project | {"deployments": [*project["deployments"], tiny]}))
     (workspace.folder / "flows").symlink_to(root / "flows")
@@ -60,10 +60,7 @@ def actors() -> list[str]:
 
     They are children of a process of these tests that forks.
     """
-    titles = []
-    for child in psutil.Process().children(recursive=True):
-        with suppress(psutil.NoSuchProcess):  # a zombie too
-            titles.append(" ".join(child.cmdline()))
+    titles = [" ".join(words_of(child)) for child in psutil.Process().children(recursive=True)]
     return [title for title in titles if title.startswith(("ray::Rollout", "ray::Reward", "ray::Trainer"))]
 
 

@@ -18,6 +18,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from tests.support.patience import wait_until
 from tests.support.platform_helpers import Workspace
+from tests.support.processes import words_of
 
 ROOT = Path(__file__).parents[2]
 CODE = ("flows", "tasks", "models")
@@ -186,10 +187,7 @@ def command_lines() -> dict[str, set[str]]:
     """Of all processes: "seen", and those with a key under its place."""
     found: dict[str, set[str]] = {"seen": set()}
     for process in psutil.process_iter():
-        try:
-            command = " ".join(process.cmdline())
-        except psutil.Error:
-            continue
+        command = " ".join(words_of(process))
         found["seen"].add(command[:300])
         for place in places(command.encode()):
             found.setdefault(place, set()).add(command)

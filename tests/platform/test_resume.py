@@ -27,6 +27,7 @@ from tasks.system.processes import runs, wait_until_ended
 from tests.support.forked import Program
 from tests.support.patience import PATIENCE, wait_until
 from tests.support.platform_helpers import RayHead, Workspace, make_workspace
+from tests.support.processes import children_of, with_word, words_of
 
 STEPS = ("trainer.total_training_steps=6", "trainer.test_freq=3")
 RAYS_OWN = {"IDLE", "DashboardAgent", "RuntimeEnvAgent"}
@@ -46,15 +47,7 @@ def final_weights(workspace: Workspace) -> dict:
 
 def workers() -> list[psutil.Process]:
     """Ray's, of all runs that tests have started: forks, of a process that a run has to itself or shares."""
-    forking = [process for process in psutil.Process().children(recursive=True) if FORKS in words_of(process)]
-    return [worker for process in forking for worker in process.children(recursive=True)]
-
-
-def words_of(process: psutil.Process) -> list[str]:
-    """Its command; none of one that has just ended, a zombie too."""
-    with suppress(psutil.NoSuchProcess):
-        return process.cmdline()
-    return []
+    return children_of(with_word(psutil.Process().children(recursive=True), FORKS), recursive=True)
 
 
 def kill_everything(process: Program) -> set[str]:

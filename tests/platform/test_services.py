@@ -28,7 +28,7 @@ from tasks.records.tracking import Tracker
 from tasks.system.processes import wait_until_ended
 from tests.support.mlflow_store import mlflow_in
 from tests.support.patience import post, wait_until
-from tests.support.platform_helpers import RECIPE, Workspace, free_port, make_workspace
+from tests.support.platform_helpers import RECIPE, Workspace, free_port, make_workspace, run_as_forks
 
 ROOT = Path(__file__).parents[2]
 REACTIONS = ("compare", "close-dead-runs")
@@ -61,9 +61,7 @@ def trained(
     }
     # What the automations start are forks: that the worker starts Python is seen by the sweep.
     for reaction in (d for d in project["deployments"] if d["name"] in REACTIONS):
-        reaction["work_pool"] = reaction["work_pool"] | {
-            "job_variables": {"command": f"{forked_python} -m prefect.engine"}
-        }
+        run_as_forks(reaction, forked_python)
     (workspace.folder / "prefect.yaml").write_text(yaml.safe_dump(project))
     for name in ("flows", "tasks", "models"):
         (workspace.folder / name).symlink_to(ROOT / name)

@@ -4,7 +4,6 @@
 import json
 import os
 import signal
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -17,6 +16,7 @@ from tasks.config.sweep import SweepConfig
 from tasks.system.processes import wait_until_ended
 from tests.support.patience import PATIENCE, wait_until
 from tests.support.platform_helpers import RayHead, Workspace
+from tests.support.processes import children_of, with_word, words_of
 
 SEARCH = {
     "name": "lr",
@@ -32,37 +32,18 @@ from flows.sweep import SweepConfig, sweep
 
 print(json.dumps(sweep(load_recipe("tiny"), SweepConfig(**json.loads(sys.argv[1])), parse_changes(sys.argv[2:]))))
 """
+FORK_SERVER = "multiprocessing.forkserver"
 SHORT = ("trainer.total_training_steps=2", "trainer.test_freq=1", "trainer.val_before_train=false")
 
 
 def children(process: psutil.Process) -> list[psutil.Process]:
-    """The training drivers of a sweep, forks of a child of it; a process that ends while it is looked at is none."""
-    found = []
-    for child in process.children(recursive=True):
-        with suppress(psutil.NoSuchProcess):  # a zombie too
-            of_fork_server = "multiprocessing.forkserver" in " ".join(child.cmdline())
-            if of_fork_server and psutil.Process(child.ppid()).ppid() == process.pid:
-                found.append(child)
-    return found
+    """The training drivers of a sweep, forks of a child of it."""
+    return with_word(children_of(with_word(process.children(), FORK_SERVER)), FORK_SERVER)
 
 
 def raylets(process: psutil.Process) -> list[psutil.Process]:
     """Ray's daemon of each machine, below a process."""
-    found = []
-    for child in process.children(recursive=True):
-        with suppress(psutil.NoSuchProcess):
-            if Path((child.cmdline() or [""])[0]).name == "raylet":
-                found.append(child)
-    return found
-
-
-def forked_workers(process: psutil.Process) -> list[psutil.Process]:
-    """The process below this one whose forks are Ray's workers, and these."""
-    for child in process.children():
-        with suppress(psutil.NoSuchProcess):
-            if FORKS in child.cmdline():
-                return [child, *child.children()]
-    return []
+    return [child for child in process.children(recursive=True) if Path(*words_of(child)[:1]).name == "raylet"]
 
 
 @pytest.mark.slow
@@ -77,7 +58,8 @@ def test_a_killed_child_fails_alone_and_a_killed_sweep_goes_on(workspace: Worksp
     wait_until(lambda: study.get_trials(deepcopy=False, states=[TrialState.FAIL]), "word that a child died")
     (raylet,), running = raylets(family), children(family)
     assert [child.pid for child in running] == [first[1].pid], "the other one goes on"
-    workers = forked_workers(family)
+    forking = with_word(family.children(), FORKS)
+    workers = [*forking, *children_of(forking)]
     assert workers
     os.kill(process.pid, signal.SIGKILL)
     process.wait()

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import mlflow
 import psutil
@@ -45,6 +45,9 @@ RECIPE = {
     "reward": {"functions": {"jpeg_incompressibility": {}}},
     "trainer": {"experiment_name": "tiny", "total_training_steps": 3, "test_freq": 2, "save_freq": 1},
 }
+
+
+Begun = TypeVar("Begun", Program, "subprocess.Popen[bytes]")
 
 
 @dataclass(frozen=True)
@@ -105,33 +108,37 @@ class Workspace:
 
 @contextmanager
 def background(arguments: list[str], environment: dict[str, str], log: Path, folder: Path) -> Iterator[None]:
-    """A program that runs during the block and is ended, by its pid, afterwards."""
+    """A program that runs during the block, as `running` has it."""
     with log.open("w") as stream:
         process = subprocess.Popen(
             arguments, cwd=folder, env=environment, stdout=stream, stderr=stream, start_new_session=True
         )
-        try:
-            yield
-        finally:
-            os.killpg(process.pid, signal.SIGTERM)
-            try:
-                process.wait(timeout=30)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
+    with running(process):
+        yield
 
 
 @contextmanager
-def running(program: Program) -> Iterator[Program]:
-    """The same for a program that has begun."""
+def running(program: Begun) -> Iterator[Begun]:
+    """A program with a process group of its own, which is ended, by its pid, after the block."""
     try:
         yield program
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(program.pid, signal.SIGTERM)
+        _signal_group(program.pid, signal.SIGTERM)
         try:
             program.wait(30)
-        except TimeoutError:
-            program.kill()
+        except (TimeoutError, subprocess.TimeoutExpired):
+            _signal_group(program.pid, signal.SIGKILL)
+
+
+def _signal_group(pid: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):  # it has ended
+        os.killpg(pid, number)
+
+
+def run_as_forks(deployment: dict[str, Any], forked_python: Path) -> None:
+    """A worker starts this deployment's flow runs as forks; not those of others that have the same work pool."""
+    command = f"{forked_python} -m prefect.engine"
+    deployment["work_pool"] = deployment["work_pool"] | {"job_variables": {"command": command}}
 
 
 def free_port() -> int:

@@ -6,6 +6,7 @@ import logging
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,16 @@ import pytest
 import ray
 from ray._private.authentication import authentication_token_setup as tokens
 from ray.cluster_utils import Cluster
+from ray.exceptions import RayActorError
 
+from models.schedulers.noise_keys import NoiseKey
 from tasks.actors import reward_group, rollout_group
 from tasks.actors.cluster import ActorGroup
 from tasks.actors.machines import MachineLost, watched_machines
 from tasks.actors.reward_group import RewardGroup
+from tasks.actors.rollout_group import PendingBatch
 from tasks.config.reward import RewardConfig
-from tests.support.patience import wait_until
+from tests.support.patience import PATIENCE, wait_until
 from tests.support.platform_helpers import FEW_DAEMONS
 from tests.support.weight_actors import PROMPTS, new_rollout
 
@@ -34,6 +38,11 @@ class Rank:
 
     def ready(self) -> bool:
         return True
+
+
+def compute(_actor: Any) -> None:
+    """For longer than its machine is there."""
+    time.sleep(PATIENCE)
 
 
 @pytest.fixture
@@ -89,3 +98,30 @@ def test_workers_come_back_elsewhere_and_a_lost_rank_ends_the_run_in_a_sentence(
     (told,) = [record.getMessage() for record in caplog.records if "machine lost" in record.getMessage()]
     assert HOST in told
     assert "trainer 0, rollout 0, reward_brightness 0; rollout 0, reward_brightness 0 will be started" in told
+
+
+@pytest.mark.slow
+def test_a_reward_is_asked_again_whose_worker_had_not_answered_where_it_is(cluster: Cluster) -> None:
+    """It is asked after each iteration, and the question waits for what it computes; then its machine is lost. It has
+    answered from another one by the time that its failed call is looked at."""
+    first = cluster.add_node(num_cpus=1, **FEW_DAEMONS)
+    reward = RewardGroup(RewardConfig(functions={"brightness": {"num_cpus": 1}}, guards={"statistics": False}))
+    (group,) = reward.groups().values()
+    pictures, done = np.arange(4 * 6 * 5 * 3, dtype=np.uint8).reshape(4, 6, 5, 3), ray.put(0.0)
+    keys = tuple(NoiseKey(0, 1, PROMPTS[0].uid, index) for index in range(4))
+    batches = [PendingBatch((PROMPTS[0],) * 4, keys, (5, 0), done, ray.put(pictures), None, done, 0)]
+    before = reward.table(batches, reward.submit(batches, training=True)).rewards
+    assert len(set(before)) == 4
+    assert group.whereabouts.last(0) is not None
+
+    group.actors[0].__ray_call__.options(max_task_retries=0).remote(compute)
+    group.whereabouts.refresh()
+    pending = reward.submit(batches, training=True)
+    ((call,),) = pending.calls.values()
+    assert group.whereabouts.machine(0) is None
+    cluster.add_node(num_cpus=1, **FEW_DAEMONS)
+    cluster.remove_node(first, allow_graceful=False)
+    with pytest.raises(RayActorError):
+        ray.get(call.answer)
+    wait_until(lambda: group.whereabouts.machine(0), "the worker's word from the other machine")
+    assert np.array_equal(reward.table(batches, pending).rewards, before)

@@ -12,9 +12,10 @@ import ray
 from ray._private.authentication import authentication_token_setup as tokens
 from ray.cluster_utils import Cluster
 
-from tasks.actors.cluster import ActorGroup, ClusterError
+from tasks.actors.cluster import ActorGroup, ClusterError, gpus_are_free
 from tasks.config.tree import TrainConfig
 from tasks.run.opening import check_resources, rank_places
+from tests.support.patience import wait_until
 from tests.support.platform_helpers import FEW_DAEMONS
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the actors cannot import it
@@ -100,6 +101,13 @@ def test_colocated_workers_are_on_their_ranks_gpus() -> None:
     assert ranks == workers
     assert per_machine(ranks) == [2, 2]
     assert len({(machine, *gpus) for machine, gpus in ranks}) == 4
+
+
+def test_a_clusters_gpus_are_free_until_a_run_has_one_of_them() -> None:
+    wait_until(gpus_are_free, "the GPUs of the test before")
+    half = ActorGroup(Where, 1, 0.5)
+    half.call_all("spot")
+    wait_until(lambda: not gpus_are_free(), "word that an actor has one")
 
 
 def test_on_cpus_ranks_take_none_so_that_all_may_be_reserved() -> None:

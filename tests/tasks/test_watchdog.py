@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -15,6 +14,7 @@ from tasks.actors.watchdog import MARK, watchdog
 from tasks.system.processes import ProcessIdentity, runs, wait_until_ended
 from tests.support.forked import Program
 from tests.support.patience import PATIENCE, wait_until
+from tests.support.processes import words_of
 
 pytestmark = pytest.mark.waits
 
@@ -162,10 +162,9 @@ def start(*code, path=ROOT):
 def watchdogs_of(pid):
     """They are nobody's children."""
     for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            words = process.cmdline()
-            if words[1:3] == ["-m", "tasks.actors.watchdog"] and ProcessIdentity.parsed(words[3]).pid == pid:
-                yield process
+        words = words_of(process)
+        if words[1:3] == ["-m", "tasks.actors.watchdog"] and ProcessIdentity.parsed(words[3]).pid == pid:
+            yield process
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from tasks.actors.cluster import ActorGroup, ray_cluster
 from tasks.actors.worker_forks import FORKS, SETUP, START, VARIABLE, forked_environment, forks_for, worker_forks
 from tasks.config.trainer import RayConfig
 from tests.support.patience import PATIENCE, wait_until
+from tests.support.processes import with_word
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the actors cannot import it
 ROOT = Path(__file__).parents[2]
@@ -116,19 +116,9 @@ def ray_says(language: str = "PYTHON", **context: Any) -> tuple[str, str]:
     return f"--language={language}", f"--serialized-runtime-env-context={json.dumps(context)}"
 
 
-def children_with(word: str) -> list[psutil.Process]:
-    """Of this process, with this in their command, which one that has ended does not have any more."""
-    found = []
-    for child in psutil.Process().children():
-        with suppress(psutil.Error):
-            if word in " ".join(child.cmdline()):
-                found.append(child)
-    return found
-
-
 def newest_that_forks() -> psutil.Process:
     """Below this one; another one serves all tests."""
-    return max(children_with(FORKS), key=psutil.Process.create_time)
+    return max(with_word(psutil.Process().children(), FORKS), key=psutil.Process.create_time)
 
 
 def test_a_fork_is_the_process_that_python_would_be(folder: Path) -> None:
@@ -279,7 +269,7 @@ def test_actors_are_forks_and_come_back_and_begin_anyhow(
     own_cluster: psutil.Process, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Two in one place; one is killed; the process that forks is killed; and one that is to have threads."""
-    assert children_with(SETUP), "Ray imports itself first"
+    assert with_word(psutil.Process().children(), SETUP), "Ray imports itself first"
     group = ActorGroup(Looks, 2, 0, max_restarts=-1, max_task_retries=-1)
     first, second = group.call_all("began")
     assert first["had"]
@@ -315,6 +305,6 @@ def test_workers_that_are_not_to_be_forks_are_none(monkeypatch: pytest.MonkeyPat
     with ray_cluster(RayConfig(num_cpus=1), uses_gpus=True) as forks:
         assert forks is None
         assert not ray.get_runtime_context().runtime_env, "nothing to do before a worker begins"
-        assert not children_with(SETUP), "Ray's own program sets them up"
+        assert not with_word(psutil.Process().children(), SETUP), "Ray's own program sets them up"
         (modules,) = ActorGroup(Looks, 1, 0).call_all("has")
     assert "torch" not in modules

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes by their commands; one that ends while it is looked at is none."""
+
+from collections.abc import Iterable
+from contextlib import suppress
+
+import psutil
+
+
+def words_of(process: psutil.Process) -> list[str]:
+    """Its command; none of one that has ended, a zombie too, or that nobody may look at."""
+    with suppress(psutil.Error):
+        return process.cmdline()
+    return []
+
+
+def with_word(processes: Iterable[psutil.Process], word: str) -> list[psutil.Process]:
+    """Those that have this in their command."""
+    return [process for process in processes if word in " ".join(words_of(process))]
+
+
+def children_of(processes: Iterable[psutil.Process], recursive: bool = False) -> list[psutil.Process]:
+    """What they have started, and if `recursive` what that has started."""
+    found: list[psutil.Process] = []
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            found += process.children(recursive=recursive)
+    return found
