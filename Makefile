@@ -113,11 +113,13 @@ screenshots: $(VENV)/.pages .doubleflow ## make the docs' pictures of pages anew
 check: $(VENV)/.dev ## lint and the quick tests that start no Ray: before each commit
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target lint check-tests
 
-# Two processes on two cores, and one for what waits for other programs. They start few, and compute in Python: its own
-# allocator of small objects is a tenth faster than glibc's.
+# Two processes on two cores, and one for what waits for other programs; one of the two begins with tests/models while
+# the rest is collected. They start few programs, and compute in Python: its own allocator of small objects is a tenth
+# faster than glibc's.
 check-tests: export PYTHONMALLOC = pymalloc
 check-tests: $(VENV)/.dev
-	@$(BIN)/python -m pytest -p tests.support.side_by_side --processes 2 $(UNITS) -m "not ray and not slow"
+	@$(BIN)/python -m pytest -p tests.support.side_by_side --processes 2 --first tests/models $(UNITS) \
+		-m "not ray and not slow"
 
 lint: $(VENV)/.dev ## style, types and the direction of imports
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports

@@ -2,8 +2,11 @@
 """The map of the files, docs/files.md: `python docs/file_map.py` writes it from what each file says of itself."""
 
 import ast
+import inspect
 import re
 import subprocess
+import tokenize
+from io import StringIO
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -37,7 +40,7 @@ def first_sentence(path: str, source: str) -> str:
     """
     suffix = Path(path).suffix
     if suffix == ".py":
-        said = ast.get_docstring(ast.parse(source))
+        said = _docstring(source)
     else:
         found = re.match(COMMENTS.get(suffix, "(?P<text>)"), source, re.DOTALL if suffix == ".j2" else 0)
         said = found and re.sub(r"(?m)^#+ ?", "", found["text"]) + ("." if suffix == ".md" else "")
@@ -45,6 +48,13 @@ def first_sentence(path: str, source: str) -> str:
     if sentence is None:
         raise ValueError(f"{path} does not begin with a sentence that says what is in it: give it a docstring")
     return sentence[1]
+
+
+def _docstring(source: str) -> str | None:
+    """Of a module, without parsing the rest of it."""
+    before = {tokenize.COMMENT, tokenize.NL}
+    first = next(token for token in tokenize.generate_tokens(StringIO(source).readline) if token.type not in before)
+    return inspect.cleandoc(ast.literal_eval(first.string)) if first.type == tokenize.STRING else None
 
 
 def page(root: Path) -> str:

@@ -16,6 +16,7 @@ os.environ |= {
 
 import functools
 import gc
+import importlib.metadata
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
@@ -28,6 +29,8 @@ import torch
 
 torch.set_num_threads(1)
 gc.disable()  # while the tests are imported: see pytest_collection_finish
+# diffusers and transformers ask it when they are imported: to read what every package has installed takes .3 s.
+importlib.metadata.packages_distributions = functools.cache(importlib.metadata.packages_distributions)
 
 STARTS_RAY = {"ray", "ray_cluster"}
 STARTS_FLOWS, STARTS_STAGES = "prefect_server", "forked_python"

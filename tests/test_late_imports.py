@@ -53,24 +53,37 @@ def imported(node: ast.AST) -> Iterator[str]:
         yield from [name for name in inner if name in modules()] or [node.module]
 
 
+def below(node: ast.AST) -> list[ast.AST]:
+    """What stands in it and may be an import or hold one: expressions, most of a module, cannot."""
+    return [child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.expr)]
+
+
+def all_below(node: ast.AST) -> Iterator[ast.AST]:
+    for child in below(node):
+        yield child
+        yield from all_below(child)
+
+
 def at_the_top(node: ast.AST) -> Iterator[str]:
     """What a module imports as it is imported itself."""
-    for child in ast.iter_child_nodes(node):
+    for child in below(node):
         types = isinstance(child, ast.If) and ast.unparse(child.test) in ("TYPE_CHECKING", "__name__ == '__main__'")
         if not types and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
             yield from imported(child)
             yield from at_the_top(child)
 
 
-def inside_functions(module: str) -> Iterator[tuple[int, str]]:
+@cache
+def inside_functions(module: str) -> list[tuple[int, str]]:
     """Line and name of each import within a function."""
-    seen = set()
-    for function in ast.walk(modules()[module]):
+    seen, found = set(), []
+    for function in all_below(modules()[module]):
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
-            for node in ast.walk(function):
+            for node in all_below(function):
                 if isinstance(node, ast.Import | ast.ImportFrom) and node.lineno not in seen:
                     seen.add(node.lineno)
-                    yield from ((node.lineno, name) for name in imported(node))
+                    found += [(node.lineno, name) for name in imported(node)]
+    return found
 
 
 @cache

@@ -53,6 +53,25 @@ def test_warns(made):
 def test_skipped():
     pass
 """
+WAITS_FOR_THE_FIRST = """
+import time
+from pathlib import Path
+
+until = time.monotonic() + 120
+while not Path("begun").exists():
+    assert time.monotonic() < until, "no test runs while the others are imported"
+    time.sleep(0.01)
+
+def test_one(): pass
+"""
+BEGINS = """
+import time
+from pathlib import Path
+
+def test_begins():
+    Path("begun").touch()
+    time.sleep({seconds})
+"""
 DIES = """
 import os
 import signal
@@ -62,14 +81,16 @@ def test_dies():
 """
 
 
-def run(folder: Path, **modules: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, *options: str, **modules: str) -> subprocess.CompletedProcess[str]:
     """pytest in a folder with these modules and no settings of this project's."""
     (folder / "pytest.ini").write_text("[pytest]\nmarkers = waits\n")
     for name, text in modules.items():
         (folder / f"test_{name}.py").write_text(text)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     command = [sys.executable, "-m", "pytest", "-rA", "-p", "tests.support.side_by_side", "--processes", "2"]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
+    return subprocess.run(
+        [*command, *options], cwd=folder, env=environment, capture_output=True, text=True, timeout=600
+    )
 
 
 def test_modules_run_at_the_same_time_and_each_once(tmp_path: Path) -> None:
@@ -84,6 +105,38 @@ def test_modules_run_at_the_same_time_and_each_once(tmp_path: Path) -> None:
         assert f"begin of {own}; end of {own}." in ended.stdout, "a test's output is its own"
     shown = re.findall(r"^(test_\w+)\.py (\.+)", ended.stdout, re.MULTILINE)
     assert sorted(shown) == [*((f"test_{own}", "..") for own in "abc"), *((f"test_more_{n}", "..") for n in range(4))]
+
+
+def test_a_folders_tests_begin_while_the_others_are_imported(tmp_path: Path) -> None:
+    """And each runs once; where the others cannot be imported, nobody waits for those that run."""
+    folder = tmp_path / "units"  # by its name the last to be collected
+    folder.mkdir()
+    (folder / "test_a.py").write_text(BEGINS.format(seconds=0))
+    (folder / "test_b.py").write_text("import pytest\npytestmark = pytest.mark.waits\ndef test_one(): pass\n")
+    more = {f"more_{n}": "def test_one(): pass\n" for n in range(4)}
+    ended = run(tmp_path, "--first", "units", imported=WAITS_FOR_THE_FIRST, **more)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert " 7 passed" in ended.stdout
+    shown = re.findall(r"^(?:units/)?test_(\w+)\.py \.", ended.stdout, re.MULTILINE)
+    assert sorted(shown) == ["a", "b", "imported", *more]
+
+    (tmp_path / "begun").unlink()
+    (folder / "test_a.py").write_text(BEGINS.format(seconds=10_000))
+    ended = run(tmp_path, "--first", "units", imported=WAITS_FOR_THE_FIRST + "import a_module_that_is_not_there\n")
+    assert ended.returncode == 2, ended.stdout
+    assert "a_module_that_is_not_there" in ended.stdout
+
+
+def test_a_test_that_no_process_has_run_fails_the_whole(tmp_path: Path) -> None:
+    """Here the process that begins takes a test for one that waits, which it leaves to another."""
+    (tmp_path / "units").mkdir()
+    (tmp_path / "units/test_b.py").write_text("def test_one(): pass\n")
+    (tmp_path / "conftest.py").write_text(
+        "def pytest_collection_modifyitems(items):\n    if len(items) == 1: items[0].add_marker('waits')\n"
+    )
+    ended = run(tmp_path, "--first", "units", a="def test_passes(): pass\n")
+    assert ended.returncode not in (0, 5), ended.stdout
+    assert "no process has run 1 tests, units/test_b.py::test_one for one" in ended.stdout + ended.stderr
 
 
 def test_what_fails_warns_and_is_skipped_is_told_as_in_one_process(tmp_path: Path) -> None:

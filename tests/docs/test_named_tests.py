@@ -20,11 +20,19 @@ def tracked(pattern: str) -> list[Path]:
     return [ROOT / path for path in listed.stdout.split()]
 
 
+text_of = functools.cache(Path.read_text)
+
+
 @functools.cache
 def functions_of(file: Path) -> set[str]:
     """The test functions of a file."""
-    nodes = ast.walk(ast.parse(file.read_text()))
+    nodes = ast.walk(ast.parse(text_of(file)))
     return {node.name for node in nodes if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
+
+
+def has_test(file: Path, name: str) -> bool:
+    """A file that does not even say the name is not parsed."""
+    return f"def {name}(" in text_of(file) and name in functions_of(file)
 
 
 FILES = [file for file in tracked("tests/*.py") if file.name.startswith("test_")]
@@ -36,9 +44,9 @@ def missing_tests(text: str) -> list[str]:
     missing = []
     for path, in_file, alone in NAMED.findall(text):
         files = [file for file in FILES if file == ROOT / path or ("/" not in path and file.name == path)]
-        if path and (len(files) != 1 or (in_file and in_file not in functions_of(files[0]))):
+        if path and (len(files) != 1 or (in_file and not has_test(files[0], in_file))):
             missing.append(f"{path}::{in_file}" if in_file else path)
-        if alone and not any(alone in functions_of(file) for file in FILES):
+        if alone and not any(has_test(file, alone) for file in FILES):
             missing.append(alone)
     return missing
 

@@ -10,14 +10,22 @@ it.
 Modules that are marked `waits` have one more process to themselves: they hardly compute, and in one that does they
 would leave a core idle. A process more for all modules would fill it too, but then each computes more slowly: what the
 cores have in their caches is another process's at every turn, which costs a fifth of the time.
+
+Only one process can collect. With `--first tests/models` the modules of that folder are collected before the others,
+and one of the processes begins with them while these are imported. What came later it has not: when no module of the
+folder is left, another process takes its place.
 """
 
+import atexit
+import fcntl
 import multiprocessing as mp
 import os
+import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 from itertools import groupby, pairwise
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,11 +34,90 @@ FORK = mp.get_context("fork")
 PLACE = 4
 """Bytes of a module's number in the queue: so few are read whole."""
 WAITS = "waits"
+FIRST = "first of the tests"
+"""The name of the plugin that knows them."""
+UNREAD = 1 << 20
+"""Bytes of results that a process may be ahead of who shows them: what all tests collect takes seconds."""
 Module = list[pytest.Item]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--processes", type=int, default=2, help="that compute at the same time: as many as cores")
+    parser.addoption("--first", type=Path, help="a folder whose tests begin while the others are collected")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.first and not config.option.collectonly:
+        config.pluginmanager.register(_First(config.invocation_params.dir / config.option.first), FIRST)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_cmdline_main() -> Generator[None, int, int]:
+    """All is done, and said: the interpreter would take half a second to free what the tests have imported."""
+    status = yield
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+class _First:
+    """The process that begins with a folder's modules while the others are collected.
+
+    Attributes:
+        readers: the end of its results -> the process, as soon as it runs.
+        files: the modules that it has begun with.
+        queue: where it and others take these from.
+        alive: what is open at its other end as long as the process runs.
+    """
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._items: list[pytest.Item] = []
+        self.readers: dict[Connection, Any] = {}
+        self.files: set[Path] = set()
+
+    def pytest_itemcollected(self, item: pytest.Item) -> None:
+        self._items.append(item)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_make_collect_report(
+        self, collector: pytest.Collector
+    ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+        if self._items and self._has(self._items[0]) and not self._has(collector) and not self.readers:
+            self._begin(collector.session)
+        report = yield
+        if collector.path == self._folder.parent:
+            report.result.sort(key=lambda node: not self._has(node))
+        return report
+
+    def pytest_unconfigure(self) -> None:
+        for process in self.readers.values():  # which still runs where the others could not be collected
+            process.terminate()
+
+    def _has(self, node: pytest.Item | pytest.Collector) -> bool:
+        return node.path.is_relative_to(self._folder)
+
+    def _begin(self, session: pytest.Session) -> None:
+        session.config._tmp_path_factory.getbasetemp()  # one folder for all processes
+        self.files = {item.path for item in self._items}
+        self.queue, writing = os.pipe()
+        self.alive, held = os.pipe()
+        self.readers = _started(self._run, session, list(self._items), writing)
+        (reader,) = self.readers
+        fcntl.fcntl(reader.fileno(), fcntl.F_SETPIPE_SZ, UNREAD)
+        os.close(writing)
+        os.close(held)
+
+    def _run(self, session: pytest.Session, items: list[pytest.Item], writing: int, results: Connection) -> None:
+        told = _told_instead_of_shown(session.config)
+        session.items = items
+        hooks = session.config.hook
+        hooks.pytest_collection_modifyitems(session=session, config=session.config, items=items)
+        hooks.pytest_collection_finish(session=session)
+        modules = _modules_of(session)
+        _fill(writing, [number for number, module in enumerate(modules) if not _waits(module)])
+        _run_modules(session, modules, [self.queue], told, results)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -39,30 +126,59 @@ def pytest_runtestloop(session: pytest.Session) -> bool:
         raise session.Interrupted(f"{session.testsfailed} errors during collection")
     if session.config.option.collectonly:
         return True
-    modules = [list(items) for _, items in groupby(session.items, key=lambda item: item.nodeid.split("::")[0])]
     session.config._tmp_path_factory.getbasetemp()  # one folder for all processes
-    waiting = [number for number, module in enumerate(modules) if module[0].get_closest_marker(WAITS)]
-    computing = [number for number in range(len(modules)) if number not in waiting]
-    queues = [_queue_of(computing), _queue_of(waiting)]
-    readers: dict[Connection, Any] = {}
-    for own in [queues] * session.config.option.processes + [queues[1:]] * bool(waiting):
-        reader, writer = FORK.Pipe(duplex=False)
-        process = FORK.Process(target=_run_modules, args=(session, modules, own, writer))
-        process.start()
-        writer.close()
-        readers[reader] = process
-    for queue in queues:
+    modules = _modules_of(session)
+    first = session.config.pluginmanager.getplugin(FIRST)
+    begun = first if first and first.readers else None
+    readers = dict(begun.readers) if begun else {}
+    queues = _queues(modules, session.config.option.processes, begun)
+    for own in queues:
+        readers |= _started(_run_all, session, modules, own)
+    for queue in {descriptor for own in queues for descriptor in own}:
         os.close(queue)
     _report(session, readers)
     return True
 
 
+def _queues(modules: list[Module], processes: int, begun: _First | None) -> list[list[int]]:
+    """For each process that is to start the queues from which it takes modules, one after the other."""
+    waiting = [number for number, module in enumerate(modules) if _waits(module)]
+    taken = [number for number, module in enumerate(modules) if begun and module[0].path in begun.files]
+    computing = [number for number in range(len(modules)) if number not in {*waiting, *taken}]
+    rest = [_queue_of(computing), _queue_of(waiting)]
+    queues = [rest] * processes
+    if begun:
+        queues = [[begun.alive, *rest], *[[begun.queue, *rest]] * (processes - 1)]
+    return queues + [rest[1:]] * bool(waiting)
+
+
+def _modules_of(session: pytest.Session) -> list[Module]:
+    return [list(items) for _, items in groupby(session.items, key=lambda item: item.nodeid.split("::")[0])]
+
+
+def _waits(module: Module) -> bool:
+    return bool(module[0].get_closest_marker(WAITS))
+
+
+def _started(run: Callable[..., None], *values: Any) -> dict[Connection, Any]:
+    """The end of its results -> a process that has begun with `run(*values, results)`."""
+    reader, writer = FORK.Pipe(duplex=False)
+    process = FORK.Process(target=run, args=(*values, writer))
+    process.start()
+    writer.close()
+    return {reader: process}
+
+
 def _queue_of(numbers: list[int]) -> int:
     """A pipe with these modules' numbers, from which each process reads the next one."""
     reading, writing = os.pipe()
+    _fill(writing, numbers)
+    return reading
+
+
+def _fill(writing: int, numbers: list[int]) -> None:
     os.write(writing, b"".join(number.to_bytes(PLACE) for number in numbers))
     os.close(writing)
-    return reading
 
 
 def _report(session: pytest.Session, readers: dict[Connection, Any]) -> None:
@@ -70,9 +186,10 @@ def _report(session: pytest.Session, readers: dict[Connection, Any]) -> None:
 
     Raises:
         pytest.Session.Failed: `-x` or `--maxfail` says that it is enough.
-        RuntimeError: a process ended before its tests did.
+        RuntimeError: a process ended before its tests did, or nobody has run some.
     """
     processes = dict(readers)
+    left = {item.nodeid for item in session.items}
     try:
         while readers:
             for reader in wait(list(readers)):
@@ -86,11 +203,15 @@ def _report(session: pytest.Session, readers: dict[Connection, Any]) -> None:
                     continue
                 for hook, values in happened:
                     _hand_on(session, hook, values)
+                    if hook == "pytest_runtest_logfinish":
+                        left.discard(values["nodeid"])
                 if session.shouldfail:
                     raise session.Failed(session.shouldfail)
     finally:
         for process in processes.values():
             process.terminate()
+    if left:
+        raise RuntimeError(f"no process has run {len(left)} tests, {min(left)} for one")
 
 
 def _hand_on(session: pytest.Session, hook: str, values: dict[str, Any]) -> None:
@@ -137,15 +258,25 @@ class _Told:
         return happened
 
 
-def _run_modules(session: pytest.Session, modules: list[Module], queues: list[int], results: Connection) -> None:
-    plugins = session.config.pluginmanager
-    told = _Told(session.config)
+def _run_all(session: pytest.Session, modules: list[Module], queues: list[int], results: Connection) -> None:
+    _run_modules(session, modules, queues, _told_instead_of_shown(session.config), results)
+
+
+def _told_instead_of_shown(config: pytest.Config) -> _Told:
+    plugins = config.pluginmanager
+    told = _Told(config)
     plugins.unregister(plugins.getplugin("terminalreporter"))
     plugins.register(told)
     capture = plugins.getplugin("capturemanager")
     capture.stop_global_capturing()  # its files are the other processes' too
     capture.start_global_capturing()
     capture.suspend_global_capture()
+    return told
+
+
+def _run_modules(
+    session: pytest.Session, modules: list[Module], queues: list[int], told: _Told, results: Connection
+) -> None:
     for item, following in _in_turn(modules, queues):
         session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
         if following is None or following.path != item.path:

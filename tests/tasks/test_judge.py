@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The served judge against a real HTTP server that misbehaves."""
 
+import functools
 import logging
 import re
+import ssl
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +22,14 @@ from tests.support.judge_server import KEY, Judging, judge_server
 from tests.support.mlflow_store import mlflow_in
 
 pytestmark = pytest.mark.waits
+
+
+@pytest.fixture(scope="module", autouse=True)
+def certificates_are_read_once() -> Iterator[None]:
+    """Of all authorities, as every client does it; here each of them speaks plain HTTP."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ssl, "create_default_context", functools.cache(ssl.create_default_context))
+        yield
 
 
 @pytest.fixture
