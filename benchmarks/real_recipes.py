@@ -9,10 +9,11 @@ iterations; `kill -9` of the flow run's process once the first checkpoint is the
 exported weights in diffusers' own pipeline. Recipes that are named together share the folder, and so the checkpoint
 and the embeddings where they have the same; in a folder of an earlier call both are not made again.
 
-Every stage's seconds are printed as it ends. Adds a line of JSON a recipe to the log, also where it failed or the
-limit came first; `--write` puts the newest whole line of each recipe into docs/recipes.md, of all logs that `--log`
-names, as those of other machines; rows of other recipes stay. Without a recipe it does only this. Beside the recipe's
-own reward stands one that tells noise apart, else all pictures of a group score 0 and there is nothing to learn.
+Every stage's seconds are printed as it ends, those to the run's first validation picture too. Adds a line of JSON a
+recipe to the log, also where it failed or the limit came first; `--write` puts the newest whole line of each recipe
+into docs/recipes.md, of all logs that `--log` names, as those of other machines; rows of other recipes stay. Without
+a recipe it does only this. Beside the recipe's own reward stands one that tells noise apart, else all pictures of a
+group score 0 and there is nothing to learn.
 `--serve` also has vLLM-Omni, where it is installed beside the rest, serve the LoRA (`benchmarks.served_lora`).
 `--rehearse` goes the same way with a tiny model of the recipe's family on the CPU.
 """
@@ -332,9 +333,10 @@ def run_with_a_kill(recipe: Recipe, machine: Machine) -> None:
     run = ["prefect", "deployment", "run", f"train/{recipe.name}", "--watch"]
     run += ["--param", f"overrides={json.dumps(recipe.overrides)}"]
     began, first = time.monotonic(), machine.start(*run)
-    pattern = f"{recipe.run_folders}/checkpoints/iter_*"
-    machine.wait("to the first checkpoint", first, lambda: [*machine.folder.glob(pattern)])
-    machine.took("to the first checkpoint", began)
+    for what, pattern in (("validation picture", "validation/000000.png"), ("checkpoint", "checkpoints/iter_*")):
+        files = f"{recipe.run_folders}/{pattern}"
+        machine.wait(f"to the first {what}", first, lambda files=files: [*machine.folder.glob(files)])
+        machine.took(f"to the first {what}", began)
     killed = machine.flow_run()
     if killed is None:
         raise RuntimeError(f"no flow run to kill\n{machine.end_of('output.log')}")
