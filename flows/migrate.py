@@ -10,7 +10,7 @@ import yaml
 from flows.terminal import Debug, in_a_sentence, run_command
 from tasks.config.errors import ConfigError
 from tasks.config.migration.script import read_overrides
-from tasks.config.migration.translate import Translation, translate
+from tasks.config.migration.translate import KINDS, Translation, translate
 
 
 def migrate(
@@ -40,10 +40,10 @@ def _text(script: Path) -> str:
 def _show(script: Path, made: Translation, out: Path | None) -> None:
     for line in sorted(made.lines, key=lambda line: line.kind):
         typer.echo(line)
-    counts = ", ".join(f"{made.count(kind)} {kind}" for kind in ("taken", "renamed", "explained", "unknown"))
+    counts = ", ".join(f"{made.count(kind)} {kind}" for kind in KINDS if kind != "problem" or made.count(kind))
     typer.echo(f"\n{len(made.lines)} overrides: {counts}")
     if out is not None:
-        state = f"# Not valid yet: {made.problem}\n" if made.problem else ""
+        state = f"# Not valid yet: {' '.join(made.problem.split())}\n" if made.problem else ""
         recipe = f"# From {script.name}, by flows.migrate.\n{state}{yaml.safe_dump(made.config, sort_keys=False)}"
         try:
             out.write_text(recipe)
@@ -57,14 +57,12 @@ def _show(script: Path, made: Translation, out: Path | None) -> None:
 
 
 def _count(made: dict[Path, Translation]) -> None:
-    typer.echo(f"{'overrides':>9} {'taken':>6} {'renamed':>8} {'explained':>10} {'unknown':>8}  valid  script")
+    typer.echo(f"overrides {' '.join(f'{kind:>9}' for kind in KINDS)}  valid  script")
     for script, one in made.items():
-        typer.echo(
-            f"{len(one.lines):9} {one.count('taken'):6} {one.count('renamed'):8} {one.count('explained'):10} "
-            f"{one.count('unknown'):8}  {'no' if one.problem else 'yes':5}  {script}"
-        )
+        counts = " ".join(f"{one.count(kind):9}" for kind in KINDS)
+        typer.echo(f"{len(one.lines):9} {counts}  {'no' if one.problem else 'yes':5}  {script}")
     lines = [line for one in made.values() for line in one.lines]
-    known = sum(line.kind != "unknown" for line in lines)
+    known = sum(line.kind in ("taken", "renamed", "explained") for line in lines)
     valid = sum(one.problem is None for one in made.values())
     typer.echo(f"{known} of {len(lines)} overrides taken, renamed or explained")
     typer.echo(f"{valid} of {len(made)} recipes valid as they are")

@@ -32,6 +32,15 @@ def test_an_invalid_recipe_is_written_with_its_reason_and_fails(tmp_path: Path) 
     assert "# Not valid yet: actor_rollout_ref.rollout.n is 1" in (tmp_path / "recipe.yaml").read_text()
 
 
+def test_a_problem_is_a_line_and_the_exit_code(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(SCRIPT.replace("trainer.save_freq=-1", "trainer.save_freq=often"))
+    done = run(tmp_path / "run.sh")
+    assert done.exit_code == 2
+    assert "problem   trainer.save_freq=often: trainer.save_freq is 'often' and should be a whole number" in done.stdout
+    assert "21 overrides: 8 taken, 8 renamed, 3 explained, 1 unknown, 1 problem" in done.stdout
+    assert "the recipe is not valid yet: trainer.save_freq is 'often'" in done.stderr
+
+
 def test_several_scripts_are_counted(tmp_path: Path) -> None:
     (tmp_path / "a.sh").write_text(SCRIPT)
     (tmp_path / "b.sh").write_text("data.train_batch_size=8\n")
