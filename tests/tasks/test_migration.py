@@ -291,6 +291,7 @@ def test_of_other_commands_no_word_is_taken() -> None:
 
 def test_a_training_engine_that_is_not_here_is_a_problem() -> None:
     assert "megatron is no training engine here" in str(made(f"{RUN}diffusion/model_engine=megatron").problem)
+    assert made(f"python -m verl_omni.main {RUN} model_engine=veomni".replace("\n", " ")).problem is None
 
 
 @pytest.mark.parametrize(

@@ -50,3 +50,33 @@ def folder_of(model: str) -> str | None:
     if model.count("/") == 1 and not model.startswith(("$", ".", "/", "~")):
         return "data/" + model.rpartition("/")[2].lower().replace("-", "_")
     return None
+
+
+@dataclass(frozen=True)
+class System:
+    """What is known of another system's fields.
+
+    Attributes:
+        rules: of one field each; a field without one that is called the same here is taken as it is.
+        sections: of whole sections, by how a path begins, for what has none of its own.
+        defaults: what a silence of theirs means where it is not our default, a value or what makes it of all that is
+            given; None where nothing is to be written.
+        unusable: why a value can be counted with by no rule, before any is asked.
+    """
+
+    rules: Mapping[str, Rule]
+    sections: Mapping[str, Rule]
+    defaults: Mapping[str, Any]
+    unusable: Callable[[str, Any], Elsewhere | Problem | None]
+
+
+def renamed(*paths: str, note: str = "", convert: Callable[[Any], Any] = lambda value: value) -> Rule:
+    """The same value under other names."""
+    return lambda path, value, given: Taken({to: convert(value) for to in paths}, note)
+
+
+def only(*values: Any, why: str, wrong: str) -> Rule:
+    """Of a field that is not here: these values say what is so anyhow."""
+    return lambda path, value, given: (
+        Elsewhere(why) if value in values else Problem(f"{path} is {value!r}, but {wrong}")
+    )

@@ -6,12 +6,22 @@ as of summer 2026.
 """
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from tasks.config.migration import rewards
-from tasks.config.migration.outcome import Elsewhere, Given, Outcome, Problem, Rule, Taken, folder_of
+from tasks.config.migration.outcome import (
+    Elsewhere,
+    Given,
+    Outcome,
+    Problem,
+    Rule,
+    System,
+    Taken,
+    folder_of,
+    only,
+    renamed,
+)
 from tasks.config.presets import ACTOR, CORRECTION, FINISHED_SAMPLES, MODEL, PRESETS, ROLLOUT
 
 ESTIMATORS = ("flow_grpo", "mix_grpo", "dance_grpo", "gdpo")
@@ -99,11 +109,6 @@ def _family(given: Given) -> Family | None:
     """The family of the script's model, as far as the name of its folder says it."""
     name = str(given.get(f"{MODEL}.path", "")).rpartition("/")[2].lower().replace("_", "-")
     return next((family for part, family in FAMILIES.items() if name.startswith(part)), None)
-
-
-def _to(*paths: str, note: str = "", convert: Callable[[Any], Any] = lambda value: value) -> Rule:
-    """The same value under other names."""
-    return lambda path, value, given: Taken({to: convert(value) for to in paths}, note)
 
 
 def _same(note: str) -> Rule:
@@ -317,13 +322,6 @@ def _two(value: Any) -> tuple[float, float] | tuple[None, None]:
     return (low, high) if 0 < low <= high else (None, None)
 
 
-def _only(*values: Any, why: str, wrong: str) -> Rule:
-    """Of a field that is not here: these values say what is so anyhow."""
-    return lambda path, value, given: (
-        Elsewhere(why) if value in values else Problem(f"{path} is {value!r}, but {wrong}")
-    )
-
-
 def _async(path: str, value: Any, given: Given) -> Outcome:
     if value == "sync":
         return Taken({"trainer.one_step_off_policy": False})
@@ -387,7 +385,7 @@ RECORDED = Elsewhere("log-probs are recorded wherever the loss reads them")
 BY_LOSS = Elsewhere("the loss says which copies of the weights are kept, and which of them samples")
 TRACKED = Elsewhere("metrics and pictures go to MLflow: tracking.uri, tracking.pictures")
 MEMORY = Elsewhere("nothing is reserved: the estimate before the start says whether a run fits (docs/training.md)")
-SEEDED = _to("trainer.seed", note="one seed for data, rollout and weights")
+SEEDED = renamed("trainer.seed", note="one seed for data, rollout and weights")
 SHARDED = Elsewhere(
     "FSDP2 shards over all trainer ranks; frozen weights stay whole with fsdp_config.shard_frozen=false"
 )
@@ -412,7 +410,7 @@ RULES: dict[str, Rule] = {
     f"{MODEL}.algorithm": _algorithm,
     f"{MODEL}.model_type": Elsewhere("the model's family is read from model_index.json"),
     f"{MODEL}.path": _model_path,
-    f"{MODEL}.transformer_subfolder": _only(
+    f"{MODEL}.transformer_subfolder": only(
         "transformer",
         None,
         why="the denoiser is in the folder transformer, of every model",
@@ -425,18 +423,19 @@ RULES: dict[str, Rule] = {
     f"{MODEL}.attn_backend": Elsewhere("torch's attention, of one kernel for rollout and update (docs/training.md)"),
     f"{MODEL}.policy_state_adapters": BY_LOSS,
     f"{MODEL}.lora_dtype": Elsewhere("LoRA is fp32 and computes in model.dtype"),
-    f"{MODEL}.enable_gradient_checkpointing": _to(f"{ACTOR}.fsdp_config.gradient_checkpointing"),
+    f"{MODEL}.enable_gradient_checkpointing": renamed(f"{ACTOR}.fsdp_config.gradient_checkpointing"),
     **{f"{ROLLOUT}.pipeline.{field}": _pipeline for field in SAYS_NOTHING},
     f"{ROLLOUT}.val_kwargs.pipeline.true_cfg_scale": _pipeline,
     f"{ROLLOUT}.val_kwargs.pipeline.guidance_scale": _pipeline,
     f"{ROLLOUT}.val_kwargs.pipeline.num_frames": _validation_size,
-    f"{MODEL}.pipeline.guidance_scale": _to(f"{ROLLOUT}.pipeline.guidance_scale", note="it stands once"),
+    f"{MODEL}.pipeline.guidance_scale": renamed(f"{ROLLOUT}.pipeline.guidance_scale", note="it stands once"),
     # actor
     "diffusion/model_engine": _engine,
+    "model_engine": _engine,
     f"{ACTOR}.strategy": _strategy,
     f"{ACTOR}.ppo_micro_batch_size_per_gpu": _micro_batch,
     f"{ACTOR}.diffusion_loss.loss_mode": _loss,
-    f"{ACTOR}.diffusion_loss.mix_beta": _to(f"{ACTOR}.diffusion_loss.nft_beta"),
+    f"{ACTOR}.diffusion_loss.mix_beta": renamed(f"{ACTOR}.diffusion_loss.nft_beta"),
     f"{ACTOR}.diffusion_loss.ref_kl_coef": lambda path, value, given: Taken(
         {f"{ACTOR}.use_kl_loss": bool(value)} | ({f"{ACTOR}.kl_loss_coef": value} if value else {})
     ),
@@ -451,10 +450,10 @@ RULES: dict[str, Rule] = {
     f"{ACTOR}.optim.num_cycles": _schedule,
     f"{ACTOR}.optim.min_lr_ratio": _schedule,
     f"{ACTOR}.optim.total_training_steps": Elsewhere("the run fills in its own number of optimiser steps, as there"),
-    f"{ACTOR}.grad_clip": _to(f"{ACTOR}.optim.clip_grad"),
+    f"{ACTOR}.grad_clip": renamed(f"{ACTOR}.optim.clip_grad"),
     f"{ACTOR}.fsdp_config.model_dtype": _model_dtype,
     f"{ACTOR}.fsdp_config.fsdp_size": SHARDED,
-    f"{ACTOR}.fsdp_config.offload_policy": _to(
+    f"{ACTOR}.fsdp_config.offload_policy": renamed(
         f"{ACTOR}.fsdp_config.param_offload", note="FSDP2's own offload is the only one"
     ),
     # rollout
@@ -470,16 +469,18 @@ RULES: dict[str, Rule] = {
     f"{ROLLOUT}.load_format": NO_COPY,
     f"{ROLLOUT}.layered_summon": NO_COPY,
     f"{ROLLOUT}.checkpoint_engine.backend": NO_COPY,
-    f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes": _to(f"{ROLLOUT}.update_weights_bucket_megabytes"),
-    f"{ROLLOUT}.free_cache_engine": _to(f"{ROLLOUT}.enable_sleep_mode"),
+    f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes": renamed(
+        f"{ROLLOUT}.update_weights_bucket_megabytes"
+    ),
+    f"{ROLLOUT}.free_cache_engine": renamed(f"{ROLLOUT}.enable_sleep_mode"),
     f"{ROLLOUT}.gpu_memory_utilization": MEMORY,
-    f"{ROLLOUT}.enforce_eager": _to(f"{ROLLOUT}.vllm_omni.enforce_eager"),
-    f"{ROLLOUT}.step_execution": _to(f"{ROLLOUT}.vllm_omni.step_execution"),
-    f"{ROLLOUT}.max_num_seqs": _to(f"{ROLLOUT}.micro_batch_size"),
+    f"{ROLLOUT}.enforce_eager": renamed(f"{ROLLOUT}.vllm_omni.enforce_eager"),
+    f"{ROLLOUT}.step_execution": renamed(f"{ROLLOUT}.vllm_omni.step_execution"),
+    f"{ROLLOUT}.max_num_seqs": renamed(f"{ROLLOUT}.micro_batch_size"),
     f"{ROLLOUT}.engine_kwargs.vllm_omni.max_num_seqs": Elsewhere(
         "samples denoised together are rollout.micro_batch_size, here the update's, for equal bits"
     ),
-    f"{ROLLOUT}.engine_kwargs.vllm_omni.request_batch_max_wait_ms": _to(
+    f"{ROLLOUT}.engine_kwargs.vllm_omni.request_batch_max_wait_ms": renamed(
         f"{ROLLOUT}.vllm_omni.request_batch_max_wait_ms"
     ),
     f"{ROLLOUT}.rollout_attn_backend": _attention,
@@ -490,12 +491,12 @@ RULES: dict[str, Rule] = {
     f"{ROLLOUT}.seed": SEEDED,
     f"{ROLLOUT}.pipeline.max_sequence_length": _same("embeddings of another length are refused"),
     f"{ROLLOUT}.pipeline.output_type": BOTH_KINDS,
-    f"{ROLLOUT}.algo.sample_strategy": _to(f"{ROLLOUT}.algo.sde_window_mode"),
+    f"{ROLLOUT}.algo.sample_strategy": renamed(f"{ROLLOUT}.algo.sde_window_mode"),
     f"{ROLLOUT}.algo.sde_window_seed": Elsewhere("the window is drawn from trainer.seed and the iteration"),
     f"{ROLLOUT}.val_kwargs.pipeline.height": _validation_size,
     f"{ROLLOUT}.val_kwargs.pipeline.width": _validation_size,
     f"{ROLLOUT}.val_kwargs.pipeline.output_type": BOTH_KINDS,
-    f"{ROLLOUT}.external_lib": _to(f"{MODEL}.external_lib"),
+    f"{ROLLOUT}.external_lib": renamed(f"{MODEL}.external_lib"),
     # algorithm
     "algorithm.adv_estimator": _estimator,
     f"{CORRECTION}.bypass_mode": _bypass,
@@ -516,7 +517,7 @@ RULES: dict[str, Rule] = {
     # trainer
     "trainer.device": _device,
     "trainer.logger": _loggers,
-    "trainer.project_name": _to("tracking.experiment", note="MLflow's experiment"),
+    "trainer.project_name": renamed("tracking.experiment", note="MLflow's experiment"),
     "trainer.log_val_generations": TRACKED,
     "trainer.rollout_data_dir": TRACKED,
     "trainer.validation_data_dir": TRACKED,
@@ -529,7 +530,7 @@ RULES: dict[str, Rule] = {
     "trainer.v1.trainer_mode": _async,
     # distillation
     "distillation.enabled": Elsewhere("a loss by distillation and actor.teacher_path say so"),
-    "distillation.teacher_models.teacher_model.model_path": _to(f"{ACTOR}.teacher_path"),
+    "distillation.teacher_models.teacher_model.model_path": renamed(f"{ACTOR}.teacher_path"),
 }
 
 SECTIONS: dict[str, Rule] = {
@@ -573,3 +574,5 @@ DEFAULTS: dict[str, Any] = {
     "trainer.save_freq": 0,
 }
 """Also what follows from several fields at once."""
+
+VERL_OMNI = System(RULES, SECTIONS, DEFAULTS, unusable)

@@ -8,9 +8,10 @@ from typing import Any, Literal, get_args
 from pydantic import ValidationError
 
 from tasks.config.errors import described, field_paths, near
-from tasks.config.migration.outcome import Elsewhere, Given, Outcome, Problem, Taken
+from tasks.config.migration.outcome import Elsewhere, Given, Outcome, Problem, System, Taken
+from tasks.config.migration.python_config import COMPUTED
 from tasks.config.migration.rewards import unregistered
-from tasks.config.migration.rules import DEFAULTS, RULES, SECTIONS, unusable
+from tasks.config.migration.rules import VERL_OMNI
 from tasks.config.migration.script import UNKNOWN, VARIABLE, Override
 from tasks.config.presets import tree_of
 from tasks.config.tree import TrainConfig
@@ -53,18 +54,22 @@ class Translation:
         return sum(line.kind == kind for line in self.lines)
 
 
-def translate(overrides: Iterable[Override]) -> Translation:
-    """VeRL-Omni's overrides as a config of ours. Nothing is left out without a line."""
+def translate(overrides: Iterable[Override], system: System = VERL_OMNI) -> Translation:
+    """A system's overrides as a config of ours. Nothing is left out without a line."""
     told = {override.path: override for override in overrides}
     fields = frozenset(field_paths(TrainConfig))
-    refused = {path: refusal for path, one in told.items() if (refusal := _refusal(path, one.value, told, fields))}
+    refused = {
+        path: refusal for path, one in told.items() if (refusal := _refusal(path, one.value, told, fields, system))
+    }
     given: Given = {path: one.value for path, one in told.items() if path not in refused}
-    outcomes = {path: refused.get(path) or _become(path, one.value, given, fields) for path, one in told.items()}
+    outcomes = {
+        path: refused.get(path) or _become(path, one.value, given, fields, system) for path, one in told.items()
+    }
     settings: dict[str, Any] = {}
     for outcome in outcomes.values():
         settings |= outcome.settings if isinstance(outcome, Taken | Problem) else {}
     lines = [Line(told[path], *_said(path, told[path].value, outcome, fields)) for path, outcome in outcomes.items()]
-    theirs = {path: make(given) if callable(make) else make for path, make in DEFAULTS.items()}
+    theirs = {path: make(given) if callable(make) else make for path, make in system.defaults.items()}
     defaults = {path: value for path, value in theirs.items() if path not in settings and value is not None}
     config = tree_of(settings | defaults)
     problems = [outcome.why for outcome in outcomes.values() if isinstance(outcome, Problem)]
@@ -76,16 +81,20 @@ def translate(overrides: Iterable[Override]) -> Translation:
     return Translation(config, lines, problem)
 
 
-def _refusal(path: str, value: Any, told: Mapping[str, Override], fields: frozenset[str]) -> Elsewhere | Problem | None:
+def _refusal(
+    path: str, value: Any, told: Mapping[str, Override], fields: frozenset[str], system: System
+) -> Elsewhere | Problem | None:
     """Why nothing can be made of a value, whatever the rule of its field."""
     if UNKNOWN in str(value) and not _is_path(path):
         return Elsewhere("another program says it: set it yourself")
+    if COMPUTED in str(value):
+        return Elsewhere("the file computes it: set it yourself")
     if VARIABLE.search(str(value)) and not _is_path(path):
         return Elsewhere("set elsewhere: set it yourself")
-    has_parts = any(field.startswith(f"{path}.") for field in fields) and path not in RULES
-    if has_parts and (value is not None or any(other.startswith(f"{path}.") for other in (*told, *DEFAULTS))):
+    has_parts = any(field.startswith(f"{path}.") for field in fields) and path not in system.rules
+    if has_parts and (value is not None or any(other.startswith(f"{path}.") for other in (*told, *system.defaults))):
         return Problem(f"{path} is a section, to which {value!r} is given: give its fields one by one")
-    return unusable(path, value)
+    return system.unusable(path, value)
 
 
 def _is_path(name: str) -> bool:
@@ -93,13 +102,13 @@ def _is_path(name: str) -> bool:
     return name.endswith(("path", "_dir", "_files", "server_url"))
 
 
-def _become(path: str, value: Any, given: Given, fields: frozenset[str]) -> Outcome | None:
+def _become(path: str, value: Any, given: Given, fields: frozenset[str], system: System) -> Outcome | None:
     """None where no rule knows the field."""
-    rule = RULES.get(path)
+    rule = system.rules.get(path)
     if rule is None and path in fields:
         return Taken({path: value})
     if rule is None:
-        rule = next((of for section, of in SECTIONS.items() if path.startswith(section)), None)
+        rule = next((of for section, of in system.sections.items() if path.startswith(section)), None)
     return rule(path, value, given) if callable(rule) else rule
 
 
@@ -110,7 +119,7 @@ def _said(path: str, value: Any, outcome: Outcome | None, fields: frozenset[str]
         return "problem", outcome.why
     if isinstance(outcome, Taken):
         if outcome.settings == {path: value}:
-            return "taken", outcome.text() if outcome.note or path in RULES else ""
+            return "taken", outcome.text() if outcome.note else ""
         return "renamed", outcome.text()
     if path.startswith("-"):
         return "unknown", "a flag of theirs; of a configuration file that it names no value is read: give them"
