@@ -133,6 +133,11 @@ def test_the_other_ones_loss_has_a_beta_of_its_own(file: Path) -> None:
     assert one.config["reward"]["functions"]["mine"] == {"reward": "mine", "weight": 0.5}
 
 
+def test_rewards_that_are_not_known_are_a_problem() -> None:
+    one = translate([Override("reward_fn", COMPUTED), Override("sample.num_image_per_prompt", 24)], FLOW_GRPO)
+    assert "the script's reward has no counterpart here" in str(one.problem)
+
+
 def test_another_algorithm_is_a_problem() -> None:
     one = translate([Override("train.algorithm", "dpo"), Override("sample.num_image_per_prompt", 24)], FLOW_GRPO)
     assert "train.algorithm is 'dpo', but of their configurations those of GRPO and NFT" in str(one.problem)

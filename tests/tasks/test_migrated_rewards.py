@@ -100,6 +100,18 @@ def test_a_name_that_nobody_registered_is_a_problem() -> None:
     assert "the script names no reward" in str(made("reward.custom_reward_function.path=null\n").problem)
 
 
+def test_a_script_that_has_a_reward_trains_no_other() -> None:
+    model = "reward.reward_model.enable=True\nreward.reward_model.model_path=Some/Reward-7B\n"
+    one = made(model)
+    assert "the script's reward is that model itself" in str(one.problem)
+    assert functions(one)["reward"]["reward"] not in known_rewards()
+    held = made("reward.custom_reward_function.name=_multi_reward_placeholder\n")
+    assert "the script's reward has no counterpart here" in str(held.problem)
+    unset = ENTRY.format(name="ocr", path="pkg://verl_omni.utils.reward_score.http_scorer_client")
+    one = made(unset + "+reward.reward_functions.ocr.server_url=$ADDRESS\n")
+    assert "has no server_url" in str(one.problem)
+
+
 def test_a_module_of_a_package_is_called_by_all_of_its_name() -> None:
     one = made(CUSTOM.format("pkg://my.rewards.warmth"))
     assert functions(one) == {"reward": {"reward": "my.rewards.warmth:compute_score"}}

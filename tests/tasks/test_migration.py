@@ -207,6 +207,8 @@ ODD: tuple[Any, ...] = (
     {"a": 1},
     "$ELSEWHERE",
     "${x.y}",
+    float("inf"),
+    10**30,
     "0.5_2",
     "",
 )
@@ -237,12 +239,12 @@ def test_a_variable_of_the_outside_goes_into_no_field(field: str) -> None:
 @pytest.mark.parametrize(
     ("override", "right"),
     [
-        (f"{ROLLOUT}.n=null", "a whole number of at least 1"),
-        ("trainer.save_freq=null", "a whole number of at least -1"),
-        ("trainer.save_freq=abc", "a whole number of at least -1"),
-        (f"{ACTOR}.ppo_micro_batch_size_per_gpu=auto", "a whole number of at least 1"),
-        ("data.val_max_samples=all", "a whole number of at least -1"),
-        (f"{ACTOR}.optim.lr_warmup_steps_ratio=some", "a number of at least 0"),
+        (f"{ROLLOUT}.n=null", "a whole number from 1 to 10000000"),
+        ("trainer.save_freq=null", "a whole number from -1 to 10000000"),
+        ("trainer.save_freq=abc", "a whole number from -1 to 10000000"),
+        (f"{ACTOR}.ppo_micro_batch_size_per_gpu=auto", "a whole number from 1 to 10000000"),
+        ("data.val_max_samples=all", "a whole number from -1 to 10000000"),
+        (f"{ACTOR}.optim.lr_warmup_steps_ratio=some", "a number from 0 to 10000000"),
     ],
 )
 def test_a_value_of_the_wrong_type_is_a_problem(override: str, right: str) -> None:
@@ -289,6 +291,25 @@ def test_of_other_commands_no_word_is_taken() -> None:
         assert [one.path for one in read_overrides(script)] == ["a.b"], script
 
 
+def test_an_array_is_of_the_command_too() -> None:
+    script = """NAMES=(one two)
+    local -a ARGS=(a.b=1 plain=2)
+    MORE+=(
+        ~a.c
+        "a.d=$((6 / 2))"  # three
+        model_engine=veomni
+    )
+    OUT=3
+    """
+    found = [str(override) for override in read_overrides(script)]
+    assert found == ["a.b=1", "plain=2", "~a.c", "a.d=3", "model_engine=veomni"]
+
+
+def test_a_variable_in_a_folder_is_told() -> None:
+    line = line_of(made(f"{RUN}{MODEL}.path=$HOME/Qwen-Image"), f"{MODEL}.path")
+    assert line.endswith("a folder in diffusers format; $HOME in it is not filled in here: write what it stands for")
+
+
 def test_a_training_engine_that_is_not_here_is_a_problem() -> None:
     assert "megatron is no training engine here" in str(made(f"{RUN}diffusion/model_engine=megatron").problem)
     assert made(f"python -m verl_omni.main {RUN} model_engine=veomni".replace("\n", " ")).problem is None
@@ -328,6 +349,8 @@ def test_a_model_gets_the_sampling_settings_that_it_reads() -> None:
     assert sampling(wan, *both) == {"guidance_scale": 5.0, "num_frames": 9}
     assert sampling(wan, "true_cfg_scale=4.0", "num_frames=81") == {"guidance_scale": 4.0, "num_frames": 81}
     assert sampling("$HOME/Qwen-Image", *both[:2], "num_frames=1") == {"true_cfg_scale": 4.0}
+    assert sampling("/models/stable-diffusion-3.5", *both[:2]) == {"guidance_scale": 5.0}
+    assert sampling("/models/stable-diffusion-3.5", both[0]) == {}, "theirs does not read it either"
     assert sampling("/models/own", *both) == {"true_cfg_scale": 4.0, "guidance_scale": 5.0, "num_frames": 8}
 
 

@@ -2,7 +2,7 @@
 """What scores here as the reward functions of VeRL-Omni's files do, and what it needs."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
@@ -18,6 +18,8 @@ MANAGERS = "reward_manager"
 """In the names of their files that add rewards up and score nothing."""
 JUDGE = "reward.reward_model.model_path"
 STARTED = "reward.reward_model.enable"
+NAMING = ("reward.custom_reward_function.", "reward.reward_functions.", "reward_fn")
+"""How the paths begin with which a script names its reward."""
 
 
 @dataclass(frozen=True)
@@ -114,26 +116,38 @@ def judge(path: str, value: Any, given: Given) -> Outcome:
     """The model that is served beside the run, which a function of one's own may ask."""
     if given.get(STARTED) is not True:
         return Elsewhere(f"{STARTED} is not true, so no model is served")
-    if not _is_asked(given):
+    files = _files(given)
+    if not files:
+        own = {f"{REWARDS}.reward.reward": "reward_model"}  # refused by the run
+        return Problem("the script's reward is that model itself: name one that asks it under reward.functions", own)
+    if not _is_asked(files):
         return Elsewhere("no reward of the script asks it")
     if not value:
         return Problem(f"it is {value!r}: name the folder of the model that the reward asks")
     return _served(str(value))
 
 
-def unregistered(config: Mapping[str, Any]) -> str | None:
-    """A reward of the recipe that is neither registered nor an import path, in a sentence."""
-    for label, settings in config.get("reward", {}).get("functions", {}).items():
+def untrained(told: Iterable[str], config: Mapping[str, Any]) -> str | None:
+    """That the script has a reward and the recipe none, or one that is no reward, in a sentence; `told`: the paths."""
+    functions = config.get("reward", {}).get("functions", {})
+    if not functions and any(path.startswith(NAMING) for path in told):
+        return "the script's reward has no counterpart here: name one under reward.functions (docs/rewards.md)"
+    for label, settings in functions.items():
         name = settings.get("reward") or label
         if name not in REGISTERED and not re.match(IMPORT_PATH, str(name)):
             return f"there is no reward {name}: name one under {REWARDS}.{label}.reward (docs/rewards.md)"
     return None
 
 
-def _is_asked(given: Given) -> bool:
+def _files(given: Given) -> list[str]:
+    """Where the script's reward functions are."""
+    named = [(path, str(file)) for path, file in given.items() if path.startswith(NAMING) and path.endswith(".path")]
+    return [file for _, file in named if MANAGERS not in file]
+
+
+def _is_asked(files: Iterable[str]) -> bool:
     """Is there a function that asks the served model, or may, being one of another's own?"""
-    files = [str(file) for path, file in given.items() if path.startswith("reward.") and path.endswith(".path")]
-    scorers = [SCORERS.get(_module(file).rpartition(".")[2]) for file in files if MANAGERS not in file]
+    scorers = [SCORERS.get(_module(file).rpartition(".")[2]) for file in files]
     return any(scorer is None or scorer.asks is not None for scorer in scorers)
 
 

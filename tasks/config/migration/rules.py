@@ -36,19 +36,21 @@ class Number:
         least: the smallest that there is.
         whole: no fraction.
         optional: null is what the field is if it is left out.
+        most: beyond what any run has, and yet soon counted.
     """
 
     least: int
     whole: bool = True
     optional: bool = False
+    most: int = 10_000_000
 
     def holds(self, value: Any) -> bool:
         """Is this such a number?"""
         kinds = (int,) if self.whole else (int, float)
-        return isinstance(value, kinds) and not isinstance(value, bool) and value >= self.least
+        return isinstance(value, kinds) and not isinstance(value, bool) and self.least <= value <= self.most
 
     def __str__(self) -> str:
-        return f"a {'whole ' if self.whole else ''}number of at least {self.least}"
+        return f"a {'whole ' if self.whole else ''}number from {self.least} to {self.most}"
 
 
 NUMBERS: dict[str, Number] = {
@@ -80,12 +82,14 @@ class Family:
     called: str
     reads: tuple[str, ...]
     frames_of: int | None = None
+    trains_by: str | None = None
+    """What theirs reads in its update in place of the first that is read here."""
 
 
 FAMILIES: dict[str, Family] = {
     "qwen-image": Family("Qwen-Image", ("true_cfg_scale",)),
     "stable-diffusion-3": Family("Stable Diffusion 3", ("guidance_scale",)),
-    "wan": Family("Wan", ("guidance_scale", "num_frames"), frames_of=4),
+    "wan": Family("Wan", ("guidance_scale", "num_frames"), frames_of=4, trains_by="true_cfg_scale"),
     "z-image": Family("Z-Image", ("guidance_scale",)),
     "flux": Family("FLUX.1", ("true_cfg_scale", "guidance_scale")),
 }
@@ -249,7 +253,7 @@ def _pipeline(path: str, value: Any, given: Given) -> Outcome:
     if field in family.reads:
         return _frames(path, value, family) if field == "num_frames" else Taken({path: value})
     guidance = f"{path.rpartition('.')[0]}.{family.reads[0]}"
-    if field == "true_cfg_scale" and value != SAYS_NOTHING[field] and guidance not in given:
+    if field == family.trains_by and guidance not in given:
         return Taken({guidance: value}, f"by which {family.called} is guided, in rollout and update alike")
     return Elsewhere(f"{family.called} does not read it: it reads {' and '.join(family.reads)}")
 

@@ -27,6 +27,8 @@ OTHER = re.compile(
 """A word that is no override of one field, but says something of the settings: of a group, or that a field is gone."""
 GROUP = re.compile(r"^\+{0,2}[A-Za-z_][\w.]*[/@][\w./@-]*=|^~[A-Za-z_][\w.]*(?:=|$)|^--config-(?:name|path|dir)\b")
 """Such a word as no shell variable is written."""
+ARRAY = re.compile(r"^\s*(?:(?:declare|local|readonly)\s+(?:-\w+\s+)*)?[A-Za-z_]\w*\+?=\((?P<rest>.*)$", re.DOTALL)
+"""Words for a later command; it goes on until its bracket closes."""
 FLAG = re.compile(r"^(?P<path>--?[A-Za-z][\w-]*)(?:=(?P<value>.*))?$", re.DOTALL)
 THEIRS = re.compile(r"^verl(?:_omni)?\.")
 ENDS_COMMAND = re.compile(r"^(?:\|\|?|&&?|;|\d*[<>].*)$")
@@ -75,9 +77,12 @@ def read_overrides(text: str, source: str = "the script") -> list[Override]:
     """
     found: dict[str, Override] = {}
     variables: dict[str, str] = {}
-    for number, line in _lines(text):
+    for number, line, in_array in _without_brackets(_lines(text)):
         place = f"{source}, line {number}"
         words = _words(_filled(line, variables, place), place)
+        if in_array:
+            found |= {override.path: override for override in _overrides(words, start=0)}
+            continue
         assigned = [ASSIGNMENT.match(word) for word in words if word not in DECLARES]
         if all(assigned) and not any(OVERRIDE.match(word) for word in words):
             variables |= {match["name"]: match["value"] for match in assigned if match}
@@ -90,9 +95,9 @@ def read_overrides(text: str, source: str = "the script") -> list[Override]:
     return list(found.values())
 
 
-def _overrides(words: list[str]) -> Iterator[Override]:
-    """Those of a command line: all of the form a.b=c, and what else its program is given of its own."""
-    start = _own_words(words)
+def _overrides(words: list[str], start: int | None = None) -> Iterator[Override]:
+    """Those of a command line: all of the form a.b=c, and, from `start` on, what else its program is given."""
+    start = _own_words(words) if start is None else start
     end = next((index for index, word in enumerate(words) if index >= start and ENDS_COMMAND.match(word)), len(words))
     for index, word in enumerate(words):
         is_own, override = start <= index < end, OVERRIDE.match(word)
@@ -139,6 +144,17 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
         whole = ""
     if whole:
         yield start, whole
+
+
+def _without_brackets(lines: Iterator[tuple[int, str]]) -> Iterator[tuple[int, str, bool]]:
+    """The lines, and whether each is in an array: then without its name and brackets."""
+    in_array = False
+    for number, line in lines:
+        begins = None if in_array else ARRAY.match(line)
+        in_array, inside = in_array or begins is not None, begins["rest"] if begins else line
+        closes = in_array and inside.count(")") > inside.count("(")
+        yield number, inside.rstrip().removesuffix(")") if closes else inside, in_array
+        in_array = in_array and not closes
 
 
 def _words(line: str, place: str) -> list[str]:

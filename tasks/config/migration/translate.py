@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from tasks.config.errors import described, field_paths, near
 from tasks.config.migration.outcome import Elsewhere, Given, Outcome, Problem, System, Taken
 from tasks.config.migration.python_config import COMPUTED
-from tasks.config.migration.rewards import unregistered
+from tasks.config.migration.rewards import untrained
 from tasks.config.migration.rules import VERL_OMNI
 from tasks.config.migration.script import UNKNOWN, VARIABLE, Override
 from tasks.config.presets import tree_of
@@ -77,7 +77,7 @@ def translate(overrides: Iterable[Override], system: System = VERL_OMNI) -> Tran
     if invalid is None and not problems:
         unread = without_effect(TrainConfig.model_validate(config))
         config = tree_of(settings | {path: value for path, value in defaults.items() if path not in unread})
-    problem = "; ".join([*problems, *([invalid] if invalid else [])]) or unregistered(config)
+    problem = "; ".join([*problems, *([invalid] if invalid else [])]) or untrained(told, config)
     return Translation(config, lines, problem)
 
 
@@ -99,7 +99,7 @@ def _refusal(
 
 def _is_path(name: str) -> bool:
     """Of a file's place, its name is what counts."""
-    return name.endswith(("path", "_dir", "_files", "server_url"))
+    return name.endswith(("path", "_dir", "_files"))
 
 
 def _become(path: str, value: Any, given: Given, fields: frozenset[str], system: System) -> Outcome | None:
@@ -118,9 +118,11 @@ def _said(path: str, value: Any, outcome: Outcome | None, fields: frozenset[str]
     if isinstance(outcome, Problem):
         return "problem", outcome.why
     if isinstance(outcome, Taken):
+        unfilled = VARIABLE.search(str(list(outcome.settings.values())))
+        note = f"{unfilled[0]} in it is not filled in here: write what it stands for" if unfilled else ""
         if outcome.settings == {path: value}:
-            return "taken", outcome.text() if outcome.note else ""
-        return "renamed", outcome.text()
+            return "taken", "; ".join(filter(None, (outcome.text() if outcome.note else "", note)))
+        return "renamed", "; ".join(filter(None, (outcome.text(), note)))
     if path.startswith("-"):
         return "unknown", "a flag of theirs; of a configuration file that it names no value is read: give them"
     if path.startswith("~"):
