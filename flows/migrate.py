@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A recipe out of a VeRL-Omni script or list of overrides: `python -m flows.migrate SCRIPT... [--out RECIPE.yaml]`."""
+"""A recipe out of another system's script, overrides or configuration function: `python -m flows.migrate SCRIPT`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -9,24 +9,47 @@ import yaml
 
 from flows.terminal import Debug, in_a_sentence, run_command
 from tasks.config.errors import ConfigError
+from tasks.config.migration.flow_grpo import FLOW_GRPO
+from tasks.config.migration.python_config import named_by, read_config
 from tasks.config.migration.script import read_overrides
-from tasks.config.migration.translate import Translation, translate
+from tasks.config.migration.translate import KINDS, Translation, translate
 
 
 def migrate(
-    scripts: Annotated[list[Path], typer.Argument(help="Shell scripts that start a run, or lists of overrides.")],
+    scripts: Annotated[
+        list[Path], typer.Argument(help="Shell scripts that start a run, lists of overrides, or FILE.py:FUNCTION.")
+    ],
     out: Annotated[Path | None, typer.Option(help="Where the recipe of the one script is written.")] = None,
     debug: Debug = False,
 ) -> None:
-    """Translate runs of VeRL-Omni: a line for each override, and a recipe that `flows.train --config` takes."""
+    """Translate runs of VeRL-Omni, flow_grpo or DiffusionNFT: a line a setting, and a recipe for `flows.train`."""
     with in_a_sentence(debug):
         if out is not None and len(scripts) > 1:
             raise ConfigError(f"--out is {out}, but {len(scripts)} scripts are given: give one, or leave --out away")
-        made = {script: translate(read_overrides(_text(script), str(script))) for script in scripts}
+        made = {script: _translated(script) for script in scripts}
         if len(made) == 1:
             _show(*made.popitem(), out)
         else:
             _count(made)
+
+
+def _translated(script: Path) -> Translation:
+    """Of a shell script, a list of overrides, or a configuration in Python: FILE.py, or FILE.py:FUNCTION."""
+    file, _, function = str(script).rpartition(":") if ".py:" in script.name else (str(script), "", "")
+    if file.endswith(".py"):
+        return translate(read_config(Path(file), function or None), FLOW_GRPO)
+    text = _text(script)
+    named = named_by(text)
+    if named is None:
+        return translate(read_overrides(text, str(script)))
+    name, function_named, processes = named
+    found = next((folder / name for folder in (*script.parents, Path()) if (folder / name).is_file()), None)
+    if found is None:
+        raise ConfigError(
+            f"{script} starts with the configuration {name}, which is neither here nor above the script: give it as "
+            f"FOLDER/{name}:{function_named or 'FUNCTION'} (docs/coming-from.md#flow_grpo-and-diffusionnft)"
+        )
+    return translate(read_config(found, function_named, processes), FLOW_GRPO)
 
 
 def _text(script: Path) -> str:
@@ -40,10 +63,10 @@ def _text(script: Path) -> str:
 def _show(script: Path, made: Translation, out: Path | None) -> None:
     for line in sorted(made.lines, key=lambda line: line.kind):
         typer.echo(line)
-    counts = ", ".join(f"{made.count(kind)} {kind}" for kind in ("taken", "renamed", "explained", "unknown"))
+    counts = ", ".join(f"{made.count(kind)} {kind}" for kind in KINDS if kind != "problem" or made.count(kind))
     typer.echo(f"\n{len(made.lines)} overrides: {counts}")
     if out is not None:
-        state = f"# Not valid yet: {made.problem}\n" if made.problem else ""
+        state = f"# Not valid yet: {' '.join(made.problem.split())}\n" if made.problem else ""
         recipe = f"# From {script.name}, by flows.migrate.\n{state}{yaml.safe_dump(made.config, sort_keys=False)}"
         try:
             out.write_text(recipe)
@@ -57,14 +80,12 @@ def _show(script: Path, made: Translation, out: Path | None) -> None:
 
 
 def _count(made: dict[Path, Translation]) -> None:
-    typer.echo(f"{'overrides':>9} {'taken':>6} {'renamed':>8} {'explained':>10} {'unknown':>8}  valid  script")
+    typer.echo(f"overrides {' '.join(f'{kind:>9}' for kind in KINDS)}  valid  script")
     for script, one in made.items():
-        typer.echo(
-            f"{len(one.lines):9} {one.count('taken'):6} {one.count('renamed'):8} {one.count('explained'):10} "
-            f"{one.count('unknown'):8}  {'no' if one.problem else 'yes':5}  {script}"
-        )
+        counts = " ".join(f"{one.count(kind):9}" for kind in KINDS)
+        typer.echo(f"{len(one.lines):9} {counts}  {'no' if one.problem else 'yes':5}  {script}")
     lines = [line for one in made.values() for line in one.lines]
-    known = sum(line.kind != "unknown" for line in lines)
+    known = sum(line.kind in ("taken", "renamed", "explained") for line in lines)
     valid = sum(one.problem is None for one in made.values())
     typer.echo(f"{known} of {len(lines)} overrides taken, renamed or explained")
     typer.echo(f"{valid} of {len(made)} recipes valid as they are")

@@ -32,6 +32,15 @@ def test_an_invalid_recipe_is_written_with_its_reason_and_fails(tmp_path: Path) 
     assert "# Not valid yet: actor_rollout_ref.rollout.n is 1" in (tmp_path / "recipe.yaml").read_text()
 
 
+def test_a_problem_is_a_line_and_the_exit_code(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(SCRIPT.replace("trainer.save_freq=-1", "trainer.save_freq=often"))
+    done = run(tmp_path / "run.sh")
+    assert done.exit_code == 2
+    assert "problem   trainer.save_freq=often: trainer.save_freq is 'often' and should be a whole number" in done.stdout
+    assert "21 overrides: 8 taken, 8 renamed, 3 explained, 1 unknown, 1 problem" in done.stdout
+    assert "the recipe is not valid yet: trainer.save_freq is 'often'" in done.stderr
+
+
 def test_several_scripts_are_counted(tmp_path: Path) -> None:
     (tmp_path / "a.sh").write_text(SCRIPT)
     (tmp_path / "b.sh").write_text("data.train_batch_size=8\n")
@@ -49,3 +58,19 @@ def test_a_recipe_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None
         done = run(tmp_path / "run.sh", "--out", tmp_path / out)
         assert done.exit_code == 2
         assert f"--out is {tmp_path / out}, which cannot be written ({reason})" in done.stderr
+
+
+def test_a_script_of_flow_grpo_leads_to_its_configuration(tmp_path: Path) -> None:
+    launch = "accelerate launch --num_processes=4 scripts/train.py --config config/{}.py:ocr\n"
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config/grpo.py").write_text("def ocr():\n    config.sample.num_steps = 10\n    config.own = 1\n")
+    for name in ("grpo", "other"):
+        (tmp_path / f"scripts/{name}.sh").write_text(launch.format(name))
+    for given in (tmp_path / "scripts/grpo.sh", f"{tmp_path}/config/grpo.py:ocr", tmp_path / "config/grpo.py"):
+        assert "pipeline.num_inference_steps=10" in run(given).stdout, given
+        assert "unknown   own=1: this project has no such field" in run(given).stdout, given
+    refused = run(tmp_path / "scripts/other.sh")
+    assert refused.exit_code == 2
+    assert "starts with the configuration config/other.py, which is neither here nor above the script" in refused.stderr
+    assert "FOLDER/config/other.py:ocr (docs/coming-from.md#flow_grpo-and-diffusionnft)" in refused.stderr

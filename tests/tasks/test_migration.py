@@ -9,9 +9,15 @@ import pytest
 import yaml
 
 from models.algorithms import DiffusionAdvantageEstimator
+from models.families.flux import Flux
+from models.families.qwen_image import QwenImage
+from models.families.stable_diffusion_3 import StableDiffusion3
+from models.families.wan import Wan
+from models.families.z_image import ZImage
 from tasks.config.errors import ConfigError, field_paths
-from tasks.config.migration.rules import DEFAULTS, ESTIMATORS, RULES, Taken
-from tasks.config.migration.script import read_overrides
+from tasks.config.migration.outcome import Elsewhere, Problem, Taken
+from tasks.config.migration.rules import DEFAULTS, ESTIMATORS, FAMILIES, NUMBERS, RULES, SECTIONS, unusable
+from tasks.config.migration.script import Override, read_overrides
 from tasks.config.migration.translate import Translation, translate
 from tasks.config.overrides import flat
 from tasks.config.tree import TrainConfig
@@ -182,6 +188,194 @@ def test_defaults_that_differ_come_along() -> None:
             if not isinstance(expected, str)
             else config[path] == expected
         ), path
+
+
+ROLLOUT, ACTOR, MODEL = (f"actor_rollout_ref.{name}" for name in ("rollout", "actor", "model"))
+CORRECTION = "algorithm.rollout_correction"
+RUN = f"data.train_batch_size=256\n{ROLLOUT}.n=16\n"
+ODD: tuple[Any, ...] = (
+    None,
+    "auto",
+    "null",
+    1,
+    -1,
+    2.5,
+    True,
+    [],
+    [1],
+    {},
+    {"a": 1},
+    "$ELSEWHERE",
+    "${x.y}",
+    float("inf"),
+    10**30,
+    "0.5_2",
+    "",
+)
+
+
+def line_of(one: Translation, path: str) -> str:
+    return next(str(line) for line in one.lines if line.override.path == path)
+
+
+@pytest.mark.parametrize("value", ODD, ids=repr)
+def test_whatever_a_value_is_it_gets_a_line(value: Any) -> None:
+    paths = [*RULES, *NUMBERS, *(f"{section}x" for section in SECTIONS), "reward", ROLLOUT, MODEL]
+    odd = [Override(path, value) for path in dict.fromkeys(paths)]
+    assert len(translate(odd).lines) == len(odd)
+    given = dict.fromkeys(paths, 2)
+    for path, rule in RULES.items():  # each beside others that are right
+        if callable(rule) and unusable(path, value) is None:
+            assert isinstance(rule(path, value, given | {path: value}), Taken | Elsewhere | Problem)
+
+
+@pytest.mark.parametrize("field", ["trainer.nnodes", "trainer.n_gpus_per_node", f"{ROLLOUT}.n", f"{ROLLOUT}.nnodes"])
+def test_a_variable_of_the_outside_goes_into_no_field(field: str) -> None:
+    one = made(f"{RUN}{ACTOR}.ppo_micro_batch_size_per_gpu=8\n{field}=$SLURM_NNODES\n")
+    assert line_of(one, field) == f"explained {field}=$SLURM_NNODES: set elsewhere: set it yourself"
+    assert "SLURM" not in yaml.safe_dump(one.config)
+
+
+@pytest.mark.parametrize(
+    ("override", "right"),
+    [
+        (f"{ROLLOUT}.n=null", "a whole number from 1 to 10000000"),
+        ("trainer.save_freq=null", "a whole number from -1 to 10000000"),
+        ("trainer.save_freq=abc", "a whole number from -1 to 10000000"),
+        (f"{ACTOR}.ppo_micro_batch_size_per_gpu=auto", "a whole number from 1 to 10000000"),
+        ("data.val_max_samples=all", "a whole number from -1 to 10000000"),
+        (f"{ACTOR}.optim.lr_warmup_steps_ratio=some", "a number from 0 to 10000000"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_a_problem(override: str, right: str) -> None:
+    path, _, value = override.partition("=")
+    one = made(f"{RUN}trainer.total_training_steps=10\n{ACTOR}.ppo_micro_batch_size_per_gpu=8\n{override}\n")
+    assert f"{path} is {yaml.safe_load(value)!r} and should be {right}" in str(one.problem)
+    assert line_of(one, path).startswith(f"problem   {path}=")
+
+
+def test_null_is_what_a_field_is_if_it_is_left_out() -> None:
+    micro = f"{ACTOR}.ppo_micro_batch_size_per_gpu"
+    assert made(f"{RUN}{micro}=null").config == made(RUN).config
+    assert line_of(made(f"{RUN}{micro}=null"), micro).startswith("explained")
+
+
+def test_a_section_is_no_field() -> None:
+    assert f"{MODEL} is a section, to which 'x' is given" in str(made(f"{RUN}{MODEL}=x\n{MODEL}.path=y").problem)
+    one = made(f"{RUN}reward.reward_functions.x=1")
+    assert "should be a section: give reward.reward_functions.x.path" in str(one.problem)
+
+
+def test_what_is_no_override_of_one_field_has_a_line_too() -> None:
+    command = "OMP=1 python3 -m verl_omni.trainer.main_diffusion --config-name=own --config-path conf {} 2>&1 | tee a=b"
+    words = f"diffusion/model_engine=veomni_diffusion +x@y.z=a ~trainer.logger ~data.seed=1 plain=3 {MODEL}.path=m $@"
+    lines = {line.override.path: str(line) for line in translate(read_overrides(command.format(words))).lines}
+    assert list(lines) == [
+        *("--config-name", "--config-path", "diffusion/model_engine", "+x@y.z", "~trainer.logger", "~data.seed"),
+        *("plain", f"{MODEL}.path"),
+    ]
+    assert lines.pop("diffusion/model_engine").startswith("explained diffusion/model_engine=veomni_diffusion: fsdp2")
+    assert lines.pop(f"{MODEL}.path").startswith("taken")
+    assert all(line.startswith("unknown") for line in lines.values()), lines
+    assert lines["--config-path"].startswith("unknown   --config-path=conf: ")
+    assert lines["~trainer.logger"] == "unknown   ~trainer.logger: nothing is taken away here: leave the field out"
+
+
+def test_of_other_commands_no_word_is_taken() -> None:
+    for script in (
+        "docker run -e A=b image --flag=x\na.b=c",
+        "A=1 B=2\nexport C=3\na.b=c",
+        "torchrun --nproc_per_node=8 --master=h train.py a.b=c > log=x",
+        "ray job submit --address=x -- python3 -m verl_omni.trainer.main_diffusion a.b=c && echo d=e",
+    ):
+        assert [one.path for one in read_overrides(script)] == ["a.b"], script
+
+
+def test_an_array_is_of_the_command_too() -> None:
+    script = """NAMES=(one two)
+    local -a ARGS=(a.b=1 plain=2)
+    MORE+=(
+        ~a.c
+        "a.d=$((6 / 2))"  # three
+        model_engine=veomni
+    )
+    OUT=3
+    """
+    found = [str(override) for override in read_overrides(script)]
+    assert found == ["a.b=1", "plain=2", "~a.c", "a.d=3", "model_engine=veomni"]
+
+
+def test_a_variable_in_a_folder_is_told() -> None:
+    line = line_of(made(f"{RUN}{MODEL}.path=$HOME/Qwen-Image"), f"{MODEL}.path")
+    assert line.endswith("a folder in diffusers format; $HOME in it is not filled in here: write what it stands for")
+
+
+def test_a_training_engine_that_is_not_here_is_a_problem() -> None:
+    assert "megatron is no training engine here" in str(made(f"{RUN}diffusion/model_engine=megatron").problem)
+    assert made(f"python -m verl_omni.main {RUN} model_engine=veomni".replace("\n", " ")).problem is None
+
+
+@pytest.mark.parametrize(
+    ("threshold", "bounds"),
+    [("0.9_3", [1 / 3, 1 / 0.9]), ("0.5_5", [0.2, 2.0]), ("'\"0.5_2.0\"'", [0.5, 2.0]), ("4", [0.25, 4.0])],
+)
+def test_bounds_of_k1_are_upside_down(threshold: str, bounds: list[float]) -> None:
+    script = f"{RUN}{CORRECTION}.rollout_rs=token_k1\n{CORRECTION}.rollout_rs_threshold={threshold}\n"
+    one = made(script + f"{MODEL}.algorithm=flow_grpo")
+    assert one.problem is None
+    correction = TrainConfig.model_validate(one.config).algorithm.rollout_correction
+    assert correction.rollout_rs == "step_k1"
+    assert correction.rollout_rs_threshold == pytest.approx(tuple(bounds))
+
+
+def test_other_bounds_of_rollout_correction() -> None:
+    largest = made(f"{RUN}{CORRECTION}.rollout_rs=seq_max_k3\n{CORRECTION}.rollout_rs_threshold=0.9").config
+    assert largest["algorithm"]["rollout_correction"]["rollout_rs_threshold"] == 0.9
+    ice_pop = made(f"{RUN}{CORRECTION}.rollout_is=token\n{CORRECTION}.rollout_is_threshold=0.5_5")
+    correction = TrainConfig.model_validate(ice_pop.config).algorithm.rollout_correction
+    assert (correction.rollout_is_bounds, correction.rollout_is_threshold) == ((0.5, 5.0), 5.0)
+    wrong = made(f"{RUN}{CORRECTION}.rollout_rs=token_k1\n{CORRECTION}.rollout_rs_threshold=3_0.9")
+    assert "should be two bounds above 0, lo_hi" in str(wrong.problem)
+
+
+def test_a_model_gets_the_sampling_settings_that_it_reads() -> None:
+    def sampling(model: str, *fields: str) -> dict[str, Any]:
+        one = made("\n".join([RUN, f"{MODEL}.path={model}", *(f"{ROLLOUT}.pipeline.{field}" for field in fields)]))
+        assert one.problem is None
+        return one.config["actor_rollout_ref"]["rollout"].get("pipeline", {})
+
+    wan = "Wan-AI/Wan2.2-TI2V-5B-Diffusers"
+    both = ("true_cfg_scale=4.0", "guidance_scale=5.0", "num_frames=8")
+    assert sampling(wan, *both) == {"guidance_scale": 5.0, "num_frames": 9}
+    assert sampling(wan, "true_cfg_scale=4.0", "num_frames=81") == {"guidance_scale": 4.0, "num_frames": 81}
+    assert sampling("$HOME/Qwen-Image", *both[:2], "num_frames=1") == {"true_cfg_scale": 4.0}
+    assert sampling("/models/stable-diffusion-3.5", *both[:2]) == {"guidance_scale": 5.0}
+    assert sampling("/models/stable-diffusion-3.5", both[0]) == {}, "theirs does not read it either"
+    assert sampling("/models/own", *both) == {"true_cfg_scale": 4.0, "guidance_scale": 5.0, "num_frames": 8}
+
+
+def test_families_read_what_their_adapters_say() -> None:
+    adapters = {"qwen-image": QwenImage, "stable-diffusion-3": StableDiffusion3, "wan": Wan}
+    adapters |= {"z-image": ZImage, "flux": Flux}
+    assert {name: family.reads for name, family in FAMILIES.items()} == {
+        name: adapter.pipeline_fields for name, adapter in adapters.items()
+    }
+
+
+def test_where_the_denoiser_is() -> None:
+    ours = f"{RUN}{MODEL}.path=m\n{MODEL}.transformer_subfolder=transformer\n{MODEL}.config_path="
+    for value in ("null", "m/transformer"):
+        one = made(ours + value)
+        assert one.problem is None
+        assert [line.kind for line in one.lines[-2:]] == ["explained", "explained"]
+    assert "beside its weights: put it there" in str(made(f"{ours}other/config").problem)
+    other = made(f"{RUN}{MODEL}.transformer_subfolder=transformer_2")
+    assert "but the denoiser is in the folder transformer of model.path here" in str(other.problem)
+
+
+def test_an_algorithm_that_is_not_here_is_a_problem() -> None:
+    assert "algorithm gspo is not here" in str(made(f"{RUN}{MODEL}.algorithm=gspo").problem)
+    assert "estimator grpo is not here" in str(made(f"{RUN}algorithm.adv_estimator=grpo").problem)
 
 
 def test_rules_lead_to_fields_that_there_are() -> None:

@@ -5,47 +5,114 @@ Names and defaults on the other side are those of its files under `verl_omni/tra
 as of summer 2026.
 """
 
-from collections.abc import Callable, Mapping
+import re
 from dataclasses import dataclass
-from pathlib import PurePosixPath
 from typing import Any
 
+from tasks.config.migration import rewards
+from tasks.config.migration.outcome import (
+    Elsewhere,
+    Given,
+    Outcome,
+    Problem,
+    Rule,
+    System,
+    Taken,
+    folder_of,
+    only,
+    renamed,
+)
 from tasks.config.presets import ACTOR, CORRECTION, FINISHED_SAMPLES, MODEL, PRESETS, ROLLOUT
-from tasks.config.tree import REWARDS
-
-Given = Mapping[str, Any]
-"""All overrides of a script: path -> value."""
-
-
-@dataclass(frozen=True)
-class Taken:
-    """It is set here: by these dotted paths and values."""
-
-    settings: dict[str, Any]
-    note: str = ""
-
-    def text(self) -> str:
-        """What it became, and what else there is to know of it."""
-        became = "here " + ", ".join(f"{path}={value}" for path, value in self.settings.items())
-        return f"{became}; {self.note}" if self.note else became
-
-
-@dataclass(frozen=True)
-class Elsewhere:
-    """Nothing is set: why, and what does its work here if anything does."""
-
-    why: str
-
 
 ESTIMATORS = ("flow_grpo", "mix_grpo", "dance_grpo", "gdpo")
 """Named here again: the estimators themselves come with torch."""
 
-Rule = Elsewhere | Callable[[str, Any, Given], Taken | Elsewhere | None]
+
+@dataclass(frozen=True)
+class Number:
+    """What a field's value must be, that rules count with.
+
+    Attributes:
+        least: the smallest that there is.
+        whole: no fraction.
+        optional: null is what the field is if it is left out.
+        most: beyond what any run has, and yet soon counted.
+    """
+
+    least: int
+    whole: bool = True
+    optional: bool = False
+    most: int = 10_000_000
+
+    def holds(self, value: Any) -> bool:
+        """Is this such a number?"""
+        kinds = (int,) if self.whole else (int, float)
+        return isinstance(value, kinds) and not isinstance(value, bool) and self.least <= value <= self.most
+
+    def __str__(self) -> str:
+        return f"a {'whole ' if self.whole else ''}number from {self.least} to {self.most}"
 
 
-def _to(*paths: str, note: str = "", convert: Callable[[Any], Any] = lambda value: value) -> Rule:
-    """The same value under other names."""
-    return lambda path, value, given: Taken({to: convert(value) for to in paths}, note)
+NUMBERS: dict[str, Number] = {
+    "trainer.nnodes": Number(1),
+    "trainer.n_gpus_per_node": Number(1),
+    "trainer.total_training_steps": Number(1, optional=True),
+    "trainer.save_freq": Number(-1),
+    "trainer.test_freq": Number(-1),
+    "data.val_max_samples": Number(-1, optional=True),
+    f"{ROLLOUT}.nnodes": Number(0),
+    f"{ROLLOUT}.n_gpus_per_node": Number(1),
+    f"{ROLLOUT}.tensor_model_parallel_size": Number(1, optional=True),
+    f"{ROLLOUT}.n": Number(1),
+    f"{ROLLOUT}.pipeline.num_frames": Number(1, optional=True),
+    f"{ACTOR}.ppo_mini_batch_size": Number(1),
+    f"{ACTOR}.ppo_micro_batch_size_per_gpu": Number(1, optional=True),
+    f"{ACTOR}.optim.lr_warmup_steps": Number(-1, optional=True),
+    f"{ACTOR}.optim.lr_warmup_steps_ratio": Number(0, whole=False, optional=True),
+    f"{ACTOR}.optim.min_lr_ratio": Number(0, whole=False, optional=True),
+    f"{ACTOR}.optim.num_cycles": Number(0, whole=False, optional=True),
+}
+"""Looked at before any rule: a value that is none is told and goes into no other field."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a family of models reads of `pipeline`: again as its adapter says, which comes with torch."""
+
+    called: str
+    reads: tuple[str, ...]
+    frames_of: int | None = None
+    trains_by: str | None = None
+    """What theirs reads in its update in place of the first that is read here."""
+
+
+FAMILIES: dict[str, Family] = {
+    "qwen-image": Family("Qwen-Image", ("true_cfg_scale",)),
+    "stable-diffusion-3": Family("Stable Diffusion 3", ("guidance_scale",)),
+    "wan": Family("Wan", ("guidance_scale", "num_frames"), frames_of=4, trains_by="true_cfg_scale"),
+    "z-image": Family("Z-Image", ("guidance_scale",)),
+    "flux": Family("FLUX.1", ("true_cfg_scale", "guidance_scale")),
+}
+"""Part of the model folder's name -> its family."""
+SAYS_NOTHING = {"true_cfg_scale": 1, "guidance_scale": None, "num_frames": 1}
+ENGINES = {"dp_diffusion": "fsdp2", "veomni_diffusion": "veomni"}
+"""Their `diffusion/model_engine` -> `actor.strategy`."""
+
+
+def unusable(path: str, value: Any) -> Elsewhere | Problem | None:
+    """Why a value is no number where rules count with one."""
+    number = NUMBERS.get(path)
+    if number is None or number.holds(value):
+        return None
+    if value is None and number.optional:
+        return Elsewhere("null is what it is there if it is left out")
+    return Problem(f"{path} is {value!r} and should be {number}")
+
+
+def _family(given: Given) -> Family | None:
+    """The family of the script's model, as far as the name of its folder says it."""
+    name = str(given.get(f"{MODEL}.path", "")).rpartition("/")[2].lower().replace("_", "-")
+    return next((family for part, family in FAMILIES.items() if name.startswith(part)), None)
 
 
 def _same(note: str) -> Rule:
@@ -56,47 +123,60 @@ def _same(note: str) -> Rule:
 # ---- what needs more than one value
 
 
-def _algorithm(path: str, value: Any, given: Given) -> Taken | Elsewhere:
-    if value in PRESETS:
+def _algorithm(path: str, value: Any, given: Given) -> Outcome:
+    if str(value) in PRESETS:
         return Taken({"algorithm.name": value})
-    return Elsewhere(f"no such algorithm here; known: {', '.join(PRESETS)}")
+    return Problem(f"algorithm {value} is not here: set algorithm.name, to one of {', '.join(PRESETS)}")
 
 
-def _estimator(path: str, value: Any, given: Given) -> Taken | Elsewhere:
+def _estimator(path: str, value: Any, given: Given) -> Outcome:
     if value in ESTIMATORS:
         return Taken({path: value})
-    return Elsewhere(f"not among {', '.join(ESTIMATORS)}; flow_grpo's is the default")
+    if str(value) in PRESETS:
+        return Elsewhere("the algorithm's name chooses it")
+    return Problem(f"estimator {value} is not here: set algorithm.adv_estimator, to one of {', '.join(ESTIMATORS)}")
 
 
-def _loss(path: str, value: Any, given: Given) -> Taken | Elsewhere:
-    if value in PRESETS and f"{MODEL}.algorithm" not in given:
+def _loss(path: str, value: Any, given: Given) -> Outcome:
+    if str(value) in PRESETS and f"{MODEL}.algorithm" not in given:
         return Taken({"algorithm.name": value}, "the name sets the loss")
     return Taken({path: value})
 
 
 def _model_path(path: str, value: Any, given: Given) -> Taken:
-    text = str(value)
-    if text.count("/") == 1 and not text.startswith(("$", ".", "/", "~")):
-        folder = "data/" + text.rpartition("/")[2].lower().replace("-", "_")
-        return Taken({path: folder}, f"a folder in diffusers format: download {text} to it")
-    return Taken({path: text}, "a folder in diffusers format")
+    folder = folder_of(str(value))
+    if folder:
+        return Taken({path: folder}, f"a folder in diffusers format: download {value} to it")
+    return Taken({path: str(value)}, "a folder in diffusers format")
 
 
-def _warm_up(path: str, value: Any, given: Given) -> Taken | Elsewhere:
-    steps = given.get("trainer.total_training_steps")
+def _config_path(path: str, value: Any, given: Given) -> Outcome:
+    if value in (None, f"{given.get(f'{MODEL}.path')}/transformer"):
+        return Elsewhere("the denoiser's config.json is read beside its weights")
+    return Problem(f"{path} is {value!r}, but the denoiser's config.json is read beside its weights: put it there")
+
+
+def _warm_up(path: str, value: Any, given: Given) -> Outcome:
+    steps, counted = given.get("trainer.total_training_steps"), given.get(f"{ACTOR}.optim.lr_warmup_steps", -1)
+    if counted > 0:
+        return Elsewhere("lr_warmup_steps counts")
     if not value:
         return Taken({f"{ACTOR}.optim.lr_warmup_steps": 0})
-    if not isinstance(steps, int):
+    if steps is None:
         return Elsewhere(f"warm-up is counted in optimiser steps here: set {ACTOR}.optim.lr_warmup_steps")
     return Taken({f"{ACTOR}.optim.lr_warmup_steps": round(value * steps)}, "of optimiser steps, not of iterations")
 
 
-def _schedule(path: str, value: Any, given: Given) -> Taken | Elsewhere:
+def _warm_up_steps(path: str, value: Any, given: Given) -> Outcome:
+    return Taken({path: value}) if value >= 0 else Elsewhere("below 0 its ratio counts")
+
+
+def _schedule(path: str, value: Any, given: Given) -> Outcome:
     """Theirs is constant or cosine, with fields of its own for what are arguments here."""
     optim = f"{ACTOR}.optim"
     name, floor = given.get(f"{optim}.lr_scheduler_type", "constant"), given.get(f"{optim}.min_lr_ratio")
     if name == "constant":
-        warm = given.get(f"{optim}.lr_warmup_steps") or given.get(f"{optim}.lr_warmup_steps_ratio")
+        warm = given.get(f"{optim}.lr_warmup_steps", 0) > 0 or given.get(f"{optim}.lr_warmup_steps_ratio")
         if path != f"{optim}.lr_scheduler_type":
             return Elsewhere("the schedule is constant, which does not read it")
         return Taken({path: "constant_with_warmup"}, "by transformers' name") if warm else Taken({path: name})
@@ -108,17 +188,21 @@ def _schedule(path: str, value: Any, given: Given) -> Taken | Elsewhere:
     return Taken(settings | ({f"{optim}.lr_scheduler_kwargs": kwargs} if kwargs else {}))
 
 
-def _loggers(path: str, value: Any, given: Given) -> Taken | Elsewhere:
+def _loggers(path: str, value: Any, given: Given) -> Outcome:
     names = [name for name in (value if isinstance(value, list) else [value]) if name in ("wandb", "tensorboard")]
     return Taken({"tracking.also": names}, "beside MLflow, which is always there") if names else TRACKED
 
 
-def _strategy(path: str, value: Any, given: Given) -> Taken | Elsewhere:
+def _strategy(path: str, value: Any, given: Given) -> Outcome:
     if value in ("fsdp", "fsdp2"):
         return Taken({path: "fsdp2"})
     if value == "veomni":
         return Elsewhere("fsdp2 computes the same and needs nothing more; docs/training.md says how to use VeOmni")
-    return Elsewhere(f"{value} is no training engine here: fsdp2 and veomni are")
+    return Problem(f"{value} is no training engine here: set actor.strategy, to fsdp2 or veomni (docs/training.md)")
+
+
+def _engine(path: str, value: Any, given: Given) -> Outcome:
+    return _strategy(f"{ACTOR}.strategy", ENGINES.get(str(value), value), given)
 
 
 def _micro_batch(path: str, value: Any, given: Given) -> Taken:
@@ -142,7 +226,7 @@ def _model_dtype(path: str, value: Any, given: Given) -> Taken:
     return Taken({f"{MODEL}.dtype": dtype}, "of the frozen weights; what is trained is fp32")
 
 
-def _device(path: str, value: Any, given: Given) -> Taken | Elsewhere:
+def _device(path: str, value: Any, given: Given) -> Outcome:
     if value in ("cuda", "gpu"):
         return Taken({path: "cuda"})
     if value == "cpu":
@@ -150,7 +234,7 @@ def _device(path: str, value: Any, given: Given) -> Taken | Elsewhere:
     return Elsewhere(f"trainer.device is cuda or cpu here, not {value}: the recipe says cuda")
 
 
-def _tensor_parallel(path: str, value: Any, given: Given) -> Taken | Elsewhere:
+def _tensor_parallel(path: str, value: Any, given: Given) -> Outcome:
     if value in (None, 1) or _separate(given):
         return Taken({f"{ROLLOUT}.vllm_omni.tensor_parallel_size": value or 1})
     return Elsewhere(
@@ -159,13 +243,37 @@ def _tensor_parallel(path: str, value: Any, given: Given) -> Taken | Elsewhere:
     )
 
 
-def _validation_size(path: str, value: Any, given: Given) -> Elsewhere | None:
-    if value == given.get(f"{ROLLOUT}.pipeline.{path.rpartition('.')[2]}", 512):
+def _pipeline(path: str, value: Any, given: Given) -> Outcome:
+    """Guidance and frames, which a run refuses where its model's family does not read them."""
+    field, family = path.rpartition(".")[2], _family(given)
+    if field == "num_frames" and value == 1 and (family is None or not family.frames_of):
+        return Elsewhere("a picture has no frames here")
+    if family is None:
+        return Taken({path: value})
+    if field in family.reads:
+        return _frames(path, value, family) if field == "num_frames" else Taken({path: value})
+    guidance = f"{path.rpartition('.')[0]}.{family.reads[0]}"
+    if field == family.trains_by and guidance not in given:
+        return Taken({guidance: value}, f"by which {family.called} is guided, in rollout and update alike")
+    return Elsewhere(f"{family.called} does not read it: it reads {' and '.join(family.reads)}")
+
+
+def _frames(path: str, value: int, family: Family) -> Taken:
+    """Theirs rounds as diffusers' pipeline does."""
+    every = family.frames_of or 1
+    frames = value if value % every == 1 else value // every * every + 1
+    note = "" if frames == value else f"{family.called} samples 1 frame and a multiple of {every}; theirs makes it that"
+    return Taken({path: frames}, note)
+
+
+def _validation_size(path: str, value: Any, given: Given) -> Elsewhere:
+    field = path.rpartition(".")[2]
+    if value == given.get(f"{ROLLOUT}.pipeline.{field}", 1 if field == "num_frames" else 512):
         return Elsewhere("validation samples at the rollout's size, which is the same")
     return Elsewhere("validation samples at the rollout's size; a validation sweep measures others (docs/measuring.md)")
 
 
-def _attention(path: str, value: Any, given: Given) -> Taken | Elsewhere:
+def _attention(path: str, value: Any, given: Given) -> Outcome:
     if value in ("FLASH_ATTN", "TORCH_SDPA"):
         return Taken({f"{ROLLOUT}.vllm_omni.attention_backend": value})
     return Elsewhere(f"vLLM-Omni chooses by itself here, or FLASH_ATTN or TORCH_SDPA; {value} is not offered")
@@ -180,65 +288,45 @@ def _bypass(path: str, value: Any, given: Given) -> Taken:
     return Taken({path: value})
 
 
-def _rejection(path: str, value: Any, given: Given) -> Taken:
-    return Taken({path: value}, "verl bounds exp(-lr), so its [lo, hi] is [1/hi, 1/lo] here (docs/algorithms.md)")
+def _correcting_mode(path: str, value: Any, given: Given) -> Outcome:
+    return Taken({path: re.sub(r"^token_", "step_", str(value)) if value else value})
 
 
-def _reward_function(path: str, value: Any, given: Given) -> Taken | Elsewhere:
-    """Of the one reward: its file and the function in it."""
-    file, function = given.get("reward.custom_reward_function.path"), given.get("reward.custom_reward_function.name")
-    if "placeholder" in str(function):
-        return Elsewhere("only holds a place: the rewards are those of reward.reward_functions")
-    if path.endswith(".name"):
-        return Elsewhere("named by its path")
-    return _scored_by("reward", str(file), function, given)
+def _rejection(path: str, value: Any, given: Given) -> Outcome:
+    """verl's k1 is -lr, so that its bounds of exp are upside down here; k2 and k3 are the same."""
+    if not str(given.get(f"{CORRECTION}.rollout_rs")).endswith("_k1") or value is None:
+        return Taken({path: value})
+    low, high = _two(value)
+    if low is None or high is None:
+        return Problem(f"{path} is {value!r} and should be two bounds above 0, lo_hi, as in 0.5_2.0")
+    return Taken({path: [1 / high, 1 / low]}, "verl bounds exp(-lr), here exp(lr) is bounded (docs/algorithms.md)")
 
 
-def _scored_by(name: str, file: str, function: Any, given: Given) -> Taken | Elsewhere:
-    module = PurePosixPath(file.removeprefix("pkg://").replace(".", "/") if file.startswith("pkg://") else file).stem
-    if module == "genrm_ocr":
-        judge = {"reward.reward_model.model_path": str(given.get("reward.reward_model.model_path"))}
-        return Taken(
-            {f"{REWARDS}.{name}": {"reward": "judge_ocr"}} | judge,
-            "the run serves that model, a folder or a hub id with reward.reward_model.revision, on as many GPUs as "
-            "reward.reward_model.num_gpus says; or use ocr, which reads on the CPU",
-        )
-    known = {
-        "jpeg_compressibility": "jpeg_compressibility",
-        "ocr": "ocr",
-        "pickscore": "pickscore",
-        "aesthetic": "aesthetic",
-        "clip_score": "clip_score",
-        "hpsv2": "hps",
-        "image_reward": "image_reward",
-    }.get(module)
-    if known:
-        return Taken({f"{REWARDS}.{name}": {"reward": known}})
-    if "verl_omni" in file:
-        return Elsewhere(
-            f"{module}:{function} is of that package: a reward of docs/rewards.md, or that function in a file of yours "
-            "with its imports changed, as reward.functions.<name>.reward=module:function"
-        )
-    return Taken({f"{REWARDS}.{name}.reward": f"{module}:{function}"}, "as it is; its file is to be on PYTHONPATH")
+def _truncation(path: str, value: Any, given: Given) -> Outcome:
+    """One number cuts weights off; of two, lo_hi, what is outside counts as 0."""
+    if not isinstance(value, str):
+        return Taken({path: value})
+    low, high = _two(value)
+    if low is None or high is None:
+        return Problem(f"{path} is {value!r} and should be a number, or two above 0, lo_hi, as in 0.5_2.0")
+    if not given.get(f"{CORRECTION}.rollout_is"):
+        return Elsewhere("there are no weights without rollout_is")
+    return Taken({f"{CORRECTION}.rollout_is_bounds": [low, high], path: high}, "what is outside counts as 0")
 
 
-def _reward_entry(path: str, value: Any, given: Given) -> Taken | Elsewhere:
-    """`reward.reward_functions.<name>.<field>`."""
-    _, _, name, field = path.split(".", 3)
-    if field == "path":
-        return _scored_by(name, str(value), given.get(f"reward.reward_functions.{name}.name"), given)
-    if field in ("weight", "required"):
-        return Taken({f"{REWARDS}.{name}.{field}": value})
-    if field == "timeout":
-        return Taken({f"{REWARDS}.{name}.timeout_s": value})
-    if field == "max_retries":
-        return Taken({f"{REWARDS}.{name}.retries": value})
-    if field == "name":
-        return Elsewhere("named by its path")
-    return Elsewhere(f"an option of that function: reward.functions.{name}.options, where the reward takes it")
+def _two(value: Any) -> tuple[float, float] | tuple[None, None]:
+    """The bounds that verl writes as `lo_hi`; a single one is [1 / it, it]."""
+    parts = [value, value] if isinstance(value, int | float) else str(value).split("_")
+    try:
+        low, high = map(float, parts)
+    except ValueError:
+        return None, None
+    if isinstance(value, int | float) and low > 0:
+        low = 1 / low
+    return (low, high) if 0 < low <= high else (None, None)
 
 
-def _async(path: str, value: Any, given: Given) -> Taken | Elsewhere:
+def _async(path: str, value: Any, given: Given) -> Outcome:
     if value == "sync":
         return Taken({"trainer.one_step_off_policy": False})
     if value == "separate_async":
@@ -267,7 +355,7 @@ def _needs_no_old_log_probs(given: Given) -> bool:
     return any(FINISHED_SAMPLES.items() <= PRESETS.get(str(name), {}).items() for name in names)
 
 
-def _resume(path: str, value: Any, given: Given) -> Taken | Elsewhere:
+def _resume(path: str, value: Any, given: Given) -> Outcome:
     if value == "resume_path":
         return Elsewhere("a run goes on in its own folder: trainer.default_local_dir and the same config find it")
     return Taken({path: "disable" if value == "disable" else "auto"})
@@ -279,7 +367,7 @@ def _never(path: str, value: Any, given: Given) -> Taken:
 
 
 def _limit(to: str) -> Rule:
-    def rule(path: str, value: Any, given: Given) -> Taken | Elsewhere:
+    def rule(path: str, value: Any, given: Given) -> Outcome:
         return Taken({to: value}) if value and value > 0 else Elsewhere("all, as here")
 
     return rule
@@ -301,7 +389,7 @@ RECORDED = Elsewhere("log-probs are recorded wherever the loss reads them")
 BY_LOSS = Elsewhere("the loss says which copies of the weights are kept, and which of them samples")
 TRACKED = Elsewhere("metrics and pictures go to MLflow: tracking.uri, tracking.pictures")
 MEMORY = Elsewhere("nothing is reserved: the estimate before the start says whether a run fits (docs/training.md)")
-SEEDED = _to("trainer.seed", note="one seed for data, rollout and weights")
+SEEDED = renamed("trainer.seed", note="one seed for data, rollout and weights")
 SHARDED = Elsewhere(
     "FSDP2 shards over all trainer ranks; frozen weights stay whole with fsdp_config.shard_frozen=false"
 )
@@ -326,19 +414,32 @@ RULES: dict[str, Rule] = {
     f"{MODEL}.algorithm": _algorithm,
     f"{MODEL}.model_type": Elsewhere("the model's family is read from model_index.json"),
     f"{MODEL}.path": _model_path,
+    f"{MODEL}.transformer_subfolder": only(
+        "transformer",
+        None,
+        why="the denoiser is in the folder transformer, of every model",
+        wrong="the denoiser is in the folder transformer of model.path here: give a folder where it is",
+    ),
+    f"{MODEL}.config_path": _config_path,
     f"{MODEL}.tokenizer_path": ENCODED,
     f"{MODEL}.extra_tokenizers": ENCODED,
     f"{MODEL}.custom_chat_template": ENCODED,
     f"{MODEL}.attn_backend": Elsewhere("torch's attention, of one kernel for rollout and update (docs/training.md)"),
     f"{MODEL}.policy_state_adapters": BY_LOSS,
     f"{MODEL}.lora_dtype": Elsewhere("LoRA is fp32 and computes in model.dtype"),
-    f"{MODEL}.enable_gradient_checkpointing": _to(f"{ACTOR}.fsdp_config.gradient_checkpointing"),
-    f"{MODEL}.pipeline.guidance_scale": _to(f"{ROLLOUT}.pipeline.guidance_scale", note="it stands once"),
+    f"{MODEL}.enable_gradient_checkpointing": renamed(f"{ACTOR}.fsdp_config.gradient_checkpointing"),
+    **{f"{ROLLOUT}.pipeline.{field}": _pipeline for field in SAYS_NOTHING},
+    f"{ROLLOUT}.val_kwargs.pipeline.true_cfg_scale": _pipeline,
+    f"{ROLLOUT}.val_kwargs.pipeline.guidance_scale": _pipeline,
+    f"{ROLLOUT}.val_kwargs.pipeline.num_frames": _validation_size,
+    f"{MODEL}.pipeline.guidance_scale": renamed(f"{ROLLOUT}.pipeline.guidance_scale", note="it stands once"),
     # actor
+    "diffusion/model_engine": _engine,
+    "model_engine": _engine,
     f"{ACTOR}.strategy": _strategy,
     f"{ACTOR}.ppo_micro_batch_size_per_gpu": _micro_batch,
     f"{ACTOR}.diffusion_loss.loss_mode": _loss,
-    f"{ACTOR}.diffusion_loss.mix_beta": _to(f"{ACTOR}.diffusion_loss.nft_beta"),
+    f"{ACTOR}.diffusion_loss.mix_beta": renamed(f"{ACTOR}.diffusion_loss.nft_beta"),
     f"{ACTOR}.diffusion_loss.ref_kl_coef": lambda path, value, given: Taken(
         {f"{ACTOR}.use_kl_loss": bool(value)} | ({f"{ACTOR}.kl_loss_coef": value} if value else {})
     ),
@@ -347,15 +448,16 @@ RULES: dict[str, Rule] = {
         {path: value} | ({f"{ACTOR}.kl_loss_type": "flow_grpo"} if value else {}),
         "of the form without the step length, as there" if value else "",
     ),
+    f"{ACTOR}.optim.lr_warmup_steps": _warm_up_steps,
     f"{ACTOR}.optim.lr_warmup_steps_ratio": _warm_up,
     f"{ACTOR}.optim.lr_scheduler_type": _schedule,
     f"{ACTOR}.optim.num_cycles": _schedule,
     f"{ACTOR}.optim.min_lr_ratio": _schedule,
     f"{ACTOR}.optim.total_training_steps": Elsewhere("the run fills in its own number of optimiser steps, as there"),
-    f"{ACTOR}.grad_clip": _to(f"{ACTOR}.optim.clip_grad"),
+    f"{ACTOR}.grad_clip": renamed(f"{ACTOR}.optim.clip_grad"),
     f"{ACTOR}.fsdp_config.model_dtype": _model_dtype,
     f"{ACTOR}.fsdp_config.fsdp_size": SHARDED,
-    f"{ACTOR}.fsdp_config.offload_policy": _to(
+    f"{ACTOR}.fsdp_config.offload_policy": renamed(
         f"{ACTOR}.fsdp_config.param_offload", note="FSDP2's own offload is the only one"
     ),
     # rollout
@@ -371,16 +473,18 @@ RULES: dict[str, Rule] = {
     f"{ROLLOUT}.load_format": NO_COPY,
     f"{ROLLOUT}.layered_summon": NO_COPY,
     f"{ROLLOUT}.checkpoint_engine.backend": NO_COPY,
-    f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes": _to(f"{ROLLOUT}.update_weights_bucket_megabytes"),
-    f"{ROLLOUT}.free_cache_engine": _to(f"{ROLLOUT}.enable_sleep_mode"),
+    f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes": renamed(
+        f"{ROLLOUT}.update_weights_bucket_megabytes"
+    ),
+    f"{ROLLOUT}.free_cache_engine": renamed(f"{ROLLOUT}.enable_sleep_mode"),
     f"{ROLLOUT}.gpu_memory_utilization": MEMORY,
-    f"{ROLLOUT}.enforce_eager": _to(f"{ROLLOUT}.vllm_omni.enforce_eager"),
-    f"{ROLLOUT}.step_execution": _to(f"{ROLLOUT}.vllm_omni.step_execution"),
-    f"{ROLLOUT}.max_num_seqs": _to(f"{ROLLOUT}.micro_batch_size"),
+    f"{ROLLOUT}.enforce_eager": renamed(f"{ROLLOUT}.vllm_omni.enforce_eager"),
+    f"{ROLLOUT}.step_execution": renamed(f"{ROLLOUT}.vllm_omni.step_execution"),
+    f"{ROLLOUT}.max_num_seqs": renamed(f"{ROLLOUT}.micro_batch_size"),
     f"{ROLLOUT}.engine_kwargs.vllm_omni.max_num_seqs": Elsewhere(
         "samples denoised together are rollout.micro_batch_size, here the update's, for equal bits"
     ),
-    f"{ROLLOUT}.engine_kwargs.vllm_omni.request_batch_max_wait_ms": _to(
+    f"{ROLLOUT}.engine_kwargs.vllm_omni.request_batch_max_wait_ms": renamed(
         f"{ROLLOUT}.vllm_omni.request_batch_max_wait_ms"
     ),
     f"{ROLLOUT}.rollout_attn_backend": _attention,
@@ -391,21 +495,24 @@ RULES: dict[str, Rule] = {
     f"{ROLLOUT}.seed": SEEDED,
     f"{ROLLOUT}.pipeline.max_sequence_length": _same("embeddings of another length are refused"),
     f"{ROLLOUT}.pipeline.output_type": BOTH_KINDS,
-    f"{ROLLOUT}.algo.sample_strategy": _to(f"{ROLLOUT}.algo.sde_window_mode"),
+    f"{ROLLOUT}.algo.sample_strategy": renamed(f"{ROLLOUT}.algo.sde_window_mode"),
     f"{ROLLOUT}.algo.sde_window_seed": Elsewhere("the window is drawn from trainer.seed and the iteration"),
     f"{ROLLOUT}.val_kwargs.pipeline.height": _validation_size,
     f"{ROLLOUT}.val_kwargs.pipeline.width": _validation_size,
     f"{ROLLOUT}.val_kwargs.pipeline.output_type": BOTH_KINDS,
-    f"{ROLLOUT}.external_lib": _to(f"{MODEL}.external_lib"),
+    f"{ROLLOUT}.external_lib": renamed(f"{MODEL}.external_lib"),
     # algorithm
     "algorithm.adv_estimator": _estimator,
     f"{CORRECTION}.bypass_mode": _bypass,
     f"{CORRECTION}.loss_type": Elsewhere("the ratio is the loss's own"),
+    f"{CORRECTION}.rollout_rs": _correcting_mode,
     f"{CORRECTION}.rollout_rs_threshold": _rejection,
+    f"{CORRECTION}.rollout_is_threshold": _truncation,
     # reward
+    rewards.JUDGE: rewards.judge,
     "reward.num_workers": Elsewhere("workers are counted a reward: reward.functions.<name>.num_workers"),
-    "reward.custom_reward_function.path": _reward_function,
-    "reward.custom_reward_function.name": _reward_function,
+    "reward.custom_reward_function.path": rewards.custom_function,
+    "reward.custom_reward_function.name": rewards.custom_function,
     "reward.aggregation": lambda path, value, given: Elsewhere(
         "rewards are added up by their weights"
         if value == "weighted_sum"
@@ -414,7 +521,7 @@ RULES: dict[str, Rule] = {
     # trainer
     "trainer.device": _device,
     "trainer.logger": _loggers,
-    "trainer.project_name": _to("tracking.experiment", note="MLflow's experiment"),
+    "trainer.project_name": renamed("tracking.experiment", note="MLflow's experiment"),
     "trainer.log_val_generations": TRACKED,
     "trainer.rollout_data_dir": TRACKED,
     "trainer.validation_data_dir": TRACKED,
@@ -427,7 +534,7 @@ RULES: dict[str, Rule] = {
     "trainer.v1.trainer_mode": _async,
     # distillation
     "distillation.enabled": Elsewhere("a loss by distillation and actor.teacher_path say so"),
-    "distillation.teacher_models.teacher_model.model_path": _to(f"{ACTOR}.teacher_path"),
+    "distillation.teacher_models.teacher_model.model_path": renamed(f"{ACTOR}.teacher_path"),
 }
 
 SECTIONS: dict[str, Rule] = {
@@ -439,7 +546,7 @@ SECTIONS: dict[str, Rule] = {
     "global_profiler.": PROFILED,
     f"{ROLLOUT}.val_kwargs.algo.": ALWAYS_ODE,
     f"{ROLLOUT}.agent.": Elsewhere("there is no agent loop: a prompt is sampled once"),
-    "reward.reward_functions.": _reward_entry,
+    "reward.reward_functions.": rewards.entry,
     "reward.reward_manager.": Elsewhere("reward.functions is the manager of any number of rewards"),
     "reward.reward_model.": SERVED,
     "trainer.v1.": OFF_POLICY,
@@ -471,3 +578,5 @@ DEFAULTS: dict[str, Any] = {
     "trainer.save_freq": 0,
 }
 """Also what follows from several fields at once."""
+
+VERL_OMNI = System(RULES, SECTIONS, DEFAULTS, unusable)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The overrides that a shell script gives a program: `a.b=c` words, with the script's own variables in place.
 
+Whatever else among the program's own words is about settings comes along: `group=choice`, `~a.b`, `--config-name=x`.
+
 The script is read, not run. Of a shell it knows assignments, `$NAME`, `${NAME:-default}` and whole-number `$((...))`.
 Where a variable is set more than once, as in the branches of an `if`, the last one counts; what another program says,
 `$(...)`, and variables that are set elsewhere stay as they are written.
@@ -18,13 +20,25 @@ import yaml
 
 from tasks.config.errors import NO_YAML, ConfigError
 
-OVERRIDE = re.compile(r"^(?:\+{0,2}|~)(?P<path>[A-Za-z_]\w*(?:\.[\w-]+)+)=(?P<value>.*)$", re.DOTALL)
+OVERRIDE = re.compile(r"^\+{0,2}(?P<path>[A-Za-z_]\w*(?:\.[\w-]+)+)=(?P<value>.*)$", re.DOTALL)
+OTHER = re.compile(
+    r"^(?P<path>\+{0,2}[A-Za-z_][\w./@-]*)=(?P<value>.*)$|^(?P<taken_away>~[A-Za-z_][\w.]*)(?:=.*)?$", re.DOTALL
+)
+"""A word that is no override of one field, but says something of the settings: of a group, or that a field is gone."""
+GROUP = re.compile(r"^\+{0,2}[A-Za-z_][\w.]*[/@][\w./@-]*=|^~[A-Za-z_][\w.]*(?:=|$)|^--config-(?:name|path|dir)\b")
+"""Such a word as no shell variable is written."""
+ARRAY = re.compile(r"^\s*(?:(?:declare|local|readonly)\s+(?:-\w+\s+)*)?[A-Za-z_]\w*\+?=\((?P<rest>.*)$", re.DOTALL)
+"""Words for a later command; it goes on until its bracket closes."""
+FLAG = re.compile(r"^(?P<path>--?[A-Za-z][\w-]*)(?:=(?P<value>.*))?$", re.DOTALL)
+THEIRS = re.compile(r"^verl(?:_omni)?\.")
+ENDS_COMMAND = re.compile(r"^(?:\|\|?|&&?|;|\d*[<>].*)$")
 ASSIGNMENT = re.compile(r"^(?P<name>[A-Za-z_]\w*)=(?P<value>.*)$", re.DOTALL)
 DECLARES = ("export", "local", "readonly", "declare")
 VARIABLE = re.compile(r"\$(?:\{(?P<braced>[A-Za-z_]\w*)(?::?[-=](?P<default>[^{}]*))?\}|(?P<plain>[A-Za-z_]\w*))")
 ARITHMETIC = re.compile(r"\$\(\((?P<sum>[^()]*(?:\([^()]*\)[^()]*)*)\)\)")
 COMMAND = re.compile(r"\$\([^()]*(?:\([^()]*\)[^()]*)*\)")
 UNKNOWN = "$SET_BY_A_COMMAND"
+TWO_NUMBERS = re.compile(r"^(?=.*\.)[\d.eE+-]+_[\d.eE+-]+$")
 LONGEST_LINE = 100_000
 """Characters: a variable may hold another twice, which holds one twice, and so on."""
 OPERATIONS: dict[type, Callable[[int, int], int]] = {
@@ -41,12 +55,17 @@ class Override:
     """One override as it was given.
 
     Attributes:
-        path: dotted, without Hydra's `+`, `++` or `~`.
-        value: read as YAML, which is what Hydra's values are as far as the reference's scripts go.
+        path: dotted, without Hydra's `+` or `++`; or the word as it stands, where it is no override of one field.
+        value: read as YAML, which is what Hydra's values are as far as the reference's scripts go; None for a word that
+            has none.
     """
 
     path: str
-    value: Any
+    value: Any = None
+
+    def __str__(self) -> str:
+        has_none = self.value is None and self.path.startswith(("~", "-"))
+        return self.path if has_none else f"{self.path}={self.value}"
 
 
 def read_overrides(text: str, source: str = "the script") -> list[Override]:
@@ -58,20 +77,56 @@ def read_overrides(text: str, source: str = "the script") -> list[Override]:
     """
     found: dict[str, Override] = {}
     variables: dict[str, str] = {}
-    for number, line in _lines(text):
+    for number, line, in_array in _without_brackets(_lines(text)):
         place = f"{source}, line {number}"
         words = _words(_filled(line, variables, place), place)
+        if in_array:
+            found |= {override.path: override for override in _overrides(words, start=0)}
+            continue
         assigned = [ASSIGNMENT.match(word) for word in words if word not in DECLARES]
         if all(assigned) and not any(OVERRIDE.match(word) for word in words):
             variables |= {match["name"]: match["value"] for match in assigned if match}
             continue
-        for override in filter(None, map(OVERRIDE.match, words)):
-            found[override["path"]] = Override(override["path"], _value(override["value"]))
+        found |= {override.path: override for override in _overrides(words)}
     if not found:
         raise ConfigError(
             f"{source} holds no override of the form section.field=value: give a script that starts a run"
         )
     return list(found.values())
+
+
+def _overrides(words: list[str], start: int | None = None) -> Iterator[Override]:
+    """Those of a command line: all of the form a.b=c, and, from `start` on, what else its program is given."""
+    start = _own_words(words) if start is None else start
+    end = next((index for index, word in enumerate(words) if index >= start and ENDS_COMMAND.match(word)), len(words))
+    for index, word in enumerate(words):
+        is_own, override = start <= index < end, OVERRIDE.match(word)
+        if override:
+            yield Override(override["path"], _value(override["value"]))
+        elif is_own and (other := OTHER.match(word)):
+            yield Override(
+                other["taken_away"] or other["path"], None if other["taken_away"] else _value(other["value"])
+            )
+        elif is_own and (flag := FLAG.match(word)):
+            follows = words[index + 1] if index + 1 < end and flag["value"] is None else ""
+            told = flag["value"] if not follows or follows.startswith(("-", "$")) or "=" in follows else follows
+            yield Override(flag["path"], None if told is None else _value(told))
+
+
+def _own_words(words: list[str]) -> int:
+    """From where on the words are the program's own: behind its module or file, or all of a list of overrides."""
+    first = next((index for index, word in enumerate(words) if OVERRIDE.match(word) or GROUP.match(word)), None)
+    modules = [index for index, word in enumerate(words) if index and words[index - 1] == "-m" and THEIRS.match(word)]
+    if first is None:
+        return modules[-1] + 1 if modules else len(words)
+    before = words[:first]
+    programs = [
+        index for index, word in enumerate(before) if word.endswith(".py") or before[index - 1 : index] == ["-m"]
+    ]
+    if programs:
+        return programs[-1] + 1
+    named = [index for index, word in enumerate(before) if "=" not in word]
+    return named[-1] + 1 if named else 0
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
@@ -89,6 +144,17 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
         whole = ""
     if whole:
         yield start, whole
+
+
+def _without_brackets(lines: Iterator[tuple[int, str]]) -> Iterator[tuple[int, str, bool]]:
+    """The lines, and whether each is in an array: then without its name and brackets."""
+    in_array = False
+    for number, line in lines:
+        begins = None if in_array else ARRAY.match(line)
+        in_array, inside = in_array or begins is not None, begins["rest"] if begins else line
+        closes = in_array and inside.count(")") > inside.count("(")
+        yield number, inside.rstrip().removesuffix(")") if closes else inside, in_array
+        in_array = in_array and not closes
 
 
 def _words(line: str, place: str) -> list[str]:
@@ -139,7 +205,12 @@ def _number(node: ast.expr, variables: dict[str, str]) -> int:
 
 
 def _value(text: str) -> Any:
-    """As YAML, and text where that fails; numbers like 1e-5, which YAML 1.1 takes for text, are numbers."""
+    """As YAML, and text where that fails; numbers like 1e-5, which YAML 1.1 takes for text, are numbers.
+
+    0.5_5 is text: verl writes two bounds so, which YAML 1.1 and Python read as 0.55.
+    """
+    if TWO_NUMBERS.match(text):
+        return text
     try:
         value = yaml.safe_load(text)
     except NO_YAML:
