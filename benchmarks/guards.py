@@ -37,8 +37,8 @@ from tasks.data.prompts import Prompt, load_prompts
 from tasks.records.guards import TRAINED, Guard, GuardWatch
 from tasks.records.history import RunHistory
 from tasks.rewards import RewardResult, get_reward
-from tasks.rewards.base import ScoredPrompt
 from tasks.rewards.ocr import OcrReward, text_similarity, wanted_text
+from tasks.rewards.scored_prompt import ScoredPrompt
 from tasks.rewards.statistics import GUARDS as STATISTICS
 from tasks.rewards.statistics import diversity, picture_statistics
 

@@ -10,15 +10,12 @@ import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from models.errors import DoubleflowError
-
-if TYPE_CHECKING:
-    from tasks.actors.cluster import ActorGroup
 
 POLL_S = 2.0
 ANSWER_S = 5.0
@@ -116,6 +113,16 @@ def _fails(answer: ray.ObjectRef) -> bool:
     return False
 
 
+class Placed(Protocol):
+    """A group of actors, as far as the machines that they are on go; `tasks.actors.cluster.ActorGroup` is one."""
+
+    restarts: bool
+    whereabouts: Whereabouts
+
+    def __len__(self) -> int:
+        """How many actors it has."""
+
+
 class MachineLog:
     """Tells which machines are lost, what was on them, and when it is back; of what others have seen, look by look.
 
@@ -186,7 +193,7 @@ class MachineWatch:
         log: where it is said.
     """
 
-    def __init__(self, groups: "Mapping[str, ActorGroup]", log: "logging.Logger | logging.LoggerAdapter[Any]"):
+    def __init__(self, groups: Mapping[str, Placed], log: "logging.Logger | logging.LoggerAdapter[Any]"):
         self.groups, self.log = groups, log
         self._told = MachineLog({name: group.restarts for name, group in groups.items()}, log)
         self._metered = 0
@@ -251,7 +258,7 @@ def _title(actor: Actor) -> str:
 
 @contextmanager
 def watched_machines(
-    groups: "Mapping[str, ActorGroup]", log: "logging.Logger | logging.LoggerAdapter[Any]", advice: str
+    groups: Mapping[str, Placed], log: "logging.Logger | logging.LoggerAdapter[Any]", advice: str
 ) -> Iterator[MachineWatch]:
     """Watch the machines that a run's actors are on.
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
 from types import FunctionType, MappingProxyType
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from models.import_paths import ModuleNotAllowed
 from models.registry import import_object
 from tasks.rewards import served
 from tasks.rewards.per_sample import arguments, asks_served_model, is_per_sample, score_each
+from tasks.rewards.scored_prompt import ScoredPrompt
 from tasks.system.credentials import CredentialError, refuse_secret_options
 
 Input = Literal["images", "video", "latents"]
@@ -34,22 +35,6 @@ class RewardError(DoubleflowError, ValueError):
     It is a mistake of the run's set-up: it ends the run and is not tried again. Any other error of a reward is a
     failure, after which its scores are missing.
     """
-
-
-class ScoredPrompt(Protocol):
-    """What a reward may know of a sample's prompt; `tasks.data.prompts.Prompt` is one."""
-
-    @property
-    def prompt(self) -> str:
-        """What the picture was asked for."""
-
-    @property
-    def target(self) -> str | None:
-        """The text that it is to show, where the data set names one."""
-
-    @property
-    def metadata(self) -> Mapping[str, Any]:
-        """Whatever else the data set's row holds."""
 
 
 @dataclass(frozen=True)
