@@ -31,7 +31,7 @@ from tasks.rewards import (
     with_group_means,
 )
 from tasks.rewards.base import one_kind_of_lists
-from tasks.rewards.statistics import diversity, picture_statistics
+from tasks.rewards.statistics import PictureStatistics, diversity, picture_statistics
 
 
 class RewardFailure(DoubleflowError, RuntimeError):
@@ -447,12 +447,12 @@ def trained_reward(
     return weighted_sum(filled, {name: functions[name].share for name in scores})
 
 
-def _statistics(measured: Sequence[tuple[dict[str, np.ndarray], np.ndarray]], uids: np.ndarray) -> pd.DataFrame:
+def _statistics(measured: Sequence[PictureStatistics], uids: np.ndarray) -> pd.DataFrame:
     """Columns image/<statistic>; none where no pictures were decoded, or none were to be measured."""
     if not measured:
         return pd.DataFrame()
     columns: dict[str, Any] = {
-        f"image/{name}": np.concatenate([values[name] for values, _ in measured]) for name in measured[0][0]
+        f"image/{name}": np.concatenate([batch.values[name] for batch in measured]) for name in measured[0].values
     }
-    thumbnails = np.concatenate([small for _, small in measured])
+    thumbnails = np.concatenate([batch.thumbnails for batch in measured])
     return pd.DataFrame(columns | {"image/diversity": diversity(thumbnails, uids)})

@@ -17,7 +17,7 @@ from models.samples.trajectories import LATENTS, PICTURES, PICTURES_ALONE, Promp
 from models.schedulers.noise_keys import NoiseKey
 from models.weights.canary import Agreement, CanaryLimits
 from tasks.actors.cluster import ActorGroup, RankPlaces
-from tasks.actors.messages import Loaded, PolicyWeights, Proof, RolloutReply, ask
+from tasks.actors.messages import Loaded, PolicyWeights, Proof, RolloutReply, ask, reference
 from tasks.actors.rollout_worker import RolloutWorker
 from tasks.actors.router import Router
 from tasks.config.rollout import DiffusionRolloutConfig
@@ -63,10 +63,10 @@ def pending_batch(
         tuple(prompts[key.prompt_uid] for key in keys),
         keys,
         text,
-        reply.recorded,
-        reply.pictures if PICTURES in outputs else None,
-        reply.latents if LATENTS in outputs else None,
-        reply.seconds,
+        reference(reply.recorded),
+        reference(reply.pictures) if PICTURES in outputs else None,
+        reference(reply.latents) if LATENTS in outputs else None,
+        reference(reply.seconds),
         worker,
     )
 
