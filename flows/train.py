@@ -101,7 +101,7 @@ def fit(run: TrainingRun) -> tuple[Summary, str]:
         run.report.add(0, result.metrics())
         run.report.add_validation(0, result)
         run.report.write()
-        progress.validated()
+        progress.show_validation()
 
     clock = Stopwatch(first)
 

@@ -74,9 +74,6 @@ class TrainingEngine(Protocol):
             ValueError: the config keeps no such weights.
         """
 
-    def averaged(self) -> AbstractContextManager[None]:
-        """Context in which the engine's weights are their moving average, where the config asks for one."""
-
     def gather_weights(self) -> dict[str, Tensor]:
         """The trained weights by the names of `models.weights.trainable.trainable`, each of its whole shape, on the
         CPU; on rank 0 (empty on the others)."""

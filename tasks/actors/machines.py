@@ -78,8 +78,8 @@ class Whereabouts:
         """The machine that an actor was on when it last answered."""
         return self.machine(number) or self._last[number]
 
-    def moved(self, number: int) -> None:
-        """Its machine is lost: it has to answer from another one."""
+    def ask_again(self, number: int) -> None:
+        """Ask an actor whose machine is lost: it has to answer from another one."""
         self._asked[number] = self._ask(number)
 
     def lost(self, number: int, machine: str | None) -> str | None:
@@ -94,7 +94,7 @@ class Whereabouts:
             answered = ray.wait([asked], timeout=POLL_S)[0]  # it is there, or is dead for good
             name = lost_machines().get(before)
             if name is not None and self.machine(number) == before:
-                self.moved(number)
+                self.ask_again(number)
             if name is not None or answered:
                 return name
 
@@ -225,7 +225,7 @@ class MachineWatch:
         """Tell what is new."""
         places = {actor: self.groups[actor[0]].whereabouts.last(actor[1]) for actor in self._actors()}
         for name, number in self._told.tell(places, lost_machines()):
-            self.groups[name].whereabouts.moved(number)
+            self.groups[name].whereabouts.ask_again(number)
 
     def _actors(self) -> Iterator[Actor]:
         for name, group in self.groups.items():

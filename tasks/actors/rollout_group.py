@@ -172,7 +172,7 @@ class RolloutGroup:
             worker = self.router.next_free()
             reply = ask(RolloutReply, self.group.actors[worker].generate, request, pipeline, self.weights)
             batch = pending_batch(named, keys, request.prompts.lengths, reply, recording.outputs, worker)
-            self.router.taken(worker, batch.seconds)
+            self.router.assign(worker, batch.seconds)
             yield batch
 
     def batch_keys(

@@ -180,7 +180,7 @@ class TrainerRank:
     def export(self, folder: Path) -> None:
         """Write the weights, or their average where one is kept, as diffusers users load them; every rank gathers, rank
         0 writes."""
-        with self.engine.averaged():
+        with self.engine.holding("average" if self.actor_config.ema.enable else "policy"):
             weights = self.engine.gather_weights()
         if dist.get_rank() == 0:
             export_weights(DiffusionModelBase.get_class(self.model_config), self.model_config, weights, folder)

@@ -251,7 +251,7 @@ def _advice(config: TrainConfig, need: Need, there: float) -> str:
         ways.append("set actor.fsdp_config.gradient_checkpointing to true")
     if not actor.fsdp_config.param_offload:
         ways.append("set actor.fsdp_config.param_offload to true")
-    if not model.lora_rank:
+    if not model.trains_lora:
         ways.append("train LoRA with model.lora_rank")
     if model.dtype == "float32":
         ways.append("set model.dtype to bfloat16")
