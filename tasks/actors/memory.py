@@ -60,7 +60,7 @@ def peak_metrics(group: str, peaks: Sequence[Mapping[str, int]]) -> dict[str, fl
 
 
 def resident_mb() -> float:
-    """Of this process."""
+    """What this process holds of its machine's memory, in MB."""
     return psutil.Process().memory_info().rss / 1e6
 
 

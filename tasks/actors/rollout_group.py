@@ -241,13 +241,13 @@ class RolloutGroup:
 
     @property
     def policy_version(self) -> int:
-        """Of the weights that were given last: the iteration that they are of."""
+        """The iteration that the weights are of which were given last."""
         if self.weights is None:
             raise RuntimeError("the rollout was given no weights yet")
         return self.weights.version
 
     def next_number(self) -> int:
-        """Of the next weights."""
+        """The number that the next weights have."""
         return next(self._numbers)
 
     def load_exported(self, folder: Path) -> None:

@@ -77,7 +77,7 @@ class TrainerGroup:
         self._warming = [actor.warm_up.remote(canary) for actor in self.group.actors]
 
     def old_log_probs(self, batches: Sequence[PendingBatch | PairBatch]) -> tuple[list[OldBatch], list[torch.Tensor]]:
-        """Of each batch what the present weights say, and the rollout's own log-probs [m, W].
+        """What the present weights say of each batch, and the rollout's own log-probs [m, W].
 
         Batches are all of one size and a multiple of the ranks (the config's checks), so every rank makes as many
         passes.

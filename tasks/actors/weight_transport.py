@@ -164,7 +164,7 @@ class Routes:
         self._ranks, self._numbers = ranks, itertools.count(1)
 
     def to(self, workers: Sequence[ActorHandle], transport: Literal["ipc", "collective"]) -> list[Route]:
-        """Of each rank, found out anew for every transfer: a worker may have been started again since.
+        """The route of each rank, found out anew for every transfer: a worker may have been started again since.
 
         Raises:
             WeightSyncError: a worker sees no rank's memory.

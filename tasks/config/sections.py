@@ -108,7 +108,7 @@ class RunSections(Section):
 
     @property
     def planned_optimizer_steps(self) -> int:
-        """Of the whole run, if no mini-batch drops out."""
+        """The optimiser steps of the whole run, if no mini-batch drops out."""
         actor = self.actor_rollout_ref.actor
         iteration = self.data.train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs
         return iteration * self.trainer.total_training_steps

@@ -334,7 +334,7 @@ class PerSampleReward(FunctionReward):
         self.wants = getattr(function, "wants", "video")  # type: ignore[misc]
 
     async def score(self, batch: np.ndarray, prompts: Sequence[ScoredPrompt]) -> RewardResult:
-        """Of each sample by itself."""
+        """The scores of the samples, each by itself."""
         batch = batch if batch.ndim == 5 else batch[:, None]
         return RewardResult(*await score_each(self._function, batch, prompts, self._options))
 

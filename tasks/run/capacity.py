@@ -139,7 +139,7 @@ def checkpoint_bytes(config: TrainConfig, cost: PassCost) -> int:
 
 
 def needs(config: TrainConfig, model_config: DiffusionModelConfig, cost: PassCost) -> Needs:
-    """Of one trainer rank, of one rollout worker, and of text encoders that share their GPU."""
+    """What one trainer rank, one rollout worker, and text encoders that share their GPU need of it."""
     return Needs(_update(config, model_config, cost), _rollout(config, model_config, cost), colocated_encoders(config))
 
 

@@ -258,7 +258,7 @@ def check_resources(config: TrainConfig, trains: bool = True) -> None:
 
 
 def rank_places(config: TrainConfig) -> RankPlaces:
-    """Of the trainer's ranks, and of the rollout workers and text encoders that are colocated with them."""
+    """The places of the trainer's ranks, and of the rollout workers and text encoders that are colocated with them."""
     trainer, placement = config.trainer, config.actor_rollout_ref.rollout.placement
     shared = config.is_online and placement == "colocated"
     encodes = config.data.encoders is not None and config.data.encoders.is_colocated

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Docstrings say the shapes: every public function of the floors that takes or gives a tensor."""
+"""Docstrings of public functions: they begin with what is returned, and say the shapes of tensors."""
 
 import ast
 import re
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+ALL_FLOORS = ("flows", "tasks", "models")
 FLOORS = ("models", "tasks")
 SHAPE = re.compile(r"\[[^\[\]]*\]|\bscalars?\b|\bshapes?\b")
 """[B, ...] or any other list of sizes, a scalar, or in words whose shape it is: weights by name have one each."""
@@ -75,6 +76,19 @@ def test_every_function_of_tensors_says_their_shapes() -> None:
     assert len(found) > 150, "the functions are no longer found, so this test would prove nothing"
     missing = without_shapes(found)
     assert not missing, "no shape in the docstring, such as [B, ...]:\n" + "\n".join(missing)
+
+
+def test_they_begin_with_what_is_returned() -> None:
+    """ "Of the whole run" leaves the reader to look for the name."""
+    left_out = []
+    for path in sorted(path for floor in ALL_FLOORS for path in (ROOT / floor).rglob("*.py")):
+        nodes = ast.walk(ast.parse(path.read_text()))
+        named = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+        public = {node: ast.get_docstring(node) or "" for node in named if not node.name.startswith("_")}
+        left_out += [
+            f"{path.relative_to(ROOT)}:{node.lineno}" for node, said in public.items() if said.startswith("Of ")
+        ]
+    assert not left_out, "of what? Begin with what is returned:\n" + "\n".join(left_out)
 
 
 SOURCE = '''
