@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from transformers import AutoModel
 
-import models.families  # noqa: F401  registers the adapters
 from benchmarks.real_size import write_configs
 from flows.recipes import load_recipe
 from models.cost.memory import GIB, Need, rollout_need, update_need

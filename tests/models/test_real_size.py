@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-import models.families  # noqa: F401  registers the adapters
 from models.cost.flops import forward_flops, step_flops
 from models.cost.meta_pass import KnownResults
 from models.families.base import TEXT, DiffusionModelBase, DiffusionModelConfig
