@@ -307,7 +307,7 @@ def call_spans(
     """The samples of each call: the first, and the first that is no longer among them.
 
     Args:
-        edges: where rollout batches begin, and the end of the last one.
+        edges: [batches + 1], where rollout batches begin, and the end of the last one.
         size: `reward.functions.*.batch_size`.
         workers: of the reward.
         share: of each rollout batch, rounded up; below 1 no call covers two of them.

@@ -100,7 +100,7 @@ class TrainerGroup:
     def update(
         self, batches: Sequence[PendingBatch | PairBatch], advantages: np.ndarray, old: OldScores | None
     ) -> dict[str, float]:
-        """Train on one iteration's batches; metrics averaged over the ranks that have them.
+        """Train on one iteration's batches and advantages [samples]; metrics averaged over the ranks that have them.
 
         Raises:
             NothingToLearn: samples have an advantage, but none is left to train on.
@@ -185,7 +185,7 @@ class TrainerGroup:
 
 
 def check_plans(plans: Sequence[Sequence[RankMiniBatch]], advantages: np.ndarray) -> None:
-    """An update without an optimiser step is one whose advantages were all left out on purpose, as NaN.
+    """An update without an optimiser step is one whose advantages [samples] were all left out on purpose, as NaN.
 
     Raises:
         NothingToLearn: it is not; every step of every sample with an advantage was rejected.

@@ -124,7 +124,12 @@ class Reward(ABC):
     def score(
         self, batch: np.ndarray, prompts: Sequence[ScoredPrompt]
     ) -> RewardResult | np.ndarray | Awaitable[RewardResult | np.ndarray]:
-        """The scores of a checked batch, bare or with details; each must not depend on the others in the batch."""
+        """The scores [B] of a checked batch, bare or with details; each must not depend on the others in the batch.
+
+        Args:
+            batch: of the kind that `wants` names, in the shape that the class says of it: [B, ...].
+            prompts: of its samples.
+        """
 
     def _checked(self, batch: np.ndarray, prompts: Sequence[ScoredPrompt]) -> RewardResult:
         answer = self.score(batch, prompts)

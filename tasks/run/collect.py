@@ -44,6 +44,7 @@ def sample_table(
 
     Args:
         samples: of `Scores`, in the order sampled.
+        advantages: [samples], in that order.
         policy_version: the iteration whose weights sampled.
         kept: so many pictures, the first, are artifacts; `image` is their path and empty for the others.
     """
