@@ -35,8 +35,8 @@ from tasks.run.capacity import (
     warn_of_others,
 )
 from tasks.system.gpu_memory import InUse, gpu_memory_in_use
-from tests.models.test_real_size import published
 from tests.support.helpers import actor_config, model_config
+from tests.support.published_models import published
 from tests.support.tiny_models import FAMILIES, embeddings_of
 
 ROOT = Path(__file__).parents[2]
