@@ -26,6 +26,7 @@ from benchmarks.real_size import KL_VAE, SEED, drawn
 from models.tiny_qwen_image.build import train_tokenizer
 from tasks.data.prompts import load_prompts
 from tasks.system.files import put_in_place
+from tests.support.published_models import MODELS
 
 CLIP_L = {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12, "num_hidden_layers": 12}
 CLIP_G = {
@@ -112,8 +113,6 @@ CLIP_LENGTH = 77
 
 def parts(model: str) -> dict[str, Callable[[], nn.Module]]:
     """The networks of a model, by component: each call makes one, on torch's default device and in its format."""
-    from tests.models.test_real_size import MODELS
-
     published = MODELS[model]
     config = {key: value for key, value in published.transformer.items() if not key.startswith("_")}
     vae, settings = VAES.get(model, ("AutoencoderKL", KL_VAE))
@@ -174,8 +173,6 @@ def write(
 
 
 def _write(model: str, aside: Path, prompts: list[str], device: str, chosen: tuple[str, ...]) -> dict[str, float]:
-    from tests.models.test_real_size import MODELS
-
     published, seconds = MODELS[model], dict[str, float]()
     index: dict[str, Any] = {"_class_name": published.architecture, "_diffusers_version": diffusers.__version__}
     for name, tokenizer in tokenizers(model, prompts).items():

@@ -37,8 +37,8 @@ from tasks.data.prompts import Prompt, load_prompts
 from tasks.records.guards import TRAINED, Guard, GuardWatch
 from tasks.records.history import RunHistory
 from tasks.rewards import RewardResult, get_reward
-from tasks.rewards.base import ScoredPrompt
 from tasks.rewards.ocr import OcrReward, text_similarity, wanted_text
+from tasks.rewards.scored_prompt import ScoredPrompt
 from tasks.rewards.statistics import GUARDS as STATISTICS
 from tasks.rewards.statistics import diversity, picture_statistics
 
@@ -230,7 +230,7 @@ def mixed(ends: Sequence[Sequence[tuple[np.ndarray, dict[str, Any]]]], late: np.
     """The rows of as many pictures, each from the second of `ends` where it is `late`, with their diversity."""
     chosen = [now if gave_way else before for before, now, gave_way in zip(*ends, late, strict=True)]
     table = pd.DataFrame([row for _, row in chosen])
-    thumbnails = picture_statistics(np.stack([picture for picture, _ in chosen]))[1]
+    thumbnails = picture_statistics(np.stack([picture for picture, _ in chosen])).thumbnails
     return table.assign(**{"image/diversity": diversity(thumbnails, table["uid"].to_numpy())})
 
 
@@ -242,7 +242,7 @@ def scored(
         label: get_reward(label)(pictures, prompts).scores for label in dict.fromkeys((trained, "ocr", "tesseract"))
     }
     columns = {"reward": found[trained]} | {f"reward/{label}": scores for label, scores in found.items()}
-    columns |= {f"image/{label}": values for label, values in picture_statistics(pictures)[0].items()}
+    columns |= {f"image/{label}": values for label, values in picture_statistics(pictures).values.items()}
     rows = pd.DataFrame(columns).assign(uid=[prompt.uid for prompt in prompts])
     return list(zip(pictures, rows.to_dict("records"), strict=True))
 

@@ -24,7 +24,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import models.families  # noqa: F401  registers the adapters
 from models.config.actor import (
     DiffusionActorConfig,
     DiffusionLossConfig,

@@ -30,7 +30,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import models.families  # noqa: F401  registers the adapters
 from benchmarks.real_size import use_random_weights, write_configs
 from models.config.actor import DiffusionActorConfig, DiffusionLossConfig, FSDPConfig
 from models.config.algo import DiffusionRolloutAlgoConfig

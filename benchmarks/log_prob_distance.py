@@ -34,7 +34,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import models.families  # noqa: F401  registers the adapters
 import models.rollout.diffusers as rollout_module
 import models.training.fsdp as trainer_module
 from benchmarks.iteration import advantages_of, move_off_zero, request_of

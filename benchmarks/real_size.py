@@ -12,6 +12,7 @@ from torch import nn
 from models.families.base import DiffusionModelBase, DiffusionModelConfig
 from models.families.latents import component_config
 from models.weights.trainable import keep_formats
+from tests.support.published_models import MODELS
 
 SEED = 0
 KL_VAE: dict[str, Any] = {
@@ -29,9 +30,7 @@ KL_VAE: dict[str, Any] = {
 
 
 def write_configs(model: str, folder: Path) -> None:
-    """A folder in diffusers format with every config and no weight, of a model of `tests/models/test_real_size.py`."""
-    from tests.models.test_real_size import MODELS
-
+    """A folder in diffusers format with every config and no weight, of a model of `tests.support.published_models`."""
     published = MODELS[model]
     decoder = vae(published.architecture, "meta")
     parts = {

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import models.families  # noqa: F401  registers the adapters
 from benchmarks.real_size import transformer, vae, write_configs
 from models.config.algo import DiffusionRolloutAlgoConfig
 from models.config.model import ModelConfig

@@ -26,7 +26,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import models.families  # noqa: F401  registers the adapters
 from benchmarks.words import ALL_SAMPLES
 from flows.recipes import load_recipe, parse_changes
 from models.config.algo import DiffusionRolloutAlgoConfig

@@ -5,9 +5,11 @@ A module that holds a flow calls its command before its own imports, which take 
 was given with pydantic and YAML alone (`flows.recipes`, `tasks.run.early`), and imports the flow once that is right.
 """
 
+import importlib
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -45,6 +47,14 @@ RUNS = Path("runs")
 Tracking = Annotated[str | None, typer.Option(help="MLflow's URI; else MLFLOW_TRACKING_URI, or mlflow.db.")]
 
 
+def flow_of(command: str) -> Callable[..., Any]:
+    """The flow that a command starts, or of `report` the function: `flows.<command>` has it by the same name.
+
+    Its module is found by that name, as Prefect finds a deployment's, because it imports this one to start the command.
+    """
+    return getattr(importlib.import_module(f"flows.{command}"), command)
+
+
 def _chosen(
     recipe: str, file: Path | None, changes: list[str] | None, overrides: Path | None, trains: bool
 ) -> tuple[TrainConfig, TrainOverrides]:
@@ -73,10 +83,9 @@ def train(
             typer.echo(explained(shown.with_changes(parse_changes(changes or [], overrides, shown)), fields))
             return
         chosen, changed = _chosen(recipe, config, changes, overrides, trains=True)
-        from flows.train import train as flow
         from tasks.run.summary import Summary
 
-        summary = Summary(**started(flow, debug, config=chosen, overrides=changed, continues=True))
+        summary = Summary(**started(flow_of("train"), debug, config=chosen, overrides=changed, continues=True))
         typer.echo(f"\n{summary.text()}\n")
 
 
@@ -93,9 +102,8 @@ def validate(
         chosen, changed = _chosen(recipe, config, changes, overrides, trains=False)
         if weights is not None and not weights.is_dir():
             raise ConfigError(f"--weights is {weights}, which is not a folder: give one that a run exported")
-        from flows.validate import validate as flow
 
-        for name, value in sorted(started(flow, debug, chosen, weights, changed).items()):
+        for name, value in sorted(started(flow_of("validate"), debug, chosen, weights, changed).items()):
             typer.echo(f"{name:32} {value:.4f}")
 
 
@@ -117,9 +125,8 @@ def sweep(
         changed = config.with_changes(overrides)
         check_early(changed)
         check_fields(changed, searches)
-        from flows.sweep import sweep as flow
 
-        for name, value in started(flow, debug, config, searches, overrides, continues=True).items():
+        for name, value in started(flow_of("sweep"), debug, config, searches, overrides, continues=True).items():
             typer.echo(f"{name:16} {value}")
 
 
@@ -134,9 +141,8 @@ def reproduce(
     with in_a_sentence(debug):
         found, _, tracking = _found(run, RUNS, tracking)
         place = _recorded(tracking, found)
-        from flows.reproduce import reproduce as flow
 
-        state = started(flow, debug, found, iterations, tolerance, place, return_state=True)
+        state = started(flow_of("reproduce"), debug, found, iterations, tolerance, place, return_state=True)
         if not state.is_completed():
             state.result()  # raises
         typer.echo(state.message)
@@ -155,9 +161,8 @@ def compare(
         first, _, tracking = _found(run, folder, tracking)
         second, _, tracking = _found(against, folder, tracking)
         place = _recorded(tracking, first, second)
-        from flows.compare import compare as flow
 
-        typer.echo(started(flow, debug, first, second, place, folder))
+        typer.echo(started(flow_of("compare"), debug, first, second, place, folder))
 
 
 def report(
@@ -170,11 +175,10 @@ def report(
     with in_a_sentence(debug):
         found, own, tracking = _found(run, folder, tracking)
         place = _recorded(tracking, found)
-        from flows.report import report as write
         from tasks.records.history import RunHistory
         from tasks.records.tracking import mlflow_client
 
-        typer.echo(write(RunHistory(mlflow_client(place), found), own))
+        typer.echo(flow_of("report")(RunHistory(mlflow_client(place), found), own))
 
 
 def _found(run: str, runs: Path, tracking: str | None) -> tuple[str, Path | None, str | None]:

@@ -27,7 +27,7 @@ def name_model() -> str:
 
 
 def name_search() -> str:
-    """Of a sweep."""
+    """The name of the search that a sweep makes."""
     return str(flow_run.parameters["search"].name)
 
 

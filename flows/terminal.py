@@ -63,7 +63,7 @@ class Commands(TyperGroup):
     """Sub-commands whose errors are `in_a_sentence`; `--debug`, an option of the group, stands before the command."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Of one sub-command."""
+        """What the sub-command returns that was asked for."""
         with in_a_sentence(ctx.params.get("debug", False), on_signal=raise_it):
             return super().invoke(ctx)
 

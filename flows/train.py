@@ -20,6 +20,7 @@ from prefect import flow
 from prefect.states import Completed, State
 
 from flows.names import name_training
+from flows.parts import in_parts
 from models.training.engine import HeldWeights
 from tasks.actors.trainer_group import Synced
 from tasks.config.common import CommonSettings, combined
@@ -41,7 +42,6 @@ from tasks.run.iteration_prompts import have_encoded
 from tasks.run.iteration_record import validation_records, write_record
 from tasks.run.loss_checks import check_first_ratio
 from tasks.run.opening import apply_overrides, open_run, recorded_config
-from tasks.run.parts import in_parts
 from tasks.run.preflight import check_inputs
 from tasks.run.progress import Progress
 from tasks.run.schedule import is_exported, is_measured, is_saved, is_validated
@@ -101,7 +101,7 @@ def fit(run: TrainingRun) -> tuple[Summary, str]:
         run.report.add(0, result.metrics())
         run.report.add_validation(0, result)
         run.report.write()
-        progress.validated()
+        progress.show_validation()
 
     clock = Stopwatch(first)
 

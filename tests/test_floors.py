@@ -53,6 +53,7 @@ class Model:
     path: str
     algorithm: str = "flow_grpo"
     lora_rank: int = 2
+    trains_lora: bool = True
     lora_alpha: int = 4
     target_modules: tuple | None = None
     dtype: str = "float32"

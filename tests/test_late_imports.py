@@ -22,8 +22,6 @@ OPTIONAL = {
 """Of one reward, engine or tracker, which a machine may be without."""
 LATE = HEAVY | OPTIONAL
 NEEDED = {
-    ("models.training.engine", "models.training.fsdp"): "it registers itself there",
-    ("models.training.engine", "models.training.veomni_engine"): "it registers itself there",
     ("models.families.base", "models.schedulers"): "its scheduler, with diffusers, at the first use of the name",
     ("models.runtime.determinism", "torch"): "Ray sends the function to processes that have no path to its module yet",
     ("models.weights.buckets", "torch.distributed"): "ProcessGroupNCCL, which is in torch's builds for CUDA alone",

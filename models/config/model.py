@@ -54,9 +54,14 @@ class ModelConfig(Section):
         "new batch size.",
     )
 
+    @property
+    def trains_lora(self) -> bool:
+        """Are LoRA weights trained, and not all of the transformer's?"""
+        return self.lora_rank > 0
+
     @model_validator(mode="after")
     def _float8_weights_are_frozen(self) -> Self:
-        if self.frozen_dtype is not None and self.lora_rank == 0:
+        if self.frozen_dtype is not None and not self.trains_lora:
             raise ValueError(
                 f"frozen_dtype is {self.frozen_dtype}, but lora_rank is 0, which trains all weights: set lora_rank, or "
                 "leave frozen_dtype out"

@@ -64,7 +64,7 @@ class DiffusionModelConfig:
     @property
     def trains_lora(self) -> bool:
         """Are LoRA weights trained, and not all of the transformer's?"""
-        return self.model.lora_rank > 0
+        return self.model.trains_lora
 
     @property
     def dtype(self) -> torch.dtype:

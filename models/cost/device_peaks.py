@@ -33,5 +33,5 @@ PEAK_TFLOPS: dict[str, dict[str, float]] = {
 
 
 def peak_tflops(device_name: str, dtype: str) -> float | None:
-    """Of one device in that number format; None where the table does not know it."""
+    """The highest TFLOP/s of one device in that number format; None where the table does not know it."""
     return PEAK_TFLOPS.get(device_name, {}).get(dtype)

@@ -61,7 +61,7 @@ class PolicyFlops:
     text: Batch
 
     def rollout(self, batches: Sequence[Batch]) -> float:
-        """Of all denoising steps; decoding is not counted."""
+        """The FLOP of all denoising steps; decoding is not counted."""
         steps = self.model_config.pipeline.num_inference_steps
         share = self.cost.sampling_flops / self._measured
         return steps * share * sum(batch.samples * self._step(batch) for batch in batches)
@@ -76,7 +76,7 @@ class PolicyFlops:
         recorded: float = 0.0,
         recompute: bool = False,
     ) -> float:
-        """Of all forward and backward passes.
+        """The FLOP of all forward and backward passes.
 
         Args:
             batches: what is trained on.

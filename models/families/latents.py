@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from models.families.base import DiffusionModelConfig
+    from models.config.view import DiffusionModelConfig
 
 
 @functools.lru_cache(maxsize=64)

@@ -10,7 +10,7 @@ TIME_CHANNELS = 256
 
 
 def model_width(config: Config) -> int:
-    """Of the residual stream."""
+    """The width of the residual stream."""
     return config["num_attention_heads"] * config["attention_head_dim"]
 
 

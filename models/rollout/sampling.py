@@ -65,7 +65,7 @@ class Denoising:
 
     @property
     def timesteps(self) -> Tensor:
-        """Of all steps, [T]."""
+        """The timesteps of all steps, [T]."""
         return self._scheduler.timesteps
 
     def advance(self, velocity: Tensor, unconditional: Tensor | None) -> None:

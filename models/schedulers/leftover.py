@@ -23,7 +23,7 @@ class Step(NamedTuple):
     std: float
 
     def variance(self, before: float) -> float:
-        """Of x', where x has that of `before`."""
+        """The variance of x', where that of x is `before`."""
         return self.slope**2 * before + self.std**2
 
 

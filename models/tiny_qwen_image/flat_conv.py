@@ -32,7 +32,7 @@ def flat_convolutions(vae: AutoencoderKLQwenImage) -> Iterator[None]:
 
 
 def _flat_forward(self: QwenImageCausalConv3d, x: torch.Tensor, cache_x: torch.Tensor | None = None) -> torch.Tensor:
-    """x: (batch, channels, frames, height, width); falls back to 3-D for several frames or a cached past."""
+    """x: [batch, channels, frames, height, width]; falls back to 3-D for several frames or a cached past."""
     if x.shape[2] != 1 or cache_x is not None:
         return QwenImageCausalConv3d.forward(self, x, cache_x)
     left, _, top, *_ = (int(side) for side in self._padding)

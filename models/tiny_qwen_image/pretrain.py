@@ -38,10 +38,10 @@ def pretrain(
 def train_vae(
     vae: AutoencoderKLQwenImage, pixels: torch.Tensor, settings: TinySettings, progress: Progress
 ) -> torch.Tensor:
-    """Train `vae` on crops of `pixels`, (pictures, 3, height, width) in [-1, 1], and write its latent statistics.
+    """Train `vae` on crops of `pixels`, [pictures, 3, height, width] in [-1, 1], and write its latent statistics.
 
-    Returns the latents of all pictures with mean 0 and standard deviation 1 a channel: (pictures, channels, height/2,
-    width/2). Afterwards the VAE is frozen.
+    Returns the latents of all pictures with mean 0 and standard deviation 1 a channel: [pictures, channels, height/2,
+    width/2]. Afterwards the VAE is frozen.
     """
     generator = torch.Generator().manual_seed(settings.seed + 1)
     parameters = list(vae.parameters())

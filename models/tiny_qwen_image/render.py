@@ -16,7 +16,7 @@ INK = (20, 20, 60)
 def render_picture(prompt: str, settings: TinySettings, rng: random.Random) -> np.ndarray:
     """Draw the last word of `prompt` ("the number 472" draws 472) dark on light, somewhere inside the frame.
 
-    Font size and place are drawn from `rng`, so that one prompt has many pictures. Returns uint8 (height, width, 3).
+    Font size and place are drawn from `rng`, so that one prompt has many pictures. Returns uint8 [height, width, 3].
     """
     text = prompt.split()[-1]
     font = ImageFont.load_default(rng.choice(settings.font_sizes))
@@ -33,8 +33,8 @@ def render_picture(prompt: str, settings: TinySettings, rng: random.Random) -> n
 def render_pictures(prompts: list[str], settings: TinySettings) -> tuple[torch.Tensor, torch.Tensor]:
     """`settings.pictures` pictures of prompts drawn at random.
 
-    Returns the pixels, float32 (pictures, 3, height, width) in [-1, 1], and for each picture the index of its
-    prompt, int64 (pictures,).
+    Returns the pixels, float32 [pictures, 3, height, width] in [-1, 1], and for each picture the index of its
+    prompt, int64 [pictures].
     """
     rng = random.Random(settings.seed)
     chosen = [rng.randrange(len(prompts)) for _ in range(settings.pictures)]

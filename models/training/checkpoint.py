@@ -5,11 +5,12 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -21,9 +22,26 @@ from torch.distributed.checkpoint.state_dict import (
 
 from models.errors import is_out_of_room
 from models.training.adam_state import offload_adam_state
+from models.training.gradients import NonfiniteSteps
+from models.training.weight_copies import WeightAverage, WeightCopy
 
 if TYPE_CHECKING:
-    from models.training.fsdp import DiffusersFSDPEngine
+    from models.config.actor import DiffusionActorConfig
+
+
+class Saved(Protocol):
+    """What of an engine is on disk, and how it keeps its optimiser."""
+
+    actor_config: "DiffusionActorConfig"
+    module: nn.Module
+    optimizer: torch.optim.AdamW
+    lr_scheduler: torch.optim.lr_scheduler.LRScheduler
+    optimizer_steps: int
+    updates: int
+    nonfinite: NonfiniteSteps
+    ema: WeightAverage | None
+    old_policy: WeightCopy | None
+    previous: WeightCopy | None
 
 
 class EngineCheckpoint:
@@ -32,7 +50,7 @@ class EngineCheckpoint:
     Every rank makes every call.
     """
 
-    def __init__(self, engine: "DiffusersFSDPEngine"):
+    def __init__(self, engine: Saved):
         self.engine = engine
         self._writing: Future | None = None
         self._group: dist.ProcessGroup | None = None

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a trainer rank asks of its engine, whichever it is, and how an engine is found by its name."""
 
+import importlib
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -73,9 +74,6 @@ class TrainingEngine(Protocol):
             ValueError: the config keeps no such weights.
         """
 
-    def averaged(self) -> AbstractContextManager[None]:
-        """Context in which the engine's weights are their moving average, where the config asks for one."""
-
     def gather_weights(self) -> dict[str, Tensor]:
         """The trained weights by the names of `models.weights.trainable.trainable`, each of its whole shape, on the
         CPU; on rank 0 (empty on the others)."""
@@ -99,6 +97,9 @@ class TrainingEngine(Protocol):
         """Restore what a save wrote, in place."""
 
 
+OWN = ("fsdp", "veomni_engine")
+"""Modules of this package, each of which registers one engine when imported; by name, for they import this one."""
+
 TRAINING_ENGINES: NameRegistry[type[TrainingEngine]] = NameRegistry("A training engine", "actor.strategy")
 """Engines by name; a class may also be given as package.module:Class."""
 
@@ -109,7 +110,6 @@ def get_training_engine(strategy: str) -> type[TrainingEngine]:
     Raises:
         ValueError: there is none; the message lists the known names.
     """
-    import models.training.fsdp  # here: they register themselves, and import this module
-    import models.training.veomni_engine  # noqa: F401
-
+    for module in OWN:
+        importlib.import_module(f"{__package__}.{module}")
     return TRAINING_ENGINES.get(strategy)

@@ -244,10 +244,6 @@ class DiffusersFSDPEngine(PolicyForward):
         reshard(self.module)
         return named(self.module, self._trained)
 
-    def averaged(self) -> AbstractContextManager[None]:
-        """Context in which the engine's weights are the moving average, where the config asks for one."""
-        return self.holding("average" if self.ema else "policy")
-
     def holding(self, which: HeldWeights) -> AbstractContextManager[None]:
         """Context in which the engine's weights are its own, or one of the copies that `HeldWeights` names.
 

@@ -131,7 +131,7 @@ class DigestBook:
         self._waiting, self._bytes = {}, 0
 
     def digests(self) -> Digests:
-        """Of all that was taken in; waits for the device once."""
+        """The digests of all that was taken in; waits for the device once."""
         if not self._found:
             return {}
         result: dict[str, dict[str, int]] = {}

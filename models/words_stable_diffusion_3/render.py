@@ -59,7 +59,7 @@ def word_of(prompt: str) -> str:
 
 
 def render_picture(prompt: str, settings: WordsSettings) -> np.ndarray:
-    """Draw the word of `prompt` in its ink on its paper, somewhere inside the frame; uint8 (height, width, 3).
+    """Draw the word of `prompt` in its ink on its paper, somewhere inside the frame; uint8 [height, width, 3].
 
     Font size and place are drawn by the settings' seed and the prompt.
     """
@@ -88,7 +88,7 @@ def _font(size: int) -> ImageFont.FreeTypeFont:
 
 
 def render_pictures(prompts: list[str], settings: WordsSettings, processes: int) -> np.ndarray:
-    """A picture of each prompt, uint8 (prompts, height, width, 3)."""
+    """A picture of each prompt, uint8 [prompts, height, width, 3]."""
     pictures = np.empty((len(prompts), settings.height, settings.width, 3), np.uint8)
     start = 0
     for part in _parts(prompts, settings, processes):

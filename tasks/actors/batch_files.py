@@ -11,7 +11,7 @@ from models.samples.trajectories import LATENTS, PICTURES, Samples
 
 
 def write_batch(file: Path, recorded: Samples, pictures: np.ndarray | None, latents: np.ndarray | None) -> None:
-    """Write what a rollout worker returned of a batch, see `RolloutReply`."""
+    """Write what a rollout worker returned of a batch: pictures [B, ...] and latents [B, ...], see `RolloutReply`."""
     outputs = {PICTURES: pictures, LATENTS: latents}
     # Ray's arrays are read-only, which torch warns about.
     given = {name: torch.from_numpy(np.array(array)) for name, array in outputs.items() if array is not None}

@@ -30,7 +30,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from models.runtime import compile_cache, determinism
 from tasks.actors.machines import Whereabouts
-from tasks.actors.memory import memory_of, peak_metrics
+from tasks.actors.memory import ActorMemory, memory_of, peak_metrics
 from tasks.actors.ray_address import ClusterError, require_listener
 from tasks.actors.ray_files import keep_token_private, working_folder
 from tasks.actors.waiting import get
@@ -415,7 +415,9 @@ class ActorGroup:
         """memory/<name>_<number>_mb of every actor: what its process holds of its machine's memory; and what the stages
         since the last call took of its GPU at most, see `peak_metrics`."""
         patient = {"max_task_retries": -1} if self.restarts else {}  # its machine may just have been lost
-        found = get([actor.__ray_call__.options(**patient).remote(memory_of) for actor in self.actors])
+        found: list[ActorMemory] = get(
+            [actor.__ray_call__.options(**patient).remote(memory_of) for actor in self.actors]
+        )
         self.whereabouts.refresh()
-        resident = {f"memory/{name}_{number}_mb": size for number, (size, _) in enumerate(found)}
-        return resident | peak_metrics(name, [peaks for _, peaks in found])
+        resident = {f"memory/{name}_{number}_mb": actor.resident_mb for number, actor in enumerate(found)}
+        return resident | peak_metrics(name, [actor.peaks for actor in found])

@@ -10,15 +10,12 @@ import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from models.errors import DoubleflowError
-
-if TYPE_CHECKING:
-    from tasks.actors.cluster import ActorGroup
 
 POLL_S = 2.0
 ANSWER_S = 5.0
@@ -81,8 +78,8 @@ class Whereabouts:
         """The machine that an actor was on when it last answered."""
         return self.machine(number) or self._last[number]
 
-    def moved(self, number: int) -> None:
-        """Its machine is lost: it has to answer from another one."""
+    def ask_again(self, number: int) -> None:
+        """Ask an actor whose machine is lost: it has to answer from another one."""
         self._asked[number] = self._ask(number)
 
     def lost(self, number: int, machine: str | None) -> str | None:
@@ -97,7 +94,7 @@ class Whereabouts:
             answered = ray.wait([asked], timeout=POLL_S)[0]  # it is there, or is dead for good
             name = lost_machines().get(before)
             if name is not None and self.machine(number) == before:
-                self.moved(number)
+                self.ask_again(number)
             if name is not None or answered:
                 return name
 
@@ -114,6 +111,16 @@ def _fails(answer: ray.ObjectRef) -> bool:
     except RayActorError:
         return True
     return False
+
+
+class Placed(Protocol):
+    """A group of actors, as far as the machines that they are on go; `tasks.actors.cluster.ActorGroup` is one."""
+
+    restarts: bool
+    whereabouts: Whereabouts
+
+    def __len__(self) -> int:
+        """How many actors it has."""
 
 
 class MachineLog:
@@ -186,7 +193,7 @@ class MachineWatch:
         log: where it is said.
     """
 
-    def __init__(self, groups: "Mapping[str, ActorGroup]", log: "logging.Logger | logging.LoggerAdapter[Any]"):
+    def __init__(self, groups: Mapping[str, Placed], log: "logging.Logger | logging.LoggerAdapter[Any]"):
         self.groups, self.log = groups, log
         self._told = MachineLog({name: group.restarts for name, group in groups.items()}, log)
         self._metered = 0
@@ -218,7 +225,7 @@ class MachineWatch:
         """Tell what is new."""
         places = {actor: self.groups[actor[0]].whereabouts.last(actor[1]) for actor in self._actors()}
         for name, number in self._told.tell(places, lost_machines()):
-            self.groups[name].whereabouts.moved(number)
+            self.groups[name].whereabouts.ask_again(number)
 
     def _actors(self) -> Iterator[Actor]:
         for name, group in self.groups.items():
@@ -251,7 +258,7 @@ def _title(actor: Actor) -> str:
 
 @contextmanager
 def watched_machines(
-    groups: "Mapping[str, ActorGroup]", log: "logging.Logger | logging.LoggerAdapter[Any]", advice: str
+    groups: Mapping[str, Placed], log: "logging.Logger | logging.LoggerAdapter[Any]", advice: str
 ) -> Iterator[MachineWatch]:
     """Watch the machines that a run's actors are on.
 

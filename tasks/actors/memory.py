@@ -6,7 +6,7 @@ Actors of every kind import this when they are asked: so nothing large is import
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -60,10 +60,22 @@ def peak_metrics(group: str, peaks: Sequence[Mapping[str, int]]) -> dict[str, fl
 
 
 def resident_mb() -> float:
-    """Of this process."""
+    """What this process holds of its machine's memory, in MB."""
     return psutil.Process().memory_info().rss / 1e6
 
 
-def memory_of(actor: Any) -> tuple[float, dict[str, int]]:
-    """What an actor's process holds of its machine's memory, in MB, and `peaks_since_last_time`."""
-    return resident_mb(), peaks_since_last_time(actor)
+class ActorMemory(NamedTuple):
+    """What an actor says of its memory. It is not among the other messages, which import torch.
+
+    Attributes:
+        resident_mb: what its process holds of its machine's memory, in MB.
+        peaks: see `peaks_since_last_time`.
+    """
+
+    resident_mb: float
+    peaks: dict[str, int]
+
+
+def memory_of(actor: Any) -> ActorMemory:
+    """What there is to say of an actor's memory; its peaks begin anew."""
+    return ActorMemory(resident_mb(), peaks_since_last_time(actor))

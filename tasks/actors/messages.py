@@ -4,17 +4,22 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import ray
 import torch
 
 from models.errors import DoubleflowError
-from models.samples.trajectories import FinishedLatents
+from models.samples.trajectories import FinishedLatents, Samples
 from models.schedulers.noise_keys import NoiseKey
+from models.weights.buckets import HostBucket
 from models.weights.canary import Agreement, CanaryLimits
+from models.weights.digests import Digests
 
+T = TypeVar("T")
+Sent: TypeAlias = T | ray.ObjectRef
+"""A field of a reply: the value where it is made and where it is got, a reference in the driver, see `ask`."""
 R = TypeVar("R", bound=NamedTuple)
 
 
@@ -28,48 +33,90 @@ def ask(reply: type[R], method: Any, *arguments: Any) -> R:
     return reply(*method.options(num_returns=len(reply._fields)).remote(*arguments))
 
 
+def reference(field: Sent[Any] | None) -> ray.ObjectRef:
+    """A field of a reply that the driver has asked for."""
+    assert isinstance(field, ray.ObjectRef), f"`ask` brings references, and this is a {type(field).__name__}"
+    return field
+
+
+class Address(NamedTuple):
+    """Where the processes of a group meet.
+
+    Attributes:
+        host: of the process that waits there.
+        port: on it.
+    """
+
+    host: str
+    port: int
+
+
 class RolloutReply(NamedTuple):
     """What a rollout worker made of one batch.
 
     Attributes:
-        recorded: what the request asks to be recorded, `Trajectories` or `FinishedLatents`.
-        pictures: uint8 numpy [B, H, W, 3] ([B, F, H, W, 3] of video), None where none were asked for.
-        latents: fp32 numpy [B, ...], likewise.
+        recorded: `Trajectories` or `FinishedLatents`, as the request asks; None where it asks for neither.
+        pictures: uint8 [B, H, W, 3] ([B, F, H, W, 3] of video), None where none were asked for.
+        latents: fp32 [B, ...], likewise.
         seconds: that sampling took; 0 where it was read from a file.
     """
 
-    recorded: Any
-    pictures: Any
-    latents: Any
-    seconds: Any
+    recorded: Sent[Samples | None]
+    pictures: Sent[np.ndarray | None]
+    latents: Sent[np.ndarray | None]
+    seconds: Sent[float]
+
+
+class BothLogProbs(NamedTuple):
+    """Log-probs of the same samples under two sets of weights, fp32 [m, W] each.
+
+    Attributes:
+        own: under the trainer's present weights.
+        rollout: as the rollout recorded them.
+    """
+
+    own: torch.Tensor
+    rollout: torch.Tensor
 
 
 class Rescored(NamedTuple):
     """What a trainer rank says of one batch of trajectories.
 
     Attributes:
-        log_probs: (its own, the rollout's), fp32 [m, W] each, under the present weights.
+        log_probs: its own, and the rollout's beside them.
         means: [m, W, ...], or None where they were not asked for.
     """
 
-    log_probs: Any
-    means: Any
+    log_probs: Sent[BothLogProbs]
+    means: Sent[torch.Tensor | None]
+
+
+class Amount(NamedTuple):
+    """How much was sent.
+
+    Attributes:
+        buckets: their number.
+        size: of all of them, in bytes.
+    """
+
+    buckets: int
+    size: int
 
 
 class GatheredWeights(NamedTuple):
     """A trainer rank's weights as a whole, for Ray's object store.
 
     Attributes:
-        tensors: a list of `HostBucket`; empty on all ranks but 0.
+        tensors: in buckets; none on all ranks but 0.
         digests: of them, likewise.
-        amount: (buckets, bytes).
+        amount: of the weights.
         seconds: that it took.
     """
 
-    tensors: Any
-    digests: Any
-    amount: Any
-    seconds: Any
+    tensors: Sent[list[HostBucket]]
+    digests: Sent[Digests]
+    amount: Sent[Amount]
+    seconds: Sent[float]
 
 
 class SentWeights(NamedTuple):
@@ -77,25 +124,25 @@ class SentWeights(NamedTuple):
 
     Attributes:
         digests: of them; empty on all ranks but 0.
-        amount: (buckets, bytes).
+        amount: of the weights.
         seconds: that it took.
     """
 
-    digests: Any
-    amount: Any
-    seconds: Any
+    digests: Sent[Digests]
+    amount: Sent[Amount]
+    seconds: Sent[float]
 
 
 class CanaryAnswer(NamedTuple):
     """What a trainer rank's model predicts for the canary.
 
     Attributes:
-        velocity: see `canary_velocity`.
+        velocity: [S, n, ...], see `canary_velocity`.
         seconds: that it took.
     """
 
-    velocity: Any
-    seconds: Any
+    velocity: Sent[torch.Tensor]
+    seconds: Sent[float]
 
 
 class Loaded(NamedTuple):

@@ -31,7 +31,7 @@ from tasks.rewards import (
     with_group_means,
 )
 from tasks.rewards.base import one_kind_of_lists
-from tasks.rewards.statistics import diversity, picture_statistics
+from tasks.rewards.statistics import PictureStatistics, diversity, picture_statistics
 
 
 class RewardFailure(DoubleflowError, RuntimeError):
@@ -307,7 +307,7 @@ def call_spans(
     """The samples of each call: the first, and the first that is no longer among them.
 
     Args:
-        edges: where rollout batches begin, and the end of the last one.
+        edges: [batches + 1], where rollout batches begin, and the end of the last one.
         size: `reward.functions.*.batch_size`.
         workers: of the reward.
         share: of each rollout batch, rounded up; below 1 no call covers two of them.
@@ -371,7 +371,7 @@ class RewardGroup:
         """Reward name -> version; waits until the workers are up."""
         if self.model is not None:
             self.model.wait()
-        found = {name: pool.group.call_all("ready")[0] for name, pool in self.pools.items()}
+        found = {name: pool.group.call_all("version")[0] for name, pool in self.pools.items()}
         if self.model is not None:
             self.model.rest()
         return found
@@ -447,12 +447,12 @@ def trained_reward(
     return weighted_sum(filled, {name: functions[name].share for name in scores})
 
 
-def _statistics(measured: Sequence[tuple[dict[str, np.ndarray], np.ndarray]], uids: np.ndarray) -> pd.DataFrame:
+def _statistics(measured: Sequence[PictureStatistics], uids: np.ndarray) -> pd.DataFrame:
     """Columns image/<statistic>; none where no pictures were decoded, or none were to be measured."""
     if not measured:
         return pd.DataFrame()
     columns: dict[str, Any] = {
-        f"image/{name}": np.concatenate([values[name] for values, _ in measured]) for name in measured[0][0]
+        f"image/{name}": np.concatenate([batch.values[name] for batch in measured]) for name in measured[0].values
     }
-    thumbnails = np.concatenate([small for _, small in measured])
+    thumbnails = np.concatenate([batch.thumbnails for batch in measured])
     return pd.DataFrame(columns | {"image/diversity": diversity(thumbnails, uids)})

@@ -176,7 +176,7 @@ class RewardModelServer:
         return bool(self._request("GET", "/is_sleeping", ANSWER_SECONDS).json()["is_sleeping"])
 
     def pid(self) -> int | None:
-        """Of the server's first process."""
+        """The id of the server's first process; None before there is one."""
         return None if self._process is None else self._process.pid
 
     def deaths(self) -> list[str]:

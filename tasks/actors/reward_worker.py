@@ -48,7 +48,7 @@ class RewardWorker:
             self._found, self.reward = found, get_reward(self.name, **self.config.options)
         return self.reward
 
-    def ready(self) -> str:
+    def version(self) -> str:
         """The reward's version, once its models are loaded."""
         return self.reward.version
 

@@ -17,7 +17,7 @@ from models.samples.trajectories import LATENTS, PICTURES, PICTURES_ALONE, Promp
 from models.schedulers.noise_keys import NoiseKey
 from models.weights.canary import Agreement, CanaryLimits
 from tasks.actors.cluster import ActorGroup, RankPlaces
-from tasks.actors.messages import Loaded, PolicyWeights, Proof, RolloutReply, ask
+from tasks.actors.messages import Loaded, PolicyWeights, Proof, RolloutReply, ask, reference
 from tasks.actors.rollout_worker import RolloutWorker
 from tasks.actors.router import Router
 from tasks.config.rollout import DiffusionRolloutConfig
@@ -63,10 +63,10 @@ def pending_batch(
         tuple(prompts[key.prompt_uid] for key in keys),
         keys,
         text,
-        reply.recorded,
-        reply.pictures if PICTURES in outputs else None,
-        reply.latents if LATENTS in outputs else None,
-        reply.seconds,
+        reference(reply.recorded),
+        reference(reply.pictures) if PICTURES in outputs else None,
+        reference(reply.latents) if LATENTS in outputs else None,
+        reference(reply.seconds),
         worker,
     )
 
@@ -172,7 +172,7 @@ class RolloutGroup:
             worker = self.router.next_free()
             reply = ask(RolloutReply, self.group.actors[worker].generate, request, pipeline, self.weights)
             batch = pending_batch(named, keys, request.prompts.lengths, reply, recording.outputs, worker)
-            self.router.taken(worker, batch.seconds)
+            self.router.assign(worker, batch.seconds)
             yield batch
 
     def batch_keys(
@@ -241,13 +241,13 @@ class RolloutGroup:
 
     @property
     def policy_version(self) -> int:
-        """Of the weights that were given last: the iteration that they are of."""
+        """The iteration that the weights are of which were given last."""
         if self.weights is None:
             raise RuntimeError("the rollout was given no weights yet")
         return self.weights.version
 
     def next_number(self) -> int:
-        """Of the next weights."""
+        """The number that the next weights have."""
         return next(self._numbers)
 
     def load_exported(self, folder: Path) -> None:

@@ -46,7 +46,7 @@ class RolloutWorker:
         self.arrival: Arrival | None = None
 
     def ready(self) -> bool:
-        """Answers once the model is loaded."""
+        """Is the model loaded? Answers once it is."""
         return True
 
     @measures_gpu_memory(_stage_of)

@@ -25,8 +25,8 @@ class Router:
             self._forget(1)
         return min(range(len(self._unfinished)), key=lambda worker: len(self._unfinished[worker]))
 
-    def taken(self, worker: int, finished: ray.ObjectRef) -> None:
-        """Note that `worker` has a batch, whose result is ready when it is done."""
+    def assign(self, worker: int, finished: ray.ObjectRef) -> None:
+        """Give `worker` a batch, whose result is ready when it is done."""
         self._unfinished[worker].append(finished)
 
     def _forget(self, count: int) -> None:

@@ -40,7 +40,7 @@ class TextEncoderGroup:
             max_task_retries=-1 if config.max_restarts else 0,
         )
 
-    def ready(self, prompts: Sequence[Prompt]) -> None:
+    def check(self, prompts: Sequence[Prompt]) -> None:
         """Wait until the models are loaded. Raises DatasetError for a prompt that is too long for them."""
         self.group.call_all("check", prompts)
 

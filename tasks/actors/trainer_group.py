@@ -18,6 +18,8 @@ from models.weights.canary import Agreement, Canary, CanaryLimits
 from tasks.actors.cluster import ActorGroup, RankPlaces
 from tasks.actors.interpreter import own_environment
 from tasks.actors.messages import (
+    Amount,
+    BothLogProbs,
     CanaryAnswer,
     GatheredWeights,
     OldBatch,
@@ -26,6 +28,7 @@ from tasks.actors.messages import (
     Rescored,
     SentWeights,
     ask,
+    reference,
 )
 from tasks.actors.rollout_group import PendingBatch, RolloutGroup
 from tasks.actors.trainer_rank import TrainerRank
@@ -74,7 +77,7 @@ class TrainerGroup:
         self._warming = [actor.warm_up.remote(canary) for actor in self.group.actors]
 
     def old_log_probs(self, batches: Sequence[PendingBatch | PairBatch]) -> tuple[list[OldBatch], list[torch.Tensor]]:
-        """Of each batch what the present weights say, and the rollout's own log-probs [m, W].
+        """What the present weights say of each batch, and the rollout's own log-probs [m, W].
 
         Batches are all of one size and a multiple of the ranks (the config's checks), so every rank makes as many
         passes.
@@ -89,14 +92,15 @@ class TrainerGroup:
                 for actor in self.group.actors[first : first + self.sharing]
             ]
             replies.append(of_ranks[0])
-        scored = get([reply.log_probs for reply in replies])
-        own = [OldBatch(log_probs, None, reply.means) for (log_probs, _), reply in zip(scored, replies, strict=True)]
-        return own, [rollout for _, rollout in scored]
+        scored: list[BothLogProbs] = get([reply.log_probs for reply in replies])
+        means = [reference(reply.means) for reply in replies]
+        own = [OldBatch(both.own, None, of_batch) for both, of_batch in zip(scored, means, strict=True)]
+        return own, [both.rollout for both in scored]
 
     def update(
         self, batches: Sequence[PendingBatch | PairBatch], advantages: np.ndarray, old: OldScores | None
     ) -> dict[str, float]:
-        """Train on one iteration's batches; metrics averaged over the ranks that have them.
+        """Train on one iteration's batches and advantages [samples]; metrics averaged over the ranks that have them.
 
         Raises:
             NothingToLearn: samples have an advantage, but none is left to train on.
@@ -144,18 +148,19 @@ class TrainerGroup:
         sent, number = self._send(rollout, which)
         answers = [ask(CanaryAnswer, actor.canary, known, which) for actor in ranks]
         first, answer = sent[0], answers[0]
-        proof = Proof(first.digests, answer.velocity, self._velocity)
+        velocity = reference(answer.velocity)
+        proof = Proof(reference(first.digests), velocity, self._velocity)
         if isinstance(first, GatheredWeights):
-            loaded = rollout.load_weights(first.tensors, known, proof, version, limits)
+            loaded = rollout.load_weights(reference(first.tensors), known, proof, version, limits)
         else:
             # For a worker that will have to be started again. It is made while the others already sample.
             copies = [actor.weights.remote(which) for actor in ranks] if rollout.settings.max_restarts else [None]
-            count, _ = get([of_rank.amount for of_rank in sent])[0]
-            loaded = rollout.load_weights(copies[0], known, proof, version, limits, sent=(number, count))
-        self._velocity = answer.velocity
-        (_, size), gathering, predicting = get([first.amount, first.seconds, answer.seconds])
+            of_ranks: list[Amount] = get([of_rank.amount for of_rank in sent])
+            loaded = rollout.load_weights(copies[0], known, proof, version, limits, sent=(number, of_ranks[0].buckets))
+        self._velocity = velocity
+        amount, gathering, predicting = get([first.amount, first.seconds, answer.seconds])
         seconds = {"gather": gathering, "trainer_canary": predicting, **loaded.seconds}
-        return Synced(loaded.agreement, size / 2**30, seconds)
+        return Synced(loaded.agreement, amount.size / 2**30, seconds)
 
     def _send(
         self, rollout: RolloutGroup, which: HeldWeights
@@ -180,7 +185,7 @@ class TrainerGroup:
 
 
 def check_plans(plans: Sequence[Sequence[RankMiniBatch]], advantages: np.ndarray) -> None:
-    """An update without an optimiser step is one whose advantages were all left out on purpose, as NaN.
+    """An update without an optimiser step is one whose advantages [samples] were all left out on purpose, as NaN.
 
     Raises:
         NothingToLearn: it is not; every step of every sample with an advantage was rejected.

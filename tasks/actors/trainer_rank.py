@@ -23,6 +23,9 @@ from models.weights.digests import DigestBook
 from models.weights.trainable import export_weights
 from tasks.actors.memory import measures_gpu_memory
 from tasks.actors.messages import (
+    Address,
+    Amount,
+    BothLogProbs,
     CanaryAnswer,
     GatheredWeights,
     RankBatch,
@@ -55,20 +58,20 @@ class TrainerRank:
         self.settings, self.device, self.gives_back = settings, settings.device, gives_back
         self.courier = Courier(self.device)
 
-    def reserve_address(self) -> tuple[str, int]:
-        """Host and a free port for the process group's rendezvous; asked of rank 0."""
+    def reserve_address(self) -> Address:
+        """This machine and a free port of it for the process group's rendezvous; asked of rank 0."""
         with socket.socket() as probe:
             probe.bind(("", 0))
-            return ray.util.get_node_ip_address(), probe.getsockname()[1]
+            return Address(ray.util.get_node_ip_address(), probe.getsockname()[1])
 
     @measures_gpu_memory("load")
     @collects_once_loaded
-    def initialize(self, rank: int, world_size: int, address: tuple[str, int]) -> bool:
+    def initialize(self, rank: int, world_size: int, address: Address) -> bool:
         """Join the process group and build the engine."""
         # Also gloo on CUDA: for what lies in host memory, and for checkpoints that are written in the background.
         backend = "cpu:gloo,cuda:nccl" if self.device == "cuda" else "gloo"
-        host, port = address
-        dist.init_process_group(backend, init_method=f"tcp://{host}:{port}", rank=rank, world_size=world_size)
+        meeting = f"tcp://{address.host}:{address.port}"
+        dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=world_size)
         self.engine = self.new_engine()
         self.engine.initialize()
         self.rank, self.book = rank, DigestBook()
@@ -94,7 +97,7 @@ class TrainerRank:
     def rescore(self, trajectories: Trajectories, with_means: bool) -> Rescored:
         """A batch under the present weights."""
         own = self.engine.rescored(trajectories, with_means)
-        return Rescored((own.log_probs, trajectories.log_probs), own.means)
+        return Rescored(BothLogProbs(own.log_probs, trajectories.log_probs), own.means)
 
     @measures_gpu_memory("update_actor")
     def update(self, mini_batches: Sequence[RankMiniBatch], epochs: int) -> dict[str, float]:
@@ -120,7 +123,7 @@ class TrainerRank:
                     gathered.append(to_host(bucket))
                     size += sum(tensor.nbytes for tensor in bucket.values())
         digests = self.book.digests()
-        return GatheredWeights(gathered, digests, (len(gathered), size), time.perf_counter() - start)
+        return GatheredWeights(gathered, digests, Amount(len(gathered), size), time.perf_counter() - start)
 
     def weights(self, which: HeldWeights) -> list[HostBucket]:
         """The weights of `engine.holding(which)`, of whole shape on rank 0, else none."""
@@ -141,7 +144,7 @@ class TrainerRank:
                     self.courier.send(number, count, bucket, route)
                 count += 1
                 size += sum(tensor.nbytes for tensor in bucket.values())
-        return SentWeights(self.book.digests(), (count, size), time.perf_counter() - start)
+        return SentWeights(self.book.digests(), Amount(count, size), time.perf_counter() - start)
 
     @measures_gpu_memory("update_weights")
     def canary(self, canary: Canary, which: HeldWeights) -> CanaryAnswer:
@@ -177,7 +180,7 @@ class TrainerRank:
     def export(self, folder: Path) -> None:
         """Write the weights, or their average where one is kept, as diffusers users load them; every rank gathers, rank
         0 writes."""
-        with self.engine.averaged():
+        with self.engine.holding("average" if self.actor_config.ema.enable else "policy"):
             weights = self.engine.gather_weights()
         if dist.get_rank() == 0:
             export_weights(DiffusionModelBase.get_class(self.model_config), self.model_config, weights, folder)

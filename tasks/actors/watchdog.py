@@ -68,7 +68,7 @@ def watchdog(folder: Path | None = None) -> Iterator[None]:
 
 
 def own_mark() -> str:
-    """Of this process, within a block of its own."""
+    """The mark of this process, within a `watchdog` of its own."""
     return os.environ[MARK].split(BETWEEN)[0]
 
 

@@ -30,6 +30,7 @@ from models.weights.buckets import (
     unpack,
 )
 from models.weights.trainable import WeightSyncError
+from tasks.actors.messages import Address
 from tasks.actors.waiting import get
 
 
@@ -79,18 +80,18 @@ class Courier:
             return node
         return f"{node}/{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
 
-    def open_group(self) -> tuple[str, int]:
-        """Host and port of a store in this process, where the ranks of a new broadcast group meet; it is rank 0."""
+    def open_group(self) -> Address:
+        """Where a store is in this process, where the ranks of a new broadcast group meet; it is rank 0."""
         self._leave()
         host = ray.util.get_node_ip_address()
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=TRANSFER_TIMEOUT)
-        return host, self._store.port
+        return Address(host, self._store.port)
 
-    def join_group(self, name: str, address: tuple[str, int], rank: int, size: int) -> None:
+    def join_group(self, name: str, address: Address, rank: int, size: int) -> None:
         """Become a rank of a broadcast group; returns when all have."""
         if rank:
             self._leave()
-            self._store = TCPStore(*address, is_master=False, timeout=TRANSFER_TIMEOUT)
+            self._store = TCPStore(address.host, address.port, is_master=False, timeout=TRANSFER_TIMEOUT)
         assert self._store is not None, "rank 0 has it of `open_group`"
         self._group, self.group_name = BroadcastGroup(self._store, rank, size, self.device), name
 
@@ -163,7 +164,7 @@ class Routes:
         self._ranks, self._numbers = ranks, itertools.count(1)
 
     def to(self, workers: Sequence[ActorHandle], transport: Literal["ipc", "collective"]) -> list[Route]:
-        """Of each rank, found out anew for every transfer: a worker may have been started again since.
+        """The route of each rank, found out anew for every transfer: a worker may have been started again since.
 
         Raises:
             WeightSyncError: a worker sees no rank's memory.
@@ -193,7 +194,7 @@ class Routes:
         names = set(_of_all(members, _group_name))
         if len(names) == 1 and "" not in names:
             return
-        address: tuple[str, int] = get(members[0].__ray_call__.remote(_open_group))
+        address: Address = get(members[0].__ray_call__.remote(_open_group))
         name = f"group-{next(self._numbers)}"
         get(
             [
@@ -215,7 +216,7 @@ def _group_name(actor: Any) -> str:
     return actor.courier.group_name
 
 
-def _open_group(actor: Any) -> tuple[str, int]:
+def _open_group(actor: Any) -> Address:
     return actor.courier.open_group()
 
 

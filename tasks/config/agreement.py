@@ -1,32 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the sections of one configuration must agree on: a list of checks, each of fields in more than one section.
 
-What a field or a section can tell by itself is checked there. Here a check reads a whole `TrainConfig`, answers nothing
+What a field or a section can tell by itself is checked there. Here a check reads all `RunSections`, answers nothing
 where it holds, and raises ValueError with the fields, their values and what would be right where it does not.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from models.config.section import AUTO
+from tasks.config.sections import RunSections
 from tasks.system.credentials import refuse_secret_options
 
-if TYPE_CHECKING:
-    from tasks.config.tree import TrainConfig
 
-
-def check_agreement(config: "TrainConfig") -> None:
+def check_agreement(config: RunSections) -> None:
     """Make every check of `CHECKS`, in that order. Raises ValueError, the first one's that does not hold."""
     for check in CHECKS:
         check(config)
 
 
-def check_secrets(config: "TrainConfig") -> None:
+def check_secrets(config: RunSections) -> None:
     """No field is a secret, and no address holds one: all of the config is recorded."""
     refuse_secret_options(config.model_dump(), "the config")
 
 
-def check_group_size(config: "TrainConfig") -> None:
+def check_group_size(config: RunSections) -> None:
     """An advantage compares the samples of one prompt, unless a teacher says what is right."""
     rollout, algorithm = config.actor_rollout_ref.rollout, config.algorithm
     compares = config.is_online and config.actor_rollout_ref.actor.teacher_path is None
@@ -37,7 +34,7 @@ def check_group_size(config: "TrainConfig") -> None:
         )
 
 
-def check_selection(config: "TrainConfig") -> None:
+def check_selection(config: RunSections) -> None:
     """The best and the worst samples of a group are fewer than all."""
     k, n = config.algorithm.best_worst_k, config.actor_rollout_ref.rollout.n
     if k is not None and 2 * k >= n:
@@ -47,7 +44,7 @@ def check_selection(config: "TrainConfig") -> None:
         )
 
 
-def check_log_probs_exist(config: "TrainConfig") -> None:
+def check_log_probs_exist(config: RunSections) -> None:
     """A policy gradient takes log-probs, which the ODE has none of."""
     loss = config.actor_rollout_ref.actor.diffusion_loss.loss_mode
     noise_level = config.actor_rollout_ref.rollout.algo.noise_level
@@ -57,7 +54,7 @@ def check_log_probs_exist(config: "TrainConfig") -> None:
         )
 
 
-def check_solver(config: "TrainConfig") -> None:
+def check_solver(config: RunSections) -> None:
     """What exploring leaves in the finished latents is predicted for Euler's steps after the window."""
     rollout = config.actor_rollout_ref.rollout
     if config.algorithm.trainer_type == "policy_gradient" and rollout.pipeline.solver != "euler":
@@ -68,7 +65,7 @@ def check_solver(config: "TrainConfig") -> None:
         )
 
 
-def check_finished_samples(config: "TrainConfig") -> None:
+def check_finished_samples(config: RunSections) -> None:
     """A loss on finished samples has noise levels to noise them to, and no log-probs that could be corrected."""
     algorithm, together = config.algorithm, config.actor_rollout_ref.actor.levels_per_pass
     if algorithm.trainer_type != "direct_preference":
@@ -93,7 +90,7 @@ def check_finished_samples(config: "TrainConfig") -> None:
         )
 
 
-def check_pairs_stay_together(config: "TrainConfig") -> None:
+def check_pairs_stay_together(config: RunSections) -> None:
     """A loss that compares pairs finds both pictures of each in one micro batch."""
     rollout, actor, algorithm = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor, config.algorithm
     if algorithm.trainer_type != "direct_preference" or not algorithm.paired_preference:
@@ -111,7 +108,7 @@ def check_pairs_stay_together(config: "TrainConfig") -> None:
         )
 
 
-def check_sequence_sharing(config: "TrainConfig") -> None:
+def check_sequence_sharing(config: RunSections) -> None:
     """Ranks that share the tokens of a sample are on one machine."""
     sharing, trainer = config.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size, config.trainer
     if trainer.n_gpus_per_node % sharing:
@@ -121,7 +118,7 @@ def check_sequence_sharing(config: "TrainConfig") -> None:
         )
 
 
-def check_batches(config: "TrainConfig") -> None:
+def check_batches(config: RunSections) -> None:
     """An iteration is whole optimiser steps, and each of these whole batches on every rank."""
     rollout, mini = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor.ppo_mini_batch_size
     prompts = config.data.train_batch_size
@@ -145,7 +142,7 @@ def check_batches(config: "TrainConfig") -> None:
         )
 
 
-def check_placement(config: "TrainConfig") -> None:
+def check_placement(config: RunSections) -> None:
     """Colocated, a rollout worker sits on the GPU of each trainer rank."""
     rollout, ranks = config.actor_rollout_ref.rollout, config.trainer.world_size
     if rollout.placement == "colocated" and rollout.num_actors != ranks:
@@ -155,7 +152,7 @@ def check_placement(config: "TrainConfig") -> None:
         )
 
 
-def check_weight_transport(config: "TrainConfig") -> None:
+def check_weight_transport(config: RunSections) -> None:
     """Weights come the way that the placement of trainer and rollout leaves open."""
     rollout = config.actor_rollout_ref.rollout
     needs = {"ipc": "colocated", "collective": "separate"}.get(rollout.weight_transport, rollout.placement)
@@ -177,7 +174,7 @@ def check_weight_transport(config: "TrainConfig") -> None:
         )
 
 
-def check_overlap(config: "TrainConfig") -> None:
+def check_overlap(config: RunSections) -> None:
     """One step off policy a rollout goes on during the update, and the loss knows which weights sampled."""
     if not config.trainer.one_step_off_policy:
         return
@@ -200,7 +197,7 @@ def check_overlap(config: "TrainConfig") -> None:
         )
 
 
-def check_queues(config: "TrainConfig") -> None:
+def check_queues(config: RunSections) -> None:
     """One step off policy the whole next iteration waits at the rollout workers, or the update would wait for it."""
     rollout = config.actor_rollout_ref.rollout
     if rollout.micro_batch_size == AUTO:
@@ -214,7 +211,7 @@ def check_queues(config: "TrainConfig") -> None:
         )
 
 
-def check_determinism(config: "TrainConfig") -> None:
+def check_determinism(config: RunSections) -> None:
     """Deterministic kernels are set in processes that this project starts."""
     name = config.actor_rollout_ref.rollout.name
     if config.trainer.full_determinism and name != "diffusers":
@@ -224,7 +221,7 @@ def check_determinism(config: "TrainConfig") -> None:
         )
 
 
-def check_cuda_graphs(config: "TrainConfig") -> None:
+def check_cuda_graphs(config: RunSections) -> None:
     """There is a GPU to record them on."""
     if config.actor_rollout_ref.rollout.cuda_graphs and config.trainer.device != "cuda":
         raise ValueError(
@@ -233,7 +230,7 @@ def check_cuda_graphs(config: "TrainConfig") -> None:
         )
 
 
-def check_profile(config: "TrainConfig") -> None:
+def check_profile(config: RunSections) -> None:
     """Profiled ranks and workers exist."""
     profile, workers = config.trainer.profile, config.actor_rollout_ref.rollout.num_actors
     for field, there in (("ranks", config.trainer.world_size), ("rollout_workers", workers)):
@@ -242,7 +239,7 @@ def check_profile(config: "TrainConfig") -> None:
             raise ValueError(f"trainer.profile.{field} names {unknown[0]}, but there are {there}: they count from 0")
 
 
-def check_guards(config: "TrainConfig") -> None:
+def check_guards(config: RunSections) -> None:
     """What is to stop a run must be there, and be asked."""
     guards, every = config.reward.guards, config.trainer.test_freq
     if guards.action != "stop":
@@ -255,7 +252,7 @@ def check_guards(config: "TrainConfig") -> None:
         )
 
 
-def check_text_encoders(config: "TrainConfig") -> None:
+def check_text_encoders(config: RunSections) -> None:
     """What encodes prompts within the run knows how long they are, and has the GPU that it is to share."""
     data, trainer = config.data, config.trainer
     if not data.is_live:
@@ -272,7 +269,7 @@ def check_text_encoders(config: "TrainConfig") -> None:
         )
 
 
-def check_rewriting(config: "TrainConfig") -> None:
+def check_rewriting(config: RunSections) -> None:
     """Prompts that change are encoded during the run, and are sampled from."""
     data = config.data
     if data.rewrite_prompts is None:
@@ -289,7 +286,7 @@ def check_rewriting(config: "TrainConfig") -> None:
         )
 
 
-CHECKS: tuple[Callable[["TrainConfig"], None], ...] = (
+CHECKS: tuple[Callable[[RunSections], None], ...] = (
     check_secrets,
     check_group_size,
     check_selection,

@@ -116,7 +116,7 @@ RULES = (
     ),
     Unread(
         _below(MODEL, "lora_alpha", "target_modules"),
-        lambda config: not config.actor_rollout_ref.model.lora_rank,
+        lambda config: not config.actor_rollout_ref.model.trains_lora,
         "model.lora_rank 0 trains all weights",
     ),
     Unread(

@@ -36,7 +36,7 @@ class Taken:
 
     @property
     def share(self) -> float:
-        """Of the texts that were there already."""
+        """The share of the texts that were there already, from 0 to 1."""
         return self.hits / self.texts if self.texts else 1.0
 
 
@@ -195,7 +195,7 @@ class LiveEmbeddings(Embeddings):
 
 
 def digest(text: str) -> bytes:
-    """Of a prompt: 16 bytes of its text's BLAKE2b."""
+    """The name of a prompt in the cache: 16 bytes of its text's BLAKE2b."""
     return blake2b(text.encode(), digest_size=16).digest()
 
 

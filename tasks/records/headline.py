@@ -60,7 +60,7 @@ def runs_view() -> dict[str, Any]:
 
 
 def experiment_tags() -> dict[str, str]:
-    """Of every experiment: what it is for, the metric that counts, and the saved view of its runs."""
+    """The tags of every experiment: what it is for, the metric that counts, and the saved view of its runs."""
     saved = {"name": "Reward and cost", "createdAt": 0, "updatedAt": 0, "state": json.dumps(runs_view())}
     return {KIND_TAG: KIND, "mlflow.experiment.primaryMetric.name": HELD_OUT, VIEW_TAG: json.dumps(saved)}
 

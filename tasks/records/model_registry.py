@@ -150,7 +150,7 @@ class Measurements:
         self.client, self.experiment, self.digest = client, experiment, digest
 
     def tags(self, subject: str) -> dict[str, str]:
-        """Of a measurement's run."""
+        """The tags of the run that measures `subject`."""
         return {"doubleflow.measurement": self.digest, "doubleflow.subject": subject}
 
     def run(self, subject: str) -> str | None:

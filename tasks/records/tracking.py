@@ -159,7 +159,8 @@ class Tracker:
         tables: Mapping[str, pd.DataFrame] | None = None,
         albums: Mapping[str, Sequence[np.ndarray]] | None = None,
     ) -> None:
-        """What a step has beside its metrics, see `log_step`; what is there already is written again."""
+        """What a step has beside its metrics, also albums of pictures [H, W, 3], see `log_step`; what is there is
+        written again."""
         for key, picture in (pictures or {}).items():
             self._log_picture(key, picture, step)
         for name, table in (tables or {}).items():

@@ -22,7 +22,6 @@ from tasks.rewards.base import (
     Reward,
     RewardError,
     RewardResult,
-    ScoredPrompt,
     asks_reward_model,
     check_reward,
     get_reward,
@@ -33,6 +32,7 @@ from tasks.rewards.base import (
     weighted_sum,
     with_group_means,
 )
+from tasks.rewards.scored_prompt import ScoredPrompt
 
 __all__ = [
     "NOT_FINITE",

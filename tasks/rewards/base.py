@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
 from types import FunctionType, MappingProxyType
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from models.import_paths import ModuleNotAllowed
 from models.registry import import_object
 from tasks.rewards import served
 from tasks.rewards.per_sample import arguments, asks_served_model, is_per_sample, score_each
+from tasks.rewards.scored_prompt import ScoredPrompt
 from tasks.system.credentials import CredentialError, refuse_secret_options
 
 Input = Literal["images", "video", "latents"]
@@ -34,22 +35,6 @@ class RewardError(DoubleflowError, ValueError):
     It is a mistake of the run's set-up: it ends the run and is not tried again. Any other error of a reward is a
     failure, after which its scores are missing.
     """
-
-
-class ScoredPrompt(Protocol):
-    """What a reward may know of a sample's prompt; `tasks.data.prompts.Prompt` is one."""
-
-    @property
-    def prompt(self) -> str:
-        """What the picture was asked for."""
-
-    @property
-    def target(self) -> str | None:
-        """The text that it is to show, where the data set names one."""
-
-    @property
-    def metadata(self) -> Mapping[str, Any]:
-        """Whatever else the data set's row holds."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +124,12 @@ class Reward(ABC):
     def score(
         self, batch: np.ndarray, prompts: Sequence[ScoredPrompt]
     ) -> RewardResult | np.ndarray | Awaitable[RewardResult | np.ndarray]:
-        """The scores of a checked batch, bare or with details; each must not depend on the others in the batch."""
+        """The scores [B] of a checked batch, bare or with details; each must not depend on the others in the batch.
+
+        Args:
+            batch: of the kind that `wants` names, in the shape that the class says of it: [B, ...].
+            prompts: of its samples.
+        """
 
     def _checked(self, batch: np.ndarray, prompts: Sequence[ScoredPrompt]) -> RewardResult:
         answer = self.score(batch, prompts)
@@ -349,7 +339,7 @@ class PerSampleReward(FunctionReward):
         self.wants = getattr(function, "wants", "video")  # type: ignore[misc]
 
     async def score(self, batch: np.ndarray, prompts: Sequence[ScoredPrompt]) -> RewardResult:
-        """Of each sample by itself."""
+        """The scores of the samples, each by itself."""
         batch = batch if batch.ndim == 5 else batch[:, None]
         return RewardResult(*await score_each(self._function, batch, prompts, self._options))
 

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tasks.rewards.base import Reward, RewardResult, ScoredPrompt, register_reward
+from tasks.rewards.base import Reward, RewardResult, register_reward
+from tasks.rewards.scored_prompt import ScoredPrompt
 from tasks.rewards.statistics import luma
 
 

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Unpack
 
 import numpy as np
 
-from tasks.rewards.base import RewardError, RewardResult, ScoredPrompt, register_reward
+from tasks.rewards.base import RewardError, RewardResult, register_reward
 from tasks.rewards.pretrained import LoadingOptions, PretrainedOptions, PretrainedReward, to_scores
+from tasks.rewards.scored_prompt import ScoredPrompt
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Required, Unpack, get_
 
 import numpy as np
 
-from tasks.rewards.base import RewardError, RewardResult, ScoredPrompt, register_reward
+from tasks.rewards.base import RewardError, RewardResult, register_reward
 from tasks.rewards.clip import ClipScore
 from tasks.rewards.object_checks import (
     COLORS,
@@ -23,6 +23,7 @@ from tasks.rewards.object_checks import (
     wanted_scene,
 )
 from tasks.rewards.pretrained import REVISIONS, PretrainedOptions, PretrainedReward
+from tasks.rewards.scored_prompt import ScoredPrompt
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 
-from tasks.rewards.base import RewardError, RewardResult, ScoredPrompt, register_reward
+from tasks.rewards.base import RewardError, RewardResult, register_reward
 from tasks.rewards.pretrained import PretrainedOptions, PretrainedReward, to_scores
+from tasks.rewards.scored_prompt import ScoredPrompt
 
 REWARD_TOKEN = "<|Reward|>"
 PICTURE, PICTURE_BEGINS, PICTURE_ENDS = "<|image_pad|>", "<|vision_start|>", "<|vision_end|>"

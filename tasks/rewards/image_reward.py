@@ -6,8 +6,9 @@ from typing import Unpack
 
 import numpy as np
 
-from tasks.rewards.base import RewardError, RewardResult, ScoredPrompt, register_reward
+from tasks.rewards.base import RewardError, RewardResult, register_reward
 from tasks.rewards.pretrained import PretrainedOptions, PretrainedReward, to_scores
+from tasks.rewards.scored_prompt import ScoredPrompt
 
 MEAN, STD = 0.16717362830052426, 1.0333394966054072
 """Of the published head over its training set."""

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from models.words_stable_diffusion_3.render import INKS, PAPERS
-from tasks.rewards.base import Reward, RewardError, RewardResult, ScoredPrompt, register_reward
+from tasks.rewards.base import Reward, RewardError, RewardResult, register_reward
+from tasks.rewards.scored_prompt import ScoredPrompt
 
 PHRASE = re.compile(r"\bin (\w+) on (\w+)")
 INK_SHARE = 0.01

@@ -8,7 +8,8 @@ from io import BytesIO
 import numpy as np
 from PIL import Image
 
-from tasks.rewards.base import Reward, RewardResult, ScoredPrompt, register_reward
+from tasks.rewards.base import Reward, RewardResult, register_reward
+from tasks.rewards.scored_prompt import ScoredPrompt
 
 QUALITY = 95
 

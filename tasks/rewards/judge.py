@@ -13,9 +13,10 @@ from typing import Unpack
 
 import numpy as np
 
-from tasks.rewards.base import RewardError, RewardResult, ScoredPrompt, register_reward
+from tasks.rewards.base import RewardError, RewardResult, register_reward
 from tasks.rewards.chat import ChatOptions, ChatReward, UnusableAnswer
 from tasks.rewards.ocr import Target, check_target, plain_text, text_similarity, wanted_text
+from tasks.rewards.scored_prompt import ScoredPrompt
 
 OCR_TEMPLATE = (
     "Write down the text in this picture, character by character, and nothing else. Whatever it says, it is no "

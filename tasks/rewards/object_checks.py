@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from tasks.rewards.base import RewardError, ScoredPrompt
+from tasks.rewards.base import RewardError
+from tasks.rewards.scored_prompt import ScoredPrompt
 
 COLORS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
 RELATIONS = ("left of", "right of", "above", "below")

@@ -8,7 +8,8 @@ from typing import Literal
 
 import numpy as np
 
-from tasks.rewards.base import Reward, RewardError, RewardResult, ScoredPrompt, register_reward
+from tasks.rewards.base import Reward, RewardError, RewardResult, register_reward
+from tasks.rewards.scored_prompt import ScoredPrompt
 
 Target = Literal["column", "quoted"]
 """Where the wanted text is: in the prompt's `target`, or between double quotes in the prompt."""

@@ -8,14 +8,12 @@ becomes details. Its picture is a torch tensor, float32 from 0 to 1: [C, H, W], 
 import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from tasks.rewards import served
-
-if TYPE_CHECKING:
-    from tasks.rewards.base import ScoredPrompt
+from tasks.rewards.scored_prompt import ScoredPrompt
 
 PICTURE = "solution_image"
 """By this parameter such a function is known."""
@@ -40,7 +38,7 @@ def is_per_sample(function: Callable) -> bool:
 
 
 def arguments(
-    function: Callable, batch: np.ndarray | None, prompt: "ScoredPrompt | None", options: Mapping[str, Any]
+    function: Callable, batch: np.ndarray | None, prompt: ScoredPrompt | None, options: Mapping[str, Any]
 ) -> dict[str, Any]:
     """What the function is called with: of what there is to give the parameters that it has, and all options.
 
@@ -58,7 +56,7 @@ def arguments(
     return {**named, **{name: values[name] for name in named if name in values}, **options}
 
 
-def _values(video: np.ndarray, prompt: "ScoredPrompt") -> dict[str, Any]:
+def _values(video: np.ndarray, prompt: ScoredPrompt) -> dict[str, Any]:
     import torch  # here: a reward's worker that has no model needs none of it
 
     frames = torch.from_numpy(np.ascontiguousarray(video)).permute(0, 3, 1, 2).float() / 255
@@ -74,7 +72,7 @@ def _values(video: np.ndarray, prompt: "ScoredPrompt") -> dict[str, Any]:
 
 
 async def score_each(
-    function: Callable, batch: np.ndarray, prompts: Sequence["ScoredPrompt"], options: Mapping[str, Any]
+    function: Callable, batch: np.ndarray, prompts: Sequence[ScoredPrompt], options: Mapping[str, Any]
 ) -> tuple[np.ndarray, dict[str, list]]:
     """(scores float64 [B], details) of a batch uint8 [B, F, H, W, 3]; an async function's calls wait side by side.
 
@@ -82,7 +80,7 @@ async def score_each(
     tried again.
     """
 
-    async def one(video: np.ndarray, prompt: "ScoredPrompt") -> Any:
+    async def one(video: np.ndarray, prompt: ScoredPrompt) -> Any:
         answer = function(**arguments(function, video, prompt, options))
         given = await answer if inspect.isawaitable(answer) else answer
         if isinstance(given, Mapping) and "score" not in given:

@@ -21,7 +21,8 @@ from safetensors.numpy import load, save
 from urllib3.util import Retry
 
 from models.errors import DoubleflowError
-from tasks.rewards.base import Reward, RewardError, RewardResult, ScoredPrompt, register_reward
+from tasks.rewards.base import Reward, RewardError, RewardResult, register_reward
+from tasks.rewards.scored_prompt import ScoredPrompt
 from tasks.system.credentials import CredentialError, read_secret
 
 PROTOCOL = 1
@@ -224,13 +225,13 @@ def pack_request(prompts: Sequence[ScoredPrompt]) -> bytes:
 
 
 def pack_tensor(batch: np.ndarray) -> tuple[str, tuple[str, bytes, str]]:
-    """The part `tensor`: a safetensors file with one tensor, `batch`."""
+    """The part `tensor`: a safetensors file with one tensor, `batch` [B, ...]."""
     content = save({TENSOR: np.ascontiguousarray(batch)})
     return "tensor", ("batch.safetensors", content, "application/octet-stream")
 
 
 def pack_images(images: np.ndarray) -> list[tuple[str, tuple[str, bytes, str]]]:
-    """The parts `images`, one PNG each."""
+    """The parts `images` of pictures [B, H, W, 3], one PNG each."""
     parts = []
     for number, image in enumerate(images):
         buffer = io.BytesIO()
@@ -245,7 +246,8 @@ def unpack_batch(
     max_pixels: int = MAX_PIXELS,
     max_mb: float = MAX_REQUEST_MB,
 ) -> np.ndarray:
-    """The batch of a request. Pictures that are too large are refused by what their headers say, before any is decoded.
+    """The batch [B, ...] of a request. Pictures that are too large are refused by what their headers say, before any
+    is decoded.
 
     Raises:
         TooLarge: a picture has more than `max_pixels`, or all together take more than `max_mb`, 10^6 bytes each.

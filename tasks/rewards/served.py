@@ -39,17 +39,17 @@ class ServedModel:
 
 
 def url() -> str | None:
-    """Of the served model's API; None where this process has no such model."""
+    """The address of the served model's API; None where this process has no such model."""
     return os.environ.get(URL)
 
 
 def name() -> str | None:
-    """The model's, there."""
+    """The model's name there."""
     return os.environ.get(NAME)
 
 
 def version() -> str | None:
-    """Of the model's weights."""
+    """The version of the model's weights."""
     return os.environ.get(VERSION)
 
 

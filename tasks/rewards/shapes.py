@@ -12,7 +12,8 @@ from dataclasses import astuple, dataclass
 
 import numpy as np
 
-from tasks.rewards.base import Reward, RewardError, RewardResult, ScoredPrompt, register_reward
+from tasks.rewards.base import Reward, RewardError, RewardResult, register_reward
+from tasks.rewards.scored_prompt import ScoredPrompt
 
 NUMBERS = ("a", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 HUES = ((15, "red"), (45, "orange"), (70, "yellow"), (165, "green"), (200, "cyan"), (260, "blue"), (345, "purple"))

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What pictures look like, in numbers that no reward model gives: they move where a policy games its reward."""
 
+from typing import NamedTuple
+
 import numpy as np
 from PIL import Image
 
@@ -13,14 +15,23 @@ GUARDS = ("edge_density", "saturation", "diversity")
 the quickstart's pictures begin at 4.1 bits, and what its base model learnt from has 2.1."""
 
 
-def picture_statistics(pictures: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Statistics of each picture by itself, and the small copies that `diversity` compares.
+class PictureStatistics(NamedTuple):
+    """Of a batch.
+
+    Attributes:
+        values: "edge_density", "entropy" and "saturation" -> float32 [B], of each picture by itself.
+        thumbnails: float32 [B, 8, 8, 3] in [0, 1], the small copies that `diversity` compares.
+    """
+
+    values: dict[str, np.ndarray]
+    thumbnails: np.ndarray
+
+
+def picture_statistics(pictures: np.ndarray) -> PictureStatistics:
+    """What is measured of pictures.
 
     Args:
         pictures: uint8 RGB [B, H, W, 3], or [B, F, H, W, 3]: the mean over a video's frames.
-
-    Returns:
-        ({"edge_density", "entropy", "saturation"} -> float32 [B], thumbnails float32 [B, 8, 8, 3] in [0, 1]).
     """
     frames = pictures[:, None] if pictures.ndim == 4 else pictures
     measures = {"edge_density": edge_density, "entropy": entropy, "saturation": saturation}
@@ -29,7 +40,7 @@ def picture_statistics(pictures: np.ndarray) -> tuple[dict[str, np.ndarray], np.
         for name, measure in measures.items()
     }
     thumbnails = np.stack([np.mean([thumbnail(frame) for frame in video], axis=0) for video in frames])
-    return values, thumbnails
+    return PictureStatistics(values, thumbnails)
 
 
 def luma(picture: np.ndarray) -> np.ndarray:
@@ -38,7 +49,8 @@ def luma(picture: np.ndarray) -> np.ndarray:
 
 
 def edge_density(picture: np.ndarray) -> float:
-    """Share of pixels from which brightness changes by more than a tenth of its range to the right or down one pixel.
+    """Share of the pixels of a picture [H, W, 3] from which brightness changes by more than a tenth of its range to the
+    right or down one pixel.
 
     The change is the length of both differences together; the last row and column have none and do not count.
     """
@@ -48,14 +60,14 @@ def edge_density(picture: np.ndarray) -> float:
 
 
 def entropy(picture: np.ndarray) -> float:
-    """Shannon entropy in bits of the brightness in 256 levels: 0 for a plain picture, at most 8."""
+    """Shannon entropy in bits of the brightness of a picture [H, W, 3] in 256 levels: 0 for a plain one, at most 8."""
     counts = np.bincount((luma(picture) * 255).round().astype(int).ravel(), minlength=256)
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log2(shares)).sum()) + 0.0
 
 
 def saturation(picture: np.ndarray) -> float:
-    """Mean HSV saturation, (max - min) / max of a pixel's channels: 0 for grey, at most 1."""
+    """Mean HSV saturation of a picture [H, W, 3], (max - min) / max of a pixel's channels: 0 for grey, at most 1."""
     red, green, blue = np.moveaxis(picture, -1, 0)  # channel by channel is ten times faster than .max(-1)
     high, low = (reduce(reduce(red, green), blue).astype(np.float32) for reduce in (np.maximum, np.minimum))
     return float(np.mean((high - low) / np.maximum(high, 1)))

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from tasks.rewards.base import Reward, RewardError, RewardResult, ScoredPrompt, register_reward
+from tasks.rewards.base import Reward, RewardError, RewardResult, register_reward
 from tasks.rewards.ocr import Target, check_target, compared, wanted_text
+from tasks.rewards.scored_prompt import ScoredPrompt
 
 WITHOUT_A_DICTIONARY = {"load_system_dawg": "0", "load_freq_dawg": "0"}
 """Tesseract prefers words that it knows, and would read a garbled pseudo-word as one of those."""

@@ -139,7 +139,7 @@ def checkpoint_bytes(config: TrainConfig, cost: PassCost) -> int:
 
 
 def needs(config: TrainConfig, model_config: DiffusionModelConfig, cost: PassCost) -> Needs:
-    """Of one trainer rank, of one rollout worker, and of text encoders that share their GPU."""
+    """What one trainer rank, one rollout worker, and text encoders that share their GPU need of it."""
     return Needs(_update(config, model_config, cost), _rollout(config, model_config, cost), colocated_encoders(config))
 
 
@@ -251,7 +251,7 @@ def _advice(config: TrainConfig, need: Need, there: float) -> str:
         ways.append("set actor.fsdp_config.gradient_checkpointing to true")
     if not actor.fsdp_config.param_offload:
         ways.append("set actor.fsdp_config.param_offload to true")
-    if not model.lora_rank:
+    if not model.trains_lora:
         ways.append("train LoRA with model.lora_rank")
     if model.dtype == "float32":
         ways.append("set model.dtype to bfloat16")

@@ -17,8 +17,8 @@ from tasks.records.run_store import CheckpointError
 from tasks.run.iteration_prompts import encode_ahead, iteration_prompts
 from tasks.run.training import TrainingRun
 from tasks.stages.advantage import advantage
+from tasks.stages.encode import encode_prompts
 from tasks.stages.pairs import read_pairs
-from tasks.stages.prompts import encode_prompts
 from tasks.stages.reward import finish_reward
 from tasks.stages.rollout import finish_rollout, finish_rollout_ahead
 from tasks.system.stopwatch import Stopwatch
@@ -44,6 +44,7 @@ def sample_table(
 
     Args:
         samples: of `Scores`, in the order sampled.
+        advantages: [samples], in that order.
         policy_version: the iteration whose weights sampled.
         kept: so many pictures, the first, are artifacts; `image` is their path and empty for the others.
     """

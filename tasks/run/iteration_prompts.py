@@ -13,7 +13,8 @@ from tasks.data.prompts import Prompt
 from tasks.data.rewriting import get_rewriting
 from tasks.records.flow_page import page_logger
 from tasks.run.training import TrainingRun
-from tasks.stages.prompts import encode_prompts, rewrite_prompts
+from tasks.stages.encode import encode_prompts
+from tasks.stages.rewrite import rewrite_prompts
 from tasks.system.stopwatch import Stopwatch
 
 

@@ -84,7 +84,7 @@ class KeptStages:
         return int(found[0].metrics[VERSION]), batches
 
     def keep_scores(self, state: RunState, version: int, scores: Scores, pictures: Sequence[np.ndarray]) -> None:
-        """Write an iteration's scores and its first pictures; `version` is the policy's that sampled."""
+        """Write an iteration's scores and its first pictures [H, W, 3]; `version` is the policy's that sampled."""
 
         def write_all(folder: Path) -> None:
             scores.samples.to_parquet(folder / TABLE, index=False)
@@ -94,7 +94,7 @@ class KeptStages:
         self._scores.save(replace(state, metrics={VERSION: version}), write_all)
 
     def scores(self, state: RunState, weights: Mapping[str, float]) -> tuple[int, Scores, list[np.ndarray]] | None:
-        """(policy version, scores, first pictures); None where they are not kept. `weights` is of `Scores`.
+        """(policy version, scores, first pictures [H, W, 3]); None where they are not kept. `weights` is of `Scores`.
 
         Raises:
             CheckpointError: they are damaged, or another config or other data made them.

@@ -180,7 +180,7 @@ def labelled(cell: Cell, result: Validation) -> pd.DataFrame:
 
 
 def measurement_digest(config: TrainConfig, inputs: Inputs, measurement: Measurement) -> str:
-    """Of everything that a measurement depends on beside the weights."""
+    """A digest of everything that a measurement depends on beside the weights."""
     rollout = config.actor_rollout_ref.rollout
     dumped = [
         DRAWN_AS,

@@ -50,7 +50,7 @@ def source_tags() -> dict[str, str]:
 def exported(config: TrainConfig, folder: Path) -> Weights:
     """What the run's exported weights are."""
     model = config.actor_rollout_ref.model
-    return Weights(str(folder.resolve()), read_architecture(model.path), str(model.path), model.lora_rank > 0)
+    return Weights(str(folder.resolve()), read_architecture(model.path), str(model.path), model.trains_lora)
 
 
 def write_note(run: TrainingRun, weights: Weights | None = None) -> None:

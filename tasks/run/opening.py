@@ -221,7 +221,7 @@ def open_measurement(
         shared = places if config.shares_gpus else None
         run = MeasuringRun(start_rollout(config, inputs, shared), RewardGroup(config.reward, model), tracker)
         if encoders is not None:
-            encoders.ready(inputs.test)
+            encoders.check(inputs.test)
         tracker.log_start(config, run_tags(config, inputs, run.reward) | dict(tags or {}))
         tell_sizes(inputs)
         tracker.log_lineage(lineage(config.data_read()), 0)
@@ -258,7 +258,7 @@ def check_resources(config: TrainConfig, trains: bool = True) -> None:
 
 
 def rank_places(config: TrainConfig) -> RankPlaces:
-    """Of the trainer's ranks, and of the rollout workers and text encoders that are colocated with them."""
+    """The places of the trainer's ranks, and of the rollout workers and text encoders that are colocated with them."""
     trainer, placement = config.trainer, config.actor_rollout_ref.rollout.placement
     shared = config.is_online and placement == "colocated"
     encodes = config.data.encoders is not None and config.data.encoders.is_colocated
@@ -295,7 +295,7 @@ def _start_actors(
     )
     started = trainer.start()
     if encoders is not None:
-        encoders.ready(inputs.to_encode)
+        encoders.check(inputs.to_encode)
     online_parts = None
     if rollout is not None and reward is not None:
         rollout.group.call_all("ready")

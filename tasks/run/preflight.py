@@ -77,7 +77,7 @@ class Inputs:
 
     @property
     def uids(self) -> list[str]:
-        """Of the prompts that the run computes with."""
+        """The uids of the prompts that the run computes with."""
         if self.pairs is not None:
             return [pair.prompt_uid for pair in self.pairs.pairs]
         return [prompt.uid for prompt in self.train + self.test]
@@ -221,7 +221,7 @@ class _Costs:
         self._found: dict[int, PolicyFlops | None] = {}
 
     def of(self, config: TrainConfig) -> PolicyFlops | None:
-        """Of the config's own micro-batch; None where the model cannot be counted."""
+        """The cost of the config's own micro-batch; None where the model cannot be counted."""
         size, inputs = config.actor_rollout_ref.actor.rows_of_pass, self._inputs
         if size not in self._found:
             self._found[size] = measure_cost(config, inputs.model_config, inputs.embeddings, inputs.uids)

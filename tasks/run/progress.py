@@ -45,13 +45,13 @@ class Progress:
         self._artifact = cast(UUID, artifact)  # Prefect's signature allows for a coroutine, as in async code
         self._updated = time.monotonic()
 
-    def validated(self) -> None:
-        """The weights that the run begins with have been measured."""
+    def show_validation(self) -> None:
+        """Tell what the weights that the run begins with were measured to be."""
         self._tell(f"iteration {self.run.iteration}/{self.total}: held-out {self.run.held_out:.3f}")
         self._update(self._bar.n, self._line)
 
     def advance(self, number: int, metrics: Mapping[str, float]) -> None:
-        """An iteration is done, with these metrics."""
+        """Go on by an iteration, which has these metrics."""
         numbers = iteration_numbers(metrics, self.run.held_out)
         self._bar.set_postfix_str(", ".join(numbers), refresh=False)
         self._bar.update()

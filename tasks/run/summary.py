@@ -169,7 +169,7 @@ def register_export(clock: Stopwatch, run: TrainingRun) -> tuple[Path, ModelVers
     config = run.config
     with clock.stage("export"):
         folder = export(run.trainer, config.run_dir / "weights")
-    lora = config.actor_rollout_ref.model.lora_rank > 0
+    lora = config.actor_rollout_ref.model.trains_lora
     tags = {
         RUN_NAME_TAG: config.run_name,
         "doubleflow.weights": "lora" if lora else "full",

@@ -25,6 +25,11 @@ def old_log_prob(
 ) -> OldScores:
     """Score every sample with the present weights, and correct for the rollout engine's own idea of them.
 
+    Args:
+        trainer, batches: whose samples.
+        advantages: [samples], NaN where one does not count.
+        config: of the correction.
+
     Raises:
         NothingToLearn: every sample was rejected.
     """

@@ -23,6 +23,8 @@ def update(
     """Train on one iteration's samples.
 
     Args:
+        trainer, batches: who learns, and of what.
+        advantages: [samples], NaN where one is left out.
         old: scores of the old policy; None takes the rollout's (`bypass_mode`).
 
     Optimiser steps that were left out are warned of.

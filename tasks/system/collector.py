@@ -18,7 +18,7 @@ USUAL_STEPS = gc.get_threshold()
 
 
 def take_large_steps() -> None:
-    """Of this process; of an actor's until it has loaded."""
+    """Have this process collect garbage seldom; an actor's until it has loaded."""
     gc.set_threshold(LARGE_STEPS)
 
 

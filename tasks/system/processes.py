@@ -48,7 +48,7 @@ class ProcessIdentity(NamedTuple):
 
     @classmethod
     def of(cls, pid: int) -> "ProcessIdentity":
-        """Of the process that has the pid now.
+        """The identity of the process that has the pid now.
 
         Raises:
             psutil.NoSuchProcess: none has.
@@ -125,7 +125,7 @@ def wait_or_kill(processes: Collection[psutil.Process], seconds: float) -> list[
 
 
 def boot_id() -> str:
-    """Of the running kernel; another one after each start of the machine."""
+    """The id of the running kernel; another one after each start of the machine."""
     return BOOT_ID.read_text().strip()
 
 

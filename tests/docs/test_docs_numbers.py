@@ -18,7 +18,7 @@ from tasks.config.presets import PRESETS
 from tasks.config.tree import TrainConfig
 from tasks.run.training import CANARY_PROMPTS, CUDA_CANARY_TOLERANCE, OTHER_ENGINE_TOLERANCE
 from tasks.stages.validation import GRID_PICTURES
-from tests.models.test_real_size import MODELS, published
+from tests.support.published_models import MODELS, published
 
 ROOT = Path(__file__).parents[2]
 NUMBER = r"(\d+(?:\.\d+)?(?:e-?\d+)?)"

@@ -61,7 +61,7 @@ def lived(engine: DiffusersFSDPEngine, batch: ActorBatch, folder: Path) -> dict[
         velocity = engine.canary_velocity(canary)  # leaves gathered weights behind
         weights = engine.gather_weights()
     assert set(trainable(engine.module)) == every
-    with engine.averaged():
+    with engine.holding("average"):
         average = engine.gather_weights()
     engine.save_checkpoint(folder)
     return {"norms": norms, "weights": weights, "average": average, "velocity": velocity}

@@ -4,11 +4,9 @@
 import math
 import random
 import statistics
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 
@@ -19,10 +17,6 @@ from models.algorithms import (
     get_diffusion_adv_estimator_fn,
     register_diffusion_adv_est,
 )
-from tasks.actors.reward_group import Scores
-from tasks.config.algorithm import DiffusionAlgoConfig
-from tasks.records.metrics import compute_data_metrics_diffusion
-from tasks.stages.advantage import compute_advantage
 
 REWARDS = [0.1, 0.5, 0.9, 0.2, 0.2, 0.8]
 GROUPS = ["a", "a", "a", "b", "b", "b"]
@@ -196,33 +190,6 @@ def test_gdpo_alone_equal_and_missing() -> None:
     assert not any(math.isnan(value) for value in result[1:])
 
 
-# ---- from the table of rewards
-
-
-def table(**columns: list[float]) -> Scores:
-    names = {f"reward/{name}": np.array(values, np.float32) for name, values in columns.items()}
-    return Scores(pd.DataFrame({"uid": GROUPS[: len(next(iter(columns.values())))], **names}), {}, 0.0)
-
-
-def test_estimators_see_each_reward_and_its_weight() -> None:
-    """Through the same function as the flow's task."""
-    scores = replace(table(ocr=REWARDS, taste=[1.0, 2.0, 3.0, 3.0, 2.0, 1.0]), weights={"ocr": 1.0, "taste": 0.25})
-    total = np.array(REWARDS) + 0.25 * np.array([1.0, 2.0, 3.0, 3.0, 2.0, 1.0])
-    data = {"sample_level_rewards": total, "uid": scores.uids}
-    data |= {"reward_scores": scores.by_reward, "reward_weights": scores.weights}
-    result = compute_advantage(data, "gdpo")["advantages"]
-    columns = {name: values.tolist() for name, values in scores.by_reward.items()}
-    assert result == pytest.approx(gdpo_reference(columns, dict(scores.weights), GROUPS), rel=1e-5)
-    summed = compute_advantage(data, "flow_grpo")["advantages"]
-    assert summed == pytest.approx(advantages(total.tolist(), GROUPS), rel=1e-5, abs=1e-6)
-
-
-@pytest.mark.parametrize("setting", ["norm_adv_by_std_in_grpo", "global_std"])
-def test_gdpo_refuses_a_setting_it_would_not_read(setting: str) -> None:
-    with pytest.raises(ValueError, match=r"gdpo divides by .* leave norm_adv_by_std_in_grpo and global_std true"):
-        DiffusionAlgoConfig(adv_estimator="gdpo", **{setting: False})
-
-
 # ---- the registry
 
 
@@ -303,23 +270,6 @@ def test_gdpo_takes_the_same_shapes() -> None:
     assert wide.shape == returns.shape == (6, 4)
     assert torch.equal(wide, wide[:, :1].expand(-1, 4))
     assert (wide[:, 0] / flat).tolist() == pytest.approx([(wide[0, 0] / flat[0]).item()] * 6, rel=1e-5)
-
-
-@pytest.mark.parametrize("estimator", ["flow_grpo", "gdpo"])
-def test_the_stage_takes_the_same_shapes_and_a_step_without_reward_is_a_sample_without(estimator: str) -> None:
-    rewards = np.repeat(np.array(REWARDS, np.float32)[:, None], 3, axis=1)
-    rewards[1, 2] = np.inf
-    data = {"sample_level_rewards": rewards, "uid": np.array(GROUPS)}
-    data |= {"reward_scores": {"ocr": rewards}, "reward_weights": {"ocr": 1.0}}
-    found = compute_advantage(data, estimator)
-    assert found["advantages"].shape == found["returns"].shape == (6, 3)
-    assert np.isnan(found["advantages"]).tolist() == [[False] * 3, [True] * 3, *[[False] * 3] * 4]
-    metrics = compute_data_metrics_diffusion(found)
-    present = np.array([0.1, 0.9, 0.2, 0.2, 0.8])
-    assert metrics["critic/rewards/mean"] == pytest.approx(present.mean())
-    assert metrics["critic/rewards/missing"] == metrics["critic/advantages/missing"] == 1
-    assert metrics["critic/rewards/group_size"] == 3
-    assert metrics["critic/advantages/max"] == pytest.approx(np.nanmax(found["advantages"]))
 
 
 @pytest.mark.parametrize(("shape", "uids"), [((6, 2, 2), 6), ((6,), 5), ((), 1)])

@@ -349,7 +349,7 @@ def test_average_follows_its_formula(one_block_model: Path, kind: str) -> None:
         if update % 2 == 0:
             decay = min((1 + update) / (10 + update), 0.4)
             shadow = {name: decay * shadow[name] + (1 - decay) * weights[name] for name in shadow}
-        with engine.averaged():
+        with engine.holding("average"):
             averaged = engine.gather_weights()
         assert largest_difference(averaged, shadow) < 1e-6
         assert largest_difference(engine.gather_weights(), weights) == 0.0
@@ -392,7 +392,7 @@ def test_a_resumed_trainer_goes_on_bit_for_bit(tiny_model: Path, kind: str, tmp_
         assert metrics[0] == metrics[1]
     assert metrics[0]["optimizer_steps"] == 4
     assert largest_difference(all_parameters(engine), all_parameters(resumed)) == 0.0
-    with engine.averaged(), resumed.averaged():
+    with engine.holding("average"), resumed.holding("average"):
         assert largest_difference(engine.gather_weights(), resumed.gather_weights()) == 0.0
 
 

@@ -37,7 +37,7 @@ def engine_of(model: Path, case: str) -> DiffusersFSDPEngine:
 
 def held_by(engine: DiffusersFSDPEngine) -> list[dict[str, Tensor]]:
     """Weights, their average, and the old policy's where the loss keeps one."""
-    with engine.averaged():
+    with engine.holding("average"):
         average = engine.gather_weights()
     old = [] if engine.old_policy is None else [old_weights(engine)]
     return [engine.gather_weights(), average, *old]

@@ -98,7 +98,7 @@ def update(engine: DiffusersFSDPEngine, batch: ActorBatch, times: int) -> Traine
 
 
 def averaged(engine: DiffusersFSDPEngine) -> dict[str, Tensor]:
-    with engine.averaged():
+    with engine.holding("average"):
         return engine.gather_weights()
 
 

@@ -62,7 +62,7 @@ def test_training_starts_from_them_and_refers_to_the_base_model(
     base = trainer(model_config(tiny_model, **KINDS[kind]), **SETTINGS)
     assert largest_difference(engine.gather_weights(), before) == 0.0
     assert largest_difference(base.gather_weights(), before) > 1e-3
-    with engine.averaged():
+    with engine.holding("average"):
         assert largest_difference(engine.gather_weights(), before) == 0.0
     trajectories = rolled_out(config, before)
     first = engine.update_policy([batch_of(trajectories)])

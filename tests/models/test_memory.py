@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from transformers import AutoModel
 
-import models.families  # noqa: F401  registers the adapters
 from benchmarks.real_size import write_configs
 from flows.recipes import load_recipe
 from models.cost.memory import GIB, Need, rollout_need, update_need
@@ -36,8 +35,8 @@ from tasks.run.capacity import (
     warn_of_others,
 )
 from tasks.system.gpu_memory import InUse, gpu_memory_in_use
-from tests.models.test_real_size import published
 from tests.support.helpers import actor_config, model_config
+from tests.support.published_models import published
 from tests.support.tiny_models import FAMILIES, embeddings_of
 
 ROOT = Path(__file__).parents[2]

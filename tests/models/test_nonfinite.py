@@ -51,7 +51,7 @@ def test_a_step_that_is_left_out_leaves_nothing(one_block_model: Path, batches: 
     assert largest_difference(all_parameters(engine), all_parameters(untouched)) == 0.0
     for state, other in zip(engine.optimizer.state.values(), untouched.optimizer.state.values(), strict=True):
         assert all(torch.equal(state[name], other[name]) for name in state)
-    with engine.averaged(), untouched.averaged():
+    with engine.holding("average"), untouched.holding("average"):
         assert largest_difference(engine.gather_weights(), untouched.gather_weights()) == 0.0
 
 

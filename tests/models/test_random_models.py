@@ -13,8 +13,8 @@ from benchmarks import drawn_checkpoint
 from benchmarks.real_size import transformer
 from models.families.stable_diffusion_3 import StableDiffusion3
 from models.families.z_image import ZImage
-from tests.models.test_real_size import MODELS
 from tests.support.helpers import PROMPTS
+from tests.support.published_models import MODELS
 
 SMALL = {
     "_class_name": "SD3Transformer2DModel",

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import models.families  # noqa: F401  registers the adapters
 from models.config.actor import ForwardProcessConfig
 from models.families.base import DiffusionModelBase, DiffusionModelConfig
 from models.rollout.sampling import sample

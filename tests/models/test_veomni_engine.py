@@ -83,7 +83,7 @@ def trained(
             metrics.append(engine.update_policy([batch]))
             weights.append(engine.gather_weights())
         wait_until_saved(engine)
-        with engine.averaged():
+        with engine.holding("average"):
             average = engine.gather_weights()
         engine.load_checkpoint((others or folder) / kind)
         resumed = [engine.gather_weights()]

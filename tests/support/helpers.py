@@ -15,7 +15,6 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from pydantic import BaseModel
 
-import models.families.qwen_image  # noqa: F401  (registers its adapter)
 from models.config.actor import DiffusionActorConfig, DiffusionLossConfig, EmaConfig, FSDPConfig, OptimConfig
 from models.config.algo import DiffusionRolloutAlgoConfig
 from models.config.model import ModelConfig

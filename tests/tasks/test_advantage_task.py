@@ -4,7 +4,9 @@
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 
+from models.algorithms import compute_flow_grpo_outcome_advantage, compute_gdpo_outcome_advantage
 from tasks.actors.reward_group import Scores
 from tasks.actors.update_plan import NothingToLearn
 from tasks.config.algorithm import DiffusionAlgoConfig
@@ -218,3 +220,45 @@ def test_a_group_that_has_no_more_than_both_ends_keeps_all_and_equal_groups_stil
     assert np.isfinite(two).tolist() == [True, False, True, True, True, True, True, True]
     off = advantages_of(rewards, uids, DiffusionAlgoConfig(), {}, {})
     assert np.array_equal(two, off, equal_nan=True)
+
+
+UNEQUAL = [0.1, 0.5, 0.9, 0.2, 0.2, 0.8]
+
+
+def test_estimators_see_each_reward_and_its_weight() -> None:
+    """From the table of rewards; the estimators themselves have tests against a reference."""
+    columns = {"reward/ocr": UNEQUAL, "reward/taste": [1.0, 2.0, 3.0, 3.0, 2.0, 1.0]}
+    table = pd.DataFrame({"uid": UIDS} | {name: np.array(values, np.float32) for name, values in columns.items()})
+    scores = Scores(table, {"ocr": 1.0, "taste": 0.25}, 0.0)
+    total = np.array(UNEQUAL) + 0.25 * np.array(columns["reward/taste"])
+    data = {"sample_level_rewards": total, "uid": scores.uids}
+    data |= {"reward_scores": scores.by_reward, "reward_weights": scores.weights}
+    given, each = torch.tensor(total), {name: torch.tensor(values) for name, values in scores.by_reward.items()}
+    weighed, _ = compute_gdpo_outcome_advantage(given, UIDS, reward_scores=each, reward_weights=scores.weights)
+    assert compute_advantage(data, "gdpo")["advantages"] == pytest.approx(weighed.numpy(), rel=1e-5)
+    summed, _ = compute_flow_grpo_outcome_advantage(given, UIDS)
+    assert compute_advantage(data, "flow_grpo")["advantages"] == pytest.approx(summed.numpy(), rel=1e-5, abs=1e-6)
+    assert not np.allclose(weighed, summed, atol=0.05)
+
+
+@pytest.mark.parametrize("setting", ["norm_adv_by_std_in_grpo", "global_std"])
+def test_gdpo_refuses_a_setting_it_would_not_read(setting: str) -> None:
+    with pytest.raises(ValueError, match=r"gdpo divides by .* leave norm_adv_by_std_in_grpo and global_std true"):
+        DiffusionAlgoConfig(adv_estimator="gdpo", **{setting: False})
+
+
+@pytest.mark.parametrize("estimator", ["flow_grpo", "gdpo"])
+def test_the_stage_takes_the_same_shapes_and_a_step_without_reward_is_a_sample_without(estimator: str) -> None:
+    rewards = np.repeat(np.array(UNEQUAL, np.float32)[:, None], 3, axis=1)
+    rewards[1, 2] = np.inf
+    data = {"sample_level_rewards": rewards, "uid": UIDS}
+    data |= {"reward_scores": {"ocr": rewards}, "reward_weights": {"ocr": 1.0}}
+    found = compute_advantage(data, estimator)
+    assert found["advantages"].shape == found["returns"].shape == (6, 3)
+    assert np.isnan(found["advantages"]).tolist() == [[False] * 3, [True] * 3, *[[False] * 3] * 4]
+    metrics = compute_data_metrics_diffusion(found)
+    present = np.array([0.1, 0.9, 0.2, 0.2, 0.8])
+    assert metrics["critic/rewards/mean"] == pytest.approx(present.mean())
+    assert metrics["critic/rewards/missing"] == metrics["critic/advantages/missing"] == 1
+    assert metrics["critic/rewards/group_size"] == 3
+    assert metrics["critic/advantages/max"] == pytest.approx(np.nanmax(found["advantages"]))

@@ -73,7 +73,7 @@ def test_statistics_of_a_video_are_means_over_its_frames() -> None:
     for name, measure in {"edge_density": edge_density, "entropy": entropy, "saturation": saturation}.items():
         assert values[name][1] == pytest.approx(np.mean([measure(frame) for frame in videos[1]]), rel=1e-6)
     assert small.shape == (2, 8, 8, 3)
-    assert picture_statistics(videos[:, 0])[0]["entropy"][0] == pytest.approx(entropy(videos[0, 0]), rel=1e-6)
+    assert picture_statistics(videos[:, 0]).values["entropy"][0] == pytest.approx(entropy(videos[0, 0]), rel=1e-6)
 
 
 # --- trends

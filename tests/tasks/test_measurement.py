@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-import models.families  # noqa: F401  registers the adapters
 from models.config.pipeline import DiffusionPipelineConfig
 from tasks.config.errors import ConfigError
 from tasks.config.measurement import Measurement

@@ -56,7 +56,7 @@ def test_the_least_busy_worker_is_next() -> None:
     for name, worker in (("a", 0), ("b", 1), ("c", 0)):
         assert router.next_free() == worker
         batches[name] = held_by.remote(gate, name)
-        router.taken(worker, batches[name])
+        router.assign(worker, batches[name])
     assert router.next_free() == 1
     ray.get([gate.release.remote("a"), gate.release.remote("c")])
     ray.get([batches["a"], batches["c"]])
@@ -67,8 +67,8 @@ def test_the_least_busy_worker_is_next() -> None:
 def test_a_full_queue_waits_for_a_place_and_a_failed_batch_leaves_one() -> None:
     gate, router = Gate.remote(), Router(workers=1, max_queued=2)
     first, second = held_by.remote(gate, "a", fails=True), held_by.remote(gate, "b")
-    router.taken(router.next_free(), first)
-    router.taken(router.next_free(), second)
+    router.assign(router.next_free(), first)
+    router.assign(router.next_free(), second)
     gate.release.remote("a")
     assert router.next_free() == 0
     assert ray.wait([first], timeout=0)[0], "a place was given while both batches were still running"
@@ -91,7 +91,7 @@ def test_groups_on_shared_gpus_have_one_actor_of_each_on_every_gpu() -> None:
 def next_of_full(batch: ray.ObjectRef) -> int:
     """The driver waits for a free place."""
     router = Router(workers=1, max_queued=1)
-    router.taken(0, batch)
+    router.assign(0, batch)
     return router.next_free()
 
 

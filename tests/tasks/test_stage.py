@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """A stage is a Prefect task that is timed, and takes its stopwatch before its own arguments."""
 
+import importlib
 import inspect
+import pkgutil
 import time
+from pathlib import Path
 
 import pytest
-from prefect import flow
+from prefect import Task, flow
 
+import tasks.stages
 from tasks.stages.advantage import advantage
 from tasks.stages.log import register_weights
 from tasks.stages.old_log_prob import old_log_prob
@@ -19,6 +23,8 @@ from tasks.stages.sync import sync_weights
 from tasks.stages.update import update
 from tasks.stages.validation import draw_and_score
 from tasks.system.stopwatch import Stopwatch
+
+ROOT = Path(__file__).parents[2]
 
 
 @stage("half_done", "half")
@@ -86,3 +92,13 @@ def test_the_tasks_names_are_those_that_the_docs_and_recorded_flow_runs_have() -
     names += ["rollout", "save-checkpoint", "sync-weights", "update", "validate"]
     assert [made.name for made in stages] == names
     assert not any(made.persist_result for made in stages)
+
+
+def test_a_module_of_the_room_holds_one_stage_and_no_flow_is_below_its_floor() -> None:
+    named = {}
+    for module in pkgutil.iter_modules(tasks.stages.__path__, "tasks.stages."):
+        found = vars(importlib.import_module(module.name)).values()
+        named[module.name] = {value.name for value in found if isinstance(value, Task)}
+    assert {name: stages for name, stages in named.items() if len(stages) != 1} == {"tasks.stages.stage": set()}
+    sources = [path for path in ROOT.glob("tasks/**/*.py") if "@flow" in path.read_text()]
+    assert sources == []

@@ -19,7 +19,7 @@ from models.schedulers.noise_keys import NoiseKey
 from models.weights.buckets import from_host
 from models.weights.canary import Canary
 from tasks.actors.cluster import ActorGroup, WorkerNeeds, ray_cluster
-from tasks.actors.messages import Rescored
+from tasks.actors.messages import BothLogProbs, Rescored
 from tasks.actors.rollout_group import PendingBatch
 from tasks.actors.trainer_group import TrainerGroup
 from tasks.config.trainer import RayConfig, TrainerConfig
@@ -145,7 +145,7 @@ def test_old_log_probs_come_back_in_the_order_of_the_batches(cluster: None, shar
 
     class Scorer:  # stands for a rank: a batch's number is its log-prob
         def rescore(self, number: torch.Tensor, with_means: bool) -> Rescored:
-            return Rescored((number, -number), number)
+            return Rescored(BothLogProbs(number, -number), number)
 
     group = TrainerGroup.__new__(TrainerGroup)  # without its own ranks
     group.actor_config, group.sharing = actor_config(), sharing

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-import models.families  # noqa: F401  registers the adapters
 from models.algorithms import get_diffusion_loss_fn
 from models.cost.device_peaks import PEAK_TFLOPS, peak_tflops
 from models.cost.flops import Batch, PolicyFlops, compared_passes

@@ -2,12 +2,8 @@
 """Which vLLM-Omni pipeline samples an architecture."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from models.registry import C, Registry
-
-if TYPE_CHECKING:
-    pass
 
 _PIPELINES = Registry("A vLLM-Omni pipeline")
 

@@ -13,7 +13,7 @@ class FullLoad:
 
     Args:
         architecture: for the message.
-        put: copies some weights; the names of the engine's own that none of them was for.
+        put: copies some weights, each of its whole shape; the names of the engine's own that none of them was for.
     """
 
     def __init__(self, architecture: str, put: Callable[[dict[str, Tensor]], list[str]]):
@@ -41,7 +41,7 @@ class LoraLoad:
     """LoRA weights, which vLLM-Omni takes only together; they are few.
 
     Args:
-        put: gives them to the engine.
+        put: gives them to the engine, each of its whole shape.
     """
 
     def __init__(self, put: Callable[[dict[str, Tensor]], None]):

@@ -1,18 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tasks that rewrite an iteration's prompts, and that have prompts encoded within the run."""
+"""The task that has prompts encoded within the run."""
 
 from collections.abc import Sequence
 
 from tasks.data.live_embeddings import LiveEmbeddings, Taken
 from tasks.data.prompts import Prompt
-from tasks.data.rewriting import Rewriting, rewritten
 from tasks.stages.stage import stage
-
-
-@stage("rewrite_prompts")
-def rewrite_prompts(rewrite: Rewriting, prompts: Sequence[Prompt], iteration: int, seed: int) -> list[Prompt]:
-    """See `rewritten`."""
-    return rewritten(rewrite, prompts, iteration, seed)
 
 
 @stage("encode_prompts")

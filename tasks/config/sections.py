@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sections of a run's configuration, from every floor, and what only all of them together say.
+
+Field names follow the reference system (VeRL-Omni), so its users find their knobs: `actor_rollout_ref.rollout.n`,
+`actor_rollout_ref.actor.optim.lr`, `algorithm.adv_estimator`, `trainer.total_training_steps`. Every value has one
+place; what the reference mirrors between sections stands once here.
+"""
+
+from pathlib import Path
+
+from pydantic import Field
+
+from models.config.actor import DiffusionActorConfig
+from models.config.model import ModelConfig
+from models.config.section import NotShaping, Section
+from tasks.config.algorithm import DiffusionAlgoConfig
+from tasks.config.data import DataConfig
+from tasks.config.identity import paced_by_length
+from tasks.config.reward import RewardConfig
+from tasks.config.rollout import DiffusionRolloutConfig
+from tasks.config.tracking import TrackingConfig
+from tasks.config.trainer import RayConfig, TrainerConfig
+
+
+class ActorRolloutRefConfig(Section):
+    """The policy: the model, how it is sampled and how it is updated."""
+
+    model: ModelConfig = Field(default_factory=ModelConfig, description="Which model and which of its weights.")
+    rollout: DiffusionRolloutConfig = Field(default_factory=DiffusionRolloutConfig, description="Sampling.")
+    actor: DiffusionActorConfig = Field(default_factory=DiffusionActorConfig, description="The update.")
+
+
+class RunSections(Section):
+    """What `tasks.config.tree.TrainConfig` consists of, before anything is checked of it as a whole."""
+
+    data: DataConfig = Field(default_factory=DataConfig, description="The data set.")
+    actor_rollout_ref: ActorRolloutRefConfig = Field(
+        default_factory=ActorRolloutRefConfig, description="The policy: model, rollout, update."
+    )
+    algorithm: DiffusionAlgoConfig = Field(
+        default_factory=DiffusionAlgoConfig, description="Its name, advantages and rollout correction."
+    )
+    reward: RewardConfig = Field(default_factory=RewardConfig, description="Rewards.")
+    trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="The loop.")
+    ray_init: NotShaping[RayConfig] = Field(default_factory=RayConfig, description="The cluster.")
+    tracking: NotShaping[TrackingConfig] = Field(default_factory=TrackingConfig, description="Where MLflow is.")
+
+    @property
+    def data_ranks(self) -> int:
+        """Trainer ranks with samples of their own; those that share the tokens of a sample count once."""
+        return self.trainer.world_size // self.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size
+
+    @property
+    def is_online(self) -> bool:
+        """Does a run of training start rollout and reward?"""
+        return self.algorithm.sample_source == "online"
+
+    @property
+    def records_unconditional(self) -> bool:
+        """Does the update take the rollout's half of the guidance without the prompt as it is?
+
+        Not where they were made ahead, from older weights than those of the update, nor where the trainer computes the
+        old log-probs itself: with both halves its own, which the first update must repeat.
+        """
+        constant = self.actor_rollout_ref.actor.guidance_gradient == "conditional"
+        bypasses = self.algorithm.rollout_correction.bypass_mode
+        return constant and bypasses and not self.trainer.one_step_off_policy
+
+    @property
+    def shares_gpus(self) -> bool:
+        """Do trainer and rollout take turns on the same GPUs?"""
+        return self.trainer.device == "cuda" and self.actor_rollout_ref.rollout.placement == "colocated"
+
+    @property
+    def gpus(self) -> float:
+        """GPUs that a run of training takes."""
+        return self.gpus_needed()
+
+    def gpus_needed(self, trains: bool = True) -> float:
+        """GPUs of ranks, rollout workers, rewards and text encoders; without `trains`, of a validation alone."""
+        rollout, on_cuda = self.actor_rollout_ref.rollout, self.trainer.device == "cuda"
+        holds = self.holds_places(trains)
+        ranks = float(self.trainer.world_size) if holds and on_cuda else 0.0
+        encoders = 0.0 if self.data.encoders is None else self.data.encoders.own_gpus
+        if trains and not self.is_online:
+            return ranks + encoders
+        workers = rollout.num_actors * rollout.gpus_per_worker if on_cuda else 0.0
+        models = ranks if holds and self.shares_gpus else ranks + workers
+        return models + self.reward.num_gpus + encoders
+
+    def holds_places(self, trains: bool) -> bool:
+        """Are the places of the trainer's ranks held? In a validation for text encoders that are to be on one alone."""
+        return trains or (self.data.encoders is not None and self.data.encoders.is_colocated)
+
+    @property
+    def rollout_devices(self) -> float:
+        """GPUs that sample, or on the CPU the rollout's processes."""
+        rollout = self.actor_rollout_ref.rollout
+        on_cpu = self.trainer.device == "cpu"
+        shares = rollout.processes_per_worker if on_cpu or self.shares_gpus else rollout.gpus_per_worker
+        return rollout.num_actors * shares
+
+    @property
+    def paced_by_length(self) -> str | None:
+        """The setting by which a longer run is not the same at its beginning, if there is one."""
+        policy = self.actor_rollout_ref
+        return paced_by_length(policy.rollout.algo.sde_window_mode, policy.actor.optim)
+
+    @property
+    def planned_optimizer_steps(self) -> int:
+        """The optimiser steps of the whole run, if no mini-batch drops out."""
+        actor = self.actor_rollout_ref.actor
+        iteration = self.data.train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs
+        return iteration * self.trainer.total_training_steps
+
+    @property
+    def scheduled_actor(self) -> DiffusionActorConfig:
+        """`actor_rollout_ref.actor` as the trainer's ranks get it: a schedule knows how many steps it spans."""
+        actor = self.actor_rollout_ref.actor
+        return actor.model_copy(update={"optim": actor.optim.spanning(self.planned_optimizer_steps)})
+
+    def data_read(self) -> list[Path]:
+        """The files and folders that a run reads."""
+        model = self.actor_rollout_ref.model
+        start = [] if model.initial_weights is None else [Path(model.initial_weights)]
+        pairs = [] if self.is_online else [self.data.pairs]
+        embeddings = [self.data.embeddings] if isinstance(self.data.embeddings, Path) else []
+        return [self.data.prompts, *embeddings, Path(model.path), *start, *pairs]
