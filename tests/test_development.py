@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What others run of the Makefile: continuous integration each part of it."""
+"""What others run of the Makefile: continuous integration each part of it, the containers both environments."""
 
+import json
 import re
 from pathlib import Path
 
@@ -23,3 +24,18 @@ def test_continuous_integration_runs_each_part_of_the_tests_and_builds_the_docs(
     assert tests is not None
     # `check` is `lint` and the part `check-tests`.
     assert ci_targets() == {"lint", "check", "docs", *tests[1].split()} - {"check-tests"}
+
+
+def test_the_containers_have_both_environments() -> None:
+    """`make test` needs both: vLLM's packages cannot live in the environment of the others."""
+    environments = {f"{path}/.dev" for path in re.findall(r"^(?:VLLM_)?VENV \?= (\S+)$", MAKEFILE, re.MULTILINE)}
+    assert environments == {".venv/.dev", ".venv-vllm/.dev"}
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    targets = dict(re.findall(r"^FROM base AS (\w+)\nRUN make (.+)$", dockerfile, re.MULTILINE))
+    assert {target for made in targets.values() for target in made.split()} == environments
+    container = json.loads((ROOT / ".devcontainer/devcontainer.json").read_text())
+    assert f"FROM python:3.11-slim-bookworm AS {container['build']['target']}\n" in dockerfile
+    commands = container["postCreateCommand"].split(" && ")
+    assert {
+        target for command in commands if command.startswith("make ") for target in command.split()[1:]
+    } == environments
