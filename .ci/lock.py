@@ -54,7 +54,7 @@ def marker(needed_by: Sequence[str], pythons: Sequence[str]) -> str:
 
 def write(name: str, blocks: dict[str, str], purpose: str) -> None:
     """One lock: hashes in the index's order change from day to day, so they are sorted."""
-    text = f"{HEAD}# {purpose}\n"
+    text = f"# {purpose}\n{HEAD}"
     for pin in sorted(blocks):
         hashes = sorted(set(re.findall(r"sha256:[0-9a-f]{64}", blocks[pin])))
         text += " \\\n".join([pin, *(f"    --hash={digest}" for digest in hashes)]) + "\n"
