@@ -1,3 +1,4 @@
+# The images of both environments, each a target; the dev container takes their base.
 # docker build --target train -t doubleflow .         the environment of `make train`
 # docker build --target vllm  -t doubleflow:vllm .    the one with vLLM-Omni on a CPU
 # PyPI's torch is the CUDA build; --build-arg EXTRA_INDEX=https://download.pytorch.org/whl/cpu takes the CPU build.

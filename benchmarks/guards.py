@@ -151,7 +151,7 @@ def benefit_of_the_doubt(images: np.ndarray, prompts: Sequence[ScoredPrompt], su
 
 @cache
 def _reader() -> Any:
-    return OcrReward()._ocr.text_rec
+    return OcrReward()._reader.ocr.text_rec
 
 
 def _read(image: np.ndarray) -> tuple[str, float]:

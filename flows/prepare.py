@@ -217,7 +217,9 @@ def _named_values(settings: list[str] | None, flag: str) -> dict[str, Any]:
 
 def _require_model(model: Path) -> None:
     if not (model / "model_index.json").is_file():
-        raise PrepareError(f"{model} holds no model; `dvc repro base_model` makes {BASE_MODEL}")
+        own = f"`dvc repro base_model` makes {BASE_MODEL}"
+        theirs = "put the published checkpoint there, in diffusers format (docs/data.md, The recipes' data sets)"
+        raise PrepareError(f"{model} holds no model; {own if model == BASE_MODEL else theirs}")
 
 
 def _check_gate(reward: float, gate: GateParams) -> None:

@@ -86,7 +86,7 @@ def test_a_kernel(printed: Printed) -> None:
 
 def test_a_family(printed: Printed, tmp_path: Path) -> None:
     pictures, log_probs = printed("family", tmp_path / "toy")
-    assert pictures == "Toy (2, 8, 8, 3)"
+    assert pictures == "Mirror (2, 16, 24, 3)"
     first, second = numbers(log_probs)
     assert first != second
     assert -2 < first < 0
@@ -99,3 +99,9 @@ def test_the_page_shows_every_example() -> None:
     for name in shown:
         assert f"](examples/{name}.py)" in PAGE
         assert f'--8<-- "docs/examples/{name}.py"' in PAGE
+
+
+@pytest.mark.parametrize("example", sorted(path.name for path in EXAMPLES.glob("*.py")))
+def test_an_example_is_read_at_a_glance(example: str) -> None:
+    lines = [line for line in (EXAMPLES / example).read_text().splitlines() if line and "import " not in line]
+    assert len(lines) <= 36

@@ -2,6 +2,7 @@
 """The map of the files is what the files say of themselves, and every file says something."""
 
 import runpy
+import shutil
 from pathlib import Path
 
 import pytest
@@ -17,11 +18,24 @@ def test_the_map_is_what_the_files_say() -> None:
 
 def test_every_tracked_file_is_in_the_map() -> None:
     page, paths = (ROOT / "docs" / "files.md").read_text(), MAP["tracked"](ROOT)
-    assert {"flows/train.py", "tasks/rewards/ocr.py", "benchmarks/RESULTS.md"} <= {*paths}
+    assert {"flows/train.py", "docs/examples/family.py", ".github/workflows/ci.yml", "LICENSE"} <= {*paths}
+    assert [path for path in MAP["SAID"] if path not in paths] == []
     sections = {section.split("\n")[0].strip("/"): section for section in page.split("\n## ")[1:]}
     for path in map(Path, paths):
         section = sections[str(path.parent)]
         assert path.name == "__init__.py" or section.count(f"\n| `{path.name}` | ") == 1, path
+
+
+def test_an_archive_of_the_source_has_the_same_files(tmp_path: Path) -> None:
+    """Without .git, and beside what is made there."""
+    paths = MAP["tracked"](ROOT)
+    for path in [*paths, ".venv/bin/python", "runs/quickstart/config.yaml"]:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        if path in paths:
+            shutil.copy(ROOT / path, tmp_path / path)
+        else:
+            (tmp_path / path).touch()
+    assert MAP["tracked"](tmp_path) == paths
 
 
 def test_a_file_that_says_nothing_is_named() -> None:
@@ -37,6 +51,8 @@ def test_a_file_that_says_nothing_is_named() -> None:
         ("a.py", '"""Does it learn? A curve."""', "Does it learn?"),
         ("a.md", "# What came out\n\nText.\n", "What came out."),
         ("a.yaml", "# Records of runs.\n# More.\nx: 1\n", "Records of runs."),
+        ("a.sh", "#!/bin/sh\n# Installs\n# all. More.\nset -e\n", "Installs all."),
+        ("Makefile", "# The commands.\nx:\n", "The commands."),
         ("a.j2", "{#- One page. -#}\n<html>", "One page."),
     ],
 )

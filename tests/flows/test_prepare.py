@@ -163,7 +163,8 @@ def test_guidance_shows_in_the_pictures(here: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (("preferences", "--model", "nowhere"), "error: nowhere holds no model"),
+        (("preferences", "--model", "nowhere"), "error: nowhere holds no model; put the published checkpoint there"),
+        (("preferences",), "error: data/base_model holds no model; `dvc repro base_model` makes data/base_model"),
         (("pairs", "--model", "nowhere"), "error: nowhere holds no model"),
         (("pairs", "--model", MODEL, "--table", "none.parquet"), "none.parquet is missing"),
         (("preferences", "--model", MODEL, "--set", "steps"), "--set 'steps' must have the form name=value"),

@@ -20,10 +20,12 @@ from prefect.utilities.schema_tools.validation import ValidationError, validate
 from flows.recipes import load_recipe, parse_changes
 from models.algorithms.advantages import _ADVANTAGES
 from models.algorithms.losses import _LOSSES
+from models.families.base import DiffusionModelBase
 from models.schedulers.kernels import KERNELS
 from tasks.config.common import CommonSettings, combined
 from tasks.config.errors import ConfigError
 from tasks.config.overrides import set_fields
+from tasks.config.params import PrepareParams
 from tasks.config.presets import PRESETS
 from tasks.config.sweep import SweepConfig
 from tasks.config.tree import NO_OVERRIDES, TrainConfig, TrainOverrides
@@ -31,6 +33,7 @@ from tasks.rewards import get_reward
 from tasks.rewards.base import _REGISTRY
 
 ROOT = Path(__file__).parents[2]
+DATA_PAGE = (ROOT / "docs" / "data.md").read_text()
 DEPLOYMENTS = {d["name"]: d for d in yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]}
 NEEDS_MORE = {"reproduce": {"run": "0"}, "compare": {"run": "0", "against": "1"}}
 
@@ -257,6 +260,42 @@ def leaves(tree: Any, path: str = "") -> Iterator[str]:
 def test_every_recipe_of_real_size_has_its_table() -> None:
     assert set(REAL_SIZE) == {*SECTIONS}
     assert len(REAL_SIZE) == 7
+
+
+def data_set_rows() -> dict[str, list[str]]:
+    """`data.name` -> the other cells of the data page's table, without their marks."""
+    section = DATA_PAGE.split("### The recipes' data sets")[1].split("\n## ")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:3] == "| `"]
+    return {row[0].strip("`"): [cell.replace("`", "") for cell in row[1:]] for row in rows[1:]}
+
+
+@pytest.mark.parametrize("recipe", REAL_SIZE)
+def test_the_data_page_says_how_a_recipes_data_set_is_made(recipe: str) -> None:
+    policy, rows = recipe_of(recipe).actor_rollout_ref, data_set_rows()
+    (name,) = (name for name, row in rows.items() if recipe in row[-1].split(", "))
+    _, model, adapter, length, negative, _ = rows[name]
+    assert recipe_of(recipe).data.name == name
+    assert model == policy.model.path
+    assert policy.rollout.pipeline.max_sequence_length in (int(length), None)
+    family = adapter.removesuffix(".py").replace("/", ".")
+    classes = [cls for cls in vars(importlib.import_module(family)).values() if isinstance(cls, type)]
+    (own,) = (cls for cls in classes if issubclass(cls, DiffusionModelBase) and cls.__module__ == family)
+    assert negative == f'"{own.negative_prompt}"'
+
+
+def test_an_entry_of_the_data_page_is_one_that_params_yaml_may_hold() -> None:
+    """As it stands in its first row's place, and with the values of any other."""
+    written = yaml.safe_load(DATA_PAGE.split("```yaml\n")[1].split("```")[0])["data_sets"]
+    ((first, entry),) = written.items()
+    rows = data_set_rows()
+    assert [first] == [*rows][:1]
+    assert [entry["embeddings"][key] for key in ("model", "adapter")] == rows[first][1:3]
+    assert entry["embeddings"]["max_sequence_length"] == int(rows[first][3])
+    params = yaml.safe_load((ROOT / "params.yaml").read_text())
+    for name, (_, model, adapter, length, *_) in rows.items():
+        embeddings = entry["embeddings"] | {"model": model, "adapter": adapter, "max_sequence_length": int(length)}
+        params["data_sets"][name] = entry | {"folder": f"data/{name}", "embeddings": embeddings}
+    assert rows.keys() <= PrepareParams.model_validate(params).data_sets.keys()
 
 
 @pytest.mark.parametrize("recipe", REAL_SIZE)

@@ -53,7 +53,7 @@ OF_STAGES = [
     "dvc.cli",
     "dvc.repo.reproduce",
     "pandas",
-    "rapidocr_onnxruntime",
+    "rapidocr" if sys.version_info >= (3, 13) else "rapidocr_onnxruntime",
 ]
 WITHOUT_PREFECT = {"dvc"}
 """Modules that do not import it: what its import does to logging must not meet them in a fork."""
