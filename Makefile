@@ -69,7 +69,7 @@ test: ## install and run every test but the one that learns for minutes, those o
 	@$(MAKE) --no-print-directory --jobs 3 --output-sync=target test-units test-platform test-served test-omni
 	@$(MAKE) --no-print-directory check-tests
 
-# Ray's workers are at nice 15 by default: beside two busy parts they would hardly run.
+# For clusters that tests start without a run's settings: at Ray's nice 15 workers would hardly run beside busy parts.
 $(TESTS): .doubleflow
 $(TESTS): export RAY_worker_niceness = 0
 # It begins with a process for each core, which actors with an environment of their own do not take.

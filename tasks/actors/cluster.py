@@ -142,10 +142,11 @@ def ray_cluster(
     ):
         if folder is not None:
             place["_temp_dir"] = str(folder)
+            place["_system_config"] = {"worker_niceness": config.worker_niceness}
         if forks is not None:
             environment |= forked_environment(forks)
             if folder is not None:  # what Ray starts beforehand is no fork, so that no actor would take it
-                place["_system_config"] = {"prestart_worker_first_driver": False}
+                place["_system_config"] |= {"prestart_worker_first_driver": False}
         if address or forks or needs != WorkerNeeds():
             place["runtime_env"] = environment
         with _own_daemons_ended():

@@ -32,6 +32,13 @@ class RayConfig(Section):
         description="Workers of a cluster started here begin as forks of a process that has done their imports. auto: "
         "on Linux, where the run uses no GPU; with one it was not tried.",
     )
+    worker_niceness: int = Field(
+        0,
+        ge=0,
+        le=19,
+        description="What a cluster started here adds to its workers' niceness: 0 competes as any other program; Ray's "
+        "own 15 leaves a busy machine to all others.",
+    )
     gpu_pool: PoolName | None = Field(
         None,
         description="Prefect's global concurrency limit with a slot for each GPU of the pool; a CUDA run holds as many "

@@ -262,6 +262,25 @@ def test_every_recipe_of_real_size_has_its_table() -> None:
     assert len(REAL_SIZE) == 7
 
 
+def test_the_recipes_that_draw_fewer_pictures_are_those_that_the_page_names() -> None:
+    """Each row's first setting, `path: value`; off is its default."""
+    section = (ROOT / "docs" / "algorithms.md").read_text().split("## Fewer images")[1].split("\n## ")[0]
+    head, table = section.split("\n|", 1)
+    settings = re.findall(r"^\|[^|]*\| `([a-z_.]+): ([^`]+)`(?: with `([a-z_]+): ([^`]+)`)?", f"|{table}", re.MULTILINE)
+    assert len(settings) == 6
+    on: dict[str, list[str]] = {}
+    for recipe, deployment in DEPLOYMENTS.items():
+        if deployment["entrypoint"].startswith("flows/train.py"):
+            tree = recipe_of(recipe).model_dump(mode="json")
+            for path, value, beside, other in settings:
+                prefix = "" if path.startswith("algorithm.") else "actor_rollout_ref."
+                field = f"{path.rpartition('.')[0]}.{beside}" if beside else path
+                wanted, found = yaml.safe_load(other or value), value_at(tree, prefix + field)
+                if found == wanted or (wanted == "K" and found is not None):
+                    on.setdefault(recipe, []).append(field.rpartition(".")[2])
+    assert on == {recipe: names for recipe, *names in [re.findall(r"`(\w+)`", head)]}
+
+
 def data_set_rows() -> dict[str, list[str]]:
     """`data.name` -> the other cells of the data page's table, without their marks."""
     section = DATA_PAGE.split("### The recipes' data sets")[1].split("\n## ")[0]

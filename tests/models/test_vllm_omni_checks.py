@@ -23,7 +23,8 @@ def test_a_request_comes_back_from_its_samples(tiny_model: Path) -> None:
     samples = split(request, "table", config, config.pipeline)
     joined = join(samples, request.prompts)
     assert torch.equal(joined.prompt_index, request.prompt_index)
-    assert replace(joined, prompt_index=request.prompt_index) == request
+    # Not the requests: from Python 3.13 on equality of dataclasses asks tensors, also where they are the same.
+    assert vars(replace(joined, prompt_index=request.prompt_index)) == vars(request)
     assert [sample.place for sample in samples] == list(range(6))
 
 

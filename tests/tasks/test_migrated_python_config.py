@@ -199,5 +199,5 @@ def test_rules_lead_to_fields_and_rewards_that_there_are() -> None:
 def test_a_page_has_the_rules_most_asked_for() -> None:
     page = (Path(__file__).parents[2] / "docs/coming-from.md").read_text()
     for path in ("sample.num_image_per_prompt", "sample.noise_level", "train.gradient_accumulation_steps", "beta"):
-        assert f"`config.{path}`" in page
+        assert f"| `{path}`" in page
         assert path in RULES
