@@ -8,10 +8,18 @@ from pathlib import Path
 import pytest
 
 from benchmarks.bad_inputs.cases import GOOD, Case, Outcome, draws, judge
+from benchmarks.bad_inputs.local_mlflow import tracking
 from benchmarks.bad_inputs.targets import TARGETS, all_cases, whole
+from tests.support.mlflow_store import mlflow_in
 
 PAGE = Path(__file__).parents[1] / "docs/security.md"
 SEED, COUNT = 0, 300
+
+
+@pytest.fixture(scope="module", autouse=True)
+def database() -> None:
+    """Of the inputs that lead to MLflow: a copy of an empty one, whose tables it takes a second to make."""
+    mlflow_in(Path(tracking().uri.removeprefix("sqlite:///")).parent)
 
 
 @functools.cache

@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Callable
 from contextlib import chdir
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -223,7 +224,7 @@ def params(seed: int) -> list[Case]:
         "os:system",
     ]
     for number in range(80):
-        rng, other = draws(PARAMS, 1000 + number, seed), yaml.safe_load(whole)
+        rng, other = draws(PARAMS, 1000 + number, seed), deepcopy(tree)
         path, value = rng.choice(paths), rng.choice(values)
         set_at(other, path, value)
         cases.append(_params_case(f"{'.'.join(map(str, path))}={value!r:.30}", yaml.safe_dump(other).encode()))
