@@ -19,7 +19,7 @@ class RapidOcr(Protocol):
         """What stands in the picture, [h, w, 3] in OpenCV's order, taken for one line."""
 
     def find(self, picture: np.ndarray) -> list[str]:
-        """The lines that are found in the picture, from the top."""
+        """The lines that are found in the picture, likewise [h, w, 3], from the top."""
 
 
 class RapidOcrOnnxruntime:
@@ -33,12 +33,12 @@ class RapidOcrOnnxruntime:
         self.ocr = RapidOCR(intra_op_num_threads=threads, inter_op_num_threads=1, rec_img_shape=list(rec_image_shape))
 
     def read_line(self, picture: np.ndarray) -> str:
-        """See `RapidOcr`."""
+        """See `RapidOcr`; [h, w, 3]."""
         lines, _ = self.ocr.text_rec(picture)
         return lines[0][0]
 
     def find(self, picture: np.ndarray) -> list[str]:
-        """See `RapidOcr`."""
+        """See `RapidOcr`; [h, w, 3]."""
         lines, _ = self.ocr(picture, use_cls=False)
         return [text for _, text, _ in lines or []]
 
@@ -61,13 +61,13 @@ class RapidOcr3:
         )
 
     def read_line(self, picture: np.ndarray) -> str:
-        """See `RapidOcr`."""
+        """See `RapidOcr`; [h, w, 3]."""
         from rapidocr.ch_ppocr_rec import TextRecInput
 
         return self.ocr.text_rec(TextRecInput(img=picture)).txts[0]
 
     def find(self, picture: np.ndarray) -> list[str]:
-        """See `RapidOcr`."""
+        """See `RapidOcr`; [h, w, 3]."""
         return list(self.ocr(picture, use_cls=False).txts or ())
 
 

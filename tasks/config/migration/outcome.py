@@ -76,7 +76,7 @@ def renamed(*paths: str, note: str = "", convert: Callable[[Any], Any] = lambda 
 
 
 def only(*values: Any, why: str, wrong: str) -> Rule:
-    """Of a field that is not here: these values say what is so anyhow."""
+    """The rule of a field that is not here: these values say what is so anyhow."""
     return lambda path, value, given: (
         Elsewhere(why) if value in values else Problem(f"{path} is {value!r}, but {wrong}")
     )

@@ -154,7 +154,7 @@ class _Reader:
         return ".".join(filter(None, (root.path, *names[1:], leaf))) if isinstance(root, Section) else None
 
     def value(self, node: ast.expr, local: Mapping[str, Any], depth: int) -> Any:
-        """Of an expression; COMPUTED where it is not known."""
+        """The value of an expression; COMPUTED where it is not known."""
         try:
             made = self._value(node, local, depth)
         except (TypeError, ValueError, ArithmeticError, LookupError):

@@ -84,7 +84,7 @@ FIELDS = {"weight": "weight", "required": "required", "timeout": "timeout_s", "m
 
 
 def custom_function(path: str, value: Any, given: Given) -> Outcome:
-    """Of the one reward: its file and the function in it."""
+    """What becomes of the one reward: its file and the function in it."""
     file, function = given.get("reward.custom_reward_function.path"), given.get("reward.custom_reward_function.name")
     if PLACE_HOLDER in str(function):
         return Elsewhere("only holds a place: the rewards are those of reward.reward_functions")
