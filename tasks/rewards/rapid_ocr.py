@@ -16,10 +16,10 @@ class RapidOcr(Protocol):
     package: str
 
     def read_line(self, picture: np.ndarray) -> str:
-        """What stands in the picture, [h, w, 3] in OpenCV's order, taken for one line."""
+        """What stands in a picture, [h, w, 3] in OpenCV's order of channels, taken for one line."""
 
     def find(self, picture: np.ndarray) -> list[str]:
-        """The lines that are found in the picture, from the top."""
+        """The lines that are found in a picture, [h, w, 3] in OpenCV's order of channels, from the top."""
 
 
 class RapidOcrOnnxruntime:
@@ -33,12 +33,12 @@ class RapidOcrOnnxruntime:
         self.ocr = RapidOCR(intra_op_num_threads=threads, inter_op_num_threads=1, rec_img_shape=list(rec_image_shape))
 
     def read_line(self, picture: np.ndarray) -> str:
-        """See `RapidOcr`."""
+        """What stands in a picture, [h, w, 3]; see `RapidOcr`."""
         lines, _ = self.ocr.text_rec(picture)
         return lines[0][0]
 
     def find(self, picture: np.ndarray) -> list[str]:
-        """See `RapidOcr`."""
+        """The lines in a picture, [h, w, 3]; see `RapidOcr`."""
         lines, _ = self.ocr(picture, use_cls=False)
         return [text for _, text, _ in lines or []]
 
@@ -61,13 +61,13 @@ class RapidOcr3:
         )
 
     def read_line(self, picture: np.ndarray) -> str:
-        """See `RapidOcr`."""
+        """What stands in a picture, [h, w, 3]; see `RapidOcr`."""
         from rapidocr.ch_ppocr_rec import TextRecInput
 
         return self.ocr.text_rec(TextRecInput(img=picture)).txts[0]
 
     def find(self, picture: np.ndarray) -> list[str]:
-        """See `RapidOcr`."""
+        """The lines in a picture, [h, w, 3]; see `RapidOcr`."""
         return list(self.ocr(picture, use_cls=False).txts or ())
 
 
