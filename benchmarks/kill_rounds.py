@@ -73,6 +73,7 @@ SMALL: dict[str, Any] = {
         "actor": {"ppo_mini_batch_size": 2, "ppo_micro_batch_size_per_gpu": 4},
     },
     "trainer": {"total_training_steps": 4, "test_freq": 2},
+    "tracking": {"max_outage_s": 20},  # a round ends with the run, which would wait ten minutes for its MLflow
 }
 
 
