@@ -24,7 +24,7 @@ from benchmarks.bad_inputs.cases import Case, damaged, draws
 from models.errors import DoubleflowError
 from tasks.data.prompts import Prompt
 from tasks.rewards import RewardResult, get_reward
-from tasks.rewards.serve import Limits, make_app
+from tasks.rewards.serve import Limits, listening_socket, make_app
 
 SERVER = "reward server: requests"
 CLIENT = "reward client: answers"
@@ -41,7 +41,7 @@ class Refused(DoubleflowError, ValueError):
 def server() -> str:
     """Address of the server of this process."""
     config = uvicorn.Config(make_app(get_reward("jpeg_incompressibility"), LIMITS), port=0, log_level="critical")
-    listening = config.bind_socket()
+    listening = listening_socket(config)
     running = uvicorn.Server(config)
     threading.Thread(target=running.run, args=([listening],), daemon=True).start()
     while not running.started:

@@ -8,6 +8,7 @@ it. Nothing that arrives is ever unpickled.
 import asyncio
 import json
 import math
+import socket
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -185,10 +186,21 @@ def main(
     config = uvicorn.Config(
         make_app(loaded, Limits(max_pixels, max_request_mb, max_pictures)), host=host, port=port, log_level="warning"
     )
-    listening = config.bind_socket()
+    listening = listening_socket(config)
     address = f"http://{host}:{listening.getsockname()[1]}"
     typer.echo(f"{loaded.name} ({loaded.version}) is served at {address}")
     uvicorn.Server(config).run(sockets=[listening])
+
+
+def listening_socket(config: uvicorn.Config) -> socket.socket:
+    """At the config's address; answers leave it at once.
+
+    asyncio sees to that for sockets whose protocol is TCP by name, which that of uvicorn's is not: the end of each
+    answer would wait for the client's acknowledgement of its beginning, 40 ms where a client keeps its connection.
+    """
+    listening = config.bind_socket()
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listening
 
 
 if __name__ == "__main__":

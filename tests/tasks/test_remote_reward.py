@@ -4,6 +4,7 @@
 import io
 import json
 import os
+import socket
 import struct
 import subprocess
 import sys
@@ -17,13 +18,14 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
+import uvicorn
 from fastapi.testclient import TestClient
 from PIL import Image
 
 from tasks.data.prompts import Prompt
 from tasks.rewards import RewardError, get_reward
 from tasks.rewards.remote import RemoteFailure, pack_images, pack_request, pack_tensor
-from tasks.rewards.serve import Limits, make_app
+from tasks.rewards.serve import Limits, listening_socket, make_app
 from tests.support.patience import PATIENCE
 
 pytestmark = pytest.mark.waits
@@ -99,6 +101,14 @@ def test_a_hosted_reward_scores_as_it_does_at_home(jpeg: str, encoding: str) -> 
     assert remote.version == f"jpeg_incompressibility {local.version}"
     for _ in range(2):
         assert np.array_equal(remote(IMAGES, prompts_of()).scores, local(IMAGES, prompts_of()).scores)
+
+
+def test_answers_leave_at_once() -> None:
+    """All of one, also where a client keeps its connection: the option is that of each connection."""
+    with listening_socket(uvicorn.Config(make_app(get_reward("brightness"), Limits()), port=0)) as listening:
+        listening.listen()
+        with socket.create_connection(listening.getsockname()), listening.accept()[0] as accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_the_documented_request_works_with_any_client(jpeg: str) -> None:
