@@ -195,9 +195,9 @@ def ray_head(tmp_path_factory: pytest.TempPathFactory, worker_forks: str) -> Ite
     place += ["--include-log-monitor=false", "--no-monitor"]
     log = folder / "ray.log"
     with log.open("w") as stream:
-        command = [sys.executable, "-c", STARTS_RAY, "start", *place]
-        environment = os.environ | seen | {"PYTHONUNBUFFERED": "1"}
-        head = psutil.Popen(command, cwd=folder, env=environment, stdout=stream, stderr=stream)
+        # Not by PYTHONUNBUFFERED: the workers would have it too, and be no forks of a process that has it not.
+        command = [sys.executable, "-u", "-c", STARTS_RAY, "start", *place]
+        head = psutil.Popen(command, cwd=folder, env=os.environ | seen, stdout=stream, stderr=stream)
     try:
         wait_until(lambda: "Ray runtime started" in log.read_text(), f"Ray's start ({log})")
         yield RayHead(head, seen, seen | {VARIABLE: worker_forks, "RAY_ADDRESS": f"127.0.0.1:{port}"})
