@@ -108,13 +108,13 @@ class Recipe:
 
     @property
     def gpus(self) -> int:
-        """How many the machine has."""
-        return self.machine_overrides["trainer"]["n_gpus_per_node"]
+        """How many the run may have."""
+        return self.overrides["trainer"]["n_gpus_per_node"]
 
     @property
     def prompts(self) -> int:
         """Of an iteration: two optimiser steps, and a rollout micro-batch for each GPU in each of them."""
-        return self.groups * max(1, self.gpus)
+        return self.groups * self.machine_overrides["trainer"]["n_gpus_per_node"]
 
     @property
     def run_folders(self) -> str:
