@@ -16,7 +16,7 @@ from models.families.wan import Wan
 from models.families.z_image import ZImage
 from tasks.config.errors import ConfigError, field_paths
 from tasks.config.migration.outcome import Elsewhere, Problem, Taken
-from tasks.config.migration.rules import DEFAULTS, ESTIMATORS, FAMILIES, NUMBERS, RULES, SECTIONS, unusable
+from tasks.config.migration.rules import DEFAULTS, ESTIMATORS, FAMILIES, NUMBERS, RULES, SECTIONS, VERL_OMNI
 from tasks.config.migration.script import Override, read_overrides
 from tasks.config.migration.translate import Translation, translate
 from tasks.config.overrides import flat
@@ -225,7 +225,7 @@ def test_whatever_a_value_is_it_gets_a_line(value: Any) -> None:
     assert len(translate(odd).lines) == len(odd)
     given = dict.fromkeys(paths, 2)
     for path, rule in RULES.items():  # each beside others that are right
-        if callable(rule) and unusable(path, value) is None:
+        if callable(rule) and VERL_OMNI.unusable(path, value) is None:
             assert isinstance(rule(path, value, given | {path: value}), Taken | Elsewhere | Problem)
 
 

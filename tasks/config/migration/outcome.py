@@ -53,6 +53,31 @@ def folder_of(model: str) -> str | None:
 
 
 @dataclass(frozen=True)
+class Number:
+    """What a field's value must be, that rules count with.
+
+    Attributes:
+        least: the smallest that there is.
+        whole: no fraction.
+        optional: null is what the field is if it is left out.
+        most: beyond what any run has, and yet soon counted.
+    """
+
+    least: int
+    whole: bool = True
+    optional: bool = False
+    most: int = 10_000_000
+
+    def holds(self, value: Any) -> bool:
+        """Is this such a number?"""
+        kinds = (int,) if self.whole else (int, float)
+        return isinstance(value, kinds) and not isinstance(value, bool) and self.least <= value <= self.most
+
+    def __str__(self) -> str:
+        return f"a {'whole ' if self.whole else ''}number from {self.least} to {self.most}"
+
+
+@dataclass(frozen=True)
 class System:
     """What is known of another system's fields.
 
@@ -61,13 +86,22 @@ class System:
         sections: of whole sections, by how a path begins, for what has none of its own.
         defaults: what a silence of theirs means where it is not our default, a value or what makes it of all that is
             given; None where nothing is to be written.
-        unusable: why a value can be counted with by no rule, before any is asked.
+        numbers: of the fields that rules count with; a value that is none is told and goes into no other field.
     """
 
     rules: Mapping[str, Rule]
     sections: Mapping[str, Rule]
     defaults: Mapping[str, Any]
-    unusable: Callable[[str, Any], Elsewhere | Problem | None]
+    numbers: Mapping[str, Number]
+
+    def unusable(self, path: str, value: Any) -> Elsewhere | Problem | None:
+        """Why a value is no number where rules count with one; asked before any rule."""
+        number = self.numbers.get(path)
+        if number is None or number.holds(value):
+            return None
+        if value is None and number.optional:
+            return Elsewhere("null is what it is there if it is left out")
+        return Problem(f"{path} is {value!r} and should be {number}")
 
 
 def renamed(*paths: str, note: str = "", convert: Callable[[Any], Any] = lambda value: value) -> Rule:

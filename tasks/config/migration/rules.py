@@ -13,6 +13,7 @@ from tasks.config.migration import rewards
 from tasks.config.migration.outcome import (
     Elsewhere,
     Given,
+    Number,
     Outcome,
     Problem,
     Rule,
@@ -26,31 +27,6 @@ from tasks.config.presets import ACTOR, CORRECTION, FINISHED_SAMPLES, MODEL, PRE
 
 ESTIMATORS = ("flow_grpo", "mix_grpo", "dance_grpo", "gdpo")
 """Named here again: the estimators themselves come with torch."""
-
-
-@dataclass(frozen=True)
-class Number:
-    """What a field's value must be, that rules count with.
-
-    Attributes:
-        least: the smallest that there is.
-        whole: no fraction.
-        optional: null is what the field is if it is left out.
-        most: beyond what any run has, and yet soon counted.
-    """
-
-    least: int
-    whole: bool = True
-    optional: bool = False
-    most: int = 10_000_000
-
-    def holds(self, value: Any) -> bool:
-        """Is this such a number?"""
-        kinds = (int,) if self.whole else (int, float)
-        return isinstance(value, kinds) and not isinstance(value, bool) and self.least <= value <= self.most
-
-    def __str__(self) -> str:
-        return f"a {'whole ' if self.whole else ''}number from {self.least} to {self.most}"
 
 
 NUMBERS: dict[str, Number] = {
@@ -72,7 +48,6 @@ NUMBERS: dict[str, Number] = {
     f"{ACTOR}.optim.min_lr_ratio": Number(0, whole=False, optional=True),
     f"{ACTOR}.optim.num_cycles": Number(0, whole=False, optional=True),
 }
-"""Looked at before any rule: a value that is none is told and goes into no other field."""
 
 
 @dataclass(frozen=True)
@@ -97,16 +72,6 @@ FAMILIES: dict[str, Family] = {
 SAYS_NOTHING = {"true_cfg_scale": 1, "guidance_scale": None, "num_frames": 1}
 ENGINES = {"dp_diffusion": "fsdp2", "veomni_diffusion": "veomni"}
 """Their `diffusion/model_engine` -> `actor.strategy`."""
-
-
-def unusable(path: str, value: Any) -> Elsewhere | Problem | None:
-    """Why a value is no number where rules count with one."""
-    number = NUMBERS.get(path)
-    if number is None or number.holds(value):
-        return None
-    if value is None and number.optional:
-        return Elsewhere("null is what it is there if it is left out")
-    return Problem(f"{path} is {value!r} and should be {number}")
 
 
 def _family(given: Given) -> Family | None:
@@ -579,4 +544,4 @@ DEFAULTS: dict[str, Any] = {
 }
 """Also what follows from several fields at once."""
 
-VERL_OMNI = System(RULES, SECTIONS, DEFAULTS, unusable)
+VERL_OMNI = System(RULES, SECTIONS, DEFAULTS, NUMBERS)
