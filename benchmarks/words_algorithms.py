@@ -115,14 +115,13 @@ def job(name: str, seed: int, given: argparse.Namespace) -> Job:
         *given.set,
     ]
     if is_taught(name):
-        (weights,) = teachers(given.folder)
-        changes.append(f"{ACTOR}.teacher_path={weights.resolve()}")
+        changes.append(f"{ACTOR}.teacher_path={teachers(given.folder)[0].resolve()}")
     return Job(name, seed, recipe, changes, folder_of(given.folder, name, seed))
 
 
 def teachers(folder: Path) -> list[Path]:
-    """The weights that the first seed of the teacher exported: one folder, or none yet."""
-    return sorted(folder_of(folder, TEACHER, 0).glob("train-*/weights"))
+    """The weights that the teacher's seeds have exported, the lowest seed's first: none yet, or one a seed."""
+    return sorted(folder.glob(f"{folder_of(folder, TEACHER, 0).name[:-1]}[0-9]/train-*/weights"))
 
 
 def train(given: argparse.Namespace) -> None:
@@ -131,7 +130,7 @@ def train(given: argparse.Namespace) -> None:
     for taught in (False, True):
         names = [name for name in given.algorithms if is_taught(name) == taught]
         if taught and names and not teachers(given.folder):
-            print(f"{', '.join(names)}: not begun, {TEACHER} with seed 0 has exported no weights yet", flush=True)
+            print(f"{', '.join(names)}: not begun, {TEACHER} has exported no weights yet", flush=True)
             continue
         jobs = [job(name, seed, given) for seed in given.seeds for name in names]
         left = None if given.limit is None else given.limit - (time.time() - began)
