@@ -11,9 +11,24 @@ def put_table(page: Path, script: str, table: str) -> None:
     Raises:
         ValueError: the page has no such place.
     """
+    before, _, after = _place(page, script)
+    page.write_text(f"{before}{table}\n{after}")
+
+
+def table_of(page: Path, script: str) -> list[str]:
+    """The lines of the table that stands there, its head first; none where there is no table yet.
+
+    Raises:
+        ValueError: the page has no such place.
+    """
+    return [line for line in _place(page, script)[1].splitlines() if line.startswith("|")]
+
+
+def _place(page: Path, script: str) -> tuple[str, str, str]:
+    """A page until the place of a script's table, what stands there, and the rest."""
     begin, end = f"<!-- benchmarks/{script} -->\n", "<!-- end -->\n"
-    pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
-    text, count = pattern.subn(lambda _: f"{begin}{table}\n{end}", page.read_text())
-    if count != 1:
+    parts = re.split(f"(?<={re.escape(begin)})(.*?)(?={re.escape(end)})", page.read_text(), flags=re.DOTALL)
+    if len(parts) != 3:
+        count = len(parts) // 2
         raise ValueError(f"{page} has {count} places {begin.strip()}: it must have one")
-    page.write_text(text)
+    return parts[0], parts[1], parts[2]

@@ -6,7 +6,8 @@
 
 Each setting is a run beside the one without it, on the CPU; rewards do not depend on the machine's load. Each iteration
 is a line of JSON in --log as it comes, and the same command goes on with what is not finished. `--write` trains nothing
-and puts the table of all logs into docs/algorithms.md, and the picture beside it. Needs `dvc repro`.
+and puts the table of all logs into docs/algorithms.md, and a picture an algorithm beside it; rows of runs that no log
+has stay as they are, and so do pictures that show one. Needs `dvc repro`.
 """
 
 import argparse
@@ -16,7 +17,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import numpy as np
 
-from benchmarks.docs import put_table
+from benchmarks.docs import put_table, table_of
 from benchmarks.followed_runs import (
     Curve,
     Job,
@@ -31,7 +32,7 @@ from benchmarks.followed_runs import (
 from benchmarks.learning import ACTOR, ROLLOUT, p_value
 from benchmarks.learning import SETTINGS as ALGORITHMS
 
-SCRIPT, PAGE, PICTURE = "fewer_images.py", Path("docs/algorithms.md"), Path("docs/fewer_images.png")
+SCRIPT, PAGE = "fewer_images.py", Path("docs/algorithms.md")
 REWARD = 0.85
 NOISE, LEVELS = "algorithm.share_noise_in_group", "algorithm.timestep_sampling"
 BOTH = [f"{NOISE}=true", f"{LEVELS}=stratified"]
@@ -90,43 +91,101 @@ def mean_reward(curve: Curve) -> float:
     return float(np.mean([line["held_out"] for line in curve.measured[1:]]))
 
 
-def table(curves: Mapping[str, Sequence[Curve]]) -> str:
-    """A row a setting, in Markdown; differences are of the same seeds."""
-    steps = sorted({line["iteration"] for seeds in curves.values() for line in seeds[0].measured} & {0, 4, 8, 12, 16})
-    lines = [
-        f"| Run | {' | '.join(f'after {step}' for step in steps)} | Pictures until {REWARD}, each seed "
-        "| Mean of the curve, each seed | More than without | p |",
-        f"|{'---|' * (len(steps) + 5)}",
-    ]
-    for name, seeds in curves.items():
-        at = [{line["iteration"]: line["held_out"] for line in curve.measured} for curve in seeds]
-        rewards = " | ".join(f"{np.mean([found[step] for found in at if step in found]):.3f}" for step in steps)
-        reached = [curve.first_at(REWARD) for curve in seeds]
-        pictures = ", ".join("not" if line is None else str(line["images"]) for line in reached)
-        means = {curve.seed: mean_reward(curve) for curve in seeds}
-        plain = {curve.seed: mean_reward(curve) for curve in curves.get(name.partition(",")[0], [])}
-        more = [means[seed] - plain[seed] for seed in means.keys() & plain.keys()] if "," in name else []
-        gain = f"{np.mean(more):+.3f} | {p_value(more):.3f}" if more else " | "
-        lines.append(
-            f"| `{name}` | {rewards} | {pictures} | {', '.join(f'{m:.3f}' for m in means.values())} | {gain} |"
+def algorithm_of(name: str) -> str:
+    """Of a run: what its name begins with, and the run that it is compared with."""
+    return name.partition(",")[0]
+
+
+def header_of(curves: Mapping[str, Sequence[Curve]]) -> str:
+    """The table's columns: those of the first seed of each run."""
+    steps = " | ".join(f"after {step}" for step in _steps(curves))
+    return (
+        f"| Run | {steps} | Pictures until {REWARD}, each seed | Mean of the curve, each seed | More than without | p |"
+    )
+
+
+def _steps(curves: Mapping[str, Sequence[Curve]]) -> list[int]:
+    measured = {line["iteration"] for seeds in curves.values() for line in seeds[0].measured}
+    return sorted(measured & {0, 4, 8, 12, 16})
+
+
+def staying(rows: Mapping[str, str], header: str, page: Path) -> dict[str, str]:
+    """Run -> row in the table of a page, of the runs that have no new row.
+
+    Raises:
+        ValueError: that table has other columns, or such a run was compared with one that has another row now.
+    """
+    lines = table_of(page, SCRIPT)
+    before = {line.split("`")[1]: line for line in lines[2:]}
+    stay = {name: row for name, row in before.items() if name not in rows}
+    if stay and lines[0] != header:
+        raise ValueError(
+            f"the table in {page} has other columns than these logs, so the rows of {', '.join(stay)} cannot stay: "
+            "give their logs, too"
         )
-    return "\n".join(lines)
+    for name in stay:
+        plain = algorithm_of(name)
+        if plain in rows and rows[plain] != before.get(plain):
+            raise ValueError(f"{name} was compared with another measurement of {plain}: give its log, too")
+    return stay
 
 
-def plot(curves: Mapping[str, Sequence[Curve]], path: Path) -> None:
-    """Held-out reward against pictures, a panel an algorithm: mean over the seeds and the range between them."""
-    names = list(dict.fromkeys(name.partition(",")[0] for name in curves))
-    figure, panels = plt.subplots(1, len(names), figsize=(4.5 * len(names), 4), sharey=True, layout="constrained")
-    for algorithm, axes in zip(names, np.atleast_1d(panels), strict=True):
-        for name, seeds in curves.items():
-            if name.partition(",")[0] != algorithm:
-                continue
+def table(curves: Mapping[str, Sequence[Curve]], page: Path | None = None) -> str:
+    """A row a setting, in Markdown; differences are of the same seeds.
+
+    Args:
+        curves: the finished runs.
+        page: of whose table those rows stay that no curve is of.
+    """
+    rows, header = {name: _row(name, curves) for name in curves}, header_of(curves)
+    rows |= staying(rows, header, page) if page else {}
+    return "\n".join(
+        [header, f"|{'---|' * (header.count('|') - 1)}", *(rows[name] for name in SETTINGS if name in rows)]
+    )
+
+
+def _row(name: str, curves: Mapping[str, Sequence[Curve]]) -> str:
+    seeds = curves[name]
+    at = [{line["iteration"]: line["held_out"] for line in curve.measured} for curve in seeds]
+    rewards = " | ".join(f"{np.mean([found[step] for found in at if step in found]):.3f}" for step in _steps(curves))
+    reached = [curve.first_at(REWARD) for curve in seeds]
+    pictures = ", ".join("not" if line is None else str(line["images"]) for line in reached)
+    means = {curve.seed: mean_reward(curve) for curve in seeds}
+    plain = {curve.seed: mean_reward(curve) for curve in curves.get(algorithm_of(name), [])}
+    more = [means[seed] - plain[seed] for seed in means.keys() & plain.keys()] if "," in name else []
+    gain = f"{np.mean(more):+.3f} | {p_value(more):.3f}" if more else " | "
+    return f"| `{name}` | {rewards} | {pictures} | {', '.join(f'{m:.3f}' for m in means.values())} | {gain} |"
+
+
+def picture_of(algorithm: str) -> Path:
+    """Where its curves are drawn."""
+    return PAGE.with_name(f"fewer_images_{algorithm}.png")
+
+
+def plot(curves: Mapping[str, Sequence[Curve]], algorithm: str) -> None:
+    """Held-out reward against pictures: mean over the seeds and the range between them; all pictures have one scale."""
+    figure, axes = plt.subplots(figsize=(4.9, 4), layout="constrained")
+    for name, seeds in curves.items():
+        if algorithm_of(name) == algorithm:
             plot_seeds(axes, seeds, lambda line: line["images"], name.partition(", ")[2] or "without")
-        axes.set(title=algorithm, xlabel="pictures sampled")
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
-    np.atleast_1d(panels)[0].set_ylabel("held-out OCR reward")
-    figure.savefig(path, dpi=110)
+    axes.set(title=algorithm, xlabel="pictures sampled", ylabel="held-out OCR reward", ylim=(0.48, 1.005))
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.savefig(picture_of(algorithm), dpi=110)
+
+
+def write(curves: Mapping[str, Sequence[Curve]]) -> None:
+    """Table and pictures; a picture that shows a run without a curve here stays as it is, as the run's row does."""
+    written, algorithms = table(curves, PAGE), dict.fromkeys(map(algorithm_of, SETTINGS))
+    shown = [name for name in SETTINGS if f"| `{name}` |" in written]
+    for algorithm in dict.fromkeys(map(algorithm_of, curves)):
+        missing = [name for name in shown if algorithm_of(name) == algorithm and name not in curves]
+        if missing:
+            print(f"{picture_of(algorithm)} stays as it is: no log has {', '.join(missing)}")
+        else:
+            plot(curves, algorithm)
+    drawn = [f"![held-out reward against pictures, {name}]({picture_of(name).name})" for name in algorithms]
+    put_table(PAGE, SCRIPT, "\n".join([*drawn, "", written]))
 
 
 def main() -> None:
@@ -141,8 +200,7 @@ def main() -> None:
     curves = finished(given.log)
     print(table(curves))
     if given.write:
-        plot(curves, PICTURE)
-        put_table(PAGE, SCRIPT, f"![held-out reward against pictures]({PICTURE.name})\n\n{table(curves)}")
+        write(curves)
 
 
 if __name__ == "__main__":

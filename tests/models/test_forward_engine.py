@@ -208,25 +208,31 @@ def test_levels_that_share_a_pass_train_as_those_that_do_not(
     assert passes[0] == count * passes[1]
 
 
+@pytest.mark.parametrize(
+    ("shared", "stratified"), [(True, False), (False, True), (True, True)], ids=["shared", "stratified", "both"]
+)
 @pytest.mark.parametrize("loss", ["diffusion_nft", "awm"])
-def test_groups_that_share_stratified_noise_and_match_their_own_samples_train_as_the_plain_trainers(
-    tiny_model: Path, samples: list[FinishedLatents], loss: str
+def test_shared_noise_and_stratified_levels_apart_and_together_train_as_the_plain_trainers(
+    tiny_model: Path, samples: list[FinishedLatents], loss: str, shared: bool, stratified: bool
 ) -> None:
-    """One of the two noisier and one of the two cleaner levels, by the documented draw of the group's own key."""
+    """By the documented draw of the group's own key, or of each sample's; two levels, stratified one of the two noisier
+    and one of the two cleaner ones. Matching takes the same draws."""
     config = model_config(tiny_model)
-    weighting = {"awm_weighting": "adaptive"} if loss == "awm" else {}
-    given = {"timestep_sampling": "stratified", "num_train_timesteps": 2, "timestep_fraction": 1.0, **weighting}
-    engine = trainer(config, loss, share_noise_in_group=True, matching_loss_coef=0.3, **given)
+    given: dict[str, Any] = {"num_train_timesteps": 2, "timestep_fraction": 1.0, "share_noise_in_group": shared}
+    given |= {"awm_weighting": "adaptive"} if loss == "awm" else {}
+    given |= {"timestep_sampling": "stratified"} if stratified else {}
+    engine = trainer(config, loss, matching_loss_coef=0.3, **given)
     data = []
     for part, row, index in zip(samples, ADVANTAGES, ([0, 1, 3, 4, 5], [0, 1, 2]), strict=True):
         rows = part.rows(torch.tensor(index))
-        of_group = replace(rows, keys=tuple(replace(key, sample_index=-1) for key in rows.keys))
-        levels = []
-        for key in of_group.keys:
-            generator = torch.Generator().manual_seed(key.seed_of(-2))
-            picked = [torch.randint(2, (1,), generator=generator).item() for _ in range(2)]
-            levels.append([(1.0, 0.75)[picked[0]], (0.5, 0.25)[picked[1]]])
-        data.append(noised(of_group, row[index], torch.tensor(levels)))
+        if shared:
+            rows = replace(rows, keys=tuple(replace(key, sample_index=-1) for key in rows.keys))
+        levels = levels_of(rows, engine._forward_config)
+        if stratified:
+            drawn = [torch.Generator().manual_seed(key.seed_of(-2)) for key in rows.keys]
+            picked = [[int(torch.randint(2, (1,), generator=generator)) for _ in range(2)] for generator in drawn]
+            levels = torch.tensor([[(1.0, 0.75)[noisy], (0.5, 0.25)[clean]] for noisy, clean in picked])
+        data.append(noised(rows, row[index], levels))
     decay = engine._forward_config.old_policy_decay
     plain = plain_iterations(config, engine.actor_config, [data, data], [decay, decay])
     for number in range(2):

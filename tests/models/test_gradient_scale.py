@@ -2,19 +2,24 @@
 """How strongly each step's log-prob pulls at the velocity, and the weights that make the steps alike."""
 
 import math
+import random
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from models.algorithms import FlowDPPOLoss, FlowGRPOLoss
 from models.config.algo import DiffusionRolloutAlgoConfig
 from models.rollout.diffusers import DiffusersRolloutEngine
 from models.samples.trajectories import Trajectories
 from models.schedulers import FlowMatchSDEDiscreteScheduler
 from models.schedulers.gradient_scale import gradient_scales, rectifying_weights
+from models.schedulers.kernels import KERNELS
+from models.schedulers.windows import window_steps
 from models.training.fsdp import DiffusersFSDPEngine
 from models.training.micro_batches import ActorBatch
 from tests.support.helpers import actor_config, model_config, rollout_request
@@ -75,6 +80,38 @@ def test_weights_are_one_in_the_mean_of_the_range_and_nothing_beside_it() -> Non
     assert weights.sum().item() == pytest.approx(3.0)
     with pytest.raises(ValueError, match=r"a step of rollout.algo.sde_window_range \[0, 5\) has no noise"):
         rectifying_weights(scheduler_of(SIGMAS), algo_of(sde_type="cps", sde_window_range=(0, 5)))
+
+
+@pytest.mark.parametrize("loss", [FlowGRPOLoss, FlowDPPOLoss])
+def test_rectified_gradients_of_one_step_groups_are_of_one_scale(loss: Any) -> None:
+    """Flash-GRPO's groups, in float64: each prompt trains the one step that it drew, and by w c = 1 / mean(1/c) the
+    gradient of the velocity is A z / (dims samples mean(1/c)), whichever step that was."""
+    low, high, level, dims = 0, 4, 0.7, 5
+    algo = algo_of(sde_window_size=1, sde_window_range=(low, high), sde_window_per="prompt", noise_level=level)
+    uids = [f"p{number}" for number in range(12)]
+    windows = [window_steps(algo, len(SIGMAS) - 1, 0, 3, prompt_uid=uid) for uid in uids]
+    assert windows == [[random.Random(f"window/0/3/{uid}").randint(low, high - 1)] for uid in uids]
+    steps = [step for (step,) in windows for _ in range(2)]  # of the two samples of each prompt
+    assert set(steps) == {0, 1, 2, 3}
+
+    drawn = np.random.default_rng(4)
+    x, v, z = (torch.from_numpy(drawn.normal(size=(len(steps), dims))) for _ in range(3))
+    advantages = torch.from_numpy(drawn.normal(size=len(steps)))
+    sigma, after = (torch.tensor([[SIGMAS[step + ahead]] for step in steps]).double() for ahead in (0, 1))
+    velocity = v.requires_grad_()
+    step = KERNELS["sde"].step(x, velocity, sigma, after, torch.full_like(sigma, SIGMAS[1]), level)
+    log_prob = KERNELS["sde"].log_prob((step.mean + step.std_dev_t * z).detach(), step)
+    given: dict[str, Any] = {"log_prob": log_prob, "old_log_prob": log_prob.detach(), "advantages": advantages}
+    if loss is FlowDPPOLoss:
+        given |= {"prev_sample_mean": step.mean, "old_prev_sample_mean": step.mean.detach()}
+        given |= {"std_dev_t": step.std_dev_t}
+    weights = rectifying_weights(scheduler_of(SIGMAS), algo)[steps]
+    value, _ = loss.compute_loss(**given, config=actor_config(), rollout_is_weights=weights)
+    (gradient,) = torch.autograd.grad(value, velocity)
+
+    inverse = [1 / scale_by_hand("sde", level, SIGMAS[i], SIGMAS[i + 1], SIGMAS[1]) for i in range(low, high)]
+    expected = advantages[:, None] * z / (dims * len(steps) * sum(inverse) / len(inverse))
+    assert (gradient - expected).abs().max() < 1e-5 * expected.abs().max()  # the weights are fp32
 
 
 # ---- in the update

@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the advantage stage adds to the estimators."""
 
+import random
+from statistics import fmean, stdev
+from typing import Any
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -16,6 +20,7 @@ from tasks.system.stopwatch import Stopwatch
 
 UIDS = np.array(["a"] * 3 + ["b"] * 3)
 REWARDS = np.array([0.1, 0.5, 0.9, 0.7, 0.7, 0.7], np.float32)
+NAN = float("nan")
 
 
 def advantages_of(rewards, uids, config, scores, weights) -> np.ndarray:
@@ -193,9 +198,8 @@ def best_and_worst_by_sorting(rewards: list[float], k: int) -> list[int]:
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_the_best_and_the_worst_are_compared_with_each_other_alone(name: str, k: int) -> None:
     """Two groups whose samples lie mixed, one with a missing reward: as if the others had not been sampled."""
-    random = np.random.default_rng(k)
     uids = np.array(["a", "b"] * 8)
-    rewards = random.random(16).astype(np.float32).round(1)  # with ties
+    rewards = np.random.default_rng(k).random(16).astype(np.float32).round(1)  # with ties
     rewards[4] = np.nan
     kept = []
     for uid in ("a", "b"):
@@ -208,6 +212,77 @@ def test_the_best_and_the_worst_are_compared_with_each_other_alone(name: str, k:
     assert np.array_equal(np.flatnonzero(np.isfinite(found)), kept)
     assert np.array_equal(found[kept], alone)
     assert len(kept) == 4 * k
+
+
+def test_golden_advantages_of_the_best_and_the_worst_two() -> None:
+    """Of .1 .2 .4 .5 .8 .9 stay .1 .2 .8 .9: mean .5, deviation sqrt(.5 / 3); of the whole group's, .48 and .32."""
+    rewards = np.array([0.8, 0.4, 0.1, 0.9, 0.5, 0.2], np.float32)
+    given = {"best_worst_k": 2, "global_std": False}
+    found = advantages_of(rewards, np.array(["a"] * 6), DiffusionAlgoConfig(**given), {}, {})
+    assert found == pytest.approx([0.734667, NAN, -0.979556, 0.979556, NAN, -0.734667], abs=5e-6, nan_ok=True)
+    centred = DiffusionAlgoConfig(norm_adv_by_std_in_grpo=False, **given)
+    found = advantages_of(rewards, np.array(["a"] * 6), centred, {}, {})
+    assert found == pytest.approx([0.3, NAN, -0.4, 0.4, NAN, -0.3], abs=1e-6, nan_ok=True)
+
+
+def kept_by_hand(rewards: list[float], groups: list[str], k: int) -> list[int]:
+    """Positions of each group's k best and k worst; all that have a reward where these are no more than 2k."""
+    kept: list[int] = []
+    for group in set(groups):
+        own = [i for i, name in enumerate(groups) if name == group]
+        ends = best_and_worst_by_sorting([rewards[i] for i in own], k)
+        kept += [own[place] for place in ends]
+    return kept
+
+
+def advantages_by_hand(
+    scores: dict[str, list[float]], weights: dict[str, float], groups: list[str], k: int, settings: dict[str, Any]
+) -> list[float]:
+    """Choice, then the estimators' formulas over the chosen alone, in Python floats."""
+    rewards = [sum(weights[name] * scores[name][i] for name in scores) for i in range(len(groups))]
+    kept = sorted(kept_by_hand(rewards, groups, k))
+    mates = {i: [j for j in kept if groups[j] == groups[i]] for i in kept}
+    if settings.get("adv_estimator") == "gdpo":
+        joined = {
+            i: sum(
+                weights[name] * (own[i] - fmean(own[j] for j in mates[i])) / max(stdev(own[j] for j in mates[i]), 1e-6)
+                for name, own in scores.items()
+            )
+            for i in kept
+        }
+        centre, spread = fmean(joined.values()), max(stdev(joined.values()), 1e-6)
+        return [(joined[i] - centre) / spread if i in joined else NAN for i in range(len(groups))]
+    found = [NAN] * len(groups)
+    for i in kept:
+        among = kept if settings.get("global_std", True) else mates[i]
+        spread = stdev(rewards[j] for j in among) + 1e-4 if settings.get("norm_adv_by_std_in_grpo", True) else 1.0
+        found[i] = (rewards[i] - fmean(rewards[j] for j in mates[i])) / spread
+    return found
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"global_std": False}, {"norm_adv_by_std_in_grpo": False}, {"adv_estimator": "gdpo"}],
+    ids=["global", "group", "dr", "gdpo"],
+)
+def test_choice_and_advantages_are_the_formulas_over_the_chosen(settings: dict[str, Any], k: int) -> None:
+    """Groups of 2 to 12 samples that lie mixed, with ties and missing rewards, and two rewards of which the sum
+    chooses. All rewards are whole 32nds, so that fp32 has them exactly."""
+    draw, weights = random.Random(k), {"ocr": 1.0, "taste": 0.25}
+    for _ in range(10):
+        groups = [name for name, size in zip("abcde", (2, 5, 7, 9, 12), strict=True) for _ in range(size)]
+        draw.shuffle(groups)
+        scores = {name: [draw.randint(0, 32) / 32 for _ in groups] for name in weights}
+        for place in draw.sample([i for i, name in enumerate(groups) if name in "de"], 3):
+            scores["ocr"][place] = NAN
+        columns = {name: np.array(values, np.float32) for name, values in scores.items()}
+        total = columns["ocr"] + np.float32(0.25) * columns["taste"]
+        config = DiffusionAlgoConfig(best_worst_k=k, **settings)
+        found = advantages_of(total, np.array(groups), config, columns, weights)
+        expected = advantages_by_hand(scores, weights, groups, k, settings)
+        assert found.tolist() == pytest.approx(expected, rel=1e-6, abs=1e-7, nan_ok=True)
+        assert np.isnan(found).sum() > 3, "besides the missing ones"
 
 
 def test_a_group_that_has_no_more_than_both_ends_keeps_all_and_equal_groups_still_leave() -> None:

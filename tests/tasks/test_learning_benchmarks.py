@@ -78,6 +78,55 @@ def test_a_run_that_was_stopped_is_in_no_row_of_fewer_pictures(tmp_path: Path) -
     assert both == "| `awm, both` | 0.500 | 0.800 | 0.900 | 4096 | 0.850 | +0.100 | nan |"
 
 
+def written(log: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], set[str]]:
+    """(rows that `--write` leaves in docs/algorithms.md of the folder where this is, pictures that it draws)."""
+    for picture in Path("docs").glob("*.png"):
+        picture.write_bytes(b"")
+    monkeypatch.setattr(sys, "argv", ["fewer_images", "--write", "--log", str(log)])
+    fewer_images.main()
+    rows = [line for line in Path("docs/algorithms.md").read_text().splitlines() if line.startswith("| `")]
+    return rows, {picture.stem for picture in Path("docs").glob("*.png") if picture.stat().st_size}
+
+
+def test_rows_of_runs_that_no_log_has_stay_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And pictures that show one. What has other columns, or was compared with another run, is an error instead, and
+    nothing is written."""
+    monkeypatch.chdir(tmp_path)
+    page = Path("docs/algorithms.md")
+    page.parent.mkdir()
+    page.write_text("<!-- benchmarks/fewer_images.py -->\n<!-- end -->\nThe rest.\n")
+
+    def log_of(number: int, runs: dict[str, dict[int, float]]) -> Path:
+        log = tmp_path / f"{number}.jsonl"
+        for name, rewards in runs.items():
+            logged(log, name, rewards)
+            append_line(log, {"run": name, "seed": 0, "end": "finished", "wall_s": 200.0})
+        return log
+
+    of_all = {name: {0: 0.5, 4: 0.7} for name in ("awm, both", "flow_grpo, best and worst 4", "awm", "flow_grpo")}
+    before, drawn = written(log_of(1, of_all), monkeypatch)
+    names = ["awm", "awm, both", "flow_grpo", "flow_grpo, best and worst 4"]
+    assert [row.split("`")[1] for row in before] == names
+    assert drawn == {"fewer_images_awm", "fewer_images_flow_grpo"}
+    more = {"awm": {0: 0.5, 4: 0.7}, "awm, both": {0: 0.5, 4: 0.8}, "flow_grpo": {0: 0.5, 4: 0.7}}
+    after, drawn = written(log_of(2, more | {"flow_grpo, one step a prompt": {0: 0.5, 4: 0.6}}), monkeypatch)
+    new = "| 0.500 | 0.600 | not | 0.600 | -0.100 | nan |"
+    assert after == [
+        before[0],
+        before[1].replace("0.700", "0.800").replace("+0.000", "+0.100"),
+        before[2],
+        f"| `flow_grpo, one step a prompt` {new}",
+        before[3],
+    ]
+    assert drawn == {"fewer_images_awm"}
+    with pytest.raises(ValueError, match=r"other columns than these logs, so the rows of awm, both, flow.* stay"):
+        written(log_of(3, {"awm": {0: 0.5, 8: 0.7}}), monkeypatch)
+    with pytest.raises(ValueError, match="awm, both was compared with another measurement of awm: give its log, too"):
+        written(log_of(4, {"awm": {0: 0.5, 4: 0.6}}), monkeypatch)
+    assert [line for line in page.read_text().splitlines() if line.startswith("| `")] == after
+    assert page.read_text().endswith(" |\n<!-- end -->\nThe rest.\n")
+
+
 def test_both_loops_have_the_published_settings() -> None:
     recipe, changes = time_to_reward.OURS["words-flow-grpo, published settings"]
     common = time_to_reward.changes_of(recipe, [], 5)
