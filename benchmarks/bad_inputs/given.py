@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.bad_inputs.cases import Case
-from flows.recipes import checked
+from tasks.config.recipes import checked
 from tasks.config.reward import RewardConfig
 from tasks.data.prompts import Prompt
 from tasks.data.rewriting import rewritten

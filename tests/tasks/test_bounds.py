@@ -15,13 +15,13 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric
 from pydantic import BaseModel, ValidationError
 
-from flows.recipes import checked, load_config, parse_changes
 from models.config.bounds import DEEPEST_OPTIONS
 from models.families import load_families
 from tasks.config.errors import ConfigError, RecipeError, described
 from tasks.config.measurement import Measurement
 from tasks.config.params import PrepareParams
 from tasks.config.presets import PRESETS, tree_of
+from tasks.config.recipes import checked, load_config, parse_changes
 from tasks.config.sweep import SweepConfig
 from tasks.config.tree import TrainConfig
 from tasks.rewards import RewardError, check_reward

@@ -2,7 +2,8 @@
 """The commands `python -m flows.train`, `validate`, `sweep`, `reproduce`, `compare` and `report`.
 
 A module that holds a flow calls its command before its own imports, which take seconds. The command checks what it
-was given with pydantic and YAML alone (`flows.recipes`, `tasks.run.early`), and imports the flow once that is right.
+was given with pydantic and YAML alone (`tasks.config.recipes`, `tasks.run.early`), and has the flow imported once that
+is right.
 """
 
 import importlib
@@ -13,7 +14,10 @@ from typing import Annotated, Any
 
 import typer
 
-from flows.recipes import (
+from tasks.cli.terminal import Debug, in_a_sentence, run_command, started
+from tasks.config.errors import ConfigError, RecipeError
+from tasks.config.overrides import merged
+from tasks.config.recipes import (
     checked,
     explained,
     load_config,
@@ -23,9 +27,6 @@ from flows.recipes import (
     parse_settings,
     read_yaml,
 )
-from flows.terminal import Debug, in_a_sentence, run_command, started
-from tasks.config.errors import ConfigError, RecipeError
-from tasks.config.overrides import merged
 from tasks.config.sweep import SweepConfig, check_fields
 from tasks.config.tracking import TrackingConfig
 from tasks.config.tree import TrainConfig, TrainOverrides
@@ -50,7 +51,7 @@ Tracking = Annotated[str | None, typer.Option(help="MLflow's URI; else MLFLOW_TR
 def flow_of(command: str) -> Callable[..., Any]:
     """The flow that a command starts, or of `report` the function: `flows.<command>` has it by the same name.
 
-    Its module is found by that name, as Prefect finds a deployment's, because it imports this one to start the command.
+    It is found by that name, as Prefect finds a deployment's by its entry point: no room of this floor knows a flow.
     """
     return getattr(importlib.import_module(f"flows.{command}"), command)
 

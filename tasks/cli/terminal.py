@@ -16,9 +16,8 @@ import typer
 from pydantic import ValidationError
 from typer.core import TyperGroup
 
-from flows.deploy.access import guard_temporary_server, start_temporary_server
-from flows.deploy.heartbeats import heartbeats
-from flows.stopping import (
+from models.errors import DoubleflowError
+from tasks.cli.stopping import (
     Handler,
     Stopped,
     end_now,
@@ -32,11 +31,12 @@ from flows.stopping import (
     signal_of,
     stopped,
 )
-from models.errors import DoubleflowError
 from tasks.config.errors import described
 from tasks.config.tree import TrainConfig
+from tasks.system.access import guard_temporary_server, start_temporary_server
 from tasks.system.causes import causes, full_disk
 from tasks.system.files import free_on_disk
+from tasks.system.heartbeats import heartbeats
 from tasks.system.processes import beside_python
 
 WRONG_INPUT, FAILED = 2, 1
