@@ -19,13 +19,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from flows.recipes import load_recipe, parse_changes
 from models.rollout.diffusers import DiffusersRolloutEngine
 from models.samples.trajectories import PICTURES, FinishedLatents, RolloutRequest
 from models.schedulers import NoiseKey
 from models.training.forward_batches import noised_batch
 from models.training.fsdp import DiffusersFSDPEngine
 from models.training.micro_batches import ActorBatch, WeightedMetrics
+from tasks.config.recipes import load_recipe, parse_changes
 from tasks.config.tree import TrainConfig
 from tasks.data.embeddings import prompt_table
 from tasks.rewards.ocr import OcrReward

@@ -29,9 +29,9 @@ from mlflow import MlflowClient
 from scipy.stats import kendalltau
 
 from benchmarks.docs import put_table
-from flows.recipes import load_recipe
 from models.tiny_qwen_image.render import PAPER, render_picture
 from models.tiny_qwen_image.settings import TinySettings
+from tasks.config.recipes import load_recipe
 from tasks.config.reward import GuardConfig
 from tasks.data.prompts import Prompt, load_prompts
 from tasks.records.guards import TRAINED, Guard, GuardWatch

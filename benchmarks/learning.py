@@ -24,7 +24,7 @@ import numpy as np
 from mlflow import MlflowClient
 from scipy.stats import ttest_1samp
 
-from flows.recipes import load_recipe, parse_changes
+from tasks.config.recipes import load_recipe, parse_changes
 
 DOCS, RUNS = Path("docs"), Path("runs/learning")
 CORES = 2

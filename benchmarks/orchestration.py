@@ -31,7 +31,8 @@ from ray.actor import ActorHandle
 
 from benchmarks.docs import put_table
 from benchmarks.local_services import Services
-from tasks.actors.cluster import ActorGroup, ray_cluster
+from tasks.actors.actor_group import ActorGroup
+from tasks.actors.cluster import ray_cluster
 from tasks.config.tracking import TrackingConfig
 from tasks.config.trainer import RayConfig
 from tasks.records.pictures import grid

@@ -30,9 +30,9 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from benchmarks.followed_runs import append_line
-from flows.recipes import load_recipe, parse_changes
 from models.families.stable_diffusion_3 import StableDiffusion3
 from models.schedulers.kernels import gaussian_log_prob, sde_step
+from tasks.config.recipes import load_recipe, parse_changes
 from tasks.config.tree import TrainConfig
 from tasks.data.prompts import Prompt, load_prompts
 from tasks.rewards import get_reward

@@ -16,7 +16,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Run
 
 from benchmarks.trained_runs import train
-from flows.recipes import load_recipe
+from tasks.config.recipes import load_recipe
 
 DOCS = Path("docs")
 STAGES = ("gen", "reward", "adv", "update_actor", "update_weights", "save_checkpoint", "wait_for_writes", "step")

@@ -41,10 +41,10 @@ from mlflow import MlflowClient
 
 from benchmarks.docs import put_table
 from benchmarks.local_services import ROOT, free_port
-from flows.deploy.access import exported
 from tasks.config.errors import ConfigError
 from tasks.config.overrides import merged
 from tasks.config.tree import TrainConfig
+from tasks.system.access import exported
 
 PAGE, SCRIPT = Path("docs/recipes.md"), "real_recipes.py"
 MODELS = {

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.followed_runs import Job, append_line, folder_of, follow, metrics_of, read_lines
-from flows.recipes import load_recipe, parse_changes
+from tasks.config.recipes import load_recipe, parse_changes
 from tasks.config.tree import TrainConfig
 
 COMPILING = 2

@@ -24,7 +24,7 @@ from statistics import median
 from benchmarks.docs import put_table
 from benchmarks.followed_runs import Curve, Job, append_line, curves_of, follow, is_done, read_lines
 from benchmarks.words import PAGE, VARIANTS, only_rewards
-from flows.recipes import load_recipe, parse_changes
+from tasks.config.recipes import load_recipe, parse_changes
 
 SCRIPT = "time_to_reward.py"
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from mlflow import MlflowClient
 from mlflow.entities import Run
 
-from flows.recipes import load_recipe, parse_changes
+from tasks.config.recipes import load_recipe, parse_changes
 from tasks.config.tree import TrainConfig
 
 

@@ -35,7 +35,8 @@ from models.families.latents import component_config
 from models.samples.trajectories import PromptTable
 from models.weights.canary import Canary, CanaryLimits
 from models.weights.trainable import trainable
-from tasks.actors.cluster import RankPlaces, ray_cluster
+from tasks.actors.cluster import ray_cluster
+from tasks.actors.rank_places import RankPlaces
 from tasks.actors.rollout_group import RolloutGroup
 from tasks.actors.trainer_group import TrainerGroup
 from tasks.config.rollout import DiffusionRolloutConfig

@@ -30,7 +30,7 @@ from benchmarks.followed_runs import (
     follow,
     read_lines,
 )
-from flows.recipes import load_recipe
+from tasks.config.recipes import load_recipe
 from tasks.config.tree import TrainConfig
 
 PAGE, SCRIPT = Path("docs/words.md"), "words.py"

@@ -33,7 +33,7 @@ from benchmarks.followed_runs import (
 )
 from benchmarks.learning import p_value
 from benchmarks.words import ACTOR, LOSS, PAGE, ROLLOUT, VARIANTS, only_rewards
-from flows.recipes import load_recipe
+from tasks.config.recipes import load_recipe
 
 SCRIPT, PICTURE = "words_algorithms.py", Path("docs/words_algorithms.png")
 TEACHER = "diffusion_nft"

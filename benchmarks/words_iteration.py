@@ -27,7 +27,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.words import ALL_SAMPLES
-from flows.recipes import load_recipe, parse_changes
 from models.config.algo import DiffusionRolloutAlgoConfig
 from models.families.base import DiffusionModelBase, DiffusionModelConfig
 from models.rollout.diffusers import DiffusersRolloutEngine
@@ -40,6 +39,7 @@ from models.weights.canary import Canary, check_canary
 from models.weights.digests import DigestBook, check_digests, digests_of
 from models.words_stable_diffusion_3.build import build_pipeline
 from models.words_stable_diffusion_3.settings import WordsSettings, smallest
+from tasks.config.recipes import load_recipe, parse_changes
 from tasks.config.tree import TrainConfig
 
 SMALL = {

@@ -2,10 +2,10 @@
 """Compare two recorded runs: one HTML page with their configs, curves, rewards, costs and pictures."""
 
 if __name__ == "__main__":  # before the imports that take seconds, so that a wrong command is answered at once
-    from flows.stopping import end_now, handle
+    from tasks.cli.stopping import end_now, handle
 
     handle(end_now)
-    from flows.commands import main
+    from tasks.cli.commands import main
 
     main("compare")
 

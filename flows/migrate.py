@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 import yaml
 
-from flows.terminal import Debug, in_a_sentence, run_command
+from tasks.cli.terminal import Debug, in_a_sentence, run_command
 from tasks.config.errors import ConfigError
 from tasks.config.migration.flow_grpo import FLOW_GRPO
 from tasks.config.migration.python_config import named_by, read_config

@@ -14,7 +14,7 @@ import torch
 import typer
 import yaml
 
-from flows.terminal import commands
+from tasks.cli.terminal import commands
 from tasks.config.data import DIGITS
 from tasks.config.params import (
     BASE_MODEL,

@@ -10,7 +10,7 @@ from time import perf_counter
 
 import typer
 
-from flows.terminal import commands
+from tasks.cli.terminal import commands
 from tasks.config.params import WORDS_METRICS, WORDS_MODEL, WORDS_PROMPTS, GateParams, PrepareError, load_params
 from tasks.data.prompts import load_prompts
 from tasks.data.words_base_model import score_words_model, train_words_model, words_prompt_table

@@ -2,10 +2,10 @@
 """Write a recorded run's page anew: `python -m flows.report RUN`."""
 
 if __name__ == "__main__":  # before the imports that take seconds, so that a wrong command is answered at once
-    from flows.stopping import end_now, handle
+    from tasks.cli.stopping import end_now, handle
 
     handle(end_now)
-    from flows.commands import main
+    from tasks.cli.commands import main
 
     main("report")
 

@@ -2,10 +2,10 @@
 """Do the first iterations of a recorded run again, from its commit and its data, and say what came out the same."""
 
 if __name__ == "__main__":  # before the imports that take seconds, so that a wrong command is answered at once
-    from flows.stopping import end_now, handle
+    from tasks.cli.stopping import end_now, handle
 
     handle(end_now)
-    from flows.commands import main
+    from tasks.cli.commands import main
 
     main("reproduce")
 
@@ -28,7 +28,6 @@ from prefect import flow, get_run_logger
 from prefect.artifacts import create_table_artifact
 from prefect.states import Completed, Failed, State
 
-from flows.deploy.access import dvc_environment, shared_server
 from models.config.actor import OptimConfig
 from models.errors import DoubleflowError
 from models.import_paths import check_allowed, check_allowed_program
@@ -42,6 +41,7 @@ from tasks.records.history import HistoryError, RunHistory, comparable
 from tasks.records.lineage import dvc_hashes, start_tag
 from tasks.records.tracking import mlflow_client
 from tasks.run.preflight import ConfigError
+from tasks.system.access import dvc_environment, shared_server
 from tasks.system.late_mlflow import mlflow_tags
 
 EQUAL, CLOSE, DIFFERENT = "equal", "within tolerance", "different"

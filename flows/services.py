@@ -18,17 +18,7 @@ from typing import Annotated
 import psutil
 import typer
 
-from flows.deploy.access import (
-    USER,
-    dvc_environment,
-    exported,
-    exports,
-    new_access,
-    server_settings,
-    write_private,
-)
 from flows.deploy.flow_runs import WORKER, end_worker_flow_runs, fail_dead_runs
-from flows.deploy.heartbeats import HEARTBEATS
 from flows.deploy.service_processes import end_process, require_free_port, start_process, wait_until_healthy
 from flows.deploy.service_record import (
     ENVIRONMENT,
@@ -41,7 +31,17 @@ from flows.deploy.service_record import (
     recorded_processes,
     write_record,
 )
-from flows.terminal import commands
+from tasks.cli.terminal import commands
+from tasks.system.access import (
+    USER,
+    dvc_environment,
+    exported,
+    exports,
+    new_access,
+    server_settings,
+    write_private,
+)
+from tasks.system.heartbeats import HEARTBEATS
 
 MLFLOW_APP = "doubleflow"
 app = commands("Servers and a worker on this machine.")

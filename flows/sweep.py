@@ -2,10 +2,10 @@
 """Sweeps: many training runs over some fields of a config, as children of one MLflow run."""
 
 if __name__ == "__main__":  # before the imports that take seconds, so that a wrong command is answered at once
-    from flows.stopping import end_now, handle
+    from tasks.cli.stopping import end_now, handle
 
     handle(end_now)
-    from flows.commands import main
+    from tasks.cli.commands import main
 
     main("sweep")
 
@@ -23,15 +23,15 @@ from optuna.trial import TrialState
 from prefect import flow
 from prefect.artifacts import create_table_artifact
 
-from flows.deploy.access import shared_server
-from flows.names import name_search
 from tasks.actors.child_run import ChildDied, ChildRun, child_run, shared_place
 from tasks.config.overrides import NoChange
 from tasks.config.sweep import SweepConfig, check_fields
 from tasks.config.tree import NO_OVERRIDES, Recipe, TrainConfig, TrainOverrides
 from tasks.records.tracking import Tracker
+from tasks.run.flow_run_names import name_search
 from tasks.run.opening import apply_overrides
 from tasks.run.preflight import check_inputs
+from tasks.system.access import shared_server
 
 DONE = (TrialState.COMPLETE, TrialState.PRUNED)
 optuna.logging.set_verbosity(optuna.logging.WARNING)  # else it tells the terminal that there is a study

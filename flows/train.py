@@ -5,22 +5,21 @@ With `trainer.one_step_off_policy` the next iteration is sampled during the upda
 """
 
 if __name__ == "__main__":  # before the imports that take seconds, so that a wrong command is answered at once
-    from flows.stopping import end_now, handle
+    from tasks.cli.stopping import end_now, handle
 
     handle(end_now)
-    from flows.commands import main
+    from tasks.cli.commands import main
 
     main("train")
 
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 
 from prefect import flow
 from prefect.states import Completed, State
 
-from flows.names import name_training
-from flows.parts import in_parts
 from models.training.engine import HeldWeights
 from tasks.actors.trainer_group import Synced
 from tasks.config.common import CommonSettings, combined
@@ -36,6 +35,7 @@ from tasks.records.metrics import (
     orchestration_metrics,
 )
 from tasks.run.collect import Iteration, SampledIteration, collect, finish_ahead, submit
+from tasks.run.flow_run_names import name_training
 from tasks.run.held_out_grids import keep_grid
 from tasks.run.instruments import memory_metrics, profiled
 from tasks.run.iteration_prompts import have_encoded
@@ -44,7 +44,7 @@ from tasks.run.loss_checks import check_first_ratio
 from tasks.run.opening import apply_overrides, open_run, recorded_config
 from tasks.run.preflight import check_inputs
 from tasks.run.progress import Progress
-from tasks.run.schedule import is_exported, is_measured, is_saved, is_validated
+from tasks.run.schedule import FEWEST_ITERATIONS, is_exported, is_measured, is_saved, is_validated, parts
 from tasks.run.summary import Summary, keep_good_weights, register_export, summarise
 from tasks.run.training import TrainingRun
 from tasks.run.watching import stop_if_flagged, watch_floor, watch_guards
@@ -122,6 +122,21 @@ def fit(run: TrainingRun) -> tuple[Summary, str]:
     summary = summarise(run, (time.perf_counter() - started) / 60)
     run.report.write("FINISHED")
     return summary, progress.close(summary)
+
+
+def in_parts(first: int, total: int, work: Callable[[int], None]) -> None:
+    """Call `work` with the number of each iteration from `first` to `total`.
+
+    A long run's iterations are flow runs of their own, so that the run's page in Prefect stays readable.
+    """
+
+    @flow(name="iterations", flow_run_name="{first}-{last}", persist_result=False)
+    def part(first: int, last: int) -> None:
+        for number in range(first, last + 1):
+            work(number)
+
+    for bounds in parts(first, total):
+        (part.fn if total <= FEWEST_ITERATIONS else part)(*bounds)
 
 
 def iterate(

@@ -2,10 +2,10 @@
 """Validation of one set of weights, as a run of its own."""
 
 if __name__ == "__main__":  # before the imports that take seconds, so that a wrong command is answered at once
-    from flows.stopping import end_now, handle
+    from tasks.cli.stopping import end_now, handle
 
     handle(end_now)
-    from flows.commands import main
+    from tasks.cli.commands import main
 
     main("validate")
 
@@ -13,9 +13,9 @@ from pathlib import Path
 
 from prefect import flow
 
-from flows.names import name_validation
 from tasks.config.overrides import NoChange
 from tasks.config.tree import NO_OVERRIDES, Recipe, TrainOverrides
+from tasks.run.flow_run_names import name_validation
 from tasks.run.iteration_prompts import have_encoded
 from tasks.run.opening import apply_overrides, open_measurement
 from tasks.run.preflight import ConfigError, check_inputs

@@ -12,7 +12,6 @@ from prefect import flow, get_run_logger
 from prefect.events import emit_event
 from prefect.states import Completed, State
 
-from flows.names import name_model
 from tasks.actors.rollout_group import RolloutGroup
 from tasks.config.measurement import Measurement
 from tasks.config.overrides import NoChange
@@ -28,6 +27,7 @@ from tasks.records.model_registry import (
     tag_regression,
 )
 from tasks.records.tracking import Tracker, mlflow_client
+from tasks.run.flow_run_names import name_model
 from tasks.run.iteration_prompts import have_encoded
 from tasks.run.measuring import Cell, Verdict, cells, for_measuring, labelled, measurement_digest, metrics
 from tasks.run.opening import MeasuringRun, apply_overrides, open_measurement

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """flows -> tasks -> models, never upwards; and models/ works where nothing of the upper floors is installed."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -91,6 +92,17 @@ def test_imports_go_one_way() -> None:
     result = subprocess.run([lint_imports, "--no-cache"], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "0 broken" in result.stdout
+
+
+def test_flows_holds_what_is_started_and_nothing_else() -> None:
+    """By Prefect, DVC, the Makefile, or a person whom the docs tell how; `deploy/`, a room, is for the servers."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    sources = [ROOT / name for name in ("prefect.yaml", "dvc.yaml", "data/words/dvc.yaml", "Makefile")]
+    told = [page for page in pages if page.name != "files.md"]  # which is made of what the files say of themselves
+    how = re.compile(r"entrypoint: flows/(\w+)\.py:|python -m flows\.(\w+)")
+    started = {"".join(names) for source in (*sources, *told) for names in how.findall(source.read_text())}
+    assert {path.stem for path in (ROOT / "flows").glob("*.py")} - {"__init__"} == started
+    assert {path.name for path in (ROOT / "flows").glob("*/")} - {"__pycache__"} == {"deploy"}
 
 
 @pytest.mark.slow  # the import contract, which `make lint` holds, says nearly the same

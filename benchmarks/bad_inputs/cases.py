@@ -9,7 +9,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from flows.terminal import sentence
+from tasks.cli.terminal import sentence
 
 LONGEST_ERROR = 3000
 """Characters: a message of more is no sentence."""

@@ -17,10 +17,10 @@ from mlflow.exceptions import MlflowException
 from mlflow.utils.validation import _validate_experiment_name, _validate_metric_name
 
 from benchmarks.bad_inputs.cases import Case, draws
-from flows.recipes import parse_changes
 from models.algorithms.advantages import check_advantage
 from models.schedulers.kernels import check_kernel
 from tasks.actors.reward_model import check_reward_model
+from tasks.config.recipes import parse_changes
 from tasks.config.tree import TrainConfig, TrainOverrides
 from tasks.data.rewriting import get_rewriting
 from tasks.run.early import as_config_errors, check_early

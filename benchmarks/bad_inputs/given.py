@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.bad_inputs.cases import Case
-from flows.recipes import checked
+from tasks.config.recipes import validate_section
 from tasks.config.reward import RewardConfig
 from tasks.data.prompts import Prompt
 from tasks.data.rewriting import rewritten
@@ -223,7 +223,8 @@ def rewards(seed: int) -> list[Case]:
 
 
 def _served(given: dict[str, Any]) -> RewardConfig:
-    return checked(RewardConfig, {"functions": {"judge_grade": {"options": GRADE}}, "reward_model": given}, "reward")
+    functions = {"judge_grade": {"options": GRADE}}
+    return validate_section(RewardConfig, {"functions": functions, "reward_model": given}, "reward")
 
 
 def _scored(name: str, options: dict[str, Any], metadata: Any) -> None:

@@ -17,10 +17,10 @@ import yaml
 from benchmarks.bad_inputs.cases import Case, damaged, draws
 from benchmarks.bad_inputs.configs import WORDS, checked, fault_of_config, leaves, same, set_at, write_stubs
 from benchmarks.bad_inputs.prompts import fault_of_rows
-from flows.recipes import parse_changes
 from tasks.config.migration.script import read_overrides
 from tasks.config.migration.translate import Translation, translate
 from tasks.config.params import PrepareParams, load_params
+from tasks.config.recipes import parse_changes
 from tasks.config.tree import TrainConfig
 from tasks.data.prompts import Prompt, build_prompt_table, load_prompts
 

@@ -9,9 +9,9 @@ from typing import TypeVar
 import psutil
 import typer
 
-from flows.deploy.access import exported
 from flows.deploy.service_processes import ask_to_end
 from flows.deploy.service_record import ENVIRONMENT, POOL
+from tasks.system.access import exported
 from tasks.system.late_mlflow import mlflow
 
 WORKER = "local"

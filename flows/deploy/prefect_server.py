@@ -24,8 +24,8 @@ from prefect.events.schemas.events import ResourceSpecification
 from prefect.states import Crashed
 from prefect.workers.process import ProcessWorker
 
-from flows.deploy.heartbeats import HEARTBEATS, SILENT_SECONDS
 from tasks.records.model_registry import REGRESSION
+from tasks.system.heartbeats import HEARTBEATS, SILENT_SECONDS
 
 COMPARE_REGRESSION = "compare-a-regression"
 CRASH_THE_SILENT = "crash-a-run-without-heartbeats"

@@ -13,8 +13,8 @@ from typing import Any
 
 import psutil
 
-from flows.deploy.access import private_folder, write_private
 from models.errors import DoubleflowError
+from tasks.system.access import private_folder, write_private
 from tasks.system.processes import boot_id, lives
 
 HERE = Path(".services")

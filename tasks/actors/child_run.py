@@ -36,7 +36,7 @@ from tasks.system.late_mlflow import MlflowClient, mlflow_tags
 
 END_SECONDS = 60
 POLL_SECONDS = 1.0
-COMMANDS, COMMAND = "flows.commands", "flows.train"
+COMMANDS, COMMAND = "tasks.cli.commands", "flows.train"
 IMPORTED = ("flows.train", "flows.sweep", "mlflow.store.tracking.sqlalchemy_store", "peft", "prefect.task_engine")
 """What a run's driver needs; a module that is missing here costs seconds, nothing else."""
 

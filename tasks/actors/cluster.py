@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ray: start-up and the groups of long-lived actors that hold the models."""
+"""Ray: the cluster that a run joins or starts, and whether it has room."""
 
 import logging
 import math
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,24 +20,13 @@ from prefect.concurrency.sync import concurrency
 from prefect.exceptions import ObjectNotFound
 from ray import cloudpickle
 from ray.exceptions import AuthenticationError
-from ray.util.placement_group import (
-    PlacementGroup,
-    placement_group,
-    placement_group_table,
-    remove_placement_group,
-)
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from models.runtime import compile_cache, determinism
-from tasks.actors.machines import Whereabouts
-from tasks.actors.memory import ActorMemory, memory_of, peak_metrics
 from tasks.actors.ray_address import ClusterError, require_listener
 from tasks.actors.ray_files import keep_token_private, working_folder
-from tasks.actors.waiting import get
 from tasks.actors.watchdog import ROUNDS, end_family, marked, own_mark, watchdog
-from tasks.actors.worker_forks import FORKS, forked_environment, forks_for, set_up_at_once, started_by_python
+from tasks.actors.worker_forks import FORKS, forked_environment, forks_for, set_up_at_once
 from tasks.config.trainer import RayConfig
-from tasks.system.signals import passed_on
 
 log = logging.getLogger(__name__)
 
@@ -284,141 +273,3 @@ def require_resources(gpus: float, cpus: float) -> None:
 def gpus_are_free() -> bool:
     """Has no run a GPU of the cluster? What a run has there Ray does not give to another one."""
     return ray.available_resources().get("GPU", 0.0) == ray.cluster_resources().get("GPU", 0.0)
-
-
-GPU_SHARES = {1: 1.0, 2: 0.5, 3: 0.25}
-"""Actors on a GPU -> what Ray counts for each of them; it limits nothing."""
-
-NODE_LABEL = "ray.io/node-id"
-WAIT_WARNING_S = 30
-
-
-class RankPlaces:
-    """One place for each trainer rank: as many on each machine, those of consecutive ranks together.
-
-    A place is a GPU of its own, or on the CPU a claim to the machine that takes nothing of it. A rollout worker that
-    is to share a rank's GPU, or to read its memory, goes to the rank's place, and text encoders that are to share a GPU
-    to the first. Returns when the places are held.
-
-    Args:
-        machines: `trainer.nnodes`.
-        ranks: on each, `trainer.n_gpus_per_node`.
-        device: "cuda" or "cpu".
-        actors: that a place takes: a rank alone, or others besides.
-
-    Attributes:
-        num_gpus: what an actor at a place asks for.
-
-    Raises:
-        ClusterError: too few machines are of that size.
-    """
-
-    def __init__(self, machines: int, ranks: int, device: str, actors: int = 1):
-        on_gpus = device == "cuda"
-        self.num_gpus = GPU_SHARES[actors] if on_gpus else 0.0
-        # A group's parts must ask for something, and CPUs may all be reserved: a byte of memory is there always.
-        kind = "GPU" if on_gpus else "memory"
-        fitting = f"in({','.join(_machines_with(machines, ranks, on_gpus))})"
-        if machines == 1:
-            self._group = _held([{kind: 1}] * ranks, "STRICT_PACK", [fitting] * ranks)
-            return
-        # Parts of one GPU each, so that Ray gives every place one; but its spreading knows whole parts alone. So a
-        # group of one part a machine finds out where there is room.
-        finder = _held([{kind: ranks}] * machines, "STRICT_SPREAD", [fitting] * machines)
-        chosen = placement_group_table(finder)["bundles_to_node_id"]
-        remove_placement_group(finder)
-        count = machines * ranks
-        self._group = _held([{kind: 1}] * count, "PACK", [chosen[number // ranks] for number in range(count)])
-
-    def place(self, number: int) -> PlacementGroupSchedulingStrategy:
-        """For an actor that is rank `number`, or goes with it."""
-        return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=number)
-
-
-def _machines_with(machines: int, ranks: int, gpus: bool) -> list[str]:
-    """Ids of the machines that have so many GPUs in all, used or not; or any CPU, which a head may be without."""
-    kind, needed = ("GPU", ranks) if gpus else ("CPU", 0.0)
-    sizes = {node["NodeID"]: node["Resources"].get(kind, 0.0) for node in ray.nodes() if node["Alive"]}
-    fitting = [node for node, size in sizes.items() if size >= needed and size > 0]
-    if len(fitting) < machines:
-        size = f" with {ranks} GPUs each" if gpus else ""
-        there = ", ".join(f"{size:g}" for size in sorted(sizes.values(), reverse=True))
-        raise ClusterError(
-            f"trainer.nnodes {machines} x trainer.n_gpus_per_node {ranks} asks for {machines} machines{size}, but the "
-            f"Ray cluster has {len(fitting)} that will do ({kind}s of its machines: {there}): lower one of the two, or "
-            "add machines"
-        )
-    return fitting
-
-
-def _held(bundles: list[dict[str, float]], strategy: str, nodes: list[str]) -> PlacementGroup:
-    """A placement group once it has its resources, which other runs may still hold."""
-    selectors = [{NODE_LABEL: node} for node in nodes]
-    group = placement_group(bundles, strategy=strategy, bundle_label_selector=selectors)
-    waited = 0
-    while not _is_held(group):
-        if waited == WAIT_WARNING_S:
-            log.warning("waiting for GPUs of the Ray cluster that others hold")
-        waited += 1
-    return group
-
-
-def _is_held(group: PlacementGroup) -> bool:
-    """Within a second, so that the run can be ended meanwhile."""
-    with passed_on():
-        return bool(group.wait(1))
-
-
-class ActorGroup:
-    """Actors of one class, started together and called in turn or all at once.
-
-    CPU actors ask for no cores, unless told to: the stages of an iteration take turns on the same ones.
-
-    Args:
-        actor_class: a plain class; it becomes a Ray actor here.
-        count: how many.
-        num_gpus: GPUs, or a share of one, that each takes.
-        arguments: the constructor's, the same for all.
-        places: where actor i is, of these; without them Ray chooses.
-        options: Ray's own: num_cpus, max_restarts and so on.
-
-    Attributes:
-        restarts: does Ray start an actor again that died, or whose machine is lost?
-        whereabouts: of the actors.
-    """
-
-    def __init__(
-        self,
-        actor_class: type,
-        count: int,
-        num_gpus: float,
-        arguments: Sequence[Any] = (),
-        *,
-        places: RankPlaces | None = None,
-        **options: Any,
-    ):
-        remote: Any = ray.remote(actor_class)
-        given = {"num_cpus": 0, "num_gpus": num_gpus} | started_by_python(options.get("num_cpus", 0)) | options
-        where = [{} if places is None else {"scheduling_strategy": places.place(i)} for i in range(count)]
-        # A handle has its methods of the class, at run time: a type checker knows none of them.
-        self.actors: list[Any] = [remote.options(**given | place).remote(*arguments) for place in where]
-        self.restarts = bool(given.get("max_restarts", 0))
-        self.whereabouts = Whereabouts(self.actors)
-
-    def __len__(self) -> int:
-        return len(self.actors)
-
-    def call_all(self, method: str, *arguments: Any) -> list[Any]:
-        """Call `method` on every actor; the results in the actors' order. An actor's error is raised here."""
-        return get([getattr(actor, method).remote(*arguments) for actor in self.actors])
-
-    def memory(self, name: str) -> dict[str, float]:
-        """memory/<name>_<number>_mb of every actor: what its process holds of its machine's memory; and what the stages
-        since the last call took of its GPU at most, see `peak_metrics`."""
-        patient = {"max_task_retries": -1} if self.restarts else {}  # its machine may just have been lost
-        found: list[ActorMemory] = get(
-            [actor.__ray_call__.options(**patient).remote(memory_of) for actor in self.actors]
-        )
-        self.whereabouts.refresh()
-        resident = {f"memory/{name}_{number}_mb": actor.resident_mb for number, actor in enumerate(found)}
-        return resident | peak_metrics(name, [actor.peaks for actor in found])

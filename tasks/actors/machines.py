@@ -114,7 +114,7 @@ def _fails(answer: ray.ObjectRef) -> bool:
 
 
 class Placed(Protocol):
-    """A group of actors, as far as the machines that they are on go; `tasks.actors.cluster.ActorGroup` is one."""
+    """A group of actors, as far as the machines that they are on go; `tasks.actors.actor_group.ActorGroup` is one."""
 
     restarts: bool
     whereabouts: Whereabouts

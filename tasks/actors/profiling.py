@@ -14,7 +14,7 @@ from tasks.actors.waiting import get
 from tasks.config.trainer import ProfileConfig
 
 if TYPE_CHECKING:  # the actors import this module, and have no use for Prefect
-    from tasks.actors.cluster import ActorGroup
+    from tasks.actors.actor_group import ActorGroup
 
 PROFILER = "profiler"
 """Where an actor keeps the one that is running."""

@@ -1,62 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """All reward workers as one: what they are sent, and what they answer."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import pairwise
-from math import ceil, isnan
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import ray
-from ray.exceptions import RayActorError, RayTaskError
 
-from models.errors import DoubleflowError
-from tasks.actors.cluster import ActorGroup
+from tasks.actors.actor_group import ActorGroup
 from tasks.actors.reward_model import RewardModel
-from tasks.actors.reward_worker import RewardWorker
+from tasks.actors.reward_pool import PendingCall, PoolScoring, RewardFailure, RewardPool
 from tasks.actors.rollout_group import PendingBatch
 from tasks.actors.waiting import get
 from tasks.config.reward import RewardConfig, RewardFunctionConfig
 from tasks.rewards import (
     NOT_FINITE,
-    RewardError,
-    RewardResult,
-    ScoredPrompt,
-    asks_reward_model,
     reward_input,
     weighted_sum,
     with_group_means,
 )
-from tasks.rewards.base import one_kind_of_lists
 from tasks.rewards.statistics import PictureStatistics, diversity, picture_statistics
-
-
-class RewardFailure(DoubleflowError, RuntimeError):
-    """Too many scores of a reward are missing; the message holds the reward's own error."""
-
-
-@dataclass(frozen=True)
-class PendingCall:
-    """One call of a worker.
-
-    Attributes:
-        start: number of the first sample that it scores, among the iteration's.
-        size: how many samples it scores.
-        answer: what `RewardWorker.score` returns.
-        worker, machine: which worker was asked, and the id of the machine from which it had last answered; None of one
-            that never had.
-        again: ask it again.
-    """
-
-    start: int
-    size: int
-    answer: ray.ObjectRef
-    worker: int
-    machine: str | None
-    again: "Callable[[], PendingCall]"
 
 
 @dataclass(frozen=True)
@@ -119,159 +84,6 @@ class Scores:
         return sum(isinstance(error, str) and error.startswith(NOT_FINITE) for error in errors)
 
 
-class RewardPool:
-    """The workers of one reward. Ray restarts one that dies and repeats its calls, and those that raised an error.
-
-    Args:
-        label: the reward's name in the run.
-        name: registered name or import path.
-        config: its settings.
-        model: the run's reward model, where there is one; the reward may ask it or not.
-    """
-
-    def __init__(self, label: str, name: str, config: RewardFunctionConfig, model: RewardModel | None = None):
-        self.name, self.config = label, config
-        self.wants = reward_input(name, **config.options)
-        asked = model if asks_reward_model(name, **config.options) else None
-        self.group = ActorGroup(
-            RewardWorker,
-            config.num_workers,
-            config.num_gpus,
-            (name, config, None if asked is None else asked.name),
-            **({} if asked is None else asked.beside()),
-            num_cpus=config.num_cpus,
-            max_restarts=-1,
-            max_task_retries=config.retries,
-            # A rollout batch that is sampled is not to wait for an earlier one that another worker still samples.
-            allow_out_of_order_execution=True,
-        )
-
-    def begin(self, sizes: Sequence[int], share: float = 1.0) -> "PoolScoring":
-        """Get ready to score batches of these sizes: `batch_size` samples a call.
-
-        Args:
-            sizes: of the batches of an iteration or a validation, in their order.
-            share: of each of them, what is scored.
-        """
-        edges = np.cumsum([0, *sizes])
-        return PoolScoring(self, edges, call_spans(edges, self.config.batch_size, len(self.group), share))
-
-    def call(
-        self, worker: int, start: int, first: int, prompts: Sequence[ScoredPrompt], shards: Sequence[Any]
-    ) -> PendingCall:
-        """Ask a worker for the scores of these samples.
-
-        Args:
-            start: number of the first one in the iteration.
-            first: its number in the first shard.
-            shards: where the worker finds the batches that hold them.
-        """
-        machine = self.group.whereabouts.last(worker)  # while it computes it does not say where it is
-        score = self.group.actors[worker].score.options(retry_exceptions=True)
-        answer = score.remote(first, prompts, *shards)
-        again = partial(self.call, worker, start, first, prompts, shards)
-        return PendingCall(start, len(prompts), answer, worker, machine, again)
-
-    def _answer(self, call: PendingCall) -> Any:
-        """What a call returns. One that failed because its worker's machine was lost is made again, and is no try."""
-        while True:
-            try:
-                return get(call.answer)
-            except RayActorError:
-                if self.group.whereabouts.lost(call.worker, call.machine) is None:
-                    raise
-            call = call.again()
-
-    def collect(
-        self, calls: Sequence[PendingCall], samples: int, max_missing_fraction: float
-    ) -> tuple[pd.DataFrame, float]:
-        """Wait for the calls of an iteration. Scores that no retry could get are NaN, their error is a detail.
-
-        Args:
-            calls: from `submit`.
-            samples: of the iteration, measured or not.
-            max_missing_fraction: of those that were measured.
-
-        Returns:
-            (columns reward/<name> and <name>/<detail> of all samples, busy seconds).
-
-        Raises:
-            RewardError: the reward was asked for what it cannot do.
-            RewardFailure: more than `max_missing_fraction` of the scores are missing.
-        """
-        frames, busy, cause = [], 0.0, None
-        for call in calls:
-            try:
-                answer = self._answer(call)
-            except (RayTaskError, RayActorError) as error:
-                cause = cause or error
-                answer = RewardResult(np.full(call.size, np.nan), {"error": [self._reason(error)] * call.size})
-            if isinstance(answer, RewardError):
-                raise answer
-            details = {f"{self.name}/{detail}": values for detail, values in answer.details.items()}
-            frames.append(pd.DataFrame({f"reward/{self.name}": answer.scores.astype(np.float32)} | details))
-            busy += answer.seconds
-        table = joined_calls(frames)
-        self._check_missing(table, max_missing_fraction, cause)
-        if len(table) < samples:
-            measured = [call.start + i for call in calls for i in range(call.size)]
-            table = with_unmeasured(table, measured, samples, f"{self.name}/measured")
-        return table, busy
-
-    def _reason(self, error: Exception) -> str:
-        if isinstance(error, RayTaskError):
-            return f"{type(error.cause).__name__}: {error.cause}"
-        last = str(error).strip().splitlines()[-1]
-        return (
-            f"its worker died, or took longer than timeout_s {self.config.timeout_s:g}, {self.config.retries + 1} "
-            f"times in a row ({last})"
-        )
-
-    def _check_missing(self, table: pd.DataFrame, limit: float, cause: Exception | None) -> None:
-        missing = table[f"reward/{self.name}"].isna()
-        if missing.mean() <= limit:
-            return
-        reason = table.loc[missing, f"{self.name}/error"].dropna().iloc[0]
-        raise RewardFailure(
-            f"reward {self.name!r} is missing for {missing.sum()} of {len(table)} samples, more than "
-            f"reward.max_missing_fraction {limit:g} allows; its error: {reason}"
-        ) from cause
-
-
-@dataclass
-class PoolScoring:
-    """One reward's calls, each made as soon as the batches that it covers are handed out.
-
-    Attributes:
-        pool: whose workers are asked.
-        edges: where batches begin, and the end of the last one.
-        spans: the samples of each call, from `call_spans`.
-        batches: handed out so far.
-        calls: made so far.
-    """
-
-    pool: RewardPool
-    edges: np.ndarray
-    spans: Sequence[tuple[int, int]]
-    batches: list[PendingBatch] = field(default_factory=list)
-    calls: list[PendingCall] = field(default_factory=list)
-
-    def add(self, batch: PendingBatch) -> None:
-        """The next batch is handed out; Ray gives it to the calls when it is there."""
-        self.batches.append(batch)
-        while len(self.calls) < len(self.spans) and self.spans[len(self.calls)][1] <= self.edges[len(self.batches)]:
-            self.calls.append(self._next_call())
-
-    def _next_call(self) -> PendingCall:
-        number, edges, wants = len(self.calls), self.edges, self.pool.wants
-        start, stop = self.spans[number]
-        covered = [i for i in range(len(self.batches)) if edges[i] < stop and edges[i + 1] > start]
-        shards = [self.batches[i].latents if wants == "latents" else self.batches[i].pictures for i in covered]
-        first = int(start - edges[covered[0]])
-        prompts = [prompt for i in covered for prompt in self.batches[i].prompts][first : first + stop - start]
-        return self.pool.call(number % len(self.pool.group), start, first, prompts, shards)
-
-
 @dataclass
 class Scoring:
     """All rewards of batches that are still being handed out.
@@ -299,55 +111,6 @@ class Scoring:
     def pending(self) -> PendingScores:
         """What is being scored, once every batch was added."""
         return PendingScores({name: pool.calls for name, pool in self.pools.items()}, self.statistics)
-
-
-def call_spans(
-    edges: Sequence[int] | np.ndarray, size: int | Literal["auto"] | None, workers: int, share: float = 1.0
-) -> list[tuple[int, int]]:
-    """The samples of each call: the first, and the first that is no longer among them.
-
-    Args:
-        edges: [batches + 1], where rollout batches begin, and the end of the last one.
-        size: `reward.functions.*.batch_size`.
-        workers: of the reward.
-        share: of each rollout batch, rounded up; below 1 no call covers two of them.
-    """
-    batches = [(int(start), int(start) + ceil(share * (stop - start))) for start, stop in pairwise(edges)]
-    if share == 1 and isinstance(size, int):
-        batches = [(int(edges[0]), int(edges[-1]))]
-    spans = []
-    for start, stop in batches:
-        step = size if isinstance(size, int) else ceil((stop - start) / (1 if size is None else workers))
-        spans += [(first, min(first + step, stop)) for first in range(start, stop, step)]
-    return spans
-
-
-def with_unmeasured(table: pd.DataFrame, measured: Sequence[int], samples: int, flag: str) -> pd.DataFrame:
-    """A reward's table with a row for each sample of the iteration: NaN, or None, where it was not measured.
-
-    Args:
-        table: of the measured samples.
-        measured: their numbers.
-        samples: of the iteration.
-        flag: name of the column that says which were measured.
-    """
-    whole = table.assign(**{flag: True}).set_index(pd.Index(measured)).reindex(range(samples))
-    for column in whole.select_dtypes(object).columns:
-        whole[column] = pd.Series([None if is_nan(value) else value for value in whole[column]], dtype=object)
-    return whole.assign(**{flag: whole[flag].notna()})
-
-
-def is_nan(value: object) -> bool:
-    """Is it a number, and none?"""
-    return isinstance(value, float) and isnan(value)
-
-
-def joined_calls(frames: Sequence[pd.DataFrame]) -> pd.DataFrame:
-    """The calls' tables as one that can be written, though calls may differ in what kind a detail is."""
-    table = pd.concat(frames, ignore_index=True)
-    for column in table.select_dtypes(object).columns:
-        table[column] = pd.Series(one_kind_of_lists(table[column]), dtype=object)
-    return table
 
 
 class RewardGroup:

@@ -20,7 +20,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from models.import_paths import check_allowed_program
-from tasks.actors.cluster import ActorGroup
+from tasks.actors.actor_group import ActorGroup
 from tasks.actors.reward_model_server import FIELD, RewardModelServer, program
 from tasks.actors.waiting import get
 from tasks.config.errors import ConfigError

@@ -16,8 +16,9 @@ from models.families.base import DiffusionModelBase, DiffusionModelConfig
 from models.samples.trajectories import LATENTS, PICTURES, PICTURES_ALONE, PromptTable, Recording, RolloutRequest
 from models.schedulers.noise_keys import NoiseKey
 from models.weights.canary import Agreement, CanaryLimits
-from tasks.actors.cluster import ActorGroup, RankPlaces
+from tasks.actors.actor_group import ActorGroup
 from tasks.actors.messages import Loaded, PolicyWeights, Proof, RolloutReply, ask, reference
+from tasks.actors.rank_places import RankPlaces
 from tasks.actors.rollout_worker import RolloutWorker
 from tasks.actors.router import Router
 from tasks.config.rollout import DiffusionRolloutConfig

@@ -3,7 +3,8 @@
 
 from collections.abc import Callable, Sequence
 
-from tasks.actors.cluster import ActorGroup, RankPlaces
+from tasks.actors.actor_group import ActorGroup
+from tasks.actors.rank_places import RankPlaces
 from tasks.actors.text_encoder import TextEncoder
 from tasks.actors.waiting import get
 from tasks.config.data import TextEncoderConfig

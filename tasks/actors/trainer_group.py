@@ -15,7 +15,7 @@ from models.config.actor import DiffusionActorConfig, ForwardProcessConfig
 from models.families.base import DiffusionModelConfig
 from models.training.engine import HeldWeights
 from models.weights.canary import Agreement, Canary, CanaryLimits
-from tasks.actors.cluster import ActorGroup, RankPlaces
+from tasks.actors.actor_group import ActorGroup
 from tasks.actors.interpreter import own_environment
 from tasks.actors.messages import (
     Amount,
@@ -30,6 +30,7 @@ from tasks.actors.messages import (
     ask,
     reference,
 )
+from tasks.actors.rank_places import RankPlaces
 from tasks.actors.rollout_group import PendingBatch, RolloutGroup
 from tasks.actors.trainer_rank import TrainerRank
 from tasks.actors.update_plan import NothingToLearn, OldScores, over_ranks, plan_updates

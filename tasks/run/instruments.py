@@ -4,7 +4,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from tasks.actors.cluster import ActorGroup
+from tasks.actors.actor_group import ActorGroup
 from tasks.actors.memory import resident_mb
 from tasks.actors.profiling import traced
 from tasks.config.trainer import ProfileConfig

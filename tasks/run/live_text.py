@@ -5,7 +5,7 @@ from pathlib import Path
 
 from models.families.base import DiffusionModelBase, DiffusionModelConfig
 from models.families.latents import pipeline_config
-from tasks.actors.cluster import RankPlaces
+from tasks.actors.rank_places import RankPlaces
 from tasks.actors.text_encoder_group import TextEncoderGroup
 from tasks.config.errors import ConfigError
 from tasks.config.tree import TrainConfig

@@ -17,15 +17,9 @@ from models.algorithms import needs_old_means
 from models.config.section import AUTO
 from models.samples.trajectories import LATENTS, PICTURES, Recording
 from models.weights.canary import Canary
-from tasks.actors.cluster import (
-    RankPlaces,
-    WorkerNeeds,
-    gpu_slots,
-    gpus_are_free,
-    ray_cluster,
-    require_resources,
-)
+from tasks.actors.cluster import WorkerNeeds, gpu_slots, gpus_are_free, ray_cluster, require_resources
 from tasks.actors.machines import watched_machines
+from tasks.actors.rank_places import RankPlaces
 from tasks.actors.reward_group import RewardGroup, wanted_inputs
 from tasks.actors.reward_model import RewardModel, served_reward_model
 from tasks.actors.rollout_group import RolloutGroup

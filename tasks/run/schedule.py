@@ -2,13 +2,26 @@
 """What each iteration draws from, where it explores and what follows it: functions of the config, seed and number."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 from models.schedulers.windows import window_steps
 from tasks.config.tree import TrainConfig
 
 T = TypeVar("T")
+MOST_PARTS = 20
+"""As many as have their names side by side on Prefect's page."""
+FEWEST_ITERATIONS = 20
+"""Of a part, at whose end Prefect waits a second for the thread of its heartbeats; a run of so few has no parts."""
+
+
+def parts(first: int, total: int) -> Iterator[tuple[int, int]]:
+    """(first, last) of each part of the iterations `first` to `total`; a resumed run's end where they would have."""
+    size = max(-(-total // MOST_PARTS), FEWEST_ITERATIONS)
+    while first <= total:
+        last = min(((first - 1) // size + 1) * size, total)
+        yield first, last
+        first = last + 1
 
 
 def part_of(items: Sequence[T], size: int, seed: int, iteration: int) -> list[T]:

@@ -10,7 +10,7 @@ from models.algorithms import DiffusionLossFn, get_diffusion_loss_fn
 from models.algorithms.old_policy import is_copied
 from models.training.engine import HeldWeights
 from models.weights.canary import Canary, CanaryLimits
-from tasks.actors.cluster import ActorGroup
+from tasks.actors.actor_group import ActorGroup
 from tasks.actors.machines import MachineWatch
 from tasks.actors.reward_group import RewardGroup
 from tasks.actors.rollout_group import RolloutGroup

@@ -9,7 +9,7 @@ import torch
 from models.algorithms import get_diffusion_loss_fn
 from models.cost.device_peaks import peak_tflops
 from models.cost.flops import Batch, PolicyFlops, compared_passes
-from tasks.actors.cluster import ActorGroup
+from tasks.actors.actor_group import ActorGroup
 from tasks.actors.rollout_group import PendingBatch
 from tasks.actors.waiting import get
 from tasks.config.tree import TrainConfig

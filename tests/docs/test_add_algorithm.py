@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from flows.recipes import load_recipe, parse_changes
 from models.algorithms import check_advantage, check_loss_inputs
 from models.config.algo import DiffusionRolloutAlgoConfig
 from models.rollout.diffusers import DiffusersRolloutEngine
@@ -20,6 +19,7 @@ from models.schedulers.kernels import KERNELS, check_kernel, gaussian_log_prob, 
 from models.training.fsdp import DiffusersFSDPEngine
 from models.training.micro_batches import ActorBatch
 from tasks.config.presets import PRESETS
+from tasks.config.recipes import load_recipe, parse_changes
 from tasks.stages.advantage import compute_advantage
 from tests.support.helpers import actor_config, model_config, rollout_request
 

@@ -11,10 +11,10 @@ import diffusers
 import pytest
 import yaml
 
-from flows.recipes import load_recipe
 from models.algorithms.rollout_correction import LOG_RATIO_LIMIT, WARNED_SHARE_OF_CLIP
 from models.cost.flops import step_flops
 from tasks.config.presets import PRESETS
+from tasks.config.recipes import load_recipe
 from tasks.config.tree import TrainConfig
 from tasks.run.training import CANARY_PROMPTS, CUDA_CANARY_TOLERANCE, OTHER_ENGINE_TOLERANCE
 from tasks.stages.validation import GRID_PICTURES

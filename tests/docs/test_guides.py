@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 
 import models.families.base
 from flows.prepare import app
-from flows.recipes import load_recipe, parse_changes
 from models.cost.flops import step_flops
 from models.cost.meta_pass import meta_transformer
 from models.families import GROUP, _load_installed
@@ -23,6 +22,7 @@ from models.samples.trajectories import RolloutRequest
 from models.training.fsdp import DiffusersFSDPEngine
 from models.training.micro_batches import ActorBatch
 from tasks.actors.rollout_worker import RolloutWorker
+from tasks.config.recipes import load_recipe, parse_changes
 from tasks.config.rollout import DiffusionRolloutConfig
 from tasks.data.prompts import build_prompt_table
 from tasks.run.preflight import check_inputs

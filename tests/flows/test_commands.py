@@ -17,11 +17,12 @@ import pytest
 from prefect import Flow, State
 from typer.testing import CliRunner
 
-from flows import commands, prepare, services
-from flows.recipes import load_recipe, parse_changes
-from flows.terminal import command_of, exit_code, in_a_sentence
+from flows import prepare, services
 from tasks.actors.cluster import ClusterError
+from tasks.cli import commands
+from tasks.cli.terminal import command_of, exit_code, in_a_sentence
 from tasks.config.errors import ConfigError
+from tasks.config.recipes import load_recipe, parse_changes
 from tasks.records.run_store import CheckpointError
 from tasks.system.processes import identity
 

@@ -11,8 +11,9 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName, LogFilter, LogFilterFlowRunId
 from prefect.logging.handlers import APILogHandler
 
-from flows.parts import MOST_PARTS, in_parts, parts
+from flows.train import in_parts
 from tasks.records.flow_page import flow_page, page_logger, tell
+from tasks.run.schedule import MOST_PARTS, parts
 from tasks.stages.stage import stage
 from tasks.system.stopwatch import Stopwatch
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typer.testing import CliRunner, Result
 
 from flows.migrate import migrate
-from flows.recipes import load_config
-from flows.terminal import command_of
+from tasks.cli.terminal import command_of
+from tasks.config.recipes import load_config
 from tests.tasks.test_migration import SCRIPT
 
 

@@ -17,7 +17,6 @@ from PIL import Image, ImageDraw, ImageFont
 from prefect.utilities.callables import parameter_schema
 from prefect.utilities.schema_tools.validation import ValidationError, validate
 
-from flows.recipes import load_recipe, parse_changes
 from models.algorithms.advantages import _ADVANTAGES
 from models.algorithms.losses import _LOSSES
 from models.families.base import DiffusionModelBase
@@ -27,6 +26,7 @@ from tasks.config.errors import ConfigError
 from tasks.config.overrides import set_fields
 from tasks.config.params import PrepareParams
 from tasks.config.presets import PRESETS
+from tasks.config.recipes import load_recipe, parse_changes
 from tasks.config.sweep import SweepConfig
 from tasks.config.tree import NO_OVERRIDES, TrainConfig, TrainOverrides
 from tasks.rewards import get_reward

@@ -10,7 +10,7 @@ from threading import Thread
 import pytest
 
 from flows.reproduce import _call, compare_metrics, shortened
-from flows.stopping import Stopped, handled, raise_it
+from tasks.cli.stopping import Stopped, handled, raise_it
 from tasks.config.errors import ConfigError
 from tasks.config.tree import TrainConfig
 from tests.support.patience import wait_until

@@ -20,12 +20,12 @@ from typer.testing import CliRunner
 
 from flows import prune
 from flows.deploy import service_log
-from flows.deploy.access import STARTUP_SECONDS, guard_temporary_server, new_access
-from flows.deploy.heartbeats import heartbeats
 from flows.deploy.mlflow_app import guarded
 from flows.deploy.service_record import HERE, RECORD, ServiceError
 from flows.services import app
 from tasks.records.run_lock import run_lock
+from tasks.system.access import STARTUP_SECONDS, guard_temporary_server, new_access
+from tasks.system.heartbeats import heartbeats
 from tasks.system.processes import boot_id, identity
 from tests.support.forked import Program
 from tests.support.patience import PATIENCE
@@ -36,7 +36,7 @@ import contextlib, json, os, re, signal
 import httpx, psutil
 from prefect.client.orchestration import get_client
 from prefect.settings import get_current_settings
-import flows.commands, flows.compare, flows.reproduce, flows.train
+import tasks.cli.commands, flows.compare, flows.reproduce, flows.train
 from prefect.context import refresh_global_settings_context
 
 before, told = dict(os.environ), {}
@@ -72,15 +72,15 @@ def other(name):
     return flow
 
 flows.train.train, flows.reproduce.reproduce, flows.compare.compare = train, other("reproduce"), other("compare")
-flows.commands._chosen = lambda *arguments, **named: (None, None)
-flows.commands._recorded = lambda *arguments: None
+tasks.cli.commands._chosen = lambda *arguments, **named: (None, None)
+tasks.cli.commands._recorded = lambda *arguments: None
 for command, runs in (("train", []), ("reproduce", ["a"]), ("compare", ["a", "b"])):
     os.environ.clear()
     os.environ.update(before)
     refresh_global_settings_context()
     assert get_current_settings().server.api.auth_string is None
     with contextlib.suppress(SystemExit):
-        getattr(flows.commands, command)(*runs)
+        getattr(tasks.cli.commands, command)(*runs)
 print(json.dumps(told))
 """
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import typer
 
-from flows.stopping import handled, raise_it
-from flows.terminal import in_a_sentence
+from tasks.cli.stopping import handled, raise_it
+from tasks.cli.terminal import in_a_sentence
 from tasks.system.causes import causes
 
 pytestmark = pytest.mark.waits
@@ -45,14 +45,14 @@ def test_before_anything_began_a_command_ends_at_once(
 
 def test_the_imports_of_a_command_end_without_frames(tmp_path: Path) -> None:
     """Before a command knows its arguments."""
-    code = "import flows.stopping, os, signal; flows.stopping.handle(flows.stopping.end_now); os.kill(os.getpid(), 2)"
+    code = "import os; from tasks.cli.stopping import end_now, handle; handle(end_now); os.kill(os.getpid(), 2)"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, preexec_fn=heeds_ctrl_c
     )
     assert (done.returncode, done.stderr) == (130, "stopped by Ctrl-C\n")
     for name in ("train", "validate", "sweep", "reproduce", "compare"):
         first = (ROOT / f"flows/{name}.py").read_text().split('if __name__ == "__main__":', 1)[1]
-        assert first.index("handle(end_now)") < first.index("from flows.commands")
+        assert first.index("handle(end_now)") < first.index("from tasks.cli.commands")
 
 
 def send(number: int, ended: list[bool]) -> None:
@@ -107,8 +107,8 @@ def test_what_is_its_own_cause_has_an_end() -> None:
 
 ENDING = """
 import atexit, os, signal, sys, time
-from flows.terminal import run_command, in_a_sentence
-from flows.stopping import handle, raise_it, say_at_once
+from tasks.cli.terminal import run_command, in_a_sentence
+from tasks.cli.stopping import handle, raise_it, say_at_once
 
 class Left:
     def __del__(self):

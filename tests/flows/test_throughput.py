@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from flows.recipes import load_recipe
 from flows.train import _time_metrics
+from tasks.config.recipes import load_recipe
 from tasks.system.stopwatch import Stopwatch
 
 PREFECT_YAML = Path(__file__).parents[2] / "prefect.yaml"

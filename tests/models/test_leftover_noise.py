@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from flows.recipes import load_recipe
 from models.config.algo import DiffusionRolloutAlgoConfig
 from models.schedulers import FlowMatchSDEDiscreteScheduler, leftover_noise
 from models.schedulers.leftover import DATA_STD
+from tasks.config.recipes import load_recipe
 from tasks.config.tree import TrainConfig
 
 ROOT = Path(__file__).parents[2]

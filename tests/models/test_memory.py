@@ -15,7 +15,6 @@ from torch import Tensor
 from transformers import AutoModel
 
 from benchmarks.real_size import write_configs
-from flows.recipes import load_recipe
 from models.cost.memory import GIB, Need, rollout_need, update_need
 from models.cost.meta_pass import KnownResults, PassCost, decoding_bytes, pass_cost
 from models.families.base import DiffusionModelBase, DiffusionModelConfig
@@ -23,6 +22,7 @@ from models.families.velocity import velocity_field
 from models.samples.trajectories import PromptTable
 from models.weights.trainable import make_trainable, trainable
 from tasks.actors.memory import measures_gpu_memory, peak_metrics, peaks_since_last_time
+from tasks.config.recipes import load_recipe
 from tasks.config.tree import TrainConfig
 from tasks.run.capacity import (
     DoesNotFit,

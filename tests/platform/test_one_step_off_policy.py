@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from flows.recipes import load_recipe, parse_changes
 from models.rollout.diffusers import DiffusersRolloutEngine
 from models.samples.trajectories import PICTURES, RolloutRequest
 from models.schedulers import NoiseKey
 from models.training.fsdp import DiffusersFSDPEngine
 from models.training.micro_batches import ActorBatch
+from tasks.config.recipes import load_recipe, parse_changes
 from tasks.data.embeddings import prompt_table
 from tasks.rewards.jpeg import JpegIncompressibility
 from tasks.run.preflight import check_inputs

@@ -23,12 +23,13 @@ from tests.support.platform_helpers import RECIPE, RayHead, Workspace
 REWARD_ON_A_GPU = "reward.functions={jpeg_incompressibility: {num_gpus: 1}}"
 SWEEP = """
 import sys
-from flows.recipes import load_recipe, parse_changes
-from flows.terminal import in_a_sentence, started
+from tasks.config.recipes import load_recipe, parse_changes
+from tasks.cli.terminal import in_a_sentence, run_flow
 from flows.validation_sweep import validation_sweep
 
 with in_a_sentence():
-    started(validation_sweep, False, load_recipe("tiny"), None, parse_changes(sys.argv[1:]), return_state=True).result()
+    changes = parse_changes(sys.argv[1:])
+    run_flow(validation_sweep, False, load_recipe("tiny"), None, changes, return_state=True).result()
 """
 
 

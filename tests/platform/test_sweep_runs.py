@@ -27,7 +27,7 @@ SEARCH = {
 }
 COMMAND = """
 import json, sys
-from flows.recipes import load_recipe, parse_changes
+from tasks.config.recipes import load_recipe, parse_changes
 from flows.sweep import SweepConfig, sweep
 
 print(json.dumps(sweep(load_recipe("tiny"), SweepConfig(**json.loads(sys.argv[1])), parse_changes(sys.argv[2:]))))

@@ -21,8 +21,8 @@ import pytest
 import yaml
 from mlflow import MlflowClient
 
-from flows.deploy.access import LOGS_FOR_WATCHERS
 from tasks.actors.worker_forks import VARIABLE
+from tasks.system.access import LOGS_FOR_WATCHERS
 from tasks.system.processes import wait_until_ended
 from tests.support.forked import Program
 from tests.support.mlflow_store import mlflow_in

@@ -8,7 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from flows.deploy.access import private_folder
+from tasks.system.access import private_folder
 from tests.support.forked import Program
 from tests.support.patience import PATIENCE
 

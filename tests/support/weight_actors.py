@@ -19,7 +19,8 @@ from models.config.actor import ForwardProcessConfig
 from models.weights.buckets import from_host
 from models.weights.canary import Canary, CanaryLimits
 from models.weights.trainable import trainable
-from tasks.actors.cluster import RankPlaces, ray_cluster
+from tasks.actors.cluster import ray_cluster
+from tasks.actors.rank_places import RankPlaces
 from tasks.actors.rollout_group import RolloutGroup
 from tasks.actors.trainer_group import Synced, TrainerGroup
 from tasks.config.rollout import DiffusionRolloutConfig

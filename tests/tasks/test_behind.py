@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from flows.terminal import sentence
 from models.errors import DoubleflowError
+from tasks.cli.terminal import sentence
 from tasks.system import behind as module
 from tasks.system.behind import Behind
 

@@ -15,13 +15,13 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric
 from pydantic import BaseModel, ValidationError
 
-from flows.recipes import checked, load_config, parse_changes
 from models.config.bounds import DEEPEST_OPTIONS
 from models.families import load_families
 from tasks.config.errors import ConfigError, RecipeError, described
 from tasks.config.measurement import Measurement
 from tasks.config.params import PrepareParams
 from tasks.config.presets import PRESETS, tree_of
+from tasks.config.recipes import load_config, parse_changes, validate_section
 from tasks.config.sweep import SweepConfig
 from tasks.config.tree import TrainConfig
 from tasks.rewards import RewardError, check_reward
@@ -193,17 +193,17 @@ def test_a_name_that_mlflow_or_a_file_system_refuses_is_refused_at_once(name: st
     with pytest.raises(ConfigError, match=f"^reward.{refused}"):
         TrainConfig().with_changes({"reward": {"functions": {name: {"reward": "ocr"}}}})
     with pytest.raises(RecipeError, match=f"^m: reward.{refused}"):
-        checked(Measurement, {"reward": {"functions": {name: {"reward": "ocr"}}}}, "m")
+        validate_section(Measurement, {"reward": {"functions": {name: {"reward": "ocr"}}}}, "m")
     with pytest.raises(RecipeError, match=r"^m: sets: .* is no name: give ASCII letters"):
-        checked(Measurement, {"sets": {name: EVERYWHERE}}, "m")
+        validate_section(Measurement, {"sets": {name: EVERYWHERE}}, "m")
     with pytest.raises(RecipeError, match=r"^s: name "):
-        checked(SweepConfig, {"name": name, "space": SPACE}, "s")
+        validate_section(SweepConfig, {"name": name, "space": SPACE}, "s")
 
 
 def test_a_set_has_no_colon_and_only_ascii_which_mlflows_pictures_ask_for() -> None:
     for name in ("a:b", "é"):
         with pytest.raises(RecipeError, match="is no name: give ASCII letters"):
-            checked(Measurement, {"sets": {name: EVERYWHERE}}, "m")
+            validate_section(Measurement, {"sets": {name: EVERYWHERE}}, "m")
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ def test_mlflow_takes_the_longest_names_that_are_right(tmp_path: Path) -> None:
     reward, prompts = "m.n:" + "Ré 9-" * 19 + "x", "Set_1. -" * 6 + "x"
     changes = {"reward": {"functions": {reward: {"reward": "ocr"}}}}
     TrainConfig().with_changes(changes)
-    checked(Measurement, {"sets": {prompts: EVERYWHERE}} | changes, "m")
+    validate_section(Measurement, {"sets": {prompts: EVERYWHERE}} | changes, "m")
     client = MlflowClient(mlflow_in(tmp_path))
     run = client.create_run(client.create_experiment("e" * 200, str(tmp_path / "artifacts"))).info.run_id
     metric = f"val/{prompts}/steps_1000/true_cfg_scale_12.3457/reward/{reward}/mean"

@@ -28,11 +28,11 @@ def fork_servers():
     return sum("multiprocessing.forkserver" in line for line in lines)
 
 if __name__ == "__main__":
-    from flows.terminal import command_line
+    from tasks.cli.terminal import command_line
     from tasks.actors import child_run as runs
     from tasks.config.tree import TrainConfig
 
-    runs.IMPORTED = ("flows.commands",)
+    runs.IMPORTED = ("tasks.cli.commands",)
     log, file = Path("child.log"), Path("none.json")
     with runs.shared_place(TrainConfig(), 1):
         with runs.child_run(file, Path("runs"), log, None, "parent", {}) as child:

@@ -18,9 +18,9 @@ from benchmarks import fewer_images, nft_drift, real_recipes, time_to_reward, wo
 from benchmarks.followed_runs import append_line, curves_of, is_done, read_lines
 from benchmarks.local_services import ROOT
 from benchmarks.public_training import PUBLISHED, advantages, counted, settings_of
-from flows.recipes import load_recipe, parse_changes
 from models.algorithms import compute_flow_grpo_outcome_advantage
 from tasks.config.presets import PRESETS
+from tasks.config.recipes import load_recipe, parse_changes
 from tasks.config.tree import TrainConfig
 
 GIVEN = Namespace(iterations=40, test_freq=5, readers=5, set=[])

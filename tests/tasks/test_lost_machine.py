@@ -19,8 +19,8 @@ from ray.cluster_utils import Cluster
 from ray.exceptions import RayActorError
 
 from models.schedulers.noise_keys import NoiseKey
-from tasks.actors import reward_group, rollout_group
-from tasks.actors.cluster import ActorGroup
+from tasks.actors import reward_pool, rollout_group
+from tasks.actors.actor_group import ActorGroup
 from tasks.actors.machines import MachineLost, watched_machines
 from tasks.actors.reward_group import RewardGroup
 from tasks.actors.rollout_group import PendingBatch
@@ -52,7 +52,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch, forked_workers: dict[str, Any]) -> 
         monkeypatch.setenv("RAY_TMPDIR", folder)
         tokens.enable_token_auth_by_default()
         tokens.ensure_token_if_auth_enabled()
-        for module in (reward_group, rollout_group):
+        for module in (reward_pool, rollout_group):
             monkeypatch.setattr(module, "ActorGroup", functools.partial(ActorGroup, num_cpus=1))
         made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **FEW_DAEMONS})
         try:

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import yaml
 
-from flows.recipes import load_recipe, parse_changes
 from tasks.config.algorithm import DiffusionAlgoConfig
 from tasks.config.overrides import flat
 from tasks.config.presets import PRESETS, decided_by_name, tree_of
+from tasks.config.recipes import load_recipe, parse_changes
 from tasks.config.tree import TrainConfig, TrainOverrides
 from tasks.run.preflight import ConfigError, check_inputs
 

@@ -14,8 +14,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from flows.recipes import parse_changes
 from models.schedulers.noise_keys import NoiseKey
+from tasks.config.recipes import parse_changes
 from tasks.config.tree import TrainConfig
 from tasks.data.embeddings import PromptEmbeddings, write_embeddings
 from tasks.data.pairs import (

@@ -12,7 +12,8 @@ import ray
 from ray._private.authentication import authentication_token_setup as tokens
 from ray.cluster_utils import Cluster
 
-from tasks.actors.cluster import ActorGroup, ClusterError, gpus_are_free
+from tasks.actors.actor_group import ActorGroup
+from tasks.actors.cluster import ClusterError, gpus_are_free
 from tasks.config.tree import TrainConfig
 from tasks.run.opening import check_resources, rank_places
 from tests.support.patience import wait_until

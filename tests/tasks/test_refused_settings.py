@@ -9,9 +9,9 @@ import pytest
 import torch
 import yaml
 
-from flows.recipes import load_recipe, parse_changes
 from models.schedulers.noise_keys import NoiseKey
 from tasks.actors.rollout_group import window_of_batch
+from tasks.config.recipes import load_recipe, parse_changes
 from tasks.data.base_weights import MEMORY
 from tasks.data.embeddings import write_embeddings
 from tasks.data.prompts import build_prompt_table, load_prompts

@@ -12,7 +12,8 @@ import ray
 
 from models.schedulers.noise_keys import NoiseKey
 from tasks.actors.cluster import ClusterError, ray_cluster, require_resources
-from tasks.actors.reward_group import RewardFailure, RewardGroup, Scores, wanted_inputs
+from tasks.actors.reward_group import RewardGroup, Scores, wanted_inputs
+from tasks.actors.reward_pool import RewardFailure
 from tasks.actors.rollout_group import PendingBatch
 from tasks.actors.worker_forks import IMPORTED
 from tasks.config.reward import RewardConfig

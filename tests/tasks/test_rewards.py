@@ -13,7 +13,8 @@ import pytest
 
 from models.tiny_qwen_image.render import render_picture
 from models.tiny_qwen_image.settings import TinySettings
-from tasks.actors.reward_group import RewardFailure, RewardPool, Scores, joined_calls, trained_reward
+from tasks.actors.reward_group import Scores, trained_reward
+from tasks.actors.reward_pool import RewardFailure, RewardPool, joined_calls
 from tasks.config.reward import RewardConfig
 from tasks.rewards import (
     Reward,

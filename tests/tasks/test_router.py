@@ -14,7 +14,8 @@ import pytest
 import ray
 from prefect.exceptions import TerminationSignal
 
-from tasks.actors.cluster import ActorGroup, RankPlaces
+from tasks.actors.actor_group import ActorGroup
+from tasks.actors.rank_places import RankPlaces
 from tasks.actors.router import Router
 from tasks.actors.waiting import get
 

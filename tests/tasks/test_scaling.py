@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import scaling
 from benchmarks.scaling import Cell, cells, prompts_of_a_gpu
-from flows.recipes import load_recipe, parse_changes
+from tasks.config.recipes import load_recipe, parse_changes
 from tasks.config.tree import TrainConfig
 
 GPUS = (1, 2, 4, 8)

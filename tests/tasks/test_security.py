@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from flows.deploy.access import dvc_environment, private_folder, write_private
 from flows.reproduce import check_named_code, patched_files, recorded_code
 from models.import_paths import ALLOWED, ModuleNotAllowed, check_allowed
 from tasks.actors.reward_model import check_reward_model
@@ -26,6 +25,7 @@ from tasks.records.history import HistoryError, RunHistory
 from tasks.records.lineage import Lineage
 from tasks.records.tracking import Tracker, mlflow_client
 from tasks.rewards import RewardError, check_reward, get_reward
+from tasks.system.access import dvc_environment, private_folder, write_private
 from tasks.system.credentials import CredentialError, without_password
 from tasks.system.ownership import OwnershipError, require_own
 from tasks.system.processes import identity, lives

@@ -18,7 +18,8 @@ from models.samples.trajectories import Trajectories
 from models.schedulers.noise_keys import NoiseKey
 from models.weights.buckets import from_host
 from models.weights.canary import Canary
-from tasks.actors.cluster import ActorGroup, WorkerNeeds, ray_cluster
+from tasks.actors.actor_group import ActorGroup
+from tasks.actors.cluster import WorkerNeeds, ray_cluster
 from tasks.actors.messages import BothLogProbs, Rescored
 from tasks.actors.rollout_group import PendingBatch
 from tasks.actors.trainer_group import TrainerGroup

@@ -8,12 +8,12 @@ import pytest
 import torch
 import yaml
 
-from flows.recipes import load_recipe, parse_changes
 from models.algorithms import get_diffusion_loss_fn
 from models.algorithms.losses import DATA, MODEL_OUTPUTS, TEACHER_DATA
 from models.config.actor import LOSSES, DiffusionActorConfig, DiffusionLossConfig
 from tasks.config.errors import ConfigError
 from tasks.config.presets import PRESETS
+from tasks.config.recipes import load_recipe, parse_changes
 from tasks.config.sweep import SweepConfig, check_fields
 from tasks.config.tree import TrainConfig
 from tasks.config.unread import KEEP_OLD_POLICY, READ_BY_LOSSES, RULES, told, without_effect

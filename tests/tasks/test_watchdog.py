@@ -115,7 +115,8 @@ ENDING_DRIVER = """
 import subprocess, sys
 import psutil, ray
 from tasks.actors import worker_forks
-from tasks.actors.cluster import ActorGroup, ray_cluster
+from tasks.actors.actor_group import ActorGroup
+from tasks.actors.cluster import ray_cluster
 from tasks.actors.ray_address import require_listener
 from tasks.actors.waiting import get
 from tasks.config.trainer import RayConfig

@@ -15,7 +15,8 @@ import psutil
 import pytest
 import ray
 
-from tasks.actors.cluster import ActorGroup, ray_cluster
+from tasks.actors.actor_group import ActorGroup
+from tasks.actors.cluster import ray_cluster
 from tasks.actors.worker_forks import FORKS, SETUP, START, VARIABLE, forked_environment, forks_for, worker_forks
 from tasks.config.trainer import RayConfig
 from tests.support.patience import PATIENCE, wait_until

@@ -84,15 +84,15 @@ def next_fork(listener: socket.socket, environment: dict[str, str]) -> Request |
         connection, _ = listener.accept()
         with connection:
             connection.settimeout(WAIT_SECONDS)  # others wait meanwhile
-            request, streams = received(connection)
-            if request is not None and not refused(request, environment) and os.fork() == 0:
+            request, streams = receive_request(connection)
+            if request is not None and not refuses(request, environment) and os.fork() == 0:
                 begin(request, streams, connection)
                 return request
         for stream in streams:
             os.close(stream)
 
 
-def received(connection: socket.socket) -> tuple[Request | None, list[int]]:
+def receive_request(connection: socket.socket) -> tuple[Request | None, list[int]]:
     """What is asked for, and the streams that it is to have; None if whoever asks has ended."""
     streams: list[int] = []
     said = bytearray()
@@ -108,7 +108,7 @@ def received(connection: socket.socket) -> tuple[Request | None, list[int]]:
         return None, streams
 
 
-def refused(request: Request, environment: dict[str, str]) -> bool:
+def refuses(request: Request, environment: dict[str, str]) -> bool:
     """Would a fork be another process than python starts? The owner is told why; whoever asks starts python."""
     reasons = [*differences(request, environment)]
     if len(os.listdir("/proc/self/task")) > 1:

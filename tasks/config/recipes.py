@@ -29,7 +29,7 @@ def load_recipe(name: str, file: Path = PREFECT_FILE) -> TrainConfig:
     Raises:
         RecipeError: there is no such deployment, and the message lists those there are; or it is no config.
     """
-    return checked(TrainConfig, load_parameters("train", name, file).get("config"), f"{file}, recipe {name}")
+    return validate_section(TrainConfig, load_parameters("train", name, file).get("config"), f"{file}, recipe {name}")
 
 
 def load_parameters(flow: str, name: str, file: Path = PREFECT_FILE) -> Mapping[str, Any]:
@@ -55,10 +55,10 @@ def load_config(file: Path) -> TrainConfig:
     Raises:
         RecipeError: the file is missing, or is no config.
     """
-    return checked(TrainConfig, read_yaml(file, "give a config.json of a run"), str(file))
+    return validate_section(TrainConfig, read_yaml(file, "give a config.json of a run"), str(file))
 
 
-def explained(config: TrainConfig, word: str) -> str:
+def explain_fields(config: TrainConfig, word: str) -> str:
     """The fields that have `word` in their path or description: each with its value here, as --set takes it, and what
     it is.
 
@@ -91,7 +91,7 @@ def _names() -> list[str]:
     return [path.rpartition(".")[2] for path in field_paths(TrainConfig)]
 
 
-def checked(section: type[Settings], values: Any, source: str) -> Settings:
+def validate_section(section: type[Settings], values: Any, source: str) -> Settings:
     """The section of these values. Raises RecipeError, which names the source and every wrong field."""
     try:
         return section.model_validate(values)

@@ -28,8 +28,8 @@ class Stopped(BaseException):
     """SIGTERM, where nobody else minds it."""
 
 
-def stopped(number: int) -> str:
-    """What is said of it."""
+def stop_message(number: int) -> str:
+    """What the user is told of a signal."""
     return f"stopped by {NAMES[signal.Signals(number)]}"
 
 
@@ -38,7 +38,12 @@ def say(number: int) -> None:
     with _saying:
         if number not in _said:
             _said.add(number)
-            os.write(2, f"{chr(10) * os.isatty(2)}{stopped(number)}\n".encode())  # below the bar, or the terminal's ^C
+            _write(number)
+
+
+def _write(number: int) -> None:
+    """On a line of its own, below the bar or the terminal's ^C."""
+    os.write(2, f"{chr(10) * os.isatty(2)}{stop_message(number)}\n".encode())
 
 
 def forget_said() -> None:
@@ -88,7 +93,7 @@ atexit.register(_leave)  # here, where a command's process begins: what is regis
 
 def end_now(number: int, frame: FrameType | None = None) -> None:
     """For where nothing is there yet that would have to be ended: an import may swallow what is raised within it."""
-    os.write(2, f"{chr(10) * os.isatty(2)}{stopped(number)}\n".encode())  # below the terminal's ^C
+    _write(number)
     os._exit(128 + number)
 
 

@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from flows.deploy.access import TEMPORARY_SERVER
+from tasks.system.access import TEMPORARY_SERVER
 
 FREQUENCY = "PREFECT_FLOWS_HEARTBEAT_FREQUENCY"
 HEARTBEATS = {FREQUENCY: "30"}

@@ -2,7 +2,8 @@
 """The commands `python -m flows.train`, `validate`, `sweep`, `reproduce`, `compare` and `report`.
 
 A module that holds a flow calls its command before its own imports, which take seconds. The command checks what it
-was given with pydantic and YAML alone (`flows.recipes`, `tasks.run.early`), and imports the flow once that is right.
+was given with pydantic and YAML alone (`tasks.config.recipes`, `tasks.run.early`), and has the flow imported once that
+is right.
 """
 
 import importlib
@@ -13,19 +14,19 @@ from typing import Annotated, Any
 
 import typer
 
-from flows.recipes import (
-    checked,
-    explained,
+from tasks.cli.terminal import Debug, in_a_sentence, run_command, run_flow
+from tasks.config.errors import ConfigError, RecipeError
+from tasks.config.overrides import merged
+from tasks.config.recipes import (
+    explain_fields,
     load_config,
     load_parameters,
     load_recipe,
     parse_changes,
     parse_settings,
     read_yaml,
+    validate_section,
 )
-from flows.terminal import Debug, in_a_sentence, run_command, started
-from tasks.config.errors import ConfigError, RecipeError
-from tasks.config.overrides import merged
 from tasks.config.sweep import SweepConfig, check_fields
 from tasks.config.tracking import TrackingConfig
 from tasks.config.tree import TrainConfig, TrainOverrides
@@ -50,7 +51,7 @@ Tracking = Annotated[str | None, typer.Option(help="MLflow's URI; else MLFLOW_TR
 def flow_of(command: str) -> Callable[..., Any]:
     """The flow that a command starts, or of `report` the function: `flows.<command>` has it by the same name.
 
-    Its module is found by that name, as Prefect finds a deployment's, because it imports this one to start the command.
+    It is found by that name, as Prefect finds a deployment's by its entry point: no room of this floor knows a flow.
     """
     return getattr(importlib.import_module(f"flows.{command}"), command)
 
@@ -80,12 +81,12 @@ def train(
     with in_a_sentence(debug):
         if fields is not None:
             shown = load_recipe(recipe) if config is None else load_config(config)
-            typer.echo(explained(shown.with_changes(parse_changes(changes or [], overrides, shown)), fields))
+            typer.echo(explain_fields(shown.with_changes(parse_changes(changes or [], overrides, shown)), fields))
             return
         chosen, changed = _chosen(recipe, config, changes, overrides, trains=True)
         from tasks.run.summary import Summary
 
-        summary = Summary(**started(flow_of("train"), debug, config=chosen, overrides=changed, continues=True))
+        summary = Summary(**run_flow(flow_of("train"), debug, config=chosen, overrides=changed, continues=True))
         typer.echo(f"\n{summary.text()}\n")
 
 
@@ -103,7 +104,7 @@ def validate(
         if weights is not None and not weights.is_dir():
             raise ConfigError(f"--weights is {weights}, which is not a folder: give one that a run exported")
 
-        for name, value in sorted(started(flow_of("validate"), debug, chosen, weights, changed).items()):
+        for name, value in sorted(run_flow(flow_of("validate"), debug, chosen, weights, changed).items()):
             typer.echo(f"{name:32} {value:.4f}")
 
 
@@ -118,15 +119,15 @@ def sweep(
     """Train with many settings, and print the best."""
     with in_a_sentence(debug):
         given, source = load_parameters("sweep", deployment), f"prefect.yaml, deployment {deployment}"
-        config = checked(TrainConfig, given.get("config"), source)
-        searched = checked(SweepConfig, given.get("search"), source).model_dump(exclude_unset=True)
-        searches = checked(SweepConfig, merged(searched, parse_settings(search or [], "--search")), "--search")
+        config = validate_section(TrainConfig, given.get("config"), source)
+        searched = validate_section(SweepConfig, given.get("search"), source).model_dump(exclude_unset=True)
+        searches = validate_section(SweepConfig, merged(searched, parse_settings(search or [], "--search")), "--search")
         overrides = parse_changes(changes or [], recipe=config)
         changed = config.with_changes(overrides)
         check_early(changed)
         check_fields(changed, searches)
 
-        for name, value in started(flow_of("sweep"), debug, config, searches, overrides, continues=True).items():
+        for name, value in run_flow(flow_of("sweep"), debug, config, searches, overrides, continues=True).items():
             typer.echo(f"{name:16} {value}")
 
 
@@ -142,7 +143,7 @@ def reproduce(
         found, _, tracking = _found(run, RUNS, tracking)
         place = _recorded(tracking, found)
 
-        state = started(flow_of("reproduce"), debug, found, iterations, tolerance, place, return_state=True)
+        state = run_flow(flow_of("reproduce"), debug, found, iterations, tolerance, place, return_state=True)
         if not state.is_completed():
             state.result()  # raises
         typer.echo(state.message)
@@ -162,7 +163,7 @@ def compare(
         second, _, tracking = _found(against, folder, tracking)
         place = _recorded(tracking, first, second)
 
-        typer.echo(started(flow_of("compare"), debug, first, second, place, folder))
+        typer.echo(run_flow(flow_of("compare"), debug, first, second, place, folder))
 
 
 def report(

@@ -16,9 +16,8 @@ import typer
 from pydantic import ValidationError
 from typer.core import TyperGroup
 
-from flows.deploy.access import guard_temporary_server, start_temporary_server
-from flows.deploy.heartbeats import heartbeats
-from flows.stopping import (
+from models.errors import DoubleflowError
+from tasks.cli.stopping import (
     Handler,
     Stopped,
     end_now,
@@ -30,13 +29,14 @@ from flows.stopping import (
     say,
     say_at_once,
     signal_of,
-    stopped,
+    stop_message,
 )
-from models.errors import DoubleflowError
 from tasks.config.errors import described
 from tasks.config.tree import TrainConfig
+from tasks.system.access import guard_temporary_server, start_temporary_server
 from tasks.system.causes import causes, full_disk
 from tasks.system.files import free_on_disk
+from tasks.system.heartbeats import heartbeats
 from tasks.system.processes import beside_python
 
 WRONG_INPUT, FAILED = 2, 1
@@ -86,7 +86,7 @@ def commands(help_text: str) -> typer.Typer:
 def in_a_sentence(debug: bool = False, on_signal: Handler = end_now) -> Iterator[None]:
     """An error of the block that was raised for the user ends the command with its message alone, and its notes.
 
-    So do Ctrl-C and SIGTERM, by default at once until a flow has `started`. Any other error is a defect, and has its
+    So do Ctrl-C and SIGTERM, by default at once until `run_flow`. Any other error is a defect, and has its
     traceback: once, Prefect's logger does not show it too. Libraries' warnings about each other are not shown.
     """
     if debug:
@@ -118,7 +118,7 @@ def last_words(error: BaseException) -> tuple[str | None, int]:
     if not isinstance(error, Exception | KeyboardInterrupt | Stopped):
         return None, 0
     if number := signal_of(error):
-        return stopped(number), 128 + number
+        return stop_message(number), 128 + number
     assert isinstance(error, Exception)
     said = sentence(error)
     return None if said is None else f"error: {said}", exit_code(error)
@@ -196,7 +196,7 @@ def is_no_end(record: logging.LogRecord) -> bool:
     return not (by_a_run and record.levelno >= logging.ERROR and record.getMessage().startswith(ENDS))
 
 
-def started(flow: Callable[..., Any], debug: bool, *arguments: Any, continues: bool = False, **named: Any) -> Any:
+def run_flow(flow: Callable[..., Any], debug: bool, *arguments: Any, continues: bool = False, **named: Any) -> Any:
     """Call a flow, whose end `in_a_sentence` tells; a server that Prefect starts for it wants a secret.
 
     Args:

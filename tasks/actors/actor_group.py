@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Long-lived Ray actors of one class, which hold the models: started together, called in turn or all at once."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+
+from tasks.actors.machines import Whereabouts
+from tasks.actors.memory import ActorMemory, memory_of, peak_metrics
+from tasks.actors.rank_places import RankPlaces
+from tasks.actors.waiting import get
+from tasks.actors.worker_forks import started_by_python
+
+
+class ActorGroup:
+    """Actors of one class, started together and called in turn or all at once.
+
+    CPU actors ask for no cores, unless told to: the stages of an iteration take turns on the same ones.
+
+    Args:
+        actor_class: a plain class; it becomes a Ray actor here.
+        count: how many.
+        num_gpus: GPUs, or a share of one, that each takes.
+        arguments: the constructor's, the same for all.
+        places: where actor i is, of these; without them Ray chooses.
+        options: Ray's own: num_cpus, max_restarts and so on.
+
+    Attributes:
+        restarts: does Ray start an actor again that died, or whose machine is lost?
+        whereabouts: of the actors.
+    """
+
+    def __init__(
+        self,
+        actor_class: type,
+        count: int,
+        num_gpus: float,
+        arguments: Sequence[Any] = (),
+        *,
+        places: RankPlaces | None = None,
+        **options: Any,
+    ):
+        remote: Any = ray.remote(actor_class)
+        given = {"num_cpus": 0, "num_gpus": num_gpus} | started_by_python(options.get("num_cpus", 0)) | options
+        where = [{} if places is None else {"scheduling_strategy": places.place(i)} for i in range(count)]
+        # A handle has its methods of the class, at run time: a type checker knows none of them.
+        self.actors: list[Any] = [remote.options(**given | place).remote(*arguments) for place in where]
+        self.restarts = bool(given.get("max_restarts", 0))
+        self.whereabouts = Whereabouts(self.actors)
+
+    def __len__(self) -> int:
+        return len(self.actors)
+
+    def call_all(self, method: str, *arguments: Any) -> list[Any]:
+        """Call `method` on every actor; the results in the actors' order. An actor's error is raised here."""
+        return get([getattr(actor, method).remote(*arguments) for actor in self.actors])
+
+    def memory(self, name: str) -> dict[str, float]:
+        """memory/<name>_<number>_mb of every actor: what its process holds of its machine's memory; and what the stages
+        since the last call took of its GPU at most, see `peak_metrics`."""
+        patient = {"max_task_retries": -1} if self.restarts else {}  # its machine may just have been lost
+        found: list[ActorMemory] = get(
+            [actor.__ray_call__.options(**patient).remote(memory_of) for actor in self.actors]
+        )
+        self.whereabouts.refresh()
+        resident = {f"memory/{name}_{number}_mb": actor.resident_mb for number, actor in enumerate(found)}
+        return resident | peak_metrics(name, [actor.peaks for actor in found])
