@@ -343,8 +343,9 @@ def beside(expected: Expectation, number: int, metrics: Mapping[str, float], wor
     most = sorted(others.items(), key=lambda entry: -entry[1])[:2]
     rest = ", ".join(f"{name} {s:.3g} s" for name, s in most)
     scored = metrics.get("perf/reward_busy_s", 0.0) / expected.samples
+    basis = "expected" if expected.shares is not None else "at its devices' peak"
     return (
-        f"iteration {number} took {step:.3g} s where {placed.seconds:.3g} were expected: {', '.join(parts)}"
+        f"{basis} {placed.seconds:.3g} s, iteration {number} took {step:.3g}: {', '.join(parts)}"
         + (f"; most of the rest {rest}" if rest else "")
         + (f"; rewards {scored:.2g} s a picture" if scored else "")
     )

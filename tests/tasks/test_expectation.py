@@ -152,7 +152,7 @@ def test_once_a_run_says_what_an_iteration_took_beside_it() -> None:
     }
     assert [told.observe(number, metrics) for number in (1, 2)] == [None, None]
     assert told.observe(3, metrics) == (
-        "iteration 3 took 90 s where 50 were expected: rollout 25 s (19.5), update 45 s (30.5); most of the rest sleep "
+        "expected 50 s, iteration 3 took 90: rollout 25 s (19.5), update 45 s (30.5); most of the rest sleep "
         "12 s; rewards 0.1 s a picture"
     )
     assert told.observe(4, metrics) is None
