@@ -81,6 +81,7 @@ WORDS = {"data": {"train_batch_size": 64}, "actor_rollout_ref": {"rollout": {"n"
 BESIDE = "beside other runs"
 ROWS = (
     Row("`sd35-ocr-flow-grpo`", "sd35-ocr-flow-grpo", "sd3.5-medium", 205, 5.5, 11.3, prompts(2)),
+    Row("the same, its rollout awake", "sd35-ocr-flow-grpo", "sd3.5-medium", 205, 5.9, 11.9, prompts(2)),
     Row("`z-image-ocr-flow-grpo-lora`", "z-image-ocr-flow-grpo-lora", "z-image", 64, 15.8, 5.1, prompts(2)),
     Row(
         "Stable Diffusion 3.5, one GPU samples a step ahead of the other, no KL",
