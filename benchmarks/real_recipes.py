@@ -55,7 +55,7 @@ MODELS = {
     "data/z_image": ("z-image", "z_image"),
 }
 """A recipe's `model.path` -> name in `benchmarks.drawn_checkpoint`, and the adapter's file."""
-MACHINES = ("one_h200", "two_h200")
+MACHINES = ("one_h200", "two_h200", "eight_h200")
 """Files of machines/."""
 ITERATIONS = 3
 LIMIT, DOWN_SECONDS = 3600, 40

@@ -25,7 +25,7 @@ from tasks.actors.trainer_group import Synced
 from tasks.config.common import CommonSettings, combined
 from tasks.config.overrides import NoChange
 from tasks.config.tree import NO_OVERRIDES, Recipe, TrainOverrides
-from tasks.records.flow_page import flow_page, page_logger
+from tasks.records.flow_page import flow_page, page_logger, say
 from tasks.records.metrics import (
     SYNC,
     compute_throughput_metrics_diffusion,
@@ -217,6 +217,8 @@ def log_iteration(run: TrainingRun, iteration: Iteration, metrics: dict[str, flo
     metrics |= _time_metrics(run, clock, images)
     if run.utilisation is not None and "update_actor" in clock.seconds:  # else an earlier process made the update
         metrics |= run.utilisation.metrics(iteration.batches, metrics, clock.seconds)
+        if run.beside_expected is not None and (line := run.beside_expected.observe(number, metrics)) is not None:
+            say(line)
     metrics |= {} if run.machines is None else run.machines.metrics()
     run.record = run.behind.submit(write_record, run, iteration, dict(metrics), validation, clock)
 

@@ -17,6 +17,15 @@ class ModelConfig(Section):
         description="Folder with the weights that another run exported (LoRA or all of them, as this run trains), from "
         "which training starts; null starts from model.path, which stays the reference of KL and losses.",
     )
+    transformer_subfolder: Later[str] = Field(
+        "transformer",
+        pattern=r"^\w[\w.-]*$",
+        description="Folder of path with the denoiser's weights: of a checkpoint that has several, as transformer_ema.",
+    )
+    config_path: Later[str | None] = Field(
+        None,
+        description="Folder whose config.json says how the denoiser is built; null is the one with its weights.",
+    )
     algorithm: str = Field(
         "flow_grpo", description="Adapter key beside the architecture; an adapter may serve every algorithm."
     )

@@ -2,7 +2,7 @@
 """Which model, and how it is sampled and trained: what an adapter sees of the configuration."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from models.config.algo import DiffusionRolloutAlgoConfig
     from models.config.model import ModelConfig
     from models.config.pipeline import DiffusionPipelineConfig
+
+TRANSFORMER = "transformer"
+"""Folder of the denoiser in diffusers format."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,8 @@ class DiffusionModelConfig:
     def load(
         cls, model: "ModelConfig", pipeline: "DiffusionPipelineConfig", algo: "DiffusionRolloutAlgoConfig"
     ) -> "DiffusionModelConfig":
-        """Reads the architecture from the model's folder; see `read_architecture` for the errors."""
+        """Reads the architecture from the model's folder; `read_architecture` and `check_denoiser` say the errors."""
+        check_denoiser(model)
         return cls(model.path, read_architecture(model.path), model.algorithm, pipeline, algo, model)
 
     @property
@@ -53,13 +57,18 @@ class DiffusionModelConfig:
 
     @property
     def transformer_subfolder(self) -> str:
-        """Folder of the denoiser within `path`."""
-        return "transformer"
+        """Folder of the denoiser's weights within `path`."""
+        return self.model.transformer_subfolder
 
     @property
     def config_path(self) -> str:
         """Folder of the denoiser's config file."""
-        return str(Path(self.path) / self.transformer_subfolder)
+        return self.model.config_path or str(Path(self.path) / self.transformer_subfolder)
+
+    def of_folder(self, path: str | Path) -> "DiffusionModelConfig":
+        """The same with another folder's denoiser, an export's or a teacher's, which is where diffusers has it."""
+        model = self.model.model_copy(update={"transformer_subfolder": TRANSFORMER, "config_path": None})
+        return replace(self, path=str(path), model=model)
 
     @property
     def trains_lora(self) -> bool:
@@ -70,6 +79,28 @@ class DiffusionModelConfig:
     def dtype(self) -> torch.dtype:
         """Number format of the denoiser's forward."""
         return getattr(torch, self.model.dtype)
+
+
+def check_denoiser(model: "ModelConfig") -> None:
+    """The denoiser's weights and its config.json are where the settings say, if they say so.
+
+    Raises:
+        FileNotFoundError: they are not.
+    """
+    weights, built_by = Path(model.path) / model.transformer_subfolder, model.config_path
+    if model.transformer_subfolder != TRANSFORMER and not weights.is_dir():
+        raise FileNotFoundError(
+            f"model.transformer_subfolder is {model.transformer_subfolder}, but {weights} is no folder: name the one "
+            f"of {model.path} that has the denoiser's weights"
+        )
+    where = f"model.config_path is {built_by}"
+    if built_by is None and model.transformer_subfolder != TRANSFORMER:
+        where, built_by = f"model.transformer_subfolder is {model.transformer_subfolder}", str(weights)
+    if built_by is not None and not (Path(built_by) / "config.json").is_file():
+        raise FileNotFoundError(
+            f"{where}, but {Path(built_by) / 'config.json'} does not exist: let model.config_path be the folder "
+            "with the denoiser's config.json"
+        )
 
 
 def read_architecture(path: str | Path) -> str:

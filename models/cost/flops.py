@@ -22,7 +22,7 @@ from models.algorithms.losses import (
 )
 from models.cost.meta_pass import PassCost
 from models.families.base import DiffusionModelBase, DiffusionModelConfig
-from models.families.latents import component_config, pipeline_config
+from models.families.latents import pipeline_config, transformer_config
 from models.families.operations import Config
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class PolicyFlops:
 
 def has_formula(model_config: DiffusionModelConfig) -> bool:
     """Can the operations of this model's transformer be counted?"""
-    adapter, config = DiffusionModelBase.get_class(model_config), component_config(model_config.path, "transformer")
+    adapter, config = DiffusionModelBase.get_class(model_config), transformer_config(model_config)
     return adapter.multiplications(config, 1, 1, 1) is not None
 
 
@@ -143,7 +143,7 @@ def step_forwards(
 ) -> list[float]:
     """`step_flops` by forwards: with the prompt and, if there is guidance, without it."""
     adapter = DiffusionModelBase.get_class(model_config)
-    config = component_config(model_config.path, "transformer")
+    config = transformer_config(model_config)
     tokens = image_tokens(config, adapter.latent_shape(model_config))
     timesteps = tokens if pipeline_config(model_config.path).get("expand_timesteps") else 1
     texts = [text_tokens]

@@ -23,7 +23,7 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
 from models.families.base import TEXT, DiffusionModelBase, DiffusionModelConfig
-from models.families.latents import component_config
+from models.families.latents import component_config, transformer_config
 from models.weights.trainable import kept_in_fp32, make_trainable, trainable
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def meta_transformer(adapter: type[DiffusionModelBase], model_config: DiffusionM
     """The denoiser as rollout and trainer compute with it, on the meta device."""
     import diffusers  # here: seconds of work, where a model is looked at
 
-    config = component_config(model_config.path, "transformer")
+    config = transformer_config(model_config)
     with torch.device("meta"):
         module: Any = getattr(diffusers, config["_class_name"]).from_config(config)
         make_trainable(adapter, module, model_config)

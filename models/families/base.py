@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from models.config.view import DiffusionModelConfig, read_architecture
 from models.families import load_families
 from models.families.guidance import in_one_pass
-from models.families.latents import component_config, text_width, vae_factor
+from models.families.latents import text_width, transformer_config, vae_factor
 from models.families.loading import load_network, load_text_encoders
 from models.families.operations import Config
 from models.registry import C, Registry
@@ -291,7 +291,8 @@ class DiffusionModelBase(ABC):
     @classmethod
     def load_transformer(cls, model_config: DiffusionModelConfig, dtype: torch.dtype) -> nn.Module:
         """The denoiser with the folder's weights; ValueError where these lack some."""
-        return load_network(model_config.path, "transformer", dtype)
+        subfolder, built_by = model_config.transformer_subfolder, model_config.model.config_path
+        return load_network(model_config.path, subfolder, dtype, built_by)
 
     @classmethod
     def load_vae(cls, model_config: DiffusionModelConfig) -> nn.Module:
@@ -306,7 +307,7 @@ class DiffusionModelBase(ABC):
         Empty where the config files do not say: a run that encodes its prompts itself then does not check whether it
         fits the GPU before it has encoded.
         """
-        width, config = text_width(model_config.path), component_config(model_config.path, "transformer")
+        width, config = text_width(model_config), transformer_config(model_config)
         sizes: dict[str, int] = {}
         if "pooled_projection_dim" in config:
             sizes["pooled_prompt_embeds"] = config["pooled_projection_dim"]

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from models.families.base import DiffusionModelBase, DiffusionModelConfig, select_step
 from models.families.guidance import guided
 from models.families.latents import (
-    component_config,
     kl_vae_factor,
     latent_grid,
     pack_latents,
     pixels_of,
     scaled,
     to_uint8,
+    transformer_config,
     unpack_latents,
     unscaled,
 )
@@ -110,7 +110,7 @@ class Flux(DiffusionModelBase):
     @classmethod
     def latent_shape(cls, model_config: DiffusionModelConfig) -> tuple[int, int]:
         rows, columns = cls._grid(model_config)
-        return rows * columns // 4, component_config(model_config.path, "transformer")["in_channels"]
+        return rows * columns // 4, transformer_config(model_config)["in_channels"]
 
     @classmethod
     def decode(cls, vae: nn.Module, model_config: DiffusionModelConfig, latents: Tensor) -> Tensor:
@@ -154,7 +154,7 @@ class Flux(DiffusionModelBase):
     @classmethod
     def check_pipeline(cls, model_config: DiffusionModelConfig) -> None:
         super().check_pipeline(model_config)
-        distilled = component_config(model_config.path, "transformer")["guidance_embeds"]
+        distilled = transformer_config(model_config)["guidance_embeds"]
         scale = model_config.pipeline.guidance_scale
         if distilled and scale is None:
             raise ValueError("rollout.pipeline.guidance_scale is null, but this model is distilled with one: give 3.5")

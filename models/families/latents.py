@@ -42,9 +42,15 @@ def pipeline_config(path: str) -> dict[str, Any]:
     return json.loads((Path(path) / "model_index.json").read_text())
 
 
-def text_width(path: str) -> int | None:
+def transformer_config(model_config: "DiffusionModelConfig") -> dict[str, Any]:
+    """`component_config` of the denoiser, from where the model's settings say that it is."""
+    folder = Path(model_config.config_path)
+    return component_config(str(folder.parent), folder.name)
+
+
+def text_width(model_config: "DiffusionModelConfig") -> int | None:
     """Numbers in each of the text's vectors that the transformer takes; None where its config does not say so."""
-    config = component_config(path, "transformer")
+    config = transformer_config(model_config)
     names = ("joint_attention_dim", "cap_feat_dim", "text_dim")  # as diffusers' architectures name it
     return next((config[name] for name in names if name in config), None)
 

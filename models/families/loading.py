@@ -3,6 +3,9 @@
 
 import importlib
 import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +30,41 @@ def load_whole(kind: Any, path: str | Path, component: str, dtype: torch.dtype) 
     return module
 
 
-def load_network(path: str | Path, component: str, dtype: torch.dtype) -> nn.Module:
-    """Transformer or VAE by the class that its config names; errors as `load_whole`."""
+def load_network(path: str | Path, component: str, dtype: torch.dtype, built_by: str | None = None) -> nn.Module:
+    """Transformer or VAE by the class that its config names; errors as `load_whole`.
+
+    Args:
+        path: folder in diffusers format.
+        component: folder in it.
+        dtype: number format of the weights.
+        built_by: folder with another config.json than the one beside the weights.
+    """
     diffusers = importlib.import_module("diffusers")
+    if built_by is not None:
+        with _joined(Path(path) / component, Path(built_by)) as joined:
+            module = load_network(joined, component, dtype)
+        if isinstance(module, diffusers.ModelMixin):
+            module.register_to_config(_name_or_path=str(path))  # the joined folder is gone
+        return module
     named = _read(Path(path) / component / "config.json").get("_class_name", "")
     kind = getattr(diffusers, named, None)
     if kind is None:  # of a library that diffusers knows how to ask
         return diffusers.AutoModel.from_pretrained(str(path), subfolder=component, dtype=dtype)
     return load_whole(kind, path, component, dtype)
+
+
+@contextmanager
+def _joined(weights: Path, config: Path) -> Iterator[Path]:
+    """During the block a folder with a component of these weights, built by this config, for libraries that look for
+    both in one place."""
+    with tempfile.TemporaryDirectory() as made:
+        component = Path(made) / weights.name
+        component.mkdir()
+        for file in weights.iterdir():
+            if file.name != "config.json":
+                (component / file.name).symlink_to(file.resolve())
+        (component / "config.json").symlink_to((config / "config.json").resolve())
+        yield Path(made)
 
 
 def load_text_encoders(path: str | Path, dtype: torch.dtype) -> dict[str, nn.Module]:

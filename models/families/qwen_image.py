@@ -17,6 +17,7 @@ from models.families.latents import (
     pixels_of,
     standardised,
     to_uint8,
+    transformer_config,
     unpack_latents,
 )
 from models.families.operations import TIME_CHANNELS, Config, double_block, embedded, model_width
@@ -107,7 +108,7 @@ class QwenImage(DiffusionModelBase):
     @classmethod
     def latent_shape(cls, model_config: DiffusionModelConfig) -> tuple[int, int]:
         rows, columns = cls._grid(model_config)
-        return rows * columns // 4, component_config(model_config.path, "transformer")["in_channels"]
+        return rows * columns // 4, transformer_config(model_config)["in_channels"]
 
     @classmethod
     def decode(cls, vae: nn.Module, model_config: DiffusionModelConfig, latents: Tensor) -> Tensor:

@@ -8,7 +8,16 @@ from torch import Tensor, nn
 
 from models.families.base import DiffusionModelBase, DiffusionModelConfig, select_step
 from models.families.guidance import guided
-from models.families.latents import component_config, kl_vae_factor, latent_grid, pixels_of, scaled, to_uint8, unscaled
+from models.families.latents import (
+    component_config,
+    kl_vae_factor,
+    latent_grid,
+    pixels_of,
+    scaled,
+    to_uint8,
+    transformer_config,
+    unscaled,
+)
 from models.families.operations import TIME_CHANNELS, Config, attention, double_block, embedded, model_width
 from models.schedulers import FlowMatchSDEDiscreteScheduler
 from models.schedulers.shift import image_shift
@@ -42,7 +51,7 @@ class StableDiffusion3(DiffusionModelBase):
     ) -> None:
         mu = None
         if scheduler.config.use_dynamic_shifting:
-            patch = component_config(model_config.path, "transformer")["patch_size"]
+            patch = transformer_config(model_config)["patch_size"]
             _, rows, columns = cls.latent_shape(model_config)
             mu = image_shift(scheduler.config, (rows // patch) * (columns // patch))
         scheduler.set_timesteps(model_config.pipeline.num_inference_steps, mu=mu, device=device)
@@ -88,7 +97,7 @@ class StableDiffusion3(DiffusionModelBase):
 
     @classmethod
     def latent_shape(cls, model_config: DiffusionModelConfig) -> tuple[int, int, int]:
-        config = component_config(model_config.path, "transformer")
+        config = transformer_config(model_config)
         rows, columns = latent_grid(model_config, kl_vae_factor(model_config.path), config["patch_size"])
         largest = config["pos_embed_max_size"] * config["patch_size"]
         if max(rows, columns) > largest:

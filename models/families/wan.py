@@ -17,6 +17,7 @@ from models.families.latents import (
     pixels_of,
     standardised,
     to_uint8,
+    transformer_config,
 )
 from models.families.operations import Config, attention, embedded, model_width
 from models.schedulers import FlowMatchSDEDiscreteScheduler
@@ -83,7 +84,7 @@ class Wan(DiffusionModelBase):
 
     @classmethod
     def latent_shape(cls, model_config: DiffusionModelConfig) -> tuple[int, int, int, int]:
-        vae, transformer = (component_config(model_config.path, part) for part in ("vae", "transformer"))
+        vae, transformer = component_config(model_config.path, "vae"), transformer_config(model_config)
         frames, every = model_config.pipeline.num_frames, vae["scale_factor_temporal"]
         if frames is None or (frames - 1) % every:
             raise ValueError(
@@ -142,7 +143,7 @@ class Wan(DiffusionModelBase):
     @classmethod
     def _tokens(cls, model_config: DiffusionModelConfig) -> int:
         """Patches of a sample."""
-        patch = component_config(model_config.path, "transformer")["patch_size"]
+        patch = transformer_config(model_config)["patch_size"]
         return math.prod(size // side for size, side in zip(cls.latent_shape(model_config)[1:], patch, strict=True))
 
     @classmethod

@@ -8,7 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from models.families.base import DiffusionModelBase, DiffusionModelConfig, select_step
-from models.families.latents import component_config, kl_vae_factor, latent_grid, pixels_of, scaled, to_uint8, unscaled
+from models.families.latents import (
+    kl_vae_factor,
+    latent_grid,
+    pixels_of,
+    scaled,
+    to_uint8,
+    transformer_config,
+    unscaled,
+)
 from models.families.operations import TIME_CHANNELS, Config, attention
 from models.schedulers import FlowMatchSDEDiscreteScheduler
 from models.schedulers.shift import image_shift
@@ -104,7 +112,7 @@ class ZImage(DiffusionModelBase):
 
     @classmethod
     def latent_shape(cls, model_config: DiffusionModelConfig) -> tuple[int, int, int]:
-        channels = component_config(model_config.path, "transformer")["in_channels"]
+        channels = transformer_config(model_config)["in_channels"]
         return channels, *latent_grid(model_config, kl_vae_factor(model_config.path), PATCH)
 
     @classmethod

@@ -4,7 +4,6 @@ loss."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -241,7 +240,7 @@ def load_teacher(adapter: type[DiffusionModelBase], model_config: DiffusionModel
         module: Any = adapter.load_transformer(model_config, model_config.dtype)
         module.load_lora_adapter(folder, weight_name=LORA_FILE, prefix="transformer")
     else:
-        module = adapter.load_transformer(replace(model_config, path=path), model_config.dtype)
+        module = adapter.load_transformer(model_config.of_folder(path), model_config.dtype)
     return module.requires_grad_(False)
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from models.families.base import DiffusionModelBase, DiffusionModelConfig
-from models.families.latents import component_config
+from models.families.latents import transformer_config
 
 
 def check_sequence_split(model_config: DiffusionModelConfig, size: int, text_tokens: int) -> None:
@@ -32,7 +32,7 @@ def check_sequence_split(model_config: DiffusionModelConfig, size: int, text_tok
     lengths = DiffusionModelBase.get_class(model_config).split_sequences(model_config, text_tokens)
     if not lengths:
         raise ValueError(f"{field}, but the attention of {model_config.architecture} cannot be split here: set it to 1")
-    heads = component_config(model_config.path, "transformer")["num_attention_heads"]
+    heads = transformer_config(model_config)["num_attention_heads"]
     if heads % size:
         raise ValueError(f"{field}, which does not divide the {heads} attention heads of {model_config.architecture}")
     for what, length in lengths.items():

@@ -5,7 +5,6 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Set, Sized
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from models.config.view import TRANSFORMER
 from models.errors import DoubleflowError
 from models.families.base import DiffusionModelBase, DiffusionModelConfig
 
@@ -176,7 +176,7 @@ def export_weights(
         )
         return
     shutil.copytree(model_config.path, folder, ignore=_beside_the_pipeline(Path(model_config.path)))
-    module.save_pretrained(folder / "transformer")
+    module.save_pretrained(folder / TRANSFORMER)
 
 
 def _beside_the_pipeline(base: Path) -> Callable[[str, list[str]], set[str]]:
@@ -192,7 +192,7 @@ def _beside_the_pipeline(base: Path) -> Callable[[str, list[str]], set[str]]:
         if Path(folder) != base:
             return variants
         others = {name for name in names if ((base / name).is_dir() and name not in named) or name.startswith(".")}
-        return {"transformer"} | variants | others | {name for name in names if name.endswith(WEIGHT_FILES)}
+        return {TRANSFORMER} | variants | others | {name for name in names if name.endswith(WEIGHT_FILES)}
 
     return left_out
 
@@ -213,9 +213,9 @@ def read_exported(
         FileNotFoundError: the folder holds neither LoRA weights nor a transformer, as the config would have it.
     """
     if not model_config.trains_lora:
-        if not (folder / "transformer" / "config.json").is_file():
+        if not (folder / TRANSFORMER / "config.json").is_file():
             raise FileNotFoundError(f"{folder} holds no transformer/: give a folder that a full-weights run exported")
-        source = adapter.load_transformer(replace(model_config, path=str(folder)), model_config.dtype)
+        source = adapter.load_transformer(model_config.of_folder(folder), model_config.dtype)
         return {name: parameter.data for name, parameter in source.named_parameters()}
     if not (folder / LORA_FILE).is_file():
         raise FileNotFoundError(f"{folder} holds no {LORA_FILE}: give a folder that a LoRA run exported")
@@ -236,7 +236,7 @@ def check_initial_weights(adapter: type[DiffusionModelBase], model_config: Diffu
     if model.initial_weights is None:
         return
     folder, field = Path(model.initial_weights), f"model.initial_weights is {model.initial_weights}"
-    lora, full = (folder / LORA_FILE).is_file(), (folder / "transformer" / "config.json").is_file()
+    lora, full = (folder / LORA_FILE).is_file(), (folder / TRANSFORMER / "config.json").is_file()
     if not (lora or full):
         raise ValueError(
             f"{field}, which holds neither {LORA_FILE} nor transformer/: give the folder that a run exported, "
@@ -248,7 +248,7 @@ def check_initial_weights(adapter: type[DiffusionModelBase], model_config: Diffu
             f"{field}, which holds {held}, but model.lora_rank is {wanted}: give an export of the same kind"
         )
     if full:
-        own, other = (_architecture(Path(path)) for path in (model_config.path, folder))
+        own, other = (_architecture(Path(path)) for path in (model_config.config_path, folder / TRANSFORMER))
         if own != other:
             different = sorted(name for name in own.keys() | other.keys() if own.get(name) != other.get(name))
             raise ValueError(
@@ -260,8 +260,8 @@ def check_initial_weights(adapter: type[DiffusionModelBase], model_config: Diffu
 
 
 def _architecture(folder: Path) -> dict[str, Any]:
-    """What the transformer's config says of its weights."""
-    config = json.loads((folder / "transformer" / "config.json").read_text())
+    """What the transformer's config in this folder says of its weights."""
+    config = json.loads((folder / "config.json").read_text())
     return {name: value for name, value in config.items() if name not in ("_name_or_path", "_diffusers_version")}
 
 

@@ -96,7 +96,7 @@ def weights_digest(folders: Iterable[str | Path], known: KnownDigests) -> str:
     """16 hexadecimal digits over names and SHA-256 of the files that make the weights of these folders, in order.
 
     Of a model in diffusers format those are `model_index.json` and the components that it names, but for the text side,
-    whose output is data of its own; of an export every file of weights and every `.json`.
+    whose output is data of its own; of any other folder every file of weights and every `.json`; and a file.
 
     Raises:
         DatasetError: a file cannot be read.
@@ -142,6 +142,8 @@ def _dvc_hash(path: Path, is_folder: bool, known: KnownDigests) -> str:
 
 
 def _weight_files(folder: Path) -> list[Path]:
+    if folder.is_file():
+        return [folder]
     index = folder / MODEL_INDEX
     if not index.is_file():
         return [file for file in sorted(folder.rglob("*")) if file.is_file() and file.suffix in (*WEIGHTS, ".json")]

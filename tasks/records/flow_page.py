@@ -2,6 +2,7 @@
 """What the page of a flow run in Prefect says beside its states: its log, and where else the run can be seen."""
 
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -69,6 +70,12 @@ def tell(line: str) -> None:
         "prefect.flow_runs", logging.INFO, __file__, 0, line, (), None, extra=dict(extra or {})
     )
     handler.handle(record)
+
+
+def say(line: str) -> None:
+    """A line on the flow run's page and in the terminal."""
+    tell(line)
+    print(line, file=sys.stderr, flush=True)
 
 
 def run_links(tracker: Tracker, folder: Path) -> dict[str, str]:

@@ -79,6 +79,16 @@ class Reward(ABC):
         return None
 
     @classmethod
+    def core_seconds(cls, options: Mapping[str, Any], pixels: int) -> float | None:
+        """Seconds of a CPU core for one picture, as measured; None where that is not known.
+
+        Args:
+            options: what the config gives; defaults are not among them.
+            pixels: of the picture.
+        """
+        return None
+
+    @classmethod
     def asks_reward_model(cls, options: Mapping[str, Any]) -> bool:
         """Does it ask the model of `reward.reward_model`?"""
         return False

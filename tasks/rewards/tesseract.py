@@ -17,6 +17,7 @@ from tasks.rewards.scored_prompt import ScoredPrompt
 
 WITHOUT_A_DICTIONARY = {"load_system_dawg": "0", "load_freq_dawg": "0"}
 """Tesseract prefers words that it knows, and would read a garbled pseudo-word as one of those."""
+LINE_S = 0.004
 DOTS_PER_INCH = 70
 """Said of every picture, so that Tesseract does not guess it anew for each."""
 
@@ -32,6 +33,11 @@ class TesseractReward(Reward):
     """
 
     bounds = (0.0, 1.0)
+
+    @classmethod
+    def core_seconds(cls, options: Mapping[str, Any], pixels: int) -> float:
+        """3 to 4.8 ms, of a line of 64 x 256 pixels."""
+        return LINE_S
 
     def __init__(self, *, target: Target = "column", upscale: int = 2, margin: int = 8):
         """

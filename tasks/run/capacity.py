@@ -15,7 +15,7 @@ from models.cost.memory import ADAMW_MOMENTS, GIB, MASTER_BYTES, Need, rollout_n
 from models.cost.meta_pass import PassCost, decoding_bytes, pass_cost
 from models.errors import DoubleflowError
 from models.families.base import DiffusionModelBase, DiffusionModelConfig
-from models.families.latents import component_config
+from models.families.latents import transformer_config
 from tasks.config.tree import TrainConfig
 from tasks.data.digests import stored_parameters
 from tasks.data.embeddings import Embeddings
@@ -37,7 +37,7 @@ def measure_cost(
     """What a micro-batch with the longest of these prompts costs; None where nothing is known of the transformer."""
     import diffusers  # here: seconds of work, once a model is there to be measured
 
-    name = component_config(model_config.path, "transformer")["_class_name"]
+    name = transformer_config(model_config)["_class_name"]
     if not hasattr(diffusers, name) or not has_formula(model_config):
         log.warning("%s is no transformer that this project can count: no perf/mfu, and no check of memory", name)
         return None

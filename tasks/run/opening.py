@@ -27,7 +27,7 @@ from tasks.actors.trainer_group import TrainerGroup
 from tasks.actors.waiting import get
 from tasks.config.tree import TrainConfig, TrainOverrides
 from tasks.data.pairs import SIDES
-from tasks.records.flow_page import page_logger, tell
+from tasks.records.flow_page import page_logger, say, tell
 from tasks.records.guards import FloorWatch, Guard, GuardWatch
 from tasks.records.headline import RUN_NAME_TAG
 from tasks.records.lineage import lineage
@@ -38,6 +38,7 @@ from tasks.records.tracking import Tracker, tracking_uri
 from tasks.records.tracking_address import require_answer
 from tasks.rewards.statistics import GUARDS as STATISTICS
 from tasks.run.capacity import Needs, warn_of_others
+from tasks.run.expectation import BesideExpected
 from tasks.run.kept_stages import KeptStages
 from tasks.run.live_text import start_text_encoders
 from tasks.run.note import run_label, source_tags, write_note
@@ -141,9 +142,7 @@ def open_run(config: TrainConfig, inputs: Inputs, recipe: TrainConfig) -> Iterat
             run = _start_actors(config, inputs, tracker, store, guards, RunReport(config, tracker, recipe), model)
             tracker.log_start(config, run_tags(config, inputs, run.online.reward if run.is_online else None))
             tell_sizes(inputs)
-            expected = None if run.utilisation is None else run.utilisation.expectation()
-            if expected is not None:
-                _say(expected)
+            tell_expectation(run)
             run.resume()
             tracker.log_lineage(lineage(config.data_read()), run.iteration)
             run.report.log_changes()
@@ -350,12 +349,19 @@ def tell_sizes(inputs: Inputs) -> None:
     """What auto stands for, on the flow run's page and in the terminal."""
     told = inputs.said | {field: f"{value}, as the run's first start chose it" for field, value in inputs.kept.items()}
     for field, why in told.items():
-        _say(f"{field} is auto: {why}")
+        say(f"{field} is auto: {why}")
 
 
-def _say(line: str) -> None:
-    tell(line)
-    print(line, file=sys.stderr, flush=True)
+def tell_expectation(run: TrainingRun) -> None:
+    """What an iteration should take, likewise, and that the run is to set what it took beside it."""
+    if run.utilisation is None:
+        return
+    for line in run.utilisation.expectation():
+        say(line)
+    known = run.utilisation.expected()
+    if known is not None:
+        workers = len(run.online.rollout.group) if run.is_online else 0
+        run.beside_expected = BesideExpected(known, workers)
 
 
 def recorded_config(config: TrainConfig) -> TrainConfig | None:

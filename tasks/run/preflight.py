@@ -26,7 +26,7 @@ from tasks.config.errors import ConfigError
 from tasks.config.tree import TrainConfig
 from tasks.config.unread import told
 from tasks.data.base_weights import KnownDigests, check_recorded, weights_digest
-from tasks.data.digests import IMAGE_SIDE, TEXT_SIDE, check_files, made_with
+from tasks.data.digests import IMAGE_SIDE, MODEL_INDEX, TEXT_SIDE, check_files, component_names, made_with
 from tasks.data.embeddings import INDEX, Embeddings, PromptEmbeddings
 from tasks.data.pairs import PairDataset
 from tasks.data.prompts import Prompt, load_prompts
@@ -163,8 +163,21 @@ def _check_pipelines(config: TrainConfig, model_config: DiffusionModelConfig, tr
         )
     _check_products(config, adapter)
     if rollout.name == "vllm_omni":
+        _check_denoisers_place(config)
         pipeline_class(model_config)
         check_tensor_split(model_config, rollout.vllm_omni.tensor_parallel_size)
+
+
+def _check_denoisers_place(config: TrainConfig) -> None:
+    """vLLM-Omni finds the denoiser where diffusers has it."""
+    model = config.actor_rollout_ref.model
+    for name in ("transformer_subfolder", "config_path"):
+        value = getattr(model, name)
+        if value != type(model).model_fields[name].default:
+            raise ConfigError(
+                f"model.{name} is {value}, but rollout.name is vllm_omni, which loads the denoiser of the folder "
+                f"transformer by the config.json in it: set rollout.name to diffusers, or leave {name} out"
+            )
 
 
 def _check_products(config: TrainConfig, adapter: type[DiffusionModelBase]) -> None:
@@ -251,7 +264,10 @@ def _weights_digest(config: TrainConfig, trains: bool) -> str:
     model = Path(settings.model.path)
     check_recorded([config.data.prompts, model], dvc_hashes(Path(".")), known)
     others = (settings.model.initial_weights, settings.actor.teacher_path) if trains else ()
-    return weights_digest([model, *(Path(folder) for folder in others if folder is not None)], known)
+    denoiser = model / settings.model.transformer_subfolder
+    beside = [] if denoiser.name in component_names(model / MODEL_INDEX) else [denoiser]
+    beside += [] if settings.model.config_path is None else [Path(settings.model.config_path) / "config.json"]
+    return weights_digest([model, *beside, *(Path(folder) for folder in others if folder is not None)], known)
 
 
 def _check_count(config: TrainConfig, there: int) -> None:
@@ -350,7 +366,7 @@ def check_embeddings(
             f"{field} {folder} lacks {', '.join(lacking)}: encode the prompts with "
             f"actor_rollout_ref.model.path {config.actor_rollout_ref.model.path}"
         )
-    width = text_width(config.actor_rollout_ref.model.path)
+    width = text_width(model_config)
     if width not in (None, embeddings.dim):
         raise ConfigError(
             f"{field} {folder} holds vectors of {embeddings.dim} numbers, but the transformer "

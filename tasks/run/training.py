@@ -23,6 +23,7 @@ from tasks.records.flow_page import page_logger
 from tasks.records.guards import FloorWatch, GuardWatch
 from tasks.records.run_store import CheckpointStore, RunState
 from tasks.records.tracking import Tracker
+from tasks.run.expectation import BesideExpected
 from tasks.run.kept_stages import KeptStages
 from tasks.run.preflight import Inputs
 from tasks.run.reporting import RunReport
@@ -80,6 +81,7 @@ class TrainingRun:
         prompts_ahead: iteration -> its prompts, which are being encoded ahead.
         machines: what tells of those that are lost, while the run is open.
         record: of the last iteration that was done, while it is written.
+        beside_expected: what says how an iteration compares with what was expected; None where nothing was.
     """
 
     config: TrainConfig
@@ -101,6 +103,7 @@ class TrainingRun:
     prompts_ahead: dict[int, list[Prompt]] = field(default_factory=dict)
     machines: MachineWatch | None = None
     record: Future | None = None
+    beside_expected: BesideExpected | None = None
 
     @property
     def is_online(self) -> bool:

@@ -6,15 +6,19 @@ from functools import cached_property
 
 import torch
 
-from models.algorithms import get_diffusion_loss_fn
 from models.cost.device_peaks import peak_tflops
-from models.cost.flops import Batch, PolicyFlops, compared_passes
+from models.cost.flops import Batch, PolicyFlops
 from tasks.actors.actor_group import ActorGroup
 from tasks.actors.rollout_group import PendingBatch
 from tasks.actors.waiting import get
 from tasks.config.tree import TrainConfig
-from tasks.data.pairs import SIDES, PairBatch
+from tasks.data.pairs import PairBatch
 from tasks.records.metrics import compute_utilisation_metrics
+from tasks.run.expectation import Expectation, compared_work, expect
+
+UNMEASURED = (
+    "which share of that peak is reached was measured on CUDA in bfloat16 alone; perf/mfu of an iteration tells it"
+)
 
 
 class Utilisation:
@@ -41,7 +45,7 @@ class Utilisation:
         shapes = [Batch(len(batch.keys), *batch.text) for batch in batches]
         trained = metrics.get("actor/sample_steps", 0.0) * self.config.data_ranks
         recorded = metrics.get("actor/recorded_steps", 0.0) * self.config.data_ranks
-        policy, others = self._compared(trained)
+        policy, others = compared_work(self.config, trained)
         flops = {"update": self.flops.update(shapes, trained, policy, others, recorded=recorded)}
         spent = {"update": seconds["update_actor"] * ranks}
         if settings.actor.fsdp_config.gradient_checkpointing:
@@ -54,57 +58,26 @@ class Utilisation:
             flops["rollout"] = self.flops.rollout(shapes)
             share = self.config.rollout_devices / len(self.groups["rollout"])
             spent["rollout"] = metrics["perf/rollout_busy_s"] * share
-        return compute_utilisation_metrics(flops, spent, self._peaks)
+        return compute_utilisation_metrics(flops, spent, self.peaks)
 
-    def at_peak(self) -> dict[str, float]:
-        """Seconds of an iteration's rollout and update if their devices did their peak all the time, where that is
-        known.
+    def expected(self) -> Expectation | None:
+        """What an iteration should take, by measured shares of its devices' peak; None where that is not known."""
+        return expect(self.config, self.flops, self.peaks, measured=True)
 
-        Each sample counts with the longest prompt and all of them are trained on; decoding, the trainer's own
-        log-probs, rewards and weight syncs do not count.
-        """
-        config, policy_settings = self.config, self.config.actor_rollout_ref
-        rollout, actor, algorithm = policy_settings.rollout, policy_settings.actor, config.algorithm
-        samples = config.data.train_batch_size * (rollout.n if config.is_online else len(SIDES))
-        inference_steps = rollout.pipeline.num_inference_steps
-        if algorithm.trainer_type == "direct_preference":
-            steps = algorithm.levels_per_sample(inference_steps)
-        else:
-            low, high = rollout.algo.window_bounds(inference_steps)
-            steps = rollout.algo.sde_window_size or high - low
-        shapes, trained = [self.flops.text._replace(samples=samples)], float(samples * steps * actor.ppo_epochs)
-        recorded = samples * steps if config.records_unconditional and self.flops.text.negative_tokens else 0
-        operations = {"update": self.flops.update(shapes, trained, *self._compared(trained), recorded=recorded)}
-        devices = {"update": float(config.trainer.world_size), "rollout": config.rollout_devices}
-        if config.is_online:
-            operations["rollout"] = self.flops.rollout(shapes)
-        return {
-            stage: operations[stage] / (peak * 1e12 * devices[stage])
-            for stage, peak in self._peaks.items()
-            if stage in operations and devices[stage]
-        }
-
-    def expectation(self) -> str | None:
-        """`at_peak` in a sentence; None where nothing is known."""
-        found = self.at_peak()
-        if not found:
-            return None
-        one_step_off = self.config.trainer.one_step_off_policy
-        whole = max(found.values()) if one_step_off else sum(found.values())
-        parts = ", ".join(f"{stage} {seconds:.3g} s" for stage, seconds in sorted(found.items()))
-        why = "the longer of the two" if one_step_off else "one after the other"
-        return f"at its devices' peak an iteration takes {whole:.3g} s ({parts}, {why}); perf/mfu tells the share of it"
-
-    def _compared(self, trained: float) -> tuple[float, float]:
-        """Samples times timesteps that older weights of the policy see, and reference and teacher."""
-        actor = self.config.actor_rollout_ref.actor
-        loss = get_diffusion_loss_fn(actor.diffusion_loss.loss_mode, actor.diffusion_loss.options)
-        seen = trained / (actor.ppo_epochs if loss.process == "forward" else 1)
-        policy, others = compared_passes(loss, actor)
-        return policy * seen, others * seen
+    def expectation(self) -> list[str]:
+        """What a run says of it at its start."""
+        known = self.expected()
+        at_peak = expect(self.config, self.flops, self.peaks, measured=False)
+        if known is None or at_peak is None:
+            return [
+                f"what an iteration should take is not known: no peak of {self.config.trainer.device} is, which "
+                "trainer.device_peak_tflops can say"
+            ]
+        (bound,) = at_peak.lines()
+        return [f"{bound}; {UNMEASURED}"] if known.shares is None else [bound, *known.lines()]
 
     @cached_property
-    def _peaks(self) -> dict[str, float]:
+    def peaks(self) -> dict[str, float]:
         """1e12 operations a second of one device, for each of rollout and update where that is known."""
         settings, given = self.config.actor_rollout_ref, self.config.trainer.device_peak_tflops
         if given is not None:

@@ -406,12 +406,12 @@ def test_another_text_scores_less(recipe: str) -> None:
     assert 0.3 < reward_of(recipe)(other, [Wanted("Hello World")]).scores[0] < 0.8
 
 
-# ---- machines/: overrides for a machine with fewer GPUs than a recipe is written for
+# ---- machines/: overrides for a machine whose GPUs rollout and update share, mostly fewer than a recipe is written for
 
 
 @pytest.mark.parametrize("recipe", REAL_SIZE)
-@pytest.mark.parametrize(("machine", "gpus"), [("one_h200", 1), ("two_h200", 2)])
-def test_a_recipe_of_real_size_becomes_one_for_fewer_gpus(recipe: str, machine: str, gpus: int) -> None:
+@pytest.mark.parametrize(("machine", "gpus"), [("one_h200", 1), ("two_h200", 2), ("eight_h200", 8)])
+def test_a_recipe_of_real_size_becomes_one_for_shared_gpus(recipe: str, machine: str, gpus: int) -> None:
     """As the command line and as a deployment's parameter read the file; what shapes the run stays as it is."""
     file, config = ROOT / f"machines/{machine}.json", recipe_of(recipe)
     changed = config.with_changes(parse_changes(["trainer.seed=7"], file))

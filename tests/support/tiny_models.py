@@ -42,7 +42,7 @@ from transformers import (
 
 from models.families.base import DiffusionModelBase, DiffusionModelConfig
 from models.families.flux import Flux
-from models.families.latents import component_config, text_width
+from models.families.latents import text_width, transformer_config
 from models.families.qwen_image import QwenImage
 from models.families.stable_diffusion_3 import StableDiffusion3
 from models.families.wan import Wan
@@ -404,7 +404,7 @@ def embeddings_of(
     config: DiffusionModelConfig, lengths: Sequence[int], negative_length: int | None = None
 ) -> PromptTable:
     """Random embeddings as this model's transformer takes them, of prompts with these token counts."""
-    transformer, width = component_config(config.path, "transformer"), text_width(config.path)
+    transformer, width = transformer_config(config), text_width(config)
     pooled = transformer.get("pooled_projection_dim")
     longest = max(lengths)
     mask = torch.arange(longest) < torch.tensor(lengths)[:, None]

@@ -368,9 +368,14 @@ def test_where_the_denoiser_is() -> None:
         one = made(ours + value)
         assert one.problem is None
         assert [line.kind for line in one.lines[-2:]] == ["explained", "explained"]
-    assert "beside its weights: put it there" in str(made(f"{ours}other/config").problem)
-    other = made(f"{RUN}{MODEL}.transformer_subfolder=transformer_2")
-    assert "but the denoiser is in the folder transformer of model.path here" in str(other.problem)
+    elsewhere = made(f"{ours}other/config/transformer")
+    assert elsewhere.problem is None
+    model = elsewhere.config["actor_rollout_ref"]["model"]
+    assert model["config_path"] == "other/config/transformer"
+    other = made(f"{RUN}{MODEL}.path=m\n{MODEL}.transformer_subfolder=ema\n{MODEL}.config_path=m/ema")
+    assert other.problem is None
+    assert other.config["actor_rollout_ref"]["model"]["transformer_subfolder"] == "ema"
+    assert "config_path" not in other.config["actor_rollout_ref"]["model"], "that is where it is looked for"
 
 
 def test_an_algorithm_that_is_not_here_is_a_problem() -> None:

@@ -23,6 +23,7 @@ from tasks.config.tree import TrainConfig
 from tasks.data.embeddings import PromptEmbeddings, write_embeddings
 from tasks.data.prompts import build_prompt_table, load_prompts
 from tasks.run.preflight import ConfigError, Inputs, check_inputs
+from tests.support.helpers import model_config
 from tests.support.other_environment import make_environment
 from tests.support.tiny_models import FAMILIES
 
@@ -47,7 +48,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
     def encoder(model: str) -> Callable[[list[str]], dict[str, torch.Tensor]]:
-        width = text_width(str(folder / model))
+        width = text_width(model_config(folder / model))
 
         def encode(texts: list[str]) -> dict[str, torch.Tensor]:
             made = {"prompt_embeds": torch.ones(len(texts), 3, width), "prompt_embeds_mask": torch.ones(len(texts), 3)}
@@ -163,6 +164,25 @@ def test_rollout_and_trainer_multiply_alike(
     assert isinstance(checked(workspace, "stable_diffusion_3", products=both), Inputs)
     with pytest.raises(ValueError, match=message):
         checked(workspace, model, engine=engine, products=products)
+
+
+@pytest.mark.parametrize("products", [{"transformer_subfolder": "transformer_ema"}, {"config_path": "given"}])
+def test_another_denoiser_of_the_model_is_another_run_and_for_diffusers_alone(
+    workspace: Path, tmp_path: Path, products: dict[str, str]
+) -> None:
+    """Its weights, or what builds it, are in the digest of what the run begins with."""
+    usual = checked(workspace, "qwen_image")
+    folder = workspace / "qwen_image"
+    shutil.copytree(folder / "transformer", folder / "transformer_ema", dirs_exist_ok=True)
+    given = products | ({"config_path": str(folder / "transformer_ema")} if "config_path" in products else {})
+    other = checked(workspace, "qwen_image", products=given)
+    assert other.digest != usual.digest
+    file = folder / "transformer_ema" / "config.json"
+    file.write_text(file.read_text() + "\n")
+    assert checked(workspace, "qwen_image", products=given).digest != other.digest
+    name = next(iter(given))
+    with pytest.raises(ConfigError, match=rf"model.{name} is .*, but rollout.name is vllm_omni, .*or leave {name} out"):
+        checked(workspace, "qwen_image", products=given, engine="vllm_omni")
 
 
 def test_how_the_ranks_train_suits_the_model(workspace: Path) -> None:

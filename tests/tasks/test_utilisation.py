@@ -21,7 +21,8 @@ from models.training.fsdp import DiffusersFSDPEngine
 from models.training.micro_batches import ActorBatch
 from tasks.config.tree import TrainConfig
 from tasks.records.metrics import compute_utilisation_metrics
-from tasks.run.utilisation import Utilisation
+from tasks.run.expectation import expect
+from tasks.run.utilisation import UNMEASURED, Utilisation
 from tests.support.cases import crossed
 from tests.support.helpers import actor_config, model_config, noise_keys
 from tests.support.tiny_models import FAMILIES, embeddings_of
@@ -185,10 +186,18 @@ def test_what_an_iteration_should_take_at_its_devices_peak(tiny_model: Path, ahe
     flops = PolicyFlops(model, pass_cost(model, embeddings_of(model, lengths=(9,))), Batch(1, 9))
     group: Any = None  # a peak that is given asks no actor
     utilisation = Utilisation(config, flops, [], group)  # type: ignore[arg-type]
-    found, shapes = utilisation.at_peak(), [Batch(8, 9)]
-    assert found["rollout"] == pytest.approx(flops.rollout(shapes) / (0.5e12 * 2))
-    assert found["update"] == pytest.approx(flops.update(shapes, 2 * 8 * 3, 0, 0) / 0.5e12)
-    whole = max(found.values()) if ahead else sum(found.values())
-    assert f"an iteration takes {whole:.3g} s (rollout {found['rollout']:.3g} s, update " in str(
-        utilisation.expectation()
+    found, shapes = expect(config, flops, utilisation.peaks, measured=False), [Batch(8, 9)]
+    assert found is not None
+    assert found.placed.rollout == pytest.approx(flops.rollout(shapes) / (0.5e12 * 2))
+    assert found.placed.training == pytest.approx(flops.update(shapes, 2 * 8 * 3, 0, 0) / 0.5e12)
+    parts = found.placed.rollout, found.placed.training
+    whole = max(parts) if ahead else sum(parts)
+    (line,) = utilisation.expectation()
+    assert line.startswith(
+        f"at its devices' peak an iteration takes {whole:.3g} s, {8 / whole:.3g} images/s: rollout {parts[0]:.3g} s, "
+        f"update {parts[1]:.3g} s; "
     )
+    assert line.endswith(UNMEASURED), "of a CPU no share of a peak was measured"
+    unknown = Utilisation(config.with_changes({"trainer": {"device_peak_tflops": None}}), flops, [], group)  # type: ignore[arg-type]
+    (line,) = unknown.expectation()
+    assert line.startswith("what an iteration should take is not known: no peak of cpu is")

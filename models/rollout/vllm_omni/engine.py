@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import Tensor
 
 from models.families.base import DiffusionModelBase, DiffusionModelConfig
-from models.families.latents import component_config
+from models.families.latents import transformer_config
 from models.rollout.engine import WeightLoad
 from models.rollout.vllm_omni import families  # noqa: F401  registers the project's own pipelines
 from models.rollout.vllm_omni.answers import RolloutEngineError, agree, check_acknowledged, join_answers, reply
@@ -62,7 +62,7 @@ def check_tensor_split(model_config: DiffusionModelConfig, size: int) -> None:
     Raises:
         ValueError: the heads do not divide.
     """
-    transformer = component_config(model_config.path, "transformer")
+    transformer = transformer_config(model_config)
     heads = next((transformer[name] for name in ("num_attention_heads", "n_heads") if name in transformer), size)
     if heads % size:
         raise ValueError(

@@ -20,7 +20,6 @@ from tasks.config.migration.outcome import (
     System,
     Taken,
     folder_of,
-    only,
     renamed,
 )
 from tasks.config.presets import ACTOR, CORRECTION, FINISHED_SAMPLES, MODEL, PRESETS, ROLLOUT
@@ -116,9 +115,16 @@ def _model_path(path: str, value: Any, given: Given) -> Taken:
 
 
 def _config_path(path: str, value: Any, given: Given) -> Outcome:
-    if value in (None, f"{given.get(f'{MODEL}.path')}/transformer"):
+    subfolder = given.get(f"{MODEL}.transformer_subfolder") or "transformer"
+    if value in (None, f"{given.get(f'{MODEL}.path')}/{subfolder}"):
         return Elsewhere("the denoiser's config.json is read beside its weights")
-    return Problem(f"{path} is {value!r}, but the denoiser's config.json is read beside its weights: put it there")
+    return Taken({path: folder_of(str(value)) or str(value)}, "the folder that has the denoiser's config.json")
+
+
+def _subfolder(path: str, value: Any, given: Given) -> Outcome:
+    if value in (None, "transformer"):
+        return Elsewhere("the denoiser is in the folder transformer, of every model")
+    return Taken({path: str(value)}, "the folder of path with the denoiser's weights")
 
 
 def _warm_up(path: str, value: Any, given: Given) -> Outcome:
@@ -379,12 +385,7 @@ RULES: dict[str, Rule] = {
     f"{MODEL}.algorithm": _algorithm,
     f"{MODEL}.model_type": Elsewhere("the model's family is read from model_index.json"),
     f"{MODEL}.path": _model_path,
-    f"{MODEL}.transformer_subfolder": only(
-        "transformer",
-        None,
-        why="the denoiser is in the folder transformer, of every model",
-        wrong="the denoiser is in the folder transformer of model.path here: give a folder where it is",
-    ),
+    f"{MODEL}.transformer_subfolder": _subfolder,
     f"{MODEL}.config_path": _config_path,
     f"{MODEL}.tokenizer_path": ENCODED,
     f"{MODEL}.extra_tokenizers": ENCODED,
