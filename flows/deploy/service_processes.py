@@ -36,7 +36,9 @@ def require_free_port(name: str, port: int) -> None:
 def start_process(name: str, arguments: list[str], environment: Mapping[str, str]) -> None:
     """A process of a session of its own, so that Ctrl-C in this terminal does not reach it."""
     log = [sys.executable, "-S", service_log.__file__, str(HERE / f"{name}.log"), str(LARGEST_LOG)]
-    writer = subprocess.Popen(log, stdin=subprocess.PIPE, start_new_session=True)
+    # It outlives this command: whoever reads that one's output through a pipe would wait for it.
+    nowhere = subprocess.DEVNULL
+    writer = subprocess.Popen(log, stdin=subprocess.PIPE, stdout=nowhere, stderr=nowhere, start_new_session=True)
     assert writer.stdin is not None
     with writer.stdin as pipe:
         process = subprocess.Popen(
