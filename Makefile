@@ -39,10 +39,9 @@ help: ## list the targets
 
 quickstart: $(VENV)/.data data train ## install, prepare data, train the tiny model, show what it learnt
 
-# Its data stages have a file of their own, which no other target asks for: they need a GPU.
-quickstart-gpu: $(VENV)/.data .doubleflow ## the same on one GPU: the words model from nothing, then DiffusionNFT
-	@$(BIN)/dvc repro --quiet data/words/dvc.yaml
-	@$(BIN)/python -m flows.train words
+# Its data stages have a file of their own, which no other target asks for: they need a GPU. The servers stay: `make down`.
+quickstart-gpu: $(VENV)/.data .doubleflow ## on one GPU: the words model from nothing, then the deployment train/words
+	@$(BIN)/python -m flows.services run words --stages data/words/dvc.yaml
 
 train: $(VENV)/.data
 	@$(BIN)/python -m flows.train $(RECIPE)

@@ -1,142 +1,130 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one machine needs to run deployments: `python -m flows.services up`, `status`, `down` (make up, make down).
+"""What one machine needs to run deployments: `python -m flows.services up`, `run`, `status`, `down`.
 
 Up starts a Prefect server, MLflow and a worker, and makes the work pool, the GPU limit, the deployments and the
 automations. The servers want a secret that is made here. It is in .services/, which only its owner can read, with the
-processes' pids and logs; down ends them and removes it. Databases and results stay.
+processes' pids and logs; down ends them and removes it. Databases and results stay. Run starts what is not up, and a
+recipe as its deployment, which it shows until its end.
 """
 
-import os
 import shutil
-import subprocess
-import sys
-from collections.abc import Mapping
-from importlib.metadata import entry_points
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import psutil
 import typer
 
-from flows.deploy.flow_runs import WORKER, end_worker_flow_runs, fail_dead_runs
-from flows.deploy.service_processes import end_process, require_free_port, start_process, wait_until_healthy
+from flows.deploy.bring_up import POOL_NAME, PORTS, RUNS, SERVICES, addresses, bring_up, pool_of, ports_for, use
+from flows.deploy.flow_runs import end_worker_flow_runs
+from flows.deploy.service_processes import end_process
 from flows.deploy.service_record import (
     ENVIRONMENT,
     HERE,
-    POOL,
-    ServiceError,
-    clear_services,
     hold_services,
     living_processes,
     recorded_processes,
     write_record,
 )
-from tasks.cli.terminal import commands
-from tasks.system.access import (
-    USER,
-    dvc_environment,
-    exported,
-    exports,
-    new_access,
-    server_settings,
-    write_private,
-)
-from tasks.system.heartbeats import HEARTBEATS
+from flows.deploy.stages_beside import stages_beside
+from tasks.cli.terminal import command_line, commands
+from tasks.config.errors import ConfigError
+from tasks.config.recipes import load_recipe, parse_changes
+from tasks.run.early import check_files
+from tasks.system.access import USER, exports
 
-MLFLOW_APP = "doubleflow"
 app = commands("Servers and a worker on this machine.")
 
 
 @app.command()
 def up(
-    prefect_port: Annotated[int, typer.Option(help="Port of Prefect's server.")] = 4200,
-    mlflow_port: Annotated[int, typer.Option(help="Port of MLflow's server.")] = 5000,
-    pool: Annotated[str, typer.Option(help="Work pool that the deployments name.")] = "local",
-    runs: Annotated[int, typer.Option(help="Flow runs that the pool lets run at once.")] = 2,
+    prefect_port: Annotated[int, typer.Option(help="Port of Prefect's server.")] = PORTS["prefect"],
+    mlflow_port: Annotated[int, typer.Option(help="Port of MLflow's server.")] = PORTS["mlflow"],
+    pool: Annotated[str, typer.Option(help="Work pool that the deployments name.")] = POOL_NAME,
+    runs: Annotated[int, typer.Option(help="Flow runs that the pool lets run at once.")] = RUNS,
     gpus: Annotated[int | None, typer.Option(help="GPUs of this machine; left out, as many as torch finds.")] = None,
 ) -> None:
     """Start what is not up yet; if a part does not start, nothing of what this began stays."""
-    ports = {"prefect": prefect_port, "mlflow": mlflow_port}
-    with hold_services():
-        there = living_processes()
-        _require_app()
-        access = _access_of(there, ports) if there else new_access()
-        for name, port in ports.items():
-            if name not in there:
-                require_free_port(name, port)
-        if not there:
-            clear_services()
-        urls = _urls(prefect_port, mlflow_port)
-        write_private(ENVIRONMENT, exports(urls | access))
-        write_private(POOL, pool)
-        # Never as an argument: every user of the machine sees those.
-        environment = os.environ | urls | access | dvc_environment(Path.cwd())
-        try:
-            _start_servers(there, ports, urls, environment | server_settings(access, prefect_port))
-            gpus = _gpu_count() if gpus is None else gpus
-            typer.echo(f"pool {pool} ({runs} runs at a time, {gpus} GPUs), deployments of prefect.yaml ...")
-            _prepare_server(environment, pool, runs, gpus)
-            fail_dead_runs()
-            if "worker" not in there:
-                typer.echo("worker ...")
-                start_process("worker", ["prefect", "worker", "start", "--pool", pool, "--name", WORKER], environment)
-        except BaseException:
-            for name, process in reversed(living_processes().items()):
-                if name not in there:
-                    end_process(process)
-            if not there:
-                clear_services()
-            raise
-    typer.echo(f"{'already up' if there.keys() >= {*ports, 'worker'} else 'up'}: {_addresses(urls)}")
+    there = living_processes()
+    environment = bring_up({"prefect": prefect_port, "mlflow": mlflow_port}, pool, runs, gpus)
+    typer.echo(f"{'already up' if there.keys() >= SERVICES else 'up'}: {addresses(environment)}")
     typer.echo(f"Prefect's page asks for PREFECT_API_AUTH_STRING, MLflow's for {USER} and MLFLOW_TRACKING_PASSWORD.")
-    typer.echo(f"For another terminal, `. {ENVIRONMENT}` or:\n{exports(urls | access)}", nl=False)
+    typer.echo(f"For another terminal, `. {ENVIRONMENT}` or:\n{exports(environment)}", nl=False)
 
 
-def _urls(prefect_port: int, mlflow_port: int) -> dict[str, str]:
-    """The variables that lead to the servers and to this folder, and say how often a run gives a sign of life."""
-    return {
-        "PREFECT_API_URL": f"http://127.0.0.1:{prefect_port}/api",
-        "MLFLOW_TRACKING_URI": f"http://127.0.0.1:{mlflow_port}",
-        "DOUBLEFLOW_HOME": str(Path.cwd()),
-    } | HEARTBEATS
-
-
-def _addresses(urls: Mapping[str, str]) -> str:
-    return f"Prefect {urls['PREFECT_API_URL'].removesuffix('/api')}   MLflow {urls['MLFLOW_TRACKING_URI']}"
-
-
-def _access_of(living: Mapping[str, psutil.Process], ports: Mapping[str, int]) -> dict[str, str]:
-    """The secrets of what is up, which what is started beside it needs.
-
-    Raises:
-        ServiceError: they are not there, or it is at other ports.
-    """
-    names, written = ", ".join(living), exported(ENVIRONMENT) if ENVIRONMENT.is_file() else {}
-    if not written.keys() >= {*new_access(), *_urls(0, 0)}:
-        raise ServiceError(f"already up ({names}), but {ENVIRONMENT} is not whole: `make down` first")
-    wanted = _urls(ports["prefect"], ports["mlflow"])
-    if any(written[name] != url for name, url in wanted.items()):
-        raise ServiceError(
-            f"already up ({names}) at {_addresses(written)} for {written['DOUBLEFLOW_HOME']}, not at "
-            f"{_addresses(wanted)}: give these ports, or `make down` first"
-        )
-    return {name: written[name] for name in new_access()}
-
-
-def _start_servers(
-    there: Mapping[str, psutil.Process], ports: Mapping[str, int], urls: Mapping[str, str], servers: Mapping[str, str]
+@app.command()
+def run(
+    recipe: Annotated[str, typer.Argument(help="A train deployment of prefect.yaml; an error lists them.")],
+    stages: Annotated[
+        Path | None, typer.Option(help="A dvc.yaml whose stages are brought up to date first, beside the start.")
+    ] = None,
+    overrides: Annotated[
+        Path | None, typer.Option(help="Changes in a file, as a deployment takes them; --set goes first.")
+    ] = None,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="field.path=value; may be repeated. `flows.train --fields` explains."),
+    ] = None,
 ) -> None:
-    """Those that are not there, both at once; they answer afterwards."""
-    prefect = ["prefect", "server", "start", "--host", "127.0.0.1", "--port", str(ports["prefect"])]
-    commands = {"prefect": prefect, "mlflow": _mlflow_server(ports["mlflow"])}
-    missing = {name: arguments for name, arguments in commands.items() if name not in there}
-    for name, arguments in missing.items():
-        typer.echo(f"{name} at port {ports[name]}, which takes up to a minute ({HERE / f'{name}.log'}) ...")
-        start_process(name, arguments, servers)
-    health = {"prefect": f"{urls['PREFECT_API_URL']}/health", "mlflow": f"{urls['MLFLOW_TRACKING_URI']}/health"}
-    for name in missing:
-        wait_until_healthy(name, health[name])
-        typer.echo(f"{name} answers")
+    """Start what is not up yet, run a recipe as its deployment, and print what it learnt; the servers stay.
+
+    A run that fails leaves them, too: its logs are on its page. A signal cancels it. After that, or where a stage or a
+    server fails, what this began ends.
+    """
+    parameters = _checked_parameters(recipe, overrides, changes, stages)
+    there = living_processes()
+    with _ended_with_an_error(there), stages_beside(stages) as wait:
+        environment = use(recipe) if there.keys() >= SERVICES else bring_up(ports_for(there), pool_of(there))
+        wait()
+        from flows.deploy.deployed_run import check_completed, follow, result_of, start_run
+
+        with _with_note(f"continue: {command_line()}"):
+            ended = follow(start_run(f"train/{recipe}", parameters))
+    stay = f"still up: {addresses(environment)}; secrets in {ENVIRONMENT}; `make down` ends them"
+    with _with_note(stay):
+        check_completed(ended)
+    from tasks.run.summary import Summary
+
+    typer.echo(f"\n{Summary(**result_of(ended)).text()}\n\n  {stay}\n")
+
+
+def _checked_parameters(
+    recipe: str, overrides: Path | None, changes: list[str] | None, stages: Path | None
+) -> dict[str, Any]:
+    """The deployment's parameters, which are right as far as can be said before anything is started."""
+    config = load_recipe(recipe)
+    changed = parse_changes(changes or [], overrides, config)
+    config = config.with_changes(changed)
+    if stages is None:
+        check_files(config)
+    elif not stages.is_file():
+        raise ConfigError(f"--stages is {stages}, which is no file: give a dvc.yaml")
+    given = changed.model_dump(mode="json", exclude_unset=True)
+    return {"overrides": given} if given else {}
+
+
+@contextmanager
+def _ended_with_an_error(there: Mapping[str, psutil.Process]) -> Iterator[None]:
+    """Where the block fails, all ends that it has started; what was `there` before stays."""
+    try:
+        yield
+    except BaseException:
+        if not there and living_processes():
+            typer.echo("ending the servers ...", err=True)
+            with suppress(typer.Exit):  # `down` has said what is missing; why the block failed is to be the last word
+                down()
+        raise
+
+
+@contextmanager
+def _with_note(note: str) -> Iterator[None]:
+    """What ends the block says this, too."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(note)
+        raise
 
 
 @app.command()
@@ -176,43 +164,6 @@ def down() -> None:
             err=True,
         )
     raise typer.Exit(1)
-
-
-def _mlflow_server(port: int) -> list[str]:
-    """Artifacts are files of this machine, so runs write them without a detour over HTTP."""
-    root = Path("mlruns").resolve().as_uri()
-    address = ["--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
-    store = ["--backend-store-uri", "sqlite:///mlflow.db", "--default-artifact-root", root, "--no-serve-artifacts"]
-    return ["mlflow", "server", "--app-name", MLFLOW_APP, *address, *store]
-
-
-def _prepare_server(environment: Mapping[str, str], pool: str, runs: int, gpus: int) -> None:
-    """Work pool, GPU limit, deployments and automations; those that exist are brought up to date."""
-    os.environ |= environment
-    from prefect.context import refresh_global_settings_context
-
-    from flows.deploy.prefect_server import set_up_pool, update_automations
-
-    refresh_global_settings_context()
-    set_up_pool(pool, runs, f"{pool}-gpus", gpus)
-    deploy = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all"]
-    result = subprocess.run(deploy, env=environment, capture_output=True, text=True)
-    if result.returncode:
-        raise ServiceError(f"`prefect deploy --all` failed: {(result.stdout + result.stderr)[-2000:]}")
-    update_automations()
-
-
-def _require_app() -> None:
-    if MLFLOW_APP not in entry_points(group="mlflow.app").names:
-        raise ServiceError(
-            "the installed package does not have MLflow's guard yet: `pip install -e .` again (`make up` does it)"
-        )
-
-
-def _gpu_count() -> int:
-    import torch
-
-    return torch.cuda.device_count()
 
 
 if __name__ == "__main__":

@@ -22,21 +22,37 @@ LOG_WRITERS: dict[str, subprocess.Popen] = {}
 
 def require_free_port(name: str, port: int) -> None:
     """Raise ServiceError where another process listens at the port; `name` is that of the server."""
+    try:
+        _bind(port)
+    except OSError as error:
+        raise ServiceError(
+            f"port {port} for {name} is taken: choose another with --{name}-port, "
+            f"`make up {name.upper()}_PORT={port + 1}`"
+        ) from error
+
+
+def free_port(wanted: int) -> int:
+    """This port, or where another process listens at it any that is free."""
+    try:
+        return _bind(wanted)
+    except OSError:
+        return _bind(0)
+
+
+def _bind(port: int) -> int:
+    """The port, once it was held for a moment; any for 0. Raises OSError where it is taken."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError as error:
-            raise ServiceError(
-                f"port {port} for {name} is taken: choose another with --{name}-port, "
-                f"`make up {name.upper()}_PORT={port + 1}`"
-            ) from error
+        probe.bind(("127.0.0.1", port))
+        return int(probe.getsockname()[1])
 
 
 def start_process(name: str, arguments: list[str], environment: Mapping[str, str]) -> None:
     """A process of a session of its own, so that Ctrl-C in this terminal does not reach it."""
     log = [sys.executable, "-S", service_log.__file__, str(HERE / f"{name}.log"), str(LARGEST_LOG)]
-    writer = subprocess.Popen(log, stdin=subprocess.PIPE, start_new_session=True)
+    # It outlives this command: whoever reads that one's output through a pipe would wait for it.
+    nowhere = subprocess.DEVNULL
+    writer = subprocess.Popen(log, stdin=subprocess.PIPE, stdout=nowhere, stderr=nowhere, start_new_session=True)
     assert writer.stdin is not None
     with writer.stdin as pipe:
         process = subprocess.Popen(

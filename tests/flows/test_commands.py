@@ -213,6 +213,28 @@ def test_a_taken_port_names_the_variable_of_make(folder: Path) -> None:
     assert f"port {port} for mlflow is taken: choose another with --mlflow-port, `make up MLFLOW_PORT=" in up.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["wordz"], "error: prefect.yaml has no train deployment 'wordz'; it has .*did you mean words"),
+        (
+            ["quickstart", SET, "trainer.total_trainin_steps=3"],
+            "error: --set: trainer has no field 'total_trainin_steps'",
+        ),
+        (
+            ["words", "--stages", "data/word/dvc.yaml"],
+            "error: --stages is data/word/dvc.yaml, which is no file: give a dvc",
+        ),
+        (["words"], "error: actor_rollout_ref.model.path is data/words/base_model, but .* does not exist"),
+    ],
+)
+def test_what_is_to_run_is_checked_before_a_server_starts(folder: Path, arguments: list[str], said: str) -> None:
+    ran = CliRunner().invoke(services.app, ["run", *arguments])
+    assert ran.exit_code == 2
+    assert re.match(said, ran.stderr), ran.stderr
+    assert not (folder / ".services").exists()
+
+
 def test_debug_shows_where(folder: Path) -> None:
     result = CliRunner().invoke(command_of(commands.train), ["--debug", SET, "trainer.seed=abc"])
     assert isinstance(result.exception, ConfigError)

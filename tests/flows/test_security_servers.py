@@ -269,6 +269,19 @@ def test_a_services_log_does_not_grow_for_ever(tmp_path: Path) -> None:
     assert log.read_text() == "last wordsagain\n"
 
 
+def test_who_reads_what_up_says_does_not_wait_for_the_servers(here: Path) -> None:
+    """As `make up | tee FILE` does; the log's writer lives as long as what it writes of."""
+    HERE.mkdir()
+    code = (
+        "import os; from flows.deploy.service_processes import start_process; "
+        "start_process('mlflow', ['timeit', '-n1', '-r1', 'import time; time.sleep(60)'], os.environ)"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
+    assert "up" in run("status")[1], "this came back after its end"
+    assert run("down") == (0, "")
+
+
 def filled(folder: Path) -> Path:
     folder.mkdir(parents=True)
     (folder / "file").write_bytes(b"z" * 10_000)

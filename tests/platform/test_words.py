@@ -4,45 +4,22 @@
 import os
 import re
 import shlex
-import shutil
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
-from models.words_stable_diffusion_3.settings import smallest
 from tests.support.patience import PATIENCE
 from tests.support.platform_helpers import RayHead, Workspace
+from tests.support.smallest_words import ACTOR, ON_THE_CPU, ROLLOUT, SMALL, STAGES, fill
 
 pytest.importorskip("dvc", reason="the data stages need the extra doubleflow[data]")
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-SMALL = smallest()
-STAGES = "data/words/dvc.yaml"
 PAGE = ROOT / "docs" / "words.md"
-ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
-ON_THE_CPU = [
-    "trainer.device=cpu",
-    "trainer.total_training_steps=2",
-    "actor_rollout_ref.model.dtype=float32",
-    "actor_rollout_ref.model.compile=false",
-    "actor_rollout_ref.model.lora_rank=4",
-    f"{ACTOR}.fsdp_config.param_dtype=float32",
-    f"{ACTOR}.ppo_mini_batch_size=2",
-    f"{ACTOR}.optim.lr_warmup_steps=1",  # of four optimiser steps
-    f"{ACTOR}.ppo_micro_batch_size_per_gpu=8",
-    f"{ROLLOUT}.pipeline.height={SMALL.height}",
-    f"{ROLLOUT}.pipeline.width={SMALL.width}",
-    f"{ROLLOUT}.n=4",
-    f"{ROLLOUT}.micro_batch_size=8",
-    f"{ROLLOUT}.cuda_graphs=false",
-    "data.train_batch_size=4",
-    # Its pictures hold no text: their size in bytes is a reward that always differs.
-    "reward.functions={jpeg_incompressibility: {}}",
-]
 
 
 @pytest.fixture(scope="module")
@@ -51,16 +28,7 @@ def made(
 ) -> tuple[Workspace, str]:
     """A repository after `dvc repro data/words/dvc.yaml`, and what that printed."""
     folder = tmp_path_factory.mktemp("words")
-    for name in ("flows", "tasks", "models"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("prefect.yaml", "dvc.yaml", "data/.gitignore", STAGES):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, folder / name)
-    params = yaml.safe_load((ROOT / "params.yaml").read_text())
-    params["words"] |= {"device": "cpu", "processes": 2, "model": asdict(SMALL)}
-    params["words"]["gate"] |= {"prompts": SMALL.n_test, "steps": 2, "min_reward": 0.0, "max_reward": 1.0}
-    # Tuples are lists there.
-    (folder / "params.yaml").write_text(yaml.dump(params, Dumper=Listing))
+    fill(folder)
     path = f"{forked_python.parent}{os.pathsep}{os.environ['PATH']}"  # the stages call `python`
     workspace = Workspace(folder, prefect_server | {"PATH": path, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"})
     workspace.run("-m", "dvc", "init", "--no-scm", "--quiet")
@@ -73,13 +41,6 @@ def base_model(workspace: Workspace, **environment: str) -> str:
     process = there.start("-m", "flows.prepare_words", "base-model")
     assert process.wait(PATIENCE) != 0, process.output()
     return process.output()
-
-
-class Listing(yaml.SafeDumper):
-    """YAML without tuples."""
-
-
-Listing.add_representer(tuple, lambda dumper, value: dumper.represent_list(value))
 
 
 def test_its_stages_make_what_a_run_reads(made: tuple[Workspace, str]) -> None:

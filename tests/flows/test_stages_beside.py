@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stages of a real DVC beside other work: they end with it, and one that fails is told."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from flows.deploy.stages_beside import StageError, stages_beside
+from tests.support.patience import wait_until
+
+pytest.importorskip("dvc", reason="the data stages need the extra doubleflow[data]")
+
+pytestmark = [pytest.mark.slow, pytest.mark.waits]
+
+FILE = Path("dvc.yaml")
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of DVC's without git, in which this process is."""
+    monkeypatch.chdir(tmp_path)
+    subprocess.run([sys.executable, "-m", "dvc", "init", "--no-scm", "--quiet"], check=True)
+    return tmp_path
+
+
+def test_what_ends_the_block_ends_dvc_and_its_stage(here: Path) -> None:
+    FILE.write_text("stages:\n  long: {cmd: echo $$ > pid && sleep 600}\n")
+    family = []
+
+    def interrupted() -> None:
+        with stages_beside(FILE):
+            wait_until(lambda: (here / "pid").is_file() and (here / "pid").read_text().strip(), "the stage's begin")
+            stage = psutil.Process(int((here / "pid").read_text()))
+            family.extend([stage, *stage.parents()[:1], *stage.children()])
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert not [process for process in family if process.is_running()]
+
+
+def test_a_stage_that_fails_is_told(here: Path) -> None:
+    FILE.write_text("stages:\n  wrong: {cmd: exit 3}\n")
+    with stages_beside(FILE) as wait, pytest.raises(StageError, match="failed with exit code"):
+        wait()
+
+
+def test_without_a_file_there_is_nothing_to_wait_for(here: Path) -> None:
+    with stages_beside(None) as wait:
+        wait()
