@@ -105,6 +105,14 @@ def test_flows_holds_what_is_started_and_nothing_else() -> None:
     assert {path.name for path in (ROOT / "flows").glob("*/")} - {"__pycache__"} == {"deploy"}
 
 
+def test_the_tests_have_the_rooms_of_what_they_test() -> None:
+    """None lies outside of a room in tasks/ or models/; what tests a flow stands in flows/ itself."""
+    for floor in ("tasks", "models", "flows"):
+        tests = {path.relative_to(ROOT / "tests").parent for path in (ROOT / "tests" / floor).rglob("test_*.py")}
+        rooms = {path.relative_to(ROOT) for path in (ROOT / floor).glob("*/") if (path / "__init__.py").is_file()}
+        assert tests <= rooms | ({Path(floor)} if floor == "flows" else set())
+
+
 @pytest.mark.slow  # the import contract, which `make lint` holds, says nearly the same
 def test_models_sample_without_the_upper_floors(tiny_model: Path) -> None:
     """Plain dataclasses stand in for the pydantic sections; pydantic itself is missing too."""

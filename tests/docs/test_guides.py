@@ -26,7 +26,7 @@ from tasks.config.recipes import load_recipe, parse_changes
 from tasks.config.rollout import DiffusionRolloutConfig
 from tasks.data.prompts import build_prompt_table
 from tasks.run.preflight import check_inputs
-from tests.models import test_model_conformance as suite
+from tests.models.families import test_model_conformance as suite
 from tests.support import tiny_models
 from tests.support.helpers import actor_config, gloo_world, model_config, noise_keys
 from tests.support.tiny_models import Family, embeddings_of

@@ -8,7 +8,7 @@ from typer.testing import CliRunner, Result
 from flows.migrate import migrate
 from tasks.cli.terminal import command_of
 from tasks.config.recipes import load_config
-from tests.tasks.test_migration import SCRIPT
+from tests.tasks.config.test_migration import SCRIPT
 
 
 def run(*arguments: object) -> Result:

@@ -14,7 +14,7 @@ from models.training.fsdp import DiffusersFSDPEngine
 from models.training.micro_batches import ActorBatch
 from models.weights.canary import Canary, check_canary
 from models.weights.trainable import trainable
-from tests.models.test_model_conformance import Checkpoint
+from tests.models.families.test_model_conformance import Checkpoint
 from tests.support.helpers import actor_config
 from tests.support.tiny_models import FAMILIES
 

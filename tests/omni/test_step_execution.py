@@ -16,7 +16,7 @@ from models.rollout.diffusers import DiffusersRolloutEngine
 from models.rollout.vllm_omni.engine import RolloutEngineError, VllmOmniRolloutEngine
 from models.rollout.vllm_omni.sample_request import split
 from models.samples.trajectories import LATENTS, PICTURES, Generated, RolloutRequest
-from tests.models.test_model_conformance import Checkpoint
+from tests.models.families.test_model_conformance import Checkpoint
 from tests.support.helpers import model_config, rollout_request
 from tests.support.tiny_models import FAMILIES
 

@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The record of `make up`, the password before MLflow, the secret of the temporary server, and `make prune`."""
+
+import asyncio
+import base64
+import fcntl
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from prefect.context import refresh_global_settings_context
+from prefect.settings import get_current_settings
+from typer.testing import CliRunner
+
+from flows import prune
+from flows.deploy import service_log
+from flows.deploy.mlflow_app import guarded
+from flows.deploy.service_record import HERE, RECORD, ServiceError
+from flows.services import app
+from tasks.records.run_lock import run_lock
+from tasks.system.access import STARTUP_SECONDS, guard_temporary_server, new_access
+from tasks.system.heartbeats import heartbeats
+from tasks.system.processes import boot_id, identity
+from tests.support.forked import Program
+from tests.support.patience import PATIENCE
+
+CREDENTIALS = "me:secret"
+TEMPORARY = """
+import contextlib, json, os, re, signal
+import httpx, psutil
+from prefect.client.orchestration import get_client
+from prefect.settings import get_current_settings
+import tasks.cli.commands, flows.compare, flows.reproduce, flows.train
+from prefect.context import refresh_global_settings_context
+
+before, told = dict(os.environ), {}
+
+def train(*arguments, **named):
+    secret = os.environ["PREFECT_SERVER_API_AUTH_STRING"]
+    with get_client(sync_client=True) as client:
+        client.read_flows()
+        api = str(client.api_url).rstrip("/")
+    post = {"content": "{}", "headers": {"Content-Type": "text/plain", "Origin": "http://evil.example"}}
+    refused = httpx.post(f"{api}/flows/filter", **post)
+    let_in = httpx.post(f"{api}/flows/filter", auth=httpx.BasicAuth(*secret.split(":", 1)), json={})
+    arguments = [open(f"/proc/{pid}/cmdline").read() for pid in os.listdir("/proc") if pid.isdigit()]
+    password = secret.split(":")[1]
+    (server,) = [child for child in psutil.Process().children() if "uvicorn" in " ".join(child.cmdline())]
+    blocked = int(re.search(r"SigBlk:\\s*(\\w+)", open(f"/proc/{server.pid}/status").read())[1], 16)
+    told["train"] = {
+        "refused": refused.status_code,
+        "allowed": refused.headers.get("access-control-allow-origin"),
+        "let_in": let_in.status_code,
+        "shown": any(password in argument for argument in arguments),
+        "hears_ctrl_c": not blocked & 1 << (signal.SIGINT - 1),
+        "seconds": get_current_settings().server.ephemeral.startup_timeout_seconds,
+    }
+    raise SystemExit
+
+def other(name):
+    def flow(*arguments, **named):
+        settings = get_current_settings()
+        secret = settings.server.api.auth_string.get_secret_value()
+        told[name] = [secret == settings.api.auth_string.get_secret_value(), len(secret)]
+        raise SystemExit
+    return flow
+
+flows.train.train, flows.reproduce.reproduce, flows.compare.compare = train, other("reproduce"), other("compare")
+tasks.cli.commands._chosen = lambda *arguments, **named: (None, None)
+tasks.cli.commands._recorded = lambda *arguments: None
+for command, runs in (("train", []), ("reproduce", ["a"]), ("compare", ["a", "b"])):
+    os.environ.clear()
+    os.environ.update(before)
+    refresh_global_settings_context()
+    assert get_current_settings().server.api.auth_string is None
+    with contextlib.suppress(SystemExit):
+        getattr(tasks.cli.commands, command)(*runs)
+print(json.dumps(told))
+"""
+
+
+@pytest.mark.slow
+def test_the_temporary_server_of_a_run_wants_a_secret(tmp_path: Path) -> None:
+    """Started as by `python -m flows.train`; the request is one that a browser sends for a page without asking.
+
+    The other commands that start a flow give their server the same settings.
+    """
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT")}
+    environment |= {"PREFECT_HOME": str(tmp_path / "not" / "there yet"), "PYTHONPATH": str(Path(__file__).parents[3])}
+    program = Program(["-c", TEMPORARY], Path(__file__).parents[3], environment, tmp_path / "output")
+    assert program.wait(PATIENCE) == 0, program.output()
+    told = json.loads(program.output().strip().splitlines()[-1])
+    wanted = {"refused": 401, "allowed": None, "let_in": 200, "shown": False, "hears_ctrl_c": False}
+    assert told.pop("train") == wanted | {"seconds": STARTUP_SECONDS}
+    secret = [True, len(new_access()["PREFECT_API_AUTH_STRING"])]
+    assert told == {"reproduce": secret, "compare": secret}
+
+
+@pytest.mark.parametrize("where", ["nowhere", "environment", "profile"])
+def test_the_temporary_server_has_time_to_start_unless_the_user_says_how_much(where: str, tmp_path: Path) -> None:
+    """Prefect's own 20 s are too few for a first start on a busy machine."""
+    name = "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS"
+    others = {key: value for key, value in os.environ.items() if not key.startswith("PREFECT")}
+    given = {name: "7"} if where == "environment" else {}
+    if where == "profile":
+        (tmp_path / "profiles.toml").write_text(f'active = "mine"\n[profiles.mine]\n{name} = "7"\n')
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "environ", others | given | {"PREFECT_HOME": str(tmp_path)})
+        refresh_global_settings_context()
+        guard_temporary_server()
+        found = get_current_settings().server.ephemeral.startup_timeout_seconds
+    refresh_global_settings_context()
+    assert found == (STARTUP_SECONDS if where == "nowhere" else 7)
+
+
+@pytest.mark.parametrize("server", ["of the command", "another"])
+def test_heartbeats_go_where_somebody_listens(server: str, tmp_path: Path) -> None:
+    """A server of the command's own has nobody who does, and each flow run's end would wait a second for them."""
+    others = {key: value for key, value in os.environ.items() if not key.startswith("PREFECT")}
+    given = {"PREFECT_API_URL": "http://127.0.0.1:1/api"} if server == "another" else {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "environ", others | given | {"PREFECT_HOME": str(tmp_path)})
+        refresh_global_settings_context()
+        guard_temporary_server()
+        with heartbeats():
+            found = get_current_settings().flows.heartbeat_frequency
+    refresh_global_settings_context()
+    assert found == (30 if server == "another" else None)
+
+
+def answer(path: str = "/api", method: str = "GET", kind: str = "http", **headers: str) -> int | str:
+    """What the guarded application answers to a request; "let in" where it reaches MLflow."""
+    sent: list[dict] = []
+
+    async def inner(scope, receive, send) -> None:
+        sent.append({"status": "let in"})
+
+    async def send(message) -> None:
+        sent.append(message)
+
+    coded = [(name.encode(), value.encode()) for name, value in headers.items()]
+    scope = {"type": kind, "path": path, "method": method, "headers": coded}
+    asyncio.run(guarded(inner, CREDENTIALS)(scope, None, send))
+    return sent[0].get("status") or sent[0]["code"]
+
+
+def test_mlflow_answers_only_those_who_know_the_password() -> None:
+    right = "Basic " + base64.b64encode(CREDENTIALS.encode()).decode()
+    wrong = "Basic " + base64.b64encode(b"me:secreT").decode()
+    assert answer(authorization=right) == "let in"
+    assert answer(authorization=right.replace("Basic", "basic")) == "let in"
+    for bad in ({}, {"authorization": wrong}, {"authorization": "Basic %%%"}, {"authorization": f"Bearer {right}"}):
+        assert answer(**bad) == 401
+        assert answer("/", **bad) == 401
+        assert answer("/health", "POST", **bad) == 401
+        assert answer("/health/../api", **bad) == 401
+    assert answer("/health") == "let in", "so that `up` sees the start"
+    assert answer(kind="websocket", authorization=right) == 1008
+
+
+def test_a_page_of_another_server_gets_nothing_by_the_browsers_password() -> None:
+    right = "Basic " + base64.b64encode(CREDENTIALS.encode()).decode()
+    same = {"authorization": right, "host": "127.0.0.1:5000"}
+    assert answer(**same, origin="http://127.0.0.1:5000") == "let in"
+    for origin in ("http://evil.example", "http://localhost:5000", "http://127.0.0.1:9999", "null"):
+        assert answer(**same, origin=origin) == 403
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty project folder as the working folder."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen]:
+    process = subprocess.Popen(["sleep", "600"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def write_record(**entries: tuple[int, str | None, str]) -> None:
+    HERE.mkdir(mode=0o700, exist_ok=True)
+    RECORD.write_text(json.dumps(entries))
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["--debug", *arguments])
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.output
+
+
+def test_down_ends_what_it_recorded_whatever_the_clock_says(here: Path, sleeper: subprocess.Popen) -> None:
+    """The record is ticks since the boot, which a step of the clock does not move."""
+    write_record(worker=(sleeper.pid, identity(sleeper.pid), socket.gethostname()))
+    assert run("status") == (0, f"worker     pid {sleeper.pid:<8} up\n")
+    assert run("down") == (0, "")
+    assert identity(sleeper.pid) is None
+    assert not HERE.exists()
+
+
+@pytest.mark.parametrize("why", ["gone", "another process", "another machine"])
+def test_down_keeps_the_record_of_what_it_does_not_find(why: str, here: Path, sleeper: subprocess.Popen) -> None:
+    host = "elsewhere" if why == "another machine" else socket.gethostname()
+    who = f"{boot_id()}/1" if why == "another process" else identity(sleeper.pid)
+    if why == "gone":
+        sleeper.kill()
+        sleeper.wait()
+    write_record(mlflow=(sleeper.pid, who, host))
+    code, output = run("down")
+    assert code == 1
+    assert f"mlflow (pid {sleeper.pid} on {host}) was not found" in output
+    assert json.loads(RECORD.read_text()).keys() == {"mlflow"}
+    if why != "gone":
+        assert sleeper.poll() is None, "somebody else's"
+
+
+def test_what_a_restart_of_the_machine_has_ended_is_not_missed(here: Path) -> None:
+    write_record(mlflow=(1, "an-older-boot/5", socket.gethostname()))
+    assert run("down") == (0, "")
+    assert not HERE.exists()
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]", '{"a": 1}', '{"a": [1, 2]}', '{"a": ["x", "y", "z"]}', "\\xff"])
+def test_a_broken_record_is_a_clear_error(content: str, here: Path) -> None:
+    HERE.mkdir()
+    RECORD.write_text(content)
+    for command in ("up", "status", "down"):
+        with pytest.raises(ServiceError, match=r"\.services/pids\.json cannot be read .* by hand"):
+            run(command)
+    assert RECORD.read_text() == content
+
+
+def test_no_two_at_a_time(here: Path) -> None:
+    HERE.mkdir()
+    with (HERE / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for command in ("up", "down"):
+            with pytest.raises(ServiceError, match="another `up` or `down` is at work"):
+                run(command)
+
+
+def test_the_services_folder_is_its_owners_alone(here: Path) -> None:
+    HERE.mkdir(mode=0o777)
+    HERE.chmod(0o777)
+    write_record(mlflow=(1, f"{boot_id()}/5", socket.gethostname()))
+    run("down")
+    assert HERE.stat().st_mode & 0o777 == 0o700
+    assert RECORD.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_services_log_does_not_grow_for_ever(tmp_path: Path) -> None:
+    log = tmp_path / "mlflow.log"
+    command = [sys.executable, "-S", service_log.__file__, str(log), "1000"]
+    lines = "".join(f"line {number}\n" for number in range(1000))
+    subprocess.run(command, input=lines + "x" * 5000 + "\nlast words", text=True, check=True)
+    assert {path.name for path in tmp_path.iterdir()} == {"mlflow.log", "mlflow.log.1"}
+    assert log.read_text() == "last words"
+    subprocess.run(command, input="again\n", text=True, check=True)
+    assert log.read_text() == "last wordsagain\n"
+
+
+def test_who_reads_what_up_says_does_not_wait_for_the_servers(here: Path) -> None:
+    """As `make up | tee FILE` does; the log's writer lives as long as what it writes of."""
+    HERE.mkdir()
+    code = (
+        "import os; from flows.deploy.service_processes import start_process; "
+        "start_process('mlflow', ['timeit', '-n1', '-r1', 'import time; time.sleep(60)'], os.environ)"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
+    subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
+    assert "up" in run("status")[1], "this came back after its end"
+    assert run("down") == (0, "")
+
+
+def filled(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "file").write_bytes(b"z" * 10_000)
+    return folder
+
+
+def made_up(project: Path, temporary: Path) -> tuple[list[Path], list[Path]]:
+    """(what nobody needs, what somebody does)."""
+    runs = project / "runs"
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    dead = [filled(temporary / f"ray/session_2026-01-01_00-00-00_1_{gone.pid}")]
+    kept = [filled(temporary / f"ray/session_2026-01-01_00-00-00_2_{os.getpid()}")]
+    for number, (name, age) in enumerate((("old", 20), ("busy", 20), ("new", 1))):
+        folders = [filled(runs / name / kind) for kind in ("stages", "validation")]
+        kept += [filled(runs / name / "checkpoints")]
+        (runs / name / "run.json").write_text("{}")
+        (runs / name / ".lock").touch()
+        for path in (runs / name, *(runs / name).rglob("*")):
+            os.utime(path, (time.time() - age * 86_400,) * 2)
+        (kept if number else dead).extend(folders)
+    for name, list_ in ((f"{gone.pid}-ab", dead), (f"{os.getpid()}-cd", kept), ("xyz", dead)):
+        folder = filled(temporary / f"doubleflow-{name}")
+        (folder / "code").mkdir()
+        (folder / "code/.git").write_text("gitdir: elsewhere")
+        list_.append(folder)
+    kept.append(filled(temporary / "doubleflow-papers"))
+    host = socket.gethostname()
+    for name, list_ in ((f"{host}-{gone.pid}-ab_c", dead), (f"{host}-{os.getpid()}-cd", kept), ("other-1-ef", kept)):
+        list_.append(filled(runs / f"measured-{name}"))
+    dead.append(filled(runs / "measured-other-2-gh"))
+    os.utime(dead[-1], (time.time() - 20 * 86_400,) * 2)
+    return dead, kept
+
+
+def test_prune_lists_what_dead_runs_left_and_removes_only_that(
+    here: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    temporary = tmp_path_factory.mktemp("temporary")
+    dead, kept = made_up(here, temporary)
+    with run_lock(here / "runs/busy"):
+        os.utime(here / "runs/busy/.lock", (0, 0))
+        os.utime(here / "runs/busy", (0, 0))
+        write_record(mlflow=(1, "an-older-boot/5", socket.gethostname()))
+        found = prune.leftovers(here, [temporary], days=14)
+        assert sorted(item.path for item in found) == sorted([*dead, here / ".services"])
+        assert all(item.bytes >= 10_000 for item in found if item.kind != prune.LOGS)
+        assert all(path.exists() for path in dead), "it only looked"
+        for item in found:
+            prune.remove(item)
+    assert not [path for path in dead if path.exists()]
+    assert all(path.exists() for path in kept)
+
+
+def test_prune_leaves_services_alone_that_run(here: Path, sleeper: subprocess.Popen) -> None:
+    write_record(worker=(sleeper.pid, identity(sleeper.pid), socket.gethostname()))
+    assert prune.leftovers(here, [], days=14) == []
+    write_record(worker=(sleeper.pid, identity(sleeper.pid), "another-machine"))
+    assert prune.leftovers(here, [], days=14) == []

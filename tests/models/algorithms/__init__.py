@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Advantages, losses and corrections against the formulas in plain floats."""

@@ -1,0 +1,448 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory: what a forward leaves for its backward, counted on real tensors; the sum; and the refusal before a start."""
+
+import itertools
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModel
+
+from benchmarks.real_size import write_configs
+from models.cost.memory import GIB, Need, rollout_need, update_need
+from models.cost.meta_pass import KnownResults, PassCost, decoding_bytes, pass_cost
+from models.families.base import DiffusionModelBase, DiffusionModelConfig
+from models.families.velocity import velocity_field
+from models.samples.trajectories import PromptTable
+from models.weights.trainable import make_trainable, trainable
+from tasks.actors.memory import measures_gpu_memory, peak_metrics, peaks_since_last_time
+from tasks.config.recipes import load_recipe
+from tasks.config.tree import TrainConfig
+from tasks.run.capacity import (
+    DoesNotFit,
+    Needs,
+    beside_others,
+    check_disk,
+    check_fits,
+    colocated_encoders,
+    shortfall,
+    warn_of_others,
+)
+from tasks.system.gpu_memory import InUse, gpu_memory_in_use
+from tests.support.helpers import actor_config, model_config
+from tests.support.published_models import published
+from tests.support.tiny_models import FAMILIES, embeddings_of
+
+ROOT = Path(__file__).parents[3]
+
+
+def trainable_module(config: DiffusionModelConfig) -> torch.nn.Module:
+    """The real denoiser, as a trainer has it; gradients are dropped as they come."""
+    adapter = DiffusionModelBase.get_class(config)
+    module = adapter.load_transformer(config, torch.float32).train()
+    make_trainable(adapter, module, config)
+    for parameter in trainable(module).values():
+        parameter.register_post_accumulate_grad_hook(lambda weight: setattr(weight, "grad", None))
+    return module
+
+
+def saved_for_backward(config: DiffusionModelConfig, prompts: PromptTable, samples: int) -> int:
+    """Bytes that autograd really keeps after a forward of so many samples; weights do not count."""
+    adapter, module = DiffusionModelBase.get_class(config), trainable_module(config)
+    weights = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    velocity = velocity_field(adapter, module, config, prompts, torch.zeros(samples, dtype=torch.long))
+    latents = torch.randn(samples, *adapter.latent_shape(config))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        velocity(latents, torch.tensor(500.0))
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_activations_are_what_autograd_keeps(name: str, tiny_folder: Callable[[str], Path]) -> None:
+    """Two sizes of picture, two micro-batches, LoRA and all weights, without and with guidance."""
+    family = FAMILIES[name]
+    (height, width), _ = family.sizes
+    cases = (
+        ((height, width), 2, {"lora_rank": 4}, family.plain),
+        ((2 * height, 2 * width), 3, {}, family.guided),
+    )
+    for size, samples, weights, pipeline in cases:
+        config = model_config(tiny_folder(name), height=size[0], width=size[1], **weights, **pipeline)
+        guided = DiffusionModelBase.get_class(config).is_guided(config.pipeline)
+        prompts = embeddings_of(config, lengths=(24,), negative_length=24 if guided else None)
+        counted = saved_for_backward(config, prompts, samples)
+        assert pass_cost(config, prompts, samples).saved_bytes == pytest.approx(counted, rel=0.25)
+
+
+def test_known_results_are_torchs_own() -> None:
+    """Also of equal numbers of another type, of other strides, and of what shares its argument's memory."""
+    given = torch.empty(4, 6, dtype=torch.int64, device="meta")
+    asked: list[tuple[Any, tuple[Any, ...]]] = [
+        (torch.ops.aten.mul.Tensor, (given, number)) for number in (2, 2.0, True, given, given.float(), given.half())
+    ]
+    asked += [(torch.ops.aten.clone.default, (tensor,)) for tensor in (given.T, given.view(6, 4), given[1:])]
+    asked += [(torch.ops.aten.sum.dim_IntList, (given, [axis], keep)) for axis in (0, 1) for keep in (False, True)]
+    asked += [(torch.ops.aten._unsafe_view.default, (given, [8, 3])), (torch.ops.aten.t.default, (given,))]
+    own = [function(*arguments) for function, arguments in asked]
+    with KnownResults():
+        found = [[function(*arguments) for _ in range(3)] for function, arguments in asked]
+    for expected, results in zip(own, found, strict=True):
+        shares = expected.untyped_storage() is given.untyped_storage()
+        for result in results:
+            assert (result.shape, result.stride(), result.dtype) == (expected.shape, expected.stride(), expected.dtype)
+            assert (result.untyped_storage() is given.untyped_storage()) == shares
+    assert len({id(result.untyped_storage()) for result in found[0]}) == 3
+
+
+def test_known_results_may_be_several_and_some_of_them_left_out() -> None:
+    given, scale = torch.empty(4, 6, device="meta"), torch.empty(6, device="meta")
+    normalised = (given, [6], scale, scale, 1e-6)
+    mean, deviation = torch.ops.aten.native_layer_norm(*normalised)[1:]
+    for mask in ([True, True, False], [True, False, False]):
+        of_backward = (given, given, [6], mean, deviation, scale, scale, mask)
+        for function, arguments in (
+            (torch.ops.aten.native_layer_norm.default, normalised),
+            (torch.ops.aten.native_layer_norm_backward.default, of_backward),
+        ):
+            own = function(*arguments)
+            with KnownResults():
+                for results in [function(*arguments) for _ in range(3)]:
+                    assert [r if r is None else r.shape for r in results] == [r if r is None else r.shape for r in own]
+
+
+def peak_of(compute: Callable[[], Any], folder: Path) -> int:
+    """The most that torch's allocator gave out at a time while `compute` ran, by its own record."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        compute()
+    profiler.export_chrome_trace(str(folder / "memory.json"))
+    events = [e for e in json.loads((folder / "memory.json").read_text())["traceEvents"] if e["name"] == "[memory]"]
+    live = itertools.accumulate(event["args"]["Bytes"] for event in sorted(events, key=lambda event: event["ts"]))
+    return max(live)
+
+
+# What is kept for the backward, the larger part of a peak, is quick for all of them.
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in ("flux", "z_image") else []) for name in FAMILIES]
+)
+def test_peaks_are_those_of_the_allocator(name: str, tiny_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    """Sampling, decoding, and forward and backward without and with gradient checkpointing."""
+    family, samples = FAMILIES[name], 3
+    height, width = family.sizes[0]
+    times = 2 if name in ("stable_diffusion_3", "wan") else 4  # these have no positions beyond
+    config = model_config(tiny_folder(name), height=times * height, width=times * width, lora_rank=4, **family.plain)
+    prompts = embeddings_of(config, lengths=(24,))
+    adapter = DiffusionModelBase.get_class(config)
+    module: Any = trainable_module(config)
+    velocity = velocity_field(adapter, module, config, prompts, torch.zeros(samples, dtype=torch.long))
+    latents, timestep = torch.randn(samples, *adapter.latent_shape(config)), torch.tensor(500.0)
+
+    def train() -> None:
+        velocity(latents, timestep)[0].sum().backward()
+
+    cost = pass_cost(config, prompts, samples)
+    assert cost.training_bytes == pytest.approx(peak_of(train, tmp_path), rel=0.1)
+    with torch.no_grad():  # Qwen-Image's rotary tables, a fifth of so little, lie on the CPU before
+        assert cost.sampling_bytes == pytest.approx(peak_of(lambda: velocity(latents, timestep), tmp_path), rel=0.25)
+    module.enable_gradient_checkpointing()
+    less = pass_cost(config, prompts, samples, checkpointing=True).training_bytes
+    assert less == pytest.approx(peak_of(train, tmp_path), rel=0.1)
+    assert less < 0.8 * cost.training_bytes
+
+    vae = adapter.load_vae(config)
+    with torch.no_grad():
+        decoded = peak_of(lambda: adapter.decode(vae, config, latents), tmp_path)
+    assert decoding_bytes(config, samples)[1] == pytest.approx(decoded, rel=0.2)
+
+
+def test_sizes_that_were_measured_on_a_gpu(tmp_path: Path) -> None:
+    """Stable Diffusion 3.5 medium, 512 x 512, LoRA, batch 32, eager, on one H200: 66.6 GiB allocated at most."""
+    _, config = published("sd3.5-medium", tmp_path, dtype="bfloat16", lora_rank=32)
+    prompts = embeddings_of(config, lengths=(205,)).to("meta")
+    prompts = replace(prompts, prompt_embeds_mask=torch.ones(1, 205, dtype=torch.bool))
+    cost = pass_cost(config, prompts, samples=32)
+    need = update_need(cost, config, actor_config(ppo_micro_batch_size_per_gpu=32), world_size=1)
+    assert need.gib == pytest.approx(66.6, rel=0.05)
+
+
+COST = PassCost(
+    samples=4,
+    parameters=1000 * GIB // 4,
+    frozen=0,
+    trained=1000 * GIB // 4,
+    blocks=(100 * GIB // 4, 900 * GIB // 4),
+    sampling_flops=1.0,
+    training_flops=3.0,
+    recomputed_flops=0.0,
+    sampling_bytes=8 * GIB,
+    saved_bytes=30 * GIB,
+    training_bytes=40 * GIB,
+)
+"""Of all weights, 1000 GiB in fp32."""
+
+
+def test_the_sum_of_an_update(tiny_model: Path) -> None:
+    """All weights in fp32 over 10 ranks: 100 GiB each for weights and copies, and whole gradients on every rank."""
+    need = update_need(COST, model_config(tiny_model), actor_config(), world_size=10, copies=2, frozen_models=1)
+    sizes = {name: size / GIB for name, size in (need.resident | need.passing).items()}
+    assert sizes == {
+        "weights": 100,
+        "AdamW": 200,
+        "copies of the trained weights": 200,
+        "reference and teacher": 100,
+        "gradients": 1000,
+        "gathered weights": 100 + 2 * 100,
+        "activations of 4 samples": 40,
+    }
+    assert need.gib == sum(sizes.values())
+    kept = update_need(COST, model_config(tiny_model), actor_config(reshard_after_forward=False), world_size=10)
+    assert kept.passing["gathered weights"] / GIB == 1000
+    assert need.sentence().startswith("gradients 1000.0, gathered weights 300.0, ")
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "gone"),
+    [
+        ({}, {"param_offload": True}, {"weights", "AdamW", "copies of the trained weights", "reference and teacher"}),
+        ({}, {"optimizer_offload": True}, {"AdamW"}),
+        ({"lora_rank": 4}, {"shard_frozen": False}, {"gathered weights"}),
+    ],
+)
+def test_what_lies_elsewhere_needs_nothing(
+    tiny_model: Path, model: dict[str, int], settings: dict[str, bool], gone: set[str]
+) -> None:
+    config, arguments = model_config(tiny_model, **model), {"world_size": 10, "copies": 1, "frozen_models": 1}
+    usual, need = (update_need(COST, config, actor_config(**given), **arguments) for given in ({}, settings))
+    before, now = usual.resident | usual.passing, need.resident | need.passing
+    assert {name for name, size in now.items() if before[name] and not size} == gone
+    split = update_need(COST, config, actor_config(ulysses_sequence_parallel_size=2), **arguments)
+    assert split.passing["activations of 4 samples"] == before["activations of 4 samples"] / 2
+
+
+def test_the_sum_of_a_rollout_worker(tiny_model: Path) -> None:
+    config = model_config(tiny_model, dtype="bfloat16")
+    need = rollout_need(COST, config, vae=(GIB, 24 * GIB), samples=8)
+    assert {name: size / GIB for name, size in (need.resident | need.passing).items()} == {
+        "weights": 500,
+        "VAE": 1,
+        "activations of 8 samples": 24,  # decoding takes more than the 16 of the denoiser
+    }
+
+
+def run_config(tiny_model: Path, **trainer: Any) -> TrainConfig:
+    rollout = {"n": 4, "micro_batch_size": 4, "pipeline": {"height": 16, "width": 24}}
+    actor = {"ppo_mini_batch_size": 4, "ppo_micro_batch_size_per_gpu": 4}
+    tree = {
+        "data": {"train_batch_size": 4},
+        "actor_rollout_ref": {"model": {"path": str(tiny_model)}, "rollout": rollout, "actor": actor},
+        "trainer": {"device": "cuda", **trainer},
+    }
+    return TrainConfig.model_validate(tree)
+
+
+def test_what_does_not_fit_is_refused_with_the_way_out(tiny_model: Path) -> None:
+    model = model_config(tiny_model)
+    with pytest.raises(
+        DoesNotFit, match=r"the update needs 4340.0 GiB on each GPU \(AdamW 2000.0, .*\) but there are "
+    ):
+        check_fits(run_config(tiny_model, gpu_memory_gib=139.8), model, COST)
+    with pytest.raises(DoesNotFit) as refused:
+        check_fits(run_config(tiny_model, gpu_memory_gib=139.8), model, COST)
+    assert "ppo_micro_batch_size_per_gpu" not in str(refused.value), "without any activations it does not fit either"
+    with pytest.raises(DoesNotFit) as refused:
+        check_fits(run_config(tiny_model, gpu_memory_gib=4310), model, COST)
+    for way in (
+        "lower actor.ppo_micro_batch_size_per_gpu, now 4",
+        "actor.fsdp_config.gradient_checkpointing to true",
+        "model.lora_rank",
+        "trainer.n_gpus_per_node, now 1",
+    ):
+        assert way in str(refused.value)
+    check_fits(run_config(tiny_model, gpu_memory_gib=6000), model, COST)
+
+
+def test_checkpoints_that_find_no_room_are_refused(tiny_model: Path, tmp_path: Path) -> None:
+    config = run_config(tiny_model, default_local_dir=tmp_path, total_training_steps=20, save_freq=10)
+    with pytest.raises(DoesNotFit, match=r"takes 3000.0 GiB and 2 of them, at a time, 6000.0, but"):
+        check_disk(config, COST)
+    with pytest.raises(DoesNotFit, match=f"and 3 .* 9000.0, but {tmp_path}/.*set trainer.default_local_dir"):
+        check_disk(config.with_changes({"trainer": {"save_freq": 5}}), COST)
+    with pytest.raises(DoesNotFit, match=r"takes 3000.0 GiB, but .* has room for \d+\.\d: make some"):
+        check_disk(config.with_changes({"trainer": {"save_freq": 0}}), COST)
+    check_disk(config, replace(COST, trained=1000))
+
+
+def test_the_checkpoints_that_are_there_are_room_for_the_next(tiny_model: Path, small_disk: Path) -> None:
+    config = run_config(tiny_model, default_local_dir=small_disk, total_training_steps=40, save_freq=10)
+    cost = replace(COST, trained=2**20 // 12 // 4)  # a quarter of the disk
+    check_disk(config, cost)
+    (folder := config.run_dir / "checkpoints/iter_000020").mkdir(parents=True)
+    (folder / "file").write_bytes(bytes(2**19))
+    check_disk(config, cost)
+    (small_disk / "another's").write_bytes(bytes(2**18 + 2**17))
+    with pytest.raises(DoesNotFit):
+        check_disk(config, cost)
+
+
+@pytest.mark.slow  # all sixty blocks; the sentence and a measured size are quick: the tests above
+@pytest.mark.parametrize(("recipe", "gib"), [("qwen-image-ocr-flow-grpo", 309.8)])
+def test_a_recipe_that_one_gpu_cannot_hold_says_so_in_numbers(recipe: str, gib: float, tmp_path: Path) -> None:
+    """All weights of Qwen-Image on one H200: 20.43e9 of them with gradients and AdamW's moments, in fp32."""
+    machine = json.loads((ROOT / "machines" / "one_h200.json").read_text())
+    config = load_recipe(recipe, ROOT / "prefect.yaml").with_changes(machine)
+    config = config.with_changes({"trainer": {"gpu_memory_gib": 139.8}})
+    settings, actor = config.actor_rollout_ref, config.actor_rollout_ref.actor
+    write_configs("qwen-image", tmp_path)
+    trained = settings.model.model_copy(update={"path": str(tmp_path)})
+    model = DiffusionModelConfig.load(trained, settings.rollout.pipeline, settings.rollout.algo)
+    prompts = embeddings_of(model, lengths=(256,)).to("meta")
+    prompts = replace(prompts, prompt_embeds_mask=torch.ones(1, 256, dtype=torch.bool))
+    cost = pass_cost(model, prompts, actor.rows_of_pass, checkpointing=True)
+    with pytest.raises(DoesNotFit) as refused:
+        check_fits(config, model, cost)
+    assert str(refused.value) == (
+        f"the update needs {gib} GiB on each GPU (AdamW 152.2, weights 76.1, gradients 76.1, activations of 8 samples "
+        "4.0, gathered weights 1.3) but there are 139.8: set actor.fsdp_config.param_offload to true, or train LoRA "
+        "with model.lora_rank, or raise trainer.n_gpus_per_node, now 1"
+    )
+
+
+def test_text_encoders_on_the_trainers_gpu_are_counted(tiny_model: Path) -> None:
+    """Asleep but while they encode, beside what stays on the GPU; awake, beside the update. Not those elsewhere."""
+
+    def asked(*, rollout: str = "separate", **encoder: Any) -> TrainConfig:
+        data = {"embeddings": "live", "text_encoder": {"device": "cuda", "placement": "colocated"} | encoder}
+        policy = {"rollout": {"placement": rollout, "pipeline": {"max_sequence_length": 24}}}
+        return run_config(tiny_model).with_changes({"data": data, "actor_rollout_ref": policy})
+
+    weights = sum(p.numel() for p in AutoModel.from_pretrained(tiny_model / "text_encoder").parameters())
+    assert colocated_encoders(asked()) == pytest.approx(4 * weights, rel=0.2), "its head for words is in the file, too"
+    assert colocated_encoders(asked(dtype="bfloat16")) == colocated_encoders(asked()) / 2
+    assert colocated_encoders(asked(placement="separate")) == 0
+    update, sampling = Need({"weights": 10 * GIB}, {"activations": 5 * GIB}), Need({"weights": 4 * GIB}, {})
+    small, large = Needs(update, sampling, 3 * GIB), Needs(update, sampling, 6 * GIB)
+    assert shortfall(asked(), small, there=15.0) is None
+    said = "encoding prompts needs 16.0 GiB on the first GPU (weights 10.0, text encoders 6.0) but there are 15.0: "
+    assert str(shortfall(asked(), large, there=15.0)).startswith(said)
+    assert shortfall(asked(), large, there=16.0) is None
+    assert "needs 20.0 GiB on the first GPU" in str(shortfall(asked(rollout="colocated"), large, there=16.0))
+    awake = asked(enable_sleep_mode=False)
+    assert "the update needs 18.0 GiB on each GPU (weights 10.0" in str(shortfall(awake, small, there=15.0))
+    assert shortfall(awake, small, there=18.0) is None
+
+
+def test_the_rollout_must_fit_too(tiny_model: Path) -> None:
+    """Alone on its GPU, several on one, and beside the trainer's weights."""
+    model, large = model_config(tiny_model), replace(COST, trained=0, training_bytes=0, blocks=(0, 0), parameters=GIB)
+    check_fits(run_config(tiny_model, gpu_memory_gib=13), model, large)
+    with pytest.raises(DoesNotFit, match=r"rollout needs 12.0 GiB .* lower rollout.micro_batch_size, now 4"):
+        check_fits(run_config(tiny_model, gpu_memory_gib=11.9), model, large)
+    shared = run_config(tiny_model, gpu_memory_gib=13).with_changes(
+        {"actor_rollout_ref": {"rollout": {"num_actors": 2, "num_gpus_per_actor": 0.5}}}
+    )
+    with pytest.raises(DoesNotFit, match=r"rollout needs 24.0 GiB .* or raise rollout.num_gpus_per_actor"):
+        check_fits(shared, model, large)
+    colocated = run_config(tiny_model, gpu_memory_gib=13).with_changes(
+        {"actor_rollout_ref": {"rollout": {"placement": "colocated"}}}
+    )
+    with pytest.raises(DoesNotFit, match=r"needs 16.0 GiB on each GPU beside the trainer's weights .* separate"):
+        check_fits(colocated, model, replace(large, frozen=GIB))
+
+
+def test_nothing_is_checked_where_nothing_is_known(tiny_model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = model_config(tiny_model)
+    check_fits(run_config(tiny_model, device="cpu", gpu_memory_gib=1), model, COST)
+    assert not caplog.records
+    if not torch.cuda.is_available():
+        check_fits(run_config(tiny_model), model, COST)
+        assert "trainer.gpu_memory_gib is null: whether the run fits is not checked" in caplog.text
+
+
+def test_other_programs_are_told_of_where_the_run_does_not_fit_beside_them(tiny_model: Path) -> None:
+    config, model = run_config(tiny_model, gpu_memory_gib=80), model_config(tiny_model)
+    needed = check_fits(config, model, replace(COST, trained=0, blocks=(0, 0), parameters=GIB))
+    assert needed is not None
+    assert needed.update.gib == 40
+    for used in (0.0, 0.5, 40.0):
+        assert beside_others(config, needed, InUse(3, used), there=80.0) is None
+    assert beside_others(config, needed, InUse(3, 60.4), there=80.0) == (
+        "other programs have 60.4 GiB of GPU 3 in use, of 80.0, and the update needs 40.0 GiB on each GPU (activations "
+        "of 4 samples 40.0) but there are 19.6: lower actor.ppo_micro_batch_size_per_gpu, now 4, or set "
+        "actor.fsdp_config.gradient_checkpointing to true, or set actor.fsdp_config.param_offload to true, or train "
+        "LoRA with model.lora_rank, or set model.dtype to bfloat16, or raise trainer.n_gpus_per_node, now 1; or end "
+        "them, or choose other GPUs with CUDA_VISIBLE_DEVICES"
+    )
+    sampling = needed._replace(update=Need({}, {}))
+    assert "the rollout needs 12.0 GiB" in str(beside_others(config, sampling, InUse(0, 70.0), there=80.0))
+    assert "but there are 0.0" in str(beside_others(config, needed, InUse(0, 81.0), there=80.0))
+
+
+def test_what_is_in_use_of_a_gpu_that_nvml_does_not_know_is_unknown(
+    tiny_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Here that is any, where the machine has no NVIDIA driver: a word for who debugs, and no warning."""
+    with caplog.at_level(logging.DEBUG, "tasks.system.gpu_memory"):
+        assert gpu_memory_in_use(["00000000-0000-0000-0000-000000000000"]) == []
+    assert "memory is in use: NVML says" in caplog.text
+    caplog.clear()
+    if not torch.cuda.is_available():
+        nothing = Need({}, {})
+        warn_of_others(run_config(tiny_model), Needs(nothing, nothing))
+        warn_of_others(run_config(tiny_model, gpu_memory_gib=80), Needs(nothing.with_resident("all", 1e15), nothing))
+        assert not caplog.records
+
+
+class Actor:
+    """What a group's actor is to the decorator."""
+
+    @measures_gpu_memory("load")
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+
+    @measures_gpu_memory(lambda number: "odd" if number % 2 else "even")
+    def work(self, number: int) -> int:
+        """Adds up."""
+        self.calls.append(number)
+        return sum(self.calls)
+
+
+def test_a_process_without_cuda_measures_nothing() -> None:
+    if torch.cuda.is_initialized():
+        pytest.skip("this process has used CUDA")
+    actor = Actor()
+    assert [actor.work(1), actor.work(2)] == [1, 3]
+    assert Actor.work.__doc__ == "Adds up."
+    assert peaks_since_last_time(actor) == {}
+
+
+def test_a_stage_has_the_peak_of_the_actor_that_took_most() -> None:
+    assert peak_metrics("rollout", [{"gen": GIB, "load": 3 * GIB}, {"gen": 2 * GIB}, {}]) == {
+        "memory/rollout/gpu_peak_gib/gen": 2.0,
+        "memory/rollout/gpu_peak_gib/load": 3.0,
+    }
+
+
+def test_update_and_rollout_must_fit_together_where_the_rollout_does_not_sleep(tiny_model: Path) -> None:
+    model = model_config(tiny_model)
+    large = replace(COST, trained=0, training_bytes=8 * GIB, blocks=(0, 0), parameters=GIB)
+    rollout = {"placement": "colocated"}
+    sleeps = run_config(tiny_model, gpu_memory_gib=13).with_changes({"actor_rollout_ref": {"rollout": rollout}})
+    check_fits(sleeps, model, large)
+    awake = sleeps.with_changes({"actor_rollout_ref": {"rollout": {"enable_sleep_mode": False}}})
+    with pytest.raises(DoesNotFit, match=r"need 20.0 GiB together on each GPU .*rollout.enable_sleep_mode is false"):
+        check_fits(awake, model, large)
+    check_fits(awake.with_changes({"trainer": {"gpu_memory_gib": 1000}}), model, large)
+    check_fits(awake.with_changes({"actor_rollout_ref": {"rollout": {"placement": "separate"}}}), model, large)

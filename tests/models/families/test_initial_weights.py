@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run that starts from another run's weights: what it then trains, what it compares with, and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from models.families.base import DiffusionModelConfig
+from models.families.qwen_image import QwenImage
+from models.rollout.diffusers import DiffusersRolloutEngine
+from models.weights.trainable import check_initial_weights, export_weights
+from tasks.config.tree import TrainConfig
+from tests.models.training.test_engine import batch_of, largest_difference, trainer
+from tests.support.helpers import model_config, rollout_request
+from tests.support.tiny_models import FAMILIES
+
+KINDS: dict[str, dict[str, Any]] = {"full": {}, "lora": {"lora_rank": 4, "lora_alpha": 8}}
+full_and_lora = pytest.mark.parametrize("kind", KINDS)
+SETTINGS = {"use_kl_loss": True, "kl_loss_coef": 0.1, "ppo_micro_batch_size_per_gpu": 6}
+
+
+def rolled_out(config: DiffusionModelConfig, weights: dict[str, Tensor]) -> Any:
+    rollout = DiffusersRolloutEngine(config)
+    rollout.load_weights(weights)
+    return rollout.generate(rollout_request(lengths=(5, 3, 7)))[1]
+
+
+@pytest.fixture(scope="module")
+def tiny_model(one_block_model: Path) -> Path:
+    """One block is enough here."""
+    return one_block_model
+
+
+@pytest.fixture(scope="module")
+def exported(one_rank: None, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Of each kind what a run of two updates left behind."""
+    folder, found = tmp_path_factory.mktemp("exported"), {}
+    for kind, settings in KINDS.items():
+        config = model_config(tiny_model, **settings)
+        engine = trainer(config)
+        _, paths = DiffusersRolloutEngine(config).generate(rollout_request(lengths=(5, 3, 7)))
+        for _ in range(2):
+            engine.update_policy([batch_of(paths)])
+        found[kind] = folder / kind
+        export_weights(QwenImage, config, engine.gather_weights(), folder / kind)
+        torch.save(engine.gather_weights(), folder / f"{kind}.pt")
+    return found
+
+
+@full_and_lora
+def test_training_starts_from_them_and_refers_to_the_base_model(
+    tiny_model: Path, exported: dict[str, Path], kind: str, tmp_path: Path
+) -> None:
+    """Policy and average begin there, to the bit; the KL is to the base model, so it is not 0; another lr is free."""
+    before = torch.load(exported[kind].with_suffix(".pt"))
+    config = model_config(tiny_model, **KINDS[kind], initial_weights=str(exported[kind]))
+    engine = trainer(config, lr=1e-3, enable=True, **SETTINGS)
+    base = trainer(model_config(tiny_model, **KINDS[kind]), **SETTINGS)
+    assert largest_difference(engine.gather_weights(), before) == 0.0
+    assert largest_difference(base.gather_weights(), before) > 1e-3
+    with engine.holding("average"):
+        assert largest_difference(engine.gather_weights(), before) == 0.0
+    trajectories = rolled_out(config, before)
+    first = engine.update_policy([batch_of(trajectories)])
+    assert first["logprob_abs_diff/max"] == 0.0
+    assert first["optimizer_steps"] == 1
+    assert first["kl_loss"] > 1e-6
+    assert base.update_policy([batch_of(rolled_out(config, base.gather_weights()))])["kl_loss"] == 0.0
+    export_weights(QwenImage, config, engine.gather_weights(), tmp_path / "again")
+    check_initial_weights(QwenImage, model_config(tiny_model, **KINDS[kind], initial_weights=str(tmp_path / "again")))
+
+
+@full_and_lora
+def test_a_checkpoint_wins_over_them(tiny_model: Path, exported: dict[str, Path], kind: str, tmp_path: Path) -> None:
+    config = model_config(tiny_model, **KINDS[kind], initial_weights=str(exported[kind]))
+    engine, resumed = trainer(config), trainer(config)
+    engine.update_policy([batch_of(rolled_out(config, engine.gather_weights()))])
+    engine.save_checkpoint(tmp_path / "checkpoint")
+    resumed.load_checkpoint(tmp_path / "checkpoint")
+    assert largest_difference(resumed.gather_weights(), engine.gather_weights()) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        ("nowhere", {}, r"initial_weights is .*nowhere, which holds neither pytorch_lora.* nor transformer/: give the"),
+        ("lora", {}, r"holds LoRA weights, but model.lora_rank is 0, which trains all: give an export of the same"),
+        ("full", KINDS["lora"], r"holds full weights, but model.lora_rank is 4: give an export of the same kind"),
+        ("lora", {"lora_rank": 2, "lora_alpha": 8}, r"trained with lora_rank 4, but model.lora_rank is 2: .* the same"),
+        ("lora", {"lora_rank": 4, "lora_alpha": 4}, r"trained with lora_alpha 8, but model.lora_alpha is 4"),
+        ("lora", KINDS["lora"] | {"target_modules": ("to_q",)}, r"with target_modules \[.*, but .* is \['to_q'\]"),
+    ],
+)
+def test_weights_that_this_run_cannot_train_are_refused(
+    tiny_model: Path, exported: dict[str, Path], kind: str, settings: dict[str, Any], message: str
+) -> None:
+    folder = exported.get(kind, exported["full"].with_name(kind))
+    with pytest.raises(ValueError, match=message):
+        check_initial_weights(QwenImage, model_config(tiny_model, **settings, initial_weights=str(folder)))
+
+
+def test_weights_of_another_model_are_refused(exported: dict[str, Path], tmp_path: Path) -> None:
+    FAMILIES["qwen_image"].save(tmp_path / "model")
+    file = tmp_path / "model" / "transformer" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_layers": 3, "guidance_embeds": True}))
+    config = model_config(tmp_path / "model", initial_weights=str(exported["full"]))
+    with pytest.raises(ValueError, match=r"differs from that of model.path .* in guidance_embeds, num_layers: give"):
+        check_initial_weights(QwenImage, config)
+
+
+def test_lora_weights_that_do_not_say_what_they_are(
+    tiny_model: Path, exported: dict[str, Path], tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    name = "pytorch_lora_weights.safetensors"
+    save_file(load_file(exported["lora"] / name), tmp_path / name)
+    with pytest.raises(ValueError, match=r"safetensors does not say its r: give an export of this project"):
+        check_initial_weights(QwenImage, model_config(tiny_model, **KINDS["lora"], initial_weights=str(tmp_path)))
+
+
+def test_they_make_another_run_and_are_among_what_it_reads() -> None:
+    plain, started = (
+        TrainConfig.model_validate({"actor_rollout_ref": {"model": {"initial_weights": given}}})
+        for given in (None, "runs/other/weights")
+    )
+    assert plain.digest() != started.digest()
+    assert Path("runs/other/weights") in started.data_read()
+    assert len(plain.data_read()) == len(started.data_read()) - 1

@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reward workers on a real Ray: how batches are cut, and what happens when a reward raises, hangs or dies."""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ray
+
+from models.schedulers.noise_keys import NoiseKey
+from tasks.actors.cluster import ClusterError, ray_cluster, require_resources
+from tasks.actors.reward_group import RewardGroup, Scores, wanted_inputs
+from tasks.actors.reward_pool import RewardFailure
+from tasks.actors.rollout_group import PendingBatch
+from tasks.actors.worker_forks import IMPORTED
+from tasks.config.reward import RewardConfig
+from tasks.config.trainer import RayConfig
+from tasks.data.prompts import Prompt
+from tasks.rewards import RewardError
+from tests.support.patience import wait_until
+
+MODULE = "tests.support.unreliable_rewards"
+LEVELS = list(range(0, 120, 10))
+"""Brightness of each of the twelve pictures; the first is black."""
+
+
+@pytest.fixture(scope="module")
+def cluster(shared_forks: None) -> Iterator[None]:
+    """Ray with two CPUs, for the tests of this module."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("RAY_ADDRESS", raising=False)
+        patch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))  # where the workers find the rewards of these tests
+        with ray_cluster(RayConfig(num_cpus=2)):
+            yield
+
+
+def batches(shard: int = 4) -> list[PendingBatch]:
+    """Twelve plain pictures of 6 x 5 pixels in shards; four prompts of three samples, the last latent ten times."""
+    done, found = ray.put(0.0), []
+    for start in range(0, len(LEVELS), shard):
+        levels = np.array(LEVELS[start : start + shard])
+        pictures = np.broadcast_to(levels[:, None, None, None], (len(levels), 6, 5, 3)).astype(np.uint8)
+        latents = np.ascontiguousarray(np.broadcast_to(levels[:, None, None], (len(levels), 7, 2)), np.float32)
+        rows = range(start, start + len(levels))
+        prompts = tuple(Prompt(f"group-{i // 3}", str(i), None, {}, "") for i in rows)
+        keys = tuple(NoiseKey(0, 1, f"group-{i // 3}", i % 3) for i in rows)
+        found.append(PendingBatch(prompts, keys, (5, 0), done, ray.put(pictures), ray.put(latents), done, 0))
+    return found
+
+
+def config(*, max_missing_fraction: float = 0.1, statistics: bool = False, **functions: dict) -> RewardConfig:
+    """Each keyword is a reward: the function's name in the module of unreliable rewards, or a label."""
+    entries = {
+        label: {"reward": f"{MODULE}:{label}", "retry_wait_s": 0.0} | settings for label, settings in functions.items()
+    }
+    return RewardConfig(functions=entries, max_missing_fraction=max_missing_fraction, guards={"statistics": statistics})
+
+
+def scored(settings: RewardConfig, shard: int = 4) -> Scores:
+    group, shards = RewardGroup(settings), batches(shard)
+    return group.table(shards, group.submit(shards, training=True))
+
+
+def of(name: str, settings: dict, **more) -> np.ndarray:
+    return scored(config(**{name: settings}, **more)).by_reward[name]
+
+
+def test_what_is_handed_out_is_scored_before_the_next_batch_is(cluster: None) -> None:
+    """A call waits for the batches that it covers, and for no other one."""
+    group, shards = RewardGroup(config(brightness={}, statistics=True)), batches(4)
+    whole = group.table(shards, group.submit(shards, training=True))
+    each, across = (RewardGroup(config(brightness={"batch_size": size})) for size in (4, 6))
+    begun = [one.begin([4, 4, 4], training=True) for one in (each, across)]
+    for number, counts in enumerate([(1, 0), (2, 1), (3, 2)]):
+        for scoring in begun:
+            scoring.add(shards[number])
+        calls = [scoring.pending.calls["brightness"] for scoring in begun]
+        assert tuple(map(len, calls)) == counts
+        newest = ray.get(calls[0][-1].answer)
+        assert newest.scores.tolist() == pytest.approx(LEVELS[4 * number : 4 * number + 4])
+    for one, scoring in zip((each, across), begun, strict=True):
+        found = one.table(shards, scoring.pending)
+        assert found.rewards.tolist() == whole.rewards.tolist()
+    assert len(whole.samples.filter(like="image/").columns) > 0
+
+
+def test_calls_are_cut_across_rollout_batches_and_change_no_score(cluster: None) -> None:
+    """Shards of 5, 5 and 2 pictures; calls of 4 cover two of them. Two workers of one reward share the calls."""
+    assert of("brightness", {}).tolist() == LEVELS
+    found = scored(config(brightness={"batch_size": 4, "num_workers": 2}), shard=5)
+    assert found.by_reward["brightness"].tolist() == LEVELS
+    assert found.samples["brightness/batch"].tolist() == [4] * 12
+    uneven = scored(config(brightness={"batch_size": 5}), shard=4)
+    assert uneven.samples["brightness/batch"].tolist() == [5] * 10 + [2] * 2
+    assert uneven.samples["prompt"].tolist() == [str(i) for i in range(12)]
+    assert uneven.busy["brightness"] > 0
+    # By default every worker has its share of every rollout batch.
+    shared = scored(config(brightness={"num_workers": 3}), shard=5)
+    assert shared.by_reward["brightness"].tolist() == LEVELS
+    assert shared.samples["brightness/batch"].tolist() == [2, 2, 2, 2, 1] * 2 + [1, 1]
+    assert (
+        scored(config(brightness={"batch_size": None}), shard=5).samples["brightness/batch"].tolist()
+        == [5] * 10 + [2] * 2
+    )
+
+
+def test_functions_may_be_async_and_may_want_latents(cluster: None) -> None:
+    settings = config(slow_echo={"weight": 2.0}, latent_size={"weight": 0.5}, brightness={"guard": True})
+    assert wanted_inputs(settings) == {"images", "latents"}
+    found = scored(settings)
+    assert found.by_reward["slow_echo"].tolist() == list(range(12))
+    assert found.by_reward["latent_size"].tolist() == [level**2 for level in LEVELS]
+    assert found.weights == {"slow_echo": 2.0, "latent_size": 0.5, "brightness": 0.0}
+    assert found.rewards.tolist() == [2 * i + level**2 / 2 for i, level in enumerate(LEVELS)]
+
+
+@pytest.mark.parametrize("late", [1, 0], ids=["the_next", "an_earlier_one"])
+def test_a_batch_is_scored_while_another_is_still_sampled(cluster: None, tmp_path: Path, late: int) -> None:
+    """The late batch's pictures come only once another is scored by the one worker there is: without overlap, or with
+    calls that wait for each other, this would wait in vain."""
+    calls = tmp_path / "calls"
+
+    @ray.remote(num_cpus=0)
+    def sampled_late(pictures: np.ndarray) -> np.ndarray:
+        wait_until(calls.exists, "another batch's scoring", every=0.02)
+        return pictures
+
+    shards = batches()
+    shards[late] = replace(shards[late], pictures=sampled_late.remote(shards[late].pictures))
+    group = RewardGroup(config(fails_before={"options": {"folder": str(tmp_path), "attempts": 0}}))
+    assert group.table(shards, group.submit(shards, training=True)).by_reward["fails_before"].tolist() == LEVELS
+
+
+def test_a_killed_worker_is_restarted_and_its_batch_scored_again(cluster: None, tmp_path: Path) -> None:
+    group = RewardGroup(config(dies_once={"options": {"folder": str(tmp_path)}}))
+    shards = batches()
+    found = group.table(shards, group.submit(shards, training=True))
+    assert found.by_reward["dies_once"].tolist() == LEVELS
+    assert len((tmp_path / "calls").read_text()) == 4, "three batches, the first of them twice"
+    # The restarted worker serves the next iteration as well.
+    assert group.table(shards, group.submit(shards, training=True)).by_reward["dies_once"].tolist() == LEVELS
+
+
+def test_a_worker_that_hangs_is_ended_and_its_batch_scored_again(cluster: None, tmp_path: Path) -> None:
+    settings = {"options": {"folder": str(tmp_path)}, "timeout_s": 5}
+    assert of("hangs_once", settings).tolist() == LEVELS
+    assert len((tmp_path / "calls").read_text()) == 4
+
+
+def test_an_error_is_tried_again_as_often_as_the_config_says(cluster: None, tmp_path: Path) -> None:
+    enough = {"options": {"folder": str(tmp_path), "attempts": 2}, "retries": 2, "batch_size": 12}
+    assert of("fails_before", enough).tolist() == LEVELS
+    (tmp_path / "calls").unlink()
+    with pytest.raises(RewardFailure, match="its error: ConnectionError: attempt 2 was refused"):
+        of("fails_before", enough | {"retries": 1})
+
+
+def test_what_fails_is_missing_with_its_error_and_nothing_else_is(cluster: None) -> None:
+    """Batches of two: the black picture takes its neighbour with it, and no other."""
+    settings = config(fails_for_dark={"batch_size": 2, "retries": 1}, max_missing_fraction=0.17)
+    found = scored(settings)
+    assert np.isnan(found.rewards).tolist() == [True, True] + [False] * 10
+    assert found.by_reward["fails_for_dark"][2:].tolist() == LEVELS[2:]
+    errors = found.samples["fails_for_dark/error"]
+    assert errors[:2].tolist() == ["ConnectionError: the lens cap is on"] * 2
+    assert errors[2:].isna().all()
+    assert found.metrics()["reward/fails_for_dark/missing"] == 2
+
+
+def test_above_the_fraction_the_run_stops_with_the_rewards_own_error(cluster: None) -> None:
+    with pytest.raises(
+        RewardFailure, match=r"'fails_for_dark' is missing for 2 of 12 .* 0\.1 allows; its error: .*lens cap is on"
+    ):
+        of("fails_for_dark", {"batch_size": 2, "retries": 0})
+    with pytest.raises(RewardFailure, match=r"missing for 1 of 12 .* 0 allows; its error: the reward itself returned"):
+        of("nan_for_dark", {}, max_missing_fraction=0.0)
+
+
+def test_an_infinite_score_is_missing_and_counted(cluster: None) -> None:
+    found = scored(config(infinite_for_dark={}))
+    assert np.isnan(found.rewards).tolist() == [True] + [False] * 11
+    assert found.samples["infinite_for_dark/error"][0] == "the reward itself returned -inf"
+    metrics = found.metrics()
+    assert metrics["reward/infinite_for_dark/missing"] == metrics["reward/infinite_for_dark/not_finite"] == 1
+    with pytest.raises(RewardFailure, match=r"missing for 1 of 12 .*; its error: the reward itself returned -inf"):
+        of("infinite_for_dark", {}, max_missing_fraction=0.05)
+
+
+def test_a_worker_that_keeps_dying_says_so(cluster: None, tmp_path: Path) -> None:
+    settings = {"options": {"folder": str(tmp_path)}, "retries": 0, "batch_size": 12}
+    with pytest.raises(RewardFailure, match=r"its worker died, or took longer .* 600, 1 times in a row \(.+"):
+        of("dies_once", settings)
+
+
+def test_misuse_is_no_failure_and_is_not_tried_again(cluster: None, tmp_path: Path) -> None:
+    with pytest.raises(RewardError, match="misused: the prompts have no target"):
+        of("misused", {"options": {"folder": str(tmp_path)}, "batch_size": 12}, max_missing_fraction=1.0)
+    assert len((tmp_path / "calls").read_text()) == 1
+
+
+def test_a_missing_optional_reward_counts_as_its_groups_mean(cluster: None) -> None:
+    functions = {"brightness": {}, "nan_for_dark": {"required": False, "weight": 0.1}}
+    found = scored(config(**functions))
+    assert np.isnan(found.by_reward["nan_for_dark"][0])
+    assert found.rewards[0] == pytest.approx(0 + 0.1 * (10 + 20) / 2)
+    assert found.rewards[1:] == pytest.approx([1.1 * level for level in LEVELS[1:]])
+    required = scored(config(brightness={}, nan_for_dark={"weight": 0.1}))
+    assert np.isnan(required.rewards).tolist() == [True] + [False] * 11
+
+
+def test_a_guard_measures_a_share_of_an_iteration_and_all_of_a_validation(cluster: None) -> None:
+    """Half of shards of 5, 5 and 2, rounded up. What it did not measure is neither missing nor a share of its limit."""
+    functions = {"brightness": {}, "nan_for_dark": {"guard": True, "training_share": 0.5, "batch_size": 2}}
+    group, shards = RewardGroup(config(**functions, max_missing_fraction=0.15)), batches(5)
+    found = group.table(shards, group.submit(shards, training=True))
+    measured = [True, True, True, False, False] * 2 + [True, False]
+    assert found.samples["nan_for_dark/measured"].tolist() == measured
+    assert found.by_reward["nan_for_dark"][1:] == pytest.approx(np.where(measured, LEVELS, np.nan)[1:], nan_ok=True)
+    errors = found.samples["nan_for_dark/error"].tolist()
+    assert [error is None for error in errors] == [False] + [True] * 11
+    assert "itself returned nan" in errors[0]
+    assert found.metrics()["reward/nan_for_dark/missing"] == found.metrics()["reward/nan_for_dark/not_finite"] == 1
+    assert found.rewards.tolist() == LEVELS
+    whole = group.table(shards, group.submit(shards, training=False))
+    assert whole.by_reward["nan_for_dark"][1:].tolist() == LEVELS[1:]
+    assert "nan_for_dark/measured" not in whole.samples
+    strict = RewardGroup(config(**functions, max_missing_fraction=0.1))  # 1 of 12 would be few enough
+    pending = strict.submit(shards, training=True)
+    with pytest.raises(RewardFailure, match="missing for 1 of 7 samples"):
+        strict.table(shards, pending)
+
+
+def test_what_is_trained_on_is_measured_of_every_picture() -> None:
+    with pytest.raises(ValueError, match=r"training_share is 0\.5, but this reward is trained on"):
+        RewardConfig(functions={"ocr": {"training_share": 0.5}})
+    assert RewardConfig(functions={"ocr": {}, "jpeg": {"weight": 0, "training_share": 0.5}})
+
+
+def test_statistics_of_the_pictures_are_measured_beside_the_rewards(cluster: None) -> None:
+    found = scored(config(brightness={}, statistics=True)).samples
+    plain = [found[f"image/{name}"].abs().max() for name in ("edge_density", "entropy", "saturation")]
+    assert plain == [0, 0, 0]
+    # Three plain pictures 10 apart have a standard deviation of 10, whatever their mean.
+    assert found["image/diversity"].to_numpy() == pytest.approx([10 / 255] * 12, rel=1e-5)
+
+
+def test_asking_for_its_memory_loads_a_worker_with_nothing(cluster: None) -> None:
+    """It is started by python, as it is to have two CPUs: a fork has what many import from the start."""
+    alone = config(brightness={"num_cpus": 2})
+    group = next(iter(RewardGroup(alone).pools.values())).group
+    assert 0 < group.memory("reward")["memory/reward_0_mb"] < 1000
+    (loaded,) = ray.get([actor.__ray_call__.remote(lambda _: set(sys.modules)) for actor in group.actors])
+    assert not loaded & {"torch", "prefect", "mlflow", "tasks.actors.cluster"}
+    forked = next(iter(RewardGroup(config(brightness={})).pools.values())).group
+    (loaded,) = ray.get([actor.__ray_call__.remote(lambda _: set(sys.modules)) for actor in forked.actors])
+    assert loaded >= {*IMPORTED}
+    assert not loaded & {"prefect", "mlflow", "tasks.actors.cluster"}
+
+
+def test_rewards_that_reserve_more_than_there_is_are_refused(cluster: None) -> None:
+    settings = config(brightness={"num_workers": 3, "num_cpus": 1.0, "num_gpus": 0.5})
+    assert (settings.num_cpus, settings.num_gpus) == (3.0, 1.5)
+    with pytest.raises(ClusterError, match=r"the rewards reserve 3 CPUs .* cluster has 2"):
+        require_resources(0, settings.num_cpus)
+    with pytest.raises(ClusterError, match=r"needs 1\.5 GPUs .* cluster has 0"):
+        require_resources(settings.num_gpus, 0)
+    assert of("brightness", {"num_cpus": 1.0, "num_workers": 2}).tolist() == LEVELS

@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a killed driver had started ends with it; real processes and a real SIGKILL."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tasks.actors.watchdog import MARK, watchdog
+from tasks.system.processes import ProcessIdentity, runs, wait_until_ended
+from tests.support.forked import Program
+from tests.support.patience import PATIENCE, wait_until
+from tests.support.processes import words_of
+
+pytestmark = pytest.mark.waits
+
+ROOT = Path(__file__).parents[3]
+SLEEPER = "import time; time.sleep(7200)"
+DAEMON = """
+import subprocess, sys, time
+own = {"PATH": "/usr/bin:/bin"}  # nobody can read in its environment whose it is
+agent = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(7200)"], env=own, start_new_session=True)
+print(agent.pid, flush=True)
+time.sleep(7200)
+"""
+DRIVER = """
+import subprocess, sys, time
+from tasks.actors.watchdog import watchdog
+sleeper, daemon = sys.argv[1:]
+def start(code):
+    return subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stdout=subprocess.PIPE, text=True)
+before = start(sleeper)
+with watchdog():
+    within = start(daemon)
+    print(before.pid, within.pid, within.stdout.readline().strip(), flush=True)
+    if sys.stdin.readline().strip() == "wait":
+        time.sleep(7200)
+"""
+
+
+# A driver's process that forks imports nothing here: that would take six seconds, and is not the question.
+RAY_DRIVER = """
+import time
+from tasks.actors import worker_forks
+from tasks.actors.cluster import ray_cluster
+from tasks.config.trainer import RayConfig
+worker_forks.IMPORTED = ()
+with ray_cluster(RayConfig(num_cpus=1)):
+    print("started", flush=True)
+    time.sleep(7200)
+"""
+
+
+INTERRUPTED_DRIVER = """
+import os, signal, threading, time
+from contextlib import suppress
+import psutil
+from prefect.exceptions import TerminationSignal
+from tasks.actors import worker_forks
+from tasks.actors.cluster import ray_cluster
+from tasks.actors.watchdog import MARK
+from tasks.config.trainer import RayConfig
+
+def stop(number, frame):
+    raise TerminationSignal(number)
+
+def send():
+    while not any(one.name() == "raylet" for one in psutil.Process().children()):
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+def marked():
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.pid != os.getpid() and process.environ().get(MARK) == os.environ[MARK]:
+                yield process.name()
+
+def send_once(sent=[]):
+    if not sent:
+        sent.append(os.kill(os.getpid(), signal.SIGTERM))
+
+worker_forks.IMPORTED = ()
+signal.signal(signal.SIGTERM, stop)
+BEGIN
+try:
+    with ray_cluster(RayConfig(num_cpus=1)):
+        time.sleep(600)
+except BaseException as error:
+    print(type(error).__name__, signal.getsignal(signal.SIGTERM) is stop, list(marked()))
+"""
+
+
+SERVER = """
+import subprocess, sys, time
+engine = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(7200)"], start_new_session=True)
+print(engine.pid, flush=True)
+time.sleep(float(sys.argv[1]))
+"""
+STARTER = """
+import subprocess, sys
+from tasks.actors.watchdog import watchdog
+with watchdog():
+    started = subprocess.Popen([sys.executable, "-c", *sys.argv[1:]], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    print(started.stdout.readline().decode().strip(), flush=True)
+    sys.stdin.readline()
+"""
+"""A driver of an actor, or an actor of a server; it tells what that tells, which is its engine's pid at last."""
+
+
+ENDING_DRIVER = """
+import subprocess, sys
+import psutil, ray
+from tasks.actors import worker_forks
+from tasks.actors.actor_group import ActorGroup
+from tasks.actors.cluster import ray_cluster
+from tasks.actors.ray_address import require_listener
+from tasks.actors.waiting import get
+from tasks.config.trainer import RayConfig
+
+class Holder:
+    def begin(self):
+        command = [sys.executable, "-c", "import time; time.sleep(7200)"]
+        return subprocess.Popen(command, start_new_session=True).pid
+
+worker_forks.IMPORTED = ()
+with ray_cluster(RayConfig(num_cpus=1)):
+    require_listener(ray.get_runtime_context().gcs_address, 600)  # it knows Ray's head
+    begun = psutil.Process(get(ActorGroup(Holder, 1, 0).actors[0].begin.remote()))
+print(begun.is_running() and begun.status() != psutil.STATUS_ZOMBIE)
+"""
+
+
+CLOCK_STEP = """
+import sys
+if "-c" not in sys.orig_argv:  # as the driver and all others are started
+    from psutil import _pslinux
+    before = _pslinux.boot_time
+    _pslinux.boot_time = lambda: before() + 3600
+"""
+"""For Python's start: what a watchdog sees of the clock was set by an hour since the driver looked at it."""
+
+
+def start_fork(code, folder):
+    """A driver for whom Prefect is imported already."""
+    return Program(["-c", code], ROOT, os.environ | {"PYTHONPATH": str(ROOT)}, folder / "output")
+
+
+def output_of(program):
+    assert program.wait(PATIENCE) == 0, program.output()
+    return program.output().splitlines()[-1]
+
+
+def start(*code, path=ROOT):
+    command, env = [sys.executable, "-c", *code], os.environ | {"PYTHONPATH": str(path)}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    return subprocess.Popen(command, cwd=ROOT, env=env, text=True, **pipes)
+
+
+def watchdogs_of(pid):
+    """They are nobody's children."""
+    for process in psutil.process_iter():
+        words = words_of(process)
+        if words[1:3] == ["-m", "tasks.actors.watchdog"] and ProcessIdentity.parsed(words[3]).pid == pid:
+            yield process
+
+
+@pytest.fixture
+def driver(request, tmp_path):
+    """A driver with a process that it started before the block, a daemon within, and the daemon's agent."""
+    if getattr(request, "param", "clock goes on") == "clock is set":
+        (tmp_path / "sitecustomize.py").write_text(CLOCK_STEP)
+    process = start(DRIVER, SLEEPER, DAEMON, path=f"{tmp_path}{os.pathsep}{ROOT}")
+    started = [psutil.Process(int(pid)) for pid in process.stdout.readline().split()]
+    assert len(started) == 3
+    yield process, started
+    process.kill()
+    process.wait()
+    for one in started:
+        if one.is_running():
+            one.kill()
+
+
+@pytest.mark.parametrize("driver", ["clock goes on", "clock is set"], indirect=True)
+def test_all_that_a_killed_driver_started_ends(driver):
+    process, started = driver
+    process.send_signal(signal.SIGKILL)
+    left = wait_until_ended(started, PATIENCE)
+    assert not left
+
+
+@pytest.mark.ray
+def test_rays_agents_end_too_when_their_raylet_was_faster(tmp_path):
+    """It dies with the driver, by Ray's own doing; its agents may live for a minute, looking for a head that is gone.
+
+    They are suspended here, so that they end by the watchdog or not at all.
+    """
+    program = start_fork(RAY_DRIVER, tmp_path)
+    wait_until(lambda: "started\n" in program.output() or program.poll() is not None, "Ray's start", every=0.1)
+    process = psutil.Process(program.pid)
+    family = process.children(recursive=True)
+    (raylet,) = [one for one in family if one.name() == "raylet"]
+    agents = raylet.children()  # and workers, as far as they have been started
+    (guard,) = watchdogs_of(process.pid)
+    assert len(agents) >= 2
+    try:
+        for one in (*agents, guard):
+            one.suspend()
+        process.kill()
+        process.wait()
+        assert not wait_until_ended([raylet], PATIENCE)
+        guard.resume()
+        assert not wait_until_ended([guard], PATIENCE)
+        assert not [one for one in agents if runs(one)]
+    finally:
+        for one in agents:
+            if one.is_running():
+                one.kill()
+
+
+def engine_of(process):
+    return psutil.Process(int(process.stdout.readline()))
+
+
+def assert_ends(engine):
+    try:
+        assert not wait_until_ended([engine], PATIENCE)
+    finally:
+        if engine.is_running():
+            engine.kill()
+
+
+def test_an_engine_ends_whose_server_was_killed_before_the_actor():
+    """Ray's worker does it that way when its driver is gone: it kills its children and then ends."""
+    actor = start(STARTER, SERVER, "7200")
+    engine = engine_of(actor)
+    for child in psutil.Process(actor.pid).children():
+        child.kill()
+    actor.kill()
+    actor.wait()
+    assert_ends(engine)
+
+
+def test_an_engine_ends_with_the_driver_whose_server_had_ended():
+    """It is below nobody, and what the driver's watchdog ends must not have been the only one to know of it."""
+    driver = start(STARTER, STARTER, SERVER, "0")
+    engine = engine_of(driver)
+    driver.kill()
+    driver.wait()
+    assert_ends(engine)
+
+
+def test_what_a_driver_leaves_behind_in_peace_lives_on(driver):
+    process, started = driver
+    process.communicate("done\n", timeout=PATIENCE)
+    assert process.returncode == 0
+    left = wait_until_ended(started, 1)
+    assert set(left) == set(started)
+
+
+def test_blocks_of_threads_end_in_any_order(monkeypatch):
+    monkeypatch.setenv(MARK, "of whoever has started this process")
+    first, second = watchdog(), watchdog()
+    first.__enter__()
+    second.__enter__()
+    assert os.environ[MARK].split()[0] == str(os.getpid())
+    first.__exit__(None, None, None)
+    assert os.environ[MARK].split()[0] == str(os.getpid())
+    second.__exit__(None, None, None)
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize(
+    "begin",
+    [
+        pytest.param("threading.Thread(target=send, daemon=True).start()", id="between two steps"),
+        pytest.param("os.register_at_fork(after_in_parent=send_once)", id="in a hook of a fork"),
+    ],
+)
+def test_sigterm_while_ray_starts_is_heard_and_leaves_nothing(tmp_path, begin):
+    """Ray's own handler, which is there before `ray.init` is done, would exit with 15, and its agents live on. And what
+    a handler raises within a hook is printed and lost."""
+    program = start_fork(INTERRUPTED_DRIVER.replace("BEGIN", begin), tmp_path)
+    assert output_of(program) == "TerminationSignal True []"
+
+
+@pytest.mark.ray
+def test_what_an_actor_has_started_ends_with_the_cluster(tmp_path):
+    """A process that no daemon of Ray's knows of, as an engine's, would live on and keep its GPU."""
+    assert output_of(start_fork(ENDING_DRIVER, tmp_path)) == "False"

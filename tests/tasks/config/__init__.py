@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What settings mean, which are refused and how, and what becomes of other frameworks' settings."""

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What becomes of a configuration function of flow_grpo or DiffusionNFT: every setting that it makes has a line."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasks.config.errors import ConfigError, field_paths
+from tasks.config.migration.flow_grpo import FLOW_GRPO, READS, RULES
+from tasks.config.migration.outcome import Elsewhere, Problem, Taken
+from tasks.config.migration.python_config import COMPUTED, named_by, read_config
+from tasks.config.migration.script import Override
+from tasks.config.migration.translate import Translation, translate
+from tasks.config.tree import TrainConfig
+from tasks.rewards import check_reward
+from tests.tasks.config.test_migration import ODD
+
+BASE = """
+import ml_collections
+
+def get_config():
+    config = ml_collections.ConfigDict()
+    config.seed = 7
+    config.mixed_precision = "fp16"
+    config.sample = sample = ml_collections.ConfigDict()
+    sample.global_std = True
+    config.train = train = ml_collections.ConfigDict()
+    train.learning_rate = 3e-4
+    train.timestep_fraction = 0.99
+    config.reward_fn = ml_collections.ConfigDict()
+    return config
+"""
+CONFIG = """
+import os
+other = load("base", os.path.join(os.path.dirname(__file__), "base.py"))
+
+def common(gpus, rewards={}):
+    config = other.get_config()
+    config.dataset = os.path.join(os.getcwd(), "dataset")
+    config.sample.num_image_per_prompt = 24
+    size = 10
+    while True:
+        if size < 1:
+            assert False
+        if 24 * 24 % (gpus * size) == 0 and size * gpus % 24 == 0:
+            config.sample.train_batch_size = size
+            break
+        size -= 1
+    config.sample.num_batches_per_epoch = int(48 * 24 / (gpus * config.sample.train_batch_size))
+    config.train.batch_size = config.sample.train_batch_size if gpus > 1 else 1
+    config.train.gradient_accumulation_steps = config.sample.num_batches_per_epoch // 2
+    if os.path.exists("here"):
+        config.sample.num_steps = 20
+    config.reward_fn = rewards
+    return config
+
+def ocr():
+    gpu_number = 8
+    config = common(gpu_number, rewards={"ocr": 1.0})
+    config.sample.num_steps = 10
+    config.train.beta = 0.04
+    return config
+
+def nft():
+    n_gpus = 8
+    config = common(n_gpus, {"pickscore": 1.0, "mine": 0.5})
+    config.beta = 0.1
+    config.decay_type = 2
+    return config
+
+def endless():
+    config = common(8)
+    while True:
+        config.seed = config.seed + 1
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    (tmp_path / "base.py").write_text(BASE)
+    (tmp_path / "grpo.py").write_text(CONFIG)
+    return tmp_path / "grpo.py"
+
+
+def made(file: Path, function: str, processes: int | None = None) -> Translation:
+    return translate(read_config(file, function, processes), FLOW_GRPO)
+
+
+def test_a_function_is_read_as_python_would_run_it(file: Path) -> None:
+    found = {override.path: override.value for override in read_config(file, "ocr")}
+    assert found == {
+        **{"gpus": 8, "seed": 7, "mixed_precision": "fp16", "dataset": COMPUTED, "reward_fn": {"ocr": 1.0}},
+        **{"sample.global_std": True, "sample.num_image_per_prompt": 24, "sample.num_steps": 10},
+        **{"sample.train_batch_size": 9, "sample.num_batches_per_epoch": 16},
+        **{"train.learning_rate": 3e-4, "train.timestep_fraction": 0.99, "train.batch_size": 9, "train.beta": 0.04},
+        "train.gradient_accumulation_steps": 8,
+    }
+
+
+def test_what_hangs_on_the_unknown_is_not_known(file: Path) -> None:
+    found = {override.path: override.value for override in read_config(file, "nft")}
+    assert found["sample.num_steps"] == COMPUTED, "set or not, by what is on their disk"
+    line = next(line for line in made(file, "nft").lines if line.override.path == "sample.num_steps")
+    assert (line.kind, line.text) == ("explained", "the file computes it: set it yourself")
+
+
+def test_a_config_becomes_a_recipe(file: Path) -> None:
+    one = made(file, "ocr")
+    assert one.problem is None
+    assert one.count("unknown") == 0
+    config = TrainConfig.model_validate(one.config)
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    assert (config.data.train_batch_size, rollout.n, actor.ppo_mini_batch_size) == (48, 24, 24)
+    assert (actor.use_kl_loss, actor.kl_loss_coef, actor.kl_loss_type) == (True, 0.04, "flow_grpo")
+    assert (config.trainer.n_gpus_per_node, rollout.num_actors, rollout.placement) == (8, 8, "colocated")
+    assert config.reward.functions["ocr"].options["detect"] is True
+    assert config.actor_rollout_ref.model.dtype == "bfloat16"
+
+
+def test_the_processes_of_the_command_are_the_gpus(file: Path) -> None:
+    config = made(file, "ocr", processes=16).config
+    assert (config["trainer"]["nnodes"], config["trainer"]["n_gpus_per_node"]) == (2, 8)
+    assert config["data"]["train_batch_size"] == 96
+
+
+def test_the_other_ones_loss_has_a_beta_of_its_own(file: Path) -> None:
+    one = made(file, "nft")
+    assert one.problem == "the reward mine is not here: name one under reward.functions"
+    assert one.config["algorithm"]["name"] == "diffusion_nft"
+    assert one.config["algorithm"]["old_policy_decay_schedule"] == "delayed_linear_to_0_999"
+    assert one.config["actor_rollout_ref"]["actor"]["diffusion_loss"]["nft_beta"] == 0.1
+    assert one.config["reward"]["functions"]["mine"] == {"reward": "mine", "weight": 0.5}
+
+
+def test_rewards_that_are_not_known_are_a_problem() -> None:
+    one = translate([Override("reward_fn", COMPUTED), Override("sample.num_image_per_prompt", 24)], FLOW_GRPO)
+    assert "the script's reward has no counterpart here" in str(one.problem)
+
+
+def test_another_algorithm_is_a_problem() -> None:
+    one = translate([Override("train.algorithm", "dpo"), Override("sample.num_image_per_prompt", 24)], FLOW_GRPO)
+    assert "train.algorithm is 'dpo', but of their configurations those of GRPO and NFT" in str(one.problem)
+
+
+def test_a_file_of_lines_alone_is_a_configuration(tmp_path: Path) -> None:
+    (tmp_path / "run.py").write_text("gpu_number = 4\nconfig.sample.num_steps = 10\nconfig.beta = -1\n")
+    found = {override.path: override.value for override in read_config(tmp_path / "run.py", None)}
+    assert found == {"gpus": 4, "sample.num_steps": 10, "beta": -1}
+
+
+def test_what_cannot_be_read_is_said(file: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has 3 configurations: give one as .*grpo.py:NAME, of ocr, nft, endless"):
+        read_config(file, None)
+    with pytest.raises(ConfigError, match=r"has no function other: give one of ocr, nft, endless"):
+        read_config(file, "other")
+    with pytest.raises(ConfigError, match=r"grpo.py, line \d+: more than 10000 statements"):
+        read_config(file, "endless")
+    (tmp_path / "sum.py").write_text("def get_config():\n    config.a = 1" + " + 1" * 3000)
+    (tmp_path / "broken.py").write_text("def get_config(:")
+    (tmp_path / "empty.py").write_text("def get_config():\n    pass")
+    for name, reason in (
+        ("sum", "sums too long|cannot be read"),
+        ("broken", "cannot be read"),
+        ("empty", "no line of the"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            read_config(tmp_path / f"{name}.py", None)
+
+
+def test_a_command_names_its_configuration() -> None:
+    launch = "# --config no.py:no\naccelerate launch --num_processes=4 \\\n train.py --config {} # --config no.py\n"
+    assert named_by(launch.format("config/grpo.py:ocr")) == ("config/grpo.py", "ocr", 4)
+    assert named_by(launch.format("config/grpo.py")) == ("config/grpo.py", None, 4)
+    assert named_by("python -m verl_omni.trainer.main_diffusion a.b=c") is None
+
+
+@pytest.mark.parametrize("value", ODD, ids=repr)
+def test_whatever_a_value_is_it_gets_a_line(value: Any) -> None:
+    odd = [Override(path, value) for path in RULES]
+    assert len(translate(odd, FLOW_GRPO).lines) == len(odd)
+    given = dict.fromkeys(RULES, 2)
+    for path, rule in RULES.items():
+        if callable(rule) and FLOW_GRPO.unusable(path, value) is None:
+            assert isinstance(rule(path, value, {**given, path: value}), Taken | Elsewhere | Problem)
+
+
+def test_rules_lead_to_fields_and_rewards_that_there_are() -> None:
+    fields, given = set(field_paths(TrainConfig)), dict.fromkeys(RULES, 2)
+    for path, rule in RULES.items():
+        became = rule(path, 2, given) if callable(rule) else rule
+        assert set(became.settings if isinstance(became, Taken) else ()) <= fields, path
+    assert set(FLOW_GRPO.defaults) <= fields
+    revisions = {"model": "revision", "processor": "processor_revision", "clip": "clip_revision"}
+    for reward, options in READS.values():
+        check_reward(reward, **options, **{revisions[name]: "0" * 40 for name in options if name in revisions})
+
+
+def test_a_page_has_the_rules_most_asked_for() -> None:
+    page = (Path(__file__).parents[3] / "docs/coming-from.md").read_text()
+    for path in ("sample.num_image_per_prompt", "sample.noise_level", "train.gradient_accumulation_steps", "beta"):
+        assert f"| `{path}`" in page
+        assert path in RULES

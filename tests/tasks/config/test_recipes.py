@@ -1,0 +1,423 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every deployment of prefect.yaml is one that its flow would accept."""
+
+import importlib
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from matplotlib import font_manager
+from PIL import Image, ImageDraw, ImageFont
+from prefect.utilities.callables import parameter_schema
+from prefect.utilities.schema_tools.validation import ValidationError, validate
+
+from models.algorithms.advantages import _ADVANTAGES
+from models.algorithms.losses import _LOSSES
+from models.families.base import DiffusionModelBase
+from models.schedulers.kernels import KERNELS
+from tasks.config.common import CommonSettings, combined
+from tasks.config.errors import ConfigError
+from tasks.config.overrides import set_fields
+from tasks.config.params import PrepareParams
+from tasks.config.presets import PRESETS
+from tasks.config.recipes import load_recipe, parse_changes
+from tasks.config.sweep import SweepConfig
+from tasks.config.tree import NO_OVERRIDES, TrainConfig, TrainOverrides
+from tasks.rewards import get_reward
+from tasks.rewards.base import _REGISTRY
+
+ROOT = Path(__file__).parents[3]
+DATA_PAGE = (ROOT / "docs" / "data.md").read_text()
+DEPLOYMENTS = {d["name"]: d for d in yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]}
+NEEDS_MORE = {"reproduce": {"run": "0"}, "compare": {"run": "0", "against": "1"}}
+
+
+@cache
+def recipe_of(name: str) -> TrainConfig:
+    """A recipe of the project; read once, as a config cannot be changed."""
+    return load_recipe(name, ROOT / "prefect.yaml")
+
+
+def flow_of(deployment: dict[str, Any]) -> Any:
+    file, name = deployment["entrypoint"].split(":")
+    return getattr(importlib.import_module(file.removesuffix(".py").replace("/", ".")), name)
+
+
+@cache
+def schema_of(entrypoint: str) -> dict[str, Any]:
+    """What Prefect's form of a flow is made from; deployments of one flow have the same."""
+    return parameter_schema(flow_of({"entrypoint": entrypoint}).fn).model_dump_for_openapi()
+
+
+@pytest.mark.parametrize("name", DEPLOYMENTS)
+def test_the_flow_accepts_the_deployments_parameters(name: str) -> None:
+    deployment = DEPLOYMENTS[name]
+    flow_of(deployment).validate_parameters(deployment.get("parameters", {}) | NEEDS_MORE.get(name, {}))
+
+
+@pytest.mark.parametrize("name", DEPLOYMENTS)
+def test_every_parameter_is_described(name: str) -> None:
+    """What Prefect's form shows."""
+    schema = schema_of(DEPLOYMENTS[name]["entrypoint"])
+    fields = dict(schema["properties"])
+    for section, definition in schema.get("definitions", {}).items():
+        fields |= {f"{section}.{field}": entry for field, entry in definition.get("properties", {}).items()}
+    assert [field for field, entry in fields.items() if not entry.get("description")] == []
+
+
+def form_of(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Parameters and definitions of what Prefect's form of a deployment shows."""
+    schema = schema_of(DEPLOYMENTS[name]["entrypoint"])
+    return schema["properties"], schema["definitions"]
+
+
+def test_the_form_begins_with_the_ten_fields_that_people_change_first() -> None:
+    parameters, definitions = form_of("quickstart")
+    assert sorted(parameters, key=lambda name: parameters[name]["position"]) == ["common", "config", "overrides"]
+    fields = definitions["CommonSettings"]["properties"]
+    assert len(fields) == 10
+    assert {"total_training_steps", "seed", "lr", "train_batch_size", "model", "reward", "n_gpus_per_node"} <= {*fields}
+    assert fields["lr"]["allOf"][0]["exclusiveMinimum"] == 0, "with the bounds of the field that it stands for"
+
+
+def test_no_section_of_the_form_is_shown_as_none() -> None:
+    parameters, definitions = form_of("quickstart")
+    assert parameters["overrides"]["default"] == parameters["common"]["default"] == {}
+    assert definitions["TrainConfigOverride"]["properties"]["trainer"]["$ref"].endswith("/TrainerConfigOverride")
+    assert definitions["TrainerConfigOverride"]["properties"]["seed"]["allOf"][0]["type"] == "integer"
+    for name in ("common", "overrides"):
+        assert "anyOf" not in parameters[name], "below null or a section a wrong value has no field of its own"
+
+
+def test_the_form_fills_in_nothing_that_may_be_left_out() -> None:
+    """Prefect's sends false for a boolean, and the default of what has one, where nobody has touched it."""
+    _, definitions = form_of("quickstart")
+    offered = 0
+    for name in [*(name for name in definitions if name.endswith("Override")), "CommonSettings"]:
+        for field, entry in definitions[name]["properties"].items():
+            choices = entry.get("anyOf", [entry])
+            assert "default" not in entry or entry["default"] == {}, (name, field)
+            assert choices[0].get("type") not in ("boolean", "null"), (name, field)
+            below = choices[0].get("$ref", "").rpartition("/")[2]
+            assert not below or below.endswith("Override"), (name, field)
+            offered += True in entry.get("enum", ())
+    assert offered > 30
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"trainer": {"seed": "many"}}, "'overrides.trainer.seed'. Failure reason: 'many' is not of type 'integer'"),
+        ({"trainer": {"seed": 1.5}}, "1.5 is not of type 'integer'"),
+        ({"actor_rollout_ref": {"actor": {"optim": {"lr": "low"}}}}, "'low' is not of type 'number'"),
+        ({"trainer": {"val_before_train": "yes"}}, "'yes' is not one of [True, False]"),
+        ({"trainer": {"total_training_steps": -1}}, "-1 is less than the minimum of 1"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_with_its_field_and_what_would_be_right(
+    changes: dict[str, Any], told: str
+) -> None:
+    """By what Prefect's server looks at when a run is created."""
+    parameters = DEPLOYMENTS["quickstart"]["parameters"] | {"overrides": changes}
+    with pytest.raises(ValidationError, match=re.escape(told)):
+        validate(parameters, schema_of(DEPLOYMENTS["quickstart"]["entrypoint"]), raise_on_error=True)
+
+
+def shipped(registry: Mapping[str, Any]) -> set[str]:
+    """Names of what the project itself has registered; other tests register more."""
+    return {name for name, entry in registry.items() if entry.__module__.startswith(("models.", "tasks."))}
+
+
+def test_the_form_offers_what_there_is_to_choose_from() -> None:
+    """And lets through what somebody registers or names by its import path, but no unknown algorithm."""
+    _, definitions = form_of("quickstart")
+
+    def offered(section: str, field: str) -> Any:
+        return definitions[f"{section}Override"]["properties"][field]
+
+    for field in (offered("DiffusionAlgoConfig", "name"), definitions["CommonSettings"]["properties"]["algorithm"]):
+        assert field["enum"] == [*PRESETS]
+    registered = {
+        ("DiffusionLossConfig", "loss_mode"): shipped(_LOSSES.entries),
+        ("DiffusionAlgoConfig", "adv_estimator"): shipped(_ADVANTAGES.entries),
+        ("DiffusionRolloutAlgoConfig", "sde_type"): shipped({name: k.step for name, k in KERNELS.items()}),
+    }
+    for (section, name), known in registered.items():
+        ours, own = offered(section, name)["anyOf"]
+        assert {*ours["enum"]} == known
+        assert all(re.search(own["pattern"], text) for text in ("own_name", "package.module:object"))
+    ours, own = definitions["CommonSettings"]["properties"]["reward"]["anyOf"]
+    assert {*ours["enum"]} == shipped(_REGISTRY)
+    assert re.search(own["pattern"], "package.module:object")
+    assert not re.search(own["pattern"], "orc")
+
+
+def test_the_first_ten_fields_and_the_overrides_change_a_recipe_together_but_not_twice() -> None:
+    config, overrides = recipe_of("flow-grpo"), {"trainer": {"device": "cpu"}}
+    common = CommonSettings(seed=7, lr=1e-5, reward="brightness", model="elsewhere")
+    changed = config.with_changes(combined(common, TrainOverrides.model_validate(overrides)))
+    assert (changed.trainer.seed, changed.actor_rollout_ref.actor.optim.lr) == (7, 1e-5)
+    assert (list(changed.reward.functions), changed.actor_rollout_ref.model.path) == (["brightness"], "elsewhere")
+    assert config.with_changes(combined(None, None)) == config.with_changes(combined(CommonSettings(), NO_OVERRIDES))
+    with pytest.raises(ConfigError, match=r"trainer\.seed is given under common and under overrides"):
+        combined(common, {"trainer": {"seed": 8}})
+    with pytest.raises(ConfigError, match=r"reward\.functions is given under common and under overrides"):
+        combined(common, {"reward": {"functions": {"ocr": {}}}})
+
+
+def test_a_path_to_one_rewards_field_changes_no_other(tmp_path: Path) -> None:
+    """By --set, on a recipe and on a file of overrides, and by a sweep; all rewards at once are other ones."""
+    config, path = recipe_of("words"), "reward.functions.ocr.num_workers"
+    ways = [parse_changes([f"{path}=2"], recipe=config), config.at_paths({path: 2})]
+    for changed in map(config.with_changes, ways):
+        rewards = changed.reward.functions
+        assert (rewards["ocr"].num_workers, config.reward.functions["ocr"].num_workers) == (2, 14)
+        assert rewards | {"ocr": None} == config.reward.functions | {"ocr": None}
+        assert (rewards["ocr"].options, changed.digest()) == (config.reward.functions["ocr"].options, config.digest())
+    file = tmp_path / "overrides.yaml"
+    file.write_text("reward: {functions: {shapes: {weight: 2}}}")
+    changed = config.with_changes(parse_changes(["reward.functions.shapes.num_workers=3"], file, config))
+    assert set_fields(changed.reward.functions["shapes"]) == {"weight": 2, "num_workers": 3}
+    assert list(changed.reward.functions) == ["shapes"]
+    for setting in ("reward.functions={ocr: {}}", "reward={functions: {ocr: {}}}"):
+        changed = config.with_changes(parse_changes([setting, f"{path}=2"], recipe=config))
+        assert {name: set_fields(reward) for name, reward in changed.reward.functions.items()} == {
+            "ocr": {"num_workers": 2}
+        }
+
+
+def test_what_a_reward_loses_where_all_are_replaced_is_known() -> None:
+    config = recipe_of("words")
+    lost = config.lost_of_rewards({"reward": {"functions": {"tesseract": {"guard": True, "options": {"upscale": 2}}}}})
+    own = {"num_workers": 3, "batch_size": 16, "training_share": 0.25}
+    assert lost == {f"reward.functions.tesseract.{field}": value for field, value in own.items()}
+    assert config.lost_of_rewards({"reward": {"functions": {"shapes": {}}}}) == {}
+    assert config.lost_of_rewards(parse_changes(["trainer.seed=1"])) == config.lost_of_rewards(None) == {}
+
+
+def test_a_sweeps_dimensions_are_fields_of_its_config() -> None:
+    search = SweepConfig.model_validate(DEPLOYMENTS["sweep"]["parameters"]["search"])
+    parameters = recipe_of("flow-grpo").model_dump()
+    for path in search.space:
+        node: Any = parameters
+        for part in path.split("."):
+            node = node[part]
+
+
+# ---- docs/recipes.md: each recipe of real size beside its public original
+
+PAGE = (ROOT / "docs/recipes.md").read_text()
+SECTIONS = dict(re.findall(r"^## `([\w-]+)`$(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))
+REAL_SIZE = [name for name, d in DEPLOYMENTS.items() if "gpu" in d["tags"]]
+ELSEWHERE = (  # where and how fast a recipe runs, and what it measures and keeps on the way
+    "data.name",
+    "actor_rollout_ref.model.path",
+    "actor_rollout_ref.model.compile",
+    "actor_rollout_ref.rollout.micro_batch_size",
+    "actor_rollout_ref.rollout.num_actors",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
+    "actor_rollout_ref.actor.fsdp_config.",
+    "algorithm.name",
+    "reward.functions.ocr.num_workers",
+    "reward.functions.ocr.batch_size",
+    "ray_init.",
+    "trainer.",
+)
+
+
+def rows_of(recipe: str) -> Iterator[tuple[str, str, str, str, str]]:
+    """(field path, ours, theirs, where, why) of a recipe's table."""
+    for line in SECTIONS[recipe].splitlines():
+        if line.startswith("| `"):
+            field, ours, theirs, where, why = (cell.strip() for cell in line.strip().strip("|").split("|"))
+            path = field.strip("`")
+            prefix = "actor_rollout_ref." if path.partition(".")[0] in ("model", "rollout", "actor") else ""
+            yield prefix + path, ours.strip("`"), theirs, where, why
+
+
+def value_at(tree: Any, path: str) -> Any:
+    for part in path.split("."):
+        tree = tree[part]
+    return tree
+
+
+def leaves(tree: Any, path: str = "") -> Iterator[str]:
+    """Paths of the fields that a recipe sets; a reward's options are one field."""
+    for name, value in tree.items():
+        inner = f"{path}.{name}".lstrip(".")
+        if isinstance(value, dict) and name != "options":
+            yield from leaves(value, inner)
+        else:
+            yield inner
+
+
+def test_every_recipe_of_real_size_has_its_table() -> None:
+    assert set(REAL_SIZE) == {*SECTIONS}
+    assert len(REAL_SIZE) == 7
+
+
+def test_the_recipes_that_draw_fewer_pictures_are_those_that_the_page_names() -> None:
+    """Each row's first setting, `path: value`; off is its default."""
+    section = (ROOT / "docs" / "algorithms.md").read_text().split("## Fewer images")[1].split("\n## ")[0]
+    head, table = section.split("\n|", 1)
+    settings = re.findall(r"^\|[^|]*\| `([a-z_.]+): ([^`]+)`(?: with `([a-z_]+): ([^`]+)`)?", f"|{table}", re.MULTILINE)
+    assert len(settings) == 6
+    on: dict[str, list[str]] = {}
+    for recipe, deployment in DEPLOYMENTS.items():
+        if deployment["entrypoint"].startswith("flows/train.py"):
+            tree = recipe_of(recipe).model_dump(mode="json")
+            for path, value, beside, other in settings:
+                prefix = "" if path.startswith("algorithm.") else "actor_rollout_ref."
+                field = f"{path.rpartition('.')[0]}.{beside}" if beside else path
+                wanted, found = yaml.safe_load(other or value), value_at(tree, prefix + field)
+                if found == wanted or (wanted == "K" and found is not None):
+                    on.setdefault(recipe, []).append(field.rpartition(".")[2])
+    assert on == {recipe: names for recipe, *names in [re.findall(r"`(\w+)`", head)]}
+
+
+def data_set_rows() -> dict[str, list[str]]:
+    """`data.name` -> the other cells of the data page's table, without their marks."""
+    section = DATA_PAGE.split("### The recipes' data sets")[1].split("\n## ")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:3] == "| `"]
+    return {row[0].strip("`"): [cell.replace("`", "") for cell in row[1:]] for row in rows[1:]}
+
+
+@pytest.mark.parametrize("recipe", REAL_SIZE)
+def test_the_data_page_says_how_a_recipes_data_set_is_made(recipe: str) -> None:
+    policy, rows = recipe_of(recipe).actor_rollout_ref, data_set_rows()
+    (name,) = (name for name, row in rows.items() if recipe in row[-1].split(", "))
+    _, model, adapter, length, negative, _ = rows[name]
+    assert recipe_of(recipe).data.name == name
+    assert model == policy.model.path
+    assert policy.rollout.pipeline.max_sequence_length in (int(length), None)
+    family = adapter.removesuffix(".py").replace("/", ".")
+    classes = [cls for cls in vars(importlib.import_module(family)).values() if isinstance(cls, type)]
+    (own,) = (cls for cls in classes if issubclass(cls, DiffusionModelBase) and cls.__module__ == family)
+    assert negative == f'"{own.negative_prompt}"'
+
+
+def test_an_entry_of_the_data_page_is_one_that_params_yaml_may_hold() -> None:
+    """As it stands in its first row's place, and with the values of any other."""
+    written = yaml.safe_load(DATA_PAGE.split("```yaml\n")[1].split("```")[0])["data_sets"]
+    ((first, entry),) = written.items()
+    rows = data_set_rows()
+    assert [first] == [*rows][:1]
+    assert [entry["embeddings"][key] for key in ("model", "adapter")] == rows[first][1:3]
+    assert entry["embeddings"]["max_sequence_length"] == int(rows[first][3])
+    params = yaml.safe_load((ROOT / "params.yaml").read_text())
+    for name, (_, model, adapter, length, *_) in rows.items():
+        embeddings = entry["embeddings"] | {"model": model, "adapter": adapter, "max_sequence_length": int(length)}
+        params["data_sets"][name] = entry | {"folder": f"data/{name}", "embeddings": embeddings}
+    assert rows.keys() <= PrepareParams.model_validate(params).data_sets.keys()
+
+
+@pytest.mark.parametrize("recipe", REAL_SIZE)
+def test_the_tables_say_what_the_recipes_say(recipe: str) -> None:
+    """Our column is the recipe's, the original has a file and a line, and what differs has a reason."""
+    config = recipe_of(recipe).model_dump(mode="json")
+    for path, ours, theirs, where, why in rows_of(recipe):
+        assert yaml.safe_load(ours) == value_at(config, path), path
+        assert re.fullmatch(r"`[\w./]+:\d+`", where), (path, where)
+        assert (theirs == "the same") == (why == ""), path
+        assert theirs == "the same" or yaml.safe_load(theirs.strip("`")) != value_at(config, path), path
+
+
+@pytest.mark.parametrize("recipe", REAL_SIZE)
+def test_the_tables_leave_no_field_out(recipe: str) -> None:
+    shown = [path for path, *_ in rows_of(recipe)]
+    given = {p for p in leaves(DEPLOYMENTS[recipe]["parameters"]["config"]) if not p.startswith(ELSEWHERE)}
+    assert given - {*shown} == set()
+    assert len(shown) == len({*shown})
+    assert "trainer.total_training_steps" in shown
+
+
+# ---- the rewards
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A prompt whose picture should show `target`."""
+
+    target: str
+    prompt: str = ""
+    metadata: Any = None
+
+
+@cache
+def ocr_of(name: str, options: str) -> Any:
+    """The reward of a recipe; recipes that share name and options share it."""
+    return get_reward(name, **yaml.safe_load(options))
+
+
+def reward_of(recipe: str) -> Any:
+    named = recipe_of(recipe).reward.named().values()
+    (entry,) = [entry for entry in named if not entry[1].guard]
+    return ocr_of(entry[0], yaml.safe_dump(entry[1].options))
+
+
+def picture_of(text: str, letters: int, height: int, width: int) -> np.ndarray:
+    """The text in the middle of a light picture, letters of so many pixels."""
+    picture = Image.new("RGB", (width, height), (200, 220, 240))
+    font = ImageFont.truetype(font_manager.findfont("DejaVu Sans"), letters)
+    ImageDraw.Draw(picture).text((width / 2, height / 2), text, font=font, fill=(20, 20, 60), anchor="mm")
+    return np.asarray(picture)
+
+
+TEXTS = {
+    "gpu": [("OPEN 24 HOURS", 40), ("Hello World", 64), ("COFFEE", 120)],
+    "one-gpu": [("orava", 34), ("bakapu", 38), ("acotugu", 42)],  # of the words model's pictures
+    "cpu": [("472", 18), ("905", 20), ("138", 22)],  # of the tiny model's
+}
+SAMPLED = [name for name, d in DEPLOYMENTS.items() if d["entrypoint"].startswith("flows/train.py:")]
+
+
+@pytest.mark.parametrize("recipe", SAMPLED)
+def test_a_recipes_reward_knows_a_perfect_picture_from_an_empty_one(recipe: str) -> None:
+    """At the recipe's own size."""
+    pipeline = recipe_of(recipe).actor_rollout_ref.rollout.pipeline
+    size, texts = (pipeline.height, pipeline.width), DEPLOYMENTS[recipe]["tags"][1]
+    perfect, empty = scores_of(reward_of(recipe), texts, *size, video=pipeline.num_frames is not None)
+    assert perfect > 0.95
+    assert empty < 0.05
+
+
+@cache
+def scores_of(reward: Any, name: str, height: int, width: int, video: bool) -> tuple[float, float]:
+    """The lowest score of perfect pictures and the highest of an empty one; recipes that share all of it share them."""
+    texts = TEXTS[name]
+    perfect = np.stack([picture_of(text, letters, height, width) for text, letters in texts])
+    wanted = [Wanted(text) for text, _ in texts]
+    scores = [*reward(perfect, wanted).scores]
+    if video:
+        scores += [*reward(np.repeat(perfect[:1, None], 2, axis=1), wanted[:1]).scores]
+    return min(scores), max(reward(np.full((1, height, width, 3), 127, np.uint8), wanted[:1]).scores)
+
+
+@pytest.mark.parametrize("recipe", REAL_SIZE)
+def test_another_text_scores_less(recipe: str) -> None:
+    pipeline = recipe_of(recipe).actor_rollout_ref.rollout.pipeline
+    other = picture_of("Hello Moon", 64, pipeline.height, pipeline.width)[None]
+    assert 0.3 < reward_of(recipe)(other, [Wanted("Hello World")]).scores[0] < 0.8
+
+
+# ---- machines/: overrides for a machine whose GPUs rollout and update share, mostly fewer than a recipe is written for
+
+
+@pytest.mark.parametrize("recipe", REAL_SIZE)
+@pytest.mark.parametrize(("machine", "gpus"), [("one_h200", 1), ("two_h200", 2), ("eight_h200", 8)])
+def test_a_recipe_of_real_size_becomes_one_for_shared_gpus(recipe: str, machine: str, gpus: int) -> None:
+    """As the command line and as a deployment's parameter read the file; what shapes the run stays as it is."""
+    file, config = ROOT / f"machines/{machine}.json", recipe_of(recipe)
+    changed = config.with_changes(parse_changes(["trainer.seed=7"], file))
+    assert changed.gpus_needed() == gpus
+    # On one GPU the weights need not go by way of the host.
+    assert changed.actor_rollout_ref.rollout.weight_transport == "ipc"
+    assert changed.trainer.seed == 7
+    assert config.gpus_needed() == 8
+    assert config.with_changes(TrainOverrides.model_validate_json(file.read_text())).digest() == config.digest()

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings that nothing reads are told on the driver, and are no dimension of a sweep; a run goes on with them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from models.algorithms import get_diffusion_loss_fn
+from models.algorithms.losses import DATA, MODEL_OUTPUTS, TEACHER_DATA
+from models.config.actor import LOSSES, DiffusionActorConfig, DiffusionLossConfig
+from tasks.config.errors import ConfigError
+from tasks.config.presets import PRESETS
+from tasks.config.recipes import load_recipe, parse_changes
+from tasks.config.sweep import SweepConfig, check_fields
+from tasks.config.tree import TrainConfig
+from tasks.config.unread import KEEP_OLD_POLICY, READ_BY_LOSSES, RULES, told, without_effect
+from tests.tasks.config.test_run_identity import leaves
+
+ROOT = Path(__file__).parents[3]
+ALGO, ACTOR = "actor_rollout_ref.rollout.algo", "actor_rollout_ref.actor"
+NFT, LORA = "algorithm.name=diffusion_nft", "actor_rollout_ref.model.lora_rank=8"
+KL = f"{ACTOR}.use_kl_loss=true"
+
+
+def changed(*settings: str) -> TrainConfig:
+    return TrainConfig().with_changes(parse_changes(list(settings)))
+
+
+@pytest.mark.parametrize(
+    ("setting", "other", "why"),
+    [
+        (f"{ALGO}.noise_level=0.9", NFT, "loss diffusion_nft trains on finished samples, which the ODE makes"),
+        (f"{ALGO}.sde_window_size=2", "algorithm.name=dpo", "loss dpo trains on finished samples"),
+        ("algorithm.num_train_timesteps=4", "algorithm.name=flow_grpo", "loss flow_grpo trains on the sampler's own"),
+        (f"{ACTOR}.matching_loss_coef=0.5", LORA, "loss flow_grpo trains on the sampler's own"),
+        ("algorithm.old_policy_decay=0.5", "algorithm.name=distill_fm_mse", "loss distill_fm_mse keeps no old policy"),
+        (f"{ACTOR}.diffusion_loss.clip_ratio=0.1", NFT, "loss diffusion_nft does not read it"),
+        (f"{ACTOR}.diffusion_loss.nft_beta=0.5", "algorithm.name=awm", "loss awm does not read it"),
+        (f"{ACTOR}.kl_loss_coef=0.04", "trainer.seed=1", "actor.use_kl_loss is false"),
+        (f"{ACTOR}.ema.decay=0.5", "trainer.seed=1", "actor.ema.enable is false"),
+        ("actor_rollout_ref.model.target_modules=[to_q]", "trainer.seed=1", "model.lora_rank 0 trains all weights"),
+        (f"{ALGO}.iters_per_group=5", "trainer.seed=1", "sde_window_mode is random"),
+        ("actor_rollout_ref.rollout.vllm_omni.step_execution=true", LORA, "rollout.name is another engine"),
+        ("algorithm.rollout_correction.bypass_mode=false", "algorithm.name=distill_kl", "no old log-probs"),
+        ("algorithm.global_std=false", "algorithm.name=distill_kl", "loss distill_kl does not learn from rewards"),
+        ("algorithm.adv_mode=binary", "algorithm={name: dpo, sample_source: offline}", "offline has no advantages"),
+        ("data.pairs=mine", "algorithm.name=dpo", "algorithm.sample_source is online"),
+        ("data.text_encoder.negative_prompt=blurred", LORA, "data.embeddings is not live"),
+        ("trainer.test_freq=2", "algorithm={name: dpo, sample_source: offline}", "no rollout that could validate"),
+        ("trainer.max_nonfinite_steps=9", LORA, "trainer.on_nonfinite is stop"),
+    ],
+)
+def test_a_setting_that_nothing_reads_is_told(setting: str, other: str, why: str) -> None:
+    path = setting.partition("=")[0]
+    said = told(changed(other, setting)) or ""
+    assert said.startswith(f"without effect in this run: {path} ")
+    assert why in said
+    assert list(without_effect(changed(other, setting))) == [path]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        [f"{ALGO}.noise_level=0.9", f"{ACTOR}.diffusion_loss.clip_ratio=0.1"],
+        [NFT, "algorithm.num_train_timesteps=4", "algorithm.old_policy_decay=0.5"],
+        [NFT, f"{ALGO}.noise_level=0"],  # which is how its samples are made
+        [NFT, f"{ACTOR}.use_kl_loss=false"],  # the coefficient is the name's own
+        [KL, f"{ACTOR}.kl_loss_coef=0.04"],
+        [LORA, "actor_rollout_ref.model.target_modules=[to_q]"],
+        [f"{ACTOR}.diffusion_loss={{loss_mode: 'my.package:Loss', dpo_beta: 3}}"],
+        ["data={name: mine, pairs: elsewhere}"],
+    ],
+)
+def test_what_is_read_or_true_anyhow_is_not_told(settings: list[str]) -> None:
+    assert told(changed(*settings)) is None
+
+
+def test_a_recorded_config_tells_no_more_than_its_recipe() -> None:
+    """It has every field written out."""
+    for name in PRESETS:
+        config = changed(f"algorithm.name={name}")
+        assert told(config) is None
+        assert told(TrainConfig.model_validate(config.model_dump(mode="json"))) is None
+
+
+def test_the_recipes_hold_nothing_that_their_algorithm_does_not_read() -> None:
+    deployments = yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
+    recipes = [entry["name"] for entry in deployments if entry["entrypoint"] == "flows/train.py:train"]
+    for name in recipes:
+        assert told(load_recipe(name, ROOT / "prefect.yaml")) is None, name
+
+
+def test_the_rules_name_fields() -> None:
+    paths = {path for path, _, _ in leaves(TrainConfig())}
+    for rule in RULES:
+        for named in rule.fields:
+            assert any(path == named or path.startswith(f"{named}.") for path in paths), named
+
+
+class Watched:
+    """A section that remembers which of its fields were asked for."""
+
+    def __init__(self, section: Any, read: set[str]):
+        self._section, self._read = section, read
+
+    def __getattr__(self, name: str) -> Any:
+        self._read.add(name)
+        return getattr(self._section, name)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_losses_read_what_is_said_of_them(name: str) -> None:
+    loss, read = get_diffusion_loss_fn(name), set[str]()
+    generator = torch.Generator().manual_seed(0)
+
+    def tensors(keys: tuple[str, ...]) -> dict[str, Any]:
+        """Two samples of two numbers each; what is one number of a sample has that of its latents' first."""
+        latents = {key: torch.rand(2, 2, generator=generator) + 0.1 for key in keys}
+        one = {"log_probs", "old_log_probs", "advantages", "sigmas", "sqrt_dt"}
+        return {key: value[:, 0] if key in one else value for key, value in latents.items()}
+
+    output = tensors(MODEL_OUTPUTS[loss.process]) | {"std_dev_t": torch.ones(2, 1)}
+    actor = Watched(DiffusionActorConfig(), set())
+    actor.diffusion_loss = Watched(DiffusionLossConfig(), read)
+    data = tensors((*DATA[loss.process], TEACHER_DATA[loss.process]))
+    loss(config=actor, model_output={key: output[key] for key in loss.required_model_output_keys}, data=data)  # type: ignore[arg-type]
+    assert read == {field for field, readers in READ_BY_LOSSES.items() if name in readers}
+    assert loss.keeps_old_policy() == (name in KEEP_OLD_POLICY)
+    assert loss.learns_from_rewards() == (not name.startswith("distill"))
+
+
+def test_a_sweep_does_not_search_what_nothing_reads() -> None:
+    space: dict[str, Any] = {f"{ALGO}.noise_level": {"low": 0.3, "high": 1.0}}
+    check_fields(TrainConfig(), SweepConfig(space=space))
+    with pytest.raises(ConfigError, match="noise_level would change nothing, for loss diffusion_nft trains on"):
+        check_fields(changed(NFT), SweepConfig(space=space))
+    # Where one of the searched names reads it, the search is one.
+    check_fields(changed(NFT), SweepConfig(space=space | {"algorithm.name": {"choices": ["awm", "flow_grpo"]}}))

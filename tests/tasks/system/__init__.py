@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes, files and what is written behind a run."""
