@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.waits
+pytestmark = [pytest.mark.slow, pytest.mark.waits]  # it tests the tests
 
 ROOT = Path(__file__).parent.parent
 # Each can pass only while the others run.
