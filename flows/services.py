@@ -74,9 +74,12 @@ def run(
     """
     parameters = _checked_parameters(recipe, overrides, changes, stages)
     there = living_processes()
-    with _ended_with_an_error(there), stages_beside(stages) as wait:
-        environment = use(recipe) if there.keys() >= SERVICES else bring_up(ports_for(there), pool_of(there))
-        wait()
+    with _ended_with_an_error(there), stages_beside(stages) as making:
+        if there.keys() >= SERVICES:
+            environment = use(recipe)
+        else:
+            environment = bring_up(ports_for(there), pool_of(there), check=making.check)
+        making.wait()
         from flows.deploy.deployed_run import check_completed, follow, result_of, start_run
 
         with _with_note(f"continue: {command_line()}"):

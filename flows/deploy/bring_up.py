@@ -4,7 +4,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -40,9 +40,17 @@ ADDRESSES = {"prefect": "PREFECT_API_URL", "mlflow": "MLFLOW_TRACKING_URI"}
 
 
 def bring_up(
-    ports: Mapping[str, int], pool: str = POOL_NAME, runs: int = RUNS, gpus: int | None = None
+    ports: Mapping[str, int],
+    pool: str = POOL_NAME,
+    runs: int = RUNS,
+    gpus: int | None = None,
+    check: Callable[[], None] = lambda: None,
 ) -> dict[str, str]:
-    """Start what is not up yet, or nothing; the variables that lead to it, which this process has then, too."""
+    """Start what is not up yet, or nothing; the variables that lead to it, which this process has then, too.
+
+    Args:
+        check: called while the servers start; where it raises, nothing stays that this has started.
+    """
     with hold_services():
         there = living_processes()
         _require_app()
@@ -58,7 +66,7 @@ def bring_up(
         # Never as an argument: every user of the machine sees those.
         environment = os.environ | urls | access | dvc_environment(Path.cwd())
         try:
-            _start_servers(there, ports, urls, environment | server_settings(access, ports["prefect"]))
+            _start_servers(there, ports, urls, environment | server_settings(access, ports["prefect"]), check)
             gpus = _gpu_count() if gpus is None else gpus
             typer.echo(f"pool {pool} ({runs} runs at a time, {gpus} GPUs), deployments of prefect.yaml ...")
             _prepare_server(environment, pool, runs, gpus)
@@ -131,7 +139,11 @@ def _access_of(living: Mapping[str, psutil.Process], ports: Mapping[str, int]) -
 
 
 def _start_servers(
-    there: Mapping[str, psutil.Process], ports: Mapping[str, int], urls: Mapping[str, str], servers: Mapping[str, str]
+    there: Mapping[str, psutil.Process],
+    ports: Mapping[str, int],
+    urls: Mapping[str, str],
+    servers: Mapping[str, str],
+    check: Callable[[], None],
 ) -> None:
     """Those that are not there, both at once; they answer afterwards."""
     prefect = ["prefect", "server", "start", "--host", "127.0.0.1", "--port", str(ports["prefect"])]
@@ -142,7 +154,7 @@ def _start_servers(
         start_process(name, arguments, servers)
     health = {"prefect": f"{urls['PREFECT_API_URL']}/health", "mlflow": f"{urls['MLFLOW_TRACKING_URI']}/health"}
     for name in missing:
-        wait_until_healthy(name, health[name])
+        wait_until_healthy(name, health[name], check)
         typer.echo(f"{name} answers")
 
 

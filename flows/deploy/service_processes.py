@@ -5,7 +5,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 
 import httpx
@@ -64,10 +64,15 @@ def start_process(name: str, arguments: list[str], environment: Mapping[str, str
     write_record(recorded_processes() | {name: entry})
 
 
-def wait_until_healthy(name: str, url: str) -> None:
-    """Return when the URL answers. Raises ServiceError, with the log's end, where the process ends or is silent."""
+def wait_until_healthy(name: str, url: str, check: Callable[[], None]) -> None:
+    """Return when the URL answers. Raises ServiceError, with the log's end, where the process ends or is silent.
+
+    Args:
+        check: called again and again meanwhile; what it raises ends the wait.
+    """
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline and name in living_processes():
+        check()
         try:
             if httpx.get(url, timeout=2).is_success:
                 return

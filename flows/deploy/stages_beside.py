@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -20,29 +20,43 @@ class StageError(DoubleflowError, RuntimeError):
     """A data stage failed."""
 
 
-@contextmanager
-def stages_beside(file: Path | None) -> Iterator[Callable[[], None]]:
-    """`dvc repro` of a file beside the block, which calls what it gets before it needs what the stages make.
+class StagesBeside:
+    """`dvc repro` of a file, which began when this was made; without a file there is nothing to wait for.
 
-    They end with the block. Without a file there is nothing to wait for. What it gives raises StageError.
+    Raises:
+        StageError: from `check` and `wait`, when a stage has failed.
     """
-    if file is None:
-        yield lambda: None
-        return
-    command = [sys.executable, "-m", "dvc", "repro", "--quiet", str(file)]
-    environment = os.environ | dvc_environment(Path.cwd())
-    # A group of its own: DVC leaves it to a terminal to interrupt its stage, and SIGTERM has none.
-    process = subprocess.Popen(command, env=environment, start_new_session=True)
 
-    def wait() -> None:
-        if code := process.wait():
-            raise StageError(f"`dvc repro {file}` failed with exit code {code}: see what it and its stage say above")
+    def __init__(self, file: Path | None):
+        self.file, self.process = file, None
+        if file is not None:
+            command = [sys.executable, "-m", "dvc", "repro", "--quiet", str(file)]
+            environment = os.environ | dvc_environment(Path.cwd())
+            # A group of its own: DVC leaves it to a terminal to interrupt its stage, and SIGTERM has none.
+            self.process = subprocess.Popen(command, env=environment, start_new_session=True)
 
+    def check(self) -> None:
+        """Nothing has failed yet."""
+        if code := self.process and self.process.poll():
+            said = "see what it and its stage say above"
+            raise StageError(f"`dvc repro {self.file}` failed with exit code {code}: {said}")
+
+    def wait(self) -> None:
+        """All is made."""
+        if self.process is not None:
+            self.process.wait()
+        self.check()
+
+
+@contextmanager
+def stages_beside(file: Path | None) -> Iterator[StagesBeside]:
+    """The stages of a file beside the block, which waits for them before it needs what they make; they end with it."""
+    stages = StagesBeside(file)
     try:
-        yield wait
+        yield stages
     finally:
-        if process.poll() is None:
-            _interrupt(process)
+        if stages.process is not None and stages.process.poll() is None:
+            _interrupt(stages.process)
 
 
 def _interrupt(process: subprocess.Popen) -> None:

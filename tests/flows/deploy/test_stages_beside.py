@@ -44,10 +44,15 @@ def test_what_ends_the_block_ends_dvc_and_its_stage(here: Path) -> None:
 
 def test_a_stage_that_fails_is_told(here: Path) -> None:
     FILE.write_text("stages:\n  wrong: {cmd: exit 3}\n")
-    with stages_beside(FILE) as wait, pytest.raises(StageError, match="failed with exit code"):
-        wait()
+    with stages_beside(FILE) as making:
+        making.check()  # it has only begun
+        with pytest.raises(StageError, match="failed with exit code"):
+            making.wait()
+        with pytest.raises(StageError, match="failed with exit code"):
+            making.check()
 
 
 def test_without_a_file_there_is_nothing_to_wait_for(here: Path) -> None:
-    with stages_beside(None) as wait:
-        wait()
+    with stages_beside(None) as making:
+        making.check()
+        making.wait()
