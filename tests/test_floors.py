@@ -58,6 +58,8 @@ class Model:
     lora_alpha: int = 4
     target_modules: tuple | None = None
     dtype: str = "float32"
+    transformer_subfolder: str = "transformer"
+    config_path: str | None = None
     compile: bool = False
     frozen_dtype: str | None = None
     fuse_projections: bool = False

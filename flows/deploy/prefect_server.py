@@ -6,6 +6,7 @@ Also what it is told before it is shut down: that the flow runs of its pool have
 
 from collections.abc import Collection
 from datetime import timedelta
+from typing import Any
 
 from prefect.automations import Automation, EventTrigger
 from prefect.client.orchestration import get_client
@@ -19,7 +20,7 @@ from prefect.client.schemas.filters import (
 )
 from prefect.client.schemas.objects import StateType, WorkerStatus
 from prefect.events.actions import ChangeFlowRunState, RunDeployment
-from prefect.events.schemas.automations import Posture
+from prefect.events.schemas.automations import AutomationCore, Posture
 from prefect.events.schemas.events import ResourceSpecification
 from prefect.states import Crashed
 from prefect.workers.process import ProcessWorker
@@ -112,12 +113,24 @@ def crash_automation() -> Automation:
 
 
 def update_automations() -> None:
-    """Create the automations, in place of older ones of the same name."""
+    """Create the automations, in place of others of the same name; those that are there as they are now stay.
+
+    With SQLite Prefect's server (3.7.7) updates its cache of them in the very event loop that holds the cache's lock:
+    each change may be the one for which it hangs.
+    """
     for automation in (regression_automation(), silence_automation(), crash_automation()):
         with get_client(sync_client=True) as client:
-            for old in client.read_automations_by_name(automation.name):
+            there = client.read_automations_by_name(automation.name)
+            if [_content(old) for old in there] == [_content(automation)]:
+                continue
+            for old in there:
                 client.delete_automation(old.id)
         automation.create()
+
+
+def _content(automation: AutomationCore) -> dict[str, Any]:
+    """What it does; not the id and the owner, which the server adds."""
+    return automation.model_dump(mode="json", include=set(AutomationCore.model_fields) - {"owner_resource"})
 
 
 def pause_pool(pool: str) -> None:

@@ -32,8 +32,9 @@ class StagesBeside:
         if file is not None:
             command = [sys.executable, "-m", "dvc", "repro", "--quiet", str(file)]
             environment = os.environ | dvc_environment(Path.cwd())
-            # A group of its own: DVC leaves it to a terminal to interrupt its stage, and SIGTERM has none.
-            self.process = subprocess.Popen(command, env=environment, start_new_session=True)
+            with _heeding_ctrl_c():
+                # A group of its own: DVC leaves it to a terminal to interrupt its stage, and SIGTERM has none.
+                self.process = subprocess.Popen(command, env=environment, start_new_session=True)
 
     def check(self) -> None:
         """Nothing has failed yet."""
@@ -46,6 +47,19 @@ class StagesBeside:
         if self.process is not None:
             self.process.wait()
         self.check()
+
+
+@contextmanager
+def _heeding_ctrl_c() -> Iterator[None]:
+    """What is started here heeds it: a script's background command ignores it, and so would all that it starts."""
+    ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    if ignored:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        if ignored:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 @contextmanager

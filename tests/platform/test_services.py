@@ -95,7 +95,10 @@ def test_up_schedule_verdict_reaction_down(trained: Workspace, monkeypatch: pyte
             monkeypatch.setenv(name, exported[name])
         secrets = [auth[1], exported["MLFLOW_TRACKING_PASSWORD"]]
         keep_needed(trained.folder / "prefect.yaml")
+        automations = ids(api, "automations", auth)
         check_restart(trained, [*services, "up", "--prefect-port", str(ports[0]), "--mlflow-port", str(ports[1])])
+        assert len(automations) == 3
+        assert ids(api, "automations", auth) == automations, "made anew, though they were as they are"
         assert trained.run(*services, "status").count(" up") == 3
         limits = {entry["name"]: entry["limit"] for entry in post(f"{api}/v2/concurrency_limits/filter", {}, auth)}
         assert limits["local-gpus"] == 3
@@ -145,6 +148,11 @@ def test_up_schedule_verdict_reaction_down(trained: Workspace, monkeypatch: pyte
     check_nothing_runs(trained.folder)
     assert not wait_until_ended(family, 0)
     assert not (trained.folder / ".services").exists()
+
+
+def ids(api: str, what: str, auth: tuple[str, str]) -> set[str]:
+    """Of all that Prefect's server has of them."""
+    return {entry["id"] for entry in post(f"{api}/{what}/filter", {}, auth)}
 
 
 def keep_needed(file: Path) -> None:

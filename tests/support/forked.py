@@ -179,6 +179,7 @@ def _become(arguments: tuple[str, ...], folder: str, environment: dict[str, str]
     mp.current_process()._config["daemon"] = False  # which could have no processes of multiprocessing itself
     gc.freeze()  # a collection would copy every page that is shared with the other forks
     os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a terminal, wherever the tests are
     _take_streams(log)
     os.chdir(folder)
     os.environ.clear()

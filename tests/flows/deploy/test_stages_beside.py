@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stages of a real DVC beside other work: they end with it, and one that fails is told."""
 
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
-from flows.deploy.stages_beside import StageError, stages_beside
+from flows.deploy.stages_beside import END_SECONDS, StageError, stages_beside
 from tests.support.patience import wait_until
 
 pytest.importorskip("dvc", reason="the data stages need the extra doubleflow[data]")
@@ -26,7 +29,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_what_ends_the_block_ends_dvc_and_its_stage(here: Path) -> None:
+@pytest.mark.parametrize("ctrl_c", [signal.default_int_handler, signal.SIG_IGN], ids=["terminal", "background"])
+def test_what_ends_the_block_ends_dvc_and_its_stage(here: Path, ctrl_c: Any) -> None:
     FILE.write_text("stages:\n  long: {cmd: echo $$ > pid && sleep 600}\n")
     family = []
 
@@ -37,9 +41,15 @@ def test_what_ends_the_block_ends_dvc_and_its_stage(here: Path) -> None:
             family.extend([stage, *stage.parents()[:1], *stage.children()])
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
+    earlier, began = signal.signal(signal.SIGINT, ctrl_c), time.monotonic()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            interrupted()
+        assert signal.getsignal(signal.SIGINT) == ctrl_c
+    finally:
+        signal.signal(signal.SIGINT, earlier)
     assert not [process for process in family if process.is_running()]
+    assert time.monotonic() - began < END_SECONDS, "they were killed: they had not heard it"
 
 
 def test_a_stage_that_fails_is_told(here: Path) -> None:
