@@ -92,7 +92,13 @@ FEWER_IMAGES: dict[str, tuple[str, list[str]]] = {
     "diffusion_nft, best and worst 4": (FORWARD, [*LORA, "algorithm.best_worst_k=4"]),
 }
 """What is said to need fewer pictures (docs/algorithms.md), each beside the algorithm that it changes."""
-ALL = SETTINGS | FEWER_IMAGES
+FLOAT8: dict[str, tuple[str, list[str]]] = {
+    f"{name}, float8 base": (recipe, [*own, "actor_rollout_ref.model.frozen_dtype=float8"])
+    for name, (recipe, own) in SETTINGS.items()
+    if name in ("flow_grpo", "diffusion_nft")
+}
+"""The products with the frozen base in 8 bits, in rollout and update: what that costs in learning."""
+ALL = SETTINGS | FEWER_IMAGES | FLOAT8
 
 
 def is_taught(name: str) -> bool:
@@ -121,7 +127,7 @@ def job(name: str, seed: int, given: argparse.Namespace) -> Job:
 
 def teachers(folder: Path) -> list[Path]:
     """The weights that the teacher's seeds have exported, the lowest seed's first: none yet, or one a seed."""
-    return sorted(folder.glob(f"{folder_of(folder, TEACHER, 0).name[:-1]}[0-9]/train-*/weights"))
+    return sorted(folder.glob(f"{TEACHER}-[0-9]/train-*/weights"))
 
 
 def train(given: argparse.Namespace) -> None:
