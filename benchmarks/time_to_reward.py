@@ -43,6 +43,10 @@ LONG = "trainer.total_training_steps=2000"
 OURS: dict[str, tuple[str, list[str]]] = {
     "words-flow-grpo, published settings": ("words-flow-grpo", [LONG, *AS_PUBLISHED]),
     "words-flow-grpo": ("words-flow-grpo", [LONG]),
+    "words-flow-grpo, four steps a pass": (
+        "words-flow-grpo",
+        [LONG, f"{ACTOR}.levels_per_pass=4", "algorithm.rollout_correction.bypass_mode=false"],
+    ),
     "words, LoRA": VARIANTS["words, LoRA"],
     "words": VARIANTS["words"],
 }

@@ -304,10 +304,11 @@ class DiffusionActorConfig(Section):
         1,
         ge=1,
         le=MOST_NOISE_LEVELS,
-        description="Losses of the forward process: noise levels of a sample that one forward and backward pass "
-        "computes; a divisor of their number. A pass then has so many rows for each of its "
-        "ppo_micro_batch_size_per_gpu samples, and there are so many times fewer passes: for models that are too "
-        "small to keep a GPU busy.",
+        description="Noise levels, or steps of the sampler, of a sample that one forward and backward pass computes; "
+        "a divisor of their number. A pass then has so many rows for each of its ppo_micro_batch_size_per_gpu samples, "
+        "and there are so many times fewer passes: for models that are too small to keep a GPU busy. Sampled steps "
+        "replay their log-probs to the last bit where rollout.micro_batch_size is the number of these rows; where it "
+        "is not, algorithm.rollout_correction.bypass_mode: false has the first ratios be exactly 1 nonetheless.",
     )
     ppo_epochs: int = Field(1, ge=1, le=1000, description="Passes over one iteration's samples.")
     use_kl_loss: bool = Field(

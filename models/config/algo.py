@@ -115,3 +115,8 @@ class DiffusionRolloutAlgoConfig(Section):
                 f"rollout.algo.sde_window_size {self.sde_window_size} is longer than sde_window_range [{low}, {high})"
             )
         return low, high
+
+    def window_length(self, num_inference_steps: int) -> int:
+        """How many steps the window has, of a sampler of that many; errors as of `window_bounds`."""
+        low, high = self.window_bounds(num_inference_steps)
+        return self.sde_window_size or high - low

@@ -266,6 +266,22 @@ class Trajectories(Samples):
         rest = {name: tensor[:, one] for name, tensor in self._samplewise().items() if name not in _NOT_STEPWISE}
         return replace(self, window=self.window[one], latents=self.latents[:, at : at + 2], **rest)
 
+    def passes(self, together: int) -> list["Trajectories"]:
+        """The window's steps, `together` of them at a time (at its end what is left), as rows of windows of one: all
+        samples at one step after the other, [together * B, ...]. `window` names the first of these steps."""
+        steps = [self.step(number) for number in range(self.steps)]
+        return [_as_rows(steps[at : at + together]) for at in range(0, len(steps), together)]
+
+
+def _as_rows(steps: Sequence[Trajectories]) -> Trajectories:
+    """Windows of one step of the same samples, one after the other."""
+    first, *others = steps
+    if not others:
+        return first
+    names = first._samplewise()
+    joined: dict[str, Any] = {name: torch.cat([getattr(step, name) for step in steps]) for name in names}
+    return replace(first, keys=first.keys * len(steps), **joined)
+
 
 _NOT_STEPWISE = ("prompt_index", "latents")
 

@@ -43,7 +43,7 @@ def leftover_noise(scheduler: "FlowMatchSDEDiscreteScheduler", algo: "DiffusionR
     explored = [_exact_step(scheduler, step, algo, algo.noise_level) for step in range(steps)]
     start = _variance_of_data(float(scheduler.sigmas[0]))
     low, high = algo.window_bounds(steps)
-    size = algo.sde_window_size or high - low
+    size = algo.window_length(steps)
     if algo.sde_contiguous:
         stride = 1 if algo.sde_window_mode == "random" else size
         windows = [range(first, first + size) for first in range(low, high - size + 1, stride)]

@@ -34,7 +34,7 @@ def window_steps(
         ValueError: the range leaves the sampler's steps, or is shorter than the window.
     """
     low, high = algo.window_bounds(num_inference_steps)
-    size = algo.sde_window_size or high - low
+    size = algo.window_length(num_inference_steps)
     draw = random.Random(f"window/{seed}/{iteration}" + ("" if prompt_uid is None else f"/{prompt_uid}"))
     if not algo.sde_contiguous:
         return sorted(draw.sample(range(low, high), size))

@@ -28,7 +28,7 @@ from models.training.checkpoint import EngineCheckpoint
 from models.training.engine import LOG_PROB_DISTANCES, TRAINING_ENGINES, HeldWeights
 from models.training.forward_batches import noised_batch
 from models.training.gradients import NonfiniteSteps, average_whole, clip_gradients
-from models.training.micro_batches import ActorBatch, WeightedMetrics, micro_batch_of
+from models.training.micro_batches import ActorBatch, WeightedMetrics, micro_batch_of, passes_of
 from models.training.noised import NoisedLatents
 from models.training.policy import PolicyForward, load_teacher
 from models.training.schedules import build_lr_scheduler
@@ -161,14 +161,14 @@ class DiffusersFSDPEngine(PolicyForward):
         for number, (samples, advantages) in enumerate(batch.parts):
             if not first and isinstance(samples, Trajectories):  # the weights that the rollout sampled with are gone
                 samples = replace(samples, unconditional=None)
-            steps, on_device = samples.steps, samples.to(self.device)
-            for step in range(steps):
-                micro_batch, counted = micro_batch_of(on_device.step(step), advantages, self.device)
+            passes = passes_of(samples.to(self.device), self.actor_config.levels_per_pass)
+            for place, rows in enumerate(passes):
+                micro_batch, counted = micro_batch_of(rows, advantages, self.device)
                 # A rank averages over its own samples and FSDP over ranks; this turns both into one mean over the
                 # mini-batch's counted samples and timesteps. Of ranks that share their samples each has the gradient of
                 # its own tokens: there FSDP's sum is what is wanted.
-                scale = counted * dist.get_world_size() / (batch.global_count * steps)
-                self._reduces_gradients(number == len(batch.parts) - 1 and step == steps - 1)
+                scale = counted * dist.get_world_size() / (batch.global_count * samples.steps)
+                self._reduces_gradients(number == len(batch.parts) - 1 and place == len(passes) - 1)
                 loss, metrics = self.forward_step(micro_batch, self.loss_fn)
                 (loss * scale).backward()
                 distances = {name: metrics.pop(name) for name in LOG_PROB_DISTANCES if name in metrics}
@@ -204,12 +204,13 @@ class DiffusersFSDPEngine(PolicyForward):
         batch = ActorBatch([(trajectories, torch.zeros(len(trajectories)))], len(trajectories))
         pieces: list[dict[str, Tensor]] = []
         for piece, zeros in batch.cut(self.actor_config.micro_batch).parts:
-            steps, on_device = [], piece.to(self.device)
-            for step in range(piece.steps):
-                micro_batch, _ = micro_batch_of(on_device.step(step), zeros, self.device)
+            steps: dict[str, list[Tensor]] = {field: [] for field in names}
+            for rows in passes_of(piece.to(self.device), self.actor_config.levels_per_pass):
+                micro_batch, _ = micro_batch_of(rows, zeros, self.device)
                 output, _ = self.forward_step(micro_batch, None, forward_only=True)
-                steps.append({field: output[name].cpu() for field, name in names.items()})
-            pieces.append({field: torch.stack([one[field] for one in steps], 1) for field in names})
+                for field, name in names.items():
+                    steps[field] += output[name].cpu().split(len(piece))
+            pieces.append({field: torch.stack(found, 1) for field, found in steps.items()})
         scored = {field: torch.cat([piece[field] for piece in pieces]) for field in names}
         return replace(trajectories, log_probs=scored["log_probs"], means=scored.get("means"))
 

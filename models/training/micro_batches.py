@@ -52,21 +52,34 @@ class ActorBatch(Generic[S]):
         return any(isinstance(s, Trajectories) and s.unconditional is not None for s, _ in self.parts)
 
 
+def passes_of(samples: Trajectories | NoisedLatents, together: int) -> Sequence[Trajectories | NoisedLatents]:
+    """What each forward pass over the samples computes, as windows of one step, or as single levels.
+
+    Args:
+        together: of a window's steps are rows of one pass; noised latents have theirs as rows already.
+    """
+    if isinstance(samples, NoisedLatents):
+        return [samples.step(level) for level in range(samples.steps)]
+    return samples.passes(together)
+
+
 def micro_batch_of(
     samples: Trajectories | NoisedLatents, advantages: Tensor, device: torch.device | str
 ) -> tuple["TensorDict", int]:
-    """Inputs of one micro-batch at one timestep, and how many of its samples count.
+    """Inputs of one forward pass, each of whose rows is a sample at a timestep, and how many of its rows count.
 
     Where only some do, the others stay in it and COUNTED says which do: a batch of another size would be rounded
     otherwise than the one that was sampled, and be compiled anew.
 
     Args:
-        samples: of one step or level, on `device`.
-        advantages: [B], on the CPU; NaN where a sample does not count.
+        samples: rows of one step or level, on `device`.
+        advantages: [B] of the samples that the rows are of, all B at one step after the other; on the CPU, NaN where
+            a sample does not count.
     """
     from tensordict import TensorDict  # here: it imports torch's compiler, and whoever hands batches over needs it not
 
     tensors: dict[str, Tensor | None]
+    advantages = advantages.repeat(len(samples) // len(advantages))
     if isinstance(samples, NoisedLatents):
         counted = ~advantages.isnan()
         number = int(counted.sum())

@@ -65,24 +65,27 @@ def check_solver(config: RunSections) -> None:
         )
 
 
-def check_finished_samples(config: RunSections) -> None:
-    """A loss on finished samples has noise levels to noise them to, and no log-probs that could be corrected."""
-    algorithm, together = config.algorithm, config.actor_rollout_ref.actor.levels_per_pass
-    if algorithm.trainer_type != "direct_preference":
-        if together > 1:
-            raise ValueError(
-                f"actor_rollout_ref.actor.levels_per_pass is {together}, but loss "
-                f"{config.actor_rollout_ref.actor.diffusion_loss.loss_mode} replays the sampler's steps in the batches "
-                "that were sampled, one step a pass: leave it at 1"
-            )
+def check_levels_of_a_pass(config: RunSections) -> None:
+    """The levels, or steps, of a sample are so many times those of a pass."""
+    rollout, together = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor.levels_per_pass
+    steps, what = rollout.pipeline.num_inference_steps, "noise levels"
+    if config.algorithm.trainer_type == "direct_preference":
+        levels = config.algorithm.levels_per_sample(steps)
+    elif together > 1:
+        levels, what = rollout.algo.window_length(steps), "trained steps"
+    else:
         return
-    levels = algorithm.levels_per_sample(config.actor_rollout_ref.rollout.pipeline.num_inference_steps)
     if levels % together:
         raise ValueError(
-            f"actor_rollout_ref.actor.levels_per_pass is {together}, which does not divide the {levels} noise levels "
+            f"actor_rollout_ref.actor.levels_per_pass is {together}, which does not divide the {levels} {what} "
             "of a sample: give a divisor, so that all passes are of one size"
         )
-    if not algorithm.rollout_correction.bypass_mode:
+
+
+def check_finished_samples(config: RunSections) -> None:
+    """A loss on finished samples has no log-probs that could be corrected."""
+    algorithm = config.algorithm
+    if algorithm.trainer_type == "direct_preference" and not algorithm.rollout_correction.bypass_mode:
         loss = config.actor_rollout_ref.actor.diffusion_loss.loss_mode
         raise ValueError(
             f"algorithm.rollout_correction.bypass_mode is false, but loss {loss} reads no log-probs that could be "
@@ -292,6 +295,7 @@ CHECKS: tuple[Callable[[RunSections], None], ...] = (
     check_selection,
     check_log_probs_exist,
     check_solver,
+    check_levels_of_a_pass,
     check_finished_samples,
     check_pairs_stay_together,
     check_sequence_sharing,

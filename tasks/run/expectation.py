@@ -91,8 +91,7 @@ def _trained_steps(config: TrainConfig) -> int:
     inference_steps = rollout.pipeline.num_inference_steps
     if algorithm.trainer_type == "direct_preference":
         return algorithm.levels_per_sample(inference_steps)
-    low, high = rollout.algo.window_bounds(inference_steps)
-    return rollout.algo.sde_window_size or high - low
+    return rollout.algo.window_length(inference_steps)
 
 
 @dataclass(frozen=True)

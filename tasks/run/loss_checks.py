@@ -25,7 +25,7 @@ def check_exploration(config: TrainConfig, scheduler: "FlowMatchSDEDiscreteSched
     left = leftover_noise(scheduler, algo)
     if left > algo.max_leftover_noise:
         low, high = algo.window_bounds(steps)
-        size = algo.sde_window_size or high - low
+        size = algo.window_length(steps)
         raise ConfigError(
             f"exploring would leave noise of standard deviation {left:.2f} in the finished latents, more than "
             f"rollout.algo.max_leftover_noise {algo.max_leftover_noise:g}: {size} steps of [{low}, {high}) of "
@@ -106,7 +106,7 @@ def _check_steps(config: TrainConfig) -> None:
             f"sampler's random steps, and the last one {why} with {kernel}: take at least 2"
         )
     low, high = rollout.algo.window_bounds(steps)
-    if kernel == "cps" and high == steps and (rollout.algo.sde_window_size or high - low) == 1:
+    if kernel == "cps" and high == steps and rollout.algo.window_length(steps) == 1:
         raise ConfigError(
             f"rollout.algo.sde_window_range [{low}, {high}) with one trained step may choose the last of {steps}, "
             f"which has no noise and no gradient with cps: let it end at {steps - 1}"

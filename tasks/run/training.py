@@ -130,10 +130,11 @@ class TrainingRun:
         waits = self.config.shares_gpus and policy.rollout.sleeps
         if not policy.model.compile or waits or self.iteration >= self.config.trainer.total_training_steps:
             return
-        together = policy.actor.rows_of_pass
+        samples = policy.actor.micro_batch
         if self.loss.process == "reverse":
-            together = min(together, policy.rollout.batch_size)
-        self.trainer.warm_up(replace(self.online.canary, rows=together))
+            samples = min(samples, policy.rollout.batch_size)
+        rows = samples * policy.actor.levels_per_pass
+        self.trainer.warm_up(replace(self.online.canary, rows=rows))
 
     def actor_groups(self) -> dict[str, ActorGroup]:
         """The run's processes, by the name that metrics and traces call them."""

@@ -53,12 +53,13 @@ def kind_of(weights: dict[str, Any]) -> str:
 # FLUX eager with all weights: the backward pass of cuDNN's attention failed there without a compiler too. It is last,
 # because an illegal memory access ends every later test of the process.
 CASES = [
-    ("sd3.5-medium", LORA, True),
-    ("sd3.5-medium", FLOAT8, True),
-    ("sd3.5-medium", {}, True),
-    ("qwen-image", LORA, True),
-    ("flux.1-dev", LORA, True),
-    ("flux.1-dev", {}, False),
+    ("sd3.5-medium", LORA, True, 1),
+    ("sd3.5-medium", LORA, True, 2),
+    ("sd3.5-medium", FLOAT8, True, 1),
+    ("sd3.5-medium", {}, True, 1),
+    ("qwen-image", LORA, True, 1),
+    ("flux.1-dev", LORA, True, 1),
+    ("flux.1-dev", {}, False, 1),
 ]
 
 
@@ -74,7 +75,8 @@ def one_rank_here() -> Iterator[None]:
 
 def engines(config: DiffusionModelConfig, **settings: Any) -> tuple[DiffusersRolloutEngine, DiffusersFSDPEngine]:
     """Both with the same weights, of which none is at its start."""
-    trainer = DiffusersFSDPEngine(config, actor_config(lr=1e-4, ppo_micro_batch_size_per_gpu=BATCH, **settings), HERE)
+    chosen = {"lr": 1e-4, "ppo_micro_batch_size_per_gpu": BATCH} | settings
+    trainer = DiffusersFSDPEngine(config, actor_config(**chosen), HERE)
     trainer.initialize()
     move_off_zero(trainer)
     rollout = DiffusersRolloutEngine(config, HERE)
@@ -125,16 +127,24 @@ def request_like(prompts: PromptTable) -> RolloutRequest:
 
 
 @pytest.mark.slow  # on a CPU the families' conformance tests hold nearly the same
-@pytest.mark.parametrize(("name", "weights", "compiled"), CASES, ids=[f"{n}-{kind_of(w)}-{c}" for n, w, c in CASES])
+@pytest.mark.parametrize(
+    ("name", "weights", "compiled", "together"),
+    CASES,
+    ids=[f"{name}-{kind_of(weights)}-{compiled}-{together}" for name, weights, compiled, together in CASES],
+)
 def test_the_first_ratio_is_exactly_one(
     name: str,
     weights: dict[str, Any],
     compiled: bool,
+    together: int,
     tiny_folder: Callable[[str], Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With guidance and without, there with a reward missing; the trainer's rescoring gives the rollout's own bits."""
+    """With guidance and without, there with a reward missing; the trainer's rescoring gives the rollout's own bits.
+
+    Also where a pass has `together` steps of a part of the samples, as many rows as were sampled at a time.
+    """
     family, layers = LAYERS[name]
     adapter, size = FAMILIES[family].adapter, SIZES[name]
     picture: dict[str, Any] = {"height": 16, "width": 24}
@@ -156,7 +166,8 @@ def test_the_first_ratio_is_exactly_one(
 
     torch._dynamo.reset()
     guided, plain = config_of(size.guidance), config_of(size.plain)
-    rollout, trainer = engines(guided, guidance_gradient="conditional", clip_ratio=size.clip)
+    shared = {"levels_per_pass": together, "ppo_micro_batch_size_per_gpu": BATCH // together}
+    rollout, trainer = engines(guided, guidance_gradient="conditional", clip_ratio=size.clip, **shared)
     tokens = size.text_tokens if HERE == "cuda" else 8
     for config in (guided, plain):
         rollout.model_config = trainer.model_config = config

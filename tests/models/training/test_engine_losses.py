@@ -129,12 +129,13 @@ def test_the_first_window_step_after_a_gap_starts_from_the_ode(tiny_model: Path)
 # ---- losses
 
 
-@pytest.mark.parametrize("window", [(0, 1, 2), (0, 2)])
+@pytest.mark.parametrize(("window", "together"), [((0, 1, 2), 1), ((0, 2), 1), ((0, 1, 2), 3), ((0, 2), 2)])
 @pytest.mark.parametrize("loss", LOSSES)
-def test_updates_equal_the_plain_trainers(tiny_model: Path, loss: str, window: tuple[int, ...]) -> None:
-    """Three updates in uneven micro-batches; in them the loss holds some samples back and others not."""
+def test_updates_equal_the_plain_trainers(tiny_model: Path, loss: str, window: tuple[int, ...], together: int) -> None:
+    """Three updates in uneven micro-batches, step by step or all steps in one pass; in them the loss holds some samples
+    back and others not."""
     trajectories = rolled_out(tiny_model, window, record_means=loss in OLD_MEANS)
-    engine = trainer(tiny_model, loss_mode=loss, **LOSSES[loss])
+    engine = trainer(tiny_model, loss_mode=loss, levels_per_pass=together, **LOSSES[loss])
     start = engine.gather_weights()
     metrics = [engine.update_policy([batch_of(trajectories)]) for _ in range(3)]
     weights, norms = plain_updates(engine.model_config, engine.actor_config, [(trajectories, ADVANTAGES)], updates=3)
@@ -143,6 +144,39 @@ def test_updates_equal_the_plain_trainers(tiny_model: Path, loss: str, window: t
     assert largest_difference(weights, start) > 1e-3
     held = "pg_dropfrac" if loss == "flow_dppo" else "pg_clipfrac"
     assert 0 < metrics[1][held] < 1
+
+
+@pytest.mark.parametrize("together", [2, 3])
+def test_steps_that_share_a_pass_train_as_those_that_do_not(tiny_model: Path, together: int) -> None:
+    """By fewer passes, with a KL, a missing reward, rejected steps and weights; of three steps two leave one over."""
+    advantages, weights = ADVANTAGES.clone(), torch.rand(6, 3, generator=torch.Generator().manual_seed(0)) + 0.5
+    advantages[1], weights[0, 0], weights[4] = NAN, NAN, torch.tensor([0.7, NAN, NAN])
+    batch = batch_of(replace(rolled_out(tiny_model, record_means=False), is_weights=weights), advantages)
+    settings = {"use_kl_loss": True, "kl_loss_coef": 0.3, "ppo_micro_batch_size_per_gpu": 3}
+    engines = [trainer(tiny_model, levels_per_pass=count, **settings) for count in (1, together)]
+    passes = [0, 0]
+    for number, engine in enumerate(engines):
+
+        def counting(*_: Any, number: int = number) -> None:
+            passes[number] += 1
+
+        engine.module.register_forward_pre_hook(counting)
+    for _ in range(2):
+        apart, joined = (engine.update_policy([batch]) for engine in engines)
+        assert joined == pytest.approx(apart, rel=1e-4, abs=1e-6)
+        assert largest_difference(*(engine.gather_weights() for engine in engines)) < 3e-6
+    assert passes == [2 * 2 * 3, 2 * 2 * (3 // together + 3 % together)]
+
+
+def test_steps_that_share_a_pass_of_the_rollout_s_size_replay_bit_for_bit(tiny_model: Path) -> None:
+    """Six samples at one step were sampled together; two at all three steps are as many rows."""
+    trajectories = rolled_out(tiny_model)
+    engine = trainer(tiny_model, ppo_micro_batch_size_per_gpu=2, levels_per_pass=3)
+    again = engine.rescored(trajectories, with_means=True)
+    assert torch.equal(again.log_probs, trajectories.log_probs)
+    assert torch.equal(again.means, trajectories.means)
+    metrics = engine.update_policy([batch_of(trajectories)])
+    assert metrics["ratio_deviation/max"] == metrics["logprob_abs_diff/max"] == 0.0
 
 
 @pytest.mark.parametrize("rectified", [False, True])

@@ -313,7 +313,10 @@ def test_only_what_paces_itself_by_its_length_makes_another_run_of_a_longer_one(
             ("algorithm.name=awm", "algorithm.num_train_timesteps=6", f"{ACTOR}.levels_per_pass=4"),
             "levels_per_pass is 4, which does not divide the 6 noise levels of a sample: give a divisor",
         ),
-        ((f"{ACTOR}.levels_per_pass=2",), "levels_per_pass is 2, but loss flow_grpo replays the sampler's steps"),
+        (
+            (f"{ACTOR}.levels_per_pass=2",),
+            "levels_per_pass is 2, which does not divide the 9 trained steps of a sample",
+        ),
         (
             ("algorithm.name=dpo", "algorithm.timestep_fraction=0.5"),
             "timestep_fraction 0.5 is a share of the schedule's levels, but timestep_sampling is logit_normal",
