@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -272,12 +273,14 @@ class Curve:
 def plot_seeds(
     axes: Axes, seeds: Sequence[Curve], along: Callable[[Line], float], label: str, colour: Any = None
 ) -> None:
-    """Held-out reward, as far as all seeds came: their mean, and the range between them."""
-    measured = list(zip(*(curve.measured for curve in seeds), strict=False))
-    rewards = np.array([[line["held_out"] for line in lines] for lines in measured])
-    where = [np.mean([along(line) for line in lines]) for lines in measured]
-    (drawn,) = axes.plot(where, rewards.mean(1), "o-", color=colour, markersize=3, label=label)
-    axes.fill_between(where, rewards.min(1), rewards.max(1), color=drawn.get_color(), alpha=0.12, linewidth=0)
+    """Held-out reward, as far as two of the seeds came: mean of those that came so far, and the range between them."""
+    measured = [[line for line in lines if line] for lines in zip_longest(*(curve.measured for curve in seeds))]
+    measured = [lines for lines in measured if len(lines) >= min(2, len(seeds))]
+    rewards = [[line["held_out"] for line in lines] for lines in measured]
+    where = [float(np.mean([along(line) for line in lines])) for lines in measured]
+    (drawn,) = axes.plot(where, [*map(np.mean, rewards)], "o-", color=colour, markersize=3, label=label)
+    ends = [[*map(end, rewards)] for end in (min, max)]
+    axes.fill_between(where, *ends, color=drawn.get_color(), alpha=0.12, linewidth=0)
 
 
 def curves_of(lines: Iterable[Line]) -> dict[str, list[Curve]]:

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tables of runs on GPUs are what the kept logs say."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import time_to_reward, words_algorithms
+from benchmarks.followed_runs import curves_of, read_lines
+
+ROOT = Path(__file__).parents[2]
+MEASURED = ROOT / "benchmarks" / "measured"
+
+
+@pytest.mark.parametrize(
+    ("log", "table"),
+    [("words_algorithms", words_algorithms.table), ("time_to_reward", time_to_reward.table)],
+)
+def test_a_page_has_the_table_of_its_log(log: str, table: Callable[[Any], str]) -> None:
+    curves = curves_of(read_lines([MEASURED / f"{log}.jsonl"]))
+    assert curves
+    assert table(curves) in (ROOT / "docs" / "words.md").read_text()
+
+
+def test_what_the_page_says_of_another_base_model_is_in_its_log() -> None:
+    first, second = curves_of(read_lines([MEASURED / "words_h100.jsonl"]))["words"]
+    assert [round(curve.measured[0]["held_out"], 3) for curve in (first, second)] == [0.481, 0.481]
+    assert [round(curve.measured[-1]["held_out"], 3) for curve in (first, second)] == [0.875, 0.87]
+    assert first.lines[-1]["iteration"] == second.lines[-1]["iteration"] == 30
