@@ -131,7 +131,8 @@ def train_transformer(
 ) -> None:
     """Until a measurement of the averaged weights reaches `settings.target_reward`, then `settings.decay_steps` more.
 
-    Over these the learning rates fall to 0. Leaves the averaged weights.
+    Over these the learning rates fall to 0. As long as the averaged weights then read less than `settings.least_reward`,
+    and steps are left, they do so once more from `settings.more_rate` of theirs. Leaves the averaged weights.
 
     Args:
         latents: [pictures, channels, h, w], standardised.
@@ -155,11 +156,14 @@ def train_transformer(
         every = settings.measure_every * (1 if reward >= settings.target_reward / 2 else 4)
         if training.steps % every == 0 or training.steps == last:
             reward = measure(loss)
-    last = training.steps + settings.decay_steps
-    for left in range(settings.decay_steps, 0, -1):
-        loss = training.step(latents, left / settings.decay_steps)
-        if left == 1:
-            measure(loss)
+    falling, peak = settings.decay_steps, 1.0
+    while falling:
+        last = training.steps + falling
+        for left in range(falling, 0, -1):
+            loss = training.step(latents, peak * left / falling)
+        reward = measure(loss)
+        is_enough = reward >= settings.least_reward or training.steps >= settings.max_steps
+        falling, peak = 0 if is_enough else settings.more_steps, settings.more_rate
     copy_weights(training.parameters, training.average)
     transformer.eval()
 

@@ -84,6 +84,12 @@ class WordsSettings:
     """They begin to fall here, whatever was reached."""
     decay_steps: int = 220
     """The last steps, over which both learning rates fall linearly to 0: these alone win .35 and more."""
+    least_reward: float = 0.51
+    """Mean OCR reward of the watched prompts below which it does not end: equal steps end .05 apart on a GPU."""
+    more_steps: int = 60
+    """Steps that then follow, again and again, over which both learning rates fall from a share of theirs to 0."""
+    more_rate: float = 0.3
+    """That share."""
     sampling_steps: int = 10
     """Steps of the sampler when the watched prompts are drawn."""
 
@@ -120,5 +126,6 @@ def smallest(seed: int = 0) -> WordsSettings:
         measure_every=1,
         max_steps=5,
         decay_steps=2,
+        more_steps=2,
         sampling_steps=2,
     )

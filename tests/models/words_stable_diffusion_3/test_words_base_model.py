@@ -261,7 +261,13 @@ def steps_of(rewards: Callable[[int], float], **changes: float) -> list[int]:
         if stage == "transformer":
             steps.append(step)
 
-    pretrain(LEARNT, replace(SMALL, **{"max_steps": 12, "decay_steps": 0, **changes}), "cpu", record, measure)  # type: ignore[arg-type]
+    pretrain(
+        LEARNT,
+        replace(SMALL, **{"max_steps": 12, "decay_steps": 0, "least_reward": 0.0, **changes}),
+        "cpu",
+        record,
+        measure,
+    )  # type: ignore[arg-type]
     return steps
 
 
@@ -269,6 +275,14 @@ def test_training_ends_at_the_first_measurement_that_is_good_enough() -> None:
     rewards = [0.1, 0.3, 0.4, 0.5, 0.6]
     assert steps_of(rewards.__getitem__, target_reward=0.5) == [4, 8, 9, 10]
     assert steps_of(rewards.__getitem__, target_reward=0.5, decay_steps=3) == [4, 8, 9, 10, 13]
+
+
+def test_what_reads_too_little_at_the_end_is_trained_on_until_it_does_not() -> None:
+    rewards = [0.5, 0.3, 0.4, 0.45, 0.6]
+    settings = {"target_reward": 0.5, "decay_steps": 3, "more_steps": 2, "max_steps": 40}
+    assert steps_of(rewards.__getitem__, **settings, least_reward=0.44) == [4, 7, 9, 11]
+    assert steps_of(rewards.__getitem__, **settings, least_reward=0.3) == [4, 7]
+    assert steps_of(lambda n: 0.5 / (n + 1), **settings | {"max_steps": 10}, least_reward=0.44) == [4, 7, 9, 11]
 
 
 def test_training_ends_at_the_last_step_whatever_was_reached() -> None:
@@ -286,6 +300,10 @@ def test_learning_rates_rise_stay_and_fall_to_nothing(monkeypatch: pytest.Monkey
     monkeypatch.setattr(pretraining.TransformerTraining, "step", spy)
     pretrain(LEARNT, replace(SMALL, max_steps=3, decay_steps=4, warmup_steps=2), "cpu", quiet, nothing)
     assert rates == [0.5, 1, 1, 1, 0.75, 0.5, 0.25]
+    rates.clear()
+    again = replace(SMALL, max_steps=8, target_reward=0.0, decay_steps=4, more_steps=4, more_rate=0.4)
+    pretrain(LEARNT, again, "cpu", quiet, nothing)
+    assert rates == pytest.approx([1, 0.75, 0.5, 0.25, 0.4, 0.3, 0.2, 0.1])
 
 
 def test_a_measurement_sees_the_average_and_changes_no_weight(pipeline: StableDiffusion3Pipeline) -> None:
