@@ -131,8 +131,8 @@ def train_transformer(
 ) -> None:
     """Until a measurement of the averaged weights reaches `settings.target_reward`, then `settings.decay_steps` more.
 
-    Over these the learning rates fall to 0. As long as the averaged weights then read less than `settings.least_reward`,
-    and steps are left, they do so once more from `settings.more_rate` of theirs. Leaves the averaged weights.
+    Over these the learning rates fall to 0. As long as the averaged weights then read less than `least_reward`, and
+    steps are left, they do so once more from `more_rate` of theirs. Leaves the averaged weights.
 
     Args:
         latents: [pictures, channels, h, w], standardised.
