@@ -45,6 +45,7 @@ from tasks.run.opening import apply_overrides, open_run, recorded_config
 from tasks.run.preflight import check_inputs
 from tasks.run.progress import Progress
 from tasks.run.schedule import FEWEST_ITERATIONS, is_exported, is_measured, is_saved, is_validated, parts
+from tasks.run.start_times import StartTimes
 from tasks.run.summary import Summary, keep_good_weights, register_export, summarise
 from tasks.run.training import TrainingRun
 from tasks.run.watching import stop_if_flagged, watch_floor, watch_guards
@@ -77,10 +78,12 @@ def train(
         config: everything the run depends on.
         overrides: changes of any other field: only the fields given here are replaced.
     """
+    start = StartTimes()
     with flow_page():
         recipe, config = config, apply_overrides(config, combined(common, overrides))
         inputs = check_inputs(config, recorded=recorded_config(config))
-        with open_run(inputs.config, inputs, recipe) as run:
+        start.mark("checks")
+        with open_run(inputs.config, inputs, recipe, start) as run:
             summary, said = fit(run)
     return Completed(message=said, data=summary.as_dict())
 
@@ -95,6 +98,7 @@ def fit(run: TrainingRun) -> tuple[Summary, str]:
     if run.is_online:
         sync(run, clock, run.sampling_weights)
         run.warm_up()
+    run.start.mark("weights to the rollout")
     if run.is_online and run.iteration == 0 and settings.val_before_train and not run.recorded(0):
         result = validate_weights(run, clock)
         run.tracker.log_step(0, result.metrics(), *validation_records(result))
@@ -102,6 +106,7 @@ def fit(run: TrainingRun) -> tuple[Summary, str]:
         run.report.add_validation(0, result)
         run.report.write()
         progress.show_validation()
+        run.start.mark("first validation")
 
     clock = Stopwatch(first)
 
@@ -175,6 +180,8 @@ def update_and_save(run: TrainingRun, iteration: Iteration, clock: Stopwatch) ->
     """
     correction, settings = run.config.algorithm.rollout_correction, run.config.trainer
     batches, advantages = iteration.batches, iteration.advantages
+    if not run.has_updated:
+        run.start.mark("samples and scores" if run.is_online else "pairs")
     with run.online.rollout.asleep(clock) if run.is_online else nullcontext():
         old = None if correction.bypass_mode else old_log_prob(clock, run.trainer, batches, advantages, correction)
         with profiled(run.actor_groups(), "trainer", settings.profile, iteration.number, run.tracker, clock):
@@ -182,6 +189,8 @@ def update_and_save(run: TrainingRun, iteration: Iteration, clock: Stopwatch) ->
     if not run.has_updated:
         # An update whose first step was left out says nothing of it: the next one is looked at.
         run.has_updated = not run.learned.get("actor/nonfinite_steps")
+        run.start.mark("update")
+        say(run.start.told())
         warning = check_first_ratio(run.config, run.learned, iteration.metrics.get("rollout/policy_lag", 0.0))
         if warning:
             page_logger().warning(warning)
@@ -219,6 +228,7 @@ def log_iteration(run: TrainingRun, iteration: Iteration, metrics: dict[str, flo
         metrics |= run.utilisation.metrics(iteration.batches, metrics, clock.seconds)
         if run.beside_expected is not None and (line := run.beside_expected.observe(number, metrics)) is not None:
             say(line)
+    metrics |= run.start.metrics() if run.has_updated else {}
     metrics |= {} if run.machines is None else run.machines.metrics()
     run.record = run.behind.submit(write_record, run, iteration, dict(metrics), validation, clock)
 

@@ -44,6 +44,7 @@ from tasks.run.live_text import start_text_encoders
 from tasks.run.note import run_label, source_tags, write_note
 from tasks.run.preflight import Inputs
 from tasks.run.reporting import RunReport
+from tasks.run.start_times import StartTimes
 from tasks.run.training import CANARY_PROMPTS, OnlineParts, TrainingRun
 from tasks.run.utilisation import Utilisation
 from tasks.run.watching import refuse_flagged
@@ -111,11 +112,12 @@ def worker_needs(config: TrainConfig) -> WorkerNeeds:
 
 
 @contextmanager
-def open_run(config: TrainConfig, inputs: Inputs, recipe: TrainConfig) -> Iterator[TrainingRun]:
+def open_run(config: TrainConfig, inputs: Inputs, recipe: TrainConfig, start: StartTimes) -> Iterator[TrainingRun]:
     """Open training, and start or continue the run.
 
     Args:
         recipe: the config before its overrides.
+        start: counts the seconds.
 
     Raises:
         CheckpointError: another process works on the run, or it has checkpoints that it should not have.
@@ -139,7 +141,10 @@ def open_run(config: TrainConfig, inputs: Inputs, recipe: TrainConfig) -> Iterat
             _remember_run_id(config, tracker.run_id)
             guards = watched_guards(config, tracker)
             refuse_flagged(config, guards)
+            start.mark("Ray and MLflow")
             run = _start_actors(config, inputs, tracker, store, guards, RunReport(config, tracker, recipe), model)
+            start.mark("workers and models")
+            run.start = start
             tracker.log_start(config, run_tags(config, inputs, run.online.reward if run.is_online else None))
             tell_sizes(inputs)
             tell_expectation(run)

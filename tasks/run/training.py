@@ -28,6 +28,7 @@ from tasks.run.kept_stages import KeptStages
 from tasks.run.preflight import Inputs
 from tasks.run.reporting import RunReport
 from tasks.run.schedule import part_of, windows_of
+from tasks.run.start_times import StartTimes
 from tasks.run.utilisation import Utilisation
 from tasks.system.behind import Behind
 from tasks.system.ownership import require_own
@@ -82,6 +83,7 @@ class TrainingRun:
         machines: what tells of those that are lost, while the run is open.
         record: of the last iteration that was done, while it is written.
         beside_expected: what says how an iteration compares with what was expected; None where nothing was.
+        start: where the seconds go until this process has made its first update.
     """
 
     config: TrainConfig
@@ -104,6 +106,7 @@ class TrainingRun:
     machines: MachineWatch | None = None
     record: Future | None = None
     beside_expected: BesideExpected | None = None
+    start: StartTimes = field(default_factory=StartTimes)
 
     @property
     def is_online(self) -> bool:

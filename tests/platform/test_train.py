@@ -18,6 +18,7 @@ import pandas as pd
 import pytest
 import torch
 from diffusers import QwenImagePipeline
+from mlflow import MlflowClient
 from PIL import Image
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -91,6 +92,7 @@ def test_a_run_leaves_its_whole_record(recorded: Recorded) -> None:
         "#",
     ]
     assert re.match(r"[\d.e-]+ s, iteration 3 took [\d.]+: rollout [\d.]+ s \([\d.e-]+\), update ", of_the_peak[1])
+    check_start(recorded.output, client, run.info.run_id)
     assert other_lines(recorded.output) == [], "of what libraries print nothing is about the run"
 
     pictures = [item.path for item in client.list_artifacts(run.info.run_id, "images") if item.path.endswith(".png")]
@@ -132,9 +134,9 @@ def test_a_run_leaves_its_whole_record(recorded: Recorded) -> None:
 
 
 def other_lines(output: str) -> list[str]:
-    """What is no line of an iteration or of what they should take, nor of the summary, which is indented."""
+    """What is no line of an iteration, its expected seconds, the start or the summary, which is indented."""
     lines = [line for line in re.split("[\r\n]+", output) if line.strip()]
-    own = "training:", "at its devices' peak", "what an iteration should take", "iteration ", "  "
+    own = "training:", "at its devices' peak", "what an iteration should take", "the first update", "iteration ", "  "
     return [line for line in lines if not line.startswith(own)]
 
 
@@ -234,6 +236,20 @@ def check_page(recorded: Recorded, run_id: str) -> None:
     again = page.read_text()
     for part in (r'class="frame" data-step="\d+"', r'<polyline class="line[^>]*>', r"<dd>[^<]*</dd>"):
         assert re.findall(part, again) == re.findall(part, html), part
+
+
+def check_start(output: str, client: MlflowClient, run_id: str) -> None:
+    """What a run says of its start is what MLflow has of it, once, and the parts are the whole."""
+    ((whole, parts),) = re.findall(r"^the first update was done after ([\d.]+) s: (.*)$", output, re.MULTILINE)
+    (point,) = client.get_metric_history(run_id, "perf/start_s")
+    assert (point.step, round(point.value, 1)) == (1, float(whole))
+    seconds = {part.rsplit(" ", 1)[0]: float(part.rsplit(" ", 1)[1]) for part in parts.split(", ")}
+    assert [*seconds] == [
+        *("the process", "checks", "Ray and MLflow", "workers and models", "weights to the rollout"),
+        *("first validation", "samples and scores", "update"),
+    ]
+    assert sum(seconds.values()) == pytest.approx(float(whole), abs=0.05 * (len(seconds) + 1))
+    assert seconds["the process"] > 0.5
 
 
 def check_seconds(workspace: Workspace, run_id: str) -> None:
