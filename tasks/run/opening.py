@@ -363,7 +363,7 @@ def tell_expectation(run: TrainingRun) -> None:
         return
     for line in run.utilisation.expectation():
         say(line)
-    known = run.utilisation.expected()
+    known = run.utilisation.expected
     if known is not None:
         workers = len(run.online.rollout.group) if run.is_online else 0
         run.beside_expected = BesideExpected(known, workers)

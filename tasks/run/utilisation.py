@@ -60,13 +60,14 @@ class Utilisation:
             spent["rollout"] = metrics["perf/rollout_busy_s"] * share
         return compute_utilisation_metrics(flops, spent, self.peaks)
 
+    @cached_property
     def expected(self) -> Expectation | None:
         """What an iteration should take, by measured shares of its devices' peak; None where that is not known."""
         return expect(self.config, self.flops, self.peaks, measured=True)
 
     def expectation(self) -> list[str]:
         """What a run says of it at its start."""
-        known = self.expected()
+        known = self.expected
         at_peak = expect(self.config, self.flops, self.peaks, measured=False)
         if known is None or at_peak is None:
             return [
