@@ -56,31 +56,31 @@ def build_model(folder: Path) -> None:
         build_pipeline(settings).save_pretrained(folder)
 
 
-def model_settings(folder: Path, compiled: bool) -> DiffusionModelConfig:
-    """As the recipe `words` has them, in a picture of two tokens."""
+def model_settings(folder: Path, compiled: bool, noise_level: float = 0.0) -> DiffusionModelConfig:
+    """As the recipe `words`, or with noise `words-flow-grpo`, has them, in a picture of two tokens."""
     return DiffusionModelConfig.load(
         ModelConfig(path=str(folder), dtype="bfloat16", compile=compiled, lora_rank=32, lora_alpha=64),
         DiffusionPipelineConfig(
             height=16, width=32, num_inference_steps=STEPS, guidance_scale=1.0, max_sequence_length=8
         ),
-        DiffusionRolloutAlgoConfig(noise_level=0.0),
+        DiffusionRolloutAlgoConfig(noise_level=noise_level),
     )
 
 
-def actor_settings(levels_per_pass: int) -> DiffusionActorConfig:
-    """As the recipe `words` has them; a checkout that knows no levels in one pass takes them one by one."""
+def actor_settings(levels_per_pass: int, loss: str = "diffusion_nft") -> DiffusionActorConfig:
+    """As the recipes have them; a checkout that knows no levels, or steps, in one pass takes them one by one."""
     known = "levels_per_pass" in DiffusionActorConfig.model_fields
     given: dict[str, Any] = {"levels_per_pass": levels_per_pass} if known else {}
     return DiffusionActorConfig(
         ppo_micro_batch_size_per_gpu=BATCH,
-        diffusion_loss=DiffusionLossConfig(loss_mode="diffusion_nft"),
+        diffusion_loss=DiffusionLossConfig(loss_mode=loss),
         optim=OptimConfig(lr=1e-3, betas=(0.9, 0.99), weight_decay=0.0),
         fsdp_config=FSDPConfig(param_dtype="bfloat16", reshard_after_forward=False),
         **given,
     )
 
 
-def request_of(config: DiffusionModelConfig, number: int) -> RolloutRequest:
+def request_of(config: DiffusionModelConfig, number: int, window: tuple[int, ...] = ()) -> RolloutRequest:
     """A batch of two prompts with random embeddings."""
     width, generator = component_config(config.path, "transformer"), torch.Generator().manual_seed(number)
     prompts = PromptTable.of(
@@ -92,7 +92,7 @@ def request_of(config: DiffusionModelConfig, number: int) -> RolloutRequest:
     )
     keys = tuple(NoiseKey(0, number, f"prompt-{i}", 0) for i in range(BATCH))
     nothing: frozenset[str] = frozenset()
-    return RolloutRequest(keys, prompts, torch.arange(BATCH), (), record_finished=True, outputs=nothing)
+    return RolloutRequest(keys, prompts, torch.arange(BATCH), window, record_finished=not window, outputs=nothing)
 
 
 def parts(folder: Path, compiled: bool) -> dict[str, Callable[[], Any]]:
@@ -111,15 +111,30 @@ def parts(folder: Path, compiled: bool) -> dict[str, Callable[[], Any]]:
         engines[together] = engine
     trainer = engines[1]
     weights = trainer.gather_weights()
+    replays, sampled = replaying(folder, compiled)
     return {
         f"rollout of a batch ({STEPS} passes)": lambda: rollout.produce(requests[0]),
         "update": lambda: trainer.update_policy(batches),
         "update, levels_per_pass: 4": lambda: engines[LEVELS].update_policy(batches),
+        "update by sampled steps": lambda: replays[1].update_policy(sampled),
+        "update by sampled steps, levels_per_pass: 4": lambda: replays[LEVELS].update_policy(sampled),
         "weights gathered": trainer.gather_weights,
         "digests of what is sent": lambda: digests_of(weights, torch.bfloat16),
         "digests of what is held": lambda: digests_of(rollout.held_weights()),
         "weights loaded": lambda: rollout.load_weights(weights),
     }
+
+
+def replaying(folder: Path, compiled: bool) -> tuple[dict[int, DiffusersFSDPEngine], list[ActorBatch]]:
+    """Steps in one pass -> a trainer by Flow-GRPO, and an iteration's batches."""
+    config, engines = model_settings(folder, compiled, noise_level=0.7), {}
+    rollout, advantages = DiffusersRolloutEngine(config), torch.linspace(-1, 1, BATCH)
+    requests = [request_of(config, number, tuple(range(LEVELS))) for number in range(BATCHES)]
+    batches = [ActorBatch([(rollout.produce(one).recorded, advantages)], BATCH) for one in requests]  # type: ignore[list-item]
+    for together in (1, LEVELS):
+        engines[together] = DiffusersFSDPEngine(config, actor_settings(together, "flow_grpo"), "cpu")
+        engines[together].initialize()
+    return engines, batches
 
 
 def answer_turns(folder: Path, compiled: bool) -> None:
