@@ -37,6 +37,7 @@ from tasks.system.access import guard_temporary_server, start_temporary_server
 from tasks.system.causes import causes, full_disk
 from tasks.system.files import free_on_disk
 from tasks.system.heartbeats import heartbeats
+from tasks.system.late_mlflow import mlflow
 from tasks.system.processes import beside_python
 
 WRONG_INPUT, FAILED = 2, 1
@@ -207,7 +208,7 @@ def run_flow(flow: Callable[..., Any], debug: bool, *arguments: Any, continues: 
     guard_temporary_server()
     handle(raise_it)  # from now on there is something to end
     with heartbeats():
-        start_temporary_server()
+        start_temporary_server(import_what_comes_next)
         if debug:
             return flow(*arguments, **named)
         quiet_console()
@@ -218,6 +219,15 @@ def run_flow(flow: Callable[..., Any], debug: bool, *arguments: Any, continues: 
             if continues and last_words(error)[1] != WRONG_INPUT:
                 error.add_note(f"continue: {command_line()}")
             raise
+
+
+def import_what_comes_next() -> None:
+    """What every flow's checks and records import: seconds of one core, while the server's process has another."""
+    import diffusers.models.autoencoders  # noqa: F401
+
+    import models.families.stable_diffusion_3  # noqa: F401
+
+    getattr(mlflow, "MlflowClient")  # noqa: B009  imports it
 
 
 def command_line() -> str:

@@ -6,7 +6,7 @@ import secrets
 import shlex
 import shutil
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from threading import Thread
 
@@ -83,10 +83,13 @@ def guard_temporary_server() -> None:
     refresh_global_settings_context()
 
 
-def start_temporary_server() -> None:
+def start_temporary_server(meanwhile: Callable[[], None]) -> None:
     """Have Prefect start it now, if it is to start one, where Ctrl-C does not reach it: ending the run takes a server.
 
     A terminal sends the signal to all of a command's processes, but to none that was started with it blocked.
+
+    Args:
+        meanwhile: what else is to be done; it is done while the server's process starts, and not where there is none.
 
     Raises:
         AccessError: it does not answer in time.
@@ -99,6 +102,7 @@ def start_temporary_server() -> None:
     failed: list[Exception] = []
     thread = Thread(target=_reach_server, args=(failed,), daemon=True)  # this one goes on to hear the signal
     thread.start()
+    meanwhile()
     thread.join()
     if failed:
         raise AccessError(
