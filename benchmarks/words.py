@@ -5,8 +5,8 @@
 
 Each iteration is a line of JSON in --log, as it comes; `--limit` seconds after the command's start what trains is
 stopped. A run that is finished is not made again. `--write` trains nothing and puts the table of all logs into
-docs/words.md, and docs/words.png (held-out reading against minutes of training) beside it. Needs `dvc repro
-data/words/dvc.yaml`; all seeds begin with that base model.
+docs/words.md, and docs/words.png (held-out reading against minutes of training) beside it. Rows of variants that no log
+has stay, and then the plot does, too. Needs `dvc repro data/words/dvc.yaml`; all seeds begin with that base model.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 
-from benchmarks.docs import put_table
+from benchmarks.docs import put_table, table_of
 from benchmarks.followed_runs import (
     Curve,
     Job,
@@ -139,14 +139,29 @@ def seconds_of(curve: Curve) -> float:
     return median([after - before for before, after in pairwise(ends)] or ends or [0.0])
 
 
-def table(curves: Mapping[str, Sequence[Curve]]) -> str:
-    """A row for each variant."""
-    lines = [
-        "| Variant | Seeds | Held-out before | at the end, each seed | highest, each seed "
-        f"| Colours as asked for | Iterations | Minutes of training to {GOAL} | in all | Runs on a GPU "
-        "| Seconds an iteration | Pictures a second |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
+HEADER = (
+    "| Variant | Seeds | Held-out before | at the end, each seed | highest, each seed "
+    f"| Colours as asked for | Iterations | Minutes of training to {GOAL} | in all | Runs on a GPU "
+    "| Seconds an iteration | Pictures a second |"
+)
+
+
+def rows_staying(curves: Mapping[str, Sequence[Curve]], page: Path) -> list[str]:
+    """The rows in a page's table of variants that no log has.
+
+    Raises:
+        ValueError: it has other columns than this one, so they cannot stay.
+    """
+    there = table_of(page, SCRIPT)
+    stay = [row for row in there[2:] if row.split(" | ")[0].removeprefix("| ") not in curves]
+    if stay and there[0] != HEADER:
+        raise ValueError(f"the table in {page} has other columns: give the logs of all its rows")
+    return stay
+
+
+def table(curves: Mapping[str, Sequence[Curve]], staying: Sequence[str] = ()) -> str:
+    """A row for each variant, after those that stay."""
+    lines = [HEADER, "|---" * (HEADER.count("|") - 1) + "|", *staying]
     for variant, runs in curves.items():
         last = [run.measured[-1] for run in runs]
         seconds = median(seconds_of(run) for run in runs)
@@ -156,7 +171,7 @@ def table(curves: Mapping[str, Sequence[Curve]]) -> str:
             f"{sum(read(run.measured[0]) for run in runs) / len(runs):.3f}",
             ", ".join(f"{read(line):.3f}" for line in last),
             ", ".join(f"{max(map(read, run.measured)):.3f}" for run in runs),
-            ", ".join(f"{line['colours']:.2f}" for line in last),
+            ", ".join("not measured" if line.get("colours") is None else f"{line['colours']:.2f}" for line in last),
             ", ".join(str(run.lines[-1]["iteration"]) for run in runs),
             ", ".join(map(minutes_to_goal, runs)),
             ", ".join(f"{run.lines[-1]['training_s'] / 60:.1f}" for run in runs),
@@ -200,8 +215,10 @@ def main() -> None:
     curves = curves_of(read_lines(given.log))
     print(table(curves))
     if given.write:
-        plot(curves, given.page.with_suffix(".png"))
-        put_table(given.page, SCRIPT, table(curves))
+        staying = rows_staying(curves, given.page)
+        if not staying:
+            plot(curves, given.page.with_suffix(".png"))
+        put_table(given.page, SCRIPT, table(curves, staying))
 
 
 if __name__ == "__main__":

@@ -169,6 +169,32 @@ def test_the_words_table_has_what_is_read_and_not_the_reward(tmp_path: Path) -> 
     assert row == "| words | 0 | 0.500 | 0.880 | 0.910 | 0.97 | 3 | 1.2 | 1.2 | 2 | 5.0 | 20 |"
 
 
+def test_rows_of_variants_without_a_log_stay_in_the_words_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And with them the plot, whose curves no log has; columns of another kind cannot stay."""
+    page, log = tmp_path / "words.md", tmp_path / "log.jsonl"
+    drawn: list[int] = []
+    monkeypatch.setattr(words, "plot", lambda curves, path: drawn.append(len(curves)))
+    monkeypatch.setattr(sys, "argv", ["words", "--write", "--page", str(page), "--log", str(log)])
+
+    def written(before: list[str]) -> list[str]:
+        page.write_text("\n".join(["<!-- benchmarks/words.py -->", *before, "<!-- end -->", ""]))
+        words.main()
+        return [line.split(" | ")[0] for line in page.read_text().splitlines() if line.startswith("| ")][1:]
+
+    line = {"run": "words", "seed": 0, "iteration": 0, "images": 0, "held_out": 0.5, "read": 0.5}
+    append_line(log, line | {"training_s": 0.0, "sharing": 1})
+    old = [words.HEADER, "|---|", "| words | of before |", "| words, LoRA | of before |"]
+    assert written([]) == ["| words"]
+    assert drawn == [1]
+    assert written(old) == ["| words, LoRA", "| words"]
+    assert "| words, LoRA | of before |\n| words | 0 | 0.500 |" in page.read_text()
+    assert drawn == [1]
+    with pytest.raises(ValueError, match="has other columns: give the logs of all its rows"):
+        written(["| Variant |", *old[1:]])
+
+
 def test_the_public_loops_advantages_are_ours_but_for_their_deviation() -> None:
     rewards = np.random.default_rng(0).random(24)
     groups = [f"prompt {i % 3}" for i in range(24)]
