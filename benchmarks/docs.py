@@ -24,6 +24,11 @@ def table_of(page: Path, script: str) -> list[str]:
     return [line for line in _place(page, script)[1].splitlines() if line.startswith("|")]
 
 
+def rows_by_name(page: Path, script: str) -> dict[str, str]:
+    """First cell -> row of the table that stands there; errors as of `table_of`."""
+    return {row.split(" | ")[0].removeprefix("| "): row for row in table_of(page, script)[2:]}
+
+
 def _place(page: Path, script: str) -> tuple[str, str, str]:
     """A page until the place of a script's table, what stands there, and the rest."""
     begin, end = f"<!-- benchmarks/{script} -->\n", "<!-- end -->\n"

@@ -17,7 +17,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import numpy as np
 
-from benchmarks.docs import put_table, table_of
+from benchmarks.docs import put_table, rows_by_name, table_of
 from benchmarks.followed_runs import (
     Curve,
     Job,
@@ -115,10 +115,9 @@ def staying(rows: Mapping[str, str], header: str, page: Path) -> dict[str, str]:
     Raises:
         ValueError: that table has other columns, or such a run was compared with one that has another row now.
     """
-    lines = table_of(page, SCRIPT)
-    before = {line.split("`")[1]: line for line in lines[2:]}
+    before = {name.strip("`"): row for name, row in rows_by_name(page, SCRIPT).items()}
     stay = {name: row for name, row in before.items() if name not in rows}
-    if stay and lines[0] != header:
+    if stay and table_of(page, SCRIPT)[0] != header:
         raise ValueError(
             f"the table in {page} has other columns than these logs, so the rows of {', '.join(stay)} cannot stay: "
             "give their logs, too"

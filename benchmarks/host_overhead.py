@@ -16,7 +16,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,7 @@ def model_settings(folder: Path, compiled: bool, noise_level: float = 0.0) -> Di
     )
 
 
-def actor_settings(levels_per_pass: int, loss: str = "diffusion_nft") -> DiffusionActorConfig:
+def actor_settings(levels_per_pass: int, loss: str) -> DiffusionActorConfig:
     """As the recipes have them; a checkout that knows no levels, or steps, in one pass takes them one by one."""
     known = "levels_per_pass" in DiffusionActorConfig.model_fields
     given: dict[str, Any] = {"levels_per_pass": levels_per_pass} if known else {}
@@ -98,22 +98,13 @@ def request_of(config: DiffusionModelConfig, number: int, window: tuple[int, ...
 def parts(folder: Path, compiled: bool) -> dict[str, Callable[[], Any]]:
     """Name of a part of an iteration -> what does it."""
     config = model_settings(folder, compiled)
-    rollout = DiffusersRolloutEngine(config)
-    requests = [request_of(config, number) for number in range(BATCHES)]
-    advantages = torch.linspace(-1, 1, BATCH)
-    batches = [ActorBatch([(rollout.produce(one).recorded, advantages)], BATCH) for one in requests]  # type: ignore[list-item]
-    engines = {}
-    for together in (1, LEVELS):
-        engine = DiffusersFSDPEngine(
-            config, actor_settings(together), "cpu", ForwardProcessConfig(num_train_timesteps=LEVELS)
-        )
-        engine.initialize()
-        engines[together] = engine
+    rollout, request = DiffusersRolloutEngine(config), request_of(config, 0)
+    engines, batches = learning(config, "diffusion_nft", ForwardProcessConfig(num_train_timesteps=LEVELS))
+    replays, sampled = learning(model_settings(folder, compiled, noise_level=0.7), "flow_grpo", window=range(LEVELS))
     trainer = engines[1]
     weights = trainer.gather_weights()
-    replays, sampled = replaying(folder, compiled)
     return {
-        f"rollout of a batch ({STEPS} passes)": lambda: rollout.produce(requests[0]),
+        f"rollout of a batch ({STEPS} passes)": lambda: rollout.produce(request),
         "update": lambda: trainer.update_policy(batches),
         "update, levels_per_pass: 4": lambda: engines[LEVELS].update_policy(batches),
         "update by sampled steps": lambda: replays[1].update_policy(sampled),
@@ -125,15 +116,18 @@ def parts(folder: Path, compiled: bool) -> dict[str, Callable[[], Any]]:
     }
 
 
-def replaying(folder: Path, compiled: bool) -> tuple[dict[int, DiffusersFSDPEngine], list[ActorBatch]]:
-    """Steps in one pass -> a trainer by Flow-GRPO, and an iteration's batches."""
-    config, engines = model_settings(folder, compiled, noise_level=0.7), {}
+def learning(
+    config: DiffusionModelConfig, loss: str, levels: ForwardProcessConfig | None = None, window: Iterable[int] = ()
+) -> tuple[dict[int, DiffusersFSDPEngine], list[ActorBatch]]:
+    """Levels, or steps, in one pass -> a trainer by the loss; and an iteration's batches, with these steps recorded."""
     rollout, advantages = DiffusersRolloutEngine(config), torch.linspace(-1, 1, BATCH)
-    requests = [request_of(config, number, tuple(range(LEVELS))) for number in range(BATCHES)]
+    requests = [request_of(config, number, tuple(window)) for number in range(BATCHES)]
     batches = [ActorBatch([(rollout.produce(one).recorded, advantages)], BATCH) for one in requests]  # type: ignore[list-item]
-    for together in (1, LEVELS):
-        engines[together] = DiffusersFSDPEngine(config, actor_settings(together, "flow_grpo"), "cpu")
-        engines[together].initialize()
+    engines = {
+        together: DiffusersFSDPEngine(config, actor_settings(together, loss), "cpu", levels) for together in (1, LEVELS)
+    }
+    for engine in engines.values():
+        engine.initialize()
     return engines, batches
 
 

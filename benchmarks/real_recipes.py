@@ -19,7 +19,6 @@ group score 0 and there is nothing to learn.
 """
 
 import argparse
-import itertools
 import json
 import os
 import random
@@ -39,7 +38,7 @@ import psutil
 import yaml
 from mlflow import MlflowClient
 
-from benchmarks.docs import put_table
+from benchmarks.docs import put_table, rows_by_name, table_of
 from benchmarks.local_services import ROOT, free_port
 from tasks.config.errors import ConfigError
 from tasks.config.overrides import merged
@@ -429,11 +428,7 @@ def row(name: str, line: Mapping[str, Any]) -> str:
 
 def rows_of(page: Path) -> dict[str, str]:
     """Recipe and machine -> the row in the table of a page; nothing where that has other columns."""
-    lines = page.read_text().splitlines()
-    if HEADER not in lines:
-        return {}
-    below = itertools.takewhile(lambda line: line.startswith("|"), lines[lines.index(HEADER) + 2 :])
-    return {line.split(" | ")[0].removeprefix("| "): line for line in below}
+    return rows_by_name(page, SCRIPT) if table_of(page, SCRIPT)[:1] == [HEADER] else {}
 
 
 def played(recipe: Recipe, folder: Path, until: float, served: bool = False) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 
-from benchmarks.docs import put_table, table_of
+from benchmarks.docs import put_table, rows_by_name, table_of
 from benchmarks.followed_runs import (
     Curve,
     Job,
@@ -152,9 +152,8 @@ def rows_staying(curves: Mapping[str, Sequence[Curve]], page: Path) -> list[str]
     Raises:
         ValueError: it has other columns than this one, so they cannot stay.
     """
-    there = table_of(page, SCRIPT)
-    stay = [row for row in there[2:] if row.split(" | ")[0].removeprefix("| ") not in curves]
-    if stay and there[0] != HEADER:
+    stay = [row for name, row in rows_by_name(page, SCRIPT).items() if name not in curves]
+    if stay and table_of(page, SCRIPT)[0] != HEADER:
         raise ValueError(f"the table in {page} has other columns: give the logs of all its rows")
     return stay
 

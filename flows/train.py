@@ -191,6 +191,7 @@ def update_and_save(run: TrainingRun, iteration: Iteration, clock: Stopwatch) ->
         run.has_updated = not run.learned.get("actor/nonfinite_steps")
         run.start.mark("update")
         say(run.start.told())
+        iteration.metrics |= {"perf/start_s": run.start.seconds} if run.has_updated else {}
         warning = check_first_ratio(run.config, run.learned, iteration.metrics.get("rollout/policy_lag", 0.0))
         if warning:
             page_logger().warning(warning)
@@ -228,7 +229,6 @@ def log_iteration(run: TrainingRun, iteration: Iteration, metrics: dict[str, flo
         metrics |= run.utilisation.metrics(iteration.batches, metrics, clock.seconds)
         if run.beside_expected is not None and (line := run.beside_expected.observe(number, metrics)) is not None:
             say(line)
-    metrics |= run.start.metrics() if run.has_updated else {}
     metrics |= {} if run.machines is None else run.machines.metrics()
     run.record = run.behind.submit(write_record, run, iteration, dict(metrics), validation, clock)
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tasks.cli.terminal import Debug, in_a_sentence, run_command, run_flow
+from tasks.cli.terminal import Debug, import_mlflow, in_a_sentence, run_command, run_flow
 from tasks.config.errors import ConfigError, RecipeError
 from tasks.config.overrides import merged
 from tasks.config.recipes import (
@@ -163,7 +163,7 @@ def compare(
         second, _, tracking = _found(against, folder, tracking)
         place = _recorded(tracking, first, second)
 
-        typer.echo(run_flow(flow_of("compare"), debug, first, second, place, folder))
+        typer.echo(run_flow(flow_of("compare"), debug, first, second, place, folder, meanwhile=import_mlflow))
 
 
 def report(

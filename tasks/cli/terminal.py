@@ -197,18 +197,40 @@ def is_no_end(record: logging.LogRecord) -> bool:
     return not (by_a_run and record.levelno >= logging.ERROR and record.getMessage().startswith(ENDS))
 
 
-def run_flow(flow: Callable[..., Any], debug: bool, *arguments: Any, continues: bool = False, **named: Any) -> Any:
+def import_mlflow() -> None:
+    """What every flow's records want: a second of one core, while a server's process has another."""
+    mlflow.MlflowClient  # noqa: B018  its first use imports MLflow
+
+
+def import_checks_and_records() -> None:
+    """What the checks of a config import too, which is seconds."""
+    import diffusers.models.autoencoders  # noqa: F401
+
+    import models.families.stable_diffusion_3  # noqa: F401
+
+    import_mlflow()
+
+
+def run_flow(
+    flow: Callable[..., Any],
+    debug: bool,
+    *arguments: Any,
+    continues: bool = False,
+    meanwhile: Callable[[], None] = import_checks_and_records,
+    **named: Any,
+) -> Any:
     """Call a flow, whose end `in_a_sentence` tells; a server that Prefect starts for it wants a secret.
 
     Args:
         flow, arguments, named: what is called.
         debug: show everything.
         continues: a run that did not end well goes on by the same command, which is told.
+        meanwhile: imports what comes next while that server starts.
     """
     guard_temporary_server()
     handle(raise_it)  # from now on there is something to end
     with heartbeats():
-        start_temporary_server(import_what_comes_next)
+        start_temporary_server(meanwhile)
         if debug:
             return flow(*arguments, **named)
         quiet_console()
@@ -219,15 +241,6 @@ def run_flow(flow: Callable[..., Any], debug: bool, *arguments: Any, continues: 
             if continues and last_words(error)[1] != WRONG_INPUT:
                 error.add_note(f"continue: {command_line()}")
             raise
-
-
-def import_what_comes_next() -> None:
-    """What every flow's checks and records import: seconds of one core, while the server's process has another."""
-    import diffusers.models.autoencoders  # noqa: F401
-
-    import models.families.stable_diffusion_3  # noqa: F401
-
-    getattr(mlflow, "MlflowClient")  # noqa: B009  imports it
 
 
 def command_line() -> str:

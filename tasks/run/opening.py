@@ -142,9 +142,9 @@ def open_run(config: TrainConfig, inputs: Inputs, recipe: TrainConfig, start: St
             guards = watched_guards(config, tracker)
             refuse_flagged(config, guards)
             start.mark("Ray and MLflow")
-            run = _start_actors(config, inputs, tracker, store, guards, RunReport(config, tracker, recipe), model)
+            report = RunReport(config, tracker, recipe)
+            run = _start_actors(config, inputs, tracker, store, guards, report, model, start)
             start.mark("workers and models")
-            run.start = start
             tracker.log_start(config, run_tags(config, inputs, run.online.reward if run.is_online else None))
             tell_sizes(inputs)
             tell_expectation(run)
@@ -271,6 +271,7 @@ def _start_actors(
     guards: GuardWatch,
     report: RunReport,
     model: RewardModel | None,
+    start: StartTimes,
 ) -> TrainingRun:
     """All groups load their models at the same time."""
     settings, trainer_settings = config.actor_rollout_ref, config.trainer
@@ -317,6 +318,7 @@ def _start_actors(
         online_parts,
         encoders,
         utilisation,
+        start=start,
     )
 
 

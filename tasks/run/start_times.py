@@ -23,7 +23,6 @@ class StartTimes:
             self.parts["the process"] = time.time() - psutil.Process().create_time()
             StartTimes._counts_process = False
         self._last = time.perf_counter()
-        self._left = True
 
     def mark(self, part: str) -> None:
         """Count what has passed since the last mark as this part's."""
@@ -40,9 +39,3 @@ class StartTimes:
         """What a run says once its first update is done."""
         parts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in self.parts.items())
         return f"the first update was done after {self.seconds:.1f} s: {parts}"
-
-    def metrics(self) -> dict[str, float]:
-        """perf/start_s, for the iteration of the first update; nothing for those after it."""
-        found = {"perf/start_s": self.seconds} if self._left else {}
-        self._left = False
-        return found

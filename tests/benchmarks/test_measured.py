@@ -2,15 +2,14 @@
 """The tables of runs on GPUs are what the kept logs say."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import time_to_reward, words, words_algorithms
 from benchmarks.followed_runs import curves_of, read_lines
+from benchmarks.local_services import ROOT
 
-ROOT = Path(__file__).parents[2]
 MEASURED = ROOT / "benchmarks" / "measured"
 
 

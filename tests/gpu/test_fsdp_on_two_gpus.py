@@ -17,7 +17,14 @@ from models.rollout.diffusers import DiffusersRolloutEngine
 from models.samples.trajectories import Trajectories
 from models.training.fsdp import DiffusersFSDPEngine
 from models.training.micro_batches import ActorBatch
-from tests.support.helpers import actor_config, gloo_world, model_config, rollout_request, wait_until_saved
+from tests.support.helpers import (
+    actor_config,
+    gloo_world,
+    largest_difference,
+    model_config,
+    rollout_request,
+    wait_until_saved,
+)
 
 LORA = {"lora_rank": 4, "lora_alpha": 8}
 BASELINES = ("full", "lora")
@@ -84,11 +91,6 @@ def trajectories(model: Path) -> Trajectories:
     """Eight samples of two prompts, sampled on the CPU; LoRA starts as the base model."""
     _, sampled = DiffusersRolloutEngine(model_config(model)).generate(rollout_request(samples=4, window=(0, 2)))
     return sampled
-
-
-def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    assert one.keys() == other.keys()
-    return max((one[name] - other[name]).abs().max().item() for name in one)
 
 
 @pytest.mark.parametrize("device", DEVICES)

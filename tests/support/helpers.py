@@ -5,15 +5,17 @@ import gc
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from pydantic import BaseModel
+from torch import Tensor
 
 from models.config.actor import DiffusionActorConfig, DiffusionLossConfig, EmaConfig, FSDPConfig, OptimConfig
 from models.config.algo import DiffusionRolloutAlgoConfig
@@ -161,3 +163,28 @@ def _rank_main(
         raise RuntimeError(f"rank {rank}: {error}") from error
     finally:
         dist.destroy_process_group()
+
+
+def largest_difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
+    """Of weights by name, which both have."""
+    assert one.keys() == other.keys()
+    return max((one[name] - other[name]).abs().max().item() for name in one)
+
+
+def passes_of_updates_alike(engines: Sequence[Any], batches: Callable[[], Sequence[Any]]) -> list[int]:
+    """Two updates by each of two trainers, whose metrics and weights must be the same but for rounding.
+
+    Returns how many forward passes of its model each has made.
+    """
+    passes = [0] * len(engines)
+    for number, engine in enumerate(engines):
+
+        def counting(*_: Any, number: int = number) -> None:
+            passes[number] += 1
+
+        engine.module.register_forward_pre_hook(counting)
+    for _ in range(2):
+        one, other = (engine.update_policy(batches()) for engine in engines)
+        assert other == pytest.approx(one, rel=1e-4, abs=1e-6)
+        assert largest_difference(*(engine.gather_weights() for engine in engines)) < 3e-6
+    return passes

@@ -28,7 +28,14 @@ from models.weights.trainable import WeightSyncError, load_trainable, trainable
 from tasks.config.tree import TrainConfig
 from tasks.run.capacity import checkpoint_bytes
 from tests.support.cases import crossed
-from tests.support.helpers import actor_config, model_config, prompt_table, rollout_request, wait_until_saved
+from tests.support.helpers import (
+    actor_config,
+    largest_difference,
+    model_config,
+    prompt_table,
+    rollout_request,
+    wait_until_saved,
+)
 from tests.support.plain_trainer import plain_kl, plain_module, plain_replay, plain_updates
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -83,11 +90,6 @@ def all_parameters(engine: DiffusersFSDPEngine) -> dict[str, Tensor]:
     """Every parameter, trained or frozen, whole."""
     named = ((n, p.detach()) for n, p in engine.module.named_parameters())
     return {n: (p.full_tensor() if isinstance(p, DTensor) else p).clone() for n, p in named}
-
-
-def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    assert one.keys() == other.keys()
-    return max((one[name] - other[name]).abs().max().item() for name in one)
 
 
 # ---- replay

@@ -20,7 +20,13 @@ from models.training.micro_batches import ActorBatch
 from tasks.actors.messages import OldBatch, RankBatch, RankMiniBatch, SampleMismatch
 from tasks.actors.trainer_rank import TrainerRank
 from tasks.config.trainer import TrainerConfig
-from tests.support.helpers import actor_config, model_config, rollout_request
+from tests.support.helpers import (
+    actor_config,
+    largest_difference,
+    model_config,
+    passes_of_updates_alike,
+    rollout_request,
+)
 from tests.support.plain_trainer import latents_around, plain_updates
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -60,11 +66,6 @@ def batch_of(trajectories: Trajectories, advantages: Tensor = ADVANTAGES) -> Act
     weights = trajectories.is_weights
     shares = torch.ones(len(advantages)) if weights is None else (~weights.isnan()).double().mean(1)
     return ActorBatch([(trajectories, advantages)], float(shares[~advantages.isnan()].sum()))
-
-
-def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    assert one.keys() == other.keys()
-    return max((one[name] - other[name]).abs().max().item() for name in one)
 
 
 @pytest.fixture(scope="module")
@@ -154,18 +155,7 @@ def test_steps_that_share_a_pass_train_as_those_that_do_not(tiny_model: Path, to
     batch = batch_of(replace(rolled_out(tiny_model, record_means=False), is_weights=weights), advantages)
     settings = {"use_kl_loss": True, "kl_loss_coef": 0.3, "ppo_micro_batch_size_per_gpu": 3}
     engines = [trainer(tiny_model, levels_per_pass=count, **settings) for count in (1, together)]
-    passes = [0, 0]
-    for number, engine in enumerate(engines):
-
-        def counting(*_: Any, number: int = number) -> None:
-            passes[number] += 1
-
-        engine.module.register_forward_pre_hook(counting)
-    for _ in range(2):
-        apart, joined = (engine.update_policy([batch]) for engine in engines)
-        assert joined == pytest.approx(apart, rel=1e-4, abs=1e-6)
-        assert largest_difference(*(engine.gather_weights() for engine in engines)) < 3e-6
-    assert passes == [2 * 2 * 3, 2 * 2 * (3 // together + 3 % together)]
+    assert passes_of_updates_alike(engines, lambda: [batch]) == [2 * 2 * 3, 2 * 2 * (3 // together + 3 % together)]
 
 
 def test_steps_that_share_a_pass_of_the_rollout_s_size_replay_bit_for_bit(tiny_model: Path) -> None:

@@ -25,7 +25,13 @@ from models.training.weight_copies import WeightCopy
 from models.weights.canary import Canary
 from models.weights.trainable import export_weights, trainable
 from tests.support.cases import crossed
-from tests.support.helpers import actor_config, model_config, rollout_request
+from tests.support.helpers import (
+    actor_config,
+    largest_difference,
+    model_config,
+    passes_of_updates_alike,
+    rollout_request,
+)
 from tests.support.plain_forward import Noised, noised, plain_iterations, with_pairs_noise
 from tests.support.plain_trainer import plain_kl, plain_module, plain_replay
 
@@ -114,11 +120,6 @@ def plain_data(engine: DiffusersFSDPEngine, samples: Sequence[FinishedLatents]) 
     return data
 
 
-def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    assert one.keys() == other.keys()
-    return max((one[name] - other[name]).abs().max().item() for name in one)
-
-
 def old_weights(engine: DiffusersFSDPEngine) -> dict[str, Tensor]:
     with engine.holding("old"):
         return engine.gather_weights()
@@ -193,18 +194,7 @@ def test_levels_that_share_a_pass_train_as_those_that_do_not(
     config = model_config(tiny_model, **KINDS["lora"])
     count = LOSSES[loss][1]["num_train_timesteps"]
     engines = [trainer(config, loss, levels_per_pass=together) for together in (1, count)]
-    passes = [0, 0]
-    for number, engine in enumerate(engines):
-
-        def counting(*_: Any, number: int = number) -> None:
-            passes[number] += 1
-
-        engine.module.register_forward_pre_hook(counting)
-    for _ in range(2):
-        apart, together = (engine.update_policy(batches_of(samples)) for engine in engines)
-        assert together == pytest.approx(apart, rel=1e-4, abs=1e-6)
-        weights = [engine.gather_weights() for engine in engines]
-        assert largest_difference(*weights) < 3e-6
+    passes = passes_of_updates_alike(engines, lambda: batches_of(samples))
     assert passes[0] == count * passes[1]
 
 

@@ -20,6 +20,7 @@ from models.weights.trainable import kept_in_fp32, trainable
 from tests.support.helpers import (
     actor_config,
     gloo_world,
+    largest_difference,
     model_config,
     noise_keys,
     rollout_request,
@@ -221,11 +222,6 @@ def one_rank_result(models: Models, shared: Path) -> dict[str, tuple]:
                 trained += update(engine, batch, times=1)
             results[kind] = (trained, averaged(engine))
     return results
-
-
-def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    assert one.keys() == other.keys()
-    return max((one[name] - other[name]).abs().max().item() for name in one)
 
 
 @pytest.mark.parametrize("kind", KINDS)

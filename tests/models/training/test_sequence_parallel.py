@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from models.config.actor import ForwardProcessConfig
 from models.families.base import DiffusionModelBase, DiffusionModelConfig
@@ -17,7 +16,15 @@ from models.training.fsdp import DiffusersFSDPEngine
 from models.training.micro_batches import ActorBatch
 from models.training.sequence_parallel import check_sequence_split
 from models.weights.canary import Canary
-from tests.support.helpers import actor_config, gloo_world, model_config, noise_keys, prompt_table, single_rank
+from tests.support.helpers import (
+    actor_config,
+    gloo_world,
+    largest_difference,
+    model_config,
+    noise_keys,
+    prompt_table,
+    single_rank,
+)
 
 RANKS, SHARING = 4, 2
 ADVANTAGES = torch.tensor([1.0, -0.8, 0.3, -1.5])
@@ -77,11 +84,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for family in (*CASES, "flux", "z_image"):
         FAMILIES[family].save(folder / family)
     return folder
-
-
-def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    assert one.keys() == other.keys()
-    return max((one[name] - other[name]).abs().max().item() for name in one)
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from models.weights.canary import Canary
 from tests.support.helpers import (
     actor_config,
     gloo_world,
+    largest_difference,
     model_config,
     prompt_table,
     rollout_request,
@@ -92,11 +93,6 @@ def trained(
         resumed.append(engine.gather_weights())
         found[kind] = Trained(sharded, metrics, weights, resumed, average, scored, velocity)
     return found
-
-
-def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    assert one.keys() == other.keys()
-    return max((one[name] - other[name]).abs().max().item() for name in one)
 
 
 @pytest.fixture(scope="module")

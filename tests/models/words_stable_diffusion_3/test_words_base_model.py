@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -261,13 +262,8 @@ def steps_of(rewards: Callable[[int], float], **changes: float) -> list[int]:
         if stage == "transformer":
             steps.append(step)
 
-    pretrain(
-        LEARNT,
-        replace(SMALL, **{"max_steps": 12, "decay_steps": 0, "least_reward": 0.0, **changes}),
-        "cpu",
-        record,
-        measure,
-    )  # type: ignore[arg-type]
+    settings: Any = {"max_steps": 12, "decay_steps": 0, "least_reward": 0.0} | changes
+    pretrain(LEARNT, replace(SMALL, **settings), "cpu", record, measure)
     return steps
 
 

@@ -26,7 +26,7 @@ from tasks.actors.trainer_group import TrainerGroup
 from tasks.config.trainer import RayConfig, TrainerConfig
 from tasks.data.prompts import Prompt
 from tasks.records.run_store import CheckpointStore, RunState
-from tests.support.helpers import actor_config, model_config, prompt_table, rollout_request
+from tests.support.helpers import actor_config, largest_difference, model_config, prompt_table, rollout_request
 from tests.support.other_environment import make_environment
 
 ADVANTAGES = np.array([1.0, -0.8, 0.3, -1.5], np.float32)
@@ -99,11 +99,6 @@ def weights_of(group: TrainerGroup) -> tuple[dict[str, torch.Tensor], torch.Tens
     answer, *_ = group.group.call_all("canary", Canary(prompt_table((5, 3))), "policy")
     weights = {name: tensor for bucket in gathered.tensors for name, tensor in from_host(bucket, "cpu").items()}
     return weights, answer.velocity
-
-
-def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    assert one.keys() == other.keys()
-    return max((one[name] - other[name]).abs().max().item() for name in one)
 
 
 def test_other_engines_train_through_the_same_actor(
