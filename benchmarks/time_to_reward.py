@@ -35,18 +35,17 @@ AS_PUBLISHED = [
     f"{ACTOR}.use_kl_loss=true",
     f"{ACTOR}.kl_loss_coef=0.04",
     f"{ACTOR}.kl_loss_type=flow_grpo",
+    f"{ACTOR}.levels_per_pass=3",
     "algorithm.global_std=true",
 ]
 """The public script's settings as changes of `words-flow-grpo`; two optimiser steps an iteration come besides."""
+A_STEP_A_PASS = [f"{ACTOR}.levels_per_pass=1", "algorithm.rollout_correction.bypass_mode=true"]
 PUBLIC = {"public loop, published settings": "published", "public loop, our settings": "recipe"}
 LONG = "trainer.total_training_steps=2000"
 OURS: dict[str, tuple[str, list[str]]] = {
     "words-flow-grpo, published settings": ("words-flow-grpo", [LONG, *AS_PUBLISHED]),
     "words-flow-grpo": ("words-flow-grpo", [LONG]),
-    "words-flow-grpo, four steps a pass": (
-        "words-flow-grpo",
-        [LONG, f"{ACTOR}.levels_per_pass=4", "algorithm.rollout_correction.bypass_mode=false"],
-    ),
+    "words-flow-grpo, a step a pass": ("words-flow-grpo", [LONG, *A_STEP_A_PASS]),
     "words, LoRA": VARIANTS["words, LoRA"],
     "words": VARIANTS["words"],
 }

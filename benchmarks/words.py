@@ -74,6 +74,18 @@ VARIANTS: dict[str, tuple[str, list[str]]] = {
         [*GENTLE, f"{ACTOR}.optim.lr=3.0e-5", f"{ACTOR}.optim.lr_scheduler_type=cosine"],
     ),
     "words, matching .05": ("words", [f"{ACTOR}.matching_loss_coef=0.05"]),
+    "words, old policy slows": ("words", ["algorithm.old_policy_decay_schedule=delayed_linear_to_0_999"]),
+    "words, 20 steps": ("words", [f"{ROLLOUT}.pipeline.num_inference_steps=20"]),
+    "words, 1e-5": ("words", [f"{ACTOR}.optim.lr=1.0e-5"]),
+    "words, 1e-5, noisiest three": (
+        "words",
+        [
+            f"{ACTOR}.optim.lr=1.0e-5",
+            "algorithm.timestep_fraction=0.3",
+            "algorithm.num_train_timesteps=3",
+            f"{ACTOR}.levels_per_pass=3",
+        ],
+    ),
     "words, every sample": ("words", ALL_SAMPLES),
     "words, every sample, dpm2": ("words", [*ALL_SAMPLES, f"{ROLLOUT}.pipeline.solver=dpm2"]),
     "words, every sample, advantages up to 1": ("words", [*ALL_SAMPLES, *GENTLE]),

@@ -60,6 +60,7 @@ SAID = {
     "docs/words.png": "Held-out reward of the words model.",
     "docs/words_algorithms.png": "Held-out reward of the words model, by algorithm.",
     "docs/words_before_after.png": "What the words model draws before and after.",
+    "docs/words_fewer_images.png": "Held-out reward of the words model with what is said to need fewer pictures.",
     "dvc.lock": "What DVC's stages were made from, and the hashes of what they made.",
     "machines/eight_h200.json": "What a recipe of real size changes where rollout and update share its eight H200s.",
     "machines/one_h200.json": "What a recipe of real size changes on a machine with one H200.",
