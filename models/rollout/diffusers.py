@@ -3,6 +3,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,9 +14,14 @@ from models.runtime.attention import choose_attention
 from models.runtime.compiled import compile_blocks, compile_decoder
 from models.runtime.cuda_graphs import CudaGraphs, CudaRecorder
 from models.runtime.products import choose_products
+from models.samples.trajectories import Generated, RolloutRequest
 from models.weights.canary import Canary, canary_velocity
 from models.weights.host_copies import HostCopies
 from models.weights.trainable import TrainableLoad, load_exported, load_trainable, make_trainable, trainable
+
+if TYPE_CHECKING:
+    from models.config.algo import DiffusionRolloutAlgoConfig
+    from models.config.pipeline import DiffusionPipelineConfig
 
 
 class DiffusersRolloutEngine(Sampler):
@@ -25,12 +31,20 @@ class DiffusersRolloutEngine(Sampler):
         model_config: which model, and how it is sampled by default.
         device: where it lives.
         cuda_graphs: replay the denoiser as CUDA graphs.
+        batch_size: samples of a whole batch, to which smaller ones of a validation are filled up where code is compiled
+            or recorded: that is done for each number of samples anew, and takes longer than to draw some twice.
 
     Raises:
         ValueError: CUDA graphs are asked for where the device is no GPU.
     """
 
-    def __init__(self, model_config: DiffusionModelConfig, device: str = "cpu", cuda_graphs: bool = False):
+    def __init__(
+        self,
+        model_config: DiffusionModelConfig,
+        device: str = "cpu",
+        cuda_graphs: bool = False,
+        batch_size: int | None = None,
+    ):
         recorder = CudaRecorder(device) if cuda_graphs else None
         adapter = DiffusionModelBase.get_class(model_config)
         self.transformer = adapter.load_transformer(model_config, model_config.dtype).to(device).eval()
@@ -45,9 +59,22 @@ class DiffusersRolloutEngine(Sampler):
         if model_config.model.compile:
             compile_blocks(adapter, self.transformer)
             compile_decoder(vae)
+        self._least = (batch_size or 0) if model_config.model.compile or cuda_graphs else 0
         self.graphs = CudaGraphs(self.transformer, recorder) if recorder else None
         self._host = HostCopies([self.transformer, vae], trainable(self.transformer).values())
         super().__init__(adapter, self.transformer, vae, model_config, device)
+
+    def produce(
+        self,
+        request: RolloutRequest,
+        pipeline: "DiffusionPipelineConfig | None" = None,
+        algo: "DiffusionRolloutAlgoConfig | None" = None,
+    ) -> Generated:
+        """Sample one request, as `Sampler.produce` does."""
+        count = len(request.keys)
+        if pipeline is None or count >= self._least:
+            return super().produce(request, pipeline, algo)
+        return super().produce(request.filled_up(self._least), pipeline, algo).first(count)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Take the trainer's weights (names and shapes as `models.weights.trainable.trainable` gives them)."""

@@ -158,6 +158,11 @@ class RolloutRequest(Recording):
     prompt_index: Tensor
     window: tuple[int, ...]
 
+    def filled_up(self, rows: int) -> "RolloutRequest":
+        """A batch of so many rows, no fewer than B: these samples, and then the same again as often as it takes."""
+        order = [row % len(self.keys) for row in range(rows)]
+        return replace(self, keys=tuple(self.keys[row] for row in order), prompt_index=self.prompt_index[order])
+
     def check_window(self, noise_level: float) -> None:
         """Raise ValueError for a window where nothing is stochastic: at noise level 0, or where the ODE is recorded."""
         if self.window and self.record_finished:
@@ -299,3 +304,8 @@ class Generated:
     pictures: Tensor | None
     latents: Tensor | None
     recorded: Trajectories | FinishedLatents | None
+
+    def first(self, count: int) -> "Generated":
+        """The same of the first `count` samples alone."""
+        pictures, latents = (None if given is None else given[:count] for given in (self.pictures, self.latents))
+        return Generated(pictures, latents, self.recorded and self.recorded.rows(torch.arange(count)))

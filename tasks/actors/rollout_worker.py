@@ -166,4 +166,4 @@ def _engine(model_config: DiffusionModelConfig, settings: DiffusionRolloutConfig
             max_num_seqs=settings.batch_size,
             sleep_mode=settings.sleeps,
         )
-    return DiffusersRolloutEngine(model_config, device, settings.cuda_graphs)
+    return DiffusersRolloutEngine(model_config, device, settings.cuda_graphs, settings.batch_size)

@@ -17,7 +17,7 @@ from models.families.qwen_image import QwenImage
 from models.rollout.diffusers import DiffusersRolloutEngine
 from models.rollout.sampling import sample
 from models.rollout.vllm_omni.registry import VllmOmniPipelineBase
-from models.samples.trajectories import RolloutRequest, Trajectories
+from models.samples.trajectories import LATENTS, PICTURES, RolloutRequest, Trajectories
 from models.schedulers.noise_keys import INITIAL_NOISE, draw
 from models.weights.trainable import make_trainable
 from tests.support.helpers import model_config, prompt_table, rollout_request
@@ -108,6 +108,36 @@ def test_validation_may_sample_with_other_steps(tiny_model: Path) -> None:
 
 
 # ---- errors
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_a_small_batch_of_a_validation_is_filled_up_where_code_is_compiled(tiny_model: Path, compiles: bool) -> None:
+    """Two of three samples, each with a prompt of its own, in whole batches of four."""
+    config = model_config(tiny_model, compile=compiles)
+    engine, seen = DiffusersRolloutEngine(config, batch_size=4), set()
+    engine.transformer.register_forward_hook(
+        lambda _, given, named, __: seen.add(len(named["hidden_states"])), with_kwargs=True
+    )
+    whole, pipeline = rollout_request(samples=1, lengths=(5, 3, 4), window=()), config.pipeline
+    part = replace(whole, keys=whole.keys[1:], prompt_index=whole.prompt_index[1:], outputs={PICTURES, LATENTS})
+    with torch.compiler.set_stance("force_eager"):
+        pictures, _ = engine.generate(whole, pipeline)
+        made = engine.produce(part, pipeline)
+        assert seen == ({4} if compiles else {3, 2})
+        engine.produce(part)  # in a training rollout the copies would be drawn every iteration
+    assert torch.equal(made.pictures, pictures[1:])
+    assert made.latents.shape[0] == 2
+    assert 2 in seen
+
+
+def test_what_a_validation_records_is_of_the_samples_that_were_asked_for(tiny_model: Path) -> None:
+    config = model_config(tiny_model, compile=True)
+    request = rollout_request(samples=1)
+    with torch.compiler.set_stance("force_eager"):
+        made = DiffusersRolloutEngine(config, batch_size=3).produce(request, config.pipeline)
+        alone = DiffusersRolloutEngine(config).produce(request, config.pipeline)
+    assert made.recorded.keys == request.keys
+    assert torch.equal(made.recorded.log_probs, alone.recorded.log_probs)
 
 
 def test_unknown_lora_targets_are_named(tiny_model: Path) -> None:

@@ -48,10 +48,13 @@ def test_the_first_ratio_is_exactly_one_in_bf16(tmp_path: Path, monkeypatch: pyt
     kept = use_compile_cache(str(tmp_path / "cache"))
     checkpoint = save_tiny_model(tmp_path / "model", layers=1)
     config = model_config(checkpoint, dtype="bfloat16", lora_rank=4, lora_alpha=8, true_cfg_scale=3.0, compile=True)
-    rollout = DiffusersRolloutEngine(config)
+    rollout = DiffusersRolloutEngine(config, batch_size=4)
     for gradient in ("both", "conditional"):
         request = rollout_request(negative_length=4, record_unconditional=gradient == "conditional")
         trajectories = rollout.produce(request).recorded
+        compiled = compilations()
+        rollout.produce(replace(request, keys=request.keys[:3], prompt_index=request.prompt_index[:3]), config.pipeline)
+        assert compilations() == compiled  # a validation's last batch
         assert isinstance(trajectories, Trajectories)
         engine = trainer(config, guidance_gradient=gradient, lr=1e-6)
         engine.warm_up(Canary(request.prompts, rows=4))
