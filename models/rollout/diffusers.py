@@ -59,7 +59,7 @@ class DiffusersRolloutEngine(Sampler):
         if model_config.model.compile:
             compile_blocks(adapter, self.transformer)
             compile_decoder(vae)
-        self._least = (batch_size or 0) if model_config.model.compile or cuda_graphs else 0
+        self._filled_to = (batch_size or 0) if model_config.model.compile or cuda_graphs else 0
         self.graphs = CudaGraphs(self.transformer, recorder) if recorder else None
         self._host = HostCopies([self.transformer, vae], trainable(self.transformer).values())
         super().__init__(adapter, self.transformer, vae, model_config, device)
@@ -72,9 +72,9 @@ class DiffusersRolloutEngine(Sampler):
     ) -> Generated:
         """Sample one request, as `Sampler.produce` does."""
         count = len(request.keys)
-        if pipeline is None or count >= self._least:
+        if pipeline is None or count >= self._filled_to:
             return super().produce(request, pipeline, algo)
-        return super().produce(request.filled_up(self._least), pipeline, algo).first(count)
+        return super().produce(request.filled_up(self._filled_to), pipeline, algo).first(count)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Take the trainer's weights (names and shapes as `models.weights.trainable.trainable` gives them)."""
