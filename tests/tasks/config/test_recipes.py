@@ -195,7 +195,7 @@ def test_a_path_to_one_rewards_field_changes_no_other(tmp_path: Path) -> None:
 def test_what_a_reward_loses_where_all_are_replaced_is_known() -> None:
     config = recipe_of("words")
     lost = config.lost_of_rewards({"reward": {"functions": {"tesseract": {"guard": True, "options": {"upscale": 2}}}}})
-    own = {"num_workers": 3, "batch_size": 16, "training_share": 0.25}
+    own = {"num_workers": 3, "training_share": 0.25}
     assert lost == {f"reward.functions.tesseract.{field}": value for field, value in own.items()}
     assert config.lost_of_rewards({"reward": {"functions": {"shapes": {}}}}) == {}
     assert config.lost_of_rewards(parse_changes(["trainer.seed=1"])) == config.lost_of_rewards(None) == {}
