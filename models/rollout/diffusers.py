@@ -3,7 +3,6 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,14 +13,9 @@ from models.runtime.attention import choose_attention
 from models.runtime.compiled import compile_blocks, compile_decoder
 from models.runtime.cuda_graphs import CudaGraphs, CudaRecorder
 from models.runtime.products import choose_products
-from models.samples.trajectories import Generated, RolloutRequest
 from models.weights.canary import Canary, canary_velocity
 from models.weights.host_copies import HostCopies
 from models.weights.trainable import TrainableLoad, load_exported, load_trainable, make_trainable, trainable
-
-if TYPE_CHECKING:
-    from models.config.algo import DiffusionRolloutAlgoConfig
-    from models.config.pipeline import DiffusionPipelineConfig
 
 
 class DiffusersRolloutEngine(Sampler):
@@ -31,7 +25,7 @@ class DiffusersRolloutEngine(Sampler):
         model_config: which model, and how it is sampled by default.
         device: where it lives.
         cuda_graphs: replay the denoiser as CUDA graphs.
-        batch_size: samples of a whole batch, to which smaller ones of a validation are filled up where code is compiled
+        batch_size: samples of a whole batch, to which a validation's smaller ones are filled up where code is compiled
             or recorded: that is done for each number of samples anew, and takes longer than to draw some twice.
 
     Raises:
@@ -59,22 +53,10 @@ class DiffusersRolloutEngine(Sampler):
         if model_config.model.compile:
             compile_blocks(adapter, self.transformer)
             compile_decoder(vae)
-        self._filled_to = (batch_size or 0) if model_config.model.compile or cuda_graphs else 0
+        counts_rows = model_config.model.compile or cuda_graphs
         self.graphs = CudaGraphs(self.transformer, recorder) if recorder else None
         self._host = HostCopies([self.transformer, vae], trainable(self.transformer).values())
-        super().__init__(adapter, self.transformer, vae, model_config, device)
-
-    def produce(
-        self,
-        request: RolloutRequest,
-        pipeline: "DiffusionPipelineConfig | None" = None,
-        algo: "DiffusionRolloutAlgoConfig | None" = None,
-    ) -> Generated:
-        """Sample one request, as `Sampler.produce` does."""
-        count = len(request.keys)
-        if pipeline is None or count >= self._filled_to:
-            return super().produce(request, pipeline, algo)
-        return super().produce(request.filled_up(self._filled_to), pipeline, algo).first(count)
+        super().__init__(adapter, self.transformer, vae, model_config, device, (batch_size or 0) if counts_rows else 0)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Take the trainer's weights (names and shapes as `models.weights.trainable.trainable` gives them)."""

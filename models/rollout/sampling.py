@@ -165,6 +165,7 @@ class Sampler:
         vae: its decoder.
         model_config: which model, and how it is sampled by default.
         device: where both live.
+        least: samples to which a validation's smaller batch is filled up with its own.
     """
 
     def __init__(
@@ -174,9 +175,10 @@ class Sampler:
         vae: nn.Module,
         model_config: DiffusionModelConfig,
         device: torch.device | str,
+        least: int = 0,
     ):
         self.adapter, self.module, self.vae = adapter, module, vae
-        self.model_config, self.device = model_config, device
+        self.model_config, self.device, self.least = model_config, device, least
         self._schedulers: dict[DiffusionPipelineConfig, FlowMatchSDEDiscreteScheduler] = {}
 
     def produce(
@@ -192,8 +194,13 @@ class Sampler:
             pipeline: how, if not as in the training rollout (validation).
             algo: how to explore, if not as in the settings.
         """
-        config = self._config(pipeline, algo)
-        return self.finish(sample(self.adapter, self.module, self._scheduler(config), config, request, self.device))
+        config, count = self._config(pipeline, algo), len(request.keys)
+        if (
+            pipeline is not None and count < self.least
+        ):  # in a training rollout the copies would be drawn each iteration
+            request = request.filled_up(self.least)
+        made = self.finish(sample(self.adapter, self.module, self._scheduler(config), config, request, self.device))
+        return made if len(request.keys) == count else made.first(count)
 
     def begin(
         self, request: RolloutRequest, pipeline: "DiffusionPipelineConfig", algo: "DiffusionRolloutAlgoConfig"

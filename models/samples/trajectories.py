@@ -308,4 +308,5 @@ class Generated:
     def first(self, count: int) -> "Generated":
         """The same of the first `count` samples alone."""
         pictures, latents = (None if given is None else given[:count] for given in (self.pictures, self.latents))
-        return Generated(pictures, latents, self.recorded and self.recorded.rows(torch.arange(count)))
+        recorded = None if self.recorded is None else self.recorded.rows(torch.arange(count))
+        return Generated(pictures, latents, recorded)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM-Omni in Ray's workers: routing, weights, a worker that dies, sleep and wake, tensor parallelism."""
 
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +30,7 @@ from tasks.system.processes import runs
 from tasks.system.stopwatch import Stopwatch
 from tests.support.helpers import TEXT_DIM, model_config
 from tests.support.patience import wait_until
+from tests.support.processes import pid_of
 
 PROMPTS = [Prompt(f"uid-{i}", f"prompt {i}", None, {}, "here") for i in range(4)]
 WINDOW = (0, 1)
@@ -182,7 +182,7 @@ def test_two_processes_sample_what_one_does_and_die_with_their_worker(
     ray.get([worker.sleep.remote(), worker.wake.remote()])
     assert np.array_equal(sampled(pair.submit(PROMPTS, 2, 4, WINDOW))[0], adapted[0])
 
-    process = psutil.Process(ray.get(worker.__ray_call__.remote(lambda _: os.getpid())))
+    process = psutil.Process(pid_of(worker))
     others = process.children(recursive=True)
     # By their size: whether a process can set its title depends on the order of its environment.
     assert sum(other.memory_info().rss > 400e6 for other in others) == 2, others

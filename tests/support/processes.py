@@ -1,10 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes by their commands; one that ends while it is looked at is none."""
+"""Processes by their commands, and actors'; one that ends while it is looked at is none."""
 
+import os
 from collections.abc import Iterable
 from contextlib import suppress
+from typing import Any
 
 import psutil
+import ray
+
+
+def pid_of(actor: Any) -> int:
+    """The process of a Ray actor."""
+    return ray.get(actor.__ray_call__.remote(lambda _: os.getpid()))
 
 
 def words_of(process: psutil.Process) -> list[str]:

@@ -31,6 +31,7 @@ from tasks.data.prompts import Prompt
 from tasks.rewards import RewardError, check_reward, get_reward
 from tasks.system.processes import runs, wait_until_ended
 from tests.support.patience import PATIENCE
+from tests.support.processes import pid_of
 from tests.support.tiny_judges import save_llava
 
 ROOT = Path(__file__).parents[3]
@@ -163,7 +164,7 @@ def test_a_killed_actor_takes_its_server_along_and_another_begins(cluster: None,
         assert found.by_reward[PER_SAMPLE].tolist() == [401.0] * 4
         assert set(found.samples[f"{PER_SAMPLE}/model"]) == {str(tmp_path / "model")}
         first = processes(tmp_path)
-        os.kill(ray.get(model.actor.__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
+        os.kill(pid_of(model.actor), signal.SIGKILL)
         assert_all_end(first)
         found = group.table(shards, group.submit(shards, training=True))
         assert found.by_reward["sources"].tolist() == [0, 0.25, 0.5, 0.75]

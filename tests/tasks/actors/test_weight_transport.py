@@ -25,6 +25,7 @@ from tasks.actors.messages import CanaryAnswer, GatheredWeights, Proof, ask
 from tasks.actors.weight_transport import Arrival, Courier, Parcel
 from tasks.config.tree import TrainConfig
 from tasks.system.stopwatch import Stopwatch
+from tests.support.processes import pid_of
 from tests.support.weight_actors import (
     BUCKET,
     Actors,
@@ -45,7 +46,7 @@ SECONDS_OF_WORKER = ("load", "digests", "rollout_canary", "wait", "compare")
 
 def kill(worker: Any) -> None:
     """At once: Ray's own way would let it sample once more."""
-    os.kill(ray.get(worker.__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
+    os.kill(pid_of(worker), signal.SIGKILL)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import ray
 import torch
 import yaml
 from typer.testing import CliRunner
@@ -35,6 +34,7 @@ from tasks.records.run_store import CheckpointError, RunState
 from tasks.run.kept_stages import KeptStages
 from tasks.run.live_text import encoding_settings
 from tasks.run.preflight import check_inputs
+from tests.support.processes import pid_of
 
 PARAMS = Path(__file__).parents[3] / "params.yaml"
 LENGTH = 24
@@ -243,7 +243,7 @@ def test_the_actor_encodes_again_after_its_process_was_killed(tiny_model: Path) 
     prompts = named(*TEXTS)
     group.check(prompts)
     expected = TextEncoder(str(tiny_model), settings, 1, sleeps=False).encode(prompts)
-    process = ray.get(group.group.actors[0].__ray_call__.remote(lambda _: os.getpid()))
+    process = pid_of(group.group.actors[0])
     first = group.encode(prompts)
     os.kill(process, signal.SIGKILL)
     begun = group.start(prompts)
