@@ -135,7 +135,7 @@ class FSDPConfig(Section):
     shard_frozen: bool = Field(
         True,
         description="With LoRA: shard the frozen weights too. false keeps them whole on every rank, so that only the "
-        "LoRA weights travel: faster where the model fits.",
+        "LoRA weights travel: faster where the model fits. A lone rank that offloads nothing has them whole anyway.",
     )
     param_offload: NotShaping[bool] = Field(
         False,

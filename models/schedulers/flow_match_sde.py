@@ -127,7 +127,8 @@ class FlowMatchSDEDiscreteScheduler(FlowMatchEulerDiscreteScheduler):
             step, std_dev_t is then 0.
 
         Raises:
-            ValueError: unknown `sde_type`, or a timestep that is not in the schedule.
+            ValueError: unknown `sde_type`, or a timestep on the CPU that is not in the schedule. One on a GPU makes
+                NaN of all that comes out of its step: `check_timesteps` says so beforehand.
             NotImplementedError: per_token_timesteps.
         """
         if per_token_timesteps is not None:
@@ -141,7 +142,7 @@ class FlowMatchSDEDiscreteScheduler(FlowMatchEulerDiscreteScheduler):
             drawn = mean if prev_sample is None else prev_sample.detach().float()
             output = (drawn, None, mean, torch.zeros_like(sigma))
         else:
-            sigma_max = self.sigmas[1].to(sample.device).expand_as(sigma)
+            sigma_max = self._sigmas_on(sample.device)[1].expand_as(sigma)
             distribution = kernel(sample, velocity, sigma, sigma_next, sigma_max, noise_level, **(sde_options or {}))
             prev_sample = _drawn(distribution, generator) if prev_sample is None else prev_sample.detach().float()
             log_prob = log_density(prev_sample, distribution) if return_logprobs else None
@@ -154,7 +155,7 @@ class FlowMatchSDEDiscreteScheduler(FlowMatchEulerDiscreteScheduler):
         """sqrt(-D) of the steps that begin at these timesteps [B], [B].
 
         Raises:
-            ValueError: a timestep that the schedule does not hold.
+            ValueError: a timestep on the CPU that the schedule does not hold; on a GPU it makes NaN.
         """
         sigma, sigma_next = self._sigmas_of(timesteps, timesteps)
         return torch.sqrt(sigma - sigma_next)
@@ -163,12 +164,24 @@ class FlowMatchSDEDiscreteScheduler(FlowMatchEulerDiscreteScheduler):
         """(sigma, sigma_next), each [B, 1, ...] on the sample's device."""
         batch = sample.shape[0]
         shape = (batch, *([1] * (sample.ndim - 1)))
-        sigmas = self.sigmas.to(device=sample.device, dtype=torch.float32)
+        sigmas = self._sigmas_on(sample.device)
         if timestep is None:  # the loop's own number: an index on the CPU would wait for the GPU at each step
             step = self._begin_or_current_step()
             return sigmas[step].expand(shape).contiguous(), sigmas[step + 1].expand(shape).contiguous()
-        index = self.indices_for_timesteps(torch.as_tensor(timestep).expand(batch)).to(sample.device)
-        return sigmas[index].view(shape), sigmas[index + 1].view(shape)
+        given = torch.as_tensor(timestep).expand(batch)
+        if given.device.type == "cpu":
+            self.check_timesteps(given)
+        index, is_there = (found.to(sample.device) for found in self.find_timesteps(given))
+        # On a GPU a wrong timestep is not looked for, which would wait for all that was asked of it: it makes NaN.
+        pair = (sigmas[place].masked_fill(~is_there, torch.nan).view(shape) for place in (index, index + 1))
+        return next(pair), next(pair)
+
+    def _sigmas_on(self, device: torch.device) -> Tensor:
+        """`sigmas`, which diffusers keeps on the CPU, in fp32 on a device: copied once, as a copy waits for a GPU."""
+        copied = getattr(self, "_copied", None)
+        if copied is None or copied[0] is not self.sigmas or copied[1].device != device:
+            self._copied = copied = (self.sigmas, self.sigmas.to(device=device, dtype=torch.float32))
+        return copied[1]
 
     def _begin_or_current_step(self) -> int:
         if self.step_index is not None:
@@ -181,12 +194,26 @@ class FlowMatchSDEDiscreteScheduler(FlowMatchEulerDiscreteScheduler):
         Raises:
             ValueError: a timestep that the schedule does not hold.
         """
-        table = self.timesteps.to(timestep.device)
-        hit = timestep.to(table.dtype)[:, None] == table[None, :]
-        if not bool(hit.any(1).all()):
-            missing = timestep[~hit.any(1)][0].item()
-            raise ValueError(f"timestep {missing} is not in this scheduler's schedule {table.tolist()}")
-        return hit.int().argmax(1)
+        self.check_timesteps(timestep)
+        return self.find_timesteps(timestep)[0]
+
+    def check_timesteps(self, timesteps: Tensor) -> None:
+        """Refuse timesteps, of any shape, that the schedule does not hold; waits for a GPU that has them.
+
+        Raises:
+            ValueError: one is not there.
+        """
+        is_there = self.find_timesteps(timesteps.flatten())[1]
+        if not bool(is_there.all()):
+            missing = timesteps.flatten()[~is_there][0].item()
+            raise ValueError(f"timestep {missing} is not in this scheduler's schedule {self.timesteps.tolist()}")
+
+    def find_timesteps(self, timesteps: Tensor) -> tuple[Tensor, Tensor]:
+        """(position of each timestep [B] in the schedule, 0 where it has none; has it one?), [B] each, on the
+        timesteps' device, and without waiting for it."""
+        table = self.timesteps.to(timesteps.device)
+        hit = timesteps.to(table.dtype)[:, None] == table[None, :]
+        return hit.int().argmax(1), hit.any(1)
 
 
 def _drawn(distribution: ReverseStep, generator: Generators) -> Tensor:

@@ -82,7 +82,8 @@ class DiffusersFSDPEngine(PolicyForward):
         self.scheduler = self.adapter.build_scheduler(self.model_config)
         self.adapter.set_timesteps(self.scheduler, self.model_config, self.device)
         rectifies = self.actor_config.diffusion_loss.temporal_gradient_rectification
-        self.step_weights = rectifying_weights(self.scheduler, self.model_config.algo) if rectifies else None
+        weights = rectifying_weights(self.scheduler, self.model_config.algo) if rectifies else None
+        self.step_weights = None if weights is None else weights.to(self.device)
         self.old_policy = WeightCopy(self.module) if self.loss_fn.keeps_old_policy() else None
         self.previous = WeightCopy(self.module) if self._keeps_previous else None
         refers = self.actor_config.use_kl_loss or REF_VELOCITY in self.loss_fn.required_data_keys
@@ -149,6 +150,8 @@ class DiffusersFSDPEngine(PolicyForward):
         """Its micro-batches, before the first optimiser step: what is compared with belongs to the weights of now."""
         size = self.actor_config.micro_batch
         if self.loss_fn.process == "reverse":
+            for samples, _ in batch.parts:
+                self.scheduler.check_timesteps(samples.timesteps)
             return batch.cut(size)
         assert self._forward_config, "a loss of the forward process needs the engine's forward_config"
         return noised_batch(self, batch, self._forward_config, size)
@@ -200,6 +203,7 @@ class DiffusersFSDPEngine(PolicyForward):
 
     def rescored(self, trajectories: Trajectories, with_means: bool = False) -> Trajectories:
         """The same samples with `log_probs`, and if asked `means`, under the present weights."""
+        self.scheduler.check_timesteps(trajectories.timesteps)
         names = {"log_probs": "log_probs"} | ({"means": "prev_sample_mean"} if with_means else {})
         batch = ActorBatch([(trajectories, torch.zeros(len(trajectories)))], len(trajectories))
         pieces: list[dict[str, Tensor]] = []
@@ -359,7 +363,9 @@ class DiffusersFSDPEngine(PolicyForward):
         # Weights that diffusers keeps in fp32 in a bf16 model stay so, whole on every rank: they are few, and rounded
         # here they would make another model than the rollout's. FSDP computes with one format a block.
         frozen = [p for p in module.parameters() if not p.requires_grad]
-        whole = self.model_config.trains_lora and not settings.shard_frozen
+        # A lone rank has nobody to share with, and in every pass FSDP copies what it has sharded.
+        alone = dist.get_world_size() == 1 and not settings.param_offload and own == policy_format
+        whole = self.model_config.trains_lora and (alone or not settings.shard_frozen)
         kept = {p for p in frozen if whole or p.dtype != getattr(torch, own)}
         if own == policy_format == "bfloat16":
             in_fp32 = kept_in_fp32(module)

@@ -99,8 +99,9 @@ def micro_batch_of(
             UNCONDITIONAL: samples.unconditional,
             IS_WEIGHTS: None if weights is None else weights.nan_to_num(0.0),
         }
-    tensors[COUNTED] = counted.to(device) if 0 < number < len(counted) else None
-    tensors["advantages"] = advantages.nan_to_num(0.0).to(device)
+    # Copies that the CPU does not wait for: it hands over the next pass while the GPU computes this one.
+    tensors[COUNTED] = counted.to(device, non_blocking=True) if 0 < number < len(counted) else None
+    tensors["advantages"] = advantages.nan_to_num(0.0).to(device, non_blocking=True)
     tensors |= samples.prompts.expand(samples.prompt_index)
     present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     return TensorDict(present, batch_size=[len(advantages)]), number
@@ -124,7 +125,7 @@ def _computable(trajectories: Trajectories, counted: Tensor) -> Trajectories:
     finite is NaN, and would be in the gradient of all."""
     if counted.all():
         return trajectories
-    spoilt = ~(counted.to(trajectories.log_probs.device) | trajectories.log_probs[:, 0].isfinite())
+    spoilt = ~(counted.to(trajectories.log_probs.device, non_blocking=True) | trajectories.log_probs[:, 0].isfinite())
     given = {name: getattr(trajectories, name) for name in ("latents", "log_probs", "means", "unconditional")}
     cleared: dict[str, Any] = {
         name: tensor.masked_fill(spoilt.view(-1, *[1] * (tensor.ndim - 1)), 0.0)

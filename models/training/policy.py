@@ -49,7 +49,8 @@ class PolicyForward:
             for.
         teacher: the model to distil from, or None.
         old_policy: the copy of the trained weights that some losses of the forward process keep, or None.
-        step_weights: [T], what the loss of each step of the schedule is multiplied by (`rectifying_weights`), or None.
+        step_weights: [T], on the device, what the loss of each step of the schedule is multiplied by
+            (`rectifying_weights`), or None.
     """
 
     device: str
@@ -161,8 +162,8 @@ class PolicyForward:
             clean = data["clean_latents"] = micro_batch["clean_latents"]
             data["noisy_latents"] = add_noise(clean, data["noise"], data["sigmas"])
         elif self.step_weights is not None:
-            steps = self.scheduler.indices_for_timesteps(micro_batch["timesteps"][:, step])
-            weights = self.step_weights.to(steps.device)[steps]
+            steps, _ = self.scheduler.find_timesteps(micro_batch["timesteps"][:, step])
+            weights = self.step_weights[steps]
             data[IS_WEIGHTS] = weights * data.get(IS_WEIGHTS, 1.0)
         return data
 

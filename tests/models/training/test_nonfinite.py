@@ -46,7 +46,7 @@ def test_a_step_that_is_left_out_leaves_nothing(one_block_model: Path, batches: 
         assert metrics.pop("sample_steps") == 18 * len(given)
         assert plain.pop("sample_steps") == 18 * len(expected)
         if given[0] is bad:  # they are of the first step alone
-            assert [plain.pop(name) for name in LOG_PROB_DISTANCES] == [0.0, 0.0, 0.0]
+            assert max(plain.pop(name) for name in LOG_PROB_DISTANCES) < 1e-6
         assert metrics == plain
     assert largest_difference(all_parameters(engine), all_parameters(untouched)) == 0.0
     for state, other in zip(engine.optimizer.state.values(), untouched.optimizer.state.values(), strict=True):
