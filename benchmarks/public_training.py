@@ -364,7 +364,8 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="changed in the recipe")
     given = parser.parse_args()
     given.name = given.name or f"public loop, {given.settings}"
-    config = load_recipe(RECIPE).with_changes(parse_changes(given.set))
+    recipe = load_recipe(RECIPE)
+    config = recipe.with_changes(parse_changes(given.set, recipe=recipe))
     end = run(config, settings_of(given.settings, config), given)
     wall = time.time() - given.began
     append_line(given.log, {"run": given.name, "seed": config.trainer.seed, "end": end, "wall_s": wall})

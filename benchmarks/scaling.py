@@ -10,10 +10,11 @@ Each cell is a run of its own, one after the other, in a folder of its own under
 - `strong`: the same, with the prompts of the largest number of GPUs, whatever the number;
 - `ahead`: `one_step_off_policy` with the prompts of the largest number of GPUs; `--divided` of these are the rollout's.
 
-Optimiser steps an iteration stay as many as the recipe makes. A row is the median over the iterations but the first
-two, in which kernels are compiled, and the last, which ends with a validation. Adds a line of JSON a cell to the log,
-also where it failed; cells that the log has are left out. `--limit` begins no cell after so many seconds, and stops the
-one that runs.
+Optimiser steps an iteration stay as many as the recipe makes, and reward workers a GPU, too. A row is the median over
+the iterations but the first two, in which kernels are compiled, and the last, which ends with a validation. Adds a line
+of JSON a cell to the log, also where it failed; cells that the log has are left out. Cells of different calls may run
+side by side, on GPUs (`--first`) and by `taskset` on processors of their own. `--limit` begins no cell after so many
+seconds, and stops the one that runs.
 """
 
 import argparse
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.followed_runs import Job, append_line, folder_of, follow, metrics_of, read_lines
+from tasks.config.overrides import merged
 from tasks.config.recipes import load_recipe, parse_changes
 from tasks.config.tree import TrainConfig
 
@@ -70,6 +72,8 @@ class Cell:
     def changes(self, config: TrainConfig, iterations: int, device: str) -> list[str]:
         """What makes the recipe this run."""
         policy = config.actor_rollout_ref
+        share, rewards = self.gpus / gpus_of(config), config.reward.functions
+        workers = {label: {"num_workers": max(1, round(share * rewards[label].num_workers))} for label in rewards}
         mini_batch = policy.actor.ppo_mini_batch_size * self.prompts / config.data.train_batch_size
         transport = ("collective" if self.divided else "ipc") if device == "cuda" else "object_store"
         changes: dict[str, Any] = {
@@ -81,9 +85,11 @@ class Cell:
             "trainer.n_gpus_per_node": self.trainers,
             "trainer.one_step_off_policy": str(self.divided).lower(),
             "trainer.device": device,
+            "ray_init.gpu_pool": "null",  # the call says which GPUs, and no other run counts on them
             "trainer.total_training_steps": iterations,
             **{f"trainer.{field}": 0 for field in ("test_freq", "save_freq")},
             **{f"trainer.{field}": "false" for field in ("val_before_train", "keep_stages")},
+            "reward.functions": json.dumps(merged(config.rewards(), workers)),
         }
         if self.divided:  # all of an iteration is handed out before the update
             batches = -(-self.prompts * policy.rollout.n // policy.rollout.batch_size)
@@ -109,13 +115,18 @@ def cells(kinds: Sequence[str], gpus: Sequence[int], prompts: int, divided: Sequ
 
 def prompts_of_a_gpu(config: TrainConfig) -> int:
     """The recipe's prompts for each GPU that it holds for trainer and rollout."""
-    rollout, ranks = config.actor_rollout_ref.rollout, config.trainer.world_size
-    return max(1, config.data.train_batch_size // (ranks if config.shares_gpus else ranks + rollout.num_actors))
+    return max(1, config.data.train_batch_size // gpus_of(config))
 
 
-def train(job: Job, cell: Cell, log: Path, limit: float | None) -> dict[str, Any]:
-    """Run a cell to its end, or to that of so many seconds; its row."""
-    follow([job], log, gpus=[",".join(map(str, range(cell.gpus)))], limit=limit)
+def gpus_of(config: TrainConfig) -> int:
+    """How many GPUs the recipe holds for trainer and rollout."""
+    ranks = config.trainer.world_size
+    return ranks if config.shares_gpus else ranks + config.actor_rollout_ref.rollout.num_actors
+
+
+def train(job: Job, cell: Cell, log: Path, first: int, limit: float | None) -> dict[str, Any]:
+    """Run a cell to its end on the GPUs from `first` on, or to that of so many seconds; its row."""
+    follow([job], log, gpus=[",".join(map(str, range(first, first + cell.gpus)))], limit=limit)
     ends = {line["run"]: line["end"] for line in read_lines([log]) if "end" in line}
     known = {"recipe": job.recipe, "cell": cell.name, **asdict(cell), "gpus": cell.gpus, "end": ends[job.name]}
     return known | row(metrics_of(job))
@@ -169,6 +180,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe")
     parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--first", type=int, default=0, help="number of the first GPU")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["weak"])
     parser.add_argument(
         "--divided", type=int, nargs="+", help="rollout workers of `ahead`; a half of the GPUs by default"
@@ -182,7 +194,7 @@ def main() -> None:
     parser.add_argument("--log", type=Path, default=Path("build/scaling/results.jsonl"))
     chosen = parser.parse_args()
     until = None if chosen.limit is None else time.time() + chosen.limit
-    config = load_recipe(chosen.recipe).with_changes(parse_changes(chosen.set))
+    config = load_recipe(chosen.recipe).with_changes(parse_changes(chosen.set, recipe=load_recipe(chosen.recipe)))
     prompts = chosen.prompts or prompts_of_a_gpu(config)
     done = {(one["recipe"], one["cell"]) for one in logged(chosen.log) if one["end"] == "finished"}
     for cell in cells(chosen.kinds, chosen.gpus, prompts, chosen.divided or [max(chosen.gpus) // 2]):
@@ -190,14 +202,14 @@ def main() -> None:
             continue
         changes = cell.changes(config, chosen.iterations, chosen.device)
         try:
-            config.with_changes(parse_changes(changes))
+            config.with_changes(parse_changes(changes, recipe=config))
         except ValueError as error:  # the sizes do not divide, say
             print(f"{cell.name} is left out: {error}", flush=True)
             continue
         name = f"{chosen.recipe}, {cell.name}"
         job = Job(name, 0, chosen.recipe, [*chosen.set, *changes], folder_of(chosen.folder, name, 0))
         left = None if until is None else until - time.time()
-        append_line(chosen.log, train(job, cell, chosen.folder / "iterations.jsonl", left))
+        append_line(chosen.log, train(job, cell, chosen.folder / "iterations.jsonl", chosen.first, left))
     print(table(logged(chosen.log)))
 
 

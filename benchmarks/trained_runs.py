@@ -16,7 +16,8 @@ def train(recipe: str, changes: Sequence[str]) -> tuple[TrainConfig, MlflowClien
     """Train with these changes, `field=value` each, unless that is done; where to look, and the finished run."""
     command = [sys.executable, "-m", "flows.train", recipe]
     subprocess.run([*command, *(part for change in changes for part in ("--set", change))], check=True)
-    config = load_recipe(recipe).with_changes(parse_changes(list(changes)))
+    own = load_recipe(recipe)
+    config = own.with_changes(parse_changes(list(changes), recipe=own))
     client = MlflowClient(config.tracking.uri)
     experiment = client.get_experiment_by_name(config.tracking.experiment)
     (run,) = client.search_runs(

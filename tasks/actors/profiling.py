@@ -2,8 +2,7 @@
 """Traces of torch's profiler out of the actors, for chosen iterations; without them no actor hears of it."""
 
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,19 +19,17 @@ PROFILER = "profiler"
 """Where an actor keeps the one that is running."""
 
 
-@contextmanager
-def traced(
-    group: "ActorGroup", numbers: Sequence[int], settings: ProfileConfig, traces: dict[int, bytes]
-) -> Iterator[None]:
-    """What the actors of these numbers do during the block; afterwards `traces` has a gzipped Chrome trace of each.
-
-    An actor that died meanwhile leaves none.
-    """
+def start_traces(group: "ActorGroup", numbers: Sequence[int], settings: ProfileConfig) -> dict[int, Any]:
+    """Have the profiler begin in the actors of these numbers; number -> actor, for `collect_traces`."""
     actors = {number: group.actors[number] for number in numbers}
     get([actor.__ray_call__.remote(_start, settings) for actor in actors.values()])
-    yield
+    return actors
+
+
+def collect_traces(actors: Mapping[int, Any]) -> dict[int, bytes]:
+    """End it: a gzipped Chrome trace of each actor by its number. One that died meanwhile leaves none."""
     found = get([actor.__ray_call__.remote(_stop) for actor in actors.values()])
-    traces |= {number: trace for number, trace in zip(actors, found, strict=True) if trace is not None}
+    return {number: trace for number, trace in zip(actors, found, strict=True) if trace is not None}
 
 
 def _start(actor: Any, settings: ProfileConfig) -> None:

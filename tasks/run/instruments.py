@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 from tasks.actors.actor_group import ActorGroup
 from tasks.actors.memory import resident_mb
-from tasks.actors.profiling import traced
+from tasks.actors.profiling import collect_traces, start_traces
 from tasks.config.trainer import ProfileConfig
 from tasks.records.tracking import Tracker
 from tasks.system.stopwatch import Stopwatch
@@ -40,9 +40,9 @@ def profiled(
         yield
         return
     numbers = settings.ranks if name == "trainer" else settings.rollout_workers
-    traces: dict[int, bytes] = {}
-    with traced(group, numbers, settings, traces):
-        yield
     with clock.stage("profile"):
-        for number, trace in traces.items():
+        actors = start_traces(group, numbers, settings)
+    yield
+    with clock.stage("profile"):  # an actor writes its trace out for as long as a large model's update takes, or longer
+        for number, trace in collect_traces(actors).items():
             tracker.log_bytes(trace, f"profile/{iteration:06d}/{name}_{number}.json.gz")
