@@ -21,6 +21,7 @@ from models.families.latents import (
     unpack_latents,
 )
 from models.families.operations import TIME_CHANNELS, Config, double_block, embedded, model_width
+from models.families.text_masks import is_full
 from models.schedulers import FlowMatchSDEDiscreteScheduler
 from models.schedulers.shift import image_shift
 
@@ -83,7 +84,7 @@ class QwenImage(DiffusionModelBase):
 
         def with_text(embeds: Tensor, mask: Tensor) -> dict[str, Any]:
             # As in the pipeline: no mask when nothing is padded, which takes the attention's unmasked path.
-            text_mask = None if bool(mask.all()) else mask
+            text_mask = None if is_full(mask) else mask
             return shared | {
                 "encoder_hidden_states": embeds.to(model_config.dtype),
                 "encoder_hidden_states_mask": text_mask,

@@ -18,6 +18,7 @@ from models.families.latents import (
     unscaled,
 )
 from models.families.operations import TIME_CHANNELS, Config, attention
+from models.families.text_masks import rows_without_padding
 from models.schedulers import FlowMatchSDEDiscreteScheduler
 from models.schedulers.shift import image_shift
 
@@ -82,11 +83,10 @@ class ZImage(DiffusionModelBase):
         frames = latent.to(model_config.dtype).unsqueeze(2)  # the network knows a frame axis
 
         def with_text(embeds: Tensor, mask: Tensor) -> dict[str, Any]:
-            captions = [row[kept] for row, kept in zip(embeds.to(model_config.dtype), mask, strict=True)]
             return {
                 "x": list(frames.unbind(0)),
                 "t": (1000 - timestep) / 1000,
-                "cap_feats": captions,
+                "cap_feats": rows_without_padding(embeds.to(model_config.dtype), mask),
                 "return_dict": False,
             }
 

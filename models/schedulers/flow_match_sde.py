@@ -12,8 +12,10 @@ from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
 from models.schedulers.kernels import ReverseStep, get_kernel
+from models.schedulers.noise_keys import copy_without_waiting
 
 Generators = torch.Generator | Sequence[torch.Generator] | None
+CPU = torch.device("cpu")
 
 
 @dataclass
@@ -218,6 +220,8 @@ class FlowMatchSDEDiscreteScheduler(FlowMatchEulerDiscreteScheduler):
 
 def _drawn(distribution: ReverseStep, generator: Generators) -> Tensor:
     mean = distribution.mean.detach()
-    generator = list(generator) if isinstance(generator, Sequence) else generator
-    noise = randn_tensor(mean.shape, generator=generator, device=mean.device, dtype=mean.dtype)
-    return mean + distribution.std_dev_t * noise
+    several = list(generator) if isinstance(generator, Sequence) else generator
+    first = several[0] if isinstance(several, list) else several
+    by_cpu = first is not None and first.device.type == "cpu"  # then randn_tensor draws there, too, and waits to copy
+    noise = randn_tensor(mean.shape, generator=several, device=CPU if by_cpu else mean.device, dtype=mean.dtype)
+    return mean + distribution.std_dev_t * copy_without_waiting(noise, mean.device)

@@ -65,4 +65,11 @@ def draw(keys: Sequence[NoiseKey], step: int, shape: Sequence[int], device: torc
         torch.randn(tuple(shape), generator=generator, out=row)
     if len(place) < len(keys):  # the samples of a prompt share theirs
         rows = rows[torch.tensor([place[key] for key in keys])]
-    return rows.to(device)
+    return copy_without_waiting(rows, device)
+
+
+def copy_without_waiting(rows: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """The rows [...] on a device. A GPU takes it when it comes to it, and the CPU goes on: from memory that may be
+    swapped out it would have to wait for all that the GPU was asked for before."""
+    leaves = rows.device.type == "cpu" and torch.device(device).type == "cuda"
+    return (rows.pin_memory() if leaves else rows).to(device, non_blocking=True)

@@ -165,8 +165,11 @@ class DiffusersFSDPEngine(PolicyForward):
             if not first and isinstance(samples, Trajectories):  # the weights that the rollout sampled with are gone
                 samples = replace(samples, unconditional=None)
             passes = passes_of(samples.to(self.device), self.actor_config.levels_per_pass)
+            text: dict[str, Any] | None = None
             for place, rows in enumerate(passes):
-                micro_batch, counted = micro_batch_of(rows, advantages, self.device)
+                if text is None or len(rows) != len(text["prompt_embeds"]):  # of the last pass there may be fewer
+                    text = rows.prompts.expand(rows.prompt_index)
+                micro_batch, counted = micro_batch_of(rows, advantages, self.device, text)
                 # A rank averages over its own samples and FSDP over ranks; this turns both into one mean over the
                 # mini-batch's counted samples and timesteps. Of ranks that share their samples each has the gradient of
                 # its own tokens: there FSDP's sum is what is wanted.

@@ -64,7 +64,10 @@ def passes_of(samples: Trajectories | NoisedLatents, together: int) -> Sequence[
 
 
 def micro_batch_of(
-    samples: Trajectories | NoisedLatents, advantages: Tensor, device: torch.device | str
+    samples: Trajectories | NoisedLatents,
+    advantages: Tensor,
+    device: torch.device | str,
+    text: Mapping[str, Any] | None = None,
 ) -> tuple["TensorDict", int]:
     """Inputs of one forward pass, each of whose rows is a sample at a timestep, and how many of its rows count.
 
@@ -75,6 +78,7 @@ def micro_batch_of(
         samples: rows of one step or level, on `device`.
         advantages: [B] of the samples that the rows are of, all B at one step after the other; on the CPU, NaN where
             a sample does not count.
+        text: the samples' rows of their prompt table (`PromptTable.expand`), where another pass has them already.
     """
     from tensordict import TensorDict  # here: it imports torch's compiler, and whoever hands batches over needs it not
 
@@ -102,7 +106,9 @@ def micro_batch_of(
     # Copies that the CPU does not wait for: it hands over the next pass while the GPU computes this one.
     tensors[COUNTED] = counted.to(device, non_blocking=True) if 0 < number < len(counted) else None
     tensors["advantages"] = advantages.nan_to_num(0.0).to(device, non_blocking=True)
-    tensors |= samples.prompts.expand(samples.prompt_index)
+    if text is None or len(text["prompt_embeds"]) != len(samples):
+        text = samples.prompts.expand(samples.prompt_index)
+    tensors |= text
     present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     return TensorDict(present, batch_size=[len(advantages)]), number
 

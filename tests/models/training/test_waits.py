@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CPU asks a GPU for pass after pass of an update and waits for none: a wait in each leaves the GPU idle until the
-next one's kernels arrive. The device `meta` stands for the GPU, as nothing can be read from it."""
+"""The CPU asks a GPU for pass after pass of an update, and step after step of a rollout, and waits for none: a wait in
+each leaves the GPU idle until the next one's kernels arrive. `meta` stands for the GPU: nothing can be read from it."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -16,8 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.config.actor import ForwardProcessConfig
 from models.rollout.diffusers import DiffusersRolloutEngine
+from models.rollout.sampling import Denoising
 from models.samples.trajectories import RolloutRequest
-from models.training.micro_batches import micro_batch_of
+from models.training.fsdp import DiffusersFSDPEngine
+from models.training.micro_batches import ActorBatch, micro_batch_of
 from models.training.noised import noise_latents
 from tests.support.helpers import actor_config, model_config, noise_keys
 from tests.support.plain_engine import PlainEngine
@@ -26,7 +28,9 @@ from tests.support.tiny_models import FAMILIES, embeddings_of
 DEVICE = "meta"
 ADVANTAGES = torch.tensor([1.0, -0.8, 0.3, -1.5])
 NAMES = ("stable_diffusion_3", "flux", "wan")
-"""Qwen-Image's and Z-Image's adapters read in each pass how long the texts are: their pipelines pad by that, or not."""
+READING = ("qwen_image", "z_image")
+"""Their denoisers are given texts without padding, or told that there is none, so their adapters read the masks."""
+READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
 
 
 class Waits(TorchDispatchMode):
@@ -97,3 +101,54 @@ def test_a_pass_over_noised_samples_waits_for_nothing(name: str, tiny_folder: Ca
     noised = noise_latents(chosen, engine.scheduler.sigmas, ForwardProcessConfig(num_train_timesteps=2), paired=False)
     velocities = {"old_velocity": torch.zeros_like(noised.noise), "ref_velocity": torch.zeros_like(noised.noise)}
     compute_two_passes(engine, replace(noised, **velocities).to(DEVICE))
+
+
+def test_a_step_of_the_rollout_waits_for_nothing(tiny_folder: Callable[[str], Path]) -> None:
+    """Its noise comes from the CPU, while the GPU computes the velocity."""
+    config = model_config(tiny_folder("stable_diffusion_3"), guidance_scale=4.5)
+    adapter = FAMILIES["stable_diffusion_3"].adapter
+    scheduler: Any = adapter.build_scheduler(config)
+    scheduler.timesteps = scheduler.timesteps.to(DEVICE)
+    request = RolloutRequest(noise_keys(2, 2), embeddings_of(config, (5, 3), 4), torch.tensor([0, 0, 1, 1]), (0, 1))
+    latents = torch.empty(4, *adapter.latent_shape(config), device=DEVICE)
+    denoising = Denoising(scheduler, config, request, latents)
+    denoising.advance(torch.empty_like(latents), None)
+    with no_wait():
+        for _ in range(2):  # one with noise, one without
+            denoising.advance(torch.empty_like(latents), None)
+    assert denoising.step == 3
+
+
+class Reads(TorchDispatchMode):
+    """Counts what is read of tensors, on any device, to make the denoiser's inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        by_mask = func is torch.ops.aten.index.Tensor and any(i is not None and i.dtype == torch.bool for i in args[1])
+        self.count += (by_mask or func in READS) and any(
+            frame.name == "prepare_model_inputs" for frame in extract_stack()
+        )
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("name", READING)
+def test_masks_are_read_once_a_batch_and_once_a_micro_batch(name: str, tiny_folder: Callable[[str], Path]) -> None:
+    """And not at every step or in every pass, of which each has several forward passes."""
+    family = FAMILIES[name]
+    config = model_config(tiny_folder(name), lora_rank=4, **family.guided)
+    prompts, index = embeddings_of(config, (5, 3), 4), torch.tensor([0, 0, 1, 1])
+    request = RolloutRequest(noise_keys(2, 2), prompts, index, (0, 1, 2))
+    rollout = DiffusersRolloutEngine(config)
+    trainer = DiffusersFSDPEngine(config, actor_config(use_kl_loss=True, kl_loss_coef=0.1))
+    trainer.initialize()
+    of_a_mask = {"qwen_image": 1, "z_image": 4}[name]  # whether any is padded, and where each row's tokens are
+    with Reads() as reads:
+        trajectories: Any = rollout.produce(request).recorded
+    assert reads.count == 2 * of_a_mask  # with the prompt and without it
+    with Reads() as reads:
+        trainer.update_policy([ActorBatch([(trajectories, ADVANTAGES)], 4)])
+    assert reads.count == 2 * of_a_mask
