@@ -14,6 +14,7 @@ recipe to the log, also where it failed or the limit came first; `--write` puts 
 into docs/recipes.md, of all logs that `--log` names, as those of other machines; rows of other recipes stay. Without
 a recipe it does only this. Beside the recipe's own reward stands one that tells noise apart, else all pictures of a
 group score 0 and there is nothing to learn.
+`--data-only` makes what the recipes' runs read, for another benchmark in that folder.
 `--serve` also has vLLM-Omni, where it is installed beside the rest, serve the LoRA (`benchmarks.served_lora`).
 `--rehearse` goes the same way with a tiny model of the recipe's family on the CPU.
 """
@@ -460,6 +461,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--log", type=Path, nargs="+", default=[Path("real_recipes.jsonl")], help=logs)
     parser.add_argument("--note", default="", help="what was wrong, for the table's last column")
     parser.add_argument("--write", action="store_true", help=f"put the table into {PAGE}")
+    parser.add_argument("--data-only", action="store_true", help="make checkpoint, prompts and embeddings, and no more")
     parser.add_argument("--serve", action="store_true", help="have vLLM-Omni serve the LoRA, too")
     parser.add_argument("--rehearse", action="store_true", help="a tiny model on the CPU; not for the table")
     parser.add_argument("--draw-with", nargs=3, help=argparse.SUPPRESS)
@@ -478,6 +480,11 @@ def main() -> None:
     asked = (chosen.groups, chosen.set, chosen.machine, chosen.rehearse)
     recipes = [Recipe(name, recipe_of(name), *asked) for name in chosen.recipes]
     refuse_what_does_not_go_together(recipes)
+    if chosen.data_only:
+        for recipe in recipes:
+            workspace(recipe, folder)
+            make_data(recipe, Machine(folder.resolve(), recipe.name, until))
+        return
     for number, recipe in enumerate(recipes):
         new.append(played(recipe, folder.resolve(), until, chosen.serve) | {"note": chosen.note})
         with chosen.log[0].open("a") as log:

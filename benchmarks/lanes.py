@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several benchmarks at once on one machine, each on GPUs and processors of its own, as a plan says.
+
+    python -m benchmarks.lanes PLAN.yaml --folder FOLDER [--limit SECONDS] [--only NAME ...]
+
+A plan is a list of lanes; `benchmarks/plans/` has some:
+
+    - name: base                  # of its log, FOLDER/base.log, and in the lines that are printed
+      run: python -m flows.prepare_words base-model
+      gpus: "0"                   # CUDA_VISIBLE_DEVICES; the caller's by default
+      cores: "0-15"               # processors, as taskset names them; all by default
+      after: [data]               # lanes that have to end well before it begins; by default it begins at once
+      folder: work                # where it runs; the present folder by default
+      limit: 300                  # seconds after which it is ended
+
+What a lane needs of another one that failed does not begin. Ctrl-C, SIGTERM and `--limit` end all that runs, each with
+whatever it has started. Commands are bash's, and `python` there is the one that runs this. Prints when each begins and
+ends, adds a line of JSON for each to FOLDER/lanes.jsonl, and exits with 1 where not all have ended well.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+
+LOOK_S, PATIENCE_S = 0.2, 30.0
+"""Between two looks at the lanes, and for one to end in order before it is killed."""
+ENDED_WELL = "ended"
+
+
+class Lane(BaseModel):
+    """One command of a plan; the fields are explained above."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    run: str
+    gpus: str | None = None
+    cores: str | None = None
+    after: tuple[str, ...] = ()
+    folder: Path | None = None
+    limit: float | None = None
+
+
+def read_plan(path: Path, only: Sequence[str] = ()) -> list[Lane]:
+    """The lanes of a plan, or those of these names, which then wait for nobody else.
+
+    Raises:
+        ValueError: it is no plan, two lanes have one name, or a lane waits for one that does not come before it.
+    """
+    try:
+        lanes = TypeAdapter(list[Lane]).validate_python(yaml.safe_load(path.read_text()))
+    except (ValidationError, yaml.YAMLError) as error:
+        raise ValueError(f"{path} is no plan: {error}") from error
+    if missing := {*only} - {lane.name for lane in lanes}:
+        raise ValueError(f"{path} has no lane {', '.join(sorted(missing))}")
+    known: list[str] = []
+    for lane in lanes:
+        if lane.name in known:
+            raise ValueError(f"{path} has two lanes named {lane.name}")
+        if unknown := {*lane.after} - {*known}:
+            raise ValueError(f"{lane.name} is after {', '.join(sorted(unknown))}, which does not stand before it")
+        known.append(lane.name)
+    kept = [lane for lane in lanes if not only or lane.name in only]
+    names = {lane.name for lane in kept}
+    return [lane.model_copy(update={"after": tuple(n for n in lane.after if n in names)}) for lane in kept]
+
+
+class Running:
+    """A lane that has begun."""
+
+    def __init__(self, lane: Lane, log: Path):
+        self.lane, self.begun = lane, time.monotonic()
+        given = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+        given |= {} if lane.gpus is None else {"CUDA_VISIBLE_DEVICES": lane.gpus}
+        pinned = ["taskset", "-c", lane.cores] if lane.cores else []
+        with log.open("ab") as output:
+            self.process = subprocess.Popen(
+                [*pinned, "bash", "-c", lane.run],
+                cwd=lane.folder,
+                env=os.environ | given,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+
+    @property
+    def seconds(self) -> float:
+        """Since it began."""
+        return time.monotonic() - self.begun
+
+    def is_over(self) -> bool:
+        """Has it run for longer than it may?"""
+        return self.lane.limit is not None and self.seconds > self.lane.limit
+
+    def stop(self) -> None:
+        """End it and all of its session: in order, and by force after a while."""
+        for sent in (signal.SIGTERM, signal.SIGKILL):
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, sent)
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(PATIENCE_S)
+
+
+class Plan:
+    """Lanes that begin as others end."""
+
+    def __init__(self, lanes: Sequence[Lane], folder: Path):
+        self.waiting, self.folder, self.begun = [*lanes], folder, time.monotonic()
+        self.running: list[Running] = []
+        self.ends: dict[str, str] = {}
+
+    def say(self, text: str) -> None:
+        """A line with the seconds since the beginning."""
+        print(f"[{time.monotonic() - self.begun:.0f}] {text}", flush=True)
+
+    def end(self, name: str, how: str, seconds: float = 0.0) -> None:
+        """Note how a lane has ended."""
+        self.ends[name] = how
+        self.say(f"{name}: {how}")
+        with (self.folder / "lanes.jsonl").open("a") as log:
+            log.write(json.dumps({"lane": name, "end": how, "seconds": round(seconds, 1)}) + "\n")
+
+    def look(self) -> None:
+        """Begin and end what can be."""
+        for run in [*self.running]:
+            code = run.process.poll()
+            if code is None and not run.is_over():
+                continue
+            run.stop()
+            self.running.remove(run)
+            how = "its limit came" if code is None else ENDED_WELL if code == 0 else f"failed with exit code {code}"
+            self.end(run.lane.name, how, run.seconds)
+        for lane in [*self.waiting]:
+            if not {*lane.after} <= self.ends.keys():
+                continue
+            self.waiting.remove(lane)
+            if failed := [name for name in lane.after if self.ends[name] != ENDED_WELL]:
+                self.end(lane.name, f"not begun, as {', '.join(failed)} did not end well")
+                continue
+            self.running.append(Running(lane, self.folder / f"{lane.name}.log"))
+            self.say(f"{lane.name} begins")
+
+    def follow(self, limit: float | None) -> Mapping[str, str]:
+        """Until all have ended, or for so many seconds; lane -> how it ended."""
+        try:
+            while self.waiting or self.running:
+                if limit is not None and time.monotonic() - self.begun > limit:
+                    break
+                self.look()
+                time.sleep(LOOK_S)
+        finally:
+            for run in self.running:
+                run.stop()
+                self.end(run.lane.name, "ended with the plan", run.seconds)
+            for lane in self.waiting:
+                self.end(lane.name, "not begun")
+        return self.ends
+
+
+def interrupt(number: int, frame: Any) -> None:
+    """What SIGTERM does."""
+    raise KeyboardInterrupt
+
+
+def main() -> None:
+    """Follow a plan."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("plan", type=Path)
+    parser.add_argument("--folder", type=Path, required=True, help="of the logs")
+    parser.add_argument("--limit", type=float, help="seconds of all")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these lanes alone")
+    chosen = parser.parse_args()
+    try:
+        lanes = read_plan(chosen.plan, chosen.only)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    chosen.folder.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, interrupt)
+    ends = Plan(lanes, chosen.folder).follow(chosen.limit)
+    sys.exit(any(end != ENDED_WELL for end in ends.values()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lanes of real processes: which begin when, on which processors, and what ends them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from benchmarks.lanes import read_plan
+from benchmarks.local_services import ROOT
+
+
+def written(folder: Path, text: str) -> Path:
+    plan = folder / "plan.yaml"
+    plan.write_text(text)
+    return plan
+
+
+def follow(folder: Path, text: str, *options: str) -> tuple[int, dict[str, str]]:
+    """The command's exit code, and how each lane has ended."""
+    command = [sys.executable, "-m", "benchmarks.lanes", str(written(folder, text)), "--folder", str(folder / "logs")]
+    code = subprocess.run([*command, *options], cwd=ROOT, check=False, timeout=60).returncode
+    lines = (folder / "logs" / "lanes.jsonl").read_text().splitlines()
+    return code, {line["lane"]: line["end"] for line in map(json.loads, lines)}
+
+
+def test_a_lane_begins_when_those_before_it_have_ended_well(tmp_path: Path) -> None:
+    code, ends = follow(
+        tmp_path,
+        f"""
+- {{name: data, run: "sleep 0.5; touch {tmp_path}/made"}}
+- {{name: reads, after: [data], run: "test -e {tmp_path}/made"}}
+- {{name: fails, run: "exit 3"}}
+- {{name: left, after: [reads, fails], run: "touch {tmp_path}/never"}}
+""",
+    )
+    assert code == 1
+    assert ends == {
+        "data": "ended",
+        "reads": "ended",
+        "fails": "failed with exit code 3",
+        "left": "not begun, as fails did not end well",
+    }
+    assert not (tmp_path / "never").exists()
+
+
+def test_a_lane_has_its_gpus_processors_and_folder(tmp_path: Path) -> None:
+    core = min(os.sched_getaffinity(0))
+    asked = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'], os.sched_getaffinity(0), os.getcwd())"
+    code, _ = follow(
+        tmp_path, f'- {{name: asks, gpus: "2,3", cores: "{core}", folder: {tmp_path}, run: "python -c \\"{asked}\\""}}'
+    )
+    assert code == 0
+    assert (tmp_path / "logs" / "asks.log").read_text().split(maxsplit=1) == ["2,3", f"{{{core}}} {tmp_path}\n"]
+
+
+def test_limits_and_only(tmp_path: Path) -> None:
+    plan = """
+- {name: long, limit: 0.5, run: sleep 50}
+- {name: longer, run: sleep 51}
+- {name: other, run: "exit 1"}
+"""
+    began = time.monotonic()
+    code, ends = follow(tmp_path, plan, "--limit", "2", "--only", "long", "longer")
+    assert (code, ends) == (1, {"long": "its limit came", "longer": "ended with the plan"})
+    assert time.monotonic() - began < 40
+
+
+def test_a_signal_ends_what_lanes_have_started(tmp_path: Path) -> None:
+    plan = written(tmp_path, f'- {{name: parent, run: "sleep 60 & echo $! > {tmp_path}/child; wait"}}')
+    command = [sys.executable, "-m", "benchmarks.lanes", str(plan), "--folder", str(tmp_path / "logs")]
+    process = subprocess.Popen(command, cwd=ROOT)
+    child = tmp_path / "child"
+    while not (child.exists() and child.read_text()):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(40) != 0
+    pid = int(child.read_text())
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("- {name: a}", "no plan"),
+        ("- {name: a, run: b, gpu: '0'}", "no plan"),
+        ("- {name: a, run: b}\n- {name: a, run: b}", "two lanes named a"),
+        ("- {name: a, run: b, after: [c]}", "a is after c, which does not stand before it"),
+    ],
+)
+def test_a_wrong_plan_is_refused(text: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=said):
+        read_plan(written(tmp_path, text))
+
+
+def test_the_plans_here_are_plans_and_their_commands_are_there() -> None:
+    for plan in (ROOT / "benchmarks" / "plans").glob("*.yaml"):
+        for lane in read_plan(plan):
+            modules = [words.split()[0] for words in lane.run.split("python -m ")[1:]]
+            assert modules
+            for module in modules:
+                assert (ROOT / f"{module.replace('.', '/')}.py").is_file()
