@@ -215,3 +215,37 @@ def test_no_gradient_flows_through_a_given_sample(noise_level: float) -> None:
     assert not prev_sample.requires_grad
     scored = mean if log_prob is None else log_prob
     assert torch.autograd.grad(scored.sum(), given, allow_unused=True) == (None,)
+
+
+def test_a_timestep_of_another_schedule_is_refused() -> None:
+    scheduler, sample = sde_scheduler(), normal(2, 3, 4)
+    foreign = torch.stack([scheduler.timesteps[0], torch.tensor(123.5)])
+    for refuse in (
+        lambda: scheduler.sample_previous_step(sample, sample, foreign, prev_sample=sample),
+        lambda: scheduler.sqrt_dt(foreign),
+        lambda: scheduler.indices_for_timesteps(foreign),
+        lambda: scheduler.check_timesteps(foreign[None]),
+    ):
+        with pytest.raises(ValueError, match=r"timestep 123.5 is not in this scheduler's schedule \[1000.0, "):
+            refuse()
+    scheduler.check_timesteps(scheduler.timesteps.expand(3, -1))
+
+
+def test_where_it_is_not_looked_for_it_makes_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, whose numbers are not read at each step."""
+    scheduler, sample = sde_scheduler(), normal(2, 3, 4)
+    monkeypatch.setattr(scheduler, "check_timesteps", lambda timesteps: None)
+    foreign = torch.stack([scheduler.timesteps[1], torch.tensor(123.5)])
+    _, log_prob, mean, std_dev_t = scheduler.sample_previous_step(sample, sample, foreign, prev_sample=sample)
+    for of_rows in (log_prob, mean, std_dev_t, scheduler.sqrt_dt(foreign)):
+        assert of_rows[0].isfinite().all()
+        assert of_rows[1].isnan().all()
+
+
+def test_another_schedule_has_other_sigmas() -> None:
+    """They are copied once for each."""
+    scheduler = sde_scheduler(5)
+    before = scheduler.sqrt_dt(scheduler.timesteps)
+    scheduler.set_timesteps(sigmas=linear_sigmas(8))
+    assert len(scheduler.sqrt_dt(scheduler.timesteps)) == 8
+    assert not torch.equal(scheduler.sqrt_dt(scheduler.timesteps)[:5], before)

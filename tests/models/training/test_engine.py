@@ -508,3 +508,19 @@ def test_a_rollout_that_is_asked_for_latents_only_never_decodes(tiny_model: Path
     drawn = engine.produce(replace(rollout_request(), outputs=frozenset({PICTURES})))
     assert (drawn.latents, decoded) == (None, [1])
     assert torch.equal(engine.decode(bare.latents), drawn.pictures)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sharded"),
+    [({}, False), ({"param_offload": True}, True), ({"param_dtype": "bfloat16"}, True)],
+    ids=["alone", "offloaded", "cast"],
+)
+def test_a_lone_rank_shards_no_frozen_weight_that_it_need_not(
+    tiny_model: Path, settings: dict[str, Any], sharded: bool
+) -> None:
+    """What FSDP has sharded it copies in every pass; but it also offloads it, and casts it to another format."""
+    engine = DiffusersFSDPEngine(config_of("lora", tiny_model), actor_config(**settings))
+    engine.initialize()
+    frozen = [parameter for parameter in engine.module.parameters() if not parameter.requires_grad]
+    assert {isinstance(parameter, DTensor) for parameter in frozen} == {sharded}
+    assert all(isinstance(parameter, DTensor) for parameter in engine.module.parameters() if parameter.requires_grad)
