@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -57,6 +57,28 @@ class Watched:
     process: psutil.Popen
     folder: Path
     lines: list[tuple[float, str]]
+
+    @classmethod
+    def started(
+        cls, command: Sequence[str], folder: Path, environment: Mapping[str, str], cwd: Path | None = None
+    ) -> "Watched":
+        """The command in a session of its own, in its folder unless `cwd` is given; each line is read as it comes."""
+        process = psutil.Popen(
+            command,
+            cwd=cwd or folder,
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        watched = cls(process, folder, [])
+        Thread(target=watched._read, daemon=True).start()
+        return watched
+
+    def _read(self) -> None:
+        for line in self.process.stdout:
+            self.lines.append((time.monotonic(), line.rstrip()))
 
     def family(self) -> list[psutil.Process]:
         """It and everything that carries its mark, or is below something that does."""
@@ -231,17 +253,8 @@ def measure(name: str, base: Path, number: int, repository: Path, spy: str | Non
         if "silent MLflow" in moment.environment:
             environment["MLFLOW_TRACKING_URI"] = silent
         command = [sys.executable, *(run if word == RUN else word for word in moment.command)]
-        process = psutil.Popen(
-            command,
-            cwd=folder,
-            env=environment,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        watched = Watched(process, folder, [])
-        Thread(target=_read, args=(watched,), daemon=True).start()
+        watched = Watched.started(command, folder, environment)
+        process = watched.process
         try:
             wait_until(lambda: not runs(process) or moment.sign(watched), PATIENCE, name, every=0.15)
             return _end(name, number, watched, spy)
@@ -249,11 +262,6 @@ def measure(name: str, base: Path, number: int, repository: Path, spy: str | Non
             for member in watched.family():
                 with suppress(psutil.Error):
                     member.kill()
-
-
-def _read(watched: Watched) -> None:
-    for line in watched.process.stdout:
-        watched.lines.append((time.monotonic(), line.rstrip()))
 
 
 def _end(name: str, number: int, watched: Watched, spy: str | None) -> dict[str, Any]:

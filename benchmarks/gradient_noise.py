@@ -25,7 +25,7 @@ from models.schedulers import NoiseKey
 from models.training.forward_batches import noised_batch
 from models.training.fsdp import DiffusersFSDPEngine
 from models.training.micro_batches import ActorBatch, WeightedMetrics
-from tasks.config.recipes import load_recipe, parse_changes
+from tasks.config.recipes import changed_recipe
 from tasks.config.tree import TrainConfig
 from tasks.data.embeddings import prompt_table
 from tasks.rewards.ocr import OcrReward
@@ -55,7 +55,7 @@ def config_of(name: str) -> TrainConfig:
     """The recipe `flow-grpo` with the setting, without a distance to the start, whose noise is not the rewards'."""
     changes = [*SETTINGS[name], f"algorithm.num_train_timesteps={LEVELS}"]
     changes += ["actor_rollout_ref.actor.use_kl_loss=false", "actor_rollout_ref.actor.kl_loss_coef=0.0"]
-    return load_recipe("flow-grpo").with_changes(parse_changes(changes))
+    return changed_recipe("flow-grpo", changes)
 
 
 def pool_of(config: TrainConfig) -> Pool:

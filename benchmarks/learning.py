@@ -24,7 +24,7 @@ import numpy as np
 from mlflow import MlflowClient
 from scipy.stats import ttest_1samp
 
-from tasks.config.recipes import load_recipe, parse_changes
+from tasks.config.recipes import changed_recipe
 
 DOCS, RUNS = Path("docs"), Path("runs/learning")
 CORES = 2
@@ -121,7 +121,7 @@ class Runner:
     def _offline(self, folder: Path, slot: int, algorithm: str, seed: int) -> tuple[list[float], ...]:
         """Nothing is sampled in the run: the validation flow measures the exported weights, half way and at the end."""
         settings = changes(algorithm, seed, folder)
-        config = load_recipe("flow-grpo").with_changes(parse_changes(settings))
+        config = changed_recipe("flow-grpo", settings)
         total = config.trainer.total_training_steps
         online = [*settings, "algorithm.sample_source=online"]
         self._python(folder, slot, "flows.validate", online)

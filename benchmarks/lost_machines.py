@@ -13,14 +13,12 @@ the docs (`--cases` without any: the table alone). The seconds are from that sig
 import argparse
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import psutil
@@ -79,17 +77,9 @@ def measure(name: str, base: Path) -> dict[str, Any]:
         own = {"PREFECT_HOME": str(folder / ".prefect"), "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
         environment = os.environ | own | {MARK: str(folder), "RAY_ADDRESS": cluster.address, "RAY_AUTH_MODE": "token"}
         changes = [word for setting in SETTINGS for word in ("--set", setting)]
-        process = psutil.Popen(
-            [sys.executable, "-m", "flows.train", "quickstart", *changes],
-            cwd=folder,
-            env=environment,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        watched = Watched(process, folder, [])
-        Thread(target=_read, args=(watched,), daemon=True).start()
+        command = [sys.executable, "-m", "flows.train", "quickstart", *changes]
+        watched = Watched.started(command, folder, environment)
+        process = watched.process
         members: list[psutil.Process] = []
         try:
             wait_until(lambda: not runs(process) or _said(watched, "iteration 1/"), PATIENCE, "iteration 1", every=0.1)
@@ -117,11 +107,6 @@ def measure(name: str, base: Path) -> dict[str, Any]:
         "code": code,
         "said": [f"{moment:.1f} {line}" for moment, line in after][-30:],
     }
-
-
-def _read(watched: Watched) -> None:
-    for line in watched.process.stdout:
-        watched.lines.append((time.monotonic(), line.rstrip()))
 
 
 def _said(watched: Watched, text: str) -> bool:

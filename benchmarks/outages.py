@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import psutil
@@ -89,17 +88,8 @@ def measure(name: str, base: Path) -> dict[str, Any]:
             server.start("mlflow")
             environment["MLFLOW_TRACKING_URI"] = f"http://127.0.0.1:{server.ports['mlflow']}"
         begun, load = time.monotonic(), os.getloadavg()[0]
-        process = psutil.Popen(
-            command,
-            cwd=folder,
-            env=environment,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        watched = Watched(process, folder, [])
-        Thread(target=_read, args=(watched,), daemon=True).start()
+        watched = Watched.started(command, folder, environment)
+        process = watched.process
         try:
             if not case.variable:
                 wait_until(lambda: not runs(process) or UPDATE(watched), PATIENCE, "the update", every=0.2)
@@ -132,11 +122,6 @@ def measure(name: str, base: Path) -> dict[str, Any]:
         "again": again,
         "said": [f"{moment:.1f} {line}" for moment, line in said][-30:],
     }
-
-
-def _read(watched: Watched) -> None:
-    for line in watched.process.stdout:
-        watched.lines.append((time.monotonic(), line.rstrip()))
 
 
 def _warnings(database: Path) -> list[str]:

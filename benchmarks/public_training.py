@@ -32,7 +32,7 @@ from torch import Tensor
 from benchmarks.followed_runs import append_line
 from models.families.stable_diffusion_3 import StableDiffusion3
 from models.schedulers.kernels import gaussian_log_prob, sde_step
-from tasks.config.recipes import load_recipe, parse_changes
+from tasks.config.recipes import changed_recipe
 from tasks.config.tree import TrainConfig
 from tasks.data.prompts import Prompt, load_prompts
 from tasks.rewards import get_reward
@@ -364,8 +364,7 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="changed in the recipe")
     given = parser.parse_args()
     given.name = given.name or f"public loop, {given.settings}"
-    recipe = load_recipe(RECIPE)
-    config = recipe.with_changes(parse_changes(given.set, recipe=recipe))
+    config = changed_recipe(RECIPE, given.set)
     end = run(config, settings_of(given.settings, config), given)
     wall = time.time() - given.began
     append_line(given.log, {"run": given.name, "seed": config.trainer.seed, "end": end, "wall_s": wall})

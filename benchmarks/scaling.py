@@ -28,7 +28,7 @@ from typing import Any
 
 from benchmarks.followed_runs import Job, append_line, folder_of, follow, metrics_of, read_lines
 from tasks.config.overrides import merged
-from tasks.config.recipes import load_recipe, parse_changes
+from tasks.config.recipes import changed_recipe, parse_changes
 from tasks.config.tree import TrainConfig
 
 COMPILING = 2
@@ -194,7 +194,7 @@ def main() -> None:
     parser.add_argument("--log", type=Path, default=Path("build/scaling/results.jsonl"))
     chosen = parser.parse_args()
     until = None if chosen.limit is None else time.time() + chosen.limit
-    config = load_recipe(chosen.recipe).with_changes(parse_changes(chosen.set, recipe=load_recipe(chosen.recipe)))
+    config = changed_recipe(chosen.recipe, chosen.set)
     prompts = chosen.prompts or prompts_of_a_gpu(config)
     done = {(one["recipe"], one["cell"]) for one in logged(chosen.log) if one["end"] == "finished"}
     for cell in cells(chosen.kinds, chosen.gpus, prompts, chosen.divided or [max(chosen.gpus) // 2]):

@@ -24,8 +24,7 @@ from statistics import median
 from benchmarks.docs import put_table
 from benchmarks.followed_runs import Curve, Job, append_line, curves_of, follow, is_done, read_lines
 from benchmarks.words import PAGE, VARIANTS, only_rewards
-from tasks.config.recipes import load_recipe, parse_changes
-from tasks.config.tree import TrainConfig
+from tasks.config.recipes import changed_recipe
 
 SCRIPT = "time_to_reward.py"
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -56,20 +55,14 @@ GOALS = (0.6, 0.7, 0.8)
 
 def changes_of(recipe: str, given: Sequence[str], test_freq: int) -> list[str]:
     """What is changed in every run: no guards, no checkpoint, more measurements."""
-    config = changed(recipe, given)
+    config = changed_recipe(recipe, given)
     trained = only_rewards(config, **{label: {} for label, entry in config.reward.functions.items() if not entry.guard})
     return [f"trainer.test_freq={test_freq}", "trainer.save_freq=0", trained, *given]
 
 
 def halves(recipe: str, given: Sequence[str]) -> str:
     """Two optimiser steps an iteration."""
-    return f"{ACTOR}.ppo_mini_batch_size={changed(recipe, given).data.train_batch_size // 2}"
-
-
-def changed(recipe: str, given: Sequence[str]) -> TrainConfig:
-    """The recipe with what is changed in every run."""
-    config = load_recipe(recipe)
-    return config.with_changes(parse_changes([*given], recipe=config))
+    return f"{ACTOR}.ppo_mini_batch_size={changed_recipe(recipe, given).data.train_batch_size // 2}"
 
 
 def train_public(name: str, seed: int, given: argparse.Namespace) -> None:

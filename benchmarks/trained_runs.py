@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from mlflow import MlflowClient
 from mlflow.entities import Run
 
-from tasks.config.recipes import load_recipe, parse_changes
+from tasks.config.recipes import changed_recipe
 from tasks.config.tree import TrainConfig
 
 
@@ -16,8 +16,7 @@ def train(recipe: str, changes: Sequence[str]) -> tuple[TrainConfig, MlflowClien
     """Train with these changes, `field=value` each, unless that is done; where to look, and the finished run."""
     command = [sys.executable, "-m", "flows.train", recipe]
     subprocess.run([*command, *(part for change in changes for part in ("--set", change))], check=True)
-    own = load_recipe(recipe)
-    config = own.with_changes(parse_changes(list(changes), recipe=own))
+    config = changed_recipe(recipe, changes)
     client = MlflowClient(config.tracking.uri)
     experiment = client.get_experiment_by_name(config.tracking.experiment)
     (run,) = client.search_runs(

@@ -18,14 +18,12 @@ import math
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import psutil
@@ -36,7 +34,7 @@ from benchmarks.endings import MARK, Watched, log_each, make_folder, newest_rows
 from benchmarks.local_services import ROOT, wait_until
 from benchmarks.lost_machines import KINDS, family
 from benchmarks.run_state import iterations
-from tasks.config.recipes import load_recipe, parse_changes
+from tasks.config.recipes import changed_recipe
 from tasks.system.processes import runs, wait_until_ended
 
 BEFORE = 2
@@ -114,16 +112,7 @@ def started(command: Sequence[str], folder: Path, cwd: Path, address: str) -> It
     """The command, with the moment of each of its lines; what is left of it is killed at the block's end."""
     own = {"PREFECT_HOME": f"{folder}/.prefect", "MLFLOW_TRACKING_URI": f"sqlite:///{folder}/mlflow.db"}
     own |= {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "RAY_ADDRESS": address, "RAY_AUTH_MODE": "token"}
-    pipes: dict[str, Any] = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    environment = os.environ | own | {MARK: str(folder)}
-    process = psutil.Popen(command, cwd=cwd, env=environment, start_new_session=True, **pipes)
-    watched = Watched(process, folder, [])
-
-    def read() -> None:
-        for line in process.stdout:
-            watched.lines.append((time.monotonic(), line.rstrip()))
-
-    Thread(target=read, daemon=True).start()
+    watched = Watched.started(command, folder, os.environ | own | {MARK: str(folder)}, cwd)
     try:
         yield watched
     finally:
@@ -194,8 +183,7 @@ def measure(chosen: argparse.Namespace, base: Path) -> dict[str, Any]:
         folder.mkdir()
     cwd, ranks = folder if chosen.device == "cpu" else Path.cwd(), chosen.gpus_per_machine
     settings = changes(chosen.device, ranks, [f"trainer.default_local_dir={folder}/runs", *chosen.set])
-    recipe = load_recipe(chosen.recipe, cwd / "prefect.yaml")
-    rewards = recipe.with_changes(parse_changes(settings, recipe=recipe)).reward.num_cpus
+    rewards = changed_recipe(chosen.recipe, settings, cwd / "prefect.yaml").reward.num_cpus
     command = [sys.executable, "-m", "flows.train", chosen.recipe]
     command += [word for setting in settings for word in ("--set", setting)]
     row: dict[str, Any] = {"recipe": chosen.recipe, "device": chosen.device, "ranks": f"2 x {ranks}", "failed": None}

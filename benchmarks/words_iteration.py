@@ -39,7 +39,7 @@ from models.weights.canary import Canary, check_canary
 from models.weights.digests import DigestBook, check_digests, digests_of
 from models.words_stable_diffusion_3.build import build_pipeline
 from models.words_stable_diffusion_3.settings import WordsSettings, smallest
-from tasks.config.recipes import load_recipe, parse_changes
+from tasks.config.recipes import changed_recipe
 from tasks.config.tree import TrainConfig
 
 SMALL = {
@@ -58,7 +58,7 @@ PLAIN, GRAPHS = "plain", "CUDA graphs"
 
 def recipe() -> TrainConfig:
     """The recipe `words` with no more samples than it learns from: without rewards nobody can choose among them."""
-    return load_recipe("words").with_changes(parse_changes(ALL_SAMPLES))
+    return changed_recipe("words", ALL_SAMPLES)
 
 
 class Bench:

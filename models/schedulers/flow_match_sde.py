@@ -42,6 +42,9 @@ class FlowMatchSDEDiscreteScheduler(FlowMatchEulerDiscreteScheduler):
     bf16 would not replay its own log-prob.
     """
 
+    _copied: tuple[Tensor, Tensor] | None = None
+    """`sigmas`, and their copy on the device that last asked for them."""
+
     def step(
         self,
         model_output: Tensor,
@@ -171,33 +174,27 @@ class FlowMatchSDEDiscreteScheduler(FlowMatchEulerDiscreteScheduler):
             step = self._begin_or_current_step()
             return sigmas[step].expand(shape).contiguous(), sigmas[step + 1].expand(shape).contiguous()
         given = torch.as_tensor(timestep).expand(batch)
-        if given.device.type == "cpu":
-            self.check_timesteps(given)
-        index, is_there = (found.to(sample.device) for found in self.find_timesteps(given))
+        index, is_there = self.find_timesteps(given)
         # On a GPU a wrong timestep is not looked for, which would wait for all that was asked of it: it makes NaN.
-        pair = (sigmas[place].masked_fill(~is_there, torch.nan).view(shape) for place in (index, index + 1))
-        return next(pair), next(pair)
+        if given.device.type == "cpu":
+            self._refuse_missing(given, is_there)
+        index, is_there = index.to(sample.device), is_there.to(sample.device)
+
+        def sigmas_at(place: Tensor) -> Tensor:
+            return sigmas[place].masked_fill(~is_there, torch.nan).view(shape)
+
+        return sigmas_at(index), sigmas_at(index + 1)
 
     def _sigmas_on(self, device: torch.device) -> Tensor:
         """`sigmas`, which diffusers keeps on the CPU, in fp32 on a device: copied once, as a copy waits for a GPU."""
-        copied = getattr(self, "_copied", None)
-        if copied is None or copied[0] is not self.sigmas or copied[1].device != device:
-            self._copied = copied = (self.sigmas, self.sigmas.to(device=device, dtype=torch.float32))
-        return copied[1]
+        if self._copied is None or self._copied[0] is not self.sigmas or self._copied[1].device != device:
+            self._copied = (self.sigmas, self.sigmas.to(device=device, dtype=torch.float32))
+        return self._copied[1]
 
     def _begin_or_current_step(self) -> int:
         if self.step_index is not None:
             return self.step_index
         return self.begin_index or 0
-
-    def indices_for_timesteps(self, timestep: Tensor) -> Tensor:
-        """Position of each timestep [B] in the schedule, [B].
-
-        Raises:
-            ValueError: a timestep that the schedule does not hold.
-        """
-        self.check_timesteps(timestep)
-        return self.find_timesteps(timestep)[0]
 
     def check_timesteps(self, timesteps: Tensor) -> None:
         """Refuse timesteps, of any shape, that the schedule does not hold; waits for a GPU that has them.
@@ -205,9 +202,12 @@ class FlowMatchSDEDiscreteScheduler(FlowMatchEulerDiscreteScheduler):
         Raises:
             ValueError: one is not there.
         """
-        is_there = self.find_timesteps(timesteps.flatten())[1]
+        given = timesteps.flatten()
+        self._refuse_missing(given, self.find_timesteps(given)[1])
+
+    def _refuse_missing(self, timesteps: Tensor, is_there: Tensor) -> None:
         if not bool(is_there.all()):
-            missing = timesteps.flatten()[~is_there][0].item()
+            missing = timesteps[~is_there][0].item()
             raise ValueError(f"timestep {missing} is not in this scheduler's schedule {self.timesteps.tolist()}")
 
     def find_timesteps(self, timesteps: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from models.algorithms.losses import EMA_VELOCITY, OLD_VELOCITY, REF_VELOCITY, VELOCITIES
 from models.algorithms.old_policy import is_copied
 from models.samples.trajectories import FinishedLatents
-from models.training.micro_batches import ActorBatch, micro_batch_of, passes_of
+from models.training.micro_batches import ActorBatch, micro_batches_of
 from models.training.noised import NoisedLatents, noise_latents
 from models.training.policy import PolicyForward
 
@@ -106,8 +106,7 @@ def _compared(
 def _velocities(engine: PolicyForward, key: str, piece: NoisedLatents, advantages: Tensor) -> Tensor:
     """[B, K, ...] where the piece is; `advantages` [B] are on the CPU."""
     of_level = []
-    for level in passes_of(piece.to(engine.device), 1):
-        micro_batch, _ = micro_batch_of(level, advantages, engine.device)
+    for micro_batch, _, _ in micro_batches_of(piece.to(engine.device), advantages, 1, engine.device):
         of_level.append(engine.predicted(key, micro_batch))
     return torch.stack(of_level, 1).to(piece.latents.device)  # at most one wait for the GPU, not one a level
 

@@ -28,7 +28,7 @@ from models.training.checkpoint import EngineCheckpoint
 from models.training.engine import LOG_PROB_DISTANCES, TRAINING_ENGINES, HeldWeights
 from models.training.forward_batches import noised_batch
 from models.training.gradients import NonfiniteSteps, average_whole, clip_gradients
-from models.training.micro_batches import ActorBatch, WeightedMetrics, micro_batch_of, passes_of
+from models.training.micro_batches import ActorBatch, WeightedMetrics, micro_batches_of
 from models.training.noised import NoisedLatents
 from models.training.policy import PolicyForward, load_teacher
 from models.training.schedules import build_lr_scheduler
@@ -82,8 +82,8 @@ class DiffusersFSDPEngine(PolicyForward):
         self.scheduler = self.adapter.build_scheduler(self.model_config)
         self.adapter.set_timesteps(self.scheduler, self.model_config, self.device)
         rectifies = self.actor_config.diffusion_loss.temporal_gradient_rectification
-        weights = rectifying_weights(self.scheduler, self.model_config.algo) if rectifies else None
-        self.step_weights = None if weights is None else weights.to(self.device)
+        algo = self.model_config.algo
+        self.step_weights = rectifying_weights(self.scheduler, algo).to(self.device) if rectifies else None
         self.old_policy = WeightCopy(self.module) if self.loss_fn.keeps_old_policy() else None
         self.previous = WeightCopy(self.module) if self._keeps_previous else None
         refers = self.actor_config.use_kl_loss or REF_VELOCITY in self.loss_fn.required_data_keys
@@ -164,17 +164,14 @@ class DiffusersFSDPEngine(PolicyForward):
         for number, (samples, advantages) in enumerate(batch.parts):
             if not first and isinstance(samples, Trajectories):  # the weights that the rollout sampled with are gone
                 samples = replace(samples, unconditional=None)
-            passes = passes_of(samples.to(self.device), self.actor_config.levels_per_pass)
-            text: dict[str, Any] | None = None
-            for place, rows in enumerate(passes):
-                if text is None or len(rows) != len(text["prompt_embeds"]):  # of the last pass there may be fewer
-                    text = rows.prompts.expand(rows.prompt_index)
-                micro_batch, counted = micro_batch_of(rows, advantages, self.device, text)
+            together = self.actor_config.levels_per_pass
+            passes = micro_batches_of(samples.to(self.device), advantages, together, self.device)
+            for micro_batch, counted, is_last in passes:
                 # A rank averages over its own samples and FSDP over ranks; this turns both into one mean over the
                 # mini-batch's counted samples and timesteps. Of ranks that share their samples each has the gradient of
                 # its own tokens: there FSDP's sum is what is wanted.
                 scale = counted * dist.get_world_size() / (batch.global_count * samples.steps)
-                self._reduces_gradients(number == len(batch.parts) - 1 and place == len(passes) - 1)
+                self._reduces_gradients(number == len(batch.parts) - 1 and is_last)
                 loss, metrics = self.forward_step(micro_batch, self.loss_fn)
                 (loss * scale).backward()
                 distances = {name: metrics.pop(name) for name in LOG_PROB_DISTANCES if name in metrics}
@@ -212,8 +209,8 @@ class DiffusersFSDPEngine(PolicyForward):
         pieces: list[dict[str, Tensor]] = []
         for piece, zeros in batch.cut(self.actor_config.micro_batch).parts:
             steps: dict[str, list[Tensor]] = {field: [] for field in names}
-            for rows in passes_of(piece.to(self.device), self.actor_config.levels_per_pass):
-                micro_batch, _ = micro_batch_of(rows, zeros, self.device)
+            together = self.actor_config.levels_per_pass
+            for micro_batch, _, _ in micro_batches_of(piece.to(self.device), zeros, together, self.device):
                 output, _ = self.forward_step(micro_batch, None, forward_only=True)
                 for field, name in names.items():
                     steps[field] += output[name].cpu().split(len(piece))

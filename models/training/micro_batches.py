@@ -2,7 +2,7 @@
 """What an optimiser step trains on, and how its metrics are averaged."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -52,15 +52,28 @@ class ActorBatch(Generic[S]):
         return any(isinstance(s, Trajectories) and s.unconditional is not None for s, _ in self.parts)
 
 
-def passes_of(samples: Trajectories | NoisedLatents, together: int) -> Sequence[Trajectories | NoisedLatents]:
-    """What each forward pass over the samples computes, as windows of one step, or as single levels.
+def micro_batches_of(
+    samples: Trajectories | NoisedLatents, advantages: Tensor, together: int, device: torch.device | str
+) -> Iterator[tuple["TensorDict", int, bool]]:
+    """The inputs of each forward pass over the samples, of windows of one step or of single levels: what
+    `micro_batch_of` gives, and whether it is the last. All have the same rows of the prompts, which are taken once.
 
     Args:
+        samples: on `device`.
+        advantages: [B], on the CPU, NaN where a sample does not count.
         together: of a window's steps are rows of one pass; noised latents have theirs as rows already.
     """
+    passes: Sequence[Trajectories | NoisedLatents]
     if isinstance(samples, NoisedLatents):
-        return [samples.step(level) for level in range(samples.steps)]
-    return samples.passes(together)
+        passes = [samples.step(level) for level in range(samples.steps)]
+    else:
+        passes = samples.passes(together)
+    texts: dict[int, dict[str, Any]] = {}
+    for number, rows in enumerate(passes):
+        if len(rows) not in texts:  # the last pass may have fewer
+            texts[len(rows)] = rows.prompts.expand(rows.prompt_index)
+        micro_batch, counted = micro_batch_of(rows, advantages, device, texts[len(rows)])
+        yield micro_batch, counted, number == len(passes) - 1
 
 
 def micro_batch_of(
@@ -92,7 +105,7 @@ def micro_batch_of(
         counted = which_count(samples, advantages)
         number = int(counted.sum())
         if number == 0:  # every rank must take part in the collectives: one sample is computed, and weighted 0
-            samples, advantages, counted = samples.rows(torch.tensor([0])), advantages[:1], counted[:1]
+            samples, advantages, counted, text = samples.rows(torch.tensor([0])), advantages[:1], counted[:1], None
         samples = _computable(samples, counted)
         weights = samples.is_weights
         tensors = {
@@ -106,9 +119,7 @@ def micro_batch_of(
     # Copies that the CPU does not wait for: it hands over the next pass while the GPU computes this one.
     tensors[COUNTED] = counted.to(device, non_blocking=True) if 0 < number < len(counted) else None
     tensors["advantages"] = advantages.nan_to_num(0.0).to(device, non_blocking=True)
-    if text is None or len(text["prompt_embeds"]) != len(samples):
-        text = samples.prompts.expand(samples.prompt_index)
-    tensors |= text
+    tensors |= samples.prompts.expand(samples.prompt_index) if text is None else text
     present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     return TensorDict(present, batch_size=[len(advantages)]), number
 

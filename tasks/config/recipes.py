@@ -5,7 +5,7 @@ It imports neither torch nor Prefect: what is wrong is known in the first second
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import lru_cache
 from pathlib import Path
@@ -141,6 +141,17 @@ def parse_changes(settings: list[str], file: Path | None = None, recipe: TrainCo
         before = given.get("reward", {}).get("functions") or recipe.rewards()
         changes["reward"]["functions"] = merged(before, changes["reward"]["functions"])
     return _overrides(merged(given, changes), "--set")
+
+
+def changed_recipe(name: str, settings: Sequence[str], file: Path = PREFECT_FILE) -> TrainConfig:
+    """The recipe as a command with these settings, field.path=value each, would train it.
+
+    Raises:
+        RecipeError: there is no such recipe, or a setting is none.
+        ConfigError: the result is no config.
+    """
+    recipe = load_recipe(name, file)
+    return recipe.with_changes(parse_changes([*settings], recipe=recipe))
 
 
 def _change_one_reward(settings: list[str]) -> bool:

@@ -223,7 +223,6 @@ def test_a_timestep_of_another_schedule_is_refused() -> None:
     for refuse in (
         lambda: scheduler.sample_previous_step(sample, sample, foreign, prev_sample=sample),
         lambda: scheduler.sqrt_dt(foreign),
-        lambda: scheduler.indices_for_timesteps(foreign),
         lambda: scheduler.check_timesteps(foreign[None]),
     ):
         with pytest.raises(ValueError, match=r"timestep 123.5 is not in this scheduler's schedule \[1000.0, "):
@@ -234,7 +233,7 @@ def test_a_timestep_of_another_schedule_is_refused() -> None:
 def test_where_it_is_not_looked_for_it_makes_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, whose numbers are not read at each step."""
     scheduler, sample = sde_scheduler(), normal(2, 3, 4)
-    monkeypatch.setattr(scheduler, "check_timesteps", lambda timesteps: None)
+    monkeypatch.setattr(scheduler, "_refuse_missing", lambda timesteps, is_there: None)
     foreign = torch.stack([scheduler.timesteps[1], torch.tensor(123.5)])
     _, log_prob, mean, std_dev_t = scheduler.sample_previous_step(sample, sample, foreign, prev_sample=sample)
     for of_rows in (log_prob, mean, std_dev_t, scheduler.sqrt_dt(foreign)):

@@ -152,3 +152,6 @@ def test_masks_are_read_once_a_batch_and_once_a_micro_batch(name: str, tiny_fold
     with Reads() as reads:
         trainer.update_policy([ActorBatch([(trajectories, ADVANTAGES)], 4)])
     assert reads.count == 2 * of_a_mask
+    with Reads() as reads:
+        trainer.rescored(trajectories)
+    assert reads.count == 2 * of_a_mask
