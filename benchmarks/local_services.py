@@ -48,7 +48,7 @@ class Services:
         store = ["--backend-store-uri", f"sqlite:///{self.folder}/mlflow.db"]
         artifacts = ["--default-artifact-root", (self.folder / "mlruns").as_uri(), "--no-serve-artifacts"]
         commands = {
-            "prefect": ["prefect", "server", "start", *address],
+            "prefect": ["flows.deploy.prefect_command", "server", "start", *address],
             "mlflow": ["mlflow", "server", *address, *store, *artifacts, "--workers", "1"],
             "worker": ["prefect", "worker", "start", "--pool", "local"],
         }

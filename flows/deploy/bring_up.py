@@ -146,7 +146,15 @@ def _start_servers(
     check: Callable[[], None],
 ) -> None:
     """Those that are not there, both at once; they answer afterwards."""
-    prefect = ["prefect", "server", "start", "--host", "127.0.0.1", "--port", str(ports["prefect"])]
+    prefect = [
+        "flows.deploy.prefect_command",
+        "server",
+        "start",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(ports["prefect"]),
+    ]
     commands = {"prefect": prefect, "mlflow": _mlflow_server(ports["mlflow"])}
     missing = {name: arguments for name, arguments in commands.items() if name not in there}
     for name, arguments in missing.items():

@@ -113,11 +113,7 @@ def crash_automation() -> Automation:
 
 
 def update_automations() -> None:
-    """Create the automations, in place of others of the same name; those that are there as they are now stay.
-
-    With SQLite Prefect's server (3.7.7) updates its cache of them in the very event loop that holds the cache's lock:
-    each change may be the one for which it hangs.
-    """
+    """Create the automations, in place of others of the same name; those that are there as they are now stay."""
     for automation in (regression_automation(), silence_automation(), crash_automation()):
         with get_client(sync_client=True) as client:
             there = client.read_automations_by_name(automation.name)
