@@ -18,7 +18,7 @@ from tasks.config.tree import NO_OVERRIDES, Recipe, TrainOverrides
 from tasks.run.flow_run_names import name_validation
 from tasks.run.iteration_prompts import have_encoded
 from tasks.run.opening import apply_overrides, open_measurement
-from tasks.run.preflight import ConfigError, check_inputs
+from tasks.run.preflight import check_inputs, check_weights
 from tasks.stages.validation import draw_and_score
 from tasks.system.stopwatch import Stopwatch
 
@@ -40,8 +40,8 @@ def validate(
     config = apply_overrides(config, overrides)
     inputs = check_inputs(config, trains=False)
     config = inputs.config
-    if weights is not None and not weights.is_dir():
-        raise ConfigError(f"weights is {weights}, which is not a folder: give one that a run exported")
+    if weights is not None:
+        check_weights(inputs.model_config, weights)
     settings = config.actor_rollout_ref.rollout
     name = f"validate-{config.run_name}-{weights.parent.name if weights else 'base'}"
     with open_measurement(config, inputs, name, {"doubleflow.weights": str(weights or "base")}) as run:

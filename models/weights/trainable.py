@@ -227,36 +227,45 @@ def read_exported(
 
 
 def check_initial_weights(adapter: type[DiffusionModelBase], model_config: DiffusionModelConfig) -> None:
-    """`model.initial_weights`, where it is given, is an export of what this run trains; reads headers only.
+    """`model.initial_weights`, where it is given, is an export of what this run trains; errors as `check_exported`."""
+    folder = model_config.model.initial_weights
+    if folder is not None:
+        check_exported(adapter, model_config, Path(folder), f"model.initial_weights is {folder}")
+
+
+def check_exported(
+    adapter: type[DiffusionModelBase], model_config: DiffusionModelConfig, folder: Path, given: str
+) -> None:
+    """The folder is an export of what this config trains; reads headers only.
+
+    Args:
+        given: how the error begins: "weights is runs/one/weights".
 
     Raises:
-        ValueError: there are none, or they are of another kind, rank, scale, choice of modules or model.
+        ValueError: it holds no weights, or those of another kind, rank, scale, choice of modules or model.
     """
     model = model_config.model
-    if model.initial_weights is None:
-        return
-    folder, field = Path(model.initial_weights), f"model.initial_weights is {model.initial_weights}"
     lora, full = (folder / LORA_FILE).is_file(), (folder / TRANSFORMER / "config.json").is_file()
     if not (lora or full):
         raise ValueError(
-            f"{field}, which holds neither {LORA_FILE} nor transformer/: give the folder that a run exported, "
+            f"{given}, which holds neither {LORA_FILE} nor transformer/: give the folder that a run exported, "
             "runs/<run name>/weights"
         )
     if lora != model_config.trains_lora:
         held, wanted = ("LoRA weights", "0, which trains all") if lora else ("full weights", f"{model.lora_rank}")
         raise ValueError(
-            f"{field}, which holds {held}, but model.lora_rank is {wanted}: give an export of the same kind"
+            f"{given}, which holds {held}, but model.lora_rank is {wanted}: give an export of the same kind"
         )
     if full:
         own, other = (_architecture(Path(path)) for path in (model_config.config_path, folder / TRANSFORMER))
         if own != other:
             different = sorted(name for name in own.keys() | other.keys() if own.get(name) != other.get(name))
             raise ValueError(
-                f"{field}, whose transformer differs from that of model.path {model_config.path} in "
+                f"{given}, whose transformer differs from that of model.path {model_config.path} in "
                 f"{', '.join(different)}: give weights of the same model"
             )
         return
-    _check_lora(adapter, model_config, folder / LORA_FILE, field)
+    _check_lora(adapter, model_config, folder / LORA_FILE, given)
 
 
 def _architecture(folder: Path) -> dict[str, Any]:
@@ -265,7 +274,7 @@ def _architecture(folder: Path) -> dict[str, Any]:
     return {name: value for name, value in config.items() if name not in ("_name_or_path", "_diffusers_version")}
 
 
-def _check_lora(adapter: type[DiffusionModelBase], model_config: DiffusionModelConfig, file: Path, field: str) -> None:
+def _check_lora(adapter: type[DiffusionModelBase], model_config: DiffusionModelConfig, file: Path, given: str) -> None:
     from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY  # here: seconds of work, for a LoRA export alone
 
     with safe_open(file, "pt") as stored:
@@ -279,11 +288,11 @@ def _check_lora(adapter: type[DiffusionModelBase], model_config: DiffusionModelC
     }
     for name, (setting, own) in wanted.items():
         if name not in written:
-            raise ValueError(f"{field}, whose {LORA_FILE} does not say its {name}: give an export of this project")
+            raise ValueError(f"{given}, whose {LORA_FILE} does not say its {name}: give an export of this project")
         other = sorted(written[name]) if isinstance(written[name], list) else written[name]
         if other != own:
             raise ValueError(
-                f"{field}, which was trained with {setting} {other}, but model.{setting} is {own}: it would be "
+                f"{given}, which was trained with {setting} {other}, but model.{setting} is {own}: it would be "
                 "another policy; set the same"
             )
 

@@ -20,6 +20,7 @@ from tasks.actors.interpreter import check_interpreter
 from tasks.actors.ray_address import check_ray_address
 from tasks.config.data import FILES, DataConfig, data_folder
 from tasks.config.errors import ConfigError
+from tasks.config.overrides import flat
 from tasks.config.tree import TrainConfig
 from tasks.records.tracking_address import require_answer
 from tasks.rewards import check_reward
@@ -27,6 +28,8 @@ from tasks.system.files import nearest
 
 P = ParamSpec("P")
 R = TypeVar("R")
+COMPILE_CACHE = "trainer.compile_cache"
+"""Whose ~ is expanded."""
 
 
 def check_early(config: TrainConfig, trains: bool = True) -> None:
@@ -37,6 +40,7 @@ def check_early(config: TrainConfig, trains: bool = True) -> None:
         ConfigError, or the named thing's own error.
     """
     with as_config_errors():
+        check_home_signs(config)
         for name, entry in config.reward.named().values():
             check_reward(name, **entry.options)
         check_files(config)
@@ -45,6 +49,14 @@ def check_early(config: TrainConfig, trains: bool = True) -> None:
         check_ray_address()
         require_answer(os.environ.get("MLFLOW_TRACKING_URI", config.tracking.uri))
         _check_parts(config)
+
+
+def check_home_signs(config: TrainConfig) -> None:
+    """No file or folder begins with ~, which a shell does not expand after "field=". Raises ConfigError, for each other
+    program would make a folder of that name."""
+    for path, value in flat(config.model_dump()).items():
+        if str(value).startswith("~/") and path != COMPILE_CACHE:
+            raise ConfigError(f"{path} is {value}, where ~ is no home folder: give {Path(str(value)).expanduser()}")
 
 
 def check_files(config: TrainConfig) -> None:

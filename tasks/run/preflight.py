@@ -19,7 +19,7 @@ from models.schedulers import check_kernel
 from models.training.engine import TRAINING_ENGINES, get_training_engine
 from models.training.schedules import check_lr_schedule
 from models.training.sequence_parallel import check_sequence_split
-from models.weights.trainable import LORA_FILE, check_initial_weights
+from models.weights.trainable import LORA_FILE, check_exported, check_initial_weights
 from tasks.actors.interpreter import check_interpreter
 from tasks.actors.reward_model import check_reward_model
 from tasks.config.errors import ConfigError
@@ -35,7 +35,7 @@ from tasks.records.lineage import dvc_hashes
 from tasks.records.second_trackers import check_libraries
 from tasks.rewards import check_reward
 from tasks.run.capacity import Needs, check_disk, check_fits, measure_cost
-from tasks.run.early import check_folder, raising_config_errors
+from tasks.run.early import check_folder, check_home_signs, raising_config_errors
 from tasks.run.live_text import open_live, text_side
 from tasks.run.loss_checks import check_exploration, check_loss
 from tasks.run.sizes import settle
@@ -118,8 +118,15 @@ def check_inputs(config: TrainConfig, trains: bool = True, recorded: TrainConfig
     return replace(inputs, digest=f"{inputs.digest}-{_weights_digest(config, trains)}", flops=flops, needs=needed)
 
 
+@raising_config_errors
+def check_weights(model_config: DiffusionModelConfig, folder: Path) -> None:
+    """The folder holds weights that a run with this config exported. Raises ConfigError, which says what it holds."""
+    check_exported(DiffusionModelBase.get_class(model_config), model_config, folder, f"weights is {folder}")
+
+
 def _check_names(config: TrainConfig) -> None:
     """What the config names is known: families, advantage, kernel, engine, loss and rewards."""
+    check_home_signs(config)
     load_families(config.actor_rollout_ref.model.external_lib)
     check_advantage(config.algorithm.adv_estimator, config.algorithm.adv_options)
     check_kernel(config.actor_rollout_ref.rollout.algo.sde_type, config.actor_rollout_ref.rollout.algo.sde_options)

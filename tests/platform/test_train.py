@@ -444,8 +444,13 @@ def test_many_choices_together_run_and_the_export_validates(workspace: Workspace
     pipeline.load_lora_weights(workspace.registered("tiny/1"))
     assert pipeline.get_active_adapters()
     changes = [word for setting in settings for word in ("--set", setting)]
-    weights = str(workspace.run_folder() / "weights")
-    workspace.run("-m", "flows.validate", "tiny", "--weights", weights, *changes, *in_the_run())
+    weights, other = workspace.run_folder() / "weights", "actor_rollout_ref.model.lora_alpha=2"
+    validate = ("-m", "flows.validate", "tiny", "--weights", str(weights), *changes, *in_the_run())
+    said = workspace.run(*validate, "--set", other, check=False)
+    assert re.search(r"error: weights is .*, which was trained with lora_alpha \d+, but model.lora_alpha is 2", said)
+    assert "Traceback" not in said
+    assert "Ray" not in said
+    workspace.run(*validate)
     measured = workspace.mlflow_runs()[-1]
     assert measured.info.run_id != run.info.run_id
     assert measured.data.metrics["val/reward/mean"] == metrics["val/reward/mean"]

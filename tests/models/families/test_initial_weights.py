@@ -13,7 +13,9 @@ from models.families.base import DiffusionModelConfig
 from models.families.qwen_image import QwenImage
 from models.rollout.diffusers import DiffusersRolloutEngine
 from models.weights.trainable import check_initial_weights, export_weights
+from tasks.config.errors import ConfigError
 from tasks.config.tree import TrainConfig
+from tasks.run.preflight import check_weights
 from tests.models.training.test_engine import batch_of, largest_difference, trainer
 from tests.support.helpers import model_config, rollout_request
 from tests.support.tiny_models import FAMILIES
@@ -121,6 +123,15 @@ def test_lora_weights_that_do_not_say_what_they_are(
     save_file(load_file(exported["lora"] / name), tmp_path / name)
     with pytest.raises(ValueError, match=r"safetensors does not say its r: give an export of this project"):
         check_initial_weights(QwenImage, model_config(tiny_model, **KINDS["lora"], initial_weights=str(tmp_path)))
+
+
+def test_weights_to_be_measured_are_looked_at_likewise(tiny_model: Path, exported: dict[str, Path]) -> None:
+    config = model_config(tiny_model, **KINDS["lora"])
+    check_weights(config, exported["lora"])
+    with pytest.raises(ConfigError, match=r"^weights is .*/full, which holds full weights, but model.lora_rank is 4"):
+        check_weights(config, exported["full"])
+    with pytest.raises(ConfigError, match=r"^weights is \., which holds neither pytorch_lora.* nor transformer/"):
+        check_weights(config, Path(""))
 
 
 def test_they_make_another_run_and_are_among_what_it_reads() -> None:

@@ -136,6 +136,11 @@ def test_a_broken_recipe_is_named_with_its_file(folder: Path) -> None:
     ("command", "arguments", "message"),
     [
         (commands.validate, ["--weights", "no"], "--weights is no, which is not a folder"),
+        (
+            commands.validate,
+            [SET, "actor_rollout_ref.actor.teacher_path=~/teacher"],
+            f"actor.teacher_path is ~/teacher, where ~ is no home folder: give {Path.home()}/teacher",
+        ),
         (commands.validate, [SET, "trainer.sed=1"], "trainer has no field 'sed'; did you mean seed?"),
         (commands.sweep, ["quickstart"], "prefect.yaml has no sweep deployment 'quickstart'; it has sweep"),
         (commands.sweep, ["--search", "trails=3"], "--search: there is no field 'trails'; did you mean trials?"),
