@@ -119,10 +119,10 @@ class RunSections(Section):
         actor = self.actor_rollout_ref.actor
         return actor.model_copy(update={"optim": actor.optim.spanning(self.planned_optimizer_steps)})
 
-    def data_read(self) -> list[Path]:
-        """The files and folders that a run reads."""
+    def data_read(self, trains: bool = True) -> list[Path]:
+        """The files and folders that a run reads; without `trains`, a validation."""
         model = self.actor_rollout_ref.model
-        start = [] if model.initial_weights is None else [Path(model.initial_weights)]
-        pairs = [] if self.is_online else [self.data.pairs]
+        start = [Path(model.initial_weights)] if trains and model.initial_weights is not None else []
+        pairs = [self.data.pairs] if trains and not self.is_online else []
         embeddings = [self.data.embeddings] if isinstance(self.data.embeddings, Path) else []
         return [self.data.prompts, *embeddings, Path(model.path), *start, *pairs]

@@ -43,7 +43,7 @@ def check_early(config: TrainConfig, trains: bool = True) -> None:
         check_home_signs(config)
         for name, entry in config.reward.named().values():
             check_reward(name, **entry.options)
-        check_files(config)
+        check_files(config, trains)
         if trains:
             check_folder(config.trainer.default_local_dir)
         check_ray_address()
@@ -59,8 +59,12 @@ def check_home_signs(config: TrainConfig) -> None:
             raise ConfigError(f"{path} is {value}, where ~ is no home folder: give {Path(str(value)).expanduser()}")
 
 
-def check_files(config: TrainConfig) -> None:
-    """The data and the model that the config names are there. Raises ConfigError, which names the field."""
+def check_files(config: TrainConfig, trains: bool = True) -> None:
+    """The data and the model that the config names are there. Raises ConfigError, which names the field.
+
+    Args:
+        trains: what only training reads has to be there, too.
+    """
     model, data = config.actor_rollout_ref.model, config.data
     own = ModelConfig.model_fields["path"].default
     model_advice = f"`dvc repro base_model` makes {own}" if model.path == own else "give a folder in diffusers format"
@@ -70,7 +74,7 @@ def check_files(config: TrainConfig) -> None:
     }
     if isinstance(data.embeddings, Path):
         needed["data.embeddings"] = (data.embeddings / "index.json", _made_by(data, "embeddings"))
-    if not config.is_online:
+    if trains and not config.is_online:
         needed["data.pairs"] = (data.pairs / "index.json", "`dvc repro pairs` makes data/pairs")
     for field, (file, advice) in needed.items():
         if file.is_dir():

@@ -222,7 +222,7 @@ def open_measurement(
             encoders.check(inputs.test)
         tracker.log_start(config, run_tags(config, inputs, run.reward) | dict(tags or {}))
         tell_sizes(inputs)
-        tracker.log_lineage(lineage(config.data_read()), 0)
+        tracker.log_lineage(lineage(config.data_read(trains=False)), 0)
         groups = {"rollout": run.rollout.group} | run.reward.groups()
         groups |= {} if encoders is None else {"text_encoder": encoders.group}
         with watched_machines(groups, get_run_logger(), "the same command measures again"):

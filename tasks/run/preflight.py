@@ -106,7 +106,7 @@ def check_inputs(config: TrainConfig, trains: bool = True, recorded: TrainConfig
     _check_teacher(config, model_config)
     if trains:
         check_initial_weights(adapter, model_config)
-    inputs = _open_data(config, model_config, latent_shape)
+    inputs = _open_data(config, model_config, latent_shape, trains)
     sharing = config.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size
     check_sequence_split(model_config, sharing, inputs.embeddings.max_sequence_length)
     costs = _Costs(inputs)
@@ -199,17 +199,20 @@ def _check_products(config: TrainConfig, adapter: type[DiffusionModelBase]) -> N
         raise ConfigError(not_fused(adapter))
 
 
-def _open_data(config: TrainConfig, model_config: DiffusionModelConfig, latent_shape: tuple[int, ...]) -> Inputs:
-    """The prompts, their embeddings and the pairs; the digest is over their tables and indices alone."""
+def _open_data(
+    config: TrainConfig, model_config: DiffusionModelConfig, latent_shape: tuple[int, ...], trains: bool
+) -> Inputs:
+    """The prompts, their embeddings and, to train, the pairs; the digest is over their tables and indices alone."""
     train, test = load_prompts(config.data.prompts, "train"), load_prompts(config.data.prompts, "test")
     test = test[: config.actor_rollout_ref.rollout.val_kwargs.max_prompts]
     embeddings, made_by = _open_embeddings(config, model_config)
     content = config.data.prompts.read_bytes() + made_by
     pairs = None
-    if not config.is_online:
+    if trains and not config.is_online:
         pairs = _open_pairs(config, embeddings, latent_shape)
         content += (config.data.pairs / INDEX).read_bytes()
-    _check_count(config, len(train) if pairs is None else len(pairs.pairs))
+    if trains:
+        _check_count(config, len(train) if pairs is None else len(pairs.pairs))
     missing = [prompt for prompt in train + test if prompt.uid not in embeddings]
     if missing:
         raise ConfigError(
@@ -218,7 +221,7 @@ def _open_data(config: TrainConfig, model_config: DiffusionModelConfig, latent_s
         )
     if isinstance(embeddings, PromptEmbeddings):
         check_embeddings(config, model_config, embeddings)
-    for name, entry in config.reward.named().values() if config.is_online else ():
+    for name, entry in config.reward.named().values() if config.is_online or not trains else ():
         if isinstance(reward := check_reward(name, **entry.options), type):
             reward.check_prompts(name, entry.options, train + test)
     return Inputs(model_config, train, test, embeddings, pairs, hashlib.sha256(content).hexdigest()[:16], config)

@@ -29,7 +29,9 @@ from tasks.data.pairs import (
     write_pairs,
 )
 from tasks.data.prompts import DatasetError, Prompt, prompt_uid
+from tasks.rewards.base import RewardError
 from tasks.run.collect import pair_iteration
+from tasks.run.early import check_files
 from tasks.run.preflight import ConfigError, check_inputs
 from tasks.stages.pairs import read_pairs
 from tasks.system.stopwatch import Stopwatch
@@ -236,6 +238,23 @@ def test_an_offline_run_finds_its_pairs(stored: Path, tiny_model: Path, tmp_path
     online = check_inputs(offline(stored, model, "algorithm.sample_source=online", "data.train_batch_size=2"))
     assert online.pairs is None
     assert online.digest != inputs.digest
+
+
+def test_a_validation_asks_for_nothing_that_training_alone_reads(stored: Path, tiny_model: Path) -> None:
+    """Neither pairs nor a batch of prompts; its rewards have to know the prompts, which those of offline need not."""
+    shutil.rmtree(stored / "pairs")
+    config = offline(stored, tiny_model, "reward.functions={brightness: {}}", "data.train_batch_size=100")
+    check_files(config, trains=False)
+    assert check_inputs(config, trains=False).pairs is None
+    with pytest.raises(ConfigError, match=r"data.pairs is .*/pairs, but .*/index.json does not exist"):
+        check_files(config)
+    with pytest.raises(DatasetError, match=r"pairs/index.json is missing"):
+        check_inputs(config)
+    with pytest.raises(RewardError, match=r"geneval"):
+        check_inputs(
+            offline(stored, tiny_model, f"reward.functions={{geneval: {{options: {{model: {tiny_model}}}}}}}"),
+            trains=False,
+        )
 
 
 @pytest.mark.parametrize(
