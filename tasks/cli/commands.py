@@ -121,7 +121,9 @@ def sweep(
         given, source = load_parameters("sweep", deployment), f"prefect.yaml, deployment {deployment}"
         config = validate_section(TrainConfig, given.get("config"), source)
         searched = validate_section(SweepConfig, given.get("search"), source).model_dump(exclude_unset=True)
-        searches = validate_section(SweepConfig, merged(searched, parse_settings(search or [], "--search")), "--search")
+        searches = validate_section(
+            SweepConfig, merged(searched, parse_settings(search or [], "--search"), SweepConfig), "--search"
+        )
         overrides = parse_changes(changes or [], recipe=config)
         changed = config.with_changes(overrides)
         check_early(changed)

@@ -16,8 +16,8 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from tasks.config.errors import NO_YAML, RecipeError, described, field_paths, near
-from tasks.config.overrides import merged, set_fields
-from tasks.config.tree import REWARDS, TrainConfig, TrainOverrides
+from tasks.config.overrides import Entries, merged, set_fields
+from tasks.config.tree import TrainConfig, TrainOverrides
 
 PREFECT_FILE = Path("prefect.yaml")
 Settings = TypeVar("Settings", bound=BaseModel)
@@ -128,8 +128,9 @@ def parse_changes(settings: list[str], file: Path | None = None, recipe: TrainCo
     Args:
         settings: field.path=value, each.
         file: further overrides, of which a setting replaces what it names as well.
-        recipe: what they change. Of its rewards, or the file's, a setting such as reward.functions.ocr.num_workers=4
-            changes this field alone; without a recipe nothing is known of the others, and they are replaced.
+        recipe: what they change. Of its rewards and options, or the file's, a setting such as
+            reward.functions.ocr.num_workers=4 changes this field alone; without a recipe no more is known of them than
+            the file says, and the others are gone.
 
     Raises:
         RecipeError: an item has no equals sign, names no field, or gives a field a value that it cannot have; or the
@@ -137,10 +138,9 @@ def parse_changes(settings: list[str], file: Path | None = None, recipe: TrainCo
     """
     given = {} if file is None else set_fields(_overrides(read_yaml(file, "give a file of overrides"), str(file)))
     changes = parse_settings(settings, "--set")
-    if recipe is not None and _change_one_reward(settings):
-        before = given.get("reward", {}).get("functions") or recipe.rewards()
-        changes["reward"]["functions"] = merged(before, changes["reward"]["functions"])
-    return _overrides(merged(given, changes), "--set")
+    if recipe is not None:
+        changes = recipe.completed(changes, given)
+    return _overrides(merged(given, changes, TrainConfig), "--set")
 
 
 def changed_recipe(name: str, settings: Sequence[str], file: Path = PREFECT_FILE) -> TrainConfig:
@@ -154,12 +154,6 @@ def changed_recipe(name: str, settings: Sequence[str], file: Path = PREFECT_FILE
     return recipe.with_changes(parse_changes([*settings], recipe=recipe))
 
 
-def _change_one_reward(settings: list[str]) -> bool:
-    """Do these settings name fields of single rewards, and not all rewards at once?"""
-    paths = [setting.partition("=")[0].strip() for setting in settings]
-    return any(path.startswith(f"{REWARDS}.") for path in paths) and not {"reward", REWARDS} & {*paths}
-
-
 def _overrides(tree: Any, source: str) -> TrainOverrides:
     # The form's classes have names of their own; a message is about the config's fields.
     try:
@@ -169,8 +163,8 @@ def _overrides(tree: Any, source: str) -> TrainOverrides:
 
 
 def parse_settings(settings: list[str], option: str) -> dict[str, Any]:
-    """`["a.b=1"]` as {"a": {"b": 1}}. Raises RecipeError, which names the option."""
-    tree: dict[str, Any] = {}
+    """`["a.b=1"]` as {"a": {"b": 1}}, where a is `Entries`. Raises RecipeError, which names the option."""
+    tree: dict[str, Any] = Entries()
     sections = dict[tuple[str, ...], str]()  # to the setting that named a part of it
     for setting in settings:
         path, equals, value = setting.partition("=")
@@ -179,7 +173,7 @@ def parse_settings(settings: list[str], option: str) -> dict[str, Any]:
             raise RecipeError(f"{option} {setting!r:.200} must have the form field.path=value")
         node: Any = tree
         for parent in parents:
-            node = node.setdefault(parent, {})
+            node = node.setdefault(parent, Entries())
             if not isinstance(node, dict):
                 raise RecipeError(
                     f"{option} {setting!r:.200}: {parent} is set to {node!r:.100} as well, which has no parts"

@@ -192,6 +192,68 @@ def test_a_path_to_one_rewards_field_changes_no_other(tmp_path: Path) -> None:
         }
 
 
+OPTIONS, SCHEDULE = "reward.functions.ocr.options", "actor_rollout_ref.actor.optim"
+
+
+def test_a_mapping_of_free_names_is_replaced_where_it_is_given_and_by_a_path_below_it_in_one_entry(
+    tmp_path: Path,
+) -> None:
+    """By --set, in a file, by a deployment's overrides and by a sweep; the other rewards and options stay."""
+    recipe = recipe_of("words")
+
+    def options(*settings: str, file: Path | None = None) -> dict[str, Any]:
+        changed = recipe.with_changes(parse_changes([*settings], file, recipe))
+        assert changed.reward.functions | {"ocr": None} == recipe.reward.functions | {"ocr": None}
+        assert changed.reward.functions["ocr"].num_workers == 14
+        return changed.reward.functions["ocr"].options
+
+    both = {"upscale": 1, "rec_image_shape": [3, 48, 192]}
+    assert options() == both
+    assert options(f"{OPTIONS}={{}}") == options("reward.functions.ocr={options: {}}") == {}
+    assert options(f"{OPTIONS}={{detect: true}}") == {"detect": True}
+    assert options(f"{OPTIONS}.upscale=2") == both | {"upscale": 2}
+    swept = recipe.with_changes(recipe.at_paths({f"{OPTIONS}.upscale": 2}))
+    assert swept.reward.functions["ocr"].options == both | {"upscale": 2}
+
+    scheduled = recipe.with_changes(
+        {
+            "actor_rollout_ref": {
+                "actor": {"optim": {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"power": 2}}}
+            }
+        }
+    )
+    settings = [f"{SCHEDULE}.lr_scheduler_type=cosine", f"{SCHEDULE}.lr_scheduler_kwargs={{}}"]
+    cosine = scheduled.with_changes(parse_changes(settings, recipe=scheduled)).actor_rollout_ref.actor.optim
+    assert (cosine.lr_scheduler_kwargs, cosine.lr) == ({}, recipe.actor_rollout_ref.actor.optim.lr)
+    file = tmp_path / "overrides.yaml"
+    file.write_text("actor_rollout_ref: {actor: {optim: {lr_scheduler_kwargs: {lr_end: 0.0}}}}")
+    for given, expected in (
+        ([], {"lr_end": 0}),
+        ([f"{SCHEDULE}.lr_scheduler_kwargs.power=3"], {"lr_end": 0, "power": 3}),
+    ):
+        changed = scheduled.with_changes(parse_changes(given, file, scheduled))
+        assert changed.actor_rollout_ref.actor.optim.lr_scheduler_kwargs == expected
+
+
+def test_a_path_below_an_option_of_another_algorithm_takes_nothing_from_the_one_before() -> None:
+    kernel = "actor_rollout_ref.rollout.algo"
+    recipe = TrainConfig().with_changes(
+        parse_changes([f"{kernel}.sde_type=a.b:c", f"{kernel}.sde_options={{x: 1, y: 2}}"])
+    )
+    same = parse_changes([f"{kernel}.sde_options.x=3"], recipe=recipe)
+    assert recipe.with_changes(same).actor_rollout_ref.rollout.algo.sde_options == {"x": 3, "y": 2}
+    other = parse_changes(["algorithm.name=dance_grpo", f"{kernel}.sde_options.x=3"], recipe=recipe)
+    assert set_fields(other)["actor_rollout_ref"]["rollout"]["algo"]["sde_options"] == {"x": 3}
+
+
+def test_a_section_that_says_nothing_of_the_rewards_leaves_them_to_a_path_below() -> None:
+    recipe = recipe_of("words")
+    settings = ["reward={max_missing_fraction: 0.5}", "reward.functions.ocr.num_workers=2"]
+    changed = recipe.with_changes(parse_changes(settings, recipe=recipe)).reward
+    assert changed.functions["ocr"].options == recipe.reward.functions["ocr"].options
+    assert [*changed.functions] == [*recipe.reward.functions]
+
+
 def test_what_a_reward_loses_where_all_are_replaced_is_known() -> None:
     config = recipe_of("words")
     lost = config.lost_of_rewards({"reward": {"functions": {"tesseract": {"guard": True, "options": {"upscale": 2}}}}})
