@@ -16,7 +16,6 @@ import typer
 
 from tasks.cli.terminal import Debug, import_mlflow, in_a_sentence, run_command, run_flow
 from tasks.config.errors import ConfigError, RecipeError
-from tasks.config.overrides import merged
 from tasks.config.recipes import (
     explain_fields,
     load_config,
@@ -27,7 +26,7 @@ from tasks.config.recipes import (
     read_yaml,
     validate_section,
 )
-from tasks.config.sweep import SweepConfig, check_fields
+from tasks.config.sweep import SweepConfig, check_fields, with_search
 from tasks.config.tracking import TrackingConfig
 from tasks.config.tree import TrainConfig, TrainOverrides
 from tasks.run.early import check_early, check_folder, check_tracking
@@ -120,14 +119,16 @@ def sweep(
     with in_a_sentence(debug):
         given, source = load_parameters("sweep", deployment), f"prefect.yaml, deployment {deployment}"
         config = validate_section(TrainConfig, given.get("config"), source)
-        searched = validate_section(SweepConfig, given.get("search"), source).model_dump(exclude_unset=True)
-        searches = validate_section(
-            SweepConfig, merged(searched, parse_settings(search or [], "--search"), SweepConfig), "--search"
-        )
+        searched = validate_section(SweepConfig, given.get("search"), source)
+        searching, lost = with_search(searched, parse_settings(search or [], "--search"))
+        searches = validate_section(SweepConfig, searching, "--search")
         overrides = parse_changes(changes or [], recipe=config)
         changed = config.with_changes(overrides)
         check_early(changed)
         check_fields(changed, searches)
+        if lost:
+            fields = ", ".join(f"{path} {value}" for path, value in lost.items())
+            typer.echo(f"warning: search.space is replaced as a whole: without the deployment's {fields}", err=True)
 
         for name, value in run_flow(flow_of("sweep"), debug, config, searches, overrides, continues=True).items():
             typer.echo(f"{name:16} {value}")
