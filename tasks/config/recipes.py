@@ -122,21 +122,24 @@ def _parsed(text: str) -> Any:
     return yaml.safe_load(text)
 
 
-def parse_changes(settings: list[str], file: Path | None = None, recipe: TrainConfig | None = None) -> TrainOverrides:
+def parse_changes(settings: list[str], files: Sequence[Path] = (), recipe: TrainConfig | None = None) -> TrainOverrides:
     """`["trainer.seed=1", "reward.functions={ocr: {}}"]` as overrides; values are YAML.
 
     Args:
         settings: field.path=value, each.
-        file: further overrides, of which a setting replaces what it names as well.
-        recipe: what they change. Of its rewards and options, or the file's, a setting such as
+        files: further overrides, each laid over those before it; a setting replaces what it names as well.
+        recipe: what they change. Of its rewards and options, or the files', a setting such as
             reward.functions.ocr.num_workers=4 changes this field alone; without a recipe no more is known of them than
-            the file says, and the others are gone.
+            the files say, and the others are gone.
 
     Raises:
-        RecipeError: an item has no equals sign, names no field, or gives a field a value that it cannot have; or the
+        RecipeError: an item has no equals sign, names no field, or gives a field a value that it cannot have; or a
             file cannot be read.
     """
-    given = {} if file is None else set_fields(_overrides(read_yaml(file, "give a file of overrides"), str(file)))
+    given = dict[str, Any]()
+    for file in files:
+        further = _overrides(read_yaml(file, "give a file of overrides"), str(file))
+        given = merged(given, set_fields(further), TrainConfig)
     changes = parse_settings(settings, "--set")
     if recipe is not None:
         changes = recipe.completed(changes, given)

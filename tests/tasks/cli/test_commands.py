@@ -23,6 +23,7 @@ from tasks.cli import commands
 from tasks.cli.terminal import command_of, exit_code, in_a_sentence
 from tasks.config.errors import ConfigError
 from tasks.config.recipes import load_recipe, parse_changes
+from tasks.config.tracking import TrackingConfig
 from tasks.records.run_store import CheckpointError
 from tasks.system.processes import identity
 
@@ -103,6 +104,13 @@ def refused(command: Callable[..., None], *arguments: str) -> str:
         ),
         (["--overrides", "no.json"], r"no.json cannot be read \(No such file or directory\): give a file of overrides"),
         (["--overrides", "list.json"], "list.json: the whole is of another kind"),
+        (["--overrides", "wrong.json", "--overrides", "right.json"], "wrong.json: trainer has no field 'sead'"),
+        (["--overrides", "right.json", "--overrides", "wrong.json"], "wrong.json: trainer has no field 'sead'"),
+        (
+            ["quickstart", "--config", "right.json"],
+            "the recipe quickstart and --config right.json are both given, each a whole config: give one",
+        ),
+        (["nosuch", "--config", "right.json", "--fields", "."], "the recipe nosuch and --config right.json are both"),
         (["--overrides", "wrong.json"], "wrong.json: trainer has no field 'sead'; did you mean seed?"),
         (["--config", "no.json"], r"no.json cannot be read \(No such file or directory\)"),
         (["--config", "data"], r"data cannot be read \(Is a directory\)"),
@@ -114,6 +122,7 @@ def test_a_wrong_training_run_is_one_sentence(folder: Path, arguments: list[str]
     (folder / "broken.json").write_text('{"trainer": ')
     (folder / "list.json").write_text("[]")
     (folder / "wrong.json").write_text('{"trainer": {"sead": 1}}')
+    (folder / "right.json").write_text('{"trainer": {"seed": 1}}')
     said = refused(commands.train, *arguments)
     assert re.search(message.replace("?", r"\?"), said), said
     assert not (folder / "runs").exists()
@@ -178,6 +187,18 @@ def test_the_other_commands_say_it_too(
     assert not (folder / "mlflow.db").exists()
 
 
+def test_an_empty_address_of_mlflow_is_none(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLflow would make a database where the command looks for one."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "")
+    for command, runs in ((commands.report, ["0"]), (commands.reproduce, ["0"]), (commands.compare, ["0", "1"])):
+        assert "tracking.uri is sqlite:///mlflow.db, but there is no such file" in refused(command, *runs)
+        assert "--tracking: uri is ''; string should have at least 1 char" in refused(command, *runs, "--tracking", "")
+    assert TrackingConfig(uri="sqlite:///own.db").address == "sqlite:///own.db"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///other.db")
+    assert TrackingConfig().address == "sqlite:///other.db"
+    assert not (folder / "mlflow.db").exists()
+
+
 def test_fields_are_explained_with_the_recipes_values(folder: Path) -> None:
     def explained(*arguments: str) -> str:
         result = CliRunner().invoke(command_of(commands.train), [*arguments])
@@ -235,6 +256,10 @@ def test_a_taken_port_names_the_variable_of_make(folder: Path) -> None:
         (
             ["words", "--stages", "data/word/dvc.yaml"],
             "error: --stages is data/word/dvc.yaml, which is no file: give a dvc",
+        ),
+        (
+            ["words", *(word for name in ("no", "yes") for word in ("--overrides", f"{name}.json"))],
+            r"error: no.json cannot be read \(No such file",
         ),
         (["words"], "error: actor_rollout_ref.model.path is data/words/base_model, but .* does not exist"),
     ],
