@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from tasks.config.errors import NO_YAML, RecipeError, described, field_paths, near
+from tasks.config.errors import NO_YAML, RecipeError, described, field_paths, near, section_of
 from tasks.config.overrides import Entries, merged, set_fields
 from tasks.config.tree import TrainConfig, TrainOverrides
 
@@ -60,7 +60,7 @@ def load_config(file: Path) -> TrainConfig:
 
 def explain_fields(config: TrainConfig, word: str) -> str:
     """The fields that have `word` in their path or description: each with its value here, as --set takes it, and what
-    it is.
+    it is. Those of a section that is null here come with their defaults; one that has none must be given.
 
     Raises:
         RecipeError: there is none.
@@ -68,11 +68,11 @@ def explain_fields(config: TrainConfig, word: str) -> str:
     fields = [found for found in _fields(config) if word.lower() in f"{found[0]} {found[2]}".lower()]
     if not fields:
         raise RecipeError(f"--fields: no field has {word!r:.100} in its name or description{near(word, _names())}")
-    return "\n".join(f"{path}={json.dumps(value)}\n{indent(fill(said, 110), '    ')}" for path, value, said in fields)
+    return "\n".join(f"{path}={value}\n{indent(fill(said, 110), '    ')}" for path, value, said in fields)
 
 
-def _fields(section: BaseModel, path: str = "") -> Iterator[tuple[str, Any, str]]:
-    """(dotted path, value as JSON has it, description) of every field."""
+def _fields(section: BaseModel, path: str = "") -> Iterator[tuple[str, str, str]]:
+    """(dotted path, value as JSON, description) of every field."""
     dumped = section.model_dump(mode="json")
     for name, field in type(section).model_fields.items():
         value, here = getattr(section, name), f"{path}{name}"
@@ -83,7 +83,22 @@ def _fields(section: BaseModel, path: str = "") -> Iterator[tuple[str, Any, str]
             for label, entry in entries.items():
                 yield from _fields(entry, f"{here}.{label}.")
         else:
-            yield here, dumped[name], field.description or ""
+            yield here, json.dumps(dumped[name]), field.description or ""
+            below = section_of(field.annotation)
+            if value is None and below is not None:
+                yield from _fields_of_none(below, here)
+
+
+def _fields_of_none(section: type[BaseModel], path: str) -> Iterator[tuple[str, str, str]]:
+    """The same of a section that is null, with the defaults that its fields have where it is given."""
+    for name, field in section.model_fields.items():
+        default, below = field.get_default(call_default_factory=True), section_of(field.annotation)
+        value = "" if field.is_required() else json.dumps(default, default=str)
+        said = "must be given with it" if field.is_required() else "this is its default"
+        if not isinstance(default, BaseModel):
+            yield f"{path}.{name}", value, f"{field.description or ''} ({path} is null: {said}.)"
+        if below is not None:
+            yield from _fields_of_none(below, f"{path}.{name}")
 
 
 def _names() -> list[str]:

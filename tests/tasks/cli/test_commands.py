@@ -21,9 +21,10 @@ from flows import prepare, services
 from tasks.actors.cluster import ClusterError
 from tasks.cli import commands
 from tasks.cli.terminal import command_of, exit_code, in_a_sentence
-from tasks.config.errors import ConfigError
-from tasks.config.recipes import load_recipe, parse_changes
+from tasks.config.errors import ConfigError, field_paths
+from tasks.config.recipes import explain_fields, load_recipe, parse_changes
 from tasks.config.tracking import TrackingConfig
+from tasks.config.tree import TrainConfig
 from tasks.records.run_store import CheckpointError
 from tasks.system.processes import identity
 
@@ -208,11 +209,33 @@ def test_fields_are_explained_with_the_recipes_values(folder: Path) -> None:
     path = "actor_rollout_ref.actor.kl_loss_coef"
     said = explained("--fields", "KL_loss_coef", SET, f"{path}=0.5")
     assert said == f"{path}=0.5\n    Weight of use_kl_loss's distance, in the units of kl_loss_type.\n"
-    settings = [line for line in explained("--fields", ".").splitlines() if not line.startswith(" ")]
+    lines = [line for line in explained("--fields", ".").splitlines() if not line.startswith(" ")]
+    null = [line.removesuffix("=null") for line in lines if line.endswith("=null")]
+    settings = [line for line in lines if not line.startswith(tuple(f"{path}." for path in null))]
     assert load_recipe("quickstart").with_changes(parse_changes(settings)) == load_recipe("quickstart")
     assert "'lora_rnk' in its name or description; did you mean lora_rank" in refused(
         commands.train, "--fields", "lora_rnk"
     )
+    section = "reward.reward_model"
+    assert f"{section}.engine=" in explained("--fields", "model.engine")
+    said = explained("--fields", f"{section}.model_path").split()
+    assert said[0] == f"{section}.model_path="
+    assert " ".join(said[1:]) == (
+        "Folder of the model, or its hub id together with its revision. (reward.reward_model is null: must "
+        "be given with it.)"
+    )
+    shown = explained("--fields", "model.sleep", SET, f"{section}={{model_path: .}}")
+    assert (shown.startswith(f"{section}.sleep=false\n"), "is null" in shown) == (True, False)
+
+
+@pytest.mark.parametrize("recipe", ["quickstart", "words"])
+def test_every_field_is_explained(recipe: str) -> None:
+    config = load_recipe(recipe, ROOT / "prefect.yaml")
+    paths = [*field_paths(TrainConfig)]
+    leaves = [path for path in paths if not any(other.startswith(f"{path}.") for other in paths)]
+    assert len(leaves) > 150
+    shown = [line for line in explain_fields(config, ".").splitlines() if not line.startswith(" ")]
+    assert [path for path in leaves if not any(re.match(rf"{re.escape(path)}[.=]", line) for line in shown)] == []
 
 
 def test_sub_commands_say_it_too(folder: Path) -> None:
