@@ -38,6 +38,7 @@ from benchmarks.kill_rounds import SMALL
 from benchmarks.local_services import ROOT, wait_until
 from tasks.actors.watchdog import marked
 from tasks.config.overrides import merged
+from tasks.config.tree import TrainConfig
 from tasks.system.processes import runs
 
 DOCS = Path("docs/platform.md")
@@ -196,7 +197,7 @@ def make_folder(folder: Path, repository: Path) -> None:
     project = yaml.safe_load((repository / "prefect.yaml").read_text())
     found = {entry["name"]: entry for entry in project["deployments"]}
     quickstart, sweep = found["quickstart"], found["sweep"]
-    config = merged(quickstart["parameters"]["config"], SMALL)
+    config = merged(quickstart["parameters"]["config"], SMALL, TrainConfig)
     quickstart["parameters"]["config"] = config
     space = {"actor_rollout_ref.actor.optim.lr": {"choices": [1e-3, 1e-4]}}
     search = {"name": "small", "sampler": "grid", "pruner": "none", "parallel": 2, "space": space}

@@ -50,6 +50,7 @@ from benchmarks.run_state import (
     status,
 )
 from tasks.config.overrides import merged
+from tasks.config.tree import TrainConfig
 from tasks.system.processes import runs, wait_until_ended
 
 DOCS = Path("docs/platform.md")
@@ -206,7 +207,8 @@ def workspace(folder: Path, changes: dict[str, Any]) -> None:
         (folder / name).symlink_to(ROOT / name)
     project = yaml.safe_load((ROOT / "prefect.yaml").read_text())
     (recipe,) = (entry for entry in project["deployments"] if entry["name"] == "flow-grpo")
-    recipe["parameters"]["config"] = merged(merged(recipe["parameters"]["config"], SMALL), changes)
+    small = merged(recipe["parameters"]["config"], SMALL, TrainConfig)
+    recipe["parameters"]["config"] = merged(small, changes, TrainConfig)
     (folder / "prefect.yaml").write_text(yaml.safe_dump(project | {"deployments": [recipe], "definitions": {}}))
 
 

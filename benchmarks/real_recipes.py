@@ -134,13 +134,13 @@ class Recipe:
             "reward": {"functions": rewards},
             "trainer": {"total_training_steps": ITERATIONS, "save_freq": 1, "test_freq": ITERATIONS},
         }
-        overrides = merged(self.machine_overrides, small)
+        overrides = merged(self.machine_overrides, small, TrainConfig)
         for setting in self.settings:
             path, _, value = setting.partition("=")
             change = yaml.safe_load(value)
             for part in reversed(path.split(".")):
                 change = {part: change}
-            overrides = merged(overrides, change)
+            overrides = merged(overrides, change, TrainConfig)
         return overrides
 
 

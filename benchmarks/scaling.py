@@ -29,6 +29,7 @@ from typing import Any
 from benchmarks.followed_runs import Job, append_line, folder_of, follow, metrics_of, read_lines
 from tasks.config.overrides import merged
 from tasks.config.recipes import changed_recipe, parse_changes
+from tasks.config.reward import RewardFunctionConfig
 from tasks.config.tree import TrainConfig
 
 COMPILING = 2
@@ -89,7 +90,7 @@ class Cell:
             "trainer.total_training_steps": iterations,
             **{f"trainer.{field}": 0 for field in ("test_freq", "save_freq")},
             **{f"trainer.{field}": "false" for field in ("val_before_train", "keep_stages")},
-            "reward.functions": json.dumps(merged(config.rewards(), workers)),
+            "reward.functions": json.dumps(merged(config.rewards(), workers, dict[str, RewardFunctionConfig])),
         }
         if self.divided:  # all of an iteration is handed out before the update
             batches = -(-self.prompts * policy.rollout.n // policy.rollout.batch_size)

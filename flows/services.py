@@ -60,7 +60,10 @@ def run(
         Path | None, typer.Option(help="A dvc.yaml whose stages are brought up to date first, beside the start.")
     ] = None,
     overrides: Annotated[
-        Path | None, typer.Option(help="Changes in a file, as a deployment takes them; --set goes first.")
+        list[Path] | None,
+        typer.Option(
+            help="Changes in a file, as a deployment takes them; of several a later one goes first, --set before all."
+        ),
     ] = None,
     changes: Annotated[
         list[str] | None,
@@ -93,11 +96,11 @@ def run(
 
 
 def _checked_parameters(
-    recipe: str, overrides: Path | None, changes: list[str] | None, stages: Path | None
+    recipe: str, overrides: list[Path] | None, changes: list[str] | None, stages: Path | None
 ) -> dict[str, Any]:
     """The deployment's parameters, which are right as far as can be said before anything is started."""
     config = load_recipe(recipe)
-    changed = parse_changes(changes or [], overrides, config)
+    changed = parse_changes(changes or [], overrides or [], config)
     config = config.with_changes(changed)
     if stages is None:
         check_files(config)

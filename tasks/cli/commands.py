@@ -16,7 +16,6 @@ import typer
 
 from tasks.cli.terminal import Debug, import_mlflow, in_a_sentence, run_command, run_flow
 from tasks.config.errors import ConfigError, RecipeError
-from tasks.config.overrides import merged
 from tasks.config.recipes import (
     explain_fields,
     load_config,
@@ -27,12 +26,16 @@ from tasks.config.recipes import (
     read_yaml,
     validate_section,
 )
-from tasks.config.sweep import SweepConfig, check_fields
+from tasks.config.sweep import SweepConfig, check_fields, with_search
 from tasks.config.tracking import TrackingConfig
 from tasks.config.tree import TrainConfig, TrainOverrides
 from tasks.run.early import check_early, check_folder, check_tracking
 
-Recipe = Annotated[str, typer.Argument(help="A train deployment of prefect.yaml; an error lists them.")]
+QUICKSTART = "quickstart"
+Recipe = Annotated[
+    str | None,
+    typer.Argument(help="A train deployment of prefect.yaml; an error lists them.", show_default=QUICKSTART),
+]
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", help="A whole config as JSON, as a run records it, in a recipe's place.")
 ]
@@ -41,7 +44,11 @@ Changes = Annotated[
     typer.Option("--set", help="field.path=value; may be repeated. `flows.train --fields` explains."),
 ]
 Machine = Annotated[
-    Path | None, typer.Option("--overrides", help="Changes in a file, as a deployment takes them; --set goes first.")
+    list[Path] | None,
+    typer.Option(
+        "--overrides",
+        help="Changes in a file, as a deployment takes them; of several a later one goes first, and --set before all.",
+    ),
 ]
 Run = Annotated[str, typer.Argument(help="A run's name, its folder, or its MLflow run id.")]
 RUNS = Path("runs")
@@ -56,18 +63,25 @@ def flow_of(command: str) -> Callable[..., Any]:
     return getattr(importlib.import_module(f"flows.{command}"), command)
 
 
-def _chosen(
-    recipe: str, file: Path | None, changes: list[str] | None, overrides: Path | None, trains: bool
+def _given(
+    recipe: str | None, file: Path | None, changes: list[str] | None, overrides: list[Path] | None
 ) -> tuple[TrainConfig, TrainOverrides]:
-    """The config and its changes, which together are right as far as can be said early."""
-    config = load_recipe(recipe) if file is None else load_config(file)
-    changed = parse_changes(changes or [], overrides, config)
+    """The config and its changes. Raises RecipeError where a recipe and a file are both given, or one is wrong."""
+    if recipe is not None and file is not None:
+        raise RecipeError(f"the recipe {recipe} and --config {file} are both given, each a whole config: give one")
+    config = load_recipe(recipe or QUICKSTART) if file is None else load_config(file)
+    return config, parse_changes(changes or [], overrides or [], config)
+
+
+def _chosen(*given: Any, trains: bool) -> tuple[TrainConfig, TrainOverrides]:
+    """The same as `_given`, which together are right as far as can be said early."""
+    config, changed = _given(*given)
     check_early(config.with_changes(changed), trains)
     return config, changed
 
 
 def train(
-    recipe: Recipe = "quickstart",
+    recipe: Recipe = None,
     config: ConfigFile = None,
     overrides: Machine = None,
     changes: Changes = None,
@@ -80,8 +94,8 @@ def train(
     """Train a recipe here and now, and print where the results are."""
     with in_a_sentence(debug):
         if fields is not None:
-            shown = load_recipe(recipe) if config is None else load_config(config)
-            typer.echo(explain_fields(shown.with_changes(parse_changes(changes or [], overrides, shown)), fields))
+            shown, changed = _given(recipe, config, changes, overrides)
+            typer.echo(explain_fields(shown.with_changes(changed), fields))
             return
         chosen, changed = _chosen(recipe, config, changes, overrides, trains=True)
         from tasks.run.summary import Summary
@@ -91,7 +105,7 @@ def train(
 
 
 def validate(
-    recipe: Recipe = "quickstart",
+    recipe: Recipe = None,
     config: ConfigFile = None,
     weights: Annotated[Path | None, typer.Option(help="Folder that a run exported; else the base model.")] = None,
     overrides: Machine = None,
@@ -120,12 +134,16 @@ def sweep(
     with in_a_sentence(debug):
         given, source = load_parameters("sweep", deployment), f"prefect.yaml, deployment {deployment}"
         config = validate_section(TrainConfig, given.get("config"), source)
-        searched = validate_section(SweepConfig, given.get("search"), source).model_dump(exclude_unset=True)
-        searches = validate_section(SweepConfig, merged(searched, parse_settings(search or [], "--search")), "--search")
+        searched = validate_section(SweepConfig, given.get("search"), source)
+        searching, lost = with_search(searched, parse_settings(search or [], "--search"))
+        searches = validate_section(SweepConfig, searching, "--search")
         overrides = parse_changes(changes or [], recipe=config)
         changed = config.with_changes(overrides)
         check_early(changed)
         check_fields(changed, searches)
+        if lost:
+            fields = ", ".join(f"{path} {value}" for path, value in lost.items())
+            typer.echo(f"warning: search.space is replaced as a whole: without the deployment's {fields}", err=True)
 
         for name, value in run_flow(flow_of("sweep"), debug, config, searches, overrides, continues=True).items():
             typer.echo(f"{name:16} {value}")
@@ -195,7 +213,7 @@ def _found(run: str, runs: Path, tracking: str | None) -> tuple[str, Path | None
     if own is None:
         return run, None, tracking
     found, uri = _of_folder(own)
-    return found, own, tracking or os.environ.get("MLFLOW_TRACKING_URI", uri)
+    return found, own, tracking or os.environ.get("MLFLOW_TRACKING_URI") or uri
 
 
 def _of_folder(folder: Path) -> tuple[str, str]:
@@ -209,10 +227,10 @@ def _of_folder(folder: Path) -> tuple[str, str]:
 
 def _recorded(tracking: str | None, *runs: str) -> TrackingConfig:
     """Where MLflow is, and has these runs."""
-    place = TrackingConfig() if tracking is None else TrackingConfig(uri=tracking)
+    place = TrackingConfig() if tracking is None else validate_section(TrackingConfig, {"uri": tracking}, "--tracking")
     if tracking is not None:
         os.environ["MLFLOW_TRACKING_URI"] = tracking  # which goes before the config's
-    check_tracking(os.environ.get("MLFLOW_TRACKING_URI", place.uri))
+    check_tracking(place.address)
     from tasks.records.history import RunHistory
     from tasks.records.tracking import mlflow_client
 

@@ -90,4 +90,4 @@ def combined(common: Any, overrides: Any) -> dict[str, Any]:
     if both or ("reward" in first and "functions" in rest.get("reward", {})):
         twice = ", ".join(sorted(both)) or "reward.functions"
         raise ConfigError(f"{twice} is given under common and under overrides: give it once")
-    return merged(tree, rest)
+    return merged(tree, rest, TrainConfig)

@@ -64,7 +64,7 @@ def _sentence(problem: ErrorDetails, path: str, root: type, holder: type | None)
     if kind == "value_error":
         text = str(problem["ctx"]["error"])
         return text if not path or path.rpartition(".")[2] in text else f"{path}: {text}"
-    section = _section(_annotation(root, path))
+    section = section_of(_annotation(root, path))
     if kind in ("model_type", "model_attributes_type", "dataclass_type") and section is not None:
         return f"{path or 'the whole'}{_is(value)}; it is a section with the fields {', '.join(_fields(section))}"
     said = KINDS.get(kind) or problem["msg"].replace("Input should", "it should", 1)
@@ -102,7 +102,7 @@ def _place(root: type, location: tuple[int | str, ...]) -> tuple[str, type | Non
         if part == "[key]":  # the name of the entry before it is wrong, which the mapping is told
             path.pop()
             continue
-        section, entries = _section(here), _entries(here, type(part))
+        section, entries = section_of(here), _entries(here, type(part))
         if section is not None:
             holder, here = section, _fields(section).get(str(part))
         elif entries is not None:
@@ -122,12 +122,17 @@ def _shown(part: int | str) -> str:
 def _annotation(root: type, path: str) -> Any:
     here: Any = root
     for part in filter(None, path.split(".")):
-        section = _section(here)
-        here = _fields(section).get(part) if section else _entries(here, int if part.isdigit() else str)
+        here = type_below(here, part, int if part.isdigit() else str)
     return here
 
 
-def _section(annotation: Any) -> type | None:
+def type_below(annotation: Any, name: str, key: type = str) -> Any:
+    """The type of what has this name in a section, or in a mapping, of this type; None where nothing has."""
+    section = section_of(annotation)
+    return _fields(section).get(name) if section else _entries(annotation, key)
+
+
+def section_of(annotation: Any) -> type | None:
     """The section, a pydantic model or dataclass, that a field of this type holds."""
     found = (one for one in _members(annotation) if isinstance(one, type))
     return next((one for one in found if issubclass(one, BaseModel) or is_dataclass(one)), None)
@@ -165,6 +170,6 @@ def field_paths(section: type, path: str = "") -> Iterator[str]:
     """Every field's dotted path."""
     for name, annotation in _fields(section).items():
         yield path + name
-        below = _section(annotation)
+        below = section_of(annotation)
         if below is not None:
             yield from field_paths(below, f"{path}{name}.")

@@ -22,7 +22,7 @@ from pydantic.json_schema import JsonSchemaValue, SkipJsonSchema
 from pydantic_core import CoreSchema
 
 from models.config.bounds import check_truth
-from tasks.config.errors import ConfigError
+from tasks.config.errors import ConfigError, section_of, type_below
 
 DEEPEST = 40
 """Mappings inside one another: the tree has six, options of its own below them up to twenty more."""
@@ -46,12 +46,39 @@ def set_fields(values: Any, deepest: int = DEEPEST) -> Any:
     return values
 
 
-def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """`base` with `changes` laid over it, section by section; `reward.functions` is replaced, not merged."""
+class Entries(dict[str, Any]):
+    """A mapping that dotted paths to its entries have made: it says nothing of those that it does not name."""
+
+
+def merged(base: dict[str, Any], changes: dict[str, Any], kind: Any) -> dict[str, Any]:
+    """`base` with `changes` laid over it, section by section.
+
+    A field that is no section is replaced as a whole: also a mapping of free names, as a reward's options are, or
+    `reward.functions`. Of `Entries` those that they name alone.
+
+    Args:
+        base, changes: fields of a section, nested.
+        kind: that section, or the type of a mapping.
+    """
     result = dict(base)
     for name, value in changes.items():
-        nested = isinstance(value, dict) and isinstance(base.get(name), dict) and name != "functions"
-        result[name] = merged(base[name], value) if nested else value
+        below = type_below(kind, name)
+        laid_over = isinstance(value, Entries) or section_of(below) is not None
+        nested = laid_over and isinstance(value, dict) and isinstance(base.get(name), dict)
+        result[name] = merged(base[name], value, below) if nested else value
+    return result
+
+
+def whole(changes: dict[str, Any], base: dict[str, Any], kind: Any) -> dict[str, Any]:
+    """The changes, in which a mapping of free names of which they name entries alone has those of `base` as well: for
+    `merged`, also after a check that takes `Entries` for any mapping."""
+    result = dict[str, Any]()
+    for name, value in changes.items():
+        below, before = type_below(kind, name), base.get(name)
+        if isinstance(value, dict) and section_of(below) is not None:
+            result[name] = whole(value, before if isinstance(before, dict) else {}, below)
+        else:
+            result[name] = merged({name: before}, {name: value}, kind)[name]
     return result
 
 

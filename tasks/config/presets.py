@@ -84,14 +84,14 @@ def decided_by_name(name: str) -> list[str]:
     return list(dict.fromkeys([*parts, *levels, *set_somewhere, *unread]))
 
 
-def tree_of(paths: Mapping[str, Any]) -> dict[str, Any]:
-    """{"a.b": 1} -> {"a": {"b": 1}}."""
-    tree: dict[str, Any] = {}
+def tree_of(paths: Mapping[str, Any], made: type[dict[str, Any]] = dict) -> dict[str, Any]:
+    """{"a.b": 1} -> {"a": {"b": 1}}, mappings of the class `made`."""
+    tree = made()
     for path, value in paths.items():
         *parents, leaf = path.split(".")
         node = tree
         for parent in parents:
-            node = node.setdefault(parent, {})
+            node = node.setdefault(parent, made())
         node[leaf] = value
     return tree
 

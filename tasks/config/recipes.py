@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from tasks.config.errors import NO_YAML, RecipeError, described, field_paths, near
-from tasks.config.overrides import merged, set_fields
-from tasks.config.tree import REWARDS, TrainConfig, TrainOverrides
+from tasks.config.errors import NO_YAML, RecipeError, described, field_paths, near, section_of
+from tasks.config.overrides import Entries, merged, set_fields
+from tasks.config.tree import TrainConfig, TrainOverrides
 
 PREFECT_FILE = Path("prefect.yaml")
 Settings = TypeVar("Settings", bound=BaseModel)
@@ -60,7 +60,7 @@ def load_config(file: Path) -> TrainConfig:
 
 def explain_fields(config: TrainConfig, word: str) -> str:
     """The fields that have `word` in their path or description: each with its value here, as --set takes it, and what
-    it is.
+    it is. Those of a section that is null here come with their defaults; one that has none must be given.
 
     Raises:
         RecipeError: there is none.
@@ -68,11 +68,11 @@ def explain_fields(config: TrainConfig, word: str) -> str:
     fields = [found for found in _fields(config) if word.lower() in f"{found[0]} {found[2]}".lower()]
     if not fields:
         raise RecipeError(f"--fields: no field has {word!r:.100} in its name or description{near(word, _names())}")
-    return "\n".join(f"{path}={json.dumps(value)}\n{indent(fill(said, 110), '    ')}" for path, value, said in fields)
+    return "\n".join(f"{path}={value}\n{indent(fill(said, 110), '    ')}" for path, value, said in fields)
 
 
-def _fields(section: BaseModel, path: str = "") -> Iterator[tuple[str, Any, str]]:
-    """(dotted path, value as JSON has it, description) of every field."""
+def _fields(section: BaseModel, path: str = "") -> Iterator[tuple[str, str, str]]:
+    """(dotted path, value as JSON, description) of every field."""
     dumped = section.model_dump(mode="json")
     for name, field in type(section).model_fields.items():
         value, here = getattr(section, name), f"{path}{name}"
@@ -83,7 +83,22 @@ def _fields(section: BaseModel, path: str = "") -> Iterator[tuple[str, Any, str]
             for label, entry in entries.items():
                 yield from _fields(entry, f"{here}.{label}.")
         else:
-            yield here, dumped[name], field.description or ""
+            yield here, json.dumps(dumped[name]), field.description or ""
+            below = section_of(field.annotation)
+            if value is None and below is not None:
+                yield from _fields_of_none(below, here)
+
+
+def _fields_of_none(section: type[BaseModel], path: str) -> Iterator[tuple[str, str, str]]:
+    """The same of a section that is null, with the defaults that its fields have where it is given."""
+    for name, field in section.model_fields.items():
+        default, below = field.get_default(call_default_factory=True), section_of(field.annotation)
+        value = "" if field.is_required() else json.dumps(default, default=str)
+        said = "must be given with it" if field.is_required() else "this is its default"
+        if not isinstance(default, BaseModel):
+            yield f"{path}.{name}", value, f"{field.description or ''} ({path} is null: {said}.)"
+        if below is not None:
+            yield from _fields_of_none(below, f"{path}.{name}")
 
 
 def _names() -> list[str]:
@@ -122,25 +137,28 @@ def _parsed(text: str) -> Any:
     return yaml.safe_load(text)
 
 
-def parse_changes(settings: list[str], file: Path | None = None, recipe: TrainConfig | None = None) -> TrainOverrides:
+def parse_changes(settings: list[str], files: Sequence[Path] = (), recipe: TrainConfig | None = None) -> TrainOverrides:
     """`["trainer.seed=1", "reward.functions={ocr: {}}"]` as overrides; values are YAML.
 
     Args:
         settings: field.path=value, each.
-        file: further overrides, of which a setting replaces what it names as well.
-        recipe: what they change. Of its rewards, or the file's, a setting such as reward.functions.ocr.num_workers=4
-            changes this field alone; without a recipe nothing is known of the others, and they are replaced.
+        files: further overrides, each laid over those before it; a setting replaces what it names as well.
+        recipe: what they change. Of its rewards and options, or the files', a setting such as
+            reward.functions.ocr.num_workers=4 changes this field alone; without a recipe no more is known of them than
+            the files say, and the others are gone.
 
     Raises:
-        RecipeError: an item has no equals sign, names no field, or gives a field a value that it cannot have; or the
+        RecipeError: an item has no equals sign, names no field, or gives a field a value that it cannot have; or a
             file cannot be read.
     """
-    given = {} if file is None else set_fields(_overrides(read_yaml(file, "give a file of overrides"), str(file)))
+    given = dict[str, Any]()
+    for file in files:
+        further = _overrides(read_yaml(file, "give a file of overrides"), str(file))
+        given = merged(given, set_fields(further), TrainConfig)
     changes = parse_settings(settings, "--set")
-    if recipe is not None and _change_one_reward(settings):
-        before = given.get("reward", {}).get("functions") or recipe.rewards()
-        changes["reward"]["functions"] = merged(before, changes["reward"]["functions"])
-    return _overrides(merged(given, changes), "--set")
+    if recipe is not None:
+        changes = recipe.completed(changes, given)
+    return _overrides(merged(given, changes, TrainConfig), "--set")
 
 
 def changed_recipe(name: str, settings: Sequence[str], file: Path = PREFECT_FILE) -> TrainConfig:
@@ -154,12 +172,6 @@ def changed_recipe(name: str, settings: Sequence[str], file: Path = PREFECT_FILE
     return recipe.with_changes(parse_changes([*settings], recipe=recipe))
 
 
-def _change_one_reward(settings: list[str]) -> bool:
-    """Do these settings name fields of single rewards, and not all rewards at once?"""
-    paths = [setting.partition("=")[0].strip() for setting in settings]
-    return any(path.startswith(f"{REWARDS}.") for path in paths) and not {"reward", REWARDS} & {*paths}
-
-
 def _overrides(tree: Any, source: str) -> TrainOverrides:
     # The form's classes have names of their own; a message is about the config's fields.
     try:
@@ -169,8 +181,8 @@ def _overrides(tree: Any, source: str) -> TrainOverrides:
 
 
 def parse_settings(settings: list[str], option: str) -> dict[str, Any]:
-    """`["a.b=1"]` as {"a": {"b": 1}}. Raises RecipeError, which names the option."""
-    tree: dict[str, Any] = {}
+    """`["a.b=1"]` as {"a": {"b": 1}}, where a is `Entries`. Raises RecipeError, which names the option."""
+    tree: dict[str, Any] = Entries()
     sections = dict[tuple[str, ...], str]()  # to the setting that named a part of it
     for setting in settings:
         path, equals, value = setting.partition("=")
@@ -179,7 +191,7 @@ def parse_settings(settings: list[str], option: str) -> dict[str, Any]:
             raise RecipeError(f"{option} {setting!r:.200} must have the form field.path=value")
         node: Any = tree
         for parent in parents:
-            node = node.setdefault(parent, {})
+            node = node.setdefault(parent, Entries())
             if not isinstance(node, dict):
                 raise RecipeError(
                     f"{option} {setting!r:.200}: {parent} is set to {node!r:.100} as well, which has no parts"

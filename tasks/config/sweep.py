@@ -2,7 +2,7 @@
 """What a sweep tries: fields of a config and their values."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -19,6 +19,7 @@ from models.config.bounds import (
 )
 from models.config.section import Section
 from tasks.config.errors import ConfigError
+from tasks.config.overrides import Entries, flat
 from tasks.config.tree import TrainConfig
 from tasks.config.unread import why_unread
 
@@ -122,6 +123,43 @@ class SweepConfig(Section):
     )
     direction: Literal["maximize", "minimize"] = Field("maximize", description="Which way is better.")
     seed: int = Field(0, ge=0, le=MOST_NUMPY_SEED, description="Of random and tpe.")
+
+
+def with_search(search: SweepConfig, changes: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A search's fields with changes in place of theirs, unchecked; and dotted path -> value of what is lost by that of
+    the dimensions that the changes name anew.
+
+    A `space` that is given replaces the one before. Dotted paths below it, which are `Entries`, add or change one
+    dimension: space.trainer.seed={choices: [1, 2]} all of it, space.trainer.seed.high=9 this field alone.
+    """
+    before = search.model_dump(exclude_unset=True)
+    given, result = changes.get("space"), {**before, **changes}
+    if not isinstance(given, dict):
+        return result, {}
+    result["space"] = space = _space(given, before["space"])
+    here = {path: dimension for path, dimension in before["space"].items() if path in space}
+    return result, {path: value for path, value in flat(here, "space").items() if path not in flat(space, "space")}
+
+
+def _space(given: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    """Config field -> its dimension; a config field has points itself, as a path to a dimension's field has."""
+    space = dict(before) if isinstance(given, Entries) else {}
+    for path, value in _paths(given):
+        dimension, _, field = path.rpartition(".")
+        if isinstance(value, dict) or field not in Dimension.model_fields:
+            space[path] = value
+        elif isinstance(held := space.setdefault(dimension, {}), dict):  # else the check of the whole says what it is
+            space[dimension] = held | {field: value}
+    return space
+
+
+def _paths(tree: dict[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted path, value) of what the settings have given."""
+    for name, value in tree.items():
+        if isinstance(value, Entries):
+            yield from _paths(value, f"{path}{name}.")
+        else:
+            yield f"{path}{name}", value
 
 
 def check_fields(config: TrainConfig, search: SweepConfig) -> None:

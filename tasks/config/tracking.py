@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`tracking`: where a run's record goes."""
 
+import os
 from typing import Literal
 
 from pydantic import Field, ValidationInfo, field_validator
@@ -18,7 +19,9 @@ PASSWORD_OF_MLFLOW = (
 class TrackingConfig(Section):
     """MLflow, and what gets a copy of what it gets."""
 
-    uri: str = Field("sqlite:///mlflow.db", description="MLflow tracking URI; MLFLOW_TRACKING_URI overrides it.")
+    uri: str = Field(
+        "sqlite:///mlflow.db", min_length=1, description="MLflow tracking URI; MLFLOW_TRACKING_URI overrides it."
+    )
     artifacts: str | None = Field(None, description="Artifact root of a new experiment; null is ./mlruns.")
     experiment: ExperimentName = Field("doubleflow", description="MLflow experiment.")
     max_outage_s: float = Field(
@@ -53,6 +56,12 @@ class TrackingConfig(Section):
         description="Trackers that get a training run's metrics and grids beside MLflow, which stays the record: "
         "tensorboard, wandb (docs/platform.md).",
     )
+
+    @property
+    def address(self) -> str:
+        """Where MLflow is: MLFLOW_TRACKING_URI, or `uri`. An empty variable says nothing: MLflow would take it for a
+        database of its own choice."""
+        return os.environ.get("MLFLOW_TRACKING_URI") or self.uri
 
     @field_validator("uri", "artifacts")
     @classmethod

@@ -14,7 +14,7 @@ from tasks.config.agreement import check_agreement
 from tasks.config.data import FILES
 from tasks.config.errors import ConfigError, described
 from tasks.config.identity import shaping
-from tasks.config.overrides import FormOf, flat, merged, optional, set_fields, without
+from tasks.config.overrides import Entries, FormOf, flat, merged, optional, set_fields, whole, without
 from tasks.config.presets import absent, decided_by_name, preset, tree_of
 from tasks.config.sections import RunSections
 
@@ -38,7 +38,7 @@ class TrainConfig(RunSections):
         if not isinstance(given, dict):
             return handler(values)
         named = preset(given)
-        config = handler(merged(tree_of(named), given))
+        config = handler(merged(tree_of(named), given, cls))
         for path in absent(named, given):
             *parents, leaf = path.split(".")
             functools.reduce(getattr, parents, config).model_fields_set.discard(leaf)
@@ -91,20 +91,25 @@ class TrainConfig(RunSections):
         given = _mapping(changes)
         kept, _ = self._beside(given)
         try:
-            return TrainConfig.model_validate(merged(kept, given))
+            return TrainConfig.model_validate(merged(kept, given, TrainConfig))
         except ValidationError as error:
             raise ConfigError(described(error, TrainConfig)) from error
 
     def at_paths(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Changes of the fields at these dotted paths, for `with_changes`.
 
-        That replaces `reward.functions`, while a path to a field of one reward means this field alone: the reward's
-        others, and the other rewards, are in the changes as they are here.
+        That replaces `reward.functions` and mappings of free names, while a path to a field of one reward, or to one
+        option, means this alone: the others are in the changes as they are here.
         """
-        changes = tree_of(values)
-        if any(path.startswith(f"{REWARDS}.") for path in values):
-            changes["reward"]["functions"] = merged(self.rewards(), changes["reward"]["functions"])
-        return changes
+        return self.completed(tree_of(values, Entries))
+
+    def completed(self, changes: dict[str, Any], given: dict[str, Any] | None = None) -> dict[str, Any]:
+        """These changes, in which a mapping of free names of which they name entries alone has the others as well, as
+        they are here, or in the changes that are `given` before them."""
+        first = given or {}
+        kept, _ = self._beside(merged(first, changes, TrainConfig))
+        here = merged({"reward": {"functions": self.rewards()}}, kept, TrainConfig)
+        return whole(changes, merged(here, first, TrainConfig), TrainConfig)
 
     def rewards(self) -> dict[str, Any]:
         """`reward.functions` as plain mappings of the fields that were set."""

@@ -44,15 +44,10 @@ def mlflow_client(config: TrackingConfig) -> MlflowClient:
     Raises:
         CredentialError: the address holds a password, which summaries, records and errors would repeat.
     """
-    uri = tracking_uri(config)
+    uri = config.address
     for field, value in (("tracking.uri", config.uri), ("MLFLOW_TRACKING_URI", uri)):
         refuse_password_in_url(value, field, PASSWORD_OF_MLFLOW)
     return mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
-
-
-def tracking_uri(config: TrackingConfig) -> str:
-    """Where MLflow is."""
-    return os.environ.get("MLFLOW_TRACKING_URI", config.uri)
 
 
 def logged_steps(client: MlflowClient, run_id: str) -> set[int]:

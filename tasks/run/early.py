@@ -4,7 +4,6 @@
 Everything here is checked again, or goes wrong, in the flow; a deployment's run learns it there.
 """
 
-import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -47,7 +46,7 @@ def check_early(config: TrainConfig, trains: bool = True) -> None:
         if trains:
             check_folder(config.trainer.default_local_dir)
         check_ray_address()
-        require_answer(os.environ.get("MLFLOW_TRACKING_URI", config.tracking.uri))
+        require_answer(config.tracking.address)
         _check_parts(config)
 
 

@@ -34,7 +34,7 @@ from tasks.records.lineage import lineage
 from tasks.records.run_lock import run_lock
 from tasks.records.run_store import CHECKPOINTS, CheckpointError, CheckpointStore
 from tasks.records.second_trackers import SecondTrackers, Subject
-from tasks.records.tracking import Tracker, tracking_uri
+from tasks.records.tracking import Tracker
 from tasks.records.tracking_address import require_answer
 from tasks.rewards.statistics import GUARDS as STATISTICS
 from tasks.run.capacity import Needs, warn_of_others
@@ -89,7 +89,7 @@ def open_cluster_and_tracker(
         ClusterError: the slots' pool or the cluster cannot hold the actors.
         TrackingAway: MLflow's server does not answer.
     """
-    require_answer(tracking_uri(config.tracking))
+    require_answer(config.tracking.address)
     gpus = config.gpus_needed(trains)
     with gpu_slots(config.ray_init, gpus):
         address = os.environ.get("RAY_ADDRESS")  # told, for a minute may pass until there is more to tell

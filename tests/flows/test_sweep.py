@@ -11,7 +11,8 @@ from optuna.trial import TrialState
 
 from flows.sweep import open_study, prepare_trials, run_trials
 from tasks.actors.child_run import ChildDied
-from tasks.config.sweep import Dimension, SweepConfig, check_fields
+from tasks.config.recipes import parse_settings
+from tasks.config.sweep import Dimension, SweepConfig, check_fields, with_search
 from tasks.config.tree import TrainConfig
 from tasks.run.preflight import ConfigError
 
@@ -146,3 +147,31 @@ def test_dimensions_are_lists_or_ranges() -> None:
             Dimension(**bad)
     with pytest.raises(ConfigError, match="needs choices, or a step"):
         Dimension(low=0.1, high=0.2).grid()
+
+
+def test_a_space_that_is_given_replaces_the_one_before_and_a_path_below_it_changes_one_dimension() -> None:
+    lr, before = "actor_rollout_ref.actor.optim.lr", {"low": 1e-5, "high": 1e-3, "log": True}
+    search = SweepConfig.model_validate({"name": "a", "space": {lr: before, "data.train_batch_size": {"choices": [4]}}})
+    batch = {"data.train_batch_size": {"choices": [4]}}
+
+    def searched(*settings: str) -> tuple[dict, dict]:
+        values, lost = with_search(search, parse_settings([*settings], "--search"))
+        checked = SweepConfig.model_validate(values)
+        assert checked.name == "a"
+        return checked.model_dump(exclude_unset=True)["space"], lost
+
+    assert searched("trials=3") == (search.model_dump(exclude_unset=True)["space"], {})
+    assert searched("space={trainer.seed: {choices: [1, 2]}}") == ({"trainer.seed": {"choices": [1, 2]}}, {})
+    choices = {lr: {"choices": [1e-4]}}
+    dropped = {f"space.{lr}.{field}": value for field, value in before.items()}
+    assert searched(f"space={{{lr}: {{choices: [1.0e-4]}}}}") == (choices, dropped)
+    assert searched(f"space.{lr}={{choices: [1.0e-4]}}") == (choices | batch, dropped)
+    assert searched(f"space.{lr}.high=0.1") == ({lr: before | {"high": 0.1}} | batch, {})
+    seeds = {"trainer.seed": {"low": 1, "high": 9}}
+    assert searched("space.trainer.seed={low: 1, high: 9}") == ({lr: before} | batch | seeds, {})
+    assert searched("space={trainer.seed: {low: 1, high: 3}}", "space.trainer.seed.high=9") == (seeds, {})
+    option = {"reward.functions.mine.options.low": {"choices": [1]}}
+    assert searched("space.reward.functions.mine.options.low={choices: [1]}") == ({lr: before} | batch | option, {})
+    for wrong in ("space={}", "space.trainer.seed=5", f"space.{lr}.choices=[1]"):
+        with pytest.raises(ValueError, match="space"):
+            searched(wrong)

@@ -21,8 +21,10 @@ from flows import prepare, services
 from tasks.actors.cluster import ClusterError
 from tasks.cli import commands
 from tasks.cli.terminal import command_of, exit_code, in_a_sentence
-from tasks.config.errors import ConfigError
-from tasks.config.recipes import load_recipe, parse_changes
+from tasks.config.errors import ConfigError, field_paths
+from tasks.config.recipes import explain_fields, load_recipe, parse_changes
+from tasks.config.tracking import TrackingConfig
+from tasks.config.tree import TrainConfig
 from tasks.records.run_store import CheckpointError
 from tasks.system.processes import identity
 
@@ -103,6 +105,13 @@ def refused(command: Callable[..., None], *arguments: str) -> str:
         ),
         (["--overrides", "no.json"], r"no.json cannot be read \(No such file or directory\): give a file of overrides"),
         (["--overrides", "list.json"], "list.json: the whole is of another kind"),
+        (["--overrides", "wrong.json", "--overrides", "right.json"], "wrong.json: trainer has no field 'sead'"),
+        (["--overrides", "right.json", "--overrides", "wrong.json"], "wrong.json: trainer has no field 'sead'"),
+        (
+            ["quickstart", "--config", "right.json"],
+            "the recipe quickstart and --config right.json are both given, each a whole config: give one",
+        ),
+        (["nosuch", "--config", "right.json", "--fields", "."], "the recipe nosuch and --config right.json are both"),
         (["--overrides", "wrong.json"], "wrong.json: trainer has no field 'sead'; did you mean seed?"),
         (["--config", "no.json"], r"no.json cannot be read \(No such file or directory\)"),
         (["--config", "data"], r"data cannot be read \(Is a directory\)"),
@@ -114,6 +123,7 @@ def test_a_wrong_training_run_is_one_sentence(folder: Path, arguments: list[str]
     (folder / "broken.json").write_text('{"trainer": ')
     (folder / "list.json").write_text("[]")
     (folder / "wrong.json").write_text('{"trainer": {"sead": 1}}')
+    (folder / "right.json").write_text('{"trainer": {"seed": 1}}')
     said = refused(commands.train, *arguments)
     assert re.search(message.replace("?", r"\?"), said), said
     assert not (folder / "runs").exists()
@@ -149,6 +159,17 @@ def test_a_broken_recipe_is_named_with_its_file(folder: Path) -> None:
             ["--search", "space={trainer.sed: {choices: [1]}}"],
             "search.space: trainer.sed cannot be 1: trainer has no field 'sed'; did you mean seed?",
         ),
+        (
+            commands.sweep,
+            ["--search", "space={trainer.sed: {choices: [1]}}", "--search", "sampler=grid"],  # lr's range has no step
+            "search.space: trainer.sed cannot be 1: trainer has no field 'sed'; did you mean seed?",
+        ),
+        (
+            commands.sweep,
+            ["--search", "space.trainer.sed={choices: [1]}"],
+            "search.space: trainer.sed cannot be 1: trainer has no field 'sed'; did you mean seed?",
+        ),
+        (commands.sweep, ["--search", "space={}"], "--search: space is of another kind; dictionary should have at "),
         (commands.reproduce, ["0123"], "tracking.uri is sqlite:///mlflow.db, but there is no such file"),
         (
             commands.compare,
@@ -172,6 +193,18 @@ def test_the_other_commands_say_it_too(
     assert not (folder / "mlflow.db").exists()
 
 
+def test_an_empty_address_of_mlflow_is_none(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLflow would make a database where the command looks for one."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "")
+    for command, runs in ((commands.report, ["0"]), (commands.reproduce, ["0"]), (commands.compare, ["0", "1"])):
+        assert "tracking.uri is sqlite:///mlflow.db, but there is no such file" in refused(command, *runs)
+        assert "--tracking: uri is ''; string should have at least 1 char" in refused(command, *runs, "--tracking", "")
+    assert TrackingConfig(uri="sqlite:///own.db").address == "sqlite:///own.db"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///other.db")
+    assert TrackingConfig().address == "sqlite:///other.db"
+    assert not (folder / "mlflow.db").exists()
+
+
 def test_fields_are_explained_with_the_recipes_values(folder: Path) -> None:
     def explained(*arguments: str) -> str:
         result = CliRunner().invoke(command_of(commands.train), [*arguments])
@@ -181,11 +214,33 @@ def test_fields_are_explained_with_the_recipes_values(folder: Path) -> None:
     path = "actor_rollout_ref.actor.kl_loss_coef"
     said = explained("--fields", "KL_loss_coef", SET, f"{path}=0.5")
     assert said == f"{path}=0.5\n    Weight of use_kl_loss's distance, in the units of kl_loss_type.\n"
-    settings = [line for line in explained("--fields", ".").splitlines() if not line.startswith(" ")]
+    lines = [line for line in explained("--fields", ".").splitlines() if not line.startswith(" ")]
+    null = [line.removesuffix("=null") for line in lines if line.endswith("=null")]
+    settings = [line for line in lines if not line.startswith(tuple(f"{path}." for path in null))]
     assert load_recipe("quickstart").with_changes(parse_changes(settings)) == load_recipe("quickstart")
     assert "'lora_rnk' in its name or description; did you mean lora_rank" in refused(
         commands.train, "--fields", "lora_rnk"
     )
+    section = "reward.reward_model"
+    assert f"{section}.engine=" in explained("--fields", "model.engine")
+    said = explained("--fields", f"{section}.model_path").split()
+    assert said[0] == f"{section}.model_path="
+    assert " ".join(said[1:]) == (
+        "Folder of the model, or its hub id together with its revision. (reward.reward_model is null: must "
+        "be given with it.)"
+    )
+    shown = explained("--fields", "model.sleep", SET, f"{section}={{model_path: .}}")
+    assert (shown.startswith(f"{section}.sleep=false\n"), "is null" in shown) == (True, False)
+
+
+@pytest.mark.parametrize("recipe", ["quickstart", "words"])
+def test_every_field_is_explained(recipe: str) -> None:
+    config = load_recipe(recipe, ROOT / "prefect.yaml")
+    paths = [*field_paths(TrainConfig)]
+    leaves = [path for path in paths if not any(other.startswith(f"{path}.") for other in paths)]
+    assert len(leaves) > 150
+    shown = [line for line in explain_fields(config, ".").splitlines() if not line.startswith(" ")]
+    assert [path for path in leaves if not any(re.match(rf"{re.escape(path)}[.=]", line) for line in shown)] == []
 
 
 def test_sub_commands_say_it_too(folder: Path) -> None:
@@ -229,6 +284,10 @@ def test_a_taken_port_names_the_variable_of_make(folder: Path) -> None:
         (
             ["words", "--stages", "data/word/dvc.yaml"],
             "error: --stages is data/word/dvc.yaml, which is no file: give a dvc",
+        ),
+        (
+            ["words", *(word for name in ("no", "yes") for word in ("--overrides", f"{name}.json"))],
+            r"error: no.json cannot be read \(No such file",
         ),
         (["words"], "error: actor_rollout_ref.model.path is data/words/base_model, but .* does not exist"),
     ],

@@ -182,7 +182,7 @@ def test_a_path_to_one_rewards_field_changes_no_other(tmp_path: Path) -> None:
         assert (rewards["ocr"].options, changed.digest()) == (config.reward.functions["ocr"].options, config.digest())
     file = tmp_path / "overrides.yaml"
     file.write_text("reward: {functions: {shapes: {weight: 2}}}")
-    changed = config.with_changes(parse_changes(["reward.functions.shapes.num_workers=3"], file, config))
+    changed = config.with_changes(parse_changes(["reward.functions.shapes.num_workers=3"], [file], config))
     assert set_fields(changed.reward.functions["shapes"]) == {"weight": 2, "num_workers": 3}
     assert list(changed.reward.functions) == ["shapes"]
     for setting in ("reward.functions={ocr: {}}", "reward={functions: {ocr: {}}}"):
@@ -190,6 +190,78 @@ def test_a_path_to_one_rewards_field_changes_no_other(tmp_path: Path) -> None:
         assert {name: set_fields(reward) for name, reward in changed.reward.functions.items()} == {
             "ocr": {"num_workers": 2}
         }
+
+
+OPTIONS, SCHEDULE = "reward.functions.ocr.options", "actor_rollout_ref.actor.optim"
+
+
+def test_a_mapping_of_free_names_is_replaced_where_it_is_given_and_by_a_path_below_it_in_one_entry(
+    tmp_path: Path,
+) -> None:
+    """By --set, in a file, by a deployment's overrides and by a sweep; the other rewards and options stay."""
+    recipe = recipe_of("words")
+
+    def options(*settings: str) -> dict[str, Any]:
+        changed = recipe.with_changes(parse_changes([*settings], recipe=recipe))
+        assert changed.reward.functions | {"ocr": None} == recipe.reward.functions | {"ocr": None}
+        assert changed.reward.functions["ocr"].num_workers == 14
+        return changed.reward.functions["ocr"].options
+
+    both = {"upscale": 1, "rec_image_shape": [3, 48, 192]}
+    assert options() == both
+    assert options(f"{OPTIONS}={{}}") == options("reward.functions.ocr={options: {}}") == {}
+    assert options(f"{OPTIONS}={{detect: true}}") == {"detect": True}
+    assert options(f"{OPTIONS}.upscale=2") == both | {"upscale": 2}
+    swept = recipe.with_changes(recipe.at_paths({f"{OPTIONS}.upscale": 2}))
+    assert swept.reward.functions["ocr"].options == both | {"upscale": 2}
+
+    scheduled = recipe.with_changes(
+        {
+            "actor_rollout_ref": {
+                "actor": {"optim": {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"power": 2}}}
+            }
+        }
+    )
+    settings = [f"{SCHEDULE}.lr_scheduler_type=cosine", f"{SCHEDULE}.lr_scheduler_kwargs={{}}"]
+    cosine = scheduled.with_changes(parse_changes(settings, recipe=scheduled)).actor_rollout_ref.actor.optim
+    assert (cosine.lr_scheduler_kwargs, cosine.lr) == ({}, recipe.actor_rollout_ref.actor.optim.lr)
+    file = tmp_path / "overrides.yaml"
+    file.write_text("actor_rollout_ref: {actor: {optim: {lr_scheduler_kwargs: {lr_end: 0.0}}}}")
+    for given, expected in (
+        ([], {"lr_end": 0}),
+        ([f"{SCHEDULE}.lr_scheduler_kwargs.power=3"], {"lr_end": 0, "power": 3}),
+    ):
+        changed = scheduled.with_changes(parse_changes(given, [file], scheduled))
+        assert changed.actor_rollout_ref.actor.optim.lr_scheduler_kwargs == expected
+
+
+def test_a_path_below_an_option_of_another_algorithm_takes_nothing_from_the_one_before() -> None:
+    kernel = "actor_rollout_ref.rollout.algo"
+    recipe = TrainConfig().with_changes(
+        parse_changes([f"{kernel}.sde_type=a.b:c", f"{kernel}.sde_options={{x: 1, y: 2}}"])
+    )
+    same = parse_changes([f"{kernel}.sde_options.x=3"], recipe=recipe)
+    assert recipe.with_changes(same).actor_rollout_ref.rollout.algo.sde_options == {"x": 3, "y": 2}
+    other = parse_changes(["algorithm.name=dance_grpo", f"{kernel}.sde_options.x=3"], recipe=recipe)
+    assert set_fields(other)["actor_rollout_ref"]["rollout"]["algo"]["sde_options"] == {"x": 3}
+
+
+def test_a_section_that_says_nothing_of_the_rewards_leaves_them_to_a_path_below() -> None:
+    recipe = recipe_of("words")
+    settings = ["reward={max_missing_fraction: 0.5}", "reward.functions.ocr.num_workers=2"]
+    changed = recipe.with_changes(parse_changes(settings, recipe=recipe)).reward
+    assert changed.functions["ocr"].options == recipe.reward.functions["ocr"].options
+    assert [*changed.functions] == [*recipe.reward.functions]
+
+
+def test_files_of_overrides_are_laid_over_one_another_in_the_order_given(tmp_path: Path) -> None:
+    first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
+    first.write_text("trainer: {seed: 1, nnodes: 1}\nreward: {functions: {ocr: {}, shapes: {}}}")
+    second.write_text("trainer: {seed: 2}\nreward: {functions: {shapes: {weight: 0.5}}}")
+    both, turned = (set_fields(parse_changes([], files)) for files in ([first, second], [second, first]))
+    assert (both["trainer"], turned["trainer"]) == ({"seed": 2, "nnodes": 1}, {"seed": 1, "nnodes": 1})
+    assert [[*changes["reward"]["functions"]] for changes in (both, turned)] == [["shapes"], ["ocr", "shapes"]]
+    assert parse_changes(["trainer.seed=3"], [first, second]).trainer.seed == 3
 
 
 def test_what_a_reward_loses_where_all_are_replaced_is_known() -> None:
@@ -414,7 +486,7 @@ def test_another_text_scores_less(recipe: str) -> None:
 def test_a_recipe_of_real_size_becomes_one_for_shared_gpus(recipe: str, machine: str, gpus: int) -> None:
     """As the command line and as a deployment's parameter read the file; what shapes the run stays as it is."""
     file, config = ROOT / f"machines/{machine}.json", recipe_of(recipe)
-    changed = config.with_changes(parse_changes(["trainer.seed=7"], file))
+    changed = config.with_changes(parse_changes(["trainer.seed=7"], [file]))
     assert changed.gpus_needed() == gpus
     # On one GPU the weights need not go by way of the host.
     assert changed.actor_rollout_ref.rollout.weight_transport == "ipc"
