@@ -11,8 +11,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 from prefect.context import refresh_global_settings_context
 from prefect.settings import get_current_settings
@@ -28,7 +30,7 @@ from tasks.system.access import STARTUP_SECONDS, guard_temporary_server, new_acc
 from tasks.system.heartbeats import heartbeats
 from tasks.system.processes import boot_id, identity
 from tests.support.forked import Program
-from tests.support.patience import PATIENCE
+from tests.support.patience import PATIENCE, wait_until
 
 CREDENTIALS = "me:secret"
 TEMPORARY = """
@@ -267,6 +269,28 @@ def test_a_services_log_does_not_grow_for_ever(tmp_path: Path) -> None:
     assert log.read_text() == "last words"
     subprocess.run(command, input="again\n", text=True, check=True)
     assert log.read_text() == "last wordsagain\n"
+
+
+def has_written(process: psutil.Process, times: int) -> bool:
+    """Or tried to."""
+    return process.io_counters().write_count >= times
+
+
+def test_a_services_log_that_cannot_be_written_is_read_on_and_says_what_it_lacks(tmp_path: Path) -> None:
+    """Whoever writes into a pipe without a reader ends: Prefect's worker, and its flow runs with it."""
+    log = tmp_path / "worker.log"
+    log.symlink_to("/dev/full")
+    command = [sys.executable, "-S", service_log.__file__, str(log), "1000"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, text=True, bufsize=1) as writer:
+        assert writer.stdin is not None
+        tried = psutil.Process(writer.pid)
+        for number in (1, 2):
+            writer.stdin.write(f"line {number}\n")
+            wait_until(partial(has_written, tried, number), "a try to write it", every=0.02)
+        log.unlink()
+        writer.stdin.write("line 3\nline 4\n")
+    assert writer.returncode == 0
+    assert log.read_text() == "[2 lines could not be written and are left out here]\nline 3\nline 4\n"
 
 
 def test_who_reads_what_up_says_does_not_wait_for_the_servers(here: Path) -> None:
