@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+import pandas as pd
 import psutil
 import pytest
 from prefect.context import refresh_global_settings_context
@@ -25,7 +26,10 @@ from flows.deploy import service_log
 from flows.deploy.mlflow_app import guarded
 from flows.deploy.service_record import HERE, RECORD, ServiceError
 from flows.services import app
+from tasks.actors.reward_group import Scores
 from tasks.records.run_lock import run_lock
+from tasks.records.run_store import CheckpointStore, RunState
+from tasks.run.kept_stages import KeptStages
 from tasks.system.access import STARTUP_SECONDS, guard_temporary_server, new_access
 from tasks.system.heartbeats import heartbeats
 from tasks.system.processes import boot_id, identity
@@ -358,6 +362,33 @@ def test_prune_lists_what_dead_runs_left_and_removes_only_that(
             prune.remove(item)
     assert not [path for path in dead if path.exists()]
     assert all(path.exists() for path in kept)
+
+
+def test_prune_leaves_a_run_what_it_goes_on_with(here: Path) -> None:
+    """MLflow was away when the newest checkpoint's iteration was to be recorded: its scores are the only way on. And a
+    run that has begun since its leftovers were listed keeps all of them."""
+    run, ages = here / "runs/old", (time.time() - 20 * 86_400,) * 2
+    run.mkdir(parents=True)
+    (run / "run.json").write_text("{}")
+    states = [RunState(iteration, "config", "data", "mlflow") for iteration in (6, 7)]
+    kept, scores = KeptStages(run / "stages"), Scores(pd.DataFrame({"reward": [0.5]}), {"a": 1.0}, {"a": 0.0})
+    for state in states:
+        kept.keep_scores(state, 5, scores, [])
+        filled(run / f"stages/rollout/iter_{state.iteration:06d}")
+        CheckpointStore(run / "checkpoints", keep=2).save(state, lambda folder: filled(folder / "weights") and None)
+    for path in (run, *run.rglob("*")):
+        os.utime(path, ages)
+    found = prune.leftovers(here, [], days=14)
+    assert [item.path for item in found] == [run / "stages/reward/iter_000006", run / "stages/rollout"]
+    with run_lock(run):
+        assert not any(map(prune.remove, found))
+        assert all(item.path.is_dir() for item in found)
+    assert all(map(prune.remove, found))
+    assert not any(item.path.exists() for item in found)
+    again = KeptStages(run / "stages")
+    assert again.scores(states[0], {"a": 1.0}) is None
+    _, rewards, _ = again.scores(states[1], {"a": 1.0}) or pytest.fail("the run would refuse to go on")
+    assert rewards.rewards.tolist() == [0.5]
 
 
 def test_prune_leaves_services_alone_that_run(here: Path, sleeper: subprocess.Popen) -> None:
