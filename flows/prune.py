@@ -2,7 +2,8 @@
 """What dead runs have left on the disk: `python -m flows.prune` lists it, `--yes` removes it (make prune).
 
 Nothing that a living process uses is listed, and nothing that a finished run's record needs: checkpoints, exported
-weights and what is in MLflow stay.
+weights and what is in MLflow stay. So do kept scores of the iteration of a run's newest checkpoint: they are kept until
+MLflow has that iteration, and till then the run does not go on without them.
 """
 
 import fcntl
@@ -21,6 +22,8 @@ import psutil
 import typer
 
 from flows.deploy.service_record import ServiceError, recorded_in
+from tasks.records.run_lock import run_lock
+from tasks.records.run_store import CHECKPOINTS, CheckpointError
 from tasks.system.files import bytes_on_disk
 from tasks.system.processes import COPY, identity, maker_lives
 
@@ -33,16 +36,19 @@ RAY, STAGES, VALIDATION, COPIES, WORKTREES, LOGS = KINDS = (
     "logs of services that have ended",
 )
 WORKTREE = "doubleflow-"
+KEPT_STAGES, KEPT_SCORES = "stages", "reward"
+"""As `tasks.run.kept_stages` has them, which imports Ray."""
 DAY = 86_400
 
 
 @dataclass(frozen=True)
 class Leftover:
-    """One folder that nobody needs."""
+    """One folder that nobody needs; of a run, that run's folder."""
 
     kind: str
     path: Path
     bytes: int
+    run: Path | None = None
 
 
 def leftovers(project: Path, temporary: Sequence[Path], days: float) -> list[Leftover]:
@@ -56,20 +62,53 @@ def leftovers(project: Path, temporary: Sequence[Path], days: float) -> list[Lef
     commands = " ".join(_used_texts())
     found = [(RAY, path) for folder in temporary for path in _ray_sessions(folder, commands)]
     found += [(WORKTREES, path) for folder in temporary for path in _worktrees(folder, commands)]
-    for run in _old_runs(project / "runs", days):
-        found += [(kind, run / name) for kind, name in ((STAGES, "stages"), (VALIDATION, "validation"))]
     found += [(COPIES, path) for path in _copies(project / "runs", days)]
     services = project / ".services"
     if services.is_dir() and not _locked(services / "lock") and not _services_live(services):
         found.append((LOGS, services))
-    return [Leftover(kind, path, bytes_on_disk(path)) for kind, path in found if path.is_dir()]
+    of_runs = [item for run in _old_runs(project / "runs", days) for item in _of_run(run)]
+    return of_runs + [Leftover(kind, path, bytes_on_disk(path)) for kind, path in found if path.is_dir()]
 
 
-def remove(item: Leftover) -> None:
-    """Remove it; git forgets a working copy, too."""
+def remove(item: Leftover) -> bool:
+    """Remove it, and have git forget a working copy; False where a run that it is of has begun to work."""
+    if item.run is not None:
+        try:
+            with run_lock(item.run):
+                return _remove_of_run(item)
+        except CheckpointError as error:
+            typer.echo(f"{item.path} stays: {error}", err=True)
+            return False
     shutil.rmtree(item.path, ignore_errors=True)
     if item.kind == WORKTREES:
         subprocess.run(["git", "worktree", "prune"], capture_output=True)
+    return True
+
+
+def _remove_of_run(item: Leftover) -> bool:
+    """Unless the run was at work since it was listed, and needs it by now."""
+    assert item.run is not None
+    if item.path not in [now.path for now in _of_run(item.run)]:
+        return False
+    shutil.rmtree(item.path, ignore_errors=True)
+    return True
+
+
+def _of_run(run: Path) -> list[Leftover]:
+    """What an old run that nobody works on does without."""
+    found = [(STAGES, path) for path in _stages(run)] + [(VALIDATION, run / "validation")]
+    return [Leftover(kind, path, bytes_on_disk(path), run) for kind, path in found if path.is_dir()]
+
+
+def _stages(run: Path) -> list[Path]:
+    """The folders of its kept stages, but for the scores of its newest checkpoint's iteration."""
+    names = [path.name for path in (run / CHECKPOINTS).glob("iter_*") if path.name.removeprefix("iter_").isdecimal()]
+    newest = max(names, key=lambda name: int(name.removeprefix("iter_")), default="")
+    needed = run / KEPT_STAGES / KEPT_SCORES / newest
+    if not newest or not needed.is_dir():
+        return [run / KEPT_STAGES]
+    beside = [*(run / KEPT_STAGES).iterdir(), *needed.parent.iterdir()]
+    return sorted(path for path in beside if path not in (needed, needed.parent))
 
 
 def _ray_sessions(folder: Path, commands: str) -> Iterator[Path]:
@@ -163,8 +202,7 @@ def main(
         for item in of_kind:
             typer.echo(f"{item.bytes / 1e6:10.1f} MB   {item.path}")
     if yes:
-        for item in items:
-            remove(item)
+        items = [item for item in items if remove(item)]
     verb = "removed" if yes else "to be removed by --yes"
     typer.echo(f"{sum(item.bytes for item in items) / 1e6:10.1f} MB {verb}")
 

@@ -28,11 +28,15 @@ from flows.deploy.service_record import (
     write_record,
 )
 from flows.deploy.stages_beside import stages_beside
+from tasks.cli.stopping import Stopped
 from tasks.cli.terminal import command_line, commands
 from tasks.config.errors import ConfigError
 from tasks.config.recipes import load_recipe, parse_changes
 from tasks.run.early import check_files
 from tasks.system.access import USER, exports
+
+Errors = type[BaseException] | tuple[type[BaseException], ...]
+SIGNALS = KeyboardInterrupt, Stopped
 
 app = commands("Servers and a worker on this machine.")
 
@@ -72,22 +76,25 @@ def run(
 ) -> None:
     """Start what is not up yet, run a recipe as its deployment, and print what it learnt; the servers stay.
 
-    A run that fails leaves them, too: its logs are on its page. A signal cancels it. After that, or where a stage or a
-    server fails, what this began ends.
+    A run that fails leaves them, too: its logs are on its page. So does one that Prefect's server says nothing of for
+    minutes: it goes on. A signal cancels it. After that, or where a stage or a server fails, what this began ends.
     """
     parameters = _checked_parameters(recipe, overrides, changes, stages)
     there = living_processes()
-    with _ended_with_an_error(there), stages_beside(stages) as making:
-        if there.keys() >= SERVICES:
-            environment = use(recipe)
-        else:
-            environment = bring_up(ports_for(there), pool_of(there), check=making.check)
-        making.wait()
-        from flows.deploy.deployed_run import check_completed, follow, result_of, start_run
+    with _ended_with_an_error(there, but=Exception):  # from the run's creation on: it goes on without being followed
+        with _ended_with_an_error(there), stages_beside(stages) as making:
+            if there.keys() >= SERVICES:
+                environment = use(recipe)
+            else:
+                environment = bring_up(ports_for(there), pool_of(there), check=making.check)
+            making.wait()
+            from flows.deploy.deployed_run import check_completed, follow, result_of, start_run
 
-        with _with_note(f"continue: {command_line()}"):
-            ended = follow(start_run(f"train/{recipe}", parameters))
-    stay = f"still up: {addresses(environment)}; secrets in {ENVIRONMENT}; `make down` ends them"
+            with _with_note(f"continue: {command_line()}"):
+                started = start_run(f"train/{recipe}", parameters)
+        stay = f"still up: {addresses(environment)}; secrets in {ENVIRONMENT}; `make down` ends them"
+        with _with_note(f"continue: {command_line()}", SIGNALS), _with_note(stay, Exception):
+            ended = follow(started)
     with _with_note(stay):
         check_completed(ended)
     from tasks.run.summary import Summary
@@ -111,12 +118,12 @@ def _checked_parameters(
 
 
 @contextmanager
-def _ended_with_an_error(there: Mapping[str, psutil.Process]) -> Iterator[None]:
-    """Where the block fails, all ends that it has started; what was `there` before stays."""
+def _ended_with_an_error(there: Mapping[str, psutil.Process], but: Errors = ()) -> Iterator[None]:
+    """Where the block fails, by anything `but` these, all ends that it has started; what was `there` before stays."""
     try:
         yield
-    except BaseException:
-        if not there and living_processes():
+    except BaseException as error:
+        if not isinstance(error, but) and not there and living_processes():
             typer.echo("ending the servers ...", err=True)
             with suppress(typer.Exit):  # `down` has said what is missing; why the block failed is to be the last word
                 down()
@@ -124,11 +131,11 @@ def _ended_with_an_error(there: Mapping[str, psutil.Process]) -> Iterator[None]:
 
 
 @contextmanager
-def _with_note(note: str) -> Iterator[None]:
-    """What ends the block says this, too."""
+def _with_note(note: str, of: Errors = BaseException) -> Iterator[None]:
+    """What ends the block says this, too, if it is one of these."""
     try:
         yield
-    except BaseException as error:
+    except of as error:
         error.add_note(note)
         raise
 

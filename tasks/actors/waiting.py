@@ -4,6 +4,9 @@
 Ray waits in C++. Of what a signal's handler raises meanwhile it passes on KeyboardInterrupt at once; anything else, as
 Prefect's TerminationSignal, it keeps until the wait is over, and makes a SystemError of it. An update takes minutes. So
 the driver waits in short pieces, with `get` and `wait` in place of `ray.get` and `ray.wait`.
+
+At the end of a piece Ray gives up what it has received of an object that another machine holds, and the next piece
+begins anew: once there is nothing to wait for but the way here, the pieces grow.
 """
 
 import time
@@ -16,25 +19,37 @@ from ray.exceptions import GetTimeoutError, RayTaskError
 from tasks.system.signals import passed_on
 
 PIECE_SECONDS = 0.2
+"""While something is still computed."""
 
 
 def get(answers: Any, seconds: float = float("inf")) -> Any:
     """`ray.get`: the first error of any of them is raised as soon as it is there; GetTimeoutError after `seconds`."""
-    until = time.monotonic() + seconds
+    until, piece = time.monotonic() + seconds, PIECE_SECONDS
     while True:
         try:
             with passed_on():
-                return ray.get(answers, timeout=PIECE_SECONDS)
+                piece = 2 * piece if _all_exist(answers) else PIECE_SECONDS
+                return ray.get(answers, timeout=min(piece, max(0.0, until - time.monotonic())))
         except GetTimeoutError as error:
             if isinstance(error, RayTaskError) or time.monotonic() >= until:  # raised where it ran, and brought here
                 raise
 
 
 def wait(answers: Sequence[ray.ObjectRef], count: int = 1) -> list[ray.ObjectRef]:
-    """`ray.wait`: those that are there, once `count` are; a failed one is there, too."""
+    """`ray.wait`: those that exist, on whatever machine, once `count` do; a failed one exists, too."""
     while True:
         with passed_on():
-            ready, _ = ray.wait(list(answers), num_returns=len(answers), timeout=0)
+            ready = _existing(answers)
             if len(ready) >= count:
                 return ready
-            ray.wait(list(answers), num_returns=count, timeout=PIECE_SECONDS)
+            ray.wait(list(answers), num_returns=count, timeout=PIECE_SECONDS, fetch_local=False)
+
+
+def _all_exist(answers: ray.ObjectRef | Sequence[ray.ObjectRef]) -> bool:
+    refs = [answers] if isinstance(answers, ray.ObjectRef) else list(dict.fromkeys(answers))
+    return len(_existing(refs)) == len(refs)
+
+
+def _existing(refs: Sequence[ray.ObjectRef]) -> list[ray.ObjectRef]:
+    """Those that are computed or have failed; none of them is brought here for it."""
+    return ray.wait(list(refs), num_returns=len(refs), timeout=0, fetch_local=False)[0] if refs else []

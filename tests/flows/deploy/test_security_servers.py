@@ -11,8 +11,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
+import pandas as pd
+import psutil
 import pytest
 from prefect.context import refresh_global_settings_context
 from prefect.settings import get_current_settings
@@ -23,12 +26,15 @@ from flows.deploy import service_log
 from flows.deploy.mlflow_app import guarded
 from flows.deploy.service_record import HERE, RECORD, ServiceError
 from flows.services import app
+from tasks.actors.reward_group import Scores
 from tasks.records.run_lock import run_lock
+from tasks.records.run_store import CheckpointStore, RunState
+from tasks.run.kept_stages import KeptStages
 from tasks.system.access import STARTUP_SECONDS, guard_temporary_server, new_access
 from tasks.system.heartbeats import heartbeats
 from tasks.system.processes import boot_id, identity
 from tests.support.forked import Program
-from tests.support.patience import PATIENCE
+from tests.support.patience import PATIENCE, wait_until
 
 CREDENTIALS = "me:secret"
 TEMPORARY = """
@@ -269,6 +275,28 @@ def test_a_services_log_does_not_grow_for_ever(tmp_path: Path) -> None:
     assert log.read_text() == "last wordsagain\n"
 
 
+def has_written(process: psutil.Process, times: int) -> bool:
+    """Or tried to."""
+    return process.io_counters().write_count >= times
+
+
+def test_a_services_log_that_cannot_be_written_is_read_on_and_says_what_it_lacks(tmp_path: Path) -> None:
+    """Whoever writes into a pipe without a reader ends: Prefect's worker, and its flow runs with it."""
+    log = tmp_path / "worker.log"
+    log.symlink_to("/dev/full")
+    command = [sys.executable, "-S", service_log.__file__, str(log), "1000"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, text=True, bufsize=1) as writer:
+        assert writer.stdin is not None
+        tried = psutil.Process(writer.pid)
+        for number in (1, 2):
+            writer.stdin.write(f"line {number}\n")
+            wait_until(partial(has_written, tried, number), "a try to write it", every=0.02)
+        log.unlink()
+        writer.stdin.write("line 3\nline 4\n")
+    assert writer.returncode == 0
+    assert log.read_text() == "[2 lines could not be written and are left out here]\nline 3\nline 4\n"
+
+
 def test_who_reads_what_up_says_does_not_wait_for_the_servers(here: Path) -> None:
     """As `make up | tee FILE` does; the log's writer lives as long as what it writes of."""
     HERE.mkdir()
@@ -334,6 +362,33 @@ def test_prune_lists_what_dead_runs_left_and_removes_only_that(
             prune.remove(item)
     assert not [path for path in dead if path.exists()]
     assert all(path.exists() for path in kept)
+
+
+def test_prune_leaves_a_run_what_it_goes_on_with(here: Path) -> None:
+    """MLflow was away when the newest checkpoint's iteration was to be recorded: its scores are the only way on. And a
+    run that has begun since its leftovers were listed keeps all of them."""
+    run, ages = here / "runs/old", (time.time() - 20 * 86_400,) * 2
+    run.mkdir(parents=True)
+    (run / "run.json").write_text("{}")
+    states = [RunState(iteration, "config", "data", "mlflow") for iteration in (6, 7)]
+    kept, scores = KeptStages(run / "stages"), Scores(pd.DataFrame({"reward": [0.5]}), {"a": 1.0}, {"a": 0.0})
+    for state in states:
+        kept.keep_scores(state, 5, scores, [])
+        filled(run / f"stages/rollout/iter_{state.iteration:06d}")
+        CheckpointStore(run / "checkpoints", keep=2).save(state, lambda folder: filled(folder / "weights") and None)
+    for path in (run, *run.rglob("*")):
+        os.utime(path, ages)
+    found = prune.leftovers(here, [], days=14)
+    assert [item.path for item in found] == [run / "stages/reward/iter_000006", run / "stages/rollout"]
+    with run_lock(run):
+        assert not any(map(prune.remove, found))
+        assert all(item.path.is_dir() for item in found)
+    assert all(map(prune.remove, found))
+    assert not any(item.path.exists() for item in found)
+    again = KeptStages(run / "stages")
+    assert again.scores(states[0], {"a": 1.0}) is None
+    _, rewards, _ = again.scores(states[1], {"a": 1.0}) or pytest.fail("the run would refuse to go on")
+    assert rewards.rewards.tolist() == [0.5]
 
 
 def test_prune_leaves_services_alone_that_run(here: Path, sleeper: subprocess.Popen) -> None:
