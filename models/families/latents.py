@@ -24,7 +24,12 @@ def component_config(path: str, component: str) -> dict[str, Any]:
     for it.
     """
     name = "scheduler_config.json" if component == "scheduler" else "config.json"
-    written = json.loads((Path(path) / component / name).read_text())
+    return filled_config(Path(path) / component / name)
+
+
+def filled_config(file: Path) -> dict[str, Any]:
+    """A config file as it is now, with what it leaves out as its class in diffusers has it."""
+    written = json.loads(file.read_text())
     return {**_class_defaults(written.get("_class_name", "")), **written}
 
 

@@ -16,10 +16,13 @@ from torch import Tensor, nn
 from models.config.view import TRANSFORMER
 from models.errors import DoubleflowError
 from models.families.base import DiffusionModelBase, DiffusionModelConfig
+from models.families.latents import filled_config
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
+ABSENT = object()
+"""Of a config that lacks a field, which null would not tell from one that has it."""
 ADAPTER_NAME = "default"
 LORA_FILE = "pytorch_lora_weights.safetensors"
 LORA_INIT_SEED = 20250505
@@ -258,8 +261,10 @@ def check_exported(
         )
     if full:
         own, other = (_architecture(Path(path)) for path in (model_config.config_path, folder / TRANSFORMER))
-        if own != other:
-            different = sorted(name for name in own.keys() | other.keys() if own.get(name) != other.get(name))
+        different = sorted(
+            name for name in own.keys() | other.keys() if own.get(name, ABSENT) != other.get(name, ABSENT)
+        )
+        if different:
             raise ValueError(
                 f"{given}, whose transformer differs from that of model.path {model_config.path} in "
                 f"{', '.join(different)}: give weights of the same model"
@@ -269,8 +274,11 @@ def check_exported(
 
 
 def _architecture(folder: Path) -> dict[str, Any]:
-    """What the transformer's config in this folder says of its weights."""
-    config = json.loads((folder / "config.json").read_text())
+    """What the transformer's config in this folder says of its weights, as json has it.
+
+    An export's file has all fields of its class, a published one those that the class had when it was written.
+    """
+    config = json.loads(json.dumps(filled_config(folder / "config.json")))
     return {name: value for name, value in config.items() if name not in ("_name_or_path", "_diffusers_version")}
 
 

@@ -2,6 +2,8 @@
 """A run that starts from another run's weights: what it then trains, what it compares with, and what is refused."""
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from tasks.config.tree import TrainConfig
 from tasks.run.preflight import check_weights
 from tests.models.training.test_engine import batch_of, largest_difference, trainer
 from tests.support.helpers import model_config, rollout_request
+from tests.support.published_models import MODELS
 from tests.support.tiny_models import FAMILIES
 
 KINDS: dict[str, dict[str, Any]] = {"full": {}, "lora": {"lora_rank": 4, "lora_alpha": 8}}
@@ -112,6 +115,47 @@ def test_weights_of_another_model_are_refused(exported: dict[str, Path], tmp_pat
     config = model_config(tmp_path / "model", initial_weights=str(exported["full"]))
     with pytest.raises(ValueError, match=r"differs from that of model.path .* in guidance_embeds, num_layers: give"):
         check_initial_weights(QwenImage, config)
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "field"),
+    [
+        ("qwen_image", "qwen-image", "zero_cond_t"),
+        ("flux", "flux.1-dev", "num_layers"),
+        ("stable_diffusion_3", "sd3.5-medium", "qk_norm"),
+        ("z_image", "z-image", "rope_theta"),
+        ("wan", "wan2.2-ti2v-5b", "added_kv_proj_dim"),
+    ],
+)
+def test_an_export_is_of_the_model_whose_published_config_holds_fewer_fields(
+    tiny_folder: Callable[[str], Path], name: str, model: str, field: str, tmp_path: Path
+) -> None:
+    """An export has every field of the class. One that the class does not know stays in both."""
+    family, base = FAMILIES[name], tmp_path / "base"
+    shutil.copytree(tiny_folder(name), base)
+    file = base / "transformer" / "config.json"
+    whole = json.loads(file.read_text())
+    held = {key: value for key, value in whole.items() if key in MODELS[model].transformer} | {"of_the_future": None}
+    assert held.keys() < {*whole, "of_the_future"}, "the class has fields that the published file lacks"
+    file.write_text(json.dumps(held))
+    (height, width), _ = family.sizes
+    settings = {"height": height, "width": width} | family.plain
+    config = model_config(base, **settings)
+    weights = {n: p.data for n, p in family.adapter.load_transformer(config, config.dtype).named_parameters()}
+    export_weights(family.adapter, config, weights, tmp_path / "weights")
+    started = model_config(base, **settings, initial_weights=str(tmp_path / "weights"))
+    check_initial_weights(family.adapter, started)
+    exported = tmp_path / "weights" / "transformer" / "config.json"
+    for other in ({field: 3}, {"of_the_future": 1}):
+        changed = json.loads(exported.read_text()) | other
+        exported.with_name("before.json").write_text(exported.read_text())
+        exported.write_text(json.dumps(changed))
+        with pytest.raises(ValueError, match=rf"differs from that of model.path .* in {next(iter(other))}: give"):
+            check_initial_weights(family.adapter, started)
+        exported.write_text(exported.with_name("before.json").read_text())
+    file.write_text(json.dumps({key: value for key, value in held.items() if key != "of_the_future"}))
+    with pytest.raises(ValueError, match="in of_the_future: give"):  # null there, nothing here
+        check_initial_weights(family.adapter, started)
 
 
 def test_lora_weights_that_do_not_say_what_they_are(
