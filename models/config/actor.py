@@ -64,8 +64,8 @@ class OptimConfig(Section):
         None,
         ge=1,
         le=MOST_STEPS,
-        description="Optimiser steps that the schedule spans; null is all of the run's, and a longer run then is "
-        "another run.",
+        description="Optimiser steps that the schedule spans; its last rate then stays. null is all of the run's, and "
+        "a longer run then is another run.",
     )
     clip_grad: float = Field(1.0, gt=0, le=1e9, description="Largest norm of the gradient over all ranks.")
 

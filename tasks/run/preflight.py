@@ -17,7 +17,7 @@ from models.rollout.vllm_omni.engine import check_tensor_split, pipeline_class
 from models.runtime.projections import not_fused
 from models.schedulers import check_kernel
 from models.training.engine import TRAINING_ENGINES, get_training_engine
-from models.training.schedules import check_lr_schedule
+from models.training.schedules import check_lr_schedule, check_span
 from models.training.sequence_parallel import check_sequence_split
 from models.weights.trainable import LORA_FILE, check_exported, check_initial_weights
 from tasks.actors.interpreter import check_interpreter
@@ -95,6 +95,8 @@ def check_inputs(config: TrainConfig, trains: bool = True, recorded: TrainConfig
         ConfigError, or the named thing's own error: one sentence, what is wrong and what would be right.
     """
     _check_names(config)
+    if trains:
+        _check_length(config)
     rollout = config.actor_rollout_ref.rollout
     model_config = DiffusionModelConfig.load(config.actor_rollout_ref.model, rollout.pipeline, rollout.algo)
     adapter = DiffusionModelBase.get_class(model_config)
@@ -138,6 +140,13 @@ def _check_names(config: TrainConfig) -> None:
     if config.data.rewrite_prompts is not None:
         get_rewriting(config.data.rewrite_prompts)
     check_reward_model(config.reward)
+
+
+def _check_length(config: TrainConfig) -> None:
+    """The run makes as many optimiser steps as its settings are for."""
+    after_span = check_span(config.scheduled_actor.optim, config.planned_optimizer_steps)
+    if after_span is not None:
+        log.warning(after_span)
 
 
 def _check_engine(config: TrainConfig, model_config: DiffusionModelConfig) -> None:

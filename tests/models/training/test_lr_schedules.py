@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION, get_scheduler
 
-from models.config.actor import SCHEDULES, SCHEDULES_BY_METRIC, OptimConfig
+from models.config.actor import SCHEDULES, SCHEDULES_BY_METRIC, SCHEDULES_OF_ALL_STEPS, OptimConfig
 from models.rollout.diffusers import DiffusersRolloutEngine
 from models.training.fsdp import ActorBatch, DiffusersFSDPEngine
-from models.training.schedules import build_lr_scheduler, check_lr_schedule
+from models.training.schedules import build_lr_scheduler, check_lr_schedule, check_span
 from tests.support.helpers import actor_config, model_config, rollout_request
 
 TOTAL, WARMUP, LR = 12, 3, 1e-2
@@ -76,12 +76,50 @@ def test_without_a_name_the_rate_is_the_one_of_before() -> None:
 
 
 def test_stable_steps_that_are_given_need_no_length_of_the_run() -> None:
-    kwargs = {"num_stable_steps": 2, "num_decay_steps": 3}
+    kwargs = STABLE
     settings = settings_of("warmup_stable_decay", lr_scheduler_kwargs=kwargs)
     own, theirs = optimizer(), optimizer()
     expected = get_scheduler("warmup_stable_decay", theirs, WARMUP, scheduler_specific_kwargs=dict(kwargs))
     assert rates_of(own, build_lr_scheduler(own, settings)) == rates_of(theirs, expected)
     assert settings_of("warmup_stable_decay", lr_scheduler_kwargs=kwargs).total_training_steps == TOTAL
+
+
+STABLE = {"num_stable_steps": 2, "num_decay_steps": 3}
+LAST_RATES = {"polynomial": 1e-4, "cosine_with_min_lr": 2e-3, "cosine_warmup_with_min_lr": 1e-3} | {
+    "warmup_stable_decay": 1e-3
+}
+"""Of the schedules that do not end at 0."""
+
+
+@pytest.mark.parametrize("name", SCHEDULES_OF_ALL_STEPS)
+def test_the_rate_at_the_end_of_the_span_stays(name: str) -> None:
+    own = optimizer()
+    rates = rates_of(own, build_lr_scheduler(own, settings_of(name)), 3 * TOTAL)
+    assert rates[TOTAL:] == pytest.approx([LAST_RATES.get(name, 0.0)] * 2 * TOTAL)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_run_within_the_span_has_nothing_to_tell(name: str) -> None:
+    assert check_span(settings_of(name), TOTAL) is None
+
+
+@pytest.mark.parametrize("name", SCHEDULES_OF_ALL_STEPS)
+def test_a_run_longer_than_the_span_is_told_or_refused(name: str) -> None:
+    """Refused where the steps that are more would change nothing."""
+    told = f"actor.optim.total_training_steps has {name} span 12 optimiser steps, but the run makes 13"
+    if name in LAST_RATES:
+        found = check_span(settings_of(name), TOTAL + 1)
+        assert found == f"{told}: those after the span keep its last learning rate, {LAST_RATES[name]:g} of 0.01"
+        return
+    with pytest.raises(ValueError, match=f"^{told}, .* learn nothing, at a rate of 0: let it span 13, or leave"):
+        check_span(settings_of(name), TOTAL + 1)
+
+
+def test_stable_steps_that_are_given_are_a_span() -> None:
+    settings = settings_of("warmup_stable_decay", lr_scheduler_kwargs=STABLE)
+    assert check_span(settings, WARMUP + 5) is None
+    with pytest.raises(ValueError, match=r"num_stable_steps has warmup_stable_decay span 8 .*: let it span 9$"):
+        check_span(settings, WARMUP + 6)
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,10 @@ def test_the_recipe_itself_is_taken(folder: Path, monkeypatch: pytest.MonkeyPatc
             "actor_rollout_ref.actor.optim={lr_scheduler_type: cosine, lr_warmup_steps: 9}",
             "more than the 6 optimiser steps that it spans",
         ),
+        (
+            "actor_rollout_ref.actor.optim={lr_scheduler_type: cosine, total_training_steps: 5}",
+            "total_training_steps has cosine span 5 optimiser steps, but the run makes 6",
+        ),
         ("algorithm.name=grop", "known: flow_grpo, dance_grpo"),
         ("reward.functions={ocrr: {}}", "no reward 'ocrr'"),
         ("actor_rollout_ref.model.path=nowhere", "nowhere/model_index.json does not exist"),
@@ -191,3 +195,15 @@ def test_a_setting_that_nothing_reads_is_told_where_the_run_trains(
     assert (
         "without effect in this run: actor_rollout_ref.rollout.algo.noise_level 0.9 (loss diffusion_nft" in caplog.text
     )
+
+
+def test_a_schedule_that_ends_before_the_run_is_told_where_the_run_trains(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(folder)
+    optim = "{lr_scheduler_type: cosine_with_min_lr, lr_scheduler_kwargs: {min_lr_rate: 0.1}, total_training_steps: 5}"
+    config = load_recipe("tiny").with_changes(parse_changes([f"actor_rollout_ref.actor.optim={optim}"]))
+    check_inputs(config, trains=False)
+    assert "after the span" not in caplog.text
+    check_inputs(config)
+    assert "but the run makes 6: those after the span keep its last learning rate" in caplog.text
