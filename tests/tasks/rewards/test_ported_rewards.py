@@ -104,3 +104,24 @@ def test_a_mapping_without_score_is_a_sample_without_score() -> None:
     )
     with pytest.raises(ValueError, match="gives a mapping without `score`: reward, why"):
         reward(BATCH[:2], PROMPTS[:2])
+
+
+ODD = {"a": None, "b": "0.75", "c": [], "d": [None], "e": [torch.tensor(0.5), 2], "f": np.float32(0.25), "g": b"1"}
+
+
+def compute_score_odd(solution_image, ground_truth, extra_info):
+    """What a judge that could not be reached leaves, or one whose answer nobody has read."""
+    return {"score": ODD[extra_info["prompt"]], "why": "judge"}
+
+
+def test_a_sample_without_a_number_is_missing_by_itself() -> None:
+    reward = get_reward(f"{HERE}:compute_score_odd")
+    prompts = [prompt(name) for name in ODD]
+    result = reward(BATCH[[0] * len(prompts)], prompts)
+    assert result.scores == pytest.approx([np.nan] * 4 + [0.5, 0.25, np.nan], nan_ok=True)
+    assert result.details["why"] == ["judge"] * len(prompts)
+    said = [error and error.removeprefix("ValueError: compute_score_odd gives ") for error in result.details["error"]]
+    rest = " as the score, which is no number"
+    assert said == [f"None{rest}", f"'0.75'{rest}", f"[]{rest}", f"None{rest}", None, None, f"b'1'{rest}"]
+    with pytest.raises(ValueError, match="gives '0.75' as the score, which is no number"):
+        reward(BATCH[:1], prompts[1:2])
