@@ -62,11 +62,12 @@ def _values(video: np.ndarray, prompt: ScoredPrompt) -> dict[str, Any]:
     frames = torch.from_numpy(np.ascontiguousarray(video)).permute(0, 3, 1, 2).float() / 255
     metadata = dict(prompt.metadata)
     extra = metadata.get("extra_info")
-    truth = metadata.get("ground_truth", prompt.target)
+    told = metadata.get("reward_model")
+    truths = (metadata.get("ground_truth"), told.get("ground_truth") if isinstance(told, Mapping) else None)
     return {
         "data_source": metadata.get("data_source", ""),
         PICTURE: frames[0] if len(frames) == 1 else frames,
-        "ground_truth": prompt.prompt if truth is None else truth,
+        "ground_truth": next(truth for truth in (*truths, prompt.target, prompt.prompt) if truth is not None),
         "extra_info": {"prompt": prompt.prompt, **(extra if isinstance(extra, Mapping) else metadata)},
     }
 
