@@ -7,15 +7,15 @@ import json
 import math
 import re
 from abc import abstractmethod
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Unpack
+from typing import Any, Unpack
 
 import numpy as np
 
 from tasks.rewards.base import RewardError, RewardResult, register_reward
 from tasks.rewards.chat import ChatOptions, ChatReward, UnusableAnswer
-from tasks.rewards.ocr import Target, check_target, plain_text, text_similarity, wanted_text
+from tasks.rewards.ocr import Target, check_target, check_wanted, plain_text, text_similarity, wanted_text
 from tasks.rewards.scored_prompt import ScoredPrompt
 
 OCR_TEMPLATE = (
@@ -147,6 +147,11 @@ class OcrJudge(Judge):
         check_target(target, self.name)
         super().__init__(template=template, **options)
         self._target, self._substring_is_full = target, substring_is_full
+
+    @classmethod
+    def check_prompts(cls, name: str, options: Mapping[str, Any], prompts: Sequence[ScoredPrompt]) -> None:
+        """Every prompt says what is to be read."""
+        check_wanted(name, options, prompts)
 
     def score(self, images: np.ndarray, prompts: Sequence[ScoredPrompt]) -> Awaitable[RewardResult]:
         """Ask about every image; raises RewardError for a prompt without a target, before anything is asked."""

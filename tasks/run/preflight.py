@@ -213,7 +213,8 @@ def _open_data(config: TrainConfig, model_config: DiffusionModelConfig, latent_s
         check_embeddings(config, model_config, embeddings)
     for name, entry in config.reward.named().values() if config.is_online else ():
         if isinstance(reward := check_reward(name, **entry.options), type):
-            reward.check_prompts(name, entry.options, train + test)
+            # What a function of the user's makes of the train prompts is known when it is called.
+            reward.check_prompts(name, entry.options, test if config.data.rewrite_prompts else train + test)
     return Inputs(model_config, train, test, embeddings, pairs, hashlib.sha256(content).hexdigest()[:16], config)
 
 

@@ -29,6 +29,7 @@ from tasks.data.pairs import (
     write_pairs,
 )
 from tasks.data.prompts import DatasetError, Prompt, prompt_uid
+from tasks.rewards import RewardError
 from tasks.run.collect import pair_iteration
 from tasks.run.preflight import ConfigError, check_inputs
 from tasks.stages.pairs import read_pairs
@@ -156,7 +157,7 @@ def write_prompts(folder: Path, uids: dict[str, str]) -> None:
     """A table of these texts, of which `HELD_OUT` is in the test split, and their embeddings."""
     encode_into(folder / "embeddings", [Prompt(uid, text, None, {}, "here:1") for text, uid in uids.items()])
     splits = ["test" if text == HELD_OUT else "train" for text in uids]
-    frame = pd.DataFrame({"uid": uids.values(), "prompt": uids.keys(), "split": splits, "target": None})
+    frame = pd.DataFrame({"uid": uids.values(), "prompt": uids.keys(), "split": splits, "target": "red"})
     frame.assign(metadata="{}", source="here:1").to_parquet(folder / "prompts.parquet", index=False)
 
 
@@ -299,6 +300,16 @@ def test_prompts_that_are_not_encoded_are_refused(stored: Path, tiny_model: Path
     settings = ("algorithm.sample_source=online", "data.train_batch_size=2")
     with pytest.raises(ConfigError, match=rf"embeddings lacks the embedding of '{text}' \(1 in all\): run `dvc repro"):
         check_inputs(offline(stored, tiny_model, *settings))
+
+
+def test_a_prompt_that_its_reward_cannot_score_is_refused(stored: Path, tiny_model: Path) -> None:
+    """It would end the run when its picture is scored. What rewrites prompts may give train prompts a target."""
+    frame = pd.read_parquet(stored / "prompts.parquet")
+    frame.loc[frame["prompt"] == TEXTS[1], "target"] = None
+    frame.to_parquet(stored / "prompts.parquet", index=False)
+    config = offline(stored, tiny_model, "algorithm.sample_source=online", "data.train_batch_size=2")
+    with pytest.raises(RewardError, match=rf"^ocr: the prompt '{TEXTS[1]}' has no target \(see prompts.target_pattern"):
+        check_inputs(config)
 
 
 @pytest.mark.parametrize(("ranks", "sharing", "sizes"), [(1, 1, [4, 4]), (2, 1, [2, 2, 2, 2]), (2, 2, [4, 4])])
