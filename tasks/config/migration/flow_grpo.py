@@ -51,8 +51,8 @@ READS: dict[str, tuple[str, dict[str, Any]]] = {
 IN_UNITS = {"jpeg_compressibility": 500, "clipscore": 0.3}
 """Ours is so many times theirs: theirs are kB / 500, and CLIP's logits, 100 times the cosine, / 30."""
 NOTES = {
-    "unifiedreward": "unifiedreward there is one final score of the judge / 5, and judge_grade the mean of (grade - 1) / 4"
-    " of three axes: weigh it anew beside other rewards",
+    "unifiedreward": "unifiedreward there is one final score of the judge / 5, and judge_grade the mean of "
+    "(grade - 1) / 4 of three axes: weigh it anew beside other rewards",
 }
 """Where ours differs by more than a unit."""
 SHARED: dict[str, tuple[str, ...]] = {
