@@ -16,6 +16,7 @@ import yaml
 
 from tasks.cli.terminal import commands
 from tasks.config.data import DIGITS
+from tasks.config.errors import NO_YAML, why_no_yaml
 from tasks.config.params import (
     BASE_MODEL,
     BASE_MODEL_METRICS,
@@ -212,7 +213,14 @@ def _named_values(settings: list[str] | None, flag: str) -> dict[str, Any]:
     for name, equals, _ in pairs:
         if not equals:
             raise PrepareError(f"{flag} {name!r} must have the form name=value")
-    return {name: yaml.safe_load(value) for name, _, value in pairs}
+    return {name: _value(value, f"{flag} {name}") for name, _, value in pairs}
+
+
+def _value(text: str, where: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except NO_YAML as error:
+        raise PrepareError(f"{where}: the value {text!r:.100} is not YAML: {why_no_yaml(error)}") from error
 
 
 def _require_model(model: Path) -> None:

@@ -23,6 +23,7 @@ from optuna.trial import TrialState
 from prefect import flow
 from prefect.artifacts import create_table_artifact
 
+from models.config.bounds import MOST_NUMPY_SEED
 from tasks.actors.child_run import ChildDied, ChildRun, child_run, shared_place
 from tasks.config.overrides import NoChange
 from tasks.config.sweep import SweepConfig, check_fields
@@ -131,22 +132,28 @@ class Trials:
 
 
 def open_study(search: SweepConfig, folder: Path) -> optuna.Study:
-    """The sweep's study, in a file of its own."""
-    startup = search.startup_trials
-    samplers = {
-        "grid": lambda: optuna.samplers.RandomSampler(search.seed),  # its points are queued; nothing is drawn
-        "random": lambda: optuna.samplers.RandomSampler(search.seed),
-        "tpe": lambda: optuna.samplers.TPESampler(n_startup_trials=startup, seed=search.seed, constant_liar=True),
-    }
-    median = optuna.pruners.MedianPruner(n_startup_trials=startup, n_warmup_steps=search.warmup_steps)
-    return optuna.create_study(
+    """The sweep's study, in a file of its own.
+
+    Its sampler draws on: by `search.seed` alone it would draw the first points again in a study that has them.
+    """
+    median = optuna.pruners.MedianPruner(n_startup_trials=search.startup_trials, n_warmup_steps=search.warmup_steps)
+    study = optuna.create_study(
         storage=f"sqlite:///{folder / 'optuna.db'}",
         study_name=search.name,
-        sampler=samplers[search.sampler](),
         pruner=median if search.pruner == "median" else optuna.pruners.NopPruner(),
         direction=search.direction,
         load_if_exists=True,
     )
+    study.sampler = _sampler(search, len(study.get_trials(deepcopy=False)))
+    return study
+
+
+def _sampler(search: SweepConfig, trials: int) -> optuna.samplers.BaseSampler:
+    """What draws the points of a study that has so many trials; each start has a seed of its own."""
+    seed = (search.seed + trials) % (MOST_NUMPY_SEED + 1)
+    if search.sampler == "tpe":
+        return optuna.samplers.TPESampler(n_startup_trials=search.startup_trials, seed=seed, constant_liar=True)
+    return optuna.samplers.RandomSampler(seed)  # a grid's points are queued; nothing is drawn
 
 
 def prepare_trials(study: optuna.Study, search: SweepConfig) -> int:

@@ -173,3 +173,14 @@ def field_paths(section: type, path: str = "") -> Iterator[str]:
         below = section_of(annotation)
         if below is not None:
             yield from field_paths(below, f"{path}{name}.")
+
+
+def why_no_yaml(error: Exception) -> str:
+    """What is wrong with a text that PyYAML cannot read, by one of the errors of `NO_YAML`, and where."""
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    if not isinstance(error, yaml.YAMLError):
+        return " ".join(str(error).split())[:200] if isinstance(error, ValueError) else "a tag does not suit its value"
+    mark = getattr(error, "problem_mark", None)
+    where = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+    return f"{getattr(error, 'problem', None) or 'not text'}{where}"

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from tasks.config.errors import NO_YAML, RecipeError, described, field_paths, near, section_of
+from tasks.config.errors import NO_YAML, RecipeError, described, field_paths, near, section_of, why_no_yaml
 from tasks.config.overrides import Entries, merged, set_fields
 from tasks.config.tree import TrainConfig, TrainOverrides
 
@@ -125,7 +125,7 @@ def read_yaml(file: Path, advice: str) -> Any:
         reason = error.strerror if isinstance(error, OSError) else "not text"
         raise RecipeError(f"{file} cannot be read ({reason}): {advice}") from error
     except NO_YAML as error:
-        raise RecipeError(f"{file} is neither YAML nor JSON: {_reason(error)}") from error
+        raise RecipeError(f"{file} is neither YAML nor JSON: {why_no_yaml(error)}") from error
 
 
 @lru_cache(maxsize=4)
@@ -205,16 +205,5 @@ def parse_settings(settings: list[str], option: str) -> dict[str, Any]:
         try:
             node[leaf] = yaml.safe_load(value)
         except NO_YAML as error:
-            raise RecipeError(f"{option} {setting!r:.100}: the value is not YAML: {_reason(error)}") from error
+            raise RecipeError(f"{option} {setting!r:.100}: the value is not YAML: {why_no_yaml(error)}") from error
     return tree
-
-
-def _reason(error: Exception) -> str:
-    """What is wrong, and where."""
-    if isinstance(error, RecursionError):
-        return "it is nested too deeply"
-    if not isinstance(error, yaml.YAMLError):
-        return " ".join(str(error).split())[:200] if isinstance(error, ValueError) else "a tag does not suit its value"
-    mark = getattr(error, "problem_mark", None)
-    where = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-    return f"{getattr(error, 'problem', None) or 'not text'}{where}"

@@ -9,7 +9,7 @@ import math
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from models.schedulers.noise_keys import NoiseKey
 from tasks.data.digests import check_listed, file_digests, open_safetensors, read_index, validated, write_index
 from tasks.data.embeddings import INDEX, Embeddings, prompt_table
 from tasks.data.prompt_files import DatasetError, check_text, read_parquet
-from tasks.data.prompts import ShardName, prompt_uid
+from tasks.data.prompts import Prompt, ShardName, prompt_uid
 from tasks.system.files import put_in_place
 
 COLUMNS = ("pair", "prompt", "image", "chosen", "score")
@@ -44,7 +44,7 @@ class Pair:
 
     Attributes:
         uid: its name.
-        prompt_uid: of its prompt.
+        prompt_uid: of its prompt's text; `PairDataset.named_by` makes it a table's.
         chosen_score, rejected_score: what the better and the worse picture were worth; None where only the choice is
             known.
         shard: file of its latents.
@@ -254,6 +254,15 @@ class PairDataset:
         for pair in record.pairs:
             check_order(pair, str(index))
         return cls(Path(folder), tuple(record.latent_shape), record.pairs, record.model_digest, record.sha256)
+
+    def named_by(self, prompts: Sequence[Prompt]) -> "PairDataset":
+        """The same pairs, each with the uid that its prompt has in this table; a pair of no prompt of it as it is.
+
+        A pair knows its prompt's text, whose digest is the prompt's uid unless a data set gives uids of its own.
+        """
+        own = {prompt_uid(prompt.prompt): prompt.uid for prompt in prompts}
+        pairs = [replace(pair, prompt_uid=own.get(pair.prompt_uid, pair.prompt_uid)) for pair in self.pairs]
+        return PairDataset(self.folder, self.latent_shape, pairs, self.model_digest, self.sha256)
 
     def batches(
         self, pairs: Sequence[Pair], embeddings: Embeddings, size: int, seed: int, iteration: int

@@ -45,12 +45,22 @@ def _plain_row(raw: dict[str, Any], source: str, entry: RawFile) -> dict[str, An
     if "target" not in row and isinstance(truth := _below(row, "reward_model", "ground_truth"), str):
         row["target"] = truth
     if row.get("split") is None:
-        split = entry.split or _below(row, "extra_info", "split")
-        row |= {"split": split} if split in SPLITS else {}
+        row["split"] = entry.split or _split_inside(row, source)
     if entry.hidden == "remove":
         texts = {key: row[key] for key in ("prompt", "target", "negative_prompt") if isinstance(row.get(key), str)}
         row |= {key: without_hidden(text) for key, text in texts.items()}
     return row
+
+
+def _split_inside(row: Mapping[str, Any], source: str) -> str | None:
+    """`extra_info.split`; another word than ours is refused: drawn, held-out rows would be trained on."""
+    split = _below(row, "extra_info", "split")
+    if split not in (None, *SPLITS):
+        raise DatasetError(
+            f"{source}: extra_info.split {split!r:.60} is no split; it must be one of {', '.join(SPLITS)}, or give "
+            "this file's entry in params.yaml a `split`, which goes first"
+        )
+    return split
 
 
 def _renamed(raw: Mapping[str, Any], columns: Mapping[str, str], source: str) -> dict[str, Any]:

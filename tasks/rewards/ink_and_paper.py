@@ -37,6 +37,12 @@ class InkAndPaperReward(Reward):
         """2.5 ms for 64 x 256 pixels: a median of each channel, so by their number."""
         return 2.5e-3 * pixels / (64 * 256)
 
+    @classmethod
+    def check_prompts(cls, name: str, options: Mapping[str, Any], prompts: Sequence[ScoredPrompt]) -> None:
+        """Every prompt names one ink and one paper."""
+        for prompt in prompts:
+            wanted_colours(prompt)
+
     def score(self, images: np.ndarray, prompts: Sequence[ScoredPrompt]) -> RewardResult:
         """Look at every image; raises RewardError for a prompt that names no known ink and paper."""
         wanted = [wanted_colours(prompt) for prompt in prompts]

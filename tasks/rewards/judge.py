@@ -7,15 +7,15 @@ import json
 import math
 import re
 from abc import abstractmethod
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Unpack
+from typing import Any, Unpack
 
 import numpy as np
 
 from tasks.rewards.base import RewardError, RewardResult, register_reward
 from tasks.rewards.chat import ChatOptions, ChatReward, UnusableAnswer
-from tasks.rewards.ocr import Target, check_target, plain_text, text_similarity, wanted_text
+from tasks.rewards.ocr import Target, check_target, check_wanted, plain_text, text_similarity, wanted_text
 from tasks.rewards.scored_prompt import ScoredPrompt
 
 OCR_TEMPLATE = (
@@ -32,6 +32,8 @@ Alignment: does it show what the prompt says? Coherence: is it free of flaws and
 
 Answer with one line an axis, the axis, a colon and the grade, and nothing else."""
 GRADES = (1.0, 5.0)
+LEADING = re.compile(r"""(?<=[\s:=*("'`])(?:[-\u2212]\.?|\.)\Z""")
+"""Sign and point with which a number begins; a row of points, and a dash before a blank, lead to it."""
 SHOWN = 200
 """Characters of an unusable answer that go into its error."""
 
@@ -77,7 +79,7 @@ class Judge(ChatReward):
         super().__init__(**options)
         self._asks, self._concurrency, self._template = asks, concurrency, template
         settings = json.dumps({"template": template} | self.sampling, sort_keys=True)
-        self.version = f"2 {self.asked} settings={hashlib.sha256(settings.encode()).hexdigest()[:12]}"
+        self.version = f"3 {self.asked} settings={hashlib.sha256(settings.encode()).hexdigest()[:12]}"
 
     @abstractmethod
     def verdict(self, answer: str, prompt: ScoredPrompt) -> Verdict:
@@ -148,6 +150,11 @@ class OcrJudge(Judge):
         super().__init__(template=template, **options)
         self._target, self._substring_is_full = target, substring_is_full
 
+    @classmethod
+    def check_prompts(cls, name: str, options: Mapping[str, Any], prompts: Sequence[ScoredPrompt]) -> None:
+        """Every prompt says what is to be read."""
+        check_wanted(name, options, prompts)
+
     def score(self, images: np.ndarray, prompts: Sequence[ScoredPrompt]) -> Awaitable[RewardResult]:
         """Ask about every image; raises RewardError for a prompt without a target, before anything is asked."""
         for prompt in prompts:
@@ -210,12 +217,17 @@ def _grade(axis: str, answer: str) -> float:
     for line in _lines(answer):
         found = first.match(line)
         if found:
-            grades += [float(found[1]), *(float(text) for text in again.findall(line, found.end()))]
+            grades += [_value(one) for one in (found, *again.finditer(line, found.end()))]
     if len(set(grades)) > 1:
         raise UnusableAnswer(f"different grades for {axis} in {answer[:SHOWN]!r}")
     if not grades or not GRADES[0] <= grades[-1] <= GRADES[1]:
         raise UnusableAnswer(f"no grade from 1 to 5 for {axis} in {answer[:SHOWN]!r}")
     return grades[-1]
+
+
+def _value(found: re.Match[str]) -> float:
+    """The number of a match; NaN, which is no grade, where a sign or a point stands at it: "-3" is no 3, ".5" no 5."""
+    return math.nan if LEADING.search(found.string, found.start(), found.start(1)) else float(found[1])
 
 
 def _lines(answer: str) -> list[str]:

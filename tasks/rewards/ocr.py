@@ -69,6 +69,11 @@ class OcrReward(Reward):
         packages = (self._reader.package, "onnxruntime")
         self.version = " ".join(["1", *(f"{package}=={version(package)}" for package in packages)])
 
+    @classmethod
+    def check_prompts(cls, name: str, options: Mapping[str, Any], prompts: Sequence[ScoredPrompt]) -> None:
+        """Every prompt says what is to be read."""
+        check_wanted(name, options, prompts)
+
     def score(self, images: np.ndarray, prompts: Sequence[ScoredPrompt]) -> RewardResult:
         """Read every image and compare; raises RewardError for a prompt without a target."""
         wanted = [wanted_text(prompt, self._target, self.name) for prompt in prompts]
@@ -100,6 +105,14 @@ def wanted_text(prompt: ScoredPrompt, where: Target, reward: str) -> str:
         lacking = "target (see prompts.target_pattern)" if where == "column" else "text in double quotes"
         raise RewardError(f"{reward}: the prompt {prompt.prompt!r} has no {lacking}, so nothing says what to read")
     return text
+
+
+def check_wanted(reward: str, options: Mapping[str, Any], prompts: Sequence[ScoredPrompt]) -> None:
+    """Raise RewardError of `reward`, with these options, for a prompt that does not say what to read."""
+    where = options.get("target", "column")
+    check_target(where, reward)
+    for prompt in prompts:
+        wanted_text(prompt, where, reward)
 
 
 def check_target(where: str, reward: str) -> None:

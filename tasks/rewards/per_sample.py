@@ -62,11 +62,12 @@ def _values(video: np.ndarray, prompt: ScoredPrompt) -> dict[str, Any]:
     frames = torch.from_numpy(np.ascontiguousarray(video)).permute(0, 3, 1, 2).float() / 255
     metadata = dict(prompt.metadata)
     extra = metadata.get("extra_info")
-    truth = metadata.get("ground_truth", prompt.target)
+    told = metadata.get("reward_model")
+    truths = (metadata.get("ground_truth"), told.get("ground_truth") if isinstance(told, Mapping) else None)
     return {
         "data_source": metadata.get("data_source", ""),
         PICTURE: frames[0] if len(frames) == 1 else frames,
-        "ground_truth": prompt.prompt if truth is None else truth,
+        "ground_truth": next(truth for truth in (*truths, prompt.target, prompt.prompt) if truth is not None),
         "extra_info": {"prompt": prompt.prompt, **(extra if isinstance(extra, Mapping) else metadata)},
     }
 
@@ -76,23 +77,21 @@ async def score_each(
 ) -> tuple[np.ndarray, dict[str, list]]:
     """(scores float64 [B], details) of a batch uint8 [B, F, H, W, 3]; an async function's calls wait side by side.
 
-    A sample whose call raises, or gives no score, is NaN, with its error; where all do, that is the batch's error, and
-    tried again.
+    A sample whose call raises, or gives no number as its score, is NaN, with its error; where all do, that is the
+    batch's error, and tried again.
     """
 
     async def one(video: np.ndarray, prompt: ScoredPrompt) -> Any:
         answer = function(**arguments(function, video, prompt, options))
-        given = await answer if inspect.isawaitable(answer) else answer
-        if isinstance(given, Mapping) and "score" not in given:
-            raise ValueError(f"{function.__name__} gives a mapping without `score`: {', '.join(map(str, given))}")
-        return given
+        return await answer if inspect.isawaitable(answer) else answer
 
     answers = await asyncio.gather(*map(one, batch, prompts), return_exceptions=True)
-    errors = [answer if isinstance(answer, BaseException) else None for answer in answers]
+    found = [answer if isinstance(answer, BaseException) else _number(answer, function.__name__) for answer in answers]
+    errors = [number if isinstance(number, BaseException) else None for number in found]
     if answers and all(errors):
         raise next(error for error in errors if error is not None)
-    rows = [answer if isinstance(answer, Mapping) else {"score": answer} for answer in answers]
-    scores = np.array([np.nan if error else _number(row["score"]) for row, error in zip(rows, errors, strict=True)])
+    scores = np.array([np.nan if isinstance(number, BaseException) else number for number in found])
+    rows = [answer if isinstance(answer, Mapping) else {} for answer in answers]
     names = dict.fromkeys(str(name) for row in rows for name in row if name not in ("score", "error"))
     details: dict[str, list] = {name: [row.get(name) for row in rows] for name in names}
     if any(errors):
@@ -100,6 +99,20 @@ async def score_each(
     return scores, details
 
 
-def _number(score: Any) -> float:
-    """A score, or the first of a list, as there."""
-    return float(score[0] if isinstance(score, Sequence) else score)
+def _number(answer: Any, name: str) -> float | ValueError:
+    """The score of what a function of this name gave, of a list the first, as there; why it has none.
+
+    A text is none, whatever it says: a function that gives texts has not read the answer that it had.
+    """
+    if isinstance(answer, Mapping) and "score" not in answer:
+        return ValueError(f"{name} gives a mapping without `score`: {', '.join(map(str, answer))}")
+    score = answer["score"] if isinstance(answer, Mapping) else answer
+    if isinstance(score, Sequence) and score and not isinstance(score, str | bytes):
+        score = score[0]
+    none = ValueError(f"{name} gives {score!r:.60} as the score, which is no number")
+    if isinstance(score, str | bytes):
+        return none
+    try:
+        return float(score)
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # RuntimeError: of a tensor of several numbers
+        return none

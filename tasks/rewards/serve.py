@@ -23,6 +23,8 @@ from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive
 
+from models.errors import DoubleflowError
+from tasks.config.errors import NO_YAML, why_no_yaml
 from tasks.rewards.base import Reward, RewardError, RewardResult, get_reward
 from tasks.rewards.remote import MAX_PIXELS, MAX_REQUEST_MB, PROTOCOL, TooLarge, check_protocol, unpack_batch
 
@@ -182,7 +184,12 @@ def main(
     for name, equals, _ in pairs:
         if not equals:
             raise typer.BadParameter(f"{name!r} must have the form name=value", param_hint="--option")
-    loaded = get_reward(reward, **{name: yaml.safe_load(value) for name, _, value in pairs})
+    options = {name: _value(name, value) for name, _, value in pairs}
+    try:
+        loaded = get_reward(reward, **options)
+    except DoubleflowError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from None
     config = uvicorn.Config(
         make_app(loaded, Limits(max_pixels, max_request_mb, max_pictures)), host=host, port=port, log_level="warning"
     )
@@ -190,6 +197,14 @@ def main(
     address = f"http://{host}:{listening.getsockname()[1]}"
     typer.echo(f"{loaded.name} ({loaded.version}) is served at {address}")
     uvicorn.Server(config).run(sockets=[listening])
+
+
+def _value(name: str, text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except NO_YAML as error:
+        told = f"{name}: the value {text!r:.100} is not YAML: {why_no_yaml(error)}"
+        raise typer.BadParameter(told, param_hint="--option") from error
 
 
 def listening_socket(config: uvicorn.Config) -> socket.socket:

@@ -7,8 +7,9 @@ For plain objects on a plain background, as synthetic training pictures show the
 import colorsys
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
+from typing import Any
 
 import numpy as np
 
@@ -59,6 +60,12 @@ class ShapesReward(Reward):
                 f"shapes: contrast must be in 1 to 255 and min_pixels at least 1, not {contrast} and {min_pixels}"
             )
         self._contrast, self._min_pixels = contrast, min_pixels
+
+    @classmethod
+    def check_prompts(cls, name: str, options: Mapping[str, Any], prompts: Sequence[ScoredPrompt]) -> None:
+        """Every prompt asks for a scene."""
+        for prompt in prompts:
+            wanted_scene(prompt)
 
     def score(self, images: np.ndarray, prompts: Sequence[ScoredPrompt]) -> RewardResult:
         """Look at every image; raises RewardError for a prompt that asks for no scene."""

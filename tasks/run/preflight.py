@@ -232,7 +232,8 @@ def _open_data(
         check_embeddings(config, model_config, embeddings)
     for name, entry in config.reward.named().values() if config.is_online or not trains else ():
         if isinstance(reward := check_reward(name, **entry.options), type):
-            reward.check_prompts(name, entry.options, train + test)
+            # What a function of the user's makes of the train prompts is known when it is called.
+            reward.check_prompts(name, entry.options, test if config.data.rewrite_prompts else train + test)
     return Inputs(model_config, train, test, embeddings, pairs, hashlib.sha256(content).hexdigest()[:16], config)
 
 
@@ -301,12 +302,20 @@ def _check_count(config: TrainConfig, there: int) -> None:
 
 
 def _open_pairs(config: TrainConfig, embeddings: Embeddings, latent_shape: tuple[int, ...]) -> PairDataset:
-    """The pairs fit the model's latents, and their prompts are encoded."""
-    pairs = PairDataset.open(config.data.pairs)
+    """The pairs fit the model's latents, and their prompts are encoded and none of them is held out."""
+    pairs = PairDataset.open(config.data.pairs).named_by(load_prompts(config.data.prompts))
     if pairs.latent_shape != tuple(latent_shape):
         raise ConfigError(
             f"{config.data.pairs} holds latents {list(pairs.latent_shape)} but rollout.pipeline height and width make "
             f"{list(latent_shape)}: set them to the size of the pairs' pictures"
+        )
+    held_out = {prompt.uid for prompt in load_prompts(config.data.prompts, "test")}  # more than validation draws
+    seen = [pair for pair in pairs.pairs if pair.prompt_uid in held_out]
+    if seen:
+        raise ConfigError(
+            f"{config.data.pairs} has pairs of prompts that {config.data.prompts} holds out, pair {seen[0].uid!r} for "
+            f"example ({len(seen)} in all): leave them out of the preference table, or make the split of their prompts "
+            "another than test"
         )
     missing = [pair for pair in pairs.pairs if pair.prompt_uid not in embeddings]
     if missing:

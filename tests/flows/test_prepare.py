@@ -176,6 +176,8 @@ def test_guidance_shows_in_the_pictures(here: Path) -> None:
             ("preferences", "--model", MODEL, "--embeddings", "data/sd3_embeddings", "--set", "guidance=4"),
             "cannot be sampled so",
         ),
+        (("preferences", "--model", MODEL, "--option", "x=["), "--option x: the value '[' is not YAML: "),
+        (("embeddings", "--set", "dtype=["), "--set dtype: the value '[' is not YAML: "),
         (("preferences", "--model", MODEL, "--reward", "ocrr"), "there is no reward 'ocrr'"),
         (("preferences", "--model", MODEL, "--reward", "ocr", "--option", "detekt=1"), "argument 'detekt'"),
     ],

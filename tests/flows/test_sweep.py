@@ -109,6 +109,27 @@ def test_as_many_trials_as_asked_for_in_all(tmp_path: Path, sampler: str) -> Non
     assert {trial.params["data.train_batch_size"] for trial in study.trials} == {4, 8}
 
 
+@pytest.mark.parametrize("sampler", ["random", "tpe"])
+def test_a_lengthened_sweep_draws_no_point_again(tmp_path: Path, sampler: str) -> None:
+    """Equal values have equal run names: such a trial would be a run that is there, counted twice."""
+    drawn = {}
+    for trials in (4, 8):
+        search = SweepConfig(sampler=sampler, trials=trials, space={"rate": {"low": 1e-6, "high": 1e-3, "log": True}})
+        study = run_some(search, tmp_path, lambda search: lambda trial: search.space["rate"].suggest(trial, "rate"))
+        drawn[trials] = [done.params["rate"] for done in study.trials]
+    assert drawn[8][:4] == drawn[4]
+    assert len(set(drawn[8])) == 8
+
+
+def test_a_fresh_sweep_draws_by_its_seed_alone(tmp_path: Path) -> None:
+    """The largest seed, too, after which a continued one goes on from 0."""
+    search = SweepConfig(sampler="random", seed=2**32 - 1, space={"rate": {"low": 0.0, "high": 1.0}})
+    by_seed = optuna.create_study(sampler=optuna.samplers.RandomSampler(search.seed))
+    fresh, wanted = (one.ask().suggest_float("rate", 0.0, 1.0) for one in (open_study(search, tmp_path), by_seed))
+    assert fresh == wanted
+    assert open_study(search, tmp_path).ask().suggest_float("rate", 0.0, 1.0) != wanted
+
+
 def test_the_median_pruner_stops_the_worse_half(tmp_path: Path) -> None:
     search = SweepConfig(**GRID | {"sampler": "random", "trials": 12, "startup_trials": 3})
 

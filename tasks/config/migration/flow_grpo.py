@@ -48,8 +48,13 @@ READS: dict[str, tuple[str, dict[str, Any]]] = {
     },
 }
 """Their name of a reward -> ours, and what it must be given."""
-IN_UNITS = {"jpeg_compressibility": 500}
-"""Ours is so many times theirs."""
+IN_UNITS = {"jpeg_compressibility": 500, "clipscore": 0.3}
+"""Ours is so many times theirs: theirs are kB / 500, and CLIP's logits, 100 times the cosine, / 30."""
+NOTES = {
+    "unifiedreward": "unifiedreward there is one final score of the judge / 5, and judge_grade the mean of "
+    "(grade - 1) / 4 of three axes: weigh it anew beside other rewards",
+}
+"""Where ours differs by more than a unit."""
 SHARED: dict[str, tuple[str, ...]] = {
     "sample.train_batch_size": ("sample.train_batch_size", "sample.num_batches_per_epoch"),
     "train.gradient_accumulation_steps": ("train.batch_size", "train.gradient_accumulation_steps"),
@@ -192,9 +197,8 @@ def _rewards(path: str, value: Any, given: Given) -> Outcome:
         return Problem(f"the reward {', '.join(lost)} is not here: name one under reward.functions", settings)
     if "unifiedreward" in value:
         settings[JUDGE] = folder_of("CodeGoat24/UnifiedReward-qwen-7b")
-    return Taken(
-        settings, "weights of models are to be in these folders (docs/rewards.md)" if "data/" in str(settings) else ""
-    )
+    folders = ["weights of models are to be in these folders (docs/rewards.md)"] if "data/" in str(settings) else []
+    return Taken(settings, "; ".join(folders + [note for name, note in NOTES.items() if name in value]))
 
 
 PREPARED = Elsewhere("a data set of prompts by its name, data.name (docs/data.md)")

@@ -4,8 +4,8 @@
 Whatever else among the program's own words is about settings comes along: `group=choice`, `~a.b`, `--config-name=x`.
 
 The script is read, not run. Of a shell it knows assignments, `$NAME`, `${NAME:-default}` and whole-number `$((...))`.
-Where a variable is set more than once, as in the branches of an `if`, the last one counts; what another program says,
-`$(...)`, and variables that are set elsewhere stay as they are written.
+Where a variable is set more than once, as in the branches of an `if`, the last one counts, and `+=` adds to it; what
+another program says, `$(...)`, and variables that are set elsewhere stay as they are written.
 """
 
 import ast
@@ -32,7 +32,7 @@ ARRAY = re.compile(r"^\s*(?:(?:declare|local|readonly)\s+(?:-\w+\s+)*)?[A-Za-z_]
 FLAG = re.compile(r"^(?P<path>--?[A-Za-z][\w-]*)(?:=(?P<value>.*))?$", re.DOTALL)
 THEIRS = re.compile(r"^verl(?:_omni)?\.")
 ENDS_COMMAND = re.compile(r"^(?:\|\|?|&&?|;|\d*[<>].*)$")
-ASSIGNMENT = re.compile(r"^(?P<name>[A-Za-z_]\w*)=(?P<value>.*)$", re.DOTALL)
+ASSIGNMENT = re.compile(r"^(?P<name>[A-Za-z_]\w*)(?P<adds>\+?)=(?P<value>.*)$", re.DOTALL)
 DECLARES = ("export", "local", "readonly", "declare")
 VARIABLE = re.compile(r"\$(?:\{(?P<braced>[A-Za-z_]\w*)(?::?[-=](?P<default>[^{}]*))?\}|(?P<plain>[A-Za-z_]\w*))")
 ARITHMETIC = re.compile(r"\$\(\((?P<sum>[^()]*(?:\([^()]*\)[^()]*)*)\)\)")
@@ -85,7 +85,9 @@ def read_overrides(text: str, source: str = "the script") -> list[Override]:
             continue
         assigned = [ASSIGNMENT.match(word) for word in words if word not in DECLARES]
         if all(assigned) and not any(OVERRIDE.match(word) for word in words):
-            variables |= {match["name"]: match["value"] for match in assigned if match}
+            for match in filter(None, assigned):
+                before = variables.get(match["name"], "") if match["adds"] else ""
+                variables[match["name"]] = before + match["value"]
             continue
         found |= {override.path: override for override in _overrides(words)}
     if not found:

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
+from tasks.config.migration.flow_grpo import FLOW_GRPO
 from tasks.config.migration.rewards import SCORERS, Scorer
-from tasks.config.migration.script import read_overrides
+from tasks.config.migration.script import Override, read_overrides
 from tasks.config.migration.translate import Translation, translate
 from tasks.rewards import check_reward, known_rewards
 
@@ -87,6 +88,23 @@ def test_a_reward_that_is_not_here_is_a_problem_and_no_other_is_trained_on(path:
     custom = made(CUSTOM.format(path))
     assert "is not here: name one under reward.functions" in str(custom.problem)
     assert functions(custom)["reward"]["reward"] not in known_rewards()
+
+
+@pytest.mark.parametrize(
+    ("name", "theirs", "ours"),
+    [("clipscore", 100 * 0.24 / 30, 0.24), ("jpeg_compressibility", -40 / 500, -40), ("pickscore", 0.85, 0.85)],
+)
+def test_a_reward_of_flow_grpo_weighs_what_it_does_there(name: str, theirs: float, ours: float) -> None:
+    """Each in its own unit, of the same picture: with any other weight another sum of rewards would be trained on."""
+    one = translate([Override("reward_fn", {name: 0.7})], FLOW_GRPO)
+    assert functions(one)[name]["weight"] * ours == pytest.approx(0.7 * theirs)
+
+
+def test_what_differs_by_more_than_a_unit_is_told() -> None:
+    one = translate([Override("reward_fn", {"unifiedreward": 0.7, "clipscore": 1.0})], FLOW_GRPO)
+    assert functions(one)["unifiedreward"]["weight"] == 0.7
+    (line,) = one.lines
+    assert "unifiedreward there is one final score of the judge / 5" in line.text
 
 
 def test_the_weight_may_come_before_the_file() -> None:

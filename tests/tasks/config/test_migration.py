@@ -305,6 +305,19 @@ def test_an_array_is_of_the_command_too() -> None:
     assert found == ["a.b=1", "plain=2", "~a.c", "a.d=3", "model_engine=veomni"]
 
 
+def test_what_is_added_to_a_variable_is_of_the_command_too() -> None:
+    script = """EXTRA="a.b=1 a.c=2"
+    EXTRA+=" a.c=3 a.d=$((2 * 2))"
+    export EXTRA+=' a.e=5'
+    NEW+="a.f=6"
+    python -m verl_omni.trainer.main $EXTRA $NEW
+    EXTRA=
+    python -m verl_omni.trainer.main a.g=7 $EXTRA
+    """
+    found = [str(override) for override in read_overrides(script)]
+    assert found == ["a.b=1", "a.c=3", "a.d=4", "a.e=5", "a.f=6", "a.g=7"]
+
+
 def test_a_variable_in_a_folder_is_told() -> None:
     line = line_of(made(f"{RUN}{MODEL}.path=$HOME/Qwen-Image"), f"{MODEL}.path")
     assert line.endswith("a folder in diffusers format; $HOME in it is not filled in here: write what it stands for")

@@ -29,7 +29,7 @@ from tasks.data.pairs import (
     write_pairs,
 )
 from tasks.data.prompts import DatasetError, Prompt, prompt_uid
-from tasks.rewards.base import RewardError
+from tasks.rewards import RewardError
 from tasks.run.collect import pair_iteration
 from tasks.run.early import check_files
 from tasks.run.preflight import ConfigError, check_inputs
@@ -37,7 +37,7 @@ from tasks.stages.pairs import read_pairs
 from tasks.system.stopwatch import Stopwatch
 from tests.support.helpers import TEXT_DIM, model_config
 
-TEXTS = ("a red sign", "the number 472", "hi")
+TEXTS, HELD_OUT = ("a red sign", "the number 472", "hi"), "a blue sign"
 
 
 def png(shade: int, width: int = 6, height: int = 4) -> bytes:
@@ -143,18 +143,23 @@ def shades(pictures: np.ndarray) -> Tensor:
 
 @pytest.fixture
 def stored(tmp_path: Path) -> Path:
-    """A folder with five pairs in three shards, prompts and embeddings."""
-    rows = [row for i in range(5) for row in rows_of(f"pair-{i}", TEXTS[i % 3], shade=10 * i)]
-    pairs = read_pictures(table(tmp_path, rows))
-    write_pairs(pairs, shades, tmp_path / "pairs", shard_size=2, model_digest="0123")
-    splits = ("train", "train", "test")
-    prompts = [
-        Prompt(prompt_uid(text), text, None, {}, f"{split}:1") for text, split in zip(TEXTS, splits, strict=True)
-    ]
-    encode_into(tmp_path / "embeddings", prompts)
-    frame = pd.DataFrame({"uid": [p.uid for p in prompts], "prompt": TEXTS, "split": splits, "target": None})
-    frame.assign(metadata="{}", source="here:1").to_parquet(tmp_path / "prompts.parquet", index=False)
+    """A folder with five pairs of train prompts in three shards, prompts and embeddings."""
+    write_five_pairs(tmp_path, TEXTS)
+    write_prompts(tmp_path, {text: prompt_uid(text) for text in (*TEXTS, HELD_OUT)})
     return tmp_path
+
+
+def write_five_pairs(folder: Path, texts: tuple[str, ...]) -> None:
+    rows = [row for i in range(5) for row in rows_of(f"pair-{i}", texts[i % 3], shade=10 * i)]
+    write_pairs(read_pictures(table(folder, rows)), shades, folder / "pairs", shard_size=2, model_digest="0123")
+
+
+def write_prompts(folder: Path, uids: dict[str, str]) -> None:
+    """A table of these texts, of which `HELD_OUT` is in the test split, and their embeddings."""
+    encode_into(folder / "embeddings", [Prompt(uid, text, None, {}, "here:1") for text, uid in uids.items()])
+    splits = ["test" if text == HELD_OUT else "train" for text in uids]
+    frame = pd.DataFrame({"uid": uids.values(), "prompt": uids.keys(), "split": splits, "target": "red"})
+    frame.assign(metadata="{}", source="here:1").to_parquet(folder / "prompts.parquet", index=False)
 
 
 def encode_into(folder: Path, prompts: list[Prompt]) -> None:
@@ -276,6 +281,27 @@ def test_pairs_that_do_not_fit_are_refused_before_a_model_loads(
         check_inputs(config)
 
 
+def test_pairs_of_held_out_prompts_are_refused(stored: Path, tiny_model: Path) -> None:
+    shutil.rmtree(stored / "pairs")
+    write_five_pairs(stored, (TEXTS[0], HELD_OUT, TEXTS[1]))
+    with pytest.raises(ConfigError, match=r"prompts.parquet holds out, pair 'pair-1' for example \(2 in all\): leave"):
+        check_inputs(offline(stored, tiny_model))
+
+
+def test_pairs_find_prompts_that_have_uids_of_their_own(stored: Path, tiny_model: Path) -> None:
+    shutil.rmtree(stored / "embeddings")
+    write_prompts(stored, {text: f"own-{number}" for number, text in enumerate((*TEXTS, HELD_OUT))})
+    pairs = check_inputs(offline(stored, tiny_model)).pairs
+    assert pairs is not None
+    assert [pair.prompt_uid for pair in pairs.pairs] == ["own-0", "own-1", "own-2", "own-0", "own-1"]
+    (batch,) = pairs.batches(pairs.pairs[:2], PromptEmbeddings.open(stored / "embeddings"), 2, seed=0, iteration=1)
+    assert batch.trajectories.prompts.prompt_embeds[:, 0, 0].tolist() == [len(text) for text in TEXTS[:2]]
+    shutil.rmtree(stored / "pairs")
+    write_five_pairs(stored, (HELD_OUT, *TEXTS[:2]))
+    with pytest.raises(ConfigError, match=r"prompts.parquet holds out, pair 'pair-0'"):
+        check_inputs(offline(stored, tiny_model))
+
+
 def test_pairs_of_prompts_that_are_not_encoded_are_refused(stored: Path, tiny_model: Path) -> None:
     shutil.rmtree(stored / "embeddings")
     encode_into(stored / "embeddings", [Prompt(prompt_uid(text), text, None, {}, "raw.txt:1") for text in TEXTS[:1]])
@@ -283,14 +309,25 @@ def test_pairs_of_prompts_that_are_not_encoded_are_refused(stored: Path, tiny_mo
         check_inputs(offline(stored, tiny_model))
 
 
-@pytest.mark.parametrize(("split", "text"), [("train", TEXTS[1]), ("test", TEXTS[2])])
+@pytest.mark.parametrize(("split", "text"), [("train", TEXTS[1]), ("test", HELD_OUT)])
 def test_prompts_that_are_not_encoded_are_refused(stored: Path, tiny_model: Path, split: str, text: str) -> None:
     """Those of the validation too: without the check the run would fail after its first iterations."""
     shutil.rmtree(stored / "embeddings")
-    encode_into(stored / "embeddings", [Prompt(prompt_uid(t), t, None, {}, "raw.txt:1") for t in TEXTS if t != text])
+    others = [Prompt(prompt_uid(t), t, None, {}, "raw.txt:1") for t in (*TEXTS, HELD_OUT) if t != text]
+    encode_into(stored / "embeddings", others)
     settings = ("algorithm.sample_source=online", "data.train_batch_size=2")
     with pytest.raises(ConfigError, match=rf"embeddings lacks the embedding of '{text}' \(1 in all\): run `dvc repro"):
         check_inputs(offline(stored, tiny_model, *settings))
+
+
+def test_a_prompt_that_its_reward_cannot_score_is_refused(stored: Path, tiny_model: Path) -> None:
+    """It would end the run when its picture is scored. What rewrites prompts may give train prompts a target."""
+    frame = pd.read_parquet(stored / "prompts.parquet")
+    frame.loc[frame["prompt"] == TEXTS[1], "target"] = None
+    frame.to_parquet(stored / "prompts.parquet", index=False)
+    config = offline(stored, tiny_model, "algorithm.sample_source=online", "data.train_batch_size=2")
+    with pytest.raises(RewardError, match=rf"^ocr: the prompt '{TEXTS[1]}' has no target \(see prompts.target_pattern"):
+        check_inputs(config)
 
 
 @pytest.mark.parametrize(("ranks", "sharing", "sizes"), [(1, 1, [4, 4]), (2, 1, [2, 2, 2, 2]), (2, 2, [4, 4])])

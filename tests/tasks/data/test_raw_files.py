@@ -65,6 +65,16 @@ def test_the_references_parquet_is_read_as_it_is(tmp_path: Path) -> None:
     assert [prompt.negative and prompt.negative.prompt for prompt in prompts] == ["blurred", " ", " "]
 
 
+@pytest.mark.parametrize("word", ["validation", "Test", "", 3])
+def test_a_row_of_a_split_that_is_not_ours_is_drawn_for_none(tmp_path: Path, word: Any) -> None:
+    """Held-out rows would come into training; the file's own `split` says where they belong."""
+    rows = [row | {"extra_info": {"split": word}} for row in reference_rows()]
+    pd.DataFrame(rows).to_parquet(tmp_path / "p.parquet")
+    with pytest.raises(DatasetError, match=rf"p.parquet:1: extra_info.split {word!r} is no split; it must be one of"):
+        table(str(tmp_path / "p.parquet"))
+    assert set(table(raw(tmp_path / "p.parquet", split="test"))["split"]) == {"test"}
+
+
 def test_rows_that_differ_in_their_number_alone_are_one(tmp_path: Path) -> None:
     row = reference_rows()[0]
     again = row | {"extra_info": row["extra_info"] | {"index": 7}}

@@ -190,6 +190,13 @@ def test_a_transcription_is_scored_as_ocr_is(server: Judging) -> None:
         ('{"note": "Alignment: 5", "alignment": 1}', 1),
         ('{"alignment": 5, "alignment": 1}', None),
         ("Alignment: 4.5555555555", 4.5555555555),
+        *(
+            (f"Alignment: {text}", None)
+            for text in ("-3", ".5", "-.5", "\u22123", "**-3**", ".5.2", "-3\nAlignment: 3")
+        ),
+        ("Alignment ..... 5", 5),
+        ("Alignment.....5", 5),
+        ("Alignment -- 2", 2),
         ("Alignment" + "!" * 30000, None),
         ("alignment " * 30000, None),
     ],

@@ -2,13 +2,15 @@
 """Rewards in the form that VeRL-Omni documents, a sample a call: three of them, imports changed."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
-from tasks.data.prompts import Prompt
+from tasks.data.prompts import Prompt, build_prompt_table, load_prompts
 from tasks.rewards import RewardError, get_reward, reward_input
 
 HERE = "tests.tasks.rewards.test_ported_rewards"
@@ -104,3 +106,42 @@ def test_a_mapping_without_score_is_a_sample_without_score() -> None:
     )
     with pytest.raises(ValueError, match="gives a mapping without `score`: reward, why"):
         reward(BATCH[:2], PROMPTS[:2])
+
+
+ODD = {"a": None, "b": "0.75", "c": [], "d": [None], "e": [torch.tensor(0.5), 2], "f": np.float32(0.25), "g": b"1"}
+
+
+def compute_score_odd(solution_image, ground_truth, extra_info):
+    """What a judge that could not be reached leaves, or one whose answer nobody has read."""
+    return {"score": ODD[extra_info["prompt"]], "why": "judge"}
+
+
+def test_a_sample_without_a_number_is_missing_by_itself() -> None:
+    reward = get_reward(f"{HERE}:compute_score_odd")
+    prompts = [prompt(name) for name in ODD]
+    result = reward(BATCH[[0] * len(prompts)], prompts)
+    assert result.scores == pytest.approx([np.nan] * 4 + [0.5, 0.25, np.nan], nan_ok=True)
+    assert result.details["why"] == ["judge"] * len(prompts)
+    said = [error and error.removeprefix("ValueError: compute_score_odd gives ") for error in result.details["error"]]
+    rest = " as the score, which is no number"
+    assert said == [f"None{rest}", f"'0.75'{rest}", f"[]{rest}", f"None{rest}", None, None, f"b'1'{rest}"]
+    with pytest.raises(ValueError, match=r"gives '0\.75' as the score, which is no number"):
+        reward(BATCH[:1], prompts[1:2])
+
+
+def compute_score_truth(solution_image, ground_truth):
+    return {"score": 1.0, "truth": repr(ground_truth)}
+
+
+@pytest.mark.parametrize("truth", [5, 0, [2, 3], {"colour": "red", "count": 2}, "five"])
+def test_a_truth_of_any_kind_comes_from_the_parquet_row_to_the_function(tmp_path: Path, truth: Any) -> None:
+    """A row's own `target` is another thing; `reward_model.ground_truth` is what such a function is written for."""
+    rows = [
+        {"prompt": "a", "reward_model": {"style": "rule", "ground_truth": truth}},
+        {"prompt": "b", "reward_model": {"style": "rule", "ground_truth": None}},
+    ]
+    pd.DataFrame(rows).to_parquet(tmp_path / "raw.parquet")
+    made = build_prompt_table([str(tmp_path / "raw.parquet")], n_test=0, n_train=None, seed=0, target_pattern="(.)")
+    made.to_parquet(tmp_path / "prompts.parquet")
+    result = get_reward(f"{HERE}:compute_score_truth")(BATCH[:2], load_prompts(tmp_path / "prompts.parquet"))
+    assert result.details["truth"] == [repr(truth), "'b'"]

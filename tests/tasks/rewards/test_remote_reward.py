@@ -18,14 +18,16 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
+import typer
 import uvicorn
 from fastapi.testclient import TestClient
 from PIL import Image
+from typer.testing import CliRunner
 
 from tasks.data.prompts import Prompt
 from tasks.rewards import RewardError, get_reward
 from tasks.rewards.remote import RemoteFailure, pack_images, pack_request, pack_tensor
-from tasks.rewards.serve import Limits, listening_socket, make_app
+from tasks.rewards.serve import Limits, listening_socket, main, make_app
 from tests.support.patience import PATIENCE
 
 pytestmark = pytest.mark.waits
@@ -55,6 +57,22 @@ def served(*arguments: str) -> Iterator[str]:
     finally:
         process.terminate()
         process.wait(timeout=PATIENCE)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("--reward", "nope"), "error: there is no reward 'nope'; known are "),
+        (("--reward", "ocr", "--option", "detekt=1"), "unexpected keyword argument 'detekt'"),
+        (("--reward", "ocr", "--option", "upscale=["), "upscale: the value '[' is not YAML: "),
+    ],
+)
+def test_a_server_that_cannot_start_says_why_in_a_sentence(arguments: tuple[str, ...], complaint: str) -> None:
+    app = typer.Typer()
+    app.command()(main)
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 2
+    assert complaint in " ".join(done.output.replace("│", " ").split())
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from tasks.rewards import (
     Reward,
     RewardError,
     RewardResult,
+    check_reward,
     get_reward,
     known_rewards,
     register_reward,
@@ -337,6 +338,23 @@ def test_ocr_without_a_target_is_an_error_and_no_zero(ocr):
     for target in (None, " "):
         with pytest.raises(RewardError, match=r"'the number 472' has no target \(see prompts.target_pattern\)"):
             ocr(picture_of("472")[None], [Wanted("the number 472", target)])
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "scored", "other"),
+    [
+        *((name, {}, Wanted("a sign", "open"), Wanted('a sign "open"')) for name in ("ocr", "tesseract", "judge_ocr")),
+        ("ocr", {"target": "quoted"}, Wanted('a sign "open"'), Wanted("a sign", "open")),
+        ("ocr", {}, Wanted("a sign", "open"), Wanted("a sign", " ")),
+        ("ink_and_paper", {}, Wanted("open in blue on white"), Wanted("open in blue")),
+        ("shapes", {}, Wanted("three red circles"), Wanted("circles")),
+    ],
+)
+def test_a_prompt_that_cannot_be_scored_is_known_before_anything_is_loaded(name, options, scored, other):
+    reward = check_reward(name, **options)
+    reward.check_prompts(name, options, [scored])
+    with pytest.raises(RewardError, match=rf"^{name}: the prompt '{other.prompt}' .*(has no|must)"):
+        reward.check_prompts(name, options, [scored, other])
 
 
 def test_ocr_does_not_depend_on_the_rest_of_the_batch(ocr):

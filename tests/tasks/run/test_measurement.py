@@ -14,7 +14,7 @@ from tasks.config.errors import ConfigError
 from tasks.config.measurement import Measurement
 from tasks.config.tree import TrainConfig
 from tasks.records.comparison import Interval
-from tasks.run.measuring import Cell, Verdict, cells, for_measuring
+from tasks.run.measuring import Cell, Verdict, cells, for_measuring, measurement_digest
 
 Folder = Callable[[str], Path]
 INPUTS: Any = SimpleNamespace(test=["a prompt", "another"], embeddings=None)
@@ -95,3 +95,23 @@ def test_a_verdict_needs_an_interval_without_zero(
     """Better than the best so far, or than the base where there is none; worse than either."""
     verdict = Verdict(base, best)
     assert (verdict.better, verdict.worse) == (better, worse)
+
+
+def test_a_measurement_is_another_one_where_the_files_of_its_sets_are_others(tmp_path: Path) -> None:
+    """At the same paths: else what was measured on the old prompts would stand for the new ones."""
+    prompts, embeddings = tmp_path / "prompts.parquet", tmp_path / "embeddings"
+    embeddings.mkdir()
+    inputs: Any = SimpleNamespace(digest="same")
+    measurement = Measurement.model_validate({"sets": {"ood": {"prompts": prompts, "embeddings": embeddings}}})
+
+    def digest(table: str, index: str) -> str:
+        prompts.write_text(table)
+        (embeddings / "index.json").write_text(index)
+        return measurement_digest(TrainConfig(), inputs, measurement)
+
+    found = [digest(*content) for content in (("a", "b"), ("c", "b"), ("a", "d"), ("a", "b"))]
+    assert len(set(found)) == 3
+    assert found[0] == found[3]
+    prompts.unlink()
+    with pytest.raises(ConfigError, match=r"measurement.sets.ood.prompts: .*prompts.parquet is missing"):
+        measurement_digest(TrainConfig(), inputs, measurement)
