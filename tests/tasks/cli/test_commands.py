@@ -196,7 +196,7 @@ def test_an_empty_address_of_mlflow_is_none(folder: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "")
     for command, runs in ((commands.report, ["0"]), (commands.reproduce, ["0"]), (commands.compare, ["0", "1"])):
         assert "tracking.uri is sqlite:///mlflow.db, but there is no such file" in refused(command, *runs)
-        assert "--tracking: uri is ''; string should have at least 1 char" in refused(command, *runs, "--tracking", "")
+        assert "--tracking: uri: the text is blank: give a value" in refused(command, *runs, "--tracking", "")
     assert TrackingConfig(uri="sqlite:///own.db").address == "sqlite:///own.db"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///other.db")
     assert TrackingConfig().address == "sqlite:///other.db"
