@@ -30,7 +30,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from benchmarks.local_services import free_port, wait_until
-from flows.lora_for_server import main as convert
+from flows.lora_for_server import convert
 from models.families.base import read_architecture
 from models.weights.trainable import LORA_FILE
 

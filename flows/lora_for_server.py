@@ -11,25 +11,37 @@ from models.families.base import read_architecture
 from models.rollout.vllm_omni import families  # noqa: F401  registers the project's own pipelines
 from models.rollout.vllm_omni.lora_names import write_peft_folder
 from models.rollout.vllm_omni.registry import VllmOmniPipelineBase
+from tasks.cli.terminal import Debug, in_a_sentence, run_command
+from tasks.config.errors import ConfigError
+from tasks.run.early import as_config_errors
 
-app = typer.Typer(help=__doc__, add_completion=False)
 
-
-@app.command()
 def main(
     weights: Annotated[Path, typer.Argument(help="Folder that a LoRA run exported.")],
     out: Annotated[Path, typer.Argument(help="Folder to write.")],
     model: Annotated[Path, typer.Option(help="Base model, in diffusers format.")] = Path("data/base_model"),
+    debug: Debug = False,
 ) -> None:
     """Write a PEFT folder: what a request's `lora` may name as its `path`."""
+    with in_a_sentence(debug):
+        convert(weights, out, model)
+        typer.echo(f"{out}: LoRA weights for a vLLM-Omni server of {model}")
+
+
+def convert(weights: Path, out: Path, model: Path) -> None:
+    """The same, without a word. Raises ConfigError where one of them is not what it should be."""
+    if out.exists():
+        raise ConfigError(f"OUT is {out}, which is there already: give a folder that is to be made")
+    if not (model / "model_index.json").is_file():
+        raise ConfigError(f"--model is {model}, which is no folder in diffusers format: give the run's base model")
     load_families()
-    architecture = read_architecture(model)
-    pipeline = VllmOmniPipelineBase.get_class(architecture, "flow_grpo")
-    if pipeline is None:
-        raise typer.BadParameter(f"{model} is a {architecture}, for which there is no vLLM-Omni pipeline here")
-    write_peft_folder(pipeline, weights, out)
-    typer.echo(f"{out}: LoRA weights for a vLLM-Omni server of {model}")
+    with as_config_errors():
+        architecture = read_architecture(model)
+        pipeline = VllmOmniPipelineBase.get_class(architecture, "flow_grpo")
+        if pipeline is None:
+            raise ConfigError(f"--model is {model}, a {architecture}, for which there is no vLLM-Omni pipeline here")
+        write_peft_folder(pipeline, weights, out)
 
 
 if __name__ == "__main__":
-    app()
+    run_command(main)

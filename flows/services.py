@@ -28,6 +28,7 @@ from flows.deploy.service_record import (
     write_record,
 )
 from flows.deploy.stages_beside import stages_beside
+from models.config.bounds import MOST_GPUS, MOST_PROCESSES
 from tasks.cli.stopping import Stopped
 from tasks.cli.terminal import command_line, commands
 from tasks.config.errors import ConfigError
@@ -37,17 +38,24 @@ from tasks.system.access import USER, exports
 
 Errors = type[BaseException] | tuple[type[BaseException], ...]
 SIGNALS = KeyboardInterrupt, Stopped
+MOST_PORT = 65535
 
 app = commands("Servers and a worker on this machine.")
 
 
 @app.command()
 def up(
-    prefect_port: Annotated[int, typer.Option(help="Port of Prefect's server.")] = PORTS["prefect"],
-    mlflow_port: Annotated[int, typer.Option(help="Port of MLflow's server.")] = PORTS["mlflow"],
+    prefect_port: Annotated[int, typer.Option(min=1, max=MOST_PORT, help="Port of Prefect's server.")] = PORTS[
+        "prefect"
+    ],
+    mlflow_port: Annotated[int, typer.Option(min=1, max=MOST_PORT, help="Port of MLflow's server.")] = PORTS["mlflow"],
     pool: Annotated[str, typer.Option(help="Work pool that the deployments name.")] = POOL_NAME,
-    runs: Annotated[int, typer.Option(help="Flow runs that the pool lets run at once.")] = RUNS,
-    gpus: Annotated[int | None, typer.Option(help="GPUs of this machine; left out, as many as torch finds.")] = None,
+    runs: Annotated[
+        int, typer.Option(min=1, max=MOST_PROCESSES, help="Flow runs that the pool lets run at once.")
+    ] = RUNS,
+    gpus: Annotated[
+        int | None, typer.Option(min=0, max=MOST_GPUS, help="GPUs of this machine; left out, as many as torch finds.")
+    ] = None,
 ) -> None:
     """Start what is not up yet; if a part does not start, nothing of what this began stays."""
     there = living_processes()

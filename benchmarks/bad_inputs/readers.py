@@ -272,7 +272,7 @@ def override_files(seed: int) -> list[Case]:
 def _overrides_case(name: str, suffix: str, content: bytes) -> Case:
     def act(folder: Path) -> TrainConfig:
         with chdir(folder):
-            return checked(TrainConfig().with_changes(parse_changes([], folder / f"changes{suffix}")))
+            return checked(TrainConfig().with_changes(parse_changes([], [folder / f"changes{suffix}"])))
 
     def fault(taken: TrainConfig) -> str | None:
         written = yaml.safe_load(content) if suffix == ".yaml" else json.loads(content)

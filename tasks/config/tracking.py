@@ -19,9 +19,7 @@ PASSWORD_OF_MLFLOW = (
 class TrackingConfig(Section):
     """MLflow, and what gets a copy of what it gets."""
 
-    uri: str = Field(
-        "sqlite:///mlflow.db", min_length=1, description="MLflow tracking URI; MLFLOW_TRACKING_URI overrides it."
-    )
+    uri: str = Field("sqlite:///mlflow.db", description="MLflow tracking URI; MLFLOW_TRACKING_URI overrides it.")
     artifacts: str | None = Field(None, description="Artifact root of a new experiment; null is ./mlruns.")
     experiment: ExperimentName = Field("doubleflow", description="MLflow experiment.")
     max_outage_s: float = Field(

@@ -170,7 +170,7 @@ def _plain(value: Any) -> Any:
 
 def main(
     reward: Annotated[str, typer.Option(help="Registered name or package.module:object.")],
-    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8100,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8100,
     host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 is all of this machine's.")] = "127.0.0.1",
     option: Annotated[list[str] | None, typer.Option(help="name=value of the reward, YAML; may be repeated.")] = None,
     max_pixels: Annotated[int, typer.Option(min=1, help="Of one PNG.")] = MAX_PIXELS,

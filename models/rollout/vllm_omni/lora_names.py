@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -34,12 +34,18 @@ def write_peft_folder(pipeline: type[RolloutPipeline], exported: Path, folder: P
 
     Raises:
         FileNotFoundError: no such weights.
+        ValueError: the file is not as a run writes it.
     """
     if not (exported / LORA_FILE).is_file():
         raise FileNotFoundError(f"{exported} holds no {LORA_FILE}: give a folder that a LoRA run exported")
-    with safe_open(exported / LORA_FILE, framework="pt") as file:
-        weights = {name.removeprefix("transformer."): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        trained = json.loads(file.metadata()["lora_adapter_metadata"])
+    try:
+        with safe_open(exported / LORA_FILE, framework="pt") as file:
+            weights = {name.removeprefix("transformer."): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            trained = json.loads((file.metadata() or {})["lora_adapter_metadata"])
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise ValueError(
+            f"{exported / LORA_FILE} is not as a LoRA run exports it ({error}): give a folder that one exported"
+        ) from error
     config = {
         "peft_type": "LORA",
         "r": trained["transformer.r"],

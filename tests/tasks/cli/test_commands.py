@@ -14,10 +14,13 @@ from pathlib import Path
 from typing import get_type_hints
 
 import pytest
+import torch
 from prefect import Flow, State
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from flows import prepare, services
+from flows import lora_for_server, prepare, services
+from models.weights.trainable import LORA_FILE
 from tasks.actors.cluster import ClusterError
 from tasks.cli import commands
 from tasks.cli.terminal import command_of, exit_code, in_a_sentence
@@ -198,7 +201,7 @@ def test_an_empty_address_of_mlflow_is_none(folder: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "")
     for command, runs in ((commands.report, ["0"]), (commands.reproduce, ["0"]), (commands.compare, ["0", "1"])):
         assert "tracking.uri is sqlite:///mlflow.db, but there is no such file" in refused(command, *runs)
-        assert "--tracking: uri is ''; string should have at least 1 char" in refused(command, *runs, "--tracking", "")
+        assert "--tracking: uri: the text is blank: give a value" in refused(command, *runs, "--tracking", "")
     assert TrackingConfig(uri="sqlite:///own.db").address == "sqlite:///own.db"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///other.db")
     assert TrackingConfig().address == "sqlite:///other.db"
@@ -262,6 +265,43 @@ def test_sub_commands_say_it_too(folder: Path) -> None:
         1,
         "error: already up (prefect), but .services/environment is not whole: `make down` first\n",
     )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--prefect-port", "99999999"), "'--prefect-port': Input should be less than or equal to 65535"),
+        (("--mlflow-port", "-1"), "'--mlflow-port': Input should be greater than or equal to 1"),
+        (("--runs", "0"), "'--runs': Input should be greater than or equal to 1"),
+        (("--gpus", "-1"), "'--gpus': Input should be greater than or equal to 0"),
+    ],
+)
+def test_a_number_that_cannot_be_is_refused_before_a_server_starts(
+    folder: Path, arguments: tuple[str, str], said: str
+) -> None:
+    up = CliRunner().invoke(services.app, ["up", *arguments], env={"COLUMNS": "200"})
+    assert (up.exit_code, said in up.output) == (2, True), up.output
+    assert not (folder / ".services").exists()
+
+
+def test_what_no_lora_server_can_load_is_one_sentence(folder: Path) -> None:
+    for name in ("empty", "broken", "no_lora", "there"):
+        (folder / name).mkdir()
+    (folder / "data/base_model/model_index.json").write_text('{"_class_name": "QwenImagePipeline"}')
+    (folder / "broken" / LORA_FILE).write_text("{}")
+    save_file({"x": torch.zeros(1)}, folder / "no_lora" / LORA_FILE)
+    for arguments, said in (
+        (["empty", "out"], f"error: empty holds no {LORA_FILE}: give a folder that a LoRA run exported"),
+        (["nope", "out"], f"error: nope holds no {LORA_FILE}: give a folder that a LoRA run exported"),
+        (["broken", "out"], f"error: broken/{LORA_FILE} is not as a LoRA run exports it ("),
+        (["no_lora", "out"], f"error: no_lora/{LORA_FILE} is not as a LoRA run exports it ('lora_adapter_metadata')"),
+        (["empty", "there"], "error: OUT is there, which is there already: give a folder that is to be made"),
+        (["empty", "out", "--model", "nope"], "error: --model is nope, which is no folder in diffusers format: give"),
+    ):
+        assert refused(lora_for_server.main, *arguments).startswith(said)
+    assert not (folder / "out").exists()
+    (folder / "data/base_model/model_index.json").write_text('{"_class_name": "Pipeline"}')
+    assert "a Pipeline, for which there is no vLLM-Omni pipeline here" in refused(lora_for_server.main, "empty", "out")
 
 
 def test_a_taken_port_names_the_variable_of_make(folder: Path) -> None:

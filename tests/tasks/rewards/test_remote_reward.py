@@ -24,6 +24,7 @@ from fastapi.testclient import TestClient
 from PIL import Image
 from typer.testing import CliRunner
 
+from tasks.cli.terminal import command_of
 from tasks.data.prompts import Prompt
 from tasks.rewards import RewardError, get_reward
 from tasks.rewards.remote import RemoteFailure, pack_images, pack_request, pack_tensor
@@ -119,6 +120,12 @@ def test_a_hosted_reward_scores_as_it_does_at_home(jpeg: str, encoding: str) -> 
     assert remote.version == f"jpeg_incompressibility {local.version}"
     for _ in range(2):
         assert np.array_equal(remote(IMAGES, prompts_of()).scores, local(IMAGES, prompts_of()).scores)
+
+
+@pytest.mark.parametrize("port", ["-1", "65536"])
+def test_a_port_that_cannot_be_is_refused_before_the_reward_is_loaded(port: str) -> None:
+    ended = CliRunner().invoke(command_of(main), ["--reward", "no_reward", "--port", port], env={"COLUMNS": "200"})
+    assert (ended.exit_code, "'--port': Input should be " in ended.output) == (2, True), ended.output
 
 
 def test_answers_leave_at_once() -> None:
