@@ -76,7 +76,7 @@ class Tracker:
         self.uri = uri = client.tracking_uri
         self._plain = client if is_server(uri) else cast(MlflowClient, LocalClient(client))
         self.patience = PatientClient(self._plain, uri, config.max_outage_s)
-        self.client = cast(MlflowClient, self.patience) if is_server(uri) else self._plain
+        self.client = cast(MlflowClient, self.patience)
         experiment = self._experiment(config, uri)
         close_dead_runs(self.client, [experiment])
         self.run_id = run_id or self._create(experiment, run_name, parent)

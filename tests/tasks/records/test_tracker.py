@@ -1,20 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a resumed run adds to its MLflow record."""
 
+import logging
 import os
+import re
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from mlflow import MlflowClient
 from prefect.exceptions import TerminationSignal
+from sqlalchemy import Engine, event
 
 from tasks.config.tracking import TrackingConfig
 from tasks.config.tree import TrainConfig
@@ -75,6 +79,46 @@ def test_a_run_is_killed_by_a_signal_and_failed_by_an_error(tmp_path: Path, monk
     with pytest.raises(type(error)), run.concluded():
         raise error
     assert run.client.get_run(run.run_id).info.status == status
+
+
+@pytest.fixture
+def soon_locked() -> Iterator[None]:
+    """SQLite waits for another program for a moment, where MLflow has it wait for 20 seconds."""
+
+    def shorter(connection: Any, cursor: Any, statement: str, *others: Any) -> tuple[str, Any]:
+        return re.sub(r"^PRAGMA busy_timeout = \d+", "PRAGMA busy_timeout = 50", statement), others[0]
+
+    event.listen(Engine, "before_cursor_execute", shorter, retval=True)
+    yield
+    event.remove(Engine, "before_cursor_execute", shorter)
+
+
+@pytest.mark.usefixtures("soon_locked")
+def test_a_database_that_another_program_holds_is_waited_for(tmp_path: Path, monkeypatch, caplog) -> None:
+    """As a browser of databases or a backup may. It lets go once the run has said that it waits."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    run = tracker(tmp_path)
+    with closing(sqlite3.connect(tmp_path / "mlflow.db", isolation_level=None, check_same_thread=False)) as other:
+
+        @contextmanager
+        def let_go() -> Iterator[None]:
+            other.execute("ROLLBACK")
+            yield
+
+        run.patience.meanwhile = let_go
+        other.execute("BEGIN IMMEDIATE")
+        assert run.log_step(1, {"reward": 0.5})
+        assert run.history("reward") == {1: 0.5}
+        first, last = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+        assert "mlflow.db does not answer (another program holds its database): asked again in 1 s" in first
+        assert "answers again" in last
+
+        run.patience._seconds, run.patience.meanwhile = 0, nullcontext
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(TrackingAway, match=r"tracking.max_outage_s 0 \(another program holds .*: end what holds"):
+            run.log_step(2, {"reward": 0.6})
+        other.execute("ROLLBACK")
+    assert run.log_step(2, {"reward": 0.6})
 
 
 def listening(port: int) -> socket.socket | None:
