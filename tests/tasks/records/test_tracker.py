@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, cast
@@ -30,7 +31,7 @@ from tasks.records.tracking import Tracker
 from tasks.records.tracking_address import TrackingAway, require_answer
 from tasks.system.processes import ProcessIdentity
 from tests.support.mlflow_store import mlflow_in, server_command
-from tests.support.patience import wait_for_server, wait_until
+from tests.support.patience import PATIENCE, wait_for_server, wait_until
 
 
 def tracker(folder: Path, run_id: str | None = None) -> Tracker:
@@ -54,6 +55,44 @@ def test_a_resumed_run_may_go_on_for_longer(tmp_path: Path, monkeypatch) -> None
     assert not again.log_step(10, {"reward": 0.9})
     assert again.log_step(11, {"reward": 0.6})
     assert again.history("reward") == {10: 0.5, 11: 0.6}
+
+
+def test_two_first_runs_that_start_together_share_the_experiment(tmp_path: Path, monkeypatch) -> None:
+    """Both look for it before either has made it."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    mlflow_in(tmp_path)
+    both, looked = threading.Barrier(2), MlflowClient.get_experiment_by_name
+    has_looked = threading.local()
+
+    def look(client: MlflowClient, name: str) -> Any:
+        found = looked(client, name)
+        if not hasattr(has_looked, "once"):
+            has_looked.once = True
+            both.wait(PATIENCE)
+        return found
+
+    monkeypatch.setattr(MlflowClient, "get_experiment_by_name", look)
+    with ThreadPoolExecutor(2) as threads:
+        first, second = [begun.result() for begun in [threads.submit(tracker, tmp_path) for _ in range(2)]]
+    assert first.run_id != second.run_id
+    assert first.experiment_id == second.experiment_id != "0"
+
+
+def test_a_run_has_its_owner_from_the_first_moment_on(tmp_path: Path, monkeypatch) -> None:
+    """Whose process is killed in the next one is closed by whoever comes next."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+
+    def killed(*arguments: Any, **named: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(MlflowClient, "log_batch", killed)
+    with pytest.raises(KeyboardInterrupt):
+        tracker(tmp_path)
+    client = MlflowClient(mlflow_in(tmp_path))
+    experiments = [found.experiment_id for found in client.search_experiments()]
+    (run,) = client.search_runs(experiments)
+    assert run.info.status == "RUNNING"
+    assert run.data.tags[OWNER] == str(Owner.this())
 
 
 def test_parameters_are_what_was_chosen_and_config_json_is_everything(tmp_path: Path, monkeypatch) -> None:
