@@ -26,8 +26,9 @@ class TrackingConfig(Section):
         600.0,
         ge=0,
         le=LONGEST_WAIT_S,
-        description="Seconds that an MLflow server may be away: the run waits for it, which its log says, with rollout "
-        "workers that share GPUs asleep. Then it ends, and the same command continues it.",
+        description="Seconds that an MLflow server may be away, or another program may hold MLflow's database: the run "
+        "waits for it, which its log says, with rollout workers that share GPUs asleep. Then it ends, and the same "
+        "command continues it.",
     )
     pictures: int = Field(
         32,

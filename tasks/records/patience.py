@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MLflow's client of a server that may be away: what is asked of it waits, says so, and gives up after a set time. And
-that of a database, which a signal must not leave locked."""
+"""MLflow's client of a server that may be away, or of a database that another program may hold: what is asked of it
+waits, says so, and gives up after a set time. And that of a database, which a signal must not leave locked."""
 
 import logging
 import os
@@ -16,13 +16,15 @@ import requests
 from prefect.exceptions import MissingContextError
 from prefect.logging import get_run_logger
 
-from tasks.records.tracking_address import TrackingAway
+from tasks.records.tracking_address import TrackingAway, is_server
 from tasks.system.late_mlflow import MlflowClient
 from tasks.system.signals import held_back
 
 T = TypeVar("T")
 ONE_TRY = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_HTTP_REQUEST_TIMEOUT": "60"}
 """MLflow's settings in the environment: its own retries take four minutes, and are silent."""
+LOCKED = "database is locked"
+"""SQLite's word, after the 20 seconds that MLflow has it wait for whoever holds the file."""
 LONGEST_PAUSE_S = 30.0
 
 
@@ -60,6 +62,10 @@ class LocalClient(AskedClient):
     locked: the run's end would not be written.
     """
 
+    def __init__(self, client: MlflowClient):
+        super().__init__(client)
+        logging.getLogger("mlflow.store.db.utils").addFilter(_is_of_no_lock)
+
     def asked(self, request: Callable[[], T]) -> T:
         """The request's answer, whole."""
         with held_back():
@@ -67,11 +73,11 @@ class LocalClient(AskedClient):
 
 
 class PatientClient(AskedClient):
-    """MLflow's client; a request that the server does not answer is made again, for a while.
+    """MLflow's client; a request that gets no answer is made again, for a while.
 
     Args:
-        client: MLflow's own.
-        uri: the server's.
+        client: MLflow's own, or a `LocalClient`.
+        uri: the server's or the database's.
         seconds: for how long an outage is waited for, `tracking.max_outage_s`.
 
     Attributes:
@@ -93,7 +99,7 @@ class PatientClient(AskedClient):
         """The request's answer.
 
         Raises:
-            TrackingAway: the server has not answered for `seconds`.
+            TrackingAway: there was no answer for `seconds`.
         """
         begun = time.monotonic()
         try:
@@ -143,9 +149,10 @@ class PatientClient(AskedClient):
                 if spoke:
                     log.warning("MLflow at %s answers again, after %.0f s", self._uri, time.monotonic() - begun)
                 return answer
+        mend = "start it" if is_server(self._uri) else "end what holds it, or wait for that"
         raise TrackingAway(
             f"MLflow at {self._uri} has not answered for {time.monotonic() - begun:.0f} s, longer than "
-            f"tracking.max_outage_s {self._seconds:g} ({why_away(error)}): start it; the same command then continues "
+            f"tracking.max_outage_s {self._seconds:g} ({why_away(error)}): {mend}; the same command then continues "
             "the run"
         ) from error
 
@@ -160,7 +167,14 @@ def why_away(error: BaseException) -> str | None:
             return f"it says {status[1]}" if status else "it answers with errors"
         if isinstance(found, requests.exceptions.ConnectionError | requests.exceptions.ChunkedEncodingError):
             return "no answer in time" if "timed out" in str(found) else "no connection"  # after Retry's own count
+        if type(found).__name__ == "OperationalError" and LOCKED in str(found):  # of SQLAlchemy, imported with MLflow
+            return "another program holds its database"
     return None
+
+
+def _is_of_no_lock(record: logging.LogRecord) -> bool:
+    """MLflow logs its frames at each try; who waits says it in a line, and who does not raises it."""
+    return LOCKED not in record.getMessage()
 
 
 def _log() -> Any:

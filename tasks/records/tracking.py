@@ -32,6 +32,7 @@ from tasks.system.late_mlflow import MlflowClient, artifact_repository_registry,
 STEP_MARK = "trainer/global_step"
 """Logged last of a step's records, so its history says which steps are complete."""
 PARAM_LIMIT = 6000
+EXISTS = "RESOURCE_ALREADY_EXISTS"
 LAST_WORDS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": 2, "MLFLOW_HTTP_REQUEST_TIMEOUT": 10}
 """Of MLflow's settings, while a run that fails says so; nobody waits for more than half a minute."""
 NO_TIME = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": 0, "MLFLOW_HTTP_REQUEST_TIMEOUT": 3}
@@ -71,7 +72,7 @@ class Tracker:
         self.uri = uri = client.tracking_uri
         self._plain = client if is_server(uri) else cast(MlflowClient, LocalClient(client))
         self.patience = PatientClient(self._plain, uri, config.max_outage_s)
-        self.client = cast(MlflowClient, self.patience) if is_server(uri) else self._plain
+        self.client = cast(MlflowClient, self.patience)
         experiment = self._experiment(config, uri)
         close_dead_runs(self.client, [experiment])
         self.run_id = run_id or self._create(experiment, run_name, parent)
@@ -266,19 +267,30 @@ class Tracker:
 
     def _experiment(self, config: TrackingConfig, uri: str) -> str:
         found = self.client.get_experiment_by_name(config.experiment)
-        if found is not None:
-            for name, value in experiment_tags().items():
-                if name not in found.tags:  # made before there were such tags, or by hand
-                    self.client.set_experiment_tag(found.experiment_id, name, value)
-            return found.experiment_id
+        if found is None:
+            try:
+                return self._create_experiment(config, uri)
+            except mlflow.exceptions.MlflowException as error:
+                exists = error.error_code == EXISTS
+                found = self.client.get_experiment_by_name(config.experiment) if exists else None
+                if found is None:
+                    raise
+        for name, value in experiment_tags().items():
+            if name not in found.tags:  # made before there were such tags, or by hand
+                self.client.set_experiment_tag(found.experiment_id, name, value)
+        return found.experiment_id
+
+    def _create_experiment(self, config: TrackingConfig, uri: str) -> str:
+        """Raises MlflowException, `EXISTS`, where another run's first start has made it meanwhile."""
         root = config.artifacts
         if root is None and uri.startswith("sqlite:"):
             root = (Path("mlruns").resolve()).as_uri()
         return self.client.create_experiment(config.experiment, artifact_location=root, tags=experiment_tags())
 
     def _create(self, experiment: str, run_name: str, parent: str | None) -> str:
+        """A run that has its owner from the first moment on: one that is killed in the next is seen to be dead."""
         tags = {mlflow_tags.MLFLOW_PARENT_RUN_ID: parent} if parent else {}
-        return self.client.create_run(experiment, run_name=run_name, tags=tags).info.run_id
+        return self.client.create_run(experiment, run_name=run_name, tags=tags | owner_tags()).info.run_id
 
     def remove(self, paths: Sequence[str]) -> None:
         """Delete artifacts, files or folders.

@@ -1,20 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a resumed run adds to its MLflow record."""
 
+import logging
 import os
+import re
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from mlflow import MlflowClient
 from prefect.exceptions import TerminationSignal
+from sqlalchemy import Engine, event
 
 from tasks.config.tracking import TrackingConfig
 from tasks.config.tree import TrainConfig
@@ -26,7 +31,7 @@ from tasks.records.tracking import Tracker
 from tasks.records.tracking_address import TrackingAway, require_answer
 from tasks.system.processes import ProcessIdentity
 from tests.support.mlflow_store import mlflow_in, server_command
-from tests.support.patience import wait_for_server, wait_until
+from tests.support.patience import PATIENCE, wait_for_server, wait_until
 
 
 def tracker(folder: Path, run_id: str | None = None) -> Tracker:
@@ -52,6 +57,44 @@ def test_a_resumed_run_may_go_on_for_longer(tmp_path: Path, monkeypatch) -> None
     assert again.history("reward") == {10: 0.5, 11: 0.6}
 
 
+def test_two_first_runs_that_start_together_share_the_experiment(tmp_path: Path, monkeypatch) -> None:
+    """Both look for it before either has made it."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    mlflow_in(tmp_path)
+    both, looked = threading.Barrier(2), MlflowClient.get_experiment_by_name
+    has_looked = threading.local()
+
+    def look(client: MlflowClient, name: str) -> Any:
+        found = looked(client, name)
+        if not hasattr(has_looked, "once"):
+            has_looked.once = True
+            both.wait(PATIENCE)
+        return found
+
+    monkeypatch.setattr(MlflowClient, "get_experiment_by_name", look)
+    with ThreadPoolExecutor(2) as threads:
+        first, second = [begun.result() for begun in [threads.submit(tracker, tmp_path) for _ in range(2)]]
+    assert first.run_id != second.run_id
+    assert first.experiment_id == second.experiment_id != "0"
+
+
+def test_a_run_has_its_owner_from_the_first_moment_on(tmp_path: Path, monkeypatch) -> None:
+    """Whose process is killed in the next one is closed by whoever comes next."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+
+    def killed(*arguments: Any, **named: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(MlflowClient, "log_batch", killed)
+    with pytest.raises(KeyboardInterrupt):
+        tracker(tmp_path)
+    client = MlflowClient(mlflow_in(tmp_path))
+    experiments = [found.experiment_id for found in client.search_experiments()]
+    (run,) = client.search_runs(experiments)
+    assert run.info.status == "RUNNING"
+    assert run.data.tags[OWNER] == str(Owner.this())
+
+
 def test_parameters_are_what_was_chosen_and_config_json_is_everything(tmp_path: Path, monkeypatch) -> None:
     """Chosen: set, even to the default, as a sweep sets what it tries; or set by the algorithm's name."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
@@ -75,6 +118,46 @@ def test_a_run_is_killed_by_a_signal_and_failed_by_an_error(tmp_path: Path, monk
     with pytest.raises(type(error)), run.concluded():
         raise error
     assert run.client.get_run(run.run_id).info.status == status
+
+
+@pytest.fixture
+def soon_locked() -> Iterator[None]:
+    """SQLite waits for another program for a moment, where MLflow has it wait for 20 seconds."""
+
+    def shorter(connection: Any, cursor: Any, statement: str, *others: Any) -> tuple[str, Any]:
+        return re.sub(r"^PRAGMA busy_timeout = \d+", "PRAGMA busy_timeout = 50", statement), others[0]
+
+    event.listen(Engine, "before_cursor_execute", shorter, retval=True)
+    yield
+    event.remove(Engine, "before_cursor_execute", shorter)
+
+
+@pytest.mark.usefixtures("soon_locked")
+def test_a_database_that_another_program_holds_is_waited_for(tmp_path: Path, monkeypatch, caplog) -> None:
+    """As a browser of databases or a backup may. It lets go once the run has said that it waits."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    run = tracker(tmp_path)
+    with closing(sqlite3.connect(tmp_path / "mlflow.db", isolation_level=None, check_same_thread=False)) as other:
+
+        @contextmanager
+        def let_go() -> Iterator[None]:
+            other.execute("ROLLBACK")
+            yield
+
+        run.patience.meanwhile = let_go
+        other.execute("BEGIN IMMEDIATE")
+        assert run.log_step(1, {"reward": 0.5})
+        assert run.history("reward") == {1: 0.5}
+        first, last = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+        assert "mlflow.db does not answer (another program holds its database): asked again in 1 s" in first
+        assert "answers again" in last
+
+        run.patience._seconds, run.patience.meanwhile = 0, nullcontext
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(TrackingAway, match=r"tracking.max_outage_s 0 \(another program holds .*: end what holds"):
+            run.log_step(2, {"reward": 0.6})
+        other.execute("ROLLBACK")
+    assert run.log_step(2, {"reward": 0.6})
 
 
 def listening(port: int) -> socket.socket | None:
