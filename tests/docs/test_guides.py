@@ -107,7 +107,7 @@ def test_the_commands_of_the_page(
     (tmp_path / "params.yaml").write_text(yaml.safe_dump(params))
     (tmp_path / "raw.txt").write_text("".join(f"a sign with the number {i}\n" for i in range(14)))
     (tmp_path / "data").mkdir()
-    build_prompt_table([str(tmp_path / "raw.txt")], n_test=1, n_train=None, seed=0, target_pattern=None).to_parquet(
+    build_prompt_table([str(tmp_path / "raw.txt")], n_test=1, n_train=None, seed=0, target_pattern=r"(\d+)").to_parquet(
         tmp_path / "data" / "prompts.parquet"
     )
     (tmp_path / "data" / NAME).symlink_to(checkpoint_of(NAME).folder)
