@@ -81,6 +81,10 @@ def test_the_recipe_itself_is_taken(folder: Path, monkeypatch: pytest.MonkeyPatc
             "actor_rollout_ref.actor.optim={lr_scheduler_type: cosine, total_training_steps: 5}",
             "total_training_steps has cosine span 5 optimiser steps, but the run makes 6",
         ),
+        (
+            "actor_rollout_ref.actor.ema.enable=true",
+            "actor.ema.update_interval is 8, but the run makes 6 optimiser steps",
+        ),
         ("algorithm.name=grop", "known: flow_grpo, dance_grpo"),
         ("reward.functions={ocrr: {}}", "no reward 'ocrr'"),
         ("actor_rollout_ref.model.path=nowhere", "nowhere/model_index.json does not exist"),
@@ -151,12 +155,13 @@ def test_a_setting_that_cannot_work_with_the_algorithm_is_refused(
     "settings",
     [
         ["algorithm.best_worst_k=1"],
+        ["actor_rollout_ref.actor.ema={enable: true, update_interval: 6}"],
         [*FORWARD, "algorithm.share_noise_in_group=true", "algorithm.timestep_sampling=stratified"],
         [*FORWARD, "algorithm.name=awm", f"{LOSS}.awm_weighting=adaptive", "algorithm.best_worst_k=1"],
         [*PER_PROMPT, RECTIFIED],
     ],
 )
-def test_settings_for_fewer_images_are_taken_and_name_another_run(
+def test_settings_that_work_together_are_taken_and_name_another_run(
     folder: Path, monkeypatch: pytest.MonkeyPatch, settings: list[str]
 ) -> None:
     monkeypatch.chdir(folder)
