@@ -121,6 +121,7 @@ PER_PROMPT = [
             "the 2 best and 2 worst of rollout.n 4 samples are all there are: take at most 1",
         ),
         (["algorithm.name=dpo", "algorithm.best_worst_k=1"], "best_worst_k is 1, but a loss that compares pairs"),
+        (["algorithm.name=dpo", "algorithm.adv_mode=one_only"], "adv_mode is one_only, but a loss that compares pairs"),
         (
             ["algorithm.name=dpo", "algorithm.share_noise_in_group=true"],
             "share_noise_in_group is True, but a loss that",
