@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 LOG_RATIO_LIMIT = 20.0
 WARNED_SHARE_OF_CLIP = 1 / 3
+NONFINITE = "rollout_corr/nonfinite_fraction"
+"""Share of the samples with a log-prob that is not finite."""
 
 
 class RatioError(DoubleflowError, RuntimeError):
@@ -44,17 +46,23 @@ def correct_rollout(
 ) -> Correction:
     """Weights and rejection of an iteration's samples.
 
+    A sample with an lr that is not finite is rejected whole, whatever is corrected, and is in no statistic of the
+    others. Where nothing is, it stays, and the update meets it (`trainer.on_nonfinite`).
+
     Args:
         old_log_probs: [B, W], the trainer's.
         rollout_log_probs: [B, W], as the rollout engine recorded them.
         present: [B], false where the reward is missing: such a sample is in no statistic.
         config: what to do.
     """
-    log_ratio = (old_log_probs.double() - rollout_log_probs.double()).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    metrics = divergences(log_ratio[present])
+    log_ratio = old_log_probs.double() - rollout_log_probs.double()
+    sound = log_ratio.isfinite().all(1)
+    log_ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     if config.rollout_is is None and config.rollout_rs is None:
-        return Correction(None, metrics)
-    kept = present[:, None].expand_as(log_ratio)
+        return Correction(None, divergences(log_ratio[present]))
+    metrics = divergences(log_ratio[present & sound]) | {NONFINITE: float((~sound[present]).double().mean())}
+    log_ratio = log_ratio.masked_fill(~sound[:, None], 0.0)  # to compute with, as it is rejected
+    kept = (present & sound)[:, None].expand_as(log_ratio)
     if config.rollout_rs is not None:
         assert config.rollout_rs_threshold is not None, "the config's own check"
         kept = kept & ~rejected(log_ratio, config.rollout_rs, config.rollout_rs_threshold)
@@ -113,10 +121,12 @@ def rejected(log_ratio: Tensor, mode: str, threshold: float | tuple[float, float
 
 
 def divergences(log_ratio: Tensor) -> dict[str, float]:
-    """How far the two engines are apart, from lr [B, W].
+    """How far the two engines are apart, from lr [B, W]; nothing where B is 0.
 
     ESS = (sum r)^2 / (n sum r^2), a share of the samples; chi2 = mean r^2 - 1; k3_kl = mean (r - 1 - lr); r = exp(lr).
     """
+    if not len(log_ratio):
+        return {}
     ratio, distance = torch.exp(log_ratio), log_ratio.abs()
     values = {
         "rollout_is_eff_sample_size": ratio.sum() ** 2 / (ratio.numel() * (ratio**2).sum()),

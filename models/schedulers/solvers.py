@@ -5,6 +5,8 @@ import math
 
 from torch import Tensor
 
+from models.schedulers.kernels import AT_ONE
+
 
 class DpmSolver:
     """DPM-Solver++(2M) (Lu et al., arXiv 2211.01095, algorithm 2) between the noise levels of a flow.
@@ -23,7 +25,8 @@ class DpmSolver:
         self._length = math.inf
 
     def step(self, sample: Tensor, velocity: Tensor, sigma: float, sigma_next: float) -> Tensor:
-        """x' [B, ...] in fp32 from x and its velocity [B, ...]; the levels are in (0, 1] and [0, 1)."""
+        """x' [B, ...] in fp32 from x and its velocity [B, ...]; the levels are in (0, 1] and [0, 1); 1 up to
+        rounding, which may be above it."""
         sample, velocity = sample.float(), velocity.float()
         clean = sample - sigma * velocity
         length = _lambda(sigma_next) - _lambda(sigma)
@@ -35,7 +38,9 @@ class DpmSolver:
 
 
 def _lambda(sigma: float) -> float:
-    """log((1 - s) / s); minus infinity at 1, plus infinity at 0."""
-    if sigma in (0.0, 1.0):
-        return math.inf if sigma == 0 else -math.inf
+    """log((1 - s) / s); minus infinity at 1 up to rounding, plus infinity at 0."""
+    if sigma == 0:
+        return math.inf
+    if sigma > 1 - AT_ONE:
+        return -math.inf
     return math.log((1 - sigma) / sigma)

@@ -45,6 +45,7 @@ def noised_batch(
     advantages = torch.cat([row for _, row in batch.parts])
     chosen = engine.loss_fn.prepare_actor_batch(finished, advantages, engine.actor_config)
     idle = finished.scored(torch.arange(unit) % len(finished), torch.full_like(advantages, torch.nan))
+    idle = replace(idle, latents=torch.zeros_like(idle.latents))  # 0 times a latent that is not finite would be NaN
     cuts = torch.arange(len(chosen)).split(size) if len(chosen) else ()
     parts = [chosen.rows(index) for index in cuts]
     most = _over_ranks(len(parts), dist.ReduceOp.MAX, engine.device)

@@ -100,6 +100,15 @@ class DiffusionAlgoConfig(ForwardProcessConfig):
         return self
 
     @model_validator(mode="after")
+    def _pairs_are_the_best_and_the_worst(self) -> Self:
+        if self.paired_preference and self.sample_source == "online" and self.adv_mode != "continuous":
+            raise ValueError(
+                f"algorithm.adv_mode is {self.adv_mode}, but a loss that compares pairs takes the best and the worst "
+                "sample of a group by their advantages, which that makes equal: set it to continuous, or leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _gdpo_chooses_its_own_deviations(self) -> Self:
         if self.adv_estimator == "gdpo" and not (self.norm_adv_by_std_in_grpo and self.global_std):
             raise ValueError(

@@ -73,14 +73,14 @@ def preset(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def decided_by_name(name: str) -> list[str]:
     """Dotted paths of all that an algorithm's name speaks for: kernel, window and solver, the loss, its noise levels
-    and old policy, the samples that it learns from, the form of its KL, its matching error, and whatever some preset
-    sets; where it reads no log-probs, also how they are corrected. Another name takes the place of all of them, not of
-    its preset's alone."""
+    and old policy, the samples that it learns from and what is kept of their advantages, the form of its KL, its
+    matching error, and whatever some preset sets; where it reads no log-probs, also how they are corrected. Another
+    name takes the place of all of them, not of its preset's alone."""
     unread = [CORRECTION] if name in PRESETS and FINISHED_SAMPLES.items() <= PRESETS[name].items() else []
     set_somewhere = dict.fromkeys(path for fields in PRESETS.values() for path in fields)
     levels = [f"algorithm.{name}" for name in ForwardProcessConfig.model_fields]
     parts = [KERNEL, f"{ROLLOUT}.pipeline.solver", LOSS, KL_FORM, ADAPTER]
-    parts += [f"{ACTOR}.levels_per_pass", f"{ACTOR}.matching_loss_coef", "algorithm.best_worst_k"]
+    parts += [f"{ACTOR}.levels_per_pass", f"{ACTOR}.matching_loss_coef", "algorithm.best_worst_k", "algorithm.adv_mode"]
     return list(dict.fromkeys([*parts, *levels, *set_somewhere, *unread]))
 
 

@@ -144,7 +144,14 @@ def _check_names(config: TrainConfig) -> None:
 
 def _check_length(config: TrainConfig) -> None:
     """The run makes as many optimiser steps as its settings are for."""
-    after_span = check_span(config.scheduled_actor.optim, config.planned_optimizer_steps)
+    ema, planned = config.actor_rollout_ref.actor.ema, config.planned_optimizer_steps
+    if ema.enable and planned < ema.update_interval:
+        raise ConfigError(
+            f"actor.ema.update_interval is {ema.update_interval}, but the run makes {planned} optimiser steps, so the "
+            "average that it validates and exports would never move: lower it to at most that, let the run be longer, "
+            "or set actor.ema.enable to false"
+        )
+    after_span = check_span(config.scheduled_actor.optim, planned)
     if after_span is not None:
         log.warning(after_span)
 

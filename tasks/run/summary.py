@@ -20,7 +20,7 @@ from tasks.records.model_registry import HELD_OUT_TAG, address
 from tasks.records.pictures import titled
 from tasks.run.held_out_grids import kept_grids
 from tasks.run.note import exported, write_note
-from tasks.run.training import TrainingRun
+from tasks.run.training import NO_STEP, TrainingRun
 from tasks.run.watching import last_good_folder
 from tasks.stages.log import register_weights
 from tasks.system.files import put_in_place, remove
@@ -39,13 +39,14 @@ class Summary:
         held_out_before, held_out_after: mean held-out reward of the first and the last validation.
         validations: how many there were; NaN above where there was none.
         minutes: of this process; a resumed run counts its last part.
-        weights: folder that diffusers loads; empty where no optimiser step was made.
+        weights: folder that diffusers loads; empty where what would be in it never moved.
         registered: the same weights in MLflow's model registry; empty likewise.
         base_model: folder of the weights that the run began with.
         picture: the same held-out prompts and noise before and after.
         mlflow_page, prefect_page: the run's, or the command that starts the server of its data base.
         gpu_minutes: of all recorded iterations, those of earlier processes too; 0 on the CPU.
         report: the run's page.
+        why_unmoved: in a clause, where `weights` is empty.
     """
 
     run_name: str
@@ -64,6 +65,7 @@ class Summary:
     prefect_page: str = ""
     gpu_minutes: float = 0.0
     report: str = ""
+    why_unmoved: str = NO_STEP
 
     def as_dict(self) -> dict[str, Any]:
         """As plain values, for Prefect and JSON."""
@@ -96,29 +98,29 @@ class Summary:
 
     def _kept(self) -> list[str]:
         if not self.weights:
-            return [f"weights        {unmoved(self.base_model)}"]
+            return [f"weights        {unmoved(self.base_model, self.why_unmoved)}"]
         return [f"weights        {self.weights}", f"registered     {self.registered}"]
 
 
-def unmoved(base_model: str) -> str:
-    """What is said of a run without an optimiser step."""
-    return (
-        f"neither exported nor registered: no iteration made an optimiser step, so they still are those of {base_model}"
-    )
+def unmoved(base_model: str, why: str) -> str:
+    """What is said of a run whose weights still are those that it began with; `why` is a clause."""
+    return f"neither exported nor registered: {why}, so they still are those of {base_model}"
 
 
 def summarise(run: TrainingRun, minutes: float) -> Summary:
     """Export the weights, draw before and after, and put both with the MLflow run.
 
-    Weights that no optimiser step has moved are not exported: who found them would take them for trained ones.
+    Weights that have not moved, or whose average has not, are not exported: who found them would take them for trained
+    ones.
     """
     base_model, weights, registered = str(run.config.actor_rollout_ref.model.path), "", ""
-    if run.moved:
+    why_unmoved = run.why_unmoved
+    if why_unmoved is None:
         folder, version = register_export(Stopwatch(run.iteration), run)
         weights, registered = str(folder), address(version)
     else:
-        run.tracker.tag(UNMOVED_TAG, unmoved(base_model))
-        page_logger().warning("the weights are %s", unmoved(base_model))
+        run.tracker.tag(UNMOVED_TAG, unmoved(base_model, why_unmoved))
+        page_logger().warning("the weights are %s", unmoved(base_model, why_unmoved))
     picture = run.config.run_dir / "before_after.png"
     drawn = kept_grids(run.config)
     if drawn:
@@ -146,6 +148,7 @@ def summarise(run: TrainingRun, minutes: float) -> Summary:
         prefect_page=prefect_page(),
         gpu_minutes=60 * run.spent.get("cost/gpu_hours", 0.0),
         report=str(run.report.path),
+        why_unmoved=why_unmoved or "",
     )
 
 

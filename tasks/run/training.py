@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one training run knows of itself, and what comes next in it."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -38,6 +39,7 @@ T = TypeVar("T")
 CANARY_PROMPTS = 2
 OPTIMIZER_STEPS = "actor/optimizer_steps"
 """Of the run so far, as the engine counts them."""
+NO_STEP = "no iteration made an optimiser step"
 CUDA_CANARY_TOLERANCE = 0.01
 OTHER_ENGINE_TOLERANCE = 1e-4
 """On the CPU, where the rollout engine is not the trainer's: sums in another order."""
@@ -198,9 +200,23 @@ class TrainingRun:
             page_logger().warning("the update of iteration %d was skipped: it made no optimiser step", iteration)
 
     @property
+    def why_unmoved(self) -> str | None:
+        """Why the weights that validation and export use still are those that the run began with, in a clause; None
+        where they are not. An engine that does not count its optimiser steps is taken to have made enough."""
+        made, ema = self.learned.get(OPTIMIZER_STEPS, math.inf), self.config.actor_rollout_ref.actor.ema
+        if made == 0:
+            return NO_STEP
+        if ema.enable and made < ema.update_interval:
+            return (
+                f"of the {ema.update_interval} optimiser steps after which actor.ema first moves its average only "
+                f"{made:g} were made"
+            )
+        return None
+
+    @property
     def moved(self) -> bool:
-        """Has any optimiser step been made? An engine that does not count them is taken to have made some."""
-        return self.learned.get(OPTIMIZER_STEPS, 1.0) > 0
+        """Are the weights that validation and export use others than the run began with?"""
+        return self.why_unmoved is None
 
     def state(self, iteration: int, metrics: Mapping[str, float] | None = None) -> RunState:
         """The record of what is kept of an iteration."""

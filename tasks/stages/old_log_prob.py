@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from models.algorithms import correct_rollout
+from models.algorithms.rollout_correction import NONFINITE
 from models.config.rollout_correction import RolloutCorrectionConfig
 from tasks.actors.rollout_group import PendingBatch
 from tasks.actors.trainer_group import TrainerGroup
@@ -40,6 +41,11 @@ def old_log_prob(
     weights: tuple[torch.Tensor | None, ...] = (None,) * len(batches)
     if correction.is_weights is not None:
         if correction.is_weights.isnan().all():
+            if config.rollout_rs is None or correction.metrics[NONFINITE] == 1:
+                raise NothingToLearn(
+                    "no sample of the iteration has finite log-probs of both rollout and trainer, so there is nothing "
+                    "to learn from: lower actor.optim.lr or actor.optim.clip_grad, or go on from an earlier checkpoint"
+                )
             raise NothingToLearn(
                 f"algorithm.rollout_correction.rollout_rs {config.rollout_rs} rejected every sample at threshold "
                 f"{config.rollout_rs_threshold}: widen it, or find out why rollout and trainer differ"

@@ -10,7 +10,7 @@ import flows.train as loop
 from models.weights.canary import Agreement
 from tasks.actors.trainer_group import Synced
 from tasks.config.tree import TrainConfig
-from tasks.run.training import TrainingRun
+from tasks.run.training import OPTIMIZER_STEPS, TrainingRun
 from tasks.stages.sync import sync_weights
 from tasks.system.stopwatch import Stopwatch
 
@@ -47,6 +47,24 @@ def test_the_order_is_that_of_the_first_release() -> None:
     taken = order_of(PROMPTS, 2, range(1, 7))
     numbers = [[int(prompt[-1]) for prompt in part] for part in taken]
     assert numbers == [[2, 4], [1, 3], [5, 0], [1, 4], [5, 0], [2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("averages", "made", "why"),
+    [
+        (False, 0, "no iteration made an optimiser step"),
+        (False, 1, None),
+        (True, 0, "no iteration made an optimiser step"),
+        (True, 7, "of the 8 optimiser steps after which actor.ema first moves its average only 7 were made"),
+        (True, 8, None),
+        (True, None, None),
+    ],
+)
+def test_what_is_exported_has_moved_once_the_average_has(averages: bool, made: int | None, why: str | None) -> None:
+    """`None` steps: an engine that does not count them."""
+    run = run_of({"actor_rollout_ref": {"actor": {"ema": {"enable": averages}}}}, inputs=None)
+    run.learned = {} if made is None else {OPTIMIZER_STEPS: float(made)}
+    assert (run.why_unmoved, run.moved) == (why, why is None)
 
 
 class Weights:

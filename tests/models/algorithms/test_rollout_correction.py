@@ -136,6 +136,30 @@ def test_golden_weights(settings: dict[str, Any], log_ratio: list[float], golden
     assert result.is_weights.flatten().tolist() == pytest.approx(golden, rel=1e-6, nan_ok=True)
 
 
+@pytest.mark.parametrize("bad", [NAN, math.inf, -math.inf])
+@pytest.mark.parametrize("settings", IS_SETTINGS + RS_SETTINGS, ids=lambda s: "-".join(str(v) for v in s.values()))
+def test_a_sample_whose_log_ratio_is_not_finite_is_rejected(settings: dict[str, Any], bad: float) -> None:
+    """The weights of the others and all that is said of them are as if it were not there."""
+    old, rollout = log_probs()
+    without = corrected(old[1:], rollout[1:], [True] * 29, config(**settings))
+    old[0][1] = bad
+    result = corrected(old, rollout, [True] * 30, config(**settings))
+    assert result.is_weights[0].isnan().all()
+    assert torch.equal(result.is_weights[1:].nan_to_num(-1.0), without.is_weights.nan_to_num(-1.0))
+    left_out = {name for name in result.metrics if name.endswith("masked_fraction")}
+    for name in left_out:
+        assert result.metrics[name] == pytest.approx((29 * without.metrics[name] + 1) / 30)
+    assert result.metrics["rollout_corr/nonfinite_fraction"] == pytest.approx(1 / 30)
+    same = result.metrics.keys() - left_out - {"rollout_corr/nonfinite_fraction"}
+    assert all(result.metrics[name] == without.metrics[name] for name in same)
+
+
+def test_no_sample_may_be_left_of_log_probs_that_are_not_finite() -> None:
+    result = corrected([[NAN] * STEPS], [[0.0] * STEPS], [True], config(rollout_is="step"))
+    assert result.is_weights.isnan().all()
+    assert result.metrics == {"rollout_corr/nonfinite_fraction": 1.0}
+
+
 def test_a_log_ratio_is_held_at_twenty() -> None:
     settings = config(rollout_is="sequence", rollout_is_threshold=1e30)
     result = corrected([[500.0, 500.0, 500.0]], [[0.0] * 3], [True], settings)

@@ -15,6 +15,7 @@ from models.families.velocity import velocity_field
 from models.rollout.diffusers import DiffusersRolloutEngine
 from models.rollout.sampling import Denoising
 from models.samples.trajectories import FinishedLatents
+from models.schedulers import FlowMatchSDEDiscreteScheduler
 from models.schedulers.solvers import DpmSolver
 from tests.support.helpers import model_config, rollout_request
 
@@ -68,6 +69,16 @@ def test_twice_the_steps_leave_a_quarter_of_the_error() -> None:
     schedules = [[0.9 - 0.8 * step / steps for step in range(steps + 1)] for steps in (64, 128, 256)]
     errors = [(solve(start, levels).double() - exact).abs().max().item() for levels in schedules]
     assert all(3.2 < coarse / fine < 5 for coarse, fine in pairwise(errors)), errors
+
+
+@pytest.mark.parametrize("shift", [1.0, 1.18, 1.43, 1.58, 1.82])
+def test_a_schedule_may_begin_at_one_up_to_rounding(shift: float) -> None:
+    """Some shifts give 1 + 1.2e-7 or 1 - 6e-8 in fp32: the steps are those from 1."""
+    scheduler = FlowMatchSDEDiscreteScheduler(shift=shift)
+    scheduler.set_timesteps(7)
+    levels = [float(sigma) for sigma in scheduler.sigmas]
+    start = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+    assert torch.allclose(solve(start, levels), solve(start, [1.0, *levels[1:]]), rtol=0, atol=1e-5)
 
 
 def test_a_first_step_from_pure_noise_and_the_last_one_are_eulers() -> None:

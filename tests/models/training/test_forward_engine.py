@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from diffusers import QwenImagePipeline
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -65,6 +66,29 @@ def finished(config: DiffusionModelConfig) -> list[FinishedLatents]:
         assert isinstance(samples, FinishedLatents)
         parts.append(samples)
     return parts
+
+
+@pytest.mark.parametrize("loss", ["dpo", "diffusion_nft"])
+def test_a_rank_with_fewer_pieces_than_others_does_not_meet_a_sample_that_was_left_out(
+    one_block_model: Path, monkeypatch: pytest.MonkeyPatch, loss: str
+) -> None:
+    """Its idle pieces change no weight, though the sample that they have the keys of has latents that are NaN."""
+    config, known = model_config(one_block_model), forward_batches._over_ranks
+    first = finished(config)[0]
+    first.latents[0] = NAN
+    batch = ActorBatch([(first, torch.tensor([NAN, 0.9, -0.8, 0.3, -0.6, 0.2]))], 5)
+    forward, weights = ForwardProcessConfig(num_train_timesteps=2), []
+    for more in (0, 1):  # that another rank has
+
+        def over_ranks(number: int, operation: Any, device: str, more: int = more) -> int:
+            return known(number, operation, device) + (more if operation == dist.ReduceOp.MAX else 0)
+
+        monkeypatch.setattr(forward_batches, "_over_ranks", over_ranks)
+        engine = DiffusersFSDPEngine(config, actor_config(loss_mode=loss), forward_config=forward)
+        engine.initialize()
+        assert engine.update_policy([batch])["grad_norm"] > 0
+        weights.append(engine.gather_weights())
+    assert largest_difference(*weights) == 0.0
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,11 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from models.families.base import DiffusionModelConfig
 from models.rollout.diffusers import DiffusersRolloutEngine
 from models.samples.trajectories import RolloutRequest, Trajectories
+from models.training.engine import FIRST_RATIO
 from models.training.fsdp import ActorBatch, DiffusersFSDPEngine
 from models.training.gradients import clip_gradients
 from models.weights.trainable import kept_in_fp32, trainable
+from tasks.actors.update_plan import over_ranks
 from tests.support.helpers import (
     actor_config,
     gloo_world,
@@ -49,11 +51,15 @@ LOSSES: dict[str, dict[str, Any]] = {"corrected": {"loss_mode": "grpo_guard"}}
 class Trained:
     """What one rank reports; the weights are rank 0's."""
 
-    grad_norms: list[float]
+    metrics: list[dict[str, float]]
     weights: list[dict[str, Tensor]]
 
     def __add__(self, later: "Trained") -> "Trained":
-        return Trained(self.grad_norms + later.grad_norms, self.weights + later.weights)
+        return Trained(self.metrics + later.metrics, self.weights + later.weights)
+
+    @property
+    def grad_norms(self) -> list[float]:
+        return [metrics["grad_norm"] for metrics in self.metrics]
 
 
 class Inputs(NamedTuple):
@@ -93,7 +99,7 @@ def update(engine: DiffusersFSDPEngine, batch: ActorBatch, times: int) -> Traine
     """Weights after every update."""
     result = Trained([], [])
     for _ in range(times):
-        result.grad_norms.append(engine.update_policy([batch])["grad_norm"])
+        result.metrics.append(engine.update_policy([batch]))
         result.weights.append(engine.gather_weights())
     return result
 
@@ -233,6 +239,20 @@ def test_two_ranks_train_as_one(two_ranks: list[dict], one_rank_result: dict, ki
     assert largest_difference(two_average, one_average) < 1e-5
     assert largest_difference(one.weights[0], one.weights[-1]) > 1e-3
     assert two_ranks[1][kind][0].weights == [{}] * len(one.weights)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_report_the_metrics_of_one(two_ranks: list[dict], one_rank_result: dict, kind: str) -> None:
+    """The first rank has more samples that count than the second, so it weighs more in all means."""
+    of_ranks, one = [rank[kind][0].metrics for rank in two_ranks], one_rank_result[kind][0].metrics
+    for alone, *parts in zip(one, *of_ranks, strict=True):
+        assert parts[0]["sample_steps"] + parts[1]["sample_steps"] == alone["sample_steps"]
+        assert parts[0]["sample_steps"] > parts[1]["sample_steps"]
+        joined = over_ranks(parts)
+        assert {"pg_loss", "kl_loss", "logprob_abs_diff/mean", FIRST_RATIO} <= joined.keys() == alone.keys()
+        of_samples = joined.keys() - {"sample_steps", "recorded_steps"}
+        found, expected = ({name: metrics[name] for name in of_samples} for metrics in (joined, alone))
+        assert found == pytest.approx(expected, rel=1e-3, abs=1e-6)
 
 
 def test_the_mean_is_over_the_steps_that_count(two_ranks: list[dict], models: Models) -> None:

@@ -167,6 +167,16 @@ def test_what_is_added_to_a_loss_does_not_follow_to_another() -> None:
     assert changed("algorithm.name=diffusion_nft", of=recipe) == recipe
 
 
+def test_what_is_kept_of_advantages_does_not_follow_to_pairs() -> None:
+    """Which would be the best and the worst of advantages that it makes equal; offline there are none."""
+    recipe = changed("algorithm.name=diffusion_nft", "algorithm.adv_mode=one_only")
+    change = parse_changes(["algorithm.name=dpo"])
+    assert recipe.with_changes(change).algorithm.adv_mode == "continuous"
+    assert recipe.left_behind(change)["algorithm.adv_mode"] == ("one_only", "continuous")
+    with pytest.raises(ValueError, match="adv_mode is one_only, but a loss that compares pairs"):
+        changed("algorithm={name: dpo, adv_mode: one_only}", of=recipe)
+
+
 def test_what_is_left_behind_for_a_name_is_told() -> None:
     recipe = recipe_of("flow-grpo")
     behind = recipe.left_behind(parse_changes(["algorithm.name=awm", "actor_rollout_ref.rollout.algo.noise_level=0.1"]))

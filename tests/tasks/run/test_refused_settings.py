@@ -81,6 +81,10 @@ def test_the_recipe_itself_is_taken(folder: Path, monkeypatch: pytest.MonkeyPatc
             "actor_rollout_ref.actor.optim={lr_scheduler_type: cosine, total_training_steps: 5}",
             "total_training_steps has cosine span 5 optimiser steps, but the run makes 6",
         ),
+        (
+            "actor_rollout_ref.actor.ema.enable=true",
+            "actor.ema.update_interval is 8, but the run makes 6 optimiser steps",
+        ),
         ("algorithm.name=grop", "known: flow_grpo, dance_grpo"),
         ("reward.functions={ocrr: {}}", "no reward 'ocrr'"),
         ("actor_rollout_ref.model.path=nowhere", "nowhere/model_index.json does not exist"),
@@ -117,6 +121,7 @@ PER_PROMPT = [
             "the 2 best and 2 worst of rollout.n 4 samples are all there are: take at most 1",
         ),
         (["algorithm.name=dpo", "algorithm.best_worst_k=1"], "best_worst_k is 1, but a loss that compares pairs"),
+        (["algorithm.name=dpo", "algorithm.adv_mode=one_only"], "adv_mode is one_only, but a loss that compares pairs"),
         (
             ["algorithm.name=dpo", "algorithm.share_noise_in_group=true"],
             "share_noise_in_group is True, but a loss that",
@@ -151,12 +156,13 @@ def test_a_setting_that_cannot_work_with_the_algorithm_is_refused(
     "settings",
     [
         ["algorithm.best_worst_k=1"],
+        ["actor_rollout_ref.actor.ema={enable: true, update_interval: 6}"],
         [*FORWARD, "algorithm.share_noise_in_group=true", "algorithm.timestep_sampling=stratified"],
         [*FORWARD, "algorithm.name=awm", f"{LOSS}.awm_weighting=adaptive", "algorithm.best_worst_k=1"],
         [*PER_PROMPT, RECTIFIED],
     ],
 )
-def test_settings_for_fewer_images_are_taken_and_name_another_run(
+def test_settings_that_work_together_are_taken_and_name_another_run(
     folder: Path, monkeypatch: pytest.MonkeyPatch, settings: list[str]
 ) -> None:
     monkeypatch.chdir(folder)

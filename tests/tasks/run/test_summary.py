@@ -58,6 +58,8 @@ def test_weights_that_never_moved_are_not_offered() -> None:
         "data/base_model"
     )
     assert lines(WHOLE)["registered"] == "models:/r/1"
+    averaged = lines(replace(WHOLE, weights="", why_unmoved="the average stood"))
+    assert averaged["weights"].startswith("neither exported nor registered: the average stood, so they still are")
 
 
 def test_gpu_minutes_are_told_where_a_gpu_was_held() -> None:

@@ -62,3 +62,12 @@ def test_a_sample_without_a_reward_is_not_in_the_metrics() -> None:
 def test_an_iteration_whose_every_sample_is_rejected_says_so() -> None:
     with pytest.raises(NothingToLearn, match=r"rollout_rs seq_max_k2 rejected every sample at threshold 1e-09: widen"):
         scored(rollout_rs="seq_max_k2", rollout_rs_threshold=1e-9)
+
+
+@pytest.mark.parametrize("settings", [{"rollout_is": "step"}, {"rollout_rs": "step_k2", "rollout_rs_threshold": 9.0}])
+def test_an_iteration_whose_every_log_prob_is_nan_says_so(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(f"{__name__}.OWN", [torch.full((2, 2), float("nan"))] * 2)
+    with pytest.raises(NothingToLearn, match="no sample of the iteration has finite log-probs of both rollout and tra"):
+        scored(**settings)

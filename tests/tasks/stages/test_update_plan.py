@@ -84,6 +84,22 @@ def test_share_of_steps_that_are_kept() -> None:
 def test_metrics_over_ranks_of_which_one_had_nothing_to_train_on() -> None:
     ranks = [{"pg_loss": 1.0, "ratio_deviation/max": 0.1, "lr": 0.5}, {"lr": 0.5}, {"pg_loss": 3.0, "lr": 0.5}]
     assert over_ranks(ranks) == {"pg_loss": 2.0, "ratio_deviation/max": 0.1, "lr": 0.5}
+    counts = [{"sample_steps": 9.0}, {"sample_steps": 0.0}, {"sample_steps": 3.0}]
+    counted = [of_rank | count for of_rank, count in zip(ranks, counts, strict=True)]
+    assert over_ranks(counted) == {"pg_loss": 1.5, "ratio_deviation/max": 0.1, "lr": 0.5, "sample_steps": 4.0}
+
+
+def test_metrics_of_ranks_that_count_alike_are_plain_means() -> None:
+    """And those of a lone rank are its own to the last bit."""
+    assert over_ranks([{"kl_loss": 0.1, "sample_steps": 3.0}]) == {"kl_loss": 0.1, "sample_steps": 3.0}
+    ranks = [{"kl_loss": value, "grad_norm": 2.0, "sample_steps": 7.0} for value in (0.1, 0.3)]
+    assert over_ranks(ranks) == {"kl_loss": 0.2, "grad_norm": 2.0, "sample_steps": 7.0}
+
+
+@pytest.mark.parametrize("name", ["lr", "grad_norm", "optimizer_steps", "recorded_steps", "nonfinite_steps"])
+def test_what_is_no_mean_over_samples_is_not_weighed_by_them(name: str) -> None:
+    ranks = [{name: 1.0, "sample_steps": 9.0}, {name: 3.0, "sample_steps": 3.0}]
+    assert over_ranks(ranks)[name] == 2.0
 
 
 def test_an_update_may_be_empty_only_where_every_sample_was_left_out() -> None:
