@@ -20,6 +20,8 @@ GIB = 2**30
 MASTER_BYTES = 4
 """Trained weights, their gradients and AdamW's moments are fp32."""
 ADAMW_MOMENTS = 2
+FLOAT8_BYTES, SCALE_BYTES = 1, 4
+"""Of a number in float8, and of the scale that each row of its matrix has."""
 
 COMPILED = 0.75
 """Share of the activations that compiled blocks keep: 46.5 of 62.1 GiB, Stable Diffusion 3.5 medium on an H200."""
@@ -69,6 +71,7 @@ def update_need(
     world_size: int,
     copies: int = 0,
     frozen_models: int = 0,
+    single_pass: bool = False,
 ) -> Need:
     """One rank's update under FSDP2.
 
@@ -77,29 +80,34 @@ def update_need(
         world_size: ranks that share the weights.
         copies: further sets of the trained weights: moving average, old policy.
         frozen_models: whole models besides the policy: a reference that is no switched-off LoRA, a teacher.
+        single_pass: a rank makes one forward and backward pass in an optimiser step, and not several.
     """
-    settings, stored = actor_config.fsdp_config, _bytes(model_config.model.dtype)
-    computed = _bytes(settings.param_dtype or model_config.model.dtype)
-    # In float8 most of them lie whole on every rank, in half of what is counted here.
-    float8 = model_config.model.frozen_dtype is not None
-    whole = model_config.trains_lora and (float8 or not settings.shard_frozen)
+    settings, dtype = actor_config.fsdp_config, model_config.model.dtype
+    computed = settings.param_dtype or dtype
+    whole = model_config.trains_lora and not settings.shard_frozen  # what is frozen, on the device of every rank
     on_host = settings.param_offload  # FSDP2 then keeps shards, their gradients and what is made of them there
     trained = 0.0 if on_host else cost.trained * MASTER_BYTES / world_size
-    frozen = 1.0 if whole else 0.0 if on_host else 1 / world_size
+    share = 1.0 if whole else 0.0 if on_host else 1 / world_size
     resident = {
-        "weights": cost.frozen * stored * frozen + trained,
+        "weights": _frozen_bytes(cost, dtype, share) + trained,
         "AdamW": 0.0 if settings.optimizer_offload else ADAMW_MOMENTS * trained,
         "copies of the trained weights": copies * trained,
-        "reference and teacher": 0.0 if on_host else frozen_models * cost.parameters * stored / world_size,
+        "reference and teacher": frozen_models * cost.parameters * _bytes(dtype) * share,
     }
     activations = cost.training_bytes * (COMPILED if model_config.model.compile else 1)
+    activations /= settings.ulysses_sequence_parallel_size
+    # FSDP2 computes with copies of what it has sharded. Of LoRA's base a lone rank shards nothing where it neither
+    # offloads nor casts; that LoRA's own weights are cast does not count.
+    copied = not whole and (world_size > 1 or on_host or not cost.frozen or computed != dtype)
+    gathered = _gathered(cost, settings.reshard_after_forward) if copied else 0
     # Between reductions FSDP2 adds up whole gradients, whatever the number of ranks.
+    gradients = float(cost.trained * _bytes(settings.reduce_dtype))
+    if single_pass:
+        gradients = _reduced_by_block(cost, settings.reduce_dtype, shards=trained, activations=activations)
     passing = {
-        "gradients": cost.trained * _bytes(settings.reduce_dtype),
-        "gathered weights": 0.0
-        if whole
-        else _gathered(cost, world_size, settings.reshard_after_forward, on_host) * computed,
-        f"activations of {cost.samples} samples": activations / settings.ulysses_sequence_parallel_size,
+        "gradients": gradients,
+        "gathered weights": gathered * _bytes(computed),
+        f"activations of {cost.samples} samples": activations,
     }
     return Need(resident, passing)
 
@@ -114,20 +122,46 @@ def rollout_need(
         vae: what `decoding_bytes` gives for so many.
         processes: that divide the transformer among them; what each of them holds whole of it is not counted.
     """
-    lora = cost.trained if model_config.trains_lora else 0
+    lora, dtype = cost.trained if model_config.trains_lora else 0, model_config.model.dtype
+    rounded, rows = cost.float8
+    transformer = (cost.parameters + lora - rounded) * _bytes(dtype) + rounded * FLOAT8_BYTES + rows * SCALE_BYTES
     weights, decoding = vae
     return Need(
-        {"weights": (cost.parameters + lora) * _bytes(model_config.model.dtype) / processes, "VAE": weights},
+        {"weights": transformer / processes, "VAE": weights},
         {f"activations of {samples} samples": max(cost.sampling_bytes / cost.samples * samples / processes, decoding)},
     )
 
 
-def _gathered(cost: PassCost, world_size: int, reshard: bool, on_host: bool) -> float:
+def _frozen_bytes(cost: PassCost, dtype: str, share: float) -> float:
+    """Of frozen weights in `dtype`, of which a rank's GPU has this share, but of what is in float8 all: FSDP2 holds one
+    format, and leaves others whole on the device. In fp32 the scales are of that format."""
+    rounded, rows = cost.float8
+    scales = rows * SCALE_BYTES * (share if _bytes(dtype) == SCALE_BYTES else 1)
+    return (cost.frozen - rounded) * _bytes(dtype) * share + rounded * FLOAT8_BYTES + scales
+
+
+def _reduced_by_block(cost: PassCost, dtype: str, shards: float, activations: float) -> float:
+    """Bytes of gradients in a step of one pass, as far as they come on top of the activations.
+
+    FSDP2 divides a block's gradients among the ranks once its backward is done. Whole are those of the present block,
+    beside what is in no block while the activations are all there, or beside the other blocks' shards when they are
+    gone: the backward puts the ones in the place of the others, so the larger of the two is sure.
+
+    Args:
+        dtype: of the gradients that are reduced.
+        shards: bytes of all shards of the gradients.
+        activations: bytes that are counted beside.
+    """
+    largest, blocks = cost.trained_blocks
+    outside = (cost.trained - blocks) * _bytes(dtype)
+    others = shards * (1 - largest / cost.trained) if cost.trained else 0.0
+    return largest * _bytes(dtype) + max(outside, others - activations)
+
+
+def _gathered(cost: PassCost, reshard: bool) -> float:
     """Weights that stand whole beside their shards: the present block, the next one, and what is in no block."""
     largest, blocks = cost.blocks
-    if world_size == 1 and cost.frozen and not on_host:
-        return 0.0  # FSDP2 computes with the only shard itself; that LoRA's are cast does not count
-    outside = cost.frozen + cost.trained - blocks
+    outside = cost.frozen - cost.float8[0] + cost.trained - blocks
     return outside + (2 * largest if reshard else blocks)
 
 

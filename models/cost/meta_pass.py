@@ -24,6 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from models.families.base import TEXT, DiffusionModelBase, DiffusionModelConfig
 from models.families.latents import component_config, transformer_config
+from models.runtime.float8 import layers_for_float8
 from models.weights.trainable import kept_in_fp32, make_trainable, trainable
 
 if TYPE_CHECKING:
@@ -39,13 +40,16 @@ class PassCost:
         parameters: of the denoiser, without LoRA.
         frozen: of them, those that are not trained.
         trained: parameters that are trained, LoRA's or all.
-        blocks: parameters of the largest repeated block, LoRA's included, and of all of them.
+        blocks: parameters of the largest repeated block, LoRA's included and float8's left out, and of all of them.
+        trained_blocks: trained parameters of the block with the most of them, and of all blocks.
         sampling_flops: operations of a forward without gradient.
         training_flops: operations of forward and backward, what is computed again in the backward left out.
         recomputed_flops: operations that gradient checkpointing adds.
         sampling_bytes: most memory that a forward without gradient holds at a time, weights left out.
         saved_bytes: what a forward leaves behind for its backward.
         training_bytes: most memory that forward and backward hold at a time; weights and their gradients left out.
+        float8: of `frozen`, parameters that `model.frozen_dtype` keeps in float8; and rows of their matrices, each of
+            which has a scale.
     """
 
     samples: int
@@ -53,12 +57,14 @@ class PassCost:
     frozen: int
     trained: int
     blocks: tuple[int, int]
+    trained_blocks: tuple[int, int]
     sampling_flops: float
     training_flops: float
     recomputed_flops: float
     sampling_bytes: int
     saved_bytes: int
     training_bytes: int
+    float8: tuple[int, int] = (0, 0)
 
 
 def pass_cost(
@@ -79,7 +85,13 @@ def pass_cost(
     """
     adapter = DiffusionModelBase.get_class(model_config)
     module = meta_transformer(adapter, model_config)
-    blocks = [sum(p.numel() for p in block.parameters()) for block in adapter.transformer_blocks(module)]
+    repeated = adapter.transformer_blocks(module)
+    float8 = [_in_float8(block, model_config) for block in repeated]
+    blocks = [
+        sum(p.numel() for p in block.parameters()) - rounded
+        for block, (rounded, _) in zip(repeated, float8, strict=True)
+    ]
+    learning = [sum(p.numel() for p in trainable(block).values()) for block in repeated]
     velocity = _velocity(adapter, module, model_config, prompts, samples, constant_half)
     attention = _FusedAttention()
     with torch.no_grad():
@@ -97,13 +109,23 @@ def pass_cost(
         frozen=every - trained,
         trained=trained,
         blocks=(max(blocks), sum(blocks)),
+        trained_blocks=(max(learning), sum(learning)),
         sampling_flops=sampling.flops,
         training_flops=plain,
         recomputed_flops=training.flops - plain,
         sampling_bytes=sampling.peak,
         saved_bytes=training.after_forward,
         training_bytes=training.peak,
+        float8=(sum(rounded for rounded, _ in float8), sum(rows for _, rows in float8)),
     )
+
+
+def _in_float8(block: nn.Module, model_config: DiffusionModelConfig) -> tuple[int, int]:
+    """Parameters of the block's matrices that are kept in float8, and the rows of these."""
+    if model_config.model.frozen_dtype is None:
+        return 0, 0
+    matrices = [layer.weight for _, layer in layers_for_float8(block)]
+    return sum(matrix.numel() for matrix in matrices), sum(len(matrix) for matrix in matrices)
 
 
 def meta_transformer(adapter: type[DiffusionModelBase], model_config: DiffusionModelConfig) -> Any:

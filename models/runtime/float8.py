@@ -55,12 +55,18 @@ def store_in_float8(module: nn.Module, device: torch.device | str, gradient: boo
         device: that rounds the matrices; they go back to where they were.
         gradient: as `Float8Linear` takes it.
     """
-    for name, layer in list(module.named_modules()):
-        if not isinstance(layer, nn.Linear) or not _suits(name, layer):
-            continue
+    for name, layer in layers_for_float8(module):
         place = layer.weight.device
         parent, _, own = name.rpartition(".")
         setattr(module.get_submodule(parent), own, Float8Linear(layer.to(device), gradient).to(place))
+
+
+def layers_for_float8(module: nn.Module) -> list[tuple[str, nn.Linear]]:
+    """Name and layer of those that `store_in_float8` replaces, which keeps a number of 8 bits for each of a matrix and
+    an fp32 scale for each of its rows."""
+    return [
+        (name, layer) for name, layer in module.named_modules() if isinstance(layer, nn.Linear) and _suits(name, layer)
+    ]
 
 
 def _suits(name: str, layer: nn.Linear) -> bool:

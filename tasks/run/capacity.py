@@ -20,6 +20,7 @@ from tasks.config.tree import TrainConfig
 from tasks.data.digests import stored_parameters
 from tasks.data.embeddings import Embeddings
 from tasks.records.run_store import CHECKPOINTS
+from tasks.run.update_passes import passes_of_a_step
 from tasks.system.files import bytes_on_disk, free_on_disk
 from tasks.system.gpu_memory import InUse, gpu_memory_in_use
 
@@ -215,6 +216,7 @@ def _update(config: TrainConfig, model_config: DiffusionModelConfig, cost: PassC
         world_size=config.trainer.world_size,
         copies=_copies(config),
         frozen_models=(refers and not model_config.trains_lora) + (actor.teacher_path is not None),
+        single_pass=passes_of_a_step(config) == 1,
     )
 
 

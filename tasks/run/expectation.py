@@ -11,6 +11,7 @@ from models.cost.measured_shares import MEASURED_ON, Shares, measured_shares
 from tasks.config.tree import TrainConfig
 from tasks.data.pairs import SIDES
 from tasks.rewards.base import check_reward
+from tasks.run.update_passes import learnt_of_a_prompt, trained_steps
 
 COMPARED = 3
 """The iteration of a process that is set beside what was expected: the ones before compile."""
@@ -47,9 +48,9 @@ def planned_work(config: TrainConfig, flops: PolicyFlops) -> PlannedWork:
     rollout, actor = settings.rollout, settings.actor
     per_prompt = rollout.n if config.is_online else len(SIDES)
     samples = config.data.train_batch_size * per_prompt
-    chosen = 2 * algorithm.best_worst_k if algorithm.best_worst_k is not None else per_prompt
+    chosen = learnt_of_a_prompt(config)
     learnt = config.data.train_batch_size * chosen
-    steps = _trained_steps(config)
+    steps = trained_steps(config)
     shapes, trained = [flops.text._replace(samples=samples)], float(learnt * steps * actor.ppo_epochs)
     recorded = 0
     if config.records_unconditional and flops.text.negative_tokens:  # no more once the weights have moved
@@ -84,14 +85,6 @@ def compared_work(config: TrainConfig, trained: float) -> tuple[float, float]:
     seen = trained / (actor.ppo_epochs if loss.process == "forward" else 1)
     policy, others = compared_passes(loss, actor)
     return policy * seen, others * seen
-
-
-def _trained_steps(config: TrainConfig) -> int:
-    rollout, algorithm = config.actor_rollout_ref.rollout, config.algorithm
-    inference_steps = rollout.pipeline.num_inference_steps
-    if algorithm.trainer_type == "direct_preference":
-        return algorithm.levels_per_sample(inference_steps)
-    return rollout.algo.window_length(inference_steps)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import DTensor
 from transformers import AutoModel
 
 from benchmarks.real_size import write_configs
@@ -19,6 +22,7 @@ from models.cost.memory import GIB, Need, rollout_need, update_need
 from models.cost.meta_pass import KnownResults, PassCost, decoding_bytes, pass_cost
 from models.families.base import DiffusionModelBase, DiffusionModelConfig
 from models.families.velocity import velocity_field
+from models.rollout.diffusers import DiffusersRolloutEngine
 from models.samples.trajectories import PromptTable
 from models.weights.trainable import make_trainable, trainable
 from tasks.actors.memory import measures_gpu_memory, peak_metrics, peaks_since_last_time
@@ -35,11 +39,25 @@ from tasks.run.capacity import (
     warn_of_others,
 )
 from tasks.system.gpu_memory import InUse, gpu_memory_in_use
-from tests.support.helpers import actor_config, model_config
+from tests.models.training.test_engine import batch_of, trainer
+from tests.support.helpers import (
+    actor_config,
+    gloo_world,
+    model_config,
+    prompt_table,
+    rollout_request,
+    save_tiny_model,
+)
 from tests.support.published_models import published
 from tests.support.tiny_models import FAMILIES, embeddings_of
 
 ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def four_blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of which a block is a small part."""
+    return save_tiny_model(tmp_path_factory.mktemp("four_blocks"), layers=4)
 
 
 def trainable_module(config: DiffusionModelConfig) -> torch.nn.Module:
@@ -184,6 +202,7 @@ COST = PassCost(
     frozen=0,
     trained=1000 * GIB // 4,
     blocks=(100 * GIB // 4, 900 * GIB // 4),
+    trained_blocks=(100 * GIB // 4, 900 * GIB // 4),
     sampling_flops=1.0,
     training_flops=3.0,
     recomputed_flops=0.0,
@@ -211,6 +230,145 @@ def test_the_sum_of_an_update(tiny_model: Path) -> None:
     kept = update_need(COST, model_config(tiny_model), actor_config(reshard_after_forward=False), world_size=10)
     assert kept.passing["gathered weights"] / GIB == 1000
     assert need.sentence().startswith("gradients 1000.0, gathered weights 300.0, ")
+
+
+def test_the_gradients_of_a_single_pass_are_divided_block_by_block(tiny_model: Path) -> None:
+    """Of 1000 GiB the largest block's 100 and those of no block, as many; or the others' shards, in the place of
+    activations."""
+    model = model_config(tiny_model)
+    for ranks, activations, expected in ((10, 40, 100 + 100), (2, 40, 100 + 450 - 40), (1, 0, 1000), (1, 950, 200)):
+        cost = replace(COST, training_bytes=activations * GIB)
+        need = update_need(cost, model, actor_config(), world_size=ranks, single_pass=True)
+        assert need.passing["gradients"] / GIB == pytest.approx(expected)
+    offloaded = update_need(COST, model, actor_config(param_offload=True), world_size=10, single_pass=True)
+    assert offloaded.passing["gradients"] / GIB == 200
+
+
+def bytes_held(module: torch.nn.Module, offloads: bool = False) -> int:
+    """Of a module's parameters, what lies on this rank's device: shards do not where the trainer offloads them."""
+    kept = [p for p in module.parameters() if not (offloads and isinstance(p, DTensor))]
+    return sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in kept)
+
+
+def fsdp_weights(module: torch.nn.Module) -> list[Any]:
+    """FSDP's own entry of each weight that it has sharded."""
+    groups = [part._get_fsdp_state()._fsdp_param_group for part in module.modules() if isinstance(part, FSDPModule)]
+    return [weight for group in groups if group for weight in group.fsdp_params]
+
+
+def gradient_bytes(module: torch.nn.Module) -> int:
+    """Of whole gradients and their shards."""
+    found = 0
+    for weight in fsdp_weights(module):
+        whole = weight.unsharded_accumulated_grad
+        if whole is None and hasattr(weight, "_unsharded_param"):
+            whole = weight._unsharded_param.grad
+        shard = weight.sharded_param.grad
+        found += 0 if whole is None else whole.nbytes
+        found += 0 if shard is None else shard.to_local().nbytes
+    return found
+
+
+def gradients_of_steps(folder: Path) -> list[int]:
+    """Most bytes of gradients on a rank in an optimiser step of one pass, and of three."""
+    config = model_config(folder)
+    engine, after_block = trainer(config), FSDPParamGroup.post_backward
+    seen: list[int] = []
+
+    def looked(self: FSDPParamGroup, *arguments: Any) -> None:
+        seen.append(gradient_bytes(engine.module))
+        after_block(self, *arguments)
+
+    found = []
+    for window in ((0,), (0, 1, 2)):
+        _, paths = DiffusersRolloutEngine(config).generate(rollout_request(lengths=(5, 3), window=window))
+        seen.clear()
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(FSDPParamGroup, "post_backward", looked)
+            engine.update_policy([batch_of(paths, torch.tensor([1.0, -1.0, 0.5, -0.5]))])
+        found.append(max(seen))
+    return found
+
+
+HELD: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {}),
+    ({}, {"shard_frozen": False}),
+    ({}, {"shard_frozen": False, "param_offload": True}),
+    ({"frozen_dtype": "float8"}, {}),
+    ({"frozen_dtype": "float8", "dtype": "bfloat16"}, {}),
+]
+
+
+def weights_held(folder: Path) -> list[tuple[int, int]]:
+    """Bytes of policy and teacher on a rank's device, for each of some settings."""
+    found = []
+    for model, settings in HELD:
+        config = model_config(folder, lora_rank=4, **model)
+        engine = trainer(config, loss_mode="distill_kl", teacher_path=str(folder), **settings)
+        assert engine.teacher is not None
+        offloads = settings.get("param_offload", False)
+        found.append((bytes_held(engine.module, offloads), bytes_held(engine.teacher, offloads)))
+    return found
+
+
+Measured = tuple[list[int], list[tuple[int, int]]]
+
+
+def measured_on_a_rank(rank: int, folder: Path) -> Measured:
+    return gradients_of_steps(folder), weights_held(folder)
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(four_blocks: Path, tmp_path_factory: pytest.TempPathFactory) -> Measured:
+    """What the first of two ranks holds: of gradients, and of weights."""
+    return gloo_world(measured_on_a_rank, 2, tmp_path_factory.mktemp("ranks"), four_blocks)[0]
+
+
+def test_gradients_are_those_that_an_engine_holds(four_blocks: Path, on_two_ranks: Measured) -> None:
+    """Of one pass most are divided when the last come, and activations are gone; of three passes none. What this model
+    computes for nothing has no gradient."""
+    config = model_config(four_blocks)
+    cost = replace(pass_cost(config, prompt_table((5,)), 4), training_bytes=0)
+    one, three = on_two_ranks[0]
+    for held, single in ((one, True), (three, False)):
+        need = update_need(cost, config, actor_config(), world_size=2, single_pass=single)
+        assert held == pytest.approx(need.passing["gradients"], rel=0.15)
+    assert one < 0.8 * three
+
+
+def test_weights_are_those_that_an_engine_holds(four_blocks: Path, on_two_ranks: Measured) -> None:
+    """Sharded, whole and in float8; the teacher is whole as the policy is, and never in float8."""
+    for (model, settings), (policy, teacher) in zip(HELD, on_two_ranks[1], strict=True):
+        config = model_config(four_blocks, lora_rank=4, **model)
+        cost = pass_cost(config, prompt_table((5,)), 4)
+        need = update_need(cost, config, actor_config(**settings), world_size=2, frozen_models=1)
+        assert policy == pytest.approx(need.resident["weights"], rel=0.01)
+        assert teacher == pytest.approx(need.resident["reference and teacher"], rel=0.01)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_float8_weights_of_a_rollout_are_counted_as_it_holds_them(tiny_model: Path, dtype: str) -> None:
+    settings = {"lora_rank": 4, "frozen_dtype": "float8", "dtype": dtype}
+    config = model_config(tiny_model, **settings)
+    cost = pass_cost(config, prompt_table((5,)), 4)
+    held = bytes_held(DiffusersRolloutEngine(config).transformer)
+    assert rollout_need(cost, config, (0, 0), 1).resident["weights"] == pytest.approx(held, rel=0.01)
+
+
+@pytest.mark.parametrize("param_dtype", [None, "bfloat16"])
+def test_a_lone_rank_has_copies_of_what_it_casts(one_rank: None, tiny_model: Path, param_dtype: str | None) -> None:
+    """With LoRA; where the formats agree it computes with the frozen weights themselves."""
+    config = model_config(tiny_model, lora_rank=4)
+    engine = trainer(config, param_dtype=param_dtype, reshard_after_forward=False)
+    _, paths = DiffusersRolloutEngine(config).generate(rollout_request(lengths=(5, 3, 7)))
+    engine.rescored(paths)
+    copies = [weight._unsharded_param for weight in fsdp_weights(engine.module)]
+    cost = pass_cost(config, prompt_table((5,)), 4)
+    need = update_need(cost, config, engine.actor_config, world_size=1)
+    of_lora = sum(copy.nbytes for copy in copies if copy.requires_grad)
+    held = sum(copy.nbytes for copy in copies)
+    assert (held > of_lora) == (param_dtype is not None)
+    assert need.passing["gathered weights"] == pytest.approx(held if held > of_lora else 0, rel=0.01)
 
 
 @pytest.mark.parametrize(
