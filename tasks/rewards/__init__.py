@@ -20,7 +20,6 @@ from tasks.rewards.base import (
     NOT_FINITE,
     Input,
     Reward,
-    RewardError,
     RewardResult,
     asks_reward_model,
     check_reward,
@@ -32,6 +31,7 @@ from tasks.rewards.base import (
     weighted_sum,
     with_group_means,
 )
+from tasks.rewards.errors import RewardError
 from tasks.rewards.scored_prompt import ScoredPrompt
 
 __all__ = [

@@ -13,10 +13,10 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from models.errors import DoubleflowError
 from models.import_paths import ModuleNotAllowed
 from models.registry import import_object
 from tasks.rewards import served
+from tasks.rewards.errors import RewardError
 from tasks.rewards.per_sample import arguments, asks_served_model, is_per_sample, score_each
 from tasks.rewards.scored_prompt import ScoredPrompt
 from tasks.system.credentials import CredentialError, refuse_secret_options
@@ -27,14 +27,6 @@ Input = Literal["images", "video", "latents"]
 
 NOT_FINITE = "the reward itself returned"
 """Begins the error of a score that was given and is no number to learn from."""
-
-
-class RewardError(DoubleflowError, ValueError):
-    """A reward is unknown, was given unusable options, or was asked to score what it cannot.
-
-    It is a mistake of the run's set-up: it ends the run and is not tried again. Any other error of a reward is a
-    failure, after which its scores are missing.
-    """
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ import numpy as np
 
 from tasks.rewards.base import (
     Reward,
-    RewardError,
     RewardResult,
     ScoredPrompt,
     asks_reward_model,
@@ -17,6 +16,7 @@ from tasks.rewards.base import (
     get_reward,
     register_reward,
 )
+from tasks.rewards.errors import RewardError
 
 KEY = "data_source"
 """Of a prompt's metadata."""

@@ -12,7 +12,8 @@ from PIL import Image
 
 from models.errors import DoubleflowError
 from tasks.rewards import served
-from tasks.rewards.base import Reward, RewardError
+from tasks.rewards.base import Reward
+from tasks.rewards.errors import RewardError
 
 READ = 4000
 """Characters of the longest answer that is read; a longer one is unusable."""

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Required, Unpack, get_
 
 import numpy as np
 
-from tasks.rewards.base import RewardError, RewardResult, register_reward
+from tasks.rewards.base import RewardResult, register_reward
 from tasks.rewards.clip import ClipScore
+from tasks.rewards.errors import RewardError
 from tasks.rewards.object_checks import (
     COLORS,
     COUNTING,

@@ -6,7 +6,8 @@ from typing import Unpack
 
 import numpy as np
 
-from tasks.rewards.base import RewardError, RewardResult, register_reward
+from tasks.rewards.base import RewardResult, register_reward
+from tasks.rewards.errors import RewardError
 from tasks.rewards.pretrained import PretrainedOptions, PretrainedReward, to_scores
 from tasks.rewards.scored_prompt import ScoredPrompt
 

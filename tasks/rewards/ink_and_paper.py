@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from models.words_stable_diffusion_3.render import INKS, PAPERS
-from tasks.rewards.base import Reward, RewardError, RewardResult, register_reward
+from tasks.rewards.base import Reward, RewardResult, register_reward
+from tasks.rewards.errors import RewardError
 from tasks.rewards.scored_prompt import ScoredPrompt
 
 PHRASE = re.compile(r"\bin (\w+) on (\w+)")

@@ -13,8 +13,9 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from tasks.rewards.base import RewardError, RewardResult, register_reward
+from tasks.rewards.base import RewardResult, register_reward
 from tasks.rewards.chat import ChatOptions, ChatReward, UnusableAnswer
+from tasks.rewards.errors import RewardError
 from tasks.rewards.ocr import Target, check_target, check_wanted, plain_text, text_similarity, wanted_text
 from tasks.rewards.scored_prompt import ScoredPrompt
 
@@ -34,6 +35,8 @@ Answer with one line an axis, the axis, a colon and the grade, and nothing else.
 GRADES = (1.0, 5.0)
 LEADING = re.compile(r"""(?<=[\s:=*("'`])(?:[-\u2212]\.?|\.)\Z""")
 """Sign and point with which a number begins; a row of points, and a dash before a blank, lead to it."""
+FOLLOWING = re.compile(r"[-\u2013\u2212,]\d")
+"""What makes a range or a decimal comma of the number before it."""
 SHOWN = 200
 """Characters of an unusable answer that go into its error."""
 
@@ -226,8 +229,12 @@ def _grade(axis: str, answer: str) -> float:
 
 
 def _value(found: re.Match[str]) -> float:
-    """The number of a match; NaN, which is no grade, where a sign or a point stands at it: "-3" is no 3, ".5" no 5."""
-    return math.nan if LEADING.search(found.string, found.start(), found.start(1)) else float(found[1])
+    """The number of a match; NaN, which is no grade, where more is written than it.
+
+    "-3" is no 3, ".5" no 5, and "3-4" and "4,5" are neither 3 nor 4.
+    """
+    leads = LEADING.search(found.string, found.start(), found.start(1))
+    return math.nan if leads or FOLLOWING.match(found.string, found.end()) else float(found[1])
 
 
 def _lines(answer: str) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from tasks.rewards.base import RewardError
+from tasks.rewards.errors import RewardError
 from tasks.rewards.scored_prompt import ScoredPrompt
 
 COLORS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")

@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tasks.rewards.base import Reward, RewardError, RewardResult, register_reward
+from tasks.rewards.base import Reward, RewardResult, register_reward
+from tasks.rewards.errors import RewardError
 from tasks.rewards.rapid_ocr import rapid_ocr
 from tasks.rewards.scored_prompt import ScoredPrompt
 

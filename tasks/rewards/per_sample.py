@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from tasks.rewards import served
+from tasks.rewards.errors import RewardError
 from tasks.rewards.scored_prompt import ScoredPrompt
 
 PICTURE = "solution_image"
@@ -79,6 +80,9 @@ async def score_each(
 
     A sample whose call raises, or gives no number as its score, is NaN, with its error; where all do, that is the
     batch's error, and tried again.
+
+    Raises:
+        RewardError: that of any sample, for no retry would cure it.
     """
 
     async def one(video: np.ndarray, prompt: ScoredPrompt) -> Any:
@@ -86,6 +90,9 @@ async def score_each(
         return await answer if inspect.isawaitable(answer) else answer
 
     answers = await asyncio.gather(*map(one, batch, prompts), return_exceptions=True)
+    for answer in answers:
+        if isinstance(answer, RewardError):
+            raise answer
     found = [answer if isinstance(answer, BaseException) else _number(answer, function.__name__) for answer in answers]
     errors = [number if isinstance(number, BaseException) else None for number in found]
     if answers and all(errors):

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
 
 import numpy as np
 
-from tasks.rewards.base import Reward, RewardError
+from tasks.rewards.base import Reward
+from tasks.rewards.errors import RewardError
 from tasks.rewards.scored_prompt import ScoredPrompt
 
 if TYPE_CHECKING:

@@ -21,7 +21,8 @@ from safetensors.numpy import load, save
 from urllib3.util import Retry
 
 from models.errors import DoubleflowError
-from tasks.rewards.base import Reward, RewardError, RewardResult, register_reward
+from tasks.rewards.base import Reward, RewardResult, register_reward
+from tasks.rewards.errors import RewardError
 from tasks.rewards.scored_prompt import ScoredPrompt
 from tasks.system.credentials import CredentialError, read_secret
 

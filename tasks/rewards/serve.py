@@ -25,7 +25,8 @@ from starlette.types import Message, Receive
 
 from models.errors import DoubleflowError
 from tasks.config.errors import NO_YAML, why_no_yaml
-from tasks.rewards.base import Reward, RewardError, RewardResult, get_reward
+from tasks.rewards.base import Reward, RewardResult, get_reward
+from tasks.rewards.errors import RewardError
 from tasks.rewards.remote import MAX_PIXELS, MAX_REQUEST_MB, PROTOCOL, TooLarge, check_protocol, unpack_batch
 
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from tasks.rewards.base import Reward, RewardError, RewardResult, register_reward
+from tasks.rewards.base import Reward, RewardResult, register_reward
+from tasks.rewards.errors import RewardError
 from tasks.rewards.scored_prompt import ScoredPrompt
 
 NUMBERS = ("a", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")

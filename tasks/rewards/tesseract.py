@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from tasks.rewards.base import Reward, RewardError, RewardResult, register_reward
+from tasks.rewards.base import Reward, RewardResult, register_reward
+from tasks.rewards.errors import RewardError
 from tasks.rewards.ocr import Target, check_target, check_wanted, compared, wanted_text
 from tasks.rewards.scored_prompt import ScoredPrompt
 

@@ -19,7 +19,7 @@ from tasks.data.embeddings import INDEX, Embeddings, PromptEmbeddings
 from tasks.data.prompts import Prompt, load_prompts
 from tasks.records.comparison import Interval
 from tasks.run.early import as_config_errors
-from tasks.run.preflight import ConfigError, Inputs, check_embeddings
+from tasks.run.preflight import ConfigError, Inputs, check_embeddings, check_scored
 from tasks.stages.validation import Validation
 
 DRAWN_AS = 2
@@ -121,7 +121,8 @@ def cells(config: TrainConfig, inputs: Inputs, measurement: Measurement) -> Iter
     """Every combination of prompts, steps, guidance and seed.
 
     Raises:
-        ConfigError: a set has fewer than two prompts, a prompt without an embedding, or another model's embeddings.
+        ConfigError: a set has fewer than two prompts, a prompt without an embedding or without what a reward looks for,
+            or another model's embeddings.
     """
     pipeline, field = config.actor_rollout_ref.rollout.validation_pipeline(), guided_by(config)
     scales = (getattr(measurement, field) or [getattr(pipeline, field) or 0.0]) if field else [0.0]
@@ -171,6 +172,7 @@ def _load(
         raise ConfigError(f"measurement.sets: {entry.embeddings} lacks the embedding of {missing[0]!r} of set {name}")
     with as_config_errors():
         check_embeddings(config, model_config, embeddings, f"measurement.sets.{name}.embeddings")
+        check_scored(config, prompts)
     return prompts, embeddings
 
 

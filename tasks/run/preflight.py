@@ -3,6 +3,7 @@
 
 import hashlib
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -237,11 +238,17 @@ def _open_data(
         )
     if isinstance(embeddings, PromptEmbeddings):
         check_embeddings(config, model_config, embeddings)
-    for name, entry in config.reward.named().values() if config.is_online or not trains else ():
-        if isinstance(reward := check_reward(name, **entry.options), type):
-            # What a function of the user's makes of the train prompts is known when it is called.
-            reward.check_prompts(name, entry.options, test if config.data.rewrite_prompts else train + test)
+    if config.is_online or not trains:
+        # What a function of the user's makes of the train prompts is known when it is called.
+        check_scored(config, test if config.data.rewrite_prompts else train + test)
     return Inputs(model_config, train, test, embeddings, pairs, hashlib.sha256(content).hexdigest()[:16], config)
+
+
+def check_scored(config: TrainConfig, prompts: Sequence[Prompt]) -> None:
+    """The prompts say what the rewards look for. Raises RewardError, which names a prompt that does not."""
+    for name, entry in config.reward.named().values():
+        if isinstance(reward := check_reward(name, **entry.options), type):
+            reward.check_prompts(name, entry.options, prompts)
 
 
 def _open_embeddings(config: TrainConfig, model_config: DiffusionModelConfig) -> tuple[Embeddings, bytes]:

@@ -192,11 +192,24 @@ def test_a_transcription_is_scored_as_ocr_is(server: Judging) -> None:
         ("Alignment: 4.5555555555", 4.5555555555),
         *(
             (f"Alignment: {text}", None)
-            for text in ("-3", ".5", "-.5", "\u22123", "**-3**", ".5.2", "-3\nAlignment: 3")
+            for text in (
+                "-3",
+                ".5",
+                "-.5",
+                "\u22123",
+                "**-3**",
+                ".5.2",
+                "-3\nAlignment: 3",
+                "3-4",
+                "4,5",
+                "2\u20133 of 5",
+            )
         ),
         ("Alignment ..... 5", 5),
         ("Alignment.....5", 5),
         ("Alignment -- 2", 2),
+        ("Alignment: 4, 2 letters are wrong", 4),
+        ("Alignment: 4 - 2 letters are wrong", 4),
         ("Alignment" + "!" * 30000, None),
         ("alignment " * 30000, None),
     ],

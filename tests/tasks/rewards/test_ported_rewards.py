@@ -145,3 +145,14 @@ def test_a_truth_of_any_kind_comes_from_the_parquet_row_to_the_function(tmp_path
     made.to_parquet(tmp_path / "prompts.parquet")
     result = get_reward(f"{HERE}:compute_score_truth")(BATCH[:2], load_prompts(tmp_path / "prompts.parquet"))
     assert result.details["truth"] == [repr(truth), "'b'"]
+
+
+def compute_score_lacking(solution_image, extra_info):
+    if extra_info["prompt"] == "no truth":
+        raise RewardError("lacking: the prompt says nothing of what to look for")
+    return 1.0
+
+
+def test_what_no_retry_would_cure_ends_the_run_whatever_sample_has_it() -> None:
+    with pytest.raises(RewardError, match=r"^lacking: the prompt says nothing"):
+        get_reward(f"{HERE}:compute_score_lacking")(BATCH[:2], [prompt("a"), prompt("no truth")])

@@ -2,10 +2,12 @@
 """What a validation sweep draws: the recipe's own validation, unless the measurement says otherwise, and its labels."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pandas as pd
 import pytest
 from pydantic import ValidationError
 
@@ -13,8 +15,12 @@ from models.config.pipeline import DiffusionPipelineConfig
 from tasks.config.errors import ConfigError
 from tasks.config.measurement import Measurement
 from tasks.config.tree import TrainConfig
+from tasks.data.prompts import Prompt, load_prompts
 from tasks.records.comparison import Interval
+from tasks.rewards import RewardError
 from tasks.run.measuring import Cell, Verdict, cells, for_measuring, measurement_digest
+from tests.support.helpers import model_config
+from tests.tasks.data.test_pairs import encode_into
 
 Folder = Callable[[str], Path]
 INPUTS: Any = SimpleNamespace(test=["a prompt", "another"], embeddings=None)
@@ -95,6 +101,24 @@ def test_a_verdict_needs_an_interval_without_zero(
     """Better than the best so far, or than the base where there is none; worse than either."""
     verdict = Verdict(base, best)
     assert (verdict.better, verdict.worse) == (better, worse)
+
+
+@pytest.mark.parametrize(("targets", "refused"), [(["a", "b"], False), (["a", None], True)])
+def test_the_prompts_of_a_set_say_what_the_rewards_look_for(
+    tiny_folder: Folder, tmp_path: Path, targets: list[str | None], refused: bool
+) -> None:
+    """Known before a worker starts, as a run's own prompts are."""
+    config = config_of(tiny_folder("qwen_image"), {}, {}).with_changes({"reward": {"functions": {"ocr": {}}}})
+    prompts = [Prompt(f"uid-{text}", text, None, {}, "here:1") for text in ("one", "two")]
+    encode_into(tmp_path / "embeddings", prompts)
+    table = pd.DataFrame({"uid": [p.uid for p in prompts], "prompt": [p.prompt for p in prompts], "target": targets})
+    table.assign(split="test", metadata="{}", source="here:1").to_parquet(tmp_path / "prompts.parquet", index=False)
+    of_set = {"prompts": tmp_path / "prompts.parquet", "embeddings": tmp_path / "embeddings", "split": "test"}
+    own = model_config(Path(config.actor_rollout_ref.model.path))
+    inputs: Any = SimpleNamespace(test=[], embeddings=None, model_config=own)
+    with pytest.raises(RewardError, match="ocr: the prompt 'two' has no target") if refused else nullcontext():
+        (cell,) = cells(config, inputs, Measurement.model_validate({"sets": {"ood": of_set}}))
+        assert cell.prompts == load_prompts(tmp_path / "prompts.parquet", "test")
 
 
 def test_a_measurement_is_another_one_where_the_files_of_its_sets_are_others(tmp_path: Path) -> None:
