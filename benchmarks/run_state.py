@@ -3,10 +3,12 @@
 
 import json
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import pandas as pd
 from mlflow import MlflowClient
 from safetensors.torch import load_file
@@ -15,6 +17,7 @@ from tasks.records.history import RunHistory, comparable
 from tasks.records.run_store import verify
 from tasks.records.tracking import logged_steps
 
+T = TypeVar("T")
 STAGES = {"rollout": None, "reward": "stages/rollout", "update": "stages/reward", "record": "checkpoints"}
 """What an iteration goes through, each with the folder that has the iteration from the stage's beginning on. `record`
 is weight sync, validation and log. Before the first iteration a run is `starting`."""
@@ -36,10 +39,23 @@ class Outcome:
         if self.duplicates or other.duplicates:
             return f"steps logged twice: {self.duplicates or other.duplicates}"
         metrics = [name for name in self.history | other.history if self.history.get(name) != other.history.get(name)]
-        weights = [n for n in self.weights | other.weights if not (self.weights[n] == other.weights[n]).all()]
-        tables = [step for step in self.samples if not self.samples[step].equals(other.samples[step])]
+        weights = [n for n in self.weights | other.weights if not _in_both(n, self.weights, other.weights, _alike)]
+        tables = [
+            step
+            for step in self.samples | other.samples
+            if not _in_both(step, self.samples, other.samples, pd.DataFrame.equals)
+        ]
         found = {"metrics": metrics, "weights": weights, "samples": tables}
         return str({name: names[:4] for name, names in found.items() if names}) if any(found.values()) else None
+
+
+def _in_both(key: Any, one: Mapping[Any, T], other: Mapping[Any, T], same: Callable[[T, T], bool]) -> bool:
+    """Have both such an entry, and the same one?"""
+    return key in one and key in other and same(one[key], other[key])
+
+
+def _alike(one: np.ndarray, other: np.ndarray) -> bool:
+    return one.shape == other.shape and bool((one == other).all())
 
 
 def outcome(folder: Path, client: MlflowClient) -> Outcome:

@@ -42,6 +42,6 @@ def _counts(field: FieldInfo, value: Any) -> bool:
     if Mark.LATER not in field.metadata:
         return True
     default = field.get_default(call_default_factory=True)
-    if isinstance(value, BaseModel):  # of a section only what shapes the weights can make the difference
-        return shaping(value) != shaping(default)
+    if isinstance(value, BaseModel) and default is not None:
+        return shaping(value) != shaping(default)  # only what shapes the weights can make the difference
     return value != default

@@ -64,6 +64,7 @@ def test_an_error_is_raised_while_others_are_computed_and_one_may_be_asked_for_t
     slow, small = late.remote(PATIENCE), pictures.remote(1)
     with pytest.raises(ZeroDivisionError):
         get([slow, failing.remote()])
+    assert not ray.wait([slow], timeout=0)[0], "the error was raised once the other had ended"
     ray.cancel(slow, force=True)
     assert [len(found) for found in get([small, small])] == [1, 1]
     assert get([]) == []

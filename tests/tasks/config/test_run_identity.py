@@ -57,6 +57,8 @@ def another(value: Any) -> Any:
             return value / "x"
         case tuple():
             return (*value, 7)
+        case list():
+            return [*value, "x"]
         case dict():
             return value | {"x": 1}
         case None:
@@ -78,9 +80,10 @@ def replaced(section: BaseModel, path: list[str]) -> Any:
 
 
 def test_every_field_without_a_mark_is_in_the_name_and_none_with_one() -> None:
-    base = TrainConfig()
+    base = TrainConfig.model_validate({"reward": {"reward_model": {"model_path": "judge"}}})  # null by default
     found = list(leaves(base))
     assert {marked for *_, marked in found} == {True, False}
+    assert "reward.reward_model.model_path" in {path for path, *_ in found}
     wrong = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a Literal's other value is not of its type
