@@ -66,7 +66,7 @@ SETTINGS: dict[str, tuple[str, list[str]]] = {
     "flow_grpo, one step a prompt": ("flow-grpo", ONE_STEP),
     "flow_grpo, best and worst 4": ("flow-grpo", [HALF]),
 }
-"""Run -> recipe and what is changed of it. What stands before the first comma is the run that it is compared with."""
+"""Run -> recipe and what is changed of it. A run is compared with the one that has its name but for the last part."""
 
 
 def job(name: str, seed: int, iterations: int, folder: Path) -> Job:
@@ -92,16 +92,21 @@ def mean_reward(curve: Curve) -> float:
 
 
 def algorithm_of(name: str) -> str:
-    """Of a run: what its name begins with, and the run that it is compared with."""
+    """Of a run: what its name begins with."""
     return name.partition(",")[0]
+
+
+def without_last(name: str) -> str:
+    """The run that one with settings is compared with: that without the last of them, or without any."""
+    shorter = name.rpartition(", ")[0]
+    return shorter if shorter in SETTINGS else algorithm_of(name)
 
 
 def header_of(curves: Mapping[str, Sequence[Curve]]) -> str:
     """The table's columns: those of the first seed of each run."""
     steps = " | ".join(f"after {step}" for step in _steps(curves))
-    return (
-        f"| Run | {steps} | Pictures until {REWARD}, each seed | Mean of the curve, each seed | More than without | p |"
-    )
+    means = "Mean of the curve, each seed | More than without the last | p"
+    return f"| Run | {steps} | Pictures until {REWARD}, each seed | {means} |"
 
 
 def _steps(curves: Mapping[str, Sequence[Curve]]) -> list[int]:
@@ -123,7 +128,7 @@ def staying(rows: Mapping[str, str], header: str, page: Path) -> dict[str, str]:
             "give their logs, too"
         )
     for name in stay:
-        plain = algorithm_of(name)
+        plain = without_last(name)
         if plain in rows and rows[plain] != before.get(plain):
             raise ValueError(f"{name} was compared with another measurement of {plain}: give its log, too")
     return stay
@@ -150,7 +155,7 @@ def _row(name: str, curves: Mapping[str, Sequence[Curve]]) -> str:
     reached = [curve.first_at(REWARD) for curve in seeds]
     pictures = ", ".join("not" if line is None else str(line["images"]) for line in reached)
     means = {curve.seed: mean_reward(curve) for curve in seeds}
-    plain = {curve.seed: mean_reward(curve) for curve in curves.get(algorithm_of(name), [])}
+    plain = {curve.seed: mean_reward(curve) for curve in curves.get(without_last(name), [])}
     more = [means[seed] - plain[seed] for seed in means.keys() & plain.keys()] if "," in name else []
     gain = f"{np.mean(more):+.3f} | {p_value(more):.3f}" if more else " | "
     return f"| `{name}` | {rewards} | {pictures} | {', '.join(f'{m:.3f}' for m in means.values())} | {gain} |"

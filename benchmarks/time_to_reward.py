@@ -36,6 +36,7 @@ AS_PUBLISHED = [
     f"{ACTOR}.kl_loss_coef=0.04",
     f"{ACTOR}.kl_loss_type=flow_grpo",
     f"{ACTOR}.levels_per_pass=3",
+    f"{ACTOR}.ema={{enable: true, decay: 0.9, update_interval: 8}}",
     "algorithm.global_std=true",
 ]
 """The public script's settings as changes of `words-flow-grpo`; two optimiser steps an iteration come besides."""

@@ -8,8 +8,10 @@ import time
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 import yaml
@@ -17,11 +19,13 @@ import yaml
 from benchmarks import fewer_images, nft_drift, real_recipes, time_to_reward, words, words_algorithms, words_iteration
 from benchmarks.followed_runs import append_line, curves_of, is_done, read_lines
 from benchmarks.local_services import ROOT
-from benchmarks.public_training import PUBLISHED, advantages, counted, settings_of
+from benchmarks.public_training import PUBLISHED, Readers, advantages, counted, settings_of
+from benchmarks.run_state import Outcome
 from models.algorithms import compute_flow_grpo_outcome_advantage
 from tasks.config.presets import PRESETS
 from tasks.config.recipes import load_recipe, parse_changes
 from tasks.config.tree import TrainConfig
+from tasks.data.prompts import Prompt
 
 GIVEN = Namespace(iterations=40, test_freq=5, readers=5, set=[])
 
@@ -135,6 +139,56 @@ def test_both_loops_have_the_published_settings() -> None:
     assert settings_of("recipe", config) == replace(PUBLISHED, window=(0, 9, 9))
     assert [name for name, entry in config.reward.functions.items() if entry.guard] == []
     assert config.reward.functions["ocr"] == load_recipe(recipe).reward.functions["ocr"]
+
+
+def test_the_public_loop_makes_as_many_calls_of_the_reward_as_the_flow() -> None:
+    """`batch_size: auto` is a call for each worker; with another rule one of the loops would wait for its last one."""
+    config = load_recipe("words-flow-grpo").with_changes(
+        {"reward": {"functions": {"brightness": {"num_workers": 3, "batch_size": "auto"}}}}
+    )
+    readers = Readers(config)
+    try:
+        pictures = np.zeros((7, 4, 4, 3), np.uint8)
+        answers = readers.submit(pictures, [Prompt(f"uid-{i}", "a", None, {}, "") for i in range(7)])
+        assert [len(answer.result()) for answer in answers] == [3, 3, 1]
+    finally:
+        readers.close()
+
+
+@pytest.mark.parametrize(
+    ("run", "other"),
+    [
+        ("awm", "awm"),
+        ("awm, both", "awm"),
+        ("awm, both, adaptive", "awm, both"),
+        ("diffusion_nft, both, best and worst 4", "diffusion_nft, both"),
+        ("diffusion_nft, levels stratified", "diffusion_nft"),
+    ],
+)
+def test_a_setting_is_compared_with_the_run_without_it_alone(run: str, other: str) -> None:
+    assert fewer_images.without_last(run) == other
+
+
+TABLE = pd.DataFrame({"reward": [0.5, 0.25]})
+WHOLE = Outcome({"a": np.ones(2)}, {"reward": {1: 0.5}}, [], {1: TABLE, 2: TABLE})
+
+
+@pytest.mark.parametrize(
+    ("lost", "said"),
+    [
+        ({"samples": {1: TABLE}}, "{'samples': [2]}"),
+        ({"samples": {1: TABLE, 2: TABLE + 1}}, "{'samples': [2]}"),
+        ({"weights": {}}, "{'weights': ['a']}"),
+        ({"weights": {"a": np.array([1.0, np.nan])}}, "{'weights': ['a']}"),
+        ({"weights": {"a": np.ones(3)}}, "{'weights': ['a']}"),
+        ({"history": {}}, "{'metrics': ['reward']}"),
+        ({"duplicates": ["reward"]}, "steps logged twice: ['reward']"),
+        ({}, None),
+    ],
+)
+def test_what_a_run_has_lost_is_a_difference_whoever_has_lost_it(lost: dict[str, Any], said: str | None) -> None:
+    other = replace(WHOLE, **lost)
+    assert WHOLE.difference(other) == other.difference(WHOLE) == said
 
 
 def test_every_variant_of_the_words_names_what_it_trains_on(tmp_path: Path) -> None:

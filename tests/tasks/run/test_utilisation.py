@@ -4,7 +4,8 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -162,6 +163,46 @@ def test_unknown_devices_have_no_peak() -> None:
     assert peak_tflops("NVIDIA B200", "float32") is None
     assert peak_tflops("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bfloat16") is None
     assert all(peaks["bfloat16"] > peaks.get("float32", 0.0) for peaks in PEAK_TFLOPS.values())
+
+
+@pytest.mark.parametrize(("ranks", "sharing", "data_ranks"), [(1, 1, 1), (4, 1, 4), (4, 2, 2)])
+def test_an_iterations_metrics_are_of_what_it_trained_on_and_of_all_its_devices(
+    tiny_model: Path, ranks: int, sharing: int, data_ranks: int
+) -> None:
+    """A rank's mean of steps, times the ranks that have samples of their own; its seconds, times all ranks. Two
+    workers that were busy for 6 s together are two devices for 3 s each."""
+    config = TrainConfig.model_validate(
+        {
+            "actor_rollout_ref": {
+                "model": {"path": str(tiny_model)},
+                "rollout": {
+                    "num_actors": 2,
+                    "pipeline": {"height": 16, "width": 24, "num_inference_steps": 4, "true_cfg_scale": 3.0},
+                },
+                "actor": {
+                    **{"use_kl_loss": True, "kl_loss_coef": 0.1, "guidance_gradient": "conditional"},
+                    "fsdp_config": {"ulysses_sequence_parallel_size": sharing, "gradient_checkpointing": True},
+                },
+            },
+            "trainer": {"device_peak_tflops": 0.5, "n_gpus_per_node": ranks},
+        }
+    )
+    rollout = config.actor_rollout_ref.rollout
+    model = DiffusionModelConfig.load(config.actor_rollout_ref.model, rollout.pipeline, rollout.algo)
+    prompts = embeddings_of(model, lengths=(9,), negative_length=8)
+    flops = PolicyFlops(model, pass_cost(model, prompts, constant_half=True), Batch(1, 9, 8))
+    batches: Any = [SimpleNamespace(keys=range(8), text=(9, 8)), SimpleNamespace(keys=range(4), text=(7, 8))]
+    shapes, group = [Batch(8, 9, 8), Batch(4, 7, 8)], cast(Any, [None, None])
+    measured = {"actor/sample_steps": 6.0, "actor/recorded_steps": 2.0, "perf/rollout_busy_s": 6.0}
+    found = Utilisation(config, flops, group, group).metrics(batches, measured, {"update_actor": 2.0})
+    trained = 6.0 * data_ranks
+    work = (shapes, trained, 0.0, trained)  # the KL's reference sees what is trained on, older weights nothing
+    needed = flops.update(*work, recorded=2.0 * data_ranks) / (2.0 * ranks) / 1e12
+    done = flops.update(*work, recorded=2.0 * data_ranks, recompute=True) / (2.0 * ranks) / 1e12
+    sampled = flops.rollout(shapes) / 6.0 / 1e12
+    expected = {"tflops/update": needed, "tflops/rollout": sampled, "mfu/update": needed / 0.5}
+    expected |= {"mfu/rollout": sampled / 0.5, "hfu/update": done / 0.5}
+    assert found == pytest.approx({f"perf/{name}": value for name, value in expected.items()})
 
 
 @pytest.mark.parametrize("ahead", [False, True])
