@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import sys
 from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pandas as pd
+import psutil
 import pytest
 import torch
 from diffusers import QwenImagePipeline
@@ -30,6 +32,7 @@ from tests.support.lost_answers import lost_answers
 from tests.support.patience import PATIENCE, get, post
 from tests.support.platform_helpers import RayHead, Workspace, make_workspace
 
+ROOT = Path(__file__).parents[2]
 DOCUMENTED_METRICS = {
     *(f"critic/rewards/{name}" for name in ("mean", "max", "min", "zero_std_ratio", "std_mean", "group_size")),
     *(f"critic/{kind}/{name}" for kind in ("advantages", "returns") for name in ("mean", "max", "min")),
@@ -397,9 +400,9 @@ def fading_step(sample, velocity, sigma, sigma_next, sigma_max, noise_level, *, 
 
 
 def test_many_choices_together_run_and_the_export_validates(workspace: Workspace) -> None:
-    """LoRA, KL, moving average, guidance, batches of any size, single steps, several rewards and a corrected Guard,
-    whose stage is timed: equal engines need no correction. `flows.validate` then measures the same number, with prompts
-    that it encodes itself.
+    """LoRA, KL, moving average, guidance, batches of any size, single steps, several rewards, one of them a judge that
+    the run serves, and a corrected Guard, whose stage is timed: equal engines need no correction. `flows.validate` then
+    measures the same number, with prompts that it encodes itself.
 
     The kernel is a user's, known by its name to driver, rollout workers and ranks through external_lib.
     """
@@ -422,7 +425,9 @@ def test_many_choices_together_run_and_the_export_validates(workspace: Workspace
         "actor_rollout_ref.rollout.algo={sde_window_size: 2, sde_window_range: [0, 3], sde_contiguous: false}",
         "actor_rollout_ref.rollout.algo.sde_type=fading",
         "actor_rollout_ref.rollout.algo.sde_options.power=0.5",
-        "reward.functions={jpeg_incompressibility: {}, jpeg_compressibility: {weight: 0.5}}",
+        "reward.functions={jpeg_incompressibility: {}, jpeg_compressibility: {weight: 0.5}, "
+        "judge_grade: {weight: 0.1, options: {axes: [alignment]}}}",
+        f"reward.reward_model={json.dumps(served_judge(workspace))}",
     )
     offline = replace(workspace, environment=workspace.environment | {"WANDB_MODE": "offline"})
     offline.train(*settings, "tracking.also=[tensorboard, wandb]")
@@ -454,6 +459,26 @@ def test_many_choices_together_run_and_the_export_validates(workspace: Workspace
     measured = workspace.mlflow_runs()[-1]
     assert measured.info.run_id != run.info.run_id
     assert measured.data.metrics["val/reward/mean"] == metrics["val/reward/mean"]
+    assert 0 <= metrics["val/reward/judge_grade/mean"] <= 1
+    served = [line.split() for line in (workspace.folder / "journal").read_text().splitlines()]
+    assert [word for word, *_ in served] == ["start", "start"], "of the run and of the validation"
+    assert not [pid for _, *pids in served for pid in pids if psutil.pid_exists(int(pid))]
+
+
+def served_judge(workspace: Workspace) -> dict[str, Any]:
+    """`reward.reward_model` of the judge of `tests.support.served_judge`, which writes to the folder's journal."""
+    (workspace.folder / "judge").mkdir()
+    (workspace.folder / "judge/model.safetensors").write_bytes(b"weights")
+    begin = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.support.served_judge import main"
+    command = [
+        sys.executable,
+        "-c",
+        f"{begin}; main(*sys.argv[1:])",
+        "{port}",
+        "{name}",
+        str(workspace.folder / "journal"),
+    ]
+    return {"model_path": str(workspace.folder / "judge"), "command": command}
 
 
 def write_module(workspace: Workspace, name: str, source: str) -> None:
