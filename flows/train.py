@@ -13,8 +13,8 @@ if __name__ == "__main__":  # before the imports that take seconds, so that a wr
     main("train")
 
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 from prefect import flow
@@ -157,19 +157,37 @@ def iterate(
         Its metrics, and the next iteration's samples if they are made ahead.
     """
     trained = number <= run.iteration
-    with profiled(run.actor_groups(), "rollout", run.config.trainer.profile, number, run.tracker, clock):
+    with nullcontext() if trained or ahead else profiled_rollout(run, number, clock):  # what is sampled was traced then
         iteration = collect(run, number, clock, None if trained else ahead)
     if not trained:
-        ahead = submit(run, number + 1, clock) if _is_sampled_ahead(run, number + 1) else None
-        update_and_save(run, iteration, clock)
-        if ahead:  # from the weights of before the update, all of it: so the next sync waits
-            finish_ahead(run, ahead, clock)
+        with sampling_ahead(run, number + 1, clock) as ahead:
+            update_and_save(run, iteration, clock)
     metrics = iteration.metrics | run.learned
     if run.is_online:
         metrics |= sync(run, clock, run.sampling_weights).metrics()
     if not run.recorded(number):
         log_iteration(run, iteration, metrics, clock)
     return metrics, ahead
+
+
+@contextmanager
+def sampling_ahead(run: TrainingRun, number: int, clock: Stopwatch) -> Iterator[SampledIteration | None]:
+    """An iteration that is sampled during the block, with the weights of before it; None where that is not to be.
+
+    All of it is sampled when the block is left, so the next sync waits for it.
+    """
+    if not _is_sampled_ahead(run, number):
+        yield None
+        return
+    with profiled_rollout(run, number, clock):
+        ahead = submit(run, number, clock)
+        yield ahead
+        finish_ahead(run, ahead, clock)
+
+
+def profiled_rollout(run: TrainingRun, number: int, clock: Stopwatch) -> AbstractContextManager[None]:
+    """Trace the rollout during the block, in which an iteration is sampled, if that iteration is to be profiled."""
+    return profiled(run.actor_groups(), "rollout", run.config.trainer.profile, number, run.tracker, clock)
 
 
 def update_and_save(run: TrainingRun, iteration: Iteration, clock: Stopwatch) -> None:
@@ -238,9 +256,8 @@ def sample_again(run: TrainingRun, clock: Stopwatch) -> SampledIteration | None:
     if run.iteration == 0 or not _is_sampled_ahead(run, run.iteration + 1):
         return None
     sync(run, clock, "previous")
-    ahead = submit(run, run.iteration + 1, clock)
-    finish_ahead(run, ahead, clock)
-    return ahead
+    with sampling_ahead(run, run.iteration + 1, clock) as ahead:
+        return ahead
 
 
 def sync(run: TrainingRun, clock: Stopwatch, which: HeldWeights) -> Synced:

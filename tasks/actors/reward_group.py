@@ -17,6 +17,7 @@ from tasks.actors.waiting import get
 from tasks.config.reward import RewardConfig, RewardFunctionConfig
 from tasks.rewards import (
     NOT_FINITE,
+    RewardError,
     reward_input,
     weighted_sum,
     with_group_means,
@@ -173,7 +174,7 @@ class RewardGroup:
             collected = {
                 name: pool.collect(pending.calls[name], len(samples), limit) for name, pool in self.pools.items()
             }
-        except RewardFailure:
+        except (RewardFailure, RewardError):
             self._tell_deaths()
             raise
         self._tell_deaths()

@@ -45,6 +45,10 @@ class RewardModelError(DoubleflowError, RuntimeError):
     """The reward model's server did not start, or does not do what it was asked."""
 
 
+class NotStarted(RewardModelError, served.NotServed):
+    """The reward model's server did not start. It is not tried again: a try may take the whole start_timeout_s."""
+
+
 @dataclass(frozen=True)
 class Engine:
     """How a library serves a model.
@@ -127,6 +131,7 @@ class RewardModelServer:
         self._process: subprocess.Popen | None = None
         self._port, self._version = 0, ""
         self._deaths: list[str] = []
+        self._failure: str | None = None
         self._log, path = tempfile.mkstemp()
         os.unlink(path)  # whoever is killed, nothing of it stays
         # One for all: each would read the machine's certificates. No proxy stands between this machine and itself, and
@@ -140,15 +145,18 @@ class RewardModelServer:
         return ray.get_runtime_context().get_node_id()
 
     def connection(self, doubted: ServedModel | None = None) -> ServedModel:
-        """Where the server is, once it is up and awake.
+        """Where the server is, once it is up and awake. One that has died is started again, once.
 
         Args:
             doubted: what this has returned before and gave the caller no scores: it may be on its way down.
 
         Raises:
-            RewardModelError: it does not start, or does not wake up.
+            NotStarted: it does not start, or did not when somebody asked before.
+            RewardModelError: it does not wake up, or was ended with the run.
         """
         with self._lock:
+            if self._failure is not None:
+                raise NotStarted(self._failure)
             if doubted is not None and self._process is not None and doubted.url == self._url:
                 self._await_verdict(self._process)
             if self._stopped:
@@ -191,9 +199,18 @@ class RewardModelServer:
         self._ends.close()
 
     def _start(self) -> None:
-        """Returns once it answers."""
-        if self._process is not None:
-            self._deaths.append(f"code {self._process.poll()}; the end of its log: {self._last_lines() or 'empty'}")
+        """Returns once it answers; raises NotStarted where it does not, and keeps why."""
+        before = None if self._process is None else f"code {self._process.poll()}; {self._end_of_log()}"
+        try:
+            self._try_to_start()
+        except RewardModelError as error:
+            follows = "" if before is None else f" -- it was started because the one before had ended: {before}"
+            self._failure = f"{error}{follows}"
+            raise NotStarted(self._failure) from error
+        if before is not None:
+            self._deaths.append(before)
+
+    def _try_to_start(self) -> None:
         end_marked(own_mark())  # what a server has left behind that died, as vLLM's engine with the GPU's memory
         self._port, self._asleep = _free_port(), False
         command = server_command(self.config, self._port)
@@ -231,13 +248,12 @@ class RewardModelServer:
                 end_marked(own_mark())
                 raise RewardModelError(
                     f"the reward model's server did not answer within reward.reward_model.start_timeout_s "
-                    f"{self.config.start_timeout_s:g}: raise it, or see the end of its log: {self._last_lines()}"
+                    f"{self.config.start_timeout_s:g}: raise it, or see {self._end_of_log()}"
                 )
             time.sleep(POLL_SECONDS)
         end_marked(own_mark())
         raise RewardModelError(
-            f"the reward model's server ended with code {process.poll()} before it answered; the end of its log: "
-            f"{self._last_lines()}"
+            f"the reward model's server ended with code {process.poll()} before it answered; {self._end_of_log()}"
         )
 
     def _await_verdict(self, process: subprocess.Popen) -> None:
@@ -290,11 +306,12 @@ class RewardModelServer:
                 f"the reward model's server answers POST {path} with {answer.status_code}: {answer.text[:200]}"
             )
 
-    def _last_lines(self) -> str:
+    def _end_of_log(self) -> str:
         size = os.fstat(self._log).st_size
         last = os.pread(self._log, SHOWN_BYTES, max(0, size - SHOWN_BYTES)).decode(errors="replace")
         lines = last.replace(self._key, "***").splitlines()
-        return " | ".join(line.strip() for line in lines[-SHOWN_LINES:] if line.strip())
+        shown = " | ".join(line.strip() for line in lines[-SHOWN_LINES:] if line.strip())
+        return f"the end of its log: {shown or 'empty'}"
 
 
 def _free_port() -> int:

@@ -4,15 +4,17 @@
 import faulthandler
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import ray
+from ray.exceptions import RayTaskError
 
 from tasks.config.reward import RewardFunctionConfig
 from tasks.rewards import Reward, RewardError, RewardResult, ScoredPrompt, get_reward
-from tasks.rewards.served import ServedModel
+from tasks.rewards.served import NotServed, ServedModel
 from tasks.system.collector import collects_once_loaded
 
 STANDARD_ERROR = 2
@@ -31,18 +33,26 @@ class RewardWorker:
     def __init__(self, name: str, config: RewardFunctionConfig, asked: str | None = None):
         self.name, self.config, self._asked = name, config, asked
         self._found: ServedModel | None = None
-        self.reward = self._current_reward()
+        with suppress(NotServed):  # which `score` returns: a worker that cannot be made is a score that is missing
+            self.reward = self._current_reward()
 
     def _current_reward(self, doubted: ServedModel | None = None) -> Reward:
         """The reward; a new one where the model that it asks has another address, having been started again.
 
         Args:
             doubted: the address, where asking there gave no scores.
+
+        Raises:
+            NotServed: the model has no server any more.
+            RewardModelError: its server does not wake up, or ends with the run.
         """
         if self._asked is None:
             return self.__dict__.get("reward") or get_reward(self.name, **self.config.options)
         server: Any = ray.get_actor(self._asked)
-        found = ray.get(server.connection.remote(doubted))
+        try:
+            found = ray.get(server.connection.remote(doubted))
+        except RayTaskError as error:
+            raise error.cause from None  # what the server says, and not where in its process
         if found != self._found:
             found.enter_environment()
             self._found, self.reward = found, get_reward(self.name, **self.config.options)
@@ -50,18 +60,19 @@ class RewardWorker:
 
     def version(self) -> str:
         """The reward's version, once its models are loaded."""
-        return self.reward.version
+        return self._current_reward().version
 
     def score(self, first: int, prompts: Sequence[ScoredPrompt], *shards: np.ndarray) -> RewardResult | RewardError:
         """Score len(prompts) samples, from the `first` of these rollout batches on.
 
         Returns:
-            the scores, or the RewardError of a reward that cannot be used so: no retry would help.
+            the scores, or the RewardError of a reward that cannot be used so, or whose model is served no more: no
+            retry would help.
         """
         joined = shards[0] if len(shards) == 1 else np.concatenate(shards)
         batch = joined[first : first + len(prompts)]
-        self.reward = self._current_reward()
         try:
+            self.reward = self._current_reward()
             result = self._timed(batch, prompts)
             for _ in range(self.config.retries):
                 missing = np.flatnonzero(np.isnan(result.scores))

@@ -4,11 +4,17 @@
 import os
 from dataclasses import dataclass
 
+from tasks.rewards.errors import RewardError
+
 URL = "REWARD_MODEL_URL"
 NAME = "REWARD_MODEL_NAME"
 KEY = "REWARD_MODEL_KEY"
 VERSION = "REWARD_MODEL_VERSION"
 LOOPBACK = "127.0.0.1"
+
+
+class NotServed(RewardError):
+    """The model's server does not start, and is not started again: whoever asks the model has no scores any more."""
 
 
 @dataclass(frozen=True)

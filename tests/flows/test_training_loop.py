@@ -10,6 +10,7 @@ import flows.train as loop
 from models.weights.canary import Agreement
 from tasks.actors.trainer_group import Synced
 from tasks.config.tree import TrainConfig
+from tasks.run import instruments
 from tasks.run.training import OPTIMIZER_STEPS, TrainingRun
 from tasks.stages.sync import sync_weights
 from tasks.system.stopwatch import Stopwatch
@@ -65,6 +66,55 @@ def test_what_is_exported_has_moved_once_the_average_has(averages: bool, made: i
     run = run_of({"actor_rollout_ref": {"actor": {"ema": {"enable": averages}}}}, inputs=None)
     run.learned = {} if made is None else {OPTIMIZER_STEPS: float(made)}
     assert (run.why_unmoved, run.moved) == (why, why is None)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_rollouts_trace_has_the_sampling_of_its_iteration(
+    monkeypatch: pytest.MonkeyPatch, ahead: bool, resumed: bool
+) -> None:
+    """One step ahead that is done during the update before; after a restart, before the first iteration."""
+    sampled: list[int] = []
+    traces: dict[str, list[int]] = {}
+
+    def submit(run: Any, number: int, clock: Stopwatch) -> Any:
+        return SimpleNamespace(number=number)
+
+    def finish_ahead(run: Any, iteration: Any, clock: Stopwatch) -> None:
+        sampled.append(iteration.number)
+
+    def collect(run: Any, number: int, clock: Stopwatch, asked: Any) -> Any:
+        if asked is None:
+            sampled.append(number)
+        return SimpleNamespace(number=number, metrics={})
+
+    def update_and_save(run: TrainingRun, iteration: Any, clock: Stopwatch) -> None:
+        run.iteration = iteration.number
+
+    def log_bytes(data: bytes, name: str) -> None:
+        traces[name] = [*sampled]
+        sampled.clear()
+
+    monkeypatch.setattr(instruments, "start_traces", lambda group, numbers, settings: sampled.clear() or {0: None})
+    monkeypatch.setattr(instruments, "collect_traces", lambda actors: {0: b"trace"})
+    for stage in (submit, finish_ahead, collect, update_and_save):
+        monkeypatch.setattr(loop, stage.__name__, stage)
+    monkeypatch.setattr(loop, "sync", lambda run, clock, which: Synced(Agreement(0.0), 0.0, {}))
+    settings = {"one_step_off_policy": ahead, "total_training_steps": 4, "profile": {"iterations": [2, 4]}}
+    parts: Any = {
+        "trainer": SimpleNamespace(group=None),
+        "tracker": SimpleNamespace(log_bytes=log_bytes),
+        "stages": SimpleNamespace(has_rollout=lambda iteration: False),
+        "online_parts": SimpleNamespace(rollout=SimpleNamespace(group=object()), reward=None),
+    }
+    run = run_of({"trainer": settings}, inputs=None, **parts)
+    monkeypatch.setattr(run, "actor_groups", lambda: {"rollout": object()})
+    monkeypatch.setattr(run, "recorded", lambda number: True)
+    run.iteration = 1 if resumed else 0
+    asked = loop.sample_again(run, Stopwatch())
+    for number in range(run.next_iteration, 5):
+        _, asked = loop.iterate(run, number, asked, Stopwatch(number))
+    assert traces == {f"profile/{number:06d}/rollout_0.json.gz": [number] for number in (2, 4)}
 
 
 class Weights:

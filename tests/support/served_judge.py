@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A judge as a program of its own, with a secret, a sleep and a process below it, as vLLM's server has them.
 
-`python -m tests.support.served_judge PORT NAME JOURNAL [without-sleep] [dies=LEVEL:TIMES]` serves on 127.0.0.1 and
-writes a line to the journal for its start (its pid and that of its engine), each sleep and wake, each question asked
-while it sleeps, and each time that it dies, when it is asked about a picture of a brightness, so many times in all.
+`python -m tests.support.served_judge PORT NAME JOURNAL [without-sleep] [dies=LEVEL:TIMES] [starts=TIMES]` serves on
+127.0.0.1 and writes a line to the journal for its start (its pid and that of its engine), each sleep and wake, each
+question asked while it sleeps, and each time that it dies, when it is asked about a picture of a brightness, so many
+times in all, or does not start, having started so many times.
 """
 
 import json
@@ -19,13 +20,18 @@ ENGINE = "import time; time.sleep(7200)"
 
 
 def main(port: str, name: str, journal: str, *options: str) -> None:
-    engine = subprocess.Popen([sys.executable, "-c", ENGINE])
     asleep = False
+    (starts,) = [int(option[7:]) for option in options if option.startswith("starts=")] or [sys.maxsize]
     ((deadly, times),) = [o[5:].split(":") for o in options if o.startswith("dies=")] or [("", "0")]
 
     def note(words: str) -> None:
         with Path(journal).open("a") as file:
             file.write(f"{words}\n")
+
+    if Path(journal).exists() and Path(journal).read_text().count("start ") >= starts:
+        note("no start")
+        sys.exit("no such device")
+    engine = subprocess.Popen([sys.executable, "-c", ENGINE])
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"

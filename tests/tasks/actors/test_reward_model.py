@@ -219,6 +219,34 @@ def test_a_server_that_does_not_start_or_sleep_says_why(cluster: None, tmp_path:
         model.wait()
 
 
+def test_a_judge_that_starts_no_more_ends_the_run_after_one_try(
+    cluster: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Though every score may be missing and each of four calls may be repeated; a worker of after that says it, too."""
+    functions = {"judge_grade": {"options": {"axes": ["alignment"]}, "batch_size": 1, "retry_wait_s": 0}}
+    settings = config(tmp_path, "starts=1", functions=functions).model_copy(update={"max_missing_fraction": 1.0})
+    with served_reward_model(settings) as model:
+        group, shards = RewardGroup(settings, model), batches()
+        group.versions()
+        server = processes(tmp_path)[0]
+        server.kill()
+        wait_until_dead(server)
+        pending = group.submit(shards, training=True)
+        why = r"^the reward model's server ended with code 1 .* its log: no such device -- .* had ended: code -9; "
+        with pytest.raises(RewardError, match=why):
+            group.table(shards, pending)
+        for call in pending.calls["judge_grade"]:
+            assert isinstance(ray.get(call.answer), RewardError), "no call waits for a start of its own"
+        (worker,) = group.pools["judge_grade"].group.actors
+        os.kill(pid_of(worker), signal.SIGKILL)
+        with pytest.raises(RewardError, match=why):
+            group.table(shards, group.submit(shards, training=True))
+        with pytest.raises(RewardModelError, match=why[1:]):
+            model.wait()
+    assert [line.split()[0] for line in journal(tmp_path)] == ["start", "no"]
+    assert not [record for record in caplog.records if "was started again" in record.message]
+
+
 DRIVER = """
 import sys, time
 from prefect.exceptions import TerminationSignal
