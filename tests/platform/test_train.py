@@ -29,7 +29,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from tasks.records.history import RunHistory
 from tasks.rewards.jpeg import jpeg_kilobytes
 from tests.support.lost_answers import lost_answers
-from tests.support.patience import PATIENCE, get, post
+from tests.support.patience import PATIENCE, get, post, wait_until
 from tests.support.platform_helpers import RayHead, Workspace, make_workspace
 
 ROOT = Path(__file__).parents[2]
@@ -462,7 +462,8 @@ def test_many_choices_together_run_and_the_export_validates(workspace: Workspace
     assert 0 <= metrics["val/reward/judge_grade/mean"] <= 1
     served = [line.split() for line in (workspace.folder / "journal").read_text().splitlines()]
     assert [word for word, *_ in served] == ["start", "start"], "of the run and of the validation"
-    assert not [pid for _, *pids in served for pid in pids if psutil.pid_exists(int(pid))]
+    judges = [int(pid) for _, *pids in served for pid in pids]
+    wait_until(lambda: not any(map(psutil.pid_exists, judges)), "the end of the judges and of what they had started")
 
 
 def served_judge(workspace: Workspace) -> dict[str, Any]:
