@@ -9,7 +9,7 @@ import ray
 from tasks.actors.machines import Whereabouts
 from tasks.actors.memory import ActorMemory, memory_of, peak_metrics
 from tasks.actors.rank_places import RankPlaces
-from tasks.actors.waiting import get
+from tasks.actors.waiting import get, unfinished
 from tasks.actors.worker_forks import started_by_python
 
 
@@ -29,6 +29,7 @@ class ActorGroup:
     Attributes:
         restarts: does Ray start an actor again that died, or whose machine is lost?
         whereabouts: of the actors.
+        begun: what was asked for and nobody waits for, see `begin`.
     """
 
     def __init__(
@@ -48,19 +49,32 @@ class ActorGroup:
         self.actors: list[Any] = [remote.options(**given | place).remote(*arguments) for place in where]
         self.restarts = bool(given.get("max_restarts", 0))
         self.whereabouts = Whereabouts(self.actors)
+        self.begun: tuple[ray.ObjectRef, ...] = ()
 
     def __len__(self) -> int:
         return len(self.actors)
 
     def call_all(self, method: str, *arguments: Any) -> list[Any]:
         """Call `method` on every actor; the results in the actors' order. An actor's error is raised here."""
-        return get([getattr(actor, method).remote(*arguments) for actor in self.actors])
+        return self.get([getattr(actor, method).remote(*arguments) for actor in self.actors])
+
+    def begin(self, answers: Sequence[ray.ObjectRef]) -> None:
+        """Go on without these answers, which are small; an error of theirs is raised by what is asked for later.
+
+        Actors that compute together wait for one that has failed, and answer nothing until then.
+        """
+        self.begun = (*unfinished(self.begun), *answers)
+
+    def get(self, answers: Sequence[ray.ObjectRef]) -> list[Any]:
+        """What the actors answer; the first error of that, or of what was begun before, is raised here."""
+        found: list[Any] = get(answers, beside=self.begun)
+        return found
 
     def memory(self, name: str) -> dict[str, float]:
         """memory/<name>_<number>_mb of every actor: what its process holds of its machine's memory; and what the stages
         since the last call took of its GPU at most, see `peak_metrics`."""
         patient = {"max_task_retries": -1} if self.restarts else {}  # its machine may just have been lost
-        found: list[ActorMemory] = get(
+        found: list[ActorMemory] = self.get(
             [actor.__ray_call__.options(**patient).remote(memory_of) for actor in self.actors]
         )
         self.whereabouts.refresh()

@@ -119,6 +119,18 @@ class GatheredWeights(NamedTuple):
     seconds: Sent[float]
 
 
+class CopiedWeights(NamedTuple):
+    """A trainer rank's weights once more, as a whole, for workers that have to be started again.
+
+    Attributes:
+        tensors: in buckets; none on all ranks but 0.
+        amount: of them.
+    """
+
+    tensors: Sent[list[HostBucket]]
+    amount: Sent[Amount]
+
+
 class SentWeights(NamedTuple):
     """Weights that a trainer rank sent directly.
 

@@ -22,7 +22,7 @@ PROFILER = "profiler"
 def start_traces(group: "ActorGroup", numbers: Sequence[int], settings: ProfileConfig) -> dict[int, Any]:
     """Have the profiler begin in the actors of these numbers; number -> actor, for `collect_traces`."""
     actors = {number: group.actors[number] for number in numbers}
-    get([actor.__ray_call__.remote(_start, settings) for actor in actors.values()])
+    group.get([actor.__ray_call__.remote(_start, settings) for actor in actors.values()])
     return actors
 
 

@@ -21,6 +21,7 @@ from tasks.actors.messages import Loaded, PolicyWeights, Proof, RolloutReply, as
 from tasks.actors.rank_places import RankPlaces
 from tasks.actors.rollout_worker import RolloutWorker
 from tasks.actors.router import Router
+from tasks.actors.waiting import get
 from tasks.config.rollout import DiffusionRolloutConfig
 from tasks.data.embeddings import Embeddings, prompt_table
 from tasks.data.prompts import Prompt
@@ -222,6 +223,7 @@ class RolloutGroup:
         version: int,
         limits: CanaryLimits,
         sent: tuple[int, int] | None = None,
+        beside: Sequence[ray.ObjectRef] = (),
     ) -> Loaded:
         """Give every worker the same weights; how well the worst one's canary agrees with the trainer's, and the
         seconds of the slowest.
@@ -231,6 +233,7 @@ class RolloutGroup:
             canary: where it finds that.
             proof: of these weights.
             sent: number and buckets of weights that the workers have by now, see `next_number`.
+            beside: what the trainer's ranks are at, of which a worker may wait for one alone: their error is raised.
 
         Raises:
             WeightSyncError: a worker holds others, or its canary is beyond the limits.
@@ -238,7 +241,7 @@ class RolloutGroup:
         number, buckets = sent or (self.next_number(), 0)
         kept = () if tensors is None else (tensors,)
         weights = PolicyWeights(number, kept, buckets, canary=(canary,), proof=proof, version=version, limits=limits)
-        return self._hold(weights)
+        return self._hold(weights, beside)
 
     @property
     def policy_version(self) -> int:
@@ -255,9 +258,9 @@ class RolloutGroup:
         """Give every worker the weights that a run exported to `folder`."""
         self._hold(PolicyWeights(self.next_number(), folder=folder))
 
-    def _hold(self, weights: PolicyWeights) -> Loaded:
+    def _hold(self, weights: PolicyWeights, beside: Sequence[ray.ObjectRef] = ()) -> Loaded:
         self.weights = weights
-        loaded: list[Loaded] = self.group.call_all("load_policy", weights)
+        loaded: list[Loaded] = get([actor.load_policy.remote(weights) for actor in self.group.actors], beside=beside)
         slowest = max(loaded, key=lambda one: sum(one.seconds.values()))
         return Loaded(Agreement.worst([one.agreement for one in loaded]), slowest.seconds)
 

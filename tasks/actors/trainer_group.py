@@ -4,7 +4,7 @@
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import ray
@@ -18,9 +18,9 @@ from models.weights.canary import Agreement, Canary, CanaryLimits
 from tasks.actors.actor_group import ActorGroup
 from tasks.actors.interpreter import own_environment
 from tasks.actors.messages import (
-    Amount,
     BothLogProbs,
     CanaryAnswer,
+    CopiedWeights,
     GatheredWeights,
     OldBatch,
     Proof,
@@ -65,7 +65,6 @@ class TrainerGroup:
         self.routes = Routes(self.group.actors)
         self._canary: tuple[Canary, ray.ObjectRef] | None = None
         self._velocity: ray.ObjectRef | None = None  # for the canary at the last sync
-        self._warming: list[ray.ObjectRef] = []
 
     def start(self) -> list[ray.ObjectRef]:
         """Build the engines; the references are ready when they are."""
@@ -74,8 +73,8 @@ class TrainerGroup:
         return [actor.initialize.remote(rank, count, address) for rank, actor in enumerate(self.group.actors)]
 
     def warm_up(self, canary: Canary) -> None:
-        """Begin to compile the update; what is asked of the ranks next waits for it."""
-        self._warming = [actor.warm_up.remote(canary) for actor in self.group.actors]
+        """Begin to compile the update; what is asked of the ranks next waits for it, and raises its error."""
+        self.group.begin([actor.warm_up.remote(canary) for actor in self.group.actors])
 
     def old_log_probs(self, batches: Sequence[PendingBatch | PairBatch]) -> tuple[list[OldBatch], list[torch.Tensor]]:
         """What the present weights say of each batch, and the rollout's own log-probs [m, W].
@@ -85,18 +84,24 @@ class TrainerGroup:
         """
         loss = self.actor_config.diffusion_loss
         with_means, ranks = needs_old_means(loss.loss_mode, loss.options), len(self.group) // self.sharing
-        replies = []
+        log_probs, means = [], []
         for number, batch in enumerate(batches):
             first = number % ranks * self.sharing
-            of_ranks = [
-                ask(Rescored, actor.rescore, batch.trajectories, with_means)
-                for actor in self.group.actors[first : first + self.sharing]
-            ]
-            replies.append(of_ranks[0])
-        scored: list[BothLogProbs] = get([reply.log_probs for reply in replies])
-        means = [reference(reply.means) for reply in replies]
+            of_batch, mean = self._rescore(batch, self.group.actors[first : first + self.sharing], with_means)
+            log_probs.append(of_batch)
+            means.append(mean)
+        # Of all ranks, of which one may fail while those that it shares samples with wait for it.
+        found: list[BothLogProbs] = self.group.get([one for of_batch in log_probs for one in of_batch])
+        scored = found[:: self.sharing]
         own = [OldBatch(both.own, None, of_batch) for both, of_batch in zip(scored, means, strict=True)]
         return own, [both.rollout for both in scored]
+
+    def _rescore(
+        self, batch: PendingBatch | PairBatch, ranks: Sequence[Any], with_means: bool
+    ) -> tuple[list[ray.ObjectRef], ray.ObjectRef]:
+        """Log-probs of each of the ranks that share a batch, and the first's means: the others' are let go at once."""
+        replies = [ask(Rescored, actor.rescore, batch.trajectories, with_means) for actor in ranks]
+        return [reference(reply.log_probs) for reply in replies], reference(replies[0].means)
 
     def update(
         self, batches: Sequence[PendingBatch | PairBatch], advantages: np.ndarray, old: OldScores | None
@@ -106,13 +111,13 @@ class TrainerGroup:
         Raises:
             NothingToLearn: samples have an advantage, but none is left to train on.
         """
-        get(self._warming)  # its error is the update's
-        self._warming = []
         ranks, epochs = len(self.group) // self.sharing, self.actor_config.ppo_epochs
         plans = plan_updates(batches, advantages, self.mini_batch_samples, ranks, old)
         check_plans(plans, advantages)
         actors = enumerate(self.group.actors)
-        return over_ranks(get([actor.update.remote(plans[rank // self.sharing], epochs) for rank, actor in actors]))
+        return over_ranks(
+            self.group.get([actor.update.remote(plans[rank // self.sharing], epochs) for rank, actor in actors])
+        )
 
     def save(self, folder: Path) -> None:
         """Every rank writes its part of a checkpoint."""
@@ -144,23 +149,26 @@ class TrainerGroup:
         """Send the weights to every rollout worker and prove that they arrived; see `sync_weights`.
 
         The workers load what has come, and compute their own proof of it, while the trainer still computes its canary.
+        An error of any rank is raised: rank 0, which the workers wait for, waits for the others.
         """
         ranks, known = self.group.actors, self._known(canary)
         sent, number = self._send(rollout, which)
         answers = [ask(CanaryAnswer, actor.canary, known, which) for actor in ranks]
         first, answer = sent[0], answers[0]
+        took = [reference(of_rank.seconds) for of_rank in (*sent, *answers)]
+        self.group.begin(took)
         velocity = reference(answer.velocity)
+        tensors: ray.ObjectRef | None
         proof = Proof(reference(first.digests), velocity, self._velocity)
         if isinstance(first, GatheredWeights):
-            loaded = rollout.load_weights(reference(first.tensors), known, proof, version, limits)
+            tensors, arrived = reference(first.tensors), None
         else:
-            # For a worker that will have to be started again. It is made while the others already sample.
-            copies = [actor.weights.remote(which) for actor in ranks] if rollout.settings.max_restarts else [None]
-            of_ranks: list[Amount] = get([of_rank.amount for of_rank in sent])
-            loaded = rollout.load_weights(copies[0], known, proof, version, limits, sent=(number, of_ranks[0].buckets))
+            tensors = self._copied(which) if rollout.settings.max_restarts else None
+            arrived = number, self.group.get([reference(of_rank.amount) for of_rank in sent])[0].buckets
+        loaded = rollout.load_weights(tensors, known, proof, version, limits, arrived, self.group.begun)
         self._velocity = velocity
-        amount, gathering, predicting = get([first.amount, first.seconds, answer.seconds])
-        seconds = {"gather": gathering, "trainer_canary": predicting, **loaded.seconds}
+        amount, *of_ranks = self.group.get([reference(first.amount), *took])
+        seconds = {"gather": of_ranks[0], "trainer_canary": of_ranks[len(ranks)], **loaded.seconds}
         return Synced(loaded.agreement, amount.size / 2**30, seconds)
 
     def _send(
@@ -177,6 +185,13 @@ class TrainerGroup:
             ask(SentWeights, actor.send_weights, number, route, limit, which)
             for actor, route in zip(ranks, routes, strict=True)
         ], number
+
+    def _copied(self, which: HeldWeights) -> ray.ObjectRef:
+        """The weights for a worker that will have to be started again. They are made while the others already
+        sample."""
+        copies = [ask(CopiedWeights, actor.weights, which) for actor in self.group.actors]
+        self.group.begin([reference(of_rank.amount) for of_rank in copies])
+        return reference(copies[0].tensors)
 
     def _known(self, canary: Canary) -> ray.ObjectRef:
         """The canary in the object store: it has prompts' embeddings, and is the same at every sync."""

@@ -27,6 +27,7 @@ from tasks.actors.messages import (
     Amount,
     BothLogProbs,
     CanaryAnswer,
+    CopiedWeights,
     GatheredWeights,
     RankBatch,
     RankMiniBatch,
@@ -115,21 +116,25 @@ class TrainerRank:
     @measures_gpu_memory("update_weights")
     def gather_weights(self, which: HeldWeights) -> GatheredWeights:
         """The weights of `engine.holding(which)`, of whole shape on rank 0."""
-        start, size = time.perf_counter(), 0
-        gathered: list[HostBucket] = []
+        start = time.perf_counter()
         with self.engine.holding(which):
-            for bucket in buckets(self._digested(self.engine.whole_weights()), HOST_BUCKET_BYTES):
-                if self.rank == 0:
-                    gathered.append(to_host(bucket))
-                    size += sum(tensor.nbytes for tensor in bucket.values())
-        digests = self.book.digests()
-        return GatheredWeights(gathered, digests, Amount(len(gathered), size), time.perf_counter() - start)
+            gathered, amount = self._on_host(self._digested(self.engine.whole_weights()))
+        return GatheredWeights(gathered, self.book.digests(), amount, time.perf_counter() - start)
 
-    def weights(self, which: HeldWeights) -> list[HostBucket]:
+    def weights(self, which: HeldWeights) -> CopiedWeights:
         """The weights of `engine.holding(which)`, of whole shape on rank 0, else none."""
         with self.engine.holding(which):
-            cut = buckets(self.engine.whole_weights(), HOST_BUCKET_BYTES)
-            return [to_host(bucket) for bucket in cut if self.rank == 0]
+            return CopiedWeights(*self._on_host(self.engine.whole_weights()))
+
+    def _on_host(self, weights: Iterator[tuple[str, torch.Tensor]]) -> tuple[list[HostBucket], Amount]:
+        """Rank 0's weights in host memory; of the others none, though they gather as many."""
+        copied: list[HostBucket] = []
+        size = 0
+        for bucket in buckets(weights, HOST_BUCKET_BYTES):
+            if self.rank == 0:
+                copied.append(to_host(bucket))
+                size += sum(tensor.nbytes for tensor in bucket.values())
+        return copied, Amount(len(copied), size)
 
     @measures_gpu_memory("update_weights")
     def send_weights(self, number: int, route: Route, limit: int, which: HeldWeights) -> SentWeights:

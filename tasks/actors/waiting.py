@@ -22,12 +22,18 @@ PIECE_SECONDS = 0.2
 """While something is still computed."""
 
 
-def get(answers: Any, seconds: float = float("inf")) -> Any:
-    """`ray.get`: the first error of any of them is raised as soon as it is there; GetTimeoutError after `seconds`."""
+def get(answers: Any, seconds: float = float("inf"), beside: Sequence[ray.ObjectRef] = ()) -> Any:
+    """`ray.get`: the first error of any of them is raised as soon as it is there; GetTimeoutError after `seconds`.
+
+    Args:
+        beside: not waited for, but an error of theirs is raised, too: it may be why the answers do not come. Their
+            values are small, for they are brought here.
+    """
     until, piece = time.monotonic() + seconds, PIECE_SECONDS
     while True:
         try:
             with passed_on():
+                beside = unfinished(beside)
                 piece = 2 * piece if _all_exist(answers) else PIECE_SECONDS
                 return ray.get(answers, timeout=min(piece, max(0.0, until - time.monotonic())))
         except GetTimeoutError as error:
@@ -43,6 +49,13 @@ def wait(answers: Sequence[ray.ObjectRef], count: int = 1) -> list[ray.ObjectRef
             if len(ready) >= count:
                 return ready
             ray.wait(list(answers), num_returns=count, timeout=PIECE_SECONDS, fetch_local=False)
+
+
+def unfinished(begun: Sequence[ray.ObjectRef]) -> list[ray.ObjectRef]:
+    """Those that are still being computed; the error of one that has failed is raised."""
+    done = _existing(begun)
+    ray.get(done)
+    return [one for one in begun if one not in done]
 
 
 def _all_exist(answers: ray.ObjectRef | Sequence[ray.ObjectRef]) -> bool:

@@ -2,6 +2,7 @@
 """Trainer ranks and rollout workers of a tiny model, whose weights can be changed, sent and looked at."""
 
 import copy
+import itertools
 import sys
 import time
 from collections.abc import Iterator
@@ -59,7 +60,7 @@ class Actors:
     def held(self) -> list[dict[str, Tensor]]:
         """The trainer's weights, then each worker's, on the CPU."""
         gathered = ray.get([actor.weights.remote("policy") for actor in self.trainer.group.actors])[0]
-        whole = {name: tensor for bucket in gathered for name, tensor in from_host(bucket, "cpu").items()}
+        whole = {name: tensor for bucket in gathered.tensors for name, tensor in from_host(bucket, "cpu").items()}
         return [whole, *self.rollout.group.call_all("__ray_call__", _weights)]
 
 
@@ -177,6 +178,24 @@ def answer_after(rank: Any, file: Path) -> None:
 def answer_as_before(actor: Any) -> None:
     """Undo `leave_a_mark` or `answer_after`."""
     actor.engine.__dict__.pop("canary_velocity", None)
+
+
+def fail_at(rank: Any, method: str, call: int = 1) -> None:
+    """Let this call of the engine's method, and all later ones, raise before the rank takes its part in it."""
+    working, calls = getattr(rank.engine, method), itertools.count(1)
+
+    def failing(*given: Any) -> Any:
+        if next(calls) < call:
+            return working(*given)
+        raise MemoryError(f"no room for {method}")
+
+    setattr(rank.engine, method, failing)
+
+
+def fail_no_more(rank: Any) -> None:
+    """Undo `fail_at`."""
+    for method in ("canary_velocity", "whole_weights"):
+        rank.engine.__dict__.pop(method, None)
 
 
 def assert_equal(weights: list[dict[str, Tensor]]) -> None:

@@ -3,6 +3,7 @@
 
 import stat
 import sys
+import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,6 +31,8 @@ from tests.support.helpers import actor_config, largest_difference, model_config
 from tests.support.other_environment import make_environment
 
 ADVANTAGES = np.array([1.0, -0.8, 0.3, -1.5], np.float32)
+HANG_S = 60
+"""Of a rank that waits for another; only a defect lets it pass."""
 SETTINGS = {"clip_grad": 0.1, "ppo_micro_batch_size_per_gpu": 2}
 
 
@@ -155,6 +158,41 @@ def test_old_log_probs_come_back_in_the_order_of_the_batches(cluster: None, shar
     assert [found.log_probs[0, 0].item() for found in old] == [0, 1, 2, 3]
     assert [found[0, 0].item() for found in rollout] == [0, -1, -2, -3]
     assert [found[0, 0].item() for found in ray.get([one.means for one in old])] == [0, 1, 2, 3]
+    for actor in group.group.actors:
+        ray.kill(actor)
+
+
+@pytest.mark.parametrize("failing", ["warm_up", "rescore"])
+def test_an_error_of_any_rank_ends_the_old_log_probs(cluster: None, failing: str) -> None:
+    """Here of the second of two ranks that share samples: the first, whose answer counts, waits for it."""
+
+    class Partner:
+        def __init__(self) -> None:
+            self.failing = ""
+
+        def warm_up(self, _: object) -> None:
+            self.take_part("warm_up")
+
+        def rescore(self, number: torch.Tensor, with_means: bool) -> Rescored:
+            self.take_part("rescore")
+            return Rescored(BothLogProbs(number, -number), None)
+
+        def take_part(self, method: str) -> None:
+            if self.failing == method:
+                raise MemoryError(f"no room for {method}")
+            if self.failing == "the other":
+                time.sleep(HANG_S)
+
+    group = TrainerGroup.__new__(TrainerGroup)  # without its own ranks
+    group.actor_config, group.sharing, group.group = actor_config(), 2, ActorGroup(Partner, 2, 0.0)
+    for actor, fails in zip(group.group.actors, ("the other", failing), strict=True):
+        ray.get(actor.__ray_call__.remote(lambda partner, fails: setattr(partner, "failing", fails), fails))
+    number = torch.zeros(2, 1)
+    asked = PendingBatch((), (), (5, 0), ray.put(number), None, None, ray.put(0.0), 0)
+    group.warm_up(Canary(prompt_table((5, 3))))
+    with pytest.raises(MemoryError, match=f"no room for {failing}"):
+        group.old_log_probs([asked])
+    assert not ray.wait([group.group.actors[0].__ray_ready__.remote()], timeout=0)[0], "it was raised after the wait"
     for actor in group.group.actors:
         ray.kill(actor)
 

@@ -6,7 +6,8 @@ import os
 import pickle
 import signal
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ from tests.support.weight_actors import (
     answer_after,
     answer_as_before,
     assert_equal,
+    fail_at,
+    fail_no_more,
     leave_a_mark,
     mend,
     pictures,
@@ -146,6 +149,54 @@ def test_weights_that_came_as_others_are_named(actors: Actors, transport: str, r
     ray.get(first.__ray_call__.remote(mend))
     for way in ("object_store", *DIRECT):
         assert actors.sync(way)[0].agreement.difference == 0.0
+
+
+@contextmanager
+def failing_second_rank(actors: Actors, makes_up: Sequence[str], **failing: int) -> Iterator[None]:
+    """Rank 1 fails from these calls of its engine's methods on, where rank 0 waits for it; afterwards it makes up for
+    what the other waits for, so that both can be used again."""
+    second = actors.trainer.group.actors[1]
+    ray.get([second.__ray_call__.remote(fail_at, method, call) for method, call in failing.items()])
+    try:
+        yield
+    finally:
+        second.__ray_call__.remote(fail_no_more)
+        for method in makes_up:
+            getattr(second, method).remote(*[actors.canary] * (method == "canary"), "policy")
+        actors.trainer.group.begun = ()
+        ray.get([rank.__ray_ready__.remote() for rank in actors.trainer.group.actors])
+
+
+@pytest.mark.parametrize(
+    ("failing", "makes_up"),
+    [
+        ({"canary_velocity": 1}, ["canary"]),
+        ({"whole_weights": 1, "canary_velocity": 1}, ["gather_weights", "canary"]),
+    ],
+)
+def test_an_error_of_any_rank_ends_the_sync(actors: Actors, failing: dict[str, int], makes_up: list[str]) -> None:
+    """Workers wait for rank 0, and that for the one that failed: until torch's timeout, whose error hides the cause."""
+    with failing_second_rank(actors, makes_up, **failing), pytest.raises(MemoryError, match="no room for "):
+        actors.sync("object_store")
+    assert actors.sync("object_store")[0].agreement.difference == 0.0
+
+
+def test_an_error_of_any_rank_ends_the_direct_sync(actors: Actors) -> None:
+    with (
+        failing_second_rank(actors, ["canary", "weights"], canary_velocity=1, whole_weights=2),
+        pytest.raises(MemoryError, match="no room for canary_velocity"),
+    ):
+        actors.sync("ipc")
+    assert actors.sync("ipc")[0].agreement.difference == 0.0
+
+
+def test_a_rank_that_fails_at_the_copy_is_heard_by_what_is_asked_next(actors: Actors) -> None:
+    """The sync does not wait for the copy, and rank 0 answers nothing more."""
+    with failing_second_rank(actors, ["weights"], whole_weights=2):
+        assert actors.sync("ipc")[0].agreement.difference == 0.0
+        with pytest.raises(MemoryError, match="no room for whole_weights"):
+            actors.trainer.group.memory("trainer")
+    assert_equal(actors.held())
 
 
 def test_a_worker_without_the_weights_samples_nothing(actors: Actors) -> None:
