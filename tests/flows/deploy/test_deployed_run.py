@@ -115,7 +115,9 @@ def brought_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 
     monkeypatch.setattr(services, "bring_up", bring_up)
     monkeypatch.setattr(services, "_checked_parameters", lambda *arguments: {})
+    earlier = signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a terminal, wherever the tests are
     yield
+    signal.signal(signal.SIGINT, earlier)
     for process in started:
         process.kill()
         process.wait()
