@@ -12,11 +12,11 @@ from typing import Annotated, Any
 
 import torch
 import typer
-import yaml
 
 from tasks.cli.terminal import commands
 from tasks.config.data import DIGITS
-from tasks.config.errors import NO_YAML, why_no_yaml
+from tasks.config.errors import ConfigError
+from tasks.config.named_values import named_values
 from tasks.config.params import (
     BASE_MODEL,
     BASE_MODEL_METRICS,
@@ -208,19 +208,11 @@ def pairs(
 
 
 def _named_values(settings: list[str] | None, flag: str) -> dict[str, Any]:
-    """`["a=1"]` as {"a": 1}; values are YAML."""
-    pairs = [setting.partition("=") for setting in settings or []]
-    for name, equals, _ in pairs:
-        if not equals:
-            raise PrepareError(f"{flag} {name!r} must have the form name=value")
-    return {name: _value(value, f"{flag} {name}") for name, _, value in pairs}
-
-
-def _value(text: str, where: str) -> Any:
+    """`named_values` of a flag, which an error names."""
     try:
-        return yaml.safe_load(text)
-    except NO_YAML as error:
-        raise PrepareError(f"{where}: the value {text!r:.100} is not YAML: {why_no_yaml(error)}") from error
+        return named_values(settings or [])
+    except ConfigError as error:
+        raise PrepareError(f"{flag} {error}") from error
 
 
 def _require_model(model: Path) -> None:

@@ -23,11 +23,11 @@ import typer
 
 from flows.deploy.service_record import ServiceError, recorded_in
 from tasks.records.run_lock import run_lock
-from tasks.records.run_store import CHECKPOINTS, CheckpointError
+from tasks.records.run_store import CHECKPOINTS, NAME, SCORES, STAGES, CheckpointError, numbers_in
 from tasks.system.files import bytes_on_disk
 from tasks.system.processes import COPY, identity, maker_lives
 
-RAY, STAGES, VALIDATION, COPIES, WORKTREES, LOGS = KINDS = (
+RAY, KEPT, VALIDATION, COPIES, WORKTREES, LOGS = KINDS = (
     "Ray's session folders of dead clusters",
     "kept stages of old runs (a run started again samples them anew)",
     "validation grids of old runs (MLflow has them, too)",
@@ -36,8 +36,6 @@ RAY, STAGES, VALIDATION, COPIES, WORKTREES, LOGS = KINDS = (
     "logs of services that have ended",
 )
 WORKTREE = "doubleflow-"
-KEPT_STAGES, KEPT_SCORES = "stages", "reward"
-"""As `tasks.run.kept_stages` has them, which imports Ray."""
 DAY = 86_400
 
 
@@ -66,8 +64,10 @@ def leftovers(project: Path, temporary: Sequence[Path], days: float) -> list[Lef
     services = project / ".services"
     if services.is_dir() and not _locked(services / "lock") and not _services_live(services):
         found.append((LOGS, services))
-    of_runs = [item for run in _old_runs(project / "runs", days) for item in _of_run(run)]
-    return of_runs + [Leftover(kind, path, bytes_on_disk(path)) for kind, path in found if path.is_dir()]
+    listed: list[tuple[str, Path, Path | None]]
+    listed = [(kind, path, run) for run in _old_runs(project / "runs", days) for kind, path in _of_run(run)]
+    listed += [(kind, path, None) for kind, path in found]
+    return [Leftover(kind, path, bytes_on_disk(path), run) for kind, path, run in listed if path.is_dir()]
 
 
 def remove(item: Leftover) -> bool:
@@ -88,27 +88,26 @@ def remove(item: Leftover) -> bool:
 def _remove_of_run(item: Leftover) -> bool:
     """Unless the run was at work since it was listed, and needs it by now."""
     assert item.run is not None
-    if item.path not in [now.path for now in _of_run(item.run)]:
+    if not item.path.is_dir() or (item.kind, item.path) not in _of_run(item.run):
         return False
     shutil.rmtree(item.path, ignore_errors=True)
     return True
 
 
-def _of_run(run: Path) -> list[Leftover]:
-    """What an old run that nobody works on does without."""
-    found = [(STAGES, path) for path in _stages(run)] + [(VALIDATION, run / "validation")]
-    return [Leftover(kind, path, bytes_on_disk(path), run) for kind, path in found if path.is_dir()]
+def _of_run(run: Path) -> list[tuple[str, Path]]:
+    """Kind and folder of what an old run that nobody works on does without, where it is there."""
+    return [*((KEPT, path) for path in _stages(run)), (VALIDATION, run / "validation")]
 
 
 def _stages(run: Path) -> list[Path]:
     """The folders of its kept stages, but for the scores of its newest checkpoint's iteration."""
-    names = [path.name for path in (run / CHECKPOINTS).glob("iter_*") if path.name.removeprefix("iter_").isdecimal()]
-    newest = max(names, key=lambda name: int(name.removeprefix("iter_")), default="")
-    needed = run / KEPT_STAGES / KEPT_SCORES / newest
-    if not newest or not needed.is_dir():
-        return [run / KEPT_STAGES]
-    beside = [*(run / KEPT_STAGES).iterdir(), *needed.parent.iterdir()]
-    return sorted(path for path in beside if path not in (needed, needed.parent))
+    kept, checkpoints = run / STAGES, run / CHECKPOINTS
+    iterations = numbers_in(checkpoints) if checkpoints.is_dir() else []
+    needed = [kept / SCORES / NAME.format(newest) for newest in iterations[-1:]]
+    if not any(path.is_dir() for path in needed):
+        return [kept]
+    beside = [*kept.iterdir(), *(kept / SCORES).iterdir()]
+    return sorted(path for path in beside if path not in (*needed, kept / SCORES))
 
 
 def _ray_sessions(folder: Path, commands: str) -> Iterator[Path]:

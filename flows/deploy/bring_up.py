@@ -146,15 +146,7 @@ def _start_servers(
     check: Callable[[], None],
 ) -> None:
     """Those that are not there, both at once; they answer afterwards."""
-    prefect = [
-        "flows.deploy.prefect_command",
-        "server",
-        "start",
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(ports["prefect"]),
-    ]
+    prefect = ["flows.deploy.prefect_command", "server", "start", *_address(ports["prefect"])]
     commands = {"prefect": prefect, "mlflow": _mlflow_server(ports["mlflow"])}
     missing = {name: arguments for name, arguments in commands.items() if name not in there}
     for name, arguments in missing.items():
@@ -169,9 +161,13 @@ def _start_servers(
 def _mlflow_server(port: int) -> list[str]:
     """Artifacts are files of this machine, so runs write them without a detour over HTTP."""
     root = Path("mlruns").resolve().as_uri()
-    address = ["--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     store = ["--backend-store-uri", "sqlite:///mlflow.db", "--default-artifact-root", root, "--no-serve-artifacts"]
-    return ["mlflow", "server", "--app-name", MLFLOW_APP, *address, *store]
+    return ["mlflow", "server", "--app-name", MLFLOW_APP, *_address(port), "--workers", "1", *store]
+
+
+def _address(port: int) -> list[str]:
+    """Where a server listens: on this machine alone."""
+    return ["--host", "127.0.0.1", "--port", str(port)]
 
 
 def _prepare_server(environment: Mapping[str, str], pool: str, runs: int, gpus: int) -> None:

@@ -65,9 +65,10 @@ class ActorGroup:
         """
         self.begun = (*unfinished(self.begun), *answers)
 
-    def get(self, answers: Sequence[ray.ObjectRef]) -> list[Any]:
-        """What the actors answer; the first error of that, or of what was begun before, is raised here."""
-        found: list[Any] = get(answers, beside=self.begun)
+    def get(self, answers: Sequence[ray.ObjectRef], beside: Sequence[ray.ObjectRef] = ()) -> list[Any]:
+        """What the actors answer; the first error of that, of what was begun before, or of what others do `beside`, is
+        raised here."""
+        found: list[Any] = get(answers, beside=(*self.begun, *beside))
         return found
 
     def memory(self, name: str) -> dict[str, float]:

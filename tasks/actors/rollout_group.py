@@ -21,7 +21,6 @@ from tasks.actors.messages import Loaded, PolicyWeights, Proof, RolloutReply, as
 from tasks.actors.rank_places import RankPlaces
 from tasks.actors.rollout_worker import RolloutWorker
 from tasks.actors.router import Router
-from tasks.actors.waiting import get
 from tasks.config.rollout import DiffusionRolloutConfig
 from tasks.data.embeddings import Embeddings, prompt_table
 from tasks.data.prompts import Prompt
@@ -260,7 +259,9 @@ class RolloutGroup:
 
     def _hold(self, weights: PolicyWeights, beside: Sequence[ray.ObjectRef] = ()) -> Loaded:
         self.weights = weights
-        loaded: list[Loaded] = get([actor.load_policy.remote(weights) for actor in self.group.actors], beside=beside)
+        loaded: list[Loaded] = self.group.get(
+            [actor.load_policy.remote(weights) for actor in self.group.actors], beside
+        )
         slowest = max(loaded, key=lambda one: sum(one.seconds.values()))
         return Loaded(Agreement.worst([one.agreement for one in loaded]), slowest.seconds)
 

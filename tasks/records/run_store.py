@@ -30,8 +30,12 @@ WEIGHTS = "trainer"
 RECORD_DIGEST = "record_sha256"
 """Of the record's other keys; records of older versions have none."""
 FORMAT = 1
-CHECKPOINTS = "checkpoints"
-"""Their folder in a run's own."""
+CHECKPOINTS, STAGES = "checkpoints", "stages"
+"""Folders in a run's own: of its checkpoints, and of the finished stages of iterations that have none yet."""
+SCORES = "reward"
+"""Folder of the iterations' scores in that of the stages."""
+NAME = "iter_{:06d}"
+"""Folder of an iteration's checkpoint, or of another file of it."""
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +72,12 @@ class RunState:
 _STATE = TypeAdapter(RunState)
 
 
+def numbers_in(folder: Path, prefix: str = "iter_") -> list[int]:
+    """The iterations of the folder's entries that have exactly the name that a store gives, ascending."""
+    pattern = re.compile(re.escape(prefix) + "([0-9]{6}|[1-9][0-9]{6,})")
+    return sorted(int(found[1]) for path in folder.iterdir() if (found := pattern.fullmatch(path.name)))
+
+
 class CheckpointStore:
     """The checkpoints of one run, `folder`/iter_000010 and so on; or other files of its iterations.
 
@@ -90,24 +100,19 @@ class CheckpointStore:
                 f"{folder} is no folder, or a link to one that is not there: mount or move back what it leads to, or "
                 "remove it to begin without checkpoints"
             ) from error
-        remove(*(self._aside(iteration) for iteration in self._named(".writing-")))
+        remove(*(self._aside(iteration) for iteration in numbers_in(folder, ".writing-")))
 
     def iterations(self) -> list[int]:
         """Iterations whose name a checkpoint has, ascending; other names are nobody's."""
-        return self._named("iter_")
+        return numbers_in(self.folder)
 
     def path(self, iteration: int) -> Path:
         """Where the checkpoint of that iteration is."""
-        return self.folder / f"iter_{iteration:06d}"
+        return self.folder / NAME.format(iteration)
 
     def _aside(self, iteration: int) -> Path:
         """Where it is until it is whole."""
         return self.folder / f".writing-{iteration:06d}"
-
-    def _named(self, prefix: str) -> list[int]:
-        """The numbers of the entries that have exactly the name that this class gives."""
-        pattern = re.compile(re.escape(prefix) + "([0-9]{6}|[1-9][0-9]{6,})")
-        return sorted(int(found[1]) for path in self.folder.iterdir() if (found := pattern.fullmatch(path.name)))
 
     def save(self, state: RunState, write: Callable[[Path], None]) -> Path:
         """Write a checkpoint, after all that is written in the background; on any error nothing is left and the older

@@ -16,7 +16,6 @@ from typing import Annotated, Any, BinaryIO
 
 import typer
 import uvicorn
-import yaml
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.datastructures import FormData, UploadFile
@@ -24,7 +23,8 @@ from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive
 
 from models.errors import DoubleflowError
-from tasks.config.errors import NO_YAML, why_no_yaml
+from tasks.config.errors import ConfigError
+from tasks.config.named_values import named_values
 from tasks.rewards.base import Reward, RewardResult, get_reward
 from tasks.rewards.errors import RewardError
 from tasks.rewards.remote import MAX_PIXELS, MAX_REQUEST_MB, PROTOCOL, TooLarge, check_protocol, unpack_batch
@@ -181,11 +181,10 @@ def main(
     max_pictures: Annotated[int, typer.Option(min=1, help="PNGs of one request.")] = 1000,
 ) -> None:
     """Load a reward and serve it until the process is ended."""
-    pairs = [text.partition("=") for text in option or []]
-    for name, equals, _ in pairs:
-        if not equals:
-            raise typer.BadParameter(f"{name!r} must have the form name=value", param_hint="--option")
-    options = {name: _value(name, value) for name, _, value in pairs}
+    try:
+        options = named_values(option or [])
+    except ConfigError as error:
+        raise typer.BadParameter(str(error), param_hint="--option") from error
     try:
         loaded = get_reward(reward, **options)
     except DoubleflowError as error:
@@ -198,14 +197,6 @@ def main(
     address = f"http://{host}:{listening.getsockname()[1]}"
     typer.echo(f"{loaded.name} ({loaded.version}) is served at {address}")
     uvicorn.Server(config).run(sockets=[listening])
-
-
-def _value(name: str, text: str) -> Any:
-    try:
-        return yaml.safe_load(text)
-    except NO_YAML as error:
-        told = f"{name}: the value {text!r:.100} is not YAML: {why_no_yaml(error)}"
-        raise typer.BadParameter(told, param_hint="--option") from error
 
 
 def listening_socket(config: uvicorn.Config) -> socket.socket:

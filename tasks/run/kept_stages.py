@@ -21,7 +21,7 @@ from tasks.actors.rollout_group import PendingBatch, RolloutGroup, by_uid, pendi
 from tasks.actors.waiting import get
 from tasks.data.prompts import Prompt
 from tasks.data.rewriting import FIELD, prompts_number
-from tasks.records.run_store import CheckpointError, CheckpointStore, RunState
+from tasks.records.run_store import SCORES, CheckpointError, CheckpointStore, RunState
 
 TABLE, FIRST_PICTURES = "scores.parquet", "pictures.npy"
 VERSION, PROMPTS = "policy_version", "prompts"
@@ -39,7 +39,7 @@ class KeptStages:
 
     def __init__(self, folder: Path):
         self._rollouts = CheckpointStore(folder / "rollout", content="batches")
-        self._scores = CheckpointStore(folder / "reward", content="scores")
+        self._scores = CheckpointStore(folder / SCORES, content="scores")
 
     def has_rollout(self, iteration: int) -> bool:
         """Is the iteration's rollout kept?"""

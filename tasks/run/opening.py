@@ -32,7 +32,7 @@ from tasks.records.guards import FloorWatch, Guard, GuardWatch
 from tasks.records.headline import RUN_NAME_TAG
 from tasks.records.lineage import lineage
 from tasks.records.run_lock import run_lock
-from tasks.records.run_store import CHECKPOINTS, CheckpointError, CheckpointStore
+from tasks.records.run_store import CHECKPOINTS, STAGES, CheckpointError, CheckpointStore
 from tasks.records.second_trackers import SecondTrackers, Subject
 from tasks.records.tracking import Tracker
 from tasks.records.tracking_address import require_answer
@@ -312,7 +312,7 @@ def _start_actors(
         trainer,
         tracker,
         store,
-        KeptStages(config.run_dir / "stages"),
+        KeptStages(config.run_dir / STAGES),
         guards,
         report,
         online_parts,

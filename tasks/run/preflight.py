@@ -220,13 +220,13 @@ def _open_data(
     config: TrainConfig, model_config: DiffusionModelConfig, latent_shape: tuple[int, ...], trains: bool
 ) -> Inputs:
     """The prompts, their embeddings and, to train, the pairs; the digest is over their tables and indices alone."""
-    train, test = load_prompts(config.data.prompts, "train"), load_prompts(config.data.prompts, "test")
-    test = test[: config.actor_rollout_ref.rollout.val_kwargs.max_prompts]
+    train, held_out = load_prompts(config.data.prompts, "train"), load_prompts(config.data.prompts, "test")
+    test = held_out[: config.actor_rollout_ref.rollout.val_kwargs.max_prompts]
     embeddings, made_by = _open_embeddings(config, model_config)
     content = config.data.prompts.read_bytes() + made_by
     pairs = None
     if trains and not config.is_online:
-        pairs = _open_pairs(config, embeddings, latent_shape)
+        pairs = _open_pairs(config, embeddings, latent_shape, {prompt.uid for prompt in held_out})
         content += (config.data.pairs / INDEX).read_bytes()
     if trains:
         _check_count(config, len(train) if pairs is None else len(pairs.pairs))
@@ -315,15 +315,20 @@ def _check_count(config: TrainConfig, there: int) -> None:
         )
 
 
-def _open_pairs(config: TrainConfig, embeddings: Embeddings, latent_shape: tuple[int, ...]) -> PairDataset:
-    """The pairs fit the model's latents, and their prompts are encoded and none of them is held out."""
+def _open_pairs(
+    config: TrainConfig, embeddings: Embeddings, latent_shape: tuple[int, ...], held_out: set[str]
+) -> PairDataset:
+    """The pairs fit the model's latents, and their prompts are encoded and none of them is held out.
+
+    Args:
+        held_out: uids, also of prompts that validation does not draw.
+    """
     pairs = PairDataset.open(config.data.pairs).named_by(load_prompts(config.data.prompts))
     if pairs.latent_shape != tuple(latent_shape):
         raise ConfigError(
             f"{config.data.pairs} holds latents {list(pairs.latent_shape)} but rollout.pipeline height and width make "
             f"{list(latent_shape)}: set them to the size of the pairs' pictures"
         )
-    held_out = {prompt.uid for prompt in load_prompts(config.data.prompts, "test")}  # more than validation draws
     seen = [pair for pair in pairs.pairs if pair.prompt_uid in held_out]
     if seen:
         raise ConfigError(
