@@ -160,16 +160,21 @@ def leave_a_mark(worker: Any, file: Path) -> None:
     worker.engine.canary_velocity = marked
 
 
+def wait_for(file: Path) -> None:
+    """Until the file is there."""
+    until = time.monotonic() + PATIENCE_S
+    while not file.exists():
+        if time.monotonic() > until:
+            raise TimeoutError(f"nobody left {file.name}")
+        time.sleep(0.01)
+
+
 def answer_after(rank: Any, file: Path) -> None:
     """Let the rank's canary wait for that file."""
     canary_velocity = rank.engine.canary_velocity
 
     def patient(canary: Canary) -> Tensor:
-        until = time.monotonic() + PATIENCE_S
-        while not file.exists():
-            if time.monotonic() > until:
-                raise TimeoutError(f"nobody left {file.name}")
-            time.sleep(0.01)
+        wait_for(file)
         return canary_velocity(canary)
 
     rank.engine.canary_velocity = patient
@@ -180,13 +185,16 @@ def answer_as_before(actor: Any) -> None:
     actor.engine.__dict__.pop("canary_velocity", None)
 
 
-def fail_at(rank: Any, method: str, call: int = 1) -> None:
-    """Let this call of the engine's method, and all later ones, raise before the rank takes its part in it."""
+def fail_at(rank: Any, method: str, call: int = 1, after: Path | None = None) -> None:
+    """Let this call of the engine's method, and all later ones, raise before the rank takes its part in it, and not
+    before the file `after` is there."""
     working, calls = getattr(rank.engine, method), itertools.count(1)
 
     def failing(*given: Any) -> Any:
         if next(calls) < call:
             return working(*given)
+        if after is not None:
+            wait_for(after)
         raise MemoryError(f"no room for {method}")
 
     setattr(rank.engine, method, failing)

@@ -152,11 +152,13 @@ def test_weights_that_came_as_others_are_named(actors: Actors, transport: str, r
 
 
 @contextmanager
-def failing_second_rank(actors: Actors, makes_up: Sequence[str], **failing: int) -> Iterator[None]:
-    """Rank 1 fails from these calls of its engine's methods on, where rank 0 waits for it; afterwards it makes up for
-    what the other waits for, so that both can be used again."""
+def failing_second_rank(
+    actors: Actors, makes_up: Sequence[str], after: Path | None = None, **failing: int
+) -> Iterator[None]:
+    """Rank 1 fails from these calls of its engine's methods on, where rank 0 waits for it, and not before the file
+    `after` is there; afterwards it makes up for what the other waits for, so that both can be used again."""
     second = actors.trainer.group.actors[1]
-    ray.get([second.__ray_call__.remote(fail_at, method, call) for method, call in failing.items()])
+    ray.get([second.__ray_call__.remote(fail_at, method, call, after) for method, call in failing.items()])
     try:
         yield
     finally:
@@ -190,10 +192,12 @@ def test_an_error_of_any_rank_ends_the_direct_sync(actors: Actors) -> None:
     assert actors.sync("ipc")[0].agreement.difference == 0.0
 
 
-def test_a_rank_that_fails_at_the_copy_is_heard_by_what_is_asked_next(actors: Actors) -> None:
-    """The sync does not wait for the copy, and rank 0 answers nothing more."""
-    with failing_second_rank(actors, ["weights"], whole_weights=2):
+def test_a_rank_that_fails_at_the_copy_is_heard_by_what_is_asked_next(actors: Actors, tmp_path: Path) -> None:
+    """The sync does not wait for the copy, which fails once it is over; then rank 0 answers nothing more."""
+    synced = tmp_path / "synced"
+    with failing_second_rank(actors, ["weights"], after=synced, whole_weights=2):
         assert actors.sync("ipc")[0].agreement.difference == 0.0
+        synced.touch()
         with pytest.raises(MemoryError, match="no room for whole_weights"):
             actors.trainer.group.memory("trainer")
     assert_equal(actors.held())
