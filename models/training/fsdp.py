@@ -20,6 +20,7 @@ from models.algorithms.old_policy import old_policy_decay
 from models.families.base import DiffusionModelBase, DiffusionModelConfig
 from models.runtime.attention import choose_attention
 from models.runtime.compiled import compile_blocks
+from models.runtime.float8 import scales_in
 from models.runtime.products import choose_products
 from models.samples.trajectories import Trajectories
 from models.schedulers.gradient_scale import rectifying_weights
@@ -366,7 +367,7 @@ class DiffusersFSDPEngine(PolicyForward):
         # A lone rank has nobody to share with, and in every pass FSDP copies what it has sharded.
         alone = dist.get_world_size() == 1 and not settings.param_offload and own == policy_format
         whole = self.model_config.trains_lora and (alone or not settings.shard_frozen)
-        kept = {p for p in frozen if whole or p.dtype != getattr(torch, own)}
+        kept = {p for p in frozen if whole or p.dtype != getattr(torch, own)} | scales_in(module)
         if own == policy_format == "bfloat16":
             in_fp32 = kept_in_fp32(module)
             kept |= {p for name, p in trainable(module).items() if name in in_fp32}
