@@ -157,7 +157,8 @@ def iterate(
         Its metrics, and the next iteration's samples if they are made ahead.
     """
     trained = number <= run.iteration
-    with nullcontext() if trained or ahead else profiled_rollout(run, number, clock):  # what is sampled was traced then
+    sampled = trained or ahead or run.stages.has_rollout(number)  # that was traced then, and this would write over it
+    with nullcontext() if sampled else profiled_rollout(run, number, clock):
         iteration = collect(run, number, clock, None if trained else ahead)
     if not trained:
         with sampling_ahead(run, number + 1, clock) as ahead:

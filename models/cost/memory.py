@@ -133,11 +133,10 @@ def rollout_need(
 
 
 def _frozen_bytes(cost: PassCost, dtype: str, share: float) -> float:
-    """Of frozen weights in `dtype`, of which a rank's GPU has this share, but of what is in float8 all: FSDP2 holds one
-    format, and leaves others whole on the device. In fp32 the scales are of that format."""
+    """Of frozen weights in `dtype`, of which a rank's GPU has this share, but of what is in float8 all: it and its
+    scales lie whole on each."""
     rounded, rows = cost.float8
-    scales = rows * SCALE_BYTES * (share if _bytes(dtype) == SCALE_BYTES else 1)
-    return (cost.frozen - rounded) * _bytes(dtype) * share + rounded * FLOAT8_BYTES + scales
+    return (cost.frozen - rounded) * _bytes(dtype) * share + rounded * FLOAT8_BYTES + rows * SCALE_BYTES
 
 
 def _reduced_by_block(cost: PassCost, dtype: str, shards: float, activations: float) -> float:

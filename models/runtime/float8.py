@@ -61,6 +61,12 @@ def store_in_float8(module: nn.Module, device: torch.device | str, gradient: boo
         setattr(module.get_submodule(parent), own, Float8Linear(layer.to(device), gradient).to(place))
 
 
+def scales_in(module: nn.Module) -> set[nn.Parameter]:
+    """The scales [N, 1] of the module's matrices in float8. The product takes them in fp32 alone: nobody may cast
+    them with the other weights."""
+    return {layer.scale for layer in module.modules() if isinstance(layer, Float8Linear)}
+
+
 def layers_for_float8(module: nn.Module) -> list[tuple[str, nn.Linear]]:
     """Name and layer of those that `store_in_float8` replaces, which keeps a number of 8 bits for each of a matrix and
     an fp32 scale for each of its rows."""

@@ -20,6 +20,7 @@ from models.algorithms.old_policy import old_policy_decay
 from models.families.base import DiffusionModelBase, DiffusionModelConfig
 from models.runtime.attention import choose_attention
 from models.runtime.compiled import compile_blocks
+from models.runtime.float8 import scales_in
 from models.runtime.products import choose_products
 from models.samples.trajectories import Trajectories
 from models.schedulers.gradient_scale import rectifying_weights
@@ -113,8 +114,8 @@ class DiffusersFSDPEngine(PolicyForward):
             Metrics without prefix, averaged over this rank's counted samples, timesteps and optimiser steps; as
             `nonfinite_steps` how many optimiser steps were left out (they are in no other metric), and as
             `sample_steps` how many samples times timesteps these are (`recorded_steps`: those whose half of the
-            guidance without the prompt was not computed);
-            logprob_abs_diff/* are of the first step alone, before the weights move.
+            guidance without the prompt was not computed); `LOG_PROB_DISTANCES` are of the first step alone, before the
+            weights move, and of its `first_sample_steps`.
 
         Raises:
             FloatingPointError: a gradient is not finite, and more steps in a row are not than may be left out; the
@@ -123,13 +124,14 @@ class DiffusersFSDPEngine(PolicyForward):
         if self.previous is not None:
             self.previous.follow(0)
         collected, prepared = WeightedMetrics(), [self._prepared(batch) for batch in batches]
-        counted = recorded = left_out = 0
+        counted = first_counted = recorded = left_out = 0
         for number, batch in enumerate(prepared * epochs):
             if batch.global_count == 0:  # on every rank: no pair was left of any group
                 continue
             of_step = WeightedMetrics()
             trained = self._accumulate_gradients(batch, of_step, first=number == 0)
             counted += trained
+            first_counted += trained if number == 0 else 0
             recorded += trained if number == 0 and batch.records_unconditional else 0
             rate, norm = float(self.lr_scheduler.get_last_lr()[0]), self._optimizer_step()
             if norm is None:
@@ -142,6 +144,7 @@ class DiffusersFSDPEngine(PolicyForward):
         return collected.combined() | {
             "optimizer_steps": self.optimizer_steps,
             "sample_steps": counted,
+            "first_sample_steps": first_counted,
             "recorded_steps": recorded,
             "nonfinite_steps": left_out,
         }
@@ -366,7 +369,7 @@ class DiffusersFSDPEngine(PolicyForward):
         # A lone rank has nobody to share with, and in every pass FSDP copies what it has sharded.
         alone = dist.get_world_size() == 1 and not settings.param_offload and own == policy_format
         whole = self.model_config.trains_lora and (alone or not settings.shard_frozen)
-        kept = {p for p in frozen if whole or p.dtype != getattr(torch, own)}
+        kept = {p for p in frozen if whole or p.dtype != getattr(torch, own)} | scales_in(module)
         if own == policy_format == "bfloat16":
             in_fp32 = kept_in_fp32(module)
             kept |= {p for name, p in trainable(module).items() if name in in_fp32}

@@ -4,8 +4,9 @@
 The server listens on 127.0.0.1 alone, at a port and with a secret that are made when it starts, and which one of the
 project's engines asks for whatever is asked of it (`server_guard`). The actor starts it
 again where it has died, and wakes it where it sleeps, whenever a reward's worker asks for its address: so a worker
-holds no address for longer than a call, and asks again within one that got no scores. One that does not start is not
-tried again, and is the run's error. Whatever ends the actor ends the server, by a watchdog of the actor's own.
+holds no address for longer than a call, and asks again within one that got no scores. One that does not start, or
+does not wake up, is not tried again, and is the run's error. Whatever ends the actor ends the server, by a watchdog of
+the actor's own.
 """
 
 import logging
@@ -119,7 +120,7 @@ class RewardModel:
         return {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
 
     def wait(self) -> None:
-        """Until it answers. Raises NotStarted where it does not."""
+        """Until it answers. Raises GivenUp where it does not."""
         get(self.actor.connection.remote())
 
     def begin_use(self) -> None:

@@ -45,8 +45,9 @@ class RewardModelError(DoubleflowError, RuntimeError):
     """The reward model's server did not start, or does not do what it was asked."""
 
 
-class NotStarted(RewardModelError, served.NotServed):
-    """The reward model's server did not start. It is not tried again: a try may take the whole start_timeout_s."""
+class GivenUp(RewardModelError, served.NotServed):
+    """The reward model's server did not start, or lives and does not sleep or wake up. It is not tried again: a try may
+    take the whole start_timeout_s, or `SLEEP_SECONDS`."""
 
 
 @dataclass(frozen=True)
@@ -151,12 +152,12 @@ class RewardModelServer:
             doubted: what this has returned before and gave the caller no scores: it may be on its way down.
 
         Raises:
-            NotStarted: it does not start, or did not when somebody asked before.
-            RewardModelError: it does not wake up, or was ended with the run.
+            GivenUp: it does not start or wake up, or did not when somebody asked before.
+            RewardModelError: it refuses to wake up, or was ended with the run.
         """
         with self._lock:
             if self._failure is not None:
-                raise NotStarted(self._failure)
+                raise GivenUp(self._failure)
             if doubted is not None and self._process is not None and doubted.url == self._url:
                 self._await_verdict(self._process)
             if self._stopped:
@@ -199,16 +200,20 @@ class RewardModelServer:
         self._ends.close()
 
     def _start(self) -> None:
-        """Returns once it answers; raises NotStarted where it does not, and keeps why."""
+        """Returns once it answers; raises GivenUp where it does not."""
         before = None if self._process is None else f"code {self._process.poll()}; {self._end_of_log()}"
         try:
             self._try_to_start()
         except RewardModelError as error:
             follows = "" if before is None else f" -- it was started because the one before had ended: {before}"
-            self._failure = f"{error}{follows}"
-            raise NotStarted(self._failure) from error
+            raise self._give_up(f"{error}{follows}") from error
         if before is not None:
             self._deaths.append(before)
+
+    def _give_up(self, why: str) -> GivenUp:
+        """The error of whoever asks for the server, now and from now on."""
+        self._failure = why
+        return GivenUp(why)
 
     def _try_to_start(self) -> None:
         end_marked(own_mark())  # what a server has left behind that died, as vLLM's engine with the GPU's memory
@@ -292,9 +297,16 @@ class RewardModelServer:
         return self._request("GET", path, POLL_TIMEOUT).status_code == 200
 
     def _send(self, path: str) -> None:
-        """POST what is to put it to sleep or to wake it."""
+        """POST what is to put it to sleep or to wake it. One that lives and does not answer is given up and ended: its
+        weights may be on a GPU on which others count."""
         try:
             answer = self._request("POST", path, SLEEP_SECONDS)
+        except httpx.TimeoutException as error:
+            end_marked(own_mark())
+            raise self._give_up(
+                f"the reward model's server did not answer POST {path} within {SLEEP_SECONDS:g} s: set "
+                f"reward.reward_model.sleep to false, or see {self._end_of_log()}"
+            ) from error
         except httpx.TransportError as error:
             raise RewardModelError(f"the reward model's server does not answer POST {path}: {error}") from error
         if answer.status_code == 404:

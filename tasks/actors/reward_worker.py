@@ -44,7 +44,7 @@ class RewardWorker:
 
         Raises:
             NotServed: the model has no server any more.
-            RewardModelError: its server does not wake up, or ends with the run.
+            RewardModelError: its server refuses to wake up, or ends with the run.
         """
         if self._asked is None:
             return self.__dict__.get("reward") or get_reward(self.name, **self.config.options)

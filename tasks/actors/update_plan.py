@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from models.errors import DoubleflowError
+from models.training.engine import LOG_PROB_DISTANCES
 from tasks.actors.messages import OldBatch, RankBatch, RankMiniBatch
 from tasks.actors.rollout_group import PendingBatch
 from tasks.data.pairs import PairBatch
@@ -38,8 +39,10 @@ class OldScores:
         return torch.cat(shares).numpy()
 
 
-SAMPLE_STEPS = "sample_steps"
-OF_RANKS = frozenset({"lr", "grad_norm", "optimizer_steps", SAMPLE_STEPS, "recorded_steps", "nonfinite_steps"})
+SAMPLE_STEPS, FIRST_SAMPLE_STEPS = "sample_steps", "first_sample_steps"
+OF_RANKS = frozenset(
+    {"lr", "grad_norm", "optimizer_steps", SAMPLE_STEPS, FIRST_SAMPLE_STEPS, "recorded_steps", "nonfinite_steps"}
+)
 """Metrics of an update that are a rank's and no means over its samples."""
 
 
@@ -47,9 +50,9 @@ def over_ranks(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """An update's metrics over the ranks: what are means over a rank's samples become means over those of all ranks,
     names ending in /max maxima, and those of `OF_RANKS` plain means.
 
-    A rank whose samples all dropped out has no metrics of them. Those of the first optimiser step alone are weighed as
-    the others are, by the samples of all steps. An engine that does not say how many samples times timesteps it has
-    counted has its ranks count alike.
+    A rank whose samples all dropped out has no metrics of them. What is of the first optimiser step alone
+    (`LOG_PROB_DISTANCES`) is weighed by that step's samples times timesteps, the others by those of all steps. An
+    engine that does not say how many it has counted has its ranks count alike.
     """
     names = dict.fromkeys(name for of_rank in metrics for name in of_rank)
     return {name: _over_ranks(name, [of_rank for of_rank in metrics if name in of_rank]) for name in names}
@@ -59,7 +62,8 @@ def _over_ranks(name: str, metrics: Sequence[Mapping[str, float]]) -> float:
     values = [of_rank[name] for of_rank in metrics]
     if name.endswith("/max"):
         return float(max(values))
-    weights = [1.0 if name in OF_RANKS else of_rank.get(SAMPLE_STEPS, 1.0) for of_rank in metrics]
+    measured_on = FIRST_SAMPLE_STEPS if name in LOG_PROB_DISTANCES else SAMPLE_STEPS
+    weights = [1.0 if name in OF_RANKS else of_rank.get(measured_on, 1.0) for of_rank in metrics]
     alike = len({*weights}) == 1  # the plain mean then: of one rank it is the value to the last bit
     return float(np.average(values, weights=None if alike else weights))
 

@@ -14,7 +14,7 @@ LOOPBACK = "127.0.0.1"
 
 
 class NotServed(RewardError):
-    """The model's server does not start, and is not started again: whoever asks the model has no scores any more."""
+    """The model's server does not start or wake up, and is not tried again: whoever asks has no scores any more."""
 
 
 @dataclass(frozen=True)

@@ -69,11 +69,12 @@ def test_what_is_exported_has_moved_once_the_average_has(averages: bool, made: i
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize(("resumed", "kept"), [(False, None), (True, None), (True, 2)])
 def test_a_rollouts_trace_has_the_sampling_of_its_iteration(
-    monkeypatch: pytest.MonkeyPatch, ahead: bool, resumed: bool
+    monkeypatch: pytest.MonkeyPatch, ahead: bool, resumed: bool, kept: int | None
 ) -> None:
-    """One step ahead that is done during the update before; after a restart, before the first iteration."""
+    """One step ahead that is done during the update before; after a restart, before the first iteration. Where the
+    rollout is kept nothing is sampled again, and the trace of a process that was killed is not written over."""
     sampled: list[int] = []
     traces: dict[str, list[int]] = {}
 
@@ -84,7 +85,7 @@ def test_a_rollouts_trace_has_the_sampling_of_its_iteration(
         sampled.append(iteration.number)
 
     def collect(run: Any, number: int, clock: Stopwatch, asked: Any) -> Any:
-        if asked is None:
+        if asked is None and number != kept:
             sampled.append(number)
         return SimpleNamespace(number=number, metrics={})
 
@@ -104,7 +105,7 @@ def test_a_rollouts_trace_has_the_sampling_of_its_iteration(
     parts: Any = {
         "trainer": SimpleNamespace(group=None),
         "tracker": SimpleNamespace(log_bytes=log_bytes),
-        "stages": SimpleNamespace(has_rollout=lambda iteration: False),
+        "stages": SimpleNamespace(has_rollout=lambda iteration: iteration == kept),
         "online_parts": SimpleNamespace(rollout=SimpleNamespace(group=object()), reward=None),
     }
     run = run_of({"trainer": settings}, inputs=None, **parts)
@@ -114,7 +115,7 @@ def test_a_rollouts_trace_has_the_sampling_of_its_iteration(
     asked = loop.sample_again(run, Stopwatch())
     for number in range(run.next_iteration, 5):
         _, asked = loop.iterate(run, number, asked, Stopwatch(number))
-    assert traces == {f"profile/{number:06d}/rollout_0.json.gz": [number] for number in (2, 4)}
+    assert traces == {f"profile/{number:06d}/rollout_0.json.gz": [number] for number in (2, 4) if number != kept}
 
 
 class Weights:

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """A judge as a program of its own, with a secret, a sleep and a process below it, as vLLM's server has them.
 
-`python -m tests.support.served_judge PORT NAME JOURNAL [without-sleep] [dies=LEVEL:TIMES] [starts=TIMES]` serves on
-127.0.0.1 and writes a line to the journal for its start (its pid and that of its engine), each sleep and wake, each
-question asked while it sleeps, and each time that it dies, when it is asked about a picture of a brightness, so many
-times in all, or does not start, having started so many times.
+`python -m tests.support.served_judge PORT NAME JOURNAL [without-sleep] [never-wakes] [dies=LEVEL:TIMES] [starts=TIMES]`
+serves on 127.0.0.1 and writes a line to the journal for its start (its pid and that of its engine), each sleep and
+wake, each question asked while it sleeps, and each time that it dies, when it is asked about a picture of a brightness,
+so many times in all, or does not start, having started so many times. One that never wakes leaves that order
+unanswered.
 """
 
 import json
 import os
 import subprocess
 import sys
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -53,6 +55,8 @@ def main(port: str, name: str, journal: str, *options: str) -> None:
             if order in ("/sleep", "/wake_up") and "without-sleep" not in options:
                 asleep = order == "/sleep"
                 note(self.path)
+                if order == "/wake_up" and "never-wakes" in options:
+                    time.sleep(7200)
                 return self.send(200, {})
             if order != "/v1/chat/completions":
                 return self.send(404, {"error": {"message": f"no such path {self.path}"}})

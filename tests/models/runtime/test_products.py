@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from models.config.model import ModelConfig
 from models.rollout.diffusers import DiffusersRolloutEngine
+from models.runtime import float8
 from models.runtime.float8 import Float8Linear, rounded
 from models.runtime.projections import project
 from models.samples.trajectories import NoiseKey, RolloutRequest, Trajectories
@@ -131,10 +132,12 @@ def config_of(family: str, folder: Path, **products: Any) -> Any:
     return model_config(folder, lora_rank=4, lora_alpha=8, **guided, **({"dtype": "bfloat16"} | products))
 
 
-def trained(config: Any, request: RolloutRequest) -> tuple[DiffusersFSDPEngine, dict[str, float], dict[str, Tensor]]:
+def trained(
+    config: Any, request: RolloutRequest, **settings: Any
+) -> tuple[DiffusersFSDPEngine, dict[str, float], dict[str, Tensor]]:
     """A trainer after one update of a rollout's samples, both from the same LoRA weights, none of which is zero; its
     metrics and what the update gave each weight."""
-    engine = DiffusersFSDPEngine(config, actor_config(use_kl_loss=True, kl_loss_coef=0.1, clip_grad=1e9))
+    engine = DiffusersFSDPEngine(config, actor_config(use_kl_loss=True, kl_loss_coef=0.1, clip_grad=1e9, **settings))
     engine.initialize()
     for number, shard in enumerate(trainable(engine.module).values()):
         local: Any = shard.to_local() if hasattr(shard, "to_local") else shard  # type: ignore[operator]
@@ -219,6 +222,31 @@ def test_float8_reaches_every_lora_matrix(
         .weight.dtype
         == torch.bfloat16
     )
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.usefixtures("one_rank")
+def test_a_trainer_that_computes_fp32_weights_in_bf16_multiplies_by_fp32_scales(
+    fuse: bool, tiny_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FSDP casts what has the model's own format, as the scales have then; a GPU's product refuses them in bf16."""
+    scaled, formats = float8._scaled, set()
+
+    def noted(values: Tensor, rows: Tensor, weight: Tensor, columns: Tensor, *rest: Any) -> Tensor:
+        formats.add((rest[-1], columns.dtype))
+        return scaled(values, rows, weight, columns, *rest)
+
+    monkeypatch.setattr(float8, "_scaled", noted)
+    config = config_of(
+        "qwen_image", tiny_folder("qwen_image"), dtype="float32", frozen_dtype="float8", fuse_projections=fuse
+    )
+    engine, _, found = trained(config, request_of("qwen_image", config), param_dtype="bfloat16")
+    in_trainer = {scales for activations, scales in formats if activations == torch.bfloat16}
+    assert in_trainer == {torch.float32}
+    assert all(gradient.isfinite().all() for gradient in found.values())
+    layers = [layer for layer in engine.module.modules() if isinstance(layer, Float8Linear)]
+    assert layers
+    assert not any(hasattr(layer.scale, "to_local") for layer in layers), "whole on every rank, as the matrix is"
 
 
 def test_full_weights_are_not_kept_in_float8() -> None:

@@ -117,6 +117,7 @@ def train_two_ranks(rank: int, models: Models, wan: tuple[Path, Trajectories], s
     folder = shared / "from_two"
     results: dict[str, Any] = {
         "bad_sample": past_a_bad_sample(models[False], rank, ranks=2),
+        "first": unlike_steps(models[False], rank),
         "wan": kept_in_fp32_steps(*wan, rank, 2, folder / "wan"),
         "resumed": resume_on_two_ranks(rank, models, shared / "from_one"),
     }
@@ -158,6 +159,21 @@ def past_a_bad_sample(inputs: Inputs, rank: int, ranks: int) -> Steps:
     broken.latents[0, 1] = NAN
     batches = [part_of(each, rank, ranks) for each in (broken, inputs.trajectories)]
     return Steps([engine.update_policy(batches)], engine.gather_weights(), {})
+
+
+UNLIKE = (torch.tensor([1.0, -0.8, 0.3, -1.5, 0.7, NAN, NAN, NAN]), torch.tensor([NAN, NAN, NAN, 0.4, *[0.2] * 4]))
+"""Of two optimiser steps, in which the ranks' shares of what counts are not the same."""
+SHIFTS = torch.arange(1.0, 9) / 1000
+"""By which each of the eight samples' old log-probs are off."""
+
+
+def unlike_steps(inputs: Inputs, rank: int) -> dict[str, float]:
+    """Metrics of two optimiser steps of which the first rank has 4 and 1 samples that count, the second 1 and 4."""
+    engine = DiffusersFSDPEngine(model_config(inputs.model), actor_config(ppo_micro_batch_size_per_gpu=2))
+    engine.initialize()
+    shifted = replace(inputs.trajectories, log_probs=inputs.trajectories.log_probs + SHIFTS[:, None])
+    share = torch.arange(8).chunk(2)[rank]
+    return engine.update_policy([ActorBatch([(shifted.rows(share), values[share])], 5) for values in UNLIKE])
 
 
 def kept_in_fp32_steps(model: Path, trajectories: Trajectories, rank: int, ranks: int, folder: Path) -> Steps:
@@ -250,9 +266,18 @@ def test_two_ranks_report_the_metrics_of_one(two_ranks: list[dict], one_rank_res
         assert parts[0]["sample_steps"] > parts[1]["sample_steps"]
         joined = over_ranks(parts)
         assert {"pg_loss", "kl_loss", "logprob_abs_diff/mean", FIRST_RATIO} <= joined.keys() == alone.keys()
-        of_samples = joined.keys() - {"sample_steps", "recorded_steps"}
+        of_samples = joined.keys() - {"sample_steps", "first_sample_steps", "recorded_steps"}
         found, expected = ({name: metrics[name] for name in of_samples} for metrics in (joined, alone))
         assert found == pytest.approx(expected, rel=1e-3, abs=1e-6)
+
+
+def test_what_is_of_the_first_step_is_weighed_by_the_first_steps_samples(two_ranks: list[dict]) -> None:
+    """Over both steps the ranks have trained on as many samples."""
+    of_ranks = [rank["first"] for rank in two_ranks]
+    assert of_ranks[0]["sample_steps"] == of_ranks[1]["sample_steps"]
+    joined, off = over_ranks(of_ranks), SHIFTS[~UNLIKE[0].isnan()]
+    assert joined["logprob_abs_diff/mean"] == pytest.approx(off.mean().item(), rel=1e-3)
+    assert joined[FIRST_RATIO] == pytest.approx((1 - (-off).exp()).mean().item(), rel=1e-3)
 
 
 def test_the_mean_is_over_the_steps_that_count(two_ranks: list[dict], models: Models) -> None:

@@ -19,10 +19,11 @@ from pydantic import ValidationError
 from transformers import AutoProcessor, LlavaForConditionalGeneration
 
 from models.schedulers.noise_keys import NoiseKey
+from tasks.actors import reward_model_server
 from tasks.actors.cluster import ray_cluster
 from tasks.actors.reward_group import RewardGroup
 from tasks.actors.reward_model import check_reward_model, served_reward_model
-from tasks.actors.reward_model_server import GUARD, RewardModelError, server_command
+from tasks.actors.reward_model_server import GUARD, RewardModelError, RewardModelServer, server_command
 from tasks.actors.rollout_group import PendingBatch
 from tasks.config.errors import ConfigError
 from tasks.config.reward import RewardConfig, RewardModelConfig
@@ -245,6 +246,32 @@ def test_a_judge_that_starts_no_more_ends_the_run_after_one_try(
             model.wait()
     assert [line.split()[0] for line in journal(tmp_path)] == ["start", "no"]
     assert not [record for record in caplog.records if "was started again" in record.message]
+
+
+def answers_within_a_second(actor: RewardModelServer) -> None:
+    """Or is taken not to answer a sleep or a wake-up, in the actor's process."""
+    reward_model_server.SLEEP_SECONDS = 1.0
+
+
+def test_a_judge_that_does_not_wake_up_ends_the_run_after_one_try(cluster: None, tmp_path: Path) -> None:
+    """It lives; and each of four calls of two workers could ask it again, as often as `retries` says."""
+    options = {"options": {"axes": ["alignment"]}, "batch_size": 1, "retry_wait_s": 0, "num_workers": 2}
+    settings = config(tmp_path, "never-wakes", functions={"judge_grade": options}, sleep=True)
+    settings = settings.model_copy(update={"max_missing_fraction": 1.0})
+    with served_reward_model(settings) as model:
+        group, shards = RewardGroup(settings, model), batches()
+        group.versions()
+        ray.get(model.actor.__ray_call__.remote(answers_within_a_second))
+        asleep, pending = processes(tmp_path), group.submit(shards, training=True)
+        why = r"did not answer POST /wake_up within 1 s: set reward.reward_model.sleep to false, .* end of its log: "
+        with pytest.raises(RewardError, match=why):
+            group.table(shards, pending)
+        for call in pending.calls["judge_grade"]:
+            assert isinstance(ray.get(call.answer), RewardError), "no call waits for a wake-up of its own"
+        with pytest.raises(RewardModelError, match=why):
+            model.wait()
+        assert_all_end(asleep)
+    assert journal(tmp_path)[1:] == ["/sleep?level=1&mode=wait", "/wake_up"]
 
 
 DRIVER = """

@@ -96,6 +96,16 @@ def test_metrics_of_ranks_that_count_alike_are_plain_means() -> None:
     assert over_ranks(ranks) == {"kl_loss": 0.2, "grad_norm": 2.0, "sample_steps": 7.0}
 
 
+def test_metrics_of_the_first_step_are_weighed_by_its_samples() -> None:
+    """Of an engine that does not count them, its ranks count alike."""
+    names = ("logprob_abs_diff/mean", "ratio_deviation/first")
+    ranks = [dict.fromkeys((*names, "kl_loss"), value) | {"sample_steps": 4.0} for value in (1.0, 3.0)]
+    assert over_ranks(ranks) == dict.fromkeys((*names, "kl_loss"), 2.0) | {"sample_steps": 4.0}
+    counted = [of_rank | {"first_sample_steps": first} for of_rank, first in zip(ranks, (3.0, 1.0), strict=True)]
+    joined = over_ranks(counted)
+    assert [joined[name] for name in (*names, "kl_loss")] == [1.5, 1.5, 2.0]
+
+
 @pytest.mark.parametrize("name", ["lr", "grad_norm", "optimizer_steps", "recorded_steps", "nonfinite_steps"])
 def test_what_is_no_mean_over_samples_is_not_weighed_by_them(name: str) -> None:
     ranks = [{name: 1.0, "sample_steps": 9.0}, {name: 3.0, "sample_steps": 3.0}]
