@@ -33,7 +33,7 @@ from tasks.cli.stopping import Stopped
 from tasks.cli.terminal import command_line, commands
 from tasks.config.errors import ConfigError
 from tasks.config.recipes import load_recipe, parse_changes
-from tasks.run.early import check_files
+from tasks.run.early import check_before_servers
 from tasks.system.access import USER, exports
 
 Errors = type[BaseException] | tuple[type[BaseException], ...]
@@ -87,8 +87,8 @@ def run(
     A run that fails leaves them, too: its logs are on its page. So does one that Prefect's server says nothing of for
     minutes: it goes on. A signal cancels it. After that, or where a stage or a server fails, what this began ends.
     """
-    parameters = _checked_parameters(recipe, overrides, changes, stages)
     there = living_processes()
+    parameters = _checked_parameters(recipe, overrides, changes, stages, joins="worker" not in there)
     with _ended_with_an_error(there, but=Exception):  # from the run's creation on: it goes on without being followed
         with _ended_with_an_error(there), stages_beside(stages) as making:
             if there.keys() >= SERVICES:
@@ -111,16 +111,20 @@ def run(
 
 
 def _checked_parameters(
-    recipe: str, overrides: list[Path] | None, changes: list[str] | None, stages: Path | None
+    recipe: str, overrides: list[Path] | None, changes: list[str] | None, stages: Path | None, joins: bool
 ) -> dict[str, Any]:
-    """The deployment's parameters, which are right as far as can be said before anything is started."""
+    """The deployment's parameters, which are right as far as can be said before anything is started.
+
+    Args:
+        recipe, overrides, changes, stages: as `run` takes them.
+        joins: the run joins the cluster at this process's RAY_ADDRESS: one that a worker runs which is up already
+            joins that of the worker's.
+    """
     config = load_recipe(recipe)
     changed = parse_changes(changes or [], overrides or [], config)
-    config = config.with_changes(changed)
-    if stages is None:
-        check_files(config)
-    elif not stages.is_file():
+    if stages is not None and not stages.is_file():
         raise ConfigError(f"--stages is {stages}, which is no file: give a dvc.yaml")
+    check_before_servers(config.with_changes(changed), made=stages is None, cluster=joins)
     given = changed.model_dump(mode="json", exclude_unset=True)
     return {"overrides": given} if given else {}
 

@@ -73,7 +73,7 @@ class ActorGroup:
 
     def memory(self, name: str) -> dict[str, float]:
         """memory/<name>_<number>_mb of every actor: what its process holds of its machine's memory; and what the stages
-        since the last call took of its GPU at most, see `peak_metrics`."""
+        since the last call took and kept of its GPU at most, see `peak_metrics`."""
         patient = {"max_task_retries": -1} if self.restarts else {}  # its machine may just have been lost
         found: list[ActorMemory] = self.get(
             [actor.__ray_call__.options(**patient).remote(memory_of) for actor in self.actors]

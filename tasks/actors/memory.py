@@ -12,11 +12,23 @@ import psutil
 
 GIB = 2**30
 PEAKS = "gpu_peaks"
-"""Where an actor keeps them: stage -> bytes."""
+"""Where an actor keeps them: stage -> GpuPeak."""
+
+
+class GpuPeak(NamedTuple):
+    """The most of a GPU that one process had, in bytes.
+
+    Attributes:
+        taken: by its tensors.
+        kept: by its allocator, for tensors that there are and that there were: what no other process gets.
+    """
+
+    taken: int
+    kept: int
 
 
 def measures_gpu_memory(stage: str | Callable[..., str]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator of an actor's method: what the tensors of its process took at most while it ran.
+    """Decorator of an actor's method: what its process took and kept of the GPU at most while it ran.
 
     Where the process has no tensors on a GPU there is nothing to measure, and nothing is done: so with a rollout
     worker whose model lives in processes of its own.
@@ -35,28 +47,35 @@ def measures_gpu_memory(stage: str | Callable[..., str]) -> Callable[[Callable[.
             try:
                 return method(self, *arguments, **named)
             finally:
-                if torch.cuda.is_initialized() and torch.cuda.max_memory_allocated():
+                if torch.cuda.is_initialized() and torch.cuda.max_memory_reserved():
                     name = stage if isinstance(stage, str) else stage(*arguments, **named)
                     peaks = self.__dict__.setdefault(PEAKS, {})
-                    peaks[name] = max(peaks.get(name, 0), torch.cuda.max_memory_allocated())
+                    found = GpuPeak(torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
+                    peaks[name] = _largest([found, peaks.get(name, found)])
 
         return measured
 
     return decorate
 
 
-def peaks_since_last_time(actor: Any) -> dict[str, int]:
+def _largest(peaks: Sequence[GpuPeak]) -> GpuPeak:
+    """The most that was taken, and the most that was kept, each by whichever it was."""
+    return GpuPeak(*map(max, zip(*peaks, strict=True)))
+
+
+def peaks_since_last_time(actor: Any) -> dict[str, GpuPeak]:
     """What an actor's methods have measured, by stage; it begins anew afterwards."""
     return actor.__dict__.pop(PEAKS, {})
 
 
-def peak_metrics(group: str, peaks: Sequence[Mapping[str, int]]) -> dict[str, float]:
-    """memory/<group>/gpu_peak_gib/<stage>: of the actor that took the most."""
-    stages = dict.fromkeys(stage for of_actor in peaks for stage in of_actor)
-    return {
-        f"memory/{group}/gpu_peak_gib/{stage}": max(of_actor.get(stage, 0) for of_actor in peaks) / GIB
-        for stage in stages
-    }
+def peak_metrics(group: str, peaks: Sequence[Mapping[str, GpuPeak]]) -> dict[str, float]:
+    """memory/<group>/gpu_peak_gib/<stage> of the actor that took the most, and gpu_kept_gib of the one that kept it."""
+    metrics = {}
+    for stage in dict.fromkeys(stage for of_actor in peaks for stage in of_actor):
+        most = _largest([of_actor[stage] for of_actor in peaks if stage in of_actor])
+        metrics[f"memory/{group}/gpu_peak_gib/{stage}"] = most.taken / GIB
+        metrics[f"memory/{group}/gpu_kept_gib/{stage}"] = most.kept / GIB
+    return metrics
 
 
 def resident_mb() -> float:
@@ -73,7 +92,7 @@ class ActorMemory(NamedTuple):
     """
 
     resident_mb: float
-    peaks: dict[str, int]
+    peaks: dict[str, GpuPeak]
 
 
 def memory_of(actor: Any) -> ActorMemory:

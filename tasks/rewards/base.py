@@ -3,11 +3,13 @@
 
 import asyncio
 import inspect
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
+from importlib.util import find_spec
 from types import FunctionType, MappingProxyType
 from typing import Any, ClassVar, Literal
 
@@ -53,12 +55,15 @@ class Reward(ABC):
     all lie near the lowest says so.
     `wants` says what `score` is given: "images", uint8 RGB [B, H, W, 3]; "video", uint8 RGB [B, F, H, W, 3], a picture
     being a video of one frame; "latents", float32 [B, ...], as the sampler left them.
+    `packages` are those that an environment may lack: the module that is imported of each, once the reward is made, to
+    the package that has it. A run is refused where the driver lacks one.
     """
 
     name: str
     version: str
     wants: ClassVar[Input] = "images"
     bounds: ClassVar[tuple[float, float] | None] = None
+    packages: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
     @classmethod
     def check_options(cls, name: str, options: Mapping[str, Any]) -> None:
@@ -292,14 +297,10 @@ def check_reward(name: str, **options: Any) -> type[Reward] | FunctionType:
                 f"there is no reward {name!r}; known are {', '.join(known_rewards())}, "
                 'and any other can be given as "package.module:function_or_class"'
             )
-        _check_options(name, _REGISTRY[name], (), options)
-        _REGISTRY[name].check_options(name, options)
-        return _REGISTRY[name]
+        return _checked_class(name, _REGISTRY[name], options)
     found = _import(name)
     if inspect.isclass(found) and issubclass(found, Reward):
-        _check_options(name, found, (), options)
-        found.check_options(name, options)
-        return found
+        return _checked_class(name, found, options)
     if inspect.isfunction(found):
         if is_per_sample(found):
             _check_options(name, found, (), options, arguments(found, None, None, {}))
@@ -309,6 +310,19 @@ def check_reward(name: str, **options: Any) -> type[Reward] | FunctionType:
     raise RewardError(
         f"{name} is a {type(found).__name__}; it must be a subclass of tasks.rewards.Reward or a function"
     )
+
+
+def _checked_class(name: str, found: type[Reward], options: dict[str, Any]) -> type[Reward]:
+    """The class itself, which takes the options and finds its packages."""
+    _check_options(name, found, (), options)
+    for module, package in found.packages.items():
+        if find_spec(module) is None:
+            raise RewardError(
+                f"reward {name!r} needs the package {package}, which the environment of {sys.prefix} lacks: install it "
+                "there"
+            )
+    found.check_options(name, options)
+    return found
 
 
 class FunctionReward(Reward):

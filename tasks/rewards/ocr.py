@@ -5,13 +5,13 @@ import re
 import unicodedata
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
 from tasks.rewards.base import Reward, RewardResult, register_reward
 from tasks.rewards.errors import RewardError
-from tasks.rewards.rapid_ocr import rapid_ocr
+from tasks.rewards.rapid_ocr import READER
 from tasks.rewards.scored_prompt import ScoredPrompt
 
 Target = Literal["column", "quoted"]
@@ -32,6 +32,11 @@ class OcrReward(Reward):
     """
 
     bounds = (0.0, 1.0)
+    packages: ClassVar[Mapping[str, str]] = {
+        READER.module: READER.package,
+        "onnxruntime": "onnxruntime",
+        "cv2": "opencv-python",
+    }
 
     @classmethod
     def core_seconds(cls, options: Mapping[str, Any], pixels: int) -> float:
@@ -67,7 +72,7 @@ class OcrReward(Reward):
         self._substring_is_full = substring_is_full
         self._detect = detect
         self._upscale = upscale
-        self._reader = rapid_ocr(threads, rec_image_shape)
+        self._reader = READER(threads, rec_image_shape)
         packages = (self._reader.package, "onnxruntime")
         self.version = " ".join(["2", *(f"{package}=={version(package)}" for package in packages)])
 

@@ -14,6 +14,10 @@ class RapidOcr(Protocol):
     """
 
     package: str
+    module: str
+
+    def __init__(self, threads: int, rec_image_shape: tuple[int, int, int]):
+        """With so many threads; the recogniser's input is (channels, height, least width in pixels)."""
 
     def read_line(self, picture: np.ndarray) -> str:
         """What stands in the picture, [h, w, 3] in OpenCV's order, taken for one line."""
@@ -25,7 +29,7 @@ class RapidOcr(Protocol):
 class RapidOcrOnnxruntime:
     """rapidocr-onnxruntime 1.4.4, for Python before 3.13."""
 
-    package = "rapidocr-onnxruntime"
+    package, module = "rapidocr-onnxruntime", "rapidocr_onnxruntime"
 
     def __init__(self, threads: int, rec_image_shape: tuple[int, int, int]):
         from rapidocr_onnxruntime import RapidOCR
@@ -46,7 +50,7 @@ class RapidOcrOnnxruntime:
 class RapidOcr3:
     """rapidocr 3.4.5, its successor. Later wheels hold other models, or ask the network for these under other names."""
 
-    package = "rapidocr"
+    package = module = "rapidocr"
 
     def __init__(self, threads: int, rec_image_shape: tuple[int, int, int]):
         from rapidocr import RapidOCR
@@ -71,7 +75,5 @@ class RapidOcr3:
         return list(self.ocr(picture, use_cls=False).txts or ())
 
 
-def rapid_ocr(threads: int, rec_image_shape: tuple[int, int, int]) -> RapidOcr:
-    """The one that pyproject.toml asks for with this Python."""
-    reader = RapidOcr3 if sys.version_info >= (3, 13) else RapidOcrOnnxruntime
-    return reader(threads, rec_image_shape)
+READER: type[RapidOcr] = RapidOcr3 if sys.version_info >= (3, 13) else RapidOcrOnnxruntime
+"""The one that pyproject.toml asks for with this Python."""

