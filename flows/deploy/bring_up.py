@@ -189,7 +189,7 @@ def _enter(environment: Mapping[str, str]) -> None:
 
 
 def _deploy(environment: Mapping[str, str], *which: str) -> None:
-    deploy = [sys.executable, "-m", "flows.deploy.prefect_command", "--no-prompt", "deploy", *which]
+    deploy = [sys.executable, "-m", "flows.deploy.deploy_command", "--no-prompt", "deploy", *which]
     result = subprocess.run(deploy, env=os.environ | environment, capture_output=True, text=True)
     if result.returncode:
         raise ServiceError(f"`prefect deploy {' '.join(which)}` failed: {(result.stdout + result.stderr)[-2000:]}")
