@@ -33,7 +33,7 @@ from tasks.cli.stopping import Stopped
 from tasks.cli.terminal import command_line, commands
 from tasks.config.errors import ConfigError
 from tasks.config.recipes import load_recipe, parse_changes
-from tasks.run.early import check_before_servers
+from tasks.run.early import check_early
 from tasks.system.access import USER, exports
 
 Errors = type[BaseException] | tuple[type[BaseException], ...]
@@ -117,14 +117,14 @@ def _checked_parameters(
 
     Args:
         recipe, overrides, changes, stages: as `run` takes them.
-        joins: the run joins the cluster at this process's RAY_ADDRESS: one that a worker runs which is up already
-            joins that of the worker's.
+        joins: the run joins the cluster at this process's RAY_ADDRESS; where a worker is up already, that at the
+            worker's.
     """
     config = load_recipe(recipe)
     changed = parse_changes(changes or [], overrides or [], config)
     if stages is not None and not stages.is_file():
         raise ConfigError(f"--stages is {stages}, which is no file: give a dvc.yaml")
-    check_before_servers(config.with_changes(changed), made=stages is None, cluster=joins)
+    check_early(config.with_changes(changed), made=stages is None, cluster=joins, tracked=False)
     given = changed.model_dump(mode="json", exclude_unset=True)
     return {"overrides": given} if given else {}
 

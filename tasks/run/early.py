@@ -31,48 +31,34 @@ COMPILE_CACHE = "trainer.compile_cache"
 """Whose ~ is expanded."""
 
 
-def check_early(config: TrainConfig, trains: bool = True) -> None:
+def check_early(
+    config: TrainConfig, trains: bool = True, *, made: bool = True, cluster: bool = True, tracked: bool = True
+) -> None:
     """The rewards, the files, the run's folder, the cluster at RAY_ADDRESS, MLflow's server, and last, as they need
     torch, the loss and the advantage.
 
+    Args:
+        trains: what only training needs is checked, too.
+        made: data and model have to be there already; else stages may have yet to make them.
+        cluster: RAY_ADDRESS of this process is the run's, too.
+        tracked: MLflow's server has to be up already; else it is started for the run.
+
     Raises:
         ConfigError, or the named thing's own error.
     """
     with as_config_errors():
-        _check_rewards(config)
-        check_files(config, trains)
+        check_home_signs(config)
+        for name, entry in config.reward.named().values():
+            check_reward(name, **entry.options)
+        if made:
+            check_files(config, trains)
         if trains:
             check_folder(config.trainer.default_local_dir)
-        check_ray_address()
-        require_answer(config.tracking.address)
-        _check_parts(config)
-
-
-def check_before_servers(config: TrainConfig, made: bool, cluster: bool) -> None:
-    """The same of a run whose MLflow is started for it, and whose data and model stages may have yet to make.
-
-    Args:
-        made: they have to be there already.
-        cluster: RAY_ADDRESS of this process is the run's, too.
-
-    Raises:
-        ConfigError, or the named thing's own error.
-    """
-    with as_config_errors():
-        _check_rewards(config)
-        if made:
-            check_files(config)
-        check_folder(config.trainer.default_local_dir)
         if cluster:
             check_ray_address()
+        if tracked:
+            require_answer(config.tracking.address)
         _check_parts(config)
-
-
-def _check_rewards(config: TrainConfig) -> None:
-    """They take their options and have their packages; and first, as they may name files, no ~ stands in the config."""
-    check_home_signs(config)
-    for name, entry in config.reward.named().values():
-        check_reward(name, **entry.options)
 
 
 def check_home_signs(config: TrainConfig) -> None:
