@@ -111,11 +111,12 @@ class DiffusersFSDPEngine(PolicyForward):
         """One optimiser step per batch, `epochs` times over.
 
         Returns:
-            Metrics without prefix, averaged over this rank's counted samples, timesteps and optimiser steps; as
-            `nonfinite_steps` how many optimiser steps were left out (they are in no other metric), and as
-            `sample_steps` how many samples times timesteps these are (`recorded_steps`: those whose half of the
-            guidance without the prompt was not computed); `LOG_PROB_DISTANCES` are of the first step alone, before the
-            weights move, and of its `first_sample_steps`.
+            Metrics without prefix, averaged over this rank's counted samples, timesteps and optimiser steps.
+            `LOG_PROB_DISTANCES` are of the first step alone, before the weights move. Beside them counts:
+            `sample_steps`, the samples times timesteps that were computed (`recorded_steps`: those whose half of the
+            guidance without the prompt was not), `first_sample_steps`, those of the first step, and
+            `nonfinite_sample_steps`, those of the `nonfinite_steps` optimiser steps that were left out and are in no
+            average.
 
         Raises:
             FloatingPointError: a gradient is not finite, and more steps in a row are not than may be left out; the
@@ -124,7 +125,7 @@ class DiffusersFSDPEngine(PolicyForward):
         if self.previous is not None:
             self.previous.follow(0)
         collected, prepared = WeightedMetrics(), [self._prepared(batch) for batch in batches]
-        counted = first_counted = recorded = left_out = 0
+        counted = first_counted = recorded = left_out = left_out_counted = 0
         for number, batch in enumerate(prepared * epochs):
             if batch.global_count == 0:  # on every rank: no pair was left of any group
                 continue
@@ -136,6 +137,7 @@ class DiffusersFSDPEngine(PolicyForward):
             rate, norm = float(self.lr_scheduler.get_last_lr()[0]), self._optimizer_step()
             if norm is None:
                 left_out += 1
+                left_out_counted += trained
                 continue
             collected.join(of_step)
             collected.add({"lr": rate, "grad_norm": norm})
@@ -147,6 +149,7 @@ class DiffusersFSDPEngine(PolicyForward):
             "first_sample_steps": first_counted,
             "recorded_steps": recorded,
             "nonfinite_steps": left_out,
+            "nonfinite_sample_steps": left_out_counted,
         }
 
     def _prepared(self, batch: ActorBatch) -> ActorBatch[Trajectories | NoisedLatents]:

@@ -39,10 +39,9 @@ class OldScores:
         return torch.cat(shares).numpy()
 
 
-SAMPLE_STEPS, FIRST_SAMPLE_STEPS = "sample_steps", "first_sample_steps"
-OF_RANKS = frozenset(
-    {"lr", "grad_norm", "optimizer_steps", SAMPLE_STEPS, FIRST_SAMPLE_STEPS, "recorded_steps", "nonfinite_steps"}
-)
+SAMPLE_STEPS, FIRST_SAMPLE_STEPS, LEFT_OUT = "sample_steps", "first_sample_steps", "nonfinite_sample_steps"
+COUNTS = (SAMPLE_STEPS, FIRST_SAMPLE_STEPS, LEFT_OUT, "recorded_steps", "optimizer_steps", "nonfinite_steps")
+OF_RANKS = frozenset({"lr", "grad_norm", *COUNTS})
 """Metrics of an update that are a rank's and no means over its samples."""
 
 
@@ -51,8 +50,9 @@ def over_ranks(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
     names ending in /max maxima, and those of `OF_RANKS` plain means.
 
     A rank whose samples all dropped out has no metrics of them. What is of the first optimiser step alone
-    (`LOG_PROB_DISTANCES`) is weighed by that step's samples times timesteps, the others by those of all steps. An
-    engine that does not say how many it has counted has its ranks count alike.
+    (`LOG_PROB_DISTANCES`) is weighed by that step's samples times timesteps, the others by those of all steps but the
+    ones that were left out, which are in no rank's means. An engine that does not say how many it has counted has its
+    ranks count alike.
     """
     names = dict.fromkeys(name for of_rank in metrics for name in of_rank)
     return {name: _over_ranks(name, [of_rank for of_rank in metrics if name in of_rank]) for name in names}
@@ -62,10 +62,16 @@ def _over_ranks(name: str, metrics: Sequence[Mapping[str, float]]) -> float:
     values = [of_rank[name] for of_rank in metrics]
     if name.endswith("/max"):
         return float(max(values))
-    measured_on = FIRST_SAMPLE_STEPS if name in LOG_PROB_DISTANCES else SAMPLE_STEPS
-    weights = [1.0 if name in OF_RANKS else of_rank.get(measured_on, 1.0) for of_rank in metrics]
+    weights = [1.0 if name in OF_RANKS else _measured_on(name, of_rank) for of_rank in metrics]
     alike = len({*weights}) == 1  # the plain mean then: of one rank it is the value to the last bit
     return float(np.average(values, weights=None if alike else weights))
+
+
+def _measured_on(name: str, of_rank: Mapping[str, float]) -> float:
+    """The samples times timesteps that a rank's mean is over."""
+    if name in LOG_PROB_DISTANCES:
+        return of_rank.get(FIRST_SAMPLE_STEPS, 1.0)
+    return of_rank.get(SAMPLE_STEPS, 1.0) - of_rank.get(LEFT_OUT, 0.0)
 
 
 def plan_updates(

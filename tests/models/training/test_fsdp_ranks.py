@@ -118,6 +118,7 @@ def train_two_ranks(rank: int, models: Models, wan: tuple[Path, Trajectories], s
     results: dict[str, Any] = {
         "bad_sample": past_a_bad_sample(models[False], rank, ranks=2),
         "first": unlike_steps(models[False], rank),
+        "left_out": unlike_steps(models[False], rank, broken=True),
         "wan": kept_in_fp32_steps(*wan, rank, 2, folder / "wan"),
         "resumed": resume_on_two_ranks(rank, models, shared / "from_one"),
     }
@@ -167,13 +168,18 @@ SHIFTS = torch.arange(1.0, 9) / 1000
 """By which each of the eight samples' old log-probs are off."""
 
 
-def unlike_steps(inputs: Inputs, rank: int) -> dict[str, float]:
-    """Metrics of two optimiser steps of which the first rank has 4 and 1 samples that count, the second 1 and 4."""
-    engine = DiffusersFSDPEngine(model_config(inputs.model), actor_config(ppo_micro_batch_size_per_gpu=2))
+def unlike_steps(inputs: Inputs, rank: int, broken: bool = False) -> dict[str, float]:
+    """Metrics of two optimiser steps of which the first rank has 4 and 1 samples that count, the second 1 and 4; with
+    `broken` the first step meets a sample that is not finite, and is left out."""
+    settings = actor_config(ppo_micro_batch_size_per_gpu=2)
+    engine = DiffusersFSDPEngine(model_config(inputs.model), settings, max_nonfinite_steps=1)
     engine.initialize()
     shifted = replace(inputs.trajectories, log_probs=inputs.trajectories.log_probs + SHIFTS[:, None])
     share = torch.arange(8).chunk(2)[rank]
-    return engine.update_policy([ActorBatch([(shifted.rows(share), values[share])], 5) for values in UNLIKE])
+    steps = [(shifted.rows(share), values[share]) for values in UNLIKE]
+    if broken and rank == 0:
+        steps[0][0].latents[0, 1] = NAN
+    return engine.update_policy([ActorBatch([step], 5) for step in steps])
 
 
 def kept_in_fp32_steps(model: Path, trajectories: Trajectories, rank: int, ranks: int, folder: Path) -> Steps:
@@ -278,6 +284,16 @@ def test_what_is_of_the_first_step_is_weighed_by_the_first_steps_samples(two_ran
     joined, off = over_ranks(of_ranks), SHIFTS[~UNLIKE[0].isnan()]
     assert joined["logprob_abs_diff/mean"] == pytest.approx(off.mean().item(), rel=1e-3)
     assert joined[FIRST_RATIO] == pytest.approx((1 - (-off).exp()).mean().item(), rel=1e-3)
+
+
+def test_a_step_that_is_left_out_weighs_in_no_mean_over_ranks(two_ranks: list[dict]) -> None:
+    """It moved nothing, so the step that is left has the weights that sampled: its ratios are the shifts'."""
+    of_ranks = [rank["left_out"] for rank in two_ranks]
+    assert [of_rank["nonfinite_steps"] for of_rank in of_ranks] == [1, 1]
+    joined, off = over_ranks(of_ranks), SHIFTS[~UNLIKE[1].isnan()]
+    assert joined["ratio_deviation/mean"] == pytest.approx((1 - (-off).exp()).mean().item(), rel=1e-3)
+    # Both steps were computed, three timesteps a sample; a rank's mean is half of what the two have.
+    assert (joined["sample_steps"], joined["nonfinite_sample_steps"]) == (3 * 10 / 2, 3 * 5 / 2)
 
 
 def test_the_mean_is_over_the_steps_that_count(two_ranks: list[dict], models: Models) -> None:

@@ -42,7 +42,9 @@ def test_a_step_that_is_left_out_leaves_nothing(one_block_model: Path, batches: 
     engine, untouched = lenient(one_block_model), lenient(one_block_model)
     for given, expected in (([bad, good, bad, good], [good, good]), ([good, bad], [good])):
         metrics, plain = engine.update_policy(given), untouched.update_policy(expected)
-        assert (metrics.pop("nonfinite_steps"), plain.pop("nonfinite_steps")) == (len(given) - len(expected), 0)
+        left_out = len(given) - len(expected)
+        assert (metrics.pop("nonfinite_steps"), plain.pop("nonfinite_steps")) == (left_out, 0)
+        assert (metrics.pop("nonfinite_sample_steps"), plain.pop("nonfinite_sample_steps")) == (18 * left_out, 0)
         assert metrics.pop("sample_steps") == 18 * len(given)
         assert plain.pop("sample_steps") == 18 * len(expected)
         if given[0] is bad:  # they are of the first step alone
@@ -61,7 +63,7 @@ def test_an_iteration_of_such_steps_alone_moves_nothing(
     engine = lenient(one_block_model)
     start = engine.gather_weights()
     metrics = engine.update_policy([batches[1]])
-    steps = {"sample_steps": 18, "first_sample_steps": 18, "recorded_steps": 0}
+    steps = {"sample_steps": 18, "first_sample_steps": 18, "recorded_steps": 0, "nonfinite_sample_steps": 18}
     assert metrics == steps | {"optimizer_steps": 0, "nonfinite_steps": 1}
     assert largest_difference(engine.gather_weights(), start) == 0.0
 

@@ -106,7 +106,20 @@ def test_metrics_of_the_first_step_are_weighed_by_its_samples() -> None:
     assert [joined[name] for name in (*names, "kl_loss")] == [1.5, 1.5, 2.0]
 
 
-@pytest.mark.parametrize("name", ["lr", "grad_norm", "optimizer_steps", "recorded_steps", "nonfinite_steps"])
+def test_samples_of_steps_that_were_left_out_weigh_nothing() -> None:
+    """They are in no rank's means. Where all were left out there is none."""
+    ranks = [{"kl_loss": 1.0, "sample_steps": 9.0}, {"kl_loss": 3.0, "sample_steps": 5.0}]
+    left_out = [{"nonfinite_sample_steps": 8.0}, {"nonfinite_sample_steps": 2.0}]
+    joined = over_ranks([of_rank | out for of_rank, out in zip(ranks, left_out, strict=True)])
+    assert joined == {"kl_loss": 2.5, "sample_steps": 7.0, "nonfinite_sample_steps": 5.0}
+    nothing = {"sample_steps": 9.0, "nonfinite_sample_steps": 9.0}
+    assert over_ranks([nothing, nothing]) == nothing
+
+
+OF_RANKS = ("lr", "grad_norm", "optimizer_steps", "recorded_steps", "nonfinite_steps", "nonfinite_sample_steps")
+
+
+@pytest.mark.parametrize("name", OF_RANKS)
 def test_what_is_no_mean_over_samples_is_not_weighed_by_them(name: str) -> None:
     ranks = [{name: 1.0, "sample_steps": 9.0}, {name: 3.0, "sample_steps": 3.0}]
     assert over_ranks(ranks)[name] == 2.0
