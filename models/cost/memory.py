@@ -83,33 +83,41 @@ def update_need(
         single_pass: a rank makes one forward and backward pass in an optimiser step, and not several.
     """
     settings, dtype = actor_config.fsdp_config, model_config.model.dtype
-    computed = settings.param_dtype or dtype
+    computed, reshards = settings.param_dtype or dtype, settings.reshard_after_forward
     whole = model_config.trains_lora and not settings.shard_frozen  # what is frozen, on the device of every rank
     on_host = settings.param_offload  # FSDP2 then keeps shards, their gradients and what is made of them there
     trained = 0.0 if on_host else cost.trained * MASTER_BYTES / world_size
     share = 1.0 if whole else 0.0 if on_host else 1 / world_size
+    # FSDP2 computes with copies of what it has sharded. Of LoRA's base a lone rank shards nothing where it neither
+    # offloads nor casts; that LoRA's own weights are cast does not count.
+    copied = not whole and (world_size > 1 or on_host or not cost.frozen or computed != dtype)
+    copy = _bytes(computed) if copied else 0
     resident = {
         "weights": _frozen_bytes(cost, dtype, share) + trained,
         "AdamW": 0.0 if settings.optimizer_offload else ADAMW_MOMENTS * trained,
         "copies of the trained weights": copies * trained,
         "reference and teacher": frozen_models * cost.parameters * _bytes(dtype) * share,
+        # The policy's are let go when its weights have changed, which these never do.
+        "gathered reference and teacher": 0.0 if reshards else float(frozen_models * cost.parameters * copy),
     }
-    activations = cost.training_bytes * (COMPILED if model_config.model.compile else 1)
-    activations /= settings.ulysses_sequence_parallel_size
-    # FSDP2 computes with copies of what it has sharded. Of LoRA's base a lone rank shards nothing where it neither
-    # offloads nor casts; that LoRA's own weights are cast does not count.
-    copied = not whole and (world_size > 1 or on_host or not cost.frozen or computed != dtype)
-    gathered = _gathered(cost, settings.reshard_after_forward) if copied else 0
+    part = (COMPILED if model_config.model.compile else 1) / settings.ulysses_sequence_parallel_size
+    activations = cost.training_bytes * part
     # Between reductions FSDP2 adds up whole gradients, whatever the number of ranks.
     gradients = float(cost.trained * _bytes(settings.reduce_dtype))
     if single_pass:
         gradients = _reduced_by_block(cost, settings.reduce_dtype, shards=trained, activations=activations)
-    passing = {
+    learning = {
         "gradients": gradients,
-        "gathered weights": gathered * _bytes(computed),
+        "gathered weights": _gathered(cost, reshards) * copy,
         f"activations of {cost.samples} samples": activations,
     }
-    return Need(resident, passing)
+    comparing = {
+        "gathered reference or teacher": _gathered_frozen(cost) * copy,
+        f"activations of {cost.samples} samples": cost.sampling_bytes * part,
+    }
+    # The one pass comes before the other, which finds its blocks let go.
+    passes = [learning, comparing] if frozen_models and reshards else [learning]
+    return Need(resident, max(passes, key=lambda passing: sum(passing.values())))
 
 
 def rollout_need(
@@ -162,6 +170,12 @@ def _gathered(cost: PassCost, reshard: bool) -> float:
     largest, blocks = cost.blocks
     outside = cost.frozen - cost.float8[0] + cost.trained - blocks
     return outside + (2 * largest if reshard else blocks)
+
+
+def _gathered_frozen(cost: PassCost) -> float:
+    """The same of a frozen model whose blocks are let go after their forward."""
+    largest, blocks = cost.frozen_blocks
+    return cost.parameters - blocks + 2 * largest
 
 
 def _bytes(dtype: str) -> int:

@@ -42,6 +42,8 @@ class PassCost:
         trained: parameters that are trained, LoRA's or all.
         blocks: parameters of the largest repeated block, LoRA's included and float8's left out, and of all of them.
         trained_blocks: trained parameters of the block with the most of them, and of all blocks.
+        frozen_blocks: parameters of the largest block and of all, as a reference or teacher has them: LoRA's left out
+            and float8's included.
         sampling_flops: operations of a forward without gradient.
         training_flops: operations of forward and backward, what is computed again in the backward left out.
         recomputed_flops: operations that gradient checkpointing adds.
@@ -58,6 +60,7 @@ class PassCost:
     trained: int
     blocks: tuple[int, int]
     trained_blocks: tuple[int, int]
+    frozen_blocks: tuple[int, int]
     sampling_flops: float
     training_flops: float
     recomputed_flops: float
@@ -87,11 +90,11 @@ def pass_cost(
     module = meta_transformer(adapter, model_config)
     repeated = adapter.transformer_blocks(module)
     float8 = [_in_float8(block, model_config) for block in repeated]
-    blocks = [
-        sum(p.numel() for p in block.parameters()) - rounded
-        for block, (rounded, _) in zip(repeated, float8, strict=True)
-    ]
+    whole = [sum(p.numel() for p in block.parameters()) for block in repeated]
+    blocks = [size - rounded for size, (rounded, _) in zip(whole, float8, strict=True)]
     learning = [sum(p.numel() for p in trainable(block).values()) for block in repeated]
+    lora = model_config.trains_lora
+    frozen = [size - trained for size, trained in zip(whole, learning, strict=True)] if lora else whole
     velocity = _velocity(adapter, module, model_config, prompts, samples, constant_half)
     attention = _FusedAttention()
     with torch.no_grad():
@@ -102,7 +105,6 @@ def pass_cost(
         module.enable_gradient_checkpointing(attention.checkpoint)
         training = _measured(velocity, module, attention, backward=True)
     trained, every = (sum(p.numel() for p in ps) for ps in (trainable(module).values(), module.parameters()))
-    lora = model_config.trains_lora
     return PassCost(
         samples=samples,
         parameters=every - trained if lora else every,
@@ -110,6 +112,7 @@ def pass_cost(
         trained=trained,
         blocks=(max(blocks), sum(blocks)),
         trained_blocks=(max(learning), sum(learning)),
+        frozen_blocks=(max(frozen), sum(frozen)),
         sampling_flops=sampling.flops,
         training_flops=plain,
         recomputed_flops=training.flops - plain,

@@ -253,6 +253,8 @@ def _advice(config: TrainConfig, need: Need, there: float) -> str:
         ways.append("set actor.fsdp_config.gradient_checkpointing to true")
     if not actor.fsdp_config.param_offload:
         ways.append("set actor.fsdp_config.param_offload to true")
+    if not actor.fsdp_config.reshard_after_forward and need.passing.get("gathered weights"):
+        ways.append("set actor.fsdp_config.reshard_after_forward to true")
     if not model.trains_lora:
         ways.append("train LoRA with model.lora_rank")
     if model.dtype == "float32":

@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +204,7 @@ COST = PassCost(
     trained=1000 * GIB // 4,
     blocks=(100 * GIB // 4, 900 * GIB // 4),
     trained_blocks=(100 * GIB // 4, 900 * GIB // 4),
+    frozen_blocks=(100 * GIB // 4, 900 * GIB // 4),
     sampling_flops=1.0,
     training_flops=3.0,
     recomputed_flops=0.0,
@@ -222,14 +224,49 @@ def test_the_sum_of_an_update(tiny_model: Path) -> None:
         "AdamW": 200,
         "copies of the trained weights": 200,
         "reference and teacher": 100,
+        "gathered reference and teacher": 0,
         "gradients": 1000,
         "gathered weights": 100 + 2 * 100,
         "activations of 4 samples": 40,
     }
     assert need.gib == sum(sizes.values())
-    kept = update_need(COST, model_config(tiny_model), actor_config(reshard_after_forward=False), world_size=10)
+    keeps = actor_config(reshard_after_forward=False)
+    kept = update_need(COST, model_config(tiny_model), keeps, world_size=10, frozen_models=2)
     assert kept.passing["gathered weights"] / GIB == 1000
+    assert kept.resident["gathered reference and teacher"] / GIB == 2 * 1000
     assert need.sentence().startswith("gradients 1000.0, gathered weights 300.0, ")
+
+
+@pytest.mark.parametrize(
+    ("activations", "expected"),
+    [
+        (40, {"gradients": 1, "gathered weights": 5 + 2 * 0.25, "activations of 4 samples": 40}),
+        (10, {"gathered reference or teacher": 5 + 2 * 10, "activations of 4 samples": 8}),
+    ],
+)
+def test_of_the_teachers_pass_and_the_policys_the_larger_is_counted(
+    tiny_model: Path, activations: int, expected: dict[str, float]
+) -> None:
+    """One comes after the other. The teacher's is larger where the policy's blocks are in float8, of which nothing is
+    gathered, and activations are few: of 50 GiB in bf16 45 are in blocks of up to 10."""
+    blocks, lora = (5 * GIB, 45 * GIB // 2), GIB // 4
+    cost = replace(
+        COST,
+        parameters=25 * GIB,
+        frozen=25 * GIB,
+        trained=lora,
+        blocks=(lora // 2, lora),
+        trained_blocks=(lora // 2, lora),
+        training_bytes=activations * GIB,
+        float8=(blocks[1], 0),
+        frozen_blocks=blocks,
+    )
+    model = model_config(tiny_model, lora_rank=4, dtype="bfloat16")
+    need = update_need(cost, model, actor_config(), world_size=10, frozen_models=1)
+    assert {name: size / GIB for name, size in need.passing.items()} == expected
+    assert need.resident["gathered reference and teacher"] == 0
+    alone = update_need(cost, model, actor_config(), world_size=10)
+    assert alone.passing.keys() == {"gradients", "gathered weights", "activations of 4 samples"}
 
 
 def test_the_gradients_of_a_single_pass_are_divided_block_by_block(tiny_model: Path) -> None:
@@ -311,16 +348,46 @@ def weights_held(folder: Path) -> list[tuple[int, int]]:
     return found
 
 
-Measured = tuple[list[int], list[tuple[int, int]]]
+def copies_held(module: torch.nn.Module) -> int:
+    """Bytes of gathered copies of what FSDP has sharded."""
+    copies = [weight._unsharded_param for weight in fsdp_weights(module) if hasattr(weight, "_unsharded_param")]
+    return sum(copy.untyped_storage().nbytes() for copy in copies)
+
+
+def copies_at_once(folder: Path) -> list[tuple[int, int, int, int]]:
+    """Bytes of the gathered copies of policy and teacher during an update, with blocks that are let go after a forward
+    and without: most of each alone, of both at once, and the teacher's after it."""
+    found, gather = [], FSDPParamGroup.wait_for_unshard
+    for reshards in (True, False):
+        config = model_config(folder, lora_rank=4)
+        _, paths = DiffusersRolloutEngine(config).generate(rollout_request(lengths=(5, 3), record_means=True))
+        engine = trainer(config, loss_mode="distill_kl", teacher_path=str(folder), reshard_after_forward=reshards)
+        assert engine.teacher is not None
+        modules, seen = (engine.module, engine.teacher), list[tuple[int, int]]()
+
+        def looked(self: FSDPParamGroup, *modules: torch.nn.Module, seen: list[tuple[int, int]]) -> None:
+            gather(self)
+            policy, teacher = map(copies_held, modules)
+            seen.append((policy, teacher))
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(FSDPParamGroup, "wait_for_unshard", partialmethod(looked, *modules, seen=seen))
+            engine.update_policy([batch_of(paths, torch.tensor([1.0, -1.0, 0.5, -0.5]))])
+        policy, teacher = (max(of_one) for of_one in zip(*seen, strict=True))
+        found.append((policy, teacher, max(map(sum, seen)), copies_held(engine.teacher)))
+    return found
+
+
+Measured = tuple[list[int], list[tuple[int, int]], list[tuple[int, int, int, int]]]
 
 
 def measured_on_a_rank(rank: int, folder: Path) -> Measured:
-    return gradients_of_steps(folder), weights_held(folder)
+    return gradients_of_steps(folder), weights_held(folder), copies_at_once(folder)
 
 
 @pytest.fixture(scope="module")
 def on_two_ranks(four_blocks: Path, tmp_path_factory: pytest.TempPathFactory) -> Measured:
-    """What the first of two ranks holds: of gradients, and of weights."""
+    """What the first of two ranks holds: of gradients, of weights, and of gathered ones."""
     return gloo_world(measured_on_a_rank, 2, tmp_path_factory.mktemp("ranks"), four_blocks)[0]
 
 
@@ -338,12 +405,35 @@ def test_gradients_are_those_that_an_engine_holds(four_blocks: Path, on_two_rank
 
 def test_weights_are_those_that_an_engine_holds(four_blocks: Path, on_two_ranks: Measured) -> None:
     """Sharded, whole and in float8; the teacher is whole as the policy is, and never in float8."""
+    blocks = pass_cost(model_config(four_blocks), prompt_table((5,)), 4).frozen_blocks
     for (model, settings), (policy, teacher) in zip(HELD, on_two_ranks[1], strict=True):
         config = model_config(four_blocks, lora_rank=4, **model)
         cost = pass_cost(config, prompt_table((5,)), 4)
         need = update_need(cost, config, actor_config(**settings), world_size=2, frozen_models=1)
+        assert cost.frozen_blocks == blocks, "what is in float8 is not left out"
         assert policy == pytest.approx(need.resident["weights"], rel=0.01)
         assert teacher == pytest.approx(need.resident["reference and teacher"], rel=0.01)
+
+
+def test_a_teacher_is_gathered_before_the_policy_or_stays_so(four_blocks: Path, on_two_ranks: Measured) -> None:
+    """A gathered block has gone when the policy's come, unless it is to stay: then all do, between updates too."""
+    config, (resharded, kept) = model_config(four_blocks, lora_rank=4), on_two_ranks[2]
+    cost = pass_cost(config, prompt_table((5,)), 4)
+    policy, teacher, both, after = resharded
+    assert (both, after) == (policy, 0)
+    largest, blocks = cost.frozen_blocks
+    assert teacher == 4 * (cost.parameters - blocks + largest), "the CPU gathers no block ahead"
+    assert teacher < policy, "which has LoRA's weights besides"
+    need = update_need(cost, config, actor_config(), world_size=2, frozen_models=1)
+    assert need.passing.keys() == {"gradients", "gathered weights", "activations of 4 samples"}
+    policy, teacher, both, after = kept
+    need = update_need(cost, config, actor_config(reshard_after_forward=False), world_size=2, frozen_models=1)
+    assert (policy, teacher, after) == (
+        need.passing["gathered weights"],
+        need.resident["gathered reference and teacher"],
+        teacher,
+    )
+    assert both == policy + teacher
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -430,6 +520,15 @@ def test_what_does_not_fit_is_refused_with_the_way_out(tiny_model: Path) -> None
     ):
         assert way in str(refused.value)
     check_fits(run_config(tiny_model, gpu_memory_gib=6000), model, COST)
+
+
+def test_gathered_weights_that_stay_may_go(tiny_model: Path) -> None:
+    model = model_config(tiny_model)
+    for reshards in (True, False):
+        kept = {"actor_rollout_ref": {"actor": {"fsdp_config": {"reshard_after_forward": reshards}}}}
+        with pytest.raises(DoesNotFit) as refused:
+            check_fits(run_config(tiny_model, gpu_memory_gib=100).with_changes(kept), model, COST)
+        assert ("set actor.fsdp_config.reshard_after_forward to true" in str(refused.value)) == (not reshards)
 
 
 def test_checkpoints_that_find_no_room_are_refused(tiny_model: Path, tmp_path: Path) -> None:

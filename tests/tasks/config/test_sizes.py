@@ -30,6 +30,7 @@ def cost(config: TrainConfig, sampling: float = 0.1) -> PassCost:
         trained=0,
         blocks=(0, 0),
         trained_blocks=(0, 0),
+        frozen_blocks=(0, GIB),
         sampling_flops=1.0,
         training_flops=3.0,
         recomputed_flops=0.0,
