@@ -27,6 +27,8 @@ READ_BY_LOSSES = {
 }
 """Field of `diffusion_loss` -> those of the project's losses that read it; one of your own may read any."""
 KEEP_OLD_POLICY = {"diffusion_nft", "awm"}
+REWARDS = "reward.functions"
+OWN_REWARDS = {f"{REWARDS}.{label}" for label in TrainConfig().reward.functions}
 TRUE_ANYHOW = ((f"{KERNEL}.noise_level", 0.0),)
 """Values that say what is done without them: samples that nothing explores are the ODE's."""
 
@@ -69,6 +71,21 @@ ADVANTAGES = _below(
     *("norm_adv_by_std_in_grpo", "global_std", "drop_equal_groups"),
 )
 OLD_POLICY = _below("algorithm", "old_policy_decay_schedule", "old_policy_decay", "old_policy_update_interval")
+OF_SAMPLING = (
+    *_below(ROLLOUT, "n", "enable_sleep_mode", "weight_transport", "update_weights_bucket_megabytes"),
+    *_below("trainer", "canary_tolerance", "canary_missing_share", "canary_timesteps", "canary_batch"),
+    *_below("trainer", "keep_stages", "profile.rollout_workers"),
+    *_below("tracking", "pictures", "keep_pictures", "keep_validation_grids"),
+    "reward.guards",
+)
+"""What training reads where it samples, and a measurement of weights nowhere."""
+OF_MEASURING = (
+    *_below(ROLLOUT, "name", "micro_batch_size", "num_actors", "num_gpus_per_actor", "num_threads", "placement"),
+    *_below(ROLLOUT, "cuda_graphs", "max_queued_batches", "max_restarts", "vllm_omni"),
+    *_below(ROLLOUT, "pipeline.solver", "val_kwargs.n", "val_kwargs.pipeline"),
+    "reward",
+)
+"""What a measurement of weights reads, too; `val_kwargs.max_prompts` is not here: so many have to have embeddings."""
 RULES = (
     Unread((KERNEL,), _trains_on_finished, "loss {loss} trains on finished samples, which the ODE makes"),
     Unread(
@@ -141,9 +158,20 @@ RULES = (
         "algorithm.sample_source is online: offline reads pairs",
     ),
     Unread(
-        (*_below("trainer", "test_freq", "val_before_train"), "reward.guards"),
+        _below("trainer", "test_freq", "val_before_train"),
         lambda config: not config.is_online,
         "algorithm.sample_source offline starts no rollout that could validate",
+    ),
+    Unread(OF_SAMPLING, lambda config: not config.is_online, "algorithm.sample_source offline samples nothing"),
+    Unread(
+        OF_MEASURING,
+        lambda config: not config.is_online,
+        "algorithm.sample_source offline starts neither rollout nor rewards, which flows.validate does",
+    ),
+    Unread(
+        ("trainer.max_logprob_difference",),
+        _trains_on_finished,
+        "loss {loss} trains on finished samples, which have no log-probs",
     ),
     Unread(
         ("trainer.max_nonfinite_steps",),
@@ -175,7 +203,7 @@ def without_effect(config: TrainConfig) -> dict[str, str]:
     default = _defaults(config.algorithm.name)
     given = {
         path: value
-        for path, value in flat(config.model_dump()).items()
+        for path, value in _values(config).items()
         if (path not in default or value != default[path]) and (path, value) not in TRUE_ANYHOW
     }
     found: dict[str, str] = {}
@@ -188,9 +216,9 @@ def without_effect(config: TrainConfig) -> dict[str, str]:
 
 def told(config: TrainConfig) -> str | None:
     """The settings `without_effect` in a sentence; None where there are none."""
-    values, reasons = flat(config.model_dump()), dict[str, list[str]]()
+    values, reasons = _values(config), dict[str, list[str]]()
     for path, why in without_effect(config).items():
-        reasons.setdefault(why, []).append(f"{path} {values[path]}")
+        reasons.setdefault(why, []).append(f"{path} {values[path]}".rstrip())
     parts = [f"{', '.join(settings)} ({why})" for why, settings in reasons.items()]
     return f"without effect in this run: {'; '.join(parts)}" if parts else None
 
@@ -198,6 +226,17 @@ def told(config: TrainConfig) -> str | None:
 def why_unread(config: TrainConfig, path: str) -> str | None:
     """Why nothing reads the field at a dotted path, whatever its value; None where something does."""
     return next((why for section, why in unread(config) if _is_below(path, section)), None)
+
+
+def _values(config: TrainConfig) -> dict[str, Any]:
+    """Dotted path of each setting -> its value. A reward that is there by no default, and the model that rewards ask,
+    are one setting each, and not one for each of their fields."""
+    there = {f"{REWARDS}.{label}": entry.reward or "" for label, entry in config.reward.functions.items()}
+    whole: dict[str, Any] = {path: name for path, name in there.items() if path not in OWN_REWARDS}
+    if config.reward.reward_model is not None:
+        whole["reward.reward_model"] = config.reward.reward_model.model_path
+    values = flat(config.model_dump())
+    return {path: value for path, value in values.items() if not any(_is_below(path, name) for name in whole)} | whole
 
 
 def _is_below(path: str, section: str) -> bool:

@@ -22,6 +22,7 @@ from tests.tasks.config.test_run_identity import leaves
 ROOT = Path(__file__).parents[3]
 ALGO, ACTOR = "actor_rollout_ref.rollout.algo", "actor_rollout_ref.actor"
 NFT, LORA = "algorithm.name=diffusion_nft", "actor_rollout_ref.model.lora_rank=8"
+ROLLOUT, OFFLINE = "actor_rollout_ref.rollout", "algorithm={name: dpo, sample_source: offline}"
 KL = f"{ACTOR}.use_kl_loss=true"
 
 
@@ -46,11 +47,48 @@ def changed(*settings: str) -> TrainConfig:
         ("actor_rollout_ref.rollout.vllm_omni.step_execution=true", LORA, "rollout.name is another engine"),
         ("algorithm.rollout_correction.bypass_mode=false", "algorithm.name=distill_kl", "no old log-probs"),
         ("algorithm.global_std=false", "algorithm.name=distill_kl", "loss distill_kl does not learn from rewards"),
-        ("algorithm.adv_mode=binary", "algorithm={name: dpo, sample_source: offline}", "offline has no advantages"),
+        ("algorithm.adv_mode=binary", OFFLINE, "offline has no advantages"),
         ("data.pairs=mine", "algorithm.name=dpo", "algorithm.sample_source is online"),
         ("data.text_encoder.negative_prompt=blurred", LORA, "data.embeddings is not live"),
-        ("trainer.test_freq=2", "algorithm={name: dpo, sample_source: offline}", "no rollout that could validate"),
+        ("trainer.test_freq=2", OFFLINE, "no rollout that could validate"),
         ("trainer.max_nonfinite_steps=9", LORA, "trainer.on_nonfinite is stop"),
+        ("trainer.max_logprob_difference=0.2", NFT, "finished samples, which have no log-probs"),
+        *(
+            (setting, OFFLINE, "algorithm.sample_source offline samples nothing")
+            for setting in (
+                f"{ROLLOUT}.n=8",
+                f"{ROLLOUT}.enable_sleep_mode=false",
+                f"{ROLLOUT}.weight_transport=collective",
+                f"{ROLLOUT}.update_weights_bucket_megabytes=64",
+                "trainer.canary_tolerance=0.1",
+                "trainer.canary_missing_share=0.5",
+                "trainer.canary_timesteps=2",
+                "trainer.canary_batch=8",
+                "trainer.keep_stages=false",
+                "tracking.pictures=8",
+                "tracking.keep_pictures=3",
+                "tracking.keep_validation_grids=3",
+                "reward.guards.window=9",
+            )
+        ),
+        *(
+            (setting, OFFLINE, "offline starts neither rollout nor rewards, which flows.validate does")
+            for setting in (
+                f"{ROLLOUT}.name=vllm_omni",
+                f"{ROLLOUT}.micro_batch_size=8",
+                f"{ROLLOUT}.num_actors=2",
+                f"{ROLLOUT}.num_gpus_per_actor=0.5",
+                f"{ROLLOUT}.num_threads=2",
+                f"{ROLLOUT}.placement=colocated",
+                f"{ROLLOUT}.max_queued_batches=4",
+                f"{ROLLOUT}.max_restarts=0",
+                f"{ROLLOUT}.pipeline.solver=dpm2",
+                f"{ROLLOUT}.val_kwargs.n=2",
+                f"{ROLLOUT}.val_kwargs.pipeline.num_inference_steps=40",
+                "reward.max_missing_fraction=0.5",
+                "reward.functions.ocr.weight=2",
+            )
+        ),
     ],
 )
 def test_a_setting_that_nothing_reads_is_told(setting: str, other: str, why: str) -> None:
@@ -72,10 +110,30 @@ def test_a_setting_that_nothing_reads_is_told(setting: str, other: str, why: str
         [LORA, "actor_rollout_ref.model.target_modules=[to_q]"],
         [f"{ACTOR}.diffusion_loss={{loss_mode: 'my.package:Loss', dpo_beta: 3}}"],
         ["data={name: mine, pairs: elsewhere}"],
+        [f"{ROLLOUT}.n=8", f"{ROLLOUT}.val_kwargs.n=2", "trainer.canary_batch=8", "reward.functions.ocr.weight=2"],
+        [OFFLINE, f"{ROLLOUT}.pipeline={{height: 24, num_inference_steps: 8}}", f"{ROLLOUT}.val_kwargs.max_prompts=4"],
     ],
 )
 def test_what_is_read_or_true_anyhow_is_not_told(settings: list[str]) -> None:
     assert told(changed(*settings)) is None
+
+
+def test_an_offline_run_has_no_rollout_worker_to_trace() -> None:
+    traced = ["trainer.profile.iterations=[1]", "trainer.profile.rollout_workers=[]"]
+    assert without_effect(changed(OFFLINE, *traced)).keys() == {"trainer.profile.rollout_workers"}
+    assert told(changed(*traced)) is None
+
+
+def test_a_reward_of_ones_own_is_told_as_one_setting() -> None:
+    """Not field by field; nor is the model that rewards ask."""
+    mine = "reward.functions={brightness: {weight: 2}, 'my.module:score': {}, red: {reward: 'my.module:red'}}"
+    model = "reward.reward_model={model_path: judges/small}"
+    assert told(changed(OFFLINE, mine, model)) == (
+        "without effect in this run: reward.functions.brightness, reward.functions.my.module:score, "
+        "reward.functions.red my.module:red, reward.reward_model judges/small (algorithm.sample_source offline starts "
+        "neither rollout nor rewards, which flows.validate does)"
+    )
+    assert told(changed(mine, model)) is None
 
 
 def test_a_recorded_config_tells_no_more_than_its_recipe() -> None:
@@ -90,7 +148,10 @@ def test_the_recipes_hold_nothing_that_their_algorithm_does_not_read() -> None:
     deployments = yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
     recipes = [entry["name"] for entry in deployments if entry["entrypoint"] == "flows/train.py:train"]
     for name in recipes:
-        assert told(load_recipe(name, ROOT / "prefect.yaml")) is None, name
+        found = without_effect(load_recipe(name, ROOT / "prefect.yaml"))
+        of_validation = {path for path, why in found.items() if why.endswith("which flows.validate does")}
+        assert found.keys() == of_validation, name  # an offline recipe says how its weights are measured
+        assert name == "dpo-offline" or not found, name
 
 
 def test_the_rules_name_fields() -> None:
