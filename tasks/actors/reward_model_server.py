@@ -10,7 +10,6 @@ import secrets
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ import httpx
 import ray
 
 from models.errors import DoubleflowError
+from tasks.actors.server_log import ServerLog
 from tasks.actors.watchdog import end_marked, own_mark, watchdog
 from tasks.config.reward import RewardModelConfig
 from tasks.rewards import served
@@ -37,8 +37,6 @@ ANSWER_SECONDS = 30.0
 """For a server that is up to say what it does, and for one that is on its way down to be gone."""
 SLEEP_SECONDS = 600.0
 """For weights to leave a GPU, or to come back."""
-SHOWN_LINES, SHOWN_BYTES = 15, 4000
-"""At most, of the server's log, in the error of one that did not start."""
 
 
 class RewardModelError(DoubleflowError, RuntimeError):
@@ -133,8 +131,7 @@ class RewardModelServer:
         self._port, self._version = 0, ""
         self._deaths: list[str] = []
         self._failure: str | None = None
-        self._log, path = tempfile.mkstemp()
-        os.unlink(path)  # whoever is killed, nothing of it stays
+        self._log = ServerLog(self._key)
         # One for all: each would read the machine's certificates. No proxy stands between this machine and itself, and
         # a connection that was kept could be one to a server that has ended.
         self._client = httpx.Client(trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
@@ -201,7 +198,7 @@ class RewardModelServer:
 
     def _start(self) -> None:
         """Returns once it answers; raises GivenUp where it does not."""
-        before = None if self._process is None else f"code {self._process.poll()}; {self._end_of_log()}"
+        before = None if self._process is None else f"code {self._process.poll()}; {self._log.reason()}"
         try:
             self._try_to_start()
         except RewardModelError as error:
@@ -211,19 +208,23 @@ class RewardModelServer:
             self._deaths.append(before)
 
     def _give_up(self, why: str) -> GivenUp:
-        """The error of whoever asks for the server, now and from now on."""
+        """The error of whoever asks for the server, now and from now on; its whole log goes to the actor's own."""
         self._failure = why
+        self._log.keep()
         return GivenUp(why)
 
     def _try_to_start(self) -> None:
         end_marked(own_mark())  # what a server has left behind that died, as vLLM's engine with the GPU's memory
         self._port, self._asleep = _free_port(), False
         command = server_command(self.config, self._port)
-        os.lseek(self._log, 0, os.SEEK_SET)
-        os.truncate(self._log, 0)
+        self._log.clear()
         try:
             self._process = subprocess.Popen(
-                command, stdout=self._log, stderr=self._log, stdin=subprocess.DEVNULL, env=self._environment()
+                command,
+                stdout=self._log.descriptor,
+                stderr=self._log.descriptor,
+                stdin=subprocess.DEVNULL,
+                env=self._environment(),
             )
         except OSError as error:
             raise RewardModelError(f"the reward model's server {command[0]} cannot be started: {error}") from error
@@ -253,12 +254,12 @@ class RewardModelServer:
                 end_marked(own_mark())
                 raise RewardModelError(
                     f"the reward model's server did not answer within reward.reward_model.start_timeout_s "
-                    f"{self.config.start_timeout_s:g}: raise it, or see {self._end_of_log()}"
+                    f"{self.config.start_timeout_s:g}: raise it, or see {self._log.reason()}"
                 )
             time.sleep(POLL_SECONDS)
         end_marked(own_mark())
         raise RewardModelError(
-            f"the reward model's server ended with code {process.poll()} before it answered; {self._end_of_log()}"
+            f"the reward model's server ended with code {process.poll()} before it answered; {self._log.reason()}"
         )
 
     def _await_verdict(self, process: subprocess.Popen) -> None:
@@ -305,7 +306,7 @@ class RewardModelServer:
             end_marked(own_mark())
             raise self._give_up(
                 f"the reward model's server did not answer POST {path} within {SLEEP_SECONDS:g} s: set "
-                f"reward.reward_model.sleep to false, or see {self._end_of_log()}"
+                f"reward.reward_model.sleep to false, or see {self._log.reason()}"
             ) from error
         except httpx.TransportError as error:
             raise RewardModelError(f"the reward model's server does not answer POST {path}: {error}") from error
@@ -317,13 +318,6 @@ class RewardModelServer:
             raise RewardModelError(
                 f"the reward model's server answers POST {path} with {answer.status_code}: {answer.text[:200]}"
             )
-
-    def _end_of_log(self) -> str:
-        size = os.fstat(self._log).st_size
-        last = os.pread(self._log, SHOWN_BYTES, max(0, size - SHOWN_BYTES)).decode(errors="replace")
-        lines = last.replace(self._key, "***").splitlines()
-        shown = " | ".join(line.strip() for line in lines[-SHOWN_LINES:] if line.strip())
-        return f"the end of its log: {shown or 'empty'}"
 
 
 def _free_port() -> int:
