@@ -27,9 +27,10 @@ COMPILED = 0.75
 """Share of the activations that compiled blocks keep: 46.5 of 62.1 GiB, Stable Diffusion 3.5 medium on an H200."""
 
 
-KEPT_BY_A_SAMPLER = 5.0
-"""A worker's process holds so many times the activations that are counted: 25.1 GiB for 5.5 of Stable Diffusion 3.5
-medium, batch 16, on an H200. Its allocator keeps blocks for later, and convolutions take workspaces."""
+KEPT_BY_A_SAMPLER = 2.5
+"""A worker's process holds so many times the activations that are counted: of 8.5 GiB, Stable Diffusion 3.5 medium,
+batch 24, on an H100, it held 14.6, and 16.3 where weights come by NCCL. Its allocator keeps blocks for later, and
+convolutions take workspaces."""
 
 
 @dataclass(frozen=True)
