@@ -84,7 +84,7 @@ class WordsSettings:
     """They begin to fall here, whatever was reached."""
     decay_steps: int = 220
     """The last steps, over which both learning rates fall linearly to 0: these alone win .35 and more."""
-    least_reward: float = 0.53
+    least_reward: float = 0.555
     """Mean OCR reward of the watched prompts below which it does not end: equal steps end .05 apart on a GPU."""
     more_steps: int = 60
     """Steps that then follow, again and again, over which both learning rates fall from a share of theirs to 0."""
