@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from models.config.actor import DiffusionActorConfig
 from models.config.model import ModelConfig
 from models.errors import DoubleflowError
+from models.families import load_others
 from tasks.actors.interpreter import check_interpreter
 from tasks.actors.ray_address import check_ray_address
 from tasks.config.data import FILES, DataConfig, data_folder
@@ -48,6 +49,7 @@ def check_early(
     """
     with as_config_errors():
         check_home_signs(config)
+        load_others(config.actor_rollout_ref.model.external_lib)
         for name, entry in config.reward.named().values():
             check_reward(name, **entry.options)
         if made:

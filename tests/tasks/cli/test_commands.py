@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner, Result
 
 from flows import lora_for_server, prepare, services
+from models.algorithms import advantages
 from models.weights.trainable import LORA_FILE
 from tasks.actors import ray_address
 from tasks.actors.cluster import ClusterError
@@ -33,6 +34,7 @@ from tasks.config.recipes import explain_fields, load_recipe, parse_changes
 from tasks.config.tracking import TrackingConfig
 from tasks.config.tree import TrainConfig
 from tasks.records.run_store import CheckpointError
+from tasks.run.early import check_early
 from tasks.system.processes import identity
 
 pytestmark = pytest.mark.waits
@@ -134,6 +136,26 @@ def test_a_wrong_training_run_is_one_sentence(folder: Path, arguments: list[str]
     said = refused(commands.train, *arguments)
     assert re.search(message.replace("?", r"\?"), said), said
     assert not (folder / "runs").exists()
+
+
+def test_names_that_a_module_registers_are_known_before_the_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`model.external_lib` names the module; what it registers was unknown to the command, not to the flow."""
+    (folder / "own_advantage.py").write_text(
+        "from models.algorithms import register_diffusion_adv_est\n"
+        "@register_diffusion_adv_est('own_advantage')\n"
+        "def plain(sample_level_rewards, index, **kwargs):\n"
+        "    return sample_level_rewards, sample_level_rewards\n"
+    )
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setattr(advantages._ADVANTAGES, "entries", {**advantages._ADVANTAGES.entries})
+    config = load_recipe("flow-grpo")
+    named = parse_changes(["algorithm.adv_estimator=own_advantage"], recipe=config)
+    with pytest.raises(ConfigError, match="adv_estimator is 'own_advantage'; known: "):
+        check_early(config.with_changes(named))
+    found = parse_changes(
+        ["algorithm.adv_estimator=own_advantage", "actor_rollout_ref.model.external_lib=own_advantage"], recipe=config
+    )
+    check_early(config.with_changes(found))
 
 
 def test_a_broken_recipe_is_named_with_its_file(folder: Path) -> None:
