@@ -22,7 +22,7 @@ from tasks.config.data import FILES, DataConfig, data_folder
 from tasks.config.errors import ConfigError
 from tasks.config.overrides import flat
 from tasks.config.tree import TrainConfig
-from tasks.records.tracking_address import require_answer
+from tasks.records.tracking_address import check_address, require_answer
 from tasks.rewards import check_reward
 from tasks.system.files import nearest
 
@@ -116,7 +116,8 @@ def check_folder(folder: Path, field: str = "trainer.default_local_dir") -> None
 
 
 def check_tracking(uri: str) -> None:
-    """A recorded run is looked for in a store that is there. Raises ConfigError."""
+    """A recorded run is looked for in a store that is there. Raises ConfigError, or NoTrackingAddress."""
+    check_address(uri)
     parts = urlsplit(uri)
     if parts.scheme == "sqlite" and not Path(parts.path.removeprefix("/")).is_file():
         raise ConfigError(

@@ -101,6 +101,9 @@ def refused(command: Callable[..., None], *arguments: str) -> str:
         ([SET, f"{LOSS}.loss_mode=grop"], "loss_mode is 'grop'; known: awm, "),
         ([SET, f"{LOSS}.loss_mode=nowhere:Loss"], "'nowhere:Loss', which cannot be imported"),
         ([SET, "algorithm.adv_estimator=grop"], "adv_estimator is 'grop'; known: "),
+            [SET, "tracking.uri=mlflow.db"],
+        ([SET, "tracking.uri=file:mlruns"], "tracking.uri, .*, is file:mlruns, which MLflow takes for a folder"),
+        ([SET, "tracking.uri=foo://bar"], "tracking.uri, .*, is foo://bar, and MLflow knows no foo: give a database"),
         ([SET, "reward.functions={ocrr: {}}"], "no reward 'ocrr'; known are "),
         (
             [SET, "actor_rollout_ref.model.path=none"],
@@ -207,6 +210,7 @@ def test_a_broken_recipe_is_named_with_its_file(folder: Path) -> None:
         ),
         (commands.compare, ["0", "1", "--tracking", "sqlite:///other.db"], "tracking.uri is sqlite:///other.db, but"),
         (commands.report, ["0123"], "tracking.uri is sqlite:///mlflow.db, but there is no such file"),
+        (commands.report, ["0123", "--tracking", "mlflow.db"], "is mlflow.db, which MLflow takes for a folder"),
         *(
             (command, ["a-run", *others], "runs/a-run/run.json does not name an MLflow run: give the MLflow run id")
             for command, others in ((commands.report, []), (commands.reproduce, []), (commands.compare, ["0"]))
