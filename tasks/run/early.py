@@ -126,11 +126,11 @@ def check_tracking(uri: str) -> None:
 
 
 def _check_parts(config: TrainConfig) -> None:
-    from models.algorithms import get_diffusion_adv_estimator_fn, get_diffusion_loss_fn
+    from models.algorithms import check_advantage, get_diffusion_loss_fn
 
     actor = config.actor_rollout_ref.actor
-    get_diffusion_adv_estimator_fn(config.algorithm.adv_estimator)
-    get_diffusion_loss_fn(actor.diffusion_loss.loss_mode)
+    check_advantage(config.algorithm.adv_estimator, config.algorithm.adv_options)
+    get_diffusion_loss_fn(actor.diffusion_loss.loss_mode, actor.diffusion_loss.options)
     if actor.python is not None:
         check_interpreter(actor)
     elif actor.strategy != DiffusionActorConfig.model_fields["strategy"].default:  # the engines take seconds to import

@@ -101,7 +101,23 @@ def refused(command: Callable[..., None], *arguments: str) -> str:
         ([SET, f"{LOSS}.loss_mode=grop"], "loss_mode is 'grop'; known: awm, "),
         ([SET, f"{LOSS}.loss_mode=nowhere:Loss"], "'nowhere:Loss', which cannot be imported"),
         ([SET, "algorithm.adv_estimator=grop"], "adv_estimator is 'grop'; known: "),
+        (
+            [SET, "algorithm.adv_estimator=os:sep"],
+            "adv_estimator is 'os:sep', which is no function but a str: name",
+        ),
+        ([SET, "algorithm.adv_estimator=os:getcwd"], r"is 'os:getcwd', which cannot be called with \(sample_level_rew"),
+        ([SET, "actor_rollout_ref.actor.strategy=os:sep"], "strategy is 'os:sep', which is no class but a str: name"),
+        ([SET, "algorithm.adv_options.epsilon=abc"], "adv_options.epsilon is 'abc'; it should be a valid number"),
+        ([SET, "algorithm.adv_options.epsilon=-1e-3"], "adv_options.epsilon is -0.001; it should be greater than 0"),
+        ([SET, "algorithm.adv_options.epsilon=null"], "adv_options.epsilon is None; it should be a valid number"),
+        (
+            [SET, "reward.functions.ocr.options.upscale=abc"],
+            "reward 'ocr': upscale is 'abc'; it should be a valid integer",
+        ),
+        (
             [SET, "tracking.uri=mlflow.db"],
+            "tracking.uri, .*, is mlflow.db, which MLflow takes for a folder, .* give a",
+        ),
         ([SET, "tracking.uri=file:mlruns"], "tracking.uri, .*, is file:mlruns, which MLflow takes for a folder"),
         ([SET, "tracking.uri=foo://bar"], "tracking.uri, .*, is foo://bar, and MLflow knows no foo: give a database"),
         ([SET, "reward.functions={ocrr: {}}"], "no reward 'ocrr'; known are "),
