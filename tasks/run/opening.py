@@ -25,6 +25,7 @@ from tasks.actors.reward_model import RewardModel, served_reward_model
 from tasks.actors.rollout_group import RolloutGroup
 from tasks.actors.trainer_group import TrainerGroup
 from tasks.actors.waiting import get
+from tasks.config.errors import ConfigError
 from tasks.config.tree import TrainConfig, TrainOverrides
 from tasks.data.pairs import SIDES
 from tasks.records.flow_page import page_logger, say, tell
@@ -120,7 +121,8 @@ def open_run(config: TrainConfig, inputs: Inputs, recipe: TrainConfig, start: St
         start: counts the seconds.
 
     Raises:
-        CheckpointError: another process works on the run, or it has checkpoints that it should not have.
+        ConfigError: it has checkpoints and is not to resume.
+        CheckpointError: another process works on the run.
         RewardHacking, RewardCollapse: its guards have stopped it, and are to stop it still.
         ClusterError: as `open_cluster_and_tracker`.
         MachineLost: a machine with a trainer rank is lost.
@@ -128,7 +130,7 @@ def open_run(config: TrainConfig, inputs: Inputs, recipe: TrainConfig, start: St
     with run_lock(config.run_dir):
         store = CheckpointStore(config.run_dir / CHECKPOINTS, config.trainer.max_actor_ckpt_to_keep)
         if config.trainer.resume_mode == "disable" and store.iterations():
-            raise CheckpointError(
+            raise ConfigError(
                 f"{config.run_dir} has checkpoints and trainer.resume_mode is disable: use auto or another "
                 "trainer.experiment_name"
             )
