@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether MLflow's server answers, found out without MLflow and Prefect, whose imports take seconds."""
+"""Whether MLflow keeps runs at an address, and its server answers: without MLflow and Prefect, whose imports take
+seconds."""
 
 import os
 import ssl
@@ -13,8 +14,13 @@ from models.errors import DoubleflowError
 
 DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 OTHERS = ("http", "https", "databricks", "databricks-uc", "uc")
-PLUGINS = "mlflow.tracking_store"
-"""Entry points of this group are further schemes, as azureml is."""
+ARTIFACTS = (
+    *("file", "s3", "r2", "b2", "gs", "wasbs", "abfss", "ftp", "sftp", "dbfs", "hdfs", "viewfs"),
+    *("http", "https", "mlflow-artifacts"),
+)
+"""Schemes under which MLflow keeps files."""
+PLUGINS, ARTIFACT_PLUGINS = "mlflow.tracking_store", "mlflow.artifact_repository"
+"""Entry points of these groups are further schemes, as azureml is."""
 FOLDERS_ALLOWED = "MLFLOW_ALLOW_FILE_STORE"
 """MLflow's own variable; without it MLflow refuses a folder."""
 START_SECONDS = 10.0
@@ -43,6 +49,17 @@ def check_address(uri: str) -> None:
         raise NoTrackingAddress(
             f"tracking.uri, or MLFLOW_TRACKING_URI, is {uri}, {why}: give a database, as in sqlite:///mlflow.db, or "
             "the address of a server"
+        )
+
+
+def check_artifacts(root: str) -> None:
+    """Raise NoTrackingAddress for an artifact root of a scheme that MLflow does not know. MLflow would make an
+    experiment with it, whose later runs have that root whatever they say."""
+    scheme, colon, _ = root.lower().partition(":")
+    if colon and scheme not in ARTIFACTS and not entry_points(group=ARTIFACT_PLUGINS, name=scheme):
+        raise NoTrackingAddress(
+            f"tracking.artifacts is {root}, and MLflow knows no {scheme}: give a folder, or the address of a store, as "
+            "in s3://bucket/folder"
         )
 
 

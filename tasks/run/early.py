@@ -21,8 +21,9 @@ from tasks.actors.ray_address import check_ray_address
 from tasks.config.data import FILES, DataConfig, data_folder
 from tasks.config.errors import ConfigError
 from tasks.config.overrides import flat
+from tasks.config.tracking import TrackingConfig
 from tasks.config.tree import TrainConfig
-from tasks.records.tracking_address import check_address, require_answer
+from tasks.records.tracking_address import check_address, check_artifacts, require_answer
 from tasks.rewards import check_reward
 from tasks.system.files import nearest
 
@@ -60,6 +61,7 @@ def check_early(
             check_ray_address()
         if tracked:
             require_answer(config.tracking.address)
+        check_records(config.tracking)
         _check_parts(config)
 
 
@@ -113,6 +115,18 @@ def check_folder(folder: Path, field: str = "trainer.default_local_dir") -> None
         raise ConfigError(
             f"{field} is {folder}, where nothing can be written ({there}: {error.strerror}): give a folder of your own"
         ) from error
+
+
+def check_records(tracking: TrackingConfig) -> None:
+    """MLflow's data base file and artifacts can be written where they are this machine's. Raises ConfigError, or
+    NoTrackingAddress."""
+    place, root = urlsplit(tracking.address), tracking.artifacts
+    if place.scheme == "sqlite":
+        check_folder(Path(place.path.removeprefix("/")).parent, "tracking.uri")
+    if root is not None:
+        check_artifacts(root)
+        if ":" not in root:
+            check_folder(Path(root), "tracking.artifacts")
 
 
 def check_tracking(uri: str) -> None:

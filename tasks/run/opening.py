@@ -39,6 +39,7 @@ from tasks.records.tracking import Tracker
 from tasks.records.tracking_address import require_answer
 from tasks.rewards.statistics import GUARDS as STATISTICS
 from tasks.run.capacity import Needs, warn_of_others
+from tasks.run.early import check_records
 from tasks.run.expectation import BesideExpected
 from tasks.run.kept_stages import KeptStages
 from tasks.run.live_text import start_text_encoders
@@ -89,8 +90,10 @@ def open_cluster_and_tracker(
     Raises:
         ClusterError: the slots' pool or the cluster cannot hold the actors.
         TrackingAway: MLflow's server does not answer.
+        ConfigError: its data base or artifacts cannot be written.
     """
     require_answer(config.tracking.address)
+    check_records(config.tracking)
     gpus = config.gpus_needed(trains)
     with gpu_slots(config.ray_init, gpus):
         address = os.environ.get("RAY_ADDRESS")  # told, for a minute may pass until there is more to tell

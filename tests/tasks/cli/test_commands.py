@@ -118,6 +118,12 @@ def refused(command: Callable[..., None], *arguments: str) -> str:
             [SET, "tracking.uri=mlflow.db"],
             "tracking.uri, .*, is mlflow.db, which MLflow takes for a folder, .* give a",
         ),
+        ([SET, "tracking.uri=sqlite:////proc/x/m.db"], "tracking.uri is /proc/x, where nothing can be written"),
+        ([SET, "tracking.artifacts=/proc/x"], "tracking.artifacts is /proc/x, where nothing can be written"),
+        (
+            [SET, "tracking.artifacts=foo://bar"],
+            "tracking.artifacts is foo://bar, and MLflow knows no foo: give a fo",
+        ),
         ([SET, "tracking.uri=file:mlruns"], "tracking.uri, .*, is file:mlruns, which MLflow takes for a folder"),
         ([SET, "tracking.uri=foo://bar"], "tracking.uri, .*, is foo://bar, and MLflow knows no foo: give a database"),
         ([SET, "reward.functions={ocrr: {}}"], "no reward 'ocrr'; known are "),
