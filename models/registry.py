@@ -3,8 +3,11 @@
 
 import importlib
 import inspect
+import json
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Generic, TypeVar
+
+from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
 from models.import_paths import check_allowed
 
@@ -110,6 +113,26 @@ def _path(entry: Any) -> str:
     return f"{named.__module__}.{named.__qualname__}"
 
 
+def check_call(what: str, target: Any, positional: Collection[str], named: Collection[str] = ()) -> None:
+    """Can `target` be called with these arguments, whatever options come to them?
+
+    Args:
+        what: begins the error's sentence: the field, and what it names.
+        target: what the field's import path leads to.
+        positional, named: the arguments that the project gives by position and by name.
+
+    Raises:
+        ValueError: it is no function or class, or takes other arguments.
+    """
+    if not callable(target):
+        raise ValueError(f"{what} is no function but a {type(target).__name__}: name one")
+    try:
+        inspect.signature(target).bind_partial(*positional, **dict.fromkeys(named))
+    except TypeError as error:
+        given = ", ".join([*positional, *(f"{name}=..." for name in named)])
+        raise ValueError(f"{what} cannot be called with ({given}): {error}") from error
+
+
 def check_options(field: str, name: str, target: Callable, options: Mapping[str, Any], given: Collection[str]) -> None:
     """Are these keyword arguments ones that the config may give to `target`?
 
@@ -123,11 +146,12 @@ def check_options(field: str, name: str, target: Callable, options: Mapping[str,
         given: parameters that the project itself fills in.
 
     Raises:
-        ValueError: an option that is no parameter, or a parameter without a default that is not among them.
+        ValueError: an option that is no parameter, a parameter without a default that is not among them, or a value of
+            another kind than the parameter's annotation says.
     """
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    parameters = inspect.signature(target).parameters.values()
-    own = {p.name: p.default is p.empty for p in parameters if p.kind in kinds and p.name not in given}
+    parameters = inspect.signature(target).parameters
+    own = {p.name: p.default is p.empty for p in parameters.values() if p.kind in kinds and p.name not in given}
     unknown = sorted(options.keys() - own.keys())
     if unknown:
         known = f"takes {', '.join(sorted(own))}" if own else "takes no options"
@@ -135,3 +159,32 @@ def check_options(field: str, name: str, target: Callable, options: Mapping[str,
     missing = sorted(option for option, needed in own.items() if needed and option not in options)
     if missing:
         raise ValueError(f"{field} lacks {', '.join(missing)}, without which {name} cannot be used")
+    for option, value in options.items():
+        check_kind(f"{field}.{option}", parameters[option], value)
+
+
+def check_kind(what: str, parameter: inspect.Parameter, value: Any) -> None:
+    """Is a value that JSON can hold of the kind that a parameter's annotation says?
+
+    Nothing is said of a parameter without annotation, of one whose annotation is text or no kind of JSON, and of its
+    own default.
+
+    Args:
+        what: begins the error's sentence: what names the option.
+
+    Raises:
+        ValueError: it is of another kind, or out of bounds; also text where a number should be, as YAML reads 1e-3.
+    """
+    annotation = parameter.annotation
+    if annotation is parameter.empty or isinstance(annotation, str) or value == parameter.default:
+        return
+    try:
+        kind = TypeAdapter(annotation)
+    except PydanticUserError:  # an array, a tensor
+        return
+    try:
+        kind.validate_json(json.dumps(value), strict=True)
+    except ValidationError as error:
+        found = {problem["type"]: problem["msg"].replace("Input", "it", 1) for problem in error.errors()}
+        wrong = (found | {"missing": "it has too few entries"} if "missing" in found else found).values()
+        raise ValueError(f"{what} is {value!r:.100}; {' or '.join(wrong)}") from error

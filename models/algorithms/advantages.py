@@ -7,9 +7,10 @@ from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 import torch
+from pydantic import PositiveFloat
 from torch import Tensor
 
-from models.registry import NameRegistry, check_options
+from models.registry import NameRegistry, check_call, check_options
 
 
 class DiffusionAdvantageEstimator(StrEnum):
@@ -73,8 +74,10 @@ def get_diffusion_adv_estimator_fn(name_or_enum: str | DiffusionAdvantageEstimat
 
 
 def check_advantage(name: str, options: Mapping[str, Any]) -> None:
-    """Raise what `get_diffusion_adv_estimator_fn` raises, and ValueError for options that it does not take."""
+    """Raise what `get_diffusion_adv_estimator_fn` raises, and ValueError for what is no estimator and for options that
+    it does not take."""
     found = get_diffusion_adv_estimator_fn(name)
+    check_call(f"algorithm.adv_estimator is {name!r}, which", found, _GIVEN[:2], _GIVEN[2:])
     check_options("algorithm.adv_options", f"advantage {name!r}", found, options, given=_GIVEN)
 
 
@@ -88,7 +91,7 @@ def _name(name_or_enum: str | DiffusionAdvantageEstimator) -> str:
 def compute_flow_grpo_outcome_advantage(
     sample_level_rewards: Tensor,
     index: np.ndarray,
-    epsilon: float = 1e-4,
+    epsilon: PositiveFloat = 1e-4,
     norm_adv_by_std_in_grpo: bool = True,
     global_std: bool = True,
     config: Any = None,
@@ -135,7 +138,7 @@ def compute_flow_grpo_outcome_advantage(
 def compute_gdpo_outcome_advantage(
     sample_level_rewards: Tensor,
     index: np.ndarray,
-    epsilon: float = 1e-6,
+    epsilon: PositiveFloat = 1e-6,
     config: Any = None,
     *,
     reward_scores: Mapping[str, Tensor],

@@ -11,7 +11,7 @@ from importlib.metadata import entry_points
 
 from models.import_paths import check_allowed
 
-__all__ = ["GROUP", "OWN", "load_families"]
+__all__ = ["GROUP", "OWN", "load_families", "load_others"]
 
 OWN = ("flux", "qwen_image", "stable_diffusion_3", "wan", "z_image")
 """Modules of this package, each of which registers one family when imported."""
@@ -30,6 +30,11 @@ def load_families(external_lib: str | None = None) -> None:
         ValueError: one of them cannot be imported.
     """
     _load_own()
+    load_others(external_lib)
+
+
+def load_others(external_lib: str | None = None) -> None:
+    """The same without the project's own, whose imports take seconds: for a look at the names of all else."""
     _load_installed()
     for name in (external_lib or "").split(","):
         if name.strip():

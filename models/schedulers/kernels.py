@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from models.registry import NameRegistry, check_options
+from models.registry import NameRegistry, check_call, check_options
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ AT_ONE = 1e-6
 
 Kernel = Callable[..., ReverseStep]
 """(sample, velocity, sigma, sigma_next, sigma_max, noise_level), by position; its options follow as keywords."""
-KERNEL_ARGUMENTS = 6
+KERNEL_ARGUMENTS = ("sample", "velocity", "sigma", "sigma_next", "sigma_max", "noise_level")
 LogProb = Callable[[Tensor, ReverseStep], Tensor]
 F = TypeVar("F", bound=Kernel)
 
@@ -114,7 +114,8 @@ class SdeKernel(NamedTuple):
     log_prob: LogProb
 
 
-_REGISTRY: NameRegistry[SdeKernel] = NameRegistry("kernel", "actor_rollout_ref.rollout.algo.sde_type")
+_FIELD = "actor_rollout_ref.rollout.algo"
+_REGISTRY: NameRegistry[SdeKernel] = NameRegistry("kernel", f"{_FIELD}.sde_type")
 KERNELS = _REGISTRY.entries
 """The registered kernels by name."""
 
@@ -147,10 +148,11 @@ def get_kernel(name: str) -> SdeKernel:
 
 
 def check_kernel(name: str, options: Mapping[str, Any]) -> None:
-    """Raise what `get_kernel` raises, and ValueError for options that the kernel does not take."""
+    """Raise what `get_kernel` raises, and ValueError for what is no kernel and for options that it does not take."""
     step = get_kernel(name).step
-    given = [*inspect.signature(step).parameters][:KERNEL_ARGUMENTS]
-    check_options("actor_rollout_ref.rollout.algo.sde_options", f"kernel {name!r}", step, options, given)
+    check_call(f"{_FIELD}.sde_type is {name!r}, which", step, KERNEL_ARGUMENTS)
+    given = [*inspect.signature(step).parameters][: len(KERNEL_ARGUMENTS)]
+    check_options(f"{_FIELD}.sde_options", f"kernel {name!r}", step, options, given)
 
 
 register_kernel("sde")(sde_step)

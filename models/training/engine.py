@@ -108,8 +108,11 @@ def get_training_engine(strategy: str) -> type[TrainingEngine]:
     """The class that `actor.strategy` names.
 
     Raises:
-        ValueError: there is none; the message lists the known names.
+        ValueError: there is none, and the message lists the known names; or it is no class.
     """
     for module in OWN:
         importlib.import_module(f"{__package__}.{module}")
-    return TRAINING_ENGINES.get(strategy)
+    found = TRAINING_ENGINES.get(strategy)
+    if not isinstance(found, type):
+        raise ValueError(f"actor.strategy is {strategy!r}, which is no class but a {type(found).__name__}: name one")
+    return found

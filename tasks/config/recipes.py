@@ -16,6 +16,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from tasks.config.errors import NO_YAML, RecipeError, described, field_paths, near, section_of, why_no_yaml
+from tasks.config.named_values import typed_value
 from tasks.config.overrides import Entries, merged, set_fields
 from tasks.config.tree import TrainConfig, TrainOverrides
 
@@ -181,7 +182,8 @@ def _overrides(tree: Any, source: str) -> TrainOverrides:
 
 
 def parse_settings(settings: list[str], option: str) -> dict[str, Any]:
-    """`["a.b=1"]` as {"a": {"b": 1}}, where a is `Entries`. Raises RecipeError, which names the option."""
+    """`["a.b=1"]` as {"a": {"b": 1}}, where a is `Entries`; 1e-3 is a number. Raises RecipeError, which names the
+    option."""
     tree: dict[str, Any] = Entries()
     sections = dict[tuple[str, ...], str]()  # to the setting that named a part of it
     for setting in settings:
@@ -203,7 +205,7 @@ def parse_settings(settings: list[str], option: str) -> dict[str, Any]:
             )
         sections |= {tuple(parents[: depth + 1]): setting for depth in range(len(parents))}
         try:
-            node[leaf] = yaml.safe_load(value)
+            node[leaf] = typed_value(value)
         except NO_YAML as error:
             raise RecipeError(f"{option} {setting!r:.100}: the value is not YAML: {why_no_yaml(error)}") from error
     return tree

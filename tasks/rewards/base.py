@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from models.import_paths import ModuleNotAllowed
-from models.registry import import_object
+from models.registry import check_kind, import_object
 from tasks.rewards import served
 from tasks.rewards.errors import RewardError
 from tasks.rewards.per_sample import arguments, asks_served_model, is_per_sample, score_each
@@ -306,6 +306,7 @@ def check_reward(name: str, **options: Any) -> type[Reward] | FunctionType:
             _check_options(name, found, (), options, arguments(found, None, None, {}))
         else:
             _check_options(name, found, (None, None), options)
+        _check_kinds(name, found, options)
         return found
     raise RewardError(
         f"{name} is a {type(found).__name__}; it must be a subclass of tasks.rewards.Reward or a function"
@@ -322,6 +323,7 @@ def _checked_class(name: str, found: type[Reward], options: dict[str, Any]) -> t
                 "there"
             )
     found.check_options(name, options)
+    _check_kinds(name, found, options)
     return found
 
 
@@ -422,6 +424,17 @@ def _check_options(
         signature.bind(*positional, **{**given, **options})
     except TypeError as error:
         raise RewardError(f"reward {name!r}: {error}; it takes {signature}") from error
+
+
+def _check_kinds(name: str, target: Callable, options: Mapping[str, Any]) -> None:
+    """Raise RewardError for an option of another kind than its annotation says: a worker would end by it, again and
+    again."""
+    parameters = _signature(target).parameters
+    for option in options.keys() & parameters.keys():
+        try:
+            check_kind(f"reward {name!r}: {option}", parameters[option], options[option])
+        except ValueError as error:
+            raise RewardError(str(error)) from error
 
 
 def _signature(target: Callable) -> inspect.Signature:

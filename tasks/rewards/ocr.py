@@ -8,6 +8,7 @@ from importlib.metadata import version
 from typing import Any, ClassVar, Literal
 
 import numpy as np
+from pydantic import PositiveInt
 
 from tasks.rewards.base import Reward, RewardResult, register_reward
 from tasks.rewards.errors import RewardError
@@ -50,9 +51,9 @@ class OcrReward(Reward):
         target: Target = "column",
         substring_is_full: bool = False,
         detect: bool = False,
-        upscale: int = 2,
-        rec_image_shape: tuple[int, int, int] = (3, 48, 96),
-        threads: int = 1,
+        upscale: PositiveInt = 2,
+        rec_image_shape: tuple[PositiveInt, PositiveInt, PositiveInt] = (3, 48, 96),
+        threads: PositiveInt = 1,
     ):
         """
         Args:
@@ -66,8 +67,6 @@ class OcrReward(Reward):
             threads: threads of onnxruntime.
         """
         check_target(target, self.name)
-        if upscale < 1 or threads < 1:
-            raise RewardError(f"ocr: upscale and threads must be at least 1, not {upscale} and {threads}")
         self._target = target
         self._substring_is_full = substring_is_full
         self._detect = detect

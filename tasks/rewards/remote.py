@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 import requests
 from PIL import Image
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, ValidationError
 from requests.adapters import HTTPAdapter
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
@@ -80,8 +80,8 @@ class RemoteReward(Reward):
         *,
         url: str,
         encoding: Literal["tensor", "png"] = "tensor",
-        timeout_s: float = 300.0,
-        max_retries: int = 4,
+        timeout_s: PositiveFloat = 300.0,
+        max_retries: NonNegativeInt = 4,
         token_env: str | None = None,
     ):
         """

@@ -142,8 +142,10 @@ def _score(found: Sequence[tuple[str, str]], wanted: Scene) -> float:
     return max(0.0, 1 - (abs(right - count) + len(found) - right) / count)
 
 
-def _count(number: int | str) -> int:
-    """A number in figures or in words; 0 for anything else."""
-    if isinstance(number, int) or number.isdigit():
+def _count(number: Any) -> int:
+    """A whole number in figures, also as 3.0, or in words; 0 for anything else, which metadata may hold."""
+    if isinstance(number, float) and number.is_integer():
+        return int(number)
+    if isinstance(number, int) or (isinstance(number, str) and number.isdecimal()):
         return int(number)
     return 1 if number in ("a", "an") else NUMBERS.index(number) if number in NUMBERS else 0

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 from PIL import Image
+from pydantic import NonNegativeInt, PositiveInt
 
 from tasks.rewards.base import Reward, RewardResult, register_reward
 from tasks.rewards.errors import RewardError
@@ -40,7 +41,7 @@ class TesseractReward(Reward):
         """3 to 4.8 ms, of a line of 64 x 256 pixels."""
         return LINE_S
 
-    def __init__(self, *, target: Target = "column", upscale: int = 2, margin: int = 8):
+    def __init__(self, *, target: Target = "column", upscale: PositiveInt = 2, margin: NonNegativeInt = 8):
         """
         Args:
             target: where the wanted text is: in the prompt's `target`, or between double quotes in the prompt.
@@ -49,10 +50,6 @@ class TesseractReward(Reward):
                 line.
         """
         check_target(target, self.name)
-        if upscale < 1 or margin < 0:
-            raise RewardError(
-                f"tesseract: upscale must be at least 1 and margin at least 0, not {upscale} and {margin}"
-            )
         import tesserocr
 
         self._target = target

@@ -15,13 +15,15 @@ from urllib.parse import urlsplit
 from models.config.actor import DiffusionActorConfig
 from models.config.model import ModelConfig
 from models.errors import DoubleflowError
+from models.families import load_others
 from tasks.actors.interpreter import check_interpreter
 from tasks.actors.ray_address import check_ray_address
 from tasks.config.data import FILES, DataConfig, data_folder
 from tasks.config.errors import ConfigError
 from tasks.config.overrides import flat
+from tasks.config.tracking import TrackingConfig
 from tasks.config.tree import TrainConfig
-from tasks.records.tracking_address import require_answer
+from tasks.records.tracking_address import check_address, check_artifacts, require_answer
 from tasks.rewards import check_reward
 from tasks.system.files import nearest
 
@@ -48,6 +50,7 @@ def check_early(
     """
     with as_config_errors():
         check_home_signs(config)
+        load_others(config.actor_rollout_ref.model.external_lib)
         for name, entry in config.reward.named().values():
             check_reward(name, **entry.options)
         if made:
@@ -58,6 +61,7 @@ def check_early(
             check_ray_address()
         if tracked:
             require_answer(config.tracking.address)
+        check_records(config.tracking)
         _check_parts(config)
 
 
@@ -113,8 +117,21 @@ def check_folder(folder: Path, field: str = "trainer.default_local_dir") -> None
         ) from error
 
 
+def check_records(tracking: TrackingConfig) -> None:
+    """MLflow's data base file and artifacts can be written where they are this machine's. Raises ConfigError, or
+    NoTrackingAddress."""
+    place, root = urlsplit(tracking.address), tracking.artifacts
+    if place.scheme == "sqlite":
+        check_folder(Path(place.path.removeprefix("/")).parent, "tracking.uri")
+    if root is not None:
+        check_artifacts(root)
+        if ":" not in root:
+            check_folder(Path(root), "tracking.artifacts")
+
+
 def check_tracking(uri: str) -> None:
-    """A recorded run is looked for in a store that is there. Raises ConfigError."""
+    """A recorded run is looked for in a store that is there. Raises ConfigError, or NoTrackingAddress."""
+    check_address(uri)
     parts = urlsplit(uri)
     if parts.scheme == "sqlite" and not Path(parts.path.removeprefix("/")).is_file():
         raise ConfigError(
@@ -123,11 +140,11 @@ def check_tracking(uri: str) -> None:
 
 
 def _check_parts(config: TrainConfig) -> None:
-    from models.algorithms import get_diffusion_adv_estimator_fn, get_diffusion_loss_fn
+    from models.algorithms import check_advantage, get_diffusion_loss_fn
 
     actor = config.actor_rollout_ref.actor
-    get_diffusion_adv_estimator_fn(config.algorithm.adv_estimator)
-    get_diffusion_loss_fn(actor.diffusion_loss.loss_mode)
+    check_advantage(config.algorithm.adv_estimator, config.algorithm.adv_options)
+    get_diffusion_loss_fn(actor.diffusion_loss.loss_mode, actor.diffusion_loss.options)
     if actor.python is not None:
         check_interpreter(actor)
     elif actor.strategy != DiffusionActorConfig.model_fields["strategy"].default:  # the engines take seconds to import

@@ -25,6 +25,7 @@ from tasks.actors.reward_model import RewardModel, served_reward_model
 from tasks.actors.rollout_group import RolloutGroup
 from tasks.actors.trainer_group import TrainerGroup
 from tasks.actors.waiting import get
+from tasks.config.errors import ConfigError
 from tasks.config.tree import TrainConfig, TrainOverrides
 from tasks.data.pairs import SIDES
 from tasks.records.flow_page import page_logger, say, tell
@@ -38,6 +39,7 @@ from tasks.records.tracking import Tracker
 from tasks.records.tracking_address import require_answer
 from tasks.rewards.statistics import GUARDS as STATISTICS
 from tasks.run.capacity import Needs, warn_of_others
+from tasks.run.early import check_records
 from tasks.run.expectation import BesideExpected
 from tasks.run.kept_stages import KeptStages
 from tasks.run.live_text import start_text_encoders
@@ -88,8 +90,10 @@ def open_cluster_and_tracker(
     Raises:
         ClusterError: the slots' pool or the cluster cannot hold the actors.
         TrackingAway: MLflow's server does not answer.
+        ConfigError: its data base or artifacts cannot be written.
     """
     require_answer(config.tracking.address)
+    check_records(config.tracking)
     gpus = config.gpus_needed(trains)
     with gpu_slots(config.ray_init, gpus):
         address = os.environ.get("RAY_ADDRESS")  # told, for a minute may pass until there is more to tell
@@ -120,7 +124,8 @@ def open_run(config: TrainConfig, inputs: Inputs, recipe: TrainConfig, start: St
         start: counts the seconds.
 
     Raises:
-        CheckpointError: another process works on the run, or it has checkpoints that it should not have.
+        ConfigError: it has checkpoints and is not to resume.
+        CheckpointError: another process works on the run.
         RewardHacking, RewardCollapse: its guards have stopped it, and are to stop it still.
         ClusterError: as `open_cluster_and_tracker`.
         MachineLost: a machine with a trainer rank is lost.
@@ -128,7 +133,7 @@ def open_run(config: TrainConfig, inputs: Inputs, recipe: TrainConfig, start: St
     with run_lock(config.run_dir):
         store = CheckpointStore(config.run_dir / CHECKPOINTS, config.trainer.max_actor_ckpt_to_keep)
         if config.trainer.resume_mode == "disable" and store.iterations():
-            raise CheckpointError(
+            raise ConfigError(
                 f"{config.run_dir} has checkpoints and trainer.resume_mode is disable: use auto or another "
                 "trainer.experiment_name"
             )

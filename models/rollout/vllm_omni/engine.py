@@ -39,8 +39,7 @@ def pipeline_class(model_config: DiffusionModelConfig) -> Any:
     """The rollout pipeline of the model's architecture.
 
     Raises:
-        ValueError: there is none.
-        ModuleNotFoundError: vLLM-Omni is not installed here.
+        ValueError: there is none, or vLLM-Omni is not installed here.
     """
     found = VllmOmniPipelineBase.get_class(model_config.architecture, model_config.algorithm)
     if found is None:
@@ -50,8 +49,9 @@ def pipeline_class(model_config: DiffusionModelConfig) -> Any:
         )
     missing = [name for name in ("vllm", "vllm_omni") if importlib.util.find_spec(name) is None]
     if missing:
-        raise ModuleNotFoundError(
-            f"rollout.name is vllm_omni but {' and '.join(missing)} cannot be imported: see docs/vllm-omni.md"
+        raise ValueError(
+            f"rollout.name is vllm_omni, but {' and '.join(missing)} cannot be imported here: install it as "
+            "docs/vllm-omni.md says, or set rollout.name to diffusers"
         )
     return found
 

@@ -89,7 +89,8 @@ def test_an_architecture_without_a_pipeline_is_refused(tiny_model: Path) -> None
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vllm is installed here")
 def test_without_vllm_the_run_is_refused(tiny_model: Path) -> None:
-    with pytest.raises(ModuleNotFoundError, match=r"rollout.name is vllm_omni but vllm and vllm_omni cannot"):
+    """A ValueError, as for anything that was given: the command line shows no traceback of it."""
+    with pytest.raises(ValueError, match=r"rollout.name is vllm_omni, but vllm and vllm_omni cannot .*set rollout"):
         pipeline_class(model_config(tiny_model))
 
 

@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner, Result
 
 from flows import lora_for_server, prepare, services
+from models.algorithms import advantages
 from models.weights.trainable import LORA_FILE
 from tasks.actors import ray_address
 from tasks.actors.cluster import ClusterError
@@ -33,6 +34,7 @@ from tasks.config.recipes import explain_fields, load_recipe, parse_changes
 from tasks.config.tracking import TrackingConfig
 from tasks.config.tree import TrainConfig
 from tasks.records.run_store import CheckpointError
+from tasks.run.early import check_early
 from tasks.system.processes import identity
 
 pytestmark = pytest.mark.waits
@@ -99,6 +101,31 @@ def refused(command: Callable[..., None], *arguments: str) -> str:
         ([SET, f"{LOSS}.loss_mode=grop"], "loss_mode is 'grop'; known: awm, "),
         ([SET, f"{LOSS}.loss_mode=nowhere:Loss"], "'nowhere:Loss', which cannot be imported"),
         ([SET, "algorithm.adv_estimator=grop"], "adv_estimator is 'grop'; known: "),
+        (
+            [SET, "algorithm.adv_estimator=os:sep"],
+            "adv_estimator is 'os:sep', which is no function but a str: name",
+        ),
+        ([SET, "algorithm.adv_estimator=os:getcwd"], r"is 'os:getcwd', which cannot be called with \(sample_level_rew"),
+        ([SET, "actor_rollout_ref.actor.strategy=os:sep"], "strategy is 'os:sep', which is no class but a str: name"),
+        ([SET, "algorithm.adv_options.epsilon=abc"], "adv_options.epsilon is 'abc'; it should be a valid number"),
+        ([SET, "algorithm.adv_options.epsilon=-1e-3"], "adv_options.epsilon is -0.001; it should be greater than 0"),
+        ([SET, "algorithm.adv_options.epsilon=null"], "adv_options.epsilon is None; it should be a valid number"),
+        (
+            [SET, "reward.functions.ocr.options.upscale=abc"],
+            "reward 'ocr': upscale is 'abc'; it should be a valid integer",
+        ),
+        (
+            [SET, "tracking.uri=mlflow.db"],
+            "tracking.uri, .*, is mlflow.db, which MLflow takes for a folder, .* give a",
+        ),
+        ([SET, "tracking.uri=sqlite:////proc/x/m.db"], "tracking.uri is /proc/x, where nothing can be written"),
+        ([SET, "tracking.artifacts=/proc/x"], "tracking.artifacts is /proc/x, where nothing can be written"),
+        (
+            [SET, "tracking.artifacts=foo://bar"],
+            "tracking.artifacts is foo://bar, and MLflow knows no foo: give a fo",
+        ),
+        ([SET, "tracking.uri=file:mlruns"], "tracking.uri, .*, is file:mlruns, which MLflow takes for a folder"),
+        ([SET, "tracking.uri=foo://bar"], "tracking.uri, .*, is foo://bar, and MLflow knows no foo: give a database"),
         ([SET, "reward.functions={ocrr: {}}"], "no reward 'ocrr'; known are "),
         (
             [SET, "actor_rollout_ref.model.path=none"],
@@ -134,6 +161,26 @@ def test_a_wrong_training_run_is_one_sentence(folder: Path, arguments: list[str]
     said = refused(commands.train, *arguments)
     assert re.search(message.replace("?", r"\?"), said), said
     assert not (folder / "runs").exists()
+
+
+def test_names_that_a_module_registers_are_known_before_the_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`model.external_lib` names the module; what it registers was unknown to the command, not to the flow."""
+    (folder / "own_advantage.py").write_text(
+        "from models.algorithms import register_diffusion_adv_est\n"
+        "@register_diffusion_adv_est('own_advantage')\n"
+        "def plain(sample_level_rewards, index, **kwargs):\n"
+        "    return sample_level_rewards, sample_level_rewards\n"
+    )
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setattr(advantages._ADVANTAGES, "entries", {**advantages._ADVANTAGES.entries})
+    config = load_recipe("flow-grpo")
+    named = parse_changes(["algorithm.adv_estimator=own_advantage"], recipe=config)
+    with pytest.raises(ConfigError, match="adv_estimator is 'own_advantage'; known: "):
+        check_early(config.with_changes(named))
+    found = parse_changes(
+        ["algorithm.adv_estimator=own_advantage", "actor_rollout_ref.model.external_lib=own_advantage"], recipe=config
+    )
+    check_early(config.with_changes(found))
 
 
 def test_a_broken_recipe_is_named_with_its_file(folder: Path) -> None:
@@ -185,6 +232,7 @@ def test_a_broken_recipe_is_named_with_its_file(folder: Path) -> None:
         ),
         (commands.compare, ["0", "1", "--tracking", "sqlite:///other.db"], "tracking.uri is sqlite:///other.db, but"),
         (commands.report, ["0123"], "tracking.uri is sqlite:///mlflow.db, but there is no such file"),
+        (commands.report, ["0123", "--tracking", "mlflow.db"], "is mlflow.db, which MLflow takes for a folder"),
         *(
             (command, ["a-run", *others], "runs/a-run/run.json does not name an MLflow run: give the MLflow run id")
             for command, others in ((commands.report, []), (commands.reproduce, []), (commands.compare, ["0"]))

@@ -23,6 +23,7 @@ from models.families.base import DiffusionModelBase
 from models.schedulers.kernels import KERNELS
 from tasks.config.common import CommonSettings, combined
 from tasks.config.errors import ConfigError
+from tasks.config.named_values import named_values
 from tasks.config.overrides import set_fields
 from tasks.config.params import PrepareParams
 from tasks.config.presets import PRESETS
@@ -244,6 +245,16 @@ def test_a_path_below_an_option_of_another_algorithm_takes_nothing_from_the_one_
     assert recipe.with_changes(same).actor_rollout_ref.rollout.algo.sde_options == {"x": 3, "y": 2}
     other = parse_changes(["algorithm.name=dance_grpo", f"{kernel}.sde_options.x=3"], recipe=recipe)
     assert set_fields(other)["actor_rollout_ref"]["rollout"]["algo"]["sde_options"] == {"x": 3}
+
+
+def test_a_number_without_a_dot_is_a_number_for_an_option_too() -> None:
+    """YAML 1.1 takes 1e-3 for text, of which a typed field makes a number, and an option nothing."""
+    options = "actor_rollout_ref.rollout.algo.sde_options"
+    for text, number in (("1e-3", 1e-3), ("-2E+1", -20.0), ("5e2", 500.0)):
+        changed = parse_changes([f"{options}.x={text}", f"{options}.y='{text}'"])
+        assert changed.actor_rollout_ref.rollout.algo.sde_options == {"x": number, "y": text}
+        assert named_values([f"x={text}"]) == {"x": number}
+    assert parse_changes([f"{options}.x=e5"]).actor_rollout_ref.rollout.algo.sde_options == {"x": "e5"}
 
 
 def test_a_section_that_says_nothing_of_the_rewards_leaves_them_to_a_path_below() -> None:

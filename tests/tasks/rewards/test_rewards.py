@@ -103,8 +103,13 @@ def test_rewards_are_found_by_name_and_by_import_path():
         (f"{__name__}:__doc__", {}, "is a str; it must be a subclass of tasks.rewards.Reward or a function"),
         (f"{__name__}:mean_brightness", {"power": 2}, "unexpected keyword argument 'power'; it takes .*scale"),
         ("ocr", {"tarset": "column"}, "reward 'ocr': .* unexpected keyword argument 'tarset'; it takes .*target"),
-        ("ocr", {"target": "prompt"}, 'target must be "column" or "quoted", not \'prompt\''),
-        ("ocr", {"upscale": 0}, "upscale and threads must be at least 1"),
+        ("ocr", {"target": "prompt"}, "reward 'ocr': target is 'prompt'; it should be 'column' or 'quoted'"),
+        ("ocr", {"upscale": 0}, "reward 'ocr': upscale is 0; it should be greater than 0"),
+        ("ocr", {"upscale": "2e0"}, "reward 'ocr': upscale is '2e0'; it should be a valid integer"),
+        ("ocr", {"rec_image_shape": [3, 48]}, r"rec_image_shape is \[3, 48\]; it has too few entries"),
+        ("tesseract", {"margin": -1}, "reward 'tesseract': margin is -1; it should be greater than or equal to 0"),
+        ("remote", {"url": "http://x", "timeout_s": 0}, "reward 'remote': timeout_s is 0; it should be greater than 0"),
+        (f"{__name__}:mean_brightness", {"scale": "1e-3"}, "scale is '1e-3'; it should be a valid number"),
     ],
 )
 def test_unknown_names_and_options_are_refused(name, options, complaint):

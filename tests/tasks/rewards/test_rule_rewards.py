@@ -100,6 +100,16 @@ def test_the_wanted_scene_stands_in_the_prompt(text, scene):
     assert wanted_scene(prompt_of(text)) == scene
 
 
+def test_a_count_of_the_metadata_is_a_whole_number_however_a_table_keeps_it():
+    """A column of numbers in which one is missing is of floats to pandas."""
+    asked = {"colour": "red", "shape": "circle"}
+    for count in (3, 3.0, "3", "three"):
+        assert wanted_scene(prompt_of("circles", count=count, **asked)) == Scene(3, "red", "circle")
+    for count in (None, 2.5, float("nan"), float("inf"), "\u00b2", [3], {}, 0, -1.0):
+        with pytest.raises(RewardError, match="must name one count"):
+            wanted_scene(prompt_of("circles", count=count, **asked))
+
+
 @pytest.mark.parametrize("text", ["red circles", "three circles", "three red dogs", "two red and blue circles"])
 def test_a_prompt_without_a_scene_is_an_error_and_no_zero(text):
     with pytest.raises(RewardError, match=f"the prompt '{text}' .* must name one count, one colour"):

@@ -11,12 +11,16 @@ import yaml
 
 from models.schedulers.noise_keys import NoiseKey
 from tasks.actors.rollout_group import window_of_batch
+from tasks.cli.terminal import WRONG_INPUT, last_words
+from tasks.config.errors import ConfigError
 from tasks.config.recipes import load_recipe, parse_changes
 from tasks.data.base_weights import MEMORY
 from tasks.data.embeddings import write_embeddings
 from tasks.data.prompts import build_prompt_table, load_prompts
+from tasks.run.opening import open_run
 from tasks.run.preflight import check_inputs
 from tasks.run.schedule import windows_of
+from tasks.run.start_times import StartTimes
 from tests.support.helpers import TEXT_DIM
 from tests.support.platform_helpers import RECIPE
 
@@ -49,6 +53,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     deployment = {"name": "tiny", "entrypoint": "flows/train.py:train", "parameters": {"config": RECIPE}}
     (folder / "prefect.yaml").write_text(yaml.safe_dump({"name": "doubleflow", "deployments": [deployment]}))
     return folder
+
+
+def test_a_run_that_is_not_to_resume_is_refused_for_what_was_given(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the command would advise to go on by itself, and be refused again."""
+    monkeypatch.chdir(folder)
+    recipe = load_recipe("tiny")
+    settings = ["trainer.resume_mode=disable", f"trainer.default_local_dir={tmp_path}"]
+    config = recipe.with_changes(parse_changes(settings, recipe=recipe))
+    inputs = check_inputs(config)
+    (config.run_dir / "checkpoints/iter_000001").mkdir(parents=True)
+    with (
+        pytest.raises(ConfigError, match=r"has checkpoints and trainer.resume_mode is disable: use auto") as refused,
+        open_run(config, inputs, recipe, StartTimes()),
+    ):
+        pass
+    assert last_words(refused.value)[1] == WRONG_INPUT
 
 
 def test_the_recipe_itself_is_taken(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
