@@ -9,6 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from models.samples.pickled import PickledAsBytes
 from models.schedulers.noise_keys import NoiseKey
 
 PICTURES, LATENTS = "pictures", "latents"
@@ -16,7 +17,7 @@ PICTURES, LATENTS = "pictures", "latents"
 
 
 @dataclass(frozen=True)
-class PromptTable:
+class PromptTable(PickledAsBytes):
     """Encoded prompts, one row a prompt and not one a sample: embeddings travel once.
 
     Attributes:
@@ -172,7 +173,7 @@ class RolloutRequest(Recording):
 
 
 @dataclass(frozen=True)
-class Samples:
+class Samples(PickledAsBytes):
     """B samples with their noise keys and prompts; every tensor but the prompt table's has a row for each.
 
     Attributes:
