@@ -262,6 +262,29 @@ def test_a_resumed_watch_sees_what_the_first_saw() -> None:
     assert late.sentence() is not None
 
 
+def test_a_run_that_goes_on_says_since_when_a_guard_was_flagged_first() -> None:
+    resumed = watch({"guard/taste/flag": {10: 0.0, 20: 1.0, 30: 0.0, 40: 1.0}})
+    assert (resumed.since, resumed.flagged) == ({"taste": 20}, {"taste"})
+
+
+def test_several_guards_share_the_level_of_one() -> None:
+    """Every one more is another chance of a false flag: a fall that is sure enough of one guard alone is not of two."""
+    before, after = held_out(0.5, 0.5), held_out(0.9, 0.4, seed=1)
+    means = {step: prompt_means(table, ["reward/taste"]) for step, table in ((0, before), (10, after))}
+    falls = means[0]["reward/taste"] - means[10]["reward/taste"]
+    found = ttest_1samp(falls, 0.2 * means[0]["reward/taste"].std(), alternative="greater").pvalue
+    level = 1.5 * found
+    assert ttest_1samp(means[10]["reward"] - means[0]["reward"], 0, alternative="greater").pvalue < level / 2
+    flags = []
+    for names in (["taste"], ["taste", "nobody"]):
+        guards = {name: replace(TASTE, column=f"reward/{name}") for name in names}
+        settings = GuardConfig(validations=1, p_value=level)
+        watched = GuardWatch(settings, guards, lambda name: {}, dict)
+        watched.judge(0, before)
+        flags.append(watched.judge(10, after)["guard/taste/flag"])
+    assert flags == [1, 0]
+
+
 @pytest.mark.parametrize(("margin", "most"), [(0.0, 10), (0.2, 0)])
 def test_flags_are_rare_where_the_reward_alone_is_learnt(margin: float, most: int) -> None:
     """60 runs of 8 validations, whose guards keep their mean and have noise of their own, one validation enough.

@@ -297,6 +297,16 @@ def test_a_group_that_has_no_more_than_both_ends_keeps_all_and_equal_groups_stil
     assert np.array_equal(two, off, equal_nan=True)
 
 
+def test_of_rewards_of_several_steps_the_mean_of_all_chooses_the_best_and_the_worst() -> None:
+    """Of each step alone another sample would be the best and another the worst."""
+    rewards = np.array([[0.9, 0.1, 0.2], [0.5, 0.6, 0.7], [0.1, 0.8, 0.2], [0.3, 0.0, 0.8], [0.2, 0.3, 0.3]])
+    assert np.argsort(rewards.mean(1)).tolist() == [4, 3, 2, 0, 1]
+    assert all({step.argmax(), step.argmin()} != {1, 4} for step in rewards.T)
+    found = advantages_of(rewards, np.array(["a"] * 5), DiffusionAlgoConfig(best_worst_k=1), {}, {})
+    assert np.isfinite(found).all(1).tolist() == [False, True, False, False, True]
+    assert np.isnan(found[[0, 2, 3]]).all()
+
+
 UNEQUAL = [0.1, 0.5, 0.9, 0.2, 0.2, 0.8]
 
 
