@@ -183,6 +183,14 @@ def test_what_only_has_the_name_takes_no_checkpoints_place(tmp_path: Path, kind:
     assert store.iterations() == [4]
 
 
+def test_the_checkpoint_just_saved_stays_whatever_is_newer(tmp_path: Path) -> None:
+    """As where a run went on from an older one: those after it are not counted, and are not its to remove."""
+    store = CheckpointStore(tmp_path, keep=1)
+    for iteration in (7, 2, 3):
+        store.save(state(iteration), writer(10))
+    assert store.iterations() == [3, 7]
+
+
 def test_a_checkpoint_that_lies_behind_a_link_is_one(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "here", keep=1)
     moved = store.save(state(1), writer(10)).rename(tmp_path / "moved")
