@@ -5,10 +5,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pandas as pd
 import pytest
 
 import flows.train as loop
 from models.weights.canary import Agreement
+from tasks.actors.reward_group import Scores
 from tasks.actors.trainer_group import Synced
 from tasks.config.tracking import TrackingConfig
 from tasks.config.tree import TrainConfig
@@ -92,6 +94,20 @@ def test_a_run_that_goes_on_knows_what_was_spent_and_measured_before(
     run.resume()
     assert (run.iteration, loaded) == (saved, [store.path(saved) / "trainer"] if saved else [])
     assert (run.spent, run.held_out) == ({"cost/gpu_hours": 1.5}, 0.75)
+
+
+def test_what_is_kept_of_an_iteration_goes_once_a_checkpoint_has_it(tmp_path: Path) -> None:
+    """A run that is killed now goes on after iteration 2, and need not sample and score iteration 3 anew."""
+    store, stages = CheckpointStore(tmp_path / "checkpoints"), KeptStages(tmp_path / "stages")
+    known: Any = {"tracker": SimpleNamespace(run_id="run"), "inputs": SimpleNamespace(digest="data")}
+    run = run_of({}, store=store, stages=stages, **known)
+    scores = Scores(pd.DataFrame({"uid": ["a"], "reward": [0.5]}), {}, {})
+    for run.iteration in (1, 2, 3):
+        stages.keep_scores(run.state(run.iteration), 0, scores, [])
+        if run.iteration == 2:
+            store.save(run.state(2), lambda folder: (folder / "weights").write_text("new"))
+    run.forget_stages()
+    assert [stages.scores(run.state(number), {}) is not None for number in (1, 2, 3)] == [False, False, True]
 
 
 @pytest.mark.parametrize("ahead", [False, True])
