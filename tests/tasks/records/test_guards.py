@@ -2,6 +2,7 @@
 """Image statistics in closed form, the flag that the reward rises while a guard falls, and recorded runs."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,14 @@ from tasks.config.tree import TrainConfig
 from tasks.records.guards import TRAINED, FloorWatch, Guard, GuardWatch, tau
 from tasks.records.held_out_falls import fall, p_above, prompt_means
 from tasks.rewards.statistics import diversity, edge_density, entropy, picture_statistics, saturation, thumbnail
-from tasks.run.watching import RewardCollapse, RewardHacking, refuse_flagged, stop_if_flagged
+from tasks.run.watching import (
+    RewardCollapse,
+    RewardHacking,
+    last_good,
+    last_good_folder,
+    refuse_flagged,
+    stop_if_flagged,
+)
 
 # --- statistics
 
@@ -237,6 +245,20 @@ def test_action_stop_ends_a_run_that_is_flagged_and_the_same_command_says_so_aga
     with pytest.raises(kind, match="is stopped by its guards"):
         refuse_flagged(stopping, watched)
     stop_if_flagged(flagging, watched, 40)
+
+
+def test_of_good_weights_that_a_killed_run_left_beside_older_ones_the_last_are_offered(tmp_path: Path) -> None:
+    """The older ones go once the new ones are whole; a run may be killed in between, whatever its iterations."""
+    changes = {"reward": {"guards": {"action": "stop"}}, "trainer": {"default_local_dir": str(tmp_path)}}
+    config = TrainConfig.model_validate(changes)
+    assert last_good(config) is None
+    for iteration in (999_999, 1_000_000):
+        last_good_folder(config, iteration).mkdir(parents=True)
+    watched = watch_one()
+    for step, table in list(tables(HACKED).items())[:3]:
+        watched.judge(step, table)
+    with pytest.raises(RewardHacking, match=r"validation before are those of iteration 1000000, in .*/1000000; look"):
+        stop_if_flagged(config, watched, 20)
 
 
 def test_one_validation_is_enough_if_one_is_asked_for() -> None:
