@@ -252,7 +252,13 @@ class TrainingRun:
         return self.iteration + 1 if self.iteration == 0 or self.recorded(self.iteration) else self.iteration
 
     def resume(self) -> None:
-        """Continue from the newest checkpoint, if there is one."""
+        """Continue from the newest checkpoint, if there is one, with what MLflow has of the iterations that are done.
+
+        It may have some without any checkpoint: they are made again, and not recorded again.
+        """
+        recorded = self.tracker.latest()
+        self.spent = {name: value for name, value in recorded.items() if name.startswith("cost/")}
+        self.held_out = recorded.get("val/reward/mean", self.held_out)
         found = self.store.latest(self.config.digest(), self.inputs.digest)
         if found is None:
             return
@@ -261,4 +267,3 @@ class TrainingRun:
         self.trainer.load(weights)
         self.iteration, self.learned = state.iteration, state.metrics
         self.stages.forget(self.next_iteration - 1)
-        self.spent = {name: value for name, value in self.tracker.latest().items() if name.startswith("cost/")}

@@ -1,19 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """The training loop's own decisions: which prompts an iteration takes, and which weights the rollout is left with."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pandas as pd
 import pytest
 
 import flows.train as loop
 from models.weights.canary import Agreement
+from tasks.actors.reward_group import Scores
 from tasks.actors.trainer_group import Synced
+from tasks.config.tracking import TrackingConfig
 from tasks.config.tree import TrainConfig
+from tasks.records.run_store import CheckpointStore
+from tasks.records.tracking import Tracker
 from tasks.run import instruments
+from tasks.run.kept_stages import KeptStages
 from tasks.run.training import OPTIMIZER_STEPS, TrainingRun
 from tasks.stages.sync import sync_weights
 from tasks.system.stopwatch import Stopwatch
+from tests.support.mlflow_store import mlflow_in
 
 PROMPTS = [f"prompt {number}" for number in range(7)]
 
@@ -66,6 +74,40 @@ def test_what_is_exported_has_moved_once_the_average_has(averages: bool, made: i
     run = run_of({"actor_rollout_ref": {"actor": {"ema": {"enable": averages}}}}, inputs=None)
     run.learned = {} if made is None else {OPTIMIZER_STEPS: float(made)}
     assert (run.why_unmoved, run.moved) == (why, why is None)
+
+
+@pytest.mark.parametrize("saved", [0, 2])
+def test_a_run_that_goes_on_knows_what_was_spent_and_measured_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: int
+) -> None:
+    """Also one that was killed before its first checkpoint: what it makes again is in MLflow and not counted twice."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    tracking = TrackingConfig(uri=mlflow_in(tmp_path), artifacts=(tmp_path / "artifacts").as_uri())
+    tracker, store, loaded = Tracker(tracking, "a-run"), CheckpointStore(tmp_path / "checkpoints"), []
+    parts: Any = {"store": store, "stages": KeptStages(tmp_path / "stages"), "inputs": SimpleNamespace(digest="data")}
+    run = run_of({}, tracker=tracker, trainer=SimpleNamespace(load=loaded.append), **parts)
+    tracker.log_step(0, {"val/reward/mean": 0.25})
+    for step in (1, 2, 3):
+        tracker.log_step(step, {"cost/gpu_hours": 0.5 * step} | ({"val/reward/mean": 0.75} if step == 2 else {}))
+        if step == saved:
+            store.save(run.state(step), lambda folder: (folder / "weights").write_text("new"))
+    run.resume()
+    assert (run.iteration, loaded) == (saved, [store.path(saved) / "trainer"] if saved else [])
+    assert (run.spent, run.held_out) == ({"cost/gpu_hours": 1.5}, 0.75)
+
+
+def test_what_is_kept_of_an_iteration_goes_once_a_checkpoint_has_it(tmp_path: Path) -> None:
+    """A run that is killed now goes on after iteration 2, and need not sample and score iteration 3 anew."""
+    store, stages = CheckpointStore(tmp_path / "checkpoints"), KeptStages(tmp_path / "stages")
+    known: Any = {"tracker": SimpleNamespace(run_id="run"), "inputs": SimpleNamespace(digest="data")}
+    run = run_of({}, store=store, stages=stages, **known)
+    scores = Scores(pd.DataFrame({"uid": ["a"], "reward": [0.5]}), {}, {})
+    for run.iteration in (1, 2, 3):
+        stages.keep_scores(run.state(run.iteration), 0, scores, [])
+        if run.iteration == 2:
+            store.save(run.state(2), lambda folder: (folder / "weights").write_text("new"))
+    run.forget_stages()
+    assert [stages.scores(run.state(number), {}) is not None for number in (1, 2, 3)] == [False, False, True]
 
 
 @pytest.mark.parametrize("ahead", [False, True])

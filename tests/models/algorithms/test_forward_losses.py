@@ -21,7 +21,7 @@ from models.algorithms import (
 )
 from models.algorithms.forward_process import matching_log_prob
 from models.algorithms.losses import velocity_distance
-from models.algorithms.old_policy import old_policy_decay
+from models.algorithms.old_policy import SCHEDULES, is_copied, old_policy_decay
 from models.config.actor import DiffusionActorConfig, DiffusionLossConfig, ForwardProcessConfig
 
 SAMPLES, SHAPE = 12, (5, 3)
@@ -474,6 +474,25 @@ def test_old_policy_schedules(schedule: Any, expected: dict[int, float]) -> None
 def test_a_constant_decay_replaces_the_schedule() -> None:
     settings = ForwardProcessConfig(old_policy_decay=0.25, old_policy_decay_schedule="linear_to_0_5")
     assert [old_policy_decay(step, settings) for step in (0, 10_000)] == [0.25, 0.25]
+
+
+@pytest.mark.parametrize("interval", [1, 2])
+@pytest.mark.parametrize("decay", [None, 0.0, 0.25])
+@pytest.mark.parametrize("schedule", [*SCHEDULES])
+def test_an_old_policy_is_taken_for_the_policy_only_where_it_is_that_after_every_iteration(
+    schedule: Any, decay: float | None, interval: int
+) -> None:
+    """Followed through a hundred iterations of a step each, in which the policy is the number of the last."""
+    settings = ForwardProcessConfig(
+        old_policy_decay=decay, old_policy_decay_schedule=schedule, old_policy_update_interval=interval
+    )
+    old, equal = 0.0, []
+    for update in range(1, 101):
+        if update % interval == 0:
+            kept = old_policy_decay(update, settings)
+            old = kept * old + (1 - kept) * update
+        equal.append(old == update)
+    assert is_copied(settings) == all(equal)
 
 
 # ---- what a loss may ask for

@@ -188,6 +188,17 @@ def test_diagnostics_are_their_formulas_and_need_no_correction() -> None:
     )
 
 
+@pytest.mark.parametrize("settings", [{}, *IS_SETTINGS[:2], *RS_SETTINGS[::5]], ids=lambda s: "-".join(s) or "nothing")
+def test_a_sample_without_a_reward_is_in_no_diagnostic(settings: dict[str, Any]) -> None:
+    """The metrics are those of the others alone, whatever is corrected; the first left out is one far apart."""
+    old, rollout = log_probs()
+    present = [row not in (3, 12) for row in range(30)]
+    kept = [[row for row, here in zip(rows, present, strict=True) if here] for rows in (old, rollout)]
+    found = corrected(old, rollout, present, config(**settings)).metrics
+    assert found == pytest.approx(corrected(*kept, [True] * 28, config(**settings)).metrics)
+    assert found != pytest.approx(corrected(old, rollout, [True] * 30, config(**settings)).metrics)
+
+
 def test_equal_engines_need_no_correction() -> None:
     old, _ = log_probs()
     metrics = corrected(old, old, [True] * 30, config()).metrics

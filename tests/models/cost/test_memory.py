@@ -35,7 +35,9 @@ from tasks.run.capacity import (
     beside_others,
     check_disk,
     check_fits,
+    checkpoint_bytes,
     colocated_encoders,
+    samplers_on_a_gpu,
     shortfall,
     warn_of_others,
 )
@@ -554,6 +556,34 @@ def test_checkpoints_that_find_no_room_are_refused(tiny_model: Path, tmp_path: P
     with pytest.raises(DoesNotFit, match=r"takes 3000.0 GiB, but .* has room for \d+\.\d: make some"):
         check_disk(config.with_changes({"trainer": {"save_freq": 0}}), COST)
     check_disk(config, replace(COST, trained=1000))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "ema", "ahead", "sets"),
+    [
+        ("flow_grpo", False, False, 0),
+        ("flow_grpo", True, False, 1),
+        ("flow_grpo", False, True, 1),
+        ("diffusion_nft", False, False, 1),
+        ("diffusion_nft", True, False, 2),
+    ],
+)
+def test_a_checkpoint_has_every_set_of_weights_that_the_trainer_keeps(
+    algorithm: str, ema: bool, ahead: bool, sets: int
+) -> None:
+    """Weights and two moments in fp32, and each the average, the old policy and the weights of before the update."""
+    tree = {
+        "algorithm": {"name": algorithm},
+        "actor_rollout_ref": {"actor": {"ema": {"enable": ema}}},
+        "trainer": {"one_step_off_policy": ahead},
+    }
+    assert checkpoint_bytes(TrainConfig.model_validate(tree), replace(COST, trained=1000)) == 4000 * (3 + sets)
+
+
+@pytest.mark.parametrize(("share", "workers"), [(1.0, 1), (0.5, 2), (0.4, 2), (0.35, 2), (0.3, 3), (0.75, 1)])
+def test_a_gpu_holds_as_many_workers_as_have_their_whole_share_of_it(share: float, workers: int) -> None:
+    rollout = {"num_actors": 4, "num_gpus_per_actor": share}
+    assert samplers_on_a_gpu(TrainConfig.model_validate({"actor_rollout_ref": {"rollout": rollout}})) == workers
 
 
 def test_the_checkpoints_that_are_there_are_room_for_the_next(tiny_model: Path, small_disk: Path) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from models.algorithms import DPOLoss, get_diffusion_loss_fn
 from models.config.actor import ForwardProcessConfig
-from models.samples.trajectories import FinishedLatents
+from models.samples.trajectories import FinishedLatents, PromptTable
 from models.schedulers.noise_keys import NoiseKey
 from models.training.noised import NoisedLatents, add_noise, noise_latents
 from tests.support.helpers import prompt_table
@@ -182,6 +182,37 @@ def test_joined_samples_keep_their_prompts() -> None:
     assert torch.equal(text["prompt_embeds"][3], long.prompts.prompt_embeds[1])
     assert text["prompt_embeds_mask"].sum(1).tolist() == [3, 3, 7, 5, 2, 6]
     assert text["prompt_embeds"][0, 3:].abs().max() == 0
+
+
+def guided_table(prompts: int, negatives: int, length: int, seed: int) -> PromptTable:
+    """Prompts of one length with so many negative prompts, of a family that has more of both than tokens."""
+    draw = torch.Generator().manual_seed(seed)
+    shapes = {"": (prompts, 4), "negative_": (negatives, length)}
+    tensors = {f"{name}prompt_embeds": torch.randn(*shape, 8, generator=draw) for name, shape in shapes.items()}
+    tensors |= {f"{name}prompt_embeds_mask": torch.ones(shape, dtype=torch.bool) for name, shape in shapes.items()}
+    tensors |= {f"{name}pooled": torch.randn(rows, 3, generator=draw) for name, (rows, _) in shapes.items()}
+    return PromptTable.of(tensors)
+
+
+@pytest.mark.parametrize("kind", ["one for all", "one a table", "one a prompt"])
+def test_joined_samples_keep_their_negative_prompts(kind: str) -> None:
+    """Also where each batch has one of its own. What is shared is there once."""
+    each = kind == "one a prompt"
+    tables = [guided_table(n, n if each else 1, length, n) for n, length in ((2, 5), (1, 7), (3, 6))]
+    if kind == "one for all":
+        shared = {name: getattr(tables[0], name) for name in ("negative_prompt_embeds", "negative_prompt_embeds_mask")}
+        extra = {"negative_pooled": tables[0].extras["negative_pooled"]}
+        tables = [replace(table, **shared, extras={**table.extras, **extra}) for table in tables]
+    joined, start = PromptTable.join(tables), 0
+    assert len(joined.extras["negative_pooled"]) == (1 if kind == "one for all" else 6)
+    for table in tables:
+        index = torch.arange(len(table.prompt_embeds)).flip(0)
+        found, own = joined.expand(index + start), table.expand(index)
+        for name, tensor in own.items():
+            rest = found[name][:, tensor.shape[1] :]
+            assert torch.equal(found[name][:, : tensor.shape[1]], tensor), name
+            assert not rest.any(), f"{name} is padded with nothing"
+        start += len(index)
 
 
 # ---- noise that a group shares, and levels of the whole schedule

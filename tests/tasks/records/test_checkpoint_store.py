@@ -9,6 +9,8 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -62,6 +64,21 @@ def test_the_next_save_and_the_end_wait_for_the_one_before(tmp_path: Path) -> No
     with store.behind.settled():
         store.save_in_background(state(3), writer(10), lambda: None)
     assert store.iterations() == [2, 3]
+
+
+def test_all_that_is_written_in_the_background_is_written_within_the_context_given_for_it(tmp_path: Path) -> None:
+    """Which counts its seconds: from the wait for the trainer's files to the checkpoint in its place."""
+    store, seen = CheckpointStore(tmp_path), []
+
+    @contextmanager
+    def within() -> Iterator[None]:
+        seen.append(("begun", store.iterations()))
+        yield
+        seen.append(("ended", store.iterations()))
+
+    store.save_in_background(state(1), writer(10), lambda: seen.append(("written", store.iterations())), within)
+    store.settle()
+    assert seen == [("begun", []), ("written", []), ("ended", [1])]
 
 
 @pytest.mark.parametrize("end", ["next save", "end", "failing end"])
@@ -164,6 +181,14 @@ def test_what_only_has_the_name_takes_no_checkpoints_place(tmp_path: Path, kind:
     assert store.load(1, "config", "data")[0] == state(1)
     store.remove(through=3)
     assert store.iterations() == [4]
+
+
+def test_the_checkpoint_just_saved_stays_whatever_is_newer(tmp_path: Path) -> None:
+    """As where a run went on from an older one: those after it are not counted, and are not its to remove."""
+    store = CheckpointStore(tmp_path, keep=1)
+    for iteration in (7, 2, 3):
+        store.save(state(iteration), writer(10))
+    assert store.iterations() == [3, 7]
 
 
 def test_a_checkpoint_that_lies_behind_a_link_is_one(tmp_path: Path) -> None:

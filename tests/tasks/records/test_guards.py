@@ -2,6 +2,7 @@
 """Image statistics in closed form, the flag that the reward rises while a guard falls, and recorded runs."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,14 @@ from tasks.config.tree import TrainConfig
 from tasks.records.guards import TRAINED, FloorWatch, Guard, GuardWatch, tau
 from tasks.records.held_out_falls import fall, p_above, prompt_means
 from tasks.rewards.statistics import diversity, edge_density, entropy, picture_statistics, saturation, thumbnail
-from tasks.run.watching import RewardCollapse, RewardHacking, refuse_flagged, stop_if_flagged
+from tasks.run.watching import (
+    RewardCollapse,
+    RewardHacking,
+    last_good,
+    last_good_folder,
+    refuse_flagged,
+    stop_if_flagged,
+)
 
 # --- statistics
 
@@ -239,6 +247,20 @@ def test_action_stop_ends_a_run_that_is_flagged_and_the_same_command_says_so_aga
     stop_if_flagged(flagging, watched, 40)
 
 
+def test_of_good_weights_that_a_killed_run_left_beside_older_ones_the_last_are_offered(tmp_path: Path) -> None:
+    """The older ones go once the new ones are whole; a run may be killed in between, whatever its iterations."""
+    changes = {"reward": {"guards": {"action": "stop"}}, "trainer": {"default_local_dir": str(tmp_path)}}
+    config = TrainConfig.model_validate(changes)
+    assert last_good(config) is None
+    for iteration in (999_999, 1_000_000):
+        last_good_folder(config, iteration).mkdir(parents=True)
+    watched = watch_one()
+    for step, table in list(tables(HACKED).items())[:3]:
+        watched.judge(step, table)
+    with pytest.raises(RewardHacking, match=r"validation before are those of iteration 1000000, in .*/1000000; look"):
+        stop_if_flagged(config, watched, 20)
+
+
 def test_one_validation_is_enough_if_one_is_asked_for() -> None:
     watched = watch_one()
     for step, table in list(tables(HACKED).items())[:3]:
@@ -260,6 +282,29 @@ def test_a_resumed_watch_sees_what_the_first_saw() -> None:
     late = watch({"guard/taste/flag": flags | {40: 0.0}})
     assert late.flagged == set()
     assert late.sentence() is not None
+
+
+def test_a_run_that_goes_on_says_since_when_a_guard_was_flagged_first() -> None:
+    resumed = watch({"guard/taste/flag": {10: 0.0, 20: 1.0, 30: 0.0, 40: 1.0}})
+    assert (resumed.since, resumed.flagged) == ({"taste": 20}, {"taste"})
+
+
+def test_several_guards_share_the_level_of_one() -> None:
+    """Every one more is another chance of a false flag: a fall that is sure enough of one guard alone is not of two."""
+    before, after = held_out(0.5, 0.5), held_out(0.9, 0.4, seed=1)
+    means = {step: prompt_means(table, ["reward/taste"]) for step, table in ((0, before), (10, after))}
+    falls = means[0]["reward/taste"] - means[10]["reward/taste"]
+    found = ttest_1samp(falls, 0.2 * means[0]["reward/taste"].std(), alternative="greater").pvalue
+    level = 1.5 * found
+    assert ttest_1samp(means[10]["reward"] - means[0]["reward"], 0, alternative="greater").pvalue < level / 2
+    flags = []
+    for names in (["taste"], ["taste", "nobody"]):
+        guards = {name: replace(TASTE, column=f"reward/{name}") for name in names}
+        settings = GuardConfig(validations=1, p_value=level)
+        watched = GuardWatch(settings, guards, lambda name: {}, dict)
+        watched.judge(0, before)
+        flags.append(watched.judge(10, after)["guard/taste/flag"])
+    assert flags == [1, 0]
 
 
 @pytest.mark.parametrize(("margin", "most"), [(0.0, 10), (0.2, 0)])

@@ -16,6 +16,7 @@ from models.tiny_qwen_image.render import render_picture
 from models.tiny_qwen_image.settings import TinySettings
 from tasks.actors.reward_group import Scores, trained_reward
 from tasks.actors.reward_pool import RewardFailure, RewardPool, joined_calls
+from tasks.actors.reward_worker import filled_in
 from tasks.config.reward import RewardConfig
 from tasks.rewards import (
     Reward,
@@ -443,6 +444,24 @@ def test_weighted_sum():
         weighted_sum(results, {"a": 1.0})
     with pytest.raises(RewardError, match="every reward has weight 0"):
         weighted_sum(results, {"a": 0, "b": 0})
+
+
+def test_samples_that_are_scored_again_have_what_was_found_then_and_the_others_what_they_had():
+    nan = np.nan
+    first = {"error": [None, "away", "away"], "read": ["cat", "dog", None]}
+    again = {"error": ["still away", None], "seen": [3, 4]}
+    joined = filled_in(
+        RewardResult(np.array([1.0, nan, nan], np.float32), first, seconds=2.0),
+        np.array([1, 2]),
+        RewardResult(np.array([nan, 0.5], np.float32), again, seconds=0.5),
+    )
+    assert np.array_equal(joined.scores, np.array([1.0, nan, 0.5], np.float32), equal_nan=True)
+    assert joined.details == {
+        "error": [None, "still away", None],
+        "read": ["cat", None, None],
+        "seen": [None, 3, 4],
+    }
+    assert joined.seconds == 2.5, "of both"
 
 
 def test_an_optional_reward_that_is_missing_says_nothing_about_its_sample():

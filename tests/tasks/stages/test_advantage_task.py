@@ -111,6 +111,28 @@ def test_data_metrics_describe_groups() -> None:
     assert metrics["critic/rewards/std_mean"] == pytest.approx(np.std(REWARDS[:3]) / 2)
 
 
+def test_data_metrics_are_of_the_rewards_that_are_there() -> None:
+    """Of two steps each; a sample without one of its two has none, and a group without any has no deviation."""
+    pairs = [
+        (0.2, 0.4),
+        (NAN, 0.9),
+        (0.6, 1.0),
+        (0.5, 0.5),
+        (0.4, 0.6),
+        (np.inf, 0.1),
+        (NAN, 0.2),
+        (0.3, NAN),
+        (NAN, NAN),
+    ]
+    rewards, uids = np.array(pairs), np.array(["a"] * 3 + ["b"] * 3 + ["c"] * 3)
+    advantages = np.where(np.isinf(rewards), 0.0, rewards)
+    found = compute_data_metrics_diffusion({"sample_level_rewards": rewards, "uid": uids, "advantages": advantages})
+    named = {name.removeprefix("critic/rewards/"): value for name, value in found.items() if "/rewards/" in name}
+    spread = {"mean": (0.3 + 0.8 + 0.5 + 0.5) / 4, "max": 0.8, "min": 0.3, "std_mean": 0.25 / 2, "zero_std_ratio": 0.5}
+    assert named == pytest.approx(spread | {"group_size": 3, "missing": 5, "dropped_groups": 1})
+    assert found["critic/advantages/missing"] == 4
+
+
 def test_a_group_of_which_one_sample_is_left_is_dropped_and_counted() -> None:
     rewards = np.array([0.1, np.nan, np.nan, 0.2, 0.6, np.nan], np.float32)
     advantages = advantages_of(rewards, UIDS, DiffusionAlgoConfig(global_std=False), {}, {})
@@ -295,6 +317,16 @@ def test_a_group_that_has_no_more_than_both_ends_keeps_all_and_equal_groups_stil
     assert np.isfinite(two).tolist() == [True, False, True, True, True, True, True, True]
     off = advantages_of(rewards, uids, DiffusionAlgoConfig(), {}, {})
     assert np.array_equal(two, off, equal_nan=True)
+
+
+def test_of_rewards_of_several_steps_the_mean_of_all_chooses_the_best_and_the_worst() -> None:
+    """Of each step alone another sample would be the best and another the worst."""
+    rewards = np.array([[0.9, 0.1, 0.2], [0.5, 0.6, 0.7], [0.1, 0.8, 0.2], [0.3, 0.0, 0.8], [0.2, 0.3, 0.3]])
+    assert np.argsort(rewards.mean(1)).tolist() == [4, 3, 2, 0, 1]
+    assert all({step.argmax(), step.argmin()} != {1, 4} for step in rewards.T)
+    found = advantages_of(rewards, np.array(["a"] * 5), DiffusionAlgoConfig(best_worst_k=1), {}, {})
+    assert np.isfinite(found).all(1).tolist() == [False, True, False, False, True]
+    assert np.isnan(found[[0, 2, 3]]).all()
 
 
 UNEQUAL = [0.1, 0.5, 0.9, 0.2, 0.2, 0.8]
