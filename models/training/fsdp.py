@@ -125,10 +125,9 @@ class DiffusersFSDPEngine(PolicyForward):
         if self.previous is not None:
             self.previous.follow(0)
         collected, prepared = WeightedMetrics(), [self._prepared(batch) for batch in batches]
+        prepared = [batch for batch in prepared if batch.global_count]  # 0 on every rank: no group has a pair left
         counted = first_counted = recorded = left_out = left_out_counted = 0
         for number, batch in enumerate(prepared * epochs):
-            if batch.global_count == 0:  # on every rank: no pair was left of any group
-                continue
             of_step = WeightedMetrics()
             trained = self._accumulate_gradients(batch, of_step, first=number == 0)
             counted += trained

@@ -5,7 +5,7 @@ It imports neither torch nor Prefect: what is wrong is known in the first second
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import lru_cache
 from pathlib import Path
@@ -39,7 +39,8 @@ def load_parameters(flow: str, name: str, file: Path = PREFECT_FILE) -> Mapping[
     Raises:
         RecipeError: there is no such file or deployment.
     """
-    content = read_yaml(file, "run from the repository's root")
+    # As `prefect deploy` reads it, for which 1e-3 is text: else an option would be another by a deployment.
+    content = read_yaml(file, "run from the repository's root", yaml.safe_load)
     deployments = content.get("deployments") if isinstance(content, Mapping) else None
     if not isinstance(deployments, list) or not all(isinstance(entry, Mapping) for entry in deployments):
         raise RecipeError(f"{file} has no list `deployments`: it is no file of Prefect deployments")
@@ -117,11 +118,14 @@ def validate_section(section: type[Settings], values: Any, source: str) -> Setti
         raise RecipeError(f"{source}: {error}") from error
 
 
-def read_yaml(file: Path, advice: str) -> Any:
-    """What is in a YAML or JSON file. Raises RecipeError where there is none, with the advice."""
+def read_yaml(file: Path, advice: str, parse: Callable[[str], Any] = typed_value) -> Any:
+    """What is in a YAML or JSON file. Raises RecipeError where there is none, with the advice.
+
+    Args:
+        parse: reads YAML; without it 1e-3 is a number, as in JSON and in a setting of the command line.
+    """
     try:
-        # YAML 1.1 takes JSON's 1e-7, which has no dot, for text.
-        return json.loads(file.read_text()) if file.suffix == ".json" else deepcopy(_parsed(file.read_text()))
+        return json.loads(file.read_text()) if file.suffix == ".json" else deepcopy(_parsed(file.read_text(), parse))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not text"
         raise RecipeError(f"{file} cannot be read ({reason}): {advice}") from error
@@ -130,12 +134,12 @@ def read_yaml(file: Path, advice: str) -> Any:
 
 
 @lru_cache(maxsize=4)
-def _parsed(text: str) -> Any:
+def _parsed(text: str, parse: Callable[[str], Any]) -> Any:
     """What is in this YAML, not to be changed: PyYAML takes .04 s for the recipes.
 
     libyaml takes a seventh of that, but a text that is nested too deeply is the end of the process there.
     """
-    return yaml.safe_load(text)
+    return parse(text)
 
 
 def parse_changes(settings: list[str], files: Sequence[Path] = (), recipe: TrainConfig | None = None) -> TrainOverrides:

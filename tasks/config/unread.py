@@ -56,6 +56,12 @@ def _trains_on_finished(config: TrainConfig) -> bool:
     return config.algorithm.trainer_type == "direct_preference"
 
 
+def _is_unguided(config: TrainConfig) -> bool:
+    """Is there surely no guidance, whatever the family? Z-Image is guided by any scale above 0, others above 1."""
+    pipeline = config.actor_rollout_ref.rollout.pipeline
+    return pipeline.true_cfg_scale <= 1 and not pipeline.guidance_scale
+
+
 def _is_ours_but(readers: set[str]) -> Callable[[TrainConfig], bool]:
     """Is the loss one of the project's, and none of these? What a loss of one's own reads is not known."""
     return lambda config: _loss(config) in set(LOSSES) - readers
@@ -167,6 +173,17 @@ RULES = (
         OF_MEASURING,
         lambda config: not config.is_online,
         "algorithm.sample_source offline starts neither rollout nor rewards, which flows.validate does",
+    ),
+    Unread((f"{ACTOR}.guidance_gradient",), _is_unguided, "rollout.pipeline asks for no guidance"),
+    Unread(
+        (f"{ROLLOUT}.enable_sleep_mode",),
+        lambda config: config.actor_rollout_ref.rollout.placement != "colocated",
+        "rollout.placement is separate, where no worker takes turns with the update",
+    ),
+    Unread(
+        (f"{ROLLOUT}.update_weights_bucket_megabytes",),
+        lambda config: config.actor_rollout_ref.rollout.weight_transport == "object_store",
+        "rollout.weight_transport is object_store, which sends no buckets",
     ),
     Unread(
         ("trainer.max_logprob_difference",),

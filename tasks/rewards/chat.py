@@ -5,13 +5,15 @@ import base64
 import io
 import os
 from collections.abc import Mapping
-from typing import Any, TypedDict
+from typing import Annotated, Any, TypedDict
 
 import numpy as np
 from PIL import Image
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from models.errors import DoubleflowError
 from tasks.rewards import served
+from tasks.rewards.addresses import check_address
 from tasks.rewards.base import Reward
 from tasks.rewards.errors import RewardError
 
@@ -53,11 +55,11 @@ class ChatReward(Reward):
         base_url: str | None = None,
         model: str | None = None,
         api_key_env: str | None = None,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        max_tokens: int = 256,
-        timeout_s: float = 60.0,
-        max_retries: int = 4,
+        temperature: NonNegativeFloat = 0.0,
+        top_p: Annotated[float, Field(gt=0, le=1)] = 1.0,
+        max_tokens: PositiveInt = 256,
+        timeout_s: PositiveFloat = 60.0,
+        max_retries: NonNegativeInt = 4,
     ) -> None:
         """Who is asked, and how answers are sampled; nothing is sent yet.
 
@@ -72,17 +74,10 @@ class ChatReward(Reward):
             max_retries: requests after the first one, where the server or the way to it fails.
 
         Raises:
-            RewardError: a value is out of range, or the environment variable is not set.
+            RewardError: there is nobody to ask, or the environment variable is not set.
         """
         import openai
 
-        if not (temperature >= 0 and 0 < top_p <= 1 and timeout_s > 0 and max_retries >= 0):
-            raise RewardError(
-                f"{self.name}: temperature {temperature} and max_retries {max_retries} must be at least 0, top_p "
-                f"{top_p} in (0, 1] and timeout_s {timeout_s} above 0"
-            )
-        if max_tokens < 1:
-            raise RewardError(f"{self.name}: max_tokens {max_tokens} must be at least 1")
         weights = ""
         if base_url is None:
             base_url, model, api_key_env = served.url(), served.name(), served.KEY
@@ -101,7 +96,9 @@ class ChatReward(Reward):
 
     @classmethod
     def check_options(cls, name: str, options: Mapping[str, Any]) -> None:
-        """An address comes with a model's name, and neither the name nor a key's variable without an address."""
+        """An address is one of HTTP and comes with a model's name, and neither the name nor a key's variable without an
+        address."""
+        check_address(f"reward {name!r}: base_url", options.get("base_url"))
         given = {field for field in ("base_url", "model", "api_key_env") if options.get(field) is not None}
         if "base_url" in given and "model" not in given:
             raise RewardError(f"reward {name!r}: base_url is given without model: say how the server there calls it")

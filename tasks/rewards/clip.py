@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Unpack
 
 import numpy as np
+from pydantic import PositiveFloat
 
 from tasks.rewards.base import RewardResult, register_reward
-from tasks.rewards.errors import RewardError
 from tasks.rewards.pretrained import LoadingOptions, PretrainedOptions, PretrainedReward, to_scores
 from tasks.rewards.scored_prompt import ScoredPrompt
 
@@ -74,7 +74,7 @@ class PickScore(ClipReward):
         *,
         model: str = "yuvalkirstain/PickScore_v1",
         processor: str | None = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K",
-        divide_by: float = 1.0,
+        divide_by: PositiveFloat = 1.0,
         **options: Unpack[LoadingOptions],
     ) -> None:
         """Load the model with the other one's processor.
@@ -84,8 +84,6 @@ class PickScore(ClipReward):
                 the model's own.
             divide_by: 26 gives about 0.7 to 1, Flow-GRPO's scale.
         """
-        if divide_by <= 0:
-            raise RewardError(f"{self.name}: divide_by must be above 0, not {divide_by}")
         super().__init__(model=model, processor=processor, **options)
         self._divide_by = divide_by
 
@@ -122,7 +120,13 @@ class ClipPreference(ClipReward):
     """A preference head on the embeddings of picture and prompt, one after the other: (head - mean) / std."""
 
     def __init__(
-        self, *, model: str, head: str, mean: float = 0.0, std: float = 1.0, **options: Unpack[PretrainedOptions]
+        self,
+        *,
+        model: str,
+        head: str,
+        mean: float = 0.0,
+        std: PositiveFloat = 1.0,
+        **options: Unpack[PretrainedOptions],
     ) -> None:
         """Load the model and the head.
 
@@ -131,8 +135,6 @@ class ClipPreference(ClipReward):
             head: safetensors file of linear layers, from twice the embedding's width to one value.
             mean, std: of the head's values over its training set, to bring rewards to a common scale.
         """
-        if std <= 0:
-            raise RewardError(f"{self.name}: std must be above 0, not {std}")
         super().__init__(model=model, **options)
         self._head, self._mean, self._std = self.load_head(head, 2 * self.model.config.projection_dim), mean, std
 

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from typing import Unpack
 
 import numpy as np
+from pydantic import PositiveFloat
 
 from tasks.rewards.base import RewardResult, register_reward
-from tasks.rewards.errors import RewardError
 from tasks.rewards.pretrained import PretrainedOptions, PretrainedReward, to_scores
 from tasks.rewards.scored_prompt import ScoredPrompt
 
@@ -26,7 +26,13 @@ class ImageReward(PretrainedReward):
     architecture = "BlipForImageTextRetrieval"
 
     def __init__(
-        self, *, model: str, head: str, mean: float = MEAN, std: float = STD, **options: Unpack[PretrainedOptions]
+        self,
+        *,
+        model: str,
+        head: str,
+        mean: float = MEAN,
+        std: PositiveFloat = STD,
+        **options: Unpack[PretrainedOptions],
     ) -> None:
         """Load the model and the head.
 
@@ -35,8 +41,6 @@ class ImageReward(PretrainedReward):
             head: safetensors file of linear layers, from the text encoder's width to one value.
             mean, std: of the head's values over its training set.
         """
-        if std <= 0:
-            raise RewardError(f"{self.name}: std must be above 0, not {std}")
         super().__init__(model=model, **options)
         self._head, self._mean, self._std = self.load_head(head, self.model.config.text_config.hidden_size), mean, std
 

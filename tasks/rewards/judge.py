@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Unpack
 
 import numpy as np
+from pydantic import PositiveInt
 
 from tasks.rewards.base import RewardResult, register_reward
 from tasks.rewards.chat import ChatOptions, ChatReward, UnusableAnswer
@@ -64,7 +65,14 @@ class Judge(ChatReward):
     and `error`.
     """
 
-    def __init__(self, *, template: str, asks: int = 2, concurrency: int = 16, **options: Unpack[ChatOptions]) -> None:
+    def __init__(
+        self,
+        *,
+        template: str,
+        asks: PositiveInt = 2,
+        concurrency: PositiveInt = 16,
+        **options: Unpack[ChatOptions],
+    ) -> None:
         """What is asked, how often and how many at a time.
 
         Args:
@@ -75,10 +83,8 @@ class Judge(ChatReward):
             options: see `ChatReward`.
 
         Raises:
-            RewardError: a value is out of range, or the environment variable is not set.
+            RewardError: there is nobody to ask, or the environment variable is not set.
         """
-        if min(asks, concurrency) < 1:
-            raise RewardError(f"{self.name}: asks {asks} and concurrency {concurrency} must be at least 1")
         super().__init__(**options)
         self._asks, self._concurrency, self._template = asks, concurrency, template
         settings = json.dumps({"template": template} | self.sampling, sort_keys=True)
@@ -193,10 +199,16 @@ class GradeJudge(Judge):
             axes: what is graded; {axes} in the template stands for them.
             template, options: see `Judge`.
         """
-        if not axes or len(set(axes)) != len(axes):
-            raise RewardError(f"{self.name}: axes must be different names, at least one, not {list(axes)}")
         super().__init__(template=template.replace("{axes}", ", ".join(axes)), **options)
         self._axes = tuple(axes)
+
+    @classmethod
+    def check_options(cls, name: str, options: Mapping[str, Any]) -> None:
+        """Axes have different names."""
+        super().check_options(name, options)
+        axes = options.get("axes")
+        if isinstance(axes, list | tuple) and len({*map(str, axes)}) != max(len(axes), 1):
+            raise RewardError(f"reward {name!r}: axes must be different names, at least one, not {list(axes)}")
 
     def verdict(self, answer: str, prompt: ScoredPrompt) -> Verdict:
         """Reads lines as "Alignment: 4" and "**Alignment Score (1-5)**: 4.5", or a JSON object of the axes."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
 
 import numpy as np
+from pydantic import PositiveInt
 
 from tasks.rewards.base import Reward
 from tasks.rewards.errors import RewardError
@@ -58,7 +59,7 @@ class PretrainedReward(Reward):
         processor_revision: str | None = None,
         device: str = "cpu",
         dtype: str = "float32",
-        threads: int = 1,
+        threads: PositiveInt = 1,
     ) -> None:
         """Load both.
 

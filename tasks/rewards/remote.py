@@ -8,7 +8,7 @@ import io
 import json
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -21,6 +21,7 @@ from safetensors.numpy import load, save
 from urllib3.util import Retry
 
 from models.errors import DoubleflowError
+from tasks.rewards.addresses import check_address
 from tasks.rewards.base import Reward, RewardResult, register_reward
 from tasks.rewards.errors import RewardError
 from tasks.rewards.scored_prompt import ScoredPrompt
@@ -122,6 +123,12 @@ class RemoteReward(Reward):
             )
         self._remote_version = hosted.version
         self.version = f"{hosted.name} {hosted.version}"
+
+    @classmethod
+    def check_options(cls, name: str, options: Mapping[str, Any]) -> None:
+        """The address is one of HTTP."""
+        super().check_options(name, options)
+        check_address(f"reward {name!r}: url", options["url"])
 
     def score(self, batch: np.ndarray, prompts: Sequence[ScoredPrompt]) -> RewardResult:
         """Send the batch and wait.

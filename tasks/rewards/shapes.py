@@ -9,9 +9,10 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import Field, PositiveInt
 
 from tasks.rewards.base import Reward, RewardResult, register_reward
 from tasks.rewards.errors import RewardError
@@ -50,16 +51,12 @@ class ShapesReward(Reward):
     version = "1"
     bounds = (0.0, 1.0)
 
-    def __init__(self, *, contrast: int = 40, min_pixels: int = 12):
+    def __init__(self, *, contrast: Annotated[int, Field(ge=1, le=255)] = 40, min_pixels: PositiveInt = 12):
         """
         Args:
             contrast: least difference from the background, in any channel (0 to 255), of an object's pixels.
             min_pixels: smaller spots are noise.
         """
-        if not 1 <= contrast <= 255 or min_pixels < 1:
-            raise RewardError(
-                f"shapes: contrast must be in 1 to 255 and min_pixels at least 1, not {contrast} and {min_pixels}"
-            )
         self._contrast, self._min_pixels = contrast, min_pixels
 
     @classmethod

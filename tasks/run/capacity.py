@@ -139,9 +139,17 @@ def checkpoint_bytes(config: TrainConfig, cost: PassCost) -> int:
     return cost.trained * MASTER_BYTES * (1 + ADAMW_MOMENTS + _copies(config))
 
 
-def needs(config: TrainConfig, model_config: DiffusionModelConfig, cost: PassCost) -> Needs:
-    """What one trainer rank, one rollout worker, and text encoders that share their GPU need of it."""
-    return Needs(_update(config, model_config, cost), _rollout(config, model_config, cost), colocated_encoders(config))
+def needs(
+    config: TrainConfig, model_config: DiffusionModelConfig, cost: PassCost, samples: bool | None = None
+) -> Needs:
+    """What one trainer rank, one rollout worker, and text encoders that share their GPU need of it.
+
+    Args:
+        samples: is there a rollout? None: as training has it; a measurement starts one for an offline recipe, too.
+    """
+    there = config.is_online if samples is None else samples
+    rollout = _rollout(config, model_config, cost) if there else None
+    return Needs(_update(config, model_config, cost), rollout, colocated_encoders(config))
 
 
 def colocated_encoders(config: TrainConfig) -> float:
@@ -231,9 +239,7 @@ def _loss(config: TrainConfig) -> DiffusionLossFn:
     return get_diffusion_loss_fn(chosen.loss_mode, chosen.options)
 
 
-def _rollout(config: TrainConfig, model_config: DiffusionModelConfig, cost: PassCost) -> Need | None:
-    if not config.is_online:
-        return None
+def _rollout(config: TrainConfig, model_config: DiffusionModelConfig, cost: PassCost) -> Need:
     settings = config.actor_rollout_ref.rollout
     samples = settings.batch_size
     vae = decoding_bytes(model_config, samples)

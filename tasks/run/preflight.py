@@ -3,7 +3,7 @@
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -153,8 +153,25 @@ def _check_length(config: TrainConfig) -> None:
             "or set actor.ema.enable to false"
         )
     after_span = check_span(config.scheduled_actor.optim, planned)
-    if after_span is not None:
-        log.warning(after_span)
+    for beyond in filter(None, (after_span, *_beyond_the_end(config, planned))):
+        log.warning(beyond)
+
+
+def _beyond_the_end(config: TrainConfig, planned: int) -> Iterator[str]:
+    """A sentence for each setting of what comes after the run's last step. No error: the run may be made longer.
+
+    Args:
+        planned: optimiser steps of the whole run.
+    """
+    warm_up, last = config.actor_rollout_ref.actor.optim.lr_warmup_steps, config.trainer.total_training_steps
+    if warm_up > planned:
+        yield (
+            f"actor.optim.lr_warmup_steps is {warm_up}, but the run makes {planned} optimiser steps: the learning rate "
+            "ends below actor.optim.lr"
+        )
+    late = ", ".join(str(number) for number in config.trainer.profile.iterations if number > last)
+    if late:
+        yield f"trainer.profile.iterations names {late}, but the run ends with iteration {last}: they have no traces"
 
 
 def _check_engine(config: TrainConfig, model_config: DiffusionModelConfig) -> None:

@@ -74,7 +74,7 @@ def settle(
         chosen, why = _largest(config, fields, model_config, measure, trains)
         config = _with(config, fields, chosen)
         said |= dict.fromkeys(fields, f"{chosen}: {why}")
-    if config.is_online and _value(config, SLEEP) == AUTO:
+    if _samples(config, trains) and _value(config, SLEEP) == AUTO:
         sleeps, why = _must_sleep(config, model_config, measure) if trains else (False, "no update takes turns with it")
         config = _with(config, (SLEEP,), sleeps)
         said[SLEEP] = f"{str(sleeps).lower()}: {why}"
@@ -82,14 +82,17 @@ def settle(
 
 
 def batch_sizes(config: TrainConfig) -> list[int]:
-    """What `rollout.micro_batch_size` may be, ascending: the config's checks hold, and every worker has work."""
+    """What `rollout.micro_batch_size` may be, ascending: the config's checks hold, and every worker has work.
+
+    Of an offline run, which only a measurement samples, as many together as the update may have.
+    """
     rollout, algorithm, n = config.actor_rollout_ref.rollout, config.algorithm, config.actor_rollout_ref.rollout.n
-    total, workers = config.data.train_batch_size * n, rollout.num_actors
+    total, workers = config.data.train_batch_size * _per_prompt(config), rollout.num_actors
     sizes = _divisors(_share(config))
     if rollout.algo.sde_window_per == "prompt":
         sizes = [size for size in sizes if n % size == 0]
     if algorithm.trainer_type == "direct_preference" and algorithm.paired_preference:
-        sizes = [size for size in sizes if size % n == 0]
+        sizes = [size for size in sizes if size % _per_prompt(config) == 0]
     if config.trainer.one_step_off_policy:
         sizes = [size for size in sizes if -(-total // size) <= workers * rollout.max_queued_batches]
     for each in range(BATCHES_EACH, 0, -1):
@@ -110,11 +113,16 @@ def update_sizes(config: TrainConfig) -> list[int]:
 def _together(config: TrainConfig, trains: bool) -> list[tuple[str, ...]]:
     """The sizes that are auto, those that are to be one number as one."""
     wanted = [name for name in (UPDATE, ROLLOUT) if _value(config, name) == AUTO]
-    if not config.is_online:
-        return [(UPDATE,)] if UPDATE in wanted else []
     if not trains:
         return [tuple(wanted)] if ROLLOUT in wanted else []
+    if not config.is_online:
+        return [(UPDATE,)] if UPDATE in wanted else []
     return [tuple(wanted)] if len(wanted) == 2 and _replays(config) else [(name,) for name in wanted]
+
+
+def _samples(config: TrainConfig, trains: bool) -> bool:
+    """Does the command start a rollout? Offline training does not; a measurement does for any recipe."""
+    return config.is_online or not trains
 
 
 def _replays(config: TrainConfig) -> bool:
@@ -145,7 +153,7 @@ def _largest(
         trial = _with(config, fields, size)
         if _value(trial, ROLLOUT) == AUTO and trial.is_online:
             trial = _with(trial, (ROLLOUT,), batch_sizes(trial)[0])
-        lacking[size] = room.shortfall(trial, _needs(trial, model_config, measure, names), trains)
+        lacking[size] = room.shortfall(trial, _needs(trial, model_config, measure, names, trains), trains)
         return lacking[size] is None
 
     if fits(sizes[-1]):
@@ -171,11 +179,13 @@ def _must_sleep(config: TrainConfig, model_config: DiffusionModelConfig, measure
     return sleeps, f"update and rollout together take {both:.1f} GiB, which {fit} into {room.sentence}"
 
 
-def _needs(config: TrainConfig, model_config: DiffusionModelConfig, measure: Measure, names: str) -> Needs:
+def _needs(
+    config: TrainConfig, model_config: DiffusionModelConfig, measure: Measure, names: str, trains: bool = True
+) -> Needs:
     cost = measure(config)
     if cost is None:
         raise ConfigError(f"{names} is auto, but what this model's transformer takes cannot be counted: give a value")
-    return needs(config, model_config, cost)
+    return needs(config, model_config, cost, _samples(config, trains))
 
 
 @dataclass(frozen=True)
@@ -235,8 +245,12 @@ def _room(config: TrainConfig, names: str) -> Room:
 
 def _share(config: TrainConfig) -> int:
     """Samples of a rank in an optimiser step."""
-    per_prompt = config.actor_rollout_ref.rollout.n if config.is_online else len(SIDES)
-    return config.actor_rollout_ref.actor.ppo_mini_batch_size * per_prompt // config.data_ranks
+    return config.actor_rollout_ref.actor.ppo_mini_batch_size * _per_prompt(config) // config.data_ranks
+
+
+def _per_prompt(config: TrainConfig) -> int:
+    """Samples of an iteration for each of its prompts; offline, of each pair."""
+    return config.actor_rollout_ref.rollout.n if config.is_online else len(SIDES)
 
 
 def _divisors(number: int) -> list[int]:

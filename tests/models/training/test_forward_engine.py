@@ -302,6 +302,17 @@ def test_an_iteration_without_a_pair_or_a_reward_moves_nothing(
     assert largest_difference(engine.gather_weights(), start) == 0.0
 
 
+def test_the_first_step_is_the_first_that_is_made(tiny_model: Path, samples: list[FinishedLatents]) -> None:
+    """A mini-batch before it in which no group has a pair is in no metric, as if it had not been given."""
+    single = torch.tensor([0.5, 0.5, NAN, NAN, 0.1, NAN])
+    without, paired = batches_of(samples, [single, ADVANTAGES[1]])
+    found, plain = (
+        trainer(model_config(tiny_model), "dpo").update_policy(given) for given in ([without, paired], [paired])
+    )
+    assert found["first_sample_steps"] > 0
+    assert found == plain
+
+
 @pytest.mark.parametrize("loss", ["diffusion_nft", "awm"])
 def test_unsharded_weights_are_never_stale(tiny_model: Path, samples: list[FinishedLatents], loss: str) -> None:
     """With reshard_after_forward off, a forward leaves gathered weights behind; swapped ones must be gathered again."""

@@ -27,7 +27,7 @@ from tasks.config.named_values import named_values
 from tasks.config.overrides import set_fields
 from tasks.config.params import PrepareParams
 from tasks.config.presets import PRESETS
-from tasks.config.recipes import load_recipe, parse_changes
+from tasks.config.recipes import load_config, load_recipe, parse_changes
 from tasks.config.sweep import SweepConfig
 from tasks.config.tree import NO_OVERRIDES, TrainConfig, TrainOverrides
 from tasks.rewards import get_reward
@@ -255,6 +255,21 @@ def test_a_number_without_a_dot_is_a_number_for_an_option_too() -> None:
         assert changed.actor_rollout_ref.rollout.algo.sde_options == {"x": number, "y": text}
         assert named_values([f"x={text}"]) == {"x": number}
     assert parse_changes([f"{options}.x=e5"]).actor_rollout_ref.rollout.algo.sde_options == {"x": "e5"}
+
+
+def test_a_file_of_overrides_and_a_config_read_numbers_as_a_setting_does(tmp_path: Path) -> None:
+    """prefect.yaml is read as Prefect reads it: a recipe's option is the same by the command and by a deployment."""
+    changes = {"actor_rollout_ref": {"rollout": {"algo": {"sde_options": {"x": "NUMBER", "y": "TEXT"}}}}}
+    written = yaml.safe_dump(changes).replace("NUMBER", "1e-3").replace("TEXT", "'1e-3'")
+    file = tmp_path / "changes.yaml"
+    file.write_text(written)
+    for config in (parse_changes([], [file]), load_config(file)):
+        assert config.actor_rollout_ref.rollout.algo.sde_options == {"x": 1e-3, "y": "1e-3"}
+    recipe = {"config": yaml.safe_load(written)}
+    deployment = {"name": "own", "entrypoint": "flows/train.py:train", "parameters": recipe}
+    project = tmp_path / "prefect.yaml"
+    project.write_text(yaml.safe_dump({"deployments": [deployment]}).replace("'1e-3'", "1e-3"))
+    assert load_recipe("own", project).actor_rollout_ref.rollout.algo.sde_options == {"x": "1e-3", "y": "1e-3"}
 
 
 def test_a_section_that_says_nothing_of_the_rewards_leaves_them_to_a_path_below() -> None:

@@ -117,6 +117,21 @@ def test_a_worker_holds_more_of_a_gpu_than_is_counted(found: Callable[..., Settl
     assert sizes(found(shared, heavy)) == (2, 2)  # two workers of 9
 
 
+@pytest.mark.parametrize(("gib", "size"), [(1000, 8), (6.01 / 0.85, 8), (5.99 / 0.85, 4), (5.01 / 0.85, 4)])
+def test_a_measurement_of_an_offline_recipe_settles_what_it_reads(
+    found: Callable[..., Settled], gib: float, size: int
+) -> None:
+    """4 + 2.5 x 0.1 m GiB of a worker, of the 8 pictures of a step's 4 pairs; training of it starts no rollout."""
+    rollout = {"micro_batch_size": "auto", "enable_sleep_mode": "auto", "placement": "colocated"}
+    offline = {"name": "dpo", "sample_source": "offline"}
+    config = config_with({**BOTH, "rollout": rollout}, gib, algorithm=offline)
+    measured = found(config, trains=False).config.actor_rollout_ref.rollout
+    assert (measured.batch_size, measured.sleeps) == (size, False)
+    given = config.with_changes({"actor_rollout_ref": {"actor": {"ppo_micro_batch_size_per_gpu": 2}}})
+    assert found(given, trains=False).config.actor_rollout_ref.rollout.batch_size == size
+    assert found(given, never).config.actor_rollout_ref.rollout.micro_batch_size == "auto"
+
+
 def test_sizes_go_with_the_rest_of_the_config() -> None:
     assert batch_sizes(config_with()) == [1, 2, 4, 8, 16]
     assert batch_sizes(config_with({"rollout": {"num_actors": 3}})) == [1, 2, 4]  # 2 each would be 24, 4 each 48 of 32

@@ -51,6 +51,10 @@ def changed(*settings: str) -> TrainConfig:
         ("data.pairs=mine", "algorithm.name=dpo", "algorithm.sample_source is online"),
         ("data.text_encoder.negative_prompt=blurred", LORA, "data.embeddings is not live"),
         ("trainer.test_freq=2", OFFLINE, "no rollout that could validate"),
+        (f"{ACTOR}.guidance_gradient=conditional", LORA, "rollout.pipeline asks for no guidance"),
+        (f"{ROLLOUT}.enable_sleep_mode=false", LORA, "rollout.placement is separate, where no worker takes turns"),
+        (f"{ROLLOUT}.enable_sleep_mode=auto", LORA, "rollout.placement is separate, where no worker takes turns"),
+        (f"{ROLLOUT}.update_weights_bucket_megabytes=64", LORA, "rollout.weight_transport is object_store, which"),
         ("trainer.max_nonfinite_steps=9", LORA, "trainer.on_nonfinite is stop"),
         ("trainer.max_logprob_difference=0.2", NFT, "finished samples, which have no log-probs"),
         *(
@@ -108,6 +112,10 @@ def test_a_setting_that_nothing_reads_is_told(setting: str, other: str, why: str
         [NFT, f"{ACTOR}.use_kl_loss=false"],  # the coefficient is the name's own
         [KL, f"{ACTOR}.kl_loss_coef=0.04"],
         [LORA, "actor_rollout_ref.model.target_modules=[to_q]"],
+        [f"{ACTOR}.guidance_gradient=conditional", f"{ROLLOUT}.pipeline.true_cfg_scale=4"],
+        [f"{ACTOR}.guidance_gradient=conditional", f"{ROLLOUT}.pipeline.guidance_scale=0.5"],  # guides Z-Image
+        [f"{ROLLOUT}.placement=colocated", f"{ROLLOUT}.enable_sleep_mode=false"],
+        [f"{ROLLOUT}.weight_transport=collective", f"{ROLLOUT}.update_weights_bucket_megabytes=64"],
         [f"{ACTOR}.diffusion_loss={{loss_mode: 'my.package:Loss', dpo_beta: 3}}"],
         ["data={name: mine, pairs: elsewhere}"],
         [f"{ROLLOUT}.n=8", f"{ROLLOUT}.val_kwargs.n=2", "trainer.canary_batch=8", "reward.functions.ocr.weight=2"],

@@ -239,8 +239,10 @@ def test_options_are_checked_without_a_server() -> None:
         check_reward("judge_grade", temprature=1, **place)
     with pytest.raises(RewardError, match="base_url is given without model"):
         check_reward("judge_ocr", base_url="http://localhost:1/v1")
-    for wrong in ({"top_p": 0}, {"concurrency": 0}, {"axes": []}, {"timeout_s": 0}):
-        with pytest.raises(RewardError, match=f"judge_grade: .*{next(iter(wrong))}"):
-            get_reward("judge_grade", **place, **wrong)
+    outside = ({"top_p": 0}, {"top_p": 1.1}, {"concurrency": 0}, {"asks": 0}, {"timeout_s": 0}, {"temperature": -1})
+    twice = {"axes": ["style", "style"]}
+    for wrong in (*outside, {"max_tokens": 0}, {"max_retries": -1}, {"axes": []}, twice, {"base_url": "judge:8000/v1"}):
+        with pytest.raises(RewardError, match=rf"^reward 'judge_grade': {next(iter(wrong))} [^\n]*(should|must) be"):
+            check_reward("judge_grade", **place | wrong)
     versions = {get_reward("judge_grade", **place, temperature=t).version for t in (0.0, 0.5)}
     assert len(versions) == 2

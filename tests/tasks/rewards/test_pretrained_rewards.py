@@ -147,6 +147,27 @@ def test_scores_do_not_depend_on_the_batch_and_versions_name_the_weights(clip: P
     assert half == pytest.approx(together, abs=0.02)
 
 
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("clip_score", {"threads": 0}),
+        ("pickscore", {"divide_by": 0}),
+        ("clip_preference", {"std": 0}),
+        ("image_reward", {"std": -1.0}),
+    ],
+)
+def test_a_number_out_of_range_is_told_before_anything_loads(
+    tmp_path: Path, name: str, wrong: dict[str, float]
+) -> None:
+    place = {"model": str(tmp_path)} | ({"processor": str(tmp_path)} if name == "pickscore" else {})
+    head = {"head": "none"} if "std" in wrong else {}
+    (option,) = wrong
+    with pytest.raises(
+        RewardError, match=f"^reward '{name}': {option} is {wrong[option]}; it should be greater than 0"
+    ):
+        check_reward(name, **place, **head, **wrong)
+
+
 def test_what_cannot_be_loaded_is_one_sentence(clip: Path, tmp_path: Path) -> None:
     with pytest.raises(RewardError, match=f"clip_score: {tmp_path} cannot be loaded as CLIPModel"):
         get_reward("clip_score", model=str(tmp_path))

@@ -110,12 +110,23 @@ def test_rewards_are_found_by_name_and_by_import_path():
         ("ocr", {"rec_image_shape": [3, 48]}, r"rec_image_shape is \[3, 48\]; it has too few entries"),
         ("tesseract", {"margin": -1}, "reward 'tesseract': margin is -1; it should be greater than or equal to 0"),
         ("remote", {"url": "http://x", "timeout_s": 0}, "reward 'remote': timeout_s is 0; it should be greater than 0"),
+        ("remote", {"url": "scorer:8100"}, "reward 'remote': url is 'scorer:8100'; it should begin with http:// or"),
+        (
+            "remote",
+            {"url": "http://"},
+            "reward 'remote': url is 'http://'; it should begin with http:// .* name a host",
+        ),
+        ("remote", {"url": "http://[x"}, r"url is 'http://\[x'; it should begin with http://"),
+        ("remote", {"url": "me:word@scorer"}, "url is 'scorer'; it should begin with http://"),
+        ("remote", {"url": 8100}, "url is 8100; it should be a valid string"),
+        ("shapes", {"contrast": 256}, "reward 'shapes': contrast is 256; it should be less than or equal to 255"),
+        ("shapes", {"min_pixels": 0}, "reward 'shapes': min_pixels is 0; it should be greater than 0"),
         (f"{__name__}:mean_brightness", {"scale": "1e-3"}, "scale is '1e-3'; it should be a valid number"),
     ],
 )
-def test_unknown_names_and_options_are_refused(name, options, complaint):
+def test_unknown_names_and_options_are_refused_before_a_reward_is_made(name, options, complaint):
     with pytest.raises(RewardError, match=complaint):
-        get_reward(name, **options)
+        check_reward(name, **options)
 
 
 async def later(images, prompts, scale=1.0):

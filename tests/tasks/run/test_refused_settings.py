@@ -235,3 +235,37 @@ def test_a_schedule_that_ends_before_the_run_is_told_where_the_run_trains(
     assert "after the span" not in caplog.text
     check_inputs(config)
     assert "but the run makes 6: those after the span keep its last learning rate" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("field", "within", "beyond", "said"),
+    [
+        (
+            "actor_rollout_ref.actor.optim.lr_warmup_steps",
+            "6",
+            "7",
+            "is 7, but the run makes 6 optimiser steps: the learning rate ends below actor.optim.lr",
+        ),
+        (
+            "trainer.profile.iterations",
+            "[2, 3]",
+            "[2, 4, 9]",
+            "names 4, 9, but the run ends with iteration 3: they have no traces",
+        ),
+    ],
+)
+def test_what_lies_beyond_the_runs_end_is_told(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    field: str,
+    within: str,
+    beyond: str,
+    said: str,
+) -> None:
+    """And not refused: the run may be made longer later."""
+    monkeypatch.chdir(folder)
+    for value in (within, beyond):
+        assert "but the run" not in caplog.text
+        check_inputs(load_recipe("tiny").with_changes(parse_changes([f"{field}={value}"])))
+    assert f"{field.removeprefix('actor_rollout_ref.')} {said}" in caplog.text
