@@ -114,5 +114,5 @@ def test_a_count_of_the_metadata_is_a_whole_number_however_a_table_keeps_it():
 def test_a_prompt_without_a_scene_is_an_error_and_no_zero(text):
     with pytest.raises(RewardError, match=f"the prompt '{text}' .* must name one count, one colour"):
         get_reward("shapes")(drawn()[None], [prompt_of(text)])
-    with pytest.raises(RewardError, match="contrast must be in 1 to 255"):
+    with pytest.raises(RewardError, match="contrast is 0; it should be greater than or equal to 1"):
         get_reward("shapes", contrast=0)
