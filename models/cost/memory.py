@@ -12,6 +12,7 @@ import torch
 
 from models.cost.meta_pass import PassCost
 from models.families.base import DiffusionModelConfig
+from models.families.latents import component_config
 
 if TYPE_CHECKING:
     from models.config.actor import DiffusionActorConfig
@@ -27,10 +28,10 @@ COMPILED = 0.75
 """Share of the activations that compiled blocks keep: 46.5 of 62.1 GiB, Stable Diffusion 3.5 medium on an H200."""
 
 
-KEPT_BY_A_SAMPLER = 2.5
-"""A worker's process holds so many times the activations that are counted: of 8.5 GiB, Stable Diffusion 3.5 medium,
-batch 24, on an H100, it held 14.6, and 16.3 where weights come by NCCL. Its allocator keeps blocks for later, and
-convolutions take workspaces."""
+KEPT_BY_A_SAMPLER, KEPT_WHERE_COMPILED = 5.0, 2.5
+"""A worker's process holds so many times the activations that are counted: 25.1 GiB for 5.5 of Stable Diffusion 3.5
+medium, batch 16, eager, on an H200; compiled, its decoder too, 14.6 for 8.5 of batch 24 on an H100, and 16.3 where
+weights come by NCCL. Its allocator keeps blocks for later, and convolutions take workspaces."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +140,13 @@ def rollout_need(
         {"weights": transformer / processes, "VAE": weights},
         {f"activations of {samples} samples": max(cost.sampling_bytes / cost.samples * samples / processes, decoding)},
     )
+
+
+def kept_by_a_sampler(model_config: DiffusionModelConfig, engine: str) -> float:
+    """So many times the activations that are counted, a worker of `rollout.name` `engine` holds."""
+    decoder = component_config(model_config.path, "vae")["_class_name"]  # of others the decoder is not compiled
+    is_compiled = engine == "diffusers" and model_config.model.compile and decoder == "AutoencoderKL"
+    return KEPT_WHERE_COMPILED if is_compiled else KEPT_BY_A_SAMPLER
 
 
 def _frozen_bytes(cost: PassCost, dtype: str, share: float) -> float:

@@ -11,7 +11,16 @@ import torch
 from models.algorithms import get_diffusion_loss_fn
 from models.algorithms.losses import REF_VELOCITY, DiffusionLossFn
 from models.cost.flops import Batch, PolicyFlops, has_formula
-from models.cost.memory import ADAMW_MOMENTS, GIB, MASTER_BYTES, Need, rollout_need, update_need
+from models.cost.memory import (
+    ADAMW_MOMENTS,
+    GIB,
+    KEPT_BY_A_SAMPLER,
+    MASTER_BYTES,
+    Need,
+    kept_by_a_sampler,
+    rollout_need,
+    update_need,
+)
 from models.cost.meta_pass import PassCost, decoding_bytes, pass_cost
 from models.errors import DoubleflowError
 from models.families.base import DiffusionModelBase, DiffusionModelConfig
@@ -61,11 +70,13 @@ class Needs(NamedTuple):
 
     Attributes:
         encoders: bytes of the run's text encoders on the first rank's GPU, where they are colocated with it.
+        kept: so many times what passes in the rollout worker its process keeps on a GPU.
     """
 
     update: Need
     rollout: Need | None
     encoders: float = 0.0
+    kept: float = KEPT_BY_A_SAMPLER
 
     def beside_encoders(self, config: TrainConfig) -> "Needs":
         """The same, where the text encoders stay on the GPU while others compute there."""
@@ -149,7 +160,8 @@ def needs(
     """
     there = config.is_online if samples is None else samples
     rollout = _rollout(config, model_config, cost) if there else None
-    return Needs(_update(config, model_config, cost), rollout, colocated_encoders(config))
+    kept = kept_by_a_sampler(model_config, config.actor_rollout_ref.rollout.name)
+    return Needs(_update(config, model_config, cost), rollout, colocated_encoders(config), kept)
 
 
 def colocated_encoders(config: TrainConfig) -> float:

@@ -12,7 +12,7 @@ from typing import Any
 
 from models.algorithms import get_diffusion_loss_fn
 from models.config.section import AUTO
-from models.cost.memory import GIB, KEPT_BY_A_SAMPLER
+from models.cost.memory import GIB
 from models.cost.meta_pass import PassCost
 from models.families.base import DiffusionModelConfig
 from tasks.config.errors import ConfigError
@@ -172,7 +172,7 @@ def _must_sleep(config: TrainConfig, model_config: DiffusionModelConfig, measure
     if not config.shares_gpus:
         return False, "trainer and rollout share no GPU"
     room = _room(config, SLEEP)
-    update, rollout, _ = room.widened(_needs(config, model_config, measure, SLEEP)).beside_encoders(config)
+    update, rollout, *_ = room.widened(_needs(config, model_config, measure, SLEEP)).beside_encoders(config)
     both = update.gib + (0.0 if rollout is None else rollout.gib)
     sleeps = both > room.usable
     fit = "do not fit" if sleeps else "fit"
@@ -214,11 +214,11 @@ class Room:
         """With what a rollout worker's process keeps on a GPU beyond what is counted."""
         if needed.rollout is None or self.device == "cpu":
             return needed
-        return needed._replace(rollout=needed.rollout.with_kept(KEPT_BY_A_SAMPLER))
+        return needed._replace(rollout=needed.rollout.with_kept(needed.kept))
 
     def shortfall(self, config: TrainConfig, needed: Needs, trains: bool) -> str | None:
         """What does not fit; None where all does."""
-        update, rollout, _ = needed = self.widened(needed)
+        update, rollout, *_ = needed = self.widened(needed)
         if self.device == "cuda" and trains:
             return shortfall(config, needed, self.usable)
         trainer, settings = config.trainer, config.actor_rollout_ref.rollout
