@@ -7,8 +7,6 @@ import json
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Generic, TypeVar
 
-from pydantic import PydanticUserError, TypeAdapter, ValidationError
-
 from models.import_paths import check_allowed
 
 C = TypeVar("C", bound=type)
@@ -175,6 +173,8 @@ def check_kind(what: str, parameter: inspect.Parameter, value: Any) -> None:
     Raises:
         ValueError: it is of another kind, or out of bounds; also text where a number should be, as YAML reads 1e-3.
     """
+    from pydantic import PydanticUserError, TypeAdapter, ValidationError  # here: models sample without it
+
     annotation = parameter.annotation
     if annotation is parameter.empty or isinstance(annotation, str) or value == parameter.default:
         return

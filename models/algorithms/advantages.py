@@ -3,11 +3,11 @@
 
 from collections.abc import Callable, Mapping
 from enum import StrEnum
-from typing import Any, Protocol, TypeVar, cast
+from typing import Annotated, Any, Protocol, TypeVar, cast
 
 import numpy as np
 import torch
-from pydantic import PositiveFloat
+from annotated_types import Gt
 from torch import Tensor
 
 from models.registry import NameRegistry, check_call, check_options
@@ -91,7 +91,7 @@ def _name(name_or_enum: str | DiffusionAdvantageEstimator) -> str:
 def compute_flow_grpo_outcome_advantage(
     sample_level_rewards: Tensor,
     index: np.ndarray,
-    epsilon: PositiveFloat = 1e-4,
+    epsilon: Annotated[float, Gt(0)] = 1e-4,
     norm_adv_by_std_in_grpo: bool = True,
     global_std: bool = True,
     config: Any = None,
@@ -138,7 +138,7 @@ def compute_flow_grpo_outcome_advantage(
 def compute_gdpo_outcome_advantage(
     sample_level_rewards: Tensor,
     index: np.ndarray,
-    epsilon: PositiveFloat = 1e-6,
+    epsilon: Annotated[float, Gt(0)] = 1e-6,
     config: Any = None,
     *,
     reward_scores: Mapping[str, Tensor],
