@@ -13,6 +13,7 @@ import torch
 from models.cost.meta_pass import PassCost
 from models.families.base import DiffusionModelConfig
 from models.families.latents import component_config
+from models.runtime.compiled import COMPILED_DECODER
 
 if TYPE_CHECKING:
     from models.config.actor import DiffusionActorConfig
@@ -144,8 +145,8 @@ def rollout_need(
 
 def kept_by_a_sampler(model_config: DiffusionModelConfig, engine: str) -> float:
     """So many times the activations that are counted, a worker of `rollout.name` `engine` holds."""
-    decoder = component_config(model_config.path, "vae")["_class_name"]  # of others the decoder is not compiled
-    is_compiled = engine == "diffusers" and model_config.model.compile and decoder == "AutoencoderKL"
+    vae = component_config(model_config.path, "vae")["_class_name"]
+    is_compiled = engine == "diffusers" and model_config.model.compile and vae == COMPILED_DECODER
     return KEPT_WHERE_COMPILED if is_compiled else KEPT_BY_A_SAMPLER
 
 

@@ -18,6 +18,10 @@ SAME_EVERYWHERE: dict[str, Any] = {"deterministic": True}
 rollout and trainer compile in a process each, and would choose differently. (Set in torch's configuration instead, it
 is gone after the first compilation.)"""
 
+COMPILED_DECODER = "AutoencoderKL"
+"""Class of diffusers whose decoder is compiled: one that decodes a picture at once. What it keeps of a GPU's memory is
+counted by this, too."""
+
 Forward = Callable[..., Any]
 
 
@@ -86,8 +90,8 @@ def compile_decoder(vae: nn.Module) -> None:
 
     Others stay as they are: those of video walk through the frames with a cache, and cost little beside the denoiser.
     """
-    from diffusers import AutoencoderKL
+    import diffusers
 
-    if isinstance(vae, AutoencoderKL):
+    if isinstance(vae, getattr(diffusers, COMPILED_DECODER)):
         decoder: Any = vae.decoder.to(memory_format=torch.channels_last)
         decoder.forward = torch.compile(decoder.forward, dynamic=False)

@@ -120,9 +120,9 @@ def check_folder(folder: Path, field: str = "trainer.default_local_dir") -> None
 def check_records(tracking: TrackingConfig) -> None:
     """MLflow's data base file and artifacts can be written where they are this machine's. Raises ConfigError, or
     NoTrackingAddress."""
-    place, root = urlsplit(tracking.address), tracking.artifacts
-    if place.scheme == "sqlite":
-        check_folder(Path(place.path.removeprefix("/")).parent, "tracking.uri")
+    file, root = _database_file(tracking.address), tracking.artifacts
+    if file is not None:
+        check_folder(file.parent, "tracking.uri")
     if root is not None:
         check_artifacts(root)
         if ":" not in root:
@@ -132,11 +132,17 @@ def check_records(tracking: TrackingConfig) -> None:
 def check_tracking(uri: str) -> None:
     """A recorded run is looked for in a store that is there. Raises ConfigError, or NoTrackingAddress."""
     check_address(uri)
-    parts = urlsplit(uri)
-    if parts.scheme == "sqlite" and not Path(parts.path.removeprefix("/")).is_file():
+    file = _database_file(uri)
+    if file is not None and not file.is_file():
         raise ConfigError(
             f"tracking.uri is {uri}, but there is no such file: run where the training ran, or set MLFLOW_TRACKING_URI"
         )
+
+
+def _database_file(uri: str) -> Path | None:
+    """Where a SQLite data base lies; None for any other address."""
+    parts = urlsplit(uri)
+    return Path(parts.path.removeprefix("/")) if parts.scheme == "sqlite" else None
 
 
 def _check_parts(config: TrainConfig) -> None:
