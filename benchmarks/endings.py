@@ -35,7 +35,7 @@ import yaml
 
 from benchmarks.docs import put_table
 from benchmarks.kill_rounds import SMALL
-from benchmarks.local_services import ROOT, wait_until
+from benchmarks.local_services import ROOT, import_path, wait_until
 from tasks.actors.watchdog import marked
 from tasks.config.overrides import merged
 from tasks.config.tree import TrainConfig
@@ -229,7 +229,7 @@ def recorded_run(base: Path, repository: Path) -> tuple[Path, str]:
         (*git, "commit", "--quiet", "--message", "all"),
         (*python, "flows.train", "quickstart", *small),
     ):
-        environment = os.environ | {"PREFECT_HOME": str(folder / ".prefect"), "PYTHONPATH": str(folder)}
+        environment = os.environ | {"PREFECT_HOME": str(folder / ".prefect"), "PYTHONPATH": import_path(folder)}
         subprocess.run(command, cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL)
     (record,) = folder.glob("runs/*/run.json")
     return folder, json.loads(record.read_text())["mlflow_run_id"]
@@ -247,7 +247,7 @@ def measure(name: str, base: Path, number: int, repository: Path, spy: str | Non
     with silent_server() as silent:
         environment = os.environ | {
             "PREFECT_HOME": str(folder / ".prefect"),
-            "PYTHONPATH": str(code),
+            "PYTHONPATH": import_path(code),
             "PYTHONUNBUFFERED": "1",
             MARK: str(folder),
         }

@@ -20,6 +20,11 @@ from tasks.system.processes import wait_until_ended
 ROOT = Path(__file__).resolve().parents[1]
 
 
+def import_path(*folders: Path) -> str:
+    """PYTHONPATH with these folders before what the caller has there, which may hold the packages."""
+    return os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 class Services:
     """A Prefect server, an MLflow server and, where asked for, a worker, each of which can be killed and come back."""
 
@@ -33,7 +38,7 @@ class Services:
             "MLFLOW_TRACKING_URI": f"http://127.0.0.1:{self.ports['mlflow']}",
             "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
             "OMP_WAIT_POLICY": "passive",
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": import_path(ROOT),
         }
         self.running: dict[str, subprocess.Popen] = {}
 

@@ -26,7 +26,7 @@ from mlflow import MlflowClient
 from benchmarks.docs import put_table
 from benchmarks.endings import MARK
 from benchmarks.kill_rounds import workspace
-from benchmarks.local_services import ROOT, wait_until
+from benchmarks.local_services import ROOT, import_path, wait_until
 from benchmarks.services_memory import memory
 from tasks.actors.watchdog import marked
 from tasks.system.files import bytes_on_disk
@@ -78,7 +78,7 @@ def train(folder: Path, iterations: int, rows: int, log: Path) -> None:
     away = ("PREFECT_API", "MLFLOW_TRACKING", "RAY_")  # no server of the user's: the run has its own
     environment = {name: value for name, value in os.environ.items() if not name.startswith(away)}
     environment |= {"PREFECT_HOME": str(folder / "prefect"), "TMPDIR": str(folder / "temporary"), "RAY_TMPDIR": "/tmp"}
-    environment |= {"PYTHONPATH": str(ROOT), "PREFECT_LOGGING_LEVEL": "WARNING", MARK: str(folder)}
+    environment |= {"PYTHONPATH": import_path(ROOT), "PREFECT_LOGGING_LEVEL": "WARNING", MARK: str(folder)}
     client = MlflowClient(f"sqlite:///{folder}/mlflow.db")
     client.search_experiments()  # the database is made now, so that the run and this never make it together
     command = [sys.executable, "-m", "flows.train", "flow-grpo"]

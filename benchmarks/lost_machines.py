@@ -27,7 +27,7 @@ from ray.cluster_utils import Cluster
 
 from benchmarks.docs import put_table
 from benchmarks.endings import Watched, log_each, make_folder, newest_rows
-from benchmarks.local_services import ROOT, wait_until
+from benchmarks.local_services import ROOT, import_path, wait_until
 from tasks.system.processes import runs
 
 DOCS = Path("docs/first-use.md")
@@ -74,7 +74,7 @@ def measure(name: str, base: Path) -> dict[str, Any]:
     folder = base / name
     make_folder(folder, ROOT)
     with tempfile.TemporaryDirectory(prefix="ray-") as temporary, three_machines(temporary) as cluster:
-        own = {"PREFECT_HOME": str(folder / ".prefect"), "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+        own = {"PREFECT_HOME": str(folder / ".prefect"), "PYTHONPATH": import_path(ROOT), "PYTHONUNBUFFERED": "1"}
         environment = os.environ | own | {MARK: str(folder), "RAY_ADDRESS": cluster.address, "RAY_AUTH_MODE": "token"}
         changes = [word for setting in SETTINGS for word in ("--set", setting)]
         command = [sys.executable, "-m", "flows.train", "quickstart", *changes]

@@ -27,7 +27,7 @@ import psutil
 from benchmarks.docs import put_table
 from benchmarks.endings import UPDATE, Watched, log_each, make_folder, newest_rows, silent_server
 from benchmarks.kill_rounds import SMALL
-from benchmarks.local_services import ROOT, Services, free_port, wait_until
+from benchmarks.local_services import ROOT, Services, free_port, import_path, wait_until
 from tasks.records.tracking import STEP_MARK
 from tasks.system.processes import runs
 
@@ -78,7 +78,7 @@ def measure(name: str, base: Path) -> dict[str, Any]:
     server = Services(folder)
     patience = f"tracking.max_outage_s={LONG_S if case.comes_back else OUTAGE_S}"
     command = [sys.executable, "-m", "flows.train", "quickstart", "--set", patience]
-    own = {"PREFECT_HOME": str(folder / ".prefect"), "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    own = {"PREFECT_HOME": str(folder / ".prefect"), "PYTHONPATH": import_path(ROOT), "PYTHONUNBUFFERED": "1"}
     environment = os.environ | own | {MARK: str(folder)}
     with case.address() as address:
         if case.variable:

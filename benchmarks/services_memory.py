@@ -23,7 +23,7 @@ import psutil
 
 from benchmarks.docs import put_table
 from benchmarks.endings import MARK
-from benchmarks.local_services import ROOT, free_port
+from benchmarks.local_services import ROOT, free_port, import_path
 from tasks.actors.watchdog import marked
 
 DOCS = Path("docs/first-use.md")
@@ -86,7 +86,7 @@ def main() -> None:
         (folder / name).symlink_to(repository / name)
     environment = os.environ | {
         "PREFECT_HOME": str(folder / ".prefect"),
-        "PYTHONPATH": str(repository),
+        "PYTHONPATH": import_path(repository),
         MARK: str(folder),
     }
     services = [sys.executable, "-m", "flows.services"]

@@ -31,7 +31,7 @@ from ray._private.authentication import authentication_token_setup as tokens
 from ray.cluster_utils import Cluster
 
 from benchmarks.endings import MARK, Watched, log_each, make_folder, newest_rows
-from benchmarks.local_services import ROOT, wait_until
+from benchmarks.local_services import ROOT, import_path, wait_until
 from benchmarks.lost_machines import KINDS, family
 from benchmarks.run_state import iterations
 from tasks.config.recipes import changed_recipe
@@ -111,7 +111,7 @@ def kill(members: Sequence[psutil.Process]) -> None:
 def started(command: Sequence[str], folder: Path, cwd: Path, address: str) -> Iterator[Watched]:
     """The command, with the moment of each of its lines; what is left of it is killed at the block's end."""
     own = {"PREFECT_HOME": f"{folder}/.prefect", "MLFLOW_TRACKING_URI": f"sqlite:///{folder}/mlflow.db"}
-    own |= {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "RAY_ADDRESS": address, "RAY_AUTH_MODE": "token"}
+    own |= {"PYTHONPATH": import_path(ROOT), "PYTHONUNBUFFERED": "1", "RAY_ADDRESS": address, "RAY_AUTH_MODE": "token"}
     watched = Watched.started(command, folder, os.environ | own | {MARK: str(folder)}, cwd)
     try:
         yield watched

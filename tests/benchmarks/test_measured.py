@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tables of runs on GPUs are what the kept logs say."""
 
+import json
 from collections.abc import Callable
+from statistics import median
 from typing import Any
 
 import pytest
@@ -39,3 +41,18 @@ def test_what_the_page_says_of_the_words_is_in_its_log(log: str, count: int, fir
     assert set(rows) <= set((ROOT / "docs" / "words.md").read_text().splitlines())
     assert len(rows) == count
     assert rows[0].startswith(first)
+
+
+def test_the_scaling_of_the_whole_flow_is_in_its_log() -> None:
+    lines = [json.loads(line) for line in (MEASURED / "sd35_flow_h200.jsonl").read_text().splitlines()]
+    page = (ROOT / "benchmarks" / "RESULTS.md").read_text()
+    speeds: dict[int, float] = {}
+    for gpus, run in {1: "1 GPU of four", 2: "2 GPUs of four", 4: "4 GPUs"}.items():
+        steady = [line for line in lines if line["run"] == run and 2 < line["iteration"] < 5]
+        assert len(steady) == 2
+        seconds = {name: median(line[f"timing_s/{name}"] for line in steady) for name in ("step", "update_actor")}
+        speeds[gpus] = steady[0]["perf/total_num_images"] / seconds["step"]
+        row = next(line for line in page.splitlines() if line.startswith(f"| {run} | {96 * gpus} |"))
+        assert f"| {seconds['update_actor']:.2f} |" in row
+        assert f"| {seconds['step']:.1f} | {speeds[gpus]:.2f} |" in row
+        assert gpus == 1 or f"**{speeds[gpus] / gpus / speeds[1]:.1%}**".replace("%", " %") in row

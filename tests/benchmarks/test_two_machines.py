@@ -3,6 +3,7 @@
 
 import pytest
 
+from benchmarks.local_services import ROOT, import_path
 from benchmarks.two_machines import changes, seconds_of, table
 from tasks.config.recipes import load_recipe, parse_changes
 
@@ -31,3 +32,10 @@ def test_a_row_that_was_cut_off_is_in_the_table() -> None:
     *_, first, last = table([whole, {"recipe": "words", "failed": "no update"}]).splitlines()
     assert first == "| words | 2 x 2 | 5.1 | 6.0 | 1 | 2 | 3.0 | 40.0 | 0 |"
     assert last.count("None") == 8
+
+
+def test_a_benchmark_s_processes_find_the_packages_of_its_own_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/packages")
+    assert import_path(ROOT).split(":") == [str(ROOT), "/packages"]
+    monkeypatch.delenv("PYTHONPATH")
+    assert import_path(ROOT) == str(ROOT), "an empty entry would be the working folder"
