@@ -24,6 +24,10 @@ from tasks.rewards import (
 )
 from tasks.rewards.statistics import PictureStatistics, diversity, picture_statistics
 
+MEASURE: Any = ray.remote(num_cpus=0, max_retries=-1)(picture_statistics)
+"""Stateless, so any idle worker of Ray's may do it, and Ray repeats it if that one dies. Made once: each new remote
+function is pickled and sent to Ray's head at its first call."""
+
 
 @dataclass(frozen=True)
 class PendingScores:
@@ -104,9 +108,7 @@ class Scoring:
         for pool in self.pools.values():
             pool.add(batch)
         if self.with_statistics and batch.pictures is not None:
-            # Stateless, so any idle worker of Ray's may do it, and Ray repeats it if that one dies.
-            measure = ray.remote(picture_statistics).options(num_cpus=0, num_returns=1, max_retries=-1)
-            self.statistics.append(measure.remote(batch.pictures))
+            self.statistics.append(MEASURE.remote(batch.pictures))
 
     @property
     def pending(self) -> PendingScores:
@@ -140,22 +142,25 @@ class RewardGroup:
             self.model.rest()
         return found
 
-    def begin(self, sizes: Sequence[int], *, training: bool) -> Scoring:
+    def begin(self, sizes: Sequence[int], at_once: int = 1, *, training: bool) -> Scoring:
         """Get ready to score batches of these sizes, which are then added one by one.
 
         Args:
             sizes: of the batches of an iteration or a validation, in their order.
+            at_once: of them that many are sampled at the same time, as there are rollout workers.
             training: are they an iteration's, of which some rewards measure a `training_share` only?
         """
         if self.model is not None:
             self.model.begin_use()
         shares = {name: pool.config.training_share if training else 1.0 for name, pool in self.pools.items()}
-        pools = {name: pool.begin(sizes, shares[name]) for name, pool in self.pools.items()}
+        last = (len(sizes) - 1) % at_once + 1  # that come at the same time, when nothing else is sampled any more
+        pools = {name: pool.begin(sizes, shares[name], last) for name, pool in self.pools.items()}
         return Scoring(pools, self.config.guards.statistics)
 
     def submit(self, batches: Sequence[PendingBatch], *, training: bool) -> PendingScores:
         """Start scoring batches that are all handed out; see `begin`."""
-        scoring = self.begin([len(batch.prompts) for batch in batches], training=training)
+        workers = {batch.worker for batch in batches}
+        scoring = self.begin([len(batch.prompts) for batch in batches], max(1, len(workers)), training=training)
         for batch in batches:
             scoring.add(batch)
         return scoring.pending

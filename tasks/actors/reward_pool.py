@@ -82,15 +82,16 @@ class RewardPool:
             allow_out_of_order_execution=True,
         )
 
-    def begin(self, sizes: Sequence[int], share: float = 1.0) -> "PoolScoring":
+    def begin(self, sizes: Sequence[int], share: float = 1.0, together: int = 1) -> "PoolScoring":
         """Get ready to score batches of these sizes: `batch_size` samples a call.
 
         Args:
             sizes: of the batches of an iteration or a validation, in their order.
             share: of each of them, what is scored.
+            together: so many batches share the workers.
         """
-        edges = np.cumsum([0, *sizes])
-        return PoolScoring(self, edges, call_spans(edges, self.config.batch_size, len(self.group), share))
+        edges, workers = np.cumsum([0, *sizes]), ceil(len(self.group) / together)
+        return PoolScoring(self, edges, call_spans(edges, self.config.batch_size, workers, share))
 
     def call(
         self, worker: int, start: int, first: int, prompts: Sequence[ScoredPrompt], shards: Sequence[Any]
@@ -216,7 +217,7 @@ def call_spans(
     Args:
         edges: [batches + 1], where rollout batches begin, and the end of the last one.
         size: `reward.functions.*.batch_size`.
-        workers: of the reward.
+        workers: of the reward, that a batch has for itself.
         share: of each rollout batch, rounded up; below 1 no call covers two of them.
     """
     batches = [(int(start), int(start) + ceil(share * (stop - start))) for start, stop in pairwise(edges)]

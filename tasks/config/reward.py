@@ -59,8 +59,9 @@ class RewardFunctionConfig(Section):
     )
     batch_size: NotShaping[Annotated[int, Field(ge=1, le=MOST_BATCH)] | Literal["auto"] | None] = Field(
         "auto",
-        description="Pictures a call. auto cuts each rollout batch into a call for each of num_workers; a number cuts "
-        "across prompts and rollout batches; null is a rollout batch.",
+        description="Pictures a call. auto cuts each rollout batch into a call for each of num_workers, or for its "
+        "share of them where several rollout workers finish batches together; a number cuts across prompts and "
+        "rollout batches; null is a rollout batch.",
     )
     retries: NotShaping[int] = Field(
         2,

@@ -104,7 +104,7 @@ def submit(run: TrainingRun, number: int, clock: Stopwatch) -> SampledIteration:
     prompts, text = iteration_prompts(run, number, clock)
     keys, batches = online.rollout.batch_keys(prompts, n, number), []
     with clock.stage("gen"):  # where the workers' queues are full, most of the rollout's time
-        scoring = online.reward.begin([*map(len, keys)], training=True)
+        scoring = online.reward.begin([*map(len, keys)], len(online.rollout.group), training=True)
         for batch in online.rollout.hand_out(prompts, keys, run.windows(number)):
             batches.append(batch)
             scoring.add(batch)

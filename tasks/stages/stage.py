@@ -6,8 +6,9 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from prefect import Task, task
+from prefect import Task
 from prefect.cache_policies import NO_CACHE
+from prefect.utilities.annotations import quote
 
 from tasks.system.stopwatch import Stopwatch
 
@@ -15,7 +16,24 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def stage(timing: str, task_name: str | None = None) -> Callable[[Callable[P, R]], Task[Concatenate[Stopwatch, P], R]]:
+class Stage(Task[P, R]):
+    """A Prefect task whose sequences are handed on as they are.
+
+    Prefect looks for futures and states in each element of each argument, twice a call, down to the fields of data
+    classes: for the prompts and noise keys of 2,048 samples a third of a second of an iteration. A stage is never given
+    futures. What is not a sequence, such as another stage's result, Prefect sees, and draws as an input.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the stage; see `Task`."""
+        return super().__call__(*map(_unseen, args), **{name: _unseen(value) for name, value in kwargs.items()})
+
+
+def _unseen(value: Any) -> Any:
+    return quote(value) if isinstance(value, list | tuple) else value
+
+
+def stage(timing: str, task_name: str | None = None) -> Callable[[Callable[P, R]], Stage[Concatenate[Stopwatch, P], R]]:
     """Decorator of a stage: a Prefect task without cache and stored result, called with a stopwatch before its own
     arguments.
 
@@ -27,7 +45,7 @@ def stage(timing: str, task_name: str | None = None) -> Callable[[Callable[P, R]
         task_name: in Prefect; None is `timing` with dashes. A task run has it with the stopwatch's label: update 12.
     """
 
-    def decorate(work: Callable[P, R]) -> Task[Concatenate[Stopwatch, P], R]:
+    def decorate(work: Callable[P, R]) -> Stage[Concatenate[Stopwatch, P], R]:
         @wraps(work)
         def timed(clock: Stopwatch, *args: P.args, **kwargs: P.kwargs) -> R:
             with clock.stage(timing):
@@ -43,6 +61,6 @@ def stage(timing: str, task_name: str | None = None) -> Callable[[Callable[P, R]
             return f"{name} {parameters['clock'].label}".rstrip()
 
         named: Any = run_name  # Prefect's protocol for it has a class method, which no function has
-        return task(name=name, task_run_name=named, cache_policy=NO_CACHE, persist_result=False)(timed)
+        return Stage(timed, name=name, task_run_name=named, cache_policy=NO_CACHE, persist_result=False)
 
     return decorate

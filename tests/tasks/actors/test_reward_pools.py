@@ -107,6 +107,24 @@ def test_calls_are_cut_across_rollout_batches_and_change_no_score(cluster: None)
     )
 
 
+@pytest.mark.parametrize(
+    ("at_once", "sizes"),
+    [(1, [1, 1, 1] * 4), (2, [2, 1] * 4), (3, [1, 1, 1] * 4), (4, [3] * 4)],
+    ids=["one_sampler", "two", "three_of_whom_one_samples_the_last", "four"],
+)
+def test_batches_that_come_at_the_same_time_share_the_workers(cluster: None, at_once: int, sizes: list[int]) -> None:
+    """Three workers and four batches of three: the last ones that come together keep all of them busy, in few calls."""
+    shards = [replace(shard, worker=number % at_once) for number, shard in enumerate(batches(3))]
+    group = RewardGroup(config(brightness={"num_workers": 3}))
+    begun = group.begin([3] * 4, at_once, training=True)
+    for shard in shards:
+        begun.add(shard)
+    for pending in (begun.pending, group.submit(shards, training=True)):
+        assert [call.size for call in pending.calls["brightness"]] == sizes
+        assert group.table(shards, pending).by_reward["brightness"].tolist() == LEVELS
+    assert [call.worker for call in begun.pending.calls["brightness"]] == [i % 3 for i in range(len(sizes))]
+
+
 def test_functions_may_be_async_and_may_want_latents(cluster: None) -> None:
     settings = config(slow_echo={"weight": 2.0}, latent_size={"weight": 0.5}, brightness={"guard": True})
     assert wanted_inputs(settings) == {"images", "latents"}

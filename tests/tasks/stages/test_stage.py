@@ -5,10 +5,13 @@ import importlib
 import inspect
 import pkgutil
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prefect import Task, flow
+from prefect.states import Completed, State
 
 import tasks.stages
 from tasks.stages.advantage import advantage
@@ -83,6 +86,27 @@ def test_prefect_binds_a_stages_arguments_and_its_stopwatch() -> None:
         return half(clock, 4.0, other=1.0), list(clock.seconds)
 
     assert outer() == (3.0, ["half_done"])
+
+
+@stage("given")
+def given(sequence: Sequence[State], by_name: Mapping[str, State]) -> tuple[Sequence[State], Mapping[str, State]]:
+    return sequence, by_name
+
+
+@pytest.mark.slow  # it starts Prefect's temporary server
+def test_prefect_looks_into_no_sequence_of_a_stages_arguments() -> None:
+    """What it looks into, it replaces states in; and it would look into each prompt and noise key of each sample."""
+    states = [Completed(data=1), Completed(data=2)]
+
+    @flow(persist_result=False)
+    def outer() -> tuple[Any, Any]:
+        by_place = given(Stopwatch(), states, {"one": Completed(data=1)})
+        return by_place, given(Stopwatch(), sequence=tuple(states), by_name={})
+
+    (first, looked_into), (second, _) = outer()
+    assert first is states
+    assert looked_into == {"one": 1}, "so the test sees what Prefect looks into"
+    assert [*map(id, second)] == [*map(id, states)]
 
 
 def test_the_tasks_names_are_those_that_the_docs_and_recorded_flow_runs_have() -> None:
