@@ -216,6 +216,19 @@ def best_and_worst_by_sorting(rewards: list[float], k: int) -> list[int]:
     return sorted({*order[:k], *order[-k:]})
 
 
+@pytest.mark.parametrize("mode", ["binary", "one_only"])
+def test_a_group_that_ties_has_no_sign(mode: str) -> None:
+    """Whatever the other group's rewards are: neither all good nor all bad."""
+    draw = np.random.default_rng(3)
+    config = DiffusionAlgoConfig(adv_estimator="gdpo", adv_mode=mode)
+    for _ in range(20):
+        scores = {name: np.float32([*draw.random(3), 0.3, 0.3, 0.3]) for name in ("text", "taste")}
+        total = 0.6 * scores["text"] + 0.4 * scores["taste"]
+        found = advantages_of(total, UIDS, config, scores, {"text": 0.6, "taste": 0.4})
+        assert found[3:].tolist() == [0.0] * 3
+        assert set(found[:3]) > {1.0}
+
+
 @pytest.mark.parametrize("name", ["flow_grpo", "gdpo"])
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_the_best_and_the_worst_are_compared_with_each_other_alone(name: str, k: int) -> None:
