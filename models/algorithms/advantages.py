@@ -149,7 +149,7 @@ def compute_gdpo_outcome_advantage(
 
     z_k = (r_k - mean_group,k) / max(std_group,k, epsilon);  c = sum_k w_k z_k;  A = (c - mean_batch c) / std_batch c,
     standard deviations with ddof 1, the last one also at least epsilon. Every z_k sums to 0 in its group, so
-    mean_batch c is 0; what rounding leaves of it is not subtracted, which would give the samples of equal groups a sign.
+    mean_batch c is 0; what rounding leaves of it is not subtracted: it would be a sign for the samples of equal groups.
 
     Args:
         sample_level_rewards: the weighted sum, [B], [B, 1] or [B, T] as for `compute_flow_grpo_outcome_advantage`; what
