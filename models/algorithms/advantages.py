@@ -148,7 +148,8 @@ def compute_gdpo_outcome_advantage(
     """Each reward normalised in its group before the rewards are added, so that none drowns another (GDPO).
 
     z_k = (r_k - mean_group,k) / max(std_group,k, epsilon);  c = sum_k w_k z_k;  A = (c - mean_batch c) / std_batch c,
-    standard deviations with ddof 1, the last one also at least epsilon.
+    standard deviations with ddof 1, the last one also at least epsilon. Every z_k sums to 0 in its group, so
+    mean_batch c is 0; what rounding leaves of it is not subtracted: it would be a sign for the samples of equal groups.
 
     Args:
         sample_level_rewards: the weighted sum, [B], [B, 1] or [B, T] as for `compute_flow_grpo_outcome_advantage`; what
@@ -185,7 +186,7 @@ def compute_gdpo_outcome_advantage(
                     combined[group] += weight * scored.where(known, 0.0)
     values = combined[compared]
     if len(values):
-        advantages[compared] = (values - values.mean()) / _std(values).clamp_min(epsilon)
+        advantages[compared] = values / _std(values).clamp_min(epsilon)
     advantages = advantages.to(sample_level_rewards.dtype)
     return advantages, advantages
 

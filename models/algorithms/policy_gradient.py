@@ -89,7 +89,8 @@ class GRPOGuardLoss(DiffusionLossFn):
     ) -> tuple[Tensor, dict[str, Any]]:
         """L = mean max(-A ratio, -A clip(ratio, 1-eps, 1+eps)) / (-D), ratio = exp((log_prob - old_log_prob + b) sd).
 
-        b = mean_dims (mu - mu_old)^2 / (2 sd^2) lifts the log-ratio's negative mean; all of it is per sample.
+        b = mean_dims (mu - mu_old)^2 / (2 sd^2) lifts the log-ratio's negative mean; all of it is per sample. Both hold
+        for a Gaussian's log-probs, not for those of `cps_step`, which leave the variance out.
 
         Args:
             old_log_prob, log_prob, advantages, config, rollout_is_weights: as for `FlowGRPOLoss`.

@@ -8,6 +8,7 @@ from models.algorithms import DiffusionNFTLoss, GRPOGuardLoss, check_loss_inputs
 from models.algorithms.losses import IS_WEIGHTS, OLD_MEAN, TEACHER_MEAN, TRAINER_TYPES, DiffusionLossFn
 from models.algorithms.rollout_correction import too_far_apart
 from models.schedulers import leftover_noise
+from models.schedulers.kernels import cps_log_prob, get_kernel
 from models.training.engine import FIRST_RATIO
 from tasks.config.errors import ConfigError
 from tasks.config.tree import TrainConfig
@@ -62,6 +63,7 @@ def check_loss(config: TrainConfig) -> None:
             )
         return
     _check_steps(config)
+    _check_ratio(config, loss)
     gaussian = {OLD_MEAN, TEACHER_MEAN} & {*loss.required_data_keys}
     divides = f"loss {name}" if gaussian else "use_kl_loss" if actor.use_kl_loss else None
     if divides and rollout.algo.sde_type == "cps" and rollout.algo.window_bounds(steps)[1] == steps:
@@ -120,6 +122,17 @@ def _check_steps(config: TrainConfig) -> None:
         raise ConfigError(
             "actor.kl_loss_type is flow_grpo, which leaves out the step length of sd = g sqrt(-D), but sde_type is "
             "cps, whose deviation has none: use gaussian, which is public code's form for cps too"
+        )
+
+
+def _check_ratio(config: TrainConfig, loss: DiffusionLossFn) -> None:
+    """What a loss takes for the log-ratio of two Gaussians is one."""
+    kernel = config.actor_rollout_ref.rollout.algo.sde_type
+    if isinstance(loss, GRPOGuardLoss) and get_kernel(kernel).log_prob is cps_log_prob:
+        raise ConfigError(
+            f"loss {config.actor_rollout_ref.actor.diffusion_loss.loss_mode} centres and scales the ratio of a "
+            f"Gaussian's log-probs, but those of rollout.algo.sde_type {kernel} leave the variance out, so that its "
+            "ratios would be off by more than they are clipped at: use sde or dance_sde, or loss flow_grpo or flow_dppo"
         )
 
 

@@ -23,8 +23,11 @@ def old_log_prob(
     batches: Sequence[PendingBatch | PairBatch],
     advantages: np.ndarray,
     config: RolloutCorrectionConfig,
-) -> OldScores:
+) -> OldScores | None:
     """Score every sample with the present weights, and correct for the rollout engine's own idea of them.
+
+    None, and no pass over the model, where no sample counts: all groups were left out on purpose
+    (`algorithm.drop_equal_groups`), and the update is skipped.
 
     Args:
         trainer, batches: whose samples.
@@ -34,9 +37,11 @@ def old_log_prob(
     Raises:
         NothingToLearn: every sample was rejected.
     """
+    present = torch.from_numpy(~np.isnan(advantages))
+    if not present.any():
+        return None
     scored, rollout = trainer.old_log_probs(batches)
     log_probs = [old.log_probs for old in scored]
-    present = torch.from_numpy(~np.isnan(advantages))
     correction = correct_rollout(torch.cat(log_probs), torch.cat(rollout), present, config)
     weights: tuple[torch.Tensor | None, ...] = (None,) * len(batches)
     if correction.is_weights is not None:

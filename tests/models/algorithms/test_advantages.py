@@ -190,6 +190,16 @@ def test_gdpo_alone_equal_and_missing() -> None:
     assert not any(math.isnan(value) for value in result[1:])
 
 
+def test_gdpo_gives_a_sample_that_is_not_better_or_worse_exactly_0() -> None:
+    """A group that ties, and the middle of three: rounding in the mean over the others must not give them a sign."""
+    draw, weights = random.Random(7), {"ocr": 0.6, "taste": 0.4}
+    for _ in range(20):
+        scores = {name: [0.25] * 4 + [0.0, 0.5, 1.0] + [draw.random() for _ in range(8)] for name in weights}
+        found = gdpo(scores, weights, ["a"] * 4 + ["b"] * 3 + ["c"] * 8)
+        assert [*found[:4], found[5]] == [0.0] * 5
+        assert found[4] == -found[6] < 0
+
+
 # ---- the registry
 
 

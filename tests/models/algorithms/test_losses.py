@@ -24,7 +24,7 @@ from models.algorithms import (
 )
 from models.algorithms.losses import REF_MEAN, TEACHER_MEAN
 from models.config.actor import DiffusionActorConfig, DiffusionLossConfig
-from models.schedulers import FlowMatchSDEDiscreteScheduler
+from models.schedulers import KERNELS, FlowMatchSDEDiscreteScheduler
 
 CLIP = 0.1
 CONFIG = DiffusionActorConfig(diffusion_loss=DiffusionLossConfig(clip_ratio=CLIP, adv_clip_max=5.0))
@@ -193,6 +193,31 @@ def test_grpo_guard_equals_the_formula_sample_by_sample() -> None:
     for row in range(40):
         one = {name: value[row : row + 1] for name, value in given.items()}
         assert GRPOGuardLoss.compute_loss(**one, config=CONFIG)[0].item() == pytest.approx(expected[row], rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["sde", "dance_sde"])
+@pytest.mark.parametrize("levels", [(0.95, 0.9), (0.6, 0.5), (0.2, 0.1)])
+def test_grpo_guards_ratio_has_one_mean_and_one_scale_at_every_level(name: str, levels: tuple[float, float]) -> None:
+    """For x' that the old policy drew: log-ratio ~ N(0, mean (mu - mu_old)^2 / D), whatever the step's sd."""
+    samples, size = 64, 4096
+    x, v, dv, z = torch.randn(4, samples, size, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    sigmas = [torch.full((samples, 1), level, dtype=torch.float64) for level in (*levels, 0.97)]
+    kernel = KERNELS[name]
+    old, own = (kernel.step(x, velocity, *sigmas, 0.8) for velocity in (v, v + 0.05 * dv))
+    drawn = old.mean + old.std_dev_t * z
+    _, metrics = GRPOGuardLoss.compute_loss(
+        old_log_prob=kernel.log_prob(drawn, old),
+        log_prob=kernel.log_prob(drawn, own),
+        advantages=torch.ones(samples, dtype=torch.float64),
+        config=CONFIG,
+        old_prev_sample_mean=old.mean,
+        prev_sample_mean=own.mean,
+        std_dev_t=own.std_dev_t,
+        sqrt_dt=torch.sqrt(sigmas[0] - sigmas[1]).flatten(),
+    )
+    scale = ((own.mean - old.mean) ** 2).mean().sqrt().item() / math.sqrt(size)
+    assert abs(metrics["ppo_kl"].item()) < 5 * scale / math.sqrt(samples)
+    assert metrics["ratio_deviation/mean"].item() == pytest.approx(scale * math.sqrt(2 / math.pi), rel=0.4)
 
 
 def test_grpo_guard_takes_scalars_for_a_step_that_all_share() -> None:

@@ -97,6 +97,13 @@ RS_SETTINGS: list[dict[str, Any]] = [
 ]
 
 
+def test_weights_that_are_all_0_have_no_mean_to_divide_by() -> None:
+    """Outside of the bounds a step weighs 0; it is not rejected, as NaN would say."""
+    settings = config(rollout_is="step", rollout_is_bounds=(0.5, 2.0), rollout_is_batch_normalize=True)
+    result = corrected([[1.0] * STEPS] * 2, [[0.0] * STEPS] * 2, [True] * 2, settings)
+    assert result.is_weights.tolist() == [[0.0] * STEPS] * 2
+
+
 @pytest.mark.parametrize("settings", IS_SETTINGS + RS_SETTINGS, ids=lambda s: "-".join(str(v) for v in s.values()))
 def test_weights_and_rejection_equal_the_reference(settings: dict[str, Any]) -> None:
     """A sample without a reward is in no statistic and in no update."""

@@ -17,7 +17,7 @@ from models.config.actor import ForwardProcessConfig
 from models.families.base import DiffusionModelConfig
 from models.families.qwen_image import QwenImage
 from models.rollout.diffusers import DiffusersRolloutEngine
-from models.samples.trajectories import FinishedLatents
+from models.samples.trajectories import FinishedLatents, PromptTable
 from models.training import forward_batches
 from models.training.forward_batches import piece_sizes
 from models.training.fsdp import DiffusersFSDPEngine
@@ -33,7 +33,7 @@ from tests.support.helpers import (
     passes_of_updates_alike,
     rollout_request,
 )
-from tests.support.plain_forward import Noised, noised, plain_iterations, with_pairs_noise
+from tests.support.plain_forward import Noised, noised, plain_iterations, plain_loss, predicted, with_pairs_noise
 from tests.support.plain_trainer import plain_kl, plain_module, plain_replay
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -253,6 +253,30 @@ def test_shared_noise_and_stratified_levels_apart_and_together_train_as_the_plai
         metrics = engine.update_policy(batches_of(samples))
         assert metrics["grad_norm"] == pytest.approx(plain.norms[number], rel=1e-3)
         assert largest_difference(engine.gather_weights(), plain.weights[number]) < 3e-6
+
+
+@pytest.mark.parametrize("gradient", ["both", "conditional"])
+def test_guided_velocities_learn_through_both_halves_or_through_the_prompts_alone(
+    tiny_model: Path, samples: list[FinishedLatents], gradient: str
+) -> None:
+    """Twice the guidance, at noised samples, with Qwen-Image's length of the half with the prompt (plain autograd)."""
+    config = model_config(tiny_model, true_cfg_scale=2.0)
+    embeds, mask = torch.randn(1, 4, 32, generator=torch.Generator().manual_seed(3)), torch.ones(1, 4).bool()
+    without = PromptTable(embeds, mask)
+    part = samples[1]
+    table = replace(part.prompts, negative_prompt_embeds=embeds, negative_prompt_embeds_mask=mask)
+    engine = trainer(config, "awm", guidance_gradient=gradient)
+    metrics = engine.update_policy(batches_of([replace(part, prompts=table)], ADVANTAGES[1:]))
+
+    data, module = noised(part, ADVANTAGES[1], levels_of(part, engine._forward_config)), plain_module(config)
+    conditional = predicted(module, data)
+    unconditional = predicted(module, replace(data, table=without, rows=torch.zeros_like(data.rows)))
+    unconditional = unconditional.detach() if gradient == "conditional" else unconditional
+    v = unconditional + 2 * (conditional - unconditional)
+    v = v * conditional.norm(dim=-1, keepdim=True) / v.norm(dim=-1, keepdim=True)
+    plain_loss(engine.actor_config, v, {"old": v.detach(), "ema": v.detach()}, data).backward()
+    norm = torch.stack([p.grad.norm() for p in module.parameters() if p.grad is not None]).norm()
+    assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
 
 
 @full_and_lora

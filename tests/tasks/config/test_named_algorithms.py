@@ -420,6 +420,13 @@ def test_what_an_algorithm_does_not_use_is_not_refused(settings: tuple[str, ...]
         ),
         (
             (
+                "algorithm.name=grpo_guard",
+                "actor_rollout_ref.rollout.algo={sde_type: cps, noise_level: 0.8}",
+            ),
+            "loss grpo_guard centres .*sde_type cps leave the variance out, .*: use sde or dance_sde, or loss flow",
+        ),
+        (
+            (
                 "algorithm.name=flow_dppo",
                 "actor_rollout_ref.rollout.algo={sde_type: cps, sde_window_range: [0, 10]}",
             ),

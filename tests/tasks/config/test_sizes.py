@@ -141,6 +141,8 @@ def test_sizes_go_with_the_rest_of_the_config() -> None:
     assert batch_sizes(config_with(algorithm={"name": "dpo"})) == [4, 8, 16]
     queued = {"rollout": {"max_queued_batches": 4}}
     assert batch_sizes(config_with(queued, trainer={"one_step_off_policy": True})) == [8, 16]
+    two = {"rollout": {"max_queued_batches": 4, "num_actors": 2}}  # 8 places in all
+    assert batch_sizes(config_with(two, trainer={"one_step_off_policy": True})) == [4, 8]
 
 
 def never(config: TrainConfig) -> PassCost:

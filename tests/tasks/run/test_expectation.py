@@ -14,6 +14,7 @@ from models.cost.meta_pass import pass_cost
 from models.families.base import DiffusionModelConfig
 from tasks.config.tree import TrainConfig
 from tasks.run.expectation import BesideExpected, Expectation, RewardWork, expect, planned_work, reward_work
+from tasks.run.update_passes import trained_steps
 from tests.support.tiny_models import embeddings_of
 
 SHARES = Shares(MEASURED[0], 0.5, 0.25, 0.5)
@@ -107,6 +108,18 @@ def test_old_log_probs_are_forwards_of_every_sample(tiny_model: Path) -> None:
     work = planned_work(config, flops)
     assert work.old_log_prob == pytest.approx(flops.update(shapes, 0, 48, 0))
     assert work.update == pytest.approx(flops.update(shapes, 24, 0, 0)), "half of the samples are learnt from"
+
+
+@pytest.mark.parametrize(("name", "passes"), [("flow_grpo", 2), ("diffusion_nft", 1)])
+def test_what_an_update_compares_with_is_computed_in_every_epoch_or_once(
+    tiny_model: Path, name: str, passes: int
+) -> None:
+    """A replayed step asks the reference again; of noised samples the velocities are there before the first step."""
+    actor = {"use_kl_loss": True, "kl_loss_coef": 0.1, "ppo_epochs": 2}
+    config = run_config(tiny_model, algorithm={"name": name}, actor_rollout_ref={"actor": actor})
+    flops, shapes = flops_of(config), [Batch(16, 9, 9)]
+    seen = passes * 16 * trained_steps(config)
+    assert planned_work(config, flops).reference == pytest.approx(flops.update(shapes, 0, 0, seen))
 
 
 def test_a_half_that_the_rollout_records_serves_the_first_optimiser_step(tiny_model: Path) -> None:

@@ -209,11 +209,38 @@ def test_gdpo_drops_a_group_only_where_each_reward_ties() -> None:
     assert np.isnan(of_the_sum).all(), "the others compare the sum"
 
 
+def test_of_a_group_only_the_samples_that_count_tie_or_do_not() -> None:
+    """Neither a sample whose other reward is missing nor one that the choice left out says how those that count are."""
+    text, taste = np.array([0, 0.5, 1, 0.7, 0.7, NAN], np.float32), np.array([0, 2, 1, 0.3, 0.3, 0.9], np.float32)
+    weights = {"text": 1, "taste": 1}
+    config = DiffusionAlgoConfig(adv_estimator="gdpo", drop_equal_groups=True)
+    found = advantages_of(text + taste, UIDS, config, {"text": text, "taste": taste}, weights)
+    assert np.isnan(found).tolist() == [False] * 3 + [True] * 3
+    # The sums of group b tie, so its first and its last sample are chosen, which tie in each reward.
+    text[3:], taste[3:] = (1, 0, 1), (0, 1, 0)
+    chosen = config.model_copy(update={"best_worst_k": 1})
+    found = advantages_of(text + taste, UIDS, chosen, {"text": text, "taste": taste}, weights)
+    assert np.isnan(found).tolist() == [False, False, True] + [True] * 3
+
+
 def best_and_worst_by_sorting(rewards: list[float], k: int) -> list[int]:
     """Positions that stay of one group: sort, then both ends; among equal rewards the earlier one is the worse."""
     there = [i for i, reward in enumerate(rewards) if np.isfinite(reward)]
     order = sorted(there, key=lambda i: (rewards[i], i))
     return sorted({*order[:k], *order[-k:]})
+
+
+@pytest.mark.parametrize("mode", ["binary", "one_only"])
+def test_a_group_that_ties_has_no_sign(mode: str) -> None:
+    """Whatever the other group's rewards are: neither all good nor all bad."""
+    draw = np.random.default_rng(3)
+    config = DiffusionAlgoConfig(adv_estimator="gdpo", adv_mode=mode)
+    for _ in range(20):
+        scores = {name: np.float32([*draw.random(3), 0.3, 0.3, 0.3]) for name in ("text", "taste")}
+        total = 0.6 * scores["text"] + 0.4 * scores["taste"]
+        found = advantages_of(total, UIDS, config, scores, {"text": 0.6, "taste": 0.4})
+        assert found[3:].tolist() == [0.0] * 3
+        assert set(found[:3]) > {1.0}
 
 
 @pytest.mark.parametrize("name", ["flow_grpo", "gdpo"])

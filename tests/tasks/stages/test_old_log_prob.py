@@ -26,7 +26,7 @@ class Trainer:
         return [OldBatch(own, None, f"means of {number}") for number, own in enumerate(OWN)], THEIRS  # type: ignore[arg-type]
 
 
-def scored(missing: int | None = None, **settings: Any) -> Any:
+def scored(missing: int | slice | None = None, **settings: Any) -> Any:
     advantages = np.linspace(-1, 1, 4, dtype=np.float32)
     if missing is not None:
         advantages[missing] = np.nan
@@ -57,6 +57,14 @@ def test_a_sample_without_a_reward_is_not_in_the_metrics() -> None:
     name = "rollout_corr/logprob_abs_diff_max"
     assert whole.metrics[name] == pytest.approx(0.3)
     assert without.metrics[name] == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"rollout_is": "step"}, {"rollout_rs": "step_k2", "rollout_rs_threshold": 9.0}]
+)
+def test_an_iteration_of_groups_that_all_tie_is_no_error(settings: dict[str, Any]) -> None:
+    """`drop_equal_groups` leaves every sample out: nothing was rejected, and the update is skipped."""
+    assert scored(missing=slice(None), **settings) is None
 
 
 def test_an_iteration_whose_every_sample_is_rejected_says_so() -> None:
