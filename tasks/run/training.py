@@ -79,6 +79,7 @@ class TrainingRun:
         iteration: the last one that is in the weights.
         learned: metrics of the update that made them.
         held_out: the last held-out reward that was measured.
+        held_out_of: the iteration whose weights that was measured of; None before there is one.
         spent: what the recorded iterations cost, under cost/.
         has_updated: has this process made an update?
         prompts_ahead: iteration -> its prompts, which are being encoded ahead.
@@ -102,6 +103,7 @@ class TrainingRun:
     iteration: int = 0
     learned: dict[str, float] = field(default_factory=dict)
     held_out: float = float("nan")
+    held_out_of: int | None = None
     spent: dict[str, float] = field(default_factory=dict)
     has_updated: bool = False
     prompts_ahead: dict[int, list[Prompt]] = field(default_factory=dict)
@@ -258,7 +260,9 @@ class TrainingRun:
         """
         recorded = self.tracker.latest()
         self.spent = {name: value for name, value in recorded.items() if name.startswith("cost/")}
-        self.held_out = recorded.get("val/reward/mean", self.held_out)
+        if measured := self.tracker.history("val/reward/mean"):
+            self.held_out_of = max(measured)
+            self.held_out = measured[self.held_out_of]
         found = self.store.latest(self.config.digest(), self.inputs.digest)
         if found is None:
             return
