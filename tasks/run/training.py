@@ -81,6 +81,7 @@ class TrainingRun:
         held_out: the last held-out reward that was measured.
         held_out_of: the iteration whose weights that was measured of; None before there is one.
         spent: what the recorded iterations cost, under cost/.
+        elsewhere: the iteration up to which another MLflow run has the record.
         has_updated: has this process made an update?
         prompts_ahead: iteration -> its prompts, which are being encoded ahead.
         machines: what tells of those that are lost, while the run is open.
@@ -105,6 +106,7 @@ class TrainingRun:
     held_out: float = float("nan")
     held_out_of: int | None = None
     spent: dict[str, float] = field(default_factory=dict)
+    elsewhere: int = 0
     has_updated: bool = False
     prompts_ahead: dict[int, list[Prompt]] = field(default_factory=dict)
     machines: MachineWatch | None = None
@@ -245,8 +247,8 @@ class TrainingRun:
             self.stages.forget(saved)
 
     def recorded(self, iteration: int) -> bool:
-        """Has MLflow everything of the iteration?"""
-        return iteration in self.tracker.logged_steps
+        """Has MLflow everything of the iteration, be it in the run that this one takes up?"""
+        return iteration in self.tracker.logged_steps or 0 < iteration <= self.elsewhere
 
     @property
     def next_iteration(self) -> int:
@@ -270,4 +272,6 @@ class TrainingRun:
         require_own(weights)
         self.trainer.load(weights)
         self.iteration, self.learned = state.iteration, state.metrics
+        if state.mlflow_run_id != self.tracker.run_id and not self.stages.has_scores(state.iteration):
+            self.elsewhere = state.iteration  # its scores are in the record there, and nowhere else
         self.stages.forget(self.next_iteration - 1)
