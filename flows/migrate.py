@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A recipe out of another system's script, overrides or configuration function: `python -m flows.migrate SCRIPT`."""
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -74,7 +75,8 @@ def _show(script: Path, made: Translation, out: Path | None) -> None:
             raise ConfigError(
                 f"--out is {out}, which cannot be written ({error.strerror}): give another file"
             ) from error
-        typer.echo(f"{out}: python -m flows.train --config {out}, or below `config:` of a deployment in prefect.yaml")
+        named = shlex.quote(str(out))
+        typer.echo(f"{out}: python -m flows.train --config {named}, or below `config:` of a deployment in prefect.yaml")
     if made.problem:
         raise ConfigError(f"the recipe is not valid yet: {made.problem}")
 

@@ -19,13 +19,16 @@ from typing import Any
 
 import optuna
 import pandas as pd
-from optuna.trial import TrialState
+from optuna.distributions import check_distribution_compatibility
+from optuna.trial import FixedTrial, TrialState
 from prefect import flow
 from prefect.artifacts import create_table_artifact
 
 from models.config.bounds import MOST_NUMPY_SEED
 from tasks.actors.child_run import ChildDied, ChildRun, child_run, shared_place
-from tasks.config.overrides import NoChange
+from tasks.config.errors import ConfigError
+from tasks.config.identity import shaping
+from tasks.config.overrides import NoChange, flat
 from tasks.config.sweep import SweepConfig, check_fields
 from tasks.config.tree import NO_OVERRIDES, Recipe, TrainConfig, TrainOverrides
 from tasks.records.tracking import Tracker
@@ -34,6 +37,8 @@ from tasks.run.opening import apply_overrides
 from tasks.run.preflight import check_inputs
 from tasks.system.access import shared_server
 
+COMPARED = "compared"
+"""Attribute of a study: `_compared` at the sweep's first start."""
 DONE = (TrialState.COMPLETE, TrialState.PRUNED)
 optuna.logging.set_verbosity(optuna.logging.WARNING)  # else it tells the terminal that there is a study
 
@@ -58,6 +63,7 @@ def sweep(config: Recipe, search: SweepConfig, overrides: TrainOverrides | NoCha
     folder = config.trainer.default_local_dir / "sweeps" / search.name
     folder.mkdir(parents=True, exist_ok=True)
     study = open_study(search, folder)
+    check_continued(study, search, config)
     tracker = Tracker(config.tracking, f"sweep-{search.name}", study.user_attrs.get("mlflow_run_id"))
     study.set_user_attr("mlflow_run_id", tracker.run_id)
     with tracker.concluded():
@@ -146,6 +152,49 @@ def open_study(search: SweepConfig, folder: Path) -> optuna.Study:
     )
     study.sampler = _sampler(search, len(study.get_trials(deepcopy=False)))
     return study
+
+
+def check_continued(study: optuna.Study, search: SweepConfig, config: TrainConfig) -> None:
+    """What a sweep compares stays what it was at its first start, which is kept in the study.
+
+    Raises:
+        ConfigError: the metric, what the runs have in common or the kind of a field's values is another: the study
+            would take old runs for new points, and Optuna the new values for none.
+    """
+    now = _compared(search, config)
+    before = study.user_attrs.get(COMPARED)
+    if before is None:  # it begins, or is older than this record
+        study.set_user_attr(COMPARED, before := now)
+    before = before | {"search.direction": study.direction.name.lower()}
+    advice = f"but the sweep {search.name} of before, which a sweep of its name continues,"
+    for path in sorted(before.keys() & now.keys()):
+        if now[path] != before[path]:
+            raise ConfigError(f"{path} is {now[path]}, {advice} began with {before[path]}: give another search.name")
+    for name, dimension in search.space.items():
+        drawn = [trial.distributions[name] for trial in study.get_trials(deepcopy=False) if name in trial.distributions]
+        here = FixedTrial({name: dimension.ends()[0]})
+        dimension.suggest(here, name)
+        for distribution in drawn:
+            try:
+                check_distribution_compatibility(distribution, here.distributions[name])
+            except ValueError as error:
+                raise ConfigError(
+                    f"search.space: {name} is {dimension.model_dump(exclude_unset=True)}, {advice} drew it from "
+                    f"{distribution}: choices stay the same, and so does the kind of a range; give another search.name"
+                ) from error
+
+
+def _compared(search: SweepConfig, config: TrainConfig) -> dict[str, Any]:
+    """Dotted path -> value of what makes the runs' results comparable, but for the fields that are tried."""
+    rollout = {"val_kwargs": config.actor_rollout_ref.rollout.val_kwargs.model_dump(mode="json")}
+    beside = {
+        "actor_rollout_ref": {"rollout": rollout},
+        "trainer": {"total_training_steps": config.trainer.total_training_steps},
+    }
+    shared = flat(shaping(config)) | flat(beside)
+    tried = tuple(f"{path}." for path in search.space)
+    shared = {path: value for path, value in shared.items() if not f"{path}.".startswith(tried)}
+    return shared | {"search.metric": search.metric, "search.direction": search.direction}
 
 
 def _sampler(search: SweepConfig, trials: int) -> optuna.samplers.BaseSampler:

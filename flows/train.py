@@ -284,7 +284,7 @@ def validate_weights(run: TrainingRun, clock: Stopwatch) -> Validation:
     result = draw_and_score(clock, online.rollout, online.reward, run.inputs.test, n, pipeline)
     if other:
         sync(run, clock, run.sampling_weights)
-    run.held_out = result.reward
+    run.held_out, run.held_out_of = result.reward, run.iteration
     keep_grid(run.config, run.iteration, result.sheet)
     return result
 

@@ -6,7 +6,7 @@ import math
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +50,8 @@ SLOT_LEASE_SECONDS = 90.0
 """After which the slots of a run that was killed are free; Prefect renews them while it lives."""
 
 
+LATE = "timed out during startup"
+"""Words of Ray's error where its daemon is not there after half a minute."""
 AGENTS_SECONDS = 2
 """For what Ray has started to end with it."""
 RAY_FILES = str(Path(ray.__file__).parent)
@@ -107,7 +109,8 @@ def ray_cluster(
         the socket where forks are asked for, if workers are forks.
 
     Raises:
-        ClusterError: the cluster at RAY_ADDRESS does not answer, or not to this process.
+        ClusterError: the cluster at RAY_ADDRESS does not answer, or not to this process; or one that is started here
+            is not there in time.
         RayFilesError: Ray's files have no place, or others could read its token.
     """
     for name, value in QUIET_ENVIRONMENT.items():
@@ -139,16 +142,27 @@ def ray_cluster(
         if address or forks or needs != WorkerNeeds():
             place["runtime_env"] = environment
         with _own_daemons_ended():
-            try:
-                with _own_handler_of_sigterm(), set_up_at_once() if forks else nullcontext():
-                    ray.init(log_to_driver=config.log_to_driver, logging_level=logging.WARNING, **place)
-            except (ConnectionError, AuthenticationError) as error:
-                raise ClusterError(
-                    f"the Ray cluster at RAY_ADDRESS {address} cannot be joined ({error}): start it, unset "
-                    "RAY_ADDRESS, or, if it was started with a token, set RAY_AUTH_MODE=token and have the same token "
-                    "here"
-                ) from error
+            with _own_handler_of_sigterm(), set_up_at_once() if forks else nullcontext():
+                _connect(config, address, place)
             yield forks
+
+
+def _connect(config: RayConfig, address: str | None, place: Mapping[str, Any]) -> None:
+    """Join the cluster at the address, or start one. Raises ClusterError."""
+    try:
+        ray.init(log_to_driver=config.log_to_driver, logging_level=logging.WARNING, **place)
+    except (ConnectionError, AuthenticationError) as error:
+        raise ClusterError(
+            f"the Ray cluster at RAY_ADDRESS {address} cannot be joined ({error}): start it, unset RAY_ADDRESS, or, if "
+            "it was started with a token, set RAY_AUTH_MODE=token and have the same token here"
+        ) from error
+    except Exception as error:  # the only kind that Ray has for it
+        if LATE not in str(error):
+            raise
+        raise ClusterError(
+            "Ray did not start on this machine within its time, as where other programs keep all cores busy: give the "
+            "command again, or end some of them"
+        ) from error
 
 
 @contextmanager

@@ -34,9 +34,9 @@ def working_folder() -> Iterator[Path]:
     Both are removed afterwards. After an error the logs of Ray's processes stay, and the error says where.
 
     Raises:
-        RayFilesError: its path would be too long.
+        RayFilesError: its path would be too long, or nothing can be written there.
     """
-    outer = Path(tempfile.mkdtemp(prefix="ray-", dir=os.environ.get("RAY_TMPDIR"))).absolute()  # mode 0700
+    outer = _private_folder()
     inner = outer / "r"
     try:
         if len(str(inner)) > LONGEST:
@@ -54,6 +54,18 @@ def working_folder() -> Iterator[Path]:
         shutil.rmtree(inner, ignore_errors=True)
         with suppress(OSError):  # it stays where it has logs
             outer.rmdir()
+
+
+def _private_folder() -> Path:
+    """A new folder, mode 0700. Raises RayFilesError where none can be made."""
+    place = os.environ.get("RAY_TMPDIR")
+    try:
+        return Path(tempfile.mkdtemp(prefix="ray-", dir=place)).absolute()
+    except OSError as error:
+        where = "the system's temporary folder" if place is None else f"RAY_TMPDIR {place}"
+        raise RayFilesError(
+            f"Ray's files cannot be written into {where} ({error.strerror}): set RAY_TMPDIR to a folder of your own"
+        ) from error
 
 
 def keep_token_private(makes_one: bool) -> None:

@@ -127,6 +127,7 @@ def sweep(
     search: Annotated[
         list[str] | None, typer.Option("--search", help="field=value of what is searched; may be repeated.")
     ] = None,
+    overrides: Machine = None,
     changes: Changes = None,
     debug: Debug = False,
 ) -> None:
@@ -137,15 +138,15 @@ def sweep(
         searched = validate_section(SweepConfig, given.get("search"), source)
         searching, lost = with_search(searched, parse_settings(search or [], "--search"))
         searches = validate_section(SweepConfig, searching, "--search")
-        overrides = parse_changes(changes or [], recipe=config)
-        changed = config.with_changes(overrides)
+        shared = parse_changes(changes or [], overrides or [], config)
+        changed = config.with_changes(shared)
         check_early(changed)
         check_fields(changed, searches)
         if lost:
             fields = ", ".join(f"{path} {value}" for path, value in lost.items())
             typer.echo(f"warning: search.space is replaced as a whole: without the deployment's {fields}", err=True)
 
-        for name, value in run_flow(flow_of("sweep"), debug, config, searches, overrides, continues=True).items():
+        for name, value in run_flow(flow_of("sweep"), debug, config, searches, shared, continues=True).items():
             typer.echo(f"{name:16} {value}")
 
 

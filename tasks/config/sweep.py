@@ -61,7 +61,7 @@ class Dimension(Section):
             raise ValueError("choices are no range: they have neither low nor high")
         return self.low, self.high
 
-    def suggest(self, trial: "optuna.Trial", name: str) -> Any:
+    def suggest(self, trial: "optuna.trial.BaseTrial", name: str) -> Any:
         """Optuna's choice."""
         if self.choices is not None:
             return trial.suggest_categorical(name, self.choices)
@@ -163,7 +163,8 @@ def _paths(tree: dict[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def check_fields(config: TrainConfig, search: SweepConfig) -> None:
-    """Every field exists, takes its first value and is read by some run; a grid is small enough to be listed."""
+    """Every field exists, takes its first value, is read by some run and tells runs apart; a grid is small enough to be
+    listed."""
     if search.sampler == "grid":
         points = math.prod(dimension.grid_size() for dimension in search.space.values())
         if points > MOST_GRID_POINTS:
@@ -181,6 +182,24 @@ def check_fields(config: TrainConfig, search: SweepConfig) -> None:
         why = _why_nothing_changes(config, search.space, path)
         if why is not None:
             raise ConfigError(f"search.space: {path} would change nothing, for {why}: leave it out")
+    for path, dimension in search.space.items():
+        if _names_one_run(config, path, dimension):
+            raise ConfigError(
+                f"search.space: {path} is no part of a run's name, so runs that differ in it alone are one, whose "
+                "results each value would get: leave it out, and set it in a sweep with another search.name for each "
+                "value"
+            )
+
+
+def _names_one_run(config: TrainConfig, path: str, dimension: Dimension) -> bool:
+    """Is it the same run, by its name, whichever of its different values the field has?"""
+    first, *others = dimension.ends()
+    others = [value for value in others if value != first]
+    try:
+        named = {config.with_changes(config.at_paths({path: value})).run_name for value in (first, *others)}
+    except ValueError:  # one of them needs another field
+        return False
+    return bool(others) and len(named) == 1
 
 
 def _why_nothing_changes(config: TrainConfig, space: Mapping[str, Dimension], path: str) -> str | None:

@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 
 from models.errors import DoubleflowError
+from tasks.records.held_out_falls import REWARD
 
 PAIR = ("set", "steps", "guidance", "seed", "uid", "sample_index")
 """Columns that name a picture: two sets of weights draw it from the same prompt and the same noise."""
@@ -27,6 +28,16 @@ class Interval:
     def __str__(self) -> str:
         """As "+0.1200 [+0.0900, +0.1500]"."""
         return f"{self.mean:+.4f} [{self.low:+.4f}, {self.high:+.4f}]"
+
+
+def score_columns(table: pd.DataFrame) -> list[str]:
+    """Columns of the trained reward and of every reward by itself.
+
+    Where a reward is called `reward`, as `flows.migrate` calls one, its details are below the same name: those that are
+    no numbers are left out.
+    """
+    numbers = table.select_dtypes("number").columns
+    return [str(name) for name in numbers if name == REWARD or str(name).startswith(f"{REWARD}/")]
 
 
 def mean_interval(values: np.ndarray, confidence: float, resamples: int = 9999) -> Interval:

@@ -117,11 +117,18 @@ def champion(client: MlflowClient, name: str) -> ModelVersion | None:
 
 
 def promote(client: MlflowClient, version: ModelVersion) -> str | None:
-    """Make a version the champion, unless the guards of the run that trained it flagged it.
+    """Make a version the champion, unless the guards of the run that trained it flagged it, or the champion is one that
+    `register` did not make: with that nothing was compared.
 
     Returns:
-        What they said, where it was not made the champion; else None.
+        Why it was not made the champion; None where it was.
     """
+    best = champion(client, version.name)
+    if best is not None and ITERATION not in best.tags:
+        return (
+            f"version {best.version}, the champion, was registered by other means and is never measured: move or "
+            "remove its alias by hand"
+        )
     doubt = client.get_model_version(version.name, version.version).tags.get(HACKING_TAG)
     if doubt is None:
         client.set_registered_model_alias(version.name, CHAMPION, version.version)

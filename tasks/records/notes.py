@@ -108,7 +108,7 @@ def version_note(weights: Weights, iteration: int, held_out: str | None) -> str:
     """Markdown that describes a registered version: what it achieved, how it is loaded and where its files are.
 
     Args:
-        held_out: the held-out reward that was measured last; None where there is none.
+        held_out: the weights' held-out reward; None where it was not measured of these.
     """
     code = f"import mlflow\nfrom diffusers import {weights.pipeline}\n\n{weights.snippet().replace('; ', chr(10))}"
     return (

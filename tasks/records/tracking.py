@@ -18,6 +18,7 @@ from PIL import Image
 from prefect.exceptions import TerminationSignal
 
 from models.config.section import Section
+from models.errors import DoubleflowError
 from tasks.config.tracking import PASSWORD_OF_MLFLOW, TrackingConfig
 from tasks.records.headline import HEADLINE, experiment_tags, headline
 from tasks.records.lineage import Lineage
@@ -32,11 +33,19 @@ from tasks.system.late_mlflow import MlflowClient, artifact_repository_registry,
 STEP_MARK = "trainer/global_step"
 """Logged last of a step's records, so its history says which steps are complete."""
 PARAM_LIMIT = 6000
-EXISTS = "RESOURCE_ALREADY_EXISTS"
+EXISTS, MISSING = "RESOURCE_ALREADY_EXISTS", "RESOURCE_DOES_NOT_EXIST"
+GONE = (
+    "which is to go on: restore it (`mlflow runs restore --run-id`), set MLFLOW_TRACKING_URI to the MLflow that has "
+    "it, or go on in a new one"
+)
 LAST_WORDS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": 2, "MLFLOW_HTTP_REQUEST_TIMEOUT": 10}
 """Of MLflow's settings, while a run that fails says so; nobody waits for more than half a minute."""
 NO_TIME = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": 0, "MLFLOW_HTTP_REQUEST_TIMEOUT": 3}
 """The same where SIGTERM ends the run, which is to be heeded in seconds, or where MLflow is known to be away."""
+
+
+class RunGone(DoubleflowError, ValueError):
+    """MLflow has no longer the run that is to be continued."""
 
 
 def mlflow_client(config: TrackingConfig) -> MlflowClient:
@@ -67,7 +76,7 @@ class Tracker:
     """
 
     def __init__(self, config: TrackingConfig, run_name: str, run_id: str | None = None, parent: str | None = None):
-        """Start the run in MLflow, or go on with it."""
+        """Start the run in MLflow, or go on with it. Raises RunGone where MLflow has none of that id."""
         client = mlflow_client(config)
         self.uri = uri = client.tracking_uri
         self._plain = client if is_server(uri) else cast(MlflowClient, LocalClient(client))
@@ -75,7 +84,7 @@ class Tracker:
         self.client = cast(MlflowClient, self.patience)
         experiment = self._experiment(config, uri)
         close_dead_runs(self.client, [experiment])
-        self.run_id = run_id or self._create(experiment, run_name, parent)
+        self.run_id = self._create(experiment, run_name, parent) if run_id is None else self._there(run_id)
         self.client.log_batch(
             self.run_id, tags=[mlflow.entities.RunTag(name, value) for name, value in owner_tags().items()]
         )
@@ -286,6 +295,18 @@ class Tracker:
         if root is None and uri.startswith("sqlite:"):
             root = (Path("mlruns").resolve()).as_uri()
         return self.client.create_experiment(config.experiment, artifact_location=root, tags=experiment_tags())
+
+    def _there(self, run_id: str) -> str:
+        """The id of a run that is to go on."""
+        try:
+            deleted = self.client.get_run(run_id).info.lifecycle_stage == mlflow.entities.LifecycleStage.DELETED
+        except mlflow.exceptions.MlflowException as error:
+            if error.error_code != MISSING:
+                raise
+            raise RunGone(f"MLflow at {self.uri} has no run {run_id}, {GONE}") from error
+        if deleted:
+            raise RunGone(f"MLflow at {self.uri} has deleted the run {run_id}, {GONE}")
+        return run_id
 
     def _create(self, experiment: str, run_name: str, parent: str | None) -> str:
         """A run that has its owner from the first moment on: one that is killed in the next is seen to be dead."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from tasks.records.comparison import Interval, mean_interval
+from tasks.records.comparison import Interval, mean_interval, score_columns
 from tasks.records.history import RunHistory
 from tasks.records.model_registry import TABLE
 from tasks.records.tracking import STEP_MARK
@@ -136,7 +136,7 @@ def read(history: RunHistory, grids: Iterable[str] = ("validation",)) -> Recorde
 
 def by_prompt(samples: pd.DataFrame) -> pd.DataFrame:
     """Mean rewards of the samples, a row a prompt: columns uid, reward and reward/<name>, as far as they are there."""
-    columns = [name for name in samples if name == "reward" or str(name).startswith("reward/")]
+    columns = score_columns(samples)
     if "uid" not in samples or not columns:  # of an offline run, whose pairs have no rewards
         return pd.DataFrame({"uid": []})
     return samples.groupby("uid", as_index=False)[columns].mean()

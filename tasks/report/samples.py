@@ -2,13 +2,14 @@
 """The best and the worst pictures of a measurement, with what names each of them."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import pandas as pd
 from PIL import Image
 
+from tasks.records.comparison import score_columns
 from tasks.report.thumbnails import of_sample
 
 MOST, MOST_MISSING = 6, 3
@@ -55,12 +56,13 @@ def extremes(table: pd.DataFrame, picture: Callable[[int], Image.Image]) -> list
     ends = [("best", row) for row in order[:count]]
     ends += [("worst", row) for row in order[count:][::-1][:MOST]]
     ends += [("missing", row) for row in rows.index[rows["reward"].isna()][:MOST_MISSING]]
-    return [_sample(end, rows.loc[row], of_sample(picture(int(row)))) for end, row in ends]
+    scores = score_columns(rows)
+    return [_sample(end, rows.loc[row], scores, of_sample(picture(int(row)))) for end, row in ends]
 
 
-def _sample(end: str, row: pd.Series, thumbnail: str) -> Sample:
+def _sample(end: str, row: pd.Series, scores: Sequence[str], thumbnail: str) -> Sample:
     names = [str(name) for name in row.index]
-    rewards = {name: _score(row[name]) for name in names if name == "reward" or name.startswith("reward/")}
+    rewards = {name: _score(row[name]) for name in scores}
     # A picture's statistics are no one's opinion of it.
     others = [n for n in names if n not in rewards and n not in NO_DETAILS and not n.startswith("image/")]
     details = {name: _text(row[name]) for name in others}

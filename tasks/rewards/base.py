@@ -3,6 +3,8 @@
 
 import asyncio
 import inspect
+import posixpath
+import re
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -27,6 +29,8 @@ Input = Literal["images", "video", "latents"]
 """What a reward may ask for: pictures, whole videos, or the sampler's finished latents."""
 
 
+DETAIL = re.compile(r"[\w./: -]{1,100}")
+"""Name of a detail of numbers, which names a metric."""
 NOT_FINITE = "the reward itself returned"
 """Begins the error of a score that was given and is no number to learn from."""
 
@@ -38,6 +42,7 @@ class RewardResult:
     The detail `error` says of each NaN why it is one, and is None elsewhere. A reward may leave it out: what it returns
     that is not finite becomes NaN with its value as the error.
     A detail's values are numbers, or all bools, or all text, with None among them; `Reward` makes text of any other.
+    One of numbers is a metric, so its name has at most 100 letters, digits and _ . - / : and blanks.
     `seconds` is what its worker spent on it; a reward leaves it out.
     """
 
@@ -108,7 +113,8 @@ class Reward(ABC):
             prompts: B of them.
 
         Raises:
-            RewardError: for other input, and when the reward does not return one value a sample.
+            RewardError: for other input, and when the reward does not return one value a sample, or gives numbers under
+                a name that no metric can have.
         """
         if len(batch) != len(prompts):
             raise RewardError(f"{self.name}: {len(batch)} images came with {len(prompts)} prompts; give one each")
@@ -152,6 +158,7 @@ class Reward(ABC):
         if wrong:
             raise RewardError(f"{self.name}: of {len(batch)} images it must return one value each, not {wrong}")
         details = {name: one_kind(values) for name, values in details.items()}
+        self._check_metrics(details)
         if "error" in details:  # pandas and numpy write NaN where there is nothing
             details["error"] = [None if _kind(v) is None else _text(v) for v in details["error"]]
         missing = ~np.isfinite(scores)
@@ -163,6 +170,18 @@ class Reward(ABC):
             for value, gone, reason in zip(given, missing, said, strict=True)
         ]
         return RewardResult(np.where(missing, np.float32(np.nan), scores), details | {"error": error})
+
+    def _check_metrics(self, details: Mapping[str, Sequence[Any]]) -> None:
+        """Known at the first scores: MLflow would say so of a whole iteration."""
+        for name in details:
+            path = f"details/{name}/mean"
+            if DETAIL.fullmatch(name) and posixpath.normpath(path) == path:
+                continue
+            if any(_kind(value) == "number" for value in details[name]):
+                raise RewardError(
+                    f"{self.name}: its detail {name[:120]!r} holds numbers and would be a metric, which cannot be "
+                    "called so: give it a name of letters, digits and _ . - : and blanks, at most 100 characters"
+                )
 
     @cached_property
     def _loop(self) -> asyncio.Runner:

@@ -45,6 +45,10 @@ class KeptStages:
         """Is the iteration's rollout kept?"""
         return iteration in self._rollouts.iterations()
 
+    def has_scores(self, iteration: int) -> bool:
+        """Are the iteration's scores kept?"""
+        return iteration in self._scores.iterations()
+
     def keep_rollout(self, state: RunState, version: int, batches: Sequence[PendingBatch]) -> None:
         """Write an iteration's batches, one file each; `version` is the policy's."""
 

@@ -17,7 +17,7 @@ from tasks.config.measurement import Measurement, PromptSet
 from tasks.config.tree import TrainConfig
 from tasks.data.embeddings import INDEX, Embeddings, PromptEmbeddings
 from tasks.data.prompts import Prompt, load_prompts
-from tasks.records.comparison import Interval
+from tasks.records.comparison import Interval, score_columns
 from tasks.run.early import as_config_errors
 from tasks.run.preflight import ConfigError, Inputs, check_embeddings, check_scored
 from tasks.stages.validation import Validation
@@ -144,7 +144,7 @@ def cells(config: TrainConfig, inputs: Inputs, measurement: Measurement) -> Iter
 
 def metrics(table: pd.DataFrame, verdict: Verdict, guided_by: str | None) -> dict[str, float]:
     """val/<set>/steps_<k>/<guided_by>_<g>/<reward>/mean over all seeds, their mean over cells, and the gains."""
-    rewards = [name for name in table.columns if name == "reward" or name.startswith("reward/")]
+    rewards = score_columns(table)
     means = table.groupby(["set", "steps", "guidance"])[rewards].mean()
     result = {f"val/{name}/mean": float(table[name].mean()) for name in rewards}
     result["val/reward/missing"] = float(table["reward"].isna().sum())

@@ -35,7 +35,7 @@ from tasks.records.lineage import lineage
 from tasks.records.run_lock import run_lock
 from tasks.records.run_store import CHECKPOINTS, STAGES, CheckpointError, CheckpointStore
 from tasks.records.second_trackers import SecondTrackers, Subject
-from tasks.records.tracking import Tracker
+from tasks.records.tracking import RunGone, Tracker
 from tasks.records.tracking_address import require_answer
 from tasks.rewards.statistics import GUARDS as STATISTICS
 from tasks.run.capacity import Needs, warn_of_others
@@ -90,6 +90,7 @@ def open_cluster_and_tracker(
     Raises:
         ClusterError: the slots' pool or the cluster cannot hold the actors.
         TrackingAway: MLflow's server does not answer.
+        RunGone: it has no run of that id any more.
         ConfigError: its data base or artifacts cannot be written.
     """
     require_answer(config.tracking.address)
@@ -102,10 +103,19 @@ def open_cluster_and_tracker(
             check_resources(config, trains)
             if needed is not None and gpus_are_free():
                 warn_of_others(config, needed)
-            tracker = Tracker(config.tracking, name, run_id)
+            tracker = _tracker(config, name, run_id)
             tell("Ray is there: the workers start and load their models")
             with tracker.concluded(), heeded_once():
                 yield tracker
+
+
+def _tracker(config: TrainConfig, name: str, run_id: str | None) -> Tracker:
+    """Of a new MLflow run, or of one that goes on, whose loss is told with how the run goes on without it."""
+    try:
+        return Tracker(config.tracking, name, run_id)
+    except RunGone as error:
+        error.add_note(f"for a new one, remove {config.run_dir / RUN_RECORD}: the checkpoints stay")
+        raise
 
 
 def worker_needs(config: TrainConfig) -> WorkerNeeds:
@@ -154,6 +164,9 @@ def open_run(config: TrainConfig, inputs: Inputs, recipe: TrainConfig, start: St
             tell_sizes(inputs)
             tell_expectation(run)
             run.resume()
+            if run.elsewhere:
+                told = "the run goes on after iteration %d in a new MLflow run: what came before is in the one before"
+                page_logger().warning(told, run.elsewhere)
             tracker.log_lineage(lineage(config.data_read()), run.iteration)
             run.report.log_changes()
             write_note(run)

@@ -172,18 +172,23 @@ def register_export(clock: Stopwatch, run: TrainingRun) -> tuple[Path, ModelVers
     config = run.config
     with clock.stage("export"):
         folder = export(run.trainer, config.run_dir / "weights")
-    lora = config.actor_rollout_ref.model.trains_lora
+    name, weights = config.trainer.experiment_name, exported(config, folder)
+    return folder, register_weights(clock, run.tracker, name, folder, run.iteration, version_tags(run), weights)
+
+
+def version_tags(run: TrainingRun) -> dict[str, str]:
+    """Tags of a version with the run's present weights; the held-out reward is among them if it is of these weights."""
+    model = run.config.actor_rollout_ref.model
     tags = {
-        RUN_NAME_TAG: config.run_name,
-        "doubleflow.weights": "lora" if lora else "full",
-        "doubleflow.base_model": str(config.actor_rollout_ref.model.path),
+        RUN_NAME_TAG: run.config.run_name,
+        "doubleflow.weights": "lora" if model.trains_lora else "full",
+        "doubleflow.base_model": str(model.path),
     }
     flagged = run.guards.sentence(now=True)
     tags |= {HACKING_TAG: flagged} if flagged else {}
-    if not math.isnan(run.held_out):
+    if run.held_out_of == run.iteration and not math.isnan(run.held_out):  # else it is of weights before these
         tags[HELD_OUT_TAG] = f"{run.held_out:.3f}"
-    name, weights = config.trainer.experiment_name, exported(config, folder)
-    return folder, register_weights(clock, run.tracker, name, folder, run.iteration, tags, weights)
+    return tags
 
 
 def keep_good_weights(clock: Stopwatch, run: TrainingRun) -> None:

@@ -79,7 +79,9 @@ class TrainingRun:
         iteration: the last one that is in the weights.
         learned: metrics of the update that made them.
         held_out: the last held-out reward that was measured.
+        held_out_of: the iteration whose weights that was measured of; None before there is one.
         spent: what the recorded iterations cost, under cost/.
+        elsewhere: the iteration up to which another MLflow run has the record.
         has_updated: has this process made an update?
         prompts_ahead: iteration -> its prompts, which are being encoded ahead.
         machines: what tells of those that are lost, while the run is open.
@@ -102,7 +104,9 @@ class TrainingRun:
     iteration: int = 0
     learned: dict[str, float] = field(default_factory=dict)
     held_out: float = float("nan")
+    held_out_of: int | None = None
     spent: dict[str, float] = field(default_factory=dict)
+    elsewhere: int = 0
     has_updated: bool = False
     prompts_ahead: dict[int, list[Prompt]] = field(default_factory=dict)
     machines: MachineWatch | None = None
@@ -243,8 +247,8 @@ class TrainingRun:
             self.stages.forget(saved)
 
     def recorded(self, iteration: int) -> bool:
-        """Has MLflow everything of the iteration?"""
-        return iteration in self.tracker.logged_steps
+        """Has MLflow everything of the iteration, be it in the run that this one takes up?"""
+        return iteration in self.tracker.logged_steps or 0 < iteration <= self.elsewhere
 
     @property
     def next_iteration(self) -> int:
@@ -258,7 +262,9 @@ class TrainingRun:
         """
         recorded = self.tracker.latest()
         self.spent = {name: value for name, value in recorded.items() if name.startswith("cost/")}
-        self.held_out = recorded.get("val/reward/mean", self.held_out)
+        if measured := self.tracker.history("val/reward/mean"):
+            self.held_out_of = max(measured)
+            self.held_out = measured[self.held_out_of]
         found = self.store.latest(self.config.digest(), self.inputs.digest)
         if found is None:
             return
@@ -266,4 +272,6 @@ class TrainingRun:
         require_own(weights)
         self.trainer.load(weights)
         self.iteration, self.learned = state.iteration, state.metrics
+        if state.mlflow_run_id != self.tracker.run_id and not self.stages.has_scores(state.iteration):
+            self.elsewhere = state.iteration  # its scores are in the record there, and nowhere else
         self.stages.forget(self.next_iteration - 1)

@@ -11,6 +11,7 @@ from pathlib import Path
 from threading import Thread
 
 from models.errors import DoubleflowError
+from tasks.system.credentials import without_password
 
 USER = "doubleflow"
 NOWHERE = "http://127.0.0.1"
@@ -92,12 +93,13 @@ def start_temporary_server(meanwhile: Callable[[], None]) -> None:
         meanwhile: what else is to be done; it is done while the server's process starts, and not where there is none.
 
     Raises:
-        AccessError: it does not answer in time.
+        AccessError: it does not answer in time, or the one that the settings name does not.
     """
     from prefect.settings import get_current_settings
 
     settings = get_current_settings()
     if settings.api.url is not None:
+        _require_answer(settings.api.url)
         return
     failed: list[Exception] = []
     thread = Thread(target=_reach_server, args=(failed,), daemon=True)  # this one goes on to hear the signal
@@ -110,6 +112,29 @@ def start_temporary_server(meanwhile: Callable[[], None]) -> None:
             "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS to more than "
             f"{settings.server.ephemeral.startup_timeout_seconds}, or PREFECT_API_URL to a server that is up"
         ) from failed[0]
+
+
+def _require_answer(url: str) -> None:
+    """Ask the server for its version: Prefect's own error, at the flow's start, comes with frames.
+
+    Raises:
+        AccessError: it does not answer, or not to this process.
+    """
+    from prefect.client.orchestration import get_client
+
+    try:
+        with get_client(sync_client=True) as client:
+            client.api_version()
+    except Exception as error:  # of httpx, or of what reads the answer of a server that is not Prefect's
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        why, advice = f"does not answer ({error})", "start it, as `make up` does, or correct PREFECT_API_URL"
+        if status is not None:
+            why = f"answers {status}"
+            advice = "correct PREFECT_API_URL, or its secret, PREFECT_API_AUTH_STRING or PREFECT_API_KEY"
+        raise AccessError(
+            f"Prefect's server at {without_password(url)} {why}: {advice} (`. .services/environment` sets both for "
+            "that of `make up`; the address ends in /api), or unset it, and the run starts a server of its own"
+        ) from error
 
 
 def shared_server() -> dict[str, str]:

@@ -22,6 +22,8 @@ def test_a_script_becomes_a_recipe_that_the_train_command_reads(tmp_path: Path) 
     assert "unknown   trainer.no_such_field=1: this project has no such field" in done.stdout
     assert "21 overrides: 8 taken, 9 renamed, 3 explained, 1 unknown" in done.stdout
     assert load_config(tmp_path / "recipe.yaml").algorithm.name == "mix_grpo"
+    spaced = run(tmp_path / "run.sh", "--out", tmp_path / "my recipe.yaml")
+    assert f"python -m flows.train --config '{tmp_path}/my recipe.yaml', or" in spaced.stdout, "to be copied as it is"
 
 
 def test_an_invalid_recipe_is_written_with_its_reason_and_fails(tmp_path: Path) -> None:

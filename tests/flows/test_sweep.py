@@ -9,7 +9,7 @@ import optuna
 import pytest
 from optuna.trial import TrialState
 
-from flows.sweep import open_study, prepare_trials, run_trials
+from flows.sweep import check_continued, open_study, prepare_trials, run_trials
 from tasks.actors.child_run import ChildDied
 from tasks.config.recipes import parse_settings
 from tasks.config.sweep import Dimension, SweepConfig, check_fields, with_search
@@ -196,3 +196,50 @@ def test_a_space_that_is_given_replaces_the_one_before_and_a_path_below_it_chang
     for wrong in ("space={}", "space.trainer.seed=5", f"space.{lr}.choices=[1]"):
         with pytest.raises(ValueError, match="space"):
             searched(wrong)
+
+
+@pytest.mark.parametrize("field", ["trainer.total_training_steps", "actor_rollout_ref.rollout.val_kwargs.max_prompts"])
+def test_a_dimension_whose_values_are_all_one_run_is_refused(field: str) -> None:
+    """The second trial would go on with the first one's run, and get its result."""
+    with pytest.raises(ConfigError, match=f"{field} is no part of a run's name"):
+        check_fields(TrainConfig(), SweepConfig(space={field: {"choices": [4, 8]}}))
+    check_fields(TrainConfig(), SweepConfig(space={field: {"choices": [4]}}))
+
+
+RATE = {"choices": [1.0e-4, 1.0e-3]}
+LR = "actor_rollout_ref.actor.optim.lr"
+
+
+@pytest.mark.parametrize(
+    ("search", "changes", "message"),
+    [
+        ({}, {}, None),
+        (
+            {"trials": 30, "sampler": "random", "pruner": "none"},
+            {"actor_rollout_ref": {"rollout": {"num_actors": 2}}},
+            None,
+        ),
+        ({"space": {LR: RATE, "trainer.seed": {"low": 0, "high": 9}}}, {}, None),
+        ({"space": {LR: {"choices": [1.0e-4, 1.0e-3, 1.0e-2]}}}, {}, "search.space: .*choices stay the same"),
+        ({"space": {LR: {"low": 1.0e-4, "high": 1.0e-3}}}, {}, "search.space: .*choices stay the same"),
+        ({"metric": "val/ocr/mean"}, {}, "search.metric is val/ocr/mean, .* began with val/reward/mean"),
+        ({"direction": "minimize"}, {}, "search.direction is minimize, .* began with maximize"),
+        ({}, {"trainer": {"total_training_steps": 16}}, "trainer.total_training_steps is 16, .* began with 100"),
+        ({}, {"data": {"train_batch_size": 32}}, "data.train_batch_size is 32, .* began with 16"),
+    ],
+)
+def test_a_sweep_is_continued_with_what_it_compares(
+    tmp_path: Path, search: dict, changes: dict, message: str | None
+) -> None:
+    """Else it gives the results of runs of before for those that are asked for, or fails each run of a new choice."""
+    config = TrainConfig()
+    first, again = (SweepConfig(**{"space": {LR: RATE}} | more) for more in ({}, search))
+    study = open_study(first, tmp_path)
+    check_continued(study, first, config)
+    run_trials(study, lambda trial: first.space[LR].suggest(trial, LR), 2, parallel=1)
+    study = open_study(again, tmp_path)
+    if message is None:
+        check_continued(study, again, config.with_changes(changes))
+        return
+    with pytest.raises(ConfigError, match=message):
+        check_continued(study, again, config.with_changes(changes))

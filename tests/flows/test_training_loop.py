@@ -14,10 +14,12 @@ from tasks.actors.reward_group import Scores
 from tasks.actors.trainer_group import Synced
 from tasks.config.tracking import TrackingConfig
 from tasks.config.tree import TrainConfig
+from tasks.records.model_registry import HELD_OUT_TAG
 from tasks.records.run_store import CheckpointStore
 from tasks.records.tracking import Tracker
 from tasks.run import instruments
 from tasks.run.kept_stages import KeptStages
+from tasks.run.summary import version_tags
 from tasks.run.training import OPTIMIZER_STEPS, TrainingRun
 from tasks.stages.sync import sync_weights
 from tasks.system.stopwatch import Stopwatch
@@ -93,7 +95,35 @@ def test_a_run_that_goes_on_knows_what_was_spent_and_measured_before(
             store.save(run.state(step), lambda folder: (folder / "weights").write_text("new"))
     run.resume()
     assert (run.iteration, loaded) == (saved, [store.path(saved) / "trainer"] if saved else [])
-    assert (run.spent, run.held_out) == ({"cost/gpu_hours": 1.5}, 0.75)
+    assert (run.spent, run.held_out, run.held_out_of) == ({"cost/gpu_hours": 1.5}, 0.75, 2)
+
+
+@pytest.mark.parametrize(("kept", "follows"), [(False, 3), (True, 2)])
+def test_a_run_whose_mlflow_run_is_gone_goes_on_in_a_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: bool, follows: int
+) -> None:
+    """The last iteration's record was in the old one. Where its scores are kept, the new one gets it, too."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    tracking = TrackingConfig(uri=mlflow_in(tmp_path), artifacts=(tmp_path / "artifacts").as_uri())
+    old, new = Tracker(tracking, "a-run"), Tracker(tracking, "a-run")
+    store, stages = CheckpointStore(tmp_path / "checkpoints"), KeptStages(tmp_path / "stages")
+    parts: Any = {"store": store, "stages": stages, "inputs": SimpleNamespace(digest="data")}
+    before = run_of({}, tracker=old, **parts)
+    store.save(before.state(2), lambda folder: (folder / "weights").write_text("new"))
+    if kept:
+        stages.keep_scores(before.state(2), 1, Scores(pd.DataFrame({"uid": ["a"], "reward": [0.5]}), {}, {}), [])
+    for tracker, next_iteration in ((old, 2), (new, follows)):
+        run = run_of({}, tracker=tracker, trainer=SimpleNamespace(load=lambda folder: None), **parts)
+        run.resume()
+        assert (run.iteration, run.next_iteration) == (2, next_iteration)
+
+
+@pytest.mark.parametrize(("measured", "told"), [(None, None), (0, None), (2, "0.750")])
+def test_a_version_tells_the_held_out_reward_of_its_own_weights_alone(measured: int | None, told: str | None) -> None:
+    """With `trainer.export_freq` between two validations the last one is of other weights, of the base model's even."""
+    run = run_of({}, inputs=None, guards=SimpleNamespace(sentence=lambda now: None))
+    run.iteration, run.held_out, run.held_out_of = 2, 0.75, measured
+    assert version_tags(run).get(HELD_OUT_TAG) == told
 
 
 def test_what_is_kept_of_an_iteration_goes_once_a_checkpoint_has_it(tmp_path: Path) -> None:

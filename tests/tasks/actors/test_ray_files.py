@@ -89,6 +89,14 @@ def test_a_folder_whose_path_is_too_long_is_refused(short: Path, monkeypatch: py
     assert not list(longer.iterdir())
 
 
+def test_a_folder_that_is_not_there_is_refused(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user's word is no defect: a sentence, not frames."""
+    monkeypatch.setenv("RAY_TMPDIR", str(short / "scratch"))
+    told = rf"cannot be written into RAY_TMPDIR {short}/scratch \(No such file or directory\): set RAY_TMPDIR"
+    with pytest.raises(RayFilesError, match=told), working_folder():
+        pass
+
+
 def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 

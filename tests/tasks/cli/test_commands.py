@@ -223,6 +223,7 @@ def test_a_broken_recipe_is_named_with_its_file(folder: Path) -> None:
             ["--search", "space.trainer.sed={choices: [1]}"],
             "search.space: trainer.sed cannot be 1: trainer has no field 'sed'; did you mean seed?",
         ),
+        (commands.sweep, ["--overrides", "no.yaml"], "no.yaml cannot be read (No such file or directory)"),
         (commands.sweep, ["--search", "space={}"], "--search: space is of another kind; dictionary should have at "),
         (commands.reproduce, ["0123"], "tracking.uri is sqlite:///mlflow.db, but there is no such file"),
         (

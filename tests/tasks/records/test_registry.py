@@ -131,3 +131,15 @@ def test_a_version_that_guards_flagged_is_not_made_the_champion(tracker: Tracker
     assert best is not None
     assert best.version == good.version
     tag_versions(tracker, "nobody", 0, HACKING_TAG, "a run that has registered nothing has nothing to tag")
+
+
+def test_a_champion_of_other_means_is_not_replaced_unseen(tracker: Tracker, weights: Path) -> None:
+    """It is never measured, so a version that beats the base model may be worse than it."""
+    better = register(tracker, "tiny", weights, 10, {})
+    own = tracker.client.create_model_version("tiny", source=weights.as_uri())
+    tracker.client.set_registered_model_alias("tiny", "champion", own.version)
+    assert promote(tracker.client, better) == (
+        "version 2, the champion, was registered by other means and is never measured: move or remove its alias by hand"
+    )
+    tracker.client.delete_registered_model_alias("tiny", "champion")
+    assert promote(tracker.client, better) is None

@@ -27,7 +27,7 @@ from tasks.records import patience
 from tasks.records.history import RunHistory
 from tasks.records.owner import FLOW_RUN, OWNER, Owner, close_dead_runs
 from tasks.records.patience import ONE_TRY, PatientClient
-from tasks.records.tracking import Tracker
+from tasks.records.tracking import RunGone, Tracker
 from tasks.records.tracking_address import TrackingAway, require_answer
 from tasks.system.processes import ProcessIdentity
 from tests.support.mlflow_store import mlflow_in, server_command
@@ -55,6 +55,20 @@ def test_a_resumed_run_may_go_on_for_longer(tmp_path: Path, monkeypatch) -> None
     assert not again.log_step(10, {"reward": 0.9})
     assert again.log_step(11, {"reward": 0.6})
     assert again.history("reward") == {10: 0.5, 11: 0.6}
+
+
+@pytest.mark.parametrize(("gone", "said"), [("deleted", "has deleted the run {run}"), ("never", "has no run {run}")])
+def test_a_run_that_mlflow_has_no_more_is_told_with_what_helps(
+    tmp_path: Path, monkeypatch, gone: str, said: str
+) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    run = tracker(tmp_path).run_id
+    if gone == "deleted":
+        MlflowClient(mlflow_in(tmp_path)).delete_run(run)
+    else:
+        run = "0" * 32
+    with pytest.raises(RunGone, match=said.format(run=run) + ", which is to go on: restore it"):
+        tracker(tmp_path, run)
 
 
 def test_two_first_runs_that_start_together_share_the_experiment(tmp_path: Path, monkeypatch) -> None:

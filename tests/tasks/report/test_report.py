@@ -22,11 +22,12 @@ from tasks.records.history import RunHistory
 from tasks.records.tracking import Tracker
 from tasks.report.charts import Series, line_chart, number, spread, thinned, ticks
 from tasks.report.page import render
-from tasks.report.recorded import FRAMES, Recorded, read
+from tasks.report.recorded import FRAMES, Recorded, by_prompt, read
 from tasks.report.samples import extremes
 from tasks.report.sections import where_time_went
 from tasks.report.thumbnails import SAMPLE_BYTES, of_sample, thumbnail
 from tasks.run import reporting
+from tasks.run.measuring import Verdict, metrics
 from tasks.run.reporting import RunReport
 from tasks.stages.validation import Validation
 from tests.support.mlflow_store import mlflow_in
@@ -341,3 +342,16 @@ def test_few_samples_are_at_one_end_each() -> None:
     table = pd.DataFrame({"prompt": ["a", "b", "c"], "reward": [0.1, 0.3, np.nan], "uid": ["a", "b", "c"]})
     shown = extremes(table, lambda row: Image.new("RGB", (8, 8)))
     assert [(sample.end, sample.prompt) for sample in shown] == [("best", "b"), ("worst", "a"), ("missing", "c")]
+
+
+def test_the_texts_of_a_reward_that_is_called_reward_are_no_scores() -> None:
+    """`flows.migrate` calls a script's own reward so: a page could not be made of it, nor could two be compared."""
+    said = {"reward/reward": [0.1, 0.3, 0.5], "reward/text": ["x", None, "z"]}
+    table = pd.DataFrame({"uid": ["a", "a", "b"], "prompt": ["a", "a", "b"], "reward": said["reward/reward"], **said})
+    assert list(by_prompt(table)) == ["uid", "reward", "reward/reward"]
+    best, *_ = extremes(table, lambda row: Image.new("RGB", (8, 8)))
+    assert best.rewards == {"reward": 0.5, "reward/reward": 0.5}
+    assert best.details == {"reward/text": "z"}
+    measured = table.assign(set="test", steps=8, guidance=0.0)
+    means = metrics(measured, Verdict(None, None), None)
+    assert means["val/test/steps_8/reward/reward/mean"] == means["val/reward/mean"] == pytest.approx(0.3)

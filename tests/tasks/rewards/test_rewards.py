@@ -18,6 +18,8 @@ from tasks.actors.reward_group import Scores, trained_reward
 from tasks.actors.reward_pool import RewardFailure, RewardPool, joined_calls
 from tasks.actors.reward_worker import filled_in
 from tasks.config.reward import RewardConfig
+from tasks.config.tracking import TrackingConfig
+from tasks.records.tracking import Tracker
 from tasks.rewards import (
     Reward,
     RewardError,
@@ -32,6 +34,7 @@ from tasks.rewards import (
 )
 from tasks.rewards.jpeg import jpeg_kilobytes
 from tasks.rewards.ocr import OcrReward, compared, edit_distance, wanted_text
+from tests.support.mlflow_store import mlflow_in
 
 
 @dataclass
@@ -267,6 +270,23 @@ def test_a_detail_is_of_one_kind_and_any_table_can_be_written(name, tmp_path):
     assert result.details[name] == expected
     assert [type(value) for value in result.details[name]] == [type(value) for value in expected]
     pd.DataFrame(result.details).to_parquet(tmp_path / "samples.parquet", index=False)
+
+
+@pytest.mark.parametrize("name", ["acc@5", "p(yes)", "", "../x", "a//b", "n" * 101])
+def test_numbers_under_a_name_that_no_metric_has_end_the_run_at_the_first_scores(name):
+    """MLflow would refuse the whole iteration's metrics after it; text is no metric and may be called anything."""
+    reward, images = get_reward(f"{__name__}:odd_details"), np.zeros((2, 4, 4, 3), np.uint8)
+    with pytest.raises(RewardError, match="holds numbers and would be a metric"):
+        reward(images, [Wanted("a", metadata={name: value}) for value in (None, 0.5)])
+    text = reward(images, [Wanted("a", metadata={name: value}) for value in ("x", None)])
+    assert text.details[name] == ["x", None]
+
+
+@pytest.mark.parametrize("name", ["acc_at-5 of 9", "flow_grpo/ocr", "é: .5", "n" * 100])
+def test_a_details_name_is_one_that_mlflow_takes(name, tmp_path):
+    prompts = [Wanted("a", metadata={name: value}) for value in (1, 0.5)]
+    (detail,) = get_reward(f"{__name__}:odd_details")(np.zeros((2, 4, 4, 3), np.uint8), prompts).details
+    Tracker(TrackingConfig(uri=mlflow_in(tmp_path)), "a-run").log_step(1, {f"train/{'l' * 100}/{detail}/mean": 0.75})
 
 
 @pytest.mark.parametrize(

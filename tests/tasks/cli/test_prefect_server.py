@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a command says of a Prefect server that its environment names and that is not there, or is another's."""
+
+import socket
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
+
+import pytest
+from prefect.settings import PREFECT_API_URL, temporary_settings
+
+from tasks.cli.terminal import last_words
+from tasks.system.access import AccessError, start_temporary_server
+
+
+def words_about(url: str) -> str:
+    """What the command ends with; nothing else is begun."""
+    begun: list[str] = []
+    with temporary_settings({PREFECT_API_URL: url}), pytest.raises(AccessError) as refused:
+        start_temporary_server(lambda: begun.append("imports"))
+    assert begun == []
+    said, code = last_words(refused.value)
+    assert (code, str(said).count("\n")) == (1, 0)
+    return str(said)
+
+
+def test_a_server_that_has_ended_is_told_in_a_sentence() -> None:
+    """As after `make down`, in a terminal that `.services/environment` was read into."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))  # and nobody listens
+        url = f"http://127.0.0.1:{probe.getsockname()[1]}/api"
+        said = words_about(url.replace("//", "//me:hidden@"))
+    assert said.startswith(f"error: Prefect's server at {url.replace('//', '//***@')} does not answer (")
+    assert "hidden" not in said
+    assert "unset it, and the run starts a server of its own" in said
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "told"),
+    [
+        (401, "{}", "answers 401: correct PREFECT_API_URL, or its secret, PREFECT_API_AUTH_STRING"),
+        (200, "<html>", "does not answer ("),
+    ],
+)
+def test_a_server_that_wants_a_secret_or_is_none_of_prefects(status: int, body: str, told: str) -> None:
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        log_message: Callable[..., None] = lambda *_: None
+
+    with HTTPServer(("127.0.0.1", 0), Answer) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        said = words_about(f"http://127.0.0.1:{server.server_port}/api")
+        server.shutdown()
+    assert told in said
