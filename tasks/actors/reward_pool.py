@@ -136,7 +136,7 @@ class RewardPool:
             RewardError: the reward was asked for what it cannot do.
             RewardFailure: more than `max_missing_fraction` of the scores are missing.
         """
-        frames, busy, cause = [], 0.0, None
+        answers, cause = [], None
         for call in calls:
             try:
                 answer = self._answer(call)
@@ -145,15 +145,13 @@ class RewardPool:
                 answer = RewardResult(np.full(call.size, np.nan), {"error": [self._reason(error)] * call.size})
             if isinstance(answer, RewardError):
                 raise answer
-            details = {f"{self.name}/{detail}": values for detail, values in answer.details.items()}
-            frames.append(pd.DataFrame({f"reward/{self.name}": answer.scores.astype(np.float32)} | details))
-            busy += answer.seconds
-        table = joined_calls(frames)
+            answers.append(answer)
+        table = answers_table(self.name, answers)
         self._check_missing(table, max_missing_fraction, cause)
         if len(table) < samples:
             measured = [call.start + i for call in calls for i in range(call.size)]
             table = with_unmeasured(table, measured, samples, f"{self.name}/measured")
-        return table, busy
+        return table, sum(answer.seconds for answer in answers)
 
     def _reason(self, error: Exception) -> str:
         if isinstance(error, RayTaskError):
@@ -250,9 +248,19 @@ def is_nan(value: object) -> bool:
     return isinstance(value, float) and isnan(value)
 
 
-def joined_calls(frames: Sequence[pd.DataFrame]) -> pd.DataFrame:
-    """The calls' tables as one that can be written, though calls may differ in what kind a detail is."""
-    table = pd.concat(frames, ignore_index=True)
+def answers_table(name: str, answers: Sequence[RewardResult]) -> pd.DataFrame:
+    """A row a sample: reward/<name>, and <name>/<detail>, None where an answer lacks it. It can be written, though
+    answers may differ in what kind a detail is. Not a table for each answer: a thousand of them took half a second."""
+    details: dict[str, list[Any]] = {}
+    rows = 0
+    for answer in answers:
+        for detail in answer.details:
+            details.setdefault(detail, [None] * rows)
+        for detail, values in details.items():
+            values.extend(answer.details.get(detail, [None] * len(answer.scores)))
+        rows += len(answer.scores)
+    scores = np.concatenate([answer.scores for answer in answers]).astype(np.float32)
+    table = pd.DataFrame({f"reward/{name}": scores} | {f"{name}/{detail}": details[detail] for detail in details})
     for column in table.select_dtypes(object).columns:
         table[column] = pd.Series(one_kind_of_lists(table[column]), dtype=object)
     return table

@@ -15,7 +15,7 @@ import pytest
 from models.tiny_qwen_image.render import render_picture
 from models.tiny_qwen_image.settings import TinySettings
 from tasks.actors.reward_group import Scores, trained_reward
-from tasks.actors.reward_pool import RewardFailure, RewardPool, joined_calls
+from tasks.actors.reward_pool import RewardFailure, RewardPool, answers_table
 from tasks.actors.reward_worker import filled_in
 from tasks.config.reward import RewardConfig
 from tasks.config.tracking import TrackingConfig
@@ -299,9 +299,12 @@ def test_a_details_name_is_one_that_mlflow_takes(name, tmp_path):
     ],
 )
 def test_calls_whose_details_differ_in_kind_make_one_table(first, second, written, tmp_path):
-    scores = {"reward/r": np.zeros(len(first), np.float32)}, {"reward/r": np.zeros(1, np.float32)}
-    details = {"r/d": first}, {} if second is None else {"r/d": second}
-    table = joined_calls([pd.DataFrame(score | detail) for score, detail in zip(scores, details, strict=True)])
+    later = RewardResult(np.ones(1, np.float32), {"late": [2.5]} | ({} if second is None else {"d": second}))
+    table = answers_table("r", [RewardResult(np.zeros(len(first)), {"d": first}), later])
+    assert table["reward/r"].dtype == np.float32
+    assert table["reward/r"].tolist() == [0.0] * len(first) + [1.0]
+    assert [*table] == ["reward/r", "r/d", "r/late"]
+    assert table["r/late"].isna().tolist() == [True] * len(first) + [False]
     table.to_parquet(tmp_path / "samples.parquet", index=False)
     read = pd.read_parquet(tmp_path / "samples.parquet")["r/d"]
     assert [list(v) if isinstance(v, np.ndarray) else (None if pd.isna(v) else v) for v in read] == written
