@@ -3,7 +3,8 @@
 
     python -m benchmarks.orchestration [--iterations 30] [--payloads 4096 50000000] [--servers ephemeral local]
 
-Seven stages as in an iteration of training, with nothing to compute: each hands a payload of so many bytes on. They
+Seven stages as in an iteration of training, with nothing to compute: each hands a payload of so many bytes on, and is
+given the prompts and noise keys of 2,048 samples where a run's is. They
 are called directly, as functions on arrays, and as the platform does: as Prefect tasks that await Ray actors, with
 MLflow's metrics in one request and a checkpoint whose files are 4 KB. Prints medians in milliseconds; with
 `--write` they stand in the docs. What is written of an iteration because it is data stands by itself: `records` is the
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,26 +25,31 @@ import numpy as np
 import pandas as pd
 import psutil
 import ray
-from prefect import flow, task
-from prefect.cache_policies import NO_CACHE
+from prefect import flow
 from ray import ObjectRef
 from ray.actor import ActorHandle
 
 from benchmarks.docs import put_table
 from benchmarks.local_services import Services
+from models.schedulers.noise_keys import NoiseKey
 from tasks.actors.actor_group import ActorGroup
 from tasks.actors.cluster import ray_cluster
+from tasks.actors.rollout_group import PendingBatch
 from tasks.config.tracking import TrackingConfig
 from tasks.config.trainer import RayConfig
+from tasks.data.prompts import Prompt
 from tasks.records.pictures import grid
 from tasks.records.run_store import CheckpointStore, RunState
 from tasks.records.tracking import Tracker
+from tasks.stages.stage import stage
 from tasks.system.stopwatch import LEFT, Stopwatch
 
 DOCS = Path("docs/platform.md")
 
 METRICS = {f"group/metric_{number}": float(number) for number in range(40)}
 SAMPLES, PICTURES = 192, 32
+HANDED_ON, GROUP = 2048, 32
+"""Samples, of an iteration of the words model and of a prompt of it."""
 WARM_UP = 3
 
 
@@ -87,6 +93,8 @@ class Stages:
         self.tracker = Tracker(place, "orchestration")
         self.checkpoints, self.kept = CheckpointStore(folder / "checkpoints", 2), CheckpointStore(folder / "stages")
         self.tables = {"samples": pd.DataFrame({f"column_{n}": np.arange(SAMPLES, dtype=float) for n in range(8)})}
+        prompts = [Prompt(f"prompt-{i}", "the word in blue on red", "word", {}, "") for i in range(HANDED_ON // GROUP)]
+        self.groups = [(prompt, tuple(NoiseKey(0, 1, prompt.uid, i) for i in range(GROUP))) for prompt in prompts]
         self.pictures = [np.random.default_rng(0).integers(0, 255, (24, 48, 3), np.uint8)] * PICTURES
 
     def sample(self) -> ObjectRef:
@@ -95,7 +103,14 @@ class Stages:
         ray.wait([reference], fetch_local=False)
         return reference
 
-    def consume(self, actor: ActorHandle, reference: ObjectRef) -> None:
+    def batches(self, reference: ObjectRef) -> list[PendingBatch]:
+        """The samples' prompts and noise keys; what stands for all else is the payload."""
+        return [
+            PendingBatch((prompt,) * len(keys), keys, (8, 0), reference, None, None, reference, 0)
+            for prompt, keys in self.groups
+        ]
+
+    def consume(self, actor: ActorHandle, reference: ObjectRef, batches: Sequence[PendingBatch]) -> None:
         """Another actor reads it."""
         ray.get(actor.consume.remote(reference))
 
@@ -130,31 +145,21 @@ class Stages:
         self.kept.remove(step)
 
 
-def as_task(part: str, work: Callable) -> Callable:
-    """As the stages' tasks are: the work is timed inside, so what is left is Prefect."""
-
-    @task(name=part, cache_policy=NO_CACHE, persist_result=False)
-    def run(clock: Stopwatch, *arguments: Any) -> Any:
-        with clock.stage(part):
-            return work(*arguments)
-
-    return run
-
-
 @flow(name="orchestration", persist_result=False)
 def measure(size: int, iterations: int, folder: Path) -> pd.DataFrame:
     """Seconds of each iteration on the platform, by part; run in a process of its own."""
     stages, rows = Stages(size, folder), []
-    sample, consume, sync = (as_task("ray", work) for work in (stages.sample, stages.consume, stages.sync))
-    advantage, log = as_task("stages", stages.advantage), as_task("mlflow", stages.log)
-    checkpoint, records = as_task("checkpoint", stages.checkpoint), as_task("records", stages.records)
-    keep = as_task("kept", stages.keep)
+    sample, consume, sync = stage("ray")(stages.sample), stage("ray")(stages.consume), stage("ray")(stages.sync)
+    advantage, log = stage("stages")(stages.advantage), stage("mlflow")(stages.log)
+    checkpoint, records = stage("checkpoint")(stages.checkpoint), stage("records")(stages.records)
+    keep = stage("kept")(stages.keep)
     for step in range(iterations):
         clock = Stopwatch()
         reference = sample(clock)
-        consume(clock, stages.reward, reference)
+        batches = stages.batches(reference)
+        consume(clock, stages.reward, reference, batches)
         advantage(clock)
-        consume(clock, stages.trainer, reference)
+        consume(clock, stages.trainer, reference, batches)
         sync(clock)
         log(clock, step)
         checkpoint(clock, step)
