@@ -120,7 +120,7 @@ def test_the_run_is_a_deployment_that_takes_the_files_overrides(file: str) -> No
     if file == MACHINE:
         assert (config.gpus, recipe.gpus, recipe.rollout_devices, recipe.trainer.world_size) == (1, 8, 4, 4)
         assert trainer.save_freq == int(re.findall(r"`save_freq` is (\d+) iterations", TEXT)[0])
-        assert config.data.train_batch_size * rollout.n == int(re.findall(r"(\d+) pictures at 2.1 to", TEXT)[0])
+        assert config.data.train_batch_size * rollout.n == int(re.findall(r"(\d+) pictures at [\d.]+ a s", TEXT)[0])
         assert rollout.micro_batch_size == int(re.findall(r"the recipe's micro-batch of (\d+)", TEXT)[0])
         return
     assert trainer.device == "cpu"
