@@ -26,7 +26,8 @@ class Stage(Task[P, R]):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the stage; see `Task`."""
-        return super().__call__(*map(_unseen, args), **{name: _unseen(value) for name, value in kwargs.items()})
+        named = {name: value if name == "wait_for" else _unseen(value) for name, value in kwargs.items()}
+        return super().__call__(*map(_unseen, args), **named)
 
 
 def _unseen(value: Any) -> Any:

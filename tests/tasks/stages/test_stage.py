@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from prefect import Task, flow
-from prefect.states import Completed, State
+from prefect.states import Completed, Failed, State
 
 import tasks.stages
 from tasks.stages.advantage import advantage
@@ -107,6 +107,15 @@ def test_prefect_looks_into_no_sequence_of_a_stages_arguments() -> None:
     assert first is states
     assert looked_into == {"one": 1}, "so the test sees what Prefect looks into"
     assert [*map(id, second)] == [*map(id, states)]
+
+
+@pytest.mark.slow  # it starts Prefect's temporary server
+def test_a_stage_waits_for_what_it_is_to_wait_for() -> None:
+    @flow(persist_result=False)
+    def outer() -> str:
+        return str(given(Stopwatch(), [], {}, wait_for=[Failed(message="before")], return_state=True).name)
+
+    assert outer() == "NotReady"
 
 
 def test_the_tasks_names_are_those_that_the_docs_and_recorded_flow_runs_have() -> None:
