@@ -34,7 +34,8 @@ from models.training.noised import NoisedLatents
 from models.training.policy import PolicyForward, load_teacher
 from models.training.schedules import build_lr_scheduler
 from models.training.sequence_parallel import sequence_mesh, split_sequences
-from models.training.weight_copies import WeightAverage, WeightCopy, reshard, whole_of
+from models.training.weight_copies import WeightAverage, WeightCopy, reshard
+from models.training.whole_weights import whole_weights
 from models.weights.canary import Canary, canary_batch, canary_velocity
 from models.weights.trainable import keep_formats, kept_in_fp32, load_exported, make_trainable, named, trainable
 
@@ -280,8 +281,8 @@ class DiffusersFSDPEngine(PolicyForward):
 
     def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Name and tensor of the trained weights one by one, in whole shape on the device; every rank must take all."""
-        for name, parameter in self._shards().items():
-            yield name, whole_of(parameter).to(self.device)
+        for name, weight in whole_weights(self._shards()):
+            yield name, weight.to(self.device)
 
     def canary_velocity(self, canary: Canary) -> Tensor:
         """What the trainer's model predicts for the canary, [S, n, ...] fp32 on the CPU (`canary_velocity`)."""

@@ -24,14 +24,6 @@ def reshard(module: nn.Module) -> None:
             part.reshard()
 
 
-def whole_of(parameter: Tensor) -> Tensor:
-    """A weight in its whole shape, without gradient; every rank makes the call. The only shard is the whole."""
-    weight = parameter.detach()
-    if not isinstance(weight, DTensor):
-        return weight
-    return weight.to_local() if weight.device_mesh.size() == 1 else weight.full_tensor()
-
-
 def _local(tensors: Iterable[Tensor]) -> list[Tensor]:
     """What this rank has of weights, as plain tensors: for calls that take many at once."""
     plain = [tensor.detach() for tensor in tensors]
