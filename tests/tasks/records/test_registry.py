@@ -6,15 +6,21 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import pytest
 from mlflow import MlflowClient
+from prefect.logging import disable_run_logger
 
+from tasks.config.reward import GuardConfig
 from tasks.config.tracking import TrackingConfig
 from tasks.config.trainer import TrainerConfig
-from tasks.records.guards import HACKING_TAG
+from tasks.config.tree import TrainConfig
+from tasks.records.guards import HACKING_TAG, Guard, GuardWatch
 from tasks.records.model_registry import HELD_OUT_TAG, Measurements, champion, promote, register, tag_versions
 from tasks.records.notes import Weights
 from tasks.records.tracking import Tracker
+from tasks.run.watching import watch_guards
 from tasks.system.processes import COPY, maker_lives
 from tests.support.mlflow_store import mlflow_in, server_command
 from tests.support.patience import wait_for_server
@@ -131,3 +137,25 @@ def test_a_version_that_guards_flagged_is_not_made_the_champion(tracker: Tracker
     assert best is not None
     assert best.version == good.version
     tag_versions(tracker, "nobody", 0, HACKING_TAG, "a run that has registered nothing has nothing to tag")
+
+
+def test_a_guard_that_falls_again_dooms_what_was_registered_since(tracker: Tracker, weights: Path) -> None:
+    """Fallen at 20 and 30, back at 40, and fallen again at 50 and 60: at 50 there is no flag yet, as at 20 before."""
+    config, spread = TrainConfig.model_validate({"trainer": {"experiment_name": "tiny"}}), np.linspace(-0.1, 0.1, 12)
+    guards = GuardWatch(GuardConfig(), {"taste": Guard("", "reward/taste", 0.2)}, lambda name: {}, dict)
+    told = {}
+    for iteration, taste in {0: 0.5, 10: 0.6, 20: 0.2, 30: 0.2, 40: 0.7, 50: 0.2, 60: 0.2}.items():
+        rewards = {"reward": 0.5 + iteration / 100 + spread, "reward/taste": taste + spread[::-1]}
+        table = pd.DataFrame({"uid": [f"prompt-{i}" for i in range(len(spread))], **rewards})
+        rng = np.random.default_rng(iteration)
+        table[["reward", "reward/taste"]] += rng.normal(0, 1e-3, (len(spread), 2))
+        with disable_run_logger():
+            watch_guards(config, guards, tracker, iteration, {}, table)
+        told[iteration] = register(tracker, "tiny", weights, iteration, {}).version
+    assert guards.flagged == {"taste"}
+    doubted = {
+        iteration
+        for iteration, number in told.items()
+        if HACKING_TAG in tracker.client.get_model_version("tiny", number).tags
+    }
+    assert doubted == {20, 50}, "those of 30 and 60 get the tag as they are registered, from the guards' newest word"
