@@ -160,6 +160,30 @@ def test_a_database_that_another_program_holds_is_waited_for(tmp_path: Path, mon
     assert run.log_step(2, {"reward": 0.6})
 
 
+@pytest.mark.usefixtures("soon_locked")
+@pytest.mark.parametrize(
+    ("error", "status"), [(TerminationSignal(signal.SIGTERM), "KILLED"), (OSError("no memory"), "FAILED")]
+)
+def test_what_ends_a_run_while_its_end_is_written_leaves_it_not_running(
+    tmp_path: Path, monkeypatch, error: BaseException, status: str
+) -> None:
+    """All is done, and another program holds the database: MLflow is waited for when the run is ended."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    run = tracker(tmp_path)
+    with closing(sqlite3.connect(tmp_path / "mlflow.db", isolation_level=None)) as other:
+
+        @contextmanager
+        def ended() -> Iterator[None]:
+            other.execute("ROLLBACK")
+            raise error
+            yield
+
+        run.patience.meanwhile = ended
+        with pytest.raises(type(error)), run.concluded():
+            other.execute("BEGIN IMMEDIATE")
+    assert run.client.get_run(run.run_id).info.status == status
+
+
 def listening(port: int) -> socket.socket | None:
     """A socket that listens there; None while another one does."""
     try:
