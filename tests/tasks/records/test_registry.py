@@ -128,7 +128,7 @@ def test_files_that_are_there_are_not_copied(tracker: Tracker, weights: Path, tm
 
 def test_a_version_that_guards_flagged_is_not_made_the_champion(tracker: Tracker, weights: Path) -> None:
     """The tag comes with the verdict, when versions that are in doubt are there already: it is read again."""
-    good, doubtful, another = (register(tracker, "tiny", weights, iteration, {}) for iteration in (10, 20, 30))
+    good, doubtful, another = (register(tracker, "tiny", weights, iteration, {}) for iteration in (10, 11, 30))
     tag_versions(tracker, "tiny", 11, HACKING_TAG, "the held-out reward rises while taste falls")
     assert promote(tracker.client, good) is None
     for version in (doubtful, another):
@@ -140,11 +140,11 @@ def test_a_version_that_guards_flagged_is_not_made_the_champion(tracker: Tracker
 
 
 def test_a_guard_that_falls_again_dooms_what_was_registered_since(tracker: Tracker, weights: Path) -> None:
-    """Fallen at 20 and 30, back at 40, and fallen again at 50 and 60: at 50 there is no flag yet, as at 20 before."""
+    """Fallen from 20 on, back at 50, and fallen again at 60 and 70: at 60 there is no flag yet, as at 20 before."""
     config, spread = TrainConfig.model_validate({"trainer": {"experiment_name": "tiny"}}), np.linspace(-0.1, 0.1, 12)
     guards = GuardWatch(GuardConfig(), {"taste": Guard("", "reward/taste", 0.2)}, lambda name: {}, dict)
     told = {}
-    for iteration, taste in {0: 0.5, 10: 0.6, 20: 0.2, 30: 0.2, 40: 0.7, 50: 0.2, 60: 0.2}.items():
+    for iteration, taste in {0: 0.5, 10: 0.6, 20: 0.2, 30: 0.2, 40: 0.2, 50: 0.7, 60: 0.2, 70: 0.2}.items():
         rewards = {"reward": 0.5 + iteration / 100 + spread, "reward/taste": taste + spread[::-1]}
         table = pd.DataFrame({"uid": [f"prompt-{i}" for i in range(len(spread))], **rewards})
         rng = np.random.default_rng(iteration)
@@ -158,4 +158,4 @@ def test_a_guard_that_falls_again_dooms_what_was_registered_since(tracker: Track
         for iteration, number in told.items()
         if HACKING_TAG in tracker.client.get_model_version("tiny", number).tags
     }
-    assert doubted == {20, 50}, "those of 30 and 60 get the tag as they are registered, from the guards' newest word"
+    assert doubted == {20, 60}, "the others get the tag as they are registered, from the guards' newest word"

@@ -308,18 +308,22 @@ def test_runs_of_dead_processes_are_closed_by_whoever_comes_next(tmp_path: Path,
         dead = Owner.this()._replace(process=ProcessIdentity.of(child.pid))
         child.communicate(b"\n")
     elsewhere = Owner.this()._replace(host="elsewhere")
-    runs = {name: tracker(tmp_path) for name in ("mine", "dead", "far", "far and crashed", "mine, silent", "no owner")}
+    contained = dead._replace(namespace="pid:[1]")  # a container of this machine, whose processes nobody here sees
+    before = contained._replace(process=dead.process._replace(boot="an-earlier-boot"))
+    names = ("mine", "dead", "far", "far and crashed", "mine, silent", "no owner", "contained", "of an earlier boot")
+    runs = {name: tracker(tmp_path) for name in names}
     owners = {"dead": dead, "far": elsewhere, "far and crashed": elsewhere}
+    owners |= {"contained": contained, "of an earlier boot": before}
     for name, owner in owners.items():
         runs[name].tag(OWNER, str(owner))
     runs["no owner"].tag(OWNER, "?")
     for name in ("far and crashed", "mine, silent"):
         runs[name].tag(FLOW_RUN, "a-flow-run")
     closed = close_dead_runs(runs["mine"].client, crashed="a-flow-run")
-    assert set(closed) == {runs["dead"].run_id, runs["far and crashed"].run_id}
+    assert set(closed) == {runs[name].run_id for name in ("dead", "far and crashed", "of an earlier boot")}
     states = {name: run.client.get_run(run.run_id) for name, run in runs.items()}
     failed = {name for name, run in states.items() if run.info.status == "FAILED"}
-    assert failed == {"dead", "far and crashed"}
+    assert failed == {"dead", "far and crashed", "of an earlier boot"}
     assert f"pid {dead.process.pid} on {dead.host}" in states["dead"].data.tags["doubleflow.ended"]
 
     runs["far"].tag(OWNER, str(dead))
