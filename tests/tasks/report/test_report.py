@@ -139,6 +139,13 @@ def test_the_stages_are_those_whose_seconds_add_up(recorded: Recorded) -> None:
     assert sum(row["share"] for row in rows) == pytest.approx(100, abs=5)
 
 
+def test_the_environment_is_that_of_the_newest_start(history: RunHistory, recorded: Recorded) -> None:
+    again = recorded.environment | {"python": "3.11.9"}
+    history.client.log_dict(history.run_id, again, "lineage/000004/environment.json")
+    assert recorded.environment["python"] != again["python"]
+    assert read(history, ()).environment == again
+
+
 def test_a_recent_iteration_is_one_of_the_last(recorded: Recorded) -> None:
     """A run that has become quicker; MLflow gives its metrics from the newest step on."""
     seconds = {step: 9.0 if step <= 40 else 2.0 for step in range(60, 0, -1)}
