@@ -269,7 +269,10 @@ def compare_metrics(
 def _difference(old: float, new: float | None) -> float:
     if new is None or math.isnan(old) != math.isnan(new):
         return math.inf
-    return 0.0 if old == new or math.isnan(old) else abs(new - old) / max(1.0, abs(old))
+    if old == new or math.isnan(old):
+        return 0.0
+    # Divided by what is infinite nothing is a number, which `max` would pass over.
+    return abs(new - old) / max(1.0, abs(old)) if math.isfinite(old) else math.inf
 
 
 def _train(folder: Path, config: dict[str, Any], tracking_uri: str) -> str:

@@ -237,9 +237,11 @@ class Tracker:
 
     @contextmanager
     def concluded(self) -> Iterator[None]:
-        """Afterwards the run is FINISHED, FAILED (an error) or KILLED (an interrupt or SIGTERM), never RUNNING."""
+        """Afterwards the run is FINISHED, FAILED (an error) or KILLED (an interrupt or SIGTERM), never RUNNING: also
+        where that comes while MLflow is waited for, to be told that all went well."""
         try:
             yield
+            self.client.set_terminated(self.run_id, "FINISHED")
         except BaseException as error:
             status = "KILLED" if isinstance(error, KeyboardInterrupt | TerminationSignal) else "FAILED"
             try:
@@ -249,7 +251,6 @@ class Tracker:
                 reason = why_away(of_mlflow) or " ".join(str(of_mlflow).split()) or type(of_mlflow).__name__
                 error.add_note(f"MLflow at {self.uri} was not told that run {self.run_id} is {status}: {reason}")
             raise
-        self.client.set_terminated(self.run_id, "FINISHED")
 
     def _log_picture(self, key: str, picture: Image.Image, step: int) -> None:
         """Once a step, also when a run killed in the middle of its records comes back to it."""

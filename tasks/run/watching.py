@@ -37,7 +37,8 @@ def watch_guards(
     """The guards' metrics of an iteration and of its validation, if there was one.
 
     A new flag is a warning, a tag of the run and, of a guard, one of the versions that it has registered since its last
-    validation without a doubt: the validation sweep makes none of those the champion.
+    validation without a doubt: the validation sweep makes none of those the champion. A guard that was back and is
+    flagged again has a new flag: what was registered since is in doubt as much.
 
     Args:
         config: of the run.
@@ -50,13 +51,13 @@ def watch_guards(
     found = guards.observe(iteration, metrics)
     if held_out is None:
         return found
-    before, held = guards.sentence(), guards.collapse()
+    before, held = set(guards.flagged), guards.collapse()
     found |= guards.judge(iteration, held_out)
     if guards.collapse() is not None and held is None:
         tracker.tag(COLLAPSE_TAG, str(guards.collapse()))
         page_logger().warning("%s: the policy unlearns; a smaller learning rate holds longer", guards.collapse())
     now = guards.sentence()
-    if now is not None and now != before:
+    if now is not None and guards.flagged - before:
         tracker.tag(HACKING_TAG, now)
         tag_versions(tracker, config.trainer.experiment_name, guards.doubtful_from, HACKING_TAG, now)
         page_logger().warning("this may be reward hacking: %s; look at the pictures", now)

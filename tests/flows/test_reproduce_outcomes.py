@@ -27,8 +27,11 @@ def test_outcomes_metric_by_metric() -> None:
         "nan": {1: float("nan")},
         "late": {3: 1.0},
         "timing_s/step": {1: 5.0},
+        "infinite": {1: 0.5, 2: float("inf")},
+        "infinite no more": {1: 0.5, 2: float("inf")},
     }
     new = {"same": {1: 0.1, 2: 0.2}, "near": {1: 1000.001}, "far": {1: 1.1}, "gone": {1: 1.0}, "nan": {1: float("nan")}}
+    new |= {"infinite": old["infinite"], "infinite no more": {1: 0.5, 2: 7.0}}
     found = {outcome.metric: outcome.outcome for outcome in compare_metrics(old, new, 2, 1e-5)}
     assert found == {
         "same": "equal",
@@ -36,6 +39,8 @@ def test_outcomes_metric_by_metric() -> None:
         "far": "different",
         "gone": "different",
         "nan": "equal",
+        "infinite": "equal",
+        "infinite no more": "different",
     }
 
 

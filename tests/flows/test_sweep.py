@@ -84,6 +84,22 @@ def test_an_error_that_is_no_dead_child_ends_the_sweep(tmp_path: Path) -> None:
     assert len(begun) < 20
 
 
+def test_values_that_make_no_run_fail_their_trial_alone(tmp_path: Path) -> None:
+    """As a config that is refused, or a metric that the run never measured."""
+    search = SweepConfig(**GRID)
+
+    def objective(trial: optuna.Trial) -> float:
+        if trial.number == 1:
+            raise ValueError("rollout.n is 1")
+        return 0.5
+
+    study = open_study(search, tmp_path)
+    run_trials(study, objective, prepare_trials(study, search), parallel=1)
+    assert [trial.state for trial in study.trials].count(TrialState.COMPLETE) == 5
+    (failed,) = study.get_trials(states=[TrialState.FAIL])
+    assert (failed.number, failed.user_attrs["error"]) == (1, "rollout.n is 1")
+
+
 def test_what_ends_a_sweep_ends_its_runs(tmp_path: Path) -> None:
     """Ctrl-C does not reach them: they have process groups of their own."""
     search = SweepConfig(sampler="random", trials=20, space={"trainer.seed": {"low": 0, "high": 9}})
@@ -106,6 +122,7 @@ def test_as_many_trials_as_asked_for_in_all(tmp_path: Path, sampler: str) -> Non
     run_some(search, tmp_path, seed_of, count=4)
     study = run_some(search, tmp_path, seed_of)
     assert len(study.get_trials(states=[TrialState.COMPLETE])) == 9
+    assert prepare_trials(study, search.model_copy(update={"trials": 3})) == 0, "a sweep that asks for fewer has all"
     assert {trial.params["data.train_batch_size"] for trial in study.trials} == {4, 8}
 
 
@@ -145,6 +162,7 @@ def test_the_median_pruner_stops_the_worse_half(tmp_path: Path) -> None:
 
     study = run_some(search, tmp_path, objective)
     assert [trial.state == TrialState.PRUNED for trial in study.trials] == [False] * 3 + [True] * 9
+    assert prepare_trials(study, search) == 0, "what was pruned is done, and not tried again"
 
 
 @pytest.mark.parametrize(

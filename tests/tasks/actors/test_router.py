@@ -7,17 +7,19 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Timer
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
 import ray
 from prefect.exceptions import TerminationSignal
 
+from models.weights.trainable import WeightSyncError
 from tasks.actors.actor_group import ActorGroup
 from tasks.actors.rank_places import RankPlaces
 from tasks.actors.router import Router
 from tasks.actors.waiting import get
+from tasks.actors.weight_transport import Routes
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -75,6 +77,29 @@ def test_a_full_queue_waits_for_a_place_and_a_failed_batch_leaves_one() -> None:
     assert ray.wait([first], timeout=0)[0], "a place was given while both batches were still running"
     assert not ray.wait([second], timeout=0)[0]
     ray.get(gate.release.remote("b"))
+
+
+@ray.remote(num_cpus=0)
+class Standing:
+    """An actor whose memory is at a place."""
+
+    def __init__(self, place: str):
+        self.courier = SimpleNamespace(place=lambda: place)
+
+
+def test_weights_go_by_memory_from_a_rank_at_the_workers_own_place_to_as_few_workers_as_can_be() -> None:
+    first, second, third = (Standing.remote(place) for place in ("a", "a", "b"))
+    workers = {f"{place}{i}": Standing.remote(place) for i in range(3) for place in "ab"}
+    names = {worker: name for name, worker in workers.items()}
+    routes = Routes([first, second, third]).to([*workers.values()], "ipc")
+    assert [route.transport for route in routes] == ["ipc"] * 3
+    assert [[names[worker] for worker in route.receivers] for route in routes] == [
+        ["a0", "a2"],
+        ["a1"],
+        ["b0", "b1", "b2"],
+    ]
+    with pytest.raises(WeightSyncError, match=r"where rollout worker 1 is \(b; the ranks are at a\): use object_store"):
+        Routes([first, second]).to([workers["a0"], workers["b0"]], "ipc")
 
 
 def test_groups_on_shared_gpus_have_one_actor_of_each_on_every_gpu() -> None:

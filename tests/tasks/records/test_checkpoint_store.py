@@ -66,6 +66,27 @@ def test_the_next_save_and_the_end_wait_for_the_one_before(tmp_path: Path) -> No
     assert store.iterations() == [2, 3]
 
 
+def test_the_trainer_begins_no_checkpoint_before_the_last_one_is_whole(tmp_path: Path) -> None:
+    """Its ranks write one at a time; and they begin none where something that was being written has failed."""
+    store, go_on, seen = CheckpointStore(tmp_path), threading.Event(), []
+
+    def begin(folder: Path) -> None:
+        writer(10)(folder)
+        seen.append(store.iterations())
+
+    store.save_in_background(state(1), begin, lambda: go_on.wait(60) and None)
+    threading.Timer(0.2, go_on.set).start()
+    store.save_in_background(state(2), begin, lambda: None)
+    store.settle()
+    assert seen == [[], [1]]
+    with pytest.raises(ZeroDivisionError):
+        store.behind.wait(store.behind.submit(lambda: 1 / 0))
+    with pytest.raises(ZeroDivisionError):
+        store.save_in_background(state(3), begin, lambda: None)
+    assert seen == [[], [1]]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_000001", "iter_000002"]
+
+
 def test_all_that_is_written_in_the_background_is_written_within_the_context_given_for_it(tmp_path: Path) -> None:
     """Which counts its seconds: from the wait for the trainer's files to the checkpoint in its place."""
     store, seen = CheckpointStore(tmp_path), []
@@ -129,6 +150,24 @@ def test_a_checkpoint_of_another_config_or_other_data_is_refused(
     store.save(state(2), writer(10))
     with pytest.raises(CheckpointError, match=f"iter_000002 was made {complaint}: give the run another trainer.exper"):
         store.latest(config, data)
+
+
+def test_a_checkpoint_of_an_older_version_says_nothing_of_the_base_weights(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is used and that is told; one that does say it is compared."""
+    store = CheckpointStore(tmp_path)
+    store.save(state(1), writer(10))
+    found = store.latest("config", "data-weights")
+    assert found is not None
+    assert found[0].iteration == 1
+    assert "whether it was made from these base weights is not checked" in caplog.text
+    caplog.clear()
+    store.save(RunState(2, "config", "data-weights", "run"), writer(10))
+    assert store.latest("config", "data-weights") is not None
+    assert not caplog.text
+    with pytest.raises(CheckpointError, match="from other weights"):
+        store.latest("config", "data-others")
 
 
 def test_what_reads_otherwise_than_it_was_written_is_no_checkpoint(tmp_path: Path) -> None:

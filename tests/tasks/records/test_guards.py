@@ -139,6 +139,28 @@ def test_a_fall_is_from_the_validation_at_which_the_guard_was_highest() -> None:
     assert fall(means, 20, "reward/nobody", 0.01, 0.2) is None
 
 
+@pytest.mark.parametrize("is_sure", ["reward", "reward/taste"])
+def test_the_validations_before_share_the_level_of_one(is_sure: str) -> None:
+    """Each could have been the highest: what is sure enough after one of them is not after two, in rise and fall."""
+    other = {"reward": "reward/taste", "reward/taste": "reward"}[is_sure]
+    rng, signs = np.random.default_rng(3), {"reward": 1, "reward/taste": -1}
+    first = pd.DataFrame({name: rng.normal(0, 1, 12) for name in signs})
+    changes = {is_sure: rng.normal(5, 0.1, 12), other: rng.normal(0.5, 0.8, 12)}
+    now = first + pd.DataFrame({name: signs[name] * change for name, change in changes.items()})
+    level = 1.5 * ttest_1samp(changes[other], 0, alternative="greater").pvalue
+    means = {0: first, 20: now}
+    assert fall(means, 20, "reward/taste", level, 0.0).suspicious  # type: ignore[union-attr]
+    means[10] = first.assign(**{"reward/taste": first["reward/taste"] - 1})
+    found = fall(means, 20, "reward/taste", level, 0.0)
+    assert found is not None
+    assert (found.reference, found.suspicious) == (0, False)
+
+
+def test_of_validations_at_which_the_guard_was_as_high_the_later_one_counts() -> None:
+    means = {step: prompt_means(held_out(0.5, 0.5), ["reward/taste"]) for step in (0, 10, 20)}
+    assert fall(means, 20, "reward/taste", 0.01, 0.2).reference == 10  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize(
     "later",
     [(0.5, 0.2), (0.3, 0.2), (0.9, 0.5), (0.9, 0.9), (0.9, 0.49)],
@@ -191,7 +213,11 @@ def tables(series: dict[int, tuple[float, float]]) -> dict[int, pd.DataFrame]:
 
 def test_a_guard_is_flagged_at_the_second_validation_in_a_row_that_finds_it_fallen() -> None:
     watched = watch()
-    found = {step: watched.judge(step, table) for step, table in list(tables(HACKED).items())[:4]}
+    found, clean = {}, []
+    for step, table in list(tables(HACKED).items())[:4]:
+        found[step] = watched.judge(step, table)
+        clean.append(watched.is_clean)
+    assert clean == [True, True, False, False], "weights that are in doubt are not kept as good ones"
     assert found[0] == {}
     assert [found[step]["guard/taste/flag"] for step in (10, 20, 30)] == [0, 0, 1]
     assert found[10]["guard/taste/fall"] < 0 < found[20]["guard/taste/fall"]
@@ -223,6 +249,13 @@ def test_a_held_out_reward_that_stays_far_below_its_highest_is_a_collapse() -> N
     assert seen[40]["held_out/collapse/fall"] == pytest.approx(0.4 / spread)
     assert seen[40]["told"] == "the held-out reward has fallen far below its highest (since iteration 40)"
     assert (seen[30]["told"], seen[50]["told"], watched.sentence()) == (None, None, None)
+
+
+def test_a_collapse_that_lasts_is_told_with_its_beginning() -> None:
+    watched = watch()
+    for step, table in tables(COLLAPSED | {50: (0.35, 0.5)}).items():
+        watched.judge(step, table)
+    assert watched.collapse() == "the held-out reward has fallen far below its highest (since iteration 40)"
 
 
 def test_a_collapse_is_remembered_by_a_run_that_goes_on() -> None:
@@ -277,7 +310,7 @@ def test_a_resumed_watch_sees_what_the_first_saw() -> None:
     assert resumed.judge(30, every[30]) == seen[30]
     flags = {step: found["guard/taste/flag"] for step, found in seen.items() if found and step <= 30}
     late = watch({"guard/taste/flag": flags})
-    assert late.flagged == {"taste"}
+    assert (late.flagged, late.is_clean) == ({"taste"}, False)
     assert late.sentence(now=True) == "the held-out reward rises while taste falls (since iteration 30)"
     late = watch({"guard/taste/flag": flags | {40: 0.0}})
     assert late.flagged == set()

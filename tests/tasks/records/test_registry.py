@@ -6,15 +6,21 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import pytest
 from mlflow import MlflowClient
+from prefect.logging import disable_run_logger
 
+from tasks.config.reward import GuardConfig
 from tasks.config.tracking import TrackingConfig
 from tasks.config.trainer import TrainerConfig
-from tasks.records.guards import HACKING_TAG
+from tasks.config.tree import TrainConfig
+from tasks.records.guards import HACKING_TAG, Guard, GuardWatch
 from tasks.records.model_registry import HELD_OUT_TAG, Measurements, champion, promote, register, tag_versions
 from tasks.records.notes import Weights
 from tasks.records.tracking import Tracker
+from tasks.run.watching import watch_guards
 from tasks.system.processes import COPY, maker_lives
 from tests.support.mlflow_store import mlflow_in, server_command
 from tests.support.patience import wait_for_server
@@ -122,7 +128,7 @@ def test_files_that_are_there_are_not_copied(tracker: Tracker, weights: Path, tm
 
 def test_a_version_that_guards_flagged_is_not_made_the_champion(tracker: Tracker, weights: Path) -> None:
     """The tag comes with the verdict, when versions that are in doubt are there already: it is read again."""
-    good, doubtful, another = (register(tracker, "tiny", weights, iteration, {}) for iteration in (10, 20, 30))
+    good, doubtful, another = (register(tracker, "tiny", weights, iteration, {}) for iteration in (10, 11, 30))
     tag_versions(tracker, "tiny", 11, HACKING_TAG, "the held-out reward rises while taste falls")
     assert promote(tracker.client, good) is None
     for version in (doubtful, another):
@@ -143,3 +149,25 @@ def test_a_champion_of_other_means_is_not_replaced_unseen(tracker: Tracker, weig
     )
     tracker.client.delete_registered_model_alias("tiny", "champion")
     assert promote(tracker.client, better) is None
+
+
+def test_a_guard_that_falls_again_dooms_what_was_registered_since(tracker: Tracker, weights: Path) -> None:
+    """Fallen from 20 on, back at 50, and fallen again at 60 and 70: at 60 there is no flag yet, as at 20 before."""
+    config, spread = TrainConfig.model_validate({"trainer": {"experiment_name": "tiny"}}), np.linspace(-0.1, 0.1, 12)
+    guards = GuardWatch(GuardConfig(), {"taste": Guard("", "reward/taste", 0.2)}, lambda name: {}, dict)
+    told = {}
+    for iteration, taste in {0: 0.5, 10: 0.6, 20: 0.2, 30: 0.2, 40: 0.2, 50: 0.7, 60: 0.2, 70: 0.2}.items():
+        rewards = {"reward": 0.5 + iteration / 100 + spread, "reward/taste": taste + spread[::-1]}
+        table = pd.DataFrame({"uid": [f"prompt-{i}" for i in range(len(spread))], **rewards})
+        rng = np.random.default_rng(iteration)
+        table[["reward", "reward/taste"]] += rng.normal(0, 1e-3, (len(spread), 2))
+        with disable_run_logger():
+            watch_guards(config, guards, tracker, iteration, {}, table)
+        told[iteration] = register(tracker, "tiny", weights, iteration, {}).version
+    assert guards.flagged == {"taste"}
+    doubted = {
+        iteration
+        for iteration, number in told.items()
+        if HACKING_TAG in tracker.client.get_model_version("tiny", number).tags
+    }
+    assert doubted == {20, 60}, "the others get the tag as they are registered, from the guards' newest word"

@@ -79,6 +79,16 @@ def test_a_setting_touches_only_its_own_pictures(recorded: tuple[Tracker, Path],
     assert len(tracker.picture_steps("samples")) == 12
 
 
+def test_a_grid_that_mlflow_has_not_got_yet_counts_as_one(recorded: tuple[Tracker, Path], tmp_path: Path) -> None:
+    """Its iteration is being validated while the record of the one before is written."""
+    tracker, grids = recorded
+    Image.fromarray(PICTURE).save(grids / "000013.png")
+    assert remove_old_pictures(tracker, settings(tmp_path, keep_validation_grids=2), grids) == {
+        "validation_grids": [3, 6, 9]
+    }
+    assert sorted(path.name for path in grids.iterdir()) == ["000000.png", "000012.png", "000013.png"]
+
+
 @pytest.mark.parametrize(
     ("keep", "with_first", "expected"),
     [(None, False, []), (2, False, [1, 4]), (9, False, []), (1, True, [4, 7]), (3, True, []), (4, False, [])],

@@ -3,6 +3,7 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -91,6 +92,17 @@ def test_one_that_fails_is_told_once_and_counted_and_the_others_go_on(config: Tr
     assert run.history("tracking/tensorboard_failures") == {0: 2.0, 1: 3.0}
     assert run.history("tracking/wandb_failures") == {}
     assert run.history("reward") == {0: 0.5, 1: 0.5}
+
+
+def test_one_that_fails_at_every_step_is_told_at_the_first(config: TrackingConfig, tmp_path: Path) -> None:
+    told: list[str] = []
+    run, _ = opened(config, ("tensorboard",), tmp_path / "run", told=told)
+    unfit: Any = {"reward": object()}
+    for step in range(3):
+        run.also.log(step, unfit)
+    assert run.also.metrics() == {"tracking/tensorboard_failures": 3.0}
+    run.also.close(failed=False)
+    assert len(told) == 1
 
 
 def test_what_cannot_be_had_is_refused(config: TrackingConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -174,6 +174,30 @@ def test_a_database_that_another_program_holds_is_waited_for(tmp_path: Path, mon
     assert run.log_step(2, {"reward": 0.6})
 
 
+@pytest.mark.usefixtures("soon_locked")
+@pytest.mark.parametrize(
+    ("error", "status"), [(TerminationSignal(signal.SIGTERM), "KILLED"), (OSError("no memory"), "FAILED")]
+)
+def test_what_ends_a_run_while_its_end_is_written_leaves_it_not_running(
+    tmp_path: Path, monkeypatch, error: BaseException, status: str
+) -> None:
+    """All is done, and another program holds the database: MLflow is waited for when the run is ended."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    run = tracker(tmp_path)
+    with closing(sqlite3.connect(tmp_path / "mlflow.db", isolation_level=None)) as other:
+
+        @contextmanager
+        def ended() -> Iterator[None]:
+            other.execute("ROLLBACK")
+            raise error
+            yield
+
+        run.patience.meanwhile = ended
+        with pytest.raises(type(error)), run.concluded():
+            other.execute("BEGIN IMMEDIATE")
+    assert run.client.get_run(run.run_id).info.status == status
+
+
 def listening(port: int) -> socket.socket | None:
     """A socket that listens there; None while another one does."""
     try:
@@ -298,18 +322,22 @@ def test_runs_of_dead_processes_are_closed_by_whoever_comes_next(tmp_path: Path,
         dead = Owner.this()._replace(process=ProcessIdentity.of(child.pid))
         child.communicate(b"\n")
     elsewhere = Owner.this()._replace(host="elsewhere")
-    runs = {name: tracker(tmp_path) for name in ("mine", "dead", "far", "far and crashed", "mine, silent", "no owner")}
+    contained = dead._replace(namespace="pid:[1]")  # a container of this machine, whose processes nobody here sees
+    before = contained._replace(process=dead.process._replace(boot="an-earlier-boot"))
+    names = ("mine", "dead", "far", "far and crashed", "mine, silent", "no owner", "contained", "of an earlier boot")
+    runs = {name: tracker(tmp_path) for name in names}
     owners = {"dead": dead, "far": elsewhere, "far and crashed": elsewhere}
+    owners |= {"contained": contained, "of an earlier boot": before}
     for name, owner in owners.items():
         runs[name].tag(OWNER, str(owner))
     runs["no owner"].tag(OWNER, "?")
     for name in ("far and crashed", "mine, silent"):
         runs[name].tag(FLOW_RUN, "a-flow-run")
     closed = close_dead_runs(runs["mine"].client, crashed="a-flow-run")
-    assert set(closed) == {runs["dead"].run_id, runs["far and crashed"].run_id}
+    assert set(closed) == {runs[name].run_id for name in ("dead", "far and crashed", "of an earlier boot")}
     states = {name: run.client.get_run(run.run_id) for name, run in runs.items()}
     failed = {name for name, run in states.items() if run.info.status == "FAILED"}
-    assert failed == {"dead", "far and crashed"}
+    assert failed == {"dead", "far and crashed", "of an earlier boot"}
     assert f"pid {dead.process.pid} on {dead.host}" in states["dead"].data.tags["doubleflow.ended"]
 
     runs["far"].tag(OWNER, str(dead))

@@ -24,7 +24,7 @@ from tasks.report.charts import Series, line_chart, number, spread, thinned, tic
 from tasks.report.page import render
 from tasks.report.recorded import FRAMES, Recorded, by_prompt, read
 from tasks.report.samples import extremes
-from tasks.report.sections import where_time_went
+from tasks.report.sections import pace, where_time_went
 from tasks.report.thumbnails import SAMPLE_BYTES, of_sample, thumbnail
 from tasks.run import reporting
 from tasks.run.measuring import Verdict, metrics
@@ -138,6 +138,21 @@ def test_the_stages_are_those_whose_seconds_add_up(recorded: Recorded) -> None:
     rows = where_time_went(recorded)
     assert {row["stage"] for row in rows} == {*STAGES, "orchestration"}
     assert sum(row["share"] for row in rows) == pytest.approx(100, abs=5)
+
+
+def test_the_environment_is_that_of_the_newest_start(history: RunHistory, recorded: Recorded) -> None:
+    again = recorded.environment | {"python": "3.11.9"}
+    history.client.log_dict(history.run_id, again, "lineage/000004/environment.json")
+    assert recorded.environment["python"] != again["python"]
+    assert read(history, ()).environment == again
+
+
+def test_a_recent_iteration_is_one_of_the_last(recorded: Recorded) -> None:
+    """A run that has become quicker; MLflow gives its metrics from the newest step on."""
+    seconds = {step: 9.0 if step <= 40 else 2.0 for step in range(60, 0, -1)}
+    quicker = replace(recorded, metrics=recorded.metrics | {"timing_s/step": seconds, "timing_s/gen": seconds})
+    (row,) = [row for row in where_time_went(quicker) if row["stage"] == "gen"]
+    assert (row["times"], row["recent"], pace(quicker)) == (60, "2 s", 2.0)
 
 
 def test_a_hostile_prompt_is_text_on_both_pages(recorded: Recorded) -> None:

@@ -198,6 +198,8 @@ def test_gdpo_drops_a_group_only_where_each_reward_ties() -> None:
     config = DiffusionAlgoConfig(adv_estimator="gdpo", drop_equal_groups=True)
     found = advantages_of(text + taste, UIDS, config, scores, weights)
     assert np.isnan(found).tolist() == [False] * 3 + [True] * 3
+    punished = advantages_of(text + taste - np.arange(6), UIDS, config, scores, weights | {"watched": -1})
+    assert not np.isnan(punished).any(), "what is held against a sample tells it from the others, too"
     heavier = weights | {"text": 2}
     kept = advantages_of(
         2 * text + taste, UIDS, config.model_copy(update={"drop_equal_groups": False}), scores, heavier

@@ -89,6 +89,10 @@ def test_metrics_over_ranks_of_which_one_had_nothing_to_train_on() -> None:
     assert over_ranks(counted) == {"pg_loss": 1.5, "ratio_deviation/max": 0.1, "lr": 0.5, "sample_steps": 4.0}
 
 
+def test_a_maximum_over_samples_is_that_of_the_rank_that_has_it() -> None:
+    assert over_ranks([{"ratio_deviation/max": value} for value in (0.1, 0.3, 0.2)]) == {"ratio_deviation/max": 0.3}
+
+
 def test_metrics_of_ranks_that_count_alike_are_plain_means() -> None:
     """And those of a lone rank are its own to the last bit."""
     assert over_ranks([{"kl_loss": 0.1, "sample_steps": 3.0}]) == {"kl_loss": 0.1, "sample_steps": 3.0}
@@ -144,3 +148,7 @@ class PortedTrainer:
 def test_a_loss_may_write_the_actors_prefix_itself() -> None:
     found = update.fn(Stopwatch(), PortedTrainer(), [], np.zeros(1))  # type: ignore[arg-type]
     assert found == {"actor/ppo_kl": 0.25, "actor/pg_loss": 0.5, "rollout_corr/logprob_abs_diff_mean": 0.125}
+    # Where the trainer's own scores are the old ones, the update's distances are from those, and tell of no rollout.
+    own = OldScores([], {"rollout_corr/logprob_abs_diff_mean": 0.5})
+    with_own = update.fn(Stopwatch(), PortedTrainer(), [], np.zeros(1), own)  # type: ignore[arg-type]
+    assert with_own == found | own.metrics

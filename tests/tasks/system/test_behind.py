@@ -71,6 +71,13 @@ def test_what_a_run_and_its_writing_both_met_is_told_once() -> None:
         raise Away("the server is gone for 21 s")
     assert not getattr(raised.value, "__notes__", [])
 
+    class Damaged(DoubleflowError, RuntimeError):
+        pass
+
+    with pytest.raises(Damaged) as other, behind.settled():
+        raise Damaged("a checkpoint is no checkpoint")
+    assert "the server is gone for 20 s" in other.value.__notes__[0], "what ended the run is something else"
+
 
 @pytest.mark.parametrize("own", [False, True])
 def test_an_end_waits_for_all_and_a_failing_one_keeps_its_own_error(own: bool) -> None:
@@ -129,6 +136,26 @@ def test_a_long_wait_is_spent_in_what_holds_it_up(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(KeyboardInterrupt) as raised, behind.settled():
         raise KeyboardInterrupt
     assert not hasattr(raised.value, "__notes__"), "the same command does it again"
+    assert asleep == ["begun", "ended"], "who is to end in seconds puts nothing to sleep"
+
+
+def test_what_held_a_wait_up_is_left_once_it_is_over_or_the_work_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPUs are had again while the rest is still being written."""
+    monkeypatch.setattr(module, "LOOK_S", 0.02)
+    behind, away, awake, asked = Behind(), [True] * 3, threading.Event(), []
+
+    @contextmanager
+    def sleeping() -> Iterator[None]:
+        yield
+        awake.set()
+
+    behind.held_up = lambda: sleeping() if away and away.pop() else None
+    assert behind.wait(behind.submit(awake.wait, 30)), "it was left while the work went on"
+
+    done = behind.submit(lambda: time.sleep(0.1))
+    behind.held_up = lambda: asked.append(done.done()) or (sleeping() if sum(asked) < 3 else None)
+    behind.wait(done)
+    assert sum(asked) <= 1, "nobody asks any more once the work is done"
 
 
 @contextmanager
@@ -168,6 +195,32 @@ def test_after_a_signal_an_end_waits_for_seconds_alone(monkeypatch: pytest.Monke
         raise KeyboardInterrupt
     assert not hasattr(raised.value, "__notes__"), "the same command does it again"
     assert done == ["written"]
+
+
+def test_a_failing_end_waits_longer_than_a_stopped_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error leaves time for what is under way to be written; a signal may leave none."""
+    monkeypatch.setattr(module, "STOPPED_WAIT_S", 0.0)
+    behind, done = Behind(), []
+
+    def write() -> None:
+        time.sleep(0.2)
+        done.append("written")
+
+    behind.submit(write)
+    with pytest.raises(ZeroDivisionError) as raised, behind.settled():
+        raise ZeroDivisionError
+    assert done == ["written"]
+    assert not hasattr(raised.value, "__notes__"), "nothing is lost"
+
+
+def test_what_a_failing_end_does_not_wait_for_is_told_as_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FAILING_WAIT_S", 0.0)
+    behind, go_on = Behind(), threading.Event()
+    behind.submit(go_on.wait, 60)
+    with pytest.raises(ZeroDivisionError) as raised, behind.settled():
+        raise ZeroDivisionError
+    go_on.set()
+    assert "takes too long" in raised.value.__notes__[0]
 
 
 def test_a_full_disk_is_told_once_and_in_a_sentence() -> None:

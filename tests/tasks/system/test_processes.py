@@ -11,7 +11,13 @@ import sys
 import psutil
 import pytest
 
-from tasks.system.processes import ProcessIdentity, wait_or_kill, wait_until_ended
+from tasks.system.processes import (
+    ProcessIdentity,
+    maker_lives,
+    named_after_this_process,
+    wait_or_kill,
+    wait_until_ended,
+)
 
 pytestmark = pytest.mark.waits
 
@@ -35,6 +41,17 @@ def test_one_that_ended_is_none_also_before_its_parent_asks() -> None:
     assert identity.process() is None
     with pytest.raises(psutil.NoSuchProcess):
         ProcessIdentity.of(child.pid)
+
+
+def test_a_folders_name_says_whether_its_maker_lives_where_that_can_be_known() -> None:
+    """Of another machine's a process here that has the number says nothing, nor that none has."""
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        pass
+    mine = named_after_this_process("made-")
+    gone = mine.replace(f"-{os.getpid()}-", f"-{ended.pid}-")
+    assert [maker_lives(f"{name}ab_c", "made-") for name in (mine, gone)] == [True, False]
+    for pid in (os.getpid(), ended.pid):
+        assert maker_lives(f"made-another-machine-{pid}-ab_c", "made-") is None
 
 
 def test_a_name_may_hold_brackets_and_blanks() -> None:
