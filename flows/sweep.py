@@ -162,10 +162,7 @@ def check_continued(study: optuna.Study, search: SweepConfig, config: TrainConfi
             would take old runs for new points, and Optuna the new values for none.
     """
     now = _compared(search, config)
-    before = study.user_attrs.get(COMPARED)
-    if before is None:  # it begins, or is older than this record
-        study.set_user_attr(COMPARED, before := now)
-    before = before | {"search.direction": study.direction.name.lower()}
+    before = study.user_attrs.get(COMPARED, now) | {"search.direction": study.direction.name.lower()}
     advice = f"but the sweep {search.name} of before, which a sweep of its name continues,"
     for path in sorted(before.keys() & now.keys()):
         if now[path] != before[path]:
@@ -182,6 +179,8 @@ def check_continued(study: optuna.Study, search: SweepConfig, config: TrainConfi
                     f"search.space: {name} is {dimension.model_dump(exclude_unset=True)}, {advice} drew it from "
                     f"{distribution}: choices stay the same, and so does the kind of a range; give another search.name"
                 ) from error
+    if COMPARED not in study.user_attrs:  # it begins, or is older than this record
+        study.set_user_attr(COMPARED, now)
 
 
 def _compared(search: SweepConfig, config: TrainConfig) -> dict[str, Any]:

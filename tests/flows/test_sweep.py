@@ -261,3 +261,14 @@ def test_a_sweep_is_continued_with_what_it_compares(
         return
     with pytest.raises(ConfigError, match=message):
         check_continued(study, again, config.with_changes(changes))
+
+
+def test_a_start_that_is_refused_is_not_what_a_sweep_began_with(tmp_path: Path) -> None:
+    """A study that is older than the record of what it compares takes it from the first start that is none."""
+    config, search = TrainConfig(), SweepConfig(space={LR: RATE})
+    study = open_study(search, tmp_path)
+    run_trials(study, lambda trial: search.space[LR].suggest(trial, LR), 2, parallel=1)
+    other = SweepConfig(space={LR: {"choices": [1.0e-4, 1.0e-2]}}, metric="val/ocr/mean")
+    with pytest.raises(ConfigError, match="choices stay the same"):
+        check_continued(study, other, config)
+    check_continued(study, search, config)
