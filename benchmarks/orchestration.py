@@ -4,11 +4,11 @@
     python -m benchmarks.orchestration [--iterations 30] [--payloads 4096 50000000] [--servers ephemeral local]
 
 Seven stages as in an iteration of training, with nothing to compute: each hands a payload of so many bytes on, and is
-given the prompts and noise keys of 2,048 samples where a run's is. They
-are called directly, as functions on arrays, and as the platform does: as Prefect tasks that await Ray actors, with
-MLflow's metrics in one request and a checkpoint whose files are 4 KB. Prints medians in milliseconds; with
-`--write` they stand in the docs. What is written of an iteration because it is data stands by itself: `records` is the
-table of 192 samples, 32 pictures and their grid; `kept` is the payload as a kept stage.
+given the prompts and noise keys of 2,048 samples where a run's is. They are called directly, as functions on arrays,
+and as the platform does: as Prefect tasks that await Ray actors, with MLflow's metrics in one request and a checkpoint
+whose files are 4 KB. Prints medians in milliseconds; with `--write` they stand in the docs. What is written of an
+iteration because it is data stands by itself: `records` is the table of 192 samples, 32 pictures and their grid;
+`kept` is the payload as a kept stage.
 """
 
 import argparse

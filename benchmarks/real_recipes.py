@@ -40,7 +40,7 @@ import yaml
 from mlflow import MlflowClient
 
 from benchmarks.docs import put_table, rows_by_name, table_of
-from benchmarks.local_services import ROOT, free_port
+from benchmarks.local_services import ROOT, free_port, import_path
 from tasks.config.errors import ConfigError
 from tasks.config.overrides import merged
 from tasks.config.tree import TrainConfig
@@ -198,7 +198,7 @@ class Machine:
         self.began, self.seconds = time.monotonic(), dict[str, float]()
         self.starting: subprocess.Popen | None = None
         self.environment = os.environ | {
-            "PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}",
+            "PYTHONPATH": import_path(folder),
             "PREFECT_HOME": str(folder / ".prefect"),
             "PYTHONUNBUFFERED": "1",
         }
