@@ -56,3 +56,35 @@ def test_the_scaling_of_the_whole_flow_is_in_its_log() -> None:
         assert f"| {seconds['update_actor']:.2f} |" in row
         assert f"| {seconds['step']:.1f} | {speeds[gpus]:.2f} |" in row
         assert gpus == 1 or f"**{speeds[gpus] / gpus / speeds[1]:.1%}**".replace("%", " %") in row
+
+
+def test_the_flow_and_its_engines_of_one_call_are_in_their_log() -> None:
+    lines = [json.loads(line) for line in (MEASURED / "sd35_flow_h100.jsonl").read_text().splitlines()]
+    (engines,) = [line for line in lines if line["run"] == "bare engines, of four GPUs"]
+    steady = [line for line in lines if line["run"] == "2 GPUs of four" and 2 < line["iteration"] < 5]
+    assert len(steady) == 2
+    parts = ("update_actor", "update_weights", "step")
+    update, sync, step = (median(line[f"timing_s/{name}"] for line in steady) for name in parts)
+    speed = steady[0]["perf/total_num_images"] / step
+    page = (ROOT / "benchmarks" / "RESULTS.md").read_text().splitlines()
+    assert engines["batch"] * 4 == 96
+    ours = next(line for line in page if line.startswith("| bare engines, 24 pictures, times four | 96 | "))
+    assert ours.startswith(f"| bare engines, 24 pictures, times four | 96 | {4 * engines['rollout_s']:.2f} |")
+    assert f"| {4 * engines['update_s']:.2f} | {4 * engines['sync_s']:.2f} |".replace(" 0.", " .") in ours
+    assert f"| {engines['images/s']:.2f} |" in ours
+    row = next(line for line in page if line.startswith("| 2 GPUs of four H100s | 192 |"))
+    assert f"| {update:.2f} | {sync:.2f} |".replace(" 0.", " .") in row
+    assert f"| {step:.1f} | {speed:.2f} |" in row
+    assert f"**{speed / 2 / engines['images/s']:.2f} of".replace("*0.", "*.") in row
+
+
+@pytest.mark.parametrize(
+    ("run", "said"),
+    [("4 GPUs", "**4.1 s, 497 pictures a second**"), ("4 H200s, before", "An iteration takes 4.4 s (median)")],
+)
+def test_the_words_on_four_gpus_take_what_the_page_says(run: str, said: str) -> None:
+    lines = [json.loads(line) for line in (MEASURED / "words_four_h100.jsonl").read_text().splitlines()]
+    steps = [line["timing_s/step"] for line in lines if line["run"] == run and line["iteration"] % 10]
+    step = median(steps[1:])
+    assert f"{step:.1f} s" in said
+    assert said in (ROOT / "docs" / "words.md").read_text()
