@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from models.errors import is_out_of_room
-from models.training.adam_state import offload_adam_state
+from models.training.adamw import offload_adam_state
 from models.training.gradients import NonfiniteSteps
 from models.training.weight_copies import WeightAverage, WeightCopy
 

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from models.algorithms.losses import REF_VELOCITY, get_diffusion_loss_fn
 from models.algorithms.old_policy import old_policy_decay
@@ -24,7 +23,7 @@ from models.runtime.float8 import scales_in
 from models.runtime.products import choose_products
 from models.samples.trajectories import Trajectories
 from models.schedulers.gradient_scale import rectifying_weights
-from models.training.adam_state import adam_state_on_device, allocate_adam_state, offload_adam_state
+from models.training.adamw import LocalAdamW, adam_state_on_device, allocate_adam_state, offload_adam_state
 from models.training.checkpoint import EngineCheckpoint
 from models.training.engine import LOG_PROB_DISTANCES, TRAINING_ENGINES, HeldWeights
 from models.training.forward_batches import noised_batch
@@ -34,7 +33,8 @@ from models.training.noised import NoisedLatents
 from models.training.policy import PolicyForward, load_teacher
 from models.training.schedules import build_lr_scheduler
 from models.training.sequence_parallel import sequence_mesh, split_sequences
-from models.training.weight_copies import WeightAverage, WeightCopy, reshard
+from models.training.shards import reshard
+from models.training.weight_copies import WeightAverage, WeightCopy
 from models.training.whole_weights import whole_weights
 from models.weights.canary import Canary, canary_batch, canary_velocity
 from models.weights.trainable import keep_formats, kept_in_fp32, load_exported, make_trainable, named, trainable
@@ -310,15 +310,13 @@ class DiffusersFSDPEngine(PolicyForward):
 
     def _new_optimizer(self) -> torch.optim.AdamW:
         """AdamW over the trained shards."""
-        settings, shards = self.actor_config.optim, list(self._shards().values())
-        return torch.optim.AdamW(
-            shards,
+        settings = self.actor_config.optim
+        return LocalAdamW(
+            list(self._shards().values()),
             lr=settings.lr,
             betas=settings.betas,
             eps=settings.eps,
             weight_decay=settings.weight_decay,
-            # On CUDA torch makes one call for all weights: it cannot where some are sharded and a few whole.
-            foreach=False if len({isinstance(shard, DTensor) for shard in shards}) > 1 else None,
         )
 
     def _load(self, trained: bool) -> nn.Module:

@@ -7,7 +7,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import get_total_norm
+
+from models.training.shards import local_tensors
+
+SMALLEST_NORM = 1e-6
+"""Added to the norm that gradients are divided by, as `torch.nn.utils.clip_grad_norm_` does."""
 
 
 class NonfiniteSteps:
@@ -64,17 +69,22 @@ def clip_gradients(parameters: Iterable[nn.Parameter], largest: float) -> Tensor
 
     `torch.nn.utils.clip_grad_norm_` takes sharded or whole weights, not both at once.
     """
-    with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
-    sharded = [parameter for parameter in with_gradient if isinstance(parameter, DTensor)]
-    whole = [parameter for parameter in with_gradient if not isinstance(parameter, DTensor)]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    sharded = local_tensors(gradient for gradient in gradients if isinstance(gradient, DTensor))
+    whole = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
     norms = []
-    for part in (sharded, whole):
-        if part:
-            norm = get_total_norm([parameter.grad for parameter in part if parameter.grad is not None])
-            norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    if sharded:
+        square = get_total_norm(sharded).square()
+        if dist.get_world_size() > 1:
+            dist.all_reduce(square)
+        norms.append(square.sqrt())
+    if whole:
+        norms.append(get_total_norm(whole))
     if not norms:
         return torch.tensor(0.0)
     total = norms[0] if len(norms) == 1 else torch.stack([norm.to(norms[-1].device) for norm in norms]).norm()
+    scale = (largest / (total + SMALLEST_NORM)).clamp(max=1.0)
     for part in (sharded, whole):
-        clip_grads_with_norm_(part, largest, total)
+        if part:
+            torch._foreach_mul_(part, scale.to(part[0].device))
     return total

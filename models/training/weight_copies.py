@@ -1,33 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies of the trained weights: a moving average for evaluation, and the old policy."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
+from models.training.shards import local_tensors, reshard
 from models.weights.trainable import named, trainable
 
 if TYPE_CHECKING:
     from models.config.actor import EmaConfig
-
-
-def reshard(module: nn.Module) -> None:
-    """Let the module hold its shards. Without `reshard_after_forward` it may still hold gathered weights, in the format
-    of the forward, and the next forward would compute with those and not with what is put into the shards."""
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()
-
-
-def _local(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """What this rank has of weights, as plain tensors: for calls that take many at once."""
-    plain = [tensor.detach() for tensor in tensors]
-    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in plain]
 
 
 class WeightCopy:
@@ -40,7 +25,7 @@ class WeightCopy:
     @torch.no_grad()
     def follow(self, decay: float) -> None:
         """copy <- decay copy + (1 - decay) weights."""
-        copies, weights = _local(self.shadow.values()), _local(self._parameters().values())
+        copies, weights = local_tensors(self.shadow.values()), local_tensors(self._parameters().values())
         if decay == 0:
             torch._foreach_copy_(copies, weights)
         else:
@@ -59,7 +44,7 @@ class WeightCopy:
     @torch.no_grad()
     def _put(self, values: dict[str, Tensor]) -> None:
         parameters = self._parameters()
-        torch._foreach_copy_(_local(parameters.values()), _local(values[name] for name in parameters))
+        torch._foreach_copy_(local_tensors(parameters.values()), local_tensors(values[name] for name in parameters))
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         """The trained shards."""

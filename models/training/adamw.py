@@ -1,12 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AdamW's moments: there from the start, and on the device or in host memory."""
+"""AdamW over what a rank has of the weights, and where its moments are: there from the start, on the device or in host
+memory."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch import Tensor
+
+from models.training.shards import local_tensors
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class LocalAdamW(torch.optim.AdamW):
+    """AdamW whose step takes this rank's part of each weight as a plain tensor.
+
+    An element's step needs no other element, so the numbers are the same; a sharded tensor's own calls cost the
+    processor ten times a small weight's arithmetic. And of weights of which some are sharded and a few whole, torch
+    steps over all at once on CUDA, which it refuses to do as they are. `param_groups` and `state` hold the sharded
+    tensors, as checkpoints need them.
+    """
+
+    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
+        has_complex = super()._init_group(group, *lists)
+        for tensors in lists:  # weights, gradients, moments, steps
+            tensors[:] = local_tensors(tensors)
+        return has_complex
 
 
 def allocate_adam_state(optimizer: torch.optim.AdamW) -> None:
