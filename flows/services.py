@@ -18,7 +18,7 @@ import typer
 
 from flows.deploy.bring_up import POOL_NAME, PORTS, RUNS, SERVICES, addresses, bring_up, pool_of, ports_for, use
 from flows.deploy.flow_runs import end_worker_flow_runs
-from flows.deploy.service_processes import end_process
+from flows.deploy.service_processes import end_leftovers, end_process
 from flows.deploy.service_record import (
     ENVIRONMENT,
     HERE,
@@ -176,7 +176,8 @@ def down() -> None:
         end_worker_flow_runs(living.get("worker"))
         for process in reversed(living.values()):
             end_process(process)
-        missing = {name: entry for name, entry in recorded.items() if name not in living and not entry.ended}
+        found = living.keys() | end_leftovers()
+        missing = {name: entry for name, entry in recorded.items() if name not in found and not entry.ended}
         if not missing:
             shutil.rmtree(HERE)
             return

@@ -2,9 +2,16 @@
 """What all errors of this project have in common, and which of the system's errors tell of a full disk."""
 
 import errno
-from typing import TypeGuard
+import os
+import re
 
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
+REFUSED = frozenset({errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE})
+"""What a system says of a file that is there, or of a folder, where it lets nobody write or read."""
+OF_RUST = re.compile(r"I/O error: .*\(os error (\d+)\)")
+"""How safetensors tells of the system's errors, in an exception of its own."""
+SHORT_WRITE = re.compile(r"\d+ requested and \d+ written")
+"""How numpy does, which does not hand on the system's number."""
 
 
 class DoubleflowError(Exception):
@@ -16,6 +23,20 @@ class DoubleflowError(Exception):
     """
 
 
-def is_out_of_room(error: object) -> TypeGuard[OSError]:
-    """Does the system say that the disk is full, or that the user's share of it is?"""
-    return isinstance(error, OSError) and error.errno in NO_ROOM
+def out_of_room(error: object) -> OSError | None:
+    """The system's error which says that the disk, or the user's share of it, is full: this one, or the one of which
+    safetensors and numpy tell in their own."""
+    if isinstance(error, OSError) and error.errno in NO_ROOM:
+        return error
+    text = str(error) if isinstance(error, Exception) else ""
+    if found := OF_RUST.search(text):
+        number = int(found[1])
+        return OSError(number, os.strerror(number)) if number in NO_ROOM else None
+    if isinstance(error, OSError) and SHORT_WRITE.search(text):
+        return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    return None
+
+
+def is_refused(error: object) -> bool:
+    """Does the system say that a file or folder, which it names, may not be written or read, or that its disk fails?"""
+    return isinstance(error, OSError) and error.errno in REFUSED and error.filename is not None

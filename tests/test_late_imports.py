@@ -134,7 +134,7 @@ import gc
 from tasks.actors.reward_worker import RewardWorker
 from tasks.config.reward import RewardFunctionConfig
 print(*gc.get_threshold())
-RewardWorker("brightness", RewardFunctionConfig())
+RewardWorker("brightness", RewardFunctionConfig()).version()
 print(*gc.get_threshold())
 """
 

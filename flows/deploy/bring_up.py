@@ -14,6 +14,7 @@ import typer
 
 from flows.deploy.flow_runs import WORKER, fail_dead_runs
 from flows.deploy.service_processes import (
+    end_leftovers,
     end_process,
     free_port,
     require_free_port,
@@ -55,6 +56,7 @@ def bring_up(
         there = living_processes()
         _require_app()
         access = _access_of(there, ports) if there else new_access()
+        end_leftovers()
         for name, port in ports.items():
             if name not in there:
                 require_free_port(name, port)

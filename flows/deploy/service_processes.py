@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The processes of `make up`: one is started in a session of its own with a log, waited for, and ended."""
 
+import os
 import socket
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from contextlib import suppress
 
 import httpx
 import psutil
+import typer
 
 from flows.deploy import service_log
 from flows.deploy.service_record import HERE, Recorded, ServiceError, living_processes, recorded_processes, write_record
@@ -102,3 +104,27 @@ def ask_to_end(processes: Collection[psutil.Process]) -> None:
     for process in filter(runs, processes):
         with suppress(psutil.NoSuchProcess):
             process.kill()
+
+
+def end_leftovers() -> set[str]:
+    """End what recorded processes that were killed have left, and say so; their names.
+
+    MLflow's server is a child of the command that was started, and lives on at its port. What is left is all of that
+    command's session, whose number no other process gets as long as one is in it.
+    """
+    found = {}
+    for name, entry in recorded_processes().items():
+        if entry.host == socket.gethostname() and not entry.ended and identity(entry.pid) is None:
+            found[name] = [one for one in psutil.process_iter() if _session(one) == entry.pid and runs(one)]
+    for name, left in found.items():
+        if left:
+            typer.echo(f"{name} was killed: ending what it has left (pid {', '.join(str(one.pid) for one in left)})")
+            ask_to_end(left)
+    return {name for name, left in found.items() if left}
+
+
+def _session(process: psutil.Process) -> int | None:
+    try:
+        return os.getsid(process.pid)
+    except (ProcessLookupError, PermissionError):
+        return None

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from models.errors import is_out_of_room
+from models.errors import out_of_room
 from models.training.adamw import offload_adam_state
 from models.training.gradients import NonfiniteSteps
 from models.training.weight_copies import WeightAverage, WeightCopy
@@ -58,7 +58,7 @@ class EngineCheckpoint:
     def save(self, folder: Path) -> None:
         """Write the state of now."""
         with _errors_are_exceptions():
-            dcp.save(self._state(), checkpoint_id=str(folder))
+            dcp.save(self._state(), storage_writer=_Writer(folder))
 
     def start_saving(self, folder: Path) -> None:
         """Copy the state of now to host memory and write it from there, in a thread.
@@ -70,7 +70,7 @@ class EngineCheckpoint:
             raise RuntimeError(f"a checkpoint is being written, so {folder} cannot be begun: wait for it first")
         if self._group is None:  # its own: the ranks agree on files while training uses the other groups
             self._group = dist.new_group(backend="gloo")
-        future = dcp.async_save(self._state(), checkpoint_id=str(folder), process_group=self._group)
+        future = dcp.async_save(self._state(), storage_writer=_Writer(folder), process_group=self._group)
         self._writing = cast(Future, future)
 
     def finished(self) -> bool:
@@ -134,6 +134,33 @@ def _forget_what_is_newer(extra: dict[str, Any], folder: Path) -> None:
             del extra[name]
 
 
+class _Writer(dcp.FileSystemWriter):
+    """Says of a disk that it is full, on the rank that meets it: where torch.save was stopped by that it raises what it
+    misses at a file's end, and what an error came from does not reach the other ranks."""
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        """As the base's, of this rank's share."""
+        with self._naming_the_folder():
+            return super().write_data(plan, planner)
+
+    def finish(self, metadata: Any, results: Any) -> None:
+        """As the base's, of what says where everything is."""
+        with self._naming_the_folder():
+            super().finish(metadata, results)
+
+    @contextmanager
+    def _naming_the_folder(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            found: BaseException | None = error
+            while found is not None:
+                if (full := out_of_room(found)) is not None:
+                    raise OSError(full.errno, full.strerror, str(self.path)) from error
+                found = found.__cause__ or found.__context__
+            raise
+
+
 @contextmanager
 def _errors_are_exceptions() -> Iterator[None]:
     """torch's CheckpointException is none, and would pass whatever handles the errors of a run."""
@@ -141,6 +168,6 @@ def _errors_are_exceptions() -> Iterator[None]:
         yield
     except CheckpointException as error:
         for found, _ in error.failures.values():
-            if is_out_of_room(found):  # the disk's fault: the same as from any other file
+            if isinstance(found, OSError):  # the disk's fault: the same as from any other file
                 raise found from error
         raise RuntimeError(f"a rank could not read or write a checkpoint: {error}") from error

@@ -137,7 +137,7 @@ class RewardGroup:
         """Reward name -> version; waits until the workers are up."""
         if self.model is not None:
             self.model.wait()
-        found = {name: pool.group.call_all("version")[0] for name, pool in self.pools.items()}
+        found = {name: pool.version() for name, pool in self.pools.items()}
         if self.model is not None:
             self.model.rest()
         return found

@@ -16,7 +16,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from models.errors import DoubleflowError
 from tasks.actors.actor_group import ActorGroup
 from tasks.actors.reward_model import RewardModel
-from tasks.actors.reward_worker import RewardWorker
+from tasks.actors.reward_worker import RewardRaised, RewardWorker, said
 from tasks.actors.rollout_group import PendingBatch
 from tasks.actors.waiting import get
 from tasks.config.reward import RewardFunctionConfig
@@ -81,6 +81,28 @@ class RewardPool:
             # A rollout batch that is sampled is not to wait for an earlier one that another worker still samples.
             allow_out_of_order_execution=True,
         )
+        self._versions = [self._ask_version(worker) for worker in range(len(self.group))]
+
+    def _ask_version(self, worker: int) -> "PendingCall":
+        machine = self.group.whereabouts.last(worker)
+        return PendingCall(
+            0, 0, self.group.actors[worker].version.remote(), worker, machine, partial(self._ask_version, worker)
+        )
+
+    def version(self) -> str:
+        """The reward's version; waits until its workers have loaded.
+
+        Raises:
+            RewardFailure: it cannot be loaded.
+        """
+        try:
+            first, *_ = [self._answer(call) for call in self._versions]
+        except (RayTaskError, RayActorError) as error:
+            if isinstance(error, DoubleflowError):
+                raise
+            reason = self._reason(error, loads=True)
+            raise RewardFailure(f"reward {self.name!r} could not be loaded: {reason}") from error
+        return first
 
     def begin(self, sizes: Sequence[int], share: float = 1.0, together: int = 1) -> "PoolScoring":
         """Get ready to score batches of these sizes: `batch_size` samples a call.
@@ -153,14 +175,12 @@ class RewardPool:
             table = with_unmeasured(table, measured, samples, f"{self.name}/measured")
         return table, sum(answer.seconds for answer in answers)
 
-    def _reason(self, error: Exception) -> str:
+    def _reason(self, error: Exception, *, loads: bool = False) -> str:
         if isinstance(error, RayTaskError):
-            return f"{type(error.cause).__name__}: {error.cause}"
+            return str(error.cause) if isinstance(error.cause, RewardRaised) else said(error.cause)
         last = str(error).strip().splitlines()[-1]
-        return (
-            f"its worker died, or took longer than timeout_s {self.config.timeout_s:g}, {self.config.retries + 1} "
-            f"times in a row ({last})"
-        )
+        late = "" if loads else f", or took longer than timeout_s {self.config.timeout_s:g},"
+        return f"its worker died{late} {self.config.retries + 1} times in a row ({last})"
 
     def _check_missing(self, table: pd.DataFrame, limit: float, cause: Exception | None) -> None:
         missing = table[f"reward/{self.name}"].isna()

@@ -4,7 +4,6 @@
 import faulthandler
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -12,16 +11,23 @@ import numpy as np
 import ray
 from ray.exceptions import RayTaskError
 
+from models.errors import DoubleflowError
 from tasks.config.reward import RewardFunctionConfig
 from tasks.rewards import Reward, RewardError, RewardResult, ScoredPrompt, get_reward
-from tasks.rewards.served import NotServed, ServedModel
+from tasks.rewards.served import ServedModel
 from tasks.system.collector import collects_once_loaded
 
 STANDARD_ERROR = 2
 
 
+class RewardRaised(Exception):
+    """What a reward raised, as "ValueError: ...": an error of the reward's own kind need not survive the way to another
+    process."""
+
+
 class RewardWorker:
-    """One process of one reward, its models loaded once.
+    """One process of one reward, its models loaded once, by its first call: one that dies while they load has failed in
+    a call, which Ray repeats a few times, where it would start a process that dies in `__init__` again for ever.
 
     Args:
         name: registered name or import path.
@@ -29,13 +35,11 @@ class RewardWorker:
         asked: name of the `RewardModelServer` that the reward asks; None for one that asks nobody, or somebody else.
     """
 
-    @collects_once_loaded
     def __init__(self, name: str, config: RewardFunctionConfig, asked: str | None = None):
         self.name, self.config, self._asked = name, config, asked
         self._found: ServedModel | None = None
-        with suppress(NotServed):  # which `score` returns: a worker that cannot be made is a score that is missing
-            self.reward = self._current_reward()
 
+    @collects_once_loaded
     def _current_reward(self, doubted: ServedModel | None = None) -> Reward:
         """The reward; a new one where the model that it asks has another address, having been started again.
 
@@ -59,8 +63,19 @@ class RewardWorker:
         return self.reward
 
     def version(self) -> str:
-        """The reward's version, once its models are loaded."""
-        return self._current_reward().version
+        """The reward's version, once its models are loaded.
+
+        Raises:
+            DoubleflowError: what the reward, or the server of the model that it asks, says.
+            RewardRaised: any other error of loading.
+        """
+        try:
+            self.reward = self._current_reward()
+        except DoubleflowError:
+            raise
+        except Exception as error:
+            raise RewardRaised(said(error)) from error
+        return self.reward.version
 
     def score(self, first: int, prompts: Sequence[ScoredPrompt], *shards: np.ndarray) -> RewardResult | RewardError:
         """Score len(prompts) samples, from the `first` of these rollout batches on.
@@ -68,6 +83,9 @@ class RewardWorker:
         Returns:
             the scores, or the RewardError of a reward that cannot be used so, or whose model is served no more: no
             retry would help.
+
+        Raises:
+            RewardRaised: any other error, after which Ray asks again.
         """
         joined = shards[0] if len(shards) == 1 else np.concatenate(shards)
         batch = joined[first : first + len(prompts)]
@@ -82,9 +100,9 @@ class RewardWorker:
                 result = filled_in(result, missing, again)
         except RewardError as error:
             return error
-        except Exception:
+        except Exception as error:
             time.sleep(self.config.retry_wait_s)
-            raise
+            raise RewardRaised(said(error)) from error
         return result
 
     def _is_another_asked(self) -> bool:
@@ -103,7 +121,7 @@ class RewardWorker:
         except RewardError:
             raise
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
+            reason = said(error)
             nothing, seconds = np.full(len(prompts), np.nan), time.perf_counter() - begun
             return RewardResult(nothing, {"error": [reason] * len(prompts)}, seconds)
 
@@ -117,6 +135,11 @@ class RewardWorker:
         finally:
             faulthandler.cancel_dump_traceback_later()
         return replace(result, seconds=time.perf_counter() - begun)
+
+
+def said(error: Exception) -> str:
+    """Kind and text of an error."""
+    return f"{type(error).__name__}: {error}"
 
 
 def filled_in(result: RewardResult, missing: np.ndarray, again: RewardResult) -> RewardResult:

@@ -16,7 +16,7 @@ import typer
 from pydantic import ValidationError
 from typer.core import TyperGroup
 
-from models.errors import DoubleflowError
+from models.errors import DoubleflowError, is_refused
 from tasks.cli.stopping import (
     Handler,
     Stopped,
@@ -136,6 +136,8 @@ def sentence(error: Exception) -> str | None:
     told = cause_of(error)
     if (full := full_disk(error)) is not None:
         return f"a disk is full: {full}{_where_little_is_free() if full.filename is None else ''}"
+    if is_refused(told):
+        return f"a file or folder cannot be used: {told}"
     if isinstance(told, ValidationError):
         return described(told, TrainConfig)
     if isinstance(told, DoubleflowError) or _is_one_of(told, ("prefect.exceptions", "FailedRun")):

@@ -2,6 +2,7 @@
 """MLflow's client of a server that may be away, or of a database that another program may hold: what is asked of it
 waits, says so, and gives up after a set time. And that of a database, which a signal must not leave locked."""
 
+import errno
 import logging
 import os
 import re
@@ -17,6 +18,7 @@ from prefect.exceptions import MissingContextError
 from prefect.logging import get_run_logger
 
 from tasks.records.tracking_address import TrackingAway, is_server
+from tasks.system.causes import full_disk
 from tasks.system.late_mlflow import MlflowClient
 from tasks.system.signals import held_back
 
@@ -25,6 +27,8 @@ ONE_TRY = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_HTTP_REQUEST_TIMEOUT"
 """MLflow's settings in the environment: its own retries take four minutes, and are silent."""
 LOCKED = "database is locked"
 """SQLite's word, after the 20 seconds that MLflow has it wait for whoever holds the file."""
+FULL = "database or disk is full"
+"""SQLite's word, too."""
 LONGEST_PAUSE_S = 30.0
 
 
@@ -64,12 +68,25 @@ class LocalClient(AskedClient):
 
     def __init__(self, client: MlflowClient):
         super().__init__(client)
-        logging.getLogger("mlflow.store.db.utils").addFilter(_is_of_no_lock)
+        logging.getLogger("mlflow.store.db.utils").addFilter(_has_to_be_said)
 
     def asked(self, request: Callable[[], T]) -> T:
-        """The request's answer, whole."""
-        with held_back():
-            return request()
+        """The request's answer, whole.
+
+        Raises:
+            OSError: a disk is full, which the error names: MLflow's own of the database, or the system's of a file that
+                is copied, do not.
+        """
+        try:
+            with held_back():
+                return request()
+        except Exception as error:
+            if FULL in str(error):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._client.tracking_uri) from error
+            full = full_disk(error)
+            if full is None or full.filename is not None:
+                raise
+            raise OSError(full.errno, full.strerror, f"artifacts of {self._client.tracking_uri}") from error
 
 
 class PatientClient(AskedClient):
@@ -172,9 +189,10 @@ def why_away(error: BaseException) -> str | None:
     return None
 
 
-def _is_of_no_lock(record: logging.LogRecord) -> bool:
-    """MLflow logs its frames at each try; who waits says it in a line, and who does not raises it."""
-    return LOCKED not in record.getMessage()
+def _has_to_be_said(record: logging.LogRecord) -> bool:
+    """Not what MLflow logs with its frames at each try of a database that is locked or has no room: who waits says it
+    in a line, and who does not raises it."""
+    return not any(word in record.getMessage() for word in (LOCKED, FULL))
 
 
 def _log() -> Any:

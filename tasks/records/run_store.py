@@ -23,7 +23,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from models.errors import DoubleflowError
 from tasks.data.digests import record_digest
 from tasks.system.behind import Behind
-from tasks.system.files import flush, move_in_place, remove, sha256_of
+from tasks.system.files import flush, move_in_place, naming_the_disk, remove, sha256_of
 
 RECORD = "state.json"
 WEIGHTS = "trainer"
@@ -232,7 +232,8 @@ def _part(data_digest: str, number: int) -> str:
 @contextmanager
 def _removed_on_error(folder: Path) -> Iterator[None]:
     try:
-        yield
+        with naming_the_disk(folder):
+            yield
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise

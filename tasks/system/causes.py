@@ -3,7 +3,7 @@
 
 from collections.abc import Iterator
 
-from models.errors import is_out_of_room
+from models.errors import out_of_room
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
@@ -18,6 +18,6 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 def full_disk(error: BaseException | None) -> OSError | None:
     """The error among its causes, also of those that Ray brings from an actor, which says that a disk is full."""
     for found in causes(error):
-        if is_out_of_room(own := getattr(found, "cause", found)):
-            return own
+        if (full := out_of_room(getattr(found, "cause", found))) is not None:
+            return full
     return None

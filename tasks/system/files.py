@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from tasks.system.causes import full_disk
+
 
 def sha256_of(file: Path) -> str:
     """SHA-256 of a file's bytes, in hexadecimal digits."""
@@ -41,6 +43,18 @@ def bytes_on_disk(path: Path) -> int:
 
 
 @contextmanager
+def naming_the_disk(path: Path) -> Iterator[None]:
+    """Context in which the error of a full disk says where: of a file that is open the system does not."""
+    try:
+        yield
+    except Exception as error:
+        full = full_disk(error)
+        if full is None or full.filename is not None:
+            raise
+        raise OSError(full.errno, full.strerror, str(path)) from error
+
+
+@contextmanager
 def put_in_place(path: Path) -> Iterator[Path]:
     """A name beside `path` to write a file or folder under; it becomes `path` only if the block ends well.
 
@@ -53,8 +67,9 @@ def put_in_place(path: Path) -> Iterator[Path]:
         old.rename(path)
     remove(partial, old)
     try:
-        yield partial
-        flush(partial)
+        with naming_the_disk(path):
+            yield partial
+            flush(partial)
         if path.is_dir():
             path.rename(old)
         partial.replace(path)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tasks.rewards import RewardError, RewardResult
+from tasks.rewards import Reward, RewardError, RewardResult
 
 
 def brightness(images, prompts):
@@ -49,6 +49,20 @@ def fails_before(images, prompts, folder, attempts):
     return images.mean(axis=(1, 2, 3))
 
 
+class OfTwoParts(Exception):
+    """As many libraries have them: pickled, it is made again of one argument, which it refuses."""
+
+    def __init__(self, code, text):
+        super().__init__(f"{code} {text}")
+
+
+def fails_for_dark_in_its_own_way(images, prompts):
+    """As `fails_for_dark`, with an error that no other process can make again."""
+    if (images.max(axis=(1, 2, 3)) == 0).any():
+        raise OfTwoParts(7, "the lens cap is on")
+    return images.mean(axis=(1, 2, 3))
+
+
 def fails_for_dark(images, prompts):
     """Always raises where a batch has a black picture."""
     if (images.max(axis=(1, 2, 3)) == 0).any():
@@ -80,6 +94,21 @@ def latent_size(latents, prompts):
 
 
 latent_size.wants = "latents"
+
+
+class Unloadable(Reward):
+    """Dies while it loads, `by` a signal, or raises where that is no number."""
+
+    name = version = "unloadable"
+
+    def __init__(self, folder, by=None):
+        _count(folder)
+        if by is None:
+            raise OfTwoParts(8, "weights are missing")
+        os.kill(os.getpid(), by)
+
+    def score(self, images, prompts):
+        """Never asked."""
 
 
 def _count(folder) -> int:

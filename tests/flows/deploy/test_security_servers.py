@@ -214,6 +214,21 @@ def test_down_ends_what_it_recorded_whatever_the_clock_says(here: Path, sleeper:
     assert not HERE.exists()
 
 
+def test_down_ends_what_a_killed_server_has_left(here: Path) -> None:
+    """MLflow's own command starts the process that listens, which lives on and keeps its port."""
+    command = ["sh", "-c", "sleep 600 & echo $!; wait"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True, text=True) as server:
+        assert server.stdout is not None
+        listener = int(server.stdout.readline())
+        write_record(mlflow=(server.pid, identity(server.pid), socket.gethostname()))
+        server.kill()
+        server.wait()
+        assert identity(listener) is not None
+        assert run("down") == (0, f"mlflow was killed: ending what it has left (pid {listener})\n")
+        assert identity(listener) is None
+    assert not HERE.exists()
+
+
 @pytest.mark.parametrize("why", ["gone", "another process", "another machine"])
 def test_down_keeps_the_record_of_what_it_does_not_find(why: str, here: Path, sleeper: subprocess.Popen) -> None:
     host = "elsewhere" if why == "another machine" else socket.gethostname()

@@ -399,15 +399,20 @@ def test_a_resumed_trainer_goes_on_bit_for_bit(tiny_model: Path, kind: str, tmp_
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_a_full_disk_is_told_as_of_any_other_file(tiny_model: Path, small_disk: Path, background: bool) -> None:
-    """Not as torch's own exception with its frames: a command ends with this error's sentence."""
+@pytest.mark.parametrize("room", [2**16, 2**17 + 2**15, 2**18])
+def test_a_full_disk_is_told_as_of_any_other_file(
+    tiny_model: Path, small_disk: Path, background: bool, room: int
+) -> None:
+    """Not as torch's own exception with its frames: a command ends with this error's sentence. Wherever in a file the
+    room ends."""
     engine = trainer(config_of("full", tiny_model))
-    (small_disk / "another's").write_bytes(bytes(2**20 - 2**16))
+    (small_disk / "another's").write_bytes(bytes(2**20 - room))
     save = engine.start_saving if background else engine.save_checkpoint
     with pytest.raises(OSError, match="No space left on device") as raised:  # noqa: PT012  by either of the two
         save(small_disk / "checkpoint")
         wait_until_saved(engine)
     assert raised.value.errno == errno.ENOSPC
+    assert raised.value.filename == str(small_disk / "checkpoint")
 
 
 @pytest.mark.parametrize("copies", [0, 1])

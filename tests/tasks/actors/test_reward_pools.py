@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reward workers on a real Ray: how batches are cut, and what happens when a reward raises, hangs or dies."""
 
+import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -186,6 +187,31 @@ def test_what_fails_is_missing_with_its_error_and_nothing_else_is(cluster: None)
     assert errors[:2].tolist() == ["ConnectionError: the lens cap is on"] * 2
     assert errors[2:].isna().all()
     assert found.metrics()["reward/fails_for_dark/missing"] == 2
+
+
+def test_an_error_that_no_other_process_can_make_again_is_a_missing_score_too(cluster: None) -> None:
+    found = scored(config(fails_for_dark_in_its_own_way={"batch_size": 2, "retries": 1}, max_missing_fraction=0.17))
+    assert np.isnan(found.rewards).tolist() == [True, True] + [False] * 10
+    errors = found.samples["fails_for_dark_in_its_own_way/error"]
+    assert errors[:2].tolist() == ["OfTwoParts: 7 the lens cap is on"] * 2
+
+
+@pytest.mark.parametrize(
+    ("by", "tries", "reason"),
+    [
+        (signal.SIGKILL, 2, r"its worker died 2 times in a row \(.+\)"),
+        (None, 1, "OfTwoParts: 8 weights are missing"),
+    ],
+)
+def test_a_reward_that_cannot_be_loaded_says_so(
+    cluster: None, tmp_path: Path, by: int | None, tries: int, reason: str
+) -> None:
+    """A worker that dies while it loads is not started for ever."""
+    options = {"folder": str(tmp_path), "by": by}
+    group = RewardGroup(config(Unloadable={"options": options, "retries": 1}))
+    with pytest.raises(RewardFailure, match=rf"^reward 'Unloadable' could not be loaded: {reason}$"):
+        group.versions()
+    assert len((tmp_path / "calls").read_text()) == tries
 
 
 def test_above_the_fraction_the_run_stops_with_the_rewards_own_error(cluster: None) -> None:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A signal within a request to MLflow's local database waits for its end, and the database is not left locked."""
+"""A signal within a request to MLflow's local database waits for its end, and the database is not left locked; and what
+is said where the disk below it is full."""
 
+import errno
 import signal
 from pathlib import Path
 from typing import Any
@@ -69,3 +71,22 @@ def test_a_held_signal_is_heard_after_the_block_and_once() -> None:
         assert heard == ["block", "handled", "handled"]
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_a_full_disk_under_the_database_or_its_files_is_named(
+    small_disk: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SQLite's error is none of the system's, and that of a copied file does not say which; MLflow logs frames."""
+    uri = mlflow_in(small_disk)
+    client = LocalClient(MlflowClient(uri))
+    run = client.create_run(client.create_experiment("full", (small_disk / "files").as_uri())).info.run_id
+    (picture := tmp_path / "picture.png").write_bytes(bytes(2**21))
+    caplog.clear()
+    with pytest.raises(OSError, match="No space left") as raised:
+        client.log_artifact(run, str(picture))
+    assert raised.value.filename == f"artifacts of {uri}"
+    with pytest.raises(OSError, match="No space left") as raised:  # noqa: PT012  sooner or later
+        for number in range(200):
+            client.set_tag(run, f"tag {number}", "a" * 4000)
+    assert (raised.value.errno, raised.value.filename) == (errno.ENOSPC, uri)
+    assert "mlflow.store.db.utils" not in {record.name for record in caplog.records}

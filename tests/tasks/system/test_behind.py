@@ -13,12 +13,16 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from models.errors import DoubleflowError
 from tasks.cli.terminal import sentence
 from tasks.system import behind as module
 from tasks.system.behind import Behind
+from tasks.system.files import put_in_place
 
 FLOW: ContextVar[str] = ContextVar("flow", default="none")
 
@@ -253,3 +257,34 @@ def test_where_a_write_finds_no_room_is_said(small_disk: Path, monkeypatch: pyte
     monkeypatch.setattr(tempfile, "tempdir", str(small_disk))
     nameless = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     assert sentence(nameless) == f"a disk is full: {nameless} ({small_disk} has 1 MB left)"
+
+
+def saved_by_numpy(file: Path) -> None:
+    """Into a file, whose name numpy would change."""
+    with file.open("wb") as stream:
+        np.save(stream, np.zeros(2**18))
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda file: file.write_bytes(bytes(2**21)),
+        saved_by_numpy,
+        lambda file: save_file({"weights": torch.zeros(2**19)}, file),
+    ],
+    ids=["python", "numpy", "safetensors"],
+)
+def test_whoever_fills_a_disk_it_is_said_which(small_disk: Path, write: Callable[[Path], object]) -> None:
+    """Not the one that has the least room of those that every run writes into: a run's folder may be on another."""
+    place = small_disk / "kept.npy"
+    with pytest.raises(OSError, match="No space left") as raised, put_in_place(place) as aside:
+        write(aside)
+    assert sentence(raised.value) == f"a disk is full: [Errno 28] No space left on device: '{place}'"
+    assert not [*small_disk.iterdir()]
+
+
+def test_a_folder_that_nothing_may_be_written_into_is_told_in_a_sentence() -> None:
+    refused = OSError(errno.EROFS, os.strerror(errno.EROFS), "/runs/checkpoints")
+    told = "a file or folder cannot be used: [Errno 30] Read-only file system: '/runs/checkpoints'"
+    assert sentence(refused) == told
+    assert sentence(OSError(errno.EPERM, os.strerror(errno.EPERM))) is None, "of no file: a defect, which has frames"
