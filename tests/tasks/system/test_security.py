@@ -278,6 +278,21 @@ def test_files_that_others_can_write_are_not_resumed_from(tmp_path: Path) -> Non
         with pytest.raises(OwnershipError, match=r"can be written by every user.*chmod -R go-w"):
             require_own(folder)
         path.chmod(before)
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    (shared / "metadata").write_bytes(b"pickle")
+    (folder / "linked").symlink_to(shared / "metadata")
+    require_own(folder)
+    (shared / "metadata").chmod(0o666)
+    with pytest.raises(OwnershipError, match="linked can be written by every user"):
+        require_own(folder)
+    (shared / "metadata").unlink()
+    require_own(folder)
+    (folder / "linked").unlink()
+    (tmp_path / "link").symlink_to(shared)
+    with pytest.raises(OwnershipError, match="link can be written by every user"):
+        require_own(tmp_path / "link")
     if os.geteuid() == 0:
         os.chown(metadata, 12345, -1)
         with pytest.raises(OwnershipError, match="belongs to the user with the number 12345"):
@@ -423,6 +438,13 @@ def test_a_config_with_a_secret_anywhere_is_none_and_its_error_does_not_repeat_i
     with pytest.raises(ConfigError, match="would be recorded") as refused_change:
         TrainConfig().with_changes(secret)
     assert PLANTED not in str(refused_change.value)
+
+
+@pytest.mark.parametrize("path", ["--config=/theirs.yaml", "-x"])
+def test_a_models_path_is_no_option_of_its_server(path: str) -> None:
+    """Its options are in `arguments`, which a list of allowed modules restricts."""
+    with pytest.raises(ValidationError, match=f"model_path '{path}' begins with a dash"):
+        RewardModelConfig(model_path=path, revision="c" * 40)
 
 
 def test_words_of_a_server_that_only_sound_like_a_secret_pass() -> None:
