@@ -339,8 +339,9 @@ def _script_case(name: str, text: str) -> Case:
         made = yaml.safe_dump(taken.config)
         if len(made) > LONGEST_MADE:
             return f"a recipe of {len(made)} characters"
-        paths = set(re.findall(r"(?<![\w.$])(?:\+{0,2}|~)([A-Za-z_]\w*(?:\.[\w-]+)+)=", text))
-        told = {line.override.path for line in taken.lines}
+        paths = set(re.findall(r"(?<![\w.$])\+{0,2}([A-Za-z_]\w*(?:\.[\w-]+)+)=", text))
+        # What else is said of settings, `~a.b` or `group=choice`, has a line, and is no part of the recipe.
+        told = {line.override.path for line in taken.lines if line.kind != "unknown"}
         if not told <= paths:
             return f"{told - paths} were never given"
         if taken.problem is None:

@@ -22,7 +22,7 @@ def use_compile_cache(folder: str | None) -> Path:
         folder: None is where TORCHINDUCTOR_CACHE_DIR says, or doubleflow/compiled in the user's cache.
 
     Raises:
-        PermissionError: somebody else owns it.
+        PermissionError: somebody else owns it, or could have written what is in it.
     """
     place = Path(folder or os.environ.get(VARIABLE) or _default()).expanduser().absolute()
     place.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -31,7 +31,13 @@ def use_compile_cache(folder: str | None) -> Path:
             f"{place} belongs to the user with the number {place.stat().st_uid}, who could put code there that this "
             "run loads: give trainer.compile_cache a folder of your own"
         )
-    if stat.S_IMODE(place.stat().st_mode) != 0o700:
+    mode = stat.S_IMODE(place.stat().st_mode)
+    if mode & 0o022 and any(place.iterdir()):
+        raise PermissionError(
+            f"{place} has files and could be written by other users (mode {mode:o}), who may have put code there that "
+            "this run would load: remove it, or give trainer.compile_cache a folder of your own"
+        )
+    if mode != 0o700:
         place.chmod(0o700)
     os.environ[VARIABLE] = str(place)
     return place

@@ -19,6 +19,8 @@ from models.errors import DoubleflowError
 
 log = logging.getLogger(__name__)
 
+ENGINES_SOCKETS = "VLLM_RPC_BASE_PATH"
+"""Variable with vLLM's folder of sockets, which is else the system's temporary one."""
 LONGEST = 40
 """Characters of a folder's path with which the names of Ray's sockets are at most the 107 that Linux takes."""
 
@@ -31,7 +33,8 @@ class RayFilesError(DoubleflowError, RuntimeError):
 def working_folder() -> Iterator[Path]:
     """A folder for Ray within one that only this user enters, in RAY_TMPDIR or the system's temporary folder.
 
-    Both are removed afterwards. After an error the logs of Ray's processes stay, and the error says where.
+    Both are removed afterwards. After an error the logs of Ray's processes stay, and the error says where. Within the
+    block vLLM's engines have their sockets there, too, unless the environment says where: they leave them behind.
 
     Raises:
         RayFilesError: its path would be too long, or nothing can be written there.
@@ -44,7 +47,8 @@ def working_folder() -> Iterator[Path]:
                 f"the names of Ray's sockets would be too long in {outer.parent}: set RAY_TMPDIR to a folder with a "
                 f"path of at most {LONGEST - len(str(inner)) + len(str(outer.parent))} characters"
             )
-        yield inner
+        with _engines_sockets_in(inner):
+            yield inner
     except Exception as error:
         for logs in inner.glob("session_[0-9]*/logs"):
             logs.rename(outer / "logs")
@@ -54,6 +58,16 @@ def working_folder() -> Iterator[Path]:
         shutil.rmtree(inner, ignore_errors=True)
         with suppress(OSError):  # it stays where it has logs
             outer.rmdir()
+
+
+@contextmanager
+def _engines_sockets_in(folder: Path) -> Iterator[None]:
+    given = os.environ.setdefault(ENGINES_SOCKETS, str(folder))
+    try:
+        yield
+    finally:
+        if given == str(folder):
+            os.environ.pop(ENGINES_SOCKETS, None)
 
 
 def _private_folder() -> Path:

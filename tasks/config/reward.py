@@ -4,7 +4,7 @@
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from models.config.bounds import (
     LONGEST_WAIT_S,
@@ -147,6 +147,14 @@ class RewardModelConfig(Section):
         for field in ("command", "arguments"):
             refuse_secret_words(getattr(self, field), field)
         return self
+
+    @field_validator("model_path")
+    @classmethod
+    def _is_no_option(cls, path: str) -> str:
+        """The server would take it for one of its options, which `arguments` has and a machine may forbid."""
+        if path.startswith("-"):
+            raise ValueError(f"model_path {path!r} begins with a dash: give a folder as ./{path}, or a hub id")
+        return path
 
     @model_validator(mode="after")
     def _can_be_served(self) -> Self:

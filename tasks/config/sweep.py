@@ -22,6 +22,7 @@ from tasks.config.errors import ConfigError
 from tasks.config.overrides import Entries, flat
 from tasks.config.tree import TrainConfig
 from tasks.config.unread import why_unread
+from tasks.system.credentials import refuse_secret_options
 
 if TYPE_CHECKING:
     import optuna
@@ -123,6 +124,12 @@ class SweepConfig(Section):
     )
     direction: Literal["maximize", "minimize"] = Field("maximize", description="Which way is better.")
     seed: int = Field(0, ge=0, le=MOST_NUMPY_SEED, description="Of random and tpe.")
+
+    @model_validator(mode="after")
+    def _no_choice_is_a_secret(self) -> Self:
+        """The study's file and MLflow get each, and an error of one that no config takes repeats it."""
+        refuse_secret_options({path: dimension.ends() for path, dimension in self.space.items()}, "search.space")
+        return self
 
 
 def with_search(search: SweepConfig, changes: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
 from models.errors import DoubleflowError
+from tasks.system.credentials import KEY_FORMS
 
 LARGEST_UNTRACKED = 1 << 20
 """Bytes; a larger file that git does not know is named in the record but not copied into the patch."""
@@ -39,15 +40,11 @@ IGNORED_FOLDERS = (
 SOURCE = (".py", ".md")
 """A committed file that ends so is code or text, whatever it is called; of its change only the content is looked at."""
 KEY_IN_TEXT = (
-    r"-----BEGIN [A-Z ]*PRIVATE KEY-----|AKIA[0-9A-Z]{16}|gh[pousr]_[A-Za-z0-9]{30,}"
-    r"|github_pat_[A-Za-z0-9_]{30,}|glpat-[A-Za-z0-9_-]{20,}|xox[abprs]-[A-Za-z0-9-]{10,}"
-    r"|(^|[^A-Za-z0-9_-])(sk-[A-Za-z0-9_-]{20,}|hf_[A-Za-z0-9]{30,})"
-    r"|AIza[A-Za-z0-9_-]{35}|eyJ[A-Za-z0-9_-]{10,}\.eyJ[A-Za-z0-9_-]{10,}\."
-    r"|[a-z][a-z0-9+.-]*://[^/@ :\"']+:[^/@ \"']+@"
+    KEY_FORMS + r"|[a-z][a-z0-9+.-]*://[^/@ :\"']+:[^/@ \"']+@"
     r"|([Aa][Pp][Ii]_?[Kk][Ee][Yy]|[Tt][Oo][Kk][Ee][Nn]|[Pp][Aa][Ss][Ss][Ww][Oo][Rr][Dd]|[Ss][Ee][Cc][Rr][Ee][Tt])"
     r"[\"']?[ ]*[:=][ ]*[\"'][^\"' ]{16,}[\"']"
 )
-"""Keys by the shapes that their issuers give them, and quoted values that are called a key; a POSIX expression."""
+"""Keys by their forms, passwords in addresses, and quoted values that are called a key; a POSIX expression."""
 
 CREDENTIAL, HABIT, KEY, LARGE, SUM, REPOSITORY, UNREADABLE = (
     "its name is a credential's",

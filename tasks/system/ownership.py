@@ -18,13 +18,16 @@ def require_own(folder: Path) -> None:
     """Raise OwnershipError where another user than this one owns or may write the folder or anything in it.
 
     A checkpoint's `.metadata` is a pickle: to load it is to run what whoever wrote it wanted, and the digests beside it
-    prove nothing, for he could write these too. A group of this user alone, which many systems give by default, may
-    write.
+    prove nothing, for he could write these too. Of a link the same holds for what it leads to. A group of this user
+    alone, which many systems give by default, may write.
     """
     for path in (folder, *folder.rglob("*")):
         found = path.lstat()
-        if stat.S_ISLNK(found.st_mode):
-            continue
+        if stat.S_ISLNK(found.st_mode):  # anybody may write a link's own mode, and what it leads to is what is read
+            try:
+                found = path.stat()
+            except OSError:  # it leads nowhere, so nothing is read there
+                continue
         who = _other_writer(found)
         if who:
             raise OwnershipError(

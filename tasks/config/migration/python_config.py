@@ -22,6 +22,8 @@ COMPUTED = "$COMPUTED"
 MOST_STATEMENTS = 10_000
 DEEPEST = 20
 MOST_DIGITS = 10**15
+MOST_ENTRIES = 256
+"""Of a list or a mapping with all that is in it: one may hold another twice, which holds one twice, and so on."""
 GPUS = ("gpu_number", "n_gpus")
 """What the number of GPUs is called in their functions, where it is no setting."""
 NAMES: dict[str, Callable[..., Any]] = {"int": int, "float": float, "max": max, "min": min, "round": round, "len": len}
@@ -159,7 +161,9 @@ class _Reader:
             made = self._value(node, local, depth)
         except (TypeError, ValueError, ArithmeticError, LookupError):
             return COMPUTED
-        return COMPUTED if isinstance(made, int | float) and abs(made) > MOST_DIGITS else made
+        if isinstance(made, int | float):
+            return COMPUTED if abs(made) > MOST_DIGITS else made
+        return COMPUTED if _entries(made) > MOST_ENTRIES else made
 
     def _value(self, node: ast.expr, local: Mapping[str, Any], depth: int) -> Any:
         def of(part: ast.expr) -> Any:
@@ -276,6 +280,12 @@ def _dotted(node: ast.expr) -> list[str]:
     if isinstance(node, ast.Attribute):
         return [*_dotted(node.value), node.attr]
     return [node.id] if isinstance(node, ast.Name) else [""]
+
+
+def _entries(value: Any) -> int:
+    """How many values are in it, itself among them."""
+    inner = value if isinstance(value, list) else value.values() if isinstance(value, dict) else ()
+    return 1 + sum(map(_entries, inner))
 
 
 def _read(target: ast.expr) -> ast.expr:

@@ -95,6 +95,12 @@ def test_compiled_code_is_kept_where_nobody_else_writes(tmp_path: Path, monkeypa
     place.chmod(0o777)
     assert use_compile_cache(None) == place  # by the variable now
     assert stat.S_IMODE(place.stat().st_mode) == 0o700
+    (place / "planted").touch()
+    use_compile_cache(None)
+    place.chmod(0o770)
+    with pytest.raises(PermissionError, match=r"could be written by other users \(mode 770\).*a folder of your own"):
+        use_compile_cache(None)
+    place.chmod(0o700)
     monkeypatch.setattr(os, "geteuid", lambda: place.stat().st_uid + 1)
     with pytest.raises(PermissionError, match=r"belongs to the user with the number .* a folder of your own"):
         use_compile_cache(str(place))

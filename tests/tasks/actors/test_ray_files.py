@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.actors.ray_files import RayFilesError, keep_token_private, working_folder
+from tasks.actors.ray_files import ENGINES_SOCKETS, RayFilesError, keep_token_private, working_folder
 from tests.support.forked import Program
 from tests.support.patience import PATIENCE, wait_until
 
@@ -32,7 +32,8 @@ with ray_cluster(RayConfig(num_cpus=1)):
     token = Path.home() / ".ray" / "auth_token"
     assert stat.S_IMODE(token.stat().st_mode) == 0o600, oct(token.stat().st_mode)
     assert len(token.read_text()) == 64
-    assert ray.get(ray.remote(num_cpus=0)(lambda: 7).remote()) == 7
+    sockets = Path(ray.get(ray.remote(num_cpus=0)(lambda: os.environ["VLLM_RPC_BASE_PATH"]).remote()))
+    assert sockets.is_dir() and sockets.is_relative_to(outer), sockets
     print("held", flush=True)
     while not Path("goes on").exists():
         time.sleep(0.1)
@@ -71,7 +72,9 @@ def test_a_clusters_folder_is_private_and_gone_with_it(short: Path, tmp_path: Pa
 
 def test_a_folder_goes_with_its_block(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_TMPDIR", str(short))
+    monkeypatch.delenv(ENGINES_SOCKETS, raising=False)
     with working_folder() as folder:
+        assert os.environ[ENGINES_SOCKETS] == str(folder)
         (folder / "session_1" / "logs").mkdir(parents=True)
         assert mode(folder.parent) == 0o700
     assert not list(short.iterdir())

@@ -31,6 +31,11 @@ def get_config():
     config.reward_fn = ml_collections.ConfigDict()
     return config
 """
+DOUBLING = (
+    "def get_config():\n    config = ml.ConfigDict()\n    x = [1]\n"
+    + "    x = [x, x]\n" * 20
+    + "    config.a = x\n    config.b = {'n': x}\n    return config\n"
+)
 CONFIG = """
 import os
 other = load("base", os.path.join(os.path.dirname(__file__), "base.py"))
@@ -201,3 +206,11 @@ def test_a_page_has_the_rules_most_asked_for() -> None:
     for path in ("sample.num_image_per_prompt", "sample.noise_level", "train.gradient_accumulation_steps", "beta"):
         assert f"| `{path}`" in page
         assert path in RULES
+
+
+def test_a_list_that_holds_another_twice_which_holds_one_twice_is_not_written_out(tmp_path: Path) -> None:
+    """2^20 values would be, and with twice as many lines nothing would come back."""
+    (tmp_path / "config.py").write_text(DOUBLING)
+    read = {override.path: override.value for override in read_config(tmp_path / "config.py", "get_config")}
+    assert read.keys() == {"a", "b"}
+    assert len(str(read)) < 10_000

@@ -26,7 +26,7 @@ from tasks.records.lineage import Lineage
 from tasks.records.tracking import Tracker, mlflow_client
 from tasks.rewards import RewardError, check_reward, get_reward
 from tasks.system.access import dvc_environment, private_folder, write_private
-from tasks.system.credentials import CredentialError, without_password
+from tasks.system.credentials import CredentialError, refuse_secret_options, without_password
 from tasks.system.ownership import OwnershipError, require_own
 from tasks.system.processes import identity, lives
 from tests.support.mlflow_store import mlflow_in
@@ -41,6 +41,13 @@ PLANTED = "planted0123456789"
         (f"https://{PLANTED}@host", "https://***@host"),
         (f"postgresql://me:{PLANTED}@[::1]/db", "postgresql://***@[::1]/db"),
         (f"http://me:{PLANTED}@[bad", "http://***@[bad"),
+        (f"http://me:{PLANTED}@host/v1?model=m&token={PLANTED}", "http://***@host/v1?model=m&token=***"),
+        (
+            f"https://host/v1?api-version=2&X-Amz-Signature={PLANTED}",
+            "https://host/v1?api-version=2&X-Amz-Signature=***",
+        ),
+        (f"postgresql://host/db?user=me&password={PLANTED}", "postgresql://host/db?user=me&password=***"),
+        (f"https://host/#access_token={PLANTED}", "https://host/#access_token=***"),
         ("http://host/~me@there", "http://host/~me@there"),
         ("sqlite:///me@home/mlflow.db", "sqlite:///me@home/mlflow.db"),
     ],
@@ -62,6 +69,14 @@ def test_a_password_in_a_url_is_not_shown(url: str, shown: str) -> None:
         ("ocr", {"headers": {"X-Api-Key": PLANTED}}, "headers.X-Api-Key looks like a secret"),
         ("ocr", {"password": PLANTED}, "as in password_env"),
         ("ocr", {"client_secret": PLANTED}, "as in client_secret_env"),
+        ("ocr", {"clientSecret": PLANTED}, "clientSecret looks like a secret"),
+        ("ocr", {"api_keys": [PLANTED]}, "api_keys looks like a secret"),
+        ("ocr", {"OPENAI_KEY": PLANTED}, "OPENAI_KEY looks like a secret"),
+        ("ocr", {"password": 1234567890123456}, "password looks like a secret"),
+        ("ocr", {"headers": [["Authorization", f"Bearer {PLANTED}"]]}, "headers holds what looks like a key"),
+        ("ocr", {"extra": f"sk-proj-{PLANTED.upper()}{PLANTED}"}, "extra holds what looks like a key"),
+        ("remote", {"url": f"http://scorer:8100/?token={PLANTED}"}, r"url 'http://scorer:8100/\?token=\*\*\*' holds"),
+        ("remote", {"url": "http://s", "token_env": f"{PLANTED}-{PLANTED}"}, "token_env is no name of an environment"),
     ],
 )
 def test_a_secret_among_a_rewards_options_is_refused_and_not_repeated(
@@ -76,6 +91,14 @@ def test_a_secret_among_a_rewards_options_is_refused_and_not_repeated(
 def test_options_that_only_sound_like_a_secret_pass() -> None:
     check_reward("judge_grade", base_url="http://j/v1", model="m", max_tokens=5, api_key_env="JUDGE_KEY")
     check_reward("remote", url="http://scorer:8100", token_env="SCORER_TOKEN")
+    special = {
+        "eos_token": "</s>",
+        "token": 5,
+        "keys": ["a"],
+        "text_key": "prompt",
+        "path": "data/sk-tiny-diffusion-model",
+    }
+    refuse_secret_options({"options": special, "url": "http://j/v1?model=m", "conda_env": "my-env"}, "the config")
 
 
 class Guarded(http.server.BaseHTTPRequestHandler):
@@ -255,6 +278,21 @@ def test_files_that_others_can_write_are_not_resumed_from(tmp_path: Path) -> Non
         with pytest.raises(OwnershipError, match=r"can be written by every user.*chmod -R go-w"):
             require_own(folder)
         path.chmod(before)
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    (shared / "metadata").write_bytes(b"pickle")
+    (folder / "linked").symlink_to(shared / "metadata")
+    require_own(folder)
+    (shared / "metadata").chmod(0o666)
+    with pytest.raises(OwnershipError, match="linked can be written by every user"):
+        require_own(folder)
+    (shared / "metadata").unlink()
+    require_own(folder)
+    (folder / "linked").unlink()
+    (tmp_path / "link").symlink_to(shared)
+    with pytest.raises(OwnershipError, match="link can be written by every user"):
+        require_own(tmp_path / "link")
     if os.geteuid() == 0:
         os.chown(metadata, 12345, -1)
         with pytest.raises(OwnershipError, match="belongs to the user with the number 12345"):
@@ -384,6 +422,10 @@ def test_a_reward_models_program_that_is_not_allowed_is_not_run(
                 {"arguments": [f"--hf-token={PLANTED}"]},
                 {"command": ["env", f"API_KEY={PLANTED}", "server", "{port}"]},
                 {"command": ["server", "{port}", f"--proxy=http://me:{PLANTED}@proxy"]},
+                {"command": ["server", "{port}", "--header", f"Authorization: Bearer {PLANTED}"]},
+                {"command": ["sh", "-c", f"cd x; API_KEY={PLANTED} server {{port}}"]},
+                {"arguments": [f"--env=API_KEY={PLANTED}"]},
+                {"arguments": ["--hf-overrides", f'{{"token": "{PLANTED}"}}']},
             )
         ),
     ],
@@ -398,6 +440,35 @@ def test_a_config_with_a_secret_anywhere_is_none_and_its_error_does_not_repeat_i
     assert PLANTED not in str(refused_change.value)
 
 
+@pytest.mark.parametrize("path", ["--config=/theirs.yaml", "-x"])
+def test_a_models_path_is_no_option_of_its_server(path: str) -> None:
+    """Its options are in `arguments`, which a list of allowed modules restricts."""
+    with pytest.raises(ValidationError, match=f"model_path '{path}' begins with a dash"):
+        RewardModelConfig(model_path=path, revision="c" * 40)
+
+
 def test_words_of_a_server_that_only_sound_like_a_secret_pass() -> None:
-    words = ["--max-tokens", "5", "--tokenizer", "t", "--hf-token", "--api-key-env=JUDGE_KEY"]
+    words = [
+        "--max-tokens",
+        "5",
+        "--tokenizer",
+        "t",
+        "--hf-token",
+        "--api-key-env=JUDGE_KEY",
+        "--x",
+        '{"eos_token": 2}',
+    ]
     RewardModelConfig(model_path="m", arguments=words)
+
+
+@pytest.mark.parametrize(
+    "space",
+    [
+        {"reward.functions.ocr.options.api_key": {"choices": [PLANTED]}},
+        {"tracking.uri": {"choices": ["http://mlflow:5000", f"http://me:{PLANTED}@mlflow:5000"]}},
+    ],
+)
+def test_a_secret_among_a_sweeps_choices_is_refused_and_not_repeated(space: dict) -> None:
+    with pytest.raises(ValidationError, match="would be recorded") as refused:
+        check_fields(TrainConfig(), SweepConfig(space=space))
+    assert PLANTED not in str(refused.value)
