@@ -11,10 +11,10 @@ from optuna.trial import TrialState
 
 from flows.sweep import check_continued, open_study, prepare_trials, run_trials
 from tasks.actors.child_run import ChildDied
+from tasks.config.errors import ConfigError
 from tasks.config.recipes import parse_settings
 from tasks.config.sweep import Dimension, SweepConfig, check_fields, with_search
 from tasks.config.tree import TrainConfig
-from tasks.run.preflight import ConfigError
 
 GRID = {
     "sampler": "grid",
