@@ -34,13 +34,13 @@ from models.import_paths import check_allowed, check_allowed_program
 from tasks.actors.interpreter import FIELD as INTERPRETER
 from tasks.actors.reward_model import check_allowed_server
 from tasks.config.data import LIVE
+from tasks.config.errors import ConfigError
 from tasks.config.identity import paced_by_length
 from tasks.config.reward import RewardModelConfig
 from tasks.config.tracking import TrackingConfig
 from tasks.records.history import HistoryError, RunHistory, comparable
 from tasks.records.lineage import dvc_hashes, start_tag
 from tasks.records.tracking import mlflow_client
-from tasks.run.preflight import ConfigError
 from tasks.system.access import dvc_environment, shared_server
 from tasks.system.late_mlflow import mlflow_tags
 

@@ -11,11 +11,11 @@ if __name__ == "__main__":  # before the imports that take seconds, so that a wr
 
 import json
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from itertools import product
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import optuna
 import pandas as pd
@@ -76,8 +76,19 @@ def sweep(config: Recipe, search: SweepConfig, overrides: TrainOverrides | NoCha
         return _conclude(study, tracker)
 
 
+class TrainedRun(NamedTuple):
+    """What a trial is told of its run.
+
+    Attributes:
+        value: the metric's last.
+    """
+
+    value: float
+    mlflow_run_id: str | None
+
+
 class Trials:
-    """The objective: one call is one training run.
+    """The objective: one call is one training run, which calls with the same values share.
 
     Args:
         config, search: of the sweep.
@@ -96,6 +107,8 @@ class Trials:
     ):
         self.config, self.search, self.folder, self.tracker = config, search, folder, tracker
         self.children: list[ChildRun] = []
+        self._runs: dict[str, Future[TrainedRun]] = {}
+        self._one_begins = Lock()
         self.stopped = False
         self.environment = environment
 
@@ -113,6 +126,12 @@ class Trials:
         behind = {path: str(here) for path, (here, _) in self.config.left_behind(changes).items()}
         if behind:  # for another algorithm.name
             trial.set_user_attr("left_behind", behind)
+        run = self._once(config.run_name, lambda: self.train(trial, config))
+        trial.set_user_attr("mlflow_run_id", run.mlflow_run_id)
+        return run.value
+
+    def train(self, trial: optuna.Trial, config: TrainConfig) -> TrainedRun:
+        """The run of this config in a process of its own, whose values the trial is told. Raises as a call does."""
         file = self.folder / f"{config.run_name}.json"
         file.write_text(config.model_dump_json(indent=1, exclude_unset=True))
         value = None
@@ -125,10 +144,23 @@ class Trials:
                 trial.report(value, step)
                 if trial.should_prune():
                     raise optuna.TrialPruned(f"{self.search.metric} is {value} at step {step}")
-        trial.set_user_attr("mlflow_run_id", child.run_id)
         if value is None:
             raise ValueError(f"run {config.run_name} never logged {self.search.metric}")
-        return value
+        return TrainedRun(value, child.run_id)
+
+    def _once(self, name: str, train: Callable[[], TrainedRun]) -> TrainedRun:
+        """The run of this name, which is trained unless another trial has or does: that is waited for, and its end,
+        an error too, is this one's. What has failed is trained again."""
+        with self._one_begins:
+            first = name not in self._runs
+            run = self._runs.setdefault(name, Future())
+        if first:
+            try:
+                run.set_result(train())
+            except BaseException as error:
+                del self._runs[name]
+                run.set_exception(error)
+        return run.result()
 
     def stop(self) -> None:
         """End the runs of all calls, which fail then: begun again, each goes on from its own last checkpoint."""

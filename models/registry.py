@@ -4,10 +4,17 @@
 import importlib
 import inspect
 import json
+import re
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from models.import_paths import check_allowed
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
+SHORT_NUMBER = re.compile(r"([-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+))[eE]([-+]?[0-9]{1,3})")
+"""Digits and exponent of a number that YAML 1.1 takes for text where it has no point, or its exponent no sign."""
 
 C = TypeVar("C", bound=type)
 T = TypeVar("T")
@@ -171,11 +178,14 @@ def check_kind(what: str, parameter: inspect.Parameter, value: Any) -> None:
         what: begins the error's sentence: what names the option.
 
     Raises:
-        ValueError: it is of another kind, or out of bounds; also text where a number should be, as YAML reads 1e-3.
+        ValueError: it is of another kind, or out of bounds; also text where a number should be, as YAML reads 1e-3. A
+            parameter without annotation, whose default is a number, should be one.
     """
     from pydantic import PydanticUserError, TypeAdapter, ValidationError  # here: models sample without it
 
-    annotation = parameter.annotation
+    annotation, spelt = parameter.annotation, _spelt_out(value)
+    if spelt and annotation is parameter.empty and type(parameter.default) in (int, float):
+        raise ValueError(f"{what} is {value!r}, which is text to YAML: write {spelt} for the number")
     if annotation is parameter.empty or isinstance(annotation, str) or value == parameter.default:
         return
     try:
@@ -187,4 +197,21 @@ def check_kind(what: str, parameter: inspect.Parameter, value: Any) -> None:
     except ValidationError as error:
         found = {problem["type"]: problem["msg"].replace("Input", "it", 1) for problem in error.errors()}
         wrong = (found | {"missing": "it has too few entries"} if "missing" in found else found).values()
-        raise ValueError(f"{what} is {value!r:.100}; {' or '.join(wrong)}") from error
+        advice = f": write {spelt}, as YAML takes {value} for text" if spelt and _takes(kind, float(value)) else ""
+        raise ValueError(f"{what} is {value!r:.100}; {' or '.join(wrong)}{advice}") from error
+
+
+def _takes(kind: "TypeAdapter[Any]", number: float) -> bool:
+    try:
+        kind.validate_json(json.dumps(number), strict=True)
+    except ValueError:
+        return False
+    return True
+
+
+def _spelt_out(value: Any) -> str:
+    """A number as YAML 1.1 reads it, of text that it would be in YAML 1.2: 1.0e-3 of 1e-3; empty of all else."""
+    if not isinstance(value, str) or (found := SHORT_NUMBER.fullmatch(value)) is None:
+        return ""
+    digits, exponent = found.groups()
+    return f"{digits if '.' in digits else f'{digits}.0'}e{int(exponent):+d}"

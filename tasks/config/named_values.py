@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from models.registry import SHORT_NUMBER
 from tasks.config.errors import NO_YAML, ConfigError, why_no_yaml
 
 
@@ -15,7 +16,7 @@ class _Loader(yaml.SafeLoader):
     but an option, whose kind nobody may know, would stay text."""
 
 
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+$"), [*"-+0123456789"])
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(f"(?:{SHORT_NUMBER.pattern})$"), [*"-+.0123456789"])
 
 
 def typed_value(text: str) -> Any:

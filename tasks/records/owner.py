@@ -8,8 +8,9 @@ wrote it last, and in which flow run: whoever comes by next closes it.
 import json
 import os
 import socket
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 from prefect.context import FlowRunContext
 
@@ -88,22 +89,36 @@ def close_dead_runs(
     Returns:
         Ids of the runs that were closed.
     """
-    if experiments is None:
-        experiments = [
-            found.experiment_id for found in client.search_experiments(view_type=mlflow.entities.ViewType.ACTIVE_ONLY)
-        ]
-    closed, token = [], None
-    while experiments:
-        page = client.search_runs(list(experiments), "attributes.status = 'RUNNING'", page_token=token)
-        for run in page:
-            reason = _why_dead(run, crashed)
-            if reason is not None:
-                _close(client, run.info.run_id, reason)
-                closed.append(run.info.run_id)
-        token = page.token
-        if not token:
-            break
+    # All are found before the first is closed: a page begins after as many of those that still match.
+    experiments = _active_experiments(client) if experiments is None else [*experiments]
+    search = partial(client.search_runs, experiments, "attributes.status = 'RUNNING'")
+    closed = []
+    for run in _all_pages(search) if experiments else []:
+        reason = _why_dead(run, crashed)
+        if reason is not None:
+            _close(client, run.info.run_id, reason)
+            closed.append(run.info.run_id)
     return closed
+
+
+def _active_experiments(client: MlflowClient) -> list[str]:
+    """Ids of the experiments that are not deleted."""
+    search = partial(client.search_experiments, view_type=mlflow.entities.ViewType.ACTIVE_ONLY)
+    return [experiment.experiment_id for experiment in _all_pages(search)]
+
+
+def _all_pages(search: Callable[..., Any]) -> list[Any]:
+    """All that MLflow finds, of every page.
+
+    Args:
+        search: one of its client's searches, which takes a `page_token`.
+    """
+    found, token = [], None
+    while True:
+        page = search(page_token=token)
+        found += page
+        if not (token := page.token):
+            return found
 
 
 def _why_dead(run: Run, crashed: str | None) -> str | None:

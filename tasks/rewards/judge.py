@@ -17,7 +17,7 @@ from pydantic import PositiveInt
 from tasks.rewards.base import RewardResult, register_reward
 from tasks.rewards.chat import ChatOptions, ChatReward, UnusableAnswer
 from tasks.rewards.errors import RewardError
-from tasks.rewards.ocr import Target, check_target, check_wanted, plain_text, text_similarity, wanted_text
+from tasks.rewards.ocr import Target, check_wanted, plain_text, text_similarity, wanted_text
 from tasks.rewards.scored_prompt import ScoredPrompt
 
 OCR_TEMPLATE = (
@@ -155,7 +155,6 @@ class OcrJudge(Judge):
             substring_is_full: the full score if the target stands anywhere in the answer.
             template, options: see `Judge`.
         """
-        check_target(target, self.name)
         super().__init__(template=template, **options)
         self._target, self._substring_is_full = target, substring_is_full
 

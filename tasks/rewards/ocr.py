@@ -66,7 +66,6 @@ class OcrReward(Reward):
                 padded up to the width, so a smaller one is faster.
             threads: threads of onnxruntime.
         """
-        check_target(target, self.name)
         self._target = target
         self._substring_is_full = substring_is_full
         self._detect = detect
@@ -116,15 +115,8 @@ def wanted_text(prompt: ScoredPrompt, where: Target, reward: str) -> str:
 def check_wanted(reward: str, options: Mapping[str, Any], prompts: Sequence[ScoredPrompt]) -> None:
     """Raise RewardError of `reward`, with these options, for a prompt that does not say what to read."""
     where = options.get("target", "column")
-    check_target(where, reward)
     for prompt in prompts:
         wanted_text(prompt, where, reward)
-
-
-def check_target(where: str, reward: str) -> None:
-    """Raise RewardError unless `where` is a `Target`."""
-    if where not in ("column", "quoted"):
-        raise RewardError(f'{reward}: target must be "column" or "quoted", not {where!r}')
 
 
 def text_similarity(read: str, wanted: str, substring_is_full: bool = False) -> float:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 WEIGHTS = ("*.safetensors", "*.bin")
 COMMIT = re.compile(r"[0-9a-f]{40}")
+USUAL_FORMATS = ("float32", "bfloat16", "float16")
+USUAL_FORMATS = ("float32", "bfloat16", "float16")
 LONGEST_SOURCE = 1024
 """Characters of a hub id or a folder's path."""
 REVISIONS = {"model": "revision", "processor": "processor_revision"}
@@ -78,13 +80,12 @@ class PretrainedReward(Reward):
         import torch
         import transformers
 
-        if not isinstance(getattr(torch, dtype, None), torch.dtype):
-            raise RewardError(f"{self.name}: dtype {dtype!r} is no number format of torch, such as float32 or bfloat16")
+        number_format = _number_format(self.name, dtype)
         torch.set_num_threads(threads)
         self.device = device
         with self._refusing(model):
             network = getattr(transformers, self.architecture).from_pretrained(
-                model, revision=revision, dtype=getattr(torch, dtype)
+                model, revision=revision, dtype=number_format
             )
         with self._refusing(processor or model):
             commit = processor_revision if processor else revision
@@ -100,7 +101,10 @@ class PretrainedReward(Reward):
 
     @classmethod
     def check_options(cls, name: str, options: Mapping[str, Any]) -> None:
-        """A hub id wants a commit: what its branch or tag leads to may change, and the scores with it."""
+        """A hub id wants a commit: what its branch or tag leads to may change, and the scores with it. torch has the
+        number format."""
+        if options.get("dtype", "float32") not in USUAL_FORMATS:  # else without torch, which takes seconds to import
+            _number_format(name, options["dtype"])
         for source, field in cls.revisions.items():
             where, commit = options.get(source, _default(cls, source)), options.get(field)
             if source == "model" or where is not None:
@@ -175,6 +179,18 @@ class PretrainedReward(Reward):
             yield
         except (OSError, ValueError) as error:
             raise RewardError(f"{self.name}: {source} cannot be loaded as {self.architecture}: {error}") from error
+
+
+def _number_format(name: str, dtype: str) -> "torch.dtype":
+    """torch's format of this name, of a model's numbers. Raises RewardError of the reward where there is none."""
+    import torch
+
+    found = getattr(torch, str(dtype), None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise RewardError(
+            f"reward {name!r}: dtype {dtype!r} is no floating-point format of torch: give one, as float32 or bfloat16"
+        )
+    return found
 
 
 def _check_source(name: str, source: str, where: Any) -> None:

@@ -13,7 +13,7 @@ from pydantic import NonNegativeInt, PositiveInt
 
 from tasks.rewards.base import Reward, RewardResult, register_reward
 from tasks.rewards.errors import RewardError
-from tasks.rewards.ocr import Target, check_target, check_wanted, compared, wanted_text
+from tasks.rewards.ocr import Target, check_wanted, compared, wanted_text
 from tasks.rewards.scored_prompt import ScoredPrompt
 
 WITHOUT_A_DICTIONARY = {"load_system_dawg": "0", "load_freq_dawg": "0"}
@@ -49,7 +49,6 @@ class TesseractReward(Reward):
             margin: then their outermost pixels are repeated so many times on each side: Tesseract wants room around a
                 line.
         """
-        check_target(target, self.name)
         import tesserocr
 
         self._target = target

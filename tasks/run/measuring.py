@@ -12,14 +12,17 @@ import pandas as pd
 
 from models.config.pipeline import DiffusionPipelineConfig
 from models.families.base import DiffusionModelBase, DiffusionModelConfig
+from tasks.config.errors import ConfigError
 from tasks.config.identity import shaping
 from tasks.config.measurement import Measurement, PromptSet
 from tasks.config.tree import TrainConfig
 from tasks.data.embeddings import INDEX, Embeddings, PromptEmbeddings
 from tasks.data.prompts import Prompt, load_prompts
 from tasks.records.comparison import Interval, score_columns
+from tasks.run.data_checks import check_scored
 from tasks.run.early import as_config_errors
-from tasks.run.preflight import ConfigError, Inputs, check_embeddings, check_scored
+from tasks.run.encoding_checks import check_embeddings
+from tasks.run.preflight import Inputs
 from tasks.stages.validation import Validation
 
 DRAWN_AS = 2

@@ -30,17 +30,19 @@ class Progress:
     Args:
         run: whose iterations they are.
         total: iterations.
-        done: of these, those that a resumed run has behind it.
+        done: those that a resumed run has behind it; all of them, where it is to be shorter than it already is.
     """
 
     def __init__(self, run: TrainingRun, total: int, done: int):
-        self.run, self.total = run, total
+        self.run, self.total = run, max(total, done)
         shown = sys.stderr.isatty()
         stream = sys.stderr if shown else open(os.devnull, "w")  # noqa: SIM115  closed with the bar
-        self._bar = tqdm(total=total, initial=done, desc="training", unit="it", dynamic_ncols=True, file=stream)
+        self._bar = tqdm(total=self.total, initial=done, desc="training", unit="it", dynamic_ncols=True, file=stream)
         self._line, self._lines = run.config.run_name, None if shown else sys.stderr
+        if done > total:
+            self._tell(f"trainer.total_training_steps is {total}, but {done} iterations are done: none is left")
         artifact = create_progress_artifact(
-            progress=100 * done / total, key="training", description=self._page(self._line)
+            progress=100 * done / self.total, key="training", description=self._page(self._line)
         )
         self._artifact = cast(UUID, artifact)  # Prefect's signature allows for a coroutine, as in async code
         self._updated = time.monotonic()

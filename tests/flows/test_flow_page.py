@@ -2,6 +2,9 @@
 """A long run's page in Prefect: parts that can be read, tasks named by what they do, and one log for all of it."""
 
 import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from uuid import uuid4
 
 import anyio
@@ -12,10 +15,14 @@ from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName, Log
 from prefect.logging.handlers import APILogHandler
 
 from flows.train import in_parts
+from tasks.config.tracking import TrackingConfig
 from tasks.records.flow_page import flow_page, page_logger, tell
+from tasks.records.tracking import Tracker
+from tasks.run.progress import Progress
 from tasks.run.schedule import MOST_PARTS, parts
 from tasks.stages.stage import stage
 from tasks.system.stopwatch import Stopwatch
+from tests.support.mlflow_store import mlflow_in
 
 TOTAL = 22
 
@@ -69,3 +76,22 @@ def test_what_is_told_in_a_part_or_a_task_or_by_a_module_is_on_the_runs_own_page
     assert {"an optimiser step was left out", "a file was written again"} <= {*told}
     assert len(shown) == 2, "two parts, not 22 task runs"
     assert [node["label"] for _, node in inner] == ["update 21", "update 22"]
+
+
+@pytest.mark.slow  # it starts Prefect's temporary server
+def test_a_run_that_is_to_be_shorter_than_it_is_has_all_of_it_done(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    tracker = Tracker(TrackingConfig(uri=mlflow_in(tmp_path)), "shortened", None)
+    config = SimpleNamespace(run_name="shortened", run_dir=tmp_path)
+    run: Any = SimpleNamespace(config=config, tracker=tracker, report=SimpleNamespace(card=str))
+
+    @flow(name="shortened", persist_result=False)
+    def shortened() -> float | None:
+        progress = Progress(run, total=10, done=20)
+        with get_client(sync_client=True) as client:
+            return client._client.get(f"/artifacts/{progress._artifact}").json()["data"]
+
+    assert shortened() == 100
+    assert "trainer.total_training_steps is 10, but 20 iterations are done: none is left" in capfd.readouterr().err

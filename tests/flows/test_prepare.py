@@ -22,6 +22,7 @@ from models.config.actor import ForwardProcessConfig
 from models.families.base import DiffusionModelBase
 from models.training.fsdp import DiffusersFSDPEngine
 from models.training.micro_batches import ActorBatch
+from tasks.config.errors import ConfigError
 from tasks.config.measurement import Measurement
 from tasks.config.tree import TrainConfig
 from tasks.data.digests import SCHEME
@@ -29,7 +30,7 @@ from tasks.data.embeddings import PromptEmbeddings
 from tasks.data.pairs import PairDataset, read_pictures
 from tasks.data.prompts import DatasetError
 from tasks.run.measuring import cells
-from tasks.run.preflight import ConfigError, check_inputs
+from tasks.run.preflight import check_inputs
 from tests.support.helpers import actor_config, model_config
 
 PARAMS = Path(__file__).parents[2] / "params.yaml"

@@ -3,18 +3,20 @@
 
 import logging
 from pathlib import Path
-from threading import Event
+from threading import Barrier, Event
+from typing import Any
 
 import optuna
 import pytest
 from optuna.trial import TrialState
 
-from flows.sweep import check_continued, open_study, prepare_trials, run_trials
+from flows.sweep import TrainedRun, Trials, check_continued, open_study, prepare_trials, run_trials
 from tasks.actors.child_run import ChildDied
+from tasks.config.errors import ConfigError
 from tasks.config.recipes import parse_settings
 from tasks.config.sweep import Dimension, SweepConfig, check_fields, with_search
 from tasks.config.tree import TrainConfig
-from tasks.run.preflight import ConfigError
+from tests.support.patience import PATIENCE
 
 GRID = {
     "sampler": "grid",
@@ -69,6 +71,36 @@ def test_trials_at_a_time_are_different_ones(tmp_path: Path) -> None:
 
     run_trials(study, objective, prepare_trials(study, search), parallel=6)
     assert sorted(tried) == list(range(12))
+
+
+class CountedRuns(Trials):
+    """Runs that end at once; the first is dead."""
+
+    def __init__(self, search: SweepConfig):
+        super().__init__(TrainConfig(), search, folder=Path(), tracker=Any, environment={})
+        self.trained = []
+
+    def train(self, trial: optuna.Trial, config: TrainConfig) -> TrainedRun:
+        self.trained.append(config.trainer.seed)
+        if len(self.trained) == 1:
+            raise ChildDied("a dead child")
+        return TrainedRun(float(config.trainer.seed), f"run {config.trainer.seed}")
+
+
+def test_trials_of_one_point_share_its_run(tmp_path: Path) -> None:
+    """At a time, as here by a barrier, or one after the other; what has died is no run to share with later trials."""
+    search = SweepConfig(sampler="random", trials=6, space={"trainer.seed": {"choices": [5]}})
+    study, runs, together = open_study(search, tmp_path), CountedRuns(search), Barrier(2)
+
+    def objective(trial: optuna.Trial) -> float:
+        together.wait(PATIENCE)
+        return runs(trial)
+
+    run_trials(study, objective, prepare_trials(study, search), parallel=2)
+    assert runs.trained == [5, 5]
+    complete = study.get_trials(states=[TrialState.COMPLETE])
+    assert len(complete) >= 4
+    assert {(trial.value, trial.user_attrs["mlflow_run_id"]) for trial in complete} == {(5.0, "run 5")}
 
 
 def test_an_error_that_is_no_dead_child_ends_the_sweep(tmp_path: Path) -> None:

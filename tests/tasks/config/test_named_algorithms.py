@@ -9,11 +9,12 @@ import pytest
 import yaml
 
 from tasks.config.algorithm import DiffusionAlgoConfig
+from tasks.config.errors import ConfigError
 from tasks.config.overrides import flat
 from tasks.config.presets import PRESETS, decided_by_name, tree_of
 from tasks.config.recipes import load_recipe, parse_changes
 from tasks.config.tree import TrainConfig, TrainOverrides
-from tasks.run.preflight import ConfigError, check_inputs
+from tasks.run.preflight import check_inputs
 
 ROOT = Path(__file__).parents[3]
 ACTOR = "actor_rollout_ref.actor"

@@ -250,7 +250,7 @@ def test_a_path_below_an_option_of_another_algorithm_takes_nothing_from_the_one_
 def test_a_number_without_a_dot_is_a_number_for_an_option_too() -> None:
     """YAML 1.1 takes 1e-3 for text, of which a typed field makes a number, and an option nothing."""
     options = "actor_rollout_ref.rollout.algo.sde_options"
-    for text, number in (("1e-3", 1e-3), ("-2E+1", -20.0), ("5e2", 500.0)):
+    for text, number in (("1e-3", 1e-3), ("-2E+1", -20.0), ("5e2", 500.0), ("1.5e3", 1500.0), (".5e-1", 0.05)):
         changed = parse_changes([f"{options}.x={text}", f"{options}.y='{text}'"])
         assert changed.actor_rollout_ref.rollout.algo.sde_options == {"x": number, "y": text}
         assert named_values([f"x={text}"]) == {"x": number}

@@ -15,6 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from models.schedulers.noise_keys import NoiseKey
+from tasks.config.errors import ConfigError
 from tasks.config.recipes import parse_changes
 from tasks.config.tree import TrainConfig
 from tasks.data.embeddings import PromptEmbeddings, write_embeddings
@@ -32,7 +33,7 @@ from tasks.data.prompts import DatasetError, Prompt, prompt_uid
 from tasks.rewards import RewardError
 from tasks.run.collect import pair_iteration
 from tasks.run.early import check_files
-from tasks.run.preflight import ConfigError, check_inputs
+from tasks.run.preflight import check_inputs
 from tasks.stages.pairs import read_pairs
 from tasks.system.stopwatch import Stopwatch
 from tests.support.helpers import TEXT_DIM, model_config

@@ -344,3 +344,23 @@ def test_runs_of_dead_processes_are_closed_by_whoever_comes_next(tmp_path: Path,
     again = tracker(tmp_path, runs["dead"].run_id)  # the same command, and any other start
     assert again.client.get_run(runs["dead"].run_id).info.status == "RUNNING"
     assert again.client.get_run(runs["far"].run_id).info.status == "FAILED"
+
+
+class PagesOfTwo(MlflowClient):
+    def search_runs(self, *given: Any, **named: Any) -> Any:
+        return super().search_runs(*given, **named, max_results=2)
+
+    def search_experiments(self, **named: Any) -> Any:
+        return super().search_experiments(**named, max_results=2)
+
+
+def test_dead_runs_of_every_page_are_closed(tmp_path: Path) -> None:
+    """A run that is closed is on no page any more: those after it move up."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        dead = Owner.this()._replace(process=ProcessIdentity.of(child.pid))
+        child.communicate(b"\n")
+    client = PagesOfTwo(mlflow_in(tmp_path))
+    experiments = [client.create_experiment(name) for name in "abc"]
+    runs = [client.create_run(name, tags={OWNER: str(dead)}).info.run_id for name in experiments * 2]
+    assert sorted(close_dead_runs(client)) == sorted(runs)
+    assert {client.get_run(run).info.status for run in runs} == {"FAILED"}

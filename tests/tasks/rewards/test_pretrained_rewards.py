@@ -168,11 +168,19 @@ def test_a_number_out_of_range_is_told_before_anything_loads(
         check_reward(name, **place, **head, **wrong)
 
 
+@pytest.mark.parametrize("dtype", ["float33", "int8", "nn"])
+def test_a_number_format_that_torch_has_not_for_weights_is_told_before_anything_loads(
+    tmp_path: Path, dtype: str
+) -> None:
+    with pytest.raises(
+        RewardError, match=f"^reward 'clip_score': dtype '{dtype}' is no floating-point format of torch"
+    ):
+        check_reward("clip_score", model=str(tmp_path), dtype=dtype)
+
+
 def test_what_cannot_be_loaded_is_one_sentence(clip: Path, tmp_path: Path) -> None:
     with pytest.raises(RewardError, match=f"clip_score: {tmp_path} cannot be loaded as CLIPModel"):
         get_reward("clip_score", model=str(tmp_path))
-    with pytest.raises(RewardError, match="'float33' is no number format of torch"):
-        get_reward("clip_score", model=str(clip), dtype="float33")
     with pytest.raises(RewardError, match=r"head .*none\.safetensors does not exist"):
         get_reward("aesthetic", model=str(clip), head=str(tmp_path / "none.safetensors"))
     for widths in ((17, 1), (16, 8, 2)):

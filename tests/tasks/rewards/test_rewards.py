@@ -109,7 +109,7 @@ def test_rewards_are_found_by_name_and_by_import_path():
         ("ocr", {"tarset": "column"}, "reward 'ocr': .* unexpected keyword argument 'tarset'; it takes .*target"),
         ("ocr", {"target": "prompt"}, "reward 'ocr': target is 'prompt'; it should be 'column' or 'quoted'"),
         ("ocr", {"upscale": 0}, "reward 'ocr': upscale is 0; it should be greater than 0"),
-        ("ocr", {"upscale": "2e0"}, "reward 'ocr': upscale is '2e0'; it should be a valid integer"),
+        ("ocr", {"upscale": "2e0"}, "reward 'ocr': upscale is '2e0'; it should be a valid integer$"),
         ("ocr", {"rec_image_shape": [3, 48]}, r"rec_image_shape is \[3, 48\]; it has too few entries"),
         ("tesseract", {"margin": -1}, "reward 'tesseract': margin is -1; it should be greater than or equal to 0"),
         ("remote", {"url": "http://x", "timeout_s": 0}, "reward 'remote': timeout_s is 0; it should be greater than 0"),
@@ -124,7 +124,16 @@ def test_rewards_are_found_by_name_and_by_import_path():
         ("remote", {"url": 8100}, "url is 8100; it should be a valid string"),
         ("shapes", {"contrast": 256}, "reward 'shapes': contrast is 256; it should be less than or equal to 255"),
         ("shapes", {"min_pixels": 0}, "reward 'shapes': min_pixels is 0; it should be greater than 0"),
-        (f"{__name__}:mean_brightness", {"scale": "1e-3"}, "scale is '1e-3'; it should be a valid number"),
+        (
+            f"{__name__}:mean_brightness",
+            {"scale": "1e-3"},
+            "scale is '1e-3'; it should be a valid number: write 1.0e-3, as YAML takes 1e-3 for text$",
+        ),
+        (
+            f"{__name__}:later",
+            {"scale": "2.5e3"},
+            r"scale is '2.5e3', which is text to YAML: write 2.5e\+3 for the number",
+        ),
     ],
 )
 def test_unknown_names_and_options_are_refused_before_a_reward_is_made(name, options, complaint):

@@ -19,10 +19,11 @@ from models.config.actor import DiffusionActorConfig
 from models.families.latents import text_width
 from models.import_paths import ALLOWED, ModuleNotAllowed
 from tasks.actors.interpreter import FIELD, check_interpreter
+from tasks.config.errors import ConfigError
 from tasks.config.tree import TrainConfig
 from tasks.data.embeddings import PromptEmbeddings, write_embeddings
 from tasks.data.prompts import build_prompt_table, load_prompts
-from tasks.run.preflight import ConfigError, Inputs, check_inputs
+from tasks.run.preflight import Inputs, check_inputs
 from tests.support.helpers import model_config
 from tests.support.other_environment import make_environment
 from tests.support.tiny_models import FAMILIES

@@ -10,9 +10,9 @@ import torch
 from models.rollout.diffusers import DiffusersRolloutEngine
 from models.training.fsdp import DiffusersFSDPEngine
 from models.training.micro_batches import ActorBatch
+from tasks.config.errors import ConfigError
 from tasks.config.tree import TrainConfig
 from tasks.run.loss_checks import check_loss
-from tasks.run.preflight import ConfigError
 from tests.support.helpers import actor_config, model_config, rollout_request
 
 

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The prompts, embeddings and pairs of a run, opened, and whether there is what it asks of them."""
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from models.families.base import DiffusionModelConfig
+from tasks.config.errors import ConfigError
+from tasks.config.tree import TrainConfig
+from tasks.data.digests import IMAGE_SIDE
+from tasks.data.embeddings import INDEX, Embeddings, PromptEmbeddings
+from tasks.data.pairs import PairDataset
+from tasks.data.prompts import Prompt, load_prompts
+from tasks.rewards import check_reward
+from tasks.run.encoding_checks import check_embeddings, check_origin
+from tasks.run.live_text import open_live, text_side
+
+
+class RunData(NamedTuple):
+    """What a run reads.
+
+    Attributes:
+        test: the held-out prompts that validation draws.
+        pairs: None where samples are made and not read.
+        digest: 16 hexadecimal digits over the prompt table, what stands for the embeddings, and the index of the pairs.
+    """
+
+    train: list[Prompt]
+    test: list[Prompt]
+    embeddings: Embeddings
+    pairs: PairDataset | None
+    digest: str
+
+
+def open_data(
+    config: TrainConfig, model_config: DiffusionModelConfig, latent_shape: tuple[int, ...], trains: bool
+) -> RunData:
+    """The prompts, their embeddings and, to train, the pairs; the digest is over their tables and indices alone."""
+    train, held_out = load_prompts(config.data.prompts, "train"), load_prompts(config.data.prompts, "test")
+    test = held_out[: config.actor_rollout_ref.rollout.val_kwargs.max_prompts]
+    embeddings, made_by = _open_embeddings(config, model_config)
+    content = config.data.prompts.read_bytes() + made_by
+    pairs = None
+    if trains and not config.is_online:
+        pairs = _open_pairs(config, embeddings, latent_shape, {prompt.uid for prompt in held_out})
+        content += (config.data.pairs / INDEX).read_bytes()
+    if trains:
+        _check_count(config, len(train) if pairs is None else len(pairs.pairs))
+    missing = [prompt for prompt in train + test if prompt.uid not in embeddings]
+    if missing:
+        raise ConfigError(
+            f"{config.data.embeddings} lacks the embedding of {missing[0].prompt!r} ({len(missing)} in all): run "
+            "`dvc repro embeddings`"
+        )
+    if isinstance(embeddings, PromptEmbeddings):
+        check_embeddings(config, model_config, embeddings)
+    if config.is_online or not trains:
+        # What a function of the user's makes of the train prompts is known when it is called.
+        check_scored(config, test if config.data.rewrite_prompts else train + test)
+    return RunData(train, test, embeddings, pairs, hashlib.sha256(content).hexdigest()[:16])
+
+
+def check_scored(config: TrainConfig, prompts: Sequence[Prompt]) -> None:
+    """The prompts say what the rewards look for. Raises RewardError, which names a prompt that does not."""
+    for name, entry in config.reward.named().values():
+        if isinstance(reward := check_reward(name, **entry.options), type):
+            reward.check_prompts(name, entry.options, prompts)
+
+
+def _check_count(config: TrainConfig, there: int) -> None:
+    """There is enough for one iteration."""
+    offline = not config.is_online
+    file, what = (config.data.pairs, "pairs") if offline else (config.data.prompts, "train prompts")
+    if there < config.data.train_batch_size:
+        raise ConfigError(
+            f"data.train_batch_size is {config.data.train_batch_size} but {file} has only {there} {what}: lower it or "
+            f"add {what}"
+        )
+
+
+def _open_embeddings(config: TrainConfig, model_config: DiffusionModelConfig) -> tuple[Embeddings, bytes]:
+    """Those on disk or those that the run will make, and what stands for them in the digest of its data."""
+    folder = config.data.embeddings
+    if isinstance(folder, Path):
+        embeddings = PromptEmbeddings.open(folder)
+        return embeddings, (folder / INDEX).read_bytes()
+    return open_live(config, model_config), text_side(config).encode()
+
+
+def _open_pairs(
+    config: TrainConfig, embeddings: Embeddings, latent_shape: tuple[int, ...], held_out: set[str]
+) -> PairDataset:
+    """The pairs fit the model's latents, and their prompts are encoded and none of them is held out.
+
+    Args:
+        held_out: uids, also of prompts that validation does not draw.
+    """
+    pairs = PairDataset.open(config.data.pairs).named_by(load_prompts(config.data.prompts))
+    if pairs.latent_shape != tuple(latent_shape):
+        raise ConfigError(
+            f"{config.data.pairs} holds latents {list(pairs.latent_shape)} but rollout.pipeline height and width make "
+            f"{list(latent_shape)}: set them to the size of the pairs' pictures"
+        )
+    seen = [pair for pair in pairs.pairs if pair.prompt_uid in held_out]
+    if seen:
+        raise ConfigError(
+            f"{config.data.pairs} has pairs of prompts that {config.data.prompts} holds out, pair {seen[0].uid!r} for "
+            f"example ({len(seen)} in all): leave them out of the preference table, or make the split of their prompts "
+            "another than test"
+        )
+    missing = [pair for pair in pairs.pairs if pair.prompt_uid not in embeddings]
+    if missing:
+        raise ConfigError(
+            f"{config.data.embeddings} lacks the embedding of the prompt of pair {missing[0].uid!r} ({len(missing)} in "
+            "all): put the pairs' prompts into the prompt table and run `dvc repro embeddings`"
+        )
+    check_origin(config, pairs, IMAGE_SIDE, "pairs", "data.pairs")
+    return pairs

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a run makes as many optimiser steps as its settings are for."""
+
+import logging
+from collections.abc import Iterator
+
+from models.training.schedules import check_span
+from tasks.config.errors import ConfigError
+from tasks.config.tree import TrainConfig
+
+log = logging.getLogger(__name__)
+
+
+def check_length(config: TrainConfig) -> None:
+    """The run makes as many optimiser steps as its settings are for."""
+    ema, planned = config.actor_rollout_ref.actor.ema, config.planned_optimizer_steps
+    if ema.enable and planned < ema.update_interval:
+        raise ConfigError(
+            f"actor.ema.update_interval is {ema.update_interval}, but the run makes {planned} optimiser steps, so the "
+            "average that it validates and exports would never move: lower it to at most that, let the run be longer, "
+            "or set actor.ema.enable to false"
+        )
+    after_span = check_span(config.scheduled_actor.optim, planned)
+    for beyond in filter(None, (after_span, *_beyond_the_end(config, planned))):
+        log.warning(beyond)
+
+
+def _beyond_the_end(config: TrainConfig, planned: int) -> Iterator[str]:
+    """A sentence for each setting of what comes after the run's last step. No error: the run may be made longer.
+
+    Args:
+        planned: optimiser steps of the whole run.
+    """
+    warm_up, last = config.actor_rollout_ref.actor.optim.lr_warmup_steps, config.trainer.total_training_steps
+    if warm_up > planned:
+        yield (
+            f"actor.optim.lr_warmup_steps is {warm_up}, but the run makes {planned} optimiser steps: the learning rate "
+            "ends below actor.optim.lr"
+        )
+    late = ", ".join(str(number) for number in config.trainer.profile.iterations if number > last)
+    if late:
+        yield f"trainer.profile.iterations names {late}, but the run ends with iteration {last}: they have no traces"

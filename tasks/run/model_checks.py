@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether the model can be sampled, trained and taught as a run's settings ask."""
+
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+from models.families.base import DiffusionModelBase, DiffusionModelConfig, read_architecture
+from models.rollout.vllm_omni.engine import check_tensor_split, pipeline_class
+from models.runtime.projections import not_fused
+from models.training.engine import TRAINING_ENGINES, get_training_engine
+from models.weights.trainable import LORA_FILE
+from tasks.actors.interpreter import check_interpreter
+from tasks.config.errors import ConfigError
+from tasks.config.tree import TrainConfig
+
+
+def check_engine(config: TrainConfig, model_config: DiffusionModelConfig) -> None:
+    """The training engine is there, where the trainer's actors are to look for it, and takes the settings."""
+    actor = config.actor_rollout_ref.actor
+    if actor.python is not None:
+        check_interpreter(actor)
+        if actor.strategy not in TRAINING_ENGINES.entries:  # its module may be there alone
+            return
+    engine = get_training_engine(actor.strategy)
+    library = getattr(engine, "library", None)
+    if actor.python is None and library is not None and find_spec(library) is None:
+        raise ConfigError(
+            f"actor.strategy is {actor.strategy}, but {library} is not installed: install it, or let actor.python name "
+            "the interpreter of an environment that has it (docs/training.md)"
+        )
+    if hasattr(engine, "check_settings"):
+        engine.check_settings(actor, model_config)
+
+
+def check_pipelines(config: TrainConfig, model_config: DiffusionModelConfig, trains: bool) -> None:
+    """The model can be sampled as the run's and the validation's pipeline ask, by the engine that is to do it."""
+    rollout, adapter = config.actor_rollout_ref.rollout, DiffusionModelBase.get_class(model_config)
+    for pipeline in (rollout.pipeline, rollout.validation_pipeline()):
+        adapter.check_pipeline(replace(model_config, pipeline=pipeline))
+    if trains and config.algorithm.trainer_type == "direct_preference" and adapter.is_guided(rollout.pipeline):
+        raise ConfigError(
+            f"rollout.pipeline.{adapter.pipeline_fields[0]} asks for guidance, but loss "
+            f"{config.actor_rollout_ref.actor.diffusion_loss.loss_mode} trains the velocity without it: leave it out"
+        )
+    _check_products(config, adapter)
+    if rollout.name == "vllm_omni":
+        _check_denoisers_place(config)
+        pipeline_class(model_config)
+        check_tensor_split(model_config, rollout.vllm_omni.tensor_parallel_size)
+
+
+def _check_denoisers_place(config: TrainConfig) -> None:
+    """vLLM-Omni finds the denoiser where diffusers has it."""
+    model = config.actor_rollout_ref.model
+    for name in ("transformer_subfolder", "config_path"):
+        value = getattr(model, name)
+        if value != type(model).model_fields[name].default:
+            raise ConfigError(
+                f"model.{name} is {value}, but rollout.name is vllm_omni, which loads the denoiser of the folder "
+                f"transformer by the config.json in it: set rollout.name to diffusers, or leave {name} out"
+            )
+
+
+def _check_products(config: TrainConfig, adapter: type[DiffusionModelBase]) -> None:
+    """Rollout and trainer can both multiply as the model's settings ask."""
+    model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
+    if model.frozen_dtype is not None and rollout.name == "vllm_omni":
+        raise ConfigError(
+            f"model.frozen_dtype is {model.frozen_dtype}, but rollout.name is vllm_omni, which would sample from the "
+            "model in its own format: set rollout.name to diffusers, or leave frozen_dtype out"
+        )
+    if model.fuse_projections and not adapter.projects_streams:
+        raise ConfigError(not_fused(adapter))
+
+
+def check_teacher(config: TrainConfig, model_config: DiffusionModelConfig) -> None:
+    """The teacher, where there is one, is of the same family."""
+    path = config.actor_rollout_ref.actor.teacher_path
+    if path is None or (Path(path) / LORA_FILE).is_file():
+        return
+    if not (Path(path) / "model_index.json").is_file():
+        raise ConfigError(
+            f"actor.teacher_path is {path}, which has neither model_index.json nor {LORA_FILE}: give a folder "
+            "that a run exported or a model in diffusers format"
+        )
+    architecture = read_architecture(path)
+    if architecture != model_config.architecture:
+        raise ConfigError(
+            f"actor.teacher_path is a {architecture} but model.path a {model_config.architecture}: teacher and student "
+            "must be of one architecture"
+        )
