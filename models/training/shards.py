@@ -17,7 +17,7 @@ def reshard(module: nn.Module) -> None:
 
 
 def local_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """This rank's part of each, over the same memory, as plain tensors: a call that takes many sharded ones at once
-    asks for each of them anew how it is shared."""
+    """This rank's part of each, [n, ...] of [N, ...], over the same memory, as plain tensors: a call that takes many
+    sharded ones at once asks for each of them anew how it is shared."""
     plain = [tensor.detach() for tensor in tensors]
     return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in plain]
