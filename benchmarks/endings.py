@@ -329,6 +329,29 @@ def newest_rows(log: Path, key: str, order: Iterable[str]) -> list[dict[str, Any
     return [rows[name] for name in order if name in rows]
 
 
+def measure_cases(
+    script: str,
+    description: str | None,
+    cases: Iterable[str],
+    measure: Callable[[str, Path], dict[str, Any]],
+    table: Callable[[Sequence[dict[str, Any]]], str],
+    page: Path,
+) -> None:
+    """The command of a benchmark whose rows are cases: those that are asked for are measured, and all that the log has
+    are printed as a table, which goes to the page if that is asked for."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="*", choices=[*cases], default=[*cases])
+    log = Path(script).with_suffix(".jsonl")
+    parser.add_argument("--log", type=Path, default=log, help="every case's line is added here")
+    parser.add_argument("--write", action="store_true", help=f"put the table into {page}")
+    chosen = parser.parse_args()
+    log_each(chosen.cases, measure, chosen.log)
+    rows = newest_rows(chosen.log, "case", cases)
+    print(table(rows))
+    if chosen.write:
+        put_table(page, script, table(rows))
+
+
 def main() -> None:
     """Measure the moments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -10,7 +10,6 @@ a line of JSON a case, which is also added to `--log`, and a table of the newest
 the docs (`--cases` without any: the table alone). The seconds are from that signal on.
 """
 
-import argparse
 import os
 import signal
 import sys
@@ -25,8 +24,7 @@ import psutil
 from ray._private.authentication import authentication_token_setup as tokens
 from ray.cluster_utils import Cluster
 
-from benchmarks.docs import put_table
-from benchmarks.endings import Watched, log_each, make_folder, newest_rows
+from benchmarks.endings import Watched, make_folder, measure_cases
 from benchmarks.local_services import ROOT, import_path, wait_until
 from tasks.system.processes import runs
 
@@ -130,16 +128,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Measure the cases."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="*", choices=[*CASES], default=[*CASES])
-    parser.add_argument("--log", type=Path, default=Path("lost_machines.jsonl"), help="every case's line is added here")
-    parser.add_argument("--write", action="store_true", help=f"put the table into {DOCS}")
-    chosen = parser.parse_args()
-    log_each(chosen.cases, measure, chosen.log)
-    rows = newest_rows(chosen.log, "case", CASES)
-    print(table(rows))
-    if chosen.write:
-        put_table(DOCS, "lost_machines.py", table(rows))
+    measure_cases("lost_machines.py", __doc__, CASES, measure, table, DOCS)
 
 
 if __name__ == "__main__":

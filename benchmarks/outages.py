@@ -9,7 +9,6 @@ case, which is also added to `--log`, and a table of the newest line of each cas
 the run, from that moment on. After a run that a dead server ended, the server is back and the same command must go on.
 """
 
-import argparse
 import json
 import os
 import sqlite3
@@ -24,8 +23,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.docs import put_table
-from benchmarks.endings import UPDATE, Watched, log_each, make_folder, newest_rows, silent_server
+from benchmarks.endings import UPDATE, Watched, make_folder, measure_cases, silent_server
 from benchmarks.kill_rounds import SMALL
 from benchmarks.local_services import ROOT, Services, free_port, import_path, wait_until
 from tasks.records.tracking import STEP_MARK
@@ -157,16 +155,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Measure the cases."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="*", choices=[*CASES], default=[*CASES])
-    parser.add_argument("--log", type=Path, default=Path("outages.jsonl"), help="every case's line is added here")
-    parser.add_argument("--write", action="store_true", help=f"put the table into {DOCS}")
-    chosen = parser.parse_args()
-    log_each(chosen.cases, measure, chosen.log)
-    rows = newest_rows(chosen.log, "case", CASES)
-    print(table(rows))
-    if chosen.write:
-        put_table(DOCS, "outages.py", table(rows))
+    measure_cases("outages.py", __doc__, CASES, measure, table, DOCS)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 WEIGHTS = ("*.safetensors", "*.bin")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 USUAL_FORMATS = ("float32", "bfloat16", "float16")
-USUAL_FORMATS = ("float32", "bfloat16", "float16")
 LONGEST_SOURCE = 1024
 """Characters of a hub id or a folder's path."""
 REVISIONS = {"model": "revision", "processor": "processor_revision"}
