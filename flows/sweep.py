@@ -145,6 +145,7 @@ class Trials:
                 if trial.should_prune():
                     raise optuna.TrialPruned(f"{self.search.metric} is {value} at step {step}")
         if value is None:
+            trial.set_user_attr("mlflow_run_id", child.run_id)  # of one that has a value whoever asked for it does
             raise ValueError(f"run {config.run_name} never logged {self.search.metric}")
         return TrainedRun(value, child.run_id)
 

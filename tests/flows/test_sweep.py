@@ -2,14 +2,18 @@
 """What a sweep tries: grid points once each, what was undone again, and nothing that is no field."""
 
 import logging
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from threading import Barrier, Event
+from types import SimpleNamespace
 from typing import Any
 
 import optuna
 import pytest
 from optuna.trial import TrialState
 
+import flows.sweep
 from flows.sweep import TrainedRun, Trials, check_continued, open_study, prepare_trials, run_trials
 from tasks.actors.child_run import ChildDied
 from tasks.config.errors import ConfigError
@@ -101,6 +105,26 @@ def test_trials_of_one_point_share_its_run(tmp_path: Path) -> None:
     complete = study.get_trials(states=[TrialState.COMPLETE])
     assert len(complete) >= 4
     assert {(trial.value, trial.user_attrs["mlflow_run_id"]) for trial in complete} == {(5.0, "run 5")}
+
+
+class SilentRun:
+    """One that ends well and never logs what the sweep looks at."""
+
+    run_id = "run 7"
+
+    def new_values(self, metric: str) -> Iterator[tuple[int, float]]:
+        return iter(())
+
+
+def test_a_trial_without_a_value_tells_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else nobody finds out by it why the metric is missing."""
+    monkeypatch.setattr(flows.sweep, "child_run", lambda *_: nullcontext(SilentRun()))
+    search = SweepConfig(sampler="random", trials=1, space={"trainer.seed": {"choices": [5]}})
+    tracker: Any = SimpleNamespace(client=None, run_id=None)
+    study, runs = open_study(search, tmp_path), Trials(TrainConfig(), search, tmp_path, tracker, environment={})
+    run_trials(study, runs, prepare_trials(study, search), parallel=1)
+    (trial,) = study.trials
+    assert (trial.state, trial.user_attrs["mlflow_run_id"]) == (TrialState.FAIL, "run 7")
 
 
 def test_an_error_that_is_no_dead_child_ends_the_sweep(tmp_path: Path) -> None:
