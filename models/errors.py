@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all errors of this project have in common, and which of the system's errors tell of a full disk."""
+"""What all errors of this project have in common, what one came from, and which of the system's tell of a full disk."""
 
 import errno
 import os
 import re
+from collections.abc import Iterator
 
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 REFUSED = frozenset({errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE})
@@ -21,6 +22,15 @@ class DoubleflowError(Exception):
     was given (a setting, a file, a prompt), `RuntimeError` for what happened to a run that was asked for correctly. The
     command line shows the message without a traceback, and ends with 2 for the first kind and 1 for the second.
     """
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The error, what it was raised from or while handling, and so on to the first."""
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:  # one that was raised again may have its own consequence as a cause
+        yield error
+        seen.append(error)
+        error = error.__cause__ or error.__context__
 
 
 def out_of_room(error: object) -> OSError | None:

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from models.errors import out_of_room
+from models.errors import causes, out_of_room
 from models.training.adamw import offload_adam_state
 from models.training.gradients import NonfiniteSteps
 from models.training.weight_copies import WeightAverage, WeightCopy
@@ -153,11 +153,9 @@ class _Writer(dcp.FileSystemWriter):
         try:
             yield
         except Exception as error:
-            found: BaseException | None = error
-            while found is not None:
+            for found in causes(error):
                 if (full := out_of_room(found)) is not None:
                     raise OSError(full.errno, full.strerror, str(self.path)) from error
-                found = found.__cause__ or found.__context__
             raise
 
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from multiprocessing.process import parent_process
 from types import FrameType
 
-from tasks.system.causes import causes
+from models.errors import causes
 
 Handler = Callable[[int, FrameType | None], None] | signal.Handlers
 NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}

@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 from PIL import Image
 
+from models.errors import causes
 from tasks.config.tree import TrainConfig
 from tasks.records.flow_page import page_logger
 from tasks.records.headline import REPORT
@@ -34,7 +35,6 @@ from tasks.report.sections import HELD_OUT, differences
 from tasks.report.thumbnails import of_grid
 from tasks.run.held_out_grids import kept_grids
 from tasks.stages.validation import Validation
-from tasks.system.causes import causes
 from tasks.system.files import put_in_place
 from tasks.system.late_mlflow import mlflow
 

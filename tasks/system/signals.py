@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from tasks.system.causes import causes
+from models.errors import causes
 
 PREFECTS = "prefect.exceptions"
 

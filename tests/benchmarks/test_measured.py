@@ -83,7 +83,7 @@ def test_the_flow_and_its_engines_of_one_call_are_in_their_log() -> None:
     [("4 GPUs", "**4.1 s, 497 pictures a second**"), ("4 H200s, before", "An iteration takes 4.4 s (median)")],
 )
 def test_the_words_on_four_gpus_take_what_the_page_says(run: str, said: str) -> None:
-    lines = [json.loads(line) for line in (MEASURED / "words_four_h100.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (MEASURED / "words_four_iterations.jsonl").read_text().splitlines()]
     steps = [line["timing_s/step"] for line in lines if line["run"] == run and line["iteration"] % 10]
     step = median(steps[1:])
     assert f"{step:.1f} s" in said

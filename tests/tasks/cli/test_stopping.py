@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import typer
 
+from models.errors import causes
 from tasks.cli.stopping import handled, raise_it
 from tasks.cli.terminal import in_a_sentence
-from tasks.system.causes import causes
 
 pytestmark = pytest.mark.waits
 
