@@ -8,7 +8,7 @@ folder's model_index.json. Registered for an architecture alone, an adapter serv
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -326,6 +326,12 @@ class DiffusionModelBase(ABC):
     def transformer_blocks(cls, module: nn.Module) -> list[nn.Module]:
         """The repeated blocks: units of sharding and of compilation."""
         return list(module.transformer_blocks)  # type: ignore[arg-type]
+
+    @classmethod
+    def lengths_of_text(cls, inputs: Mapping[str, Any]) -> list[tuple[Tensor, int]]:
+        """Of a block's inputs by name, the tensors that have as many entries as the text has tokens, and along which
+        dimension: compiled code serves every length. Empty where all prompts have the same."""
+        return []
 
     @classmethod
     def split_sequences(cls, model_config: DiffusionModelConfig, text_tokens: int) -> dict[str, int]:

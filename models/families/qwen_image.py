@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training and in-process sampling adapter of Qwen-Image."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -147,6 +148,12 @@ class QwenImage(DiffusionModelBase):
     @classmethod
     def split_sequences(cls, model_config: DiffusionModelConfig, text_tokens: int) -> dict[str, int]:
         return {"a sample": cls.latent_shape(model_config)[0]}
+
+    @classmethod
+    def lengths_of_text(cls, inputs: Mapping[str, Any]) -> list[tuple[Tensor, int]]:
+        mask = inputs["encoder_hidden_states_mask"]
+        _, angles = inputs["image_rotary_emb"]  # of the picture, and [tokens, C] of the text
+        return [(inputs["encoder_hidden_states"], 1), (angles, 0), *([] if mask is None else [(mask, 1)])]
 
     @classmethod
     def padded_text(cls, model_inputs: dict[str, Any], multiple: int) -> dict[str, Any]:

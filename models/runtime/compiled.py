@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """torch.compile of a denoiser, block by block, and of an image decoder."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -40,8 +41,26 @@ def compile_blocks(adapter: type[DiffusionModelBase], module: nn.Module) -> None
     graph = OneGraph()
     for block in adapter.transformer_blocks(module):
         compiled = torch.compile(block.forward, fullgraph=True, dynamic=False, options=SAME_EVERYWHERE)
-        block.forward = graph.of_block(compiled)
+        block.forward = graph.of_block(_for_any_text(adapter, block.forward, compiled))
     module.forward = graph.of_whole(module.forward)
+
+
+def _for_any_text(adapter: type[DiffusionModelBase], forward: Forward, compiled: Forward) -> Forward:
+    """The compiled forward of a block, in which a text's length is a variable.
+
+    Else each length that a prompt has would be compiled, in the rollout and in the trainer, until torch's limit ends
+    the run. torch could find out by itself that a length varies, but each process only once it has met a second, and so
+    rollout and trainer would compute by different code until then.
+    """
+    inputs = inspect.signature(forward)
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        for tensor, dimension in adapter.lengths_of_text(inputs.bind(*arguments, **named).arguments):
+            if tensor.shape[dimension] > 1:  # a length of one is code of its own, as torch has it
+                torch._dynamo.mark_dynamic(tensor, dimension)
+        return compiled(*arguments, **named)
+
+    return call
 
 
 class OneGraph:

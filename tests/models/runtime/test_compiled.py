@@ -75,6 +75,29 @@ def test_the_first_ratio_is_exactly_one_in_bf16(tmp_path: Path, monkeypatch: pyt
     assert list((kept / "fxgraph").rglob("*"))
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_rank")
+def test_code_is_compiled_once_for_texts_of_every_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where torch would compile no more: a data set has more lengths than that, and one each would end the run."""
+    monkeypatch.setenv(VARIABLE, "")
+    use_compile_cache(str(tmp_path / "cache"))
+    checkpoint = save_tiny_model(tmp_path / "model", layers=1)
+    config = model_config(checkpoint, dtype="bfloat16", lora_rank=4, lora_alpha=8, compile=True)
+    rollout, engine = DiffusersRolloutEngine(config, batch_size=4), trainer(config, lr=1e-30)
+    eager = DiffusersRolloutEngine(replace(config, model=config.model.model_copy(update={"compile": False})))
+    compiled: list[int] = []
+    for length in (5, 9, 3, 12):
+        request = rollout_request(samples=4, lengths=(length,))
+        trajectories: Any = rollout.produce(request).recorded
+        metrics = engine.update_policy([ActorBatch([(trajectories, ADVANTAGES)], 4)])
+        assert metrics["logprob_abs_diff/max"] == 0.0
+        if not compiled:
+            plain: Any = eager.produce(request).recorded
+            torch.testing.assert_close(trajectories.log_probs, plain.log_probs, rtol=0.05, atol=0.05)
+        compiled.append(compilations())
+    assert compiled == compiled[:1] * 4
+
+
 @pytest.mark.parametrize("gradient", ["both", "conditional"])
 @pytest.mark.usefixtures("one_rank")
 def test_rescored_log_probs_are_what_the_first_update_computes(tiny_model: Path, gradient: str) -> None:
