@@ -29,10 +29,13 @@ COMPILED = 0.75
 """Share of the activations that compiled blocks keep: 46.5 of 62.1 GiB, Stable Diffusion 3.5 medium on an H200."""
 
 
-KEPT_BY_A_SAMPLER, KEPT_WHERE_COMPILED = 5.0, 2.5
+KEPT_BY_A_SAMPLER = 5.0
 """A worker's process holds so many times the activations that are counted: 25.1 GiB for 5.5 of Stable Diffusion 3.5
-medium, batch 16, eager, on an H200; compiled, its decoder too, 14.6 for 8.5 of batch 24 on an H100, and 16.3 where
-weights come by NCCL. Its allocator keeps blocks for later, and convolutions take workspaces."""
+medium, batch 16, eager, on an H200. Its allocator keeps blocks for later, and convolutions take workspaces."""
+
+KEPT_WHERE_COMPILED = {COMPILED_DECODER: 2.5, "AutoencoderKLQwenImage": 2.0}
+"""By the VAE's class, where `model.compile` is on and the engine in-process: 14.6 GiB for 8.5 of Stable Diffusion 3.5
+medium, batch 24, on an H100, and 16.3 where weights come by NCCL; 12.0 for 7.0 of Qwen-Image, batch 8, on H200s."""
 
 
 @dataclass(frozen=True)
@@ -146,8 +149,8 @@ def rollout_need(
 def kept_by_a_sampler(model_config: DiffusionModelConfig, engine: str) -> float:
     """So many times the activations that are counted, a worker of `rollout.name` `engine` holds."""
     vae = component_config(model_config.path, "vae")["_class_name"]
-    is_compiled = engine == "diffusers" and model_config.model.compile and vae == COMPILED_DECODER
-    return KEPT_WHERE_COMPILED if is_compiled else KEPT_BY_A_SAMPLER
+    is_compiled = engine == "diffusers" and model_config.model.compile
+    return KEPT_WHERE_COMPILED.get(vae, KEPT_BY_A_SAMPLER) if is_compiled else KEPT_BY_A_SAMPLER
 
 
 def _frozen_bytes(cost: PassCost, dtype: str, share: float) -> float:
