@@ -13,7 +13,8 @@ from models.rollout.vllm_omni.lora_names import write_peft_folder
 from models.rollout.vllm_omni.registry import VllmOmniPipelineBase
 from tasks.cli.terminal import Debug, in_a_sentence, run_command
 from tasks.config.errors import ConfigError
-from tasks.run.early import as_config_errors
+from tasks.run.early import as_config_errors, check_folder
+from tasks.system.files import put_in_place
 
 
 def main(
@@ -32,6 +33,7 @@ def convert(weights: Path, out: Path, model: Path) -> None:
     """The same, without a word. Raises ConfigError where one of them is not what it should be."""
     if out.exists():
         raise ConfigError(f"OUT is {out}, which is there already: give a folder that is to be made")
+    check_folder(out, "OUT")
     if not (model / "model_index.json").is_file():
         raise ConfigError(f"--model is {model}, which is no folder in diffusers format: give the run's base model")
     load_families()
@@ -40,7 +42,8 @@ def convert(weights: Path, out: Path, model: Path) -> None:
         pipeline = VllmOmniPipelineBase.get_class(architecture, "flow_grpo")
         if pipeline is None:
             raise ConfigError(f"--model is {model}, a {architecture}, for which there is no vLLM-Omni pipeline here")
-        write_peft_folder(pipeline, weights, out)
+        with put_in_place(out) as aside:
+            write_peft_folder(pipeline, weights, aside)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ from tasks.data.preferences import sampled_preferences
 from tasks.data.prompts import build_prompt_table, load_prompts
 from tasks.data.text_encoding import TextEncoding, adapter_of, check_adapter_file
 from tasks.rewards import get_reward
+from tasks.run.early import check_folder
 from tasks.system.files import put_in_place
 
 PARAMS = Path("params.yaml")
@@ -114,6 +115,7 @@ def embeddings(
     params = changed(entry.embeddings, given | _named_values(changes, "--set"))
     folder, table, out = model or Path(params.model), table or entry.table, out or entry.embedded
     _require_model(folder)
+    _require_place(out, "embeddings")
     chosen = [prompt for split in params.splits for prompt in load_prompts(table, split)]
     encoding = TextEncoding(folder, params)
     if model is None:
@@ -155,6 +157,9 @@ def preferences(
     """
     params = load_params(PARAMS).preferences
     _require_model(model)
+    check_folder(out.parent, "the folder of --out")
+    if out.is_dir():
+        raise PrepareError(f"--out is {out}, which is a folder: give a file, such as {PREFERENCES}")
     sampling = {"height": params.height, "width": params.width, "num_inference_steps": params.steps}
     name = reward or params.reward
     table = sampled_preferences(
@@ -188,6 +193,7 @@ def pairs(
     params = load_params(PARAMS).pairs
     table = table or Path(params.table)
     _require_model(model)
+    _require_place(out, "pairs")
     pictures = read_pictures(table)
     height, width = common_size(pictures, str(table))
     adapter, model_config = adapter_of(model, height=height, width=width)
@@ -220,6 +226,17 @@ def _require_model(model: Path) -> None:
         own = f"`dvc repro base_model` makes {BASE_MODEL}"
         theirs = "put the published checkpoint there, in diffusers format (docs/data.md, The recipes' data sets)"
         raise PrepareError(f"{model} holds no model; {own if model == BASE_MODEL else theirs}")
+
+
+def _require_place(out: Path, kind: str) -> None:
+    """What is written takes the whole folder's place: it may be new, empty, or hold data of this kind already."""
+    if out.exists() and not out.is_dir():
+        raise PrepareError(f"--out is {out}, which is a file: give a folder for the {kind}")
+    check_folder(out, "--out")
+    if out.is_dir() and any(out.iterdir()) and not any(out.glob(f"{kind}-*.safetensors")):
+        raise PrepareError(
+            f"--out is {out}, which holds something else than {kind} and would be replaced: give a new one"
+        )
 
 
 def _check_gate(reward: float, gate: GateParams) -> None:

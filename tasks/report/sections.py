@@ -116,17 +116,19 @@ def tiles(recorded: Recorded) -> list[Tile]:
 def cost(recorded: Recorded) -> dict[str, str]:
     """Cost, and what it bought."""
     held_out = finite(recorded.metrics.get(HELD_OUT, {}))
-    gained = held_out[max(held_out)] - held_out[min(held_out)] if held_out else 0.0
+    gained = held_out[max(held_out)] - held_out[min(held_out)] if len(held_out) > 1 else None
     hours, gpu_hours, images = (last_of(recorded, f"cost/{name}") for name in ("hours", "gpu_hours", "images"))
     orchestration = 100 * last_of(recorded, "perf/orchestration_share")
 
     def per_gain(spent: float, unit: str) -> str:
+        if gained is None:
+            return "not measured"
         return f"{number(spent / gained)} {unit}" if gained > 0 and math.isfinite(spent) else "no gain"
 
     return {
         "iterations": str(progress(recorded)[0]),
         "held-out reward": number(held_out[max(held_out)]) if held_out else "not measured",
-        "held-out reward gained": f"{gained:+.4f}" if held_out else "not measured",
+        "held-out reward gained": "not measured" if gained is None else f"{gained:+.4f}",
         "hours": _known(hours, ".4f"),
         "GPU-hours": _known(gpu_hours, ".4f"),
         "images": _known(images, ",.0f"),

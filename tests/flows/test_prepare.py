@@ -187,6 +187,28 @@ def test_a_wrong_option_is_one_line(here: Path, arguments: tuple[str, ...], comp
     assert complaint in " ".join(prepare(*arguments, fails=True).split())
 
 
+@pytest.mark.parametrize(
+    ("stage", "out", "complaint"),
+    [
+        ("embeddings", "data", "--out is data, which holds something else than embeddings"),
+        ("embeddings", "data/sd3_pairs", "--out is data/sd3_pairs, which holds something else than embeddings"),
+        ("embeddings", "params.yaml", "--out is params.yaml, which is a file: give a folder for the embeddings"),
+        ("embeddings", "params.yaml/new", "--out is params.yaml/new, where nothing can be written"),
+        ("pairs", MODEL, f"--out is {MODEL}, which holds something else than pairs"),
+        ("pairs", "data/sd3.parquet", "--out is data/sd3.parquet, which is a file: give a folder for the pairs"),
+        ("preferences", MODEL, f"--out is {MODEL}, which is a folder: give a file, such as data/preferences.parquet"),
+        ("preferences", "params.yaml/new", "the folder of --out is params.yaml, where nothing can be written"),
+    ],
+)
+def test_an_out_that_holds_something_else_stays(copied: Path, stage: str, out: str, complaint: str) -> None:
+    """A stage puts its output in a folder's place, with all that is in it: a model must not go for its own pairs."""
+    inputs = {"preferences": ("--embeddings", "data/sd3_embeddings"), "pairs": ("--table", "data/sd3.parquet")}
+    before = sorted(path for path in copied.rglob("*"))
+    told = prepare(stage, "--model", MODEL, "--out", out, *inputs.get(stage, ()), fails=True)
+    assert complaint in " ".join(told.split())
+    assert sorted(path for path in copied.rglob("*")) == before
+
+
 def test_a_data_sets_folder_and_adapter_are_what_dvc_watches(copied: Path) -> None:
     params = yaml.safe_load((copied / "params.yaml").read_text())
     entry = params["data_sets"]["digits"]

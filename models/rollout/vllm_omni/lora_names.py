@@ -18,7 +18,9 @@ def lora_tensors(pipeline: type[RolloutPipeline], weights: Mapping[str, Tensor])
     tensors, A [rank, in] and B [out, rank]."""
     tensors = {}
     for name, tensor in weights.items():
-        module, matrix = name.split(".lora_")
+        module, found, matrix = name.partition(".lora_")
+        if not found:
+            raise ValueError(f"{name} is no matrix of a LoRA")
         kind = matrix.removesuffix(".weight").removesuffix(f".{ADAPTER_NAME}")
         tensors[f"base_model.model.transformer.{pipeline.lora_module(module)}.lora_{kind}.weight"] = tensor
     return tensors
@@ -42,16 +44,17 @@ def write_peft_folder(pipeline: type[RolloutPipeline], exported: Path, folder: P
         with safe_open(exported / LORA_FILE, framework="pt") as file:
             weights = {name.removeprefix("transformer."): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             trained = json.loads((file.metadata() or {})["lora_adapter_metadata"])
+        tensors = lora_tensors(pipeline, weights)
+        config = {
+            "peft_type": "LORA",
+            "r": trained["transformer.r"],
+            "lora_alpha": trained["transformer.lora_alpha"],
+            "target_modules": sorted(pipeline.lora_module(target) for target in trained["transformer.target_modules"]),
+        }
     except (SafetensorError, KeyError, ValueError) as error:
         raise ValueError(
             f"{exported / LORA_FILE} is not as a LoRA run exports it ({error}): give a folder that one exported"
         ) from error
-    config = {
-        "peft_type": "LORA",
-        "r": trained["transformer.r"],
-        "lora_alpha": trained["transformer.lora_alpha"],
-        "target_modules": sorted(pipeline.lora_module(target) for target in trained["transformer.target_modules"]),
-    }
     folder.mkdir(parents=True)
-    save_file(lora_tensors(pipeline, weights), folder / "adapter_model.safetensors")
+    save_file(tensors, folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=1) + "\n")

@@ -338,16 +338,20 @@ def test_a_number_that_cannot_be_is_refused_before_a_server_starts(
 
 
 def test_what_no_lora_server_can_load_is_one_sentence(folder: Path) -> None:
-    for name in ("empty", "broken", "no_lora", "there"):
+    for name in ("empty", "broken", "no_lora", "unnamed", "there"):
         (folder / name).mkdir()
     (folder / "data/base_model/model_index.json").write_text('{"_class_name": "QwenImagePipeline"}')
     (folder / "broken" / LORA_FILE).write_text("{}")
     save_file({"x": torch.zeros(1)}, folder / "no_lora" / LORA_FILE)
+    trained = json.dumps({"transformer.r": 1, "transformer.lora_alpha": 1, "transformer.target_modules": []})
+    save_file({"x": torch.zeros(1)}, folder / "unnamed" / LORA_FILE, metadata={"lora_adapter_metadata": trained})
     for arguments, said in (
         (["empty", "out"], f"error: empty holds no {LORA_FILE}: give a folder that a LoRA run exported"),
         (["nope", "out"], f"error: nope holds no {LORA_FILE}: give a folder that a LoRA run exported"),
         (["broken", "out"], f"error: broken/{LORA_FILE} is not as a LoRA run exports it ("),
         (["no_lora", "out"], f"error: no_lora/{LORA_FILE} is not as a LoRA run exports it ('lora_adapter_metadata')"),
+        (["unnamed", "out"], f"error: unnamed/{LORA_FILE} is not as a LoRA run exports it (x is no matrix of a LoRA)"),
+        (["empty", f"broken/{LORA_FILE}/out"], f"error: OUT is broken/{LORA_FILE}/out, where nothing can be written ("),
         (["empty", "there"], "error: OUT is there, which is there already: give a folder that is to be made"),
         (["empty", "out", "--model", "nope"], "error: --model is nope, which is no folder in diffusers format: give"),
     ):

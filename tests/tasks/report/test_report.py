@@ -24,7 +24,7 @@ from tasks.report.charts import Series, line_chart, number, spread, thinned, tic
 from tasks.report.page import render
 from tasks.report.recorded import FRAMES, Recorded, by_prompt, read
 from tasks.report.samples import extremes
-from tasks.report.sections import pace, where_time_went
+from tasks.report.sections import HELD_OUT, cost, pace, where_time_went
 from tasks.report.thumbnails import SAMPLE_BYTES, of_sample, thumbnail
 from tasks.run import reporting
 from tasks.run.measuring import Verdict, metrics
@@ -176,6 +176,17 @@ def test_what_is_missing_is_called_missing_and_is_no_zero(recorded: Recorded) ->
     assert "Rewards were missing: reward/ocr/missing 1" in page.text
     assert "nan" not in page.text.lower().split()
     assert number(float("nan")) == "missing"
+
+
+@pytest.mark.parametrize("points", [{}, {3: 0.5}])
+def test_what_no_two_validations_measured_is_not_said_to_have_gained_nothing(
+    recorded: Recorded, points: dict[int, float]
+) -> None:
+    """An offline run validates nothing at all."""
+    gains = cost(replace(recorded, metrics=recorded.metrics | {HELD_OUT: points}))
+    assert {value for name, value in gains.items() if "gained" in name} == {"not measured"}
+    gains = cost(replace(recorded, metrics=recorded.metrics | {HELD_OUT: {0: 0.5, 3: 0.5}}))
+    assert {value for name, value in gains.items() if "each unit" in name} == {"no gain"}
 
 
 def test_a_guard_that_no_validation_flags_any_more_is_not_called_flagged(recorded: Recorded) -> None:
