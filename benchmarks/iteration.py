@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.real_size import use_random_weights, write_configs
+from benchmarks.real_size import use_random_weights, write_model
 from models.config.actor import DiffusionActorConfig, DiffusionLossConfig, FSDPConfig
 from models.config.algo import DiffusionRolloutAlgoConfig
 from models.config.model import ModelConfig
@@ -385,6 +385,30 @@ def _text(value: Any) -> str:
 
 
 def main() -> None:
+    arguments = _arguments()
+    if arguments.variant:
+        on_gpu = arguments.device == "cuda"
+        settings: dict[str, Any] = {"device_id": torch.device("cuda:0")} if on_gpu else {}
+        dist.init_process_group("nccl" if on_gpu else "gloo", **settings)
+        measure(arguments)
+        dist.destroy_process_group()
+        return
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    write_model(arguments.model, arguments.work / "model")
+    done = {(line["variant"], line["kl"], line.get("ranks", 1)) for line in _lines(arguments.work)}
+    for variant in arguments.variants:
+        if not all((variant, kl, arguments.ranks) in done for kl in arguments.kl):
+            print(f"running {variant} on {arguments.ranks}", flush=True)
+            _run_ranks(arguments.ranks, variant)
+    for kl in arguments.kl if arguments.public_loop else ():
+        if (PUBLIC, kl, 1) not in done:
+            from benchmarks.public_loop import run
+
+            _append(arguments.work, run(arguments.public_loop, arguments.work, arguments.public_batch, kl))
+    print(table(_lines(arguments.work)))
+
+
+def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=WORK, default="tiny")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
@@ -405,34 +429,7 @@ def main() -> None:
     )
     parser.add_argument("--trace", action="store_true", help="print the kernels that take longest")
     parser.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    folder = arguments.work / "model"
-    if arguments.variant:
-        on_gpu = arguments.device == "cuda"
-        settings: dict[str, Any] = {"device_id": torch.device("cuda:0")} if on_gpu else {}
-        dist.init_process_group("nccl" if on_gpu else "gloo", **settings)
-        measure(arguments)
-        dist.destroy_process_group()
-        return
-    arguments.work.mkdir(parents=True, exist_ok=True)
-    if not (folder / "model_index.json").is_file():
-        if arguments.model == "tiny":
-            from tests.support.tiny_models import FAMILIES
-
-            FAMILIES["qwen_image"].save(folder)
-        else:
-            write_configs(arguments.model, folder)
-    done = {(line["variant"], line["kl"], line.get("ranks", 1)) for line in _lines(arguments.work)}
-    for variant in arguments.variants:
-        if not all((variant, kl, arguments.ranks) in done for kl in arguments.kl):
-            print(f"running {variant} on {arguments.ranks}", flush=True)
-            _run_ranks(arguments.ranks, variant)
-    for kl in arguments.kl if arguments.public_loop else ():
-        if (PUBLIC, kl, 1) not in done:
-            from benchmarks.public_loop import run
-
-            _append(arguments.work, run(arguments.public_loop, arguments.work, arguments.public_batch, kl))
-    print(table(_lines(arguments.work)))
+    return parser.parse_args()
 
 
 def _run_ranks(ranks: int, variant: str) -> None:

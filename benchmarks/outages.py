@@ -76,48 +76,70 @@ def measure(name: str, base: Path) -> dict[str, Any]:
     server = Services(folder)
     patience = f"tracking.max_outage_s={LONG_S if case.comes_back else OUTAGE_S}"
     command = [sys.executable, "-m", "flows.train", "quickstart", "--set", patience]
-    own = {"PREFECT_HOME": str(folder / ".prefect"), "PYTHONPATH": import_path(ROOT), "PYTHONUNBUFFERED": "1"}
-    environment = os.environ | own | {MARK: str(folder)}
     with case.address() as address:
-        if case.variable:
-            scheme = "http://" if case.variable == "MLFLOW_TRACKING_URI" else ""
-            environment[case.variable] = scheme + address
-        else:
-            server.start("mlflow")
-            environment["MLFLOW_TRACKING_URI"] = f"http://127.0.0.1:{server.ports['mlflow']}"
+        environment = _environment(case, folder, server, address)
         begun, load = time.monotonic(), os.getloadavg()[0]
-        watched = Watched.started(command, folder, environment)
-        process = watched.process
-        try:
+        with _ended(Watched.started(command, folder, environment), server) as watched:
             if not case.variable:
-                wait_until(lambda: not runs(process) or UPDATE(watched), PATIENCE, "the update", every=0.2)
-                server.kill("mlflow")
-                begun, load = time.monotonic(), os.getloadavg()[0]
+                begun, load = _killed_in_an_update(watched, server)
             if case.comes_back:
                 time.sleep(SHORT_S)
                 server.start("mlflow")
-            code = process.wait(PATIENCE)
+            code = watched.process.wait(PATIENCE)
             ended, page = time.monotonic(), _warnings(folder / ".prefect" / "prefect.db")
             again = "" if case.variable or case.comes_back else _continued(command, folder, environment, server)
-        finally:
-            for member in watched.family():
-                with suppress(psutil.Error):
-                    member.kill()
-            for left in list(server.running):
-                server.kill(left)
-    said = [(moment - begun, line) for moment, line in watched.lines if line.strip() and moment >= begun]
-    of_it = [(moment, line) for moment, line in said if not case.comes_back or "MLflow at" in line]
-    first = next((moment for moment, line in of_it if "MLflow at" in line or line.startswith("error:")), None)
     return {
         "case": name,
         "load": round(load, 1),
         "code": code,
-        "lines": len(of_it),
-        "first_s": None if first is None else round(first, 1),
+        **_said_of_it(case, watched, begun),
         "ended_s": round(ended - begun, 1),
         "page": page,
         "warnings": len(page),
         "again": again,
+    }
+
+
+def _environment(case: Case, folder: Path, server: Services, address: str) -> dict[str, str]:
+    """The command's: with the case's wrong address, or that of an MLflow server that is up now."""
+    own = {"PREFECT_HOME": str(folder / ".prefect"), "PYTHONPATH": import_path(ROOT), "PYTHONUNBUFFERED": "1"}
+    environment = os.environ | own | {MARK: str(folder)}
+    if case.variable:
+        scheme = "http://" if case.variable == "MLFLOW_TRACKING_URI" else ""
+        return environment | {case.variable: scheme + address}
+    server.start("mlflow")
+    return environment | {"MLFLOW_TRACKING_URI": f"http://127.0.0.1:{server.ports['mlflow']}"}
+
+
+@contextmanager
+def _ended(watched: Watched, server: Services) -> Iterator[Watched]:
+    """After the block nothing is left of the command and of the servers."""
+    try:
+        yield watched
+    finally:
+        for member in watched.family():
+            with suppress(psutil.Error):
+                member.kill()
+        for left in list(server.running):
+            server.kill(left)
+
+
+def _killed_in_an_update(watched: Watched, server: Services) -> tuple[float, float]:
+    """The moment at which MLflow's server was killed, once the run was at an update, and the machine's load then."""
+    process = watched.process
+    wait_until(lambda: not runs(process) or UPDATE(watched), PATIENCE, "the update", every=0.2)
+    server.kill("mlflow")
+    return time.monotonic(), os.getloadavg()[0]
+
+
+def _said_of_it(case: Case, watched: Watched, begun: float) -> dict[str, Any]:
+    """How many lines the command said of what is not there, the seconds to the first of them, and its last lines."""
+    said = [(moment - begun, line) for moment, line in watched.lines if line.strip() and moment >= begun]
+    of_it = [(moment, line) for moment, line in said if not case.comes_back or "MLflow at" in line]
+    first = next((moment for moment, line in of_it if "MLflow at" in line or line.startswith("error:")), None)
+    return {
+        "lines": len(of_it),
+        "first_s": None if first is None else round(first, 1),
         "said": [f"{moment:.1f} {line}" for moment, line in said][-30:],
     }
 

@@ -44,6 +44,19 @@ def write_configs(model: str, folder: Path) -> None:
         (folder / name).write_text(json.dumps(content))
 
 
+def write_model(model: str, folder: Path) -> None:
+    """The folder of a model as `write_configs` makes it, or of `tiny` the tiny Qwen-Image with its weights; one that is
+    there stays."""
+    if (folder / "model_index.json").is_file():
+        return
+    if model == "tiny":
+        from tests.support.tiny_models import FAMILIES
+
+        FAMILIES["qwen_image"].save(folder)
+    else:
+        write_configs(model, folder)
+
+
 def transformer(folder: str | Path, dtype: torch.dtype, device: str) -> nn.Module:
     """The denoiser of the folder's config; the same weights at every call on the same device. Its stored buffers are in
     the format in which loading it gives them: the constructor makes some of them in fp32."""

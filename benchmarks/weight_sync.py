@@ -82,18 +82,10 @@ WORK = {
 
 def save_model(model: str, work: Path) -> None:
     """The model's folder, and the module with which its weights are drawn."""
-    folder = work / model
+    from benchmarks.real_size import write_model  # here: a turn has the package of a checkout that may be older
+
     (work / "random_weights.py").write_text(RANDOM_WEIGHTS)
-    if (folder / "model_index.json").is_file():
-        return
-    if model == "tiny":
-        from tests.support.tiny_models import FAMILIES
-
-        FAMILIES["qwen_image"].save(folder)
-    else:
-        from benchmarks.real_size import write_configs
-
-        write_configs(model, folder)
+    write_model(model, work / model)
 
 
 def prompts_of(folder: Path, tokens: int) -> PromptTable:
@@ -117,12 +109,12 @@ def change(rank: Any) -> None:
             parameter.add_(1e-4)
 
 
-def measure(arguments: argparse.Namespace, model: str) -> None:
-    """Print a line of JSON for each sync but each way's first."""
-    work, folder, on_gpu = WORK[model], arguments.work / model, arguments.device == "cuda"
-    config = DiffusionModelConfig.load(
+def model_settings(arguments: argparse.Namespace, model: str) -> DiffusionModelConfig:
+    """Of the model's folder, with the recipe's LoRA."""
+    work, on_gpu = WORK[model], arguments.device == "cuda"
+    return DiffusionModelConfig.load(
         ModelConfig(
-            path=str(folder),
+            path=str(arguments.work / model),
             dtype="bfloat16" if on_gpu else "float32",
             compile=on_gpu and not arguments.eager,
             lora_rank=arguments.lora_rank or work.lora,
@@ -132,35 +124,46 @@ def measure(arguments: argparse.Namespace, model: str) -> None:
         DiffusionPipelineConfig(**work.pipeline),
         DiffusionRolloutAlgoConfig(noise_level=0.0),
     )
-    actor = DiffusionActorConfig(ppo_micro_batch_size_per_gpu=work.batch, fsdp_config=FSDPConfig())
+
+
+def start(arguments: argparse.Namespace, model: str) -> tuple[TrainerGroup, RolloutGroup]:
+    """One trainer rank and one rollout worker at its place, with their models loaded."""
+    config, batch = model_settings(arguments, model), WORK[model].batch
+    actor = DiffusionActorConfig(ppo_micro_batch_size_per_gpu=batch, fsdp_config=FSDPConfig())
     settings = DiffusionRolloutConfig(
-        n=work.batch, micro_batch_size=work.batch, placement="colocated", pipeline=config.pipeline, algo=config.algo
+        n=batch, micro_batch_size=batch, placement="colocated", pipeline=config.pipeline, algo=config.algo
     )
-    canary = Canary(prompts_of(folder, work.tokens), rows=work.batch, timesteps=3)
-    limits = CanaryLimits(0.01 if on_gpu else 0.0)
+    places = RankPlaces(1, 1, arguments.device, 2)
+    nothing: Any = None  # no prompt is sampled
+    rollout = RolloutGroup(config, nothing, settings, device=arguments.device, seed=0, places=places)
+    trainer = TrainerGroup(
+        config,
+        actor,
+        ForwardProcessConfig(),
+        TrainerConfig(n_gpus_per_node=1, device=arguments.device),
+        mini_batch_samples=batch,
+        places=places,
+    )
+    ray.get(trainer.start())
+    rollout.group.call_all("ready")
+    return trainer, rollout
+
+
+def measure(arguments: argparse.Namespace, model: str) -> None:
+    """Print a line of JSON for each sync but each way's first."""
+    work, version = WORK[model], 0
+    canary = Canary(prompts_of(arguments.work / model, work.tokens), rows=work.batch, timesteps=3)
+    limits = CanaryLimits(0.01 if arguments.device == "cuda" else 0.0)
     with ray_cluster(RayConfig(num_cpus=4)):
-        places = RankPlaces(1, 1, arguments.device, 2)
-        nothing: Any = None  # no prompt is sampled
-        rollout = RolloutGroup(config, nothing, settings, device=arguments.device, seed=0, places=places)
-        trainer = TrainerGroup(
-            config,
-            actor,
-            ForwardProcessConfig(),
-            TrainerConfig(n_gpus_per_node=1, device=arguments.device),
-            mini_batch_samples=work.batch,
-            places=places,
-        )
-        ray.get(trainer.start())
-        rollout.group.call_all("ready")
-        version = 0
+        trainer, rollout = start(arguments, model)
         for way in WAYS:
-            rollout.settings = settings.model_copy(update={"weight_transport": way})
+            rollout.settings = rollout.settings.model_copy(update={"weight_transport": way})
             for number in range(arguments.syncs + 1):
                 version += 1
                 ray.get([rank.__ray_call__.remote(change) for rank in trainer.group.actors])
-                start = time.perf_counter()
+                begun = time.perf_counter()
                 synced = trainer.broadcast(rollout, canary, version, limits, "policy")
-                line = {"model": model, "way": way, "seconds": time.perf_counter() - start, "gib": synced.gib}
+                line = {"model": model, "way": way, "seconds": time.perf_counter() - begun, "gib": synced.gib}
                 line["parts"] = dict(getattr(synced, "seconds", {}))
                 if number:
                     print(json.dumps(line), flush=True)

@@ -5,6 +5,8 @@ import errno
 import os
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 REFUSED = frozenset({errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE})
@@ -45,6 +47,27 @@ def out_of_room(error: object) -> OSError | None:
     if isinstance(error, OSError) and SHORT_WRITE.search(text):
         return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     return None
+
+
+def full_disk(error: BaseException | None) -> OSError | None:
+    """The error among its causes, also of those that Ray brings from an actor, which says that a disk is full."""
+    for found in causes(error):
+        if (full := out_of_room(getattr(found, "cause", found))) is not None:
+            return full
+    return None
+
+
+@contextmanager
+def naming_the_disk(path: Path) -> Iterator[None]:
+    """Context in which the error of a full disk is the system's and says where: of a file that is open the system does
+    not, and what an error came from does not reach other processes."""
+    try:
+        yield
+    except Exception as error:
+        full = full_disk(error)
+        if full is None or (full is error and full.filename is not None):
+            raise
+        raise OSError(full.errno, full.strerror, full.filename or str(path)) from error
 
 
 def is_refused(error: object) -> bool:

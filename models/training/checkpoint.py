@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from models.errors import causes, out_of_room
+from models.errors import naming_the_disk
 from models.training.adamw import offload_adam_state
 from models.training.gradients import NonfiniteSteps
 from models.training.weight_copies import WeightAverage, WeightCopy
@@ -136,27 +136,17 @@ def _forget_what_is_newer(extra: dict[str, Any], folder: Path) -> None:
 
 class _Writer(dcp.FileSystemWriter):
     """Says of a disk that it is full, on the rank that meets it: where torch.save was stopped by that it raises what it
-    misses at a file's end, and what an error came from does not reach the other ranks."""
+    misses at a file's end."""
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         """As the base's, of this rank's share."""
-        with self._naming_the_folder():
+        with naming_the_disk(Path(self.path)):
             return super().write_data(plan, planner)
 
     def finish(self, metadata: Any, results: Any) -> None:
         """As the base's, of what says where everything is."""
-        with self._naming_the_folder():
+        with naming_the_disk(Path(self.path)):
             super().finish(metadata, results)
-
-    @contextmanager
-    def _naming_the_folder(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            for found in causes(error):
-                if (full := out_of_room(found)) is not None:
-                    raise OSError(full.errno, full.strerror, str(self.path)) from error
-            raise
 
 
 @contextmanager

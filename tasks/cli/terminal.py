@@ -16,7 +16,7 @@ import typer
 from pydantic import ValidationError
 from typer.core import TyperGroup
 
-from models.errors import DoubleflowError, causes, is_refused
+from models.errors import DoubleflowError, causes, full_disk, is_refused
 from tasks.cli.stopping import (
     Handler,
     Stopped,
@@ -34,7 +34,6 @@ from tasks.cli.stopping import (
 from tasks.config.errors import described
 from tasks.config.tree import TrainConfig
 from tasks.system.access import guard_temporary_server, start_temporary_server
-from tasks.system.causes import full_disk
 from tasks.system.files import free_on_disk
 from tasks.system.heartbeats import heartbeats
 from tasks.system.late_mlflow import mlflow

@@ -17,8 +17,8 @@ import requests
 from prefect.exceptions import MissingContextError
 from prefect.logging import get_run_logger
 
+from models.errors import full_disk
 from tasks.records.tracking_address import TrackingAway, is_server
-from tasks.system.causes import full_disk
 from tasks.system.late_mlflow import MlflowClient
 from tasks.system.signals import held_back
 

@@ -20,10 +20,10 @@ from typing import Any, ClassVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from models.errors import DoubleflowError
+from models.errors import DoubleflowError, naming_the_disk
 from tasks.data.digests import record_digest
 from tasks.system.behind import Behind
-from tasks.system.files import flush, move_in_place, naming_the_disk, remove, sha256_of
+from tasks.system.files import flush, move_in_place, remove, sha256_of
 
 RECORD = "state.json"
 WEIGHTS = "trainer"

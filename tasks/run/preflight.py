@@ -102,7 +102,8 @@ def check_inputs(config: TrainConfig, trains: bool = True, recorded: TrainConfig
     check_teacher(config, model_config)
     if trains:
         check_initial_weights(adapter, model_config)
-    inputs = Inputs(model_config, *open_data(config, model_config, latent_shape, trains), config)
+    data = open_data(config, model_config, latent_shape, trains)
+    inputs = Inputs(model_config=model_config, config=config, **data._asdict())
     sharing = config.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size
     check_sequence_split(model_config, sharing, inputs.embeddings.max_sequence_length)
     costs = _Costs(inputs)

@@ -53,16 +53,7 @@ def compute_advantage(
             message names the rewards.
     """
     config = config or DiffusionAlgoConfig()
-    rewards, uids = np.asarray(data["sample_level_rewards"], np.float32), np.asarray(data["uid"])
-    rewards = np.where(np.isfinite(rewards), rewards, np.float32(np.nan))
-    present = has_reward(torch.tensor(rewards), uids).numpy()
-    if not present.any():
-        raise NothingToLearn(
-            f"every reward of the iteration is missing{_missing(data)}, so there is nothing to learn from"
-        )
-    if config.best_worst_k is not None:
-        present = present & best_and_worst(rewards, present, uids, config.best_worst_k)
-        rewards[~present] = np.nan
+    rewards, uids, present = _counted(data, config.best_worst_k)
     alone = too_small(present, uids)
     if alone.all():
         raise NothingToLearn(
@@ -93,6 +84,22 @@ def compute_advantage(
             compared = [np.asarray(values) for name, values in scores.items() if weights[name] != 0]
         advantages = without_equal_groups(advantages, compared, present, uids)
     return {**data, "advantages": advantages, "returns": returns}
+
+
+def _counted(data: Mapping[str, Any], best_worst_k: int | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(rewards [B], [B, 1] or [B, T], NaN where none is there or the sample is not chosen; uids [B]; mask [B] of the
+    samples that count). Raises NothingToLearn where every reward is missing."""
+    rewards, uids = np.asarray(data["sample_level_rewards"], np.float32), np.asarray(data["uid"])
+    rewards = np.where(np.isfinite(rewards), rewards, np.float32(np.nan))
+    present = has_reward(torch.tensor(rewards), uids).numpy()
+    if not present.any():
+        raise NothingToLearn(
+            f"every reward of the iteration is missing{_missing(data)}, so there is nothing to learn from"
+        )
+    if best_worst_k is not None:
+        present = best_and_worst(rewards, present, uids, best_worst_k)
+        rewards[~present] = np.nan
+    return rewards, uids, present
 
 
 def _finite(values: np.ndarray, kept: np.ndarray) -> np.ndarray:

@@ -10,8 +10,7 @@ from contextvars import copy_context
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from models.errors import DoubleflowError
-from tasks.system.causes import full_disk
+from models.errors import DoubleflowError, full_disk
 
 T = TypeVar("T")
 FAILING_WAIT_S = 60.0

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from tasks.system.causes import full_disk
+from models.errors import naming_the_disk
 
 
 def sha256_of(file: Path) -> str:
@@ -40,18 +40,6 @@ def bytes_on_disk(path: Path) -> int:
         with suppress(FileNotFoundError):
             total += one.lstat().st_blocks * 512
     return total
-
-
-@contextmanager
-def naming_the_disk(path: Path) -> Iterator[None]:
-    """Context in which the error of a full disk says where: of a file that is open the system does not."""
-    try:
-        yield
-    except Exception as error:
-        full = full_disk(error)
-        if full is None or full.filename is not None:
-            raise
-        raise OSError(full.errno, full.strerror, str(path)) from error
 
 
 @contextmanager

@@ -7,9 +7,10 @@ from typing import Any
 
 import pandas as pd
 import pytest
+from prefect.logging import disable_run_logger
 
 import flows.train as loop
-from models.weights.canary import Agreement
+from models.weights.canary import Agreement, CanaryLimits
 from tasks.actors.reward_group import Scores
 from tasks.actors.trainer_group import Synced
 from tasks.config.tracking import TrackingConfig
@@ -19,12 +20,14 @@ from tasks.records.run_store import CheckpointStore
 from tasks.records.tracking import Tracker
 from tasks.run import instruments
 from tasks.run.kept_stages import KeptStages
+from tasks.run.schedule import is_exported, is_measured, is_saved, is_validated
 from tasks.run.summary import version_tags
-from tasks.run.training import OPTIMIZER_STEPS, TrainingRun
+from tasks.run.training import CUDA_CANARY_TOLERANCE, OPTIMIZER_STEPS, OTHER_ENGINE_TOLERANCE, TrainingRun
 from tasks.stages.sync import sync_weights
 from tasks.system.stopwatch import Stopwatch
 from tests.support.mlflow_store import mlflow_in
 
+SHARING = {"fsdp_config": {"ulysses_sequence_parallel_size": 2}}
 PROMPTS = [f"prompt {number}" for number in range(7)]
 
 
@@ -61,6 +64,21 @@ def test_the_order_is_that_of_the_first_release() -> None:
 
 
 @pytest.mark.parametrize(
+    ("every", "expected"),
+    [
+        ((2, 3, 5), {is_saved: [2, 4, 6, 7], is_validated: [3, 6, 7], is_exported: [5], is_measured: [3, 5, 6, 7]}),
+        ((0, 0, 0), {is_saved: [7], is_validated: [7], is_exported: [], is_measured: [7]}),
+    ],
+)
+def test_each_nth_iteration_and_the_last_are_saved_and_validated(every: tuple[int, int, int], expected: dict) -> None:
+    """The end's weights are exported in any case, so `export_freq` counts the others alone."""
+    frequencies = dict(zip(("save_freq", "test_freq", "export_freq"), every, strict=True))
+    config = TrainConfig.model_validate({"trainer": frequencies | {"total_training_steps": 7}})
+    found = {chosen: [number for number in range(1, 8) if chosen(config, number)] for chosen in expected}
+    assert found == expected
+
+
+@pytest.mark.parametrize(
     ("averages", "made", "why"),
     [
         (False, 0, "no iteration made an optimiser step"),
@@ -78,6 +96,36 @@ def test_what_is_exported_has_moved_once_the_average_has(averages: bool, made: i
     assert (run.why_unmoved, run.moved) == (why, why is None)
 
 
+@pytest.mark.parametrize(
+    ("trainer", "policy", "tolerance"),
+    [
+        ({}, {}, 0.0),
+        ({}, {"rollout": {"name": "vllm_omni"}}, OTHER_ENGINE_TOLERANCE),
+        ({"n_gpus_per_node": 2}, {"actor": SHARING}, OTHER_ENGINE_TOLERANCE),
+        ({"device": "cuda"}, {}, CUDA_CANARY_TOLERANCE),
+        ({"device": "cuda", "canary_tolerance": 0.5}, {}, 0.5),
+        ({"canary_tolerance": 0.0}, {"rollout": {"name": "vllm_omni"}}, 0.0),
+    ],
+)
+def test_a_sync_allows_a_difference_only_where_both_engines_sum_in_another_order(
+    trainer: dict[str, Any], policy: dict[str, Any], tolerance: float
+) -> None:
+    """Else weights that did not arrive would pass."""
+    settings = {"trainer": trainer | {"canary_missing_share": 0.25}, "actor_rollout_ref": policy}
+    assert run_of(settings, inputs=None).canary_limits == CanaryLimits(tolerance, 0.25)
+
+
+def test_an_update_without_an_optimiser_step_is_marked() -> None:
+    """The engine counts the steps of the whole run, also over a restart; one that counts none is believed."""
+    run = run_of({}, inputs=None)
+    with disable_run_logger():  # there is no flow here
+        for iteration, (made, skipped) in enumerate(((0.0, 1.0), (2.0, 0.0), (2.0, 1.0), (4.0, 0.0)), 1):
+            run.take_update(iteration, {OPTIMIZER_STEPS: made})
+            assert run.learned == {OPTIMIZER_STEPS: made, "actor/update_skipped": skipped}
+        run.take_update(5, {"actor/lr": 0.5})
+    assert run.learned == {"actor/lr": 0.5, "actor/update_skipped": 0.0}
+
+
 @pytest.mark.parametrize("saved", [0, 2])
 def test_a_run_that_goes_on_knows_what_was_spent_and_measured_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: int
@@ -92,8 +140,9 @@ def test_a_run_that_goes_on_knows_what_was_spent_and_measured_before(
     for step in (1, 2, 3):
         tracker.log_step(step, {"cost/gpu_hours": 0.5 * step} | ({"val/reward/mean": 0.75} if step == 2 else {}))
         if step == saved:
-            store.save(run.state(step), lambda folder: (folder / "weights").write_text("new"))
+            store.save(run.state(step, {OPTIMIZER_STEPS: 6.0}), lambda folder: (folder / "weights").write_text("new"))
     run.resume()
+    assert run.learned == ({OPTIMIZER_STEPS: 6.0} if saved else {}), "by which an update without a step is known"
     assert (run.iteration, loaded) == (saved, [store.path(saved) / "trainer"] if saved else [])
     assert (run.spent, run.held_out, run.held_out_of) == ({"cost/gpu_hours": 1.5}, 0.75, 2)
 
@@ -110,12 +159,14 @@ def test_a_run_whose_mlflow_run_is_gone_goes_on_in_a_new_one(
     parts: Any = {"store": store, "stages": stages, "inputs": SimpleNamespace(digest="data")}
     before = run_of({}, tracker=old, **parts)
     store.save(before.state(2), lambda folder: (folder / "weights").write_text("new"))
-    if kept:
-        stages.keep_scores(before.state(2), 1, Scores(pd.DataFrame({"uid": ["a"], "reward": [0.5]}), {}, {}), [])
+    for iteration in (1, 2) if kept else ():
+        scores = Scores(pd.DataFrame({"uid": ["a"], "reward": [0.5]}), {}, {})
+        stages.keep_scores(before.state(iteration), iteration - 1, scores, [])
     for tracker, next_iteration in ((old, 2), (new, follows)):
         run = run_of({}, tracker=tracker, trainer=SimpleNamespace(load=lambda folder: None), **parts)
         run.resume()
         assert (run.iteration, run.next_iteration) == (2, next_iteration)
+        assert [stages.has_scores(number) for number in (1, 2)] == [False, kept], "what nothing asks for is gone"
 
 
 @pytest.mark.parametrize(("measured", "told"), [(None, None), (0, None), (2, "0.750")])
@@ -128,14 +179,14 @@ def test_a_version_tells_the_held_out_reward_of_its_own_weights_alone(measured: 
 
 def test_what_is_kept_of_an_iteration_goes_once_a_checkpoint_has_it(tmp_path: Path) -> None:
     """A run that is killed now goes on after iteration 2, and need not sample and score iteration 3 anew."""
-    store, stages = CheckpointStore(tmp_path / "checkpoints"), KeptStages(tmp_path / "stages")
+    store, stages = CheckpointStore(tmp_path / "checkpoints", keep=2), KeptStages(tmp_path / "stages")
     known: Any = {"tracker": SimpleNamespace(run_id="run"), "inputs": SimpleNamespace(digest="data")}
     run = run_of({}, store=store, stages=stages, **known)
     scores = Scores(pd.DataFrame({"uid": ["a"], "reward": [0.5]}), {}, {})
     for run.iteration in (1, 2, 3):
         stages.keep_scores(run.state(run.iteration), 0, scores, [])
-        if run.iteration == 2:
-            store.save(run.state(2), lambda folder: (folder / "weights").write_text("new"))
+        if run.iteration < 3:
+            store.save(run.state(run.iteration), lambda folder: (folder / "weights").write_text("new"))
     run.forget_stages()
     assert [stages.scores(run.state(number), {}) is not None for number in (1, 2, 3)] == [False, False, True]
 

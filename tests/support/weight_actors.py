@@ -6,7 +6,7 @@ import itertools
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from models.config.actor import ForwardProcessConfig
+from models.training.engine import HeldWeights
 from models.weights.buckets import from_host
 from models.weights.canary import Canary, CanaryLimits
 from models.weights.trainable import trainable
@@ -48,14 +49,14 @@ class Actors:
     canary: Canary
     version: int = 0
 
-    def sync(self, transport: str, **settings: Any) -> tuple[Synced, RolloutGroup]:
+    def sync(self, transport: str, which: HeldWeights = "policy", **settings: Any) -> tuple[Synced, RolloutGroup]:
         """Change the trainer's weights and send them: what the sync tells, and the group that samples with them."""
         self.version += 1
         self.trainer.group.call_all("__ray_call__", _change)
         group = copy.copy(self.rollout)
         update = {"weight_transport": transport, "update_weights_bucket_megabytes": BUCKET} | settings
         group.settings = self.rollout.settings.model_copy(update=update)
-        return self.trainer.broadcast(group, self.canary, self.version, CanaryLimits(), "policy"), group
+        return self.trainer.broadcast(group, self.canary, self.version, CanaryLimits(), which), group
 
     def held(self) -> list[dict[str, Tensor]]:
         """The trainer's weights, then each worker's, on the CPU."""
@@ -183,6 +184,23 @@ def answer_after(rank: Any, file: Path) -> None:
 def answer_as_before(actor: Any) -> None:
     """Undo `leave_a_mark` or `answer_after`."""
     actor.engine.__dict__.pop("canary_velocity", None)
+
+
+def hold_any(rank: Any) -> None:
+    """Let the rank's engine have its own weights for whichever it is asked to hold, and note which those were."""
+    rank.asked = []
+
+    def holding(which: str) -> nullcontext:
+        rank.asked.append(which)
+        return nullcontext()
+
+    rank.engine.holding = holding
+
+
+def asked_for(rank: Any) -> list[str]:
+    """What `hold_any` has noted, which this undoes."""
+    rank.engine.__dict__.pop("holding", None)
+    return rank.__dict__.pop("asked")
 
 
 def fail_at(rank: Any, method: str, call: int = 1, after: Path | None = None) -> None:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +22,8 @@ from tasks.config.reward import RewardConfig
 from tasks.config.trainer import RayConfig
 from tasks.data.prompts import Prompt
 from tasks.rewards import RewardError
+from tasks.stages.validation import draw_and_score
+from tasks.system.stopwatch import Stopwatch
 from tests.support.patience import wait_until
 
 MODULE = "tests.support.unreliable_rewards"
@@ -275,6 +278,30 @@ def test_a_guard_measures_a_share_of_an_iteration_and_all_of_a_validation(cluste
     pending = strict.submit(shards, training=True)
     with pytest.raises(RewardFailure, match="missing for 1 of 7 samples"):
         strict.table(shards, pending)
+
+
+def test_a_validation_scores_all_of_what_it_draws_with_its_own_noise(cluster: None) -> None:
+    """Its pictures are those of the table's rows, in their order, whatever the rewards want; and no reward leaves out
+    a part of them, as in an iteration."""
+    asked: dict[str, Any] = {}
+
+    class Rollout:  # stands for the workers: all is drawn at once
+        def submit(self, prompts: Any, n: int, iteration: int, **named: Any) -> list[PendingBatch]:
+            asked.update(named, prompts=prompts, n=n, iteration=iteration)
+            return batches(5)
+
+    group = RewardGroup(
+        config(brightness={}, watched={"reward": f"{MODULE}:brightness", "guard": True, "training_share": 0.5})
+    )
+    given: Any = (Stopwatch(), Rollout(), group, ["a prompt"], 3, "the validation's")
+    found = draw_and_score.fn(*given, seed=9)
+    settings = {"window": (), "pipeline": "the validation's", "seed": 9, "draw": True}
+    assert asked == settings | {"prompts": ["a prompt"], "n": 3, "iteration": -1}
+    assert found.pictures[:, 0, 0, 0].tolist() == found.samples["reward"].tolist() == LEVELS
+    assert found.samples["reward/watched"].tolist() == LEVELS
+    assert found.rewards == ("brightness", "watched")
+    draw_and_score.fn(*given)
+    assert asked["seed"] == 0, "the same noise for every run"
 
 
 def test_what_is_trained_on_is_measured_of_every_picture() -> None:

@@ -32,9 +32,11 @@ from tests.support.weight_actors import (
     Actors,
     answer_after,
     answer_as_before,
+    asked_for,
     assert_equal,
     fail_at,
     fail_no_more,
+    hold_any,
     leave_a_mark,
     mend,
     pictures,
@@ -149,6 +151,17 @@ def test_weights_that_came_as_others_are_named(actors: Actors, transport: str, r
     ray.get(first.__ray_call__.remote(mend))
     for way in ("object_store", *DIRECT):
         assert actors.sync(way)[0].agreement.difference == 0.0
+
+
+@pytest.mark.parametrize(("transport", "times"), [("object_store", 2), ("ipc", 3)])
+def test_every_rank_sends_proves_and_copies_the_weights_that_are_asked_for(
+    actors: Actors, transport: str, times: int
+) -> None:
+    """A validation of the average, else, would be one of the policy; and a worker that dies would come back to that."""
+    ranks = actors.trainer.group
+    ranks.call_all("__ray_call__", hold_any)
+    actors.sync(transport, "average")
+    assert ranks.call_all("__ray_call__", asked_for) == [["average"] * times] * len(ranks)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from models.cost.memory import GIB
 from models.cost.meta_pass import PassCost
 from tasks.config.errors import ConfigError
 from tasks.config.tree import TrainConfig
-from tasks.run.sizes import ROLLOUT, SLEEP, UPDATE, Settled, batch_sizes, settle
+from tasks.run.sizes import ROLLOUT, SLEEP, UPDATE, Settled, batch_sizes, settle, update_sizes
 from tasks.system.host_memory import free_bytes
 from tests.support.helpers import model_config
 
@@ -139,6 +139,8 @@ def test_sizes_go_with_the_rest_of_the_config() -> None:
     per_prompt = {"sde_window_size": 1, "sde_window_per": "prompt", "sde_window_range": [0, 4]}
     assert batch_sizes(config_with({"rollout": {"algo": per_prompt, "micro_batch_size": "auto"}})) == [1, 2, 4]
     assert batch_sizes(config_with(algorithm={"name": "dpo"})) == [4, 8, 16]
+    offline = {"name": "dpo", "sample_source": "offline"}
+    assert update_sizes(config_with(algorithm=offline)) == [2, 4, 8], "a pair is not cut in two"
     queued = {"rollout": {"max_queued_batches": 4}}
     assert batch_sizes(config_with(queued, trainer={"one_step_off_policy": True})) == [8, 16]
     two = {"rollout": {"max_queued_batches": 4, "num_actors": 2}}  # 8 places in all

@@ -335,16 +335,19 @@ def test_a_prompt_that_its_reward_cannot_score_is_refused(stored: Path, tiny_mod
 def test_offline_each_rank_with_samples_of_its_own_has_a_batch_in_every_step(
     stored: Path, tiny_model: Path, ranks: int, sharing: int, sizes: list[int]
 ) -> None:
-    """Four pairs in optimiser steps of two; ranks that share a sequence share the batch."""
+    """Four pairs in optimiser steps of two; ranks that share a sequence share the batch. Each iteration has noise of
+    its own, of the run's seed."""
     config = offline(
         stored,
         tiny_model,
+        "trainer.seed=5",
         f"trainer.n_gpus_per_node={ranks}",
         f"actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size={sharing}",
     )
     assert config.data_ranks == ranks // sharing
     data, embeddings = PairDataset.open(stored / "pairs"), PromptEmbeddings.open(stored / "embeddings")
-    found = pair_iteration(1, data.pairs[:4], read_pairs.fn(Stopwatch(), data, embeddings, config, data.pairs[:4], 1))
+    found = pair_iteration(3, data.pairs[:4], read_pairs.fn(Stopwatch(), data, embeddings, config, data.pairs[:4], 3))
+    assert {(key.seed, key.iteration) for batch in found.batches for key in batch.trajectories.keys} == {(5, 3)}
     assert [len(batch.trajectories) for batch in found.batches] == sizes  # two samples a pair
     assert len(found.advantages) == len(found.samples) * 2 == 8
 

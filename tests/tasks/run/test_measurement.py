@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 from pydantic import ValidationError
@@ -16,9 +17,11 @@ from tasks.config.errors import ConfigError
 from tasks.config.measurement import Measurement
 from tasks.config.tree import TrainConfig
 from tasks.data.prompts import Prompt, load_prompts
-from tasks.records.comparison import Interval
+from tasks.records.comparison import PAIR, Interval
 from tasks.rewards import RewardError
-from tasks.run.measuring import Cell, Verdict, cells, for_measuring, measurement_digest
+from tasks.run import measuring
+from tasks.run.measuring import Cell, Verdict, cells, for_measuring, labelled, measurement_digest
+from tasks.stages.validation import Validation
 from tests.support.helpers import model_config
 from tests.tasks.data.test_pairs import encode_into
 
@@ -55,9 +58,13 @@ def test_a_cell_is_drawn_by_the_field_that_guides_the_model(
     assert more == []
     assert pipeline == config.actor_rollout_ref.rollout.validation_pipeline()  # as validation in training draws
     assert (label, getattr(pipeline, field)) == (f"test/steps_7/{field}_5", 5.0)
-    both = drawn(config, Measurement.model_validate({field: [1.0, 3.5], "num_inference_steps": [9]}))
+    measurement = Measurement.model_validate({field: [1.0, 3.5], "num_inference_steps": [9]})
+    both = drawn(config, measurement)
     assert [label for label, _ in both] == [f"test/steps_9/{field}_1", f"test/steps_9/{field}_3.5"]
     assert [getattr(pipeline, field) for _, pipeline in both] == [1.0, 3.5]
+    assert [pipeline.num_inference_steps for _, pipeline in both] == [9, 9]
+    prepared = for_measuring(config, measurement).actor_rollout_ref.rollout.pipeline
+    assert getattr(prepared, field) == 3.5, "the negative prompt is there for the cell that needs it"
     with pytest.raises(ConfigError, match=rf"measurement.{other} is \[3.5\], but the model .* is guided by {field}"):
         drawn(config, Measurement.model_validate({other: [3.5]}))
 
@@ -73,7 +80,20 @@ def test_a_measurement_has_the_bounds_of_the_pipelines_fields(wrong: dict[str, l
         Measurement.model_validate(wrong)
 
 
+def test_a_pictures_row_says_how_it_was_drawn() -> None:
+    """Two measurements are paired row by row by that."""
+    nothing: Any = None  # no text is read
+    cell = Cell("ood", [], nothing, steps=7, guided_by="true_cfg_scale", guidance=3.5, seed=5)
+    rows = pd.DataFrame({"uid": ["a", "a"], "sample_index": [0, 1], "reward": [0.5, 1.0]})
+    found = labelled(cell, Validation(rows, np.zeros((2, 1, 1, 3), np.uint8), ()))
+    assert {*PAIR} <= {*found.columns}
+    drawn_as = {"set": "ood", "steps": 7, "guidance": 3.5, "seed": 5}
+    assert found.to_dict("records") == [row | drawn_as for row in rows.to_dict("records")]
+
+
 UP, LEVEL, DOWN = Interval(0.2, 0.1, 0.3), Interval(0.1, -0.1, 0.3), Interval(-0.2, -0.3, -0.1)
+BELOW = Interval(-0.1, -0.3, 0.1)
+"""Its mean, but not all of it."""
 
 
 @pytest.mark.parametrize(
@@ -83,6 +103,7 @@ UP, LEVEL, DOWN = Interval(0.2, 0.1, 0.3), Interval(0.1, -0.1, 0.3), Interval(-0
         (UP, None, True, None),
         (LEVEL, None, False, None),
         (DOWN, None, False, "the base model by -0.2000 [-0.3000, -0.1000]"),
+        (BELOW, BELOW, False, None),
         (UP, UP, True, None),
         (UP, LEVEL, False, None),  # as good as the champion is no reason to replace it
         (LEVEL, UP, True, None),
@@ -119,6 +140,25 @@ def test_the_prompts_of_a_set_say_what_the_rewards_look_for(
     with pytest.raises(RewardError, match="ocr: the prompt 'two' has no target") if refused else nullcontext():
         (cell,) = cells(config, inputs, Measurement.model_validate({"sets": {"ood": of_set}}))
         assert cell.prompts == load_prompts(tmp_path / "prompts.parquet", "test")
+
+
+def test_a_measurement_is_another_one_where_what_it_depends_on_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else what was measured before, with another reward for example, would stand for it."""
+    changes: list[dict[str, Any]] = [
+        {"reward": {"functions": {"jpeg_compressibility": {}}}},
+        {"reward": {"functions": {"jpeg_compressibility": {"options": {"quality": 50}}}}},
+        {"actor_rollout_ref": {"rollout": {"val_kwargs": {"pipeline": {"num_inference_steps": 9}}}}},
+        {"actor_rollout_ref": {"model": {"path": "another"}}},
+    ]
+    config, same, other = TrainConfig(), Measurement(), Measurement(seeds=[5])
+    inputs: list[Any] = [SimpleNamespace(digest=digest) for digest in ("these", "others")]
+    found = [measurement_digest(config.with_changes(change), inputs[0], same) for change in changes]
+    found += [measurement_digest(config, inputs[1], same), measurement_digest(config, inputs[0], other)]
+    found += [measurement_digest(config, inputs[0], same)]
+    assert found[-1] == measurement_digest(TrainConfig(), inputs[0], Measurement())
+    monkeypatch.setattr(measuring, "DRAWN_AS", measuring.DRAWN_AS + 1)
+    found += [measurement_digest(config, inputs[0], same)]
+    assert len(set(found)) == len(found)
 
 
 def test_a_measurement_is_another_one_where_the_files_of_its_sets_are_others(tmp_path: Path) -> None:

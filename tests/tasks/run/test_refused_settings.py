@@ -200,6 +200,9 @@ def test_each_prompt_of_an_iteration_has_its_own_window(folder: Path, monkeypatc
     recipe = load_recipe("tiny")
     own = windows_of(recipe.with_changes(parse_changes(PER_PROMPT)), 3, uids)
     assert {tuple(window) for window in own.values()} == {(0,), (1,)}
+    seeded = windows_of(recipe.with_changes(parse_changes([*PER_PROMPT, "trainer.seed=1"])), 3, uids)
+    later = windows_of(recipe.with_changes(parse_changes(PER_PROMPT)), 2, uids)
+    assert own != seeded != later != own, "each seed and each iteration draws its own"
     shared = windows_of(recipe.with_changes(parse_changes(PER_PROMPT[1:])), 3, uids)
     assert len({tuple(window) for window in shared.values()}) == 1
     assert windows_of(recipe.with_changes(parse_changes(FORWARD)), 3, uids) == {}

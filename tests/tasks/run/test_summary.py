@@ -4,16 +4,27 @@
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from mlflow.entities import RunInfo
 from PIL import Image
+from prefect.logging import disable_run_logger
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
+from tasks.config.tracking import TrackingConfig
+from tasks.config.tree import TrainConfig
 from tasks.records.headline import run_page
 from tasks.records.pictures import titled
-from tasks.run.summary import Summary, mlflow_page, prefect_page
+from tasks.records.tracking import Tracker
+from tasks.run.held_out_grids import keep_grid
+from tasks.run.summary import Summary, keep_good_weights, mlflow_page, prefect_page, summarise, version_tags
+from tasks.run.training import OPTIMIZER_STEPS, TrainingRun
+from tasks.run.watching import last_good
+from tasks.system.stopwatch import Stopwatch
+from tests.support.mlflow_store import mlflow_in
 
 NAN = float("nan")
 WHOLE = Summary(
@@ -60,6 +71,49 @@ def test_weights_that_never_moved_are_not_offered() -> None:
     assert lines(WHOLE)["registered"] == "models:/r/1"
     averaged = lines(replace(WHOLE, weights="", why_unmoved="the average stood"))
     assert averaged["weights"].startswith("neither exported nor registered: the average stood, so they still are")
+
+
+def run_in(folder: Path, **parts: Any) -> TrainingRun:
+    """A run in this folder without actors: `parts` are what a test needs of it."""
+    empty: Any = dict.fromkeys(("inputs", "trainer", "tracker", "store", "stages", "guards", "report"))
+    return TrainingRun(TrainConfig.model_validate({"trainer": {"default_local_dir": str(folder)}}), **empty | parts)
+
+
+def test_a_run_tells_its_first_and_last_measurement_and_what_all_of_it_cost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the best one on the way; and the pictures are of those two."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    tracking = TrackingConfig(uri=mlflow_in(tmp_path), artifacts=(tmp_path / "artifacts").as_uri())
+    run = run_in(tmp_path, tracker=Tracker(tracking, "a-run"), report=SimpleNamespace(path="page"))
+    for step, held_out in {0: 0.25, 2: 0.75, 3: 0.5}.items():
+        run.tracker.log_step(step, {"val/reward/mean": held_out})
+        keep_grid(run.config, step, Image.new("RGB", (8, 8), (80 * step, 0, 0)))
+    run.iteration, run.spent, run.learned = 3, {"cost/gpu_hours": 0.5}, {OPTIMIZER_STEPS: 0.0}
+    with disable_run_logger():  # there is no flow here
+        found = summarise(run, minutes=7.0)
+    assert (found.held_out_before, found.held_out_after, found.validations) == (0.25, 0.5, 3)
+    assert (found.iterations, found.minutes, found.gpu_minutes) == (3, 7.0, 30.0)
+    assert (found.weights, found.registered) == ("", "")
+    picture = np.asarray(Image.open(found.picture))
+    assert {*picture[..., 0][picture[..., 1] == 0]} == {0, 240}, "iteration 2 is not among them"
+
+
+@pytest.mark.parametrize(("rank", "kind"), [(0, "full"), (4, "lora")])
+def test_a_version_says_what_its_weights_are(tmp_path: Path, rank: int, kind: str) -> None:
+    run = run_in(tmp_path, guards=SimpleNamespace(sentence=lambda now: None))
+    run.config = run.config.with_changes({"actor_rollout_ref": {"model": {"lora_rank": rank, "lora_alpha": 8}}})
+    assert version_tags(run)["doubleflow.weights"] == kind
+
+
+def test_of_the_good_weights_the_newest_are_kept(tmp_path: Path) -> None:
+    """What is measured to be good replaces what was before."""
+    run = run_in(tmp_path, trainer=SimpleNamespace(export=lambda folder: folder.mkdir()))
+    for run.iteration in (2, 4):
+        keep_good_weights(Stopwatch(), run)
+        newest = last_good(run.config)
+        assert newest is not None
+        assert (int(newest.name), list(newest.parent.iterdir())) == (run.iteration, [newest])
 
 
 def test_gpu_minutes_are_told_where_a_gpu_was_held() -> None:

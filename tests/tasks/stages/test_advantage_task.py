@@ -55,6 +55,16 @@ def test_the_stage_reads_both_normalisations_from_the_config(norm: bool, whole: 
     assert found == pytest.approx(deviation / spread if norm else deviation, abs=2e-3)
 
 
+def test_the_stage_reads_the_mode_and_the_estimators_own_options() -> None:
+    """A = (r - mean of the group) / (std of the batch + epsilon), of which what is below 0 is not kept."""
+    rewards = np.array([0.1, 0.5, 0.9, 0.2, 0.3, 0.4], np.float32)
+    samples = pd.DataFrame({"uid": UIDS, "reward": rewards, "reward/ocr": rewards})
+    config = DiffusionAlgoConfig(adv_mode="positive_only", adv_options={"epsilon": 0.5})
+    found = advantage.fn(Stopwatch(), Scores(samples, {"ocr": 1.0}, {"ocr": 0.0}), config)
+    expected = (rewards - np.repeat([0.5, 0.3], 3)) / (rewards.std(ddof=1) + 0.5)
+    assert found == pytest.approx(np.maximum(expected, 0), abs=1e-6)
+
+
 MODES = {
     "continuous": lambda a: a,
     "positive_only": lambda a: max(a, 0.0),

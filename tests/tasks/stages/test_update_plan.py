@@ -63,6 +63,15 @@ def test_missing_and_rejected_samples_do_not_count_on_any_rank() -> None:
     assert counts == [[pytest.approx(8 - 2 - 2 / 3), 7.0]] * 2
 
 
+def test_each_batch_has_the_trainers_scores_of_its_own_samples() -> None:
+    """Another batch's would be the old log-probs of other pictures; without any the rollout's would be."""
+    old = scored([1.0] * 16)
+    plans = plan_updates(BATCHES, advantages(), 8, world_size=2, old=old)
+    assert all(part.old is old.batches[part.samples] for plan in plans for entry in plan for part in entry.parts)
+    without = plan_updates(BATCHES, advantages(), 8, world_size=2)
+    assert all(part.old is None for plan in without for entry in plan for part in entry.parts)
+
+
 def test_a_mini_batch_with_nothing_left_is_skipped() -> None:
     old = scored([0.0] * 8 + [1.0] * 8)
     plans = plan_updates(BATCHES, advantages(), 8, world_size=2, old=old)
@@ -120,7 +129,10 @@ def test_samples_of_steps_that_were_left_out_weigh_nothing() -> None:
     assert over_ranks([nothing, nothing]) == nothing
 
 
-OF_RANKS = ("lr", "grad_norm", "optimizer_steps", "recorded_steps", "nonfinite_steps", "nonfinite_sample_steps")
+OF_RANKS = (
+    *("lr", "grad_norm", "optimizer_steps", "recorded_steps", "nonfinite_steps"),
+    *("nonfinite_sample_steps", "first_sample_steps"),
+)
 
 
 @pytest.mark.parametrize("name", OF_RANKS)
