@@ -88,3 +88,24 @@ def test_the_words_on_four_gpus_take_what_the_page_says(run: str, said: str) -> 
     step = median(steps[1:])
     assert f"{step:.1f} s" in said
     assert said in (ROOT / "docs" / "words.md").read_text()
+
+
+FLOWS = {
+    "qwen_image_flow_h200": {"1 GPU": (3, 4), "2 GPUs": (2, 3), "4 GPUs": (3, 4)},
+    "sd35_four_h200": {"together, four GPUs": (3, 4), "two sample ahead, two train": (3, 4)},
+}
+"""Log -> its runs, and the iterations whose medians the page has."""
+
+
+@pytest.mark.parametrize(("log", "run"), [(log, run) for log, runs in FLOWS.items() for run in runs])
+def test_the_flows_on_several_gpus_are_in_their_logs(log: str, run: str) -> None:
+    lines = [json.loads(line) for line in (MEASURED / f"{log}.jsonl").read_text().splitlines()]
+    steady = [line for line in lines if line["run"] == run and line["iteration"] in FLOWS[log][run]]
+    pictures = f"{steady[0]['perf/total_num_images']:.0f}"
+    page = (ROOT / "benchmarks" / "RESULTS.md").read_text().splitlines()
+    found = next(line for line in page if line.startswith(f"| {run} | {pictures} |"))
+    numbers = [float(cell.strip(" *").split(",")[0]) for cell in found.strip("|").split("|")[1:]]
+    seconds = {name: median(line[f"timing_s/{name}"] for line in steady) for name in ("step", "gen", "update_actor")}
+    assert numbers[-2:] == [round(seconds["step"], 1), round(float(pictures) / seconds["step"], 2)]
+    for name in ("gen", "update_actor"):
+        assert any(abs(number - seconds[name]) < 0.011 for number in numbers[1:-2]), name
