@@ -27,6 +27,7 @@ from tasks.actors.ray_files import keep_token_private, working_folder
 from tasks.actors.watchdog import ROUNDS, end_family, marked, own_mark, watchdog
 from tasks.actors.worker_forks import FORKS, forked_environment, forks_for, set_up_at_once
 from tasks.config.trainer import RayConfig
+from tasks.system.signals import held_back
 
 log = logging.getLogger(__name__)
 
@@ -177,16 +178,22 @@ def _own_daemons_ended() -> Iterator[None]:
     try:
         yield
     finally:
-        begun = filter(_is_of_ray, set(psutil.Process().children()) - before)
-        family = {member for daemon in begun for member in _below(daemon)}
-        ray._private.worker._global_node = None  # else `ray.shutdown` ends the daemons in its own way
-        ray.shutdown()
-        for _ in range(ROUNDS):  # and what a raylet has started before it ended
-            family |= {*filter(_is_of_ray, marked(own_mark()))} - before
-            if not family:
-                break
-            end_family(family, AGENTS_SECONDS)
-            family = set()
+        with held_back():  # a second signal would leave some of them
+            _end_daemons(before)
+
+
+def _end_daemons(before: set[psutil.Process]) -> None:
+    """Of Ray, but for those of these processes."""
+    begun = filter(_is_of_ray, set(psutil.Process().children()) - before)
+    family = {member for daemon in begun for member in _below(daemon)}
+    ray._private.worker._global_node = None  # else `ray.shutdown` ends the daemons in its own way
+    ray.shutdown()
+    for _ in range(ROUNDS):  # and what a raylet has started before it ended
+        family |= {*filter(_is_of_ray, marked(own_mark()))} - before
+        if not family:
+            break
+        end_family(family, AGENTS_SECONDS)
+        family = set()
 
 
 def _below(process: psutil.Process) -> list[psutil.Process]:

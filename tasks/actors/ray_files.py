@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from models.errors import DoubleflowError
+from tasks.system.signals import held_back
 
 log = logging.getLogger(__name__)
 
@@ -55,9 +56,10 @@ def working_folder() -> Iterator[Path]:
             error.add_note(f"the logs of Ray's processes are in {outer / 'logs'}")
         raise
     finally:
-        shutil.rmtree(inner, ignore_errors=True)
-        with suppress(OSError):  # it stays where it has logs
-            outer.rmdir()
+        with held_back():
+            shutil.rmtree(inner, ignore_errors=True)
+            with suppress(OSError):  # it stays where it has logs
+                outer.rmdir()
 
 
 @contextmanager
