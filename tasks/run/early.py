@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import ParamSpec, TypeVar
-from urllib.parse import urlsplit
 
 from models.config.actor import DiffusionActorConfig
 from models.config.model import ModelConfig
@@ -140,9 +139,9 @@ def check_tracking(uri: str) -> None:
 
 
 def _database_file(uri: str) -> Path | None:
-    """Where a SQLite data base lies; None for any other address."""
-    parts = urlsplit(uri)
-    return Path(parts.path.removeprefix("/")) if parts.scheme == "sqlite" else None
+    """Where a SQLite data base lies; None for any other address. A # or % in it stands for itself."""
+    scheme, _, file = uri.partition("?")[0].partition(":///")
+    return Path(file) if scheme == "sqlite" else None
 
 
 def _check_parts(config: TrainConfig) -> None:
