@@ -27,7 +27,7 @@ from tasks.actors.ray_files import keep_token_private, working_folder
 from tasks.actors.watchdog import ROUNDS, end_family, marked, own_mark, watchdog
 from tasks.actors.worker_forks import FORKS, forked_environment, forks_for, set_up_at_once
 from tasks.config.trainer import RayConfig
-from tasks.system.signals import held_back
+from tasks.system.signals import held_back, kept_from_below
 
 log = logging.getLogger(__name__)
 
@@ -143,7 +143,9 @@ def ray_cluster(
         if address or forks or needs != WorkerNeeds():
             place["runtime_env"] = environment
         with _own_daemons_ended():
-            with _own_handler_of_sigterm(), set_up_at_once() if forks else nullcontext():
+            # Of Ctrl-C Ray sees to that itself.
+            kept = kept_from_below(signal.SIGHUP)
+            with _own_handler_of_sigterm(), kept, set_up_at_once() if forks else nullcontext():
                 _connect(config, address, place)
             yield forks
 

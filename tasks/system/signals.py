@@ -58,6 +58,17 @@ def held_back() -> Iterator[None]:
                 signal.raise_signal(number)
 
 
+@contextmanager
+def kept_from_below(kind: signal.Signals) -> Iterator[None]:
+    """Processes that this thread starts in the block do not hear the signal, which a terminal sends to all of a
+    command's; this one does so after it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {kind})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _raised_by_handlers() -> tuple[type[BaseException], ...]:
     """Prefect is not imported for it: the actors do without, and where it is not there, none of its handlers is."""
     prefect = sys.modules.get(PREFECTS)

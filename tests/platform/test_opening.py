@@ -2,9 +2,12 @@
 """How a run is opened: slots and resources first, for training and for measurements alike; and what an error looks like
 in the terminal and on the flow run's page."""
 
+import os
+import signal
+import sqlite3
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from typing import Any
 
 import psutil
@@ -151,6 +154,21 @@ def test_a_reward_that_never_loads_ends_the_run(workspace: Workspace, ray_head: 
     assert flow_run["state_type"] == "FAILED"
     worker = int((workspace.folder / "process").read_text())
     wait_until(lambda: not psutil.pid_exists(worker), "the end of the worker")
+
+
+def test_the_end_of_its_terminal_ends_a_run_in_order(workspace: Workspace) -> None:
+    """All of its processes hear that, and Prefect's temporary server has to be told of the run's end."""
+    del workspace.environment["PREFECT_API_URL"]
+    workspace.environment["PREFECT_HOME"] = str(workspace.folder / ".prefect")
+    process = workspace.start("-m", "flows.train", "tiny")
+    wait_until(lambda: list(workspace.folder.glob("runs/*/run.json")), f"the run ({process.log})", every=0.1)
+    os.killpg(process.pid, signal.SIGHUP)
+    assert process.wait(PATIENCE) == 143, process.output()[-3000:]
+    (run,) = workspace.mlflow_runs()
+    assert run.info.status == "KILLED"
+    with closing(sqlite3.connect(workspace.folder / ".prefect/prefect.db")) as prefect:
+        states = [state for (state,) in prefect.execute("SELECT state_type FROM flow_run")]
+    assert states == ["CRASHED"]
 
 
 def test_another_algorithm_tells_what_it_leaves_behind(workspace: Workspace) -> None:
