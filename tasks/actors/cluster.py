@@ -26,6 +26,7 @@ from tasks.actors.ray_address import ClusterError, require_listener
 from tasks.actors.ray_files import keep_token_private, working_folder
 from tasks.actors.watchdog import ROUNDS, end_family, marked, own_mark, watchdog
 from tasks.actors.worker_forks import FORKS, forked_environment, forks_for, set_up_at_once
+from tasks.config.errors import ConfigError
 from tasks.config.trainer import RayConfig
 from tasks.system.signals import held_back, kept_from_below
 
@@ -112,6 +113,7 @@ def ray_cluster(
     Raises:
         ClusterError: the cluster at RAY_ADDRESS does not answer, or not to this process; or one that is started here
             is not there in time.
+        ConfigError: a cluster is started here, and its workers could not keep compiled code.
         RayFilesError: Ray's files have no place, or others could read its token.
     """
     for name, value in QUIET_ENVIRONMENT.items():
@@ -126,6 +128,8 @@ def ray_cluster(
         environment["env_vars"] = {name: os.environ[name] for name in QUIET_ENVIRONMENT}
         place = {"address": address}
     keep_token_private(makes_one=address is None)
+    if address is None and needs.compiles:
+        _make_compile_cache(needs.compile_cache)
     if address:
         require_listener(address)
     with (
@@ -148,6 +152,14 @@ def ray_cluster(
             with _own_handler_of_sigterm(), kept, set_up_at_once() if forks else nullcontext():
                 _connect(config, address, place)
             yield forks
+
+
+def _make_compile_cache(folder: str | None) -> None:
+    """Where the workers are to keep compiled code, on this machine: of one that cannot, Ray starts others for ever."""
+    try:
+        compile_cache.made_cache_folder(folder)
+    except OSError as error:
+        raise ConfigError(f"trainer.compile_cache, where compiled code is kept, cannot be used: {error}") from error
 
 
 def _connect(config: RayConfig, address: str | None, place: Mapping[str, Any]) -> None:

@@ -9,8 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import ray
 
+from tasks.actors.cluster import WorkerNeeds, ray_cluster
 from tasks.actors.ray_files import RayFilesError, keep_token_private, working_folder
+from tasks.config.errors import ConfigError
+from tasks.config.trainer import RayConfig
 from tests.support.forked import Program
 from tests.support.patience import PATIENCE, wait_until
 
@@ -145,3 +149,15 @@ def test_a_token_that_others_could_read_is_closed_or_refused(
         keep_token_private(makes_one=True)
     monkeypatch.setenv("RAY_AUTH_TOKEN", "b" * 64)
     keep_token_private(makes_one=True)
+
+
+def test_a_place_for_compiled_code_that_cannot_be_made_is_refused_before_ray_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that begins with it would die, and Ray starts another, for ever."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    (tmp_path / "file").touch()
+    needs = WorkerNeeds(compiles=True, compile_cache=str(tmp_path / "file" / "compiled"))
+    with pytest.raises(ConfigError, match=r"^trainer\.compile_cache.*Not a directory"), ray_cluster(RayConfig(), needs):
+        pass
+    assert not ray.is_initialized()
