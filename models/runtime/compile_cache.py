@@ -22,7 +22,19 @@ def use_compile_cache(folder: str | None) -> Path:
         folder: None is where TORCHINDUCTOR_CACHE_DIR says, or doubleflow/compiled in the user's cache.
 
     Raises:
+        OSError: see `made_cache_folder`.
+    """
+    place = made_cache_folder(folder)
+    os.environ[VARIABLE] = str(place)
+    return place
+
+
+def made_cache_folder(folder: str | None) -> Path:
+    """The folder of `use_compile_cache`, which is made where it is not there.
+
+    Raises:
         PermissionError: somebody else owns it, or could have written what is in it.
+        OSError: it cannot be made.
     """
     place = Path(folder or os.environ.get(VARIABLE) or _default()).expanduser().absolute()
     place.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -39,7 +51,6 @@ def use_compile_cache(folder: str | None) -> Path:
         )
     if mode != 0o700:
         place.chmod(0o700)
-    os.environ[VARIABLE] = str(place)
     return place
 
 

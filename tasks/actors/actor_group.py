@@ -6,6 +6,7 @@ from typing import Any
 
 import ray
 
+from tasks.actors.loading import get_loaded
 from tasks.actors.machines import Whereabouts
 from tasks.actors.memory import ActorMemory, memory_of, peak_metrics
 from tasks.actors.rank_places import RankPlaces
@@ -57,6 +58,11 @@ class ActorGroup:
     def call_all(self, method: str, *arguments: Any) -> list[Any]:
         """Call `method` on every actor; the results in the actors' order. An actor's error is raised here."""
         return self.get([getattr(actor, method).remote(*arguments) for actor in self.actors])
+
+    def wait_loaded(self, name: str, seconds: float, method: str, *arguments: Any) -> list[Any]:
+        """As `call_all`, of actors that may still load; see `get_loaded` for the name, the seconds and the error."""
+        answers = [getattr(actor, method).remote(*arguments) for actor in self.actors]
+        return get_loaded([f"{name} {number}" for number in range(len(self))], self.actors, answers, seconds)
 
     def begin(self, answers: Sequence[ray.ObjectRef]) -> None:
         """Go on without these answers, which are small; an error of theirs is raised by what is asked for later.

@@ -26,7 +26,9 @@ from tasks.actors.ray_address import ClusterError, require_listener
 from tasks.actors.ray_files import keep_token_private, working_folder
 from tasks.actors.watchdog import ROUNDS, end_family, marked, own_mark, watchdog
 from tasks.actors.worker_forks import FORKS, forked_environment, forks_for, set_up_at_once
+from tasks.config.errors import ConfigError
 from tasks.config.trainer import RayConfig
+from tasks.system.signals import held_back, kept_from_below
 
 log = logging.getLogger(__name__)
 
@@ -111,6 +113,7 @@ def ray_cluster(
     Raises:
         ClusterError: the cluster at RAY_ADDRESS does not answer, or not to this process; or one that is started here
             is not there in time.
+        ConfigError: a cluster is started here, and its workers could not keep compiled code.
         RayFilesError: Ray's files have no place, or others could read its token.
     """
     for name, value in QUIET_ENVIRONMENT.items():
@@ -125,6 +128,8 @@ def ray_cluster(
         environment["env_vars"] = {name: os.environ[name] for name in QUIET_ENVIRONMENT}
         place = {"address": address}
     keep_token_private(makes_one=address is None)
+    if address is None and needs.compiles:
+        _make_compile_cache(needs.compile_cache)
     if address:
         require_listener(address)
     with (
@@ -142,9 +147,19 @@ def ray_cluster(
         if address or forks or needs != WorkerNeeds():
             place["runtime_env"] = environment
         with _own_daemons_ended():
-            with _own_handler_of_sigterm(), set_up_at_once() if forks else nullcontext():
+            # Of Ctrl-C Ray sees to that itself.
+            kept = kept_from_below(signal.SIGHUP)
+            with _own_handler_of_sigterm(), kept, set_up_at_once() if forks else nullcontext():
                 _connect(config, address, place)
             yield forks
+
+
+def _make_compile_cache(folder: str | None) -> None:
+    """Where the workers are to keep compiled code, on this machine: of one that cannot, Ray starts others for ever."""
+    try:
+        compile_cache.made_cache_folder(folder)
+    except OSError as error:
+        raise ConfigError(f"trainer.compile_cache, where compiled code is kept, cannot be used: {error}") from error
 
 
 def _connect(config: RayConfig, address: str | None, place: Mapping[str, Any]) -> None:
@@ -177,16 +192,22 @@ def _own_daemons_ended() -> Iterator[None]:
     try:
         yield
     finally:
-        begun = filter(_is_of_ray, set(psutil.Process().children()) - before)
-        family = {member for daemon in begun for member in _below(daemon)}
-        ray._private.worker._global_node = None  # else `ray.shutdown` ends the daemons in its own way
-        ray.shutdown()
-        for _ in range(ROUNDS):  # and what a raylet has started before it ended
-            family |= {*filter(_is_of_ray, marked(own_mark()))} - before
-            if not family:
-                break
-            end_family(family, AGENTS_SECONDS)
-            family = set()
+        with held_back():  # a second signal would leave some of them
+            _end_daemons(before)
+
+
+def _end_daemons(before: set[psutil.Process]) -> None:
+    """Of Ray, but for those of these processes."""
+    begun = filter(_is_of_ray, set(psutil.Process().children()) - before)
+    family = {member for daemon in begun for member in _below(daemon)}
+    ray._private.worker._global_node = None  # else `ray.shutdown` ends the daemons in its own way
+    ray.shutdown()
+    for _ in range(ROUNDS):  # and what a raylet has started before it ended
+        family |= {*filter(_is_of_ray, marked(own_mark()))} - before
+        if not family:
+            break
+        end_family(family, AGENTS_SECONDS)
+        family = set()
 
 
 def _below(process: psutil.Process) -> list[psutil.Process]:

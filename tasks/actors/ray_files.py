@@ -14,8 +14,12 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
+
+import ray
 
 from models.errors import DoubleflowError
+from tasks.system.signals import held_back
 
 log = logging.getLogger(__name__)
 
@@ -33,8 +37,7 @@ class RayFilesError(DoubleflowError, RuntimeError):
 def working_folder() -> Iterator[Path]:
     """A folder for Ray within one that only this user enters, in RAY_TMPDIR or the system's temporary folder.
 
-    Both are removed afterwards. After an error the logs of Ray's processes stay, and the error says where. Within the
-    block vLLM's engines have their sockets there, too, unless the environment says where: they leave them behind.
+    Both are removed afterwards. After an error the logs of Ray's processes stay, and the error says where.
 
     Raises:
         RayFilesError: its path would be too long, or nothing can be written there.
@@ -47,27 +50,25 @@ def working_folder() -> Iterator[Path]:
                 f"the names of Ray's sockets would be too long in {outer.parent}: set RAY_TMPDIR to a folder with a "
                 f"path of at most {LONGEST - len(str(inner)) + len(str(outer.parent))} characters"
             )
-        with _engines_sockets_in(inner):
-            yield inner
+        yield inner
     except Exception as error:
         for logs in inner.glob("session_[0-9]*/logs"):
             logs.rename(outer / "logs")
             error.add_note(f"the logs of Ray's processes are in {outer / 'logs'}")
         raise
     finally:
-        shutil.rmtree(inner, ignore_errors=True)
-        with suppress(OSError):  # it stays where it has logs
-            outer.rmdir()
+        with held_back():
+            shutil.rmtree(inner, ignore_errors=True)
+            with suppress(OSError):  # it stays where it has logs
+                outer.rmdir()
 
 
-@contextmanager
-def _engines_sockets_in(folder: Path) -> Iterator[None]:
-    given = os.environ.setdefault(ENGINES_SOCKETS, str(folder))
-    try:
-        yield
-    finally:
-        if given == str(folder):
-            os.environ.pop(ENGINES_SOCKETS, None)
+def keep_engines_sockets() -> None:
+    """An engine of vLLM's below this process, an actor's, has its sockets in Ray's folder, which goes with the cluster,
+    unless the environment says where: it leaves them behind."""
+    if ray.is_initialized():
+        node: Any = ray._private.worker._global_node
+        os.environ.setdefault(ENGINES_SOCKETS, node.get_temp_dir_path())
 
 
 def _private_folder() -> Path:

@@ -3,6 +3,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -133,11 +134,11 @@ class RewardGroup:
         groups = {f"reward_{name}".replace(":", "/"): pool.group for name, pool in self.pools.items()}
         return groups if self.model is None else groups | {"reward_model": self.model.group}
 
-    def versions(self) -> dict[str, str]:
-        """Reward name -> version; waits until the workers are up."""
+    def versions(self, seconds: float = inf) -> dict[str, str]:
+        """Reward name -> version; waits until the workers are up, of which each may load for so many seconds."""
         if self.model is not None:
             self.model.wait()
-        found = {name: pool.version() for name, pool in self.pools.items()}
+        found = {name: pool.version(seconds) for name, pool in self.pools.items()}
         if self.model is not None:
             self.model.rest()
         return found

@@ -21,6 +21,7 @@ import httpx
 import ray
 
 from models.errors import DoubleflowError
+from tasks.actors.ray_files import keep_engines_sockets
 from tasks.actors.server_log import ServerLog
 from tasks.actors.watchdog import end_marked, own_mark, watchdog
 from tasks.config.reward import RewardModelConfig
@@ -135,6 +136,7 @@ class RewardModelServer:
         # One for all: each would read the machine's certificates. No proxy stands between this machine and itself, and
         # a connection that was kept could be one to a server that has ended.
         self._client = httpx.Client(trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
+        keep_engines_sockets()
         self._ends = ExitStack()
         self._ends.enter_context(watchdog())
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from math import ceil, isnan
+from math import ceil, inf, isnan
 from typing import Any, Literal
 
 import numpy as np
@@ -15,6 +15,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from models.errors import DoubleflowError
 from tasks.actors.actor_group import ActorGroup
+from tasks.actors.loading import get_loaded
 from tasks.actors.reward_model import RewardModel
 from tasks.actors.reward_worker import RewardRaised, RewardWorker, said
 from tasks.actors.rollout_group import PendingBatch
@@ -89,14 +90,15 @@ class RewardPool:
             0, 0, self.group.actors[worker].version.remote(), worker, machine, partial(self._ask_version, worker)
         )
 
-    def version(self) -> str:
-        """The reward's version; waits until its workers have loaded.
+    def version(self, seconds: float = inf) -> str:
+        """The reward's version; waits until its workers have loaded, so many seconds for each.
 
         Raises:
+            NotLoaded: one has not by then.
             RewardFailure: it cannot be loaded.
         """
         try:
-            first, *_ = [self._answer(call) for call in self._versions]
+            first, *_ = [self._answer(call, seconds) for call in self._versions]
         except (RayTaskError, RayActorError) as error:
             if isinstance(error, DoubleflowError):
                 raise
@@ -131,11 +133,16 @@ class RewardPool:
         again = partial(self.call, worker, start, first, prompts, shards)
         return PendingCall(start, len(prompts), answer, worker, machine, again)
 
-    def _answer(self, call: PendingCall) -> Any:
-        """What a call returns. One that failed because its worker's machine was lost is made again, and is no try."""
+    def _answer(self, call: PendingCall, seconds: float = inf) -> Any:
+        """What a call returns. One that failed because its worker's machine was lost is made again, and is no try.
+
+        Raises:
+            NotLoaded: the worker is there, and does not answer in so many seconds.
+        """
+        name, actor = f"worker {call.worker} of reward {self.name!r}", self.group.actors[call.worker]
         while True:
             try:
-                return get(call.answer)
+                return get(call.answer) if seconds == inf else get_loaded([name], [actor], [call.answer], seconds)[0]
             except RayActorError:
                 if self.group.whereabouts.lost(call.worker, call.machine) is None:
                     raise

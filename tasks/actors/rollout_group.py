@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 
 import ray
@@ -127,6 +128,10 @@ class RolloutGroup:
         self.router = Router(len(self.group), settings.max_queued_batches)
         self.weights: PolicyWeights | None = None
         self._numbers = itertools.count(1)
+
+    def wait_ready(self, seconds: float = inf) -> None:
+        """Until every worker has its model, so many seconds at most. Raises NotLoaded where one has it not by then."""
+        self.group.wait_loaded("rollout worker", seconds, "ready")
 
     def submit(
         self,

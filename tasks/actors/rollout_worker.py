@@ -22,6 +22,7 @@ from models.weights.digests import DigestBook, check_digests, digests_of
 from models.weights.trainable import WeightSyncError
 from tasks.actors.memory import measures_gpu_memory
 from tasks.actors.messages import Loaded, PolicyWeights, Proof, RolloutReply
+from tasks.actors.ray_files import keep_engines_sockets
 from tasks.actors.weight_transport import Arrival, Courier, Parcel
 from tasks.config.rollout import DiffusionRolloutConfig
 from tasks.system.collector import collects_once_loaded
@@ -160,6 +161,7 @@ class _DigestedLoad:
 
 def _engine(model_config: DiffusionModelConfig, settings: DiffusionRolloutConfig, device: str) -> RolloutEngine:
     if settings.name == "vllm_omni":
+        keep_engines_sockets()
         return VllmOmniRolloutEngine(
             model_config,
             settings.vllm_omni,

@@ -2,6 +2,7 @@
 """The run's text encoders as the driver sees them: prompts out, their embeddings back."""
 
 from collections.abc import Callable, Sequence
+from math import inf
 
 from tasks.actors.actor_group import ActorGroup
 from tasks.actors.rank_places import RankPlaces
@@ -41,9 +42,14 @@ class TextEncoderGroup:
             max_task_retries=-1 if config.max_restarts else 0,
         )
 
-    def check(self, prompts: Sequence[Prompt]) -> None:
-        """Wait until the models are loaded. Raises DatasetError for a prompt that is too long for them."""
-        self.group.call_all("check", prompts)
+    def check(self, prompts: Sequence[Prompt], seconds: float = inf) -> None:
+        """Wait until the models are loaded, so many seconds at most.
+
+        Raises:
+            DatasetError: a prompt is too long for them.
+            NotLoaded: they are not loaded in time.
+        """
+        self.group.wait_loaded("text encoder", seconds, "check", prompts)
 
     def encode(self, prompts: Sequence[Prompt]) -> list[Row]:
         """See `TextEncoder.encode`; afterwards they sleep, where they do."""

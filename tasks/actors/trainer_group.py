@@ -3,6 +3,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from models.training.engine import HeldWeights
 from models.weights.canary import Agreement, Canary, CanaryLimits
 from tasks.actors.actor_group import ActorGroup
 from tasks.actors.interpreter import own_environment
+from tasks.actors.loading import get_loaded
 from tasks.actors.messages import (
     BothLogProbs,
     CanaryAnswer,
@@ -34,12 +36,12 @@ from tasks.actors.rank_places import RankPlaces
 from tasks.actors.rollout_group import PendingBatch, RolloutGroup
 from tasks.actors.trainer_rank import TrainerRank
 from tasks.actors.update_plan import NothingToLearn, OldScores, over_ranks, plan_updates
-from tasks.actors.waiting import get
 from tasks.actors.weight_transport import Routes
 from tasks.config.trainer import TrainerConfig
 from tasks.data.pairs import PairBatch
 
 SAVING_POLL_S = 0.2
+RANK = "trainer rank {}"
 
 
 class TrainerGroup:
@@ -66,11 +68,17 @@ class TrainerGroup:
         self._canary: tuple[Canary, ray.ObjectRef] | None = None
         self._velocity: ray.ObjectRef | None = None  # for the canary at the last sync
 
-    def start(self) -> list[ray.ObjectRef]:
-        """Build the engines; the references are ready when they are."""
-        address = get(self.group.actors[0].reserve_address.remote())
+    def start(self, seconds: float = inf) -> list[ray.ObjectRef]:
+        """Build the engines; the references are ready when they are. Raises NotLoaded where rank 0 is not there in so
+        many seconds."""
+        first = self.group.actors[0]
+        (address,) = get_loaded([RANK.format(0)], [first], [first.reserve_address.remote()], seconds)
         count = len(self.group)
         return [actor.initialize.remote(rank, count, address) for rank, actor in enumerate(self.group.actors)]
+
+    def wait_started(self, started: Sequence[ray.ObjectRef], seconds: float = inf) -> None:
+        """Until the engines are built, so many seconds at most. Raises NotLoaded where one is not by then."""
+        get_loaded([*map(RANK.format, range(len(self.group)))], self.group.actors, started, seconds)
 
     def warm_up(self, canary: Canary) -> None:
         """Begin to compile the update; what is asked of the ranks next waits for it, and raises its error."""

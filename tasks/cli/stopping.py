@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ctrl-C and SIGTERM: what ends at once, and what has to be ended in order. Imports nothing that takes time."""
+"""Ctrl-C, SIGTERM and SIGHUP: what ends at once, and what has to be ended in order. Imports nothing that takes time."""
 
 import atexit
 import logging
@@ -100,6 +100,26 @@ def end_now(number: int, frame: FrameType | None = None) -> None:
 def raise_it(number: int, frame: FrameType | None = None) -> None:
     """For where there is something to end. Raises KeyboardInterrupt or Stopped."""
     raise KeyboardInterrupt if number == signal.SIGINT else Stopped
+
+
+def heed_hangup() -> None:
+    """A terminal that goes away ends the command as SIGTERM does, from now on, and what it still says goes nowhere.
+
+    Not where SIGHUP is ignored, as `nohup` has it.
+    """
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGHUP) != signal.SIG_DFL:
+        return
+    of_terminal = [stream for stream in (0, 1, 2) if os.isatty(stream)]
+
+    def end(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for stream in of_terminal:  # to write there is an error now, which would interrupt the end
+            os.dup2(nowhere, stream)
+        os.close(nowhere)
+        signal.raise_signal(signal.SIGTERM)
+
+    signal.signal(signal.SIGHUP, end)
 
 
 def handle(handler: Handler) -> dict[signal.Signals, signal.Handlers | Handler | int | None]:

@@ -24,6 +24,7 @@ from tasks.cli.stopping import (
     forget_said,
     handle,
     handled,
+    heed_hangup,
     leave_early,
     raise_it,
     say,
@@ -230,6 +231,7 @@ def run_flow(
     """
     guard_temporary_server()
     handle(raise_it)  # from now on there is something to end
+    heed_hangup()
     with heartbeats():
         start_temporary_server(meanwhile)
         if debug:

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from models.config.bounds import (
+    LONGEST_WAIT_S,
     MOST_BATCH,
     MOST_COEFFICIENT,
     MOST_ITERATIONS,
@@ -38,6 +39,13 @@ class RayConfig(Section):
         le=19,
         description="What a cluster started here adds to its workers' niceness: 0 competes as any other program; Ray's "
         "own 15 leaves a busy machine to all others.",
+    )
+    start_timeout_s: float = Field(
+        1800.0,
+        gt=0,
+        le=LONGEST_WAIT_S,
+        description="Seconds that each worker and trainer rank may take to load its models once its process is there; "
+        "then the run fails. Waiting for room on the cluster is not counted.",
     )
     gpu_pool: PoolName | None = Field(
         None,

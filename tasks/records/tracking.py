@@ -292,9 +292,9 @@ class Tracker:
 
     def _create_experiment(self, config: TrackingConfig, uri: str) -> str:
         """Raises MlflowException, `EXISTS`, where another run's first start has made it meanwhile."""
-        root = config.artifacts
-        if root is None and uri.startswith("sqlite:"):
-            root = (Path("mlruns").resolve()).as_uri()
+        root = "mlruns" if config.artifacts is None and uri.startswith("sqlite:") else config.artifacts
+        if root is not None and ":" not in root and not is_server(uri):
+            root = Path(root).resolve().as_uri()  # MLflow would take %41 in a folder's name for an A
         return self.client.create_experiment(config.experiment, artifact_location=root, tags=experiment_tags())
 
     def _there(self, run_id: str) -> str:

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import ParamSpec, TypeVar
-from urllib.parse import urlsplit
 
 from models.config.actor import DiffusionActorConfig
 from models.config.model import ModelConfig
@@ -31,6 +30,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 COMPILE_CACHE = "trainer.compile_cache"
 """Whose ~ is expanded."""
+SQLITE = b"SQLite format 3\0"
+"""How a data base's file begins; a new one is empty."""
 
 
 def check_early(
@@ -123,10 +124,28 @@ def check_records(tracking: TrackingConfig) -> None:
     file, root = _database_file(tracking.address), tracking.artifacts
     if file is not None:
         check_folder(file.parent, "tracking.uri")
+        _check_database(file)
     if root is not None:
         check_artifacts(root)
         if ":" not in root:
             check_folder(Path(root), "tracking.artifacts")
+
+
+def _check_database(file: Path) -> None:
+    """One that is there already is one, and can be written."""
+    if not file.exists():
+        return
+    try:
+        with file.open("r+b") as stream:
+            begins = stream.read(len(SQLITE))
+    except OSError as error:
+        raise ConfigError(
+            f"tracking.uri names {file}, which cannot be written ({error.strerror}): give a file of your own"
+        ) from error
+    if begins not in (b"", SQLITE):
+        raise ConfigError(
+            f"tracking.uri names {file}, which is no SQLite data base: give one, or a file that is not there"
+        )
 
 
 def check_tracking(uri: str) -> None:
@@ -140,9 +159,9 @@ def check_tracking(uri: str) -> None:
 
 
 def _database_file(uri: str) -> Path | None:
-    """Where a SQLite data base lies; None for any other address."""
-    parts = urlsplit(uri)
-    return Path(parts.path.removeprefix("/")) if parts.scheme == "sqlite" else None
+    """Where a SQLite data base lies; None for any other address. A # or % in it stands for itself."""
+    scheme, _, file = uri.partition("?")[0].partition(":///")
+    return Path(file) if scheme == "sqlite" else None
 
 
 def _check_parts(config: TrainConfig) -> None:

@@ -24,7 +24,6 @@ from tasks.actors.reward_group import RewardGroup, wanted_inputs
 from tasks.actors.reward_model import RewardModel, served_reward_model
 from tasks.actors.rollout_group import RolloutGroup
 from tasks.actors.trainer_group import TrainerGroup
-from tasks.actors.waiting import get
 from tasks.config.errors import ConfigError
 from tasks.config.tree import TrainConfig, TrainOverrides
 from tasks.data.pairs import SIDES
@@ -234,10 +233,11 @@ def open_measurement(
     ):
         places = rank_places(config) if config.holds_places(trains=False) else None
         encoders = start_text_encoders(config, inputs.embeddings, places)
-        shared = places if config.shares_gpus else None
+        shared, limit = places if config.shares_gpus else None, config.ray_init.start_timeout_s
         run = MeasuringRun(start_rollout(config, inputs, shared), RewardGroup(config.reward, model), tracker)
         if encoders is not None:
-            encoders.check(inputs.test)
+            encoders.check(inputs.test, limit)
+        run.rollout.wait_ready(limit)
         tracker.log_start(config, run_tags(config, inputs, run.reward) | dict(tags or {}))
         tell_sizes(inputs)
         tracker.log_lineage(lineage(config.data_read(trains=False)), 0)
@@ -293,7 +293,7 @@ def _start_actors(
 ) -> TrainingRun:
     """All groups load their models at the same time."""
     settings, trainer_settings = config.actor_rollout_ref, config.trainer
-    online = config.is_online
+    online, limit = config.is_online, config.ray_init.start_timeout_s
     # Before the rollout, whose workers could else take a GPU here and there, and leave no machine with enough of them.
     places = rank_places(config)
     together = settings.rollout.placement == "colocated"
@@ -310,16 +310,16 @@ def _start_actors(
         places=places,
         gives_back=online and config.shares_gpus and settings.rollout.sleeps,
     )
-    started = trainer.start()
+    started = trainer.start(limit)
     if encoders is not None:
-        encoders.check(inputs.to_encode)
+        encoders.check(inputs.to_encode, limit)
     online_parts = None
     if rollout is not None and reward is not None:
-        rollout.group.call_all("ready")
+        rollout.wait_ready(limit)
         tracker.patience.meanwhile = lambda: rollout.asleep(Stopwatch())
         floor = FloorWatch(config.reward, trainer_settings.total_training_steps, tracker.history)
         online_parts = OnlineParts(rollout, reward, _canary(config, inputs, rollout), floor)
-    get(started)
+    trainer.wait_started(started, limit)
     utilisation = None
     if inputs.flops is not None:
         workers = None if rollout is None else rollout.group
@@ -363,7 +363,7 @@ def watched_guards(config: TrainConfig, tracker: Tracker) -> GuardWatch:
 
 def run_tags(config: TrainConfig, inputs: Inputs, reward: RewardGroup | None) -> dict[str, str]:
     """What a run is found and compared by: digests of config and data, and the rewards' versions."""
-    found = {} if reward is None else reward.versions()
+    found = {} if reward is None else reward.versions(config.ray_init.start_timeout_s)
     versions = {f"reward.{name.replace(':', '/')}": version for name, version in found.items()}
     digests = {"doubleflow.config_digest": config.digest(), "doubleflow.data_digest": inputs.digest}
     found_out = {f"doubleflow.auto.{field}": why for field, why in inputs.said.items()}

@@ -85,9 +85,10 @@ def guard_temporary_server() -> None:
 
 
 def start_temporary_server(meanwhile: Callable[[], None]) -> None:
-    """Have Prefect start it now, if it is to start one, where Ctrl-C does not reach it: ending the run takes a server.
+    """Have Prefect start it now, if it is to start one, where neither Ctrl-C nor the end of the terminal reaches it:
+    ending the run takes a server.
 
-    A terminal sends the signal to all of a command's processes, but to none that was started with it blocked.
+    A terminal sends these signals to all of a command's processes, but to none that was started with them blocked.
 
     Args:
         meanwhile: what else is to be done; it is done while the server's process starts, and not where there is none.
@@ -148,7 +149,7 @@ def shared_server() -> dict[str, str]:
 def _reach_server(failed: list[Exception]) -> None:
     from prefect.client.orchestration import get_client
 
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
     try:
         with get_client(sync_client=True):
             pass

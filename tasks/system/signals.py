@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SIGTERM: once is enough, and it is what it is, whatever a library made of it."""
+"""SIGTERM and Ctrl-C: once is enough, and each is what it is, whatever a library made of it."""
 
 import signal
 import sys
@@ -58,6 +58,17 @@ def held_back() -> Iterator[None]:
                 signal.raise_signal(number)
 
 
+@contextmanager
+def kept_from_below(kind: signal.Signals) -> Iterator[None]:
+    """Processes that this thread starts in the block do not hear the signal, which a terminal sends to all of a
+    command's; this one does so after it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {kind})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _raised_by_handlers() -> tuple[type[BaseException], ...]:
     """Prefect is not imported for it: the actors do without, and where it is not there, none of its handlers is."""
     prefect = sys.modules.get(PREFECTS)
@@ -66,17 +77,20 @@ def _raised_by_handlers() -> tuple[type[BaseException], ...]:
 
 @contextmanager
 def heeded_once() -> Iterator[None]:
-    """A SIGTERM that ends the block is the last one that is heeded, so that what follows is done whole.
+    """A SIGTERM or Ctrl-C that ends the block is the last signal that is heeded, so that what follows is done whole.
 
-    Who ends a process may say so more than once, as Prefect's worker does: the second SIGTERM would interrupt the
-    process while it tells MLflow and Prefect of its end. SIGKILL remains. Whoever had set a handler sets it again.
+    Who ends a process may say so more than once, as Prefect's worker does, and people in a hurry: the second signal
+    would interrupt the process while it tells MLflow and Prefect of its end. SIGKILL remains. Whoever had set a handler
+    of SIGTERM sets it again. Python's own of Ctrl-C stays: its process may go on, as a notebook does.
     """
     try:
         with passed_on():
             yield
-    except (Exception, KeyboardInterrupt):
+    except Exception:
         raise
     except BaseException:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
         raise

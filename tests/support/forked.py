@@ -180,6 +180,7 @@ def _become(arguments: tuple[str, ...], folder: str, environment: dict[str, str]
     gc.freeze()  # a collection would copy every page that is shared with the other forks
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a terminal, wherever the tests are
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     _take_streams(log)
     os.chdir(folder)
     os.environ.clear()

@@ -38,7 +38,6 @@ NOT_READ_YET = {
     "PYTHONPATH",  # a worker brings its path
     "PYTHONBREAKPOINT",  # by a breakpoint; Ray sets it
     *("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES"),  # as CUDA begins
-    "VLLM_RPC_BASE_PATH",  # by vLLM, which no fork imports; a sweep's runs have each their own
 }
 """What no import here reads; of any other variable a worker must have what these imports had."""
 

@@ -9,8 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import ray
 
-from tasks.actors.ray_files import ENGINES_SOCKETS, RayFilesError, keep_token_private, working_folder
+from tasks.actors.cluster import WorkerNeeds, ray_cluster
+from tasks.actors.ray_files import RayFilesError, keep_token_private, working_folder
+from tasks.config.errors import ConfigError
+from tasks.config.trainer import RayConfig
 from tests.support.forked import Program
 from tests.support.patience import PATIENCE, wait_until
 
@@ -23,6 +27,11 @@ from tasks.actors import worker_forks
 from tasks.actors.cluster import ray_cluster
 from tasks.config.trainer import RayConfig
 
+def engines_sockets():
+    from tasks.actors.ray_files import keep_engines_sockets
+    keep_engines_sockets()
+    return os.environ["VLLM_RPC_BASE_PATH"]
+
 worker_forks.IMPORTED = ()  # what workers begin with is not the question
 with ray_cluster(RayConfig(num_cpus=1)):
     (outer,) = Path(os.environ["RAY_TMPDIR"]).iterdir()
@@ -32,8 +41,10 @@ with ray_cluster(RayConfig(num_cpus=1)):
     token = Path.home() / ".ray" / "auth_token"
     assert stat.S_IMODE(token.stat().st_mode) == 0o600, oct(token.stat().st_mode)
     assert len(token.read_text()) == 64
-    sockets = Path(ray.get(ray.remote(num_cpus=0)(lambda: os.environ["VLLM_RPC_BASE_PATH"]).remote()))
+    sockets = Path(ray.get(ray.remote(num_cpus=0)(engines_sockets).remote()))
     assert sockets.is_dir() and sockets.is_relative_to(outer), sockets
+    assert len(str(sockets)) < 60, sockets
+    assert "VLLM_RPC_BASE_PATH" not in os.environ
     print("held", flush=True)
     while not Path("goes on").exists():
         time.sleep(0.1)
@@ -52,7 +63,7 @@ def short() -> Iterator[Path]:
 @pytest.mark.parametrize("end", ["fail", "kill"])
 def test_a_clusters_folder_is_private_and_gone_with_it(short: Path, tmp_path: Path, end: str) -> None:
     """After an error the logs stay. The first cluster of a user makes the token."""
-    hidden = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+    hidden = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "VLLM_RPC_BASE_PATH")
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
     environment |= {"HOME": str(tmp_path), "RAY_TMPDIR": str(short), "PYTHONPATH": str(ROOT)}
     driver = Program(["-c", LOOK], tmp_path, environment, tmp_path / "output")
@@ -72,9 +83,7 @@ def test_a_clusters_folder_is_private_and_gone_with_it(short: Path, tmp_path: Pa
 
 def test_a_folder_goes_with_its_block(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_TMPDIR", str(short))
-    monkeypatch.delenv(ENGINES_SOCKETS, raising=False)
     with working_folder() as folder:
-        assert os.environ[ENGINES_SOCKETS] == str(folder)
         (folder / "session_1" / "logs").mkdir(parents=True)
         assert mode(folder.parent) == 0o700
     assert not list(short.iterdir())
@@ -140,3 +149,15 @@ def test_a_token_that_others_could_read_is_closed_or_refused(
         keep_token_private(makes_one=True)
     monkeypatch.setenv("RAY_AUTH_TOKEN", "b" * 64)
     keep_token_private(makes_one=True)
+
+
+def test_a_place_for_compiled_code_that_cannot_be_made_is_refused_before_ray_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that begins with it would die, and Ray starts another, for ever."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    (tmp_path / "file").touch()
+    needs = WorkerNeeds(compiles=True, compile_cache=str(tmp_path / "file" / "compiled"))
+    with pytest.raises(ConfigError, match=r"^trainer\.compile_cache.*Not a directory"), ray_cluster(RayConfig(), needs):
+        pass
+    assert not ray.is_initialized()

@@ -278,6 +278,15 @@ def test_blocks_of_threads_end_in_any_order(monkeypatch):
     [
         pytest.param("threading.Thread(target=send, daemon=True).start()", id="between two steps"),
         pytest.param("os.register_at_fork(after_in_parent=send_once)", id="in a hook of a fork"),
+        pytest.param(
+            """
+import ray
+ends = ray.shutdown
+ray.shutdown = lambda: (os.kill(os.getpid(), signal.SIGTERM), ends())
+threading.Thread(target=send, daemon=True).start()
+""",
+            id="and again while it ends",
+        ),
     ],
 )
 def test_sigterm_while_ray_starts_is_heard_and_leaves_nothing(tmp_path, begin):

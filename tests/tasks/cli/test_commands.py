@@ -119,6 +119,8 @@ def refused(command: Callable[..., None], *arguments: str) -> str:
             "tracking.uri, .*, is mlflow.db, which MLflow takes for a folder, .* give a",
         ),
         ([SET, "tracking.uri=sqlite:////proc/x/m.db"], "tracking.uri is /proc/x, where nothing can be written"),
+        ([SET, "tracking.uri=sqlite:///data"], "tracking.uri names data, which cannot be written .Is a directory"),
+        ([SET, "tracking.uri=sqlite:///prefect.yaml"], "tracking.uri names prefect.yaml, which is no SQLite data base"),
         ([SET, "tracking.artifacts=/proc/x"], "tracking.artifacts is /proc/x, where nothing can be written"),
         (
             [SET, "tracking.artifacts=foo://bar"],

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a command ends at Ctrl-C and SIGTERM: one sentence, the command that continues, 130 or 143."""
+"""How a command ends at Ctrl-C, SIGTERM and with its terminal: one sentence, the command that continues, 130 or 143."""
 
+import fcntl
 import os
+import pty
 import signal
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -135,3 +138,51 @@ def test_it_is_said_at_once_and_the_end_is_an_end() -> None:
     """Before what has to be ended; after that nothing is done but what is registered for the process's end."""
     done = subprocess.run([sys.executable, "-c", ENDING], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (143, "stopped by SIGTERM\nended\nat exit\n")
+
+
+HANGING_UP = """
+import sys, time
+from pathlib import Path
+from tasks.cli.terminal import run_command, in_a_sentence
+from tasks.cli.stopping import handle, heed_hangup, raise_it, say_at_once
+
+def command() -> None:
+    with in_a_sentence():
+        handle(raise_it)
+        heed_hangup()
+        say_at_once()
+        try:
+            print("begun", flush=True)
+            time.sleep(60)
+        finally:
+            print("to nobody", file=sys.stderr, flush=True)
+            Path("ended").touch()
+
+run_command(command)
+"""
+
+
+def take_terminal() -> None:
+    """Be at the terminal that is standard input, whose end is SIGHUP then."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def test_the_end_of_the_terminal_is_one_in_order(tmp_path: Path) -> None:
+    """As where a connection by ssh breaks: what there is to say would be an error."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", HANGING_UP],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+        preexec_fn=take_terminal,
+    )
+    os.close(theirs)
+    assert os.read(ours, 100) == b"begun\r\n"
+    os.close(ours)
+    assert process.wait() == 143
+    assert (tmp_path / "ended").exists()

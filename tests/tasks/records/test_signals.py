@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A signal within a request to MLflow's local database waits for its end, and the database is not left locked; and what
-is said where the disk below it is full."""
+"""A signal within a request to MLflow's local database waits for its end, and the database is not left locked; which
+signal is the last; and what is said where the disk below the database is full."""
 
 import errno
 import signal
@@ -12,7 +12,7 @@ from mlflow import MlflowClient
 from sqlalchemy.engine.default import DefaultDialect
 
 from tasks.records.patience import LocalClient
-from tasks.system.signals import held_back
+from tasks.system.signals import heeded_once, held_back
 from tests.support.mlflow_store import mlflow_in
 
 
@@ -71,6 +71,33 @@ def test_a_held_signal_is_heard_after_the_block_and_once() -> None:
         assert heard == ["block", "handled", "handled"]
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+def test_the_signal_that_ends_a_block_is_the_last(first: signal.Signals) -> None:
+    """Of a command; Python's own handler of Ctrl-C, which a notebook has, stays."""
+
+    def end(number: int, frame: object) -> None:
+        raise KeyboardInterrupt if number == signal.SIGINT else Stop
+
+    kinds = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(kind, end) for kind in kinds]
+    try:
+        with pytest.raises((KeyboardInterrupt, Stop)), heeded_once():
+            signal.raise_signal(first)
+        for kind in kinds:
+            signal.raise_signal(kind)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        with pytest.raises(KeyboardInterrupt), heeded_once():
+            signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        signal.signal(signal.SIGTERM, end)
+        with pytest.raises(ValueError, match="of the block"), heeded_once():
+            raise ValueError("of the block")
+        assert signal.getsignal(signal.SIGTERM) is end
+    finally:
+        for kind, handler in zip(kinds, before, strict=True):
+            signal.signal(kind, handler)
 
 
 def test_a_full_disk_under_the_database_or_its_files_is_named(

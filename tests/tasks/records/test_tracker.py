@@ -21,6 +21,7 @@ from mlflow import MlflowClient
 from prefect.exceptions import TerminationSignal
 from sqlalchemy import Engine, event
 
+from tasks.config.errors import ConfigError
 from tasks.config.tracking import TrackingConfig
 from tasks.config.tree import TrainConfig
 from tasks.records import patience
@@ -29,6 +30,7 @@ from tasks.records.owner import FLOW_RUN, OWNER, Owner, close_dead_runs
 from tasks.records.patience import ONE_TRY, PatientClient
 from tasks.records.tracking import RunGone, Tracker
 from tasks.records.tracking_address import TrackingAway, require_answer
+from tasks.run.early import check_tracking
 from tasks.system.processes import ProcessIdentity
 from tests.support.mlflow_store import mlflow_in, server_command
 from tests.support.patience import PATIENCE, wait_for_server, wait_until
@@ -37,6 +39,24 @@ from tests.support.patience import PATIENCE, wait_for_server, wait_until
 def tracker(folder: Path, run_id: str | None = None) -> Tracker:
     config = TrackingConfig(uri=mlflow_in(folder), artifacts=(folder / "artifacts").as_uri())
     return Tracker(config, "a-run", run_id)
+
+
+@pytest.mark.parametrize("name", ["h#ash", "100%41", "ä b"])
+def test_a_folders_name_stands_for_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """In an address a # begins a fragment and %41 is an A."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    folder = tmp_path / name
+    folder.mkdir()
+    config = TrackingConfig(uri=mlflow_in(folder), artifacts=str(folder / "artifacts"))
+    run = Tracker(config, "a-run")
+    (file := tmp_path / "kept.txt").write_text("kept")
+    run.client.log_artifact(run.run_id, str(file))
+    assert [kept.read_text() for kept in folder.glob("artifacts/**/kept.txt")] == ["kept"]
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == [name]
+    check_tracking(config.uri)
+    (folder / "mlflow.db").unlink()
+    with pytest.raises(ConfigError, match="there is no such file"):
+        check_tracking(config.uri)
 
 
 def test_a_resumed_run_may_go_on_for_longer(tmp_path: Path, monkeypatch) -> None:

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Actors that never load, and some that only wait for room, on a real Ray."""
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Timer
+from typing import Any
+
+import psutil
+import pytest
+import ray
+from ray.exceptions import RayActorError
+
+from tasks.actors.actor_group import ActorGroup
+from tasks.actors.loading import NotLoaded
+from tests.support.patience import PATIENCE, wait_until
+
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the workers cannot import it
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster(forked_workers: dict[str, Any]) -> Iterator[None]:
+    """Of one CPU."""
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, runtime_env=forked_workers)
+    yield
+    ray.shutdown()
+
+
+class HangsOnce:
+    """Of the processes with this folder the first one never loads, and leaves its number there."""
+
+    def __init__(self, folder: Path):
+        try:
+            (folder / "hangs").touch(exist_ok=False)
+        except FileExistsError:
+            return
+        (folder / "process").write_text(str(os.getpid()))
+        time.sleep(10 * PATIENCE)
+
+    def ready(self) -> str:
+        return "ready"
+
+
+class Raises:
+    def ready(self) -> str:
+        raise TimeoutError("the actor's own")
+
+
+class Ready:
+    def ready(self) -> str:
+        return "ready"
+
+
+def test_an_actor_that_never_loads_is_named_and_ended_alone(tmp_path: Path) -> None:
+    group = ActorGroup(HangsOnce, 2, 0.0, (tmp_path,), max_restarts=2)
+    wait_until((tmp_path / "process").exists, "the process that hangs", every=0.1)
+    with pytest.raises(NotLoaded, match=r"^model [01]: not loaded within ray_init\.start_timeout_s 6 s; ") as caught:
+        group.wait_loaded("model", 6, "ready")
+    hung = int(str(caught.value).split()[1].rstrip(":"))
+    assert ray.get(group.actors[1 - hung].ready.remote()) == "ready"
+    with pytest.raises(RayActorError):
+        ray.get(group.actors[hung].ready.remote())
+    process = int((tmp_path / "process").read_text())
+    wait_until(lambda: not psutil.pid_exists(process), "its end", every=0.1)
+
+
+def test_waiting_for_room_is_no_loading() -> None:
+    other = ActorGroup(Ready, 1, 0.0, num_cpus=1)
+    other.call_all("ready")
+    group = ActorGroup(Ready, 1, 0.0, num_cpus=1)
+    free = Timer(5, ray.kill, (other.actors[0],))
+    free.start()
+    assert group.wait_loaded("model", 3, "ready") == ["ready"]
+    free.join()
+
+
+def test_what_an_actor_raises_is_not_taken_for_a_wait_that_is_over() -> None:
+    with pytest.raises(TimeoutError, match="the actor's own"):
+        ActorGroup(Raises, 1, 0.0).wait_loaded("model", PATIENCE, "ready")
