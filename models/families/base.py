@@ -329,8 +329,12 @@ class DiffusionModelBase(ABC):
 
     @classmethod
     def lengths_of_text(cls, inputs: Mapping[str, Any]) -> list[tuple[Tensor, int]]:
-        """Of a block's inputs by name, the tensors that have as many entries as the text has tokens, and along which
-        dimension: compiled code serves every length. Empty where all prompts have the same."""
+        """The tensors among a block's inputs that are as long as the text, such as its states [B, tokens, C], and the
+        dimension along which they are: compiled code serves every length. Empty where all prompts have the same.
+
+        Args:
+            inputs: of the block's forward, by name.
+        """
         return []
 
     @classmethod

@@ -151,8 +151,9 @@ class QwenImage(DiffusionModelBase):
 
     @classmethod
     def lengths_of_text(cls, inputs: Mapping[str, Any]) -> list[tuple[Tensor, int]]:
+        """The text's states [B, tokens, C], its rotary angles [tokens, C] and, if padded, its mask [B, tokens]."""
         mask = inputs["encoder_hidden_states_mask"]
-        _, angles = inputs["image_rotary_emb"]  # of the picture, and [tokens, C] of the text
+        _, angles = inputs["image_rotary_emb"]
         return [(inputs["encoder_hidden_states"], 1), (angles, 0), *([] if mask is None else [(mask, 1)])]
 
     @classmethod
