@@ -12,7 +12,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayTaskError
 
 from models.errors import DoubleflowError
-from tasks.actors.waiting import get
+from tasks.actors.waiting import get, wait
 
 FIELD = "ray_init.start_timeout_s"
 LOOK_SECONDS = 1.0
@@ -44,7 +44,8 @@ def get_loaded(
         except GetTimeoutError as error:
             if isinstance(error, RayTaskError):  # raised where it ran, and brought here
                 raise
-        late = [number for number, answer in enumerate(answers) if not ray.wait([answer], timeout=0)[0]]
+        answered = wait(answers, 0)
+        late = [number for number, answer in enumerate(answers) if answer not in answered]
         now = time.monotonic()
         since |= {number: now for number in late if number not in since and _has_process(actors[number])}
         hung = [number for number in late if now - since.get(number, now) >= seconds]
