@@ -8,6 +8,7 @@ import sqlite3
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -142,6 +143,7 @@ def test_an_error_inside_a_flow_is_one_sentence_here_and_has_its_frames_on_the_p
 def test_a_reward_that_never_loads_ends_the_run(workspace: Workspace, ray_head: RayHead) -> None:
     """On a cluster that goes on, where nobody else would end its worker."""
     joined = workspace.on(ray_head)
+    joined.environment["PYTHONPATH"] = str(Path(__file__).parents[2])  # the reward is of the tests
     reward = f"{{reward: 'tests.support.unreliable_rewards:NeverLoads', options: {{folder: {workspace.folder}}}}}"
     settings = f"reward.functions={{never: {reward}}}", "ray_init.start_timeout_s=20"
     process = joined.start("-m", "flows.train", "tiny", "--set", settings[0], "--set", settings[1])
