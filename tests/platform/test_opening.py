@@ -8,10 +8,8 @@ import sqlite3
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing
-from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate
@@ -22,7 +20,7 @@ from tasks.config.tracking import TrackingConfig
 from tasks.config.trainer import RayConfig
 from tasks.records.model_registry import register
 from tasks.records.tracking import Tracker
-from tests.support.patience import PATIENCE, get, post, wait_until
+from tests.support.patience import PATIENCE, post, wait_until
 from tests.support.platform_helpers import RECIPE, RayHead, Workspace
 
 REWARD_ON_A_GPU = "reward.functions={jpeg_incompressibility: {num_gpus: 1}}"
@@ -138,24 +136,6 @@ def test_an_error_inside_a_flow_is_one_sentence_here_and_has_its_frames_on_the_p
     debug = workspace.start(*command, "--debug")
     assert debug.wait(PATIENCE) == 1
     assert 'tasks/run/preflight.py", line' in debug.output()
-
-
-def test_a_reward_that_never_loads_ends_the_run(workspace: Workspace, ray_head: RayHead) -> None:
-    """On a cluster that goes on, where nobody else would end its worker."""
-    joined = workspace.on(ray_head)
-    joined.environment["PYTHONPATH"] = str(Path(__file__).parents[2])  # the reward is of the tests
-    reward = f"{{reward: 'tests.support.unreliable_rewards:NeverLoads', options: {{folder: {workspace.folder}}}}}"
-    settings = f"reward.functions={{never: {reward}}}", "ray_init.start_timeout_s=20"
-    process = joined.start("-m", "flows.train", "tiny", "--set", settings[0], "--set", settings[1])
-    assert process.wait(PATIENCE) == 1, process.output()[-3000:]
-    (line,) = [line for line in process.output().splitlines() if line.startswith("error: ")]
-    assert line.startswith("error: worker 0 of reward 'never': not loaded within ray_init.start_timeout_s 20 s; ")
-    (run,) = joined.mlflow_runs()
-    assert run.info.status == "FAILED"
-    flow_run = get(f"{joined.environment['PREFECT_API_URL']}/flow_runs/{run.data.tags['doubleflow.flow_run']}")
-    assert flow_run["state_type"] == "FAILED"
-    worker = int((workspace.folder / "process").read_text())
-    wait_until(lambda: not psutil.pid_exists(worker), "the end of the worker")
 
 
 def test_the_end_of_its_terminal_ends_a_run_in_order(workspace: Workspace) -> None:
