@@ -111,19 +111,6 @@ class Unloadable(Reward):
         """Never asked."""
 
 
-class NeverLoads(Reward):
-    """Leaves its process's number, and waits."""
-
-    name = version = "never-loads"
-
-    def __init__(self, folder):
-        (Path(folder) / "process").write_text(str(os.getpid()))
-        time.sleep(3600)
-
-    def score(self, images, prompts):
-        """Never asked."""
-
-
 def _count(folder) -> int:
     """Calls so far, this one included, over all processes."""
     with (Path(folder) / "calls").open("a") as file:
