@@ -182,7 +182,7 @@ def test_the_end_of_the_terminal_is_one_in_order(tmp_path: Path) -> None:
         preexec_fn=take_terminal,
     )
     os.close(theirs)
-    assert os.read(ours, 100) == b"begun\r\n"
-    os.close(ours)
+    with open(ours, "rb") as terminal:
+        assert terminal.readline() == b"begun\r\n"
     assert process.wait() == 143
     assert (tmp_path / "ended").exists()
