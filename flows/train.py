@@ -37,7 +37,7 @@ from tasks.records.metrics import (
 from tasks.run.collect import Iteration, SampledIteration, collect, finish_ahead, submit
 from tasks.run.flow_run_names import name_training
 from tasks.run.held_out_grids import keep_grid
-from tasks.run.instruments import memory_metrics, profiled
+from tasks.run.instruments import ask_memory, profiled
 from tasks.run.iteration_prompts import have_encoded
 from tasks.run.iteration_record import validation_records, write_record
 from tasks.run.loss_checks import check_first_ratio
@@ -238,8 +238,7 @@ def log_iteration(run: TrainingRun, iteration: Iteration, metrics: dict[str, flo
     metrics["cost/images"] = float(number * images)
     if is_exported(run.config, number) and run.moved:
         register_export(clock, run)
-    with clock.stage("memory"):
-        metrics |= memory_metrics(run.actor_groups())
+    memory = ask_memory(run.actor_groups())
     if run.record is not None:
         with clock.stage(WAITING):
             run.behind.wait(run.record)
@@ -249,7 +248,7 @@ def log_iteration(run: TrainingRun, iteration: Iteration, metrics: dict[str, flo
         if run.beside_expected is not None and (line := run.beside_expected.observe(number, metrics)) is not None:
             say(line)
     metrics |= {} if run.machines is None else run.machines.metrics()
-    run.record = run.behind.submit(write_record, run, iteration, dict(metrics), validation, clock)
+    run.record = run.behind.submit(write_record, run, iteration, dict(metrics), memory, validation, clock)
 
 
 def sample_again(run: TrainingRun, clock: Stopwatch) -> SampledIteration | None:

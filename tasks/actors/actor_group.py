@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Long-lived Ray actors of one class, which hold the models: started together, called in turn or all at once."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import ray
 
 from tasks.actors.loading import get_loaded
 from tasks.actors.machines import Whereabouts
-from tasks.actors.memory import ActorMemory, memory_of, peak_metrics
+from tasks.actors.memory import ActorMemory, memory_of
 from tasks.actors.rank_places import RankPlaces
 from tasks.actors.waiting import get, unfinished
 from tasks.actors.worker_forks import started_by_python
@@ -77,13 +78,10 @@ class ActorGroup:
         found: list[Any] = get(answers, beside=(*self.begun, *beside))
         return found
 
-    def memory(self, name: str) -> dict[str, float]:
-        """memory/<name>_<number>_mb of every actor: what its process holds of its machine's memory; and what the stages
-        since the last call took and kept of its GPU at most, see `peak_metrics`."""
+    def ask_memory(self) -> Callable[[], list[ActorMemory]]:
+        """A function, for any thread, that waits for what every actor says of its memory once it has done what was
+        asked of it before; the first error of that, or of what was begun, is raised there."""
         patient = {"max_task_retries": -1} if self.restarts else {}  # its machine may just have been lost
-        found: list[ActorMemory] = self.get(
-            [actor.__ray_call__.options(**patient).remote(memory_of) for actor in self.actors]
-        )
+        answers = [actor.__ray_call__.options(**patient).remote(memory_of) for actor in self.actors]
         self.whereabouts.refresh()
-        resident = {f"memory/{name}_{number}_mb": actor.resident_mb for number, actor in enumerate(found)}
-        return resident | peak_metrics(name, [actor.peaks for actor in found])
+        return partial(get, answers, beside=self.begun)

@@ -98,3 +98,10 @@ class ActorMemory(NamedTuple):
 def memory_of(actor: Any) -> ActorMemory:
     """What there is to say of an actor's memory; its peaks begin anew."""
     return ActorMemory(resident_mb(), peaks_since_last_time(actor))
+
+
+def memory_metrics(group: str, actors: Sequence[ActorMemory]) -> dict[str, float]:
+    """memory/<group>_<number>_mb of every actor: what its process holds of its machine's memory; and what the stages
+    since the last call took and kept of its GPU at most, see `peak_metrics`."""
+    resident = {f"memory/{group}_{number}_mb": actor.resident_mb for number, actor in enumerate(actors)}
+    return resident | peak_metrics(group, [actor.peaks for actor in actors])

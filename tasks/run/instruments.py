@@ -1,23 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is measured of a run's processes: their memory, and traces of what they do."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from tasks.actors.actor_group import ActorGroup
-from tasks.actors.memory import resident_mb
+from tasks.actors.memory import memory_metrics, resident_mb
 from tasks.actors.profiling import collect_traces, start_traces
 from tasks.config.trainer import ProfileConfig
 from tasks.records.tracking import Tracker
 from tasks.system.stopwatch import Stopwatch
 
 
-def memory_metrics(groups: Mapping[str, ActorGroup]) -> dict[str, float]:
-    """Host memory of the driver and of every actor, and what the stages took of the GPUs, under memory/."""
+def ask_memory(groups: Mapping[str, ActorGroup]) -> Callable[[], dict[str, float]]:
+    """A function, for any thread, that waits for the host memory of the driver and of every actor, and for what the
+    stages took of the GPUs, under memory/.
+
+    The actors are asked at once and answer after what they do now: trainer ranks still copy the weights for rollout
+    workers that will be started again, and nobody waits for it.
+    """
     metrics = {"memory/driver_mb": resident_mb()}
-    for name, group in groups.items():
-        metrics |= group.memory(name)
-    return metrics
+    asked = {name: group.ask_memory() for name, group in groups.items()}
+
+    def answered() -> dict[str, float]:
+        found = metrics.copy()
+        for name, answers in asked.items():
+            found |= memory_metrics(name, answers())
+        return found
+
+    return answered
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is written of an iteration that is done: to MLflow and to the run's page, behind the run."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,12 @@ from tasks.system.stopwatch import Stopwatch
 
 
 def write_record(
-    run: TrainingRun, iteration: Iteration, metrics: dict[str, float], validation: Validation | None, clock: Stopwatch
+    run: TrainingRun,
+    iteration: Iteration,
+    metrics: dict[str, float],
+    memory: Callable[[], Mapping[str, float]],
+    validation: Validation | None,
+    clock: Stopwatch,
 ) -> None:
     """Log an iteration, behind the run: all that was given to write before it is on the disk.
 
@@ -27,6 +32,8 @@ def write_record(
     its samples and its checkpoint.
     """
     number = iteration.number
+    with clock.stage_behind("memory"):
+        metrics |= memory()
     with clock.stage_behind("log"):
         pictures, tables = validation_records(validation)
         if iteration.pictures:

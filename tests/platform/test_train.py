@@ -261,7 +261,7 @@ def check_seconds(workspace: Workspace, run_id: str) -> None:
     parts = {name: points for name, points in metrics.items() if name.startswith("timing_s/")}
     whole = parts.pop("timing_s/step")
     behind = {name.removeprefix("timing_s/behind/"): parts.pop(name) for name in [*parts] if "/behind/" in name}
-    assert behind.keys() == {"kept_stages", "save_checkpoint", "log", "report"}
+    assert behind.keys() == {"kept_stages", "save_checkpoint", "memory", "log", "report"}
     assert all(points.keys() == {1, 2, 3} for points in behind.values())
     of_syncs = {name.removeprefix("timing_s/sync/"): parts.pop(name) for name in [*parts] if "/sync/" in name}
     worker = {"load", "digests", "rollout_canary", "wait", "compare"}

@@ -86,7 +86,7 @@ def test_workers_come_back_elsewhere_and_a_lost_rank_ends_the_run_in_a_sentence(
             for old, new in zip(before, sampled(), strict=True):
                 assert np.array_equal(old, new)
             for name in ("rollout", "reward_brightness"):
-                assert groups[name].memory(name)
+                assert groups[name].ask_memory()()
             wait_until(lambda: caplog.text.count("is back") == 2, "word that both are back")
             assert watch.metrics() == {"machines/lost": 1.0}
             assert watch.metrics() == {}

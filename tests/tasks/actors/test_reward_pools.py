@@ -3,6 +3,7 @@
 
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from tasks.config.reward import RewardConfig
 from tasks.config.trainer import RayConfig
 from tasks.data.prompts import Prompt
 from tasks.rewards import RewardError
+from tasks.run.instruments import ask_memory
 from tasks.stages.validation import draw_and_score
 from tasks.system.stopwatch import Stopwatch
 from tests.support.patience import wait_until
@@ -318,11 +320,20 @@ def test_statistics_of_the_pictures_are_measured_beside_the_rewards(cluster: Non
     assert found["image/diversity"].to_numpy() == pytest.approx([10 / 255] * 12, rel=1e-5)
 
 
-def test_asking_for_its_memory_loads_a_worker_with_nothing(cluster: None) -> None:
+def test_asking_for_its_memory_waits_for_nobody_and_loads_a_worker_with_nothing(cluster: None, tmp_path: Path) -> None:
     """It is started by python, as it is to have two CPUs: a fork has what many import from the start."""
     alone = config(brightness={"num_cpus": 2})
     group = next(iter(RewardGroup(alone).pools.values())).group
-    assert 0 < group.memory("reward")["memory/reward_0_mb"] < 1000
+    free = tmp_path / "free"
+
+    def is_busy(_: Any) -> None:
+        while not free.exists():
+            time.sleep(0.01)
+
+    group.actors[0].__ray_call__.remote(is_busy)
+    memory = ask_memory({"reward": group})  # the driver goes on, though the worker has more to do first
+    free.touch()
+    assert 0 < memory()["memory/reward_0_mb"] < 1000
     (loaded,) = ray.get([actor.__ray_call__.remote(lambda _: set(sys.modules)) for actor in group.actors])
     assert not loaded & {"torch", "prefect", "mlflow", "tasks.actors.cluster"}
     forked = next(iter(RewardGroup(config(brightness={})).pools.values())).group

@@ -212,7 +212,7 @@ def test_a_rank_that_fails_at_the_copy_is_heard_by_what_is_asked_next(actors: Ac
         assert actors.sync("ipc")[0].agreement.difference == 0.0
         synced.touch()
         with pytest.raises(MemoryError, match="no room for whole_weights"):
-            actors.trainer.group.memory("trainer")
+            actors.trainer.group.ask_memory()()
     assert_equal(actors.held())
 
 
