@@ -132,6 +132,20 @@ def test_what_is_written_is_what_was_meant() -> None:
     assert actor.ppo_micro_batch_size_per_gpu == rollout.micro_batch_size == 4
 
 
+@pytest.mark.parametrize(
+    ("model", "loss", "shift"),
+    [
+        ("stabilityai/stable-diffusion-3.5-medium", "dpo", 3.0),
+        ("Qwen/Qwen-Image", "dpo", None),
+        ("stabilityai/stable-diffusion-3.5-medium", "diffusion_nft", None),
+    ],
+)
+def test_pairs_are_noised_at_the_levels_of_their_scheduler(model: str, loss: str, shift: float | None) -> None:
+    """Their levels are taken from the model's own table, and Stable Diffusion 3's alone has a static shift."""
+    one = made(f"actor_rollout_ref.model.path={model}\nactor_rollout_ref.model.algorithm={loss}")
+    assert one.config["algorithm"].get("logit_normal_shift") == shift
+
+
 def test_the_rollout_of_its_own_gpus() -> None:
     config = made(
         SCRIPT.replace(
