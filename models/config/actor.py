@@ -241,8 +241,8 @@ class ForwardProcessConfig(Section):
         1.0,
         ge=1,
         le=100.0,
-        description="logit_normal only: k of t <- k t / (1 + (k-1) t), which moves the levels towards pure noise. Public "
-        "DPO of Stable Diffusion 3 draws from the model's own schedule, whose static shift is 3.",
+        description="logit_normal only: k of t <- k t / (1 + (k-1) t), which moves the levels towards pure noise. "
+        "Public DPO of Stable Diffusion 3 draws from the model's own schedule, whose static shift is 3.",
     )
     old_policy_decay_schedule: DecaySchedule = Field(
         "copy",

@@ -146,6 +146,13 @@ def test_pairs_are_noised_at_the_levels_of_their_scheduler(model: str, loss: str
     assert one.config["algorithm"].get("logit_normal_shift") == shift
 
 
+@pytest.mark.parametrize(("loss", "shared"), [("dance_grpo", True), ("flow_grpo", None)])
+def test_wans_samples_of_a_prompt_start_from_the_same_noise(loss: str, shared: bool | None) -> None:
+    """As their pipeline has it by default, without a field of the script's."""
+    one = made(f"actor_rollout_ref.model.path=Wan-AI/Wan2.2-TI2V-5B\nactor_rollout_ref.model.algorithm={loss}")
+    assert one.config["actor_rollout_ref"]["rollout"]["algo"].get("init_same_noise") == shared
+
+
 def test_the_rollout_of_its_own_gpus() -> None:
     config = made(
         SCRIPT.replace(
