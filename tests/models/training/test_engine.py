@@ -139,7 +139,7 @@ def test_updates_equal_the_reference_trainer(tiny_model: Path, kind: str, clip_g
     """Three updates, uneven micro-batches of 4 and 2: weights and gradient norms."""
     config = config_of(kind, tiny_model)
     trajectories = rolled_out(config)
-    engine = trainer(config, clip_grad=clip_grad)
+    engine = trainer(config, clip_grad=clip_grad, betas=(0.8, 0.95), weight_decay=0.1)
     start = engine.gather_weights()
     metrics = [engine.update_policy([batch_of(trajectories)]) for _ in range(3)]
     weights, norms = plain_updates(config, engine.actor_config, [(trajectories, ADVANTAGES)], updates=3)
@@ -158,7 +158,8 @@ def test_the_half_without_prompt_may_be_a_constant(one_block_model: Path, kind: 
     assert (trajectories.unconditional is not None) == recorded
     settings = {"guidance_gradient": "conditional", "clip_grad": 1e6}
     engine = trainer(config, **settings)
-    engine.update_policy([batch_of(trajectories)] * 3)
+    metrics = engine.update_policy([batch_of(trajectories)] * 3)
+    assert (metrics["sample_steps"], metrics["recorded_steps"]) == (54, 18 if recorded else 0)
     weights, _ = plain_updates(config, engine.actor_config, [(trajectories, ADVANTAGES)], updates=3)
     both, _ = plain_updates(config, actor_config(clip_grad=1e6), [(trajectories, ADVANTAGES)], updates=3)
     assert largest_difference(engine.gather_weights(), weights) < 1e-6
