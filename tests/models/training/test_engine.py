@@ -149,6 +149,22 @@ def test_updates_equal_the_reference_trainer(tiny_model: Path, kind: str, clip_g
     assert largest_difference(engine.gather_weights(), start) > 1e-3
 
 
+def test_micro_batches_computed_in_bf16_are_added_up_in_fp32(one_block_model: Path) -> None:
+    """Else the sum of hundreds would be rounded to eight bits at each, and no gradient be more than a bf16 number."""
+    config = config_of("full", one_block_model)
+    engine = trainer(config, param_dtype="bfloat16", ppo_micro_batch_size_per_gpu=1, clip_grad=1e6)
+    sums: list[torch.Tensor] = []
+
+    def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        sums.extend(p.grad.full_tensor() for p in optimizer.param_groups[0]["params"] if p.grad is not None)
+
+    engine.optimizer.register_step_pre_hook(look)
+    engine.update_policy([batch_of(rolled_out(config))])
+    values = torch.cat([gradient.flatten() for gradient in sums])
+    values = values[values != 0]
+    assert (values != values.bfloat16().float()).double().mean() > 0.5
+
+
 @pytest.mark.parametrize("recorded", [False, True], ids=["computed", "recorded"])
 @pytest.mark.parametrize("kind", ["guided", "guided_lora"])
 def test_the_half_without_prompt_may_be_a_constant(one_block_model: Path, kind: str, recorded: bool) -> None:
