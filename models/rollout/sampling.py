@@ -164,7 +164,7 @@ def _noise_to_start_from(
 ) -> Tensor:
     """By the noise keys, [B, ...]; that of the samples' prompt where `algo.init_same_noise` says so and the window's
     steps, which are each sample's own, tell them apart."""
-    shared = model_config.algo.init_same_noise and request.window
+    shared = getattr(model_config.algo, "init_same_noise", False) and request.window
     keys = [key.of_group() for key in request.keys] if shared else request.keys
     return draw(keys, INITIAL_NOISE, adapter.latent_shape(model_config), device)
 
