@@ -149,6 +149,17 @@ def test_updates_equal_the_reference_trainer(tiny_model: Path, kind: str, clip_g
     assert largest_difference(engine.gather_weights(), start) > 1e-3
 
 
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_what_a_bf16_model_trains_is_kept_in_fp32(one_block_model: Path, kind: str) -> None:
+    """Weights, moments and average: a step of a small learning rate is less than a bf16 weight's last bit."""
+    engine = trainer(model_config(one_block_model, dtype="bfloat16", **KINDS[kind]), enable=True)
+    assert engine.ema is not None
+    moments = [state[name] for state in engine.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    kept = [*engine.optimizer.param_groups[0]["params"], *moments, *engine.ema.shadow.values()]
+    assert len(kept) > 4
+    assert {tensor.dtype for tensor in kept} == {torch.float32}
+
+
 def test_micro_batches_computed_in_bf16_are_added_up_in_fp32(one_block_model: Path) -> None:
     """Else the sum of hundreds would be rounded to eight bits at each, and no gradient be more than a bf16 number."""
     config = config_of("full", one_block_model)
