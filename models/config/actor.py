@@ -237,6 +237,13 @@ class ForwardProcessConfig(Section):
     timestep_fraction: float = Field(
         1.0, gt=0, le=1, description="Share of the schedule's levels to train at, counted from pure noise."
     )
+    logit_normal_shift: Later[float] = Field(
+        1.0,
+        ge=1,
+        le=100.0,
+        description="logit_normal only: k of t <- k t / (1 + (k-1) t), which moves the levels towards pure noise. "
+        "Public DPO of Stable Diffusion 3 draws from the model's own schedule, whose static shift is 3.",
+    )
     old_policy_decay_schedule: DecaySchedule = Field(
         "copy",
         description="old <- d old + (1 - d) policy after an iteration: copy has d = 0; linear_to_0_5 lets d rise by "
@@ -258,6 +265,11 @@ class ForwardProcessConfig(Section):
             raise ValueError(
                 f"timestep_fraction {self.timestep_fraction} is a share of the schedule's levels, but "
                 f"timestep_sampling is {self.timestep_sampling}: leave it at 1"
+            )
+        if self.timestep_sampling != "logit_normal" and self.logit_normal_shift != 1.0:
+            raise ValueError(
+                f"logit_normal_shift is {self.logit_normal_shift:g}, but timestep_sampling {self.timestep_sampling} "
+                "takes the schedule's levels, which have the model's shift: leave it at 1"
             )
         return self
 

@@ -70,6 +70,12 @@ class DiffusionRolloutAlgoConfig(Section):
         "own (Flash-GRPO, with a sde_window_size of 1).",
     )
 
+    init_same_noise: Later[bool] = Field(
+        False,
+        description="The samples of a prompt start from the same noise, so that they differ by what the window's steps "
+        "add alone, as DanceGRPO's and MixGRPO's own code has it. A validation's start from noise of their own.",
+    )
+
     @model_validator(mode="after")
     def _cps_turns_by_a_right_angle_at_most(self) -> Self:
         if self.sde_type == "cps" and self.noise_level > 1:

@@ -145,7 +145,7 @@ def sample(
         the request after its last step.
     """
     if initial_latents is None:
-        initial_latents = draw(request.keys, INITIAL_NOISE, adapter.latent_shape(model_config), device)
+        initial_latents = _noise_to_start_from(adapter, model_config, request, device)
     denoising = Denoising(scheduler, model_config, request, initial_latents)
     prompts, index = request.prompts.to(device), request.prompt_index.to(device)
     # An update that takes the recorded half as given computes the other one alone, and must find the same numbers.
@@ -154,6 +154,19 @@ def sample(
     for timestep in denoising.timesteps:
         denoising.advance(*velocity(denoising.latents, timestep))
     return denoising
+
+
+def _noise_to_start_from(
+    adapter: type[DiffusionModelBase],
+    model_config: DiffusionModelConfig,
+    request: RolloutRequest,
+    device: torch.device | str,
+) -> Tensor:
+    """By the noise keys, [B, ...]; that of the samples' prompt where `algo.init_same_noise` says so and the window's
+    steps, which are each sample's own, tell them apart."""
+    shared = getattr(model_config.algo, "init_same_noise", False) and request.window
+    keys = [key.of_group() for key in request.keys] if shared else request.keys
+    return draw(keys, INITIAL_NOISE, adapter.latent_shape(model_config), device)
 
 
 class Sampler:
@@ -207,7 +220,7 @@ class Sampler:
     ) -> Denoising:
         """A request before its first step, for whoever takes the steps one by one; arguments as `produce`."""
         config = self._config(pipeline, algo)
-        noise = draw(request.keys, INITIAL_NOISE, self.adapter.latent_shape(config), self.device)
+        noise = _noise_to_start_from(self.adapter, config, request, self.device)
         return Denoising(self._scheduler(config), config, request, noise)
 
     def finish(self, denoising: Denoising) -> Generated:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finished samples, noised again: what the losses of the forward process train on."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -107,7 +108,9 @@ def _levels(keys: list[NoiseKey], count: int, schedule: Tensor, config: "Forward
     """
     drawn = generators(keys, FORWARD_LEVELS)
     if config.timestep_sampling == "logit_normal":
-        return torch.stack([torch.randn(count, generator=generator).sigmoid() for generator in drawn])
+        # k t / (1 + (k-1) t) is a step of log k between the logits.
+        shift = math.log(config.logit_normal_shift)
+        return torch.stack([(torch.randn(count, generator=generator) + shift).sigmoid() for generator in drawn])
     candidates = schedule[: max(int((len(schedule) - 1) * config.timestep_fraction), 1)].float()
     if config.timestep_sampling == "stratified":
         parts = candidates.tensor_split(count)

@@ -22,7 +22,10 @@ class PromptSet(Section):
     embeddings: Path = Field(description="Folder of an `embeddings` stage.")
     split: Split = Field("test", description="Which of the table's prompts.")
     max_prompts: int | None = Field(
-        None, ge=2, le=MOST_COUNT, description="Use only the first so many; null takes all."
+        None,
+        ge=2,
+        le=MOST_COUNT,
+        description="Use only the first so many, in the raw files' order; null takes all.",
     )
 
 

@@ -38,7 +38,11 @@ class ValidationConfig(Section):
 
     n: int = Field(1, ge=1, le=MOST_BATCH, description="Pictures per held-out prompt.")
     max_prompts: int | None = Field(
-        None, ge=1, le=MOST_COUNT, description="Use only the first so many held-out prompts."
+        None,
+        ge=1,
+        le=MOST_COUNT,
+        description="Use only the first so many held-out prompts, in the raw files' order: of files that are sorted by "
+        "task, as GenEval's are, those are of one task.",
     )
     pipeline: ValidationPipelineConfig = Field(
         default_factory=ValidationPipelineConfig, description="What differs from the rollout's sampling."

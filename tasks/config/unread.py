@@ -96,7 +96,7 @@ RULES = (
     Unread((KERNEL,), _trains_on_finished, "loss {loss} trains on finished samples, which the ODE makes"),
     Unread(
         (
-            *_below("algorithm", "timestep_sampling", "num_train_timesteps", "timestep_fraction"),
+            *_below("algorithm", "timestep_sampling", "num_train_timesteps", "timestep_fraction", "logit_normal_shift"),
             f"{ACTOR}.matching_loss_coef",
         ),
         lambda config: not _trains_on_finished(config),

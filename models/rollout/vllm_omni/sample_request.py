@@ -66,6 +66,7 @@ _SHARED = (
     "algo.noise_level",
     "algo.sde_type",
     "algo.sde_options",
+    "algo.init_same_noise",
 )
 
 

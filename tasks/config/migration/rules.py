@@ -326,6 +326,12 @@ def _needs_no_old_log_probs(given: Given) -> bool:
     return any(FINISHED_SAMPLES.items() <= PRESETS.get(str(name), {}).items() for name in names)
 
 
+def _is(given: Given, algorithm: str, family: str) -> bool:
+    """Is it this algorithm on a model of this family?"""
+    named = given.get(f"{MODEL}.algorithm"), given.get(f"{ACTOR}.diffusion_loss.loss_mode")
+    return algorithm in named and _family(given) is FAMILIES[family]
+
+
 def _resume(path: str, value: Any, given: Given) -> Outcome:
     if value == "resume_path":
         return Elsewhere("a run goes on in its own folder: trainer.default_local_dir and the same config find it")
@@ -537,6 +543,10 @@ DEFAULTS: dict[str, Any] = {
     f"{ACTOR}.kl_loss_coef": lambda given: 0.001 if given.get(f"{ACTOR}.use_kl_loss") else None,
     f"{ACTOR}.fsdp_config.gradient_checkpointing": True,
     f"{ACTOR}.fsdp_config.param_dtype": "bfloat16",
+    # Their pairs are noised at levels of the scheduler's table, and Stable Diffusion 3's is shifted by 3.
+    "algorithm.logit_normal_shift": lambda given: 3.0 if _is(given, "dpo", "stable-diffusion-3") else None,
+    # The default of their one pipeline for Wan, which no field of theirs says.
+    f"{ROLLOUT}.algo.init_same_noise": lambda given: True if _is(given, "dance_grpo", "wan") else None,
     f"{CORRECTION}.bypass_mode": lambda given: None if _needs_no_old_log_probs(given) else False,
     "trainer.device": "cuda",
     "trainer.n_gpus_per_node": 8,

@@ -70,6 +70,24 @@ def test_a_sample_does_not_depend_on_its_place_in_the_batch(tiny_model: Path) ->
     assert torch.allclose(here.latents, there.latents[order], rtol=0, atol=1e-5)
 
 
+def test_samples_of_a_prompt_may_start_from_the_same_noise(tiny_model: Path) -> None:
+    """They then go apart in the window, where prompts have noise of their own; the ODE's, of a validation, never do."""
+    plain = DiffusersRolloutEngine(model_config(tiny_model))
+    shared = DiffusersRolloutEngine(model_config(tiny_model, init_same_noise=True))
+    request = rollout_request(samples=2, lengths=(5, 5), window=(0, 1))
+    _, recorded = shared.generate(request)
+    start = recorded.latents[:, 0]
+    assert torch.equal(start[0], start[1])
+    assert torch.equal(start[2], start[3])
+    assert not torch.equal(start[0], start[2])
+    assert len(recorded.latents[:, 1].unique(dim=0)) == 4
+    assert len(plain.generate(request)[1].latents[:, 0].unique(dim=0)) == 4
+    again = shared.generate(rollout_request(samples=2, lengths=(5, 5), window=(0, 1), iteration=1))[1]
+    assert not torch.equal(again.latents[0, 0], start[0])
+    ode = rollout_request(window=())
+    assert torch.equal(shared.generate(ode)[0], plain.generate(ode)[0])
+
+
 def test_only_the_window_is_stochastic_and_recorded(tiny_model: Path) -> None:
     """The recorded path starts where the plain ODE is after the steps before the window."""
     config = model_config(tiny_model, num_inference_steps=5)

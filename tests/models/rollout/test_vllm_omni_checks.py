@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from models.config.algo import DiffusionRolloutAlgoConfig
 from models.rollout.vllm_omni.answers import RolloutEngineError, agree, reply
 from models.rollout.vllm_omni.engine import check_tensor_split, pipeline_class
 from models.rollout.vllm_omni.families import QwenImageRollout
@@ -34,6 +35,7 @@ def test_a_request_comes_back_from_its_samples(tiny_model: Path) -> None:
         ({"window": (1, 2)}, "window"),
         ({"record_means": True}, "record_means"),
         ({"outputs": frozenset()}, "outputs"),
+        ({"algo": DiffusionRolloutAlgoConfig(init_same_noise=True)}, "algo.init_same_noise"),
     ],
 )
 def test_samples_that_do_not_agree_share_no_batch(tiny_model: Path, change: dict, message: str) -> None:

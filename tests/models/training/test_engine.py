@@ -139,7 +139,7 @@ def test_updates_equal_the_reference_trainer(tiny_model: Path, kind: str, clip_g
     """Three updates, uneven micro-batches of 4 and 2: weights and gradient norms."""
     config = config_of(kind, tiny_model)
     trajectories = rolled_out(config)
-    engine = trainer(config, clip_grad=clip_grad)
+    engine = trainer(config, clip_grad=clip_grad, betas=(0.8, 0.95), weight_decay=0.1)
     start = engine.gather_weights()
     metrics = [engine.update_policy([batch_of(trajectories)]) for _ in range(3)]
     weights, norms = plain_updates(config, engine.actor_config, [(trajectories, ADVANTAGES)], updates=3)
@@ -147,6 +147,33 @@ def test_updates_equal_the_reference_trainer(tiny_model: Path, kind: str, clip_g
     assert (norms[0] > clip_grad) == (clip_grad < 1)
     assert largest_difference(engine.gather_weights(), weights) < 1e-6
     assert largest_difference(engine.gather_weights(), start) > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_what_a_bf16_model_trains_is_kept_in_fp32(one_block_model: Path, kind: str) -> None:
+    """Weights, moments and average: a step of a small learning rate is less than a bf16 weight's last bit."""
+    engine = trainer(model_config(one_block_model, dtype="bfloat16", **KINDS[kind]), enable=True)
+    assert engine.ema is not None
+    moments = [state[name] for state in engine.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    kept = [*engine.optimizer.param_groups[0]["params"], *moments, *engine.ema.shadow.values()]
+    assert len(kept) > 4
+    assert {tensor.dtype for tensor in kept} == {torch.float32}
+
+
+def test_micro_batches_computed_in_bf16_are_added_up_in_fp32(one_block_model: Path) -> None:
+    """Else the sum of hundreds would be rounded to eight bits at each, and no gradient be more than a bf16 number."""
+    config = config_of("full", one_block_model)
+    engine = trainer(config, param_dtype="bfloat16", ppo_micro_batch_size_per_gpu=1, clip_grad=1e6)
+    sums: list[torch.Tensor] = []
+
+    def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        sums.extend(p.grad.full_tensor() for p in optimizer.param_groups[0]["params"] if p.grad is not None)
+
+    engine.optimizer.register_step_pre_hook(look)
+    engine.update_policy([batch_of(rolled_out(config))])
+    values = torch.cat([gradient.flatten() for gradient in sums])
+    values = values[values != 0]
+    assert (values != values.bfloat16().float()).double().mean() > 0.5
 
 
 @pytest.mark.parametrize("recorded", [False, True], ids=["computed", "recorded"])
@@ -158,7 +185,8 @@ def test_the_half_without_prompt_may_be_a_constant(one_block_model: Path, kind: 
     assert (trajectories.unconditional is not None) == recorded
     settings = {"guidance_gradient": "conditional", "clip_grad": 1e6}
     engine = trainer(config, **settings)
-    engine.update_policy([batch_of(trajectories)] * 3)
+    metrics = engine.update_policy([batch_of(trajectories)] * 3)
+    assert (metrics["sample_steps"], metrics["recorded_steps"]) == (54, 18 if recorded else 0)
     weights, _ = plain_updates(config, engine.actor_config, [(trajectories, ADVANTAGES)], updates=3)
     both, _ = plain_updates(config, actor_config(clip_grad=1e6), [(trajectories, ADVANTAGES)], updates=3)
     assert largest_difference(engine.gather_weights(), weights) < 1e-6

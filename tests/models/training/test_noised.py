@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import Tensor
 
 from models.algorithms import DPOLoss, get_diffusion_loss_fn
@@ -101,6 +102,14 @@ def test_logit_normal_levels() -> None:
     assert abs(logits.std().item() - 1) < 5 / math.sqrt(2 * count)
     assert abs((logits < -1).double().mean().item() - 0.158655) < 5 * math.sqrt(0.1587 * 0.8413 / count)
     assert noise(samples_of(2, 1), timestep_sampling="logit_normal").steps == 1
+
+
+def test_logit_normal_levels_of_a_shifted_schedule() -> None:
+    """Against the table of diffusers' own scheduler, from which public DPO takes the level at a share of its length."""
+    plain = noise(samples_of(200, 1), **LOGIT_NORMAL).sigmas
+    shifted = noise(samples_of(200, 1), logit_normal_shift=3.0, **LOGIT_NORMAL).sigmas
+    table = FlowMatchEulerDiscreteScheduler(shift=3.0).timesteps / 1000
+    assert (table[((1 - plain) * 1000).long()] - shifted).abs().max() < 0.004  # the table's steps
 
 
 def test_the_forward_process() -> None:

@@ -132,6 +132,27 @@ def test_what_is_written_is_what_was_meant() -> None:
     assert actor.ppo_micro_batch_size_per_gpu == rollout.micro_batch_size == 4
 
 
+@pytest.mark.parametrize(
+    ("model", "loss", "shift"),
+    [
+        ("stabilityai/stable-diffusion-3.5-medium", "dpo", 3.0),
+        ("Qwen/Qwen-Image", "dpo", None),
+        ("stabilityai/stable-diffusion-3.5-medium", "diffusion_nft", None),
+    ],
+)
+def test_pairs_are_noised_at_the_levels_of_their_scheduler(model: str, loss: str, shift: float | None) -> None:
+    """Their levels are taken from the model's own table, and Stable Diffusion 3's alone has a static shift."""
+    one = made(f"actor_rollout_ref.model.path={model}\nactor_rollout_ref.model.algorithm={loss}")
+    assert one.config["algorithm"].get("logit_normal_shift") == shift
+
+
+@pytest.mark.parametrize(("loss", "shared"), [("dance_grpo", True), ("flow_grpo", None)])
+def test_wans_samples_of_a_prompt_start_from_the_same_noise(loss: str, shared: bool | None) -> None:
+    """As their pipeline has it by default, without a field of the script's."""
+    one = made(f"actor_rollout_ref.model.path=Wan-AI/Wan2.2-TI2V-5B\nactor_rollout_ref.model.algorithm={loss}")
+    assert one.config["actor_rollout_ref"]["rollout"]["algo"].get("init_same_noise") == shared
+
+
 def test_the_rollout_of_its_own_gpus() -> None:
     config = made(
         SCRIPT.replace(

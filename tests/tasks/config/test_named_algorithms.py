@@ -333,6 +333,10 @@ def test_only_what_paces_itself_by_its_length_makes_another_run_of_a_longer_one(
             "timestep_fraction 0.5 is a share of the schedule's levels, but timestep_sampling is logit_normal",
         ),
         (
+            ("algorithm.name=awm", "algorithm.logit_normal_shift=3"),
+            "logit_normal_shift is 3, but timestep_sampling schedule takes the schedule's levels",
+        ),
+        (
             ("algorithm.name=awm", "algorithm.rollout_correction.bypass_mode=false"),
             "bypass_mode is false, but loss awm reads no log-probs that could be corrected",
         ),
