@@ -6,6 +6,7 @@ A rename alone is not enough: after a power cut the new name may stand before an
 
 import hashlib
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -75,13 +76,27 @@ def move_in_place(aside: Path, path: Path) -> None:
 
 
 def flush(path: Path) -> None:
-    """Wait until a file, or a folder with all that is in it, is on the disk."""
+    """Wait until a file, or a folder with all that is in it, is on the disk, and may be read as the umask has it.
+
+    safetensors gives its files mode 600 whatever the umask.
+    """
     if path.is_symlink():
         return  # the folder around it holds all of it
     if path.is_dir():
         for inner in path.iterdir():
             flush(inner)
+    else:
+        mode = path.stat().st_mode
+        if lacking := 0o666 & ~umask() & ~mode:
+            path.chmod(mode & 0o7777 | lacking)
     _sync(path)
+
+
+def umask() -> int:
+    """This process's, read and not set, as `os.umask` would for all of its threads."""
+    found = re.search(r"^Umask:\s*([0-7]+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert found is not None  # since Linux 4.7
+    return int(found[1], 8)
 
 
 def remove(*paths: Path) -> None:
