@@ -6,9 +6,11 @@ import base64
 import fcntl
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -27,10 +29,12 @@ from flows.deploy.mlflow_app import guarded
 from flows.deploy.service_record import HERE, RECORD, ServiceError
 from flows.services import app
 from tasks.actors.reward_group import Scores
+from tasks.cli.terminal import command_of
 from tasks.records.run_lock import run_lock
 from tasks.records.run_store import CheckpointStore, RunState
 from tasks.run.kept_stages import KeptStages
 from tasks.system.access import STARTUP_SECONDS, guard_temporary_server, new_access
+from tasks.system.files import bytes_on_disk
 from tasks.system.heartbeats import heartbeats
 from tasks.system.processes import boot_id, identity
 from tests.support.forked import Program
@@ -377,6 +381,42 @@ def test_prune_lists_what_dead_runs_left_and_removes_only_that(
             prune.remove(item)
     assert not [path for path in dead if path.exists()]
     assert all(path.exists() for path in kept)
+
+
+def test_prune_looks_while_runs_and_clusters_come_and_go(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "process_iter", lambda: [])  # a look takes a hundredth of the time
+    (here / "runs/busy").mkdir(parents=True)
+    (here / "runs/busy/run.json").write_text("{}")
+    over = threading.Event()
+
+    def come_and_go() -> None:
+        while not over.is_set():
+            for number in range(8):
+                filled(here / f"temporary/ray-{number}/session_2026_{number}/logs")
+                filled(here / f"runs/busy/folder-{number}/.partial")
+                shutil.rmtree(here / f"temporary/ray-{number}")
+                shutil.rmtree(here / f"runs/busy/folder-{number}")
+
+    others = threading.Thread(target=come_and_go)
+    others.start()
+    try:
+        for _ in range(200):
+            prune.leftovers(here, [here / "temporary"], days=1)
+            bytes_on_disk(here)
+    finally:
+        over.set()
+        others.join()
+
+
+def test_prune_says_where_there_is_nothing_of_a_project(here: Path, tmp_path: Path) -> None:
+    def said() -> str:
+        result = CliRunner().invoke(command_of(prune.main), [], env={"TMPDIR": str(tmp_path)})
+        assert result.exit_code == 0, result.output
+        return result.stderr
+
+    assert said() == f"{here} has no runs/ and no .services/, so nothing of runs and services is there to look at\n"
+    (here / "runs").mkdir()
+    assert said() == ""
 
 
 def test_prune_leaves_a_run_what_it_goes_on_with(here: Path) -> None:
