@@ -215,7 +215,9 @@ def main(
     temporary = dict.fromkeys([Path(tempfile.gettempdir()), Path("/tmp"), *([Path(ray)] if ray else [])])
     here = Path.cwd()
     if not any((here / name).is_dir() for name in ("runs", ".services")):
-        typer.echo(f"{here} has no runs/ and no .services/, so nothing of runs and services is there to look at", err=True)
+        typer.echo(
+            f"{here} has no runs/ and no .services/, so nothing of runs and services is there to look at", err=True
+        )
     items = leftovers(here, list(temporary), days)
     for kind in KINDS:
         of_kind = [item for item in items if item.kind == kind]

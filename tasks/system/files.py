@@ -38,7 +38,7 @@ def bytes_on_disk(path: Path) -> int:
     """What a file takes, or a folder with all that is in it; what is not there, or goes meanwhile, takes nothing."""
     total = 0
     inner = (os.path.join(here, name) for here, folders, files in os.walk(path) for name in (*folders, *files))
-    for one in (path, *inner):
+    for one in (str(path), *inner):
         with suppress(FileNotFoundError):
             total += os.lstat(one).st_blocks * 512
     return total
