@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -39,6 +40,7 @@ from tasks.system.heartbeats import heartbeats
 from tasks.system.processes import boot_id, identity
 from tests.support.forked import Program
 from tests.support.patience import PATIENCE, wait_until
+from tests.support.prefect_store import prefect_in
 
 CREDENTIALS = "me:secret"
 TEMPORARY = """
@@ -110,6 +112,30 @@ def test_the_temporary_server_of_a_run_wants_a_secret(tmp_path: Path) -> None:
     assert told.pop("train") == wanted | {"seconds": STARTUP_SECONDS}
     secret = [True, len(new_access()["PREFECT_API_AUTH_STRING"])]
     assert told == {"reproduce": secret, "compare": secret}
+
+
+KILLED = """
+import os, signal
+import psutil
+from tasks.cli.terminal import run_flow
+
+def flow():
+    (server,) = [child for child in psutil.Process().children() if "uvicorn" in " ".join(child.cmdline())]
+    print(server.pid, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+run_flow(flow, False, meanwhile=lambda: None)
+"""
+
+
+@pytest.mark.slow
+def test_the_temporary_server_ends_with_a_command_that_is_killed_before_it_has_a_cluster(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT")}
+    environment |= prefect_in(tmp_path)
+    program = Program(["-c", KILLED], Path(__file__).parents[3], environment, tmp_path / "output")
+    assert program.wait(PATIENCE) == -signal.SIGKILL, program.output()
+    server = int(program.output().split()[-1])
+    wait_until(lambda: identity(server) is None, "the server's end", every=0.1)
 
 
 @pytest.mark.parametrize("where", ["nowhere", "environment", "profile"])
