@@ -12,7 +12,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from models.errors import naming_the_disk
+from models.errors import DoubleflowError, naming_the_disk
+
+
+class Replaced(DoubleflowError, RuntimeError):
+    """A folder that was read had another one put in its place meanwhile."""
 
 
 def sha256_of(file: Path) -> str:
@@ -67,6 +71,36 @@ def put_in_place(path: Path) -> Iterator[Path]:
         remove(old)
     finally:
         remove(partial)
+
+
+@contextmanager
+def unreplaced(folder: Path) -> Iterator[None]:
+    """Several processes read a folder during the block, which all find the same there.
+
+    Raises:
+        Replaced: another one was put in its place, so that some may have read this one and some the other; also in
+            place of an error that came of it.
+    """
+    before = _which(folder)
+    told = f"{folder} was replaced while it was read, as a run does that exports its weights: try again, or with a copy"
+    try:
+        yield
+    except Exception as error:
+        if _which(folder) != before:
+            raise Replaced(told) from error
+        raise
+    if _which(folder) != before:
+        raise Replaced(told)
+
+
+def _which(folder: Path) -> tuple[int, int] | None:
+    """Its inode, and when something in it last got its name: a later folder may get the number. None where it is not
+    there, as between the two renames of `put_in_place`."""
+    try:
+        found = folder.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_mtime_ns
 
 
 def move_in_place(aside: Path, path: Path) -> None:
