@@ -24,6 +24,7 @@ from tasks.records.tracking import mlflow_client
 from tasks.report.page import GRID_TITLES, PERCENT, environment, viewer
 from tasks.report.recorded import CONFIDENCE, Recorded, read
 from tasks.report.sections import cost, differences, policy_charts, reward_charts
+from tasks.system.files import put_in_place
 
 
 @flow(name="compare", flow_run_name="compare {run} {against}", persist_result=False)
@@ -38,9 +39,9 @@ def compare(run: str, against: str, tracking: TrackingConfig | None = None, fold
     """
     client = mlflow_client(tracking or TrackingConfig())
     page = folder.resolve() / f"compare-{run[:8]}-{against[:8]}.html"
-    page.parent.mkdir(parents=True, exist_ok=True)
     first, second = (read(RunHistory(client, run_id), GRID_TITLES) for run_id in (run, against))
-    page.write_text(render(first, second))
+    with put_in_place(page) as aside:
+        aside.write_text(render(first, second))
     client.log_artifact(run, str(page), "compare")
     there = run_address(client.tracking_uri, first.run.info.experiment_id, run, f"artifacts/compare/{page.name}")
     create_markdown_artifact(card(first, second, there), key="compare-gains", description=f"{first.name}: {page}")

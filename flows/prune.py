@@ -14,6 +14,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -71,7 +72,7 @@ def leftovers(project: Path, temporary: Sequence[Path], days: float) -> list[Lef
 
 
 def remove(item: Leftover) -> bool:
-    """Remove it, and have git forget a working copy; False where a run that it is of has begun to work."""
+    """Remove it, and have git forget a working copy; False where a run that it is of has begun to work, or it stays."""
     if item.run is not None:
         try:
             with run_lock(item.run):
@@ -79,10 +80,10 @@ def remove(item: Leftover) -> bool:
         except CheckpointError as error:
             typer.echo(f"{item.path} stays: {error}", err=True)
             return False
-    shutil.rmtree(item.path, ignore_errors=True)
+    gone = _remove_folder(item.path)
     if item.kind == WORKTREES:
         subprocess.run(["git", "worktree", "prune"], capture_output=True)
-    return True
+    return gone
 
 
 def _remove_of_run(item: Leftover) -> bool:
@@ -90,8 +91,16 @@ def _remove_of_run(item: Leftover) -> bool:
     assert item.run is not None
     if not item.path.is_dir() or (item.kind, item.path) not in _of_run(item.run):
         return False
-    shutil.rmtree(item.path, ignore_errors=True)
-    return True
+    return _remove_folder(item.path)
+
+
+def _remove_folder(path: Path) -> bool:
+    """False, and a word of it, where something of it stays."""
+    shutil.rmtree(path, ignore_errors=True)
+    if not path.exists():
+        return True
+    typer.echo(f"{path} stays, or a part of it: it cannot be removed", err=True)
+    return False
 
 
 def _of_run(run: Path) -> list[tuple[str, Path]]:
@@ -112,9 +121,12 @@ def _stages(run: Path) -> list[Path]:
 
 def _ray_sessions(folder: Path, commands: str) -> Iterator[Path]:
     """Every process of a cluster, and each of its workers, has the session's folder in its command or environment."""
-    for path in sorted(folder.glob("**/session_*" if folder.name == "ray" else "ray*/**/session_*")):
-        if path.is_dir() and not path.is_symlink() and _own(path) and path.name not in commands and _quiet(path):
-            yield path
+    of_ray = [folder] if folder.name == "ray" else folder.glob("ray*")
+    found = [Path(here, name) for one in of_ray for here, inner, _ in os.walk(one) for name in inner]
+    for path in sorted(path for path in found if path.name.startswith("session_")):
+        with suppress(FileNotFoundError):  # a cluster that has just ended
+            if not path.is_symlink() and _own(path) and path.name not in commands and _quiet(path):
+                yield path
 
 
 def _quiet(path: Path) -> bool:
@@ -147,9 +159,16 @@ def _old_runs(folder: Path, days: float) -> Iterator[Path]:
     """Runs that nobody works on and that nothing was written to for so long."""
     for record in sorted(folder.glob("*/run.json")):
         run = record.parent
-        newest = max(path.lstat().st_mtime for path in (run, *run.glob("*"), *run.glob("*/*")))
-        if time.time() - newest > days * DAY and not _locked(run / ".lock"):
+        if _own(run) and not _locked(run / ".lock") and _is_old(run, days):
             yield run
+
+
+def _is_old(run: Path, days: float) -> bool:
+    try:
+        newest = max(path.lstat().st_mtime for path in (run, *run.glob("*"), *run.glob("*/*")))
+    except FileNotFoundError:  # what goes while it is looked at is somebody's work
+        return False
+    return time.time() - newest > days * DAY
 
 
 def _locked(file: Path) -> bool:
@@ -194,7 +213,12 @@ def main(
     """List what dead runs have left, what it costs, and remove it if asked to."""
     ray = os.environ.get("RAY_TMPDIR")
     temporary = dict.fromkeys([Path(tempfile.gettempdir()), Path("/tmp"), *([Path(ray)] if ray else [])])
-    items = leftovers(Path.cwd(), list(temporary), days)
+    here = Path.cwd()
+    if not any((here / name).is_dir() for name in ("runs", ".services")):
+        typer.echo(
+            f"{here} has no runs/ and no .services/, so nothing of runs and services is there to look at", err=True
+        )
+    items = leftovers(here, list(temporary), days)
     for kind in KINDS:
         of_kind = [item for item in items if item.kind == kind]
         typer.echo(f"{sum(item.bytes for item in of_kind) / 1e6:10.1f} MB in {len(of_kind):4} {kind}")

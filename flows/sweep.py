@@ -31,6 +31,7 @@ from tasks.config.identity import shaping
 from tasks.config.overrides import NoChange, flat
 from tasks.config.sweep import SweepConfig, check_fields
 from tasks.config.tree import NO_OVERRIDES, Recipe, TrainConfig, TrainOverrides
+from tasks.records.run_lock import run_lock
 from tasks.records.tracking import Tracker
 from tasks.run.flow_run_names import name_search
 from tasks.run.opening import apply_overrides
@@ -55,25 +56,28 @@ def sweep(config: Recipe, search: SweepConfig, overrides: TrainOverrides | NoCha
         config: what the runs share.
         search: which fields are tried, how, and what is compared.
         overrides: changes to the config.
+
+    Raises:
+        CheckpointError: another process works on the sweep of this name.
     """
     config = apply_overrides(config, overrides)
     config = config.with_changes({"trainer": {"experiment_name": search.name}})
     check_inputs(config)
     check_fields(config, search)
     folder = config.trainer.default_local_dir / "sweeps" / search.name
-    folder.mkdir(parents=True, exist_ok=True)
-    study = open_study(search, folder)
-    check_continued(study, search, config)
-    tracker = Tracker(config.tracking, f"sweep-{search.name}", study.user_attrs.get("mlflow_run_id"))
-    study.set_user_attr("mlflow_run_id", tracker.run_id)
-    with tracker.concluded():
-        tracker.log_start(search, {"doubleflow.sweep": search.name})
-        remaining = prepare_trials(study, search)
-        if remaining:
-            with shared_place(config, search.parallel) as joined:
-                trials = Trials(config, search, folder, tracker, joined | shared_server())
-                run_trials(study, trials, remaining, search.parallel, trials.stop)
-        return _conclude(study, tracker)
+    with run_lock(folder):
+        study = open_study(search, folder)
+        check_continued(study, search, config)
+        tracker = Tracker(config.tracking, f"sweep-{search.name}", study.user_attrs.get("mlflow_run_id"))
+        study.set_user_attr("mlflow_run_id", tracker.run_id)
+        with tracker.concluded():
+            tracker.log_start(search, {"doubleflow.sweep": search.name})
+            remaining = prepare_trials(study, search)
+            if remaining:
+                with shared_place(config, search.parallel) as joined:
+                    trials = Trials(config, search, folder, tracker, joined | shared_server())
+                    run_trials(study, trials, remaining, search.parallel, trials.stop)
+            return _conclude(study, tracker)
 
 
 class TrainedRun(NamedTuple):

@@ -9,6 +9,7 @@ if __name__ == "__main__":  # before the imports that take seconds, so that a wr
 
     main("validate")
 
+from contextlib import nullcontext
 from pathlib import Path
 
 from prefect import flow
@@ -20,6 +21,7 @@ from tasks.run.iteration_prompts import have_encoded
 from tasks.run.opening import apply_overrides, open_measurement
 from tasks.run.preflight import check_inputs, check_weights
 from tasks.stages.validation import draw_and_score
+from tasks.system.files import unreplaced
 from tasks.system.stopwatch import Stopwatch
 
 
@@ -34,7 +36,8 @@ def validate(
 
     Args:
         config: as for training; model, rollout, reward and data are read.
-        weights: folder that a run exported; left out, the base model is measured.
+        weights: folder that a run exported; left out, the base model is measured. Where a training replaces it
+            meanwhile, the measurement ends with an error.
         overrides: changes to the config.
     """
     config = apply_overrides(config, overrides)
@@ -45,11 +48,13 @@ def validate(
     settings = config.actor_rollout_ref.rollout
     name = f"validate-{config.run_name}-{weights.parent.name if weights else 'base'}"
     with open_measurement(config, inputs, name, {"doubleflow.weights": str(weights or "base")}) as run:
-        if weights is not None:
-            run.rollout.load_exported(weights.resolve())
         pipeline = settings.validation_pipeline()
         clock = Stopwatch(weights or "base")
         have_encoded(clock, run.rollout, inputs.test, pipeline)
-        result = draw_and_score(clock, run.rollout, run.reward, inputs.test, settings.val_kwargs.n, pipeline)
+        # Each worker reads the weights, and one that Ray starts again does so later.
+        with nullcontext() if weights is None else unreplaced(weights):
+            if weights is not None:
+                run.rollout.load_exported(weights.resolve())
+            result = draw_and_score(clock, run.rollout, run.reward, inputs.test, settings.val_kwargs.n, pipeline)
         run.tracker.log_step(0, result.metrics(), {"validation": result.sheet}, {"validation": result.samples})
     return result.metrics()

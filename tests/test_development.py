@@ -3,6 +3,7 @@
 
 import json
 import re
+import subprocess
 from pathlib import Path
 
 import yaml
@@ -39,3 +40,11 @@ def test_the_containers_have_both_environments() -> None:
     assert {
         target for command in commands if command.startswith("make ") for target in command.split()[1:]
     } == environments
+
+
+def test_git_takes_no_environment_for_a_new_file_also_where_it_is_a_link(tmp_path: Path) -> None:
+    subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True)
+    (tmp_path / ".gitignore").write_text((ROOT / ".gitignore").read_text())
+    (tmp_path / ".venv").symlink_to("/usr")
+    new = subprocess.run(["git", "status", "--porcelain"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert new.stdout.split() == ["??", ".gitignore"]

@@ -202,6 +202,9 @@ def _end_daemons(before: set[psutil.Process]) -> None:
     family = {member for daemon in begun for member in _below(daemon)}
     ray._private.worker._global_node = None  # else `ray.shutdown` ends the daemons in its own way
     ray.shutdown()
+    if threading.current_thread() is threading.main_thread():
+        # Ray's C++ has given SIGTERM back to the system, behind Python's back: it would end this process here and now.
+        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
     for _ in range(ROUNDS):  # and what a raylet has started before it ended
         family |= {*filter(_is_of_ray, marked(own_mark()))} - before
         if not family:

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Waiting for actors to load their models, which one may never do: a download that hangs, a file system that is gone.
 
-Ray waits for ever. An actor that has no process yet is left to it: it waits for room on the cluster, behind other runs.
+Ray waits for ever, at the first start and where it starts an actor again. An actor that has no process yet is left to
+it: it waits for room on the cluster, behind other runs.
 """
 
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import inf
 from typing import Any
 
 import ray
@@ -52,13 +56,82 @@ def get_loaded(
         if hung:
             for number in hung:
                 ray.kill(actors[number])
-            told = ", ".join(names[number] for number in hung)
-            raise NotLoaded(
-                f"{told}: not loaded within {FIELD} {seconds:g} s; see that what is loaded can be reached from there, "
-                "or allow more"
-            )
+            raise not_loaded([names[number] for number in hung], seconds)
+
+
+def not_loaded(names: Sequence[str], seconds: float) -> NotLoaded:
+    """The error of actors that have not loaded in so many seconds."""
+    return NotLoaded(
+        f"{', '.join(names)}: not loaded within {FIELD} {seconds:g} s; see that what is loaded can be reached from "
+        "there, or allow more"
+    )
+
+
+class LoadWatch:
+    """Looks at actors that Ray starts again, of which one may hang while it loads; one that does is ended.
+
+    Args:
+        seconds: for an actor to load, from when its process is seen to be there.
+
+    Attributes:
+        error: names those that were ended, once there are any.
+    """
+
+    def __init__(self, seconds: float):
+        self.seconds = seconds
+        self.error: NotLoaded | None = None
+        self._since: dict[tuple[str, int], float] = {}
+
+    def look(self, actors: Mapping[str, Any]) -> None:
+        """Note which of the actors, by what they are called, load now, and end those that have for too long."""
+        now, loading = time.monotonic(), dict[tuple[str, int], float]()
+        for name, actor in actors.items():
+            if starts := _starts_while_loading(actor):
+                loading[name, starts] = self._since.get((name, starts), now)
+        self._since = loading
+        hung = [name for (name, _), since in loading.items() if now - since >= self.seconds]
+        if hung:
+            self.error = not_loaded([f"{name}, which was started again" for name in hung], self.seconds)
+            for name in hung:  # their calls fail then
+                ray.kill(actors[name])
+
+
+@contextmanager
+def limited_again(seconds: float) -> Iterator[None]:
+    """For an actor that loads in a method: where the block takes longer in a process that Ray has started again, the
+    actor ends, and for good, for the next process would hang, too. See `ended_for_good`."""
+    context = ray.get_runtime_context()
+    if seconds == inf or not context.was_current_actor_reconstructed:
+        yield
+        return
+    timer = threading.Timer(seconds, ray.kill, (context.current_actor,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def ended_for_good(actor: Any) -> bool:
+    """Has `ray.kill` ended it? One that dies otherwise is started again, as often as it may be."""
+    cause = _state_of(actor).get("DeathCause")
+    return cause is not None and "ray.kill" in cause.actor_died_error_context.error_message
 
 
 def _has_process(actor: Any) -> bool:
-    """Else it waits for room. Ray's own list of actors needs its dashboard."""
-    return bool(ray._private.state.actors(actor._actor_id.hex()).get("Pid"))
+    """Else it waits for room; an earlier process of its has left its number, but no address."""
+    return bool(_state_of(actor).get("Address", {}).get("IPAddress"))
+
+
+def _starts_while_loading(actor: Any) -> int:
+    """How often it was started again, this time included; 0 where it has no process whose constructor is at work."""
+    found = _state_of(actor)
+    loads = found.get("State") == "RESTARTING" and found["Address"]["IPAddress"]
+    return found["NumRestarts"] if loads else 0
+
+
+def _state_of(actor: Any) -> dict[str, Any]:
+    """What Ray's head knows of it. Ray's own list of actors needs its dashboard."""
+    found: dict[str, Any] = ray._private.state.actors(actor._actor_id.hex())
+    return found

@@ -2,7 +2,8 @@
 """Machines of the cluster that are lost while a run has actors on them: what is said, and what ends the run.
 
 Ray starts an actor elsewhere once it knows that its machine is gone. That takes it up to a minute, in which calls fail
-because the actor does not answer. Whoever calls has to tell that from a worker that died.
+because the actor does not answer. Whoever calls has to tell that from a worker that died. One that is started again may
+hang while it loads (`tasks.actors.loading`).
 """
 
 import logging
@@ -10,12 +11,14 @@ import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import inf
 from typing import Any, Protocol
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from models.errors import DoubleflowError
+from tasks.actors.loading import LoadWatch
 
 POLL_S = 2.0
 ANSWER_S = 5.0
@@ -116,6 +119,7 @@ def _fails(answer: ray.ObjectRef) -> bool:
 class Placed(Protocol):
     """A group of actors, as far as the machines that they are on go; `tasks.actors.actor_group.ActorGroup` is one."""
 
+    actors: list[Any]
     restarts: bool
     whereabouts: Whereabouts
 
@@ -191,10 +195,19 @@ class MachineWatch:
     Args:
         groups: of the run, by name.
         log: where it is said.
+        load_seconds: what an actor that is started again has to load.
+
+    Attributes:
+        loads: looks at those.
     """
 
-    def __init__(self, groups: Mapping[str, Placed], log: "logging.Logger | logging.LoggerAdapter[Any]"):
-        self.groups, self.log = groups, log
+    def __init__(
+        self,
+        groups: Mapping[str, Placed],
+        log: "logging.Logger | logging.LoggerAdapter[Any]",
+        load_seconds: float = inf,
+    ):
+        self.groups, self.log, self.loads = groups, log, LoadWatch(load_seconds)
         self._told = MachineLog({name: group.restarts for name, group in groups.items()}, log)
         self._metered = 0
         self.look()  # the next one has to know where everything was
@@ -226,6 +239,8 @@ class MachineWatch:
         places = {actor: self.groups[actor[0]].whereabouts.last(actor[1]) for actor in self._actors()}
         for name, number in self._told.tell(places, lost_machines()):
             self.groups[name].whereabouts.ask_again(number)
+        again = {name: group for name, group in self.groups.items() if group.restarts}
+        self.loads.look({_title((n, i)): actor for n, group in again.items() for i, actor in enumerate(group.actors)})
 
     def _actors(self) -> Iterator[Actor]:
         for name, group in self.groups.items():
@@ -258,21 +273,27 @@ def _title(actor: Actor) -> str:
 
 @contextmanager
 def watched_machines(
-    groups: Mapping[str, Placed], log: "logging.Logger | logging.LoggerAdapter[Any]", advice: str
+    groups: Mapping[str, Placed],
+    log: "logging.Logger | logging.LoggerAdapter[Any]",
+    advice: str,
+    load_seconds: float = inf,
 ) -> Iterator[MachineWatch]:
     """Watch the machines that a run's actors are on.
 
     Args:
-        groups, log: of `MachineWatch`.
+        groups, log, load_seconds: of `MachineWatch`.
         advice: how to go on without a machine, the end of a sentence.
 
     Raises:
         MachineLost: one is lost that held actors which are not started again; in place of the error that came of it.
+        NotLoaded: an actor that was started again has not loaded in time; likewise.
     """
-    watch = MachineWatch(groups, log)
+    watch = MachineWatch(groups, log, load_seconds)
     try:
         yield watch
     except RayError as error:
+        if watch.loads.error is not None:
+            raise watch.loads.error from error
         if isinstance(error, RayTaskError) and isinstance(error.cause, DoubleflowError):
             raise
         lost = watch.verdict()

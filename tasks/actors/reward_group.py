@@ -123,11 +123,13 @@ class RewardGroup:
     Args:
         config: the rewards.
         model: the model that some of them ask, from `served_reward_model`.
+        load_seconds: what a worker that is started again has to load.
     """
 
-    def __init__(self, config: RewardConfig, model: RewardModel | None = None):
+    def __init__(self, config: RewardConfig, model: RewardModel | None = None, load_seconds: float = inf):
         self.config, self.model = config, model
-        self.pools = {label: RewardPool(label, name, entry, model) for label, (name, entry) in config.named().items()}
+        named = config.named().items()
+        self.pools = {label: RewardPool(label, name, entry, model, load_seconds) for label, (name, entry) in named}
 
     def groups(self) -> dict[str, ActorGroup]:
         """The workers of each reward, by the name that metrics call them."""

@@ -15,7 +15,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from models.errors import DoubleflowError
 from tasks.actors.actor_group import ActorGroup
-from tasks.actors.loading import get_loaded
+from tasks.actors.loading import ended_for_good, get_loaded, not_loaded
 from tasks.actors.reward_model import RewardModel
 from tasks.actors.reward_worker import RewardRaised, RewardWorker, said
 from tasks.actors.rollout_group import PendingBatch
@@ -64,17 +64,25 @@ class RewardPool:
         name: registered name or import path.
         config: its settings.
         model: the run's reward model, where there is one; the reward may ask it or not.
+        load_seconds: what a worker that is started again has to load.
     """
 
-    def __init__(self, label: str, name: str, config: RewardFunctionConfig, model: RewardModel | None = None):
-        self.name, self.config = label, config
+    def __init__(
+        self,
+        label: str,
+        name: str,
+        config: RewardFunctionConfig,
+        model: RewardModel | None = None,
+        load_seconds: float = inf,
+    ):
+        self.name, self.config, self.load_seconds = label, config, load_seconds
         self.wants = reward_input(name, **config.options)
         asked = model if asks_reward_model(name, **config.options) else None
         self.group = ActorGroup(
             RewardWorker,
             config.num_workers,
             config.num_gpus,
-            (name, config, None if asked is None else asked.name),
+            (name, config, None if asked is None else asked.name, load_seconds),
             **({} if asked is None else asked.beside()),
             num_cpus=config.num_cpus,
             max_restarts=-1,
@@ -137,7 +145,8 @@ class RewardPool:
         """What a call returns. One that failed because its worker's machine was lost is made again, and is no try.
 
         Raises:
-            NotLoaded: the worker is there, and does not answer in so many seconds.
+            NotLoaded: the worker is there, and does not answer in so many seconds; or it was started again, and has
+                not loaded in `load_seconds`.
         """
         name, actor = f"worker {call.worker} of reward {self.name!r}", self.group.actors[call.worker]
         while True:
@@ -145,6 +154,8 @@ class RewardPool:
                 return get(call.answer) if seconds == inf else get_loaded([name], [actor], [call.answer], seconds)[0]
             except RayActorError:
                 if self.group.whereabouts.lost(call.worker, call.machine) is None:
+                    if ended_for_good(actor):
+                        raise not_loaded([f"{name}, which was started again"], self.load_seconds) from None
                     raise
             call = call.again()
 
@@ -162,6 +173,7 @@ class RewardPool:
             (columns reward/<name> and <name>/<detail> of all samples, busy seconds).
 
         Raises:
+            NotLoaded: a worker that was started again has not loaded in time.
             RewardError: the reward was asked for what it cannot do.
             RewardFailure: more than `max_missing_fraction` of the scores are missing.
         """

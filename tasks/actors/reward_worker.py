@@ -5,6 +5,7 @@ import faulthandler
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import ray
 from ray.exceptions import RayTaskError
 
 from models.errors import DoubleflowError
+from tasks.actors.loading import limited_again
 from tasks.config.reward import RewardFunctionConfig
 from tasks.rewards import Reward, RewardError, RewardResult, ScoredPrompt, get_reward
 from tasks.rewards.served import ServedModel
@@ -33,10 +35,11 @@ class RewardWorker:
         name: registered name or import path.
         config: the reward's settings.
         asked: name of the `RewardModelServer` that the reward asks; None for one that asks nobody, or somebody else.
+        load_seconds: what the models have to load in a process that was started again, see `limited_again`.
     """
 
-    def __init__(self, name: str, config: RewardFunctionConfig, asked: str | None = None):
-        self.name, self.config, self._asked = name, config, asked
+    def __init__(self, name: str, config: RewardFunctionConfig, asked: str | None = None, load_seconds: float = inf):
+        self.name, self.config, self._asked, self._load_seconds = name, config, asked, load_seconds
         self._found: ServedModel | None = None
 
     @collects_once_loaded
@@ -51,7 +54,7 @@ class RewardWorker:
             RewardModelError: its server refuses to wake up, or ends with the run.
         """
         if self._asked is None:
-            return self.__dict__.get("reward") or get_reward(self.name, **self.config.options)
+            return self.__dict__.get("reward") or self._loaded()
         server: Any = ray.get_actor(self._asked)
         try:
             found = ray.get(server.connection.remote(doubted))
@@ -59,8 +62,13 @@ class RewardWorker:
             raise error.cause from None  # what the server says, and not where in its process
         if found != self._found:
             found.enter_environment()
-            self._found, self.reward = found, get_reward(self.name, **self.config.options)
+            self._found, self.reward = found, self._loaded()
         return self.reward
+
+    def _loaded(self) -> Reward:
+        """A new one, its models loaded."""
+        with limited_again(self._load_seconds):
+            return get_reward(self.name, **self.config.options)
 
     def version(self) -> str:
         """The reward's version, once its models are loaded.

@@ -227,16 +227,19 @@ def _of_folder(folder: Path) -> tuple[str, str]:
 
 
 def _recorded(tracking: str | None, *runs: str) -> TrackingConfig:
-    """Where MLflow is, and has these runs."""
+    """Where MLflow is, and has these runs. Raises ConfigError where it has one of them not."""
     place = TrackingConfig() if tracking is None else validate_section(TrackingConfig, {"uri": tracking}, "--tracking")
     if tracking is not None:
         os.environ["MLFLOW_TRACKING_URI"] = tracking  # which goes before the config's
     check_tracking(place.address)
-    from tasks.records.history import RunHistory
+    from tasks.records.history import RunHistory, RunUnknown
     from tasks.records.tracking import mlflow_client
 
-    for run in runs:
-        RunHistory(mlflow_client(place), run)
+    try:
+        for run in runs:
+            RunHistory(mlflow_client(place), run)
+    except RunUnknown as error:
+        raise ConfigError(f"{error}: give a run's name, its folder, or its MLflow run id") from error
     return place
 
 

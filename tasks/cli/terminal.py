@@ -8,7 +8,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from typer.core import TyperGroup
 
 from models.errors import DoubleflowError, causes, full_disk, is_refused
+from tasks.actors.watchdog import watchdog
 from tasks.cli.stopping import (
     Handler,
     Stopped,
@@ -34,7 +35,7 @@ from tasks.cli.stopping import (
 )
 from tasks.config.errors import described
 from tasks.config.tree import TrainConfig
-from tasks.system.access import guard_temporary_server, start_temporary_server
+from tasks.system.access import TEMPORARY_SERVER, guard_temporary_server, start_temporary_server
 from tasks.system.files import free_on_disk
 from tasks.system.heartbeats import heartbeats
 from tasks.system.late_mlflow import mlflow
@@ -221,7 +222,8 @@ def run_flow(
     meanwhile: Callable[[], None] = import_checks_and_records,
     **named: Any,
 ) -> Any:
-    """Call a flow, whose end `in_a_sentence` tells; a server that Prefect starts for it wants a secret.
+    """Call a flow, whose end `in_a_sentence` tells; a server that Prefect starts for it wants a secret, and ends with
+    this process, also if that is killed before it has a cluster.
 
     Args:
         flow, arguments, named: what is called.
@@ -232,7 +234,7 @@ def run_flow(
     guard_temporary_server()
     handle(raise_it)  # from now on there is something to end
     heed_hangup()
-    with heartbeats():
+    with heartbeats(), watchdog() if TEMPORARY_SERVER in os.environ else nullcontext():
         start_temporary_server(meanwhile)
         if debug:
             return flow(*arguments, **named)

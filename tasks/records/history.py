@@ -15,9 +15,11 @@ from PIL import Image
 
 from models.errors import DoubleflowError
 from tasks.records.headline import HEADLINE
-from tasks.records.tracking import logged_steps
+from tasks.records.tracking import MISSING, logged_steps
 from tasks.system.late_mlflow import MlflowClient, Run, mlflow
 
+NO_ID = "INVALID_PARAMETER_VALUE"
+"""What MLflow says of a text that is no run's id, such as a path."""
 MEASURED_ANEW = (
     *("timing", "perf/", "memory/", "cost/hours", "cost/gpu_hours"),
     *(f"{HEADLINE}/{name}" for name in ("images_per_second", "hours", "gpu_hours")),
@@ -28,7 +30,11 @@ with its own weight sync before."""
 
 
 class HistoryError(DoubleflowError, RuntimeError):
-    """A run is not there, or has not recorded what is asked for."""
+    """A run has not recorded what is asked for."""
+
+
+class RunUnknown(DoubleflowError, ValueError):
+    """MLflow has no such run."""
 
 
 class RunHistory:
@@ -39,7 +45,8 @@ class RunHistory:
         run_id: the run.
 
     Raises:
-        HistoryError: MLflow has no such run.
+        RunUnknown: MLflow has no such run.
+        MlflowException: it cannot be asked.
     """
 
     def __init__(self, client: MlflowClient, run_id: str):
@@ -48,7 +55,9 @@ class RunHistory:
         try:
             self.run: Run = client.get_run(run_id)
         except mlflow.exceptions.MlflowException as error:
-            raise HistoryError(f"{client.tracking_uri} has no run {run_id}: {error.message}") from error
+            if error.error_code not in (MISSING, NO_ID):
+                raise
+            raise RunUnknown(f"{client.tracking_uri} has no run {run_id}") from error
 
     @property
     def name(self) -> str:

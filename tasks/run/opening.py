@@ -170,7 +170,8 @@ def open_run(config: TrainConfig, inputs: Inputs, recipe: TrainConfig, start: St
             run.report.log_changes()
             write_note(run)
             advice = "once the cluster has room for it again, the same command continues from the newest checkpoint"
-            watch = watched_machines(run.actor_groups(), get_run_logger(), advice + _same_command())
+            limit = config.ray_init.start_timeout_s
+            watch = watched_machines(run.actor_groups(), get_run_logger(), advice + _same_command(), limit)
             patience = tracker.patience
             store.behind.held_up = lambda: patience.meanwhile() if patience.waits else None
             beside = tracked_beside(config, tracker, label)
@@ -234,7 +235,8 @@ def open_measurement(
         places = rank_places(config) if config.holds_places(trains=False) else None
         encoders = start_text_encoders(config, inputs.embeddings, places)
         shared, limit = places if config.shares_gpus else None, config.ray_init.start_timeout_s
-        run = MeasuringRun(start_rollout(config, inputs, shared), RewardGroup(config.reward, model), tracker)
+        reward = RewardGroup(config.reward, model, limit)
+        run = MeasuringRun(start_rollout(config, inputs, shared), reward, tracker)
         if encoders is not None:
             encoders.check(inputs.test, limit)
         run.rollout.wait_ready(limit)
@@ -243,7 +245,7 @@ def open_measurement(
         tracker.log_lineage(lineage(config.data_read(trains=False)), 0)
         groups = {"rollout": run.rollout.group} | run.reward.groups()
         groups |= {} if encoders is None else {"text_encoder": encoders.group}
-        with watched_machines(groups, get_run_logger(), "the same command measures again"):
+        with watched_machines(groups, get_run_logger(), "the same command measures again", limit):
             yield run
 
 
@@ -292,52 +294,53 @@ def _start_actors(
     start: StartTimes,
 ) -> TrainingRun:
     """All groups load their models at the same time."""
-    settings, trainer_settings = config.actor_rollout_ref, config.trainer
     online, limit = config.is_online, config.ray_init.start_timeout_s
     # Before the rollout, whose workers could else take a GPU here and there, and leave no machine with enough of them.
     places = rank_places(config)
-    together = settings.rollout.placement == "colocated"
+    together = config.actor_rollout_ref.rollout.placement == "colocated"
     rollout = start_rollout(config, inputs, places if together else None) if online else None
-    reward = RewardGroup(config.reward, model) if online else None
+    reward = RewardGroup(config.reward, model, limit) if online else None
     encoders = start_text_encoders(config, inputs.embeddings, places)
-    per_prompt = settings.rollout.n if online else len(SIDES)
-    trainer = TrainerGroup(
-        inputs.model_config,
-        config.scheduled_actor,
-        config.algorithm,
-        trainer_settings,
-        mini_batch_samples=settings.actor.ppo_mini_batch_size * per_prompt,
-        places=places,
-        gives_back=online and config.shares_gpus and settings.rollout.sleeps,
-    )
+    trainer = _trainer(config, inputs, places)
     started = trainer.start(limit)
     if encoders is not None:
         encoders.check(inputs.to_encode, limit)
-    online_parts = None
+    parts = None
     if rollout is not None and reward is not None:
-        rollout.wait_ready(limit)
-        tracker.patience.meanwhile = lambda: rollout.asleep(Stopwatch())
-        floor = FloorWatch(config.reward, trainer_settings.total_training_steps, tracker.history)
-        online_parts = OnlineParts(rollout, reward, _canary(config, inputs, rollout), floor)
+        parts = _online_parts(config, inputs, tracker, rollout, reward)
     trainer.wait_started(started, limit)
     utilisation = None
     if inputs.flops is not None:
-        workers = None if rollout is None else rollout.group
-        utilisation = Utilisation(config, inputs.flops, workers, trainer.group)
+        utilisation = Utilisation(config, inputs.flops, None if rollout is None else rollout.group, trainer.group)
+    stages = KeptStages(config.run_dir / STAGES)
     return TrainingRun(
-        config,
-        inputs,
-        trainer,
-        tracker,
-        store,
-        KeptStages(config.run_dir / STAGES),
-        guards,
-        report,
-        online_parts,
-        encoders,
-        utilisation,
-        start=start,
+        config, inputs, trainer, tracker, store, stages, guards, report, parts, encoders, utilisation, start=start
     )
+
+
+def _trainer(config: TrainConfig, inputs: Inputs, places: RankPlaces) -> TrainerGroup:
+    """The trainer's ranks, which have not begun to load."""
+    settings = config.actor_rollout_ref
+    per_prompt = settings.rollout.n if config.is_online else len(SIDES)
+    return TrainerGroup(
+        inputs.model_config,
+        config.scheduled_actor,
+        config.algorithm,
+        config.trainer,
+        mini_batch_samples=settings.actor.ppo_mini_batch_size * per_prompt,
+        places=places,
+        gives_back=config.is_online and config.shares_gpus and settings.rollout.sleeps,
+    )
+
+
+def _online_parts(
+    config: TrainConfig, inputs: Inputs, tracker: Tracker, rollout: RolloutGroup, reward: RewardGroup
+) -> OnlineParts:
+    """What only a run that samples has, once its rollout workers have loaded."""
+    rollout.wait_ready(config.ray_init.start_timeout_s)
+    tracker.patience.meanwhile = lambda: rollout.asleep(Stopwatch())
+    floor = FloorWatch(config.reward, config.trainer.total_training_steps, tracker.history)
+    return OnlineParts(rollout, reward, _canary(config, inputs, rollout), floor)
 
 
 def _canary(config: TrainConfig, inputs: Inputs, rollout: RolloutGroup) -> Canary:

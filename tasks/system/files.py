@@ -6,12 +6,17 @@ A rename alone is not enough: after a power cut the new name may stand before an
 
 import hashlib
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from models.errors import naming_the_disk
+from models.errors import DoubleflowError, naming_the_disk
+
+
+class Replaced(DoubleflowError, RuntimeError):
+    """A folder that was read had another one put in its place meanwhile."""
 
 
 def sha256_of(file: Path) -> str:
@@ -36,9 +41,10 @@ def free_on_disk(folder: Path) -> int:
 def bytes_on_disk(path: Path) -> int:
     """What a file takes, or a folder with all that is in it; what is not there, or goes meanwhile, takes nothing."""
     total = 0
-    for one in (path, *path.rglob("*")):
+    inner = (os.path.join(here, name) for here, folders, files in os.walk(path) for name in (*folders, *files))
+    for one in (str(path), *inner):
         with suppress(FileNotFoundError):
-            total += one.lstat().st_blocks * 512
+            total += os.lstat(one).st_blocks * 512
     return total
 
 
@@ -67,6 +73,36 @@ def put_in_place(path: Path) -> Iterator[Path]:
         remove(partial)
 
 
+@contextmanager
+def unreplaced(folder: Path) -> Iterator[None]:
+    """Several processes read a folder during the block, which all find the same there.
+
+    Raises:
+        Replaced: another one was put in its place, so that some may have read this one and some the other; also in
+            place of an error that came of it.
+    """
+    before = _which(folder)
+    told = f"{folder} was replaced while it was read, as a run does that exports its weights: try again, or with a copy"
+    try:
+        yield
+    except Exception as error:
+        if _which(folder) != before:
+            raise Replaced(told) from error
+        raise
+    if _which(folder) != before:
+        raise Replaced(told)
+
+
+def _which(folder: Path) -> tuple[int, int] | None:
+    """Its inode, and when something in it last got its name: a later folder may get the number. None where it is not
+    there, as between the two renames of `put_in_place`."""
+    try:
+        found = folder.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
 def move_in_place(aside: Path, path: Path) -> None:
     """Rename a folder that `flush` has written out; what stood at `path` is removed just before."""
     remove(path)
@@ -75,13 +111,27 @@ def move_in_place(aside: Path, path: Path) -> None:
 
 
 def flush(path: Path) -> None:
-    """Wait until a file, or a folder with all that is in it, is on the disk."""
+    """Wait until a file, or a folder with all that is in it, is on the disk, and may be read as the umask has it.
+
+    safetensors gives its files mode 600 whatever the umask.
+    """
     if path.is_symlink():
         return  # the folder around it holds all of it
     if path.is_dir():
         for inner in path.iterdir():
             flush(inner)
+    else:
+        mode = path.stat().st_mode
+        if lacking := 0o666 & ~umask() & ~mode:
+            path.chmod(mode & 0o7777 | lacking)
     _sync(path)
+
+
+def umask() -> int:
+    """This process's, read and not set, as `os.umask` would for all of its threads."""
+    found = re.search(r"^Umask:\s*([0-7]+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert found is not None  # since Linux 4.7
+    return int(found[1], 8)
 
 
 def remove(*paths: Path) -> None:

@@ -48,11 +48,13 @@ def raylets(process: psutil.Process) -> list[psutil.Process]:
 
 @pytest.mark.slow
 def test_a_killed_child_fails_alone_and_a_killed_sweep_goes_on(workspace: Workspace, ray_head: RayHead) -> None:
-    """All on one cluster of the sweep's, which ends with it; it goes on on one that is there."""
+    """All on one cluster of the sweep's, which ends with it; it goes on on one that is there. Two at once are refused:
+    each would take the other's runs for interrupted ones."""
     command = ("-c", COMMAND, json.dumps(SEARCH), *SHORT)
     process = workspace.start(*command)
     family = psutil.Process(process.pid)
     first = wait_until(lambda: len(children(family)) == 2 and children(family), "two children at a time")
+    assert "another process works on runs/sweeps/lr" in workspace.run(*command, check=False)
     first[0].kill()
     study = open_study(SweepConfig(**SEARCH), workspace.folder / "runs/sweeps/lr")
     wait_until(lambda: study.get_trials(deepcopy=False, states=[TrialState.FAIL]), "word that a child died")

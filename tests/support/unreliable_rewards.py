@@ -111,6 +111,20 @@ class Unloadable(Reward):
         """Never asked."""
 
 
+class HangsAgain(Reward):
+    """Loads once, dies at its first batch, and hangs while it loads again."""
+
+    name = version = "hangs-again"
+
+    def __init__(self, folder):
+        if _count(folder) > 1:
+            time.sleep(600)
+
+    def score(self, images, prompts):
+        """It does not."""
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def _count(folder) -> int:
     """Calls so far, this one included, over all processes."""
     with (Path(folder) / "calls").open("a") as file:

@@ -6,9 +6,12 @@ import base64
 import fcntl
 import json
 import os
+import shutil
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -27,14 +30,17 @@ from flows.deploy.mlflow_app import guarded
 from flows.deploy.service_record import HERE, RECORD, ServiceError
 from flows.services import app
 from tasks.actors.reward_group import Scores
+from tasks.cli.terminal import command_of
 from tasks.records.run_lock import run_lock
 from tasks.records.run_store import CheckpointStore, RunState
 from tasks.run.kept_stages import KeptStages
 from tasks.system.access import STARTUP_SECONDS, guard_temporary_server, new_access
+from tasks.system.files import bytes_on_disk
 from tasks.system.heartbeats import heartbeats
 from tasks.system.processes import boot_id, identity
 from tests.support.forked import Program
 from tests.support.patience import PATIENCE, wait_until
+from tests.support.prefect_store import prefect_in
 
 CREDENTIALS = "me:secret"
 TEMPORARY = """
@@ -106,6 +112,30 @@ def test_the_temporary_server_of_a_run_wants_a_secret(tmp_path: Path) -> None:
     assert told.pop("train") == wanted | {"seconds": STARTUP_SECONDS}
     secret = [True, len(new_access()["PREFECT_API_AUTH_STRING"])]
     assert told == {"reproduce": secret, "compare": secret}
+
+
+KILLED = """
+import os, signal
+import psutil
+from tasks.cli.terminal import run_flow
+
+def flow():
+    (server,) = [child for child in psutil.Process().children() if "uvicorn" in " ".join(child.cmdline())]
+    print(server.pid, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+run_flow(flow, False, meanwhile=lambda: None)
+"""
+
+
+@pytest.mark.slow
+def test_the_temporary_server_ends_with_a_command_that_is_killed_before_it_has_a_cluster(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT")}
+    environment |= prefect_in(tmp_path)
+    program = Program(["-c", KILLED], Path(__file__).parents[3], environment, tmp_path / "output")
+    assert program.wait(PATIENCE) == -signal.SIGKILL, program.output()
+    server = int(program.output().split()[-1])
+    wait_until(lambda: identity(server) is None, "the server's end", every=0.1)
 
 
 @pytest.mark.parametrize("where", ["nowhere", "environment", "profile"])
@@ -377,6 +407,42 @@ def test_prune_lists_what_dead_runs_left_and_removes_only_that(
             prune.remove(item)
     assert not [path for path in dead if path.exists()]
     assert all(path.exists() for path in kept)
+
+
+def test_prune_looks_while_runs_and_clusters_come_and_go(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "process_iter", lambda: [])  # a look takes a hundredth of the time
+    (here / "runs/busy").mkdir(parents=True)
+    (here / "runs/busy/run.json").write_text("{}")
+    over = threading.Event()
+
+    def come_and_go() -> None:
+        while not over.is_set():
+            for number in range(8):
+                filled(here / f"temporary/ray-{number}/session_2026_{number}/logs")
+                filled(here / f"runs/busy/folder-{number}/.partial")
+                shutil.rmtree(here / f"temporary/ray-{number}")
+                shutil.rmtree(here / f"runs/busy/folder-{number}")
+
+    others = threading.Thread(target=come_and_go)
+    others.start()
+    try:
+        for _ in range(200):
+            prune.leftovers(here, [here / "temporary"], days=1)
+            bytes_on_disk(here)
+    finally:
+        over.set()
+        others.join()
+
+
+def test_prune_says_where_there_is_nothing_of_a_project(here: Path, tmp_path: Path) -> None:
+    def said() -> str:
+        result = CliRunner().invoke(command_of(prune.main), [], env={"TMPDIR": str(tmp_path)})
+        assert result.exit_code == 0, result.output
+        return result.stderr
+
+    assert said() == f"{here} has no runs/ and no .services/, so nothing of runs and services is there to look at\n"
+    (here / "runs").mkdir()
+    assert said() == ""
 
 
 def test_prune_leaves_a_run_what_it_goes_on_with(here: Path) -> None:

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Actors that never load, and some that only wait for room, on a real Ray."""
 
+import logging
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -15,7 +17,8 @@ import ray
 from ray.exceptions import RayActorError
 
 from tasks.actors.actor_group import ActorGroup
-from tasks.actors.loading import NotLoaded
+from tasks.actors.loading import LoadWatch, NotLoaded, ended_for_good
+from tasks.actors.machines import watched_machines
 from tests.support.patience import PATIENCE, wait_until
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the workers cannot import it
@@ -44,6 +47,19 @@ class HangsOnce:
         return "ready"
 
 
+class HangsAgain:
+    """Loads, and does not in a process that is started in the first one's place."""
+
+    def __init__(self, folder: Path):
+        try:
+            (folder / "loaded").touch(exist_ok=False)
+        except FileExistsError:
+            time.sleep(10 * PATIENCE)
+
+    def process(self) -> int:
+        return os.getpid()
+
+
 class Raises:
     def ready(self) -> str:
         raise TimeoutError("the actor's own")
@@ -65,6 +81,35 @@ def test_an_actor_that_never_loads_is_named_and_ended_alone(tmp_path: Path) -> N
         ray.get(group.actors[hung].ready.remote())
     process = int((tmp_path / "process").read_text())
     wait_until(lambda: not psutil.pid_exists(process), "its end", every=0.1)
+
+
+def test_an_actor_that_hangs_when_it_is_started_again_ends_what_waits_for_it(tmp_path: Path) -> None:
+    group = ActorGroup(HangsAgain, 1, 0.0, (tmp_path,), max_restarts=3, max_task_retries=-1)
+    (first,) = group.call_all("process")
+
+    def killed_while_watched() -> None:
+        with watched_machines({"rollout": group}, logging.getLogger("a run"), "go on so", 3):
+            os.kill(first, signal.SIGKILL)
+            group.call_all("process")
+
+    told = r"^rollout 0, which was started again: not loaded within ray_init\.start_timeout_s 3 s; "
+    with pytest.raises(NotLoaded, match=told):
+        killed_while_watched()
+    assert ended_for_good(group.actors[0])
+
+
+def test_an_actor_that_waits_for_room_to_be_started_again_is_left_to_it() -> None:
+    group = ActorGroup(Ready, 1, 0.0, num_cpus=1, max_restarts=3, max_task_retries=-1)
+    group.call_all("ready")
+    watch, named = LoadWatch(0.1), {"rollout 0": group.actors[0]}
+    other = ActorGroup(Ready, 1, 0.0, num_cpus=1)  # gets the room
+    os.kill(ray.get(group.actors[0].__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
+    other.call_all("ready")
+    for _ in range(20):
+        watch.look(named)
+        time.sleep(0.1)
+    ray.kill(other.actors[0])
+    assert group.call_all("ready") == ["ready"]
 
 
 def test_waiting_for_room_is_no_loading() -> None:

@@ -15,6 +15,7 @@ import ray
 
 from models.schedulers.noise_keys import NoiseKey
 from tasks.actors.cluster import ClusterError, ray_cluster, require_resources
+from tasks.actors.loading import NotLoaded
 from tasks.actors.reward_group import RewardGroup, Scores, wanted_inputs
 from tasks.actors.reward_pool import RewardFailure
 from tasks.actors.rollout_group import PendingBatch
@@ -217,6 +218,20 @@ def test_a_reward_that_cannot_be_loaded_says_so(
     with pytest.raises(RewardFailure, match=rf"^reward 'Unloadable' could not be loaded: {reason}$"):
         group.versions()
     assert len((tmp_path / "calls").read_text()) == tries
+
+
+def test_a_reward_that_hangs_while_it_loads_again_ends_the_run_whatever_may_be_missing(
+    cluster: None, tmp_path: Path
+) -> None:
+    settings = config(HangsAgain={"options": {"folder": str(tmp_path)}, "retries": 3}, max_missing_fraction=1.0)
+    group, shards = RewardGroup(settings, load_seconds=3), batches()
+    assert group.versions() == {"HangsAgain": "hangs-again"}
+    told = (
+        r"^worker 0 of reward 'HangsAgain', which was started again: not loaded within ray_init\.start_timeout_s 3 s; "
+    )
+    with pytest.raises(NotLoaded, match=told):
+        group.table(shards, group.submit(shards, training=True))
+    assert len((tmp_path / "calls").read_text()) == 2, "it was tried once more"
 
 
 def test_above_the_fraction_the_run_stops_with_the_rewards_own_error(cluster: None) -> None:

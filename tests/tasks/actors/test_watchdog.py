@@ -134,6 +134,24 @@ print(begun.is_running() and begun.status() != psutil.STATUS_ZOMBIE)
 """
 
 
+TWICE_ENDED_DRIVER = """
+import os, signal
+from tasks.actors import cluster, worker_forks
+from tasks.config.trainer import RayConfig
+
+def ending(family, seconds):
+    os.kill(os.getpid(), signal.SIGTERM)
+    end_family(family, seconds)
+
+end_family, cluster.end_family = cluster.end_family, ending
+worker_forks.IMPORTED = ()
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as after a first one
+with cluster.ray_cluster(RayConfig(num_cpus=1)):
+    pass
+print("all is told")
+"""
+
+
 CLOCK_STEP = """
 import sys
 if "-c" not in sys.orig_argv:  # as the driver and all others are started
@@ -294,6 +312,12 @@ def test_sigterm_while_ray_starts_is_heard_and_leaves_nothing(tmp_path, begin):
     a handler raises within a hook is printed and lost."""
     program = start_fork(INTERRUPTED_DRIVER.replace("BEGIN", begin), tmp_path)
     assert output_of(program) == "TerminationSignal True []"
+
+
+@pytest.mark.ray
+def test_sigterm_once_ray_has_left_is_heeded_as_before_it(tmp_path):
+    """Ray's C++ sets it back to the system's own, behind Python's back."""
+    assert output_of(start_fork(TWICE_ENDED_DRIVER, tmp_path)) == "all is told"
 
 
 @pytest.mark.ray

@@ -36,6 +36,7 @@ from tasks.config.tree import TrainConfig
 from tasks.records.run_store import CheckpointError
 from tasks.run.early import check_early
 from tasks.system.processes import identity
+from tests.support.mlflow_store import mlflow_in
 
 pytestmark = pytest.mark.waits
 
@@ -249,6 +250,14 @@ def test_the_other_commands_say_it_too(
     (folder / "runs/a-run/run.json").write_text("{}")
     assert message in refused(command, *arguments)
     assert not (folder / "mlflow.db").exists()
+
+
+@pytest.mark.parametrize("run", ["quikstart-0123", "runs/quickstart-0123/weights"])
+def test_a_run_that_mlflow_has_not_is_wrong_input(folder: Path, run: str) -> None:
+    uri = mlflow_in(folder)
+    for command, *others in ((commands.report,), (commands.reproduce,), (commands.compare, "a-run")):
+        said = refused(command, run, *others, "--tracking", uri)
+        assert said == f"error: {uri} has no run {run}: give a run's name, its folder, or its MLflow run id"
 
 
 def test_an_empty_address_of_mlflow_is_none(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 """Raw prompt files -> prompt table -> embeddings, with every complaint they should make."""
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tasks.data.embeddings import PromptEmbeddings, write_embeddings
 from tasks.data.prompts import DatasetError, Prompt, build_prompt_table, check_prompt_lengths, load_prompts, prompt_uid
@@ -365,6 +367,20 @@ def test_put_in_place_replaces_only_on_success(tmp_path, kind):
         put("third", KeyboardInterrupt)
     assert (target / "file" if kind == "folder" else target).read_text() == "second"
     assert list(tmp_path.iterdir()) == [target]
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o027, 0o077])
+def test_what_safetensors_writes_may_be_read_as_the_umask_has_it(tmp_path, mask):
+    before = os.umask(mask)
+    try:
+        with put_in_place(tmp_path / "out") as folder:
+            (folder / "transformer").mkdir(parents=True)
+            save_file({"weight": torch.zeros(2)}, folder / "transformer/model.safetensors")
+            (folder / "script").touch(mode=0o755)
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    assert modes == {"model.safetensors": 0o666 & ~mask, "script": 0o755 & ~mask}
 
 
 def test_put_in_place_recovers_from_a_kill_between_its_two_renames(tmp_path):
