@@ -190,6 +190,14 @@ def test_defaults_that_differ_come_along() -> None:
         ), path
 
 
+def test_both_sides_compute_in_the_format_of_their_rollout() -> None:
+    """bfloat16 where a script is silent; fp32 weights in the trainer's memory say nothing of it."""
+    for given in ("", f"{ACTOR}.fsdp_config.model_dtype=fp32", f"{ACTOR}.fsdp_config.model_dtype=bfloat16"):
+        config = flat(made(f"{RUN}{given}").config)
+        assert (config[f"{MODEL}.dtype"], config[f"{ACTOR}.fsdp_config.param_dtype"]) == ("bfloat16", "bfloat16"), given
+    assert flat(made(f"{RUN}{ROLLOUT}.dtype=float32").config)[f"{MODEL}.dtype"] == "float32"
+
+
 ROLLOUT, ACTOR, MODEL = (f"actor_rollout_ref.{name}" for name in ("rollout", "actor", "model"))
 CORRECTION = "algorithm.rollout_correction"
 RUN = f"data.train_batch_size=256\n{ROLLOUT}.n=16\n"
