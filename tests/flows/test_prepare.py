@@ -168,6 +168,21 @@ def test_guidance_shows_in_the_pictures(here: Path) -> None:
         (("preferences",), "error: data/base_model holds no model; `dvc repro base_model` makes data/base_model"),
         (("pairs", "--model", "nowhere"), "error: nowhere holds no model"),
         (("pairs", "--model", MODEL, "--table", "none.parquet"), "none.parquet is missing"),
+        (("pairs", "--model", MODEL, "--table", "data"), "data is a folder: give the preference table itself, such as"),
+        (("pairs", "--model", MODEL, "--device", "tpu"), "error: --device is tpu: give cpu or cuda"),
+        (("preferences", "--model", MODEL, "--device", "gpu"), "error: --device is gpu: give cpu or cuda"),
+        (
+            ("embeddings", "--model", MODEL, "--out", "new", "--prompts", "data"),
+            "data is a folder: give the prompt table itself, such as data/prompts.parquet",
+        ),
+        (
+            ("preferences", "--model", MODEL, "--embeddings", "data/sd3_embeddings", "--dtype", "half"),
+            f"error: {MODEL} cannot be sampled so: dtype is 'half'; it should be 'float32' or 'bfloat16'",
+        ),
+        (
+            ("preferences", "--model", MODEL, "--embeddings", "data/sd3_embeddings", "--set", "num_inference_steps=0"),
+            "num_inference_steps is 0; it should be greater than or equal to 1",
+        ),
         (("preferences", "--model", MODEL, "--set", "steps"), "--set 'steps' must have the form name=value"),
         (
             ("preferences", "--model", MODEL, "--embeddings", "data/sd3_embeddings", "--set", "true_cfg_scale=4"),
@@ -221,6 +236,13 @@ def test_a_data_sets_folder_and_adapter_are_what_dvc_watches(copied: Path) -> No
     (copied / "params.yaml").write_text(yaml.safe_dump(params))
     said = " ".join(prepare("embeddings", fails=True).split())
     assert re.search(r"but the model's adapter is in \S*models/families/stable_diffusion_3.py: name that file", said)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("stage", ["preferences", "pairs"])
+def test_a_gpu_that_is_not_there_is_one_line(here: Path, stage: str) -> None:
+    told = prepare(stage, "--model", MODEL, "--device", "cuda", fails=True)
+    assert told == "error: --device is cuda, but torch finds no GPU here: give cpu, or run where one is\n"
 
 
 def test_the_pages_commands_are_known(here: Path) -> None:
