@@ -39,6 +39,8 @@ from tasks.system.access import USER, exports
 Errors = type[BaseException] | tuple[type[BaseException], ...]
 SIGNALS = KeyboardInterrupt, Stopped
 MOST_PORT = 65535
+NO_POOLS = "/%&<>"
+"""Characters that Prefect refuses in a work pool's name."""
 
 app = commands("Servers and a worker on this machine.")
 
@@ -58,6 +60,7 @@ def up(
     ] = None,
 ) -> None:
     """Start what is not up yet; if a part does not start, nothing of what this began stays."""
+    _check_pool(pool)
     there = living_processes()
     environment = bring_up({"prefect": prefect_port, "mlflow": mlflow_port}, pool, runs, gpus)
     typer.echo(f"{'already up' if there.keys() >= SERVICES else 'up'}: {addresses(environment)}")
@@ -108,6 +111,12 @@ def run(
     from tasks.run.summary import Summary
 
     typer.echo(f"\n{Summary(**result_of(ended)).text()}\n\n  {stay}\n")
+
+
+def _check_pool(name: str) -> None:
+    """Raises ConfigError for a name that Prefect refuses, which it would say when the servers are up."""
+    if not name.strip("' \"") or set(name) & set(NO_POOLS):
+        raise ConfigError(f"--pool is {name!r}, which names no work pool: give a name without {' '.join(NO_POOLS)}")
 
 
 def _checked_parameters(

@@ -322,6 +322,13 @@ def test_sub_commands_say_it_too(folder: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("flow", ["validation_sweep", "close_dead_runs"])
+def test_a_deployments_flow_is_no_command(flow: str) -> None:
+    done = subprocess.run([sys.executable, "-m", f"flows.{flow}"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(r"error: a deployment: `make up`, then `prefect deployment run [\w-]+/[\w-]+`\n", done.stderr)
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -329,9 +336,11 @@ def test_sub_commands_say_it_too(folder: Path) -> None:
         (("--mlflow-port", "-1"), "'--mlflow-port': Input should be greater than or equal to 1"),
         (("--runs", "0"), "'--runs': Input should be greater than or equal to 1"),
         (("--gpus", "-1"), "'--gpus': Input should be greater than or equal to 0"),
+        (("--pool", " "), "error: --pool is ' ', which names no work pool: give a name without / % & < >"),
+        (("--pool", "a/b"), "error: --pool is 'a/b', which names no work pool"),
     ],
 )
-def test_a_number_that_cannot_be_is_refused_before_a_server_starts(
+def test_an_option_that_cannot_be_is_refused_before_a_server_starts(
     folder: Path, arguments: tuple[str, str], said: str
 ) -> None:
     up = CliRunner().invoke(services.app, ["up", *arguments], env={"COLUMNS": "200"})
