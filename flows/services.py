@@ -32,15 +32,13 @@ from models.config.bounds import MOST_GPUS, MOST_PROCESSES
 from tasks.cli.stopping import Stopped
 from tasks.cli.terminal import command_line, commands
 from tasks.config.errors import ConfigError
-from tasks.config.recipes import load_recipe, parse_changes
+from tasks.config.recipes import PREFECT_FILE, load_recipe, parse_changes, work_pools
 from tasks.run.early import check_early
 from tasks.system.access import USER, exports
 
 Errors = type[BaseException] | tuple[type[BaseException], ...]
 SIGNALS = KeyboardInterrupt, Stopped
 MOST_PORT = 65535
-NO_POOLS = "/%&<>"
-"""Characters that Prefect refuses in a work pool's name."""
 
 app = commands("Servers and a worker on this machine.")
 
@@ -114,9 +112,12 @@ def run(
 
 
 def _check_pool(name: str) -> None:
-    """Raises ConfigError for a name that Prefect refuses, which it would say when the servers are up."""
-    if not name.strip("' \"") or set(name) & set(NO_POOLS):
-        raise ConfigError(f"--pool is {name!r}, which names no work pool: give a name without {' '.join(NO_POOLS)}")
+    """Raises ConfigError for a pool in which no deployment runs; with the servers up, deploying would fail."""
+    if name not in (pools := work_pools()):
+        raise ConfigError(
+            f"--pool is {name!r}, but the deployments of {PREFECT_FILE} name {', '.join(sorted(pools))}: give that, or "
+            "change their work_pool"
+        )
 
 
 def _checked_parameters(

@@ -329,8 +329,10 @@ def test_sub_commands_say_it_too(folder: Path) -> None:
         (("--mlflow-port", "-1"), "'--mlflow-port': Input should be greater than or equal to 1"),
         (("--runs", "0"), "'--runs': Input should be greater than or equal to 1"),
         (("--gpus", "-1"), "'--gpus': Input should be greater than or equal to 0"),
-        (("--pool", " "), "error: --pool is ' ', which names no work pool: give a name without / % & < >"),
-        (("--pool", "a/b"), "error: --pool is 'a/b', which names no work pool"),
+        (
+            ("--pool", "other"),
+            "error: --pool is 'other', but the deployments of prefect.yaml name local: give that, or",
+        ),
     ],
 )
 def test_an_option_that_cannot_be_is_refused_before_a_server_starts(
