@@ -161,6 +161,41 @@ def test_guidance_shows_in_the_pictures(here: Path) -> None:
     assert (tables[0]["image"] != tables[1]["image"]).all()
 
 
+def size(table: str) -> tuple[int, int]:
+    """Width and height of a preference table's first picture."""
+    return Image.open(io.BytesIO(pd.read_parquet(table)["image"][0])).size
+
+
+def test_options_go_in_place_of_what_the_parameters_say(here: Path, tmp_path: Path) -> None:
+    """1024 tokens, float32, 16 x 32 pixels."""
+    assert PromptEmbeddings.open("data/sd3_embeddings").max_sequence_length == 24
+    assert size("data/sd3.parquet") == (32, 16)
+    prepare(
+        "embeddings", "--model", MODEL, "--out", f"{tmp_path}/new", "--max-sequence-length", "23", "--dtype", "bfloat16"
+    )
+    encoded = PromptEmbeddings.open(tmp_path / "new")
+    assert (encoded.max_sequence_length, encoded.negative()["prompt_embeds"].dtype) == (23, torch.bfloat16)
+    sampled = ("preferences", "--model", MODEL, "--embeddings", "data/sd3_embeddings", "--reward", "brightness")
+    tall = (*sampled, "--set", "height=32", "--set", "width=16")
+    scores = []
+    for dtype in ("float32", "bfloat16"):
+        prepare(*tall, "--dtype", dtype, "--out", f"{tmp_path}/{dtype}.parquet")
+        assert size(f"{tmp_path}/{dtype}.parquet") == (16, 32)
+        scores.append(pd.read_parquet(tmp_path / f"{dtype}.parquet")["score"].tolist())
+    assert scores[0] != scores[1]
+
+
+def test_pictures_that_do_not_fit_the_model_are_told_by_height_and_width(here: Path, tmp_path: Path) -> None:
+    table = pd.read_parquet("data/sd3.parquet")
+    picture = io.BytesIO()
+    Image.new("RGB", (18, 16)).save(picture, format="PNG")
+    table.assign(image=[picture.getvalue()] * len(table)).to_parquet(tmp_path / "odd.parquet")
+    told = prepare(
+        "pairs", "--model", MODEL, "--table", f"{tmp_path}/odd.parquet", "--out", f"{tmp_path}/out", fails=True
+    )
+    assert "odd.parquet do not fit the model: pipeline.height 16 and pipeline.width 18 must be multiples of" in told
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
@@ -239,10 +274,12 @@ def test_a_data_sets_folder_and_adapter_are_what_dvc_watches(copied: Path) -> No
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("stage", ["preferences", "pairs"])
+@pytest.mark.parametrize("stage", ["embeddings", "preferences", "pairs"])
 def test_a_gpu_that_is_not_there_is_one_line(here: Path, stage: str) -> None:
     told = prepare(stage, "--model", MODEL, "--device", "cuda", fails=True)
-    assert told == "error: --device is cuda, but torch finds no GPU here: give cpu, or run where one is\n"
+    assert re.fullmatch(
+        r"error: (--|embeddings\.)device is cuda, but torch finds no GPU here: .*, or run where one is\n", told
+    )
 
 
 def test_the_pages_commands_are_known(here: Path) -> None:

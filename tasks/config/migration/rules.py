@@ -135,7 +135,7 @@ def _warm_up(path: str, value: Any, given: Given) -> Outcome:
         return Taken({f"{ACTOR}.optim.lr_warmup_steps": 0})
     if steps is None:
         return Elsewhere(f"warm-up is counted in optimiser steps here: set {ACTOR}.optim.lr_warmup_steps")
-    return Taken({f"{ACTOR}.optim.lr_warmup_steps": round(value * steps)}, "of optimiser steps, not of iterations")
+    return Taken({f"{ACTOR}.optim.lr_warmup_steps": int(value * steps)}, "of optimiser steps, not of iterations")
 
 
 def _warm_up_steps(path: str, value: Any, given: Given) -> Outcome:
