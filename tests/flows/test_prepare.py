@@ -170,10 +170,10 @@ def test_options_go_in_place_of_what_the_parameters_say(here: Path, tmp_path: Pa
     """1024 tokens, float32, 16 x 32 pixels."""
     assert PromptEmbeddings.open("data/sd3_embeddings").max_sequence_length == 24
     assert size("data/sd3.parquet") == (32, 16)
-    prepare(
-        "embeddings", "--model", MODEL, "--out", f"{tmp_path}/new", "--max-sequence-length", "23", "--dtype", "bfloat16"
-    )
+    short = ("--max-sequence-length", "23", "--dtype", "bfloat16", "--set", "negative_prompt=blurred")
+    prepare("embeddings", "--model", MODEL, "--out", f"{tmp_path}/new", *short)
     encoded = PromptEmbeddings.open(tmp_path / "new")
+    assert json.loads((tmp_path / "new" / "index.json").read_text())["negative_prompt"] == "blurred"
     assert (encoded.max_sequence_length, encoded.negative()["prompt_embeds"].dtype) == (23, torch.bfloat16)
     sampled = ("preferences", "--model", MODEL, "--embeddings", "data/sd3_embeddings", "--reward", "brightness")
     tall = (*sampled, "--set", "height=32", "--set", "width=16")
@@ -183,6 +183,19 @@ def test_options_go_in_place_of_what_the_parameters_say(here: Path, tmp_path: Pa
         assert size(f"{tmp_path}/{dtype}.parquet") == (16, 32)
         scores.append(pd.read_parquet(tmp_path / f"{dtype}.parquet")["score"].tolist())
     assert scores[0] != scores[1]
+
+
+def test_pictures_with_a_transparency_are_those_without(here: Path, tmp_path: Path) -> None:
+    table = pd.read_parquet("data/sd3.parquet")
+    pictures = []
+    for picture in table["image"]:
+        stream = io.BytesIO()
+        Image.open(io.BytesIO(picture)).convert("RGBA").save(stream, format="PNG")
+        pictures.append(stream.getvalue())
+    table.assign(image=pictures).to_parquet(tmp_path / "rgba.parquet")
+    prepare("pairs", "--model", MODEL, "--table", f"{tmp_path}/rgba.parquet", "--out", f"{tmp_path}/pairs")
+    (made,) = (tmp_path / "pairs").glob("*.safetensors")
+    assert made.read_bytes() == (here / "data" / "sd3_pairs" / made.name).read_bytes()
 
 
 def test_pictures_that_do_not_fit_the_model_are_told_by_height_and_width(here: Path, tmp_path: Path) -> None:
