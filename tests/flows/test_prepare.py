@@ -224,6 +224,10 @@ def test_pictures_that_do_not_fit_the_model_are_told_by_height_and_width(here: P
             "data is a folder: give the prompt table itself, such as data/prompts.parquet",
         ),
         (
+            ("embeddings", "--model", MODEL, "--out", "new", "--max-sequence-length", "2"),
+            "tokens with its template, but max_sequence_length=2 (prompts that are too long: 6)",
+        ),
+        (
             ("preferences", "--model", MODEL, "--embeddings", "data/sd3_embeddings", "--dtype", "half"),
             f"error: {MODEL} cannot be sampled so: dtype is 'half'; it should be 'float32' or 'bfloat16'",
         ),
@@ -368,6 +372,14 @@ def test_a_flipped_bit_a_lost_file_and_a_broken_index_are_named(copied: Path, na
     index.write_text(index.read_text()[:-9])
     with pytest.raises(DatasetError, match=r"index.json is damaged: .*`dvc repro (embeddings|pairs)` makes it anew"):
         check_inputs(offline())
+
+
+def test_a_flipped_bit_of_a_preference_table_is_noticed(copied: Path) -> None:
+    """By its pages' checksums, before a picture is looked at."""
+    table = copied / "data" / "sd3.parquet"
+    flip(table, table.stat().st_size // 3)
+    told = prepare("pairs", "--model", MODEL, "--table", "data/sd3.parquet", "--out", "data/new", fails=True)
+    assert "data/sd3.parquet is not a readable parquet file" in told
 
 
 def test_a_shard_that_cannot_be_read_is_named(copied: Path) -> None:
