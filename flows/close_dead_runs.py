@@ -2,7 +2,12 @@
 """Close MLflow's records of runs whose process is dead: what the automation `close-a-crashed-run` starts."""
 
 if __name__ == "__main__":
-    raise SystemExit("error: a deployment: `make up`, then `prefect deployment run close-dead-runs/close-dead-runs`")
+    import sys
+
+    print(
+        "error: a deployment: `make up`, then `prefect deployment run close-dead-runs/close-dead-runs`", file=sys.stderr
+    )
+    raise SystemExit(2)
 
 from prefect import flow, get_run_logger
 

@@ -6,11 +6,15 @@ from typing import Annotated
 
 import typer
 
+from models.config.algo import DiffusionRolloutAlgoConfig
+from models.config.model import ModelConfig
+from models.config.pipeline import DiffusionPipelineConfig
 from models.families import load_families
-from models.families.base import read_architecture
+from models.families.base import DiffusionModelBase, DiffusionModelConfig, read_architecture
 from models.rollout.vllm_omni import families  # noqa: F401  registers the project's own pipelines
 from models.rollout.vllm_omni.lora_names import write_peft_folder
 from models.rollout.vllm_omni.registry import VllmOmniPipelineBase
+from models.weights.trainable import LORA_FILE, check_lora_fits, lora_settings
 from tasks.cli.terminal import Debug, in_a_sentence, run_command
 from tasks.config.errors import ConfigError
 from tasks.run.early import as_config_errors, check_folder
@@ -30,7 +34,11 @@ def main(
 
 
 def convert(weights: Path, out: Path, model: Path) -> None:
-    """The same, without a word. Raises ConfigError where one of them is not what it should be."""
+    """The same, without a word.
+
+    Raises:
+        ConfigError: one of them is not what it should be, or the weights are of another model.
+    """
     if out.exists():
         raise ConfigError(f"OUT is {out}, which is there already: give a folder that is to be made")
     check_folder(out, "OUT")
@@ -44,6 +52,20 @@ def convert(weights: Path, out: Path, model: Path) -> None:
             raise ConfigError(f"--model is {model}, a {architecture}, for which there is no vLLM-Omni pipeline here")
         with put_in_place(out) as aside:
             write_peft_folder(pipeline, weights, aside)
+            _check_fits(weights / LORA_FILE, model)
+
+
+def _check_fits(file: Path, model: Path) -> None:
+    """Raises ValueError where the LoRA was trained of another model: a server would leave out what it does not find."""
+    trained = lora_settings(file)
+    settings = ModelConfig(
+        path=str(model),
+        lora_rank=trained["r"],
+        lora_alpha=trained["lora_alpha"],
+        target_modules=tuple(trained["target_modules"]),
+    )
+    config = DiffusionModelConfig.load(settings, DiffusionPipelineConfig(), DiffusionRolloutAlgoConfig())
+    check_lora_fits(DiffusionModelBase.get_class(config), config, file, f"WEIGHTS is {file.parent}")
 
 
 if __name__ == "__main__":

@@ -157,6 +157,7 @@ def preferences(
     """
     params = load_params(PARAMS).preferences
     _require_model(model)
+    _require_device(device)
     check_folder(out.parent, "the folder of --out")
     if out.is_dir():
         raise PrepareError(f"--out is {out}, which is a folder: give a file, such as {PREFERENCES}")
@@ -193,6 +194,7 @@ def pairs(
     params = load_params(PARAMS).pairs
     table = table or Path(params.table)
     _require_model(model)
+    _require_device(device)
     _require_place(out, "pairs")
     pictures = read_pictures(table)
     height, width = common_size(pictures, str(table))
@@ -226,6 +228,13 @@ def _require_model(model: Path) -> None:
         own = f"`dvc repro base_model` makes {BASE_MODEL}"
         theirs = "put the published checkpoint there, in diffusers format (docs/data.md, The recipes' data sets)"
         raise PrepareError(f"{model} holds no model; {own if model == BASE_MODEL else theirs}")
+
+
+def _require_device(device: str) -> None:
+    if device not in ("cpu", "cuda"):
+        raise PrepareError(f"--device is {device}: give cpu or cuda")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise PrepareError("--device is cuda, but torch finds no GPU here: give cpu, or run where one is")
 
 
 def _require_place(out: Path, kind: str) -> None:

@@ -32,7 +32,7 @@ from models.config.bounds import MOST_GPUS, MOST_PROCESSES
 from tasks.cli.stopping import Stopped
 from tasks.cli.terminal import command_line, commands
 from tasks.config.errors import ConfigError
-from tasks.config.recipes import load_recipe, parse_changes
+from tasks.config.recipes import PREFECT_FILE, load_recipe, parse_changes, work_pools
 from tasks.run.early import check_early
 from tasks.system.access import USER, exports
 
@@ -58,6 +58,7 @@ def up(
     ] = None,
 ) -> None:
     """Start what is not up yet; if a part does not start, nothing of what this began stays."""
+    _check_pool(pool)
     there = living_processes()
     environment = bring_up({"prefect": prefect_port, "mlflow": mlflow_port}, pool, runs, gpus)
     typer.echo(f"{'already up' if there.keys() >= SERVICES else 'up'}: {addresses(environment)}")
@@ -108,6 +109,15 @@ def run(
     from tasks.run.summary import Summary
 
     typer.echo(f"\n{Summary(**result_of(ended)).text()}\n\n  {stay}\n")
+
+
+def _check_pool(name: str) -> None:
+    """Raises ConfigError for a pool in which no deployment runs; with the servers up, deploying would fail."""
+    if name not in (pools := work_pools()):
+        raise ConfigError(
+            f"--pool is {name!r}, but the deployments of {PREFECT_FILE} name {', '.join(sorted(pools))}: give that, or "
+            "change their work_pool"
+        )
 
 
 def _checked_parameters(

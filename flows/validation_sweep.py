@@ -2,7 +2,13 @@
 """The validation sweep: measure the registered weights that are not measured yet, and judge them."""
 
 if __name__ == "__main__":
-    raise SystemExit("error: a deployment: `make up`, then `prefect deployment run validation-sweep/validation-sweep`")
+    import sys
+
+    print(
+        "error: a deployment: `make up`, then `prefect deployment run validation-sweep/validation-sweep`",
+        file=sys.stderr,
+    )
+    raise SystemExit(2)
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

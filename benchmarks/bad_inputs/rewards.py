@@ -40,8 +40,8 @@ class Refused(DoubleflowError, ValueError):
 @functools.cache
 def server() -> str:
     """Address of the server of this process."""
-    config = uvicorn.Config(make_app(get_reward("jpeg_incompressibility"), LIMITS), port=0, log_level="critical")
-    listening = listening_socket(config)
+    config = uvicorn.Config(make_app(get_reward("jpeg_incompressibility"), LIMITS), log_level="critical")
+    listening = listening_socket("127.0.0.1", 0)
     running = uvicorn.Server(config)
     threading.Thread(target=running.run, args=([listening],), daemon=True).start()
     while not running.started:

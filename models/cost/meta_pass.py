@@ -23,9 +23,9 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
 from models.families.base import TEXT, DiffusionModelBase, DiffusionModelConfig
-from models.families.latents import component_config, transformer_config
+from models.families.latents import component_config
 from models.runtime.float8 import layers_for_float8
-from models.weights.trainable import kept_in_fp32, make_trainable, trainable
+from models.weights.trainable import kept_in_fp32, meta_module, trainable
 
 if TYPE_CHECKING:
     from models.samples.trajectories import PromptTable
@@ -133,12 +133,7 @@ def _in_float8(block: nn.Module, model_config: DiffusionModelConfig) -> tuple[in
 
 def meta_transformer(adapter: type[DiffusionModelBase], model_config: DiffusionModelConfig) -> Any:
     """The denoiser as rollout and trainer compute with it, on the meta device."""
-    import diffusers  # here: seconds of work, where a model is looked at
-
-    config = transformer_config(model_config)
-    with torch.device("meta"):
-        module: Any = getattr(diffusers, config["_class_name"]).from_config(config)
-        make_trainable(adapter, module, model_config)
+    module: Any = meta_module(adapter, model_config)
     kept = kept_in_fp32(module)
     for name, parameter in module.named_parameters():
         if name not in kept:

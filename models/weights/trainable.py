@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from models.config.view import TRANSFORMER
 from models.errors import DoubleflowError
 from models.families.base import DiffusionModelBase, DiffusionModelConfig
-from models.families.latents import filled_config
+from models.families.latents import filled_config, transformer_config
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -271,6 +271,54 @@ def check_exported(
             )
         return
     _check_lora(adapter, model_config, folder / LORA_FILE, given)
+    check_lora_fits(adapter, model_config, folder / LORA_FILE, given)
+
+
+def lora_settings(file: Path) -> dict[str, Any]:
+    """What the header of a LoRA export says of its training by peft's names: `r`, `lora_alpha`, `target_modules`; empty
+    where it says nothing."""
+    from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY  # here: seconds of work, for a LoRA export alone
+
+    with safe_open(file, "pt") as stored:
+        header = json.loads((stored.metadata() or {}).get(LORA_ADAPTER_METADATA_KEY, "{}"))
+    return {name.removeprefix("transformer."): value for name, value in header.items()}
+
+
+def check_lora_fits(
+    adapter: type[DiffusionModelBase], model_config: DiffusionModelConfig, file: Path, given: str
+) -> None:
+    """The file's LoRA has the matrices that this config trains, each of its size; reads headers only.
+
+    Args:
+        given: as in `check_exported`.
+
+    Raises:
+        ValueError: it was trained of another model.
+    """
+    trained = trainable(meta_module(adapter, model_config))
+    own = {name.replace(f".{ADAPTER_NAME}.", "."): list(weight.shape) for name, weight in trained.items()}
+    with safe_open(file, "pt") as stored:
+        names = {name: name.removeprefix("transformer.") for name in stored.keys()}  # noqa: SIM118
+        other = {plain: stored.get_slice(name).get_shape() for name, plain in names.items()}
+    different = sorted(name for name in own.keys() | other.keys() if own.get(name) != other.get(name))
+    if different:
+        name = different[0]
+        raise ValueError(
+            f"{given}, whose {LORA_FILE} is of another model than {model_config.path}: {name} is "
+            f"{other.get(name, 'not there')} and should be {own.get(name, 'not there')} ({len(different)} in all "
+            "differ): give weights of the same model"
+        )
+
+
+def meta_module(adapter: type[DiffusionModelBase], model_config: DiffusionModelConfig) -> nn.Module:
+    """The denoiser with what is trained of it, on the meta device, where tensors have no data."""
+    import diffusers  # here: seconds of work, where a model is looked at
+
+    config = transformer_config(model_config)
+    with torch.device("meta"):
+        module: nn.Module = getattr(diffusers, config["_class_name"]).from_config(config)
+        make_trainable(adapter, module, model_config)
+    return module
 
 
 def _architecture(folder: Path) -> dict[str, Any]:
@@ -283,12 +331,7 @@ def _architecture(folder: Path) -> dict[str, Any]:
 
 
 def _check_lora(adapter: type[DiffusionModelBase], model_config: DiffusionModelConfig, file: Path, given: str) -> None:
-    from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY  # here: seconds of work, for a LoRA export alone
-
-    with safe_open(file, "pt") as stored:
-        header = json.loads((stored.metadata() or {}).get(LORA_ADAPTER_METADATA_KEY, "{}"))
-    written = {name.removeprefix("transformer."): value for name, value in header.items()}
-    model = model_config.model
+    written, model = lora_settings(file), model_config.model
     wanted = {
         "r": ("lora_rank", model.lora_rank),
         "lora_alpha": ("lora_alpha", model.lora_alpha),

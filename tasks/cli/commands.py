@@ -37,7 +37,8 @@ Recipe = Annotated[
     typer.Argument(help="A train deployment of prefect.yaml; an error lists them.", show_default=QUICKSTART),
 ]
 ConfigFile = Annotated[
-    Path | None, typer.Option("--config", help="A whole config as JSON, as a run records it, in a recipe's place.")
+    Path | None,
+    typer.Option("--config", help="A whole config as JSON or YAML, as a run records it, in a recipe's place."),
 ]
 Changes = Annotated[
     list[str] | None,

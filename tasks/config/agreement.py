@@ -11,6 +11,9 @@ from models.config.section import AUTO
 from tasks.config.sections import RunSections
 from tasks.system.credentials import refuse_secret_options
 
+LEAST_ROUNDING = 1e-3
+"""By which velocities in float32 and bfloat16 differ at least: one of a bfloat16 number alone is up to 2^-9 of it."""
+
 
 def check_agreement(config: RunSections) -> None:
     """Make every check of `CHECKS`, in that order. Raises ValueError, the first one's that does not hold."""
@@ -289,6 +292,19 @@ def check_rewriting(config: RunSections) -> None:
         )
 
 
+def check_number_formats(config: RunSections) -> None:
+    """Rollout and trainer compute in one number format where their velocities may not differ by its rounding."""
+    policy, allowed = config.actor_rollout_ref, config.canary_tolerance
+    rollout, trainer = policy.model.dtype, policy.actor.fsdp_config.param_dtype
+    if config.is_online and trainer not in (None, rollout) and allowed < LEAST_ROUNDING:
+        raise ValueError(
+            f"actor_rollout_ref.actor.fsdp_config.param_dtype is {trainer}, but the rollout computes in "
+            f"actor_rollout_ref.model.dtype {rollout}: their velocities differ by rounding, about 0.01, where a weight "
+            f"sync allows {allowed:g}; leave param_dtype out, set model.dtype to {trainer}, or raise "
+            "trainer.canary_tolerance"
+        )
+
+
 CHECKS: tuple[Callable[[RunSections], None], ...] = (
     check_secrets,
     check_group_size,
@@ -310,4 +326,5 @@ CHECKS: tuple[Callable[[RunSections], None], ...] = (
     check_guards,
     check_text_encoders,
     check_rewriting,
+    check_number_formats,
 )

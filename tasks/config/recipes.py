@@ -39,16 +39,26 @@ def load_parameters(flow: str, name: str, file: Path = PREFECT_FILE) -> Mapping[
     Raises:
         RecipeError: there is no such file or deployment.
     """
+    there = {d.get("name"): d for d in _deployments(file) if str(d.get("entrypoint")).startswith(f"flows/{flow}.py:")}
+    if name not in there:
+        known = sorted(filter(None, there))
+        raise RecipeError(f"{file} has no {flow} deployment {name!r}; it has {', '.join(known)}{near(name, known)}")
+    return there[name].get("parameters") or {}
+
+
+def work_pools(file: Path = PREFECT_FILE) -> set[str]:
+    """The names of the work pools that the deployments run in. Raises RecipeError as `load_parameters`."""
+    pools = [entry.get("work_pool") for entry in _deployments(file)]
+    return {str(pool["name"]) for pool in pools if isinstance(pool, Mapping) and "name" in pool}
+
+
+def _deployments(file: Path) -> list[Mapping[str, Any]]:
     # As `prefect deploy` reads it, for which 1e-3 is text: else an option would be another by a deployment.
     content = read_yaml(file, "run from the repository's root", yaml.safe_load)
     deployments = content.get("deployments") if isinstance(content, Mapping) else None
     if not isinstance(deployments, list) or not all(isinstance(entry, Mapping) for entry in deployments):
         raise RecipeError(f"{file} has no list `deployments`: it is no file of Prefect deployments")
-    there = {d.get("name"): d for d in deployments if str(d.get("entrypoint")).startswith(f"flows/{flow}.py:")}
-    if name not in there:
-        known = sorted(filter(None, there))
-        raise RecipeError(f"{file} has no {flow} deployment {name!r}; it has {', '.join(known)}{near(name, known)}")
-    return there[name].get("parameters") or {}
+    return deployments
 
 
 def load_config(file: Path) -> TrainConfig:

@@ -21,6 +21,10 @@ from tasks.config.rollout import DiffusionRolloutConfig
 from tasks.config.tracking import TrackingConfig
 from tasks.config.trainer import RayConfig, TrainerConfig
 
+CUDA_CANARY_TOLERANCE = 0.01
+OTHER_ENGINE_TOLERANCE = 1e-4
+"""On the CPU, where the rollout engine is not the trainer's: sums in another order."""
+
 
 class ActorRolloutRefConfig(Section):
     """The policy: the model, how it is sampled and how it is updated."""
@@ -54,6 +58,17 @@ class RunSections(Section):
     def is_online(self) -> bool:
         """Does a run of training start rollout and reward?"""
         return self.algorithm.sample_source == "online"
+
+    @property
+    def canary_tolerance(self) -> float:
+        """The largest relative difference of velocities after a weight sync."""
+        if self.trainer.canary_tolerance is not None:
+            return self.trainer.canary_tolerance
+        if self.trainer.device == "cuda":
+            return CUDA_CANARY_TOLERANCE
+        settings = self.actor_rollout_ref
+        same = settings.rollout.name == "diffusers" and settings.actor.fsdp_config.ulysses_sequence_parallel_size == 1
+        return 0.0 if same else OTHER_ENGINE_TOLERANCE
 
     @property
     def records_unconditional(self) -> bool:

@@ -103,6 +103,10 @@ def read_pictures(file: Path) -> list[tuple[Pair, dict[str, Any]]]:
         DatasetError: a pair has not exactly one chosen and one rejected picture, of one prompt, or its chosen picture
             is not worth more than its rejected one.
     """
+    if file.is_dir():
+        raise DatasetError(
+            f"{file} is a folder: give the preference table itself, such as {file / 'preferences.parquet'}"
+        )
     if not file.is_file():
         raise DatasetError(f"{file} is missing; `dvc repro preferences` makes it, or give a table of your own")
     rows = read_parquet(file)

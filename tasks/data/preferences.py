@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
+from pydantic import ValidationError
 from tqdm import tqdm
 
 from models.config.algo import DiffusionRolloutAlgoConfig
@@ -17,6 +18,7 @@ from models.families.base import DiffusionModelBase, DiffusionModelConfig
 from models.rollout.diffusers import DiffusersRolloutEngine
 from models.samples.trajectories import RolloutRequest
 from models.schedulers.noise_keys import NoiseKey
+from tasks.config.errors import described
 from tasks.config.params import PreferencesParams
 from tasks.data.digests import TEXT_SIDE, made_with
 from tasks.data.embeddings import PromptEmbeddings, prompt_table
@@ -57,11 +59,13 @@ def sampled_preferences(
         )
     try:
         sampling = DiffusionPipelineConfig(**pipeline)
-        config = DiffusionModelConfig.load(
-            ModelConfig(path=str(model), dtype=dtype), sampling, DiffusionRolloutAlgoConfig()
-        )
+        described_model = ModelConfig(path=str(model), dtype=dtype)
+        config = DiffusionModelConfig.load(described_model, sampling, DiffusionRolloutAlgoConfig())
         adapter = DiffusionModelBase.get_class(config)
         adapter.check_pipeline(config)
+    except ValidationError as error:
+        section = ModelConfig if error.title == ModelConfig.__name__ else DiffusionPipelineConfig
+        raise DatasetError(f"{model} cannot be sampled so: {described(error, section)}") from error
     except ValueError as error:
         raise DatasetError(f"{model} cannot be sampled so: {' '.join(str(error).split())}") from error
     engine = DiffusersRolloutEngine(config, device)

@@ -111,6 +111,10 @@ def load_prompts(path: str | Path, split: str | None = None) -> list[Prompt]:
     """
     if split not in (None, *SPLITS):
         raise DatasetError(f"{split!r} is no split; it must be one of {', '.join(SPLITS)}")
+    if Path(path).is_dir():
+        raise DatasetError(
+            f"{path} is a folder: give the prompt table itself, such as {Path(path) / 'prompts.parquet'}"
+        )
     if not Path(path).is_file():
         raise DatasetError(f"{path} is missing; `dvc repro prompts` makes it")
     rows = read_parquet(Path(path))

@@ -186,27 +186,39 @@ def main(
     except ConfigError as error:
         raise typer.BadParameter(str(error), param_hint="--option") from error
     try:
+        listening = _listening(host, port)
         loaded = get_reward(reward, **options)
     except DoubleflowError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
-    config = uvicorn.Config(
-        make_app(loaded, Limits(max_pixels, max_request_mb, max_pictures)), host=host, port=port, log_level="warning"
-    )
-    listening = listening_socket(config)
+    app = make_app(loaded, Limits(max_pixels, max_request_mb, max_pictures))
     address = f"http://{host}:{listening.getsockname()[1]}"
     typer.echo(f"{loaded.name} ({loaded.version}) is served at {address}")
-    uvicorn.Server(config).run(sockets=[listening])
+    uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listening])
 
 
-def listening_socket(config: uvicorn.Config) -> socket.socket:
-    """At the config's address; answers leave it at once.
+def _listening(host: str, port: int) -> socket.socket:
+    try:
+        return listening_socket(host, port)
+    except OSError as error:
+        raise ConfigError(
+            f"--host {host} and --port {port} cannot be served ({error.strerror}): give others"
+        ) from error
+
+
+def listening_socket(host: str, port: int) -> socket.socket:
+    """At this address, where it does not listen yet; answers leave it at once.
 
     asyncio sees to that for sockets whose protocol is TCP by name, which that of uvicorn's is not: the end of each
     answer would wait for the client's acknowledgement of its beginning, 40 ms where a client keeps its connection.
+
+    Raises:
+        OSError: the port is taken, or the address not this machine's.
     """
-    listening = config.bind_socket()
+    listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    listening.bind((host, port))
     return listening
 
 

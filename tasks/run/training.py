@@ -40,9 +40,6 @@ CANARY_PROMPTS = 2
 OPTIMIZER_STEPS = "actor/optimizer_steps"
 """Of the run so far, as the engine counts them."""
 NO_STEP = "no iteration made an optimiser step"
-CUDA_CANARY_TOLERANCE = 0.01
-OTHER_ENGINE_TOLERANCE = 1e-4
-"""On the CPU, where the rollout engine is not the trainer's: sums in another order."""
 
 
 @dataclass(frozen=True)
@@ -184,17 +181,7 @@ class TrainingRun:
     @property
     def canary_limits(self) -> CanaryLimits:
         """How far a rollout worker's canary may be from the trainer's."""
-        return CanaryLimits(self._canary_tolerance, self.config.trainer.canary_missing_share)
-
-    @property
-    def _canary_tolerance(self) -> float:
-        if self.config.trainer.canary_tolerance is not None:
-            return self.config.trainer.canary_tolerance
-        if self.config.trainer.device == "cuda":
-            return CUDA_CANARY_TOLERANCE
-        settings = self.config.actor_rollout_ref
-        same = settings.rollout.name == "diffusers" and settings.actor.fsdp_config.ulysses_sequence_parallel_size == 1
-        return 0.0 if same else OTHER_ENGINE_TOLERANCE
+        return CanaryLimits(self.config.canary_tolerance, self.config.trainer.canary_missing_share)
 
     def take_update(self, iteration: int, metrics: Mapping[str, float]) -> None:
         """Remember an update's metrics; one that made no optimiser step is a warning and actor/update_skipped."""

@@ -15,8 +15,9 @@ from models.algorithms.rollout_correction import LOG_RATIO_LIMIT, WARNED_SHARE_O
 from models.cost.flops import step_flops
 from tasks.config.presets import PRESETS
 from tasks.config.recipes import load_recipe
+from tasks.config.sections import CUDA_CANARY_TOLERANCE, OTHER_ENGINE_TOLERANCE
 from tasks.config.tree import TrainConfig
-from tasks.run.training import CANARY_PROMPTS, CUDA_CANARY_TOLERANCE, OTHER_ENGINE_TOLERANCE
+from tasks.run.training import CANARY_PROMPTS
 from tasks.stages.validation import GRID_PICTURES
 from tests.support.published_models import MODELS, published
 

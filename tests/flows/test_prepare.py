@@ -161,6 +161,54 @@ def test_guidance_shows_in_the_pictures(here: Path) -> None:
     assert (tables[0]["image"] != tables[1]["image"]).all()
 
 
+def size(table: str) -> tuple[int, int]:
+    """Width and height of a preference table's first picture."""
+    return Image.open(io.BytesIO(pd.read_parquet(table)["image"][0])).size
+
+
+def test_options_go_in_place_of_what_the_parameters_say(here: Path, tmp_path: Path) -> None:
+    """1024 tokens, float32, 16 x 32 pixels."""
+    assert PromptEmbeddings.open("data/sd3_embeddings").max_sequence_length == 24
+    assert size("data/sd3.parquet") == (32, 16)
+    short = ("--max-sequence-length", "23", "--dtype", "bfloat16", "--set", "negative_prompt=blurred")
+    prepare("embeddings", "--model", MODEL, "--out", f"{tmp_path}/new", *short)
+    encoded = PromptEmbeddings.open(tmp_path / "new")
+    assert json.loads((tmp_path / "new" / "index.json").read_text())["negative_prompt"] == "blurred"
+    assert (encoded.max_sequence_length, encoded.negative()["prompt_embeds"].dtype) == (23, torch.bfloat16)
+    sampled = ("preferences", "--model", MODEL, "--embeddings", "data/sd3_embeddings", "--reward", "brightness")
+    tall = (*sampled, "--set", "height=32", "--set", "width=16")
+    scores = []
+    for dtype in ("float32", "bfloat16"):
+        prepare(*tall, "--dtype", dtype, "--out", f"{tmp_path}/{dtype}.parquet")
+        assert size(f"{tmp_path}/{dtype}.parquet") == (16, 32)
+        scores.append(pd.read_parquet(tmp_path / f"{dtype}.parquet")["score"].tolist())
+    assert scores[0] != scores[1]
+
+
+def test_pictures_with_a_transparency_are_those_without(here: Path, tmp_path: Path) -> None:
+    table = pd.read_parquet("data/sd3.parquet")
+    pictures = []
+    for picture in table["image"]:
+        stream = io.BytesIO()
+        Image.open(io.BytesIO(picture)).convert("RGBA").save(stream, format="PNG")
+        pictures.append(stream.getvalue())
+    table.assign(image=pictures).to_parquet(tmp_path / "rgba.parquet")
+    prepare("pairs", "--model", MODEL, "--table", f"{tmp_path}/rgba.parquet", "--out", f"{tmp_path}/pairs")
+    (made,) = (tmp_path / "pairs").glob("*.safetensors")
+    assert made.read_bytes() == (here / "data" / "sd3_pairs" / made.name).read_bytes()
+
+
+def test_pictures_that_do_not_fit_the_model_are_told_by_height_and_width(here: Path, tmp_path: Path) -> None:
+    table = pd.read_parquet("data/sd3.parquet")
+    picture = io.BytesIO()
+    Image.new("RGB", (18, 16)).save(picture, format="PNG")
+    table.assign(image=[picture.getvalue()] * len(table)).to_parquet(tmp_path / "odd.parquet")
+    told = prepare(
+        "pairs", "--model", MODEL, "--table", f"{tmp_path}/odd.parquet", "--out", f"{tmp_path}/out", fails=True
+    )
+    assert "odd.parquet do not fit the model: pipeline.height 16 and pipeline.width 18 must be multiples of" in told
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
@@ -168,6 +216,25 @@ def test_guidance_shows_in_the_pictures(here: Path) -> None:
         (("preferences",), "error: data/base_model holds no model; `dvc repro base_model` makes data/base_model"),
         (("pairs", "--model", "nowhere"), "error: nowhere holds no model"),
         (("pairs", "--model", MODEL, "--table", "none.parquet"), "none.parquet is missing"),
+        (("pairs", "--model", MODEL, "--table", "data"), "data is a folder: give the preference table itself, such as"),
+        (("pairs", "--model", MODEL, "--device", "tpu"), "error: --device is tpu: give cpu or cuda"),
+        (("preferences", "--model", MODEL, "--device", "gpu"), "error: --device is gpu: give cpu or cuda"),
+        (
+            ("embeddings", "--model", MODEL, "--out", "new", "--prompts", "data"),
+            "data is a folder: give the prompt table itself, such as data/prompts.parquet",
+        ),
+        (
+            ("embeddings", "--model", MODEL, "--out", "new", "--max-sequence-length", "2"),
+            "tokens with its template, but max_sequence_length=2 (prompts that are too long: 6)",
+        ),
+        (
+            ("preferences", "--model", MODEL, "--embeddings", "data/sd3_embeddings", "--dtype", "half"),
+            f"error: {MODEL} cannot be sampled so: dtype is 'half'; it should be 'float32' or 'bfloat16'",
+        ),
+        (
+            ("preferences", "--model", MODEL, "--embeddings", "data/sd3_embeddings", "--set", "num_inference_steps=0"),
+            "num_inference_steps is 0; it should be greater than or equal to 1",
+        ),
         (("preferences", "--model", MODEL, "--set", "steps"), "--set 'steps' must have the form name=value"),
         (
             ("preferences", "--model", MODEL, "--embeddings", "data/sd3_embeddings", "--set", "true_cfg_scale=4"),
@@ -221,6 +288,15 @@ def test_a_data_sets_folder_and_adapter_are_what_dvc_watches(copied: Path) -> No
     (copied / "params.yaml").write_text(yaml.safe_dump(params))
     said = " ".join(prepare("embeddings", fails=True).split())
     assert re.search(r"but the model's adapter is in \S*models/families/stable_diffusion_3.py: name that file", said)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("stage", ["embeddings", "preferences", "pairs"])
+def test_a_gpu_that_is_not_there_is_one_line(here: Path, stage: str) -> None:
+    told = prepare(stage, "--model", MODEL, "--device", "cuda", fails=True)
+    assert re.fullmatch(
+        r"error: (--|embeddings\.)device is cuda, but torch finds no GPU here: .*, or run where one is\n", told
+    )
 
 
 def test_the_pages_commands_are_known(here: Path) -> None:
@@ -296,6 +372,14 @@ def test_a_flipped_bit_a_lost_file_and_a_broken_index_are_named(copied: Path, na
     index.write_text(index.read_text()[:-9])
     with pytest.raises(DatasetError, match=r"index.json is damaged: .*`dvc repro (embeddings|pairs)` makes it anew"):
         check_inputs(offline())
+
+
+def test_a_flipped_bit_of_a_preference_table_is_noticed(copied: Path) -> None:
+    """By its pages' checksums, before a picture is looked at."""
+    table = copied / "data" / "sd3.parquet"
+    flip(table, table.stat().st_size // 3)
+    told = prepare("pairs", "--model", MODEL, "--table", "data/sd3.parquet", "--out", "data/new", fails=True)
+    assert "data/sd3.parquet is not a readable parquet file" in told
 
 
 def test_a_shard_that_cannot_be_read_is_named(copied: Path) -> None:

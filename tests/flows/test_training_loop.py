@@ -13,6 +13,7 @@ import flows.train as loop
 from models.weights.canary import Agreement, CanaryLimits
 from tasks.actors.reward_group import Scores
 from tasks.actors.trainer_group import Synced
+from tasks.config.sections import CUDA_CANARY_TOLERANCE, OTHER_ENGINE_TOLERANCE
 from tasks.config.tracking import TrackingConfig
 from tasks.config.tree import TrainConfig
 from tasks.records.model_registry import HELD_OUT_TAG
@@ -22,7 +23,7 @@ from tasks.run import instruments
 from tasks.run.kept_stages import KeptStages
 from tasks.run.schedule import is_exported, is_measured, is_saved, is_validated
 from tasks.run.summary import version_tags
-from tasks.run.training import CUDA_CANARY_TOLERANCE, OPTIMIZER_STEPS, OTHER_ENGINE_TOLERANCE, TrainingRun
+from tasks.run.training import OPTIMIZER_STEPS, TrainingRun
 from tasks.stages.sync import sync_weights
 from tasks.system.stopwatch import Stopwatch
 from tests.support.mlflow_store import mlflow_in

@@ -135,7 +135,7 @@ def _warm_up(path: str, value: Any, given: Given) -> Outcome:
         return Taken({f"{ACTOR}.optim.lr_warmup_steps": 0})
     if steps is None:
         return Elsewhere(f"warm-up is counted in optimiser steps here: set {ACTOR}.optim.lr_warmup_steps")
-    return Taken({f"{ACTOR}.optim.lr_warmup_steps": round(value * steps)}, "of optimiser steps, not of iterations")
+    return Taken({f"{ACTOR}.optim.lr_warmup_steps": int(value * steps)}, "of optimiser steps, not of iterations")
 
 
 def _warm_up_steps(path: str, value: Any, given: Given) -> Outcome:
@@ -195,6 +195,13 @@ def _model_dtype(path: str, value: Any, given: Given) -> Taken:
     names = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
     dtype = names.get(str(value), str(value))
     return Taken({f"{MODEL}.dtype": dtype}, "of the frozen weights; what is trained is fp32")
+
+
+def _master_dtype(path: str, value: Any, given: Given) -> Outcome:
+    """Theirs is the format of all weights in memory, from which param_dtype, bfloat16, computes."""
+    if value in ("fp32", "float32"):
+        return Elsewhere("what is trained is fp32 here; frozen weights have model.dtype, in which both sides compute")
+    return _model_dtype(path, value, given)
 
 
 def _device(path: str, value: Any, given: Given) -> Outcome:
@@ -427,7 +434,7 @@ RULES: dict[str, Rule] = {
     f"{ACTOR}.optim.min_lr_ratio": _schedule,
     f"{ACTOR}.optim.total_training_steps": Elsewhere("the run fills in its own number of optimiser steps, as there"),
     f"{ACTOR}.grad_clip": renamed(f"{ACTOR}.optim.clip_grad"),
-    f"{ACTOR}.fsdp_config.model_dtype": _model_dtype,
+    f"{ACTOR}.fsdp_config.model_dtype": _master_dtype,
     f"{ACTOR}.fsdp_config.fsdp_size": SHARDED,
     f"{ACTOR}.fsdp_config.offload_policy": renamed(
         f"{ACTOR}.fsdp_config.param_offload", note="FSDP2's own offload is the only one"
@@ -528,6 +535,7 @@ SECTIONS: dict[str, Rule] = {
 
 DEFAULTS: dict[str, Any] = {
     # What a script leaves out is VeRL-Omni's default, where it is not ours; docs/defaults.md says why ours differs.
+    f"{MODEL}.dtype": "bfloat16",  # of their rollout, and of their update's passes
     f"{ROLLOUT}.n": 1,
     f"{ROLLOUT}.algo.noise_level": 1.0,
     f"{ROLLOUT}.algo.iters_per_group": 1,

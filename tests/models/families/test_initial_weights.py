@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from flows.lora_for_server import convert
 from models.families.base import DiffusionModelConfig
 from models.families.qwen_image import QwenImage
 from models.rollout.diffusers import DiffusersRolloutEngine
@@ -167,6 +168,30 @@ def test_lora_weights_that_do_not_say_what_they_are(
     save_file(load_file(exported["lora"] / name), tmp_path / name)
     with pytest.raises(ValueError, match=r"safetensors does not say its r: give an export of this project"):
         check_initial_weights(QwenImage, model_config(tiny_model, **KINDS["lora"], initial_weights=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("num_layers", 2, r"transformer_blocks.1.attn.add_k_proj.lora_A.weight is not there and should be \[4, 32\]"),
+        ("num_attention_heads", 8, r"attn.add_k_proj.lora_A.weight is \[4, 32\] and should be \[4, 128\] \(\d+ in all"),
+    ],
+)
+def test_a_lora_of_another_model_is_refused_by_a_run_and_for_a_server(
+    tiny_model: Path, exported: dict[str, Path], tmp_path: Path, field: str, value: int, message: str
+) -> None:
+    """A server would leave out what it does not find."""
+    shutil.copytree(tiny_model, tmp_path / "model")
+    file = tmp_path / "model" / "transformer" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {field: value}))
+    config = model_config(tmp_path / "model", **KINDS["lora"], initial_weights=str(exported["lora"]))
+    with pytest.raises(ValueError, match=message):
+        check_initial_weights(QwenImage, config)
+    with pytest.raises(ConfigError, match=f"WEIGHTS is .*lora, whose pytorch_lora.* is of another model .*{message}"):
+        convert(exported["lora"], tmp_path / "served", tmp_path / "model")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    convert(exported["lora"], tmp_path / "served", tiny_model)
+    assert (tmp_path / "served" / "adapter_config.json").is_file()
 
 
 def test_weights_to_be_measured_are_looked_at_likewise(tiny_model: Path, exported: dict[str, Path]) -> None:

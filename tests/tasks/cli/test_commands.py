@@ -338,9 +338,13 @@ def test_sub_commands_say_it_too(folder: Path) -> None:
         (("--mlflow-port", "-1"), "'--mlflow-port': Input should be greater than or equal to 1"),
         (("--runs", "0"), "'--runs': Input should be greater than or equal to 1"),
         (("--gpus", "-1"), "'--gpus': Input should be greater than or equal to 0"),
+        (
+            ("--pool", "other"),
+            "error: --pool is 'other', but the deployments of prefect.yaml name local: give that, or",
+        ),
     ],
 )
-def test_a_number_that_cannot_be_is_refused_before_a_server_starts(
+def test_an_option_that_cannot_be_is_refused_before_a_server_starts(
     folder: Path, arguments: tuple[str, str], said: str
 ) -> None:
     up = CliRunner().invoke(services.app, ["up", *arguments], env={"COLUMNS": "200"})
@@ -558,7 +562,7 @@ for flow, arguments in {COMMANDS}.items():
 def test_a_flow_that_is_no_command_says_how_it_is_run(flow: str) -> None:
     result = subprocess.run([sys.executable, "-m", f"flows.{flow}"], cwd=ROOT, capture_output=True, text=True)
     name = flow.replace("_", "-")
-    assert result.returncode == 1
+    assert result.returncode == 2
     assert f"`prefect deployment run {name}/{name}`" in result.stderr
 
 

@@ -12,6 +12,7 @@ from tasks.config.migration.outcome import Elsewhere, Problem, Taken
 from tasks.config.migration.python_config import COMPUTED, named_by, read_config
 from tasks.config.migration.script import Override
 from tasks.config.migration.translate import Translation, translate
+from tasks.config.overrides import flat
 from tasks.config.tree import TrainConfig
 from tasks.rewards import check_reward
 from tests.tasks.config.test_migration import ODD
@@ -136,6 +137,19 @@ def test_the_other_ones_loss_has_a_beta_of_its_own(file: Path) -> None:
     assert one.config["algorithm"]["old_policy_decay_schedule"] == "delayed_linear_to_0_999"
     assert one.config["actor_rollout_ref"]["actor"]["diffusion_loss"]["nft_beta"] == 0.1
     assert one.config["reward"]["functions"]["mine"] == {"reward": "mine", "weight": 0.5}
+
+
+def test_what_a_script_does_without_a_setting_is_that_scripts() -> None:
+    """Of the average of the weights, and of the steps that are trained: in NFT they are levels."""
+    for nft, every in (({"beta": 0.1}, 1), ({}, 8)):
+        told = {"train.ema": True, "sample.num_steps": 10, "train.timestep_fraction": 0.99, "train.adam_beta1": 0.8}
+        told |= {"train.adam_beta2": 0.9, "sample.num_image_per_prompt": 24} | nft
+        config = flat(translate([Override(path, value) for path, value in told.items()], FLOW_GRPO).config)
+        assert config["actor_rollout_ref.actor.ema.update_interval"] == every
+        assert config["actor_rollout_ref.actor.optim.betas"] == [0.8, 0.9]
+        assert config.get("algorithm.num_train_timesteps") == (9 if nft else None)
+        assert "actor_rollout_ref.rollout.algo.sde_window_range" not in config
+        assert config.get("algorithm.drop_equal_groups") is (None if nft else True)
 
 
 def test_rewards_that_are_not_known_are_a_problem() -> None:

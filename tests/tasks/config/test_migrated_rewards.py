@@ -112,6 +112,15 @@ def test_the_weight_may_come_before_the_file() -> None:
     assert functions(one) == {"a": {"weight": 0.5, "reward": "jpeg_compressibility"}}
 
 
+def test_what_an_entry_says_beside_its_file_is_said_here() -> None:
+    entry = "+reward.reward_functions.a."
+    told = f"{entry}weight=0.5\n{entry}required=False\n{entry}timeout=30\n{entry}max_retries=1\n"
+    one = made(ENTRY.format(name="a", path=f"{PACKAGE}/jpeg_compressibility.py") + told)
+    assert one.problem is None
+    said = {"weight": 0.5, "required": False, "timeout_s": 30, "retries": 1}
+    assert said.items() <= functions(one)["a"].items()
+
+
 def test_a_name_that_nobody_registered_is_a_problem() -> None:
     one = made("reward.reward_functions.drm.weight=1\n")
     assert "there is no reward drm: name one under reward.functions.drm.reward" in str(one.problem)

@@ -211,6 +211,14 @@ def test_defaults_that_differ_come_along() -> None:
         ), path
 
 
+def test_both_sides_compute_in_the_format_of_their_rollout() -> None:
+    """bfloat16 where a script is silent; fp32 weights in the trainer's memory say nothing of it."""
+    for given in ("", f"{ACTOR}.fsdp_config.model_dtype=fp32", f"{ACTOR}.fsdp_config.model_dtype=bfloat16"):
+        config = flat(made(f"{RUN}{given}").config)
+        assert (config[f"{MODEL}.dtype"], config[f"{ACTOR}.fsdp_config.param_dtype"]) == ("bfloat16", "bfloat16"), given
+    assert flat(made(f"{RUN}{ROLLOUT}.dtype=float32").config)[f"{MODEL}.dtype"] == "float32"
+
+
 ROLLOUT, ACTOR, MODEL = (f"actor_rollout_ref.{name}" for name in ("rollout", "actor", "model"))
 CORRECTION = "algorithm.rollout_correction"
 RUN = f"data.train_batch_size=256\n{ROLLOUT}.n=16\n"
@@ -326,6 +334,11 @@ def test_an_array_is_of_the_command_too() -> None:
     assert found == ["a.b=1", "plain=2", "~a.c", "a.d=3", "model_engine=veomni"]
 
 
+def test_a_line_that_is_commented_out_of_a_command_takes_no_other_with_it() -> None:
+    found = read_overrides("python -m verl_omni.main \\\n a.b=1 \\\n # a.c=2 \\\n a.d=3\n")
+    assert [str(override) for override in found] == ["a.b=1", "a.d=3"]
+
+
 def test_what_is_added_to_a_variable_is_of_the_command_too() -> None:
     script = """EXTRA="a.b=1 a.c=2"
     EXTRA+=" a.c=3 a.d=$((2 * 2))"
@@ -368,8 +381,27 @@ def test_other_bounds_of_rollout_correction() -> None:
     ice_pop = made(f"{RUN}{CORRECTION}.rollout_is=token\n{CORRECTION}.rollout_is_threshold=0.5_5")
     correction = TrainConfig.model_validate(ice_pop.config).algorithm.rollout_correction
     assert (correction.rollout_is_bounds, correction.rollout_is_threshold) == ((0.5, 5.0), 5.0)
-    wrong = made(f"{RUN}{CORRECTION}.rollout_rs=token_k1\n{CORRECTION}.rollout_rs_threshold=3_0.9")
-    assert "should be two bounds above 0, lo_hi" in str(wrong.problem)
+    for bounds in ("3_0.9", "0.0_2"):
+        wrong = made(f"{RUN}{CORRECTION}.rollout_rs=token_k1\n{CORRECTION}.rollout_rs_threshold={bounds}")
+        assert "should be two bounds above 0, lo_hi" in str(wrong.problem)
+
+
+def test_a_share_of_the_steps_is_rounded_down_as_there_and_their_number_goes_before_it() -> None:
+    warm_up = f"{ACTOR}.optim.lr_warmup_steps"
+    for given, steps in ((-1, 1), (5, 5)):
+        config = made(f"{RUN}trainer.total_training_steps=19\n{warm_up}={given}\n{warm_up}_ratio=0.1").config
+        assert flat(config)[warm_up] == steps
+
+
+def test_a_run_that_is_not_to_go_on_does_not() -> None:
+    for theirs, ours in (("disable", "disable"), ("auto", "auto")):
+        assert made(f"{RUN}trainer.resume_mode={theirs}").config["trainer"]["resume_mode"] == ours
+
+
+def test_the_samples_that_pairs_are_made_of_are_kept_together() -> None:
+    script = f"{RUN}{MODEL}.algorithm=dpo\nalgorithm.paired_preference=True\n{ACTOR}.ppo_micro_batch_size_per_gpu=4"
+    config = flat(made(script).config)
+    assert (config[f"{ROLLOUT}.micro_batch_size"], config[f"{ACTOR}.ppo_micro_batch_size_per_gpu"]) == (16, 4)
 
 
 def test_a_model_gets_the_sampling_settings_that_it_reads() -> None:

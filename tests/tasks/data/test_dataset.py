@@ -51,6 +51,8 @@ def test_splits_are_seeded_and_do_not_depend_on_the_order_of_lines(tmp_path):
     )
     other = table(NUMBERS, n_test=48, n_train=200, seed=1)
     assert (first["split"] != other["split"]).any()
+    larger = table(NUMBERS, n_test=48, n_train=400)
+    assert (first["split"] == "test").equals(larger["split"] == "test"), "held out stays held out"
 
 
 def test_a_uid_is_the_hash_of_the_text_alone():

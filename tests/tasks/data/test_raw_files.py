@@ -65,6 +65,19 @@ def test_the_references_parquet_is_read_as_it_is(tmp_path: Path) -> None:
     assert [prompt.negative and prompt.negative.prompt for prompt in prompts] == ["blurred", " ", " "]
 
 
+def test_a_rows_own_target_goes_before_what_its_chat_is_judged_by(tmp_path: Path) -> None:
+    pd.DataFrame([row | {"target": "OPEN"} for row in reference_rows()]).to_parquet(tmp_path / "p.parquet")
+    assert table(str(tmp_path / "p.parquet"))["target"].tolist() == ["OPEN"] * 3
+
+
+def test_hidden_characters_are_removed_from_every_text_that_is_drawn_or_encoded(tmp_path: Path) -> None:
+    row = {"prompt": "a \ufeffsign", "target": "o\ufeffpen", "negative_prompt": "blu\ufeffrred"}
+    (tmp_path / "p.jsonl").write_text(json.dumps(row) + "\n")
+    found = table(raw(tmp_path / "p.jsonl", hidden="remove")).iloc[0]
+    assert (found["prompt"], found["target"]) == ("a sign", "open")
+    assert json.loads(found["metadata"]) == {"negative_prompt": "blurred"}
+
+
 @pytest.mark.parametrize("word", ["validation", "Test", "", 3])
 def test_a_row_of_a_split_that_is_not_ours_is_drawn_for_none(tmp_path: Path, word: Any) -> None:
     """Held-out rows would come into training; the file's own `split` says where they belong."""

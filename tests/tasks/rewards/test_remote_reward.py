@@ -19,7 +19,6 @@ import httpx
 import numpy as np
 import pytest
 import typer
-import uvicorn
 from fastapi.testclient import TestClient
 from PIL import Image
 from typer.testing import CliRunner
@@ -66,6 +65,10 @@ def served(*arguments: str) -> Iterator[str]:
         (("--reward", "nope"), "error: there is no reward 'nope'; known are "),
         (("--reward", "ocr", "--option", "detekt=1"), "unexpected keyword argument 'detekt'"),
         (("--reward", "ocr", "--option", "upscale=["), "upscale: the value '[' is not YAML: "),
+        (
+            ("--reward", "brightness", "--host", "192.0.2.1"),
+            "error: --host 192.0.2.1 and --port 8100 cannot be served (",
+        ),
     ],
 )
 def test_a_server_that_cannot_start_says_why_in_a_sentence(arguments: tuple[str, ...], complaint: str) -> None:
@@ -130,7 +133,7 @@ def test_a_port_that_cannot_be_is_refused_before_the_reward_is_loaded(port: str)
 
 def test_answers_leave_at_once() -> None:
     """All of one, also where a client keeps its connection: the option is that of each connection."""
-    with listening_socket(uvicorn.Config(make_app(get_reward("brightness"), Limits()), port=0)) as listening:
+    with listening_socket("127.0.0.1", 0) as listening:
         listening.listen()
         with socket.create_connection(listening.getsockname()), listening.accept()[0] as accepted:
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

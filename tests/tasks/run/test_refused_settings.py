@@ -89,6 +89,10 @@ def test_the_recipe_itself_is_taken(folder: Path, monkeypatch: pytest.MonkeyPatc
         ("actor_rollout_ref.actor.ppo_mini_batch_size=3", "must be a multiple of actor.ppo_mini_batch_size"),
         ("trainer.n_gpus_per_node=5", "5 trainer ranks"),
         ("data.train_batch_size=100", "has only 8 train prompts"),
+        (
+            "actor_rollout_ref.actor.fsdp_config.param_dtype=bfloat16",
+            "param_dtype is bfloat16, but the rollout computes in actor_rollout_ref.model.dtype float32",
+        ),
         ("algorithm.adv_estimator=grop", "known: dance_grpo, flow_grpo"),
         ("actor_rollout_ref.actor.diffusion_loss.loss_mode=grop", "known: awm, dance_grpo, diffusion_nft"),
         (
