@@ -28,6 +28,10 @@ STARTUP_SECONDS = 300
 """Within which the temporary server must answer. Its first start makes a database, while the run's imports go on: with
 Prefect's own 20 s it fails on a machine that is busy."""
 
+PORTS_TRIED = 5
+UNKNOWN = 401
+"""What a server answers to another one's secret."""
+
 TEMPORARY_SERVER = "DOUBLEFLOW_TEMPORARY_SERVER"
 """Variable of a command whose Prefect server is one that it starts for itself, and of all that it starts."""
 
@@ -147,14 +151,38 @@ def shared_server() -> dict[str, str]:
 
 
 def _reach_server(failed: list[Exception]) -> None:
-    from prefect.client.orchestration import get_client
-
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
     try:
-        with get_client(sync_client=True):
-            pass
+        for left in reversed(range(PORTS_TRIED)):
+            if _is_reached(left):
+                return
     except Exception as error:
         failed.append(error)
+
+
+def _is_reached(others: int) -> bool:
+    """Does the server that Prefect starts answer to this process's secret?
+
+    Prefect draws its port seconds before the server listens there. Where another command's has done so meanwhile, that
+    one answers, and to its own secret: then Prefect forgets it, and False is returned.
+
+    Raises:
+        PrefectHTTPStatusError: it answers an error; also that of such a server, where no `others` are to be tried.
+    """
+    from prefect.client.orchestration import get_client
+    from prefect.exceptions import PrefectHTTPStatusError
+    from prefect.server.api.server import SubprocessASGIServer
+
+    with get_client(sync_client=True) as client:
+        try:
+            client.api_version()
+        except PrefectHTTPStatusError as error:
+            if error.response.status_code != UNKNOWN or not others:
+                raise
+        else:
+            return True
+    SubprocessASGIServer().stop()
+    return False
 
 
 def private_folder(folder: Path) -> Path:

@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a command says of a Prefect server that its environment names and that is not there, or is another's."""
 
+import os
 import socket
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from threading import Thread
 
 import pytest
+from prefect.client.orchestration import get_client
+from prefect.context import refresh_global_settings_context
+from prefect.server.api.server import SubprocessASGIServer
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from tasks.cli.terminal import last_words
-from tasks.system.access import AccessError, start_temporary_server
+from tasks.system.access import AccessError, guard_temporary_server, start_temporary_server
 
 
 def words_about(url: str) -> str:
@@ -56,3 +61,37 @@ def test_a_server_that_wants_a_secret_or_is_none_of_prefects(status: int, body: 
         said = words_about(f"http://127.0.0.1:{server.server_port}/api")
         server.shutdown()
     assert told in said
+
+
+@pytest.mark.slow
+def test_a_port_that_another_commands_server_takes_meanwhile_is_left_to_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its server says that it is well to anybody, and anything else to those who know its own secret."""
+
+    class OfAnother(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path == "/api/health" else 401)
+            self.end_headers()
+            self.wfile.write(b"true")
+
+        log_message: Callable[..., None] = lambda *_: None
+
+    others = {key: value for key, value in os.environ.items() if not key.startswith("PREFECT")}
+    monkeypatch.setattr(os, "environ", others | {"PREFECT_HOME": str(tmp_path)})
+    refresh_global_settings_context()
+    with HTTPServer(("127.0.0.1", 0), OfAnother) as other, socket.socket() as probe:
+        Thread(target=other.serve_forever, daemon=True).start()
+        probe.bind(("127.0.0.1", 0))
+        ports = [other.server_port, probe.getsockname()[1]]
+        probe.close()
+        monkeypatch.setattr(SubprocessASGIServer, "find_available_port", lambda _: ports.pop(0))
+        guard_temporary_server()
+        start_temporary_server(lambda: None)
+        with get_client(sync_client=True) as client:
+            assert client.api_version()
+            assert str(other.server_port) not in str(client.api_url)
+        other.shutdown()
+    SubprocessASGIServer().stop()
+    monkeypatch.undo()
+    refresh_global_settings_context()
