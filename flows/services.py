@@ -58,8 +58,8 @@ def up(
     ] = None,
 ) -> None:
     """Start what is not up yet; if a part does not start, nothing of what this began stays."""
-    _check_pool(pool)
     there = living_processes()
+    _check_pool(pool)
     environment = bring_up({"prefect": prefect_port, "mlflow": mlflow_port}, pool, runs, gpus)
     typer.echo(f"{'already up' if there.keys() >= SERVICES else 'up'}: {addresses(environment)}")
     typer.echo(f"Prefect's page asks for PREFECT_API_AUTH_STRING, MLflow's for {USER} and MLFLOW_TRACKING_PASSWORD.")

@@ -31,6 +31,7 @@ from flows.deploy.service_record import HERE, RECORD, ServiceError
 from flows.services import app
 from tasks.actors.reward_group import Scores
 from tasks.cli.terminal import command_of
+from tasks.config.recipes import PREFECT_FILE
 from tasks.records.run_lock import run_lock
 from tasks.records.run_store import CheckpointStore, RunState
 from tasks.run.kept_stages import KeptStages
@@ -292,6 +293,7 @@ def test_a_broken_record_is_a_clear_error(content: str, here: Path) -> None:
 
 
 def test_no_two_at_a_time(here: Path) -> None:
+    shutil.copyfile(Path(__file__).parents[3] / PREFECT_FILE, here / PREFECT_FILE)
     HERE.mkdir()
     with (HERE / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
