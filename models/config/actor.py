@@ -137,6 +137,11 @@ class FSDPConfig(Section):
         description="With LoRA: shard the frozen weights too. false keeps them whole on every rank, so that only the "
         "LoRA weights travel: faster where the model fits. A lone rank that offloads nothing has them whole anyway.",
     )
+    shard_gradients: NotShaping[bool] = Field(
+        False,
+        description="Divide gradients among the ranks after every pass: each keeps its part. false adds up whole ones "
+        "on every rank and divides them once an optimiser step: fewer exchanges, for LoRA and small models.",
+    )
     param_offload: NotShaping[bool] = Field(
         False,
         description="Keep the shards of all weights, the gradients and the optimiser in host memory: a block's weights "

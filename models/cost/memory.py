@@ -112,6 +112,8 @@ def update_need(
     gradients = float(cost.trained * _bytes(settings.reduce_dtype))
     if single_pass:
         gradients = _reduced_by_block(cost, settings.reduce_dtype, shards=trained, activations=activations)
+    elif settings.shard_gradients:  # the shards of earlier passes stay beside all activations
+        gradients = trained + _reduced_by_block(cost, settings.reduce_dtype, shards=0.0, activations=activations)
     learning = {
         "gradients": gradients,
         "gathered weights": _gathered(cost, reshards) * copy,

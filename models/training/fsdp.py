@@ -177,7 +177,8 @@ class DiffusersFSDPEngine(PolicyForward):
                 # mini-batch's counted samples and timesteps. Of ranks that share their samples each has the gradient of
                 # its own tokens: there FSDP's sum is what is wanted.
                 scale = counted * dist.get_world_size() / (batch.global_count * samples.steps)
-                self._reduces_gradients(number == len(batch.parts) - 1 and is_last)
+                ends_step = number == len(batch.parts) - 1 and is_last
+                self._reduces_gradients(ends_step or self.actor_config.fsdp_config.shard_gradients)
                 loss, metrics = self.forward_step(micro_batch, self.loss_fn)
                 (loss * scale).backward()
                 distances = {name: metrics.pop(name) for name in LOG_PROB_DISTANCES if name in metrics}

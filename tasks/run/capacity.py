@@ -269,6 +269,8 @@ def _advice(config: TrainConfig, need: Need, there: float) -> str:
         ways.append(f"lower actor.levels_per_pass, now {actor.levels_per_pass}")
     if not actor.fsdp_config.gradient_checkpointing:
         ways.append("set actor.fsdp_config.gradient_checkpointing to true")
+    if _adds_up_whole_gradients(config):
+        ways.append("set actor.fsdp_config.shard_gradients to true")
     if not actor.fsdp_config.param_offload:
         ways.append("set actor.fsdp_config.param_offload to true")
     if not actor.fsdp_config.reshard_after_forward and need.passing.get("gathered weights"):
@@ -279,6 +281,14 @@ def _advice(config: TrainConfig, need: Need, there: float) -> str:
         ways.append("set model.dtype to bfloat16")
     ways.append(f"raise trainer.n_gpus_per_node, now {config.trainer.n_gpus_per_node}")
     return ", or ".join(ways)
+
+
+def _adds_up_whole_gradients(config: TrainConfig) -> bool:
+    """Of all weights, which ranks could divide."""
+    settings = config.actor_rollout_ref
+    divides = settings.actor.fsdp_config.shard_gradients or passes_of_a_step(config) == 1
+    several = config.trainer.world_size > 1 or settings.actor.fsdp_config.param_offload
+    return several and not divides and not settings.model.trains_lora
 
 
 def _in_format(model_config: DiffusionModelConfig, dtype: str) -> DiffusionModelConfig:

@@ -204,6 +204,10 @@ def _master_dtype(path: str, value: Any, given: Given) -> Outcome:
     return _model_dtype(path, value, given)
 
 
+_sums_up_whole = renamed(f"{ACTOR}.fsdp_config.shard_gradients", convert=lambda value: not value)
+"""Theirs exchanges nothing between the passes of an optimiser step."""
+
+
 def _device(path: str, value: Any, given: Given) -> Outcome:
     if value in ("cuda", "gpu"):
         return Taken({path: "cuda"})
@@ -435,6 +439,8 @@ RULES: dict[str, Rule] = {
     f"{ACTOR}.optim.total_training_steps": Elsewhere("the run fills in its own number of optimiser steps, as there"),
     f"{ACTOR}.grad_clip": renamed(f"{ACTOR}.optim.clip_grad"),
     f"{ACTOR}.fsdp_config.model_dtype": _master_dtype,
+    f"{ACTOR}.use_no_sync_for_gradient_accumulation": _sums_up_whole,
+    f"{ACTOR}.fsdp_config.use_no_sync_for_gradient_accumulation": _sums_up_whole,
     f"{ACTOR}.fsdp_config.fsdp_size": SHARDED,
     f"{ACTOR}.fsdp_config.offload_policy": renamed(
         f"{ACTOR}.fsdp_config.param_offload", note="FSDP2's own offload is the only one"
@@ -551,6 +557,8 @@ DEFAULTS: dict[str, Any] = {
     f"{ACTOR}.kl_loss_coef": lambda given: 0.001 if given.get(f"{ACTOR}.use_kl_loss") else None,
     f"{ACTOR}.fsdp_config.gradient_checkpointing": True,
     f"{ACTOR}.fsdp_config.param_dtype": "bfloat16",
+    # They divide gradients after every pass, which of LoRA's few is no matter.
+    f"{ACTOR}.fsdp_config.shard_gradients": lambda given: None if given.get(f"{MODEL}.lora_rank") else True,
     # Their pairs are noised at levels of the scheduler's table, and Stable Diffusion 3's is shifted by 3.
     "algorithm.logit_normal_shift": lambda given: 3.0 if _is(given, "dpo", "stable-diffusion-3") else None,
     # The default of their one pipeline for Wan, which no field of theirs says.

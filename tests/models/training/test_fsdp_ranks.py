@@ -39,12 +39,17 @@ ADVANTAGES = torch.tensor([1.0, -0.8, 0.3, -1.5, 0.6, NAN, NAN, NAN])
 IS_WEIGHTS = torch.tensor(
     [[1.0, 2.0, NAN], [0.5, 1.0, 1.0], [NAN] * 3, [1.0, 0.0, 2.0], [NAN, 1.5, NAN], [1.0] * 3, [1.0] * 3, [NAN] * 3]
 )
-KINDS: dict[str, dict[str, Any]] = {"full": {}, "lora": {"lora_rank": 4, "lora_alpha": 8}, "corrected": {}}
+KINDS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "lora": {"lora_rank": 4, "lora_alpha": 8},
+    "corrected": {},
+    "divided": {},
+}
 TWO_BLOCKS = "full"
 """The kind whose model has two blocks; those of the others have one, which is quicker."""
 RESUMED = ("full", "lora")
-"""Kinds whose checkpoints are read, and which are trained on meanwhile; "corrected" would save what "full" does."""
-LOSSES: dict[str, dict[str, Any]] = {"corrected": {"loss_mode": "grpo_guard"}}
+"""Kinds whose checkpoints are read, and which are trained on meanwhile; the others would save what "full" does."""
+SETTINGS: dict[str, dict[str, Any]] = {"corrected": {"loss_mode": "grpo_guard"}, "divided": {"shard_gradients": True}}
 
 
 @dataclass
@@ -76,7 +81,7 @@ Models = dict[bool, Inputs]
 def new_engine(models: Models, kind: str) -> DiffusersFSDPEngine:
     config = model_config(models[kind == TWO_BLOCKS].model, **KINDS[kind])
     settings: dict[str, Any] = {"use_kl_loss": True, "kl_loss_coef": 0.5, "enable": True, "update_interval": 1}
-    settings |= LOSSES.get(kind, {})
+    settings |= SETTINGS.get(kind, {})
     engine = DiffusersFSDPEngine(config, actor_config(ppo_micro_batch_size_per_gpu=2, clip_grad=0.1, **settings))
     engine.initialize()
     return engine

@@ -153,6 +153,21 @@ def test_wans_samples_of_a_prompt_start_from_the_same_noise(loss: str, shared: b
     assert one.config["actor_rollout_ref"]["rollout"]["algo"].get("init_same_noise") == shared
 
 
+@pytest.mark.parametrize(
+    ("lines", "divided"),
+    [
+        ("", True),
+        ("actor_rollout_ref.model.lora_rank=32", None),
+        ("actor_rollout_ref.actor.use_no_sync_for_gradient_accumulation=true", False),
+        ("actor_rollout_ref.actor.fsdp_config.use_no_sync_for_gradient_accumulation=false", True),
+    ],
+)
+def test_gradients_are_divided_as_often_as_theirs(lines: str, divided: bool | None) -> None:
+    """After every pass, unless the script says otherwise; of all weights this is half of the memory."""
+    one = made(f"actor_rollout_ref.model.path=Qwen/Qwen-Image\n{lines}")
+    assert one.config["actor_rollout_ref"]["actor"]["fsdp_config"].get("shard_gradients") == divided
+
+
 def test_the_rollout_of_its_own_gpus() -> None:
     config = made(
         SCRIPT.replace(
