@@ -17,6 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from models.algorithms.losses import REF_VELOCITY, get_diffusion_loss_fn
 from models.algorithms.old_policy import old_policy_decay
 from models.families.base import DiffusionModelBase, DiffusionModelConfig
+from models.families.loading import is_stored_in
 from models.runtime.attention import choose_attention
 from models.runtime.compiled import compile_blocks
 from models.runtime.float8 import scales_in
@@ -322,7 +323,7 @@ class DiffusersFSDPEngine(PolicyForward):
 
     def _load(self, trained: bool) -> nn.Module:
         full = trained and not self.model_config.trains_lora
-        dtype = torch.float32 if full else self.model_config.dtype
+        dtype = torch.float32 if full and self._is_rounded_by_its_format() else self.model_config.dtype
         module: Any = self.adapter.load_transformer(self.model_config, dtype)
         keep_formats(module, self.model_config.dtype)
         if trained:
@@ -337,6 +338,13 @@ class DiffusersFSDPEngine(PolicyForward):
         if self.model_config.model.compile:
             compile_blocks(self.adapter, module)
         return module
+
+    def _is_rounded_by_its_format(self) -> bool:
+        """Would weights lose digits in the model's format, as files in fp32 do in bf16? Else they are read as they are
+        stored, in memory that all ranks share, and each block is widened when it is sharded."""
+        config = self.model_config
+        stored = Path(config.path) / config.transformer_subfolder
+        return config.model.initial_weights is not None or not is_stored_in(stored, config.dtype)
 
     def _load_teacher(self) -> nn.Module | None:
         if self.actor_config.teacher_path is None:
@@ -378,6 +386,7 @@ class DiffusersFSDPEngine(PolicyForward):
         offload = CPUOffloadPolicy(pin_memory=self.device == "cuda") if settings.param_offload else OffloadPolicy()
         mesh = init_device_mesh(self.device, (dist.get_world_size(),))
         for part in (*self.adapter.transformer_blocks(module), module):
+            _widen_trained(part)
             fully_shard(
                 part,
                 mesh=mesh,
@@ -389,3 +398,10 @@ class DiffusersFSDPEngine(PolicyForward):
         for parameter in kept:  # the others went to the device block by block, and there is never more than one whole
             parameter.data = parameter.data.to(self.device)
         return module
+
+
+def _widen_trained(module: nn.Module) -> None:
+    """What is trained is fp32, in whatever format it was read."""
+    for parameter in trainable(module).values():
+        if parameter.dtype != torch.float32:
+            parameter.data = parameter.data.float()

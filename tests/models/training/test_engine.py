@@ -2,6 +2,7 @@
 """The trainer on one rank: replay, updates against plain autograd, averages, checkpoints, exports, weight sync."""
 
 import errno
+import shutil
 import weakref
 from collections.abc import Sequence
 from copy import deepcopy
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import QwenImageTransformer2DModel
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -583,3 +585,34 @@ def test_no_frozen_weight_stays_whole_while_the_others_are_divided(
     DiffusersFSDPEngine(config, actor_config(param_dtype="bfloat16")).initialize()
     assert len(whole) > 0
     assert alive == [0.0] * len(alive)
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
+def test_stored_weights_are_widened_block_by_block_where_that_loses_nothing(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: torch.dtype
+) -> None:
+    """A rank that reads all of Qwen-Image in fp32 takes 76 GiB of the host's memory, which files in fp32 need."""
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    transformer = QwenImageTransformer2DModel.from_pretrained(tiny_model, subfolder="transformer").to(stored)
+    transformer.save_pretrained(folder / "transformer")
+    blocks: list[set[torch.dtype]] = []
+    divide = fsdp.fully_shard
+
+    def noting(part: nn.Module, **settings: Any) -> None:
+        """What the last block is in meanwhile."""
+        blocks.append({weight.dtype for weight in modules[0].transformer_blocks[-1].parameters()})
+        divide(part, **settings)
+
+    class Noted(DiffusersFSDPEngine):
+        def _shard(self, module: nn.Module) -> nn.Module:
+            modules.append(module)
+            return super()._shard(module)
+
+    modules: list[Any] = []
+    monkeypatch.setattr(fsdp, "fully_shard", noting)
+    engine = Noted(model_config(folder, dtype="bfloat16"), actor_config())
+    engine.initialize()
+    assert blocks[0] == {stored}
+    weights, expected = engine.gather_weights(), transformer.state_dict()
+    assert {weight.dtype for weight in weights.values()} == {torch.float32}
+    assert largest_difference(weights, {name: weight.float() for name, weight in expected.items()}) == 0.0
