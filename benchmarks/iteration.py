@@ -89,8 +89,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "and projections fused": FUSED,
     "and float8 forward": FUSED | {"frozen_dtype": "float8_forward"},
     "and float8 backward": FUSED | {"frozen_dtype": "float8"},
+    "float8, projections apart": WHOLE | {"frozen_dtype": "float8"},
 }
-"""Each changes one thing of the one before it. The last two compute another function."""
+"""Each changes one thing of the one before it, but the last. The last three compute another function."""
 PUBLIC = "public loop"
 CLIP = 0.2
 """Wide: within 1e-4 rounding would decide which samples have a gradient, and gradients could not be compared."""
