@@ -79,7 +79,8 @@ class TrainingEngine(Protocol):
         CPU; on rank 0 (empty on the others)."""
 
     def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The same one by one, of whole shape, on the device and on every rank; every rank must take them all."""
+        """The same one by one, of whole shape, on the device and on every rank, which must take them all; as they are
+        trained or already rounded to the format in which a rollout holds them."""
 
     def canary_velocity(self, canary: Canary) -> Tensor:
         """What the trainer's model predicts for the canary, [S, n, ...] fp32 on the CPU (`canary_velocity`)."""

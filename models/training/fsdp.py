@@ -276,15 +276,19 @@ class DiffusersFSDPEngine(PolicyForward):
     def gather_weights(self) -> dict[str, Tensor]:
         """The trained weights by name, each of its whole shape, on the CPU; on rank 0 (empty on the others)."""
         gathered = {}
-        for name, whole in self.whole_weights():
+        for name, whole in whole_weights(self._shards()):
             if dist.get_rank() == 0:
                 gathered[name] = whole.cpu().clone()
         return gathered
 
     def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and tensor of the trained weights one by one, in whole shape on the device; every rank must take all."""
+        """Name and tensor of the trained weights one by one, in whole shape on the device: LoRA's in fp32, all weights
+        in the format in which a rollout holds them. Every rank must take all."""
+        config = self.model_config
+        kept = None if config.trains_lora else kept_in_fp32(self.module)
         for name, weight in whole_weights(self._shards()):
-            yield name, weight.to(self.device)
+            held = weight.dtype if kept is None or name in kept else config.dtype
+            yield name, weight.to(self.device, held)
 
     def canary_velocity(self, canary: Canary) -> Tensor:
         """What the trainer's model predicts for the canary, [S, n, ...] fp32 on the CPU (`canary_velocity`)."""
