@@ -333,5 +333,6 @@ def _conclude(study: optuna.Study, tracker: Tracker) -> dict[str, Any]:
     best = study.best_trial
     tracker.log_metrics(0, {"best/value": study.best_value})
     tracker.client.set_tag(tracker.run_id, "doubleflow.best", json.dumps(best.params))
-    named = {name: best.user_attrs[name] for name in ("run", "mlflow_run_id") if name in best.user_attrs}
+    # Only the id is there of a trial of an older sweep.
+    named = {name: value for name, value in best.user_attrs.items() if name in ("run", "mlflow_run_id")}
     return {"best": best.params, "value": study.best_value, **named, **numbers(study)}
