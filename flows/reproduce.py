@@ -39,7 +39,7 @@ from tasks.config.identity import paced_by_length
 from tasks.config.reward import RewardModelConfig
 from tasks.config.tracking import TrackingConfig
 from tasks.records.history import HistoryError, RunHistory, comparable
-from tasks.records.lineage import dvc_hashes, start_tag
+from tasks.records.lineage import dvc_hashes, other_packages, start_tag
 from tasks.records.tracking import mlflow_client
 from tasks.system.access import dvc_environment, shared_server
 from tasks.system.late_mlflow import mlflow_tags
@@ -86,6 +86,9 @@ def reproduce(run: str, iterations: int = 3, tolerance: float = 1e-5, tracking: 
     client = mlflow_client(tracking)
     history = RunHistory(client, run)
     config = shortened(history.config(), iterations, f"reproduce-{run[:8]}")
+    check_recorded(history, iterations)
+    if other := other_packages(json.loads(history.content("lineage/000000/environment.json"))):
+        get_run_logger().warning("the environment is not the run's: %s", other)
     if named := check_named_code(config):
         get_run_logger().warning("the recorded config of run %s has this code run as well: %s", run, ", ".join(named))
     with worktree(history) as folder:
@@ -120,6 +123,17 @@ def shortened(config: dict[str, Any], iterations: int, name: str) -> dict[str, A
         raise ConfigError(f"{paced} paces itself by the run's length: iterations must be all {total}")
     changes = {"total_training_steps": iterations, "experiment_name": name, "default_local_dir": "runs"}
     return config | {"trainer": trainer | changes}
+
+
+def check_recorded(history: RunHistory, iterations: int) -> None:
+    """The run has recorded that many iterations, or there would be nothing to compare. Raises ConfigError."""
+    trained = history.trained
+    if trained == 0:
+        raise ConfigError(
+            f"run {history.run_id}, {history.name}, has recorded no iteration of a training: give one that has"
+        )
+    if iterations > trained:
+        raise ConfigError(f"iterations is {iterations}, but the run has recorded {trained}: give 1 to {trained}")
 
 
 @contextmanager

@@ -14,14 +14,14 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from itertools import product
 from pathlib import Path
-from threading import Lock
+from threading import Event, Lock
 from typing import Any, NamedTuple
 
 import optuna
 import pandas as pd
 from optuna.distributions import check_distribution_compatibility
 from optuna.trial import FixedTrial, TrialState
-from prefect import flow
+from prefect import flow, get_run_logger
 from prefect.artifacts import create_table_artifact
 
 from models.config.bounds import MOST_NUMPY_SEED
@@ -76,7 +76,7 @@ def sweep(config: Recipe, search: SweepConfig, overrides: TrainOverrides | NoCha
             if remaining:
                 with shared_place(config, search.parallel) as joined:
                     trials = Trials(config, search, folder, tracker, joined | shared_server())
-                    run_trials(study, trials, remaining, search.parallel, trials.stop)
+                    run_trials(study, trials, remaining, search.parallel, trials.stop, get_run_logger().warning)
             return _conclude(study, tracker)
 
 
@@ -127,6 +127,7 @@ class Trials:
         values = {name: dimension.suggest(trial, name) for name, dimension in self.search.space.items()}
         changes = self.config.at_paths(values)
         config = self.config.with_changes(changes)
+        trial.set_user_attr("run", config.run_name)
         behind = {path: str(here) for path, (here, _) in self.config.left_behind(changes).items()}
         if behind:  # for another algorithm.name
             trial.set_user_attr("left_behind", behind)
@@ -264,14 +265,16 @@ def run_trials(
     count: int,
     parallel: int,
     stop: Callable[[], None] = lambda: None,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> None:
-    """`count` trials, `parallel` at a time. One whose run dies has failed; any other error ends the sweep.
+    """`count` trials, `parallel` at a time. One whose run dies has failed, which `tell` is told; any other error ends
+    the sweep.
 
     Whatever ends it, Ctrl-C too, calls `stop`, which has to end the trials that are running: they are waited for.
 
     Optuna's own loop does this too, but its threads can be given one queued trial twice where the storage is sqlite.
     """
-    one_asks = Lock()
+    one_asks, ends = Lock(), Event()
 
     def run_one() -> None:
         with one_asks:
@@ -283,6 +286,8 @@ def run_trials(
         except (ChildDied, ValueError) as error:
             trial.set_user_attr("error", str(error))
             study.tell(trial, state=TrialState.FAIL)
+            if not ends.is_set():  # else it was stopped
+                tell(f"trial {trial.number} failed, of {trial.params}: {_reason(error)}")
 
     with ThreadPoolExecutor(parallel) as threads:
         running = [threads.submit(run_one) for _ in range(count)]
@@ -291,8 +296,29 @@ def run_trials(
                 done.result()
         except BaseException:
             threads.shutdown(wait=False, cancel_futures=True)
+            ends.set()
             stop()
             raise
+
+
+def _reason(error: Exception) -> str:
+    """In a line; of a run that died how it ended, where its log is, and what it said of an error itself."""
+    if not isinstance(error, ChildDied):
+        return " ".join(str(error).split())
+    how, _, log = str(error).partition(": ")
+    said = [line for line in log.splitlines() if line.startswith("error: ")]
+    return ": ".join([how, *(line.removeprefix("error: ") for line in said[-1:])])
+
+
+def numbers(study: optuna.Study) -> dict[str, int]:
+    """State -> trials in it; of those that failed the points that no later trial has done."""
+    found = {state.name.lower(): len(study.get_trials(deepcopy=False, states=[state])) for state in TrialState}
+    done = [trial.params for trial in study.get_trials(deepcopy=False, states=DONE)]
+    failed: list[dict[str, Any]] = []
+    for trial in study.get_trials(deepcopy=False, states=[TrialState.FAIL]):
+        if trial.params not in done and trial.params not in failed:
+            failed.append(trial.params)
+    return found | {"fail": len(failed)}
 
 
 def _conclude(study: optuna.Study, tracker: Tracker) -> dict[str, Any]:
@@ -307,5 +333,6 @@ def _conclude(study: optuna.Study, tracker: Tracker) -> dict[str, Any]:
     best = study.best_trial
     tracker.log_metrics(0, {"best/value": study.best_value})
     tracker.client.set_tag(tracker.run_id, "doubleflow.best", json.dumps(best.params))
-    counts = {state.name.lower(): sum(t.state == state for t in study.trials) for state in TrialState}
-    return {"best": best.params, "value": study.best_value, "mlflow_run_id": best.user_attrs["mlflow_run_id"], **counts}
+    # Only the id is there of a trial of an older sweep.
+    named = {name: value for name, value in best.user_attrs.items() if name in ("run", "mlflow_run_id")}
+    return {"best": best.params, "value": study.best_value, **named, **numbers(study)}

@@ -17,6 +17,7 @@ from models.config.view import TRANSFORMER
 from models.errors import DoubleflowError
 from models.families.base import DiffusionModelBase, DiffusionModelConfig
 from models.families.latents import filled_config, transformer_config
+from models.weights.stored import file_shapes, stored_shapes
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -245,7 +246,8 @@ def check_exported(
         given: how the error begins: "weights is runs/one/weights".
 
     Raises:
-        ValueError: it holds no weights, or those of another kind, rank, scale, choice of modules or model.
+        ValueError: it holds no weights or damaged ones, or those of another kind, rank, scale, choice of modules or
+            model.
     """
     model = model_config.model
     lora, full = (folder / LORA_FILE).is_file(), (folder / TRANSFORMER / "config.json").is_file()
@@ -269,9 +271,26 @@ def check_exported(
                 f"{given}, whose transformer differs from that of model.path {model_config.path} in "
                 f"{', '.join(different)}: give weights of the same model"
             )
+        _check_whole(adapter, model_config, folder, given)
         return
+    file_shapes(folder / LORA_FILE, given)
     _check_lora(adapter, model_config, folder / LORA_FILE, given)
     check_lora_fits(adapter, model_config, folder / LORA_FILE, given)
+
+
+def _check_whole(
+    adapter: type[DiffusionModelBase], model_config: DiffusionModelConfig, folder: Path, given: str
+) -> None:
+    """The files hold all of the transformer's weights, each of its size: what loads them says so in a worker alone."""
+    stored = stored_shapes(folder / TRANSFORMER, given)
+    own = {name: list(weight.shape) for name, weight in trainable(meta_module(adapter, model_config)).items()}
+    different = sorted(name for name in own if own[name] != stored.get(name))
+    if different:
+        name = different[0]
+        raise ValueError(
+            f"{given}, whose transformer is not whole: {name} is {stored.get(name, 'not there')} and should be "
+            f"{own[name]} ({len(different)} in all differ): fetch or export it again"
+        )
 
 
 def lora_settings(file: Path) -> dict[str, Any]:
@@ -297,9 +316,7 @@ def check_lora_fits(
     """
     trained = trainable(meta_module(adapter, model_config))
     own = {name.replace(f".{ADAPTER_NAME}.", "."): list(weight.shape) for name, weight in trained.items()}
-    with safe_open(file, "pt") as stored:
-        names = {name: name.removeprefix("transformer.") for name in stored.keys()}  # noqa: SIM118
-        other = {plain: stored.get_slice(name).get_shape() for name, plain in names.items()}
+    other = {name.removeprefix("transformer."): shape for name, shape in file_shapes(file, given).items()}
     different = sorted(name for name in own.keys() | other.keys() if own.get(name) != other.get(name))
     if different:
         name = different[0]

@@ -149,7 +149,7 @@ class ChildRun:
             if not ended:
                 self._wait()
         if self.exit_code():
-            raise ChildDied(f"the run ended with {self.exit_code()}: {self.log.read_text()[-1500:]}")
+            raise ChildDied(f"the run ended with {self.exit_code()}, see {self.log}: {self.log.read_text()[-1500:]}")
 
     def _values(self, metric: str) -> dict[int, float]:
         record = self.run_dir / "run.json"

@@ -228,7 +228,8 @@ def _of_folder(folder: Path) -> tuple[str, str]:
 
 
 def _recorded(tracking: str | None, *runs: str) -> TrackingConfig:
-    """Where MLflow is, and has these runs. Raises ConfigError where it has one of them not."""
+    """Where MLflow is, and has these runs. Raises ConfigError where it has one of them not, and what a run's config
+    raises, such as NoTrainingConfig."""
     place = TrackingConfig() if tracking is None else validate_section(TrackingConfig, {"uri": tracking}, "--tracking")
     if tracking is not None:
         os.environ["MLFLOW_TRACKING_URI"] = tracking  # which goes before the config's
@@ -238,7 +239,7 @@ def _recorded(tracking: str | None, *runs: str) -> TrackingConfig:
 
     try:
         for run in runs:
-            RunHistory(mlflow_client(place), run)
+            RunHistory(mlflow_client(place), run).config()
     except RunUnknown as error:
         raise ConfigError(f"{error}: give a run's name, its folder, or its MLflow run id") from error
     return place

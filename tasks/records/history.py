@@ -18,6 +18,8 @@ from tasks.records.headline import HEADLINE
 from tasks.records.tracking import MISSING, logged_steps
 from tasks.system.late_mlflow import MlflowClient, Run, mlflow
 
+IMAGES = "cost/images"
+"""A metric of every iteration of every training run, and of nothing else."""
 NO_ID = "INVALID_PARAMETER_VALUE"
 """What MLflow says of a text that is no run's id, such as a path."""
 MEASURED_ANEW = (
@@ -35,6 +37,10 @@ class HistoryError(DoubleflowError, RuntimeError):
 
 class RunUnknown(DoubleflowError, ValueError):
     """MLflow has no such run."""
+
+
+class NoTrainingConfig(DoubleflowError, ValueError):
+    """The run neither trains nor measures: a sweep's own, or one of another program."""
 
 
 class RunHistory:
@@ -65,17 +71,27 @@ class RunHistory:
         return str(self.run.info.run_name)
 
     def config(self) -> dict[str, Any]:
-        """The config it ran with."""
+        """The config it ran with. Raises NoTrainingConfig, or HistoryError where the run has none."""
         result: dict[str, Any] = json.loads(self.content("config.json"))
+        if not isinstance(result, dict) or "trainer" not in result:
+            raise NoTrainingConfig(
+                f"run {self.run_id}, {self.name}, neither trains nor measures: of a sweep give one of its runs"
+            )
         return result
 
+    @property
+    def trained(self) -> int:
+        """Iterations of training that are recorded; 0 of a measurement."""
+        return max(self.metric(IMAGES), default=0)
+
+    def metric(self, name: str) -> dict[int, float]:
+        """Step -> value of one metric; the first value of a step that has several."""
+        points = self.client.get_metric_history(self.run_id, name)
+        return {point.step: point.value for point in reversed(points)}
+
     def metrics(self) -> dict[str, dict[int, float]]:
-        """Metric -> step -> value; the first value of a step that has several."""
-        found = {}
-        for name in sorted(self.run.data.metrics):
-            points = self.client.get_metric_history(self.run_id, name)
-            found[name] = {point.step: point.value for point in reversed(points)}
-        return found
+        """Metric -> `metric` of it."""
+        return {name: self.metric(name) for name in sorted(self.run.data.metrics)}
 
     @cached_property
     def logged_steps(self) -> set[int]:

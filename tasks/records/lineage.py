@@ -23,6 +23,8 @@ from tasks.system.late_mlflow import DatasetInput, mlflow, mlflow_tags
 
 CODE = Path(__file__).resolve().parents[2]
 DIGEST = re.compile(r"[\w.-]+")
+MOST_TOLD = 8
+"""Packages of another version that are named."""
 REMEDY = "make it anew with `dvc commit`, or take the repository's with `git checkout`"
 
 
@@ -72,7 +74,7 @@ def lineage(data: Sequence[Path], code: Path = CODE) -> Lineage:
         tags[mlflow_tags.MLFLOW_GIT_BRANCH] = branch
     environment = {
         "python": platform.python_version(),
-        "packages": dict(_packages()),
+        "packages": packages(),
         "hardware": hardware(),
         "untracked_left_out": difference.untracked_left_out,
         "tracked_left_out": difference.tracked_left_out,
@@ -83,10 +85,23 @@ def lineage(data: Sequence[Path], code: Path = CODE) -> Lineage:
 
 
 @functools.cache
-def _packages() -> dict[str, str]:
+def packages() -> dict[str, str]:
     """Name -> version of what is installed, read once a process."""
     files = [found.metadata for found in metadata.distributions()]  # each asked once: it is read anew every time
     return {file["Name"]: file["Version"] for file in sorted(files, key=lambda file: file["Name"].lower())}
+
+
+def other_packages(environment: dict[str, Any]) -> str:
+    """What is installed here in another version than a lineage's environment has, Python among it; empty if nothing."""
+    before = {"python": environment.get("python"), **environment.get("packages", {})}
+    now = {"python": platform.python_version(), **packages()}
+    other = [
+        f"{name} was {version} and is {now.get(name, 'not there')}"
+        for name, version in before.items()
+        if version is not None and now.get(name) != version
+    ]
+    rest = f" and {len(other) - MOST_TOLD} more" if len(other) > MOST_TOLD else ""
+    return ", ".join(other[:MOST_TOLD]) + rest
 
 
 def hardware() -> dict[str, Any]:

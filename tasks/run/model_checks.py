@@ -5,14 +5,17 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
+from models.config.view import TRANSFORMER
 from models.families.base import DiffusionModelBase, DiffusionModelConfig, read_architecture
 from models.rollout.vllm_omni.engine import check_tensor_split, pipeline_class
 from models.runtime.projections import not_fused
 from models.training.engine import TRAINING_ENGINES, get_training_engine
+from models.weights.stored import file_shapes, stored_shapes
 from models.weights.trainable import LORA_FILE
 from tasks.actors.interpreter import check_interpreter
 from tasks.config.errors import ConfigError
 from tasks.config.tree import TrainConfig
+from tasks.data.digests import MODEL_INDEX, component_names
 
 
 def check_engine(config: TrainConfig, model_config: DiffusionModelConfig) -> None:
@@ -31,6 +34,13 @@ def check_engine(config: TrainConfig, model_config: DiffusionModelConfig) -> Non
         )
     if hasattr(engine, "check_settings"):
         engine.check_settings(actor, model_config)
+
+
+def check_files(model_config: DiffusionModelConfig) -> None:
+    """The files of the model's components are whole, by their headers; those that a library alone can read are left."""
+    model = Path(model_config.path)
+    for name in sorted({*component_names(model / MODEL_INDEX), model_config.transformer_subfolder}):
+        stored_shapes(model / name, f"model.path is {model}")
 
 
 def check_pipelines(config: TrainConfig, model_config: DiffusionModelConfig, trains: bool) -> None:
@@ -75,9 +85,13 @@ def _check_products(config: TrainConfig, adapter: type[DiffusionModelBase]) -> N
 
 
 def check_teacher(config: TrainConfig, model_config: DiffusionModelConfig) -> None:
-    """The teacher, where there is one, is of the same family."""
+    """The teacher, where there is one, is of the same family, and its files are whole."""
     path = config.actor_rollout_ref.actor.teacher_path
-    if path is None or (Path(path) / LORA_FILE).is_file():
+    if path is None:
+        return
+    given = f"actor.teacher_path is {path}"
+    if (Path(path) / LORA_FILE).is_file():
+        file_shapes(Path(path) / LORA_FILE, given)
         return
     if not (Path(path) / "model_index.json").is_file():
         raise ConfigError(
@@ -90,3 +104,4 @@ def check_teacher(config: TrainConfig, model_config: DiffusionModelConfig) -> No
             f"actor.teacher_path is a {architecture} but model.path a {model_config.architecture}: teacher and student "
             "must be of one architecture"
         )
+    stored_shapes(Path(path) / TRANSFORMER, given)

@@ -9,10 +9,15 @@ from threading import Thread
 
 import pytest
 
-from flows.reproduce import _call, compare_metrics, shortened
+from flows.reproduce import _call, check_recorded, compare_metrics, shortened
 from tasks.cli.stopping import Stopped, handled, raise_it
 from tasks.config.errors import ConfigError
+from tasks.config.sweep import SweepConfig
+from tasks.config.tracking import TrackingConfig
 from tasks.config.tree import TrainConfig
+from tasks.records.history import NoTrainingConfig, RunHistory
+from tasks.records.tracking import Tracker
+from tests.support.mlflow_store import mlflow_in
 from tests.support.patience import wait_until
 
 pytestmark = pytest.mark.waits
@@ -54,6 +59,34 @@ def test_a_run_that_paces_itself_by_its_length_is_done_again_whole() -> None:
             shortened(config, 3, "again")
     with pytest.raises(ConfigError, match="give 1 to 100"):
         shortened(config, 101, "again")
+
+
+@pytest.fixture
+def tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tracker:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    config = TrackingConfig(uri=mlflow_in(tmp_path), artifacts=(tmp_path / "artifacts").as_uri())
+    return Tracker(config, "recorded")
+
+
+def test_no_more_iterations_are_compared_than_were_recorded(tracker: Tracker) -> None:
+    """A run that died before its first one would else be reproduced with nothing equal and nothing different."""
+    history = RunHistory(tracker.client, tracker.run_id)
+    tracker.log_step(0, {"val/reward/mean": 0.5})
+    with pytest.raises(ConfigError, match=r"^run \w+, recorded, has recorded no iteration of a training"):
+        check_recorded(history, 1)
+    tracker.log_step(1, {"cost/images": 16.0})
+    check_recorded(history, 1)
+    with pytest.raises(ConfigError, match=r"^iterations is 3, but the run has recorded 1: give 1 to 1$"):
+        check_recorded(history, 3)
+
+
+def test_a_sweep_s_own_run_is_told_from_one_that_trains(tracker: Tracker) -> None:
+    """Its config is what is searched."""
+    tracker.log_start(SweepConfig(space={"trainer.seed": {"choices": [1, 2]}}), {})
+    with pytest.raises(
+        NoTrainingConfig, match=r"^run \w+, recorded, neither trains nor measures: of a sweep give one of"
+    ):
+        RunHistory(tracker.client, tracker.run_id).config()
 
 
 CHILD = """

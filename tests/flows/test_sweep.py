@@ -14,7 +14,7 @@ import pytest
 from optuna.trial import TrialState
 
 import flows.sweep
-from flows.sweep import TrainedRun, Trials, check_continued, open_study, prepare_trials, run_trials
+from flows.sweep import TrainedRun, Trials, check_continued, numbers, open_study, prepare_trials, run_trials
 from tasks.actors.child_run import ChildDied
 from tasks.config.errors import ConfigError
 from tasks.config.recipes import parse_settings
@@ -154,6 +154,33 @@ def test_values_that_make_no_run_fail_their_trial_alone(tmp_path: Path) -> None:
     assert [trial.state for trial in study.trials].count(TrialState.COMPLETE) == 5
     (failed,) = study.get_trials(states=[TrialState.FAIL])
     assert (failed.number, failed.user_attrs["error"]) == (1, "rollout.n is 1")
+
+
+def test_what_failed_is_told_and_counts_until_it_is_done(tmp_path: Path) -> None:
+    """A run that dies says why at the end of its log; what fails since the sweep is ended is no news."""
+    search, told = SweepConfig(**GRID), []
+    study = open_study(search, tmp_path)
+
+    def objective(trial: optuna.Trial) -> float:
+        for name, dimension in search.space.items():
+            dimension.suggest(trial, name)
+        if trial.number in (1, 6):
+            raise ChildDied("the run ended with 1, see runs/sweeps/s/a.log: 50 %: of it\nerror: a disk is full: b\nc")
+        if trial.number == 2:
+            raise ValueError("rollout.n\nis 1")
+        return 0.5
+
+    run_trials(study, objective, prepare_trials(study, search), parallel=1, tell=told.append)
+    assert [line.rpartition("}: ")[2] for line in told] == [
+        "the run ended with 1, see runs/sweeps/s/a.log: a disk is full: b",
+        "rollout.n is 1",
+    ]
+    assert told[0].startswith(f"trial 1 failed, of {study.trials[1].params}: ")
+    assert numbers(study).items() >= {"complete": 4, "fail": 2}.items()
+    run_trials(study, objective, prepare_trials(study, search), parallel=1)
+    assert numbers(study).items() >= {"complete": 5, "fail": 1}.items(), "one of the two failed again"
+    run_trials(study, objective, prepare_trials(study, search), parallel=1)
+    assert numbers(study).items() >= {"complete": 6, "fail": 0}.items()
 
 
 def test_what_ends_a_sweep_ends_its_runs(tmp_path: Path) -> None:

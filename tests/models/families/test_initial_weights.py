@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from flows.lora_for_server import convert
@@ -18,6 +19,7 @@ from models.rollout.diffusers import DiffusersRolloutEngine
 from models.weights.trainable import check_initial_weights, export_weights
 from tasks.config.errors import ConfigError
 from tasks.config.tree import TrainConfig
+from tasks.run.model_checks import check_files
 from tasks.run.preflight import check_weights
 from tests.models.training.test_engine import batch_of, largest_difference, trainer
 from tests.support.helpers import model_config, rollout_request
@@ -109,6 +111,87 @@ def test_weights_that_this_run_cannot_train_are_refused(
         check_initial_weights(QwenImage, model_config(tiny_model, **settings, initial_weights=str(folder)))
 
 
+FULL_FILE, LORA_FILE = "transformer/diffusion_pytorch_model.safetensors", "pytorch_lora_weights.safetensors"
+
+
+def cut_off(file: Path) -> None:
+    """A copy that ended early: the header is whole, the last weights are not."""
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def leave_a_pointer(file: Path) -> None:
+    """What git-lfs has in the place of a file that was not fetched."""
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12345\n")
+
+
+def list_another_file(file: Path) -> None:
+    """Of two shards one is there."""
+    index = {"weight_map": {"one": file.name, "two": "diffusion_pytorch_model-00002-of-00002.safetensors"}}
+    file.with_name("diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def drop_a_weight(file: Path) -> None:
+    """Another version of the class has written it."""
+    tensors = load_file(file)
+    del tensors["proj_out.weight"]
+    save_file(tensors, file)
+
+
+def shorten_a_weight(file: Path) -> None:
+    """As a model of another vocabulary has it."""
+    tensors = load_file(file)
+    save_file(tensors | {"proj_out.weight": tensors["proj_out.weight"][1:].clone()}, file)
+
+
+@pytest.mark.parametrize(
+    ("kind", "damage", "message"),
+    [
+        ("full", cut_off, rf"{FULL_FILE} cannot be read \(.*\): fetch or export it again"),
+        ("full", leave_a_pointer, rf"{FULL_FILE} cannot be read \(.*\): fetch or export it again"),
+        ("full", list_another_file, r"transformer/diffusion_pytorch_model-00002-of-00002.safetensors is missing"),
+        (
+            "full",
+            Path.unlink,
+            r"not whole: .* is not there and should be \[\d+.*\] \(\d+ in all differ\): fetch or exp",
+        ),
+        (
+            "full",
+            drop_a_weight,
+            r"not whole: proj_out.weight is not there and should be \[\d+, \d+\] \(1 in all differ",
+        ),
+        ("full", shorten_a_weight, r"not whole: proj_out.weight is \[\d+, \d+\] and should be \[\d+, \d+\] \(1 in all"),
+        ("lora", cut_off, rf"{LORA_FILE} cannot be read \(.*\): fetch or export it again"),
+        ("lora", leave_a_pointer, rf"{LORA_FILE} cannot be read \(.*\): fetch or export it again"),
+    ],
+)
+def test_damaged_weights_are_refused_before_a_worker_loads_them(
+    tiny_model: Path,
+    exported: dict[str, Path],
+    kind: str,
+    damage: Callable[[Path], None],
+    message: str,
+    tmp_path: Path,
+) -> None:
+    shutil.copytree(exported[kind], tmp_path / kind)
+    check_weights(model_config(tiny_model, **KINDS[kind]), tmp_path / kind)
+    damage(tmp_path / kind / {"full": FULL_FILE, "lora": LORA_FILE}[kind])
+    with pytest.raises(ConfigError, match=message) as refused:
+        check_weights(model_config(tiny_model, **KINDS[kind]), tmp_path / kind)
+    assert str(refused.value).startswith(f"weights is {tmp_path / kind}, whose ")
+
+
+@pytest.mark.parametrize("component", ["transformer", "vae", "text_encoder"])
+def test_a_model_whose_files_are_cut_off_is_refused(tiny_model: Path, component: str, tmp_path: Path) -> None:
+    """A worker that dies of it has told no more than that it died."""
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model, folder)
+    check_files(model_config(folder))
+    (file,) = (folder / component).glob("*.safetensors")
+    cut_off(file)
+    with pytest.raises(ValueError, match=rf"^model.path is {folder}, whose {component}/{file.name} cannot be read"):
+        check_files(model_config(folder))
+
+
 def test_weights_of_another_model_are_refused(exported: dict[str, Path], tmp_path: Path) -> None:
     FAMILIES["qwen_image"].save(tmp_path / "model")
     file = tmp_path / "model" / "transformer" / "config.json"
@@ -162,8 +245,6 @@ def test_an_export_is_of_the_model_whose_published_config_holds_fewer_fields(
 def test_lora_weights_that_do_not_say_what_they_are(
     tiny_model: Path, exported: dict[str, Path], tmp_path: Path
 ) -> None:
-    from safetensors.torch import load_file, save_file
-
     name = "pytorch_lora_weights.safetensors"
     save_file(load_file(exported["lora"] / name), tmp_path / name)
     with pytest.raises(ValueError, match=r"safetensors does not say its r: give an export of this project"):

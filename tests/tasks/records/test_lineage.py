@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tasks.records.code_difference import LARGEST_UNTRACKED
-from tasks.records.lineage import dvc_hashes, lineage
+from tasks.records.lineage import dvc_hashes, lineage, other_packages
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -51,6 +51,22 @@ def test_commit_and_patch_give_back_the_files_that_ran(repository: Path, tmp_pat
     for name in ("code.py", "picture", "new.py"):
         assert (copy / name).read_bytes() == (repository / name).read_bytes()
     assert not (copy / "ignored").exists()
+
+
+def test_packages_of_another_version_than_the_run_s_are_told(repository: Path) -> None:
+    """By them its numbers may come out otherwise."""
+    then = lineage([], repository).environment
+    assert other_packages(then) == ""
+    installed, python = then["packages"]["torch"], then["python"]
+    changed = {"python": "3.4.0", "packages": then["packages"] | {"torch": "0.4", "left-pad": "1.0"}}
+    told = {
+        f"python was 3.4.0 and is {python}",
+        f"torch was 0.4 and is {installed}",
+        "left-pad was 1.0 and is not there",
+    }
+    assert {*other_packages(changed).split(", ")} == told
+    many = {"packages": {f"gone-{number}": "1" for number in range(20)}}
+    assert other_packages(many).endswith("gone-7 was 1 and is not there and 12 more")
 
 
 def test_a_clean_repository_has_no_patch_and_large_new_files_are_only_named(repository: Path) -> None:
