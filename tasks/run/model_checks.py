@@ -9,7 +9,7 @@ from models.families.base import DiffusionModelBase, DiffusionModelConfig, read_
 from models.rollout.vllm_omni.engine import check_tensor_split, pipeline_class
 from models.runtime.projections import not_fused
 from models.training.engine import TRAINING_ENGINES, get_training_engine
-from models.weights.trainable import LORA_FILE
+from models.weights.trainable import LORA_FILE, check_lora_fits, with_lora_of
 from tasks.actors.interpreter import check_interpreter
 from tasks.config.errors import ConfigError
 from tasks.config.tree import TrainConfig
@@ -74,10 +74,14 @@ def _check_products(config: TrainConfig, adapter: type[DiffusionModelBase]) -> N
         raise ConfigError(not_fused(adapter))
 
 
-def check_teacher(config: TrainConfig, model_config: DiffusionModelConfig) -> None:
-    """The teacher, where there is one, is of the same family."""
+def check_teacher(config: TrainConfig, adapter: type[DiffusionModelBase], model_config: DiffusionModelConfig) -> None:
+    """The teacher, where there is one, is of the same family; LoRA weights are of the same model, of any rank."""
     path = config.actor_rollout_ref.actor.teacher_path
-    if path is None or (Path(path) / LORA_FILE).is_file():
+    if path is None:
+        return
+    if (file := Path(path) / LORA_FILE).is_file():
+        given = f"actor.teacher_path is {path}"
+        check_lora_fits(adapter, with_lora_of(model_config, file, given), file, given)
         return
     if not (Path(path) / "model_index.json").is_file():
         raise ConfigError(

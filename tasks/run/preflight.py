@@ -99,7 +99,7 @@ def check_inputs(config: TrainConfig, trains: bool = True, recorded: TrainConfig
     latent_shape = adapter.latent_shape(model_config)
     if trains:
         check_exploration(config, adapter.build_scheduler(model_config))
-    check_teacher(config, model_config)
+    check_teacher(config, adapter, model_config)
     if trains:
         check_initial_weights(adapter, model_config)
     data = open_data(config, model_config, latent_shape, trains)
