@@ -3,6 +3,7 @@
 
 import asyncio
 import base64
+import errno
 import fcntl
 import json
 import os
@@ -445,6 +446,19 @@ def test_prune_says_where_there_is_nothing_of_a_project(here: Path, tmp_path: Pa
     assert said() == f"{here} has no runs/ and no .services/, so nothing of runs and services is there to look at\n"
     (here / "runs").mkdir()
     assert said() == ""
+
+
+def test_prune_says_what_it_may_not_read_and_where_with_debug(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> list[prune.Leftover]:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "runs/one")
+
+    monkeypatch.setattr(prune, "leftovers", refused)
+    result = CliRunner().invoke(command_of(prune.main), [])
+    assert result.exit_code == 1
+    assert result.stderr.splitlines()[-1] == (
+        "error: a file or folder cannot be used: [Errno 13] Permission denied: 'runs/one'"
+    )
+    assert isinstance(CliRunner().invoke(command_of(prune.main), ["--debug"]).exception, PermissionError)
 
 
 def test_prune_leaves_a_run_what_it_goes_on_with(here: Path) -> None:
