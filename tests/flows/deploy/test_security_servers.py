@@ -27,9 +27,11 @@ from typer.testing import CliRunner
 
 from flows import prune
 from flows.deploy import service_log
+from flows.deploy.bring_up import _access_of, _urls
 from flows.deploy.mlflow_app import create_app, guarded
-from flows.deploy.service_processes import end_leftovers
+from flows.deploy.service_processes import end_leftovers, free_port, require_free_port
 from flows.deploy.service_record import (
+    ENVIRONMENT,
     HERE,
     RECORD,
     ServiceError,
@@ -44,7 +46,7 @@ from tasks.config.recipes import PREFECT_FILE
 from tasks.records.run_lock import run_lock
 from tasks.records.run_store import CheckpointStore, RunState
 from tasks.run.kept_stages import KeptStages
-from tasks.system.access import STARTUP_SECONDS, guard_temporary_server, new_access
+from tasks.system.access import STARTUP_SECONDS, exports, guard_temporary_server, new_access
 from tasks.system.files import bytes_on_disk
 from tasks.system.heartbeats import heartbeats
 from tasks.system.processes import boot_id, identity
@@ -312,6 +314,26 @@ def test_what_lives_is_no_leftover(here: Path) -> None:
     finally:
         session.kill()
         session.wait()
+
+
+def test_in_place_of_a_taken_port_a_free_one_is_found_or_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert free_port(port) not in (0, port)
+        with pytest.raises(ServiceError, match=f"choose another with --mlflow-port, `make up MLFLOW_PORT={port + 1}`"):
+            require_free_port("mlflow", port)
+
+
+def test_what_is_up_at_other_ports_is_not_what_is_asked_for(here: Path, sleeper: subprocess.Popen) -> None:
+    write_record(mlflow=(sleeper.pid, identity(sleeper.pid), socket.gethostname()))
+    access = new_access()
+    ENVIRONMENT.write_text(exports(_urls(4301, 5301) | access))
+    assert _access_of(living_processes(), {"prefect": 4301, "mlflow": 5301}) == access
+    for ports in ({"prefect": 4302, "mlflow": 5301}, {"prefect": 4301, "mlflow": 5302}):
+        with pytest.raises(ServiceError, match=r"already up \(mlflow\) at .*:4301 .*, not at .*: give these ports, or"):
+            _access_of(living_processes(), ports)
 
 
 def test_nothing_that_was_started_is_not_up(here: Path) -> None:
