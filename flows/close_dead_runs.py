@@ -2,12 +2,9 @@
 """Close MLflow's records of runs whose process is dead: what the automation `close-a-crashed-run` starts."""
 
 if __name__ == "__main__":
-    import sys
+    from tasks.cli.deployed import refuse
 
-    print(
-        "error: a deployment: `make up`, then `prefect deployment run close-dead-runs/close-dead-runs`", file=sys.stderr
-    )
-    raise SystemExit(2)
+    refuse("close-dead-runs")
 
 from prefect import flow, get_run_logger
 

@@ -14,7 +14,7 @@ from models.families.base import DiffusionModelBase, DiffusionModelConfig, read_
 from models.rollout.vllm_omni import families  # noqa: F401  registers the project's own pipelines
 from models.rollout.vllm_omni.lora_names import write_peft_folder
 from models.rollout.vllm_omni.registry import VllmOmniPipelineBase
-from models.weights.trainable import LORA_FILE, check_lora_fits, lora_settings
+from models.weights.trainable import LORA_FILE, check_lora_fits, with_lora_of
 from tasks.cli.terminal import Debug, in_a_sentence, run_command
 from tasks.config.errors import ConfigError
 from tasks.run.early import as_config_errors, check_folder
@@ -57,15 +57,12 @@ def convert(weights: Path, out: Path, model: Path) -> None:
 
 def _check_fits(file: Path, model: Path) -> None:
     """Raises ValueError where the LoRA was trained of another model: a server would leave out what it does not find."""
-    trained = lora_settings(file)
-    settings = ModelConfig(
-        path=str(model),
-        lora_rank=trained["r"],
-        lora_alpha=trained["lora_alpha"],
-        target_modules=tuple(trained["target_modules"]),
+    given = f"WEIGHTS is {file.parent}"
+    base = DiffusionModelConfig.load(
+        ModelConfig(path=str(model)), DiffusionPipelineConfig(), DiffusionRolloutAlgoConfig()
     )
-    config = DiffusionModelConfig.load(settings, DiffusionPipelineConfig(), DiffusionRolloutAlgoConfig())
-    check_lora_fits(DiffusionModelBase.get_class(config), config, file, f"WEIGHTS is {file.parent}")
+    config = with_lora_of(base, file, given)
+    check_lora_fits(DiffusionModelBase.get_class(config), config, file, given)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ import psutil
 import typer
 
 from flows.deploy.service_record import ServiceError, recorded_in
+from tasks.cli.terminal import Debug, in_a_sentence, run_command
 from tasks.records.run_lock import run_lock
 from tasks.records.run_store import CHECKPOINTS, NAME, SCORES, STAGES, CheckpointError, numbers_in
 from tasks.system.files import bytes_on_disk
@@ -209,8 +210,15 @@ def _own(path: Path) -> bool:
 def main(
     yes: Annotated[bool, typer.Option("--yes", help="Remove what is listed.")] = False,
     days: Annotated[float, typer.Option(min=0, help="Age from which a run's folder counts as old.")] = 14.0,
+    debug: Debug = False,
 ) -> None:
     """List what dead runs have left, what it costs, and remove it if asked to."""
+    with in_a_sentence(debug):
+        _list_and_remove(yes, days)
+
+
+def _list_and_remove(yes: bool, days: float) -> None:
+    """The same, with a line for each kind and folder."""
     ray = os.environ.get("RAY_TMPDIR")
     temporary = dict.fromkeys([Path(tempfile.gettempdir()), Path("/tmp"), *([Path(ray)] if ray else [])])
     here = Path.cwd()
@@ -231,4 +239,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main)

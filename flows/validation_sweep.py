@@ -2,13 +2,9 @@
 """The validation sweep: measure the registered weights that are not measured yet, and judge them."""
 
 if __name__ == "__main__":
-    import sys
+    from tasks.cli.deployed import refuse
 
-    print(
-        "error: a deployment: `make up`, then `prefect deployment run validation-sweep/validation-sweep`",
-        file=sys.stderr,
-    )
-    raise SystemExit(2)
+    refuse("validation-sweep")
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model family of one's own: Qwen-Image's network and latents, but fed 1 - t, and taught data minus noise."""
 
-import sys
+import argparse
 from pathlib import Path
 
 import torch
@@ -46,4 +46,6 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))  # a new folder for the model
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path, help="a new folder for the model")
+    main(parser.parse_args().folder)

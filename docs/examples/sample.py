@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sample pictures with a tiny random Qwen-Image, and the log-prob of every stochastic step."""
 
-import sys
+import argparse
 
 import torch
 
@@ -35,4 +35,6 @@ def main(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])  # a new folder for the model
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", help="a new folder for the model")
+    main(parser.parse_args().folder)

@@ -10,11 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
-
-HEADERS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-"""A format's name in the headers of safetensors."""
 
 
 def load_whole(kind: Any, path: str | Path, component: str, dtype: torch.dtype) -> nn.Module:
@@ -81,16 +77,6 @@ def load_text_encoders(path: str | Path, dtype: torch.dtype) -> dict[str, nn.Mod
         for name, kind in named.items()
         if isinstance(kind, list) and kind[0] == "transformers"
     }
-
-
-def is_stored_in(folder: Path, dtype: torch.dtype) -> bool:
-    """Is there no weight in a component's safetensors files that `dtype` would round? By their headers; False where
-    there are no such files."""
-    seen = set[str]()
-    for file in folder.glob("*.safetensors"):
-        with safe_open(file, framework="pt") as tensors:
-            seen |= {tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
-    return bool(seen) and seen <= {HEADERS.get(dtype)}
 
 
 def _read(file: Path) -> dict[str, Any]:

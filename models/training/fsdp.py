@@ -17,7 +17,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from models.algorithms.losses import REF_VELOCITY, get_diffusion_loss_fn
 from models.algorithms.old_policy import old_policy_decay
 from models.families.base import DiffusionModelBase, DiffusionModelConfig
-from models.families.loading import is_stored_in
 from models.runtime.attention import choose_attention
 from models.runtime.compiled import compile_blocks
 from models.runtime.float8 import scales_in
@@ -38,6 +37,7 @@ from models.training.shards import reshard
 from models.training.weight_copies import WeightAverage, WeightCopy
 from models.training.whole_weights import whole_weights
 from models.weights.canary import Canary, canary_batch, canary_velocity
+from models.weights.stored import is_stored_in
 from models.weights.trainable import keep_formats, kept_in_fp32, load_exported, make_trainable, named, trainable
 
 if TYPE_CHECKING:

@@ -4,9 +4,12 @@
 import json
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 
 INDEX = "*.safetensors.index.json"
+HEADERS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+"""A format's name in the headers of safetensors."""
 
 
 def stored_shapes(folder: Path, given: str) -> dict[str, list[int]]:
@@ -28,10 +31,23 @@ def stored_shapes(folder: Path, given: str) -> dict[str, list[int]]:
                 "again"
             )
     shapes: dict[str, list[int]] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        if file.name.count(".") == 1:
-            shapes |= file_shapes(file, given)
+    for file in weight_files(folder):
+        shapes |= file_shapes(file, given)
     return shapes
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """A component's safetensors files in the order of their names, variants left out."""
+    return [file for file in sorted(folder.glob("*.safetensors")) if file.name.count(".") == 1]
+
+
+def is_stored_in(folder: Path, dtype: torch.dtype) -> bool:
+    """Is there no weight in a component's safetensors files that `dtype` would round? False where it has none."""
+    seen = set[str]()
+    for file in weight_files(folder):
+        with safe_open(file, "pt") as stored:
+            seen |= {stored.get_slice(name).get_dtype() for name in stored.keys()}  # noqa: SIM118
+    return bool(seen) and seen <= {HEADERS.get(dtype)}
 
 
 def file_shapes(file: Path, given: str) -> dict[str, list[int]]:

@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Set, Sized
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,8 @@ ABSENT = object()
 ADAPTER_NAME = "default"
 LORA_FILE = "pytorch_lora_weights.safetensors"
 LORA_INIT_SEED = 20250505
+LORA_SETTINGS = {"r": "lora_rank", "lora_alpha": "lora_alpha", "target_modules": "target_modules"}
+"""What a LoRA was trained with: peft's name, as an export has it -> the model's setting."""
 WEIGHT_FILES = (".safetensors", ".bin", ".ckpt", ".pt", ".pth", ".gguf")
 VARIANT = re.compile(r"\.(fp16|bf16|fp8)[.-]")
 """In the names of a component's files in another number format than the one that is loaded."""
@@ -281,7 +284,10 @@ def check_exported(
 def _check_whole(
     adapter: type[DiffusionModelBase], model_config: DiffusionModelConfig, folder: Path, given: str
 ) -> None:
-    """The files hold all of the transformer's weights, each of its size: what loads them says so in a worker alone."""
+    """The files hold all of the transformer's weights, each of its size: what loads them says so in a worker alone.
+    Pickled files are left to diffusers."""
+    if any((folder / TRANSFORMER).glob("*.bin")):
+        return
     stored = stored_shapes(folder / TRANSFORMER, given)
     own = {name: list(weight.shape) for name, weight in trainable(meta_module(adapter, model_config)).items()}
     different = sorted(name for name in own if own[name] != stored.get(name))
@@ -303,6 +309,23 @@ def lora_settings(file: Path) -> dict[str, Any]:
     return {name.removeprefix("transformer."): value for name, value in header.items()}
 
 
+def with_lora_of(model_config: DiffusionModelConfig, file: Path, given: str) -> DiffusionModelConfig:
+    """The same config, but with the LoRA that an export was trained with: its rank, scale and choice of modules.
+
+    Args:
+        given: as in `check_exported`.
+
+    Raises:
+        ValueError: the file does not say them.
+    """
+    written = lora_settings(file)
+    for name in LORA_SETTINGS:
+        if name not in written:
+            raise ValueError(f"{given}, whose {LORA_FILE} does not say its {name}: give an export of this project")
+    named = {setting: written[name] for name, setting in LORA_SETTINGS.items()}
+    return replace(model_config, model=model_config.model.model_copy(update=named))
+
+
 def check_lora_fits(
     adapter: type[DiffusionModelBase], model_config: DiffusionModelConfig, file: Path, given: str
 ) -> None:
@@ -314,7 +337,10 @@ def check_lora_fits(
     Raises:
         ValueError: it was trained of another model.
     """
-    trained = trainable(meta_module(adapter, model_config))
+    try:
+        trained = trainable(meta_module(adapter, model_config))
+    except ValueError as error:
+        raise ValueError(f"{given}, whose {LORA_FILE} is of another model than {model_config.path}: {error}") from error
     own = {name.replace(f".{ADAPTER_NAME}.", "."): list(weight.shape) for name, weight in trained.items()}
     other = {name.removeprefix("transformer."): shape for name, shape in file_shapes(file, given).items()}
     different = sorted(name for name in own.keys() | other.keys() if own.get(name) != other.get(name))
@@ -348,16 +374,15 @@ def _architecture(folder: Path) -> dict[str, Any]:
 
 
 def _check_lora(adapter: type[DiffusionModelBase], model_config: DiffusionModelConfig, file: Path, given: str) -> None:
-    written, model = lora_settings(file), model_config.model
+    written, model = with_lora_of(model_config, file, given).model, model_config.model
     wanted = {
-        "r": ("lora_rank", model.lora_rank),
-        "lora_alpha": ("lora_alpha", model.lora_alpha),
-        "target_modules": ("target_modules", sorted(model.target_modules or adapter.lora_target_modules)),
+        "lora_rank": model.lora_rank,
+        "lora_alpha": model.lora_alpha,
+        "target_modules": sorted(model.target_modules or adapter.lora_target_modules),
     }
-    for name, (setting, own) in wanted.items():
-        if name not in written:
-            raise ValueError(f"{given}, whose {LORA_FILE} does not say its {name}: give an export of this project")
-        other = sorted(written[name]) if isinstance(written[name], list) else written[name]
+    for setting, own in wanted.items():
+        value = getattr(written, setting)
+        other = sorted(value) if isinstance(value, list) else value
         if other != own:
             raise ValueError(
                 f"{given}, which was trained with {setting} {other}, but model.{setting} is {own}: it would be "

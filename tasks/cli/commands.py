@@ -53,6 +53,7 @@ Machine = Annotated[
 ]
 Run = Annotated[str, typer.Argument(help="A run's name, its folder, or its MLflow run id.")]
 RUNS = Path("runs")
+Folder = Annotated[Path, typer.Option(help="The folder with the runs' own.")]
 Tracking = Annotated[str | None, typer.Option(help="MLflow's URI; else MLFLOW_TRACKING_URI, or mlflow.db.")]
 
 
@@ -155,12 +156,13 @@ def reproduce(
     run: Run,
     iterations: Annotated[int, typer.Option(min=1, help="How many of the run's first iterations.")] = 3,
     tolerance: Annotated[float, typer.Option(min=0, help="Largest difference of a metric.")] = 1e-5,
+    folder: Folder = RUNS,
     tracking: Tracking = None,
     debug: Debug = False,
 ) -> None:
     """Do a recorded run's first iterations again, from its commit and its data, and compare."""
     with in_a_sentence(debug):
-        found, _, tracking = _found(run, RUNS, tracking)
+        found, _, tracking = _found(run, folder, tracking)
         place = _recorded(tracking, found)
 
         state = run_flow(flow_of("reproduce"), debug, found, iterations, tolerance, place, return_state=True)
@@ -188,7 +190,7 @@ def compare(
 
 def report(
     run: Run,
-    folder: Annotated[Path, typer.Option(help="The folder with the runs' own.")] = RUNS,
+    folder: Folder = RUNS,
     tracking: Tracking = None,
     debug: Debug = False,
 ) -> None:

@@ -138,7 +138,7 @@ class TrainerConfig(Section):
         ge=0,
         le=1.0,
         description="Largest relative difference of velocities after a weight sync; null is 0.01 on CUDA; on "
-        "the CPU 0, or 1e-4 where the rollout engine is vLLM-Omni.",
+        "the CPU 0, or 1e-4 where the rollout engine is vLLM-Omni or trainer ranks share a sequence.",
     )
     canary_missing_share: NotShaping[float] = Field(
         0.75,

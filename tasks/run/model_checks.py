@@ -11,7 +11,7 @@ from models.rollout.vllm_omni.engine import check_tensor_split, pipeline_class
 from models.runtime.projections import not_fused
 from models.training.engine import TRAINING_ENGINES, get_training_engine
 from models.weights.stored import file_shapes, stored_shapes
-from models.weights.trainable import LORA_FILE
+from models.weights.trainable import LORA_FILE, check_lora_fits, with_lora_of
 from tasks.actors.interpreter import check_interpreter
 from tasks.config.errors import ConfigError
 from tasks.config.tree import TrainConfig
@@ -36,10 +36,17 @@ def check_engine(config: TrainConfig, model_config: DiffusionModelConfig) -> Non
         engine.check_settings(actor, model_config)
 
 
-def check_files(model_config: DiffusionModelConfig) -> None:
-    """The files of the model's components are whole, by their headers; those that a library alone can read are left."""
+def check_stored(model_config: DiffusionModelConfig, encodes: bool) -> None:
+    """The files of the components that a run loads are whole, by their headers; those that a library alone can read are
+    left.
+
+    Args:
+        encodes: it loads the text encoders, too, which may be missing where their embeddings are on disk.
+    """
     model = Path(model_config.path)
-    for name in sorted({*component_names(model / MODEL_INDEX), model_config.transformer_subfolder}):
+    named = component_names(model / MODEL_INDEX)
+    loaded = {name for name in named if encodes or not name.startswith("text_encoder")}
+    for name in sorted({*loaded, model_config.transformer_subfolder}):
         stored_shapes(model / name, f"model.path is {model}")
 
 
@@ -84,14 +91,16 @@ def _check_products(config: TrainConfig, adapter: type[DiffusionModelBase]) -> N
         raise ConfigError(not_fused(adapter))
 
 
-def check_teacher(config: TrainConfig, model_config: DiffusionModelConfig) -> None:
-    """The teacher, where there is one, is of the same family, and its files are whole."""
+def check_teacher(config: TrainConfig, adapter: type[DiffusionModelBase], model_config: DiffusionModelConfig) -> None:
+    """The teacher, where there is one, is of the same family and its files are whole; LoRA weights are of the same
+    model, of any rank."""
     path = config.actor_rollout_ref.actor.teacher_path
     if path is None:
         return
     given = f"actor.teacher_path is {path}"
-    if (Path(path) / LORA_FILE).is_file():
-        file_shapes(Path(path) / LORA_FILE, given)
+    if (file := Path(path) / LORA_FILE).is_file():
+        file_shapes(file, given)
+        check_lora_fits(adapter, with_lora_of(model_config, file, given), file, given)
         return
     if not (Path(path) / "model_index.json").is_file():
         raise ConfigError(

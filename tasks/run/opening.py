@@ -18,7 +18,7 @@ from models.config.section import AUTO
 from models.samples.trajectories import LATENTS, PICTURES, Recording
 from models.weights.canary import Canary
 from tasks.actors.cluster import WorkerNeeds, gpu_slots, gpus_are_free, ray_cluster, require_resources
-from tasks.actors.machines import watched_machines
+from tasks.actors.machines import MachineWatch, watched_machines
 from tasks.actors.rank_places import RankPlaces
 from tasks.actors.reward_group import RewardGroup, wanted_inputs
 from tasks.actors.reward_model import RewardModel, served_reward_model
@@ -140,16 +140,11 @@ def open_run(config: TrainConfig, inputs: Inputs, recipe: TrainConfig, start: St
         MachineLost: a machine with a trainer rank is lost.
     """
     with run_lock(config.run_dir):
-        store = CheckpointStore(config.run_dir / CHECKPOINTS, config.trainer.max_actor_ckpt_to_keep)
-        if config.trainer.resume_mode == "disable" and store.iterations():
-            raise ConfigError(
-                f"{config.run_dir} has checkpoints and trainer.resume_mode is disable: use auto or another "
-                "trainer.experiment_name"
-            )
-        remembered = _remembered_run_id(config)
+        store = _store(config)
         label = run_label(config.asked, recipe)
+        again = _remembered_run_id(config)
         with (
-            open_cluster_and_tracker(config, label, trains=True, run_id=remembered, needed=inputs.needs) as tracker,
+            open_cluster_and_tracker(config, label, trains=True, run_id=again, needed=inputs.needs) as tracker,
             served_for(config) as model,
         ):
             _remember_run_id(config, tracker.run_id)
@@ -159,26 +154,47 @@ def open_run(config: TrainConfig, inputs: Inputs, recipe: TrainConfig, start: St
             report = RunReport(config, tracker, recipe)
             run = _start_actors(config, inputs, tracker, store, guards, report, model, start)
             start.mark("workers and models")
-            tracker.log_start(config, run_tags(config, inputs, run.online.reward if run.is_online else None))
-            tell_sizes(inputs)
-            tell_expectation(run)
-            run.resume()
-            if run.elsewhere:
-                told = "the run goes on after iteration %d in a new MLflow run: what came before is in the one before"
-                page_logger().warning(told, run.elsewhere)
-            tracker.log_lineage(lineage(config.data_read()), run.iteration)
-            run.report.log_changes()
-            write_note(run)
-            advice = "once the cluster has room for it again, the same command continues from the newest checkpoint"
-            limit = config.ray_init.start_timeout_s
-            watch = watched_machines(run.actor_groups(), get_run_logger(), advice + _same_command(), limit)
-            patience = tracker.patience
-            store.behind.held_up = lambda: patience.meanwhile() if patience.waits else None
+            _begin_records(run)
             beside = tracked_beside(config, tracker, label)
             # What is still written behind the run goes to the other trackers, too: they are closed after it.
             behind = store.behind
-            with run.report.concluded(), beside, behind.left(), behind.settled(), watch as run.machines:
+            with run.report.concluded(), beside, behind.left(), behind.settled(), _watched(run) as run.machines:
                 yield run
+
+
+def _store(config: TrainConfig) -> CheckpointStore:
+    """The run's checkpoints. Raises ConfigError where there are some and it is not to resume."""
+    store = CheckpointStore(config.run_dir / CHECKPOINTS, config.trainer.max_actor_ckpt_to_keep)
+    if config.trainer.resume_mode == "disable" and store.iterations():
+        raise ConfigError(
+            f"{config.run_dir} has checkpoints and trainer.resume_mode is disable: use auto or another "
+            "trainer.experiment_name"
+        )
+    return store
+
+
+def _begin_records(run: TrainingRun) -> None:
+    """Have it recorded and told what the run is, and go on from its newest checkpoint, if there is one."""
+    config, inputs, tracker = run.config, run.inputs, run.tracker
+    tracker.log_start(config, run_tags(config, inputs, run.online.reward if run.is_online else None))
+    tell_sizes(inputs)
+    tell_expectation(run)
+    run.resume()
+    if run.elsewhere:
+        told = "the run goes on after iteration %d in a new MLflow run: what came before is in the one before"
+        page_logger().warning(told, run.elsewhere)
+    tracker.log_lineage(lineage(config.data_read()), run.iteration)
+    run.report.log_changes()
+    write_note(run)
+    patience = tracker.patience
+    run.store.behind.held_up = lambda: patience.meanwhile() if patience.waits else None
+
+
+def _watched(run: TrainingRun) -> AbstractContextManager[MachineWatch]:
+    """During the block the run's machines are watched; the run ends with the command that continues it."""
+    advice = "once the cluster has room for it again, the same command continues from the newest checkpoint"
+    limit = run.config.ray_init.start_timeout_s
+    return watched_machines(run.actor_groups(), get_run_logger(), advice + _same_command(), limit)
 
 
 def served_for(config: TrainConfig) -> AbstractContextManager[RewardModel | None]:

@@ -31,7 +31,7 @@ from tasks.run.data_checks import open_data
 from tasks.run.early import check_folder, check_home_signs, raising_config_errors
 from tasks.run.length_checks import check_length
 from tasks.run.loss_checks import check_exploration, check_loss
-from tasks.run.model_checks import check_engine, check_files, check_pipelines, check_teacher
+from tasks.run.model_checks import check_engine, check_pipelines, check_stored, check_teacher
 from tasks.run.sizes import settle
 
 log = logging.getLogger(__name__)
@@ -95,12 +95,12 @@ def check_inputs(config: TrainConfig, trains: bool = True, recorded: TrainConfig
     model_config = DiffusionModelConfig.load(config.actor_rollout_ref.model, rollout.pipeline, rollout.algo)
     adapter = DiffusionModelBase.get_class(model_config)
     check_engine(config, model_config)
-    check_files(model_config)
+    check_stored(model_config, encodes=config.data.encoders is not None)
     check_pipelines(config, model_config, trains)
     latent_shape = adapter.latent_shape(model_config)
     if trains:
         check_exploration(config, adapter.build_scheduler(model_config))
-    check_teacher(config, model_config)
+    check_teacher(config, adapter, model_config)
     if trains:
         check_initial_weights(adapter, model_config)
     data = open_data(config, model_config, latent_shape, trains)

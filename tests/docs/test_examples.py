@@ -3,6 +3,8 @@
 
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -56,6 +58,15 @@ def test_sampling(printed: Printed, tmp_path: Path) -> None:
     # For x' = mu + sd z the log-prob is -z^2/2 - log sd - log(2 pi)/2, and the 384 numbers of z average near 1.
     assert all(-2 < number < 0 for steps in log_probs for number in steps)
     assert printed("sample", tmp_path / "second") == [pictures, latents, *samples], "every draw has a key"
+
+
+@pytest.mark.parametrize("name", ["sample", "family"])
+def test_an_example_that_writes_a_folder_asks_for_it(name: str) -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(EXAMPLES / f"{name}.py")]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.returncode == 2
+    assert result.stderr.endswith("error: the following arguments are required: folder\n")
 
 
 def test_a_loss_step(printed: Printed) -> None:

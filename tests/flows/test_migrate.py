@@ -3,6 +3,7 @@
 
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner, Result
 
 from flows.migrate import migrate
@@ -21,6 +22,8 @@ def test_a_script_becomes_a_recipe_that_the_train_command_reads(tmp_path: Path) 
     assert done.exit_code == 0, done.output
     assert "unknown   trainer.no_such_field=1: this project has no such field" in done.stdout
     assert "21 overrides: 8 taken, 9 renamed, 3 explained, 1 unknown" in done.stdout
+    kinds = [line.split()[0] for line in done.stdout.splitlines()[:21]]
+    assert kinds == sorted(kinds), "those of a kind stand together"
     assert load_config(tmp_path / "recipe.yaml").algorithm.name == "mix_grpo"
     spaced = run(tmp_path / "run.sh", "--out", tmp_path / "my recipe.yaml")
     assert f"python -m flows.train --config '{tmp_path}/my recipe.yaml', or" in spaced.stdout, "to be copied as it is"
@@ -48,6 +51,8 @@ def test_several_scripts_are_counted(tmp_path: Path) -> None:
     (tmp_path / "b.sh").write_text("data.train_batch_size=8\n")
     done = run(tmp_path / "a.sh", tmp_path / "b.sh")
     assert "21 of 22 overrides taken, renamed or explained\n1 of 2 recipes valid as they are" in done.stdout
+    valid = {Path(line.split()[-1]).name: line.split()[-2] for line in done.stdout.splitlines() if line.endswith(".sh")}
+    assert valid == {"a.sh": "yes", "b.sh": "no"}
     refused = run(tmp_path / "a.sh", tmp_path / "b.sh", "--out", tmp_path / "recipe.yaml")
     assert refused.exit_code == 2
     assert "--out" in refused.stderr
@@ -62,7 +67,7 @@ def test_a_recipe_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None
         assert f"--out is {tmp_path / out}, which cannot be written ({reason})" in done.stderr
 
 
-def test_a_script_of_flow_grpo_leads_to_its_configuration(tmp_path: Path) -> None:
+def test_a_script_of_flow_grpo_leads_to_its_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     launch = "accelerate launch --num_processes=4 scripts/train.py --config config/{}.py:ocr\n"
     (tmp_path / "scripts").mkdir()
     (tmp_path / "config").mkdir()
@@ -72,6 +77,15 @@ def test_a_script_of_flow_grpo_leads_to_its_configuration(tmp_path: Path) -> Non
     for given in (tmp_path / "scripts/grpo.sh", f"{tmp_path}/config/grpo.py:ocr", tmp_path / "config/grpo.py"):
         assert "pipeline.num_inference_steps=10" in run(given).stdout, given
         assert "unknown   own=1: this project has no such field" in run(given).stdout, given
+    assert "trainer.n_gpus_per_node=4" in run(tmp_path / "scripts/grpo.sh").stdout, "as many as the script starts"
+    elsewhere = tmp_path / "elsewhere/grpo.sh"
+    elsewhere.parent.mkdir()
+    elsewhere.write_text(launch.format("grpo"))
+    with monkeypatch.context() as here:
+        (tmp_path / "checkout").mkdir()
+        (tmp_path / "config").rename(tmp_path / "checkout/config")
+        here.chdir(tmp_path / "checkout")
+        assert "pipeline.num_inference_steps=10" in run(elsewhere).stdout, "the file may be in this folder, too"
     refused = run(tmp_path / "scripts/other.sh")
     assert refused.exit_code == 2
     assert "starts with the configuration config/other.py, which is neither here nor above the script" in refused.stderr

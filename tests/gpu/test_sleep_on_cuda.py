@@ -20,6 +20,7 @@ from safetensors import safe_open
 from benchmarks.rollout import build, request_of, settings_of
 from models.config.vllm_omni import VllmOmniConfig
 from models.rollout.diffusers import DiffusersRolloutEngine
+from models.weights.host_copies import HostCopies
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; there is none here")
 
@@ -65,6 +66,23 @@ def bytes_in_bf16(file: Path) -> int:
     """Of the tensors in a file, once they are loaded."""
     with safe_open(file, "pt") as stored:
         return 2 * sum(math.prod(stored.get_slice(name).get_shape()) for name in stored.keys())  # noqa: SIM118
+
+
+def test_the_hosts_memory_is_locked_while_weights_have_it_and_free_afterwards() -> None:
+    """Memory that is given back while it is locked makes whatever has it next fail."""
+    for turn in range(2):
+        module = torch.nn.Linear(4096, 4096, device="cuda")
+        before = module.weight.detach().clone()
+        copies = HostCopies([module])
+        copies.leave()
+        assert module.weight.is_pinned(), turn
+        copies.come_back("cuda")
+        assert torch.equal(module.weight, before)
+        del module, copies
+        gc.collect()
+        again = torch.empty(4096, 4096).copy_(before)
+        assert not again.is_pinned()
+        assert torch.equal(again.cuda(), before)
 
 
 @pytest.mark.parametrize("engine", ENGINES, indirect=True)

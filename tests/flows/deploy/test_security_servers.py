@@ -3,6 +3,7 @@
 
 import asyncio
 import base64
+import errno
 import fcntl
 import json
 import os
@@ -26,16 +27,26 @@ from typer.testing import CliRunner
 
 from flows import prune
 from flows.deploy import service_log
-from flows.deploy.mlflow_app import guarded
-from flows.deploy.service_record import HERE, RECORD, ServiceError
-from flows.services import app
+from flows.deploy.bring_up import _access_of, _urls
+from flows.deploy.mlflow_app import create_app, guarded
+from flows.deploy.service_processes import end_leftovers, free_port, require_free_port
+from flows.deploy.service_record import (
+    ENVIRONMENT,
+    HERE,
+    RECORD,
+    ServiceError,
+    clear_services,
+    hold_services,
+    living_processes,
+)
+from flows.services import _ended_with_an_error, app
 from tasks.actors.reward_group import Scores
 from tasks.cli.terminal import command_of
 from tasks.config.recipes import PREFECT_FILE
 from tasks.records.run_lock import run_lock
 from tasks.records.run_store import CheckpointStore, RunState
 from tasks.run.kept_stages import KeptStages
-from tasks.system.access import STARTUP_SECONDS, guard_temporary_server, new_access
+from tasks.system.access import STARTUP_SECONDS, exports, guard_temporary_server, new_access
 from tasks.system.files import bytes_on_disk
 from tasks.system.heartbeats import heartbeats
 from tasks.system.processes import boot_id, identity
@@ -192,13 +203,24 @@ def test_mlflow_answers_only_those_who_know_the_password() -> None:
     wrong = "Basic " + base64.b64encode(b"me:secreT").decode()
     assert answer(authorization=right) == "let in"
     assert answer(authorization=right.replace("Basic", "basic")) == "let in"
-    for bad in ({}, {"authorization": wrong}, {"authorization": "Basic %%%"}, {"authorization": f"Bearer {right}"}):
+    other = right.replace("Basic", "Bearer")
+    for bad in ({}, *({"authorization": given} for given in (wrong, "Basic %%%", f"Bearer {right}", other))):
         assert answer(**bad) == 401
         assert answer("/", **bad) == 401
         assert answer("/health", "POST", **bad) == 401
         assert answer("/health/../api", **bad) == 401
     assert answer("/health") == "let in", "so that `up` sees the start"
     assert answer(kind="websocket", authorization=right) == 1008
+
+
+@pytest.mark.parametrize("lacks", ["MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD"])
+def test_mlflow_does_not_start_with_half_of_its_credentials(lacks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other half would be the word None, which everybody knows."""
+    for name in ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD"):
+        monkeypatch.setenv(name, "there")
+    monkeypatch.delenv(lacks)
+    with pytest.raises(RuntimeError, match="MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD must be set"):
+        create_app()
 
 
 def test_a_page_of_another_server_gets_nothing_by_the_browsers_password() -> None:
@@ -282,7 +304,46 @@ def test_what_a_restart_of_the_machine_has_ended_is_not_missed(here: Path) -> No
     assert not HERE.exists()
 
 
-@pytest.mark.parametrize("content", ["", "{", "[1]", '{"a": 1}', '{"a": [1, 2]}', '{"a": ["x", "y", "z"]}', "\\xff"])
+def test_what_lives_is_no_leftover(here: Path) -> None:
+    """`up` beside a living server starts what is missing, and lets that one be."""
+    session = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    try:
+        write_record(mlflow=(session.pid, identity(session.pid), socket.gethostname()))
+        assert end_leftovers() == set()
+        assert session.poll() is None
+    finally:
+        session.kill()
+        session.wait()
+
+
+def test_in_place_of_a_taken_port_a_free_one_is_found_or_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert free_port(port) not in (0, port)
+        with pytest.raises(ServiceError, match=f"choose another with --mlflow-port, `make up MLFLOW_PORT={port + 1}`"):
+            require_free_port("mlflow", port)
+
+
+def test_what_is_up_at_other_ports_is_not_what_is_asked_for(here: Path, sleeper: subprocess.Popen) -> None:
+    write_record(mlflow=(sleeper.pid, identity(sleeper.pid), socket.gethostname()))
+    access = new_access()
+    ENVIRONMENT.write_text(exports(_urls(4301, 5301) | access))
+    assert _access_of(living_processes(), {"prefect": 4301, "mlflow": 5301}) == access
+    for ports in ({"prefect": 4302, "mlflow": 5301}, {"prefect": 4301, "mlflow": 5302}):
+        with pytest.raises(ServiceError, match=r"already up \(mlflow\) at .*:4301 .*, not at .*: give these ports, or"):
+            _access_of(living_processes(), ports)
+
+
+def test_nothing_that_was_started_is_not_up(here: Path) -> None:
+    assert run("status") == (1, "")
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "{", "[1]", '{"a": 1}', '{"a": [1, 2]}', '{"a": ["x", "y", "z"]}', '{"a": [0, "y", "z"]}', "\\xff"],
+)
 def test_a_broken_record_is_a_clear_error(content: str, here: Path) -> None:
     HERE.mkdir()
     RECORD.write_text(content)
@@ -300,6 +361,28 @@ def test_no_two_at_a_time(here: Path) -> None:
         for command in ("up", "down"):
             with pytest.raises(ServiceError, match="another `up` or `down` is at work"):
                 run(command)
+
+
+def test_what_is_cleared_for_a_new_start_is_still_held(here: Path) -> None:
+    with hold_services():
+        write_record(mlflow=(1, f"{boot_id()}/5", socket.gethostname()))
+        clear_services()
+        assert not RECORD.exists()
+        with pytest.raises(ServiceError, match="another `up` or `down` is at work"), hold_services():
+            pass
+
+
+def test_a_run_that_fails_ends_what_it_began_and_not_what_was_up(
+    here: Path, sleeper: subprocess.Popen, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_record(mlflow=(sleeper.pid, identity(sleeper.pid), socket.gethostname()))
+    with pytest.raises(ServiceError), _ended_with_an_error(living_processes()):
+        raise ServiceError("a stage failed")
+    assert sleeper.poll() is None
+    with pytest.raises(ServiceError), _ended_with_an_error({}):
+        raise ServiceError("a stage failed")
+    assert sleeper.wait(PATIENCE) != 0
+    assert "ending the servers ..." in capsys.readouterr().err
 
 
 def test_the_services_folder_is_its_owners_alone(here: Path) -> None:
@@ -445,6 +528,19 @@ def test_prune_says_where_there_is_nothing_of_a_project(here: Path, tmp_path: Pa
     assert said() == f"{here} has no runs/ and no .services/, so nothing of runs and services is there to look at\n"
     (here / "runs").mkdir()
     assert said() == ""
+
+
+def test_prune_says_what_it_may_not_read_and_where_with_debug(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> list[prune.Leftover]:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "runs/one")
+
+    monkeypatch.setattr(prune, "leftovers", refused)
+    result = CliRunner().invoke(command_of(prune.main), [])
+    assert result.exit_code == 1
+    assert result.stderr.splitlines()[-1] == (
+        "error: a file or folder cannot be used: [Errno 13] Permission denied: 'runs/one'"
+    )
+    assert isinstance(CliRunner().invoke(command_of(prune.main), ["--debug"]).exception, PermissionError)
 
 
 def test_prune_leaves_a_run_what_it_goes_on_with(here: Path) -> None:

@@ -19,7 +19,7 @@ from models.rollout.diffusers import DiffusersRolloutEngine
 from models.weights.trainable import check_initial_weights, export_weights
 from tasks.config.errors import ConfigError
 from tasks.config.tree import TrainConfig
-from tasks.run.model_checks import check_files
+from tasks.run.model_checks import check_stored
 from tasks.run.preflight import check_weights
 from tests.models.training.test_engine import batch_of, largest_difference, trainer
 from tests.support.helpers import model_config, rollout_request
@@ -185,11 +185,23 @@ def test_a_model_whose_files_are_cut_off_is_refused(tiny_model: Path, component:
     """A worker that dies of it has told no more than that it died."""
     folder = tmp_path / "model"
     shutil.copytree(tiny_model, folder)
-    check_files(model_config(folder))
+    check_stored(model_config(folder), encodes=True)
     (file,) = (folder / component).glob("*.safetensors")
     cut_off(file)
     with pytest.raises(ValueError, match=rf"^model.path is {folder}, whose {component}/{file.name} cannot be read"):
-        check_files(model_config(folder))
+        check_stored(model_config(folder), encodes=True)
+
+
+def test_shards_of_text_encoders_may_be_missing_where_embeddings_are_on_disk(tiny_model: Path, tmp_path: Path) -> None:
+    """Who fetches only what is loaded has their index all the same, which is a small file."""
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    (file,) = (folder / "text_encoder").glob("*.safetensors")
+    file.unlink()
+    index = {"weight_map": {"embed_tokens.weight": "model-00001-of-00002.safetensors"}}
+    (folder / "text_encoder" / "model.safetensors.index.json").write_text(json.dumps(index))
+    check_stored(model_config(folder), encodes=False)
+    with pytest.raises(ValueError, match=r"text_encoder/model-00001-of-00002.safetensors is missing"):
+        check_stored(model_config(folder), encodes=True)
 
 
 def test_weights_of_another_model_are_refused(exported: dict[str, Path], tmp_path: Path) -> None:

@@ -71,6 +71,17 @@ def test_what_begins_in_host_memory_is_its_own_copy_and_a_second_leave_does_noth
     assert [p.data_ptr() for p in module.parameters()] == begun
 
 
+def test_the_copies_lie_in_one_piece_of_memory_that_can_be_locked() -> None:
+    """One after the other and none over another, whatever their formats."""
+    module = nn.Sequential(norm(), nn.Linear(3, 5).to(torch.bfloat16), nn.Conv2d(3, 4, 3))
+    expected = [weight.clone() for weight in module.state_dict().values()]
+    HostCopies([module]).leave()
+    weights = [*module.state_dict().values()]
+    assert len({weight.untyped_storage().data_ptr() for weight in weights}) == 1
+    assert all(weight.data_ptr() % 64 == 0 for weight in weights)
+    assert all(torch.equal(one, other) for one, other in zip(weights, expected, strict=True))
+
+
 def test_strides_survive() -> None:
     module = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
     strides = module.weight.stride()

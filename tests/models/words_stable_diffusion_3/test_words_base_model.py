@@ -323,7 +323,8 @@ GATE = GateParams(prompts=1, images_per_prompt=1, steps=1, seed=0, min_reward=0.
 
 
 def test_the_gate_lets_the_middle_through() -> None:
-    check_gate(0.5, GATE)
+    for reward in (GATE.min_reward, 0.5, GATE.max_reward):
+        check_gate(reward, GATE)
 
 
 @pytest.mark.parametrize(("reward", "change"), [(0.4, "higher"), (0.6, "lower")])

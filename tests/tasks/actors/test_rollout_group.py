@@ -6,6 +6,8 @@ from typing import Any
 
 from models.samples.trajectories import LATENTS, PICTURES, PICTURES_ALONE, Recording
 from models.schedulers.noise_keys import NoiseKey
+from models.weights.canary import Agreement
+from tasks.actors.messages import Loaded, PolicyWeights
 from tasks.actors.rollout_group import RolloutGroup
 from tasks.data.prompts import Prompt
 from tasks.system.stopwatch import Stopwatch
@@ -63,3 +65,11 @@ def test_workers_that_sleep_already_are_not_sent_to_sleep_again() -> None:
         with group.asleep(clock), group.asleep(clock):
             called.append("work")
     assert called == ["sleep", "work", "wake"] * 2
+
+
+def test_a_sync_tells_the_worst_agreement_and_the_seconds_of_the_slowest_worker() -> None:
+    """Who is slowest need not be who agrees least."""
+    loaded = [Loaded(Agreement(0.3), {"load": 1.0}), Loaded(Agreement(0.1), {"load": 1.0, "wait": 2.0})]
+    group = group_of(group=SimpleNamespace(actors=(), get=lambda answers, beside: loaded))
+    told = group._hold(PolicyWeights(1))
+    assert told == Loaded(Agreement(0.3), {"load": 1.0, "wait": 2.0})

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from tasks.actors.server_log import ServerLog
+from tasks.actors.server_log import READ_BYTES, ServerLog
 
 OF_THE_ENGINE = "(EngineCore pid=7) ERROR 11-26 17:15:07 [core.py:1366] "
 OF_THE_SERVER = "(APIServer pid=5) "
@@ -33,6 +33,13 @@ def test_the_process_that_failed_is_heard_and_not_only_the_one_that_waited() -> 
         "the errors in its log: ModuleNotFoundError: No module named 'blake3' | RuntimeError: Engine core "
         "initialization failed. See root cause above. Failed core proc(s): {}; the end of its log: "
     )
+    last = " | ".join(OF_THE_SERVER + line for line in WAITED[-2:])
+    assert log.reason().endswith(f"; the end of its log: {last}"), "of a traceback that waited no more is shown"
+
+
+def test_of_a_long_log_the_end_is_read() -> None:
+    log = written("ValueError: of an earlier day", "x" * READ_BYTES, "ValueError: of today")
+    assert log.reason().startswith("the errors in its log: ValueError: of today; ")
 
 
 def test_an_error_is_told_once_and_old_ones_give_way_to_new_ones() -> None:

@@ -143,7 +143,11 @@ def test_old_log_probs_come_back_in_the_order_of_the_batches(cluster: None, shar
     """Of four batches on two ranks, or on two pairs of ranks that share their samples' tokens."""
 
     class Scorer:  # stands for a rank: a batch's number is its log-prob
+        def __init__(self) -> None:
+            self.scored: list[float] = []
+
         def rescore(self, number: torch.Tensor, with_means: bool) -> Rescored:
+            self.scored.append(number[0, 0].item())
             return Rescored(BothLogProbs(number, -number), number)
 
     group = TrainerGroup.__new__(TrainerGroup)  # without its own ranks
@@ -158,6 +162,8 @@ def test_old_log_probs_come_back_in_the_order_of_the_batches(cluster: None, shar
     assert [found.log_probs[0, 0].item() for found in old] == [0, 1, 2, 3]
     assert [found[0, 0].item() for found in rollout] == [0, -1, -2, -3]
     assert [found[0, 0].item() for found in ray.get([one.means for one in old])] == [0, 1, 2, 3]
+    scored = ray.get([actor.__ray_call__.remote(lambda scorer: scorer.scored) for actor in group.group.actors])
+    assert scored == [[0, 2]] * sharing + [[1, 3]] * sharing, "those that share a sequence score the same batches"
     for actor in group.group.actors:
         ray.kill(actor)
 

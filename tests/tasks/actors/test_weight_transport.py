@@ -23,7 +23,7 @@ from models.weights.buckets import HostBucket, buckets, byte_count, export_handl
 from models.weights.canary import Canary, CanaryLimits
 from models.weights.trainable import TrainableLoad, WeightSyncError
 from tasks.actors.messages import CanaryAnswer, GatheredWeights, Proof, ask
-from tasks.actors.weight_transport import Arrival, Courier, Parcel
+from tasks.actors.weight_transport import Arrival, Courier, Parcel, Route
 from tasks.config.tree import TrainConfig
 from tasks.system.stopwatch import Stopwatch
 from tests.support.processes import pid_of
@@ -122,8 +122,23 @@ def test_a_worker_that_dies_comes_back_to_the_weights_and_to_the_next_sync(actor
     assert_equal(actors.held())
     synced, group = actors.sync(transport)
     assert synced.agreement.difference == 0.0
+    assert synced.agreement.change is not None, "the trainer's velocity of the sync before is compared with, too"
+    assert synced.agreement.change > 1e-3
     assert_equal(actors.held())
     assert not np.array_equal(pictures(group), before)
+
+
+def test_a_sender_hears_of_a_receiver_that_fails(actors: Actors) -> None:
+    """It has waited for all then: what it shows them of its memory is theirs until they are done."""
+
+    class Receiver:
+        def take(self, parcel: Parcel) -> None:
+            raise MemoryError(f"no room for bucket {parcel.index}")
+
+    worker = ray.remote(Receiver).options(num_cpus=0).remote()
+    with pytest.raises(MemoryError, match="no room for bucket 3"):
+        Courier("cpu").send(1, 3, {"weight": torch.ones(2)}, Route("ipc", (worker,)))
+    ray.kill(worker)
 
 
 def test_weights_that_did_not_all_come_are_taken_from_the_copy(actors: Actors) -> None:

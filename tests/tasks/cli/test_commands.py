@@ -252,6 +252,14 @@ def test_the_other_commands_say_it_too(
     assert not (folder / "mlflow.db").exists()
 
 
+def test_a_recorded_run_is_looked_for_in_the_folder_that_is_given(folder: Path) -> None:
+    (folder / "other/a-run").mkdir(parents=True)
+    (folder / "other/a-run/run.json").write_text("{}")
+    for command, *others in ((commands.report,), (commands.reproduce,), (commands.compare, "0")):
+        said = refused(command, "a-run", *others, "--folder", "other")
+        assert said == "error: other/a-run/run.json does not name an MLflow run: give the MLflow run id"
+
+
 @pytest.mark.parametrize("run", ["quikstart-0123", "runs/quickstart-0123/weights"])
 def test_a_run_that_mlflow_has_not_is_wrong_input(folder: Path, run: str) -> None:
     uri = mlflow_in(folder)

@@ -12,9 +12,12 @@ import pandas as pd
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from models.families.qwen_image import QwenImage
 from models.schedulers.noise_keys import NoiseKey
+from models.weights.trainable import LORA_FILE, export_weights, make_trainable, trainable
 from tasks.config.errors import ConfigError
 from tasks.config.recipes import parse_changes
 from tasks.config.tree import TrainConfig
@@ -381,8 +384,31 @@ def test_a_teacher_must_be_a_model_of_the_same_architecture(stored: Path, tiny_m
         check_inputs(distilling(stored, model, other))
 
 
+def test_a_teachers_lora_is_of_the_students_model_whatever_its_rank(
+    stored: Path, tiny_model: Path, one_block_model: Path, tmp_path: Path
+) -> None:
+    """diffusers would load what it finds of it, and distil from the rest of the model as it is."""
+    for name, model in (("own", tiny_model), ("other", one_block_model)):
+        config = model_config(model, lora_rank=3, lora_alpha=6)
+        module = QwenImage.load_transformer(config, config.dtype)
+        make_trainable(QwenImage, module, config)
+        export_weights(QwenImage, config, trainable(module), tmp_path / name)
+    check_inputs(distilling(stored, tiny_model, tmp_path / "own"))
+    with pytest.raises(
+        ConfigError, match=r"actor.teacher_path is .*/other, whose pytorch_lora.* is of another model than .*tiny"
+    ):
+        check_inputs(distilling(stored, tiny_model, tmp_path / "other"))
+    for name, header, message in (
+        ("foreign", {"r": 3, "lora_alpha": 6, "target_modules": ["attn2.to_q"]}, "attn2.to_q.*does not have"),
+        ("bare", {}, "does not say its r: give an export of this project"),
+    ):
+        (tmp_path / name).mkdir()
+        named = {"lora_adapter_metadata": json.dumps({f"transformer.{key}": value for key, value in header.items()})}
+        save_file(load_file(tmp_path / "own" / LORA_FILE), tmp_path / name / LORA_FILE, named)
+        with pytest.raises(ConfigError, match=f"actor.teacher_path is .*/{name}, whose .*{message}"):
+            check_inputs(distilling(stored, tiny_model, tmp_path / name))
+
+
 def test_the_model_folders_grid_decides_the_latent_shape(tiny_model: Path) -> None:
     """What `stored` writes by hand is the tiny model's shape."""
-    from models.families.qwen_image import QwenImage
-
     assert QwenImage.latent_shape(model_config(tiny_model)) == (24, 16)
