@@ -91,7 +91,13 @@ def test_the_words_on_four_gpus_take_what_the_page_says(run: str, said: str) -> 
 
 
 FLOWS = {
-    "qwen_image_flow_h200": {"1 GPU": (3, 4), "2 GPUs": (2, 3), "4 GPUs": (3, 4)},
+    "qwen_image_flow_h200": {
+        "1 GPU": (3, 4),
+        "2 GPUs": (2, 3),
+        "4 GPUs": (3, 4),
+        "1 GPU of two H200s": (3, 4),
+        "2 GPUs of two H200s": (3, 4),
+    },
     "sd35_four_h200": {"together, four GPUs": (3, 4), "two sample ahead, two train": (3, 4)},
 }
 """Log -> its runs, and the iterations whose medians the page has."""

@@ -3,6 +3,7 @@
 
 import functools
 import inspect
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -248,16 +249,20 @@ def test_speeds_are_those_of_the_benchmarks() -> None:
     """What the README says of the H200 stands in benchmarks/RESULTS.md."""
     readme, results = (ROOT / "README.md").read_text(), (ROOT / "benchmarks" / "RESULTS.md").read_text()
     said = sentence(
-        "# to # times as many pictures a second without KL and # to # times with it, Qwen-Image # pictures a second; "
-        "on four H200s # % of four times"
+        "# to # times as many pictures a second without KL and # to # times with it, Qwen-Image # pictures a second, "
+        "and # with float8 products; on four H200s # % of four times"
     ).findall(readme)
     assert len(said) == 1
-    *times, alone, share = said[0]
+    *times, alone, rounded, share = said[0]
     for settings, ends in (("without KL", times[:2]), ("KL 0.04", times[2:])):
         ratios = re.findall(rf"^\| {settings}, public batch .*\| {NUMBER} \|$", results, re.MULTILINE)
         assert sorted(ratios)[:: len(ratios) - 1] == ends
     (of_one,) = re.findall(rf"^\| Qwen-Image \| 1 \|.*\| {NUMBER} \| \|$", results, re.MULTILINE)
     assert of_one == alone
+    lines = (ROOT / "benchmarks" / "measured" / "iteration_float8.jsonl").read_text().splitlines()
+    logged = [line for line in map(json.loads, lines) if line.get("model") == "qwen-image"]
+    found = [line for line in logged if "float8" in line["variant"]]
+    assert [f"{line['images/s']:.2f}" for line in found] == [rounded]
     shares = re.findall(rf"^\| \| 4 \|.*\| {NUMBER} % \|$", results, re.MULTILINE)
     assert {round(float(found)) for found in shares} == {int(share)}
 
