@@ -38,7 +38,15 @@ from models.training.weight_copies import WeightAverage, WeightCopy
 from models.training.whole_weights import whole_weights
 from models.weights.canary import Canary, canary_batch, canary_velocity
 from models.weights.stored import is_stored_in
-from models.weights.trainable import keep_formats, kept_in_fp32, load_exported, make_trainable, named, trainable
+from models.weights.trainable import (
+    keep_formats,
+    kept_in_fp32,
+    load_exported,
+    make_trainable,
+    named,
+    trainable,
+    widen_trained,
+)
 
 if TYPE_CHECKING:
     from models.config.actor import DiffusionActorConfig, ForwardProcessConfig
@@ -390,7 +398,7 @@ class DiffusersFSDPEngine(PolicyForward):
         offload = CPUOffloadPolicy(pin_memory=self.device == "cuda") if settings.param_offload else OffloadPolicy()
         mesh = init_device_mesh(self.device, (dist.get_world_size(),))
         for part in (*self.adapter.transformer_blocks(module), module):
-            _widen_trained(part)
+            widen_trained(part)
             fully_shard(
                 part,
                 mesh=mesh,
@@ -402,10 +410,3 @@ class DiffusersFSDPEngine(PolicyForward):
         for parameter in kept:  # the others went to the device block by block, and there is never more than one whole
             parameter.data = parameter.data.to(self.device)
         return module
-
-
-def _widen_trained(module: nn.Module) -> None:
-    """What is trained is fp32, in whatever format it was read."""
-    for parameter in trainable(module).values():
-        if parameter.dtype != torch.float32:
-            parameter.data = parameter.data.float()

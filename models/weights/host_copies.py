@@ -9,7 +9,7 @@ piece by piece.
 
 import logging
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 
 import torch
@@ -43,10 +43,11 @@ class HostCopies:
         if self._away:
             return
         held = list(self._held())
-        self._take_memory([tensor for tensor in held if id(tensor) not in self._kept])
+        new = {id(tensor): tensor for tensor in held if id(tensor) not in self._kept}
+        self._take_memory(new)
         for tensor in held:
             kept = self._kept[id(tensor)]
-            if not self._is_frozen(tensor):
+            if id(tensor) not in new and not self._is_frozen(tensor):
                 kept.copy_(tensor)
             tensor.data = kept
         self._away = True
@@ -61,9 +62,8 @@ class HostCopies:
             tensor.data = torch.empty_like(kept, device=device).copy_(kept)
         self._away = False
 
-    def _take_memory(self, held: Iterable[Tensor]) -> None:
+    def _take_memory(self, tensors: Mapping[int, Tensor]) -> None:
         """A first copy of each, one behind the other in one piece of memory, which is locked as a whole."""
-        tensors = {id(tensor): tensor for tensor in held}
         if not tensors:
             return
         memory = torch.empty(sum(_room(tensor) for tensor in tensors.values()), dtype=torch.uint8)

@@ -2,7 +2,10 @@
 """Which weights a folder's safetensors files hold, by their headers, and whether the files are whole."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -52,9 +55,16 @@ def is_stored_in(folder: Path, dtype: torch.dtype) -> bool:
 
 def file_shapes(file: Path, given: str) -> dict[str, list[int]]:
     """The same of one file, errors too."""
+    with opened(file, given) as stored:
+        return {name: stored.get_slice(name).get_shape() for name in stored.keys()}  # noqa: SIM118
+
+
+@contextmanager
+def opened(file: Path, given: str) -> Iterator[Any]:
+    """During the block a safetensors file for reading torch tensors; errors as `stored_shapes`."""
     try:
         with safe_open(file, "pt") as stored:
-            return {name: stored.get_slice(name).get_shape() for name in stored.keys()}  # noqa: SIM118
+            yield stored
     except SafetensorError as error:
         raise ValueError(
             f"{given}, whose {file.parent.name}/{file.name} cannot be read ({error}): fetch or export it again"

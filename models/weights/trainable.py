@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -18,7 +17,7 @@ from models.config.view import TRANSFORMER
 from models.errors import DoubleflowError
 from models.families.base import DiffusionModelBase, DiffusionModelConfig
 from models.families.latents import filled_config, transformer_config
-from models.weights.stored import file_shapes, stored_shapes
+from models.weights.stored import file_shapes, opened, stored_shapes
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -66,8 +65,14 @@ def make_trainable(adapter: type[DiffusionModelBase], module: nn.Module, model_c
     with torch.random.fork_rng():
         torch.manual_seed(LORA_INIT_SEED)
         module.add_adapter(config, adapter_name=ADAPTER_NAME)  # type: ignore[operator]
+    widen_trained(module)
+
+
+def widen_trained(module: nn.Module) -> None:
+    """Make what is trained fp32, in whatever format it was read."""
     for parameter in trainable(module).values():
-        parameter.data = parameter.data.float()
+        if parameter.dtype != torch.float32:
+            parameter.data = parameter.data.float()
 
 
 def kept_in_fp32(module: nn.Module) -> set[str]:
@@ -276,7 +281,6 @@ def check_exported(
             )
         _check_whole(adapter, model_config, folder, given)
         return
-    file_shapes(folder / LORA_FILE, given)
     _check_lora(adapter, model_config, folder / LORA_FILE, given)
     check_lora_fits(adapter, model_config, folder / LORA_FILE, given)
 
@@ -299,12 +303,12 @@ def _check_whole(
         )
 
 
-def lora_settings(file: Path) -> dict[str, Any]:
+def lora_settings(file: Path, given: str) -> dict[str, Any]:
     """What the header of a LoRA export says of its training by peft's names: `r`, `lora_alpha`, `target_modules`; empty
-    where it says nothing."""
+    where it says nothing. `given` and errors as in `stored_shapes`."""
     from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY  # here: seconds of work, for a LoRA export alone
 
-    with safe_open(file, "pt") as stored:
+    with opened(file, given) as stored:
         header = json.loads((stored.metadata() or {}).get(LORA_ADAPTER_METADATA_KEY, "{}"))
     return {name.removeprefix("transformer."): value for name, value in header.items()}
 
@@ -316,9 +320,9 @@ def with_lora_of(model_config: DiffusionModelConfig, file: Path, given: str) -> 
         given: as in `check_exported`.
 
     Raises:
-        ValueError: the file does not say them.
+        ValueError: the file cannot be read, or does not say them.
     """
-    written = lora_settings(file)
+    written = lora_settings(file, given)
     for name in LORA_SETTINGS:
         if name not in written:
             raise ValueError(f"{given}, whose {LORA_FILE} does not say its {name}: give an export of this project")

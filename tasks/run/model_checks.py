@@ -10,7 +10,7 @@ from models.families.base import DiffusionModelBase, DiffusionModelConfig, read_
 from models.rollout.vllm_omni.engine import check_tensor_split, pipeline_class
 from models.runtime.projections import not_fused
 from models.training.engine import TRAINING_ENGINES, get_training_engine
-from models.weights.stored import file_shapes, stored_shapes
+from models.weights.stored import stored_shapes
 from models.weights.trainable import LORA_FILE, check_lora_fits, with_lora_of
 from tasks.actors.interpreter import check_interpreter
 from tasks.config.errors import ConfigError
@@ -99,7 +99,6 @@ def check_teacher(config: TrainConfig, adapter: type[DiffusionModelBase], model_
         return
     given = f"actor.teacher_path is {path}"
     if (file := Path(path) / LORA_FILE).is_file():
-        file_shapes(file, given)
         check_lora_fits(adapter, with_lora_of(model_config, file, given), file, given)
         return
     if not (Path(path) / "model_index.json").is_file():
