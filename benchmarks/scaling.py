@@ -92,7 +92,7 @@ class Cell:
             **{f"trainer.{field}": "false" for field in ("val_before_train", "keep_stages")},
             "reward.functions": json.dumps(merged(config.rewards(), workers, dict[str, RewardFunctionConfig])),
         }
-        if device == "cuda":
+        if device == "cuda" and "enable_sleep_mode" not in policy.rollout.model_fields_set:
             changes["actor_rollout_ref.rollout.enable_sleep_mode"] = "auto"  # as in machines/
         if self.divided:  # all of an iteration is handed out before the update
             batches = -(-self.prompts * policy.rollout.n // policy.rollout.batch_size)
