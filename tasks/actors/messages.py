@@ -9,10 +9,12 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import numpy as np
 import ray
 import torch
+from ray.actor import ActorHandle
 
 from models.errors import DoubleflowError
 from models.samples.trajectories import FinishedLatents, Samples
 from models.schedulers.noise_keys import NoiseKey
+from models.training.engine import HeldWeights
 from models.weights.buckets import HostBucket
 from models.weights.canary import Agreement, CanaryLimits
 from models.weights.digests import Digests
@@ -131,6 +133,29 @@ class CopiedWeights(NamedTuple):
     amount: Sent[Amount]
 
 
+@dataclass(frozen=True)
+class HeldByTrainer:
+    """Weights that the trainer holds for as long as samples are to come from them.
+
+    Attributes:
+        ranks: of the trainer.
+        which: see `TrainingEngine.holding`.
+    """
+
+    ranks: tuple[ActorHandle, ...]
+    which: HeldWeights
+
+    def copied(self) -> list[HostBucket]:
+        """Them in host memory. Raises the error of whichever rank fails first: the others would wait for it."""
+        copies = [ask(CopiedWeights, rank.weights, self.which) for rank in self.ranks]
+        left = [reference(of_rank.amount) for of_rank in copies]
+        while left:
+            done, left = ray.wait(left)
+            ray.get(done)
+        found: list[HostBucket] = ray.get(reference(copies[0].tensors))
+        return found
+
+
 class SentWeights(NamedTuple):
     """Weights that a trainer rank sent directly.
 
@@ -193,8 +218,9 @@ class PolicyWeights:
         number: counts the weights of this run; a worker that holds the number has nothing to do.
         tensors: reference to the trainer's weights, a list of `HostBucket`; in a tuple, so that Ray hands on the
             reference; or none.
+        holder: reference to who copies them for a worker that asks, a `HeldByTrainer`, likewise; or none.
         buckets: so many came to the worker directly, see `tasks.actors.weight_transport`; where they did not, or not
-            all of them, it takes `tensors`.
+            all of them, it takes `tensors`, or asks the `holder`.
         folder: where a run exported them, if they are not a trainer's.
         canary: reference to the input from which the worker must repeat the trainer's answer, in a tuple: every request
             for samples has these weights with it, and embeddings are large. Empty asks for no proof.
@@ -204,6 +230,7 @@ class PolicyWeights:
 
     number: int
     tensors: tuple[ray.ObjectRef, ...] = ()
+    holder: tuple[ray.ObjectRef, ...] = ()
     buckets: int = 0
     folder: Path | None = None
     canary: tuple[ray.ObjectRef, ...] = ()

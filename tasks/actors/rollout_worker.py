@@ -115,8 +115,9 @@ class RolloutWorker:
             self.engine.load_exported(weights.folder)
         elif weights.buckets and arrival is not None and arrival.finish(weights.number, weights.buckets):
             return
-        elif weights.tensors:
-            load, given = self._begin_load(), ray.get(weights.tensors[0])
+        elif weights.tensors or weights.holder:
+            load = self._begin_load()
+            given = ray.get(weights.tensors[0]) if weights.tensors else ray.get(weights.holder[0]).copied()
             # An engine that puts tensors together may do so in host memory, and for processes on other GPUs.
             place = "cpu" if self.engine.held_weights() is None else self.device
             for bucket in given:

@@ -24,6 +24,7 @@ from tasks.actors.messages import (
     CanaryAnswer,
     CopiedWeights,
     GatheredWeights,
+    HeldByTrainer,
     OldBatch,
     Proof,
     RankMiniBatch,
@@ -67,6 +68,8 @@ class TrainerGroup:
         self.routes = Routes(self.group.actors)
         self._canary: tuple[Canary, ray.ObjectRef] | None = None
         self._velocity: ray.ObjectRef | None = None  # for the canary at the last sync
+        self.trains_meanwhile = settings.one_step_off_policy
+        self._holders = dict[HeldWeights, ray.ObjectRef]()
 
     def start(self, seconds: float = inf) -> list[ray.ObjectRef]:
         """Build the engines; the references are ready when they are. Raises NotLoaded where rank 0 is not there in so
@@ -167,13 +170,14 @@ class TrainerGroup:
         self.group.begin(took)
         velocity = reference(answer.velocity)
         tensors: ray.ObjectRef | None
+        holder = None
         proof = Proof(reference(first.digests), velocity, self._velocity)
         if isinstance(first, GatheredWeights):
             tensors, arrived = reference(first.tensors), None
         else:
-            tensors = self._copied(which) if rollout.settings.max_restarts else None
+            tensors, holder = self._for_restarts(which) if rollout.settings.max_restarts else (None, None)
             arrived = number, self.group.get([reference(of_rank.amount) for of_rank in sent])[0].buckets
-        loaded = rollout.load_weights(tensors, known, proof, version, limits, arrived, self.group.begun)
+        loaded = rollout.load_weights(tensors, known, proof, version, limits, arrived, holder, self.group.begun)
         self._velocity = velocity
         amount, *of_ranks = self.group.get([reference(first.amount), *took])
         seconds = {"gather": of_ranks[0], "trainer_canary": of_ranks[len(ranks)], **loaded.seconds}
@@ -194,9 +198,20 @@ class TrainerGroup:
             for actor, route in zip(ranks, routes, strict=True)
         ], number
 
+    def _for_restarts(self, which: HeldWeights) -> tuple[ray.ObjectRef | None, ray.ObjectRef | None]:
+        """The weights for a worker that will have to be started again, or who copies them then.
+
+        The trainer holds what the rollout samples from until the next update, so only one that takes place meanwhile
+        needs a copy beforehand.
+        """
+        if self.trains_meanwhile:
+            return self._copied(which), None
+        if which not in self._holders:
+            self._holders[which] = ray.put(HeldByTrainer(tuple(self.group.actors), which))
+        return None, self._holders[which]
+
     def _copied(self, which: HeldWeights) -> ray.ObjectRef:
-        """The weights for a worker that will have to be started again. They are made while the others already
-        sample."""
+        """The weights in the object store. They are copied while the workers already sample."""
         copies = [ask(CopiedWeights, actor.weights, which) for actor in self.group.actors]
         self.group.begin([reference(of_rank.amount) for of_rank in copies])
         return reference(copies[0].tensors)

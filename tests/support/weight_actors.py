@@ -49,14 +49,21 @@ class Actors:
     canary: Canary
     version: int = 0
 
-    def sync(self, transport: str, which: HeldWeights = "policy", **settings: Any) -> tuple[Synced, RolloutGroup]:
+    def sync(
+        self, transport: str, which: HeldWeights = "policy", trains_meanwhile: bool = False, **settings: Any
+    ) -> tuple[Synced, RolloutGroup]:
         """Change the trainer's weights and send them: what the sync tells, and the group that samples with them."""
+        self.trainer.trains_meanwhile = trains_meanwhile
         self.version += 1
-        self.trainer.group.call_all("__ray_call__", _change)
+        self.change()
         group = copy.copy(self.rollout)
         update = {"weight_transport": transport, "update_weights_bucket_megabytes": BUCKET} | settings
         group.settings = self.rollout.settings.model_copy(update=update)
         return self.trainer.broadcast(group, self.canary, self.version, CanaryLimits(), which), group
+
+    def change(self) -> None:
+        """Change the trainer's weights."""
+        self.trainer.group.call_all("__ray_call__", _change)
 
     def held(self) -> list[dict[str, Tensor]]:
         """The trainer's weights, then each worker's, on the CPU."""
@@ -83,7 +90,7 @@ def new_rollout(
         n=2,
         micro_batch_size=2,
         num_actors=workers,
-        max_restarts=4,
+        max_restarts=20,
         pipeline=config.pipeline,
         algo=config.algo,
     )

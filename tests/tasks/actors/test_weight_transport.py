@@ -113,9 +113,15 @@ def test_no_copy_in_the_object_store_is_needed(actors: Actors, transport: str) -
     assert_equal(actors.held())
 
 
+@pytest.mark.parametrize("trains_meanwhile", [False, True])
 @pytest.mark.parametrize("transport", DIRECT)
-def test_a_worker_that_dies_comes_back_to_the_weights_and_to_the_next_sync(actors: Actors, transport: str) -> None:
-    _, group = actors.sync(transport)
+def test_a_worker_that_dies_comes_back_to_the_weights_and_to_the_next_sync(
+    actors: Actors, transport: str, trains_meanwhile: bool
+) -> None:
+    """Out of the copy that was made where the trainer goes on, else from the trainer itself."""
+    _, group = actors.sync(transport, trains_meanwhile=trains_meanwhile)
+    assert group.weights is not None
+    assert (bool(group.weights.tensors), bool(group.weights.holder)) == (trains_meanwhile, not trains_meanwhile)
     before = pictures(group)
     kill(actors.rollout.group.actors[0])
     assert np.array_equal(pictures(group), before)
@@ -126,6 +132,38 @@ def test_a_worker_that_dies_comes_back_to_the_weights_and_to_the_next_sync(actor
     assert synced.agreement.change > 1e-3
     assert_equal(actors.held())
     assert not np.array_equal(pictures(group), before)
+
+
+def test_workers_that_die_at_once_all_come_back_from_the_trainer(actors: Actors) -> None:
+    """Each asks all ranks, which answer in whatever order."""
+    _, group = actors.sync("ipc")
+    before = pictures(group)
+    for worker in actors.rollout.group.actors:
+        kill(worker)
+    assert np.array_equal(pictures(group), before)
+    assert_equal(actors.held())
+
+
+def test_a_worker_that_comes_back_hears_of_a_rank_that_cannot_copy(actors: Actors) -> None:
+    """Rank 0 waits for it, and would until torch's timeout."""
+    _, group = actors.sync("ipc")
+    with failing_second_rank(actors, ["weights"], whole_weights=1):
+        kill(actors.rollout.group.actors[0])
+        with pytest.raises(MemoryError, match="no room for whole_weights"):
+            pictures(group)
+    actors.sync("ipc")
+    assert_equal(actors.held())
+
+
+def test_a_worker_takes_no_weights_that_the_trainer_holds_no_more(actors: Actors) -> None:
+    """Samples of others would be told as of these."""
+    _, group = actors.sync("ipc")
+    actors.change()
+    kill(actors.rollout.group.actors[0])
+    with pytest.raises(WeightSyncError, match=r"holds something else"):
+        pictures(group)
+    actors.sync("ipc")
+    assert_equal(actors.held())
 
 
 def test_a_sender_hears_of_a_receiver_that_fails(actors: Actors) -> None:
@@ -168,14 +206,20 @@ def test_weights_that_came_as_others_are_named(actors: Actors, transport: str, r
         assert actors.sync(way)[0].agreement.difference == 0.0
 
 
-@pytest.mark.parametrize(("transport", "times"), [("object_store", 2), ("ipc", 3)])
+@pytest.mark.parametrize(
+    ("transport", "trains_meanwhile", "times"), [("object_store", True, 2), ("ipc", True, 3), ("ipc", False, 2)]
+)
 def test_every_rank_sends_proves_and_copies_the_weights_that_are_asked_for(
-    actors: Actors, transport: str, times: int
+    actors: Actors, transport: str, trains_meanwhile: bool, times: int
 ) -> None:
     """A validation of the average, else, would be one of the policy; and a worker that dies would come back to that."""
     ranks = actors.trainer.group
     ranks.call_all("__ray_call__", hold_any)
-    actors.sync(transport, "average")
+    _, group = actors.sync(transport, "average", trains_meanwhile)
+    assert group.weights is not None
+    for holder in group.weights.holder:
+        ray.get(holder).copied()
+        times += 1
     assert ranks.call_all("__ray_call__", asked_for) == [["average"] * times] * len(ranks)
 
 
@@ -216,7 +260,7 @@ def test_an_error_of_any_rank_ends_the_direct_sync(actors: Actors) -> None:
         failing_second_rank(actors, ["canary", "weights"], canary_velocity=1, whole_weights=2),
         pytest.raises(MemoryError, match="no room for canary_velocity"),
     ):
-        actors.sync("ipc")
+        actors.sync("ipc", trains_meanwhile=True)
     assert actors.sync("ipc")[0].agreement.difference == 0.0
 
 
@@ -224,7 +268,7 @@ def test_a_rank_that_fails_at_the_copy_is_heard_by_what_is_asked_next(actors: Ac
     """The sync does not wait for the copy, which fails once it is over; then rank 0 answers nothing more."""
     synced = tmp_path / "synced"
     with failing_second_rank(actors, ["weights"], after=synced, whole_weights=2):
-        assert actors.sync("ipc")[0].agreement.difference == 0.0
+        assert actors.sync("ipc", trains_meanwhile=True)[0].agreement.difference == 0.0
         synced.touch()
         with pytest.raises(MemoryError, match="no room for whole_weights"):
             actors.trainer.group.ask_memory()()
