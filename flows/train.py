@@ -201,7 +201,7 @@ def update_and_save(run: TrainingRun, iteration: Iteration, clock: Stopwatch) ->
     batches, advantages = iteration.batches, iteration.advantages
     if not run.has_updated:
         run.start.mark("samples and scores" if run.is_online else "pairs")
-    with run.online.rollout.asleep(clock) if run.is_online else nullcontext():
+    with run.online.rollout.asleep(clock, with_policy=False) if run.is_online else nullcontext():
         old = None if correction.bypass_mode else old_log_prob(clock, run.trainer, batches, advantages, correction)
         with profiled(run.actor_groups(), "trainer", settings.profile, iteration.number, run.tracker, clock):
             run.take_update(iteration.number, update(clock, run.trainer, batches, advantages, old))

@@ -78,13 +78,13 @@ class DiffusersRolloutEngine(Sampler):
         """What this copy of the model predicts for the canary, [S, n, ...] fp32 on the CPU (`canary_velocity`)."""
         return canary_velocity(self.adapter, self.transformer, self.model_config, canary, self.device)
 
-    def sleep(self) -> None:
-        """Move the weights off the GPU."""
+    def sleep(self, with_policy: bool = True) -> None:
+        """Move the weights off the GPU; `with_policy` as `RolloutEngine.sleep` has it."""
         if self.graphs is not None:  # they hold memory, and the addresses of weights that go now
             torch.cuda.synchronize(self.device)
             self.graphs.drop()
         if torch.device(self.device).type != "cpu":
-            self._host.leave()
+            self._host.leave(with_trained=with_policy)
             torch.cuda.empty_cache()
 
     def wake(self) -> None:

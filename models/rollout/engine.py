@@ -55,8 +55,13 @@ class RolloutEngine(Protocol):
     def canary_velocity(self, canary: Canary) -> Tensor:
         """What this copy of the model predicts for the canary, [S, n, ...] fp32 on the CPU (`canary_velocity`)."""
 
-    def sleep(self) -> None:
-        """Move the weights off the GPU: the trainer needs it. Nothing is sampled until `wake`."""
+    def sleep(self, with_policy: bool = True) -> None:
+        """Move the weights off the GPU: the trainer needs it. Nothing is sampled until `wake`.
+
+        Args:
+            with_policy: without them an engine need not keep those that the trainer trains: new ones are loaded after
+                `wake`, before anything is sampled.
+        """
 
     def wake(self) -> None:
         """Bring the weights back; new ones may be loaded then."""

@@ -26,8 +26,8 @@ class HostCopies:
 
     Args:
         modules: whose parameters and buffers travel; each keeps its identity and shape.
-        trained: those parameters that may change between a return and the next leave. The others must not: of them the
-            first copy is what comes back. Buffers may change.
+        trained: those parameters that may change between a return and the next leave, and may be left out of one. The
+            others must not: of them the first copy is what comes back. Buffers may change.
         away: they are in host memory now.
     """
 
@@ -35,14 +35,21 @@ class HostCopies:
         self._modules = list(modules)
         self._trained = {id(parameter) for parameter in trained}
         self._kept = dict[int, Tensor]()
+        self._left_out = dict[int, tuple[int, ...]]()  # -> strides on the device
         self._away = away
 
     @torch.no_grad()
-    def leave(self) -> None:
-        """To the host; nothing where they are there."""
+    def leave(self, with_trained: bool = True) -> None:
+        """To the host; nothing where they are there.
+
+        Args:
+            with_trained: those too. Else they take no host memory, and are NaN until new ones are loaded on the device.
+        """
         if self._away:
             return
         held = list(self._held())
+        if not with_trained:
+            held = [tensor for tensor in held if not self._leave_out(tensor)]
         new = {id(tensor): tensor for tensor in held if id(tensor) not in self._kept}
         self._take_memory(new)
         for tensor in held:
@@ -58,9 +65,21 @@ class HostCopies:
         if not self._away:
             return
         for tensor in self._held():
+            if (strides := self._left_out.pop(id(tensor), None)) is not None:
+                empty = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=device)
+                tensor.data = empty.fill_(torch.nan)
+                continue
             kept = self._kept[id(tensor)] = tensor.data
             tensor.data = torch.empty_like(kept, device=device).copy_(kept)
         self._away = False
+
+    def _leave_out(self, tensor: Tensor) -> bool:
+        """If it is trained: its memory is free then, and its shape what it was."""
+        if id(tensor) not in self._trained:
+            return False
+        self._left_out[id(tensor)] = tensor.stride()
+        tensor.data = torch.full((), torch.nan, dtype=tensor.dtype).expand(tensor.shape)
+        return True
 
     def _take_memory(self, tensors: Mapping[int, Tensor]) -> None:
         """A first copy of each, one behind the other in one piece of memory, which is locked as a whole."""

@@ -275,16 +275,18 @@ class RolloutGroup:
         return Loaded(Agreement.worst([one.agreement for one in loaded]), slowest.seconds)
 
     @contextmanager
-    def asleep(self, clock: Stopwatch) -> Iterator[None]:
+    def asleep(self, clock: Stopwatch, with_policy: bool = True) -> Iterator[None]:
         """The workers are off their GPUs during the block, if they share them with the trainer and do sleep.
 
-        Weights that are to be sampled from are loaded after the block.
+        Args:
+            with_policy: they keep the trainer's weights. Without, new ones are loaded after the block, before anything
+                is sampled.
         """
         if not self.settings.sleeps or self._sleeps:
             yield
             return
         with clock.stage("sleep"):
-            self.group.call_all("sleep")
+            self.group.call_all("sleep", with_policy)
         self._sleeps = True
         yield
         with clock.stage("sleep"):

@@ -137,9 +137,11 @@ class RolloutWorker:
         self.given = DigestBook(device=self.device)
         return _DigestedLoad(load, self.given)
 
-    def sleep(self) -> None:
-        """Give up the GPU's memory until `wake`."""
-        self.engine.sleep()
+    def sleep(self, with_policy: bool = True) -> None:
+        """Give up the GPU's memory until `wake`; without the policy's weights they have to be given again."""
+        if not with_policy:
+            self.held = 0
+        self.engine.sleep(with_policy)
 
     def wake(self) -> None:
         """Be ready for new weights and samples."""

@@ -102,3 +102,21 @@ def test_weights_leave_the_gpu_and_come_back(folder: Path, engine: Any) -> None:
         again, after = engine.generate(request)
         assert torch.equal(again, pictures)
         assert torch.equal(after.log_probs, before.log_probs)
+
+
+def test_weights_that_are_loaded_anew_leave_nothing_behind(folder: Path) -> None:
+    engine = DiffusersRolloutEngine(settings_of(MODEL, folder, 512, lora=False), "cuda")
+    request = request_of(settings_of(MODEL, folder, 512, lora=False), 4, with_negative=False)
+    pictures, _ = engine.generate(request)
+    policy = {name: weight.detach().cpu() for name, weight in engine.held_weights().items()}
+    awake = used()
+    began = time.monotonic()
+    engine.sleep(with_policy=False)
+    asleep, slept = used(), time.monotonic() - began
+    assert awake - asleep > 0.95 * sum(weight.nbytes for weight in policy.values()) / GIB
+    engine.wake()
+    print(f"asleep {asleep:.2f} GiB, {slept:.2f} s there, {time.monotonic() - began - slept:.2f} s back")
+    assert all(weight.isnan().all() for weight in engine.held_weights().values())
+    engine.load_weights(policy)
+    again, _ = engine.generate(request)
+    assert torch.equal(again, pictures)

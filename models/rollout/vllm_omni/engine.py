@@ -236,8 +236,11 @@ class VllmOmniRolloutEngine:
 
     # ---- memory
 
-    def sleep(self) -> None:
-        """Move the weights off the GPU once the running batch is done. Nothing is sampled until `wake`."""
+    def sleep(self, with_policy: bool = True) -> None:
+        """Move the weights off the GPU once the running batch is done. Nothing is sampled until `wake`.
+
+        All of them, whatever is asked: vLLM-Omni keeps all in host memory or none.
+        """
         self._wait(self._sleep())
 
     async def _sleep(self) -> None:

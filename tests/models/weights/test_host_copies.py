@@ -58,6 +58,26 @@ def test_what_is_loaded_while_they_are_away_comes_back() -> None:
     assert module.weight.eq(7).all()
 
 
+def test_what_is_trained_may_be_left_out_and_is_no_number_until_it_is_loaded() -> None:
+    """It takes no host memory, and whoever samples before it is loaded has no picture instead of an old one."""
+    module = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    bias, strides = module.bias.detach().clone(), module.weight.stride()
+    copies = HostCopies([module], trained=[module.weight])
+    for _ in range(2):
+        copies.leave(with_trained=False)
+        assert module.weight.shape == (4, 3, 3, 3)
+        assert module.weight.untyped_storage().nbytes() == module.weight.element_size()
+        copies.come_back("cpu")
+        assert module.weight.isnan().all()
+        assert module.weight.stride() == strides
+        assert torch.equal(module.bias, bias)
+        with torch.no_grad():
+            module.weight.fill_(3)
+    copies.leave()
+    copies.come_back("cpu")
+    assert module.weight.eq(3).all()
+
+
 def test_what_begins_in_host_memory_is_its_own_copy_and_a_second_leave_does_nothing() -> None:
     module = norm()
     begun = [p.data_ptr() for p in module.parameters()]

@@ -58,13 +58,13 @@ def test_what_is_drawn_to_be_looked_at_is_decoded_beside_what_rewards_want() -> 
 
 def test_workers_that_sleep_already_are_not_sent_to_sleep_again() -> None:
     """While MLflow is away within an update they sleep for both."""
-    called: list[str] = []
-    workers = SimpleNamespace(call_all=called.append)
+    called: list[Any] = []
+    workers = SimpleNamespace(call_all=lambda *call: called.append(call))
     group, clock = group_of(group=workers, settings=SimpleNamespace(sleeps=True)), Stopwatch()
     for _ in range(2):
-        with group.asleep(clock), group.asleep(clock):
+        with group.asleep(clock, with_policy=False), group.asleep(clock):
             called.append("work")
-    assert called == ["sleep", "work", "wake"] * 2
+    assert called == [("sleep", False), "work", ("wake",)] * 2
 
 
 def test_a_sync_tells_the_worst_agreement_and_the_seconds_of_the_slowest_worker() -> None:

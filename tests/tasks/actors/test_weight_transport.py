@@ -155,6 +155,23 @@ def test_a_worker_that_comes_back_hears_of_a_rank_that_cannot_copy(actors: Actor
     assert_equal(actors.held())
 
 
+@pytest.mark.parametrize("with_policy", [True, False])
+def test_a_worker_that_slept_without_the_weights_asks_for_them_before_it_samples(
+    actors: Actors, with_policy: bool
+) -> None:
+    """During the update it does not keep what new weights follow; while MLflow is away it does."""
+    _, group = actors.sync("ipc")
+    before = pictures(group)
+    ranks = actors.trainer.group
+    ranks.call_all("__ray_call__", hold_any)
+    group.settings = group.settings.model_copy(update={"placement": "colocated"})
+    with group.asleep(Stopwatch(), with_policy):
+        pass
+    assert np.array_equal(pictures(group), before)
+    times = 0 if with_policy else len(group.group)
+    assert ranks.call_all("__ray_call__", asked_for) == [["policy"] * times] * len(ranks)
+
+
 def test_a_worker_takes_no_weights_that_the_trainer_holds_no_more(actors: Actors) -> None:
     """Samples of others would be told as of these."""
     _, group = actors.sync("ipc")
