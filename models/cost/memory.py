@@ -123,9 +123,12 @@ def update_need(
         "gathered reference or teacher": _gathered_frozen(cost) * copy,
         f"activations of {cost.samples} samples": cost.sampling_bytes * part,
     }
+    stepping = {"gradients": trained}
+    if settings.optimizer_offload and not on_host:
+        stepping["AdamW's moments, for its step"] = ADAMW_MOMENTS * trained
     # The one pass comes before the other, which finds its blocks let go.
-    passes = [learning, comparing] if frozen_models and reshards else [learning]
-    return Need(resident, max(passes, key=lambda passing: sum(passing.values())))
+    phases = [learning, stepping, *([comparing] if frozen_models and reshards else [])]
+    return Need(resident, max(phases, key=lambda phase: sum(phase.values())))
 
 
 def rollout_need(

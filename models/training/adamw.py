@@ -29,6 +29,13 @@ class LocalAdamW(torch.optim.AdamW):
             tensors[:] = local_tensors(tensors)
         return has_complex
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As the base's, but in one kernel or in several as this was made, not as whoever saved the state."""
+        own = [group["fused"] for group in self.param_groups]
+        super().load_state_dict(state_dict)
+        for group, fused in zip(self.param_groups, own, strict=True):
+            group["fused"] = fused
+
 
 def allocate_adam_state(optimizer: torch.optim.AdamW) -> None:
     """Give every parameter its moments now, as AdamW itself would at the first gradient.
@@ -39,7 +46,7 @@ def allocate_adam_state(optimizer: torch.optim.AdamW) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             optimizer.state[parameter] = {
-                "step": torch.tensor(0.0),
+                "step": torch.tensor(0.0, device=parameter.device if group["fused"] else "cpu"),
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
             }

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.utils.serialization import config as saving
 
 from models.errors import naming_the_disk
 from models.training.adamw import offload_adam_state
@@ -58,7 +59,7 @@ class EngineCheckpoint:
     def save(self, folder: Path) -> None:
         """Write the state of now."""
         with _errors_are_exceptions():
-            dcp.save(self._state(), storage_writer=_Writer(folder))
+            dcp.save(self._state(), storage_writer=StateWriter(folder))
 
     def start_saving(self, folder: Path) -> None:
         """Copy the state of now to host memory and write it from there, in a thread.
@@ -70,7 +71,7 @@ class EngineCheckpoint:
             raise RuntimeError(f"a checkpoint is being written, so {folder} cannot be begun: wait for it first")
         if self._group is None:  # its own: the ranks agree on files while training uses the other groups
             self._group = dist.new_group(backend="gloo")
-        future = dcp.async_save(self._state(), storage_writer=_Writer(folder), process_group=self._group)
+        future = dcp.async_save(self._state(), storage_writer=StateWriter(folder), process_group=self._group)
         self._writing = cast(Future, future)
 
     def finished(self) -> bool:
@@ -134,13 +135,15 @@ def _forget_what_is_newer(extra: dict[str, Any], folder: Path) -> None:
             del extra[name]
 
 
-class _Writer(dcp.FileSystemWriter):
+class StateWriter(dcp.FileSystemWriter):
     """Says of a disk that it is full, on the rank that meets it: where torch.save was stopped by that it raises what it
-    misses at a file's end."""
+    misses at a file's end. Writes no checksums: nothing reads them, and a thread that makes them holds Python's lock,
+    which training needs meanwhile."""
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         """As the base's, of this rank's share."""
-        with naming_the_disk(Path(self.path)):
+        without_checksums = cast(Any, saving).patch("save.compute_crc32", False)
+        with naming_the_disk(Path(self.path)), without_checksums:
             return super().write_data(plan, planner)
 
     def finish(self, metadata: Any, results: Any) -> None:

@@ -323,10 +323,12 @@ class DiffusersFSDPEngine(PolicyForward):
     # ---- building
 
     def _new_optimizer(self) -> torch.optim.AdamW:
-        """AdamW over the trained shards."""
+        """AdamW over the trained shards; on a GPU in one kernel, as several take as much memory again as a moment."""
         settings = self.actor_config.optim
+        on_gpu = self.device == "cuda" and not self.actor_config.fsdp_config.param_offload
         return LocalAdamW(
             list(self._shards().values()),
+            fused=on_gpu or None,
             lr=settings.lr,
             betas=settings.betas,
             eps=settings.eps,

@@ -544,6 +544,16 @@ def test_what_lies_elsewhere_needs_nothing(
     assert split.passing["activations of 4 samples"] == before["activations of 4 samples"] / 2
 
 
+@pytest.mark.parametrize("offload", [True, False])
+def test_moments_that_come_for_the_step_are_beside_the_weights_and_gradients(tiny_model: Path, offload: bool) -> None:
+    """Of a model whose activations are small; those that are always there are no more then."""
+    cost = replace(COST, training_bytes=1.0)
+    need = update_need(cost, model_config(tiny_model), actor_config(optimizer_offload=offload), world_size=1)
+    moments = {name: size for name, size in (need.resident | need.passing).items() if name.startswith("AdamW")}
+    assert sum(moments.values()) == 2 * 4 * cost.trained
+    assert need.gib >= 4 * 4 * cost.trained / GIB
+
+
 def test_the_sum_of_a_rollout_worker(tiny_model: Path) -> None:
     config = model_config(tiny_model, dtype="bfloat16")
     need = rollout_need(COST, config, vae=(GIB, 24 * GIB), samples=8)

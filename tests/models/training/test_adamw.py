@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A step over a rank's parts is AdamW's step over the weights."""
 
+import copy
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -43,9 +45,9 @@ def train(optimizer: torch.optim.AdamW, parameters: Sequence[nn.Parameter], mesh
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("foreach", [True, False])
-def test_weights_and_moments_are_those_of_whole_weights(foreach: bool) -> None:
-    settings = {"lr": 0.1, "weight_decay": 0.2, "foreach": foreach}
+@pytest.mark.parametrize("way", [{"foreach": True}, {"foreach": False}, {"fused": True}])
+def test_weights_and_moments_are_those_of_whole_weights(way: dict[str, bool]) -> None:
+    settings: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.2} | way
     expected = weights()
     reference = torch.optim.AdamW(expected, **settings)
     train(reference, expected)
@@ -62,3 +64,20 @@ def test_weights_and_moments_are_those_of_whole_weights(foreach: bool) -> None:
             for one, other in zip(found, [wanted, *(reference.state[wanted][name] for name in MOMENTS)], strict=True):
                 assert torch.equal(one, other)
             assert optimizer.state[parameter]["step"] == reference.state[wanted]["step"]
+
+
+def test_a_state_that_was_saved_by_several_kernels_goes_on_in_one() -> None:
+    """As a checkpoint of an earlier version does, whose numbers of steps were on the CPU."""
+    saved, loaded = weights(), weights()
+    several, one = torch.optim.AdamW(saved, lr=0.1), LocalAdamW(loaded, lr=0.1, fused=True)
+    allocate_adam_state(one)
+    train(several, saved)
+    one.load_state_dict(copy.deepcopy(several.state_dict()))
+    assert [group["fused"] for group in one.param_groups] == [True]
+    with torch.no_grad():
+        for mine, other in zip(loaded, saved, strict=True):
+            mine.copy_(other)
+    train(several, saved)
+    train(one, loaded)
+    for mine, other in zip(loaded, saved, strict=True):
+        torch.testing.assert_close(mine, other)

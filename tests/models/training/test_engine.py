@@ -2,8 +2,10 @@
 """The trainer on one rank: replay, updates against plain autograd, averages, checkpoints, exports, weight sync."""
 
 import errno
+import io
 import shutil
 import weakref
+import zipfile
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
@@ -462,6 +464,21 @@ def test_a_checkpoint_takes_what_is_counted(tiny_model: Path, tmp_path: Path, co
     trained = sum(weight.numel() for weight in trainable(engine.module).values())
     counted = checkpoint_bytes(run, SimpleNamespace(trained=trained))
     assert 0 <= written - counted < 0.01 * counted, "a counter of steps for each weight, and the schedule"
+
+
+def test_a_checkpoint_has_no_checksums_and_other_files_have(one_block_model: Path, tmp_path: Path) -> None:
+    """They are made under Python's lock, beside an iteration that trains, and torch reads none."""
+    folder = tmp_path / "checkpoint"
+    trainer(config_of("full", one_block_model)).save_checkpoint(folder)
+    places = [*FileSystemReader(folder).read_metadata().storage_data.values()]
+    assert places
+    for place in places:
+        content = (folder / place.relative_path).read_bytes()[place.offset : place.offset + place.length]
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            assert not any(entry.CRC for entry in archive.infolist())
+    torch.save(torch.ones(3), tmp_path / "other.pt")
+    with zipfile.ZipFile(tmp_path / "other.pt") as archive:
+        assert all(entry.CRC for entry in archive.infolist() if entry.file_size)
 
 
 def test_saving_before_the_first_update_changes_nothing(one_block_model: Path, tmp_path: Path) -> None:
