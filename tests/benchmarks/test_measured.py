@@ -97,6 +97,7 @@ FLOWS = {
         "4 GPUs": (3, 4),
         "1 GPU of two H200s": (3, 4),
         "2 GPUs of two H200s": (3, 4),
+        "4 GPUs of other four H200s": (3, 4),
     },
     "sd35_four_h200": {"together, four GPUs": (3, 4), "two sample ahead, two train": (3, 4)},
 }
