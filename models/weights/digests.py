@@ -26,6 +26,9 @@ SHIFT, LOW_BITS = 33, (1 << 31) - 1
 """torch shifts the sign of an int64 in from the left; the mask takes it off again."""
 PIECE = {"cpu": 1 << 15, "cuda": 1 << 24}
 """Words that are mixed at once: of a CPU's cache, and enough for a GPU."""
+LARGE = {"cpu": 1 << 15, "cuda": 1 << 17}
+"""Words from which on a tensor is digested by itself: to call a dozen kernels for it is less than to copy it beside
+others, of which a GPU gives each to few of its threads."""
 NAMED = 3
 """Tensors that a message names."""
 
@@ -121,7 +124,7 @@ class DigestBook:
         """Tensors that are small go together: most of a digest's time on them is that of calling kernels."""
         small: dict[torch.device, list[tuple[str, str]]] = {}
         for key, tensor in self._waiting.items():
-            if tensor.nbytes < 8 * PIECE[tensor.device.type]:
+            if tensor.nbytes < 8 * LARGE[tensor.device.type]:
                 small.setdefault(tensor.device, []).append(key)
             else:
                 self._found[key] = digest(tensor)
