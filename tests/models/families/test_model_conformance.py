@@ -23,7 +23,7 @@ from models.families.base import OPTIONAL_PIPELINE_FIELDS, DiffusionModelConfig
 from models.families.latents import to_uint8
 from models.rollout.diffusers import DiffusersRolloutEngine
 from models.rollout.sampling import sample
-from models.samples.trajectories import PromptTable, RolloutRequest, Trajectories
+from models.samples.trajectories import LATENTS, PromptTable, RolloutRequest, Trajectories
 from models.schedulers.noise_keys import INITIAL_NOISE, draw
 from models.training.checkpoint import EngineCheckpoint
 from models.training.fsdp import DiffusersFSDPEngine
@@ -217,7 +217,7 @@ def test_a_sample_that_is_not_finite_is_told_and_changes_no_other(checkpoint_of:
     assert torch.equal(made.pictures[others], sound.pictures[others])
     assert torch.equal(made.recorded.rows(others).latents, sound.recorded.rows(others).latents)
     assert torch.equal(made.recorded.log_probs[others], sound.recorded.log_probs[others])
-    told_by_latents = engine.produce(replace(request, prompts=spoilt, outputs=frozenset()))
+    told_by_latents = engine.produce(replace(request, prompts=spoilt, window=(), outputs=frozenset({LATENTS})))
     assert told_by_latents.finite.equal(made.finite)
     for module in (engine.vae.decoder, engine.transformer):
         weight = next(module.parameters())
