@@ -257,7 +257,8 @@ class Sampler:
     def _drawn(self, latents: Tensor, model_config: DiffusionModelConfig) -> tuple[Tensor, Tensor]:
         """`decode`, and which of the pictures [B] are finite before they are uint8, on the device."""
         decoded = self.adapter.decode(self.vae, model_config, latents)
-        return to_uint8(decoded).cpu(), finite_rows(decoded)
+        finite = finite_rows(decoded)  # asked for before the pictures are waited for
+        return to_uint8(decoded).cpu(), finite
 
     def _config(
         self, pipeline: "DiffusionPipelineConfig | None", algo: "DiffusionRolloutAlgoConfig | None"

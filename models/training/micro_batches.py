@@ -147,8 +147,8 @@ def _computable(
     spoilt = ~(counted.to(trajectories.log_probs.device, non_blocking=True) | trajectories.log_probs[:, 0].isfinite())
 
     def cleared(tensor: Any) -> Any:
-        if tensor is None or not tensor.is_floating_point():
-            return tensor
+        if tensor is None or not tensor.is_floating_point() or tensor.stride(0) == 0:
+            return tensor  # of a negative prompt that all share a copy might round otherwise
         return tensor.masked_fill(spoilt.view(-1, *[1] * (tensor.ndim - 1)), 0.0)
 
     names = ("latents", "log_probs", "means", "unconditional")

@@ -42,8 +42,8 @@ class Validation:
         return float(self.samples["reward"].mean())
 
     def metrics(self) -> dict[str, float]:
-        """val/<column>/mean of the reward and of every numeric detail, and how many rewards are missing, and how many
-        samples not finite."""
+        """val/<column>/mean of the reward and of every numeric detail, how many rewards are missing, and of how many
+        samples because they are not finite."""
         numbers = self.samples.drop(columns="sample_index").select_dtypes("number")
         means = {f"val/{name}/mean": float(value) for name, value in numbers.mean().dropna().items()}
         columns = ("reward", *(f"reward/{name}" for name in self.rewards))
