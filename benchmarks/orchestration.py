@@ -106,7 +106,7 @@ class Stages:
     def batches(self, reference: ObjectRef) -> list[PendingBatch]:
         """The samples' prompts and noise keys; what stands for all else is the payload."""
         return [
-            PendingBatch((prompt,) * len(keys), keys, (8, 0), reference, None, None, reference, 0)
+            PendingBatch((prompt,) * len(keys), keys, (8, 0), reference, None, None, reference, reference, 0)
             for prompt, keys in self.groups
         ]
 

@@ -23,7 +23,7 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
 from models.families.base import TEXT, DiffusionModelBase, DiffusionModelConfig
-from models.families.latents import component_config
+from models.families.latents import component_config, to_uint8
 from models.runtime.float8 import layers_for_float8
 from models.weights.trainable import kept_in_fp32, meta_module, trainable
 
@@ -158,7 +158,7 @@ def decoding_bytes(model_config: DiffusionModelConfig, samples: int) -> tuple[in
     vae.to(model_config.dtype).eval()
     latents = torch.empty(samples, *adapter.latent_shape(model_config), device="meta")
     with torch.no_grad():
-        measured = _measured(lambda: adapter.decode(vae, model_config, latents), vae, _FusedAttention())
+        measured = _measured(lambda: to_uint8(adapter.decode(vae, model_config, latents)), vae, _FusedAttention())
     return sum(p.numel() * p.element_size() for p in vae.parameters()), measured.peak
 
 

@@ -168,9 +168,9 @@ class DiffusionModelBase(ABC):
     @classmethod
     @abstractmethod
     def decode(cls, vae: nn.Module, model_config: DiffusionModelConfig, latents: Tensor) -> Tensor:
-        """Finished latents [B, ...] to pictures [B, H, W, 3], uint8, as the family's pipeline makes them.
+        """Finished latents [B, ...] to what the decoder makes of them, [B, 3, H, W] in [-1, 1], not clamped.
 
-        Video is [B, F, H, W, 3].
+        Video is [B, 3, F, H, W].
         """
 
     @classmethod

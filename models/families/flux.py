@@ -15,7 +15,6 @@ from models.families.latents import (
     pack_latents,
     pixels_of,
     scaled,
-    to_uint8,
     transformer_config,
     unpack_latents,
     unscaled,
@@ -115,7 +114,7 @@ class Flux(DiffusionModelBase):
     @classmethod
     def decode(cls, vae: nn.Module, model_config: DiffusionModelConfig, latents: Tensor) -> Tensor:
         latent = unpack_latents(latents, *cls._grid(model_config))
-        return to_uint8(vae.decode(unscaled(vae, latent), return_dict=False)[0])  # type: ignore[operator]
+        return vae.decode(unscaled(vae, latent), return_dict=False)[0]  # type: ignore[operator]
 
     @classmethod
     @torch.no_grad()

@@ -140,6 +140,15 @@ def pixels_of(vae: Any, images: Tensor) -> Tensor:
 
 
 def to_uint8(decoded: Tensor) -> Tensor:
-    """A decoder's output [B, 3, ..., H, W] in [-1, 1] to pictures [B, ..., H, W, 3], uint8."""
+    """A decoder's output [B, 3, ..., H, W] in [-1, 1] to pictures [B, ..., H, W, 3], uint8; NaN becomes black.
+
+    Raises:
+        ValueError: it is pictures already.
+    """
+    if not decoded.is_floating_point():
+        raise ValueError(
+            f"a family's decode returns what its decoder says, floats in [-1, 1], and not {decoded.dtype}: leave "
+            "to_uint8 out of it"
+        )
     unit = (decoded * 0.5 + 0.5).clamp(0, 1).movedim(1, -1).float()
     return (unit * 255).round().to(torch.uint8)

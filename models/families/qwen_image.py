@@ -17,7 +17,6 @@ from models.families.latents import (
     pack_latents,
     pixels_of,
     standardised,
-    to_uint8,
     transformer_config,
     unpack_latents,
 )
@@ -116,7 +115,7 @@ class QwenImage(DiffusionModelBase):
     def decode(cls, vae: nn.Module, model_config: DiffusionModelConfig, latents: Tensor) -> Tensor:
         latent = unpack_latents(latents, *cls._grid(model_config)).unsqueeze(2)
         decoded = vae.decode(destandardised(vae, latent), return_dict=False)[0]  # type: ignore[operator]
-        return to_uint8(decoded[:, :, 0])
+        return decoded[:, :, 0]
 
     @classmethod
     @torch.no_grad()

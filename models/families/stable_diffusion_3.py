@@ -14,7 +14,6 @@ from models.families.latents import (
     latent_grid,
     pixels_of,
     scaled,
-    to_uint8,
     transformer_config,
     unscaled,
 )
@@ -111,7 +110,7 @@ class StableDiffusion3(DiffusionModelBase):
 
     @classmethod
     def decode(cls, vae: nn.Module, model_config: DiffusionModelConfig, latents: Tensor) -> Tensor:
-        return to_uint8(vae.decode(unscaled(vae, latents), return_dict=False)[0])  # type: ignore[operator]
+        return vae.decode(unscaled(vae, latents), return_dict=False)[0]  # type: ignore[operator]
 
     @classmethod
     @torch.no_grad()

@@ -16,7 +16,6 @@ from models.families.latents import (
     pipeline_config,
     pixels_of,
     standardised,
-    to_uint8,
     transformer_config,
 )
 from models.families.operations import Config, attention, embedded, model_width
@@ -105,7 +104,7 @@ class Wan(DiffusionModelBase):
 
     @classmethod
     def decode(cls, vae: nn.Module, model_config: DiffusionModelConfig, latents: Tensor) -> Tensor:
-        return to_uint8(vae.decode(destandardised(vae, latents), return_dict=False)[0])  # type: ignore[operator]
+        return vae.decode(destandardised(vae, latents), return_dict=False)[0]  # type: ignore[operator]
 
     @classmethod
     @torch.no_grad()

@@ -13,7 +13,6 @@ from models.families.latents import (
     latent_grid,
     pixels_of,
     scaled,
-    to_uint8,
     transformer_config,
     unscaled,
 )
@@ -117,7 +116,7 @@ class ZImage(DiffusionModelBase):
 
     @classmethod
     def decode(cls, vae: nn.Module, model_config: DiffusionModelConfig, latents: Tensor) -> Tensor:
-        return to_uint8(vae.decode(unscaled(vae, latents), return_dict=False)[0])  # type: ignore[operator]
+        return vae.decode(unscaled(vae, latents), return_dict=False)[0]  # type: ignore[operator]
 
     @classmethod
     @torch.no_grad()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from models.families.base import DiffusionModelBase, DiffusionModelConfig
+from models.families.latents import to_uint8
 from models.families.velocity import velocity_field
 from models.samples.trajectories import (
     LATENTS,
@@ -169,6 +170,13 @@ def _noise_to_start_from(
     return draw(keys, INITIAL_NOISE, adapter.latent_shape(model_config), device)
 
 
+def finite_rows(values: Tensor) -> Tensor:
+    """Which rows [B] of [B, ...] hold no NaN and no infinity, on the same device."""
+    rest = tuple(range(1, values.ndim))
+    # NaN passes through both. A mask of all values would take memory, and as long again.
+    return values.amax(rest).isfinite() & values.amin(rest).isfinite()
+
+
 class Sampler:
     """A denoiser and a decoder that sample whole requests; every rollout engine ends in one.
 
@@ -226,21 +234,31 @@ class Sampler:
     def finish(self, denoising: Denoising) -> Generated:
         """What a request wants after its last step."""
         outputs, latents = denoising.request.outputs, denoising.latents
-        return Generated(
-            pictures=self.decode(latents, denoising.model_config) if PICTURES in outputs else None,
-            latents=latents.cpu() if LATENTS in outputs else None,
-            recorded=denoising.recorded(),
-        )
+        pictures, finite = None, finite_rows(latents)
+        if PICTURES in outputs:
+            pictures, drawn = self._drawn(latents, denoising.model_config)
+            finite = finite & drawn
+        kept, recorded = latents.cpu() if LATENTS in outputs else None, denoising.recorded()
+        finite = finite.cpu()  # after the others, so that it waits for nothing
+        if isinstance(recorded, Trajectories):
+            finite = finite & finite_rows(recorded.log_probs)
+        return Generated(pictures, kept, recorded, finite)
 
     def generate(self, request: RolloutRequest, pipeline: "DiffusionPipelineConfig | None" = None) -> tuple[Any, Any]:
         """(pictures, what the request asks to be recorded) of `produce`."""
         made = self.produce(request, pipeline)
         return made.pictures, made.recorded
 
-    @torch.no_grad()
     def decode(self, latents: Tensor, model_config: DiffusionModelConfig | None = None) -> Tensor:
         """Finished latents [B, ...] to pictures [B, H, W, 3], uint8, on the CPU."""
-        return self.adapter.decode(self.vae, model_config or self.model_config, latents).cpu()
+        return self._drawn(latents, model_config or self.model_config)[0]
+
+    @torch.no_grad()
+    def _drawn(self, latents: Tensor, model_config: DiffusionModelConfig) -> tuple[Tensor, Tensor]:
+        """`decode`, and which of the pictures [B] are finite before they are uint8, on the device."""
+        decoded = self.adapter.decode(self.vae, model_config, latents)
+        finite = finite_rows(decoded)  # asked for before the pictures are waited for
+        return to_uint8(decoded).cpu(), finite
 
     def _config(
         self, pipeline: "DiffusionPipelineConfig | None", algo: "DiffusionRolloutAlgoConfig | None"

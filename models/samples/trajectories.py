@@ -14,6 +14,8 @@ from models.schedulers.noise_keys import NoiseKey
 
 PICTURES, LATENTS = "pictures", "latents"
 """What an engine may be asked to leave of finished samples."""
+FINITE = "finite"
+"""What it always says of them: which hold no NaN and no infinity."""
 
 
 @dataclass(frozen=True)
@@ -300,14 +302,17 @@ class Generated:
         pictures: [B, H, W, 3] uint8 (video [B, F, H, W, 3]); None unless the request's outputs name PICTURES.
         latents: finished latents [B, ...] fp32; None unless they name LATENTS.
         recorded: what the trainer needs: trajectories, finished latents, or None.
+        finite: [B] bool: are the sample's finished latents, its log-probs and, before they became uint8, its pixels
+            free of NaN and infinity? What there is none of is not asked.
     """
 
     pictures: Tensor | None
     latents: Tensor | None
     recorded: Trajectories | FinishedLatents | None
+    finite: Tensor
 
     def first(self, count: int) -> "Generated":
         """The same of the first `count` samples alone."""
         pictures, latents = (None if given is None else given[:count] for given in (self.pictures, self.latents))
         recorded = None if self.recorded is None else self.recorded.rows(torch.arange(count))
-        return Generated(pictures, latents, recorded)
+        return Generated(pictures, latents, recorded, self.finite[:count])

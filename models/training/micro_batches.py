@@ -106,7 +106,7 @@ def micro_batch_of(
         number = int(counted.sum())
         if number == 0:  # every rank must take part in the collectives: one sample is computed, and weighted 0
             samples, advantages, counted, text = samples.rows(torch.tensor([0])), advantages[:1], counted[:1], None
-        samples = _computable(samples, counted)
+        samples, text = _computable(samples, counted, text)
         weights = samples.is_weights
         tensors = {
             "latents": samples.latents,
@@ -137,19 +137,24 @@ def which_count(trajectories: Trajectories, advantages: Tensor) -> Tensor:
     return counted
 
 
-def _computable(trajectories: Trajectories, counted: Tensor) -> Trajectories:
-    """The same samples, but zeros in those that do not count and overflowed as they were sampled: 0 times what is not
-    finite is NaN, and would be in the gradient of all."""
+def _computable(
+    trajectories: Trajectories, counted: Tensor, text: Mapping[str, Any] | None
+) -> tuple[Trajectories, Mapping[str, Any] | None]:
+    """The same samples and rows of their prompts, but zeros in those that do not count and overflowed as they were
+    sampled, be it by their text: 0 times what is not finite is NaN, and would be in the gradient of all."""
     if counted.all():
-        return trajectories
+        return trajectories, text
     spoilt = ~(counted.to(trajectories.log_probs.device, non_blocking=True) | trajectories.log_probs[:, 0].isfinite())
-    given = {name: getattr(trajectories, name) for name in ("latents", "log_probs", "means", "unconditional")}
-    cleared: dict[str, Any] = {
-        name: tensor.masked_fill(spoilt.view(-1, *[1] * (tensor.ndim - 1)), 0.0)
-        for name, tensor in given.items()
-        if tensor is not None
-    }
-    return replace(trajectories, **cleared)
+
+    def cleared(tensor: Any) -> Any:
+        if tensor is None or not tensor.is_floating_point() or tensor.stride(0) == 0:
+            return tensor  # of a negative prompt that all share a copy might round otherwise
+        return tensor.masked_fill(spoilt.view(-1, *[1] * (tensor.ndim - 1)), 0.0)
+
+    names = ("latents", "log_probs", "means", "unconditional")
+    rows = trajectories.prompts.expand(trajectories.prompt_index) if text is None else text
+    kept: dict[str, Any] = {name: cleared(getattr(trajectories, name)) for name in names}
+    return replace(trajectories, **kept), {name: cleared(tensor) for name, tensor in rows.items()}
 
 
 class WeightedMetrics:

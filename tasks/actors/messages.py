@@ -60,12 +60,14 @@ class RolloutReply(NamedTuple):
         recorded: `Trajectories` or `FinishedLatents`, as the request asks; None where it asks for neither.
         pictures: uint8 [B, H, W, 3] ([B, F, H, W, 3] of video), None where none were asked for.
         latents: fp32 [B, ...], likewise.
+        finite: bool [B], see `Generated`.
         seconds: that sampling took; 0 where it was read from a file.
     """
 
     recorded: Sent[Samples | None]
     pictures: Sent[np.ndarray | None]
     latents: Sent[np.ndarray | None]
+    finite: Sent[np.ndarray]
     seconds: Sent[float]
 
 

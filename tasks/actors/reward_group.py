@@ -43,8 +43,9 @@ class Scores:
     """An iteration's rewards.
 
     Attributes:
-        samples: one row a sample: uid, prompt, sample_index, reward, reward/<name>, <name>/<detail>, image/<statistic>.
-            Of a reward that measures a share of them, <name>/measured says which.
+        samples: one row a sample: uid, prompt, sample_index, finite, reward, reward/<name>, <name>/<detail>,
+            image/<statistic>. Of a reward that measures a share of them, <name>/measured says which. A sample that is
+            not finite has none of the numbers.
         weights: reward name -> its share of the trained reward, 0 for a guard.
         busy: reward name -> seconds its workers spent scoring.
     """
@@ -64,6 +65,11 @@ class Scores:
         return {name: self.samples[f"reward/{name}"].to_numpy(np.float32) for name in self.weights}
 
     @property
+    def finite(self) -> np.ndarray:
+        """Which samples [B] are finite, bool; of scores that an older version kept all of them."""
+        return finite_samples(self.samples)
+
+    @property
     def uids(self) -> np.ndarray:
         """Prompt uid [B]: the group."""
         return self.samples["uid"].to_numpy(str)
@@ -74,10 +80,11 @@ class Scores:
         return sum(self.busy.values())
 
     def metrics(self) -> dict[str, float]:
-        """reward/<name>/missing, the samples without that score, of them reward/<name>/not_finite, where the reward did
-        answer, and perf/reward_busy_s/<name>."""
+        """rollout/not_finite, the samples that no reward was given, reward/<name>/missing, those without that score, of
+        them reward/<name>/not_finite, where the reward did answer, and perf/reward_busy_s/<name>."""
         missing = {f"reward/{name}/missing": float(self._missing(name)) for name in self.by_reward}
         missing |= {f"reward/{name}/not_finite": float(self._not_finite(name)) for name in self.by_reward}
+        missing["rollout/not_finite"] = float((~self.finite).sum())
         return missing | {f"perf/reward_busy_s/{name}": seconds for name, seconds in self.busy.items()}
 
     def _missing(self, name: str) -> int:
@@ -170,11 +177,13 @@ class RewardGroup:
 
     def table(self, batches: Sequence[PendingBatch], pending: PendingScores) -> Scores:
         """Wait for all rewards and join them into one table; see `RewardPool.collect` for the errors."""
+        finite = np.concatenate(get([batch.finite for batch in batches]))
         samples = pd.DataFrame(
             {
                 "uid": [prompt.uid for batch in batches for prompt in batch.prompts],
                 "prompt": [prompt.prompt for batch in batches for prompt in batch.prompts],
                 "sample_index": [key.sample_index for batch in batches for key in batch.keys],
+                "finite": finite,
             }
         )
         limit = self.config.max_missing_fraction
@@ -190,9 +199,11 @@ class RewardGroup:
             self.model.end_use()
         uids = samples["uid"].to_numpy(str)
         scores = {name: table[f"reward/{name}"].to_numpy() for name, (table, _) in collected.items()}
-        samples["reward"] = trained_reward(scores, self.config.functions, uids)
+        # An optional score is its group's mean where it is missing; here the sample is.
+        rewards = trained_reward(scores, self.config.functions, uids)
+        samples["reward"] = np.where(finite, rewards, np.float32(np.nan))
         parts: Iterable[pd.DataFrame] = [samples, *(table for table, _ in collected.values())]
-        joined = pd.concat([*parts, _statistics(get(list(pending.statistics)), uids)], axis=1)
+        joined = pd.concat([*parts, _statistics(get(list(pending.statistics)), uids, finite)], axis=1)
         return Scores(joined, self.weights(), {name: busy for name, (_, busy) in collected.items()})
 
     def _tell_deaths(self) -> None:
@@ -219,12 +230,20 @@ def trained_reward(
     return weighted_sum(filled, {name: functions[name].share for name in scores})
 
 
-def _statistics(measured: Sequence[PictureStatistics], uids: np.ndarray) -> pd.DataFrame:
-    """Columns image/<statistic>; none where no pictures were decoded, or none were to be measured."""
+def finite_samples(samples: pd.DataFrame) -> np.ndarray:
+    """Which rows [B] of `Scores.samples` are of finite samples, bool; all of a table that an older version wrote."""
+    return samples["finite"].to_numpy(bool) if "finite" in samples else np.ones(len(samples), bool)
+
+
+def _statistics(measured: Sequence[PictureStatistics], uids: np.ndarray, finite: np.ndarray) -> pd.DataFrame:
+    """Columns image/<statistic>, NaN where a sample is not finite; none where no pictures were decoded, or none were to
+    be measured."""
     if not measured:
         return pd.DataFrame()
     columns: dict[str, Any] = {
-        f"image/{name}": np.concatenate([batch.values[name] for batch in measured]) for name in measured[0].values
+        f"image/{name}": np.concatenate([batch.values[name] for batch in measured])[finite]
+        for name in measured[0].values
     }
-    thumbnails = np.concatenate([batch.thumbnails for batch in measured])
-    return pd.DataFrame(columns | {"image/diversity": diversity(thumbnails, uids)})
+    thumbnails = np.concatenate([batch.thumbnails for batch in measured])[finite]
+    columns["image/diversity"] = diversity(thumbnails, uids[finite])
+    return pd.DataFrame(columns, index=np.flatnonzero(finite)).reindex(range(len(uids)))

@@ -133,7 +133,7 @@ class RewardPool:
         Args:
             start: number of the first one in the iteration.
             first: its number in the first shard.
-            shards: where the worker finds the batches that hold them.
+            shards: where the worker finds the batches that hold them, and then which of their samples are finite.
         """
         machine = self.group.whereabouts.last(worker)  # while it computes it does not say where it is
         score = self.group.actors[worker].score.options(retry_exceptions=True)
@@ -241,6 +241,7 @@ class PoolScoring:
         start, stop = self.spans[number]
         covered = [i for i in range(len(self.batches)) if edges[i] < stop and edges[i + 1] > start]
         shards = [self.batches[i].latents if wants == "latents" else self.batches[i].pictures for i in covered]
+        shards += [self.batches[i].finite for i in covered]
         first = int(start - edges[covered[0]])
         prompts = [prompt for i in covered for prompt in self.batches[i].prompts][first : first + stop - start]
         return self.pool.call(number % len(self.pool.group), start, first, prompts, shards)

@@ -20,6 +20,8 @@ from tasks.rewards.served import ServedModel
 from tasks.system.collector import collects_once_loaded
 
 STANDARD_ERROR = 2
+SAMPLE_NOT_FINITE = "the sample is not finite: there is a NaN or an infinity in its latents, log-probs or pixels"
+"""The error of a score that no reward was asked for."""
 
 
 class RewardRaised(Exception):
@@ -88,6 +90,12 @@ class RewardWorker:
     def score(self, first: int, prompts: Sequence[ScoredPrompt], *shards: np.ndarray) -> RewardResult | RewardError:
         """Score len(prompts) samples, from the `first` of these rollout batches on.
 
+        Args:
+            first: see above.
+            prompts: of the samples.
+            shards: what the reward wants of each of R batches, [B, ...], and then which of their samples are finite,
+                [B] each. The others have no score, and the reward is not given them.
+
         Returns:
             the scores, or the RewardError of a reward that cannot be used so, or whose model is served no more: no
             retry would help.
@@ -95,8 +103,19 @@ class RewardWorker:
         Raises:
             RewardRaised: any other error, after which Ray asks again.
         """
-        joined = shards[0] if len(shards) == 1 else np.concatenate(shards)
-        batch = joined[first : first + len(prompts)]
+        count = len(shards) // 2
+        batch, finite = (_joined(parts)[first : first + len(prompts)] for parts in (shards[:count], shards[count:]))
+        if finite.all():
+            return self._scored(batch, prompts)
+        there, size = np.flatnonzero(finite), len(prompts)
+        nothing = RewardResult(np.full(size, np.nan, np.float32), {"error": [SAMPLE_NOT_FINITE] * size})
+        if not len(there):
+            return nothing
+        found = self._scored(batch[there], [prompts[index] for index in there])
+        return found if isinstance(found, RewardError) else filled_in(nothing, there, found)
+
+    def _scored(self, batch: np.ndarray, prompts: Sequence[ScoredPrompt]) -> RewardResult | RewardError:
+        """See `score`."""
         try:
             self.reward = self._current_reward()
             result = self._timed(batch, prompts)
@@ -143,6 +162,11 @@ class RewardWorker:
         finally:
             faulthandler.cancel_dump_traceback_later()
         return replace(result, seconds=time.perf_counter() - begun)
+
+
+def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """The rows of all parts; of one alone no copy."""
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def said(error: Exception) -> str:

@@ -39,6 +39,7 @@ class PendingBatch:
             loss noises them again.
         text: tokens of the denoiser's text and of its negative prompt, 0 where there is none.
         pictures, latents: likewise; None where the rollout was not asked for them.
+        finite: likewise.
         worker: who samples it.
     """
 
@@ -48,6 +49,7 @@ class PendingBatch:
     trajectories: ray.ObjectRef
     pictures: ray.ObjectRef | None
     latents: ray.ObjectRef | None
+    finite: ray.ObjectRef
     seconds: ray.ObjectRef
     worker: int
 
@@ -68,6 +70,7 @@ def pending_batch(
         reference(reply.recorded),
         reference(reply.pictures) if PICTURES in outputs else None,
         reference(reply.latents) if LATENTS in outputs else None,
+        reference(reply.finite),
         reference(reply.seconds),
         worker,
     )

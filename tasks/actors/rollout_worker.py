@@ -15,7 +15,7 @@ from models.rollout.diffusers import DiffusersRolloutEngine
 from models.rollout.engine import RolloutEngine, WeightLoad
 from models.rollout.vllm_omni.engine import VllmOmniRolloutEngine
 from models.samples.file import read_samples
-from models.samples.trajectories import LATENTS, PICTURES, RolloutRequest
+from models.samples.trajectories import FINITE, LATENTS, PICTURES, RolloutRequest
 from models.weights.buckets import from_host
 from models.weights.canary import Agreement, check_velocity
 from models.weights.digests import DigestBook, check_digests, digests_of
@@ -60,13 +60,14 @@ class RolloutWorker:
             self.load_policy(weights)
         made = self.engine.produce(request, pipeline)
         pictures, latents = (None if kept is None else kept.numpy() for kept in (made.pictures, made.latents))
-        return RolloutReply(made.recorded, pictures, latents, time.perf_counter() - start)
+        return RolloutReply(made.recorded, pictures, latents, made.finite.numpy(), time.perf_counter() - start)
 
     def read(self, file: Path) -> RolloutReply:
         """What `generate` returned and `write_batch` wrote; it took no seconds."""
         recorded, outputs = read_samples(file)
         pictures, latents = (outputs[name].numpy() if name in outputs else None for name in (PICTURES, LATENTS))
-        return RolloutReply(recorded, pictures, latents, 0.0)
+        finite = outputs.get(FINITE, torch.ones(len(recorded), dtype=torch.bool))  # of older versions nothing is known
+        return RolloutReply(recorded, pictures, latents, finite.numpy(), 0.0)
 
     @measures_gpu_memory("update_weights")
     def load_policy(self, weights: PolicyWeights) -> Loaded:

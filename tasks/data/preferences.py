@@ -39,7 +39,8 @@ def sampled_preferences(
     dtype: str = "float32",
     device: str = "cpu",
 ) -> pd.DataFrame:
-    """The preference table of `pairs` for these prompts; one whose pictures are all worth the same gives no pair.
+    """The preference table of `pairs` for these prompts; one whose pictures are all worth the same gives no pair. A
+    picture that is not finite is in none, and told.
 
     Args:
         model: folder in diffusers format.
@@ -50,7 +51,7 @@ def sampled_preferences(
         dtype, device: in which number format and where the model computes.
 
     Raises:
-        DatasetError: the model cannot be sampled so, or other encoders made the embeddings.
+        DatasetError: the model cannot be sampled so, draws nothing finite, or other encoders made the embeddings.
     """
     store = PromptEmbeddings.open(embeddings)
     if made_with(store.model_digest, model, TEXT_SIDE) is False:
@@ -70,13 +71,22 @@ def sampled_preferences(
         raise DatasetError(f"{model} cannot be sampled so: {' '.join(str(error).split())}") from error
     engine = DiffusersRolloutEngine(config, device)
     images, batch_size = settings.images_per_prompt, settings.batch_size
-    tables = []
+    tables, drawn, sound = [], 0, 0
     for start in tqdm(range(0, len(prompts), batch_size), desc="preferences", unit="batch"):
         part = prompts[start : start + batch_size]
         keys = tuple(NoiseKey(settings.seed, 0, prompt.uid, i) for prompt in part for i in range(images))
         rows = torch.arange(len(part)).repeat_interleave(images)
         table = prompt_table(store, [prompt.uid for prompt in part], adapter.is_guided(sampling))
-        pictures = engine.generate(RolloutRequest(keys, table, rows, window=()))[0].numpy()
-        scores = reward(pictures, [prompt for prompt in part for _ in range(images)]).scores
-        tables.append(best_and_worst([prompt.prompt for prompt in part], pictures, np.asarray(scores), images))
+        made = engine.produce(RolloutRequest(keys, table, rows, window=()))
+        assert made.pictures is not None, "a request asks for pictures by default"
+        pictures, scores = made.pictures.numpy(), np.full(len(keys), np.nan, np.float32)
+        there = made.finite.nonzero().flatten().tolist()
+        drawn, sound = drawn + len(keys), sound + len(there)
+        if there:
+            scores[there] = reward(pictures[there], [part[row // images] for row in there]).scores
+        tables.append(best_and_worst([prompt.prompt for prompt in part], pictures, scores, images))
+    if not sound:
+        raise DatasetError(f"none of the {drawn} pictures that {model} draws in {dtype} is finite: look at its weights")
+    if sound < drawn:
+        tqdm.write(f"{drawn - sound} of {drawn} pictures are not finite and in no pair")
     return pd.concat(tables, ignore_index=True)

@@ -16,7 +16,7 @@ from tasks.records.metrics import compute_data_metrics_diffusion
 from tasks.records.run_store import CheckpointError
 from tasks.run.iteration_prompts import encode_ahead, iteration_prompts
 from tasks.run.training import TrainingRun
-from tasks.stages.advantage import advantage
+from tasks.stages.advantage import advantage, alike
 from tasks.stages.encode import encode_prompts
 from tasks.stages.pairs import read_pairs
 from tasks.stages.reward import finish_reward
@@ -129,9 +129,8 @@ def collect(run: TrainingRun, number: int, clock: Stopwatch, ahead: SampledItera
         return pair_iteration(number, pairs, batches)
     iteration = find_or_submit(run, number, clock, ahead)
     scores = iteration.scores or sample_and_score(run, iteration, clock)
-    advantages = np.zeros(len(scores.samples), np.float32)  # every sample counts, whatever it is worth
-    if run.loss.learns_from_rewards():
-        advantages = advantage(clock, scores, run.config.algorithm)
+    learns = run.loss.learns_from_rewards()
+    advantages = advantage(clock, scores, run.config.algorithm) if learns else alike(scores)
     version = iteration.policy_version
     if iteration.scores is None:  # and something can be learnt from them: if not, a run started again scores again
         kept = run.state(number), version, scores, iteration.pictures

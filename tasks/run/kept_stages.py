@@ -55,7 +55,7 @@ class KeptStages:
         def write_all(folder: Path) -> None:
             for number, batch in enumerate(batches):  # one at a time, so that one process does it
                 file = folder.resolve() / f"{number:04d}.safetensors"
-                get(_write.remote(file, batch.trajectories, batch.pictures, batch.latents))
+                get(_write.remote(file, batch.trajectories, batch.pictures, batch.latents, batch.finite))
 
         sampled = prompts_number(prompt for batch in batches for prompt in batch.prompts)
         said: dict[str, float] = {VERSION: version, PROMPTS: sampled}

@@ -12,6 +12,7 @@ import pandas as pd
 
 from models.config.pipeline import DiffusionPipelineConfig
 from models.families.base import DiffusionModelBase, DiffusionModelConfig
+from tasks.actors.reward_group import finite_samples
 from tasks.config.errors import ConfigError
 from tasks.config.identity import shaping
 from tasks.config.measurement import Measurement, PromptSet
@@ -146,11 +147,13 @@ def cells(config: TrainConfig, inputs: Inputs, measurement: Measurement) -> Iter
 
 
 def metrics(table: pd.DataFrame, verdict: Verdict, guided_by: str | None) -> dict[str, float]:
-    """val/<set>/steps_<k>/<guided_by>_<g>/<reward>/mean over all seeds, their mean over cells, and the gains."""
+    """val/<set>/steps_<k>/<guided_by>_<g>/<reward>/mean over all seeds, their mean over cells, how many rewards are
+    missing and how many samples are not finite, and the gains."""
     rewards = score_columns(table)
     means = table.groupby(["set", "steps", "guidance"])[rewards].mean()
     result = {f"val/{name}/mean": float(table[name].mean()) for name in rewards}
     result["val/reward/missing"] = float(table["reward"].isna().sum())
+    result["val/rollout/not_finite"] = float((~finite_samples(table)).sum())
     for (name, steps, guidance), row in means.iterrows():
         label = _label(name, steps, guided_by, guidance)
         result |= {f"val/{label}/{reward}/mean": float(value) for reward, value in row.items()}

@@ -168,3 +168,14 @@ def advantage(scores: Scores, config: DiffusionAlgoConfig) -> np.ndarray:
     }
     found = compute_advantage(data, config.adv_estimator, config.norm_adv_by_std_in_grpo, config.global_std, config)
     return found["advantages"]
+
+
+def alike(scores: Scores) -> np.ndarray:
+    """Advantages [B] for a loss that no reward teaches: 0, whatever a sample is worth, and NaN where it is not finite.
+
+    Raises:
+        NothingToLearn: none is.
+    """
+    if not scores.finite.any():
+        raise NothingToLearn("no sample of the iteration is finite, so there is nothing to learn from")
+    return np.where(scores.finite, np.float32(0), np.float32(np.nan))

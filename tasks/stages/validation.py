@@ -10,7 +10,7 @@ import pandas as pd
 from PIL import Image
 
 from models.config.pipeline import DiffusionPipelineConfig
-from tasks.actors.reward_group import RewardGroup
+from tasks.actors.reward_group import RewardGroup, finite_samples
 from tasks.actors.rollout_group import RolloutGroup
 from tasks.actors.waiting import get
 from tasks.data.prompts import Prompt
@@ -27,7 +27,7 @@ class Validation:
     """What one set of weights achieves on the held-out prompts.
 
     Attributes:
-        samples: one row a picture: uid, prompt, sample_index, reward, reward/<name>, <name>/<detail>.
+        samples: one row a picture, see `Scores`.
         pictures: uint8 [N, H, W, 3], or [N, F, H, W, 3] of video, in the rows' order.
         rewards: the rewards' names.
     """
@@ -42,11 +42,13 @@ class Validation:
         return float(self.samples["reward"].mean())
 
     def metrics(self) -> dict[str, float]:
-        """val/<column>/mean of the reward and of every numeric detail, and how many rewards are missing."""
+        """val/<column>/mean of the reward and of every numeric detail, how many rewards are missing, and of how many
+        samples because they are not finite."""
         numbers = self.samples.drop(columns="sample_index").select_dtypes("number")
         means = {f"val/{name}/mean": float(value) for name, value in numbers.mean().dropna().items()}
         columns = ("reward", *(f"reward/{name}" for name in self.rewards))
-        return means | {f"val/{name}/missing": float(self.samples[name].isna().sum()) for name in columns}
+        missing = {f"val/{name}/missing": float(self.samples[name].isna().sum()) for name in columns}
+        return means | missing | {"val/rollout/not_finite": float((~finite_samples(self.samples)).sum())}
 
     @cached_property
     def sheet(self) -> Image.Image:

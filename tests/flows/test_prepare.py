@@ -15,6 +15,7 @@ import pytest
 import torch
 import yaml
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from flows.prepare import app
@@ -347,6 +348,17 @@ def test_embeddings_of_another_model_sample_no_preferences(copied: Path) -> None
     flip(copied / MODEL / "text_encoder" / "model.safetensors", -2)
     arguments = ("preferences", "--model", MODEL, "--embeddings", "data/sd3_embeddings", "--reward", "brightness")
     assert "was made with other text encoders than" in " ".join(prepare(*arguments, fails=True).split())
+
+
+def test_a_model_that_draws_nothing_finite_is_told(copied: Path) -> None:
+    """With one weight of NaN all of them would be the same black."""
+    (weights,) = (copied / MODEL / "transformer").glob("*.safetensors")
+    given = ("preferences", "--model", MODEL, "--embeddings", "data/sd3_embeddings", "--reward", "brightness")
+    tensors = load_file(weights)
+    next(iter(tensors.values())).view(-1)[0] = torch.nan
+    save_file(tensors, weights)
+    said = " ".join(prepare(*given, "--out", "data/none.parquet", fails=True).split())
+    assert re.search(rf"none of the \d+ pictures that {MODEL} draws in float32 is finite", said)
 
 
 def test_a_folder_without_its_encoders_cannot_be_compared(copied: Path) -> None:

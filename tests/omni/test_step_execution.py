@@ -49,6 +49,8 @@ def assert_alike(one: Generated, other: Generated) -> None:
         assert (mine is None) == (theirs is None)
         assert mine is None or (mine - theirs).abs().max() <= NEAR, name
     torch.testing.assert_close(one.recorded.log_probs, other.recorded.log_probs, rtol=0, atol=1e-6)
+    assert one.finite.all()
+    assert other.finite.all()
 
 
 def everything(request: RolloutRequest) -> RolloutRequest:
@@ -73,6 +75,14 @@ def test_pictures_and_paths_are_those_of_whole_batches(engine_of: Any, tiny_mode
     config, request = model_config(tiny_model, true_cfg_scale=3.0), everything(rollout_request(negative_length=4))
     whole, stepwise = (engine_of(config, step_execution).produce(request) for step_execution in (False, True))
     assert_alike(stepwise, whole)
+
+
+@pytest.mark.parametrize("step_execution", [False, True])
+def test_a_sample_that_is_not_finite_is_told(engine_of: Any, tiny_model: Path, step_execution: bool) -> None:
+    request = rollout_request(samples=2, lengths=(5, 3))
+    request.prompts.prompt_embeds[1] = torch.nan
+    made = engine_of(model_config(tiny_model), step_execution).produce(request)
+    assert made.finite.tolist() == (request.prompt_index != 1).tolist()
 
 
 @pytest.fixture

@@ -65,9 +65,10 @@ def check_acknowledged(what: str, acknowledgements: list[Any]) -> None:
 
 def join_answers(request: RolloutRequest, answers: list[Any]) -> Generated:
     """The whole request's samples, from the answers in its order."""
-    decoded = [[answer.trajectory_decoded[place] for answer in answers] for place in range(4)]
-    pictures, latents, means, unconditional = (None if part[0] is None else torch.cat(part) for part in decoded)
-    return Generated(pictures, latents, _recorded(request, answers, means, unconditional))
+    decoded = [[answer.trajectory_decoded[place] for answer in answers] for place in range(5)]
+    pictures, latents, means, unconditional, finite = (None if part[0] is None else torch.cat(part) for part in decoded)
+    assert finite is not None, "every answer says whether its sample is finite"
+    return Generated(pictures, latents, _recorded(request, answers, means, unconditional), finite)
 
 
 def _recorded(

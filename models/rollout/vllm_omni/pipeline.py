@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from models.families.base import DiffusionModelBase, DiffusionModelConfig
 from models.rollout.sampling import Sampler
 from models.rollout.vllm_omni.sample_request import SampleRequest, check_alike, join, sample_of
-from models.rollout.vllm_omni.steps import StepExecution
+from models.rollout.vllm_omni.steps import NOTHING, StepExecution
 from models.samples.trajectories import Generated, PromptTable, Trajectories
 
 
@@ -108,7 +108,7 @@ class RolloutPipeline(StepExecution, nn.Module):
             ValueError: a request without a sample, samples that cannot share a batch, or an unknown prompt table.
         """
         if req.is_dummy_run():
-            return [self.output_of(Generated(None, None, None)) for _ in req.requests]
+            return [self.output_of(NOTHING) for _ in req.requests]
         samples = [sample_of(parameters) for parameters in req.sampling_params_list]
         check_alike(samples)
         outputs: list[Any] = [None] * len(samples)
@@ -144,6 +144,7 @@ class RolloutPipeline(StepExecution, nn.Module):
                 made.latents,
                 None if path is None else path.means,
                 None if path is None else path.unconditional,
+                made.finite,
             ],
             to_cpu=True,
         )
@@ -185,4 +186,5 @@ class Denoiser:
 def _row(made: Generated, row: int) -> Generated:
     """One sample of a batch."""
     pictures, latents = (None if kept is None else kept[row : row + 1] for kept in (made.pictures, made.latents))
-    return Generated(pictures, latents, made.recorded and made.recorded.rows(torch.tensor([row])))
+    recorded = made.recorded and made.recorded.rows(torch.tensor([row]))
+    return Generated(pictures, latents, recorded, made.finite[row : row + 1])

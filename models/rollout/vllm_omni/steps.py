@@ -21,6 +21,10 @@ DENOISING, SAMPLE, UNCONDITIONAL = "denoising", "sample", "unconditional"
 velocity."""
 
 
+NOTHING = Generated(None, None, None, torch.ones(1, dtype=torch.bool))
+"""What a request that vLLM-Omni warms up with gives."""
+
+
 class StepExecution:
     """The part of a rollout pipeline that vLLM-Omni calls step by step (its `SupportsStepExecution`).
 
@@ -97,5 +101,5 @@ class StepExecution:
     def post_decode(self, state: Any, **_: Any) -> Any:
         """What a finished request wants."""
         if SAMPLE not in state.extra:
-            return self.output_of(Generated(None, None, None))
+            return self.output_of(NOTHING)
         return self.output_of(self.sampler.finish(state.extra[DENOISING]))

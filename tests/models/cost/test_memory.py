@@ -22,6 +22,7 @@ from benchmarks.real_size import KL_VAE, write_configs
 from models.cost.memory import GIB, Need, kept_by_a_sampler, rollout_need, update_need
 from models.cost.meta_pass import KnownResults, PassCost, decoding_bytes, pass_cost
 from models.families.base import DiffusionModelBase, DiffusionModelConfig
+from models.families.latents import to_uint8
 from models.families.velocity import velocity_field
 from models.rollout.diffusers import DiffusersRolloutEngine
 from models.samples.trajectories import PromptTable
@@ -185,7 +186,7 @@ def test_peaks_are_those_of_the_allocator(name: str, tiny_folder: Callable[[str]
 
     vae = adapter.load_vae(config)
     with torch.no_grad():
-        decoded = peak_of(lambda: adapter.decode(vae, config, latents), tmp_path)
+        decoded = peak_of(lambda: to_uint8(adapter.decode(vae, config, latents)), tmp_path)
     assert decoding_bytes(config, samples)[1] == pytest.approx(decoded, rel=0.2)
 
 

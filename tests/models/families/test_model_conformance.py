@@ -20,9 +20,10 @@ from torch.distributed.tensor import DTensor
 
 from models.config.actor import ForwardProcessConfig
 from models.families.base import OPTIONAL_PIPELINE_FIELDS, DiffusionModelConfig
+from models.families.latents import to_uint8
 from models.rollout.diffusers import DiffusersRolloutEngine
 from models.rollout.sampling import sample
-from models.samples.trajectories import PromptTable, RolloutRequest, Trajectories
+from models.samples.trajectories import LATENTS, PromptTable, RolloutRequest, Trajectories
 from models.schedulers.noise_keys import INITIAL_NOISE, draw
 from models.training.checkpoint import EngineCheckpoint
 from models.training.fsdp import DiffusersFSDPEngine
@@ -162,7 +163,7 @@ def test_sampling_is_the_pipelines_own(
     assert denoised.recorded() is None
     text = {"prompt": list(texts)} | ({"negative_prompt": [NEGATIVE] * len(texts)} if guided else {})
     assert torch.equal(latents, model.oracle(config, start, "latent", **text))
-    pictures = adapter.decode(adapter.load_vae(config), config, latents)
+    pictures = to_uint8(adapter.decode(adapter.load_vae(config), config, latents))
     expected = (np.asarray(model.oracle(config, start, "np", **text)) * 255).round().astype("uint8")
     assert expected.shape[-3:] == (config.pipeline.height, config.pipeline.width, 3)
     assert expected.std() > 3  # a grey picture would prove nothing
@@ -199,6 +200,33 @@ def test_a_batch_samples_what_single_prompts_do(checkpoint_of: Any, name: str, g
         _, alone = engine.generate(own)
         assert torch.allclose(alone.latents[0], whole.latents[row], rtol=0, atol=1e-5)
         assert torch.allclose(alone.log_probs[0], whole.log_probs[row], rtol=0, atol=1e-5)
+
+
+@every_family
+def test_a_sample_that_is_not_finite_is_told_and_changes_no_other(checkpoint_of: Any, name: str) -> None:
+    """Its text, the denoiser's or the decoder's weights, or the decoder's overflow: a picture says nothing of them."""
+    model = checkpoint_of(name)
+    config = model.config()
+    engine, request = DiffusersRolloutEngine(config), model.request(samples=1)
+    sound = engine.produce(request)
+    assert sound.finite.tolist() == [True] * len(PROMPTS)
+    spoilt = replace(request.prompts, prompt_embeds=request.prompts.prompt_embeds.clone())
+    spoilt.prompt_embeds[1] = torch.nan
+    made, others = engine.produce(replace(request, prompts=spoilt)), torch.tensor([0, *range(2, len(PROMPTS))])
+    assert made.finite.tolist() == [number != 1 for number in range(len(PROMPTS))]
+    assert torch.equal(made.pictures[others], sound.pictures[others])
+    assert torch.equal(made.recorded.rows(others).latents, sound.recorded.rows(others).latents)
+    assert torch.equal(made.recorded.log_probs[others], sound.recorded.log_probs[others])
+    told_by_latents = engine.produce(replace(request, prompts=spoilt, window=(), outputs=frozenset({LATENTS})))
+    assert told_by_latents.finite.equal(made.finite)
+    for module in (engine.vae.decoder, engine.transformer):
+        weight = next(module.parameters())
+        for number in (torch.inf, torch.nan):
+            kept = weight.detach().clone()
+            weight.data.view(-1)[0] = number
+            assert not engine.produce(request).finite.any()
+            weight.data.copy_(kept)
+    assert engine.produce(request).finite.all()
 
 
 @every_family

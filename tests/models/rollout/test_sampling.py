@@ -13,9 +13,10 @@ from PIL import Image
 
 import models.families.base
 from models.families.base import DiffusionModelBase
+from models.families.latents import to_uint8
 from models.families.qwen_image import QwenImage
 from models.rollout.diffusers import DiffusersRolloutEngine
-from models.rollout.sampling import sample
+from models.rollout.sampling import finite_rows, sample
 from models.rollout.vllm_omni.registry import VllmOmniPipelineBase
 from models.samples.trajectories import LATENTS, PICTURES, RolloutRequest, Trajectories
 from models.schedulers.noise_keys import INITIAL_NOISE, draw
@@ -31,6 +32,20 @@ def test_engine_draws_the_start_by_its_noise_keys(tiny_model: Path) -> None:
     scheduler = QwenImage.build_scheduler(config)
     done = sample(QwenImage, engine.transformer, scheduler, config, request, "cpu", initial_latents=start)
     assert torch.equal(pictures, engine.decode(done.latents))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nan_and_both_infinities_are_not_finite_and_large_numbers_are(dtype: torch.dtype) -> None:
+    values = torch.full((5, 2, 3), torch.finfo(dtype).max, dtype=dtype)
+    values[1, 0, 1], values[2, 1, 2], values[3, 0, 0] = torch.nan, torch.inf, -torch.inf
+    assert finite_rows(values).tolist() == [True, False, False, False, True]
+
+
+def test_a_family_that_makes_pictures_itself_is_refused() -> None:
+    """As of 0.1.0: as floats in [-1, 1] almost all of uint8 is white."""
+    assert to_uint8(torch.tensor([-3.0, -1.0, 0.0, 1.0]).view(1, 1, 2, 2)).flatten().tolist() == [0, 0, 128, 255]
+    with pytest.raises(ValueError, match=r"floats in .* and not torch\.uint8: leave to_uint8 out"):
+        to_uint8(torch.zeros(1, 4, 4, 3, dtype=torch.uint8))
 
 
 def test_encoding_is_the_pipelines_packing_of_the_vaes_latents(tiny_model: Path) -> None:

@@ -318,7 +318,7 @@ def test_the_first_ratio_is_exactly_one_whatever_is_missing(
 def test_a_sample_that_overflowed_and_has_no_reward_harms_no_other(
     one_block_model: Path, missing: Sequence[int]
 ) -> None:
-    """It is computed with the others, where a gradient of 0 times what is not finite would be NaN."""
+    """It is computed with the others, where a gradient of 0 times what is not finite would be NaN, be it its text's."""
     config = config_of("guided", one_block_model)
     request = rollout_request(samples=2, lengths=(5, 3, 7), negative_length=4, record_unconditional=True)
     trajectories = DiffusersRolloutEngine(config).produce(request).recorded
@@ -330,6 +330,14 @@ def test_a_sample_that_overflowed_and_has_no_reward_harms_no_other(
     for tensor in (broken.latents[:, 1:], broken.log_probs, broken.unconditional):
         assert tensor is not None
         tensor[missing] = float("nan")
+    text, mask = broken.prompts.prompt_embeds, broken.prompts.prompt_embeds_mask
+    one_more = {
+        "prompt_embeds": torch.cat([text, text[:1] * torch.nan]),
+        "prompt_embeds_mask": torch.cat([mask, mask[:1]]),
+    }
+    index = broken.prompt_index.clone()
+    index[missing] = len(text)
+    broken = replace(broken, prompts=replace(broken.prompts, **one_more), prompt_index=index)
     settings: dict[str, Any] = {"use_kl_loss": True, "kl_loss_coef": 20.0, "guidance_gradient": "conditional"}
     with_broken, without = (trainer(config, **settings) for _ in range(2))
     for _ in range(2):

@@ -109,7 +109,8 @@ def test_a_reward_is_asked_again_whose_worker_had_not_answered_where_it_is(clust
     (group,) = reward.groups().values()
     pictures, done = np.arange(4 * 6 * 5 * 3, dtype=np.uint8).reshape(4, 6, 5, 3), ray.put(0.0)
     keys = tuple(NoiseKey(0, 1, PROMPTS[0].uid, index) for index in range(4))
-    batches = [PendingBatch((PROMPTS[0],) * 4, keys, (5, 0), done, ray.put(pictures), None, done, 0)]
+    finite = ray.put(np.ones(4, bool))
+    batches = [PendingBatch((PROMPTS[0],) * 4, keys, (5, 0), done, ray.put(pictures), None, finite, done, 0)]
     before = reward.table(batches, reward.submit(batches, training=True)).rewards
     assert len(set(before)) == 4
     assert group.whereabouts.last(0) is not None

@@ -75,13 +75,13 @@ def config(folder: Path, *options: str, functions: dict | None = None, **setting
 
 def batches() -> list[PendingBatch]:
     """Two rollout batches of two plain pictures each."""
-    done, found = ray.put(0.0), []
+    done, finite, found = ray.put(0.0), ray.put(np.ones(2, bool)), []
     for start in (0, 2):
         levels = np.array(LEVELS[start : start + 2])
         pictures = np.broadcast_to(levels[:, None, None, None], (2, 6, 5, 3)).astype(np.uint8)
         prompts = tuple(Prompt(f"uid-{start}", "a cat", None, {}, "") for _ in levels)
         keys = tuple(NoiseKey(0, 1, f"uid-{start}", index) for index in range(2))
-        found.append(PendingBatch(prompts, keys, (5, 0), done, ray.put(pictures), None, done, 0))
+        found.append(PendingBatch(prompts, keys, (5, 0), done, ray.put(pictures), None, finite, done, 0))
     return found
 
 
@@ -388,7 +388,8 @@ def test_transformers_own_server_answers_as_the_model_does(cluster: None, tmp_pa
     assert len(set(expected)) == 3, "pictures matter"
     prompts = tuple(Prompt(f"uid-{i}", "a cat", text, {}, "") for i, text in enumerate(expected))
     keys = tuple(NoiseKey(0, 1, prompt.uid, 0) for prompt in prompts)
-    batch = PendingBatch(prompts, keys, (5, 0), ray.put(0.0), ray.put(pictures), None, ray.put(0.0), 0)
+    finite = ray.put(np.ones(len(keys), bool))
+    batch = PendingBatch(prompts, keys, (5, 0), ray.put(0.0), ray.put(pictures), None, finite, ray.put(0.0), 0)
     with served_reward_model(settings) as model:
         group = RewardGroup(settings, model)
         found = group.table([batch], group.submit([batch], training=True)).samples

@@ -4,7 +4,7 @@
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from tasks.config.trainer import RayConfig
 from tasks.data.prompts import Prompt
 from tasks.rewards import RewardError
 from tasks.run.instruments import ask_memory
-from tasks.stages.validation import draw_and_score
+from tasks.stages.validation import Validation, draw_and_score
 from tasks.system.stopwatch import Stopwatch
 from tests.support.patience import wait_until
 
@@ -44,8 +44,9 @@ def cluster(shared_forks: None) -> Iterator[None]:
             yield
 
 
-def batches(shard: int = 4) -> list[PendingBatch]:
-    """Twelve plain pictures of 6 x 5 pixels in shards; four prompts of three samples, the last latent ten times."""
+def batches(shard: int = 4, not_finite: Sequence[int] = ()) -> list[PendingBatch]:
+    """Twelve plain pictures of 6 x 5 pixels in shards; four prompts of three samples, of which those with these numbers
+    are not finite."""
     done, found = ray.put(0.0), []
     for start in range(0, len(LEVELS), shard):
         levels = np.array(LEVELS[start : start + shard])
@@ -54,7 +55,8 @@ def batches(shard: int = 4) -> list[PendingBatch]:
         rows = range(start, start + len(levels))
         prompts = tuple(Prompt(f"group-{i // 3}", str(i), None, {}, "") for i in rows)
         keys = tuple(NoiseKey(0, 1, f"group-{i // 3}", i % 3) for i in rows)
-        found.append(PendingBatch(prompts, keys, (5, 0), done, ray.put(pictures), ray.put(latents), done, 0))
+        outputs = ray.put(pictures), ray.put(latents), ray.put(np.array([i not in not_finite for i in rows]))
+        found.append(PendingBatch(prompts, keys, (5, 0), done, *outputs, done, 0))
     return found
 
 
@@ -252,6 +254,59 @@ def test_an_infinite_score_is_missing_and_counted(cluster: None) -> None:
     assert metrics["reward/infinite_for_dark/missing"] == metrics["reward/infinite_for_dark/not_finite"] == 1
     with pytest.raises(RewardFailure, match=r"missing for 1 of 12 .*; its error: the reward itself returned -inf"):
         of("infinite_for_dark", {}, max_missing_fraction=0.05)
+
+
+def test_a_sample_that_is_not_finite_is_missing_counted_and_shown_to_no_reward(cluster: None) -> None:
+    """The black one, at which `fails_for_dark` raises, and one more; across batches, for pictures and latents, and also
+    where an optional reward would have counted as its group's mean. The others' scores are what they were."""
+    functions: Any = {"fails_for_dark": {"required": False}, "latent_size": {"required": False, "batch_size": 5}}
+    settings = config(**functions, max_missing_fraction=0.2, statistics=True)
+    group, shards, sound = RewardGroup(settings), batches(not_finite=[0, 7]), batches(5)
+    found = group.table(shards, group.submit(shards, training=True))
+    gone, there = [0, 7], [1, 2, 3, 4, 5, 6, 8, 9, 10, 11]
+    assert found.finite.tolist() == [i not in gone for i in range(12)]
+    for name in functions:
+        assert np.flatnonzero(np.isnan(found.by_reward[name])).tolist() == gone
+        errors = found.samples[f"{name}/error"]
+        assert errors[there].isna().all()
+        assert {error.split(":")[0] for error in errors[gone]} == {"the sample is not finite"}
+    assert found.rewards[there].tolist() == [LEVELS[i] + LEVELS[i] ** 2 for i in there]
+    assert np.isnan(found.rewards[gone]).all()
+    counted = {name: value for name, value in found.metrics().items() if not name.startswith("perf/")}
+    assert counted == {"rollout/not_finite": 2} | {
+        f"reward/{name}/{kind}": count for name in functions for kind, count in (("missing", 2), ("not_finite", 0))
+    }
+    # Nor do picture statistics know it: of three plain pictures 10 apart two are left.
+    measured = found.samples.filter(like="image/")
+    assert measured.loc[gone].isna().all(axis=None)
+    assert not measured.loc[there].isna().any(axis=None)
+    whole = RewardGroup(config(brightness={}, statistics=True))
+    expected = whole.table(sound, whole.submit(sound, training=True)).samples.filter(like="image/")
+    assert measured.loc[[3, 4, 5, 9, 10, 11]].equals(expected.loc[[3, 4, 5, 9, 10, 11]])
+    assert measured["image/diversity"][1] == pytest.approx(10 / 255 / 2**0.5, rel=1e-5)
+
+
+def test_where_no_sample_is_finite_no_reward_is_asked(cluster: None, tmp_path: Path) -> None:
+    """It is as where every call failed: the run ends, unless all scores may be missing."""
+    entry = {"options": {"folder": str(tmp_path), "attempts": 0}}
+    for limit in (0.1, 1.0):
+        group = RewardGroup(config(fails_before=entry, max_missing_fraction=limit))
+        shards = batches(not_finite=range(12))
+        pending = group.submit(shards, training=False)
+        if limit < 1:
+            with pytest.raises(RewardFailure, match=r"missing for 12 of 12 .*; its error: the sample is not finite"):
+                group.table(shards, pending)
+        else:
+            found = group.table(shards, pending)
+            assert np.isnan(found.rewards).all()
+            assert found.metrics()["rollout/not_finite"] == 12
+            validation = Validation(found.samples, np.zeros((12, 6, 5, 3), np.uint8), ("fails_before",)).metrics()
+            assert validation == {
+                "val/reward/missing": 12.0,
+                "val/reward/fails_before/missing": 12.0,
+                "val/rollout/not_finite": 12.0,
+            }
+    assert not (tmp_path / "calls").exists()
 
 
 def test_a_worker_that_keeps_dying_says_so(cluster: None, tmp_path: Path) -> None:

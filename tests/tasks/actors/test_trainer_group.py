@@ -94,7 +94,7 @@ def groups(cluster: None, one_block_model: Path, elsewhere: Path) -> dict[str, T
 def batch(trajectories: Trajectories) -> PendingBatch:
     done = ray.put(0.0)
     prompts = tuple(Prompt(key.prompt_uid, "", None, {}, "") for key in trajectories.keys)
-    return PendingBatch(prompts, trajectories.keys, (5, 0), ray.put(trajectories), None, None, done, 0)
+    return PendingBatch(prompts, trajectories.keys, (5, 0), ray.put(trajectories), None, None, done, done, 0)
 
 
 def weights_of(group: TrainerGroup) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
@@ -157,7 +157,7 @@ def test_old_log_probs_come_back_in_the_order_of_the_batches(cluster: None, shar
     prompts = (Prompt("prompt", "0", None, {}, ""),) * 2
     keys = tuple(NoiseKey(0, 1, "prompt", index) for index in range(2))
     done = ray.put(0.0)
-    batches = [PendingBatch(prompts, keys, (5, 0), ray.put(number), None, None, done, 0) for number in numbers]
+    batches = [PendingBatch(prompts, keys, (5, 0), ray.put(number), None, None, done, done, 0) for number in numbers]
     old, rollout = group.old_log_probs(batches)
     assert [found.log_probs[0, 0].item() for found in old] == [0, 1, 2, 3]
     assert [found[0, 0].item() for found in rollout] == [0, -1, -2, -3]
@@ -194,7 +194,7 @@ def test_an_error_of_any_rank_ends_the_old_log_probs(cluster: None, failing: str
     for actor, fails in zip(group.group.actors, ("the other", failing), strict=True):
         ray.get(actor.__ray_call__.remote(lambda partner, fails: setattr(partner, "failing", fails), fails))
     number = torch.zeros(2, 1)
-    asked = PendingBatch((), (), (5, 0), ray.put(number), None, None, ray.put(0.0), 0)
+    asked = PendingBatch((), (), (5, 0), ray.put(number), None, None, ray.put(0.0), ray.put(0.0), 0)
     group.warm_up(Canary(prompt_table((5, 3))))
     with pytest.raises(MemoryError, match=f"no room for {failing}"):
         group.old_log_probs([asked])

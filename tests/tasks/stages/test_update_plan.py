@@ -22,7 +22,7 @@ NAN = float("nan")
 def batch(number: int) -> PendingBatch:
     """Of two samples; its number stands for its trajectories."""
     keys = tuple(NoiseKey(0, 1, f"uid-{number}", index) for index in range(2))
-    return PendingBatch((), keys, (5, 0), number, None, None, None, 0)  # type: ignore[arg-type]
+    return PendingBatch((), keys, (5, 0), number, None, None, None, None, 0)  # type: ignore[arg-type]
 
 
 BATCHES = [batch(number) for number in range(8)]  # 16 samples, mini-batches of 8, two ranks: 2 batches a rank and step

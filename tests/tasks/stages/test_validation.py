@@ -28,6 +28,7 @@ def test_missing_rewards_are_counted_and_left_out_of_the_means() -> None:
         {
             "sample_index": [0, 1, 0],
             "prompt": ["a", "a", "b"],
+            "finite": [True, False, True],
             "reward": [0.5, np.nan, 1.0],
             "reward/ocr": [0.5, np.nan, 1.0],
             "reward/taste": [np.nan] * 3,
@@ -44,5 +45,6 @@ def test_missing_rewards_are_counted_and_left_out_of_the_means() -> None:
             "val/reward/missing": 1.0,
             "val/reward/ocr/missing": 1.0,
             "val/reward/taste/missing": 3.0,
+            "val/rollout/not_finite": 1.0,
         }
     )
