@@ -70,7 +70,7 @@ def sweep(config: Recipe, search: SweepConfig, overrides: TrainOverrides | NoCha
         check_continued(study, search, config)
         tracker = Tracker(config.tracking, f"sweep-{search.name}", study.user_attrs.get("mlflow_run_id"))
         study.set_user_attr("mlflow_run_id", tracker.run_id)
-        with tracker.concluded():
+        with tracker.concluded(ends_flow_run=True):
             tracker.log_start(search, {"doubleflow.sweep": search.name})
             remaining = prepare_trials(study, search)
             if remaining:
