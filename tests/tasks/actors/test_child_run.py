@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -17,6 +18,7 @@ pytestmark = pytest.mark.waits
 
 ROOT = Path(__file__).parents[3]
 PARENT = """
+import multiprocessing
 import os
 import sys
 from pathlib import Path
@@ -51,11 +53,29 @@ if __name__ == "__main__":
     print("ended", ended.exit_code(), Path("ended.log").read_text().strip())
     runs._be_command(["--config", "a file.json"])
     print(command_line().partition(" ")[2])
+    runs.COMMANDS, os.environ["OF_BEFORE"] = "said", "there"
+    what = ((), Path("said.log"), {"PREFECT_API_URL": "http://127.0.0.1:9/api"})
+    fork = multiprocessing.get_context("fork").Process(target=runs._train, args=what)
+    fork.start()
+    fork.join()
+    print(Path("said.log").read_text())
 """
+SAID = """
+import atexit
+import os
+
+from prefect.settings import get_current_settings
+
+def main(name):
+    atexit.register(print, "at its end", flush=True)
+    print(name, get_current_settings().api.url, os.environ.get("OF_BEFORE"), end=", ")
+"""
+"""In place of the command, to see what it would see."""
 FOLLOWS = """
 import json
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -100,7 +120,8 @@ if __name__ == "__main__":
         print(deaf.exit_code(), flush=True)
         with runs.child_run(Path("config.json"), folder, log, client, "parent", {}) as left:
             pipe = open("config.json", "w")
-            print(left.process.pid, flush=True)
+            holds = subprocess.Popen(["sleep", "7200"], pass_fds=[pipe.fileno()])  # else it ends as the pipe does
+            print(left.process.pid, holds.pid, flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
 """
 PLACE = """
@@ -139,6 +160,7 @@ def test_a_run_is_its_own_command_and_its_fork_server_ends(tmp_path: Path) -> No
     The parent ignores Ctrl-C, as what a script starts in the background does: a run ends all the same when it is to.
     """
     (tmp_path / "parent.py").write_text(PARENT)
+    (tmp_path / "said.py").write_text(SAID)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "RAY_ADDRESS": "nobody-asks:1"}
     done = subprocess.run(
         [sys.executable, "-m", "parent"],
@@ -149,12 +171,13 @@ def test_a_run_is_its_own_command_and_its_fork_server_ends(tmp_path: Path) -> No
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
     )
     assert done.stderr == ""
-    first, servers, left, child, ended, command = done.stdout.splitlines()
+    first, servers, left, child, ended, command, said = done.stdout.strip().splitlines()
     assert (first, servers, left) == ("runs as __main__", "fork servers 1", "left 0")
     assert child.startswith("child 2 error: ")
     assert "none.json" in child
     assert ended == "ended 143 stopped by SIGTERM"
     assert command == "-m flows.train --config 'a file.json'"
+    assert said == "train http://127.0.0.1:9/api None, at its end"
 
 
 def parent(folder: Path, code: str, *arguments: str, **variables: str) -> "subprocess.CompletedProcess[str]":
@@ -179,7 +202,13 @@ def test_a_run_is_followed_to_its_last_value_and_ends_with_who_follows(tmp_path:
     assert (apart, first, last, tag) == ("True", "1 0.25", "2 0.5", "parent")
     assert error == "the run ended with 143, see child.log: of its first start; stopped by SIGTERM"
     assert deaf == str(-signal.SIGKILL)
-    wait_until(lambda: not psutil.pid_exists(int(left)), "the end of the last", every=0.1)
+    pids = [int(pid) for pid in left.split()]
+    try:
+        wait_until(lambda: not any(map(psutil.pid_exists, pids)), "the end of the last", every=0.1)
+    finally:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.ray
