@@ -132,7 +132,8 @@ def test_a_run_starts_its_judge_lets_it_sleep_and_ends_it(cluster: None, tmp_pat
         assert socket.laddr.ip == "127.0.0.1"
         assert httpx.get(f"http://127.0.0.1:{socket.laddr.port}/v1/models").status_code == 401
         assert ray.get(model.actor.connection.remote()).key not in " ".join(server.cmdline())
-        # Killed, and its engine left over: the next scores come from another one, and the engine is gone.
+        # Killed as it sleeps, and its engine left over: the next scores come from another one, and the engine is gone.
+        model.rest()
         server.kill()
         wait_until_dead(server)
         assert group.table(shards, group.submit(shards, training=True)).rewards.tolist() == expected[0]
@@ -247,8 +248,11 @@ def test_a_server_that_does_not_start_or_sleep_says_why(cluster: None, tmp_path:
     settings = config(
         tmp_path, command=[sys.executable, "-c", "import time; time.sleep(7200)", "{port}"], start_timeout_s=1
     )
-    with served_reward_model(settings) as model, pytest.raises(RewardModelError, match=r"within .*start_timeout_s 1"):
-        model.wait()
+    with served_reward_model(settings) as model:
+        with pytest.raises(RewardModelError, match=r"within .*start_timeout_s 1"):
+            model.wait()
+        ended = ray.get(model.actor.__ray_call__.remote(lambda server: server._process.wait(PATIENCE)))
+        assert ended == -signal.SIGTERM, "it keeps no GPU"
 
 
 def test_a_judge_that_starts_no_more_ends_the_run_after_one_try(

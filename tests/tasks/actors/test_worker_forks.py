@@ -241,6 +241,7 @@ def test_who_asks_and_goes_has_no_worker_and_others_have_theirs(folder: Path, ca
         assert ask(asked[:-1]) == b""
         assert ask(asked) == b"?"
         wait_until(lambda: caplog.messages or report.exists(), "word of it")
+        wait_until(lambda: not newest_that_forks().children(), "its end")
     assert not report.exists()
     (told,) = caplog.messages
     assert "it was not ready in time" in told
