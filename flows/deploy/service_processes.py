@@ -19,6 +19,7 @@ from tasks.system.processes import boot_id, identity, runs, wait_or_kill
 
 START_SECONDS, END_SECONDS = 120, 30
 LARGEST_LOG = 10_000_000
+PORT_NUMBERS = 65536
 LOG_WRITERS: dict[str, subprocess.Popen] = {}
 
 
@@ -29,7 +30,7 @@ def require_free_port(name: str, port: int) -> None:
     except OSError as error:
         raise ServiceError(
             f"port {port} for {name} is taken: choose another with --{name}-port, "
-            f"`make up {name.upper()}_PORT={port + 1}`"
+            f"`make up {name.upper()}_PORT={free_port((port + 1) % PORT_NUMBERS)}`"  # 0, of the last one: any
         ) from error
 
 

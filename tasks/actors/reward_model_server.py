@@ -173,10 +173,23 @@ class RewardModelServer:
         return f"http://{HOST}:{self._port}/v1"
 
     def sleep(self) -> None:
-        """Off its GPU, until somebody asks for its address. Raises RewardModelError where it cannot."""
+        """Off its GPU, as one that dies meanwhile is, until somebody asks for its address.
+
+        Raises:
+            RewardModelError: it cannot.
+        """
         with self._lock:
-            if self._process is not None and self._process.poll() is None and not self._asleep:
+            if self._process is None or self._process.poll() is not None or self._asleep:
+                return
+            try:
                 self._send("/sleep?level=1&mode=wait")
+            except GivenUp:
+                raise
+            except RewardModelError:
+                self._await_verdict(self._process)
+                if self._process.poll() is None:
+                    raise
+            else:
                 self._asleep = True
 
     def is_sleeping(self) -> bool:

@@ -15,6 +15,7 @@ from typing import Any, cast
 import numpy as np
 import pandas as pd
 from PIL import Image
+from prefect.context import FlowRunContext
 from prefect.exceptions import TerminationSignal
 
 from models.config.section import Section
@@ -29,6 +30,7 @@ from tasks.records.second_trackers import SecondTrackers
 from tasks.records.tracking_address import TrackingAway, is_server
 from tasks.system.credentials import refuse_password_in_url
 from tasks.system.late_mlflow import MlflowClient, artifact_repository_registry, mlflow, mlflow_tags
+from tasks.system.signals import unheeded_while
 
 STEP_MARK = "trainer/global_step"
 """Logged last of a step's records, so its history says which steps are complete."""
@@ -236,12 +238,20 @@ class Tracker:
         return {metric.step: metric.value for metric in self.client.get_metric_history(self.run_id, name)}
 
     @contextmanager
-    def concluded(self) -> Iterator[None]:
+    def concluded(self, ends_flow_run: bool = False) -> Iterator[None]:
         """Afterwards the run is FINISHED, FAILED (an error) or KILLED (an interrupt or SIGTERM), never RUNNING: also
-        where that comes while MLflow is waited for, to be told that all went well."""
+        where that comes while MLflow is waited for, to be told that all went well.
+
+        Args:
+            ends_flow_run: nothing of the flow run is left to do but its end. Once the run is FINISHED no signal is
+                heeded until Prefect has that, too: it would say of a run that is whole that it crashed.
+        """
         try:
             yield
             self.client.set_terminated(self.run_id, "FINISHED")
+            if ends_flow_run:
+                own = FlowRunContext.get()
+                unheeded_while(lambda: FlowRunContext.get() is own)
         except BaseException as error:
             status = "KILLED" if isinstance(error, KeyboardInterrupt | TerminationSignal) else "FAILED"
             try:

@@ -104,7 +104,7 @@ def open_cluster_and_tracker(
                 warn_of_others(config, needed)
             tracker = _tracker(config, name, run_id)
             tell("Ray is there: the workers start and load their models")
-            with tracker.concluded(), heeded_once():
+            with tracker.concluded(ends_flow_run=True), heeded_once():
                 yield tracker
 
 

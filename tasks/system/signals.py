@@ -4,8 +4,9 @@
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 
 from models.errors import causes
@@ -94,3 +95,22 @@ def heeded_once() -> Iterator[None]:
             if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
         raise
+
+
+def unheeded_while(holds: Callable[[], bool]) -> None:
+    """From now on SIGTERM and Ctrl-C do nothing as long as that holds, and nobody says that they came: for where all is
+    done. Afterwards they reach the handlers of now, if no others are there; what is ignored stays so.
+
+    Only Python's main thread hears signals, and only there does this do anything.
+    """
+    if threading.current_thread() is threading.main_thread():
+        signal.set_wakeup_fd(-1)
+        for kind in (signal.SIGTERM, signal.SIGINT):
+            before = signal.getsignal(kind)
+            if callable(before):
+                signal.signal(kind, partial(_unless, holds, before))
+
+
+def _unless(holds: Callable[[], bool], handler: Callable[..., object], number: int, frame: FrameType | None) -> None:
+    if not holds():
+        handler(number, frame)

@@ -14,12 +14,13 @@ import pytest
 from optuna.trial import TrialState
 
 import flows.sweep
-from flows.sweep import TrainedRun, Trials, check_continued, numbers, open_study, prepare_trials, run_trials
+from flows.sweep import TrainedRun, Trials, run_trials
 from tasks.actors.child_run import ChildDied
 from tasks.config.errors import ConfigError
 from tasks.config.recipes import parse_settings
 from tasks.config.sweep import Dimension, SweepConfig, check_fields, with_search
 from tasks.config.tree import TrainConfig
+from tasks.records.study import check_continued, numbers, open_study, prepare_trials
 from tests.support.patience import PATIENCE
 
 GRID = {

@@ -34,6 +34,15 @@ with in_a_sentence():
     changes = parse_changes(sys.argv[1:])
     run_flow(validation_sweep, False, load_recipe("tiny"), None, changes, return_state=True).result()
 """
+LATE = """
+import os, signal, sys
+import ray
+from tasks.cli.commands import main
+
+ends, late, flow = ray.shutdown, getattr(signal, sys.argv.pop()), sys.argv.pop()
+ray.shutdown = lambda: (os.kill(os.getpid(), late), ends())  # all is done by then, and Prefect has not heard of it
+main(flow)
+"""
 
 
 def on(server: dict[str, str]) -> AbstractContextManager[Any]:
@@ -151,6 +160,19 @@ def test_the_end_of_its_terminal_ends_a_run_in_order(workspace: Workspace) -> No
     with closing(sqlite3.connect(workspace.folder / ".prefect/prefect.db")) as prefect:
         states = [state for (state,) in prefect.execute("SELECT state_type FROM flow_run")]
     assert states == ["CRASHED"]
+
+
+@pytest.mark.parametrize(("flow", "late"), [("train", "SIGTERM"), ("validate", "SIGINT")])
+def test_a_signal_after_the_end_of_all_work_changes_nothing(workspace: Workspace, flow: str, late: str) -> None:
+    """MLflow has it that the run is FINISHED: Prefect would say that it crashed, and the command to continue it."""
+    changes = ["--set", "trainer.total_training_steps=1", "--set", f"trainer.experiment_name=late-{flow}"]
+    output = workspace.run("-c", LATE, "tiny", *changes, flow, late)
+    assert "stopped by" not in output
+    (run,) = workspace.mlflow_runs()
+    assert run.info.status == "FINISHED"
+    flow_runs = post(f"{workspace.environment['PREFECT_API_URL']}/flow_runs/filter", {})
+    (state,) = [run["state_type"] for run in flow_runs if run["name"].startswith(f"late-{flow} ")]
+    assert state == "COMPLETED"
 
 
 def test_another_algorithm_tells_what_it_leaves_behind(workspace: Workspace) -> None:

@@ -10,9 +10,9 @@ import psutil
 import pytest
 from optuna.trial import TrialState
 
-from flows.sweep import open_study
 from tasks.actors.worker_forks import FORKS
 from tasks.config.sweep import SweepConfig
+from tasks.records.study import open_study
 from tasks.system.processes import wait_until_ended
 from tests.support.patience import PATIENCE, wait_until
 from tests.support.platform_helpers import RayHead, Workspace

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """A judge as a program of its own, with a secret, a sleep and a process below it, as vLLM's server has them.
 
-`python -m tests.support.served_judge PORT NAME JOURNAL [without-sleep] [never-wakes] [dies=LEVEL:TIMES] [starts=TIMES]`
-serves on 127.0.0.1 and writes a line to the journal for its start (its pid and that of its engine), each sleep and
-wake, each question asked while it sleeps, and each time that it dies, when it is asked about a picture of a brightness,
-so many times in all, or does not start, having started so many times. One that never wakes leaves that order
-unanswered.
+`python -m tests.support.served_judge PORT NAME JOURNAL [OPTION ...]` serves on 127.0.0.1 and writes a line to the
+journal for its start (its pid and that of its engine), each sleep and wake, and each question asked while it sleeps.
+Options: `without-sleep`; `never-wakes`, which leaves that order unanswered; `fails-to-wake`; `dies-of-sleep`, the first
+time; `dies=LEVEL:TIMES` when it is asked about a picture of a brightness, so many times in all; `starts=TIMES` and then
+no more. The last three are in the journal, too.
 """
 
 import json
 import os
+import socket
 import subprocess
 import sys
+import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -52,12 +54,18 @@ def main(port: str, name: str, journal: str, *options: str) -> None:
             nonlocal asleep
             body = self.rfile.read(int(self.headers["Content-Length"] or 0))
             order = self.path.partition("?")[0]
+            if order == "/sleep" and "dies-of-sleep" in options and "dies" not in Path(journal).read_text().split():
+                note("dies")
+                threading.Timer(1, os._exit, (3,)).start()  # as of one whose end takes a while
+                server.socket.close()
+                return self.connection.shutdown(socket.SHUT_RDWR)
             if order in ("/sleep", "/wake_up") and "without-sleep" not in options:
                 asleep = order == "/sleep"
                 note(self.path)
                 if order == "/wake_up" and "never-wakes" in options:
                     time.sleep(7200)
-                return self.send(200, {})
+                fails = order == "/wake_up" and "fails-to-wake" in options
+                return self.send(500 if fails else 200, {})
             if order != "/v1/chat/completions":
                 return self.send(404, {"error": {"message": f"no such path {self.path}"}})
             return self.is_known() and self.grade(json.loads(body))

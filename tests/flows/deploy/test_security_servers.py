@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -322,8 +323,24 @@ def test_in_place_of_a_taken_port_a_free_one_is_found_or_named() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         assert free_port(port) not in (0, port)
-        with pytest.raises(ServiceError, match=f"choose another with --mlflow-port, `make up MLFLOW_PORT={port + 1}`"):
-            require_free_port("mlflow", port)
+        assert _proposed_instead_of(port) != port
+
+
+def test_in_place_of_the_last_port_one_is_named_that_there_is() -> None:
+    with socket.socket() as taken:
+        with suppress(OSError):  # it is taken anyway
+            taken.bind(("127.0.0.1", 65535))
+            taken.listen()
+        assert 0 < _proposed_instead_of(65535) < 65535
+
+
+def _proposed_instead_of(port: int) -> int:
+    """What is said of a taken port names this one, which nobody has."""
+    with pytest.raises(ServiceError, match=r"with --mlflow-port, `make up MLFLOW_PORT=\d+`") as said:
+        require_free_port("mlflow", port)
+    named = int(str(said.value).rpartition("=")[2].rstrip("`"))
+    require_free_port("mlflow", named)
+    return named
 
 
 def test_what_is_up_at_other_ports_is_not_what_is_asked_for(here: Path, sleeper: subprocess.Popen) -> None:

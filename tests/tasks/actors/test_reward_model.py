@@ -22,7 +22,7 @@ from models.schedulers.noise_keys import NoiseKey
 from tasks.actors import reward_model_server
 from tasks.actors.cluster import ray_cluster
 from tasks.actors.reward_group import RewardGroup
-from tasks.actors.reward_model import check_reward_model, served_reward_model
+from tasks.actors.reward_model import RewardModel, check_reward_model, served_reward_model
 from tasks.actors.reward_model_server import GUARD, RewardModelError, RewardModelServer, server_command
 from tasks.actors.rollout_group import PendingBatch
 from tasks.config.errors import ConfigError
@@ -132,14 +132,37 @@ def test_a_run_starts_its_judge_lets_it_sleep_and_ends_it(cluster: None, tmp_pat
         assert socket.laddr.ip == "127.0.0.1"
         assert httpx.get(f"http://127.0.0.1:{socket.laddr.port}/v1/models").status_code == 401
         assert ray.get(model.actor.connection.remote()).key not in " ".join(server.cmdline())
-        # Killed, and its engine left over: the next scores come from another one, and the engine is gone.
+        # Killed as it sleeps, and its engine left over: the next scores come from another one, and the engine is gone.
+        model.rest()
         server.kill()
         wait_until_dead(server)
         assert group.table(shards, group.submit(shards, training=True)).rewards.tolist() == expected[0]
         assert_all_end([server, engine])
         last = processes(tmp_path)
         assert last[0].pid != server.pid
+        assert journal(tmp_path)[-2:] == [f"start {last[0].pid} {last[1].pid}", once[0]], "it starts awake"
+        # Of one that was ended nobody has another.
+        ray.get(model.actor.stop.remote())
+        with pytest.raises(RewardModelError, match="was ended with its run"):
+            model.wait()
     assert_all_end(last)
+    assert sum(line.startswith("start") for line in journal(tmp_path)) == 2
+
+
+def test_a_judge_that_dies_as_it_is_to_sleep_needs_none(cluster: None, tmp_path: Path) -> None:
+    """It is gone a while before its process is: the next scores come from another one, which sleeps."""
+    settings = config(tmp_path, "dies-of-sleep", sleep=True)
+    with served_reward_model(settings) as model:
+        group, shards = RewardGroup(settings, model), batches()
+        model.wait()
+        server, _ = processes(tmp_path)
+        model.rest()
+        assert not runs(server)
+        model.rest()
+        assert group.table(shards, group.submit(shards, training=True)).rewards.tolist() == [0, 0.25, 0.5, 0.75]
+    first, dies, second, *_, last = journal(tmp_path)
+    assert [first.split()[0], dies, second.split()[0]] == ["start", "dies", "start"]
+    assert last == "/sleep?level=1&mode=wait"
 
 
 def test_a_killed_actor_takes_its_server_along_and_another_begins(cluster: None, tmp_path: Path) -> None:
@@ -197,7 +220,7 @@ def test_what_a_judge_had_not_scored_when_it_died_is_asked_again(
         assert sum(line.startswith("start") for line in journal(tmp_path)) == 4, "none more than was asked of"
         told = [record.message for record in caplog.records if "was started again" in record.message]
         assert len(told) == 3
-        assert all("code 3; the end of its log: out of memory" in line for line in told)
+        assert all("(code 3; the end of its log: out of memory)" in line for line in told), "its own log"
 
 
 def test_a_server_that_does_not_start_or_sleep_says_why(cluster: None, tmp_path: Path) -> None:
@@ -208,6 +231,15 @@ def test_a_server_that_does_not_start_or_sleep_says_why(cluster: None, tmp_path:
         pytest.raises(RewardModelError, match=r"code 1 .*no such device, key \*\*\*"),
     ):
         model.wait()
+    logs = Path(ray._private.worker._global_node.get_logs_dir_path())
+    (kept,) = [log for log in logs.glob("worker-*.err") if "--- what the server wrote ---" in log.read_text()]
+    assert "no such device, key ***" in kept.read_text()
+    settings = config(tmp_path, "fails-to-wake", sleep=True)
+    with served_reward_model(settings) as model:
+        model.wait()
+        model.rest()
+        with pytest.raises(RewardModelError, match="answers POST /wake_up with 500"):
+            model.wait()
     settings = config(tmp_path, "without-sleep", sleep=True)
     with served_reward_model(settings) as model:
         model.wait()
@@ -216,8 +248,11 @@ def test_a_server_that_does_not_start_or_sleep_says_why(cluster: None, tmp_path:
     settings = config(
         tmp_path, command=[sys.executable, "-c", "import time; time.sleep(7200)", "{port}"], start_timeout_s=1
     )
-    with served_reward_model(settings) as model, pytest.raises(RewardModelError, match=r"within .*start_timeout_s 1"):
-        model.wait()
+    with served_reward_model(settings) as model:
+        with pytest.raises(RewardModelError, match=r"within .*start_timeout_s 1"):
+            model.wait()
+        ended = ray.get(model.actor.__ray_call__.remote(lambda server: server._process.wait(PATIENCE)))
+        assert ended == -signal.SIGTERM, "it keeps no GPU"
 
 
 def test_a_judge_that_starts_no_more_ends_the_run_after_one_try(
@@ -352,6 +387,17 @@ def test_the_engines_commands(tmp_path: Path) -> None:
     other = vllm.model_copy(update={"engine": "transformers", "sleep": False, "arguments": []})
     program = [str(python), str(GUARD), f"{tmp_path}/bin/transformers"]
     assert server_command(other, 5) == [*program, "serve", f"m/j@{'a' * 40}", *place]
+
+
+def test_an_engine_finds_the_secret_the_guard_and_no_gpu(cluster: None, tmp_path: Path) -> None:
+    """vLLM itself would ask for the secret in a user's variable, and take a GPU that the run does not give."""
+    for engine, own in (("vllm", {"VLLM_SERVER_DEV_MODE": "1"}), ("transformers", {})):
+        model = RewardModel(RewardModelConfig(model_path=str(tmp_path), engine=engine, sleep=bool(own)))
+        found, key = ray.get(model.actor.__ray_call__.remote(lambda server: (server._environment(), server._key)))
+        model.stop()
+        own |= {"VLLM_API_KEY": key} if engine == "vllm" else {}
+        assert found.items() >= (own | {"REWARD_MODEL_KEY": key, "CUDA_VISIBLE_DEVICES": ""}).items()
+        assert str(GUARD.parent) in found["PYTHONPATH"].split(os.pathsep)
 
 
 def test_an_engine_that_answers_whoever_asks_is_not_used(cluster: None, tmp_path: Path) -> None:

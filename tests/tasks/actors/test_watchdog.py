@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tasks.actors.watchdog import MARK, watchdog
+from tasks.actors.watchdog import MARK, end_family, watchdog
 from tasks.system.processes import ProcessIdentity, runs, wait_until_ended
 from tests.support.forked import Program
 from tests.support.patience import PATIENCE, wait_until
@@ -111,6 +111,28 @@ with watchdog():
 """A driver of an actor, or an actor of a server; it tells what that tells, which is its engine's pid at last."""
 
 
+BEGETTER = """
+import signal, subprocess, sys, time
+from pathlib import Path
+
+def beget(number, frame):
+    late = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(7200)"], start_new_session=True)
+    Path(sys.argv[1]).write_text(f"{late.pid}\\n")
+    sys.exit()
+
+signal.signal(signal.SIGTERM, beget)
+print(flush=True)
+time.sleep(7200)
+"""
+HOLDER = """
+import time
+from multiprocessing.shared_memory import SharedMemory
+held = SharedMemory(create=True, size=1)
+print(held.name, flush=True)
+time.sleep(7200)
+"""
+
+
 ENDING_DRIVER = """
 import subprocess, sys
 import psutil, ray
@@ -175,7 +197,7 @@ def output_of(program):
 def start(*code, path=ROOT):
     command, env = [sys.executable, "-c", *code], os.environ | {"PYTHONPATH": str(path)}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    return subprocess.Popen(command, cwd=ROOT, env=env, text=True, **pipes)
+    return subprocess.Popen(command, cwd=ROOT, env=env, text=True, start_new_session=True, **pipes)
 
 
 def watchdogs_of(pid):
@@ -204,8 +226,9 @@ def driver(request, tmp_path):
 
 @pytest.mark.parametrize("driver", ["clock goes on", "clock is set"], indirect=True)
 def test_all_that_a_killed_driver_started_ends(driver):
+    """Its whole process group is killed, as batch systems do it."""
     process, started = driver
-    process.send_signal(signal.SIGKILL)
+    os.killpg(process.pid, signal.SIGKILL)
     left = wait_until_ended(started, PATIENCE)
     assert not left
 
@@ -271,6 +294,33 @@ def test_an_engine_ends_with_the_driver_whose_server_had_ended():
     assert_ends(engine)
 
 
+def test_what_is_started_by_one_that_is_being_ended_ends_too(tmp_path):
+    driver = start(STARTER, BEGETTER, str(tmp_path / "late"))
+    driver.stdout.readline()
+    driver.kill()
+    driver.wait()
+    late = wait_until(lambda: (tmp_path / "late").is_file() and (tmp_path / "late").read_text().strip(), "its start")
+    try:
+        wait_until(lambda: not psutil.pid_exists(int(late)), "its end", every=0.1)
+    finally:
+        if psutil.pid_exists(int(late)):
+            os.kill(int(late), signal.SIGKILL)
+
+
+def test_shared_memory_of_a_family_that_is_killed_goes_with_it():
+    """Its tracker outlives it for that moment."""
+    with start(HOLDER) as holder:
+        memory = Path("/dev/shm") / holder.stdout.readline().strip()
+        assert memory.is_file()
+        family = [psutil.Process(holder.pid), *psutil.Process(holder.pid).children()]
+        assert len(family) == 2
+        end_family(family, PATIENCE)
+    try:
+        assert not memory.exists()
+    finally:
+        memory.unlink(missing_ok=True)
+
+
 def test_what_a_driver_leaves_behind_in_peace_lives_on(driver):
     process, started = driver
     process.communicate("done\n", timeout=PATIENCE)
@@ -322,5 +372,10 @@ def test_sigterm_once_ray_has_left_is_heeded_as_before_it(tmp_path):
 
 @pytest.mark.ray
 def test_what_an_actor_has_started_ends_with_the_cluster(tmp_path):
-    """A process that no daemon of Ray's knows of, as an engine's, would live on and keep its GPU."""
-    assert output_of(start_fork(ENDING_DRIVER, tmp_path)) == "False"
+    """A process that no daemon of Ray's knows of, as an engine's, would live on and keep its GPU.
+
+    And of the process that workers are forks of nobody says that it has ended.
+    """
+    program = start_fork(ENDING_DRIVER, tmp_path)
+    assert output_of(program) == "False"
+    assert "has ended" not in program.output()

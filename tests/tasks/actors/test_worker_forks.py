@@ -3,8 +3,12 @@
 
 import json
 import os
+import resource
+import runpy
 import shlex
 import signal
+import site
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -88,6 +92,8 @@ def limited() -> None:
     """As Ray starts a worker: as something else than the process that it is forked from."""
     os.nice(5)
     os.umask(MASK)
+    os.sched_setaffinity(0, [max(os.sched_getaffinity(0))])
+    resource.setrlimit(resource.RLIMIT_NOFILE, (500, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     Path("/proc/self/oom_score_adj").write_text("700")
 
 
@@ -128,10 +134,13 @@ def test_a_fork_is_the_process_that_python_would_be(folder: Path) -> None:
     with worker_forks(folder, ["numpy", "marker"]) as place:
         asks = (sys.executable, "-P", START, str(place))
         forked, printed = started(folder, *asks, **variables)
+        forks = newest_that_forks()
+        held = forks.num_fds()
         path = {"PYTHONPATH": variables["PYTHONPATH"]}
         rest = {name: value for name, value in variables.items() if name not in path}
         with_environment = ray_says(**forked_environment(place), env_vars=rest, command_prefix=[])
         another, _ = started(folder, sys.executable, SETUP, after=with_environment, **path)
+        wait_until(lambda: forks.num_fds() == held, "the end of what it holds of a worker")
     plain, printed_by_python = started(folder, sys.executable, **variables)
     imports = forked["own"]["imports"]
     assert imports not in (None, forked["state"]["pid"])
@@ -201,6 +210,41 @@ def test_what_a_fork_would_have_otherwise_is_told_once_and_python_starts(
             assert asked["state"]["umask"] == MASK, "else what it writes could be written by every user"
     (told,) = caplog.messages
     assert why in told
+
+
+def test_another_interpreter_has_no_forks_of_this_one(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    other = folder / "python"
+    other.symlink_to(Path(sys.executable).resolve())
+    path = os.pathsep.join([str(folder), *site.getsitepackages()])
+    with worker_forks(folder, ["marker"]) as place:
+        asked, _ = started(folder, str(other), "-P", START, str(place), PYTHONPATH=path)
+    assert asked["own"]["imports"] is None
+    (told,) = caplog.messages
+    assert f"its interpreter is {other}" in told
+
+
+def test_who_asks_and_goes_has_no_worker_and_others_have_theirs(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It has gone over to be the worker itself, which would be there twice."""
+    report = folder / "report.json"
+    arguments = [str(folder / "worker.py"), str(report)]
+    asked = json.dumps(runpy.run_path(START)["of_this_process"]() | {"arguments": arguments}).encode()
+
+    def ask(said: bytes) -> bytes:
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(str(place))
+            socket.send_fds(connection, [len(asked).to_bytes(4)], [0, 1, 2])
+            connection.sendall(said)
+            connection.shutdown(socket.SHUT_WR)
+            return connection.recv(1)
+
+    with worker_forks(folder, ["marker"]) as place:
+        assert ask(asked[:-1]) == b""
+        assert ask(asked) == b"?"
+        wait_until(lambda: caplog.messages or report.exists(), "word of it")
+        wait_until(lambda: not newest_that_forks().children(), "its end")
+    assert not report.exists()
+    (told,) = caplog.messages
+    assert "it was not ready in time" in told
 
 
 def test_without_the_process_that_forks_python_starts(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import pytest
 from mlflow import MlflowClient
+from prefect.context import FlowRunContext
 from prefect.exceptions import TerminationSignal
 from sqlalchemy import Engine, event
 
@@ -152,6 +153,28 @@ def test_a_run_is_killed_by_a_signal_and_failed_by_an_error(tmp_path: Path, monk
     with pytest.raises(type(error)), run.concluded():
         raise error
     assert run.client.get_run(run.run_id).info.status == status
+
+
+def test_a_signal_after_the_last_record_of_a_flow_run_waits_for_nothing_but_its_end(tmp_path, monkeypatch) -> None:
+    """A run within a flow run, as a sweep of validations has them, leaves it as it was; and a flow run its process."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    within, last = tracker(tmp_path), tracker(tmp_path)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler), signal.getsignal(signal.SIGINT)
+    try:
+        with FlowRunContext.model_construct():
+            with within.concluded():
+                pass
+            with pytest.raises(KeyboardInterrupt), last.concluded(ends_flow_run=True):
+                signal.raise_signal(signal.SIGTERM)
+            assert last.client.get_run(last.run_id).info.status == "KILLED"
+            with last.concluded(ends_flow_run=True):
+                pass
+            signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+    finally:
+        for kind, handler in zip((signal.SIGTERM, signal.SIGINT), before, strict=True):
+            signal.signal(kind, handler)
 
 
 @pytest.fixture
