@@ -147,16 +147,6 @@ class HeldByTrainer:
     ranks: tuple[ActorHandle, ...]
     which: HeldWeights
 
-    def copied(self) -> list[HostBucket]:
-        """Them in host memory. Raises the error of whichever rank fails first: the others would wait for it."""
-        copies = [ask(CopiedWeights, rank.weights, self.which) for rank in self.ranks]
-        left = [reference(of_rank.amount) for of_rank in copies]
-        while left:
-            done, left = ray.wait(left)
-            ray.get(done)
-        found: list[HostBucket] = ray.get(reference(copies[0].tensors))
-        return found
-
 
 class SentWeights(NamedTuple):
     """Weights that a trainer rank sent directly.

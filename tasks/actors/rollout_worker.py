@@ -16,12 +16,21 @@ from models.rollout.engine import RolloutEngine, WeightLoad
 from models.rollout.vllm_omni.engine import VllmOmniRolloutEngine
 from models.samples.file import read_samples
 from models.samples.trajectories import FINITE, LATENTS, PICTURES, RolloutRequest
-from models.weights.buckets import from_host
+from models.weights.buckets import HostBucket, from_host
 from models.weights.canary import Agreement, check_velocity
 from models.weights.digests import DigestBook, check_digests, digests_of
 from models.weights.trainable import WeightSyncError
 from tasks.actors.memory import measures_gpu_memory
-from tasks.actors.messages import Loaded, PolicyWeights, Proof, RolloutReply
+from tasks.actors.messages import (
+    CopiedWeights,
+    HeldByTrainer,
+    Loaded,
+    PolicyWeights,
+    Proof,
+    RolloutReply,
+    ask,
+    reference,
+)
 from tasks.actors.ray_files import keep_engines_sockets
 from tasks.actors.weight_transport import Arrival, Courier, Parcel
 from tasks.config.rollout import DiffusionRolloutConfig
@@ -118,7 +127,7 @@ class RolloutWorker:
             return
         elif weights.tensors or weights.holder:
             load = self._begin_load()
-            given = ray.get(weights.tensors[0]) if weights.tensors else ray.get(weights.holder[0]).copied()
+            given = ray.get(weights.tensors[0]) if weights.tensors else copied_by(ray.get(weights.holder[0]))
             # An engine that puts tensors together may do so in host memory, and for processes on other GPUs.
             place = "cpu" if self.engine.held_weights() is None else self.device
             for bucket in given:
@@ -147,6 +156,17 @@ class RolloutWorker:
     def wake(self) -> None:
         """Be ready for new weights and samples."""
         self.engine.wake()
+
+
+def copied_by(holder: HeldByTrainer) -> list[HostBucket]:
+    """Its weights in host memory. Raises the error of whichever rank fails first: the others would wait for it."""
+    copies = [ask(CopiedWeights, rank.weights, holder.which) for rank in holder.ranks]
+    left = [reference(of_rank.amount) for of_rank in copies]
+    while left:
+        done, left = ray.wait(left)
+        ray.get(done)
+    found: list[HostBucket] = ray.get(reference(copies[0].tensors))
+    return found
 
 
 class _DigestedLoad:

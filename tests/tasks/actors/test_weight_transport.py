@@ -23,6 +23,7 @@ from models.weights.buckets import HostBucket, buckets, byte_count, export_handl
 from models.weights.canary import Canary, CanaryLimits
 from models.weights.trainable import TrainableLoad, WeightSyncError
 from tasks.actors.messages import CanaryAnswer, GatheredWeights, Proof, ask
+from tasks.actors.rollout_worker import copied_by
 from tasks.actors.weight_transport import Arrival, Courier, Parcel, Route
 from tasks.config.tree import TrainConfig
 from tasks.system.stopwatch import Stopwatch
@@ -235,7 +236,7 @@ def test_every_rank_sends_proves_and_copies_the_weights_that_are_asked_for(
     _, group = actors.sync(transport, "average", trains_meanwhile)
     assert group.weights is not None
     for holder in group.weights.holder:
-        ray.get(holder).copied()
+        copied_by(ray.get(holder))
         times += 1
     assert ranks.call_all("__ray_call__", asked_for) == [["average"] * times] * len(ranks)
 
