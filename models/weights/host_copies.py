@@ -49,7 +49,8 @@ class HostCopies:
             return
         held = list(self._held())
         if not with_trained:
-            held = [tensor for tensor in held if not self._leave_out(tensor)]
+            self._leave_out(tensor for tensor in held if id(tensor) in self._trained)
+            held = [tensor for tensor in held if id(tensor) not in self._trained]
         new = {id(tensor): tensor for tensor in held if id(tensor) not in self._kept}
         self._take_memory(new)
         for tensor in held:
@@ -73,13 +74,11 @@ class HostCopies:
             tensor.data = torch.empty_like(kept, device=device).copy_(kept)
         self._away = False
 
-    def _leave_out(self, tensor: Tensor) -> bool:
-        """If it is trained: its memory is free then, and its shape what it was."""
-        if id(tensor) not in self._trained:
-            return False
-        self._left_out[id(tensor)] = tensor.stride()
-        tensor.data = torch.full((), torch.nan, dtype=tensor.dtype).expand(tensor.shape)
-        return True
+    def _leave_out(self, tensors: Iterable[Tensor]) -> None:
+        """Their memory is free then, and their shapes are what they were."""
+        for tensor in tensors:
+            self._left_out[id(tensor)] = tensor.stride()
+            tensor.data = torch.full((), torch.nan, dtype=tensor.dtype).expand(tensor.shape)
 
     def _take_memory(self, tensors: Mapping[int, Tensor]) -> None:
         """A first copy of each, one behind the other in one piece of memory, which is locked as a whole."""

@@ -161,10 +161,7 @@ class RolloutWorker:
 def copied_by(holder: HeldByTrainer) -> list[HostBucket]:
     """Its weights in host memory. Raises the error of whichever rank fails first: the others would wait for it."""
     copies = [ask(CopiedWeights, rank.weights, holder.which) for rank in holder.ranks]
-    left = [reference(of_rank.amount) for of_rank in copies]
-    while left:
-        done, left = ray.wait(left)
-        ray.get(done)
+    ray.get([reference(of_rank.amount) for of_rank in copies])  # it does not wait for the others either
     found: list[HostBucket] = ray.get(reference(copies[0].tensors))
     return found
 
