@@ -314,6 +314,8 @@ def test_shared_memory_of_a_family_that_is_killed_goes_with_it():
         assert memory.is_file()
         family = [psutil.Process(holder.pid), *psutil.Process(holder.pid).children()]
         assert len(family) == 2
+        # The holder does not wait for it, and until it is another program it cannot be told from the holder's own.
+        wait_until(lambda: any("resource_tracker" in word for word in family[1].cmdline()), "the tracker", every=0.01)
         end_family(family, PATIENCE)
     try:
         assert not memory.exists()
