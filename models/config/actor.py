@@ -130,7 +130,9 @@ class FSDPConfig(Section):
         False, description="Recompute activations in the backward pass: less memory, about a third more work."
     )
     reshard_after_forward: bool = Field(
-        True, description="Free unsharded weights between forward and backward: less memory, one more gather."
+        True,
+        description="Free unsharded weights between forward and backward: less memory, one more gather. false, with "
+        "LoRA over frozen weights that are whole on every rank, has one exchange for all of LoRA and not one a block.",
     )
     shard_frozen: bool = Field(
         True,
@@ -158,6 +160,22 @@ class FSDPConfig(Section):
         le=MOST_PROCESSES,
         description="Ranks that share the tokens of a sample, for sequences too long for one GPU (video).",
     )
+
+    def keeps_frozen_whole(self, world_size: int, dtype: str) -> bool:
+        """With LoRA, are the frozen weights of a model in `dtype` whole on each of so many ranks?
+
+        A lone rank has nobody to share with, and in every pass FSDP copies what it has sharded.
+        """
+        alone = world_size == 1 and not self.param_offload and self.param_dtype in (None, dtype)
+        return alone or not self.shard_frozen
+
+    def shares_in_one_group(self, world_size: int, dtype: str) -> bool:
+        """With LoRA, are its weights gathered, and its gradients divided, all at once?
+
+        By block each has an exchange, and calls around it that a small model waits for: worth it only where a gathered
+        block goes as the next one comes.
+        """
+        return self.keeps_frozen_whole(world_size, dtype) and not self.reshard_after_forward
 
 
 class DiffusionLossConfig(Section):

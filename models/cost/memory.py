@@ -90,14 +90,13 @@ def update_need(
     """
     settings, dtype = actor_config.fsdp_config, model_config.model.dtype
     computed, reshards = settings.param_dtype or dtype, settings.reshard_after_forward
-    whole = model_config.trains_lora and not settings.shard_frozen  # what is frozen, on the device of every rank
+    lora = model_config.trains_lora
+    whole = lora and settings.keeps_frozen_whole(world_size, dtype)  # what is frozen, on the device of every rank
     on_host = settings.param_offload  # FSDP2 then keeps shards, their gradients and what is made of them there
     trained = 0.0 if on_host else cost.trained * MASTER_BYTES / world_size
     share = 1.0 if whole else 0.0 if on_host else 1 / world_size
-    # FSDP2 computes with copies of what it has sharded. Of LoRA's base a lone rank shards nothing where it neither
-    # offloads nor casts; that LoRA's own weights are cast does not count.
-    copied = not whole and (world_size > 1 or on_host or not cost.frozen or computed != dtype)
-    copy = _bytes(computed) if copied else 0
+    # FSDP2 computes with copies of what it has sharded; that LoRA's own weights are cast does not count.
+    copy = 0 if whole else _bytes(computed)
     resident = {
         "weights": _frozen_bytes(cost, dtype, share) + trained,
         "AdamW": 0.0 if settings.optimizer_offload else ADAMW_MOMENTS * trained,
@@ -110,7 +109,9 @@ def update_need(
     activations = cost.training_bytes * part
     # Between reductions FSDP2 adds up whole gradients, whatever the number of ranks.
     gradients = float(cost.trained * _bytes(settings.reduce_dtype))
-    if single_pass:
+    if lora and settings.shares_in_one_group(world_size, dtype):  # divided once the activations are gone, by a copy
+        gradients += max(0.0, gradients + trained - activations)
+    elif single_pass:
         gradients = _reduced_by_block(cost, settings.reduce_dtype, shards=trained, activations=activations)
     elif settings.shard_gradients:  # the shards of earlier passes stay beside all activations
         gradients = trained + _reduced_by_block(cost, settings.reduce_dtype, shards=0.0, activations=activations)

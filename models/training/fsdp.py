@@ -389,17 +389,17 @@ class DiffusersFSDPEngine(PolicyForward):
         )
         # Weights that diffusers keeps in fp32 in a bf16 model stay so, whole on every rank: they are few, and rounded
         # here they would make another model than the rollout's. FSDP computes with one format a block.
-        # A lone rank has nobody to share with, and in every pass FSDP copies what it has sharded.
-        alone = dist.get_world_size() == 1 and not settings.param_offload and own == policy_format
-        whole = self.model_config.trains_lora and (alone or not settings.shard_frozen)
+        ranks, lora = dist.get_world_size(), self.model_config.trains_lora
+        whole = lora and settings.keeps_frozen_whole(ranks, own)
         frozen = (p for p in module.parameters() if not p.requires_grad)  # a list would keep all of them, whole
         kept = {p for p in frozen if whole or p.dtype != getattr(torch, own)} | scales_in(module)
         if own == policy_format == "bfloat16":
             in_fp32 = kept_in_fp32(module)
             kept |= {p for name, p in trainable(module).items() if name in in_fp32}
         offload = CPUOffloadPolicy(pin_memory=self.device == "cuda") if settings.param_offload else OffloadPolicy()
-        mesh = init_device_mesh(self.device, (dist.get_world_size(),))
-        for part in (*self.adapter.transformer_blocks(module), module):
+        mesh = init_device_mesh(self.device, (ranks,))
+        blocks = () if lora and settings.shares_in_one_group(ranks, own) else self.adapter.transformer_blocks(module)
+        for part in (*blocks, module):
             widen_trained(part)
             fully_shard(
                 part,

@@ -19,6 +19,7 @@ from diffusers import QwenImageTransformer2DModel
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from models.config.actor import EmaConfig
@@ -586,6 +587,23 @@ def test_a_lone_rank_shards_no_frozen_weight_that_it_need_not(
     frozen = [parameter for parameter in engine.module.parameters() if not parameter.requires_grad]
     assert {isinstance(parameter, DTensor) for parameter in frozen} == {sharded}
     assert all(isinstance(parameter, DTensor) for parameter in engine.module.parameters() if parameter.requires_grad)
+
+
+def test_lora_over_whole_weights_is_shared_in_one_group(tiny_model: Path, tmp_path: Path) -> None:
+    """Not block by block, where nothing is let go between the blocks; a checkpoint of either goes on as the other."""
+    config = config_of("lora", tiny_model)
+    trajectories = rolled_out(config)
+    blocks, at_once = trainer(config), trainer(config, reshard_after_forward=False)
+    shared = [[part for part in each.module.modules() if isinstance(part, FSDPModule)] for each in (blocks, at_once)]
+    assert len(shared[0]) > 2
+    assert shared[1] == [at_once.module]
+    blocks.update_policy([batch_of(trajectories)])
+    blocks.save_checkpoint(tmp_path / "checkpoint")
+    at_once.load_checkpoint(tmp_path / "checkpoint")
+    for _ in range(2):
+        first, second = (each.update_policy([batch_of(trajectories)]) for each in (blocks, at_once))
+        assert first == second
+    assert largest_difference(all_parameters(blocks), all_parameters(at_once)) == 0.0
 
 
 def test_no_frozen_weight_stays_whole_while_the_others_are_divided(

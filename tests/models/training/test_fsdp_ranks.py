@@ -44,12 +44,17 @@ KINDS: dict[str, dict[str, Any]] = {
     "lora": {"lora_rank": 4, "lora_alpha": 8},
     "corrected": {},
     "divided": {},
+    "in_one_group": {"lora_rank": 4, "lora_alpha": 8},
 }
 TWO_BLOCKS = "full"
 """The kind whose model has two blocks; those of the others have one, which is quicker."""
 RESUMED = ("full", "lora")
 """Kinds whose checkpoints are read, and which are trained on meanwhile; the others would save what "full" does."""
-SETTINGS: dict[str, dict[str, Any]] = {"corrected": {"loss_mode": "grpo_guard"}, "divided": {"shard_gradients": True}}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "corrected": {"loss_mode": "grpo_guard"},
+    "divided": {"shard_gradients": True},
+    "in_one_group": {"shard_frozen": False, "reshard_after_forward": False},
+}
 
 
 @dataclass

@@ -56,7 +56,7 @@ def config_with(policy: dict[str, Any] = BOTH, gib: float | None = None, **secti
 @pytest.fixture
 def found(tiny_model: Path) -> Callable[..., Settled]:
     def settled(config: TrainConfig, measure: Any = cost, **given: Any) -> Settled:
-        return settle(config, model_config(tiny_model), measure, **given)
+        return settle(config, model_config(tiny_model, lora_rank=4), measure, **given)
 
     return settled
 
