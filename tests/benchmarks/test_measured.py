@@ -98,6 +98,10 @@ FLOWS = {
         "1 GPU of two H200s": (3, 4),
         "2 GPUs of two H200s": (3, 4),
         "4 GPUs of other four H200s": (3, 4),
+        "1 GPU of one host": (3, 4, 5),
+        "2 GPUs of one host": (3, 4, 5),
+        "4 GPUs of one host": (3, 4, 5),
+        "4 GPUs, all weights, once more": (3, 4, 5, 6, 7),
     },
     "sd35_four_h200": {"together, four GPUs": (3, 4), "two sample ahead, two train": (3, 4)},
 }
