@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -37,7 +37,7 @@ from models.config.pipeline import DiffusionPipelineConfig
 from models.families.base import DiffusionModelConfig
 from models.families.latents import component_config
 from models.rollout.diffusers import DiffusersRolloutEngine
-from models.samples.trajectories import PromptTable, RolloutRequest
+from models.samples.trajectories import PromptTable, RolloutRequest, Trajectories
 from models.schedulers.noise_keys import NoiseKey
 from models.training.fsdp import DiffusersFSDPEngine
 from models.training.micro_batches import ActorBatch
@@ -67,7 +67,7 @@ def model_settings(folder: Path, compiled: bool, noise_level: float = 0.0) -> Di
     )
 
 
-def actor_settings(levels_per_pass: int, loss: str) -> DiffusionActorConfig:
+def actor_settings(levels_per_pass: int, loss: str, checkpointing: bool) -> DiffusionActorConfig:
     """As the recipes have them; a checkout that knows no levels, or steps, in one pass takes them one by one."""
     known = "levels_per_pass" in DiffusionActorConfig.model_fields
     given: dict[str, Any] = {"levels_per_pass": levels_per_pass} if known else {}
@@ -75,7 +75,9 @@ def actor_settings(levels_per_pass: int, loss: str) -> DiffusionActorConfig:
         ppo_micro_batch_size_per_gpu=BATCH,
         diffusion_loss=DiffusionLossConfig(loss_mode=loss),
         optim=OptimConfig(lr=1e-3, betas=(0.9, 0.99), weight_decay=0.0),
-        fsdp_config=FSDPConfig(param_dtype="bfloat16", reshard_after_forward=False),
+        fsdp_config=FSDPConfig(
+            param_dtype="bfloat16", reshard_after_forward=False, gradient_checkpointing=checkpointing
+        ),
         **given,
     )
 
@@ -101,6 +103,7 @@ def parts(folder: Path, compiled: bool) -> dict[str, Callable[[], Any]]:
     rollout, request = DiffusersRolloutEngine(config), request_of(config, 0)
     engines, batches = learning(config, "diffusion_nft", ForwardProcessConfig(num_train_timesteps=LEVELS))
     replays, sampled = learning(model_settings(folder, compiled, noise_level=0.7), "flow_grpo", window=range(LEVELS))
+    anew, _ = learning(model_settings(folder, compiled, noise_level=0.7), "flow_grpo", window=range(LEVELS), anew=True)
     trainer = engines[1]
     weights = trainer.gather_weights()
     return {
@@ -109,6 +112,9 @@ def parts(folder: Path, compiled: bool) -> dict[str, Callable[[], Any]]:
         "update, levels_per_pass: 4": lambda: engines[LEVELS].update_policy(batches),
         "update by sampled steps": lambda: replays[1].update_policy(sampled),
         "update by sampled steps, levels_per_pass: 4": lambda: replays[LEVELS].update_policy(sampled),
+        "update by sampled steps, gradient_checkpointing": lambda: anew[1].update_policy(sampled),
+        "old log-probs": lambda: rescored(replays[1], sampled),
+        "old log-probs, gradient_checkpointing": lambda: rescored(anew[1], sampled),
         "weights gathered": trainer.gather_weights,
         "digests of what is sent": lambda: digests_of(weights, torch.bfloat16),
         "digests of what is held": lambda: digests_of(rollout.held_weights()),
@@ -116,15 +122,28 @@ def parts(folder: Path, compiled: bool) -> dict[str, Callable[[], Any]]:
     }
 
 
+def rescored(trainer: DiffusersFSDPEngine, batches: Iterable[ActorBatch]) -> None:
+    """The trainer's own log-probs of all samples."""
+    for batch in batches:
+        for samples, _ in batch.parts:
+            trainer.rescored(cast(Trajectories, samples))
+
+
 def learning(
-    config: DiffusionModelConfig, loss: str, levels: ForwardProcessConfig | None = None, window: Iterable[int] = ()
+    config: DiffusionModelConfig,
+    loss: str,
+    levels: ForwardProcessConfig | None = None,
+    window: Iterable[int] = (),
+    anew: bool = False,
 ) -> tuple[dict[int, DiffusersFSDPEngine], list[ActorBatch]]:
-    """Levels, or steps, in one pass -> a trainer by the loss; and an iteration's batches, with these steps recorded."""
+    """Levels, or steps, in one pass -> a trainer by the loss; and an iteration's batches, with these steps recorded.
+    With `anew` blocks are computed again in the backward pass."""
     rollout, advantages = DiffusersRolloutEngine(config), torch.linspace(-1, 1, BATCH)
     requests = [request_of(config, number, tuple(window)) for number in range(BATCHES)]
     batches = [ActorBatch([(rollout.produce(one).recorded, advantages)], BATCH) for one in requests]  # type: ignore[list-item]
     engines = {
-        together: DiffusersFSDPEngine(config, actor_settings(together, loss), "cpu", levels) for together in (1, LEVELS)
+        together: DiffusersFSDPEngine(config, actor_settings(together, loss, anew), "cpu", levels)
+        for together in (1, LEVELS)
     }
     for engine in engines.values():
         engine.initialize()

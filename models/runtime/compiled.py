@@ -2,7 +2,8 @@
 """torch.compile of a denoiser, block by block, and of an image decoder."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ def compile_blocks(adapter: type[DiffusionModelBase], module: nn.Module) -> None
     for block in adapter.transformer_blocks(module):
         compiled = torch.compile(block.forward, fullgraph=True, dynamic=False, options=SAME_EVERYWHERE)
         block.forward = graph.of_block(_for_any_text(adapter, block.forward, compiled))
-    module.forward = graph.of_whole(module.forward)
+    module.forward = graph.of_whole(module)
 
 
 def _for_any_text(adapter: type[DiffusionModelBase], forward: Forward, compiled: Forward) -> Forward:
@@ -74,21 +75,28 @@ class OneGraph:
     def __init__(self) -> None:
         self._cuts = False
 
-    def of_whole(self, forward: Forward) -> Forward:
+    def of_whole(self, module: nn.Module) -> Forward:
         """The module's forward; its output has no gradient where it was called without."""
+        forward = module.forward
 
         def whole(*arguments: Any, **named: Any) -> Any:
             if torch.is_grad_enabled():
                 return forward(*arguments, **named)
-            self._cuts = True
-            try:
-                with torch.enable_grad():
-                    output = forward(*arguments, **named)
-            finally:
-                self._cuts = False
+            with self._cutting(module), torch.enable_grad():
+                output = forward(*arguments, **named)
             return tree_map_only(Tensor, Tensor.detach, output)
 
         return whole
+
+    @contextmanager
+    def _cutting(self, module: Any) -> Iterator[None]:
+        """Cut blocks off; and since there is no backward pass, nothing is kept to compute one of them again."""
+        recomputes = getattr(module, "gradient_checkpointing", False)  # diffusers'
+        self._cuts, module.gradient_checkpointing = True, False
+        try:
+            yield
+        finally:
+            self._cuts, module.gradient_checkpointing = False, recomputes
 
     def of_block(self, forward: Forward) -> Forward:
         """A block's forward."""

@@ -21,6 +21,7 @@ from models.runtime.attention import choose_attention
 from models.runtime.compiled import compile_blocks
 from models.runtime.float8 import scales_in
 from models.runtime.products import choose_products
+from models.runtime.recomputation import recomputed
 from models.samples.trajectories import Trajectories
 from models.schedulers.gradient_scale import rectifying_weights
 from models.training.adamw import LocalAdamW, adam_state_on_device, allocate_adam_state, offload_adam_state
@@ -345,7 +346,8 @@ class DiffusersFSDPEngine(PolicyForward):
             if self.model_config.model.initial_weights is not None:
                 load_exported(self.adapter, module, self.model_config, Path(self.model_config.model.initial_weights))
             if self.actor_config.fsdp_config.gradient_checkpointing:
-                module.enable_gradient_checkpointing()
+                # FSDP's calls around a block would not see that its gradients come from a backward pass of their own.
+                module.enable_gradient_checkpointing(recomputed if self._shares_in_one_group else None)
             choose_products(self.adapter, module, self.model_config, self.device)
         else:
             module.requires_grad_(False)
@@ -377,6 +379,13 @@ class DiffusersFSDPEngine(PolicyForward):
         """The number format in which the model computes."""
         return self.actor_config.fsdp_config.param_dtype or self.model_config.model.dtype
 
+    @property
+    def _shares_in_one_group(self) -> bool:
+        """Is nothing called around a block, to gather its weights or to divide their gradients?"""
+        config = self.model_config
+        at_once = self.actor_config.fsdp_config.shares_in_one_group(dist.get_world_size(), config.model.dtype)
+        return config.trains_lora and at_once
+
     def _shard(self, module: nn.Module) -> nn.Module:
         """Divide a whole module in host memory among the ranks' devices, block by block."""
         settings, own, policy_format = self.actor_config.fsdp_config, self.model_config.model.dtype, self._policy_format
@@ -389,8 +398,8 @@ class DiffusersFSDPEngine(PolicyForward):
         )
         # Weights that diffusers keeps in fp32 in a bf16 model stay so, whole on every rank: they are few, and rounded
         # here they would make another model than the rollout's. FSDP computes with one format a block.
-        ranks, lora = dist.get_world_size(), self.model_config.trains_lora
-        whole = lora and settings.keeps_frozen_whole(ranks, own)
+        ranks = dist.get_world_size()
+        whole = self.model_config.trains_lora and settings.keeps_frozen_whole(ranks, own)
         frozen = (p for p in module.parameters() if not p.requires_grad)  # a list would keep all of them, whole
         kept = {p for p in frozen if whole or p.dtype != getattr(torch, own)} | scales_in(module)
         if own == policy_format == "bfloat16":
@@ -398,7 +407,7 @@ class DiffusersFSDPEngine(PolicyForward):
             kept |= {p for name, p in trainable(module).items() if name in in_fp32}
         offload = CPUOffloadPolicy(pin_memory=self.device == "cuda") if settings.param_offload else OffloadPolicy()
         mesh = init_device_mesh(self.device, (ranks,))
-        blocks = () if lora and settings.shares_in_one_group(ranks, own) else self.adapter.transformer_blocks(module)
+        blocks = () if self._shares_in_one_group else self.adapter.transformer_blocks(module)
         for part in (*blocks, module):
             widen_trained(part)
             fully_shard(

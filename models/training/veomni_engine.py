@@ -73,6 +73,11 @@ class VeOmniEngine(DiffusersFSDPEngine):
         init_parallel_state(dp_size=dist.get_world_size())
         super().initialize()
 
+    @property
+    def _shares_in_one_group(self) -> bool:
+        """VeOmni shards every block."""
+        return False
+
     def _shard(self, module: nn.Module) -> nn.Module:
         """Divide a whole module in host memory among the ranks' devices, with VeOmni's functions.
 

@@ -10,6 +10,7 @@ import torch
 from models.cost.meta_pass import pass_cost
 from models.families.base import DiffusionModelBase
 from models.families.velocity import velocity_field
+from models.runtime.recomputation import recomputed
 from models.weights.trainable import make_trainable
 from tasks.actors.memory import measures_gpu_memory, peaks_since_last_time
 from tests.support.helpers import model_config
@@ -76,7 +77,7 @@ def test_the_estimate_of_activations_is_the_allocator_s_peak(tiny_model: Path, c
     make_trainable(adapter, module, config)
     module.to("cuda", torch.bfloat16)
     if checkpointing:
-        module.enable_gradient_checkpointing()
+        module.enable_gradient_checkpointing(recomputed)
     samples = 64
     velocity = velocity_field(adapter, module, config, prompts.to("cuda"), torch.zeros(samples, dtype=torch.long))
     latents = torch.randn(samples, *adapter.latent_shape(config), device="cuda")

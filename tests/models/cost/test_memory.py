@@ -25,6 +25,7 @@ from models.families.base import DiffusionModelBase, DiffusionModelConfig
 from models.families.latents import to_uint8
 from models.families.velocity import velocity_field
 from models.rollout.diffusers import DiffusersRolloutEngine
+from models.runtime.recomputation import recomputed
 from models.samples.trajectories import PromptTable
 from models.weights.trainable import make_trainable, trainable
 from tasks.actors.memory import GpuPeak, measures_gpu_memory, peak_metrics, peaks_since_last_time
@@ -179,7 +180,7 @@ def test_peaks_are_those_of_the_allocator(name: str, tiny_folder: Callable[[str]
     assert cost.training_bytes == pytest.approx(peak_of(train, tmp_path), rel=0.1)
     with torch.no_grad():  # Qwen-Image's rotary tables, a fifth of so little, lie on the CPU before
         assert cost.sampling_bytes == pytest.approx(peak_of(lambda: velocity(latents, timestep), tmp_path), rel=0.25)
-    module.enable_gradient_checkpointing()
+    module.enable_gradient_checkpointing(recomputed)
     less = pass_cost(config, prompts, samples, checkpointing=True).training_bytes
     assert less == pytest.approx(peak_of(train, tmp_path), rel=0.1)
     assert less < 0.8 * cost.training_bytes

@@ -420,16 +420,18 @@ def test_one_update_moves_the_trained_weights_and_nothing_else(
 
 
 @every_engine
+@pytest.mark.parametrize("reshards", [True, False], ids=["by_block", "in_one_group"])
 @pytest.mark.usefixtures("one_rank")
-def test_gradient_checkpointing_changes_nothing(checkpoint_of: Any, name: str) -> None:
+def test_gradient_checkpointing_changes_nothing(checkpoint_of: Any, name: str, reshards: bool) -> None:
+    """To the bit, by torch's own and by `recomputed`."""
     model = checkpoint_of(name)
     config = model.config(**LORA)
     trajectories = model.rolled_out(config, False)
-    engines = [trainer(config, gradient_checkpointing=on) for on in (True, False)]
+    engines = [trainer(config, gradient_checkpointing=on, reshard_after_forward=reshards) for on in (True, False)]
     for engine in engines:
         engine.update_policy([ActorBatch([(trajectories, ADVANTAGES)], 6)])
     recomputed, kept = (engine.gather_weights() for engine in engines)
-    assert all(torch.allclose(recomputed[key], kept[key], rtol=0, atol=1e-6) for key in kept)
+    assert all(torch.equal(recomputed[key], kept[key]) for key in kept)
 
 
 @every_engine

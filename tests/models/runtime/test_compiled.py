@@ -16,6 +16,7 @@ from models.families.base import DiffusionModelConfig
 from models.rollout.diffusers import DiffusersRolloutEngine
 from models.runtime.compile_cache import VARIABLE, use_compile_cache
 from models.runtime.compiled import OneGraph
+from models.runtime.recomputation import recomputed
 from models.samples.trajectories import Trajectories
 from models.training.fsdp import DiffusersFSDPEngine
 from models.training.micro_batches import ActorBatch
@@ -136,10 +137,11 @@ class Net(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
         self.seen: list[bool] = []
+        self.gradient_checkpointing = False
         graph = OneGraph()
         for block in self.blocks:
             block.forward = graph.of_block(self._noted(block.forward))
-        self.forward = graph.of_whole(self.forward)  # type: ignore[method-assign]
+        self.forward = graph.of_whole(self)  # type: ignore[method-assign]
 
     def _noted(self, forward: Any) -> Any:
         def block(tensor: torch.Tensor) -> torch.Tensor:
@@ -150,13 +152,24 @@ class Net(nn.Module):
 
     def forward(self, tensor: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
-            tensor = block(tensor)
+            anew = self.gradient_checkpointing and torch.is_grad_enabled()  # as diffusers asks
+            tensor = recomputed(block, tensor) if anew else block(tensor)
         return tensor
 
 
-def test_a_call_without_gradient_looks_like_one_with_it_from_inside() -> None:
-    """So that the same compiled code is chosen; the blocks' activations do not wait for a backward pass."""
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_call_without_gradient_looks_like_one_with_it_from_inside(
+    checkpointing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that the same compiled code is chosen; neither the blocks' activations nor what they are given waits for a
+    backward pass."""
     net, given = Net(), torch.ones(2, 3)
+    net.gradient_checkpointing = checkpointing
+    with monkeypatch.context() as patched, torch.no_grad():
+        patched.delitem(globals(), "recomputed")
+        net(given)
+    assert net.gradient_checkpointing == checkpointing
+    net.seen = []
     with torch.no_grad():
         sampled = net(given)
     inside, net.seen = net.seen, []
@@ -165,4 +178,5 @@ def test_a_call_without_gradient_looks_like_one_with_it_from_inside() -> None:
     assert not sampled.requires_grad
     assert torch.equal(sampled, learned)
     learned.sum().backward()
+    assert len(net.seen) == (4 if checkpointing else 2)
     assert all(parameter.grad is not None for parameter in net.parameters())

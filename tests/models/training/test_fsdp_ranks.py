@@ -45,15 +45,18 @@ KINDS: dict[str, dict[str, Any]] = {
     "corrected": {},
     "divided": {},
     "in_one_group": {"lora_rank": 4, "lora_alpha": 8},
+    "recomputed": {"lora_rank": 4, "lora_alpha": 8},
 }
-TWO_BLOCKS = "full"
-"""The kind whose model has two blocks; those of the others have one, which is quicker."""
+TWO_BLOCKS = ("full", "in_one_group", "recomputed")
+"""The kinds whose model has two blocks; those of the others have one, which is quicker."""
 RESUMED = ("full", "lora")
 """Kinds whose checkpoints are read, and which are trained on meanwhile; the others would save what "full" does."""
+IN_ONE_GROUP = {"shard_frozen": False, "reshard_after_forward": False}
 SETTINGS: dict[str, dict[str, Any]] = {
     "corrected": {"loss_mode": "grpo_guard"},
     "divided": {"shard_gradients": True},
-    "in_one_group": {"shard_frozen": False, "reshard_after_forward": False},
+    "in_one_group": IN_ONE_GROUP,
+    "recomputed": {**IN_ONE_GROUP, "gradient_checkpointing": True},
 }
 
 
@@ -84,7 +87,7 @@ Models = dict[bool, Inputs]
 
 
 def new_engine(models: Models, kind: str) -> DiffusersFSDPEngine:
-    config = model_config(models[kind == TWO_BLOCKS].model, **KINDS[kind])
+    config = model_config(models[kind in TWO_BLOCKS].model, **KINDS[kind])
     settings: dict[str, Any] = {"use_kl_loss": True, "kl_loss_coef": 0.5, "enable": True, "update_interval": 1}
     settings |= SETTINGS.get(kind, {})
     engine = DiffusersFSDPEngine(config, actor_config(ppo_micro_batch_size_per_gpu=2, clip_grad=0.1, **settings))
@@ -94,7 +97,7 @@ def new_engine(models: Models, kind: str) -> DiffusersFSDPEngine:
 
 def batch_of(models: Models, kind: str, rank: int, ranks: int) -> ActorBatch:
     """The rank's equal share of the eight samples; five of them count, or nine of these five's fifteen steps."""
-    trajectories = models[kind == TWO_BLOCKS].trajectories
+    trajectories = models[kind in TWO_BLOCKS].trajectories
     if kind != "corrected":
         return part_of(trajectories, rank, ranks)
     return part_of(replace(trajectories, is_weights=IS_WEIGHTS), rank, ranks, count=9 / 3)
@@ -271,6 +274,16 @@ def test_two_ranks_train_as_one(two_ranks: list[dict], one_rank_result: dict, ki
     assert largest_difference(two_average, one_average) < 1e-5
     assert largest_difference(one.weights[0], one.weights[-1]) > 1e-3
     assert two_ranks[1][kind][0].weights == [{}] * len(one.weights)
+
+
+def test_blocks_that_are_computed_anew_change_nothing(two_ranks: list[dict], one_rank_result: dict) -> None:
+    """To the bit, weights and metrics of each update."""
+    for results in (one_rank_result, *two_ranks):
+        kept, anew = results["in_one_group"][0], results["recomputed"][0]
+        assert anew.metrics == kept.metrics
+        for ours, theirs in zip(anew.weights, kept.weights, strict=True):
+            assert ours.keys() == theirs.keys()
+            assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -29,9 +29,10 @@ from tests.support.helpers import (
 RANKS, SHARING = 4, 2
 ADVANTAGES = torch.tensor([1.0, -0.8, 0.3, -1.5])
 KL = {"use_kl_loss": True, "kl_loss_coef": 0.5}
+AT_ONCE = {"shard_frozen": False, "reshard_after_forward": False, "gradient_checkpointing": True}
 # family -> settings of model and actor. Qwen-Image's text of five tokens is padded; Wan's is whole on every rank.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "wan": ({"lora_rank": 4, "lora_alpha": 8, "num_frames": 5, "height": 32, "width": 64}, KL),
+    "wan": ({"lora_rank": 4, "lora_alpha": 8, "num_frames": 5, "height": 32, "width": 64}, AT_ONCE | KL),
     "qwen_image": ({"true_cfg_scale": 2.0}, {"loss_mode": "awm", "gradient_checkpointing": True, **KL}),
 }
 
