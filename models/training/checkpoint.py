@@ -2,16 +2,20 @@
 """A training engine's state on disk: sharded, for any number of ranks to read, written at once or in the background."""
 
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.planner import LoadItemType
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -90,7 +94,7 @@ class EngineCheckpoint:
         engine, state = self.engine, self._state()
         _forget_what_is_newer(state["extra"], folder)
         with _errors_are_exceptions():
-            dcp.load(state, checkpoint_id=str(folder))
+            dcp.load(state, storage_reader=StateReader(folder))
         options = StateDictOptions(ignore_frozen_params=True, strict=False)
         set_model_state_dict(engine.module, state["model"], options=options)
         set_optimizer_state_dict(engine.module, engine.optimizer, state["optimizer"], options=options)
@@ -133,6 +137,70 @@ def _forget_what_is_newer(extra: dict[str, Any], folder: Path) -> None:
     for name in NEWER:
         if f"extra.{name}" not in there:
             del extra[name]
+
+
+READERS = 4
+"""Threads of a rank that read its state."""
+PIECE_BYTES = 1 << 22
+"""That are read at a time: what is on its way to a GPU stays in the processor's cache."""
+
+
+class StateReader(dcp.FileSystemReader):
+    """Reads what a rank has of a tensor, and no more, from the file to where it belongs, in several threads: the base
+    reads each stored tensor whole into memory of its own, for every rank that has a part of it, and copies from there.
+    """
+
+    def read_data(self, plan: Any, planner: Any) -> Any:
+        """As the base's, which gets what is no tensor, or lies there in another format or order than here.
+
+        Raises:
+            OSError: a file is not there, cut off or no longer what was written.
+        """
+        with ThreadPoolExecutor(READERS) as threads:
+            read = list(threads.map(partial(self._read, planner), plan.items))
+        others = [item for item, is_read in zip(plan.items, read, strict=True) if not is_read]
+        return super().read_data(replace(plan, items=others), planner)
+
+    def _read(self, planner: Any, item: Any) -> bool:
+        """Has the item been read? Else it is one for the base."""
+        if item.type == LoadItemType.BYTE_IO:
+            return False
+        place, target = self.storage_data[item.storage_index], planner.resolve_tensor(item).detach()
+        with (Path(self.path) / place.relative_path).open("rb", buffering=0) as file:
+            stored, begin = _stored_in(cast(Any, self)._slice_file(file, place), file.name)
+            wanted = zip(item.storage_offsets, item.lengths, strict=True)
+            part = stored[tuple(slice(first, first + length) for first, length in wanted)]
+            alike = (part.dtype, part.shape) == (target.dtype, target.shape)
+            if not (alike and part.is_contiguous() and target.is_contiguous()):
+                return False
+            file.seek(place.offset + begin + part.storage_offset() * part.itemsize)
+            _fill(target, file)
+        planner.commit_tensor(item, target)
+        return True
+
+
+def _stored_in(archive: Any, name: str) -> tuple[Tensor, int]:
+    """The tensor that torch.save wrote, on no device, and where in the archive its bytes begin: none of them is read.
+
+    torch.save numbers what it stores, and of one tensor there is one.
+    """
+    try:
+        stored = torch.load(archive, map_location="meta", weights_only=True)
+        archive.seek(0)
+        return stored, cast(Any, torch._C.PyTorchFileReader)(archive).get_record_offset("data/0")
+    except RuntimeError as error:
+        raise OSError(f"{name} is damaged or cut off: {error}") from error
+
+
+def _fill(target: Tensor, file: FileIO) -> None:
+    """Read a contiguous tensor from here on. Raises OSError where the file ends before."""
+    buffer = None if target.is_cpu else torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=target.is_cuda)
+    for piece in target.view(-1).view(torch.uint8).split(PIECE_BYTES):
+        read = piece if buffer is None else buffer[: len(piece)]
+        if file.readinto(cast(Any, read.numpy())) != len(piece):
+            raise OSError(f"{file.name} is cut off within a tensor")
+        if buffer is not None:
+            piece.copy_(read)
 
 
 class StateWriter(dcp.FileSystemWriter):
