@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.planner import LoadItemType
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -59,6 +60,7 @@ class EngineCheckpoint:
         self.engine = engine
         self._writing: Future | None = None
         self._group: dist.ProcessGroup | None = None
+        self._copy = HostCopy()
 
     def save(self, folder: Path) -> None:
         """Write the state of now."""
@@ -66,7 +68,7 @@ class EngineCheckpoint:
             dcp.save(self._state(), storage_writer=StateWriter(folder))
 
     def start_saving(self, folder: Path) -> None:
-        """Copy the state of now to host memory and write it from there, in a thread.
+        """Copy the state of now to host memory, which is kept for the next, and write it from there, in a thread.
 
         Raises:
             RuntimeError: a save is under way.
@@ -75,7 +77,8 @@ class EngineCheckpoint:
             raise RuntimeError(f"a checkpoint is being written, so {folder} cannot be begun: wait for it first")
         if self._group is None:  # its own: the ranks agree on files while training uses the other groups
             self._group = dist.new_group(backend="gloo")
-        future = dcp.async_save(self._state(), storage_writer=StateWriter(folder), process_group=self._group)
+        writer, copy = StateWriter(folder), self._copy
+        future = dcp.async_save(self._state(), storage_writer=writer, process_group=self._group, async_stager=copy)
         self._writing = cast(Future, future)
 
     def finished(self) -> bool:
@@ -92,7 +95,7 @@ class EngineCheckpoint:
     def load(self, folder: Path) -> None:
         """Restore what a save wrote, in place."""
         engine, state = self.engine, self._state()
-        _forget_what_is_newer(state["extra"], folder)
+        _forget_what_is_newer(state[EXTRA], folder)
         with _errors_are_exceptions():
             dcp.load(state, storage_reader=StateReader(folder))
         options = StateDictOptions(ignore_frozen_params=True, strict=False)
@@ -100,7 +103,7 @@ class EngineCheckpoint:
         set_optimizer_state_dict(engine.module, engine.optimizer, state["optimizer"], options=options)
         if engine.actor_config.fsdp_config.optimizer_offload:  # loading has put it where the parameters are
             offload_adam_state(engine.optimizer)
-        extra = state["extra"]
+        extra = state[EXTRA]
         engine.lr_scheduler.load_state_dict(extra["lr_scheduler"])
         engine.optimizer_steps, engine.updates = extra["optimizer_steps"], extra["updates"]
         engine.nonfinite.in_a_row = extra.get("nonfinite_in_a_row", 0)
@@ -111,7 +114,7 @@ class EngineCheckpoint:
         state: dict[str, Any] = {
             "model": get_model_state_dict(engine.module, options=options),
             "optimizer": get_optimizer_state_dict(engine.module, engine.optimizer, options=options),
-            "extra": {
+            EXTRA: {
                 "lr_scheduler": engine.lr_scheduler.state_dict(),
                 "optimizer_steps": engine.optimizer_steps,
                 "updates": engine.updates,
@@ -128,6 +131,8 @@ class EngineCheckpoint:
         return state
 
 
+EXTRA = "extra"
+"""Key of what is in a state beside tensors of the weights' number."""
 NEWER = frozenset({"nonfinite_in_a_row"})
 """What checkpoints of earlier versions lack; it is 0 there."""
 
@@ -135,7 +140,7 @@ NEWER = frozenset({"nonfinite_in_a_row"})
 def _forget_what_is_newer(extra: dict[str, Any], folder: Path) -> None:
     there = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     for name in NEWER:
-        if f"extra.{name}" not in there:
+        if f"{EXTRA}.{name}" not in there:
             del extra[name]
 
 
@@ -201,6 +206,18 @@ def _fill(target: Tensor, file: FileIO) -> None:
             raise OSError(f"{file.name} is cut off within a tensor")
         if buffer is not None:
             piece.copy_(read)
+
+
+class HostCopy(BlockingAsyncStager):
+    """Copies states to host memory, from the second on to where the first was: memory that nobody has touched yet takes
+    longer than the copy, and torch takes it three times for a sharded tensor. What it would keep by itself has locked
+    pages, in sizes that are powers of two."""
+
+    def stage(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A copy, which the next one overwrites but for `extra`: the keys of what is there may be others then."""
+        copy = super().stage({name: part for name, part in state.items() if name != EXTRA})
+        self.cache_staged_state_dict, self.state_dict_cache = True, copy
+        return copy | BlockingAsyncStager().stage({EXTRA: state[EXTRA]})
 
 
 class StateWriter(dcp.FileSystemWriter):

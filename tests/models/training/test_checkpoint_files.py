@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from models.training import checkpoint
-from models.training.checkpoint import StateReader, StateWriter
+from models.training.checkpoint import HostCopy, StateReader, StateWriter
 from tests.support.helpers import gloo_world, single_rank
 
 ROWS, COLUMNS = 1000, 500
@@ -136,3 +136,31 @@ def test_a_file_that_is_cut_off_meanwhile_leaves_no_half_read_weights(tmp_path: 
     file.write_bytes(bytes(100))
     with file.open("rb", buffering=0) as stream, pytest.raises(OSError, match="weights is cut off within a tensor"):
         checkpoint._fill(torch.zeros(26), stream)
+
+
+def test_a_later_copy_takes_the_memory_of_the_first_one() -> None:
+    """Of sharded tensors and whole ones; what is beside them may change its keys."""
+    copies = HostCopy()
+    with single_rank():
+
+        def state(value: float, **extra: Any) -> dict[str, Any]:
+            weights = {"weight": torch.full((5, 3), value), "bias": torch.tensor(value)}
+            return {
+                "model": sharded({"weight": weights["weight"]}, 1),
+                "optimizer": {"state": weights, "param_groups": [{"lr": value}]},
+                "extra": extra,
+            }
+
+        first = copies.stage(state(1.0, steps=1))
+        places = {leaf.data_ptr() for leaf in leaves(first)}
+        now = state(2.0, steps=2, more=torch.ones(2))
+        second = copies.stage(now)
+        assert [bits(leaf) for leaf in leaves(second)] == [bits(leaf) for leaf in leaves(now)]
+        assert {leaf.data_ptr() for leaf in leaves(second)} == places
+        assert not places & {leaf.data_ptr() for leaf in leaves(now)}
+    assert (first["extra"], second["extra"]["steps"], second["extra"]["more"].tolist()) == ({"steps": 1}, 2, [1, 1])
+    assert second["optimizer"]["param_groups"] == [{"lr": 2.0}]
+
+
+def leaves(state: dict[str, Any]) -> list[Tensor]:
+    return [state["model"]["weight"].to_local(), *state["optimizer"]["state"].values()]

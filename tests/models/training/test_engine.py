@@ -440,6 +440,28 @@ def test_a_resumed_trainer_goes_on_bit_for_bit(tiny_model: Path, kind: str, tmp_
         assert largest_difference(engine.gather_weights(), resumed.gather_weights()) == 0.0
 
 
+@full_and_lora
+def test_each_checkpoint_that_is_written_behind_has_the_state_of_its_begin(
+    one_block_model: Path, kind: str, tmp_path: Path
+) -> None:
+    """The second one's copy takes the memory of the first one's, and training goes on meanwhile."""
+    config = config_of(kind, one_block_model)
+    engine, batch = trainer(config, enable=True, lr_warmup_steps=5), batch_of(rolled_out(config))
+    states = []
+    for number in range(2):
+        engine.update_policy([batch])
+        engine.start_saving(tmp_path / str(number))
+        states.append((engine.gather_weights(), engine.optimizer_steps, engine.lr_scheduler.get_last_lr()))
+        engine.update_policy([batch])
+        wait_until_saved(engine)
+    resumed = trainer(config, enable=True, lr_warmup_steps=5)
+    for number, (weights, steps, rate) in enumerate(states):
+        resumed.load_checkpoint(tmp_path / str(number))
+        assert largest_difference(resumed.gather_weights(), weights) == 0.0
+        assert (resumed.optimizer_steps, resumed.lr_scheduler.get_last_lr()) == (steps, rate)
+    assert largest_difference(states[0][0], states[1][0]) > 0
+
+
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("room", [2**16, 2**17 + 2**15, 2**18])
 def test_a_full_disk_is_told_as_of_any_other_file(
