@@ -184,6 +184,8 @@ def _begin_records(run: TrainingRun, newest: Future[tuple[RunState, Path] | None
     tell_sizes(inputs)
     tell_expectation(run)
     run.resume(run.behind.wait(newest))
+    if run.iteration:
+        run.start.mark("the checkpoint")
     if run.elsewhere:
         told = "the run goes on after iteration %d in a new MLflow run: what came before is in the one before"
         page_logger().warning(told, run.elsewhere)
