@@ -146,17 +146,19 @@ def _forget_what_is_newer(extra: dict[str, Any], folder: Path) -> None:
 
 READERS = 4
 """Threads of a rank that read its state."""
+SMALL_BYTES = 1 << 20
+"""What is smaller takes longer to look at than to read, which is done in Python, where threads do not help."""
 PIECE_BYTES = 1 << 22
 """That are read at a time: what is on its way to a GPU stays in the processor's cache."""
 
 
 class StateReader(dcp.FileSystemReader):
-    """Reads what a rank has of a tensor, and no more, from the file to where it belongs, in several threads: the base
-    reads each stored tensor whole into memory of its own, for every rank that has a part of it, and copies from there.
+    """Reads what a rank has of a large tensor, and no more, from the file to where it belongs, in several threads: the
+    base reads each stored tensor whole into memory of its own, for every rank that has a part, and copies from there.
     """
 
     def read_data(self, plan: Any, planner: Any) -> Any:
-        """As the base's, which gets what is no tensor, or lies there in another format or order than here.
+        """As the base's, which gets what is small, no tensor, or there in another format or order than here.
 
         Raises:
             OSError: a file is not there, cut off or no longer what was written.
@@ -171,6 +173,8 @@ class StateReader(dcp.FileSystemReader):
         if item.type == LoadItemType.BYTE_IO:
             return False
         place, target = self.storage_data[item.storage_index], planner.resolve_tensor(item).detach()
+        if target.nbytes < SMALL_BYTES:
+            return False
         with (Path(self.path) / place.relative_path).open("rb", buffering=0) as file:
             stored, begin = _stored_in(cast(Any, self)._slice_file(file, place), file.name)
             wanted = zip(item.storage_offsets, item.lengths, strict=True)
@@ -193,7 +197,9 @@ def _stored_in(archive: Any, name: str) -> tuple[Tensor, int]:
         stored = torch.load(archive, map_location="meta", weights_only=True)
         archive.seek(0)
         return stored, cast(Any, torch._C.PyTorchFileReader)(archive).get_record_offset("data/0")
-    except RuntimeError as error:
+    except OSError:
+        raise
+    except Exception as error:  # whatever a reader meets that takes other bytes for its own
         raise OSError(f"{name} is damaged or cut off: {error}") from error
 
 

@@ -17,7 +17,7 @@ from models.training import checkpoint
 from models.training.checkpoint import HostCopy, StateReader, StateWriter
 from tests.support.helpers import gloo_world, single_rank
 
-ROWS, COLUMNS = 1000, 500
+ROWS, COLUMNS = 12000, 500
 NAN_BITS = torch.tensor([0x7FC00001, 0x7FA00002, -1], dtype=torch.int32)
 STATES: dict[str, Callable[[], Any]] = {
     "fp32": lambda: torch.randn(30, 7),
@@ -45,10 +45,13 @@ def blank(state: dict[str, Any]) -> dict[str, Any]:
     return {name: torch.full_like(value, 7) if isinstance(value, Tensor) else None for name, value in state.items()}
 
 
-@pytest.mark.parametrize("piece", [8, checkpoint.PIECE_BYTES])
-def test_what_was_written_is_read_to_the_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
+@pytest.mark.parametrize(("piece", "small"), [(8, 0), (checkpoint.PIECE_BYTES, 0), (8, checkpoint.SMALL_BYTES)])
+def test_what_was_written_is_read_to_the_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int, small: int
+) -> None:
     """Also what takes several reads, and into memory that lies otherwise."""
     monkeypatch.setattr(checkpoint, "PIECE_BYTES", piece)
+    monkeypatch.setattr(checkpoint, "SMALL_BYTES", small)
     state = {name: make() for name, make in STATES.items()}
     with single_rank():
         dcp.save(state, storage_writer=StateWriter(tmp_path))
@@ -61,7 +64,7 @@ def test_what_was_written_is_read_to_the_bit(tmp_path: Path, monkeypatch: pytest
 
 
 def whole_tensors() -> dict[str, Tensor]:
-    """Of two formats, and one of fewer rows than ranks."""
+    """Of two formats, and a small one of fewer rows than ranks."""
     drawn = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(0))
     return {"weight": drawn, "moment": drawn.bfloat16(), "few": drawn[:2].clone()}
 
@@ -112,17 +115,25 @@ def without_a_head(file: Path) -> None:
         stream.write(bytes(100))
 
 
+def garbled(file: Path) -> None:
+    """What says of which kind the tensor is."""
+    content = file.read_bytes()
+    assert content.count(b"FloatStorage") == 1
+    file.write_bytes(content.replace(b"FloatStorage", b"F\xffoatStorage"))
+
+
 @pytest.mark.parametrize(
     ("harm", "told"),
     [
         (cut_off, "0_0.distcp is damaged or cut off"),
         (without_a_head, "0_0.distcp is damaged or cut off"),
+        (garbled, "0_0.distcp is damaged or cut off"),
         (Path.unlink, "No such file or directory: .*0_0.distcp"),
     ],
 )
 def test_a_file_that_a_rank_cannot_read_is_named(tmp_path: Path, harm: Callable[[Path], None], told: str) -> None:
     """As where a machine sees other files than the one that has checked their digests."""
-    state = {"weight": torch.randn(200, 300)}
+    state = {"weight": torch.randn(1000, 300)}
     with single_rank():
         dcp.save(state, storage_writer=StateWriter(tmp_path))
         harm(tmp_path / "__0_0.distcp")

@@ -26,7 +26,7 @@ from models.families.base import DiffusionModelConfig
 from models.families.qwen_image import QwenImage
 from models.rollout.diffusers import DiffusersRolloutEngine
 from models.samples.trajectories import LATENTS, PICTURES, Trajectories
-from models.training import fsdp
+from models.training import checkpoint, fsdp
 from models.training.fsdp import ActorBatch, DiffusersFSDPEngine
 from models.training.weight_copies import WeightAverage
 from models.weights.canary import Canary, check_canary
@@ -419,7 +419,12 @@ def test_the_average_lags_as_in_public_flow_grpo() -> None:
 
 
 @full_and_lora
-def test_a_resumed_trainer_goes_on_bit_for_bit(tiny_model: Path, kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("small", [0, checkpoint.SMALL_BYTES])
+def test_a_resumed_trainer_goes_on_bit_for_bit(
+    tiny_model: Path, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: int
+) -> None:
+    """However its tensors are read."""
+    monkeypatch.setattr(checkpoint, "SMALL_BYTES", small)
     config = config_of(kind, tiny_model)
     trajectories = rolled_out(config)
     settings = {"enable": True, "update_interval": 1, "lr_warmup_steps": 5, "use_kl_loss": True, "kl_loss_coef": 0.1}
