@@ -2,16 +2,21 @@
 """A training engine's state on disk: sharded, for any number of ranks to read, written at once or in the background."""
 
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.planner import LoadItemType
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -55,6 +60,7 @@ class EngineCheckpoint:
         self.engine = engine
         self._writing: Future | None = None
         self._group: dist.ProcessGroup | None = None
+        self._copy = HostCopy()
 
     def save(self, folder: Path) -> None:
         """Write the state of now."""
@@ -62,7 +68,7 @@ class EngineCheckpoint:
             dcp.save(self._state(), storage_writer=StateWriter(folder))
 
     def start_saving(self, folder: Path) -> None:
-        """Copy the state of now to host memory and write it from there, in a thread.
+        """Copy the state of now to host memory, which is kept for the next, and write it from there, in a thread.
 
         Raises:
             RuntimeError: a save is under way.
@@ -71,7 +77,8 @@ class EngineCheckpoint:
             raise RuntimeError(f"a checkpoint is being written, so {folder} cannot be begun: wait for it first")
         if self._group is None:  # its own: the ranks agree on files while training uses the other groups
             self._group = dist.new_group(backend="gloo")
-        future = dcp.async_save(self._state(), storage_writer=StateWriter(folder), process_group=self._group)
+        writer, copy = StateWriter(folder), self._copy
+        future = dcp.async_save(self._state(), storage_writer=writer, process_group=self._group, async_stager=copy)
         self._writing = cast(Future, future)
 
     def finished(self) -> bool:
@@ -88,15 +95,15 @@ class EngineCheckpoint:
     def load(self, folder: Path) -> None:
         """Restore what a save wrote, in place."""
         engine, state = self.engine, self._state()
-        _forget_what_is_newer(state["extra"], folder)
+        _forget_what_is_newer(state[EXTRA], folder)
         with _errors_are_exceptions():
-            dcp.load(state, checkpoint_id=str(folder))
+            dcp.load(state, storage_reader=StateReader(folder))
         options = StateDictOptions(ignore_frozen_params=True, strict=False)
         set_model_state_dict(engine.module, state["model"], options=options)
         set_optimizer_state_dict(engine.module, engine.optimizer, state["optimizer"], options=options)
         if engine.actor_config.fsdp_config.optimizer_offload:  # loading has put it where the parameters are
             offload_adam_state(engine.optimizer)
-        extra = state["extra"]
+        extra = state[EXTRA]
         engine.lr_scheduler.load_state_dict(extra["lr_scheduler"])
         engine.optimizer_steps, engine.updates = extra["optimizer_steps"], extra["updates"]
         engine.nonfinite.in_a_row = extra.get("nonfinite_in_a_row", 0)
@@ -107,7 +114,7 @@ class EngineCheckpoint:
         state: dict[str, Any] = {
             "model": get_model_state_dict(engine.module, options=options),
             "optimizer": get_optimizer_state_dict(engine.module, engine.optimizer, options=options),
-            "extra": {
+            EXTRA: {
                 "lr_scheduler": engine.lr_scheduler.state_dict(),
                 "optimizer_steps": engine.optimizer_steps,
                 "updates": engine.updates,
@@ -124,6 +131,8 @@ class EngineCheckpoint:
         return state
 
 
+EXTRA = "extra"
+"""Key of what is in a state beside tensors of the weights' number."""
 NEWER = frozenset({"nonfinite_in_a_row"})
 """What checkpoints of earlier versions lack; it is 0 there."""
 
@@ -131,8 +140,90 @@ NEWER = frozenset({"nonfinite_in_a_row"})
 def _forget_what_is_newer(extra: dict[str, Any], folder: Path) -> None:
     there = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     for name in NEWER:
-        if f"extra.{name}" not in there:
+        if f"{EXTRA}.{name}" not in there:
             del extra[name]
+
+
+READERS = 4
+"""Threads of a rank that read its state."""
+SMALL_BYTES = 1 << 20
+"""What is smaller takes longer to look at than to read, which is done in Python, where threads do not help."""
+PIECE_BYTES = 1 << 22
+"""That are read at a time: what is on its way to a GPU stays in the processor's cache."""
+
+
+class StateReader(dcp.FileSystemReader):
+    """Reads what a rank has of a large tensor, and no more, from the file to where it belongs, in several threads: the
+    base reads each stored tensor whole into memory of its own, for every rank that has a part, and copies from there.
+    """
+
+    def read_data(self, plan: Any, planner: Any) -> Any:
+        """As the base's, which gets what is small, no tensor, or there in another format or order than here.
+
+        Raises:
+            OSError: a file is not there, cut off or no longer what was written.
+        """
+        with ThreadPoolExecutor(READERS) as threads:
+            read = list(threads.map(partial(self._read, planner), plan.items))
+        others = [item for item, is_read in zip(plan.items, read, strict=True) if not is_read]
+        return super().read_data(replace(plan, items=others), planner)
+
+    def _read(self, planner: Any, item: Any) -> bool:
+        """Has the item been read? Else it is one for the base."""
+        if item.type == LoadItemType.BYTE_IO:
+            return False
+        place, target = self.storage_data[item.storage_index], planner.resolve_tensor(item).detach()
+        if target.nbytes < SMALL_BYTES:
+            return False
+        with (Path(self.path) / place.relative_path).open("rb", buffering=0) as file:
+            stored, begin = _stored_in(cast(Any, self)._slice_file(file, place), file.name)
+            wanted = zip(item.storage_offsets, item.lengths, strict=True)
+            part = stored[tuple(slice(first, first + length) for first, length in wanted)]
+            alike = (part.dtype, part.shape) == (target.dtype, target.shape)
+            if not (alike and part.is_contiguous() and target.is_contiguous()):
+                return False
+            file.seek(place.offset + begin + part.storage_offset() * part.itemsize)
+            _fill(target, file)
+        planner.commit_tensor(item, target)
+        return True
+
+
+def _stored_in(archive: Any, name: str) -> tuple[Tensor, int]:
+    """The tensor that torch.save wrote, on no device, and where in the archive its bytes begin: none of them is read.
+
+    torch.save numbers what it stores, and of one tensor there is one.
+    """
+    try:
+        stored = torch.load(archive, map_location="meta", weights_only=True)
+        archive.seek(0)
+        return stored, cast(Any, torch._C.PyTorchFileReader)(archive).get_record_offset("data/0")
+    except OSError:
+        raise
+    except Exception as error:  # whatever a reader meets that takes other bytes for its own
+        raise OSError(f"{name} is damaged or cut off: {error}") from error
+
+
+def _fill(target: Tensor, file: FileIO) -> None:
+    """Read a contiguous tensor from here on. Raises OSError where the file ends before."""
+    buffer = None if target.is_cpu else torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=target.is_cuda)
+    for piece in target.view(-1).view(torch.uint8).split(PIECE_BYTES):
+        read = piece if buffer is None else buffer[: len(piece)]
+        if file.readinto(cast(Any, read.numpy())) != len(piece):
+            raise OSError(f"{file.name} is cut off within a tensor")
+        if buffer is not None:
+            piece.copy_(read)
+
+
+class HostCopy(BlockingAsyncStager):
+    """Copies states to host memory, from the second on to where the first was: memory that nobody has touched yet takes
+    longer than the copy, and torch takes it three times for a sharded tensor. What it would keep by itself has locked
+    pages, in sizes that are powers of two."""
+
+    def stage(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A copy, which the next one overwrites but for `extra`: the keys of what is there may be others then."""
+        copy = super().stage({name: part for name, part in state.items() if name != EXTRA})
+        self.cache_staged_state_dict, self.state_dict_cache = True, copy
+        return copy | BlockingAsyncStager().stage({EXTRA: state[EXTRA]})
 
 
 class StateWriter(dcp.FileSystemWriter):

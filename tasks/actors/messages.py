@@ -208,11 +208,10 @@ class PolicyWeights:
 
     Attributes:
         number: counts the weights of this run; a worker that holds the number has nothing to do.
-        tensors: reference to the trainer's weights, a list of `HostBucket`; in a tuple, so that Ray hands on the
-            reference; or none.
-        holder: reference to who copies them for a worker that asks, a `HeldByTrainer`, likewise; or none.
+        source: reference to the trainer's weights, a list of `HostBucket`, or to a `HeldByTrainer`, who copies them for
+            a worker that asks; in a tuple, so that Ray hands on the reference; or none.
         buckets: so many came to the worker directly, see `tasks.actors.weight_transport`; where they did not, or not
-            all of them, it takes `tensors`, or asks the `holder`.
+            all of them, it goes to the `source`.
         folder: where a run exported them, if they are not a trainer's.
         canary: reference to the input from which the worker must repeat the trainer's answer, in a tuple: every request
             for samples has these weights with it, and embeddings are large. Empty asks for no proof.
@@ -221,8 +220,7 @@ class PolicyWeights:
     """
 
     number: int
-    tensors: tuple[ray.ObjectRef, ...] = ()
-    holder: tuple[ray.ObjectRef, ...] = ()
+    source: tuple[ray.ObjectRef, ...] = ()
     buckets: int = 0
     folder: Path | None = None
     canary: tuple[ray.ObjectRef, ...] = ()

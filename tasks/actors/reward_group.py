@@ -84,7 +84,7 @@ class Scores:
         them reward/<name>/not_finite, where the reward did answer, and perf/reward_busy_s/<name>."""
         missing = {f"reward/{name}/missing": float(self._missing(name)) for name in self.by_reward}
         missing |= {f"reward/{name}/not_finite": float(self._not_finite(name)) for name in self.by_reward}
-        missing["rollout/not_finite"] = float((~self.finite).sum())
+        missing["rollout/not_finite"] = not_finite(self.samples)
         return missing | {f"perf/reward_busy_s/{name}": seconds for name, seconds in self.busy.items()}
 
     def _missing(self, name: str) -> int:
@@ -233,6 +233,11 @@ def trained_reward(
 def finite_samples(samples: pd.DataFrame) -> np.ndarray:
     """Which rows [B] of `Scores.samples` are of finite samples, bool; all of a table that an older version wrote."""
     return samples["finite"].to_numpy(bool) if "finite" in samples else np.ones(len(samples), bool)
+
+
+def not_finite(samples: pd.DataFrame) -> float:
+    """How many of these rows are of samples that are not finite: a metric `rollout/not_finite`."""
+    return float((~finite_samples(samples)).sum())
 
 
 def _statistics(measured: Sequence[PictureStatistics], uids: np.ndarray, finite: np.ndarray) -> pd.DataFrame:

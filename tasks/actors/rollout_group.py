@@ -224,34 +224,31 @@ class RolloutGroup:
 
     def load_weights(
         self,
-        tensors: ray.ObjectRef | None,
+        source: ray.ObjectRef | None,
         canary: ray.ObjectRef,
         proof: Proof,
         version: int,
         limits: CanaryLimits,
         sent: tuple[int, int] | None = None,
-        holder: ray.ObjectRef | None = None,
         beside: Sequence[ray.ObjectRef] = (),
     ) -> Loaded:
         """Give every worker the same weights; how well the worst one's canary agrees with the trainer's, and the
         seconds of the slowest.
 
         Args:
-            tensors: where a worker finds them; None where they were sent and no copy is kept.
+            source: where a worker finds them, or a `HeldByTrainer`; None where they were sent and no worker is started
+                again.
             canary: where it finds that.
             proof: of these weights.
             sent: number and buckets of weights that the workers have by now, see `next_number`.
-            holder: where a worker that has not all of these finds a `HeldByTrainer`, if it finds no `tensors`.
             beside: what the trainer's ranks are at, of which a worker may wait for one alone: their error is raised.
 
         Raises:
             WeightSyncError: a worker holds others, or its canary is beyond the limits.
         """
         number, buckets = sent or (self.next_number(), 0)
-        kept, held = (() if place is None else (place,) for place in (tensors, holder))
-        weights = PolicyWeights(
-            number, kept, held, buckets, canary=(canary,), proof=proof, version=version, limits=limits
-        )
+        found = () if source is None else (source,)
+        weights = PolicyWeights(number, found, buckets, canary=(canary,), proof=proof, version=version, limits=limits)
         return self._hold(weights, beside)
 
     @property

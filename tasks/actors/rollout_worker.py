@@ -125,9 +125,10 @@ class RolloutWorker:
             self.engine.load_exported(weights.folder)
         elif weights.buckets and arrival is not None and arrival.finish(weights.number, weights.buckets):
             return
-        elif weights.tensors or weights.holder:
+        elif weights.source:
             load = self._begin_load()
-            given = ray.get(weights.tensors[0]) if weights.tensors else copied_by(ray.get(weights.holder[0]))
+            found: list[HostBucket] | HeldByTrainer = ray.get(weights.source[0])
+            given = copied_by(found) if isinstance(found, HeldByTrainer) else found
             # An engine that puts tensors together may do so in host memory, and for processes on other GPUs.
             place = "cpu" if self.engine.held_weights() is None else self.device
             for bucket in given:

@@ -169,15 +169,14 @@ class TrainerGroup:
         took = [reference(of_rank.seconds) for of_rank in (*sent, *answers)]
         self.group.begin(took)
         velocity = reference(answer.velocity)
-        tensors: ray.ObjectRef | None
-        holder = None
+        source: ray.ObjectRef | None
         proof = Proof(reference(first.digests), velocity, self._velocity)
         if isinstance(first, GatheredWeights):
-            tensors, arrived = reference(first.tensors), None
+            source, arrived = reference(first.tensors), None
         else:
-            tensors, holder = self._for_restarts(which) if rollout.settings.max_restarts else (None, None)
+            source = self._for_restarts(which) if rollout.settings.max_restarts else None
             arrived = number, self.group.get([reference(of_rank.amount) for of_rank in sent])[0].buckets
-        loaded = rollout.load_weights(tensors, known, proof, version, limits, arrived, holder, self.group.begun)
+        loaded = rollout.load_weights(source, known, proof, version, limits, arrived, self.group.begun)
         self._velocity = velocity
         amount, *of_ranks = self.group.get([reference(first.amount), *took])
         seconds = {"gather": of_ranks[0], "trainer_canary": of_ranks[len(ranks)], **loaded.seconds}
@@ -198,17 +197,17 @@ class TrainerGroup:
             for actor, route in zip(ranks, routes, strict=True)
         ], number
 
-    def _for_restarts(self, which: HeldWeights) -> tuple[ray.ObjectRef | None, ray.ObjectRef | None]:
+    def _for_restarts(self, which: HeldWeights) -> ray.ObjectRef:
         """The weights for a worker that will have to be started again, or who copies them then.
 
         The trainer holds what the rollout samples from until the next update, so only one that takes place meanwhile
         needs a copy beforehand.
         """
         if self.trains_meanwhile:
-            return self._copied(which), None
+            return self._copied(which)
         if which not in self._holders:
             self._holders[which] = ray.put(HeldByTrainer(tuple(self.group.actors), which))
-        return None, self._holders[which]
+        return self._holders[which]
 
     def _copied(self, which: HeldWeights) -> ray.ObjectRef:
         """The weights in the object store. They are copied while the workers already sample."""

@@ -111,8 +111,8 @@ class TrainerConfig(Section):
     )
     async_checkpoint: NotShaping[bool] = Field(
         True,
-        description="Write checkpoints in the background, from a copy in host memory of weights and optimiser. The "
-        "iteration does not wait; killed meanwhile, the run continues from the checkpoint before.",
+        description="Write checkpoints in the background, from a copy in host memory of weights and optimiser, which "
+        "stays there for the next. The iteration does not wait; killed then, the run continues from the one before.",
     )
     keep_stages: NotShaping[bool] = Field(
         True,

@@ -23,7 +23,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from models.errors import DoubleflowError, naming_the_disk
 from tasks.data.digests import record_digest
 from tasks.system.behind import Behind
-from tasks.system.files import flush, move_in_place, remove, sha256_of
+from tasks.system.files import flush, move_in_place, remove, sha256_of_each
 
 RECORD = "state.json"
 WEIGHTS = "trainer"
@@ -241,7 +241,7 @@ def _removed_on_error(folder: Path) -> Iterator[None]:
 
 def _digests(folder: Path) -> dict[str, str]:
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): sha256_of(path) for path in files}
+    return dict(zip((str(path.relative_to(folder)) for path in files), sha256_of_each(files), strict=True))
 
 
 def verify(folder: Path, content: str = WEIGHTS) -> RunState:

@@ -12,7 +12,7 @@ import pandas as pd
 
 from models.config.pipeline import DiffusionPipelineConfig
 from models.families.base import DiffusionModelBase, DiffusionModelConfig
-from tasks.actors.reward_group import finite_samples
+from tasks.actors.reward_group import not_finite
 from tasks.config.errors import ConfigError
 from tasks.config.identity import shaping
 from tasks.config.measurement import Measurement, PromptSet
@@ -153,7 +153,7 @@ def metrics(table: pd.DataFrame, verdict: Verdict, guided_by: str | None) -> dic
     means = table.groupby(["set", "steps", "guidance"])[rewards].mean()
     result = {f"val/{name}/mean": float(table[name].mean()) for name in rewards}
     result["val/reward/missing"] = float(table["reward"].isna().sum())
-    result["val/rollout/not_finite"] = float((~finite_samples(table)).sum())
+    result["val/rollout/not_finite"] = not_finite(table)
     for (name, steps, guidance), row in means.iterrows():
         label = _label(name, steps, guided_by, guidance)
         result |= {f"val/{label}/{reward}/mean": float(value) for reward, value in row.items()}

@@ -6,9 +6,11 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from prefect import get_run_logger
@@ -32,7 +34,7 @@ from tasks.records.guards import FloorWatch, Guard, GuardWatch
 from tasks.records.headline import RUN_NAME_TAG
 from tasks.records.lineage import lineage
 from tasks.records.run_lock import run_lock
-from tasks.records.run_store import CHECKPOINTS, STAGES, CheckpointError, CheckpointStore
+from tasks.records.run_store import CHECKPOINTS, STAGES, CheckpointError, CheckpointStore, RunState
 from tasks.records.second_trackers import SecondTrackers, Subject
 from tasks.records.tracking import RunGone, Tracker
 from tasks.records.tracking_address import require_answer
@@ -134,13 +136,14 @@ def open_run(config: TrainConfig, inputs: Inputs, recipe: TrainConfig, start: St
 
     Raises:
         ConfigError: it has checkpoints and is not to resume.
-        CheckpointError: another process works on the run.
+        CheckpointError: another process works on the run, or its newest checkpoint cannot be used.
         RewardHacking, RewardCollapse: its guards have stopped it, and are to stop it still.
         ClusterError: as `open_cluster_and_tracker`.
         MachineLost: a machine with a trainer rank is lost.
     """
     with run_lock(config.run_dir):
         store = _store(config)
+        newest = store.behind.submit(store.latest, config.digest(), inputs.digest)  # which reads it, beside the start
         label = run_label(config.asked, recipe)
         again = _remembered_run_id(config)
         with (
@@ -150,11 +153,12 @@ def open_run(config: TrainConfig, inputs: Inputs, recipe: TrainConfig, start: St
             _remember_run_id(config, tracker.run_id)
             guards = watched_guards(config, tracker)
             refuse_flagged(config, guards)
+            store.behind.check()  # before a model loads, where it is known by now that the checkpoint cannot be used
             start.mark("Ray and MLflow")
             report = RunReport(config, tracker, recipe)
             run = _start_actors(config, inputs, tracker, store, guards, report, model, start)
             start.mark("workers and models")
-            _begin_records(run)
+            _begin_records(run, newest)
             beside = tracked_beside(config, tracker, label)
             # What is still written behind the run goes to the other trackers, too: they are closed after it.
             behind = store.behind
@@ -173,13 +177,15 @@ def _store(config: TrainConfig) -> CheckpointStore:
     return store
 
 
-def _begin_records(run: TrainingRun) -> None:
+def _begin_records(run: TrainingRun, newest: Future[tuple[RunState, Path] | None]) -> None:
     """Have it recorded and told what the run is, and go on from its newest checkpoint, if there is one."""
     config, inputs, tracker = run.config, run.inputs, run.tracker
     tracker.log_start(config, run_tags(config, inputs, run.online.reward if run.is_online else None))
     tell_sizes(inputs)
     tell_expectation(run)
-    run.resume()
+    run.resume(run.behind.wait(newest))
+    if run.iteration:
+        run.start.mark("the checkpoint")
     if run.elsewhere:
         told = "the run goes on after iteration %d in a new MLflow run: what came before is in the one before"
         page_logger().warning(told, run.elsewhere)

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from models.algorithms import DiffusionLossFn, get_diffusion_loss_fn
@@ -242,8 +243,9 @@ class TrainingRun:
         """The first that is not done: the last one that is in the weights, where MLflow has not got all of it."""
         return self.iteration + 1 if self.iteration == 0 or self.recorded(self.iteration) else self.iteration
 
-    def resume(self) -> None:
-        """Continue from the newest checkpoint, if there is one, with what MLflow has of the iterations that are done.
+    def resume(self, found: tuple[RunState, Path] | None) -> None:
+        """Continue from the checkpoint that `CheckpointStore.latest` found, if it is one, with what MLflow has of the
+        iterations that are done.
 
         It may have some without any checkpoint: they are made again, and not recorded again.
         """
@@ -252,7 +254,6 @@ class TrainingRun:
         if measured := self.tracker.history("val/reward/mean"):
             self.held_out_of = max(measured)
             self.held_out = measured[self.held_out_of]
-        found = self.store.latest(self.config.digest(), self.inputs.digest)
         if found is None:
             return
         state, weights = found

@@ -10,7 +10,7 @@ import pandas as pd
 from PIL import Image
 
 from models.config.pipeline import DiffusionPipelineConfig
-from tasks.actors.reward_group import RewardGroup, finite_samples
+from tasks.actors.reward_group import RewardGroup, not_finite
 from tasks.actors.rollout_group import RolloutGroup
 from tasks.actors.waiting import get
 from tasks.data.prompts import Prompt
@@ -48,7 +48,7 @@ class Validation:
         means = {f"val/{name}/mean": float(value) for name, value in numbers.mean().dropna().items()}
         columns = ("reward", *(f"reward/{name}" for name in self.rewards))
         missing = {f"val/{name}/missing": float(self.samples[name].isna().sum()) for name in columns}
-        return means | missing | {"val/rollout/not_finite": float((~finite_samples(self.samples)).sum())}
+        return means | missing | {"val/rollout/not_finite": not_finite(self.samples)}
 
     @cached_property
     def sheet(self) -> Image.Image:

@@ -142,7 +142,7 @@ def test_a_run_that_goes_on_knows_what_was_spent_and_measured_before(
         tracker.log_step(step, {"cost/gpu_hours": 0.5 * step} | ({"val/reward/mean": 0.75} if step == 2 else {}))
         if step == saved:
             store.save(run.state(step, {OPTIMIZER_STEPS: 6.0}), lambda folder: (folder / "weights").write_text("new"))
-    run.resume()
+    run.resume(store.latest(run.config.digest(), "data"))
     assert run.learned == ({OPTIMIZER_STEPS: 6.0} if saved else {}), "by which an update without a step is known"
     assert (run.iteration, loaded) == (saved, [store.path(saved) / "trainer"] if saved else [])
     assert (run.spent, run.held_out, run.held_out_of) == ({"cost/gpu_hours": 1.5}, 0.75, 2)
@@ -165,7 +165,7 @@ def test_a_run_whose_mlflow_run_is_gone_goes_on_in_a_new_one(
         stages.keep_scores(before.state(iteration), iteration - 1, scores, [])
     for tracker, next_iteration in ((old, 2), (new, follows)):
         run = run_of({}, tracker=tracker, trainer=SimpleNamespace(load=lambda folder: None), **parts)
-        run.resume()
+        run.resume(store.latest(run.config.digest(), "data"))
         assert (run.iteration, run.next_iteration) == (2, next_iteration)
         assert [stages.has_scores(number) for number in (1, 2)] == [False, kept], "what nothing asks for is gone"
 

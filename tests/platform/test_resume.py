@@ -181,7 +181,8 @@ def test_killed_and_started_again(
     assert run.info.status == "RUNNING"  # nobody was left to say otherwise
     kept = killed.run_folder() / "stages" / "reward"
     assert {path.name for path in kept.iterdir()} == {"iter_000002", "iter_000003"}
-    joined.train(*settings)
+    output = joined.train(*settings)
+    assert re.search(r"^the first update was done after .*models [\d.]+, the checkpoint [\d.]+, ", output, re.MULTILINE)
     assert outcome(killed.folder, killed.client()).difference(outcome(undisturbed.folder, undisturbed.client())) is None
 
     (resumed,) = killed.mlflow_runs()

@@ -27,7 +27,7 @@ from models.families.base import DiffusionModelConfig
 from models.families.qwen_image import QwenImage
 from models.rollout.diffusers import DiffusersRolloutEngine
 from models.samples.trajectories import LATENTS, PICTURES, Trajectories
-from models.training import fsdp
+from models.training import checkpoint, fsdp
 from models.training.fsdp import ActorBatch, DiffusersFSDPEngine
 from models.training.weight_copies import WeightAverage
 from models.weights.canary import Canary, check_canary
@@ -420,7 +420,12 @@ def test_the_average_lags_as_in_public_flow_grpo() -> None:
 
 
 @full_and_lora
-def test_a_resumed_trainer_goes_on_bit_for_bit(tiny_model: Path, kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("small", [0, checkpoint.SMALL_BYTES])
+def test_a_resumed_trainer_goes_on_bit_for_bit(
+    tiny_model: Path, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: int
+) -> None:
+    """However its tensors are read."""
+    monkeypatch.setattr(checkpoint, "SMALL_BYTES", small)
     config = config_of(kind, tiny_model)
     trajectories = rolled_out(config)
     settings = {"enable": True, "update_interval": 1, "lr_warmup_steps": 5, "use_kl_loss": True, "kl_loss_coef": 0.1}
@@ -439,6 +444,28 @@ def test_a_resumed_trainer_goes_on_bit_for_bit(tiny_model: Path, kind: str, tmp_
     assert largest_difference(all_parameters(engine), all_parameters(resumed)) == 0.0
     with engine.holding("average"), resumed.holding("average"):
         assert largest_difference(engine.gather_weights(), resumed.gather_weights()) == 0.0
+
+
+@full_and_lora
+def test_each_checkpoint_that_is_written_behind_has_the_state_of_its_begin(
+    one_block_model: Path, kind: str, tmp_path: Path
+) -> None:
+    """The second one's copy takes the memory of the first one's, and training goes on meanwhile."""
+    config = config_of(kind, one_block_model)
+    engine, batch = trainer(config, enable=True, lr_warmup_steps=5), batch_of(rolled_out(config))
+    states = []
+    for number in range(2):
+        engine.update_policy([batch])
+        engine.start_saving(tmp_path / str(number))
+        states.append((engine.gather_weights(), engine.optimizer_steps, engine.lr_scheduler.get_last_lr()))
+        engine.update_policy([batch])
+        wait_until_saved(engine)
+    resumed = trainer(config, enable=True, lr_warmup_steps=5)
+    for number, (weights, steps, rate) in enumerate(states):
+        resumed.load_checkpoint(tmp_path / str(number))
+        assert largest_difference(resumed.gather_weights(), weights) == 0.0
+        assert (resumed.optimizer_steps, resumed.lr_scheduler.get_last_lr()) == (steps, rate)
+    assert largest_difference(states[0][0], states[1][0]) > 0
 
 
 @pytest.mark.parametrize("background", [False, True])

@@ -22,7 +22,7 @@ from models.samples.trajectories import PromptTable
 from models.weights.buckets import HostBucket, buckets, byte_count, export_handle, from_host, pack, to_host, unpack
 from models.weights.canary import Canary, CanaryLimits
 from models.weights.trainable import TrainableLoad, WeightSyncError
-from tasks.actors.messages import CanaryAnswer, GatheredWeights, Proof, ask
+from tasks.actors.messages import CanaryAnswer, GatheredWeights, HeldByTrainer, Proof, ask
 from tasks.actors.rollout_worker import copied_by
 from tasks.actors.weight_transport import Arrival, Courier, Parcel, Route
 from tasks.config.tree import TrainConfig
@@ -110,7 +110,7 @@ def test_no_copy_in_the_object_store_is_needed(actors: Actors, transport: str) -
     """Without restarts none is made, so the weights can only have come directly."""
     _, group = actors.sync(transport, max_restarts=0)
     assert group.weights is not None
-    assert not group.weights.tensors
+    assert not group.weights.source
     assert_equal(actors.held())
 
 
@@ -122,7 +122,8 @@ def test_a_worker_that_dies_comes_back_to_the_weights_and_to_the_next_sync(
     """Out of the copy that was made where the trainer goes on, else from the trainer itself."""
     _, group = actors.sync(transport, trains_meanwhile=trains_meanwhile)
     assert group.weights is not None
-    assert (bool(group.weights.tensors), bool(group.weights.holder)) == (trains_meanwhile, not trains_meanwhile)
+    (source,) = map(ray.get, group.weights.source)
+    assert isinstance(source, HeldByTrainer) == (not trains_meanwhile)
     before = pictures(group)
     kill(actors.rollout.group.actors[0])
     assert np.array_equal(pictures(group), before)
@@ -235,9 +236,10 @@ def test_every_rank_sends_proves_and_copies_the_weights_that_are_asked_for(
     ranks.call_all("__ray_call__", hold_any)
     _, group = actors.sync(transport, "average", trains_meanwhile)
     assert group.weights is not None
-    for holder in group.weights.holder:
-        copied_by(ray.get(holder))
-        times += 1
+    for source in map(ray.get, group.weights.source):
+        if isinstance(source, HeldByTrainer):
+            copied_by(source)
+            times += 1
     assert ranks.call_all("__ray_call__", asked_for) == [["average"] * times] * len(ranks)
 
 

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,6 +18,7 @@ import pytest
 
 from tasks.records.run_lock import run_lock
 from tasks.records.run_store import CheckpointError, CheckpointStore, RunState
+from tasks.system.files import READERS
 from tasks.system.processes import ProcessIdentity
 
 ROOT = Path(__file__).parents[3]
@@ -137,6 +138,30 @@ def test_one_changed_byte_is_damage(tmp_path: Path) -> None:
     file.write_bytes(bytes(content))
     with pytest.raises(CheckpointError, match=r"iter_000002 is damaged \(weights\): remove the folder to go on"):
         store.load(2, "config", "data")
+
+
+@pytest.mark.parametrize(
+    ("harm", "wrong"),
+    [
+        (lambda folder: os.truncate(folder / "1", 99), "1"),
+        (lambda folder: (folder / "0").unlink(), "0"),
+        (lambda folder: (folder / "0").rename(folder / "9"), "0, 9"),
+        (lambda folder: (folder / "2").write_bytes((folder / "1").read_bytes()), "2"),
+    ],
+)
+def test_a_file_that_is_cut_off_missing_or_anothers_is_damage(
+    tmp_path: Path, harm: Callable[[Path], object], wrong: str
+) -> None:
+    """Of as many ranks' files as are not all digested at once."""
+    store = CheckpointStore(tmp_path)
+
+    def write(folder: Path) -> None:
+        for rank in range(2 * READERS):
+            (folder / str(rank)).write_bytes(os.urandom(100))
+
+    harm(store.save(state(2), write) / "trainer")
+    with pytest.raises(CheckpointError, match=rf"iter_000002 is damaged \({wrong}\): remove the folder to go on"):
+        store.latest("config", "data")
 
 
 @pytest.mark.parametrize(
