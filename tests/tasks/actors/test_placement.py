@@ -14,6 +14,7 @@ from ray._private.authentication import authentication_token_setup as tokens
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group, remove_placement_group
 
+from tasks.actors import rank_places as rank_places_module
 from tasks.actors.actor_group import ActorGroup
 from tasks.actors.cluster import ClusterError, gpus_are_free, require_resources
 from tasks.actors.rank_places import NODE_LABEL, RankPlaces
@@ -107,8 +108,11 @@ def test_ranks_of_one_machine_are_not_spread() -> None:
         pytest.param(2, 2, {3: 2}, id="all of one are free"),
     ],
 )
-def test_machines_that_others_use_are_waited_for(nodes: int, ranks: int, held: dict[int, int]) -> None:
-    """Ranks of one machine are not spread over two for what is free there, nor those of two put on one."""
+def test_machines_that_others_use_are_waited_for(
+    nodes: int, ranks: int, held: dict[int, int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Which is told. Ranks of one machine are not spread over two for what is free, nor those of two put on one."""
+    monkeypatch.setattr(rank_places_module, "WAIT_WARNING_S", 2)
     sizes = {node["Resources"].get("GPU", 0): node["NodeID"] for node in ray.nodes()}
     others = [
         placement_group([{"GPU": 1}] * count, bundle_label_selector=[{NODE_LABEL: sizes[size]}] * count)
@@ -118,7 +122,7 @@ def test_machines_that_others_use_are_waited_for(nodes: int, ranks: int, held: d
     found: list[RankPlaces] = []
     waiting = threading.Thread(target=lambda: found.append(RankPlaces(nodes, ranks, "cuda")))
     waiting.start()
-    waiting.join(3)
+    wait_until(lambda: found or "waiting for GPUs of the Ray cluster that others hold" in caplog.text, "word of it")
     assert not found
     for group in others:
         remove_placement_group(group)
