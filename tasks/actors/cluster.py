@@ -26,7 +26,7 @@ from models.runtime import compile_cache, determinism
 from tasks.actors.ray_address import ClusterError, require_listener
 from tasks.actors.ray_files import keep_token_private, working_folder
 from tasks.actors.watchdog import ROUNDS, end_family, marked, own_mark, watchdog
-from tasks.actors.worker_forks import FORKS, forked_environment, forks_for, set_up_at_once
+from tasks.actors.worker_forks import FORKS, VARIABLE, forked_environment, forks_for, set_up_at_once
 from tasks.config.errors import ConfigError
 from tasks.config.trainer import RayConfig
 from tasks.system.signals import held_back, kept_from_below
@@ -138,6 +138,7 @@ def ray_cluster(
         _make_compile_cache(needs.compile_cache)
     if address:
         require_listener(address)
+        _tell_unread(config)
     with (
         nullcontext() if address else working_folder() as folder,
         watchdog(folder),
@@ -158,6 +159,16 @@ def ray_cluster(
             with _own_handler_of_sigterm(), kept, set_up_at_once() if forks else nullcontext():
                 _connect(config, address, place)
             yield forks
+
+
+def _tell_unread(config: RayConfig) -> None:
+    """Say what of the config a cluster that was started elsewhere does not read; not in a run of a sweep whose workers
+    are the sweep's forks, which has read it."""
+    found = {name: getattr(config, name) for name in ("num_cpus", "worker_niceness", "forked_workers")}
+    # Defaults, and no forks, which such a cluster has none of anyway: False is 0.
+    given = [f"ray_init.{name} {value}" for name, value in found.items() if value not in (None, 0, "auto")]
+    if given and VARIABLE not in os.environ:
+        log.warning("without effect in this run, which joins the cluster at RAY_ADDRESS: %s", ", ".join(given))
 
 
 def _make_compile_cache(folder: str | None) -> None:

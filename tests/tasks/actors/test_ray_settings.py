@@ -50,7 +50,7 @@ with ray_cluster(RayConfig(num_cpus=1, log_to_driver=True)):
         time.sleep(0.1)
 """
 JOINED = """
-with ray_cluster(RayConfig()):
+with ray_cluster(RayConfig(num_cpus=5, worker_niceness=3, forked_workers=False)):
     Path("found").write_text(json.dumps([told(), list(QUIET_ENVIRONMENT.values())]))
 """
 
@@ -78,6 +78,8 @@ def test_a_cluster_and_its_workers_are_what_the_settings_say(tmp_path: Path) -> 
                 JOINED, tmp_path / "joined", RAY_ADDRESS=address, RAY_AUTH_MODE="token", OMP_WAIT_POLICY="active"
             )
             assert joined.wait(PATIENCE) == 0, joined.output()
+            told = "which joins the cluster at RAY_ADDRESS: ray_init.num_cpus 5, ray_init.worker_niceness 3\n"
+            assert told in joined.output()
             (is_deterministic, folder, quiet), values = json.loads((tmp_path / "joined" / "found").read_text())
             assert (is_deterministic, folder) == (False, str(tmp_path / "joined"))
             assert quiet == ["active" if value == "passive" else value for value in values]
