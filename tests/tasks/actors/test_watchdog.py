@@ -236,9 +236,14 @@ def watchdogs_of(pid):
 @pytest.fixture
 def driver(request, tmp_path):
     """A driver with a process that it started before the block, a daemon within, and the daemon's agent."""
-    if getattr(request, "param", "clock goes on") == "clock is set":
+    code, where = DRIVER, getattr(request, "param", "clock goes on")
+    if where == "clock is set":
         (tmp_path / "sitecustomize.py").write_text(CLOCK_STEP)
-    process = start(DRIVER, SLEEPER, DAEMON, path=f"{tmp_path}{os.pathsep}{ROOT}")
+    if where == "folder with tasks of its own":  # which a program that begins there would import
+        (folder := tmp_path / "folder").mkdir()
+        (folder / "tasks.py").touch()
+        code = DRIVER.replace("sleeper, daemon =", f"import os\nos.chdir({str(folder)!r})\nsleeper, daemon =")
+    process = start(code, SLEEPER, DAEMON, path=f"{tmp_path}{os.pathsep}{ROOT}")
     started = [psutil.Process(int(pid)) for pid in process.stdout.readline().split()]
     assert len(started) == 3
     yield process, started
@@ -249,7 +254,7 @@ def driver(request, tmp_path):
             one.kill()
 
 
-@pytest.mark.parametrize("driver", ["clock goes on", "clock is set"], indirect=True)
+@pytest.mark.parametrize("driver", ["clock goes on", "clock is set", "folder with tasks of its own"], indirect=True)
 def test_all_that_a_killed_driver_started_ends(driver):
     """Its whole process group is killed, as batch systems do it."""
     process, started = driver
