@@ -24,18 +24,21 @@ LOG_WRITERS: dict[str, subprocess.Popen] = {}
 
 
 def require_free_port(name: str, port: int) -> None:
-    """Raise ServiceError where another process listens at the port; `name` is that of the server."""
+    """Raise ServiceError where another process listens at the port, or this user may not; `name` is that of the
+    server."""
     try:
         _bind(port)
     except OSError as error:
+        barred = isinstance(error, PermissionError)
+        why = f"may not be used by this user ({error.strerror}), as those below 1024" if barred else "is taken"
         raise ServiceError(
-            f"port {port} for {name} is taken: choose another with --{name}-port, "
+            f"port {port} for {name} {why}: choose another with --{name}-port, "
             f"`make up {name.upper()}_PORT={free_port((port + 1) % PORT_NUMBERS)}`"  # 0, of the last one: any
         ) from error
 
 
 def free_port(wanted: int) -> int:
-    """This port, or where another process listens at it any that is free."""
+    """This port, or where another process listens at it, or this user may not, any that is free."""
     try:
         return _bind(wanted)
     except OSError:
@@ -43,7 +46,7 @@ def free_port(wanted: int) -> int:
 
 
 def _bind(port: int) -> int:
-    """The port, once it was held for a moment; any for 0. Raises OSError where it is taken."""
+    """The port, once it was held for a moment; any for 0. Raises OSError where it is taken, or barred."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind(("127.0.0.1", port))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ray: the cluster that a run joins or starts, and whether it has room."""
 
+import atexit
 import logging
 import math
 import os
@@ -25,7 +26,7 @@ from models.runtime import compile_cache, determinism
 from tasks.actors.ray_address import ClusterError, require_listener
 from tasks.actors.ray_files import keep_token_private, working_folder
 from tasks.actors.watchdog import ROUNDS, end_family, marked, own_mark, watchdog
-from tasks.actors.worker_forks import FORKS, forked_environment, forks_for, set_up_at_once
+from tasks.actors.worker_forks import FORKS, VARIABLE, forked_environment, forks_for, set_up_at_once
 from tasks.config.errors import ConfigError
 from tasks.config.trainer import RayConfig
 from tasks.system.signals import held_back, kept_from_below
@@ -56,6 +57,11 @@ LATE = "timed out during startup"
 """Words of Ray's error where its daemon is not there after half a minute."""
 AGENTS_SECONDS = 2
 """For what Ray has started to end with it."""
+LEAVING_SECONDS = 60.0
+"""For Ray to hear that this process leaves, which it asks without a limit of its own: a machine that is there and does
+not answer, or a network that is gone, would hold the process for ever."""
+LET_GO_SECONDS = 20.0
+"""For Ray to give up what it waits for once its daemons are killed."""
 RAY_FILES = str(Path(ray.__file__).parent)
 
 
@@ -132,6 +138,7 @@ def ray_cluster(
         _make_compile_cache(needs.compile_cache)
     if address:
         require_listener(address)
+        _tell_unread(config)
     with (
         nullcontext() if address else working_folder() as folder,
         watchdog(folder),
@@ -152,6 +159,16 @@ def ray_cluster(
             with _own_handler_of_sigterm(), kept, set_up_at_once() if forks else nullcontext():
                 _connect(config, address, place)
             yield forks
+
+
+def _tell_unread(config: RayConfig) -> None:
+    """Say what of the config a cluster that was started elsewhere does not read; not in a run of a sweep whose workers
+    are the sweep's forks, which has read it."""
+    found = {name: getattr(config, name) for name in ("num_cpus", "worker_niceness", "forked_workers")}
+    # Defaults, and no forks, which such a cluster has none of anyway: False is 0.
+    given = [f"ray_init.{name} {value}" for name, value in found.items() if value not in (None, 0, "auto")]
+    if given and VARIABLE not in os.environ:
+        log.warning("without effect in this run, which joins the cluster at RAY_ADDRESS: %s", ", ".join(given))
 
 
 def _make_compile_cache(folder: str | None) -> None:
@@ -201,16 +218,28 @@ def _end_daemons(before: set[psutil.Process]) -> None:
     begun = filter(_is_of_ray, set(psutil.Process().children()) - before)
     family = {member for daemon in begun for member in _below(daemon)}
     ray._private.worker._global_node = None  # else `ray.shutdown` ends the daemons in its own way
-    ray.shutdown()
-    if threading.current_thread() is threading.main_thread():
-        # Ray's C++ has given SIGTERM back to the system, behind Python's back: it would end this process here and now.
-        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+    leaving = threading.Thread(target=ray.shutdown, daemon=True)
+    leaving.start()
+    leaving.join(LEAVING_SECONDS)
+    if leaving.is_alive():
+        log.warning("Ray does not answer at the end, and is left without a word after %g s", LEAVING_SECONDS)
+    _take_sigterm_back()
     for _ in range(ROUNDS):  # and what a raylet has started before it ended
         family |= {*filter(_is_of_ray, marked(own_mark()))} - before
         if not family:
             break
         end_family(family, AGENTS_SECONDS)
         family = set()
+    leaving.join(LET_GO_SECONDS)
+    if leaving.is_alive():
+        atexit.unregister(ray.shutdown)  # which would wait for this one
+    _take_sigterm_back()
+
+
+def _take_sigterm_back() -> None:
+    """From Ray's C++, which has given it to the system behind Python's back: it would end this process here and now."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
 
 
 def _below(process: psutil.Process) -> list[psutil.Process]:

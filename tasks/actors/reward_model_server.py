@@ -145,7 +145,8 @@ class RewardModelServer:
         return ray.get_runtime_context().get_node_id()
 
     def connection(self, doubted: ServedModel | None = None) -> ServedModel:
-        """Where the server is, once it is up and awake. One that has died is started again, once.
+        """Where the server is, once it is up and awake. One that has died, or dies as it wakes up, is started again,
+        once.
 
         Args:
             doubted: what this has returned before and gave the caller no scores: it may be on its way down.
@@ -159,13 +160,13 @@ class RewardModelServer:
                 raise GivenUp(self._failure)
             if doubted is not None and self._process is not None and doubted.url == self._url:
                 self._await_verdict(self._process)
+            if self._asleep:
+                self._order("/wake_up")
+                self._asleep = False
             if self._stopped:
                 raise RewardModelError("the reward model's server was ended with its run")
             if self._process is None or self._process.poll() is not None:
                 self._start()
-            if self._asleep:
-                self._send("/wake_up")
-                self._asleep = False
             return ServedModel(self._url, served_name(self.config), self._version, self._key)
 
     @property
@@ -179,22 +180,8 @@ class RewardModelServer:
             RewardModelError: it cannot.
         """
         with self._lock:
-            if self._process is None or self._process.poll() is not None or self._asleep:
-                return
-            try:
-                self._send("/sleep?level=1&mode=wait")
-            except GivenUp:
-                raise
-            except RewardModelError:
-                self._await_verdict(self._process)
-                if self._process.poll() is None:
-                    raise
-            else:
-                self._asleep = True
-
-    def is_sleeping(self) -> bool:
-        """What the server itself says."""
-        return bool(self._request("GET", "/is_sleeping", ANSWER_SECONDS).json()["is_sleeping"])
+            if not self._asleep:
+                self._asleep = self._order("/sleep?level=1&mode=wait")
 
     def pid(self) -> int | None:
         """The id of the server's first process; None before there is one."""
@@ -230,7 +217,7 @@ class RewardModelServer:
 
     def _try_to_start(self) -> None:
         end_marked(own_mark())  # what a server has left behind that died, as vLLM's engine with the GPU's memory
-        self._port, self._asleep = _free_port(), False
+        self._port = _free_port()
         command = server_command(self.config, self._port)
         self._log.clear()
         try:
@@ -288,12 +275,20 @@ class RewardModelServer:
             time.sleep(POLL_SECONDS)
 
     def _check_guarded(self) -> None:
-        """Raise RewardModelError where an engine answers whoever asks, as with a version that goes round the guard."""
+        """Raise RewardModelError where an engine answers whoever asks, as with a version that goes round the guard, or
+        nobody any more."""
         if self.config.command:
             return
         for path in ("/health", "/v1/models"):
             url = f"http://{HOST}:{self._port}{path}"
-            if self._client.get(url, timeout=ANSWER_SECONDS).status_code != 401:
+            try:
+                status = self._client.get(url, timeout=ANSWER_SECONDS).status_code
+            except httpx.TransportError as error:
+                end_marked(own_mark())
+                raise RewardModelError(
+                    f"the reward model's server answered, and then not to {path} ({error}); {self._log.reason()}"
+                ) from error
+            if status != 401:
                 end_marked(own_mark())
                 raise RewardModelError(
                     f"the reward model's server answers {path} without the run's secret, so everybody on this machine "
@@ -311,6 +306,22 @@ class RewardModelServer:
 
     def _answers(self, path: str) -> bool:
         return self._request("GET", path, POLL_TIMEOUT).status_code == 200
+
+    def _order(self, path: str) -> bool:
+        """Has it done what is posted? Not one that has died, or dies meanwhile. Raises RewardModelError of one that
+        lives and does not do it."""
+        if self._process is None or self._process.poll() is not None:
+            return False
+        try:
+            self._send(path)
+        except GivenUp:
+            raise
+        except RewardModelError:
+            self._await_verdict(self._process)
+            if self._process.poll() is None:
+                raise
+            return False
+        return True
 
     def _send(self, path: str) -> None:
         """POST what is to put it to sleep or to wake it. One that lives and does not answer is given up and ended: its

@@ -13,6 +13,7 @@ from multiprocessing.process import parent_process
 from types import FrameType
 
 from models.errors import causes
+from tasks.system.signals import last_wait
 
 Handler = Callable[[int, FrameType | None], None] | signal.Handlers
 NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
@@ -54,7 +55,8 @@ def forget_said() -> None:
 def say_at_once() -> None:
     """From now on it is said when the signal comes: whoever handles it, and whatever keeps the main thread meanwhile.
 
-    What is there then is ended in order, which takes seconds on a busy machine.
+    What is there then is ended in order, which takes seconds on a busy machine. One that comes after all is done, while
+    something is waited for that may not end, is answered: the next one ends the process (`tasks.system.signals`).
     """
     if threading.current_thread() is threading.main_thread():
         heard, written = os.pipe()
@@ -65,7 +67,11 @@ def say_at_once() -> None:
 
 def _say_all(heard: int) -> None:
     while number := os.read(heard, 1):
-        if number[0] in NAMES:
+        if number[0] not in NAMES:
+            continue
+        if (wait := last_wait()) is not None:
+            wait.hear(number[0])
+        else:
             say(number[0])
 
 

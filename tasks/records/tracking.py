@@ -15,12 +15,12 @@ from typing import Any, cast
 import numpy as np
 import pandas as pd
 from PIL import Image
-from prefect.context import FlowRunContext
 from prefect.exceptions import TerminationSignal
 
 from models.config.section import Section
 from models.errors import DoubleflowError
 from tasks.config.tracking import PASSWORD_OF_MLFLOW, TrackingConfig
+from tasks.records.flow_run_end import heed_no_signal
 from tasks.records.headline import HEADLINE, experiment_tags, headline
 from tasks.records.lineage import Lineage
 from tasks.records.owner import close_dead_runs, owner_tags
@@ -30,7 +30,6 @@ from tasks.records.second_trackers import SecondTrackers
 from tasks.records.tracking_address import TrackingAway, is_server
 from tasks.system.credentials import refuse_password_in_url
 from tasks.system.late_mlflow import MlflowClient, artifact_repository_registry, mlflow, mlflow_tags
-from tasks.system.signals import unheeded_while
 
 STEP_MARK = "trainer/global_step"
 """Logged last of a step's records, so its history says which steps are complete."""
@@ -250,8 +249,7 @@ class Tracker:
             yield
             self.client.set_terminated(self.run_id, "FINISHED")
             if ends_flow_run:
-                own = FlowRunContext.get()
-                unheeded_while(lambda: FlowRunContext.get() is own)
+                heed_no_signal()
         except BaseException as error:
             status = "KILLED" if isinstance(error, KeyboardInterrupt | TerminationSignal) else "FAILED"
             try:

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """SIGTERM and Ctrl-C: once is enough, and each is what it is, whatever a library made of it."""
 
+import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from types import FrameType
 
@@ -98,13 +100,12 @@ def heeded_once() -> Iterator[None]:
 
 
 def unheeded_while(holds: Callable[[], bool]) -> None:
-    """From now on SIGTERM and Ctrl-C do nothing as long as that holds, and nobody says that they came: for where all is
-    done. Afterwards they reach the handlers of now, if no others are there; what is ignored stays so.
+    """From now on SIGTERM and Ctrl-C do nothing as long as that holds: for where all is done. Afterwards they reach the
+    handlers of now, if no others are there; what is ignored stays so. See `tasks.cli.stopping` for who says so.
 
     Only Python's main thread hears signals, and only there does this do anything.
     """
     if threading.current_thread() is threading.main_thread():
-        signal.set_wakeup_fd(-1)
         for kind in (signal.SIGTERM, signal.SIGINT):
             before = signal.getsignal(kind)
             if callable(before):
@@ -114,3 +115,42 @@ def unheeded_while(holds: Callable[[], bool]) -> None:
 def _unless(holds: Callable[[], bool], handler: Callable[..., object], number: int, frame: FrameType | None) -> None:
     if not holds():
         handler(number, frame)
+
+
+_last_waits: list["LastWait"] = []
+
+
+@dataclass
+class LastWait:
+    """A wait for an end after which nothing is left to do: a first signal is told, and the next one ends the process.
+
+    In a thread, for the main one may wait in a library's hands, where none of Python's handlers runs. A process that
+    has none for it, as one that is no command, waits on.
+
+    Args:
+        is_over: asked in any thread.
+        told: what a first signal is answered.
+        leave: what is done before the process ends at the next one.
+    """
+
+    is_over: Callable[[], bool]
+    told: str
+    leave: Callable[[], object]
+    _heard: bool = False
+
+    def begin(self) -> None:
+        """From now on, until it is over."""
+        _last_waits[:] = [self]
+
+    def hear(self, number: int) -> None:
+        """A signal that came: tell it, or end the process as a shell says it, with 128 and the number."""
+        if self._heard:
+            self.leave()
+            os._exit(128 + number)
+        self._heard = True
+        os.write(2, f"{chr(10) * os.isatty(2)}{self.told}\n".encode())
+
+
+def last_wait() -> LastWait | None:
+    """What is waited for where all is done; None where something is left to do."""
+    return next((wait for wait in _last_waits if not wait.is_over()), None)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing
 from typing import Any
 
+import psutil
 import pytest
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate
@@ -20,6 +21,7 @@ from tasks.config.tracking import TrackingConfig
 from tasks.config.trainer import RayConfig
 from tasks.records.model_registry import register
 from tasks.records.tracking import Tracker
+from tasks.system.processes import wait_until_ended
 from tests.support.patience import PATIENCE, post, wait_until
 from tests.support.platform_helpers import RECIPE, RayHead, Workspace
 
@@ -41,6 +43,25 @@ from tasks.cli.commands import main
 
 ends, late, flow = ray.shutdown, getattr(signal, sys.argv.pop()), sys.argv.pop()
 ray.shutdown = lambda: (os.kill(os.getpid(), late), ends())  # all is done by then, and Prefect has not heard of it
+main(flow)
+"""
+
+
+HANGING = """
+import signal, sys
+import psutil, ray
+from tasks.cli.commands import main
+
+ends, flow = ray.shutdown, sys.argv.pop()
+
+def hang():
+    for one in psutil.Process().children():
+        if one.name() == "gcs_server":  # which Ray asks at its end, for ever
+            one.send_signal(signal.SIGSTOP)
+    open("hangs", "w").close()
+    ends()
+
+ray.shutdown = hang
 main(flow)
 """
 
@@ -173,6 +194,29 @@ def test_a_signal_after_the_end_of_all_work_changes_nothing(workspace: Workspace
     flow_runs = post(f"{workspace.environment['PREFECT_API_URL']}/flow_runs/filter", {})
     (state,) = [run["state_type"] for run in flow_runs if run["name"].startswith(f"late-{flow} ")]
     assert state == "COMPLETED"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_whose_ray_hangs_at_the_end_can_be_left(workspace: Workspace, number: signal.Signals) -> None:
+    """By the second signal, at once; MLflow and Prefect have it that the run is whole, and no process is left."""
+    changes = ["--set", "trainer.total_training_steps=1", "--set", f"trainer.experiment_name=hangs-{number.name}"]
+    process = workspace.start("-c", HANGING, "tiny", *changes, "train")
+    wait_until((workspace.folder / "hangs").exists, f"Ray's end ({process.log})", every=0.1)
+    family = psutil.Process(process.pid).children(recursive=True)
+    os.kill(process.pid, number)
+    wait_until(lambda: "leaves at once" in process.output(), f"an answer ({process.log})", every=0.1)
+    assert process.poll() is None
+    os.kill(process.pid, number)
+    assert process.wait(PATIENCE) == 128 + number, process.output()[-3000:]
+    assert "stopped by" not in process.output()
+    assert "continue:" not in process.output()
+    (run,) = workspace.mlflow_runs()
+    assert run.info.status == "FINISHED"
+    flow_runs = post(f"{workspace.environment['PREFECT_API_URL']}/flow_runs/filter", {})
+    (state,) = [run["state_type"] for run in flow_runs if run["name"].startswith(f"hangs-{number.name} ")]
+    assert state == "COMPLETED"
+    assert family
+    assert not wait_until_ended(family, PATIENCE)
 
 
 def test_another_algorithm_tells_what_it_leaves_behind(workspace: Workspace) -> None:

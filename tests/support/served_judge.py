@@ -3,13 +3,14 @@
 
 `python -m tests.support.served_judge PORT NAME JOURNAL [OPTION ...]` serves on 127.0.0.1 and writes a line to the
 journal for its start (its pid and that of its engine), each sleep and wake, and each question asked while it sleeps.
-Options: `without-sleep`; `never-wakes`, which leaves that order unanswered; `fails-to-wake`; `dies-of-sleep`, the first
-time; `dies=LEVEL:TIMES` when it is asked about a picture of a brightness, so many times in all; `starts=TIMES` and then
-no more. The last three are in the journal, too.
+Options: `without-sleep`; `never-wakes`, which leaves that order unanswered; `fails-to-wake`; `dies-of=ORDER` (`/sleep`,
+`/wake_up`), the first time; `dies=LEVEL:TIMES` when it is asked about a picture of a brightness, so many times in all;
+`starts=TIMES` and then no more. The last three are in the journal, too.
 """
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -44,8 +45,6 @@ def main(port: str, name: str, journal: str, *options: str) -> None:
             pass
 
         def do_GET(self):
-            if self.path == "/is_sleeping":
-                return self.send(200, {"is_sleeping": asleep})
             if not self.is_known():
                 return None
             return self.send(200 if self.path == "/v1/models" else 404, {"data": [{"id": name}]})
@@ -54,9 +53,9 @@ def main(port: str, name: str, journal: str, *options: str) -> None:
             nonlocal asleep
             body = self.rfile.read(int(self.headers["Content-Length"] or 0))
             order = self.path.partition("?")[0]
-            if order == "/sleep" and "dies-of-sleep" in options and "dies" not in Path(journal).read_text().split():
+            if f"dies-of={order}" in options and "dies" not in Path(journal).read_text().split():
                 note("dies")
-                threading.Timer(1, os._exit, (3,)).start()  # as of one whose end takes a while
+                threading.Timer(1, os.kill, (os.getpid(), signal.SIGKILL)).start()  # its end takes a while
                 server.socket.close()
                 return self.connection.shutdown(socket.SHUT_RDWR)
             if order in ("/sleep", "/wake_up") and "without-sleep" not in options:

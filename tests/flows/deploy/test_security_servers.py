@@ -7,6 +7,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -332,6 +333,35 @@ def test_in_place_of_the_last_port_one_is_named_that_there_is() -> None:
             taken.bind(("127.0.0.1", 65535))
             taken.listen()
         assert 0 < _proposed_instead_of(65535) < 65535
+
+
+AS_NOBODY = """
+import os
+from flows.deploy.service_processes import free_port, require_free_port
+from flows.deploy.service_record import ServiceError
+
+if os.geteuid() == 0:
+    os.setuid(65534)
+assert free_port(1) > 1023
+try:
+    require_free_port("mlflow", 1)
+except ServiceError as error:
+    print(error)
+    require_free_port("mlflow", int(str(error).rpartition("=")[2].rstrip("`")))
+    print("it may")
+"""
+
+
+@pytest.mark.skipif(
+    int(Path("/proc/sys/net/ipv4/ip_unprivileged_port_start").read_text()) < 2, reason="anybody may use any port here"
+)
+def test_in_place_of_a_port_that_the_user_may_not_use_one_is_named_that_he_may() -> None:
+    root = Path(__file__).parents[3]
+    said = subprocess.run([sys.executable, "-c", AS_NOBODY], cwd=root, capture_output=True, text=True, check=True)
+    refusal, last = said.stdout.splitlines()
+    barred = r"port 1 for mlflow may not be used by this user \(Permission denied\), as those below 1024: choose "
+    assert re.match(barred, refusal)
+    assert last == "it may"
 
 
 def _proposed_instead_of(port: int) -> int:

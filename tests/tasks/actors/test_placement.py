@@ -3,6 +3,7 @@
 
 import sys
 import tempfile
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -11,12 +12,15 @@ import pytest
 import ray
 from ray._private.authentication import authentication_token_setup as tokens
 from ray.cluster_utils import Cluster
+from ray.util.placement_group import placement_group, remove_placement_group
 
+from tasks.actors import rank_places as rank_places_module
 from tasks.actors.actor_group import ActorGroup
-from tasks.actors.cluster import ClusterError, gpus_are_free
+from tasks.actors.cluster import ClusterError, gpus_are_free, require_resources
+from tasks.actors.rank_places import NODE_LABEL, RankPlaces
 from tasks.config.tree import TrainConfig
 from tasks.run.opening import check_resources, rank_places
-from tests.support.patience import wait_until
+from tests.support.patience import PATIENCE, wait_until
 from tests.support.platform_helpers import FEW_DAEMONS
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the actors cannot import it
@@ -95,6 +99,44 @@ def test_each_machine_has_its_ranks_and_a_sequence_stays_on_one() -> None:
 def test_ranks_of_one_machine_are_not_spread() -> None:
     (found,) = spots(config(1, 4, "cuda"))
     assert per_machine(found) == [4]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "ranks", "held"),
+    [
+        pytest.param(1, 3, {4: 2, 3: 1}, id="two GPUs of each are free"),
+        pytest.param(2, 2, {3: 2}, id="all of one are free"),
+    ],
+)
+def test_machines_that_others_use_are_waited_for(
+    nodes: int, ranks: int, held: dict[int, int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Which is told. Ranks of one machine are not spread over two for what is free, nor those of two put on one."""
+    monkeypatch.setattr(rank_places_module, "WAIT_WARNING_S", 2)
+    sizes = {node["Resources"].get("GPU", 0): node["NodeID"] for node in ray.nodes()}
+    others = [
+        placement_group([{"GPU": 1}] * count, bundle_label_selector=[{NODE_LABEL: sizes[size]}] * count)
+        for size, count in held.items()
+    ]
+    assert all(group.wait(PATIENCE) for group in others)
+    found: list[RankPlaces] = []
+    waiting = threading.Thread(target=lambda: found.append(RankPlaces(nodes, ranks, "cuda")))
+    waiting.start()
+    wait_until(lambda: found or "waiting for GPUs of the Ray cluster that others hold" in caplog.text, "word of it")
+    assert not found
+    for group in others:
+        remove_placement_group(group)
+    waiting.join(PATIENCE)
+    running = ActorGroup(Where, nodes * ranks, 1.0, places=found[0])
+    assert per_machine(running.call_all("spot")) == [ranks] * nodes
+
+
+def test_a_run_may_take_all_that_there_is_and_no_more() -> None:
+    require_resources(7, 2)
+    with pytest.raises(ClusterError, match=r"needs 7\.5 GPUs .* but the Ray cluster has 7: lower them"):
+        require_resources(7.5, 2)
+    with pytest.raises(ClusterError, match=r"reserve 2\.5 CPUs .* but the Ray cluster has 2: lower them"):
+        require_resources(7, 2.5)
 
 
 def test_colocated_workers_are_on_their_ranks_gpus() -> None:

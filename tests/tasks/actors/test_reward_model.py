@@ -149,20 +149,30 @@ def test_a_run_starts_its_judge_lets_it_sleep_and_ends_it(cluster: None, tmp_pat
     assert sum(line.startswith("start") for line in journal(tmp_path)) == 2
 
 
-def test_a_judge_that_dies_as_it_is_to_sleep_needs_none(cluster: None, tmp_path: Path) -> None:
-    """It is gone a while before its process is: the next scores come from another one, which sleeps."""
-    settings = config(tmp_path, "dies-of-sleep", sleep=True)
+@pytest.mark.parametrize("order", ["/sleep", "/wake_up"])
+def test_a_judge_that_is_killed_as_it_is_to_sleep_or_to_wake_up_has_a_successor(
+    cluster: None, tmp_path: Path, order: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its connections are gone a while before its process is. No score is lost of it, though none is asked again: they
+    come from another one, which sleeps after."""
+    functions = {"judge_grade": {"options": {"axes": ["alignment"]}, "retries": 0}}
+    settings = config(tmp_path, f"dies-of={order}", functions=functions, sleep=True)
     with served_reward_model(settings) as model:
         group, shards = RewardGroup(settings, model), batches()
         model.wait()
         server, _ = processes(tmp_path)
         model.rest()
-        assert not runs(server)
+        assert runs(server) == (order == "/wake_up")
         model.rest()
         assert group.table(shards, group.submit(shards, training=True)).rewards.tolist() == [0, 0.25, 0.5, 0.75]
-    first, dies, second, *_, last = journal(tmp_path)
-    assert [first.split()[0], dies, second.split()[0]] == ["start", "dies", "start"]
-    assert last == "/sleep?level=1&mode=wait"
+        assert not runs(server)
+    asleep = "/sleep?level=1&mode=wait"
+    before = [asleep] if order == "/wake_up" else []
+    found = [line.split()[0] for line in journal(tmp_path)]
+    assert found[: len(before) + 3] == ["start", *before, "dies", "start"]
+    assert found[len(before) + 3 :].count("start") == 0
+    assert found[-1] == asleep
+    assert len([record for record in caplog.records if "(code -9; " in record.message]) == 1
 
 
 def test_a_killed_actor_takes_its_server_along_and_another_begins(cluster: None, tmp_path: Path) -> None:
@@ -412,6 +422,31 @@ def test_an_engine_that_answers_whoever_asks_is_not_used(cluster: None, tmp_path
     with (
         served_reward_model(settings) as model,
         pytest.raises(RewardModelError, match="answers /health without the run's secret"),
+    ):
+        model.wait()
+
+
+def test_an_engine_that_dies_once_it_has_answered_is_told_with_its_last_words(cluster: None, tmp_path: Path) -> None:
+    """It is asked whether it answers whoever asks; what comes of no answer is no word of Prefect's server."""
+    words = [
+        "import http.server, os, sys",
+        "class Handler(http.server.BaseHTTPRequestHandler):",
+        "    def do_GET(self):",
+        "        if 'Authorization' not in self.headers:",
+        "            print('out of memory', flush=True)",
+        "            os._exit(3)",
+        "        self.send_response(200)",
+        "        self.end_headers()",
+        "http.server.HTTPServer(('127.0.0.1', int(sys.argv[6])), Handler).serve_forever()",
+    ]
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "engine.py").write_text("\n".join(words))
+    (tmp_path / "bin" / "vllm").write_text(f'#!/bin/sh\nexec "{sys.executable}" "{tmp_path / "engine.py"}" "$@"\n')
+    (tmp_path / "bin" / "vllm").chmod(0o700)
+    settings = config(tmp_path, command=[], python=tmp_path / "bin" / "python")
+    with (
+        served_reward_model(settings) as model,
+        pytest.raises(RewardModelError, match=r"answered, and then not to /health \(.*out of memory"),
     ):
         model.wait()
 

@@ -2,6 +2,7 @@
 """What a killed driver had started ends with it; real processes and a real SIGKILL."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -45,12 +46,13 @@ with watchdog():
 # A driver's process that forks imports nothing here: that would take six seconds, and is not the question.
 RAY_DRIVER = """
 import time
+import ray
 from tasks.actors import worker_forks
 from tasks.actors.cluster import ray_cluster
 from tasks.config.trainer import RayConfig
 worker_forks.IMPORTED = ()
 with ray_cluster(RayConfig(num_cpus=1)):
-    print("started", flush=True)
+    print(ray.get_runtime_context().gcs_address, "started", flush=True)
     time.sleep(7200)
 """
 
@@ -174,6 +176,29 @@ print("all is told")
 """
 
 
+DEAF_HEAD_DRIVER = """
+import os, signal, sys
+import psutil, ray
+from tasks.actors import cluster, worker_forks
+from tasks.config.trainer import RayConfig
+from tasks.system.processes import wait_until_ended
+
+worker_forks.IMPORTED = ()
+cluster.LEAVING_SECONDS = 1.0
+heard = []
+signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+head = None
+if sys.argv[1:]:
+    head, cluster.LET_GO_SECONDS = psutil.Process(int(sys.argv[1])), 1.0  # nothing of it is killed
+with cluster.ray_cluster(RayConfig(num_cpus=1)):
+    begun = psutil.Process().children(recursive=True)
+    head = head or next(one for one in begun if one.name() == "gcs_server")
+    head.suspend()
+os.kill(os.getpid(), signal.SIGTERM)
+print(heard, wait_until_ended(begun, 60))
+"""
+
+
 CLOCK_STEP = """
 import sys
 if "-c" not in sys.orig_argv:  # as the driver and all others are started
@@ -211,9 +236,14 @@ def watchdogs_of(pid):
 @pytest.fixture
 def driver(request, tmp_path):
     """A driver with a process that it started before the block, a daemon within, and the daemon's agent."""
-    if getattr(request, "param", "clock goes on") == "clock is set":
+    code, where = DRIVER, getattr(request, "param", "clock goes on")
+    if where == "clock is set":
         (tmp_path / "sitecustomize.py").write_text(CLOCK_STEP)
-    process = start(DRIVER, SLEEPER, DAEMON, path=f"{tmp_path}{os.pathsep}{ROOT}")
+    if where == "folder with tasks of its own":  # which a program that begins there would import
+        (folder := tmp_path / "folder").mkdir()
+        (folder / "tasks.py").touch()
+        code = DRIVER.replace("sleeper, daemon =", f"import os\nos.chdir({str(folder)!r})\nsleeper, daemon =")
+    process = start(code, SLEEPER, DAEMON, path=f"{tmp_path}{os.pathsep}{ROOT}")
     started = [psutil.Process(int(pid)) for pid in process.stdout.readline().split()]
     assert len(started) == 3
     yield process, started
@@ -224,7 +254,7 @@ def driver(request, tmp_path):
             one.kill()
 
 
-@pytest.mark.parametrize("driver", ["clock goes on", "clock is set"], indirect=True)
+@pytest.mark.parametrize("driver", ["clock goes on", "clock is set", "folder with tasks of its own"], indirect=True)
 def test_all_that_a_killed_driver_started_ends(driver):
     """Its whole process group is killed, as batch systems do it."""
     process, started = driver
@@ -240,7 +270,7 @@ def test_rays_agents_end_too_when_their_raylet_was_faster(tmp_path):
     They are suspended here, so that they end by the watchdog or not at all.
     """
     program = start_fork(RAY_DRIVER, tmp_path)
-    wait_until(lambda: "started\n" in program.output() or program.poll() is not None, "Ray's start", every=0.1)
+    wait_until(lambda: " started\n" in program.output() or program.poll() is not None, "Ray's start", every=0.1)
     process = psutil.Process(program.pid)
     family = process.children(recursive=True)
     (raylet,) = [one for one in family if one.name() == "raylet"]
@@ -381,3 +411,28 @@ def test_what_an_actor_has_started_ends_with_the_cluster(tmp_path):
     program = start_fork(ENDING_DRIVER, tmp_path)
     assert output_of(program) == "False"
     assert "has ended" not in program.output()
+
+
+@pytest.mark.ray
+def test_a_head_that_does_not_answer_is_left_without_a_word(tmp_path):
+    """Ray would wait for it for ever. What has been started ends all the same, and a signal is heard as before."""
+    program = start_fork(DEAF_HEAD_DRIVER, tmp_path)
+    assert output_of(program) == "[15] []"
+    assert "Ray does not answer at the end" in program.output()
+
+
+@pytest.mark.ray
+def test_the_head_of_a_joined_cluster_that_does_not_answer_is_left_too(tmp_path):
+    """As where the network has gone: neither the run's end nor that of its process waits for it."""
+    (tmp_path / "head").mkdir()
+    head = start_fork(RAY_DRIVER, tmp_path / "head")
+    try:
+        address = wait_until(lambda: re.search(r"([\d.]+:\d+) started\n", head.output()), "Ray's start", every=0.1)
+        (gcs,) = [one for one in psutil.Process(head.pid).children() if one.name() == "gcs_server"]
+        joined = {"PYTHONPATH": str(ROOT), "RAY_ADDRESS": address[1], "RAY_AUTH_MODE": "token"}
+        program = Program(["-c", DEAF_HEAD_DRIVER, str(gcs.pid)], ROOT, os.environ | joined, tmp_path / "output")
+        assert output_of(program) == "[15] []"
+        assert "Ray does not answer at the end" in program.output()
+    finally:
+        psutil.Process(head.pid).kill()
+        head.wait(PATIENCE)

@@ -140,6 +140,46 @@ def test_it_is_said_at_once_and_the_end_is_an_end() -> None:
     assert (done.returncode, done.stderr) == (143, "stopped by SIGTERM\nended\nat exit\n")
 
 
+WAITING = """
+import os, sys
+from tasks.cli.terminal import run_command, in_a_sentence
+from tasks.cli.stopping import handle, raise_it, say_at_once
+from tasks.system.signals import LastWait, unheeded_while
+
+def command() -> None:
+    with in_a_sentence():
+        handle(raise_it)
+        say_at_once()
+        over = []
+        unheeded_while(lambda: not over)
+        LastWait(lambda: bool(over), "all is done", lambda: os.write(2, b"left\\n")).begin()
+        print("waits", flush=True)
+        over.append(sys.stdin.readline())
+        print("over", flush=True)
+        sys.stdin.readline()
+
+run_command(command)
+"""
+
+
+@pytest.mark.parametrize(("number", "said", "code"), SIGNALS)
+def test_where_all_is_done_a_second_signal_ends_the_wait(number: signal.Signals, said: str, code: int) -> None:
+    """The first is answered, though the main thread is in a library's hands; afterwards one is what it always was."""
+    for ends, last in ((False, "left\n"), (True, f"{said}\n")):
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        with subprocess.Popen([sys.executable, "-c", WAITING], cwd=ROOT, preexec_fn=heeds_ctrl_c, **pipes) as process:
+            assert process.stdout.readline() == "waits\n"
+            process.send_signal(number)
+            assert process.stderr.readline() == "all is done\n"
+            if ends:
+                process.stdin.write("over\n")
+                process.stdin.flush()
+                assert process.stdout.readline() == "over\n"
+            process.send_signal(number)
+            assert process.stderr.read() == last
+        assert process.returncode == code
+
+
 HANGING_UP = """
 import sys, time
 from pathlib import Path
