@@ -22,9 +22,10 @@ def recomputed(block: Block, *arguments: Any, **named: Any) -> Any:
     By torch's own checkpointing without reentry every tensor that the block would have kept passes through Python, on
     its way there and back, some eighty of a compiled one: a fifth of what the host does in an update, for which a small
     model's GPU waits. Here a block is one node of the graph, whose backward calls it again and goes through what that
-    made (Chen et al. 2016, arXiv 1604.06174, section 3). The gradients are the same to the bit, but of what several
-    blocks are given: each block's share is summed up first. Random numbers are not drawn again as they were: no
-    family's block draws any.
+    made (Chen et al. 2016, arXiv 1604.06174, section 3). The gradients are the same to the bit but where sums have
+    another order: of what several blocks are given, whose shares each sums up first, and in fp32 of weights that a pass
+    calls twice, as with guidance: torch adds both parts to each other first, and this each to what is there. Random
+    numbers are not drawn again as they were: no family's block draws any.
 
     Args:
         block: whose own weights get their gradients as always.

@@ -633,6 +633,19 @@ def test_lora_over_whole_weights_is_shared_in_one_group(tiny_model: Path, tmp_pa
     assert largest_difference(all_parameters(blocks), all_parameters(at_once)) == 0.0
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_guided_updates_in_bf16_are_the_same_block_by_block_and_at_once(tiny_model: Path, checkpointing: bool) -> None:
+    """To the bit, also where each block is called twice in a pass and computed anew for both calls."""
+    config = model_config(tiny_model, lora_rank=4, lora_alpha=8, true_cfg_scale=3.0, dtype="bfloat16")
+    trajectories = rolled_out(config)
+    ways = ({}, {"reshard_after_forward": False, "gradient_checkpointing": checkpointing})
+    blocks, at_once = (trainer(config, **settings) for settings in ways)
+    for _ in range(2):
+        first, second = (each.update_policy([batch_of(trajectories)]) for each in (blocks, at_once))
+        assert first == second
+    assert largest_difference(all_parameters(blocks), all_parameters(at_once)) == 0.0
+
+
 def test_no_frozen_weight_stays_whole_while_the_others_are_divided(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
