@@ -67,7 +67,7 @@ def model_settings(folder: Path, compiled: bool, noise_level: float = 0.0) -> Di
     )
 
 
-def actor_settings(levels_per_pass: int, loss: str, checkpointing: bool) -> DiffusionActorConfig:
+def actor_settings(levels_per_pass: int, loss: str, checkpointing: bool = False) -> DiffusionActorConfig:
     """As the recipes have them; a checkout that knows no levels, or steps, in one pass takes them one by one."""
     known = "levels_per_pass" in DiffusionActorConfig.model_fields
     given: dict[str, Any] = {"levels_per_pass": levels_per_pass} if known else {}
@@ -103,7 +103,7 @@ def parts(folder: Path, compiled: bool) -> dict[str, Callable[[], Any]]:
     rollout, request = DiffusersRolloutEngine(config), request_of(config, 0)
     engines, batches = learning(config, "diffusion_nft", ForwardProcessConfig(num_train_timesteps=LEVELS))
     replays, sampled = learning(model_settings(folder, compiled, noise_level=0.7), "flow_grpo", window=range(LEVELS))
-    anew, _ = learning(model_settings(folder, compiled, noise_level=0.7), "flow_grpo", window=range(LEVELS), anew=True)
+    anew = trainer_of(replays[1].model_config, actor_settings(1, "flow_grpo", checkpointing=True))
     trainer = engines[1]
     weights = trainer.gather_weights()
     return {
@@ -112,14 +112,23 @@ def parts(folder: Path, compiled: bool) -> dict[str, Callable[[], Any]]:
         "update, levels_per_pass: 4": lambda: engines[LEVELS].update_policy(batches),
         "update by sampled steps": lambda: replays[1].update_policy(sampled),
         "update by sampled steps, levels_per_pass: 4": lambda: replays[LEVELS].update_policy(sampled),
-        "update by sampled steps, gradient_checkpointing": lambda: anew[1].update_policy(sampled),
+        "update by sampled steps, gradient_checkpointing": lambda: anew.update_policy(sampled),
         "old log-probs": lambda: rescored(replays[1], sampled),
-        "old log-probs, gradient_checkpointing": lambda: rescored(anew[1], sampled),
+        "old log-probs, gradient_checkpointing": lambda: rescored(anew, sampled),
         "weights gathered": trainer.gather_weights,
         "digests of what is sent": lambda: digests_of(weights, torch.bfloat16),
         "digests of what is held": lambda: digests_of(rollout.held_weights()),
         "weights loaded": lambda: rollout.load_weights(weights),
     }
+
+
+def trainer_of(
+    config: DiffusionModelConfig, settings: DiffusionActorConfig, levels: ForwardProcessConfig | None = None
+) -> DiffusersFSDPEngine:
+    """One that is ready."""
+    engine = DiffusersFSDPEngine(config, settings, "cpu", levels)
+    engine.initialize()
+    return engine
 
 
 def rescored(trainer: DiffusersFSDPEngine, batches: Iterable[ActorBatch]) -> None:
@@ -130,23 +139,13 @@ def rescored(trainer: DiffusersFSDPEngine, batches: Iterable[ActorBatch]) -> Non
 
 
 def learning(
-    config: DiffusionModelConfig,
-    loss: str,
-    levels: ForwardProcessConfig | None = None,
-    window: Iterable[int] = (),
-    anew: bool = False,
+    config: DiffusionModelConfig, loss: str, levels: ForwardProcessConfig | None = None, window: Iterable[int] = ()
 ) -> tuple[dict[int, DiffusersFSDPEngine], list[ActorBatch]]:
-    """Levels, or steps, in one pass -> a trainer by the loss; and an iteration's batches, with these steps recorded.
-    With `anew` blocks are computed again in the backward pass."""
+    """Levels, or steps, in one pass -> a trainer by the loss; and an iteration's batches, with these steps recorded."""
     rollout, advantages = DiffusersRolloutEngine(config), torch.linspace(-1, 1, BATCH)
     requests = [request_of(config, number, tuple(window)) for number in range(BATCHES)]
     batches = [ActorBatch([(rollout.produce(one).recorded, advantages)], BATCH) for one in requests]  # type: ignore[list-item]
-    engines = {
-        together: DiffusersFSDPEngine(config, actor_settings(together, loss, anew), "cpu", levels)
-        for together in (1, LEVELS)
-    }
-    for engine in engines.values():
-        engine.initialize()
+    engines = {together: trainer_of(config, actor_settings(together, loss), levels) for together in (1, LEVELS)}
     return engines, batches
 
 

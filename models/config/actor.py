@@ -169,14 +169,6 @@ class FSDPConfig(Section):
         alone = world_size == 1 and not self.param_offload and self.param_dtype in (None, dtype)
         return alone or not self.shard_frozen
 
-    def shares_in_one_group(self, world_size: int, dtype: str) -> bool:
-        """With LoRA, are its weights gathered, and its gradients divided, all at once?
-
-        By block each has an exchange, and calls around it that a small model waits for: worth it only where a gathered
-        block goes as the next one comes.
-        """
-        return self.keeps_frozen_whole(world_size, dtype) and not self.reshard_after_forward
-
 
 class DiffusionLossConfig(Section):
     """Which policy loss, and its bounds."""

@@ -90,8 +90,8 @@ def update_need(
     """
     settings, dtype = actor_config.fsdp_config, model_config.model.dtype
     computed, reshards = settings.param_dtype or dtype, settings.reshard_after_forward
-    lora = model_config.trains_lora
-    whole = lora and settings.keeps_frozen_whole(world_size, dtype)  # what is frozen, on the device of every rank
+    # What is frozen, on the device of every rank.
+    whole = model_config.trains_lora and settings.keeps_frozen_whole(world_size, dtype)
     on_host = settings.param_offload  # FSDP2 then keeps shards, their gradients and what is made of them there
     trained = 0.0 if on_host else cost.trained * MASTER_BYTES / world_size
     share = 1.0 if whole else 0.0 if on_host else 1 / world_size
@@ -109,7 +109,7 @@ def update_need(
     activations = cost.training_bytes * part
     # Between reductions FSDP2 adds up whole gradients, whatever the number of ranks.
     gradients = float(cost.trained * _bytes(settings.reduce_dtype))
-    if lora and settings.shares_in_one_group(world_size, dtype):  # divided once the activations are gone, by a copy
+    if whole and not reshards:  # LoRA's in one group: divided once the activations are gone, by a copy
         gradients += max(0.0, gradients + trained - activations)
     elif single_pass:
         gradients = _reduced_by_block(cost, settings.reduce_dtype, shards=trained, activations=activations)

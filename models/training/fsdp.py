@@ -380,11 +380,19 @@ class DiffusersFSDPEngine(PolicyForward):
         return self.actor_config.fsdp_config.param_dtype or self.model_config.model.dtype
 
     @property
+    def _keeps_frozen_whole(self) -> bool:
+        """Are LoRA's weights all that the ranks share?"""
+        settings, config = self.actor_config.fsdp_config, self.model_config
+        return config.trains_lora and settings.keeps_frozen_whole(dist.get_world_size(), config.model.dtype)
+
+    @property
     def _shares_in_one_group(self) -> bool:
-        """Is nothing called around a block, to gather its weights or to divide their gradients?"""
-        config = self.model_config
-        at_once = self.actor_config.fsdp_config.shares_in_one_group(dist.get_world_size(), config.model.dtype)
-        return config.trains_lora and at_once
+        """Are LoRA's weights gathered, and their gradients divided, all at once?
+
+        By block each has an exchange, and calls around it that a small model waits for: worth it only where a gathered
+        block goes as the next one comes.
+        """
+        return self._keeps_frozen_whole and not self.actor_config.fsdp_config.reshard_after_forward
 
     def _shard(self, module: nn.Module) -> nn.Module:
         """Divide a whole module in host memory among the ranks' devices, block by block."""
@@ -398,15 +406,14 @@ class DiffusersFSDPEngine(PolicyForward):
         )
         # Weights that diffusers keeps in fp32 in a bf16 model stay so, whole on every rank: they are few, and rounded
         # here they would make another model than the rollout's. FSDP computes with one format a block.
-        ranks = dist.get_world_size()
-        whole = self.model_config.trains_lora and settings.keeps_frozen_whole(ranks, own)
+        whole = self._keeps_frozen_whole
         frozen = (p for p in module.parameters() if not p.requires_grad)  # a list would keep all of them, whole
         kept = {p for p in frozen if whole or p.dtype != getattr(torch, own)} | scales_in(module)
         if own == policy_format == "bfloat16":
             in_fp32 = kept_in_fp32(module)
             kept |= {p for name, p in trainable(module).items() if name in in_fp32}
         offload = CPUOffloadPolicy(pin_memory=self.device == "cuda") if settings.param_offload else OffloadPolicy()
-        mesh = init_device_mesh(self.device, (ranks,))
+        mesh = init_device_mesh(self.device, (dist.get_world_size(),))
         blocks = () if self._shares_in_one_group else self.adapter.transformer_blocks(module)
         for part in (*blocks, module):
             widen_trained(part)

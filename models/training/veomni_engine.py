@@ -74,8 +74,8 @@ class VeOmniEngine(DiffusersFSDPEngine):
         super().initialize()
 
     @property
-    def _shares_in_one_group(self) -> bool:
-        """VeOmni shards every block."""
+    def _keeps_frozen_whole(self) -> bool:
+        """VeOmni shards every weight."""
         return False
 
     def _shard(self, module: nn.Module) -> nn.Module:
