@@ -12,15 +12,14 @@ from pathlib import Path
 import pytest
 
 from tasks.system.files import READERS, sha256_of_each
+from tests.tasks.cli.test_stopping import heeds_ctrl_c
 
 ROOT = Path(__file__).parents[3]
 DIGESTS = """
-import signal
 import sys
 from pathlib import Path
 from tasks.system.files import sha256_of_each
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a terminal, wherever the tests are
 print(*sha256_of_each([Path(name) for name in sys.argv[1:]]), flush=True)
 """
 PATIENCE_S = 120
@@ -29,7 +28,9 @@ PATIENCE_S = 120
 def digesting(*files: Path) -> subprocess.Popen[str]:
     """A process that prints the files' digests."""
     program = [sys.executable, "-c", DIGESTS, *map(str, files)]
-    return subprocess.Popen(program, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        program, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heeds_ctrl_c
+    )
 
 
 def sha256(content: bytes) -> str:
