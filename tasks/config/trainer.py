@@ -181,6 +181,13 @@ class TrainerConfig(Section):
         description="Memory of a GPU that the run must fit into; null is that of the driver's own GPU, and without one "
         "nothing is checked.",
     )
+    host_memory_gib: NotShaping[float | None] = Field(
+        None,
+        gt=0,
+        le=1e5,
+        description="Memory of each machine that the run must fit into; null is that of the driver's own, or of its "
+        "container, and in a cluster that the run joins nothing is checked.",
+    )
     on_nonfinite: NotShaping[Literal["stop", "skip"]] = Field(
         "stop",
         description="What to do about an optimiser step whose gradient is not finite: stop the run before it, or skip "

@@ -11,11 +11,10 @@ import torch
 from models.algorithms import get_diffusion_loss_fn
 from models.algorithms.losses import REF_VELOCITY, DiffusionLossFn
 from models.cost.flops import Batch, PolicyFlops, has_formula
+from models.cost.host_memory import saved_bytes
 from models.cost.memory import (
-    ADAMW_MOMENTS,
     GIB,
     KEPT_BY_A_SAMPLER,
-    MASTER_BYTES,
     Need,
     kept_by_a_sampler,
     rollout_need,
@@ -147,7 +146,7 @@ def check_disk(config: TrainConfig, cost: PassCost) -> None:
 
 def checkpoint_bytes(config: TrainConfig, cost: PassCost) -> int:
     """A checkpoint on the disk: the trained weights, AdamW's moments, and the further sets of the weights."""
-    return cost.trained * MASTER_BYTES * (1 + ADAMW_MOMENTS + _copies(config))
+    return saved_bytes(cost, weight_copies(config))
 
 
 def needs(
@@ -167,9 +166,12 @@ def needs(
 def colocated_encoders(config: TrainConfig) -> float:
     """Bytes of the weights of the run's text encoders on the first rank's GPU; 0 without such."""
     encoder = config.data.encoders
-    if encoder is None or not encoder.is_colocated:
-        return 0.0
-    model = config.actor_rollout_ref.model
+    return 0.0 if encoder is None or not encoder.is_colocated else encoder_bytes(config)
+
+
+def encoder_bytes(config: TrainConfig) -> float:
+    """Bytes of the weights of the run's text encoders, wherever they are."""
+    encoder, model = config.data.text_encoder, config.actor_rollout_ref.model
     return float(stored_parameters(model.path, TEXT_ENCODERS) * getattr(torch, encoder.dtype or model.dtype).itemsize)
 
 
@@ -227,20 +229,25 @@ def samplers_on_a_gpu(config: TrainConfig) -> int:
 
 
 def _update(config: TrainConfig, model_config: DiffusionModelConfig, cost: PassCost) -> Need:
-    actor = config.actor_rollout_ref.actor
-    refers = actor.use_kl_loss or REF_VELOCITY in _loss(config).required_data_keys
     return update_need(
         cost,
         model_config,
-        actor,
+        config.actor_rollout_ref.actor,
         world_size=config.trainer.world_size,
-        copies=_copies(config),
-        frozen_models=(refers and not model_config.trains_lora) + (actor.teacher_path is not None),
+        copies=weight_copies(config),
+        frozen_models=frozen_models(config, model_config),
         single_pass=passes_of_a_step(config) == 1,
     )
 
 
-def _copies(config: TrainConfig) -> int:
+def frozen_models(config: TrainConfig, model_config: DiffusionModelConfig) -> int:
+    """Whole models that the trainer has besides the policy: a reference that is no switched-off LoRA, a teacher."""
+    actor = config.actor_rollout_ref.actor
+    refers = actor.use_kl_loss or REF_VELOCITY in _loss(config).required_data_keys
+    return (refers and not model_config.trains_lora) + (actor.teacher_path is not None)
+
+
+def weight_copies(config: TrainConfig) -> int:
     """Sets of the trained weights besides those that are trained."""
     kept = config.actor_rollout_ref.actor.ema.enable, _loss(config).keeps_old_policy()
     return sum(kept) + config.trainer.one_step_off_policy

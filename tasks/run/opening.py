@@ -17,6 +17,7 @@ from prefect import get_run_logger
 
 from models.algorithms import needs_old_means
 from models.config.section import AUTO
+from models.cost.memory import Need
 from models.samples.trajectories import LATENTS, PICTURES, Recording
 from models.weights.canary import Canary
 from tasks.actors.cluster import WorkerNeeds, gpu_slots, gpus_are_free, ray_cluster, require_resources
@@ -42,6 +43,7 @@ from tasks.rewards.statistics import GUARDS as STATISTICS
 from tasks.run.capacity import Needs, warn_of_others
 from tasks.run.early import check_records
 from tasks.run.expectation import BesideExpected
+from tasks.run.host_capacity import warn_of_little_memory
 from tasks.run.kept_stages import KeptStages
 from tasks.run.live_text import start_text_encoders
 from tasks.run.note import run_label, source_tags, write_note
@@ -76,17 +78,23 @@ def apply_overrides(config: TrainConfig, overrides: TrainOverrides | dict[str, A
 
 @contextmanager
 def open_cluster_and_tracker(
-    config: TrainConfig, name: str, *, trains: bool, run_id: str | None = None, needed: Needs | None = None
+    config: TrainConfig,
+    name: str,
+    *,
+    trains: bool,
+    run_id: str | None = None,
+    needed: Needs | None = None,
+    on_host: Need | None = None,
 ) -> Iterator[Tracker]:
     """What everything that needs actors begins with: the GPUs' slots, the cluster, proof that it is large enough, a
-    word of other programs on its GPUs, and the tracker. Afterwards the MLflow run is FINISHED, FAILED or KILLED, never
-    RUNNING.
+    word of other programs on its GPUs and in its memory, and the tracker. Afterwards the MLflow run is FINISHED, FAILED
+    or KILLED, never RUNNING.
 
     Args:
         name: of a new MLflow run.
         trains: for training; without, a measurement needs no trainer ranks.
         run_id: the MLflow run to continue.
-        needed: what a GPU has to hold, where that is known.
+        needed, on_host: what a GPU and the machine's memory have to hold, where that is known.
 
     Raises:
         ClusterError: the slots' pool or the cluster cannot hold the actors.
@@ -104,6 +112,8 @@ def open_cluster_and_tracker(
             check_resources(config, trains)
             if needed is not None and gpus_are_free():
                 warn_of_others(config, needed)
+            if on_host is not None and address is None:
+                warn_of_little_memory(config, on_host)
             tracker = _tracker(config, name, run_id)
             tell("Ray is there: the workers start and load their models")
             with tracker.concluded(ends_flow_run=True), heeded_once():
@@ -147,7 +157,9 @@ def open_run(config: TrainConfig, inputs: Inputs, recipe: TrainConfig, start: St
         label = run_label(config.asked, recipe)
         again = _remembered_run_id(config)
         with (
-            open_cluster_and_tracker(config, label, trains=True, run_id=again, needed=inputs.needs) as tracker,
+            open_cluster_and_tracker(
+                config, label, trains=True, run_id=again, needed=inputs.needs, on_host=inputs.host
+            ) as tracker,
             served_for(config) as model,
         ):
             _remember_run_id(config, tracker.run_id)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from models.algorithms import check_advantage
 from models.cost.flops import PolicyFlops
+from models.cost.memory import Need
 from models.cost.meta_pass import PassCost
 from models.families import load_families
 from models.families.base import DiffusionModelBase, DiffusionModelConfig
@@ -29,6 +30,7 @@ from tasks.rewards import check_reward
 from tasks.run.capacity import Needs, check_disk, check_fits, measure_cost
 from tasks.run.data_checks import open_data
 from tasks.run.early import check_folder, check_home_signs, raising_config_errors
+from tasks.run.host_capacity import check_host
 from tasks.run.length_checks import check_length
 from tasks.run.loss_checks import check_exploration, check_loss
 from tasks.run.model_checks import check_engine, check_pipelines, check_stored, check_teacher
@@ -45,6 +47,7 @@ class Inputs:
         pairs: None where samples are made and not read.
         flops: operations of rollout and update; None where the run does not train, or the model cannot be counted.
         needs: what was found to fit a GPU; None where nothing was compared with one.
+        host: what was found to fit the machine's memory; None likewise.
         config: the checked one, with values in place of auto.
         said, kept: see `Settled`.
         digest: 16 hexadecimal digits over the prompt table, the index of the embeddings or, where they are live, the
@@ -61,6 +64,7 @@ class Inputs:
     config: TrainConfig
     flops: PolicyFlops | None = None
     needs: Needs | None = None
+    host: Need | None = None
     said: dict[str, str] = field(default_factory=dict)
     kept: dict[str, int] = field(default_factory=dict)
 
@@ -110,10 +114,10 @@ def check_inputs(config: TrainConfig, trains: bool = True, recorded: TrainConfig
     costs = _Costs(inputs)
     found = settle(config, model_config, costs.of_pass, recorded, trains)
     inputs = replace(inputs, config=found.config, said=found.said, kept=found.kept)
-    flops, needed = _check_costs(inputs, costs) if trains else (None, None)
+    inputs = _with_costs(inputs, costs) if trains else inputs
     if trains and (unread := told(config)) is not None:
         log.warning(unread)
-    return replace(inputs, digest=f"{inputs.digest}-{_weights_digest(config, trains)}", flops=flops, needs=needed)
+    return replace(inputs, digest=f"{inputs.digest}-{_weights_digest(config, trains)}")
 
 
 @raising_config_errors
@@ -158,16 +162,18 @@ class _Costs:
         return None if flops is None else flops.cost
 
 
-def _check_costs(inputs: Inputs, costs: _Costs) -> tuple[PolicyFlops | None, Needs | None]:
-    """The run fits the GPUs and its folder can be written; what a micro-batch costs and what a GPU has to hold, None
-    where that is not known."""
-    config = inputs.config
-    flops = costs.of(config)
-    needed = None if flops is None else check_fits(config, inputs.model_config, flops.cost)
+def _with_costs(inputs: Inputs, costs: _Costs) -> Inputs:
+    """The same with what a micro-batch costs and what the run needs of a GPU and of its machine, where that is known.
+    The run fits both, and its folder can be written and has room."""
+    config, flops = inputs.config, costs.of(inputs.config)
+    if flops is not None:
+        fitting = check_fits(config, inputs.model_config, flops.cost)
+        on_host = check_host(config, inputs.model_config, flops.cost)
+        inputs = replace(inputs, flops=flops, needs=fitting, host=on_host)
     check_folder(config.trainer.default_local_dir)
     if flops is not None:
         check_disk(config, flops.cost)
-    return flops, needed
+    return inputs
 
 
 def _weights_digest(config: TrainConfig, trains: bool) -> str:

@@ -9,6 +9,13 @@ GROUP = Path("/sys/fs/cgroup")
 """Where Linux tells a container what it may take (cgroup v2)."""
 
 
+def all_bytes(group: Path = GROUP) -> int:
+    """Memory of the machine, or what this process's container may take of it."""
+    there, most = int(psutil.virtual_memory().total), group / "memory.max"
+    bounded = most.is_file() and most.read_text().strip() != "max"
+    return min(there, int(most.read_text())) if bounded else there
+
+
 def free_bytes(group: Path = GROUP) -> int:
     """Memory that processes could take now: the machine's, or what is left of the container's if that is less."""
     there = int(psutil.virtual_memory().available)

@@ -43,6 +43,7 @@ from tasks.run.capacity import (
     shortfall,
     warn_of_others,
 )
+from tasks.run.host_capacity import check_host
 from tasks.system.gpu_memory import InUse, gpu_memory_in_use
 from tests.models.training.test_engine import batch_of, trainer
 from tests.support.helpers import (
@@ -726,6 +727,17 @@ def test_a_recipe_that_one_gpu_cannot_hold_says_so_in_numbers(recipe: str, gib: 
         f"the update needs {gib} GiB on each GPU (AdamW 152.2, gradients 77.5, weights 76.1, activations of 8 samples "
         "4.0, gathered weights 1.3) but there are 139.8: set actor.fsdp_config.param_offload to true, or train LoRA "
         "with model.lora_rank, or raise trainer.n_gpus_per_node, now 1"
+    )
+    offloads = {"actor_rollout_ref": {"actor": {"fsdp_config": {"param_offload": True}}}}
+    offloads |= {"trainer": {"host_memory_gib": 128}}
+    offloaded = config.with_changes({"actor_rollout_ref": {"rollout": {"enable_sleep_mode": True}}})
+    with pytest.raises(DoesNotFit) as refused:
+        check_host(offloaded.with_changes(offloads), model, cost)
+    assert str(refused.value) == (
+        "the run keeps 533.0 GiB in its machine's memory (the checkpoint's copy 228.3, offloaded weights 152.2, "
+        "offloaded AdamW 152.2, the rollout's weights, asleep 0.2) but there are 128.0: set trainer.async_checkpoint "
+        "to false, or set actor.fsdp_config.param_offload to false, or train LoRA with model.lora_rank, or raise "
+        "trainer.nnodes, now 1"
     )
 
 

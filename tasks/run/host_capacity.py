@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether what a run keeps in its machine's own memory has room there: known before anything loads.
+
+Where there is none left Linux ends a process by SIGKILL, of its own choice: the run would die at its first checkpoint.
+"""
+
+import logging
+import os
+
+from models.cost.host_memory import CHECKPOINT_COPY, MOMENTS, OFFLOADED, rank_on_host, saved_bytes
+from models.cost.memory import GIB, Need
+from models.cost.meta_pass import PassCost
+from models.families.base import DiffusionModelConfig
+from tasks.config.tree import TrainConfig
+from tasks.run.capacity import ENCODERS, DoesNotFit, encoder_bytes, frozen_models, needs, weight_copies
+from tasks.system.host_memory import all_bytes, free_bytes
+
+log = logging.getLogger(__name__)
+SMALL = 0.05
+"""Share of what is lacking: a setting that gives back less is no way out."""
+ASLEEP, UPDATE, ROLLOUT = "the rollout's weights, asleep", "the update", "the rollout"
+
+
+def check_host(config: TrainConfig, model_config: DiffusionModelConfig, cost: PassCost) -> Need | None:
+    """What the run keeps of its first machine's memory; None where that machine's memory is not known.
+
+    Raises:
+        DoesNotFit: it is more than the machine, or this process's container, has.
+    """
+    there = host_gib(config)
+    if there is None:
+        return None
+    needed = host_need(config, model_config, cost)
+    lacking = host_shortfall(config, needed, there)
+    if lacking is not None:
+        raise DoesNotFit(f"the run {lacking}")
+    return needed
+
+
+def warn_of_little_memory(config: TrainConfig, needed: Need) -> None:
+    """Warn where other programs leave too little of this machine's memory. To be called before the run's actors begin,
+    whose own it would be afterwards."""
+    lacking = host_shortfall(config, needed, free_bytes() / GIB)
+    if lacking is not None:
+        log.warning("other programs use memory of this machine, and the run %s; or end them", lacking)
+
+
+def host_gib(config: TrainConfig) -> float | None:
+    """All memory of the run's first machine; None where the run joins a cluster and its config does not say."""
+    if config.trainer.host_memory_gib is not None:
+        return config.trainer.host_memory_gib
+    return None if os.environ.get("RAY_ADDRESS") else all_bytes() / GIB
+
+
+def host_need(config: TrainConfig, model_config: DiffusionModelConfig, cost: PassCost) -> Need:
+    """What the run keeps of its first machine's memory from its first checkpoint on.
+
+    Not counted, as it is not known: rewards, samples on their way, Python and its libraries in every process.
+    """
+    trainer, copies = config.trainer, weight_copies(config)
+    ranks = trainer.n_gpus_per_node
+    actor, frozen = config.actor_rollout_ref.actor, frozen_models(config, model_config)
+    shards = rank_on_host(cost, model_config, actor, world_size=trainer.world_size, copies=copies, frozen_models=frozen)
+    kept = {name: ranks * size for name, size in shards.items()}
+    if trainer.async_checkpoint:
+        kept[CHECKPOINT_COPY] = saved_bytes(cost, copies) * ranks / trainer.world_size
+    kept |= _of_models(config, model_config, cost)
+    encoder = config.data.encoders
+    if encoder is not None and (encoder.sleeps or encoder.device == "cpu") and trainer.nnodes == 1:
+        kept[ENCODERS] = encoder_bytes(config)
+    return Need(kept, {})
+
+
+def _of_models(config: TrainConfig, model_config: DiffusionModelConfig, cost: PassCost) -> dict[str, float]:
+    """On the CPU update and rollout; else what of the rollout goes to the host as it sleeps."""
+    trainer, rollout, needed = config.trainer, config.actor_rollout_ref.rollout, needs(config, model_config, cost)
+    ranks = trainer.n_gpus_per_node
+    if trainer.device == "cpu":
+        workers = -(-rollout.num_actors // trainer.nnodes)
+        sampling = 0.0 if needed.rollout is None else workers * needed.rollout.gib * GIB
+        return {UPDATE: ranks * needed.update.gib * GIB, ROLLOUT: sampling}
+    if needed.rollout is None or not rollout.sleeps:
+        return {}
+    weights = dict(needed.rollout.resident)
+    if rollout.name == "diffusers" and not model_config.trains_lora:
+        del weights["weights"]  # stay behind: a sync brings the new ones as the rollout wakes
+    return {ASLEEP: ranks * sum(weights.values())}
+
+
+def host_shortfall(config: TrainConfig, needed: Need, there: float) -> str | None:
+    """What has no room in `there` GiB of a machine and which settings are left to change it; None where all has."""
+    if needed.gib <= there:
+        return None
+    return (
+        f"keeps {needed.gib:.1f} GiB in its machine's memory ({needed.sentence()}) but there are {there:.1f}: "
+        f"{_advice(config, needed, there)}"
+    )
+
+
+def _advice(config: TrainConfig, needed: Need, there: float) -> str:
+    """The settings that are left to make it less, the one that gives most back first."""
+    settings, kept = config.actor_rollout_ref, needed.resident
+    ways = {
+        CHECKPOINT_COPY: "set trainer.async_checkpoint to false",
+        OFFLOADED: "set actor.fsdp_config.param_offload to false",
+        ASLEEP: "set rollout.enable_sleep_mode to false",
+        UPDATE: f"lower actor.ppo_micro_batch_size_per_gpu, now {settings.actor.micro_batch}",
+        ROLLOUT: f"lower rollout.micro_batch_size, now {settings.rollout.micro_batch_size}",
+    }
+    if settings.actor.fsdp_config.optimizer_offload:
+        ways[MOMENTS] = "set actor.fsdp_config.optimizer_offload to false"
+    if config.data.encoders is not None and config.data.encoders.device == "cpu" and config.trainer.device == "cuda":
+        ways[ENCODERS] = "set data.text_encoder.device to cuda"
+    largest_first = sorted(ways, key=lambda name: -kept.get(name, 0.0))
+    least = SMALL * (needed.gib - there) * GIB
+    chosen = [ways[name] for name in largest_first if kept.get(name, 0.0) > least]
+    if not settings.model.trains_lora:
+        chosen.append("train LoRA with model.lora_rank")
+    chosen.append(f"raise trainer.nnodes, now {config.trainer.nnodes}")
+    return ", or ".join(chosen)

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run keeps in its machine's memory: counted as the engines really keep it, and refused where it has no room."""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from models.cost.host_memory import rank_on_host, saved_bytes
+from models.cost.memory import GIB, Need, update_need
+from models.cost.meta_pass import PassCost, pass_cost
+from models.rollout.diffusers import DiffusersRolloutEngine
+from models.training.checkpoint import HostCopy
+from tasks.config.tree import TrainConfig
+from tasks.run.capacity import DoesNotFit, encoder_bytes, needs
+from tasks.run.host_capacity import check_host, host_gib, host_need, warn_of_little_memory
+from tasks.system.host_memory import all_bytes, free_bytes
+from tests.models.training.test_engine import trainer
+from tests.support.helpers import actor_config, model_config, single_rank
+from tests.support.tiny_models import embeddings_of
+
+COST = PassCost(
+    samples=4,
+    parameters=250 * GIB,
+    frozen=0,
+    trained=250 * GIB,
+    blocks=(25 * GIB, 225 * GIB),
+    trained_blocks=(25 * GIB, 225 * GIB),
+    frozen_blocks=(25 * GIB, 225 * GIB),
+    sampling_flops=1.0,
+    training_flops=3.0,
+    recomputed_flops=0.0,
+    sampling_bytes=8 * GIB,
+    saved_bytes=30 * GIB,
+    training_bytes=40 * GIB,
+)
+"""All weights, 1000 GiB in fp32."""
+WITH_LORA = replace(COST, trained=GIB, frozen=250 * GIB, trained_blocks=(GIB // 10, GIB))
+OFFLOADED, MOMENTS, COPY, ASLEEP = (
+    "offloaded weights",
+    "offloaded AdamW",
+    "the checkpoint's copy",
+    "the rollout's weights, asleep",
+)
+
+
+def run_config(tiny_model: Path, *, lora: int = 0, fsdp: Any = None, rollout: Any = None, **trainer: Any):
+    """A run on one GPU that shares it with its rollout, which sleeps."""
+    sampling = {"n": 4, "micro_batch_size": 4, "pipeline": {"height": 16, "width": 24}}
+    sampling |= {"placement": "colocated", "enable_sleep_mode": True} | (rollout or {})
+    actor = {"ppo_mini_batch_size": 4, "ppo_micro_batch_size_per_gpu": 4, "fsdp_config": fsdp or {}}
+    tree = {
+        "data": {"train_batch_size": 4},
+        "actor_rollout_ref": {
+            "model": {"path": str(tiny_model), "lora_rank": lora},
+            "rollout": sampling,
+            "actor": actor,
+        },
+        "trainer": {"device": "cuda", **trainer},
+    }
+    return TrainConfig.model_validate(tree)
+
+
+def kept(config: TrainConfig, cost: PassCost = COST, **model: Any) -> dict[str, float]:
+    """GiB by what they are for, what is nothing left out."""
+    settings = config.actor_rollout_ref.model
+    of_model = model_config(settings.path, lora_rank=settings.lora_rank, **model)
+    need = host_need(config, of_model, cost)
+    return {name: size / GIB for name, size in (need.resident | need.passing).items() if size / GIB >= 0.01}
+
+
+def tensors(tree: Any) -> Iterator[Tensor]:
+    """The leaves of a state that are tensors."""
+    if isinstance(tree, dict):
+        for part in tree.values():
+            yield from tensors(part)
+    elif isinstance(tree, Tensor):
+        yield tree.to_local() if hasattr(tree, "to_local") else tree
+
+
+@pytest.mark.parametrize("model", [{}, {"lora_rank": 4}], ids=["full", "lora"])
+@pytest.mark.parametrize("copies", [0, 1])
+def test_a_checkpoints_copy_is_as_large_as_is_counted(tiny_model: Path, model: Any, copies: int) -> None:
+    """Of a real engine that has made a step, whose moments are there; steps and random states are bytes more."""
+    config = model_config(tiny_model, **model)
+    with single_rank():
+        engine = trainer(config, enable=bool(copies))
+        for parameter in engine.optimizer.param_groups[0]["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+        engine.optimizer.step()
+        staged = HostCopy().stage(engine.checkpoint._state())
+    counted = saved_bytes(pass_cost(config, embeddings_of(config, lengths=(24,)), samples=4), copies)
+    weights = [tensor for tensor in tensors(staged) if tensor.ndim and tensor.is_floating_point()]
+    assert sum(tensor.nbytes for tensor in weights) == counted
+
+
+@pytest.mark.parametrize(
+    ("model", "fsdp", "on_host"),
+    [
+        ({}, {}, {}),
+        ({}, {"optimizer_offload": True}, {MOMENTS: 2000}),
+        ({}, {"param_offload": True}, {OFFLOADED: 1000 * (2 + 1) + 1000, MOMENTS: 2000}),
+        ({"lora_rank": 4}, {"param_offload": True}, {OFFLOADED: 4 * 3 + 2 * 1000, MOMENTS: 8}),
+        ({"lora_rank": 4}, {"param_offload": True, "shard_frozen": False}, {OFFLOADED: 4 * 3, MOMENTS: 8}),
+    ],
+)
+def test_what_leaves_a_gpu_is_on_the_host(tiny_model: Path, model: Any, fsdp: Any, on_host: dict[str, float]) -> None:
+    """Of ten ranks with a further set of the weights and a reference; what the host has, no GPU has."""
+    cost = WITH_LORA if model else COST
+    config, sizes = model_config(tiny_model, **model), {"world_size": 10, "copies": 1, "frozen_models": 1}
+    found = rank_on_host(cost, config, actor_config(**fsdp), **sizes)
+    assert {name: 10 * size / GIB for name, size in found.items()} == pytest.approx(on_host)
+    awake = {name: value for name, value in fsdp.items() if not name.endswith("offload")}
+    usual, now = (update_need(cost, config, actor_config(**given), **sizes).resident for given in (awake, fsdp))
+    gradients = 4 * cost.trained / 10 if OFFLOADED in found else 0.0  # pass on a GPU, and stay on the host
+    assert sum(found.values()) - gradients == pytest.approx(sum(usual.values()) - sum(now.values()))
+
+
+@pytest.mark.parametrize("model", [{}, {"lora_rank": 4}], ids=["full", "lora"])
+def test_a_rollout_asleep_is_as_large_as_is_counted(tiny_model: Path, model: Any) -> None:
+    """What an engine's sleep moves as it leaves the policy behind; LoRA's small matrices are counted all the same."""
+    config = run_config(tiny_model, lora=model.get("lora_rank", 0), async_checkpoint=False)
+    of_model = model_config(tiny_model, **model)
+    engine = DiffusersRolloutEngine(of_model)
+    engine._host.leave(with_trained=False)
+    engine._host.come_back("cpu")
+    held = sum(copy.nbytes for copy in engine._host._kept.values())
+    cost = pass_cost(of_model, embeddings_of(of_model, lengths=(24,)), samples=4)
+    assert host_need(config, of_model, cost).gib * GIB == pytest.approx(held, rel=0.1)
+
+
+def test_the_sum_of_a_machine(tiny_model: Path) -> None:
+    """Its ranks' part of the checkpoint, and each rollout's weights but trained ones, which vLLM-Omni takes along."""
+    assert kept(run_config(tiny_model)) == {COPY: 3000}
+    assert kept(run_config(tiny_model, async_checkpoint=False)) == {}
+    with_lora = {COPY: 12, ASLEEP: pytest.approx(1004, rel=1e-3)}
+    assert kept(run_config(tiny_model, lora=4), WITH_LORA) == with_lora
+    awake = {"enable_sleep_mode": False}
+    assert kept(run_config(tiny_model, lora=4, rollout=awake), WITH_LORA) == {COPY: 12}
+    omni = {"name": "vllm_omni"}
+    assert kept(run_config(tiny_model, rollout=omni)) == {COPY: 3000, ASLEEP: pytest.approx(1000, rel=1e-3)}
+    two = {"rollout": {"num_actors": 2, "n": 8}, "n_gpus_per_node": 2}
+    assert kept(run_config(tiny_model, lora=4, **two), WITH_LORA) == {
+        COPY: 12,
+        ASLEEP: pytest.approx(2008, rel=1e-3),
+    }
+    several = {"rollout": {"num_actors": 4, "n": 16}, "n_gpus_per_node": 2, "nnodes": 2}
+    assert kept(run_config(tiny_model, **several))[COPY] == 1500, "of two machines each has half"
+
+
+def test_on_the_cpu_update_and_rollout_are_there_too(tiny_model: Path) -> None:
+    """Both share the machine, and what is offloaded is no less there."""
+    workers = {"placement": "separate", "enable_sleep_mode": False, "num_actors": 2, "n": 8}
+    config = run_config(tiny_model, device="cpu", rollout=workers, async_checkpoint=False)
+    needed = needs(config, model_config(tiny_model), COST)
+    assert needed.rollout is not None
+    both = {"the update": needed.update.gib, "the rollout": 2 * needed.rollout.gib}
+    assert kept(config) == pytest.approx(both)
+    offloaded = run_config(
+        tiny_model, device="cpu", rollout=workers, async_checkpoint=False, fsdp={"optimizer_offload": True}
+    )
+    assert kept(offloaded)[MOMENTS] == 2000
+
+
+def test_text_encoders_on_the_host_are_counted(tiny_model: Path) -> None:
+    """On the CPU, and on a GPU that they leave; not on one of their own, nor on one of several machines."""
+    encoders = {"embeddings": "live", "text_encoder": {"device": "cpu"}}
+    pipeline = {"actor_rollout_ref": {"rollout": {"pipeline": {"max_sequence_length": 24}}}}
+
+    def counted(config: TrainConfig) -> float:
+        return host_need(config, model_config(tiny_model), COST).resident.get("text encoders", 0.0)
+
+    base = run_config(tiny_model).with_changes(pipeline)
+    there = counted(base.with_changes({"data": encoders}))
+    assert there == encoder_bytes(base.with_changes({"data": encoders})) > 0
+    colocated = {"embeddings": "live", "text_encoder": {"device": "cuda", "placement": "colocated"}}
+    assert counted(base.with_changes({"data": colocated})) == there
+    colocated["text_encoder"]["enable_sleep_mode"] = False
+    assert counted(base.with_changes({"data": colocated})) == 0
+    assert counted(base) == 0
+
+
+def test_what_has_no_room_is_refused_with_the_way_out(tiny_model: Path) -> None:
+    """Offloading, which the refusal of a GPU advises, needs as much of the host."""
+    model = model_config(tiny_model)
+    config = run_config(tiny_model, fsdp={"param_offload": True}, host_memory_gib=6999)
+    with pytest.raises(DoesNotFit) as refused:
+        check_host(config, model, COST)
+    assert str(refused.value) == (
+        "the run keeps 7000.0 GiB in its machine's memory (the checkpoint's copy 3000.0, offloaded weights 2000.0, "
+        "offloaded AdamW 2000.0) but there are 6999.0: set trainer.async_checkpoint to false, or set "
+        "actor.fsdp_config.param_offload to false, or train LoRA with model.lora_rank, or raise trainer.nnodes, now 1"
+    )
+    needed = check_host(config.with_changes({"trainer": {"host_memory_gib": 7000.5}}), model, COST)
+    assert needed is not None
+    assert needed.gib == pytest.approx(7000, abs=0.01)
+    on_gpus = run_config(tiny_model, fsdp={"optimizer_offload": True}, host_memory_gib=100)
+    with pytest.raises(DoesNotFit, match=r"AdamW 2000.0.* or set actor.fsdp_config.optimizer_offload to false, or"):
+        check_host(on_gpus, model, COST)
+    lora = run_config(tiny_model, lora=4, host_memory_gib=100)
+    with pytest.raises(
+        DoesNotFit, match=r"100.0: set rollout.enable_sleep_mode to false, or raise trainer.nnodes"
+    ) as told:
+        check_host(lora, model_config(tiny_model, lora_rank=4), WITH_LORA)
+    assert "lora_rank" not in str(told.value)
+
+
+def test_the_machine_is_the_drivers_own_unless_a_cluster_is_joined(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    config = run_config(tiny_model)
+    assert host_gib(config) == all_bytes() / GIB
+    with pytest.raises(DoesNotFit, match=f"but there are {all_bytes() / GIB:.1f}: "):
+        check_host(config, model_config(tiny_model), COST)
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")
+    assert check_host(config, model_config(tiny_model), COST) is None
+    with pytest.raises(DoesNotFit, match=r"but there are 5.0: "):
+        check_host(config.with_changes({"trainer": {"host_memory_gib": 5}}), model_config(tiny_model), COST)
+
+
+def test_memory_that_others_use_is_told(tiny_model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It may be free again when the run needs it: a warning, not an error."""
+    config = run_config(tiny_model)
+    with caplog.at_level(logging.WARNING):
+        warn_of_little_memory(config, Need({COPY: free_bytes() / 2}, {}))
+        assert not caplog.records
+        warn_of_little_memory(config, Need({COPY: 2.0 * all_bytes()}, {}))
+    (record,) = caplog.records
+    assert record.getMessage().startswith("other programs use memory of this machine, and the run keeps ")
+    assert record.getMessage().endswith(", now 1; or end them")
