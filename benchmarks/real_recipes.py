@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A recipe of real size as a deployment on one GPU or two, from a drawn checkpoint to its weights in diffusers.
+"""A recipe of real size as a deployment on one GPU or several, from a drawn checkpoint to its weights in diffusers.
 
     python -m benchmarks.real_recipes sd35-ocr-flow-grpo [diffusion-nft ...] [--machine two_h200] [--write]
 
@@ -55,7 +55,7 @@ MODELS = {
     "data/z_image": ("z-image", "z_image"),
 }
 """A recipe's `model.path` -> name in `benchmarks.drawn_checkpoint`, and the adapter's file."""
-MACHINES = ("one_h200", "two_h200", "eight_h200")
+MACHINES = ("one_h200", "two_h200", "four_h200", "eight_h200")
 """Files of machines/."""
 ITERATIONS = 3
 LIMIT, DOWN_SECONDS = 3600, 40

@@ -2,7 +2,7 @@
 """A recipe's whole flow on more and more GPUs of one host: colocated, and with the GPUs divided.
 
     python -m benchmarks.scaling RECIPE [--gpus 1 2 4 8] [--kinds weak strong ahead] [--set NAME=VALUE ...]
-    python -m benchmarks.scaling flow-grpo --device cpu --gpus 1 2 --set actor_rollout_ref.rollout.n=4   # that it runs
+    python -m benchmarks.scaling flow-grpo --device cpu --gpus 1 2 --prompts 6   # that it runs
 
 Each cell is a run of its own, one after the other, in a folder of its own under `--folder`:
 

@@ -63,6 +63,7 @@ SAID = {
     "docs/words_fewer_images.png": "Held-out reward of the words model with what is said to need fewer pictures.",
     "dvc.lock": "What DVC's stages were made from, and the hashes of what they made.",
     "machines/eight_h200.json": "What a recipe of real size changes where rollout and update share its eight H200s.",
+    "machines/four_h200.json": "What a recipe of real size changes on a machine with four H200.",
     "machines/one_h200.json": "What a recipe of real size changes on a machine with one H200.",
     "machines/two_h200.json": "What a recipe of real size changes on a machine with two H200.",
     "tests/kept_run/run.tar.xz": "The folder of a user whose training run was killed.",

@@ -508,7 +508,7 @@ def test_another_text_scores_less(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", REAL_SIZE)
-@pytest.mark.parametrize(("machine", "gpus"), [("one_h200", 1), ("two_h200", 2), ("eight_h200", 8)])
+@pytest.mark.parametrize(("machine", "gpus"), [("one_h200", 1), ("two_h200", 2), ("four_h200", 4), ("eight_h200", 8)])
 def test_a_recipe_of_real_size_becomes_one_for_shared_gpus(recipe: str, machine: str, gpus: int) -> None:
     """As the command line and as a deployment's parameter read the file; what shapes the run stays as it is."""
     file, config = ROOT / f"machines/{machine}.json", recipe_of(recipe)
