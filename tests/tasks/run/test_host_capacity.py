@@ -99,6 +99,24 @@ def test_a_checkpoints_copy_is_as_large_as_is_counted(tiny_model: Path, model: A
     assert sum(tensor.nbytes for tensor in weights) == counted
 
 
+@pytest.mark.parametrize("model", [{}, {"lora_rank": 4}, {"lora_rank": 4, "dtype": "bfloat16"}])
+def test_offloaded_weights_are_as_large_as_is_counted(tiny_model: Path, model: Any) -> None:
+    """Of a real engine with a teacher and an average: shards of all weights, gradients, and moments."""
+    config, settings = model_config(tiny_model, **model), {"param_offload": True, "enable": True}
+    with single_rank():
+        engine = trainer(config, loss_mode="distill_kl", teacher_path=str(tiny_model), **settings)
+        assert engine.teacher is not None
+        assert engine.ema is not None
+        of_policy, of_teacher = list(engine.module.parameters()), list(engine.teacher.parameters())
+        gradients = [weight for weight in of_policy if weight.requires_grad]
+        held = [*of_policy, *of_teacher, *gradients, *engine.ema.shadow.values()]
+        held += [tensor for state in engine.optimizer.state.values() for tensor in state.values() if tensor.ndim]
+        found = sum(tensor.nbytes for tensor in held)
+    cost = pass_cost(config, embeddings_of(config, lengths=(24,)), samples=4)
+    counted = rank_on_host(cost, config, actor_config(**settings), world_size=1, copies=1, frozen_models=1)
+    assert sum(counted.values()) == pytest.approx(found, rel=0.01), "a bf16 model has some weights in fp32"
+
+
 @pytest.mark.parametrize(
     ("model", "fsdp", "on_host"),
     [
