@@ -155,7 +155,7 @@ def decoding_bytes(model_config: DiffusionModelConfig, samples: int) -> tuple[in
     config = component_config(model_config.path, "vae")
     with torch.device("meta"):
         vae: Any = getattr(diffusers, config["_class_name"]).from_config(config)
-    vae.to(model_config.dtype).eval()
+    nn.Module.to(vae.eval(), model_config.dtype)  # diffusers' own warns of weights to be kept in fp32, be there none
     latents = torch.empty(samples, *adapter.latent_shape(model_config), device="meta")
     with torch.no_grad():
         measured = _measured(lambda: to_uint8(adapter.decode(vae, model_config, latents)), vae, _FusedAttention())

@@ -162,8 +162,10 @@ def peak_of(compute: Callable[[], Any], folder: Path) -> int:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] if name in ("flux", "z_image") else []) for name in FAMILIES]
 )
-def test_peaks_are_those_of_the_allocator(name: str, tiny_folder: Callable[[str], Path], tmp_path: Path) -> None:
-    """Sampling, decoding, and forward and backward without and with gradient checkpointing."""
+def test_peaks_are_those_of_the_allocator(
+    name: str, tiny_folder: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Sampling, decoding, and forward and backward without and with gradient checkpointing. Nothing is told."""
     family, samples = FAMILIES[name], 3
     height, width = family.sizes[0]
     times = 2 if name in ("stable_diffusion_3", "wan") else 4  # these have no positions beyond
@@ -190,6 +192,7 @@ def test_peaks_are_those_of_the_allocator(name: str, tiny_folder: Callable[[str]
     with torch.no_grad():
         decoded = peak_of(lambda: to_uint8(adapter.decode(vae, config, latents)), tmp_path)
     assert decoding_bytes(config, samples)[1] == pytest.approx(decoded, rel=0.2)
+    assert not caplog.records, "a run would begin with it"
 
 
 def test_sizes_that_were_measured_on_a_gpu(tmp_path: Path) -> None:
