@@ -114,9 +114,11 @@ def _tell(process: "subprocess.Popen[str]", ended: list[bool]) -> None:
     for line in process.stdout:
         if line not in told:
             told.add(line)
-            log.warning("a worker starts without its imports done, some seconds later: %s", line.strip())
+            log.warning("a worker starts some seconds later, as it has to import everything itself: %s", line.strip())
     if not ended:
-        log.warning("the process that workers are forks of has ended: they start without their imports done now")
+        log.warning(
+            "the process whose forks become workers has ended: from now on each starts later, with imports of its own"
+        )
 
 
 def forked_environment(place: Path) -> dict[str, str]:

@@ -71,8 +71,8 @@ class Utilisation:
         at_peak = expect(self.config, self.flops, self.peaks, measured=False)
         if known is None or at_peak is None:
             return [
-                f"what an iteration should take is not known: no peak of {self.config.trainer.device} is, which "
-                "trainer.device_peak_tflops can say"
+                f"an iteration's time cannot be estimated: the peak of this {self.config.trainer.device} is not known "
+                "(trainer.device_peak_tflops gives it)"
             ]
         (bound,) = at_peak.lines()
         return [f"{bound}; {UNMEASURED}"] if known.shares is None else [bound, *known.lines()]

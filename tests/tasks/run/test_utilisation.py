@@ -241,4 +241,4 @@ def test_what_an_iteration_should_take_at_its_devices_peak(tiny_model: Path, ahe
     assert line.endswith(UNMEASURED), "of a CPU no share of a peak was measured"
     unknown = Utilisation(config.with_changes({"trainer": {"device_peak_tflops": None}}), flops, [], group)  # type: ignore[arg-type]
     (line,) = unknown.expectation()
-    assert line.startswith("what an iteration should take is not known: no peak of cpu is")
+    assert line.startswith("an iteration's time cannot be estimated: the peak of this cpu is not known")
