@@ -5,21 +5,22 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from tasks.actors.actor_group import ActorGroup
-from tasks.actors.memory import memory_metrics, resident_mb
+from tasks.actors.memory import GIB, memory_metrics, resident_mb
 from tasks.actors.profiling import collect_traces, start_traces
 from tasks.config.trainer import ProfileConfig
 from tasks.records.tracking import Tracker
+from tasks.system.host_memory import free_bytes
 from tasks.system.stopwatch import Stopwatch
 
 
 def ask_memory(groups: Mapping[str, ActorGroup]) -> Callable[[], dict[str, float]]:
-    """A function, for any thread, that waits for the host memory of the driver and of every actor, and for what the
-    stages took of the GPUs, under memory/.
+    """A function, for any thread, that waits for the host memory of the driver and of every actor, for what is free of
+    this machine's, and for what the stages took of the GPUs, under memory/.
 
     The actors are asked at once and answer after what they do now: trainer ranks still copy the weights for rollout
     workers that will be started again, and nobody waits for it.
     """
-    metrics = {"memory/driver_mb": resident_mb()}
+    metrics = {"memory/driver_mb": resident_mb(), "memory/machine_free_gib": free_bytes() / GIB}
     asked = {name: group.ask_memory() for name, group in groups.items()}
 
     def answered() -> dict[str, float]:

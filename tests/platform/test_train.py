@@ -28,6 +28,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from tasks.records.history import RunHistory
 from tasks.rewards.jpeg import jpeg_kilobytes
+from tasks.system.host_memory import all_bytes
 from tests.support.lost_answers import lost_answers
 from tests.support.patience import PATIENCE, get, post, wait_until
 from tests.support.platform_helpers import RayHead, Workspace, make_workspace
@@ -380,6 +381,7 @@ def test_text_encoders_in_the_run_change_nothing_and_prompts_may_change_also_aft
     metrics = RunHistory(workspace.client(), run.info.run_id).metrics()
     assert set(metrics["perf/embedding_cache_hits"].values()) == {0.0}, "each text is met for the first time"
     assert metrics["memory/text_encoder_0_mb"].keys() == {1, 2, 3}
+    assert 0 < min(metrics["memory/machine_free_gib"].values()) < all_bytes() / 2**30
     for step, seconds in metrics["timing_s/step"].items():
         parts = {name: points.get(step, 0.0) for name, points in metrics.items() if name.startswith("timing_s/")}
         if step < 3:  # the third may have been in a checkpoint already when the process died
