@@ -186,7 +186,7 @@ class TrainerConfig(Section):
         gt=0,
         le=1e5,
         description="Memory of each machine that the run must fit into; null is that of the driver's own, or of its "
-        "container, and in a cluster that the run joins nothing is checked.",
+        "container or batch job, and in a cluster that the run joins nothing is checked.",
     )
     on_nonfinite: NotShaping[Literal["stop", "skip"]] = Field(
         "stop",

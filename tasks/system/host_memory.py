@@ -1,28 +1,72 @@
 # SPDX-License-Identifier: Apache-2.0
 """How much memory of this machine a run may take."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
-GROUP = Path("/sys/fs/cgroup")
-"""Where Linux tells a container what it may take (cgroup v2)."""
+ROOT = Path("/")
 
 
-def all_bytes(group: Path = GROUP) -> int:
-    """Memory of the machine, or what this process's container may take of it."""
-    there, most = int(psutil.virtual_memory().total), group / "memory.max"
-    bounded = most.is_file() and most.read_text().strip() != "max"
-    return min(there, int(most.read_text())) if bounded else there
+class _Names(NamedTuple):
+    """Files in which Linux tells of a control group, and the entry of the last one with copies of the disk."""
+
+    most: str
+    used: str
+    statistics: str
+    given_back: str
 
 
-def free_bytes(group: Path = GROUP) -> int:
-    """Memory that processes could take now: the machine's, or what is left of the container's if that is less."""
-    there = int(psutil.virtual_memory().available)
-    most = group / "memory.max"
-    if not most.is_file() or most.read_text().strip() == "max":
-        return there
-    used = int((group / "memory.current").read_text())
-    rows = (line.split() for line in (group / "memory.stat").read_text().splitlines())
-    files = {name: int(size) for name, size in rows}.get("inactive_file", 0)  # a copy of the disk: given back at need
-    return min(there, max(int(most.read_text()) - used + files, 0))
+V2 = _Names("memory.max", "memory.current", "memory.stat", "inactive_file")
+V1 = _Names("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat", "total_inactive_file")
+
+
+class _Bound(NamedTuple):
+    """Bytes that all processes of a group may take, and that are left of them."""
+
+    most: int
+    left: int
+
+
+def all_bytes(root: Path = ROOT) -> int:
+    """Memory of the machine, or what this process's container or batch job may take of it if that is less."""
+    return min([int(psutil.virtual_memory().total), *(bound.most for bound in _bounds(root))])
+
+
+def free_bytes(root: Path = ROOT) -> int:
+    """Memory that processes could take now: the machine's, or what is left of the container's or job's if that is
+    less."""
+    return min([int(psutil.virtual_memory().available), *(bound.left for bound in _bounds(root))])
+
+
+def _bounds(root: Path) -> Iterator[_Bound]:
+    """Of the control groups that this process is in, one within the other, as Docker, Kubernetes and Slurm set them."""
+    own = root / "proc/self/cgroup"
+    for line in own.read_text().splitlines() if own.is_file() else []:
+        number, controllers, path = line.split(":", 2)
+        if number == "0":
+            top, names = root / "sys/fs/cgroup", V2
+        elif "memory" in controllers.split(","):
+            top, names = root / "sys/fs/cgroup/memory", V1
+        else:
+            continue
+        # In a container the path may be the host's, of which only the top is there.
+        within = top.joinpath(*(part for part in Path(path).parts if part not in ("/", "..")))
+        for group in (within, *within.parents):
+            if (bound := _bound(group, names)) is not None:
+                yield bound
+            if group == top:
+                break
+
+
+def _bound(group: Path, names: _Names) -> _Bound | None:
+    """None where it has none."""
+    file = group / names.most
+    if not file.is_file() or (text := file.read_text().strip()) == "max":
+        return None
+    rows = (line.split() for line in (group / names.statistics).read_text().splitlines())
+    files = {name: int(size) for name, size in rows}.get(names.given_back, 0)  # a copy of the disk: given back at need
+    most, used = int(text), int((group / names.used).read_text())
+    return _Bound(most, max(most - used + files, 0))

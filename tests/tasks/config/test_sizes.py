@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
@@ -14,7 +13,6 @@ from models.cost.meta_pass import PassCost
 from tasks.config.errors import ConfigError
 from tasks.config.tree import TrainConfig
 from tasks.run.sizes import ROLLOUT, SLEEP, UPDATE, Settled, batch_sizes, settle, update_sizes
-from tasks.system.host_memory import all_bytes, free_bytes
 from tests.support.helpers import model_config
 
 BOTH = {"rollout": {"micro_batch_size": "auto"}, "actor": {"ppo_micro_batch_size_per_gpu": "auto"}}
@@ -205,16 +203,3 @@ def test_on_the_cpu_all_processes_share_the_machine(
     assert sizes(found(config)) == (8, 8)
     monkeypatch.setattr("tasks.run.sizes.free_bytes", lambda: 97 * GIB)
     assert sizes(found(config)) == (4, 4)
-
-
-def test_a_container_has_what_is_left_of_its_own(tmp_path: Path) -> None:
-    whole = psutil.virtual_memory().total
-    assert 0 < free_bytes(tmp_path) <= whole
-    assert all_bytes(tmp_path) == whole
-    (tmp_path / "memory.max").write_text("max\n")
-    assert 0 < free_bytes(tmp_path) <= whole
-    assert all_bytes(tmp_path) == whole
-    for name, text in (("max", "9000000\n"), ("current", "5000000\n"), ("stat", "anon 1\ninactive_file 1500000\n")):
-        (tmp_path / f"memory.{name}").write_text(text)
-    assert free_bytes(tmp_path) == 5_500_000
-    assert all_bytes(tmp_path) == 9_000_000
