@@ -52,7 +52,6 @@ RECIPE = {
             "optim": {"lr": 1.0e-3},
         },
     },
-    "algorithm": {"rollout_correction": {"bypass_mode": True}},
     "reward": {"functions": {"jpeg_incompressibility": {}}},
     "ray_init": {"log_to_driver": True},
     "trainer": {
@@ -129,10 +128,13 @@ def test_three_iterations(sd3_workspace: Workspace, engine: str) -> None:
     if engine == "vllm_omni" and importlib.util.find_spec("vllm_omni") is None:
         pytest.skip("vLLM-Omni is not installed here")
     compiled = "true" if ON_GPU and engine == "diffusers" else "false"
+    # In bf16 vLLM-Omni's log-probs are further from the trainer's than the clip range allows: it scores them itself.
+    bypass = "false" if ON_GPU and engine == "vllm_omni" else "true"
     run = finished_run(
         sd3_workspace,
         f"actor_rollout_ref.rollout.name={engine}",
         f"actor_rollout_ref.model.compile={compiled}",
+        f"algorithm.rollout_correction.bypass_mode={bypass}",
     )
     times = {name: run.data.metrics[f"timing_s/{name}"] for name in ("gen", "update_actor", "update_weights", "step")}
     print(json.dumps({"engine": engine} | times), flush=True)
