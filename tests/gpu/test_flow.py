@@ -72,6 +72,7 @@ def sd3_workspace(workspace: Workspace) -> Workspace:
     if ON_GPU:
         build("sd3.5-medium", folder / "data" / "base_model", "cuda")
         torch.cuda.empty_cache()  # the run needs it
+        print(f"the model is in {folder}", flush=True)
     else:
         FAMILIES["stable_diffusion_3"].save(folder / "data" / "base_model")
     (folder / "data" / "embeddings").rename(folder / "data" / "other_embeddings")
