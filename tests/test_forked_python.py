@@ -2,6 +2,7 @@
 """A command whose `python` is a fork gets what it would from python, and both ends come together."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +11,12 @@ import psutil
 import pytest
 
 from tasks.system.processes import wait_until_ended
+from tests.support.forked import DRIVER
 from tests.support.patience import PATIENCE
 
 pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[1]
 
 TOLD = """
 import json, os, sys
@@ -42,7 +46,7 @@ def test_a_fork_is_the_command_that_python_would_be(forked_python: Path, tmp_pat
         assert errors == "an error\n"
         answers.append((process.returncode, json.loads(said)))
     forked, plain = answers
-    assert (forked[1].pop("imported"), plain[1].pop("imported")) == (True, False)
+    assert (forked[1].pop("imported"), plain[1].pop("imported")) == (not DRIVER.exists(), False)
     assert forked == plain
     assert forked[0] == 7
     assert forked[1]["arguments"] == ["a word", "--option"]
@@ -67,3 +71,30 @@ def test_who_asks_and_is_killed_takes_the_fork_along(forked_python: Path, tmp_pa
         assert fork.pid != process.pid
         process.kill()
     assert not wait_until_ended([fork], PATIENCE)
+
+
+BESIDE_A_GPU = """
+import os, sys
+from pathlib import Path
+
+there = Path.exists
+Path.exists = lambda path: str(path) == "/dev/nvidiactl" or there(path)  # CUDA's driver
+from tests.support import forked
+
+if sys.argv[1] == "served here":
+    forked.serve_from_here(forked.OF_COMMANDS)
+forked.preload(forked.OF_COMMANDS)
+what = "import sys; print([name for name in ('torch', 'diffusers', 'prefect') if name in sys.modules])"
+program = forked.Program(["-c", what], Path.cwd(), dict(os.environ), Path("said"))
+assert program.wait(900) == 0, program.output()
+print(program.output())
+"""
+
+
+@pytest.mark.parametrize("served", ["served here", "served apart"])
+def test_beside_a_gpu_a_program_imports_all_by_itself(tmp_path: Path, served: str) -> None:
+    """A fork of a process that has asked for the number of GPUs may not use them, and diffusers' import asks."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", BESIDE_A_GPU, served]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE)
+    assert (done.stdout.strip(), done.stderr) == ("[]", "")

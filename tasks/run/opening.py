@@ -153,7 +153,6 @@ def open_run(config: TrainConfig, inputs: Inputs, recipe: TrainConfig, start: St
     """
     with run_lock(config.run_dir):
         store = _store(config)
-        newest = store.behind.submit(store.latest, config.digest(), inputs.digest)  # which reads it, beside the start
         label = run_label(config.asked, recipe)
         again = _remembered_run_id(config)
         with (
@@ -162,6 +161,9 @@ def open_run(config: TrainConfig, inputs: Inputs, recipe: TrainConfig, start: St
             ) as tracker,
             served_for(config) as model,
         ):
+            # Which reads it, while models load. Not while Ray starts, which has half a minute, and takes several times
+            # as long where all cores digest.
+            newest = store.behind.submit(store.latest, config.digest(), inputs.digest)
             _remember_run_id(config, tracker.run_id)
             guards = watched_guards(config, tracker)
             refuse_flagged(config, guards)

@@ -57,7 +57,8 @@ OF_STAGES = [
 ]
 WITHOUT_PREFECT = {"dvc"}
 """Modules that do not import it: what its import does to logging must not meet them in a fork."""
-CONTEXT.set_forkserver_preload(OF_RANKS)
+DRIVER = Path("/dev/nvidiactl")
+"""There is no CUDA without it, but in Windows' Linux."""
 _ONE_AT_A_TIME = Lock()
 """multiprocessing looks after all of its processes whenever one starts: two threads could read the same end."""
 
@@ -65,9 +66,13 @@ _ONE_AT_A_TIME = Lock()
 def preload(*more: Sequence[str]) -> None:
     """Import these, too; once it is known that tests start what needs them, and before the first fork.
 
-    Ranks and examples do without: the modules of commands take as long again.
+    Ranks and examples do without: the modules of commands take as long again. Beside a GPU nothing is imported, and a
+    program does it all itself: diffusers asks the driver as it is imported, and no fork may use CUDA after that.
     """
-    CONTEXT.set_forkserver_preload(list(dict.fromkeys([*OF_RANKS, *chain(*more)])))
+    CONTEXT.set_forkserver_preload([] if DRIVER.exists() else list(dict.fromkeys([*OF_RANKS, *chain(*more)])))
+
+
+preload()
 
 
 def serve_from_here(others: Sequence[str] = ()) -> None:
@@ -78,7 +83,7 @@ def serve_from_here(others: Sequence[str] = ()) -> None:
     Args:
         others: modules that are imported beside.
     """
-    for name in (*OF_RANKS, *others):
+    for name in () if DRIVER.exists() else (*OF_RANKS, *others):
         importlib.import_module(name)
     resource_tracker.ensure_running()
     server = forkserver._forkserver

@@ -14,7 +14,8 @@ from models.cost.meta_pass import KnownResults
 from models.families.base import TEXT, DiffusionModelBase, DiffusionModelConfig
 from models.families.qwen_image import QwenImage
 from models.samples.trajectories import PromptTable
-from models.weights.trainable import make_trainable, trainable
+from models.weights.trainable import make_trainable, meta_module, trainable
+from tests.support.helpers import model_config
 from tests.support.published_models import MODELS, published
 
 
@@ -44,6 +45,13 @@ def test_parameters_operations_and_lora_targets(name: str, tmp_path: Path) -> No
     if tflop is not None:
         assert counted(name, adapter, config, module) / 1e12 == pytest.approx(tflop, rel=0.005)
         assert step_flops(config, tokens) / 1e12 == pytest.approx(tflop, rel=0.03)  # LoRA is the rest
+
+
+@pytest.mark.filterwarnings("error")  # torch's, that it begins every GPU
+def test_lora_is_counted_without_a_look_at_any_gpu(one_block_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    config = model_config(one_block_model, lora_rank=4)
+    assert trainable(meta_module(DiffusionModelBase.get_class(config), config))
 
 
 def counted(

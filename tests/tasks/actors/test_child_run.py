@@ -180,6 +180,34 @@ def test_a_run_is_its_own_command_and_its_fork_server_ends(tmp_path: Path) -> No
     assert said == "train http://127.0.0.1:9/api None, at its end"
 
 
+LOOKS = """
+import sys
+import traceback
+from importlib import import_module
+
+import torch
+
+def looked():
+    traceback.print_stack(limit=6)
+    return True
+
+torch.cuda.is_available = looked  # as on a machine with a GPU; in this process it could not be used by a fork then
+from tasks.actors import child_run
+
+for name in child_run.IMPORTED:
+    import_module(name)
+"""
+
+
+@pytest.mark.slow
+def test_what_a_run_is_a_fork_of_has_asked_for_no_gpu(tmp_path: Path) -> None:
+    """CUDA is refused to the forks of a process that has; diffusers' import, which is not among these, asks."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", LOOKS]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True, timeout=PATIENCE)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def parent(folder: Path, code: str, *arguments: str, **variables: str) -> "subprocess.CompletedProcess[str]":
     """What a program has printed that is the main module, and how it ended."""
     (folder / "parent.py").write_text(code)

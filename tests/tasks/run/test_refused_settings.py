@@ -3,13 +3,16 @@
 
 import re
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from prefect.logging import disable_run_logger
 
 from models.schedulers.noise_keys import NoiseKey
+from tasks.actors.ray_files import RayFilesError
 from tasks.actors.rollout_group import window_of_batch
 from tasks.cli.terminal import WRONG_INPUT, last_words
 from tasks.config.errors import ConfigError
@@ -71,6 +74,27 @@ def test_a_run_that_is_not_to_resume_is_refused_for_what_was_given(
     ):
         pass
     assert last_words(refused.value)[1] == WRONG_INPUT
+
+
+def test_no_checkpoint_is_read_while_ray_starts(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That would be beside it, in a thread: Ray, which has half a minute, would wait for cores."""
+    monkeypatch.chdir(folder)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "else one is written into the home folder")
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))  # too long for a socket's name
+    recipe = load_recipe("tiny")
+    settings = [f"trainer.default_local_dir={tmp_path}", f"tracking.uri=sqlite:///{tmp_path}/mlflow.db"]
+    config = recipe.with_changes(parse_changes(settings, recipe=recipe))
+    inputs = check_inputs(config)
+    (config.run_dir / "checkpoints/iter_000001").mkdir(parents=True)
+    before = set(threading.enumerate())
+    with (
+        disable_run_logger(),
+        pytest.raises(RayFilesError, match="would be too long"),
+        open_run(config, inputs, recipe, StartTimes()),
+    ):
+        pass
+    assert [thread.name for thread in set(threading.enumerate()) - before if thread.name == "behind"] == []
 
 
 def test_the_recipe_itself_is_taken(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
