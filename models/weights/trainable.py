@@ -62,8 +62,8 @@ def make_trainable(adapter: type[DiffusionModelBase], module: nn.Module, model_c
         init_lora_weights="gaussian",
         target_modules=targets,
     )
-    with torch.random.fork_rng(devices=[]):  # peft draws on the CPU; else every GPU that is seen would be begun
-        torch.manual_seed(LORA_INIT_SEED)
+    with torch.random.fork_rng(devices=[]):  # peft draws on the CPU: no GPU's generator is begun, or touched
+        torch.default_generator.manual_seed(LORA_INIT_SEED)
         module.add_adapter(config, adapter_name=ADAPTER_NAME)  # type: ignore[operator]
     widen_trained(module)
 
