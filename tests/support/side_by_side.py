@@ -30,6 +30,9 @@ from typing import Any
 
 import pytest
 
+# Tests of a GPU ask whether there is one as they are collected. By its driver torch would find out in a way after which
+# no fork may use it.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 FORK = mp.get_context("fork")
 PLACE = 4
 """Bytes of a module's number in the queue: so few are read whole."""
