@@ -23,6 +23,7 @@ from tasks.actors.actor_group import ActorGroup
 from tasks.actors.cluster import ray_cluster
 from tasks.actors.worker_forks import FORKS, SETUP, START, VARIABLE, forked_environment, forks_for, worker_forks
 from tasks.config.trainer import RayConfig
+from tasks.system.processes import identity
 from tests.support.patience import PATIENCE, wait_until
 from tests.support.processes import with_word
 
@@ -59,13 +60,17 @@ numbers = [random.random(), numpy.random.random()]
 own = {"numbers": numbers, "imports": getattr(sys.modules.get("marker"), "pid", None)}
 alone = os.getsid(0) == os.getpid()
 report = {"state": state, "own": own, "streams": streams[:3] == [0, 1, 2], "alone": alone}
-Path(sys.argv[1]).write_text(json.dumps(report))
+aside = Path(sys.argv[1] + ".aside")
+aside.write_text(json.dumps(report))
+aside.rename(sys.argv[1])  # who looks for it finds all of it
 sys.exit(7)
 """
 RAYS = """
 import json, sys
 from pathlib import Path
-Path(sys.argv[2]).write_text(json.dumps({"state": {"pid": 0}, "asked": sys.argv[1:]}))
+aside = Path(sys.argv[2] + ".aside")
+aside.write_text(json.dumps({"state": {"pid": 0}, "asked": sys.argv[1:]}))
+aside.rename(sys.argv[2])
 """
 """In place of Ray's own program that sets a worker up."""
 OWNER = """
@@ -113,8 +118,9 @@ def started(folder: Path, *command: str, after: Sequence[str] = (), **variables:
             preexec_fn=limited,
         )
         process.wait(PATIENCE)
-    said = json.loads(wait_until(lambda: report.exists() and report.read_text(), "the worker's report"))
-    wait_until(lambda: not psutil.pid_exists(said["state"]["pid"]), "the worker's end")
+    wait_until(report.exists, "the worker's report")
+    said = json.loads(report.read_text())
+    wait_until(lambda: identity(said["state"]["pid"]) is None, "the worker's end")
     return said, printed.read_text()
 
 
