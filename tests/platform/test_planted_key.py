@@ -98,7 +98,8 @@ def project(workspace: Workspace) -> Iterator[Workspace]:
 
 
 def git(folder: Path, *arguments: str) -> None:
-    subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments], cwd=folder, check=True)
+    identity = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
+    subprocess.run(["git", *identity, *arguments], cwd=folder, check=True)
 
 
 def from_block(environment: dict[str, str]) -> str:
