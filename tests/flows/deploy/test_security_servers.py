@@ -30,8 +30,9 @@ from typer.testing import CliRunner
 from flows import prune
 from flows.deploy import service_log
 from flows.deploy.bring_up import _access_of, _urls
+from flows.deploy.flow_runs import end_worker_flow_runs
 from flows.deploy.mlflow_app import create_app, guarded
-from flows.deploy.service_processes import end_leftovers, free_port, require_free_port
+from flows.deploy.service_processes import end_leftovers, end_process, free_port, require_free_port
 from flows.deploy.service_record import (
     ENVIRONMENT,
     HERE,
@@ -285,6 +286,15 @@ def test_down_ends_what_a_killed_server_has_left(here: Path) -> None:
         assert run("down") == (0, f"mlflow was killed: ending what it has left (pid {listener})\n")
         assert identity(listener) is None
     assert not HERE.exists()
+
+
+def test_what_has_just_ended_by_itself_needs_no_end(here: Path, sleeper: subprocess.Popen) -> None:
+    """It was there when `down` looked."""
+    ended = psutil.Process(sleeper.pid)
+    sleeper.kill()
+    sleeper.wait()
+    end_worker_flow_runs(ended)
+    end_process(ended)
 
 
 @pytest.mark.parametrize("why", ["gone", "another process", "another machine"])
