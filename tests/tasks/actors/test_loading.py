@@ -117,9 +117,9 @@ def test_waiting_for_room_is_no_loading() -> None:
     other = ActorGroup(Ready, 1, 0.0, num_cpus=1)
     other.call_all("ready")
     group = ActorGroup(Ready, 1, 0.0, num_cpus=1)
-    free = Timer(5, ray.kill, (other.actors[0],))
+    free = Timer(10, ray.kill, (other.actors[0],))
     free.start()
-    assert group.wait_loaded("model", 3, "ready") == ["ready"]
+    assert group.wait_loaded("model", 8, "ready") == ["ready"]
     free.join()
 
 
