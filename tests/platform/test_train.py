@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pandas as pd
+import psutil
 import pytest
 import torch
 from diffusers import QwenImagePipeline
@@ -27,7 +28,6 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from tasks.records.history import RunHistory
 from tasks.rewards.jpeg import jpeg_kilobytes
-from tasks.system.processes import identity
 from tests.support.lost_answers import lost_answers
 from tests.support.patience import PATIENCE, get, post, wait_until
 from tests.support.platform_helpers import RayHead, Workspace, make_workspace
@@ -463,7 +463,7 @@ def test_many_choices_together_run_and_the_export_validates(workspace: Workspace
     served = [line.split() for line in (workspace.folder / "journal").read_text().splitlines()]
     assert [word for word, *_ in served] == ["start", "start"], "of the run and of the validation"
     judges = [int(pid) for _, *pids in served for pid in pids]
-    wait_until(lambda: not any(map(identity, judges)), "the end of the judges and of what they had started")
+    wait_until(lambda: not any(map(psutil.pid_exists, judges)), "the end of the judges and of what they had started")
 
 
 def served_judge(workspace: Workspace) -> dict[str, Any]:
