@@ -46,5 +46,6 @@ def test_git_takes_no_environment_for_a_new_file_also_where_it_is_a_link(tmp_pat
     subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True)
     (tmp_path / ".gitignore").write_text((ROOT / ".gitignore").read_text())
     (tmp_path / ".venv").symlink_to("/usr")
-    new = subprocess.run(["git", "status", "--porcelain"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    status = ["git", "status", "--porcelain", "--untracked-files=normal"]
+    new = subprocess.run(status, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert new.stdout.split() == ["??", ".gitignore"]

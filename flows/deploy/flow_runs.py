@@ -47,8 +47,10 @@ def end_worker_flow_runs(worker: psutil.Process | None) -> None:
 
 def _flow_processes(worker: psutil.Process | None) -> dict[str, psutil.Process]:
     """Flow run id -> its process, of those that a worker runs."""
-    found = {}
-    for process in [] if worker is None else worker.children():
+    found, children = {}, list[psutil.Process]()
+    with suppress(psutil.NoSuchProcess):  # it has just ended
+        children = [] if worker is None else worker.children()
+    for process in children:
         with suppress(psutil.Error):
             environment = process.environ()
             if FLOW_RUN in environment:

@@ -92,8 +92,10 @@ def wait_until_healthy(name: str, url: str, check: Callable[[], None]) -> None:
 
 def end_process(process: psutil.Process) -> None:
     """Ask it to end; after `END_SECONDS` it and what it has started are killed."""
-    family = [process, *process.children(recursive=True)]
-    process.terminate()
+    family = [process]
+    with suppress(psutil.NoSuchProcess):  # it has just ended by itself
+        family += process.children(recursive=True)
+        process.terminate()
     wait_or_kill(family, END_SECONDS)
 
 

@@ -26,6 +26,7 @@ from tasks.config.presets import PRESETS
 from tasks.config.recipes import load_recipe, parse_changes
 from tasks.config.tree import TrainConfig
 from tasks.data.prompts import Prompt
+from tests.support.patience import PATIENCE
 
 GIVEN = Namespace(iterations=40, test_freq=5, readers=5, set=[])
 
@@ -305,10 +306,10 @@ def test_a_run_that_began_anew_has_its_newest_lines(tmp_path: Path) -> None:
 def test_servers_that_cannot_start_end_a_real_recipe_before_its_checkpoint_is_drawn(tmp_path: Path) -> None:
     machine = real_recipes.Machine(tmp_path, "sd35", time.monotonic() + 300)
     machine.starting = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
-    drawing = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(200)"])
+    drawing = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(7200)"])
     with pytest.raises(RuntimeError, match="servers: exit code 3"):
         machine.wait("checkpoint", drawing)
-    assert drawing.wait(20) < 0
+    assert drawing.wait(PATIENCE) < 0
 
 
 @pytest.mark.parametrize("machine", real_recipes.MACHINES)

@@ -93,7 +93,8 @@ def make_repository(folder: Path) -> Path:
     run(folder, "git", "init", "--quiet")
     dvc(folder, "init", "--quiet")
     run(folder, "git", "add", ".")
-    run(folder, "git", "-c", "user.name=t", "-c", "user.email=t@localhost", "commit", "--quiet", "-m", "start")
+    who = ("-c", "user.name=t", "-c", "user.email=t@localhost", "-c", "commit.gpgsign=false")
+    run(folder, "git", *who, "commit", "--quiet", "-m", "start")
     return folder
 
 

@@ -13,6 +13,7 @@ import psutil
 import pytest
 import yaml
 
+from tasks.system.processes import runs
 from tests.support.patience import PATIENCE, post, wait_until
 from tests.support.platform_helpers import RayHead, Workspace, make_workspace, run_as_forks, running
 from tests.support.processes import words_of
@@ -68,10 +69,12 @@ def actors() -> list[str]:
 def test_deployment_runs_under_a_worker(deployed: Workspace, ray_head: RayHead) -> None:
     """On a cluster that is there already, started in another folder, which stays as it was."""
     head = ray_head.process
-    daemons = {child.pid for child in head.children() if not child.cmdline()[0].startswith("ray::")}
+    commands = {child.pid: " ".join(words_of(child)) for child in head.children()}
+    daemons = {pid for pid, command in commands.items() if command and not command.startswith("ray::")}
     run_deployed(replace(deployed, environment=deployed.environment | ray_head.joined))
     wait_until(lambda: not actors(), "the release of the actors")
-    assert daemons == {child.pid for child in head.children() if child.is_running()} & daemons
+    assert daemons
+    assert daemons <= {child.pid for child in head.children() if runs(child)}
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@
 import http.server
 import json
 import re
+import shutil
 import subprocess
 import tempfile
 import threading
@@ -78,7 +79,7 @@ def project(workspace: Workspace) -> Iterator[Workspace]:
     folder, short = workspace.folder, tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp")
     origin = folder.with_name("origin")
     for name in CODE:
-        subprocess.run(["cp", "-r", str(ROOT / name), str(folder / name)], check=True)
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     (folder / ".gitignore").write_text("runs\nmlruns\nmlflow.db\n__pycache__\ndata\n")
     git(folder, "init", "--quiet")
     git(folder, "add", ".")
@@ -97,7 +98,8 @@ def project(workspace: Workspace) -> Iterator[Workspace]:
 
 
 def git(folder: Path, *arguments: str) -> None:
-    subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments], cwd=folder, check=True)
+    identity = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
+    subprocess.run(["git", *identity, *arguments], cwd=folder, check=True)
 
 
 def from_block(environment: dict[str, str]) -> str:

@@ -3,6 +3,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -38,10 +39,11 @@ def repository(workspace: Workspace, forked_python: Path, worker_forks: str) -> 
     """The workspace as a repository of its own: the code under git, the data under DVC."""
     workspace = workspace.forking(worker_forks)
     for name in ROOT_FILES:
-        command(workspace, "cp", "-r", str(ROOT / name), name)
+        shutil.copytree(ROOT / name, workspace.folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     (workspace.folder / ".gitignore").write_text("runs\nmlruns\nmlflow.db\n__pycache__\ndownloaded\n")
     workspace.environment["PYTHONPATH"] = str(workspace.folder)
-    git, dvc = ("git", "-c", "user.name=a", "-c", "user.email=a@b"), (str(forked_python), "-m", "dvc")
+    git = ("git", "-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
+    dvc = (str(forked_python), "-m", "dvc")
     command(workspace, *git, "init", "--quiet")
     command(workspace, *dvc, "init", "--quiet")
     command(workspace, *dvc, "add", "--quiet", "data/prompts.parquet", "data/embeddings", "data/base_model")

@@ -7,7 +7,7 @@ import signal
 import sqlite3
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +27,7 @@ from tasks.system.processes import runs, wait_until_ended
 from tests.support.forked import Program
 from tests.support.patience import PATIENCE, wait_until
 from tests.support.platform_helpers import RayHead, Workspace, make_workspace
-from tests.support.processes import children_of, with_word, words_of
+from tests.support.processes import children_of, kill_all, with_word, words_of
 
 STEPS = ("trainer.total_training_steps=6", "trainer.test_freq=3")
 RAYS_OWN = {"IDLE", "DashboardAgent", "RuntimeEnvAgent"}
@@ -56,9 +56,7 @@ def kill_everything(process: Program) -> set[str]:
     children = [*{*psutil.Process(process.pid).children(recursive=True), *workers()}]
     titles = [" ".join(words_of(child)) for child in children]
     os.kill(process.pid, signal.SIGKILL)
-    for child in children:
-        with suppress(psutil.NoSuchProcess):
-            child.kill()
+    kill_all(children)
     process.wait()
     wait_until_ended(children, 60)
     return {found[1] for title in titles if (found := re.match(r"ray::(\w+)", title))} - RAYS_OWN

@@ -30,7 +30,8 @@ import json, sys
 from tasks.config.recipes import load_recipe, parse_changes
 from flows.sweep import SweepConfig, sweep
 
-print(json.dumps(sweep(load_recipe("tiny"), SweepConfig(**json.loads(sys.argv[1])), parse_changes(sys.argv[2:]))))
+search = SweepConfig(**json.loads(sys.argv[1]))
+print("the result is", json.dumps(sweep(load_recipe("tiny"), search, parse_changes(sys.argv[2:]))), flush=True)
 """
 FORK_SERVER = "multiprocessing.forkserver"
 SHORT = ("trainer.total_training_steps=2", "trainer.test_freq=1", "trainer.val_before_train=false")
@@ -53,7 +54,7 @@ def test_a_killed_child_fails_alone_and_a_killed_sweep_goes_on(workspace: Worksp
     command = ("-c", COMMAND, json.dumps(SEARCH), *SHORT)
     process = workspace.start(*command)
     family = psutil.Process(process.pid)
-    first = wait_until(lambda: len(children(family)) == 2 and children(family), "two children at a time")
+    first = wait_until(lambda: len(found := children(family)) == 2 and found, "two children at a time")
     assert "another process works on runs/sweeps/lr" in workspace.run(*command, check=False)
     first[0].kill()
     study = open_study(SweepConfig(**SEARCH), workspace.folder / "runs/sweeps/lr")
@@ -68,7 +69,8 @@ def test_a_killed_child_fails_alone_and_a_killed_sweep_goes_on(workspace: Worksp
     left = [*running, raylet, *workers]
     assert not wait_until_ended(left, PATIENCE)  # nobody trains for a sweep that is gone
 
-    result = json.loads(workspace.on(ray_head).run(*command).splitlines()[-1])
+    said = workspace.on(ray_head).run(*command).partition("the result is ")[2]
+    result = json.loads(said.splitlines()[0])
     assert result["complete"] == 2
     runs = workspace.mlflow_runs()
     (parent,) = [run for run in runs if run.info.run_name == "sweep-lr"]

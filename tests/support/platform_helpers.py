@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from random import SystemRandom
 from typing import Any, TypeVar
 
 import mlflow
@@ -28,6 +29,7 @@ from tests.support.forked import Program
 from tests.support.mlflow_store import mlflow_in
 from tests.support.patience import PATIENCE, wait_for_server, wait_until
 from tests.support.prefect_store import prefect_in
+from tests.support.processes import kill_all
 
 RECIPE = {
     "data": {"train_batch_size": 4},
@@ -47,6 +49,8 @@ RECIPE = {
 }
 
 
+RAYS_PORTS = 20_000
+"""Below this one are the ports that the workers of `ray start` take."""
 Begun = TypeVar("Begun", Program, "subprocess.Popen[bytes]")
 
 
@@ -142,10 +146,18 @@ def run_as_forks(deployment: dict[str, Any], forked_python: Path) -> None:
 
 
 def free_port() -> int:
-    """A port of this machine that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port of loopback that is free, for a server that begins seconds later.
+
+    None of those that the kernel gives of its own accord, to whoever asks for any port and to each connection: a Ray
+    cluster beside this test makes hundreds of these, and one could have it by then.
+    """
+    given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        # Below are Ray's own, up to 19999; where the kernel gives such low ones, too, any has to do.
+        port = SystemRandom().randrange(RAYS_PORTS, given) if given > RAYS_PORTS else 0
+        with socket.socket() as probe, suppress(OSError):  # it is taken: another one
+            probe.bind(("127.0.0.1", port))
+            return int(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="session")
@@ -203,9 +215,8 @@ def ray_head(tmp_path_factory: pytest.TempPathFactory, worker_forks: str) -> Ite
         yield RayHead(head, seen, seen | {VARIABLE: worker_forks, "RAY_ADDRESS": f"127.0.0.1:{port}"})
     finally:
         family = [head, *head.children(recursive=True)]
-        for process in family:
-            process.kill()
-        wait_until_ended(family, 30)
+        kill_all(family)
+        wait_until_ended(family, PATIENCE)
         shutil.rmtree(temporary)
 
 

@@ -27,6 +27,22 @@ def with_word(processes: Iterable[psutil.Process], word: str) -> list[psutil.Pro
     return [process for process in processes if word in " ".join(words_of(process))]
 
 
+def named(processes: Iterable[psutil.Process], name: str) -> list[psutil.Process]:
+    """Those whose program has this name."""
+    found = []
+    for process in processes:
+        with suppress(psutil.Error):
+            found += [process] if process.name() == name else []
+    return found
+
+
+def kill_all(processes: Iterable[psutil.Process]) -> None:
+    """By SIGKILL, those that are still there: one may end with another, before its turn comes."""
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
 def children_of(processes: Iterable[psutil.Process], recursive: bool = False) -> list[psutil.Process]:
     """What they have started, and if `recursive` what that has started."""
     found: list[psutil.Process] = []

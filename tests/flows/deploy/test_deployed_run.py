@@ -25,6 +25,7 @@ from flows.deploy import deployed_run
 from flows.deploy.deployed_run import RunError
 from flows.deploy.service_record import HERE, Recorded, living_processes, write_record
 from tasks.system.processes import identity
+from tests.support.patience import PATIENCE
 
 CTRL_C = "Ctrl-C"
 RUN, FLOW, DEPLOYMENT = uuid4(), uuid4(), uuid4()
@@ -71,8 +72,8 @@ def run_in(state: str) -> dict[str, Any]:
 
 @contextmanager
 def serving(*looks: int | str) -> Iterator[Server]:
-    """On a free port of loopback, where Prefect's client finds it."""
-    server = Server(list(looks))
+    """On a free port of loopback, where Prefect's client finds it; it is given up soon where it answers no more."""
+    server, outage = Server(list(looks)), 0.2 if looks[-1] == 500 else PATIENCE
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -93,7 +94,10 @@ def serving(*looks: int | str) -> Iterator[Server]:
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listening:
         threading.Thread(target=listening.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{listening.server_address[1]}/api"
-        with temporary_settings({PREFECT_API_URL: url, PREFECT_CLIENT_MAX_RETRIES: 0}):
+        settings = temporary_settings({PREFECT_API_URL: url, PREFECT_CLIENT_MAX_RETRIES: 0})
+        with settings, pytest.MonkeyPatch.context() as patch:
+            for name in ("OUTAGE", "OUTAGE_OF_CANCELLING"):
+                patch.setattr(deployed_run, f"{name}_SECONDS", outage)
             yield server
         listening.shutdown()
 
@@ -102,7 +106,7 @@ def serving(*looks: int | str) -> Iterator[Server]:
 def brought_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What `run` finds up once it has brought it up, in place of servers and worker; looks are short."""
     monkeypatch.chdir(tmp_path)
-    for name, seconds in (("LOOK", 0.01), ("LAST", 0), ("OUTAGE", 0.2), ("OUTAGE_OF_CANCELLING", 0.2)):
+    for name, seconds in (("LOOK", 0.01), ("LAST", 0)):
         monkeypatch.setattr(deployed_run, f"{name}_SECONDS", seconds)
     started: list[subprocess.Popen] = []
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.support.patience import PATIENCE
 from tests.support.prefect_store import prefect_in
 
 CHANGES_ONE = """
@@ -50,5 +51,5 @@ asyncio.run(main())
 def test_a_change_of_an_automation_does_not_wait_for_who_holds_their_lock(tmp_path: Path) -> None:
     environment = os.environ | prefect_in(tmp_path) | {"PREFECT_API_URL": "", "PREFECT_SERVER_ANALYTICS_ENABLED": "0"}
     command = [sys.executable, "-c", CHANGES_ONE]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)
     assert done.stdout.split("\n") == ["answered []", "known", ""], done.stderr

@@ -30,8 +30,9 @@ from typer.testing import CliRunner
 from flows import prune
 from flows.deploy import service_log
 from flows.deploy.bring_up import _access_of, _urls
+from flows.deploy.flow_runs import end_worker_flow_runs
 from flows.deploy.mlflow_app import create_app, guarded
-from flows.deploy.service_processes import end_leftovers, free_port, require_free_port
+from flows.deploy.service_processes import end_leftovers, end_process, free_port, require_free_port
 from flows.deploy.service_record import (
     ENVIRONMENT,
     HERE,
@@ -64,6 +65,7 @@ from prefect.client.orchestration import get_client
 from prefect.settings import get_current_settings
 import tasks.cli.commands, flows.compare, flows.reproduce, flows.train
 from prefect.context import refresh_global_settings_context
+from tests.support.processes import with_word, words_of
 
 before, told = dict(os.environ), {}
 
@@ -75,9 +77,9 @@ def train(*arguments, **named):
     post = {"content": "{}", "headers": {"Content-Type": "text/plain", "Origin": "http://evil.example"}}
     refused = httpx.post(f"{api}/flows/filter", **post)
     let_in = httpx.post(f"{api}/flows/filter", auth=httpx.BasicAuth(*secret.split(":", 1)), json={})
-    arguments = [open(f"/proc/{pid}/cmdline").read() for pid in os.listdir("/proc") if pid.isdigit()]
+    arguments = [word for process in psutil.process_iter() for word in words_of(process)]
     password = secret.split(":")[1]
-    (server,) = [child for child in psutil.Process().children() if "uvicorn" in " ".join(child.cmdline())]
+    (server,) = with_word(psutil.Process().children(), "uvicorn")
     blocked = int(re.search(r"SigBlk:\\s*(\\w+)", open(f"/proc/{server.pid}/status").read())[1], 16)
     told["train"] = {
         "refused": refused.status_code,
@@ -107,7 +109,7 @@ for command, runs in (("train", []), ("reproduce", ["a"]), ("compare", ["a", "b"
     assert get_current_settings().server.api.auth_string is None
     with contextlib.suppress(SystemExit):
         getattr(tasks.cli.commands, command)(*runs)
-print(json.dumps(told))
+print("what was told:", json.dumps(told), flush=True)
 """
 
 
@@ -119,9 +121,11 @@ def test_the_temporary_server_of_a_run_wants_a_secret(tmp_path: Path) -> None:
     """
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT")}
     environment |= {"PREFECT_HOME": str(tmp_path / "not" / "there yet"), "PYTHONPATH": str(Path(__file__).parents[3])}
+    environment |= {"PREFECT_SERVER_ANALYTICS_ENABLED": "false"}
     program = Program(["-c", TEMPORARY], Path(__file__).parents[3], environment, tmp_path / "output")
     assert program.wait(PATIENCE) == 0, program.output()
-    told = json.loads(program.output().strip().splitlines()[-1])
+    said = program.output().partition("what was told: ")[2]
+    told = json.loads(said.splitlines()[0])  # after it the server may go on to speak, to the same file
     wanted = {"refused": 401, "allowed": None, "let_in": 200, "shown": False, "hears_ctrl_c": False}
     assert told.pop("train") == wanted | {"seconds": STARTUP_SECONDS}
     secret = [True, len(new_access()["PREFECT_API_AUTH_STRING"])]
@@ -282,6 +286,15 @@ def test_down_ends_what_a_killed_server_has_left(here: Path) -> None:
         assert run("down") == (0, f"mlflow was killed: ending what it has left (pid {listener})\n")
         assert identity(listener) is None
     assert not HERE.exists()
+
+
+def test_what_has_just_ended_by_itself_needs_no_end(here: Path, sleeper: subprocess.Popen) -> None:
+    """It was there when `down` looked."""
+    ended = psutil.Process(sleeper.pid)
+    sleeper.kill()
+    sleeper.wait()
+    end_worker_flow_runs(ended)
+    end_process(ended)
 
 
 @pytest.mark.parametrize("why", ["gone", "another process", "another machine"])

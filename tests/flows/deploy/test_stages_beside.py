@@ -4,15 +4,16 @@
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from flows.deploy.stages_beside import END_SECONDS, StageError, stages_beside
-from tests.support.patience import wait_until
+from flows.deploy import stages_beside as module
+from flows.deploy.stages_beside import StageError, stages_beside
+from tasks.system.processes import runs
+from tests.support.patience import PATIENCE, wait_until
 
 pytest.importorskip("dvc", reason="the data stages need the extra doubleflow[data]")
 
@@ -30,26 +31,29 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("ctrl_c", [signal.default_int_handler, signal.SIG_IGN], ids=["terminal", "background"])
-def test_what_ends_the_block_ends_dvc_and_its_stage(here: Path, ctrl_c: Any) -> None:
-    FILE.write_text("stages:\n  long: {cmd: echo $$ > pid && sleep 600}\n")
-    family = []
+def test_what_ends_the_block_ends_dvc_and_its_stage(here: Path, ctrl_c: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "END_SECONDS", PATIENCE)
+    FILE.write_text("stages:\n  long: {cmd: echo $$ > pid && sleep 7200}\n")
+    family, begun = [], []
 
     def interrupted() -> None:
-        with stages_beside(FILE):
+        with stages_beside(FILE) as making:
+            begun.append(making.process)
             wait_until(lambda: (here / "pid").is_file() and (here / "pid").read_text().strip(), "the stage's begin")
             stage = psutil.Process(int((here / "pid").read_text()))
             family.extend([stage, *stage.parents()[:1], *stage.children()])
             raise KeyboardInterrupt
 
-    earlier, began = signal.signal(signal.SIGINT, ctrl_c), time.monotonic()
+    earlier = signal.signal(signal.SIGINT, ctrl_c)
     try:
         with pytest.raises(KeyboardInterrupt):
             interrupted()
         assert signal.getsignal(signal.SIGINT) == ctrl_c
     finally:
         signal.signal(signal.SIGINT, earlier)
-    assert not [process for process in family if process.is_running()]
-    assert time.monotonic() - began < END_SECONDS, "they were killed: they had not heard it"
+    assert not [process for process in family if runs(process)]
+    (dvc,) = begun
+    assert dvc.returncode != -signal.SIGKILL, "they were killed: they had not heard it"
 
 
 def test_a_stage_that_fails_is_told(here: Path) -> None:

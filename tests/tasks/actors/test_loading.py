@@ -11,7 +11,6 @@ from pathlib import Path
 from threading import Timer
 from typing import Any
 
-import psutil
 import pytest
 import ray
 from ray.exceptions import RayActorError
@@ -19,6 +18,7 @@ from ray.exceptions import RayActorError
 from tasks.actors.actor_group import ActorGroup
 from tasks.actors.loading import LoadWatch, NotLoaded, ended_for_good
 from tasks.actors.machines import watched_machines
+from tasks.system.processes import identity
 from tests.support.patience import PATIENCE, wait_until
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the workers cannot import it
@@ -73,6 +73,7 @@ class Ready:
 def test_an_actor_that_never_loads_is_named_and_ended_alone(tmp_path: Path) -> None:
     group = ActorGroup(HangsOnce, 2, 0.0, (tmp_path,), max_restarts=2)
     wait_until((tmp_path / "process").exists, "the process that hangs", every=0.1)
+    ray.wait([actor.ready.remote() for actor in group.actors], timeout=PATIENCE)  # the other is not to be late
     with pytest.raises(NotLoaded, match=r"^model [01]: not loaded within ray_init\.start_timeout_s 6 s; ") as caught:
         group.wait_loaded("model", 6, "ready")
     hung = int(str(caught.value).split()[1].rstrip(":"))
@@ -80,7 +81,7 @@ def test_an_actor_that_never_loads_is_named_and_ended_alone(tmp_path: Path) -> N
     with pytest.raises(RayActorError):
         ray.get(group.actors[hung].ready.remote())
     process = int((tmp_path / "process").read_text())
-    wait_until(lambda: not psutil.pid_exists(process), "its end", every=0.1)
+    wait_until(lambda: identity(process) is None, "its end", every=0.1)
 
 
 def test_an_actor_that_hangs_when_it_is_started_again_ends_what_waits_for_it(tmp_path: Path) -> None:
@@ -116,9 +117,9 @@ def test_waiting_for_room_is_no_loading() -> None:
     other = ActorGroup(Ready, 1, 0.0, num_cpus=1)
     other.call_all("ready")
     group = ActorGroup(Ready, 1, 0.0, num_cpus=1)
-    free = Timer(5, ray.kill, (other.actors[0],))
+    free = Timer(10, ray.kill, (other.actors[0],))
     free.start()
-    assert group.wait_loaded("model", 3, "ready") == ["ready"]
+    assert group.wait_loaded("model", 8, "ready") == ["ready"]
     free.join()
 
 

@@ -6,16 +6,17 @@ import re
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 
 from tasks.actors.watchdog import MARK, end_family, watchdog
-from tasks.system.processes import ProcessIdentity, runs, wait_until_ended
+from tasks.system.processes import ProcessIdentity, identity, runs, wait_until_ended
 from tests.support.forked import Program
 from tests.support.patience import PATIENCE, wait_until
-from tests.support.processes import words_of
+from tests.support.processes import kill_all, named, words_of
 
 pytestmark = pytest.mark.waits
 
@@ -66,12 +67,13 @@ from tasks.actors import worker_forks
 from tasks.actors.cluster import ray_cluster
 from tasks.actors.watchdog import MARK
 from tasks.config.trainer import RayConfig
+from tests.support.processes import named
 
 def stop(number, frame):
     raise TerminationSignal(number)
 
 def send():
-    while not any(one.name() == "raylet" for one in psutil.Process().children()):
+    while not named(psutil.Process().children(), "raylet"):
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGTERM)
 
@@ -92,7 +94,7 @@ try:
     with ray_cluster(RayConfig(num_cpus=1)):
         time.sleep(600)
 except BaseException as error:
-    print(type(error).__name__, signal.getsignal(signal.SIGTERM) is stop, list(marked()))
+    print("found:", type(error).__name__, signal.getsignal(signal.SIGTERM) is stop, list(marked()), flush=True)
 """
 
 
@@ -144,6 +146,7 @@ from tasks.actors.cluster import ray_cluster
 from tasks.actors.ray_address import require_listener
 from tasks.actors.waiting import get
 from tasks.config.trainer import RayConfig
+from tasks.system.processes import runs
 
 class Holder:
     def begin(self):
@@ -154,7 +157,7 @@ worker_forks.IMPORTED = ()
 with ray_cluster(RayConfig(num_cpus=1)):
     require_listener(ray.get_runtime_context().gcs_address, 600)  # it knows Ray's head
     begun = psutil.Process(get(ActorGroup(Holder, 1, 0).actors[0].begin.remote()))
-print(begun.is_running() and begun.status() != psutil.STATUS_ZOMBIE)
+print("found:", runs(begun), flush=True)
 """
 
 
@@ -172,7 +175,7 @@ worker_forks.IMPORTED = ()
 signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as after a first one
 with cluster.ray_cluster(RayConfig(num_cpus=1)):
     pass
-print("all is told")
+print("found: all is told", flush=True)
 """
 
 
@@ -182,6 +185,7 @@ import psutil, ray
 from tasks.actors import cluster, worker_forks
 from tasks.config.trainer import RayConfig
 from tasks.system.processes import wait_until_ended
+from tests.support.processes import named
 
 worker_forks.IMPORTED = ()
 cluster.LEAVING_SECONDS = 1.0
@@ -192,10 +196,10 @@ if sys.argv[1:]:
     head, cluster.LET_GO_SECONDS = psutil.Process(int(sys.argv[1])), 1.0  # nothing of it is killed
 with cluster.ray_cluster(RayConfig(num_cpus=1)):
     begun = psutil.Process().children(recursive=True)
-    head = head or next(one for one in begun if one.name() == "gcs_server")
+    head = head or named(begun, "gcs_server")[0]
     head.suspend()
 os.kill(os.getpid(), signal.SIGTERM)
-print(heard, wait_until_ended(begun, 60))
+print("found:", heard, wait_until_ended(begun, 600), flush=True)
 """
 
 
@@ -214,9 +218,10 @@ def start_fork(code, folder):
     return Program(["-c", code], ROOT, os.environ | {"PYTHONPATH": str(ROOT)}, folder / "output")
 
 
-def output_of(program):
+def found_by(program):
+    """What it tells, in a line; others who have the same file may speak after it."""
     assert program.wait(PATIENCE) == 0, program.output()
-    return program.output().splitlines()[-1]
+    return program.output().partition("found: ")[2].partition("\n")[0]
 
 
 def start(*code, path=ROOT):
@@ -249,9 +254,7 @@ def driver(request, tmp_path):
     yield process, started
     process.kill()
     process.wait()
-    for one in started:
-        if one.is_running():
-            one.kill()
+    kill_all(started)
 
 
 @pytest.mark.parametrize("driver", ["clock goes on", "clock is set", "folder with tasks of its own"], indirect=True)
@@ -273,7 +276,7 @@ def test_rays_agents_end_too_when_their_raylet_was_faster(tmp_path):
     wait_until(lambda: " started\n" in program.output() or program.poll() is not None, "Ray's start", every=0.1)
     process = psutil.Process(program.pid)
     family = process.children(recursive=True)
-    (raylet,) = [one for one in family if one.name() == "raylet"]
+    (raylet,) = named(family, "raylet")
     agents = raylet.children()  # and workers, as far as they have been started
     (guard,) = watchdogs_of(process.pid)
     assert len(agents) >= 2
@@ -287,9 +290,7 @@ def test_rays_agents_end_too_when_their_raylet_was_faster(tmp_path):
         assert not wait_until_ended([guard], PATIENCE)
         assert not [one for one in agents if runs(one)]
     finally:
-        for one in agents:
-            if one.is_running():
-                one.kill()
+        kill_all(agents)
 
 
 def engine_of(process):
@@ -300,8 +301,7 @@ def assert_ends(engine):
     try:
         assert not wait_until_ended([engine], PATIENCE)
     finally:
-        if engine.is_running():
-            engine.kill()
+        kill_all([engine])
 
 
 def test_an_engine_ends_whose_server_was_killed_before_the_actor():
@@ -331,9 +331,9 @@ def test_what_is_started_by_one_that_is_being_ended_ends_too(tmp_path):
     driver.wait()
     late = wait_until(lambda: (tmp_path / "late").is_file() and (tmp_path / "late").read_text().strip(), "its start")
     try:
-        wait_until(lambda: not psutil.pid_exists(int(late)), "its end", every=0.1)
+        wait_until(lambda: identity(int(late)) is None, "its end", every=0.1)
     finally:
-        if psutil.pid_exists(int(late)):
+        with suppress(ProcessLookupError):
             os.kill(int(late), signal.SIGKILL)
 
 
@@ -393,13 +393,13 @@ def test_sigterm_while_ray_starts_is_heard_and_leaves_nothing(tmp_path, begin):
     """Ray's own handler, which is there before `ray.init` is done, would exit with 15, and its agents live on. And what
     a handler raises within a hook is printed and lost."""
     program = start_fork(INTERRUPTED_DRIVER.replace("BEGIN", begin), tmp_path)
-    assert output_of(program) == "TerminationSignal True []"
+    assert found_by(program) == "TerminationSignal True []"
 
 
 @pytest.mark.ray
 def test_sigterm_once_ray_has_left_is_heeded_as_before_it(tmp_path):
     """Ray's C++ sets it back to the system's own, behind Python's back."""
-    assert output_of(start_fork(TWICE_ENDED_DRIVER, tmp_path)) == "all is told"
+    assert found_by(start_fork(TWICE_ENDED_DRIVER, tmp_path)) == "all is told"
 
 
 @pytest.mark.ray
@@ -409,7 +409,7 @@ def test_what_an_actor_has_started_ends_with_the_cluster(tmp_path):
     And of the process that workers are forks of nobody says that it has ended.
     """
     program = start_fork(ENDING_DRIVER, tmp_path)
-    assert output_of(program) == "False"
+    assert found_by(program) == "False"
     assert "has ended" not in program.output()
 
 
@@ -417,7 +417,7 @@ def test_what_an_actor_has_started_ends_with_the_cluster(tmp_path):
 def test_a_head_that_does_not_answer_is_left_without_a_word(tmp_path):
     """Ray would wait for it for ever. What has been started ends all the same, and a signal is heard as before."""
     program = start_fork(DEAF_HEAD_DRIVER, tmp_path)
-    assert output_of(program) == "[15] []"
+    assert found_by(program) == "[15] []"
     assert "Ray does not answer at the end" in program.output()
 
 
@@ -428,10 +428,10 @@ def test_the_head_of_a_joined_cluster_that_does_not_answer_is_left_too(tmp_path)
     head = start_fork(RAY_DRIVER, tmp_path / "head")
     try:
         address = wait_until(lambda: re.search(r"([\d.]+:\d+) started\n", head.output()), "Ray's start", every=0.1)
-        (gcs,) = [one for one in psutil.Process(head.pid).children() if one.name() == "gcs_server"]
+        (gcs,) = named(psutil.Process(head.pid).children(), "gcs_server")
         joined = {"PYTHONPATH": str(ROOT), "RAY_ADDRESS": address[1], "RAY_AUTH_MODE": "token"}
         program = Program(["-c", DEAF_HEAD_DRIVER, str(gcs.pid)], ROOT, os.environ | joined, tmp_path / "output")
-        assert output_of(program) == "[15] []"
+        assert found_by(program) == "[15] []"
         assert "Ray does not answer at the end" in program.output()
     finally:
         psutil.Process(head.pid).kill()

@@ -10,6 +10,8 @@ from tasks.actors.worker_forks import VARIABLE
 from tests.support.forked import Program
 from tests.support.patience import PATIENCE
 
+LEAST = 19
+"""The niceness behind which nothing is."""
 CLUSTERS = """
 import os
 from pathlib import Path
@@ -40,4 +42,5 @@ def test_a_clusters_workers_have_the_niceness_that_the_configuration_says(tmp_pa
     environment = {name: value for name, value in os.environ.items() if name not in without}
     program = Program(["-c", CLUSTERS], tmp_path, environment, tmp_path / "output")
     assert program.wait(PATIENCE) == 0, program.output()
-    assert (tmp_path / "found").read_text() == "[0, 4, 0]"
+    more = min(4, LEAST - os.nice(0))  # of tests that are at the least themselves nobody can go behind
+    assert (tmp_path / "found").read_text() == f"[0, {more}, 0]"

@@ -37,6 +37,7 @@ from tasks.records.run_store import CheckpointError
 from tasks.run.early import check_early
 from tasks.system.processes import identity
 from tests.support.mlflow_store import mlflow_in
+from tests.support.platform_helpers import free_port
 
 pytestmark = pytest.mark.waits
 
@@ -388,7 +389,9 @@ def test_a_taken_port_names_the_variable_of_make(folder: Path) -> None:
     with socket.socket() as neighbour:
         neighbour.bind(("127.0.0.1", 0))
         port = neighbour.getsockname()[1]
-        up = CliRunner().invoke(services.app, ["up", "--mlflow-port", str(port)])
+        # Prefect's own may be taken, too, by the servers of who tests.
+        ports = ["--prefect-port", str(free_port()), "--mlflow-port", str(port)]
+        up = CliRunner().invoke(services.app, ["up", *ports])
     assert up.exit_code == 1
     assert f"port {port} for mlflow is taken: choose another with --mlflow-port, `make up MLFLOW_PORT=" in up.stderr
 

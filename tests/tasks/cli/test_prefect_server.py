@@ -16,6 +16,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from tasks.cli.terminal import last_words
 from tasks.system.access import AccessError, guard_temporary_server, start_temporary_server
+from tests.support.platform_helpers import free_port
 
 
 def words_about(url: str) -> str:
@@ -80,11 +81,9 @@ def test_a_port_that_another_commands_server_takes_meanwhile_is_left_to_it(
     others = {key: value for key, value in os.environ.items() if not key.startswith("PREFECT")}
     monkeypatch.setattr(os, "environ", others | {"PREFECT_HOME": str(tmp_path)})
     refresh_global_settings_context()
-    with HTTPServer(("127.0.0.1", 0), OfAnother) as other, socket.socket() as probe:
+    with HTTPServer(("127.0.0.1", 0), OfAnother) as other:
         Thread(target=other.serve_forever, daemon=True).start()
-        probe.bind(("127.0.0.1", 0))
-        ports = [other.server_port, probe.getsockname()[1]]
-        probe.close()
+        ports = [other.server_port, free_port()]
         monkeypatch.setattr(SubprocessASGIServer, "find_available_port", lambda _: ports.pop(0))
         guard_temporary_server()
         start_temporary_server(lambda: None)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a resumed run adds to its MLflow record."""
 
-import logging
 import os
 import re
 import signal
@@ -35,6 +34,7 @@ from tasks.run.early import check_tracking
 from tasks.system.processes import ProcessIdentity
 from tests.support.mlflow_store import mlflow_in, server_command
 from tests.support.patience import PATIENCE, wait_for_server, wait_until
+from tests.support.platform_helpers import free_port
 
 
 def tracker(folder: Path, run_id: str | None = None) -> Tracker:
@@ -205,7 +205,7 @@ def test_a_database_that_another_program_holds_is_waited_for(tmp_path: Path, mon
         other.execute("BEGIN IMMEDIATE")
         assert run.log_step(1, {"reward": 0.5})
         assert run.history("reward") == {1: 0.5}
-        first, last = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+        first, last = [record.getMessage() for record in caplog.records if record.name == patience.__name__]
         assert "mlflow.db does not answer (another program holds its database): asked again in 1 s" in first
         assert "answers again" in last
 
@@ -259,9 +259,7 @@ def test_mlflow_that_is_gone_does_not_hide_what_ended_the_run(tmp_path: Path, mo
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", ONE_TRY["MLFLOW_HTTP_REQUEST_MAX_RETRIES"])
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "60")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command, told = server_command(tmp_path, port)
     quiet = os.environ | told | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
     server = subprocess.Popen(
@@ -352,9 +350,9 @@ def suppressed(run: Tracker) -> None:
 def test_a_server_that_is_not_there_is_told_at_the_start() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        uri = f"http://127.0.0.1:{probe.getsockname()[1]}"
-    with pytest.raises(TrackingAway, match=f"MLflow at {uri} did not answer within 0.5 s .*MLFLOW_TRACKING_URI"):
-        require_answer(uri, 0.5)
+        uri = f"http://127.0.0.1:{probe.getsockname()[1]}"  # bound, and nobody listens
+        with pytest.raises(TrackingAway, match=f"MLflow at {uri} did not answer within 0.5 s .*MLFLOW_TRACKING_URI"):
+            require_answer(uri, 0.5)
     require_answer("sqlite:///mlflow.db")
 
 

@@ -183,9 +183,10 @@ def heard(behind: Behind) -> bool:
 def test_after_a_signal_an_end_waits_for_seconds_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """As for a checkpoint that a trainer writes when its update is done: it is begun again by the same command."""
     monkeypatch.setattr(module, "STOPPED_WAIT_S", 0.05)
-    behind, done = Behind(), []
+    behind, done, begun = Behind(), [], threading.Event()
 
     def write() -> None:
+        begun.set()
         while not heard(behind):
             time.sleep(0.01)
         done.append("written")
@@ -194,6 +195,7 @@ def test_after_a_signal_an_end_waits_for_seconds_alone(monkeypatch: pytest.Monke
         assert done == ["written"], "the work that is under way has ended, and the next one is not begun"
 
     behind.submit(write)
+    assert begun.wait(60)
     behind.submit(done.append, "the next one")
     with pytest.raises(KeyboardInterrupt) as raised, closing_with(take_away), behind.left(), behind.settled():
         raise KeyboardInterrupt

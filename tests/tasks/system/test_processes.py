@@ -18,6 +18,7 @@ from tasks.system.processes import (
     wait_or_kill,
     wait_until_ended,
 )
+from tests.support.patience import PATIENCE
 
 pytestmark = pytest.mark.waits
 
@@ -78,7 +79,7 @@ def test_a_kernel_that_opens_no_pidfd_of_one_that_ends(monkeypatch: pytest.Monke
         child.stdout.readline()
     first, second = (psutil.Process(child.pid) for child in children)
     children[0].stdin.close()
-    assert wait_until_ended([first], 30) == []
+    assert wait_until_ended([first], PATIENCE) == []
     assert wait_until_ended([first, second], 0.1) == [second]
-    assert wait_or_kill([first, second], 0.1) == []
-    assert [child.wait(30) for child in children] == [1, -signal.SIGKILL]
+    assert wait_or_kill([first, second], 3) == []
+    assert [child.wait(PATIENCE) for child in children] == [1, -signal.SIGKILL]
