@@ -29,9 +29,9 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from benchmarks.local_services import free_port
 from models.training.checkpoint import EXTRA, HostCopy, StateReader, StateWriter
 from tasks.system.files import sha256_of, sha256_of_each
+from tasks.system.ports import free_port
 
 ROWS = 3072
 GIB = 2**30

@@ -2,7 +2,6 @@
 """A Prefect server, an MLflow server and a worker of a benchmark's own."""
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ import httpx
 import psutil
 from mlflow import MlflowClient
 
+from tasks.system.ports import free_port
 from tasks.system.processes import wait_until_ended
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -90,13 +90,6 @@ def services(folder: Path) -> Iterator[Services]:
     finally:
         for name in list(both.running):
             both.kill(name)
-
-
-def free_port() -> int:
-    """A port of this machine that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _answers(url: str) -> bool:

@@ -25,8 +25,9 @@ import psutil
 
 from benchmarks.endings import UPDATE, Watched, make_folder, measure_cases, silent_server
 from benchmarks.kill_rounds import SMALL
-from benchmarks.local_services import ROOT, Services, free_port, import_path, wait_until
+from benchmarks.local_services import ROOT, Services, import_path, wait_until
 from tasks.records.tracking import STEP_MARK
+from tasks.system.ports import free_port
 from tasks.system.processes import runs
 
 DOCS = Path("docs/first-use.md")

@@ -40,11 +40,12 @@ import yaml
 from mlflow import MlflowClient
 
 from benchmarks.docs import put_table, rows_by_name, table_of
-from benchmarks.local_services import ROOT, free_port, import_path
+from benchmarks.local_services import ROOT, import_path
 from tasks.config.errors import ConfigError
 from tasks.config.overrides import merged
 from tasks.config.tree import TrainConfig
 from tasks.system.access import exported
+from tasks.system.ports import free_port
 
 PAGE, SCRIPT = Path("docs/recipes.md"), "real_recipes.py"
 MODELS = {

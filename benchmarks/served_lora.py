@@ -29,10 +29,11 @@ from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from benchmarks.local_services import free_port, wait_until
+from benchmarks.local_services import wait_until
 from flows.lora_for_server import convert
 from models.families.base import read_architecture
 from models.weights.trainable import LORA_FILE
+from tasks.system.ports import free_port
 
 GUIDANCE = {
     "StableDiffusion3Pipeline": {"guidance_scale": 1.0},

@@ -23,8 +23,9 @@ import psutil
 
 from benchmarks.docs import put_table
 from benchmarks.endings import MARK
-from benchmarks.local_services import ROOT, free_port, import_path
+from benchmarks.local_services import ROOT, import_path
 from tasks.actors.watchdog import marked
+from tasks.system.ports import free_port
 
 DOCS = Path("docs/first-use.md")
 NAMES = {

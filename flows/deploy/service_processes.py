@@ -15,6 +15,7 @@ import typer
 
 from flows.deploy import service_log
 from flows.deploy.service_record import HERE, Recorded, ServiceError, living_processes, recorded_processes, write_record
+from tasks.system import ports
 from tasks.system.processes import boot_id, identity, runs, wait_or_kill
 
 START_SECONDS, END_SECONDS = 120, 30
@@ -27,7 +28,7 @@ def require_free_port(name: str, port: int) -> None:
     """Raise ServiceError where another process listens at the port, or this user may not; `name` is that of the
     server."""
     try:
-        _bind(port)
+        ports.bound(port)
     except OSError as error:
         barred = isinstance(error, PermissionError)
         why = f"may not be used by this user ({error.strerror}), as those below 1024" if barred else "is taken"
@@ -40,17 +41,9 @@ def require_free_port(name: str, port: int) -> None:
 def free_port(wanted: int) -> int:
     """This port, or where another process listens at it, or this user may not, any that is free."""
     try:
-        return _bind(wanted)
+        return ports.bound(wanted) if wanted else ports.free_port()
     except OSError:
-        return _bind(0)
-
-
-def _bind(port: int) -> int:
-    """The port, once it was held for a moment; any for 0. Raises OSError where it is taken, or barred."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind(("127.0.0.1", port))
-        return int(probe.getsockname()[1])
+        return ports.free_port()
 
 
 def start_process(name: str, arguments: list[str], environment: Mapping[str, str]) -> None:

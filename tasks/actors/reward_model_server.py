@@ -7,7 +7,6 @@ It imports nothing of what the driver has; the driver's side is in `reward_model
 import os
 import re
 import secrets
-import socket
 import subprocess
 import sys
 import threading
@@ -28,6 +27,7 @@ from tasks.config.reward import RewardModelConfig
 from tasks.rewards import served
 from tasks.rewards.pretrained import content_digest
 from tasks.rewards.served import ServedModel
+from tasks.system.ports import free_port
 
 FIELD = "reward.reward_model"
 HOST = served.LOOPBACK
@@ -217,7 +217,7 @@ class RewardModelServer:
 
     def _try_to_start(self) -> None:
         end_marked(own_mark())  # what a server has left behind that died, as vLLM's engine with the GPU's memory
-        self._port = _free_port()
+        self._port = free_port()
         command = server_command(self.config, self._port)
         self._log.clear()
         try:
@@ -344,12 +344,6 @@ class RewardModelServer:
             raise RewardModelError(
                 f"the reward model's server answers POST {path} with {answer.status_code}: {answer.text[:200]}"
             )
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
 
 
 def _weights_version(config: RewardModelConfig) -> str:

@@ -19,10 +19,11 @@ from PIL import Image
 
 from models.rollout.diffusers import DiffusersRolloutEngine
 from models.weights.trainable import export_weights, trainable
+from tasks.system.ports import free_port
 from tests.support.forked import Program
 from tests.support.helpers import model_config
 from tests.support.patience import PATIENCE, wait_for_server
-from tests.support.platform_helpers import free_port, running
+from tests.support.platform_helpers import running
 
 PROMPT = "the number 472"
 VLLM = """

@@ -24,10 +24,11 @@ from tasks.config.tracking import TrackingConfig
 from tasks.records.model_registry import CHAMPION, REGRESSION, register
 from tasks.records.owner import FLOW_RUN
 from tasks.records.tracking import Tracker
+from tasks.system.ports import free_port
 from tasks.system.processes import wait_until_ended
 from tests.support.mlflow_store import mlflow_in
 from tests.support.patience import post, wait_until
-from tests.support.platform_helpers import RECIPE, Workspace, free_port, make_workspace, run_as_forks
+from tests.support.platform_helpers import RECIPE, Workspace, make_workspace, run_as_forks
 from tests.support.processes import kill_all, with_word, words_of
 
 ROOT = Path(__file__).parents[2]

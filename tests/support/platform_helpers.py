@@ -5,7 +5,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -13,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from random import SystemRandom
 from typing import Any, TypeVar
 
 import mlflow
@@ -24,6 +22,7 @@ from mlflow import MlflowClient
 
 from tasks.actors.worker_forks import VARIABLE
 from tasks.system.access import LOGS_FOR_WATCHERS
+from tasks.system.ports import free_port
 from tasks.system.processes import wait_until_ended
 from tests.support.forked import Program
 from tests.support.mlflow_store import mlflow_in
@@ -49,8 +48,6 @@ RECIPE = {
 }
 
 
-RAYS_PORTS = 20_000
-"""Below this one are the ports that the workers of `ray start` take."""
 Begun = TypeVar("Begun", Program, "subprocess.Popen[bytes]")
 
 
@@ -143,21 +140,6 @@ def run_as_forks(deployment: dict[str, Any], forked_python: Path) -> None:
     """A worker starts this deployment's flow runs as forks; not those of others that have the same work pool."""
     command = f"{forked_python} -m prefect.engine"
     deployment["work_pool"] = deployment["work_pool"] | {"job_variables": {"command": command}}
-
-
-def free_port() -> int:
-    """A port of loopback that is free, for a server that begins seconds later.
-
-    None of those that the kernel gives of its own accord, to whoever asks for any port and to each connection: a Ray
-    cluster beside this test makes hundreds of these, and one could have it by then.
-    """
-    given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    while True:
-        # Below are Ray's own, up to 19999; where the kernel gives such low ones, too, any has to do.
-        port = SystemRandom().randrange(RAYS_PORTS, given) if given > RAYS_PORTS else 0
-        with socket.socket() as probe, suppress(OSError):  # it is taken: another one
-            probe.bind(("127.0.0.1", port))
-            return int(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="session")

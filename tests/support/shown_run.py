@@ -12,8 +12,9 @@ from pathlib import Path
 from mlflow import MlflowClient
 from mlflow.entities import Run
 
+from tasks.system.ports import free_port
 from tests.support.patience import wait_for_server
-from tests.support.platform_helpers import background, free_port
+from tests.support.platform_helpers import background
 
 USER = "doubleflow"
 

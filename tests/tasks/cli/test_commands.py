@@ -35,9 +35,9 @@ from tasks.config.tracking import TrackingConfig
 from tasks.config.tree import TrainConfig
 from tasks.records.run_store import CheckpointError
 from tasks.run.early import check_early
+from tasks.system.ports import free_port
 from tasks.system.processes import identity
 from tests.support.mlflow_store import mlflow_in
-from tests.support.platform_helpers import free_port
 
 pytestmark = pytest.mark.waits
 

@@ -16,7 +16,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from tasks.cli.terminal import last_words
 from tasks.system.access import AccessError, guard_temporary_server, start_temporary_server
-from tests.support.platform_helpers import free_port
+from tasks.system.ports import free_port
 
 
 def words_about(url: str) -> str:

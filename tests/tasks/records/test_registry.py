@@ -21,10 +21,11 @@ from tasks.records.model_registry import HELD_OUT_TAG, Measurements, champion, p
 from tasks.records.notes import Weights
 from tasks.records.tracking import Tracker
 from tasks.run.watching import watch_guards
+from tasks.system.ports import free_port
 from tasks.system.processes import COPY, maker_lives
 from tests.support.mlflow_store import mlflow_in, server_command
 from tests.support.patience import wait_for_server
-from tests.support.platform_helpers import background, free_port
+from tests.support.platform_helpers import background
 
 
 @pytest.fixture

@@ -31,10 +31,10 @@ from tasks.records.patience import ONE_TRY, PatientClient
 from tasks.records.tracking import RunGone, Tracker
 from tasks.records.tracking_address import TrackingAway, require_answer
 from tasks.run.early import check_tracking
+from tasks.system.ports import free_port
 from tasks.system.processes import ProcessIdentity
 from tests.support.mlflow_store import mlflow_in, server_command
 from tests.support.patience import PATIENCE, wait_for_server, wait_until
-from tests.support.platform_helpers import free_port
 
 
 def tracker(folder: Path, run_id: str | None = None) -> Tracker:
