@@ -52,8 +52,7 @@ def _bounds(root: Path) -> Iterator[_Bound]:
             top, names = root / "sys/fs/cgroup/memory", V1
         else:
             continue
-        # In a container the path may be the host's, of which only the top is there.
-        within = top.joinpath(*(part for part in Path(path).parts if part not in ("/", "..")))
+        within = top / path.lstrip("/")  # in a container it may be the host's, of which only the top is there
         for group in (within, *within.parents):
             if (bound := _bound(group, names)) is not None:
                 yield bound

@@ -134,6 +134,11 @@ def test_what_leaves_a_gpu_is_on_the_host(tiny_model: Path, model: Any, fsdp: An
     found = rank_on_host(cost, config, actor_config(**fsdp), **sizes)
     assert {name: 10 * size / GIB for name, size in found.items()} == pytest.approx(on_host)
     awake = {name: value for name, value in fsdp.items() if not name.endswith("offload")}
+    in_float8 = replace(cost, float8=(cost.frozen // 2, 1000))
+    rest = rank_on_host(in_float8, config, actor_config(**fsdp), **sizes).get(OFFLOADED, 0.0)
+    whole = fsdp.get("shard_frozen", True) is False
+    left = 4 * in_float8.float8[0] / 10 if OFFLOADED in found and not whole else 0.0  # whole on each GPU
+    assert found.get(OFFLOADED, 0.0) - rest == pytest.approx(left)
     usual, now = (update_need(cost, config, actor_config(**given), **sizes).resident for given in (awake, fsdp))
     gradients = 4 * cost.trained / 10 if OFFLOADED in found else 0.0  # pass on a GPU, and stay on the host
     assert sum(found.values()) - gradients == pytest.approx(sum(usual.values()) - sum(now.values()))
@@ -169,6 +174,7 @@ def test_the_sum_of_a_machine(tiny_model: Path) -> None:
     }
     several = {"rollout": {"num_actors": 4, "n": 16}, "n_gpus_per_node": 2, "nnodes": 2}
     assert kept(run_config(tiny_model, **several))[COPY] == 1500, "of two machines each has half"
+    assert kept(run_config(tiny_model, fsdp={"optimizer_offload": True}, **several))[MOMENTS] == 1000
 
 
 def test_on_the_cpu_update_and_rollout_are_there_too(tiny_model: Path) -> None:
@@ -179,6 +185,14 @@ def test_on_the_cpu_update_and_rollout_are_there_too(tiny_model: Path) -> None:
     assert needed.rollout is not None
     both = {"the update": needed.update.gib, "the rollout": 2 * needed.rollout.gib}
     assert kept(config) == pytest.approx(both)
+    elsewhere = workers | {"num_actors": 3, "n": 24}
+    several = run_config(
+        tiny_model, device="cpu", rollout=elsewhere, async_checkpoint=False, n_gpus_per_node=2, nnodes=2
+    )
+    needed = needs(several, model_config(tiny_model), COST)
+    assert needed.rollout is not None
+    both = {"the update": 2 * needed.update.gib, "the rollout": 2 * needed.rollout.gib}
+    assert kept(several) == pytest.approx(both), "of three workers two may be on the first machine"
     offloaded = run_config(
         tiny_model, device="cpu", rollout=workers, async_checkpoint=False, fsdp={"optimizer_offload": True}
     )
@@ -200,6 +214,8 @@ def test_text_encoders_on_the_host_are_counted(tiny_model: Path) -> None:
     assert counted(base.with_changes({"data": colocated})) == there
     colocated["text_encoder"]["enable_sleep_mode"] = False
     assert counted(base.with_changes({"data": colocated})) == 0
+    two = {"trainer": {"nnodes": 2}, "actor_rollout_ref": {"rollout": {"num_actors": 2, "n": 8}}}
+    assert counted(base.with_changes(two).with_changes({"data": encoders})) == 0
     assert counted(base) == 0
 
 
