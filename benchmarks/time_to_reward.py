@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Minutes and pictures to a held-out reward: the train flow beside the public Flow-GRPO loop, on one GPU.
 
-    python -m benchmarks.time_to_reward [--runs NAME ...] [--seeds 0] [--until 0.8] [--limit 900] [--set F=V ...]
+    python -m benchmarks.time_to_reward [--runs words ...] [--seeds 0] [--until 0.8] [--limit 900] [--set F=V ...]
     python -m benchmarks.time_to_reward --write [--log FILE ...]
 
 One run after the other trains the words base model with the same prompts, reward and reward processes, batch and LoRA,
