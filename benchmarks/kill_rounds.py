@@ -34,7 +34,7 @@ import pandas as pd
 import psutil
 import yaml
 
-from benchmarks.docs import put_table
+from benchmarks.docs import put_table, refuse_missing
 from benchmarks.local_services import ROOT, Services, services, wait_until
 from benchmarks.run_state import (
     STAGES,
@@ -253,6 +253,8 @@ def main() -> None:
     os.environ["MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR"] = "false"
     if chosen.rounds:
         play_all(chosen.rounds, chosen.victims, chosen.log, chosen.missing)
+    else:
+        refuse_missing(parser, [chosen.log])
     rounds = rounds_in(chosen.log)
     print(table(rounds))
     if chosen.write:

@@ -60,7 +60,7 @@ def read_plan(path: Path, only: Sequence[str] = ()) -> list[Lane]:
     """
     try:
         lanes = TypeAdapter(list[Lane]).validate_python(yaml.safe_load(path.read_text()))
-    except (ValidationError, yaml.YAMLError) as error:
+    except (OSError, ValidationError, yaml.YAMLError) as error:
         raise ValueError(f"{path} is no plan: {error}") from error
     if missing := {*only} - {lane.name for lane in lanes}:
         raise ValueError(f"{path} has no lane {', '.join(sorted(missing))}")

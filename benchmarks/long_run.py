@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 from mlflow import MlflowClient
 
-from benchmarks.docs import put_table
+from benchmarks.docs import put_table, refuse_missing
 from benchmarks.endings import MARK
 from benchmarks.kill_rounds import workspace
 from benchmarks.local_services import ROOT, import_path, wait_until
@@ -132,6 +132,8 @@ def main() -> None:
             train(base / "run", chosen.iterations, chosen.rows, chosen.log)
         finally:
             shutil.rmtree(base, ignore_errors=True)
+    else:
+        refuse_missing(parser, [chosen.log])
     rows = [json.loads(line) for line in chosen.log.read_text().splitlines()]
     print(table(rows))
     if chosen.write:

@@ -21,7 +21,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-from benchmarks.docs import put_table
+from benchmarks.docs import put_table, refuse_missing
 from benchmarks.followed_runs import Curve, Job, append_line, curves_of, follow, is_done, read_lines
 from benchmarks.words import PAGE, VARIANTS, only_rewards
 from tasks.config.recipes import changed_recipe
@@ -149,7 +149,9 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="train nothing, write the table of the logs")
     parser.add_argument("--page", type=Path, default=PAGE)
     given = parser.parse_args()
-    if not given.write:
+    if given.write:
+        refuse_missing(parser, given.log)
+    else:
         train(given)
     curves = curves_of(read_lines(given.log))
     print(table(curves))

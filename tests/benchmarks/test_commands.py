@@ -5,10 +5,12 @@ import ast
 import re
 import shlex
 import sys
+import tempfile
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -111,3 +113,41 @@ def test_a_benchmarks_command_is_one_that_it_takes(
         accept(module, parsed(module, given, monkeypatch))
     else:
         assert find_spec(f"benchmarks.{module}")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "words --write",
+        "words_algorithms --write",
+        "time_to_reward --write",
+        "fewer_images --write",
+        "outages --cases",
+        "endings --moments",
+        "kill_rounds --rounds 0",
+        "long_run --iterations 0",
+        "real_recipes",
+    ],
+)
+def test_no_table_is_made_of_a_log_that_is_not_there(
+    command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)  # the pages are those of the present folder
+    module, *given = command.split()
+    log = tmp_path / "log.jsonl"
+    monkeypatch.setattr(sys, "argv", [module, *given, "--log", str(log)])
+    with pytest.raises(SystemExit, match="2"):
+        import_module(f"benchmarks.{module}").main()
+    assert f"there is no log {log}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("module", ["scaling", "real_recipes"])
+def test_a_recipe_that_is_not_there_ends_a_benchmark_in_a_sentence_and_leaves_no_folder(
+    module: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", [module, "no-recipe"])
+    with pytest.raises(SystemExit) as found:
+        import_module(f"benchmarks.{module}").main()
+    assert "has no train deployment 'no-recipe'" in f"{found.value.code}{capsys.readouterr().err}"
+    assert [*tmp_path.iterdir()] == []
