@@ -35,7 +35,7 @@ import yaml
 
 from benchmarks.docs import put_table, refuse_missing
 from benchmarks.kill_rounds import SMALL
-from benchmarks.local_services import ROOT, import_path, wait_until
+from benchmarks.local_services import ROOT, ending_at_sigterm, import_path, wait_until
 from tasks.actors.watchdog import marked
 from tasks.config.overrides import merged
 from tasks.config.tree import TrainConfig
@@ -310,6 +310,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join([*lines, *(f"| {' | '.join(str(row[name]) for name in names)} |" for row in rows)])
 
 
+@ending_at_sigterm()
 def log_each(names: Iterable[str], measure: Callable[[str, Path], dict[str, Any]], log: Path) -> None:
     """Measure one after the other in a temporary folder; each line of JSON is printed and logged as it comes."""
     base = Path(tempfile.mkdtemp(prefix=f"{log.stem}-"))

@@ -19,7 +19,6 @@ import json
 import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -35,7 +34,7 @@ import psutil
 import yaml
 
 from benchmarks.docs import put_table, refuse_missing
-from benchmarks.local_services import ROOT, Services, services, wait_until
+from benchmarks.local_services import ROOT, Services, ending_at_sigterm, services, wait_until
 from benchmarks.run_state import (
     STAGES,
     WRITING,
@@ -268,6 +267,7 @@ def rounds_in(log: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
 
 
+@ending_at_sigterm()
 def play_all(rounds: int, victims: Sequence[str], log: Path, missing: bool) -> None:
     """So many rounds of each victim, after a run that nothing disturbs; every round's line goes to the log.
 
@@ -298,5 +298,4 @@ def play_all(rounds: int, victims: Sequence[str], log: Path, missing: bool) -> N
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     main()

@@ -26,7 +26,7 @@ from mlflow import MlflowClient
 from benchmarks.docs import put_table, refuse_missing
 from benchmarks.endings import MARK
 from benchmarks.kill_rounds import workspace
-from benchmarks.local_services import ROOT, import_path, wait_until
+from benchmarks.local_services import ROOT, ending_at_sigterm, import_path, wait_until
 from benchmarks.services_memory import memory
 from tasks.actors.watchdog import marked
 from tasks.system.files import bytes_on_disk
@@ -70,6 +70,7 @@ def measured(folder: Path, driver: psutil.Popen, steps: dict[int, float], since:
     }
 
 
+@ending_at_sigterm()
 def train(folder: Path, iterations: int, rows: int, log: Path) -> None:
     """Train, and log a row at each of so many parts."""
     paced = {"total_training_steps": iterations, "test_freq": EVERY, "save_freq": EVERY}

@@ -40,7 +40,7 @@ import yaml
 from mlflow import MlflowClient
 
 from benchmarks.docs import put_table, refuse_missing, rows_by_name, table_of
-from benchmarks.local_services import ROOT, free_port, import_path
+from benchmarks.local_services import ROOT, ending_at_sigterm, free_port, import_path
 from tasks.config.errors import ConfigError
 from tasks.config.overrides import merged
 from tasks.config.recipes import load_parameters
@@ -431,6 +431,7 @@ def rows_of(page: Path) -> dict[str, str]:
     return rows_by_name(page, SCRIPT) if table_of(page, SCRIPT)[:1] == [HEADER] else {}
 
 
+@ending_at_sigterm()
 def played(recipe: Recipe, folder: Path, until: float, served: bool = False) -> dict[str, Any]:
     """The log's line of a recipe; one that failed says why, and has the seconds of what it did."""
     machine = Machine(folder, recipe.name, until)

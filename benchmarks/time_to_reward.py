@@ -23,6 +23,7 @@ from statistics import median
 
 from benchmarks.docs import put_table, refuse_missing
 from benchmarks.followed_runs import Curve, Job, append_line, curves_of, follow, is_done, read_lines
+from benchmarks.local_services import ending_at_sigterm
 from benchmarks.words import PAGE, VARIANTS, only_rewards
 from tasks.config.recipes import changed_recipe
 
@@ -90,6 +91,7 @@ def train_ours(name: str, seed: int, given: argparse.Namespace) -> None:
     follow([Job(name, seed, recipe, changes, folder)], given.log[0], limit_each=given.limit, until=given.until)
 
 
+@ending_at_sigterm()
 def train(given: argparse.Namespace) -> None:
     """All that are asked for and not there yet, one after the other."""
     for seed in given.seeds:
