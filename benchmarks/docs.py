@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a benchmark's table stands in the docs."""
+"""Where a benchmark's table stands in the docs, and whether the logs are there that it is made of."""
 
 import re
+from argparse import ArgumentParser
+from collections.abc import Iterable
 from pathlib import Path
 
 
@@ -27,6 +29,13 @@ def table_of(page: Path, script: str) -> list[str]:
 def rows_by_name(page: Path, script: str) -> dict[str, str]:
     """First cell -> row of the table that stands there; errors as of `table_of`."""
     return {row.split(" | ")[0].removeprefix("| "): row for row in table_of(page, script)[2:]}
+
+
+def refuse_missing(parser: ArgumentParser, logs: Iterable[Path]) -> None:
+    """End with a sentence where a table is to be made of a log that is not there: it would lose its rows."""
+    for log in logs:
+        if not log.is_file():
+            parser.error(f"there is no log {log}")
 
 
 def _place(page: Path, script: str) -> tuple[str, str, str]:

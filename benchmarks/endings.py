@@ -33,9 +33,9 @@ from typing import Any
 import psutil
 import yaml
 
-from benchmarks.docs import put_table
+from benchmarks.docs import put_table, refuse_missing
 from benchmarks.kill_rounds import SMALL
-from benchmarks.local_services import ROOT, import_path, wait_until
+from benchmarks.local_services import ROOT, ending_at_sigterm, import_path, wait_until
 from tasks.actors.watchdog import marked
 from tasks.config.overrides import merged
 from tasks.config.tree import TrainConfig
@@ -310,6 +310,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join([*lines, *(f"| {' | '.join(str(row[name]) for name in names)} |" for row in rows)])
 
 
+@ending_at_sigterm()
 def log_each(names: Iterable[str], measure: Callable[[str, Path], dict[str, Any]], log: Path) -> None:
     """Measure one after the other in a temporary folder; each line of JSON is printed and logged as it comes."""
     base = Path(tempfile.mkdtemp(prefix=f"{log.stem}-"))
@@ -345,6 +346,8 @@ def measure_cases(
     parser.add_argument("--log", type=Path, default=log, help="every case's line is added here")
     parser.add_argument("--write", action="store_true", help=f"put the table into {page}")
     chosen = parser.parse_args()
+    if not chosen.cases:
+        refuse_missing(parser, [chosen.log])
     log_each(chosen.cases, measure, chosen.log)
     rows = newest_rows(chosen.log, "case", cases)
     print(table(rows))
@@ -362,6 +365,8 @@ def main() -> None:
     parser.add_argument("--log", type=Path, default=Path("endings.jsonl"), help="every moment's line is added here")
     parser.add_argument("--write", action="store_true", help=f"put the table into {DOCS}")
     chosen = parser.parse_args()
+    if not chosen.moments:
+        refuse_missing(parser, [chosen.log])
     number, repository = signal.Signals[f"SIG{chosen.signal}"], chosen.repository.resolve()
     log_each(chosen.moments, lambda name, base: measure(name, base, number, repository, chosen.py_spy), chosen.log)
     rows = newest_rows(chosen.log, "moment", MOMENTS)

@@ -17,7 +17,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import numpy as np
 
-from benchmarks.docs import put_table, rows_by_name, table_of
+from benchmarks.docs import put_table, refuse_missing, rows_by_name, table_of
 from benchmarks.followed_runs import (
     Curve,
     Job,
@@ -198,7 +198,9 @@ def main() -> None:
     parser.add_argument("--runs", nargs="+", choices=SETTINGS, default=list(SETTINGS), metavar="NAME")
     add_run_options(parser, Path("runs/fewer_images"), iterations=16, at_once=1)
     given = parser.parse_args()
-    if not given.write:
+    if given.write:
+        refuse_missing(parser, given.log)
+    else:
         jobs = [job(name, seed, given.iterations, given.folder) for seed in given.seeds for name in given.runs]
         follow(jobs, given.log[0], at_once=given.at_once, limit=given.limit)
     curves = finished(given.log)

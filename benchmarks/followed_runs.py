@@ -22,6 +22,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from mlflow import MlflowClient
 
+from benchmarks.local_services import ending_at_sigterm
 from tasks.records.history import RunHistory
 
 LOOK_S = 2.0
@@ -180,6 +181,7 @@ def _run_id(client: MlflowClient) -> str | None:
     return runs[0].info.run_id if runs else None
 
 
+@ending_at_sigterm()
 def follow(
     jobs: Sequence[Job],
     log: Path,

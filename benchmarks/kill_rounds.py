@@ -19,7 +19,6 @@ import json
 import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -34,8 +33,8 @@ import pandas as pd
 import psutil
 import yaml
 
-from benchmarks.docs import put_table
-from benchmarks.local_services import ROOT, Services, services, wait_until
+from benchmarks.docs import put_table, refuse_missing
+from benchmarks.local_services import ROOT, Services, ending_at_sigterm, services, wait_until
 from benchmarks.run_state import (
     STAGES,
     WRITING,
@@ -253,6 +252,8 @@ def main() -> None:
     os.environ["MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR"] = "false"
     if chosen.rounds:
         play_all(chosen.rounds, chosen.victims, chosen.log, chosen.missing)
+    else:
+        refuse_missing(parser, [chosen.log])
     rounds = rounds_in(chosen.log)
     print(table(rounds))
     if chosen.write:
@@ -266,6 +267,7 @@ def rounds_in(log: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
 
 
+@ending_at_sigterm()
 def play_all(rounds: int, victims: Sequence[str], log: Path, missing: bool) -> None:
     """So many rounds of each victim, after a run that nothing disturbs; every round's line goes to the log.
 
@@ -296,5 +298,4 @@ def play_all(rounds: int, victims: Sequence[str], log: Path, missing: bool) -> N
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     main()

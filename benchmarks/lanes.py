@@ -30,11 +30,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-LOOK_S, PATIENCE_S = 0.2, 30.0
-"""Between two looks at the lanes, and for one to end in order before it is killed."""
+from tasks.system.processes import wait_until_ended
+
+LOOK_S, PATIENCE_S = 0.2, 60.0
+"""Between two looks at the lanes, and for one to end in order before it is killed: a benchmark waits for its runs."""
 ENDED_WELL = "ended"
 
 
@@ -60,7 +63,7 @@ def read_plan(path: Path, only: Sequence[str] = ()) -> list[Lane]:
     """
     try:
         lanes = TypeAdapter(list[Lane]).validate_python(yaml.safe_load(path.read_text()))
-    except (ValidationError, yaml.YAMLError) as error:
+    except (OSError, ValidationError, yaml.YAMLError) as error:
         raise ValueError(f"{path} is no plan: {error}") from error
     if missing := {*only} - {lane.name for lane in lanes}:
         raise ValueError(f"{path} has no lane {', '.join(sorted(missing))}")
@@ -105,11 +108,20 @@ class Running:
 
     def stop(self) -> None:
         """End it and all of its session: in order, and by force after a while."""
+        family = [process for process in psutil.process_iter() if session_of(process) == self.process.pid]
         for sent in (signal.SIGTERM, signal.SIGKILL):
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, sent)
-            with suppress(subprocess.TimeoutExpired):
-                self.process.wait(PATIENCE_S)
+            wait_until_ended(family, PATIENCE_S)  # a shell is gone at once, and the command it waits for is not
+        self.process.wait()
+
+
+def session_of(process: psutil.Process) -> int | None:
+    """The process that leads its session; None where it has ended meanwhile."""
+    try:
+        return os.getsid(process.pid)
+    except ProcessLookupError:
+        return None
 
 
 class Plan:
@@ -119,6 +131,11 @@ class Plan:
         self.waiting, self.folder, self.begun = [*lanes], folder, time.monotonic()
         self.running: list[Running] = []
         self.ends: dict[str, str] = {}
+        self.is_over = False
+
+    def stop(self, number: int, frame: Any) -> None:
+        """What a signal does: nothing at once, as a lane may just be beginning."""
+        self.is_over = True
 
     def say(self, text: str) -> None:
         """A line with the seconds since the beginning."""
@@ -154,7 +171,7 @@ class Plan:
     def follow(self, limit: float | None) -> Mapping[str, str]:
         """Until all have ended, or for so many seconds; lane -> how it ended."""
         try:
-            while self.waiting or self.running:
+            while (self.waiting or self.running) and not self.is_over:
                 if limit is not None and time.monotonic() - self.begun > limit:
                     break
                 self.look()
@@ -166,11 +183,6 @@ class Plan:
             for lane in self.waiting:
                 self.end(lane.name, "not begun")
         return self.ends
-
-
-def interrupt(number: int, frame: Any) -> None:
-    """What SIGTERM does."""
-    raise KeyboardInterrupt
 
 
 def main() -> None:
@@ -186,8 +198,10 @@ def main() -> None:
     except ValueError as error:
         sys.exit(f"error: {error}")
     chosen.folder.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, interrupt)
-    ends = Plan(lanes, chosen.folder).follow(chosen.limit)
+    plan = Plan(lanes, chosen.folder)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, plan.stop)
+    ends = plan.follow(chosen.limit)
     sys.exit(any(end != ENDED_WELL for end in ends.values()))
 
 

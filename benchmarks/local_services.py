@@ -2,6 +2,7 @@
 """A Prefect server, an MLflow server and a worker of a benchmark's own."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -90,6 +91,21 @@ def services(folder: Path) -> Iterator[Services]:
     finally:
         for name in list(both.running):
             both.kill(name)
+
+
+@contextmanager
+def ending_at_sigterm() -> Iterator[None]:
+    """Within it SIGTERM is a `SystemExit`: what was started is ended, which a second signal does not cut short."""
+
+    def end(number: int, frame: Any) -> None:
+        signal.signal(number, lambda *_: None)
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _answers(url: str) -> bool:

@@ -23,10 +23,10 @@ from typing import Any
 import psutil
 from mlflow import MlflowClient
 
-from benchmarks.docs import put_table
+from benchmarks.docs import put_table, refuse_missing
 from benchmarks.endings import MARK
 from benchmarks.kill_rounds import workspace
-from benchmarks.local_services import ROOT, import_path, wait_until
+from benchmarks.local_services import ROOT, ending_at_sigterm, import_path, wait_until
 from benchmarks.services_memory import memory
 from tasks.actors.watchdog import marked
 from tasks.system.files import bytes_on_disk
@@ -70,6 +70,7 @@ def measured(folder: Path, driver: psutil.Popen, steps: dict[int, float], since:
     }
 
 
+@ending_at_sigterm()
 def train(folder: Path, iterations: int, rows: int, log: Path) -> None:
     """Train, and log a row at each of so many parts."""
     paced = {"total_training_steps": iterations, "test_freq": EVERY, "save_freq": EVERY}
@@ -132,6 +133,8 @@ def main() -> None:
             train(base / "run", chosen.iterations, chosen.rows, chosen.log)
         finally:
             shutil.rmtree(base, ignore_errors=True)
+    else:
+        refuse_missing(parser, [chosen.log])
     rows = [json.loads(line) for line in chosen.log.read_text().splitlines()]
     print(table(rows))
     if chosen.write:

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from ray import ObjectRef
 from ray.actor import ActorHandle
 
 from benchmarks.docs import put_table
-from benchmarks.local_services import Services
+from benchmarks.local_services import Services, ending_at_sigterm
 from models.schedulers.noise_keys import NoiseKey
 from tasks.actors.actor_group import ActorGroup
 from tasks.actors.cluster import ray_cluster
@@ -196,20 +197,21 @@ def main() -> None:
         with ray_cluster(RayConfig()):
             measure(size, chosen.iterations, folder).to_parquet(folder / "times.parquet")
         return
+    if chosen.iterations <= WARM_UP:
+        parser.error(f"--iterations {chosen.iterations}: the first {WARM_UP} are left out, so it takes more")
     rows = []
-    with tempfile.TemporaryDirectory(prefix="orchestration-") as base:
+    with ending_at_sigterm(), tempfile.TemporaryDirectory(prefix="orchestration-") as base, ExitStack() as stack:
         services = Services(Path(base))
         for server in chosen.servers:
             environment = dict(services.environment)
             environment.pop("MLFLOW_TRACKING_URI")
             if server == "local":
+                stack.callback(lambda: [services.kill(name) for name in list(services.running)])
                 services.start("prefect")
             else:
                 environment.pop("PREFECT_API_URL")
             for size in chosen.payloads:
                 rows.append(compare(server, size, chosen.iterations, Path(base) / f"{server}-{size}", environment))
-        for name in list(services.running):
-            services.kill(name)
     columns = ["server", "payload", "beyond direct", "prefect", "ray", "mlflow", "checkpoint", "records", "kept"]
     found = pd.DataFrame(rows)[["load", *columns]].to_markdown(index=False, floatfmt=".1f", intfmt=",")
     found += f"\n\nMedians of {chosen.iterations - WARM_UP} iterations on {os.cpu_count()} cores, in milliseconds."

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a command says of a server that is not there, and how soon: MLflow's or Ray's, at its start and during a run.
 
-    python -m benchmarks.outages [--cases "MLflow dies" ...] [--log outages.jsonl] [--write]
+    python -m benchmarks.outages [--cases "MLflow: nobody at the address" ...] [--log outages.jsonl] [--write]
 
 Each case is the quickstart's small form in a temporary folder, on a Prefect server of its own. Prints a line of JSON a
 case, which is also added to `--log`, and a table of the newest line of each case, which `--write` puts into the docs

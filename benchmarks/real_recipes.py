@@ -39,10 +39,11 @@ import psutil
 import yaml
 from mlflow import MlflowClient
 
-from benchmarks.docs import put_table, rows_by_name, table_of
-from benchmarks.local_services import ROOT, import_path
+from benchmarks.docs import put_table, refuse_missing, rows_by_name, table_of
+from benchmarks.local_services import ROOT, ending_at_sigterm, import_path
 from tasks.config.errors import ConfigError
 from tasks.config.overrides import merged
+from tasks.config.recipes import load_parameters
 from tasks.config.tree import TrainConfig
 from tasks.system.access import exported
 from tasks.system.ports import free_port
@@ -146,10 +147,8 @@ class Recipe:
 
 
 def recipe_of(name: str) -> Mapping[str, Any]:
-    """The config of a recipe of prefect.yaml by its deployment's name."""
-    deployments = yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
-    (found,) = (entry for entry in deployments if entry["name"] == name)
-    return found["parameters"]["config"]
+    """The config of a recipe of prefect.yaml by its deployment's name. Raises RecipeError where there is none."""
+    return load_parameters("train", name, ROOT / "prefect.yaml")["config"]
 
 
 def refuse_what_does_not_go_together(recipes: Iterable[Recipe]) -> None:
@@ -433,6 +432,7 @@ def rows_of(page: Path) -> dict[str, str]:
     return rows_by_name(page, SCRIPT) if table_of(page, SCRIPT)[:1] == [HEADER] else {}
 
 
+@ending_at_sigterm()
 def played(recipe: Recipe, folder: Path, until: float, served: bool = False) -> dict[str, Any]:
     """The log's line of a recipe; one that failed says why, and has the seconds of what it did."""
     machine = Machine(folder, recipe.name, until)
@@ -466,7 +466,10 @@ def options() -> argparse.Namespace:
     parser.add_argument("--serve", action="store_true", help="have vLLM-Omni serve the LoRA, too")
     parser.add_argument("--rehearse", action="store_true", help="a tiny model on the CPU; not for the table")
     parser.add_argument("--draw-with", nargs=3, help=argparse.SUPPRESS)
-    return parser.parse_args()
+    chosen = parser.parse_args()
+    if not chosen.draw_with:
+        refuse_missing(parser, chosen.log[bool(chosen.recipes) :])  # the first is made by a recipe's line
+    return chosen
 
 
 def main() -> None:
@@ -475,12 +478,15 @@ def main() -> None:
     if chosen.draw_with:
         return draw_with(*chosen.draw_with)
     until += chosen.limit
-    folder = chosen.folder or Path(tempfile.mkdtemp(prefix="real-"))
-    folder.mkdir(parents=True, exist_ok=True)
     new = []
     asked = (chosen.groups, chosen.set, chosen.machine, chosen.rehearse)
-    recipes = [Recipe(name, recipe_of(name), *asked) for name in chosen.recipes]
+    try:
+        recipes = [Recipe(name, recipe_of(name), *asked) for name in chosen.recipes]
+    except ConfigError as error:
+        sys.exit(f"error: {error}")
     refuse_what_does_not_go_together(recipes)
+    folder = chosen.folder or Path(tempfile.mkdtemp(prefix="real-"))
+    folder.mkdir(parents=True, exist_ok=True)
     if chosen.data_only:
         for recipe in recipes:
             workspace(recipe, folder)

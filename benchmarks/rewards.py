@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What rewards cost: 512 generated pictures one by one, in batches, and through the HTTP scorer.
 
-    python -m benchmarks.rewards [--images 512] [--only ocr clip_score] [--write]
+    python -m benchmarks.rewards [--images 512] [--write]
+    python -m benchmarks.rewards --only ocr clip_score       # their rows alone, on the screen
     python -m benchmarks.rewards --device cuda [--write]     # those with a model, on a GPU
 
 The pictures come from the quickstart's base model, 24 x 48 pixels, and are enlarged to 512 x 512 where that is the
@@ -266,11 +267,14 @@ def table(rows: Sequence[Row]) -> str:
 def main() -> None:
     """Generate, time, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = list(dict.fromkeys(case.reward for case in CASES))
     parser.add_argument("--images", type=int, default=512)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: the rewards with a model alone")
-    parser.add_argument("--only", nargs="+", help="rewards, if not all")
+    parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help="rewards, if not all")
     parser.add_argument("--write", action="store_true", help=f"put the table into {DOCS}")
     given = parser.parse_args()
+    if given.only and given.write:
+        parser.error("--write puts the whole table into the docs: leave out --only")
     torch.set_num_threads(1)
     known = load_prompts("data/prompts.parquet")
     chosen = [known[i % len(known)] for i in range(given.images)]

@@ -259,9 +259,8 @@ def _text(value: Any) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--model", default="tiny-qwen-image", help="tiny-qwen-image, tiny-sd3, sd3.5-medium, qwen-image"
-    )
+    sizes = ["sd3.5-medium", "qwen-image"]
+    parser.add_argument("--model", choices=[*TINY, *sizes], default="tiny-qwen-image")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--work", type=Path, default=Path("runs/benchmark_rollout"))
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 16, 32])

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.followed_runs import Job, append_line, folder_of, follow, metrics_of, read_lines
+from tasks.config.errors import ConfigError
 from tasks.config.overrides import merged
 from tasks.config.recipes import changed_recipe, parse_changes
 from tasks.config.reward import RewardFunctionConfig
@@ -197,7 +198,10 @@ def main() -> None:
     parser.add_argument("--log", type=Path, default=Path("build/scaling/results.jsonl"))
     chosen = parser.parse_args()
     until = None if chosen.limit is None else time.time() + chosen.limit
-    config = changed_recipe(chosen.recipe, chosen.set)
+    try:
+        config = changed_recipe(chosen.recipe, chosen.set)
+    except ConfigError as error:
+        parser.error(str(error))
     prompts = chosen.prompts or prompts_of_a_gpu(config)
     done = {(one["recipe"], one["cell"]) for one in logged(chosen.log) if one["end"] == "finished"}
     for cell in cells(chosen.kinds, chosen.gpus, prompts, chosen.divided or [max(chosen.gpus) // 2]):

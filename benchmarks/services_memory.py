@@ -23,7 +23,7 @@ import psutil
 
 from benchmarks.docs import put_table
 from benchmarks.endings import MARK
-from benchmarks.local_services import ROOT, import_path
+from benchmarks.local_services import ROOT, ending_at_sigterm, import_path
 from tasks.actors.watchdog import marked
 from tasks.system.ports import free_port
 
@@ -74,6 +74,7 @@ def show_each(folder: Path) -> None:
             print(f"{process.pid:8} below {process.ppid():8} {memory(process, 'Pss') // 1024:6} MiB  {words}")
 
 
+@ending_at_sigterm()
 def main() -> None:
     """Start, wait, measure, end."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

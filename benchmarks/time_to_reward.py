@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Minutes and pictures to a held-out reward: the train flow beside the public Flow-GRPO loop, on one GPU.
 
-    python -m benchmarks.time_to_reward [--runs NAME ...] [--seeds 0] [--until 0.8] [--limit 900] [--set F=V ...]
+    python -m benchmarks.time_to_reward [--runs words ...] [--seeds 0] [--until 0.8] [--limit 900] [--set F=V ...]
     python -m benchmarks.time_to_reward --write [--log FILE ...]
 
 One run after the other trains the words base model with the same prompts, reward and reward processes, batch and LoRA,
@@ -21,8 +21,9 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-from benchmarks.docs import put_table
+from benchmarks.docs import put_table, refuse_missing
 from benchmarks.followed_runs import Curve, Job, append_line, curves_of, follow, is_done, read_lines
+from benchmarks.local_services import ending_at_sigterm
 from benchmarks.words import PAGE, VARIANTS, only_rewards
 from tasks.config.recipes import changed_recipe
 
@@ -90,6 +91,7 @@ def train_ours(name: str, seed: int, given: argparse.Namespace) -> None:
     follow([Job(name, seed, recipe, changes, folder)], given.log[0], limit_each=given.limit, until=given.until)
 
 
+@ending_at_sigterm()
 def train(given: argparse.Namespace) -> None:
     """All that are asked for and not there yet, one after the other."""
     for seed in given.seeds:
@@ -149,7 +151,9 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="train nothing, write the table of the logs")
     parser.add_argument("--page", type=Path, default=PAGE)
     given = parser.parse_args()
-    if not given.write:
+    if given.write:
+        refuse_missing(parser, given.log)
+    else:
         train(given)
     curves = curves_of(read_lines(given.log))
     print(table(curves))

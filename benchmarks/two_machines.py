@@ -34,6 +34,7 @@ from benchmarks.endings import MARK, Watched, log_each, make_folder, newest_rows
 from benchmarks.local_services import ROOT, import_path, wait_until
 from benchmarks.lost_machines import KINDS, family
 from benchmarks.run_state import iterations
+from tasks.config.errors import ConfigError
 from tasks.config.recipes import changed_recipe
 from tasks.system.processes import runs, wait_until_ended
 
@@ -224,7 +225,10 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="of the run; a new one")
     parser.add_argument("--log", type=Path, default=Path("two_machines.jsonl"), help="the line is added here")
     chosen = parser.parse_args()
-    log_each([chosen.recipe], lambda _, base: measure(chosen, base), chosen.log)
+    try:
+        log_each([chosen.recipe], lambda _, base: measure(chosen, base), chosen.log)
+    except ConfigError as error:
+        parser.error(str(error))
     print(table(newest_rows(chosen.log, "recipe", [chosen.recipe])))
 
 

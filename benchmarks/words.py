@@ -19,7 +19,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 
-from benchmarks.docs import put_table, rows_by_name, table_of
+from benchmarks.docs import put_table, refuse_missing, rows_by_name, table_of
 from benchmarks.followed_runs import (
     Curve,
     Job,
@@ -221,7 +221,9 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="changed in every run")
     parser.add_argument("--page", type=Path, default=PAGE, help="where the table goes; the plot goes beside it")
     given = parser.parse_args()
-    if not given.write:
+    if given.write:
+        refuse_missing(parser, given.log)
+    else:
         jobs = [job(variant, seed, given) for seed in given.seeds for variant in given.variants]
         follow(
             jobs, given.log[0], at_once=given.at_once, gpus=given.gpus, limit=given.limit, others=given.others_on_gpu

@@ -19,7 +19,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import numpy as np
 
-from benchmarks.docs import put_table
+from benchmarks.docs import put_table, refuse_missing
 from benchmarks.followed_runs import (
     Curve,
     Job,
@@ -203,7 +203,9 @@ def main() -> None:
     parser.add_argument("--page", type=Path, default=PAGE)
     parser.add_argument("--picture", type=Path, default=PICTURE)
     given = parser.parse_args()
-    if not given.write:
+    if given.write:
+        refuse_missing(parser, given.log)
+    else:
         train(given)
     curves = curves_of(read_lines(given.log))
     print(table(curves))

@@ -22,6 +22,8 @@ def main(
 ) -> None:
     """Give every input to the code, print those that came to no good end, and write the table."""
     counts: dict[str, Counter[Outcome]] = {name: Counter() for name in TARGETS if only in name}
+    if not counts:
+        raise typer.BadParameter(f"no target's name has {only!r} in it; there are {', '.join(TARGETS)}")
     bad = 0
     for name in counts:
         for case in all_cases(name, seed):

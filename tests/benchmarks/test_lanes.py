@@ -7,9 +7,12 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
+from benchmarks import followed_runs
+from benchmarks.followed_runs import Job
 from benchmarks.lanes import read_plan
 from benchmarks.local_services import ROOT
 from tasks.system.processes import identity
@@ -102,3 +105,41 @@ def test_the_plans_here_are_plans_and_their_commands_are_there() -> None:
             assert modules
             for module in modules:
                 assert (ROOT / f"{module.replace('.', '/')}.py").is_file()
+
+
+def test_what_a_lanes_shell_has_begun_may_end_in_order(tmp_path: Path) -> None:
+    """The shell is gone at once."""
+    (tmp_path / "ends.py").write_text(
+        f"""
+import pathlib, signal, sys, time
+def end(*_):
+    time.sleep(1)
+    pathlib.Path("{tmp_path}/ended").touch()
+    sys.exit()
+signal.signal(signal.SIGTERM, end)
+time.sleep(60)
+"""
+    )
+    code, ends = follow(tmp_path, f'- {{name: long, limit: 2, run: "python {tmp_path}/ends.py && true"}}')
+    assert (code, ends) == (1, {"long": "its limit came"})
+    assert (tmp_path / "ended").exists()
+
+
+def test_sigterm_ends_the_runs_that_a_benchmark_follows(tmp_path: Path) -> None:
+    job, own = Job("run", 0, "flow-grpo", [], tmp_path / "run"), psutil.Process()
+    children = {*own.children()}
+
+    def signal_once_it_is_there() -> None:
+        while not any("flows.train" in child.cmdline() for child in {*own.children()} - children):
+            time.sleep(0.5)
+        os.kill(own.pid, signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # nothing else ends the tests
+    try:
+        Thread(target=signal_once_it_is_there).start()
+        with pytest.raises(SystemExit, match="143"):
+            followed_runs.follow([job], tmp_path / "log.jsonl")
+        assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert {*own.children()} <= children
