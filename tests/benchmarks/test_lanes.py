@@ -7,16 +7,15 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from threading import Thread
 
+import psutil
 import pytest
 
-from benchmarks import followed_runs
-from benchmarks.followed_runs import Job
 from benchmarks.lanes import read_plan
 from benchmarks.local_services import ROOT
 from tasks.system.processes import identity
 from tests.support.patience import PATIENCE, wait_until
+from tests.support.processes import with_word
 
 
 def written(folder: Path, text: str) -> Path:
@@ -125,21 +124,21 @@ time.sleep(60)
     assert (tmp_path / "ended").exists()
 
 
+FOLLOWS = """
+import sys
+from pathlib import Path
+
+from benchmarks.followed_runs import Job, follow
+
+folder = Path(sys.argv[1])
+follow([Job("run", 0, "flow-grpo", [], folder / "run")], folder / "log.jsonl")
+"""
+
+
 def test_sigterm_ends_the_runs_that_a_benchmark_follows(tmp_path: Path) -> None:
-    job, own = Job("run", 0, "flow-grpo", [], tmp_path / "run"), psutil.Process()
-    children = {*own.children()}
-
-    def signal_once_it_is_there() -> None:
-        while not any("flows.train" in child.cmdline() for child in {*own.children()} - children):
-            time.sleep(0.5)
-        os.kill(own.pid, signal.SIGTERM)
-
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # nothing else ends the tests
-    try:
-        Thread(target=signal_once_it_is_there).start()
-        with pytest.raises(SystemExit, match="143"):
-            followed_runs.follow([job], tmp_path / "log.jsonl")
-        assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert {*own.children()} <= children
+    with subprocess.Popen([sys.executable, "-c", FOLLOWS, str(tmp_path)], cwd=ROOT) as process:
+        parent = psutil.Process(process.pid)
+        (run,) = wait_until(lambda: with_word(parent.children(), "flows.train"), "the run's begin", every=0.2)
+        process.terminate()
+        assert process.wait(PATIENCE) == 128 + signal.SIGTERM
+    assert identity(run.pid) is None
