@@ -12,6 +12,7 @@ from threading import Thread
 
 from models.errors import DoubleflowError
 from tasks.system.credentials import without_password
+from tasks.system.kept_server import keep_temporary_server
 
 USER = "doubleflow"
 NOWHERE = "http://127.0.0.1"
@@ -89,8 +90,8 @@ def guard_temporary_server() -> None:
 
 
 def start_temporary_server(meanwhile: Callable[[], None]) -> None:
-    """Have Prefect start it now, if it is to start one, where neither Ctrl-C nor the end of the terminal reaches it:
-    ending the run takes a server.
+    """Have Prefect start it now, if it is to start one, where neither Ctrl-C nor the end of the terminal reaches it,
+    and again where it ends before this process: ending the run takes a server.
 
     A terminal sends these signals to all of a command's processes, but to none that was started with them blocked.
 
@@ -117,6 +118,7 @@ def start_temporary_server(meanwhile: Callable[[], None]) -> None:
             "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS to more than "
             f"{settings.server.ephemeral.startup_timeout_seconds}, or PREFECT_API_URL to a server that is up"
         ) from failed[0]
+    keep_temporary_server()
 
 
 def _require_answer(url: str) -> None:

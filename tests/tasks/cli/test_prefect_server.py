@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a command says of a Prefect server that its environment names and that is not there, or is another's."""
+"""What a command says of a Prefect server that is not there, or is another's; its own is there until it ends."""
 
 import os
+import signal
 import socket
+import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
@@ -17,6 +20,9 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from tasks.cli.terminal import last_words
 from tasks.system.access import AccessError, guard_temporary_server, start_temporary_server
 from tasks.system.ports import free_port
+from tests.support.forked import Program
+from tests.support.patience import PATIENCE
+from tests.support.prefect_store import prefect_in
 
 
 def words_about(url: str) -> str:
@@ -94,3 +100,64 @@ def test_a_port_that_another_commands_server_takes_meanwhile_is_left_to_it(
     SubprocessASGIServer().stop()
     monkeypatch.undo()
     refresh_global_settings_context()
+
+
+ENDS = """
+import os
+import signal
+import sys
+import time
+
+import psutil
+import typer
+from prefect import flow, task
+
+from tasks.cli.stopping import raise_it
+from tasks.cli.terminal import in_a_sentence, run_flow
+from tasks.system.processes import identity
+
+def end_server(number):
+    (server,) = [child for child in psutil.Process().children() if "uvicorn" in " ".join(child.cmdline())]
+    server.send_signal(number)
+    while identity(server.pid) is not None:
+        time.sleep(0.1)
+
+@task
+def count():
+    return 3
+
+@flow
+def goes_on():
+    end_server(signal.SIGKILL)
+    assert count() == 3
+
+@flow
+def is_stopped():
+    end_server(signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(600)
+
+try:
+    with in_a_sentence(on_signal=raise_it):
+        run_flow({"goes on": goes_on, "is stopped": is_stopped}[sys.argv[1]], False, meanwhile=lambda: None)
+except typer.Exit as end:
+    sys.exit(end.exit_code)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("what", "code", "state", "ended"),
+    [("goes on", 0, "COMPLETED", -signal.SIGKILL), ("is stopped", 128 + signal.SIGTERM, "CRASHED", -signal.SIGTERM)],
+)
+def test_a_temporary_server_that_ends_before_its_command_is_started_again(
+    what: str, code: int, state: str, ended: int, tmp_path: Path
+) -> None:
+    """It is killed, or told to end with all of a batch job's processes: Prefect still hears of the flow run's end."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT")}
+    environment |= prefect_in(tmp_path) | {"PREFECT_SERVER_ANALYTICS_ENABLED": "false"}
+    program = Program(["-c", ENDS, what], Path(__file__).parents[3], environment, tmp_path / "output")
+    assert program.wait(PATIENCE) == code, program.output()
+    assert f"Prefect's temporary server has ended ({ended}) and is started again" in program.output()
+    with closing(sqlite3.connect(tmp_path / "prefect.db")) as database:
+        assert database.execute("SELECT state_type FROM flow_run").fetchall() == [(state,)]
