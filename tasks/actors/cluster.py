@@ -23,6 +23,7 @@ from ray import cloudpickle
 from ray.exceptions import AuthenticationError
 
 from models.runtime import compile_cache, determinism
+from tasks.actors.late_daemons import waited_for
 from tasks.actors.ray_address import ClusterError, require_listener
 from tasks.actors.ray_files import keep_token_private, working_folder
 from tasks.actors.watchdog import ROUNDS, end_family, marked, own_mark, watchdog
@@ -54,7 +55,7 @@ SLOT_LEASE_SECONDS = 90.0
 
 
 LATE = "timed out during startup"
-"""Words of Ray's error where its daemon is not there after half a minute."""
+"""Words of Ray's error where its daemon is not there in time."""
 AGENTS_SECONDS = 2
 """For what Ray has started to end with it."""
 LEAVING_SECONDS = 60.0
@@ -156,7 +157,7 @@ def ray_cluster(
         with _own_daemons_ended():
             # Of Ctrl-C Ray sees to that itself.
             kept = kept_from_below(signal.SIGHUP)
-            with _own_handler_of_sigterm(), kept, set_up_at_once() if forks else nullcontext():
+            with _own_handler_of_sigterm(), kept, waited_for(), set_up_at_once() if forks else nullcontext():
                 _connect(config, address, place)
             yield forks
 

@@ -161,8 +161,8 @@ def open_run(config: TrainConfig, inputs: Inputs, recipe: TrainConfig, start: St
             ) as tracker,
             served_for(config) as model,
         ):
-            # Which reads it, while models load. Not while Ray starts, which has half a minute, and takes several times
-            # as long where all cores digest.
+            # Which reads it, while models load. Not while Ray starts, which takes several times as long where all cores
+            # digest.
             newest = store.behind.submit(store.latest, config.digest(), inputs.digest)
             _remember_run_id(config, tracker.run_id)
             guards = watched_guards(config, tracker)

@@ -140,7 +140,7 @@ def test_a_run_leaves_its_whole_record(recorded: Recorded) -> None:
 def other_lines(output: str) -> list[str]:
     """What is no line of an iteration, its expected seconds, the start or the summary, which is indented."""
     lines = [line for line in re.split("[\r\n]+", output) if line.strip()]
-    own = "training:", "at its devices' peak", "what an iteration should take", "the first update", "iteration ", "  "
+    own = "training:", "at its devices' peak", "an iteration's time", "the first update", "iteration ", "  "
     return [line for line in lines if not line.startswith(own)]
 
 

@@ -77,7 +77,7 @@ def test_a_run_that_is_not_to_resume_is_refused_for_what_was_given(
 
 
 def test_no_checkpoint_is_read_while_ray_starts(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That would be beside it, in a thread: Ray, which has half a minute, would wait for cores."""
+    """That would be beside it, in a thread: Ray would wait for cores."""
     monkeypatch.chdir(folder)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("RAY_AUTH_TOKEN", "else one is written into the home folder")

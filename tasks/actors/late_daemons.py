@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ray's daemon on a machine that is busy: Ray itself waits half a minute for it, whatever its settings are."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import psutil
+import ray
+
+from tasks.system.processes import runs
+
+DAEMON = "raylet"
+LATEST_SECONDS = 180.0
+"""For it to be there. Before that it starts two Python programs, each of which takes half a minute on a slow host."""
+
+
+@contextmanager
+def waited_for() -> Iterator[None]:
+    """A cluster that is started in the block may be so late, as long as its daemon lives."""
+    services: Any = ray._private.services
+    look = services.get_node
+    latest = time.monotonic() + LATEST_SECONDS
+
+    def get_node(*asked: Any, **named: Any) -> Any:
+        while True:
+            try:
+                return look(*asked, **named)
+            except RuntimeError:  # Ray's, of a node that it does not know yet
+                if time.monotonic() > latest or not _lives():
+                    raise
+            time.sleep(0.1)
+
+    services.get_node = get_node
+    try:
+        yield
+    finally:
+        services.get_node = look
+
+
+def _lives() -> bool:
+    """Has this process a daemon?"""
+    for child in psutil.Process().children():
+        with suppress(psutil.Error):
+            if child.name() == DAEMON and runs(child):
+                return True
+    return False
