@@ -5,7 +5,7 @@ Only what is sure to be needed is counted: no CUDA context, no fragmentation, no
 not to fit does not, and one that just fits on paper may still run out.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,6 +22,7 @@ GIB = 2**30
 MASTER_BYTES = 4
 """Trained weights, their gradients and AdamW's moments are fp32."""
 ADAMW_MOMENTS = 2
+OFFLOADED, OFFLOADED_MOMENTS = "offloaded weights", "offloaded AdamW"
 FLOAT8_BYTES, SCALE_BYTES = 1, 4
 """Of a number in float8, and of the scale that each row of its matrix has."""
 
@@ -45,14 +46,16 @@ class Need:
     Attributes:
         resident: what stays from one stage to the next.
         passing: what only this stage holds.
+        on_host: what stays in the machine's memory in place of the GPU's.
     """
 
     resident: dict[str, float]
     passing: dict[str, float]
+    on_host: dict[str, float] = field(default_factory=dict)
 
     @property
     def gib(self) -> float:
-        """All of it."""
+        """All of it but what is on the host."""
         return (sum(self.resident.values()) + sum(self.passing.values())) / GIB
 
     def with_kept(self, times: float) -> "Need":
@@ -93,7 +96,8 @@ def update_need(
     # What is frozen, on the device of every rank.
     whole = model_config.trains_lora and settings.keeps_frozen_whole(world_size, dtype)
     on_host = settings.param_offload  # FSDP2 then keeps shards, their gradients and what is made of them there
-    trained = 0.0 if on_host else cost.trained * MASTER_BYTES / world_size
+    shard = cost.trained * MASTER_BYTES / world_size
+    trained = 0.0 if on_host else shard
     share = 1.0 if whole else 0.0 if on_host else 1 / world_size
     # FSDP2 computes with copies of what it has sharded; that LoRA's own weights are cast does not count.
     copy = 0 if whole else _bytes(computed)
@@ -129,7 +133,13 @@ def update_need(
         stepping["AdamW's moments, for its step"] = ADAMW_MOMENTS * trained
     # The one pass comes before the other, which finds its blocks let go.
     phases = [learning, stepping, *([comparing] if frozen_models and reshards else [])]
-    return Need(resident, max(phases, key=lambda phase: sum(phase.values())))
+    away = dict[str, float]()
+    if on_host:
+        frozen = 0.0 if whole else (cost.frozen - cost.float8[0] + frozen_models * cost.parameters) * _bytes(dtype)
+        away[OFFLOADED] = (2 + copies) * shard + frozen / world_size  # trained, their gradients, further sets
+    if on_host or settings.optimizer_offload:
+        away[OFFLOADED_MOMENTS] = ADAMW_MOMENTS * shard
+    return Need(resident, max(phases, key=lambda phase: sum(phase.values())), away)
 
 
 def rollout_need(

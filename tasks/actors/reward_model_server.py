@@ -27,10 +27,10 @@ from tasks.config.reward import RewardModelConfig
 from tasks.rewards import served
 from tasks.rewards.pretrained import content_digest
 from tasks.rewards.served import ServedModel
-from tasks.system.ports import free_port
+from tasks.system.ports import LOOPBACK, free_port
 
 FIELD = "reward.reward_model"
-HOST = served.LOOPBACK
+HOST = LOOPBACK
 GUARD = Path(__file__).parent / "server_guard" / "doubleflow_server_guard.py"
 POLL_SECONDS = 0.5
 POLL_TIMEOUT = 5.0

@@ -5,12 +5,12 @@ import os
 from dataclasses import dataclass
 
 from tasks.rewards.errors import RewardError
+from tasks.system.ports import LOOPBACK
 
 URL = "REWARD_MODEL_URL"
 NAME = "REWARD_MODEL_NAME"
 KEY = "REWARD_MODEL_KEY"
 VERSION = "REWARD_MODEL_VERSION"
-LOOPBACK = "127.0.0.1"
 
 
 class NotServed(RewardError):

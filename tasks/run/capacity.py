@@ -11,10 +11,11 @@ import torch
 from models.algorithms import get_diffusion_loss_fn
 from models.algorithms.losses import REF_VELOCITY, DiffusionLossFn
 from models.cost.flops import Batch, PolicyFlops, has_formula
-from models.cost.host_memory import saved_bytes
 from models.cost.memory import (
+    ADAMW_MOMENTS,
     GIB,
     KEPT_BY_A_SAMPLER,
+    MASTER_BYTES,
     Need,
     kept_by_a_sampler,
     rollout_need,
@@ -146,7 +147,7 @@ def check_disk(config: TrainConfig, cost: PassCost) -> None:
 
 def checkpoint_bytes(config: TrainConfig, cost: PassCost) -> int:
     """A checkpoint on the disk: the trained weights, AdamW's moments, and the further sets of the weights."""
-    return saved_bytes(cost, weight_copies(config))
+    return cost.trained * MASTER_BYTES * (1 + ADAMW_MOMENTS + _copies(config))
 
 
 def needs(
@@ -229,25 +230,20 @@ def samplers_on_a_gpu(config: TrainConfig) -> int:
 
 
 def _update(config: TrainConfig, model_config: DiffusionModelConfig, cost: PassCost) -> Need:
+    actor = config.actor_rollout_ref.actor
+    refers = actor.use_kl_loss or REF_VELOCITY in _loss(config).required_data_keys
     return update_need(
         cost,
         model_config,
-        config.actor_rollout_ref.actor,
+        actor,
         world_size=config.trainer.world_size,
-        copies=weight_copies(config),
-        frozen_models=frozen_models(config, model_config),
+        copies=_copies(config),
+        frozen_models=(refers and not model_config.trains_lora) + (actor.teacher_path is not None),
         single_pass=passes_of_a_step(config) == 1,
     )
 
 
-def frozen_models(config: TrainConfig, model_config: DiffusionModelConfig) -> int:
-    """Whole models that the trainer has besides the policy: a reference that is no switched-off LoRA, a teacher."""
-    actor = config.actor_rollout_ref.actor
-    refers = actor.use_kl_loss or REF_VELOCITY in _loss(config).required_data_keys
-    return (refers and not model_config.trains_lora) + (actor.teacher_path is not None)
-
-
-def weight_copies(config: TrainConfig) -> int:
+def _copies(config: TrainConfig) -> int:
     """Sets of the trained weights besides those that are trained."""
     kept = config.actor_rollout_ref.actor.ema.enable, _loss(config).keeps_old_policy()
     return sum(kept) + config.trainer.one_step_off_policy

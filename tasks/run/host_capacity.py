@@ -7,22 +7,24 @@ Where there is none left Linux ends a process by SIGKILL, of its own choice: the
 import logging
 import os
 
-from models.cost.host_memory import CHECKPOINT_COPY, MOMENTS, OFFLOADED, rank_on_host, saved_bytes
-from models.cost.memory import GIB, Need
+from models.cost.memory import GIB, OFFLOADED, OFFLOADED_MOMENTS, Need
 from models.cost.meta_pass import PassCost
-from models.families.base import DiffusionModelConfig
 from tasks.config.tree import TrainConfig
-from tasks.run.capacity import ENCODERS, DoesNotFit, encoder_bytes, frozen_models, needs, weight_copies
+from tasks.run.capacity import ENCODERS, DoesNotFit, Needs, checkpoint_bytes, encoder_bytes
 from tasks.system.host_memory import all_bytes, free_bytes
 
 log = logging.getLogger(__name__)
 SMALL = 0.05
 """Share of what is lacking: a setting that gives back less is no way out."""
-ASLEEP, UPDATE, ROLLOUT = "the rollout's weights, asleep", "the update", "the rollout"
+CHECKPOINT_COPY, ASLEEP = "the checkpoint's copy", "the rollout's weights, asleep"
+UPDATE, ROLLOUT = "the update", "the rollout"
 
 
-def check_host(config: TrainConfig, model_config: DiffusionModelConfig, cost: PassCost) -> Need | None:
+def check_host(config: TrainConfig, cost: PassCost, needs: Needs) -> Need | None:
     """What the run keeps of its first machine's memory; None where that machine's memory is not known.
+
+    Args:
+        needs: of a rank and of a rollout worker.
 
     Raises:
         DoesNotFit: it is more than the machine, or this process's container, has.
@@ -30,7 +32,7 @@ def check_host(config: TrainConfig, model_config: DiffusionModelConfig, cost: Pa
     there = host_gib(config)
     if there is None:
         return None
-    needed = host_need(config, model_config, cost)
+    needed = host_need(config, cost, needs)
     lacking = host_shortfall(config, needed, there)
     if lacking is not None:
         raise DoesNotFit(f"the run {lacking}")
@@ -52,28 +54,28 @@ def host_gib(config: TrainConfig) -> float | None:
     return None if os.environ.get("RAY_ADDRESS") else all_bytes() / GIB
 
 
-def host_need(config: TrainConfig, model_config: DiffusionModelConfig, cost: PassCost) -> Need:
+def host_need(config: TrainConfig, cost: PassCost, needed: Needs) -> Need:
     """What the run keeps of its first machine's memory from its first checkpoint on.
 
     Not counted, as it is not known: rewards, samples on their way, Python and its libraries in every process.
+
+    Args:
+        needed: of a rank and of a rollout worker.
     """
-    trainer, copies = config.trainer, weight_copies(config)
+    trainer, encoder = config.trainer, config.data.encoders
     ranks = trainer.n_gpus_per_node
-    actor, frozen = config.actor_rollout_ref.actor, frozen_models(config, model_config)
-    shards = rank_on_host(cost, model_config, actor, world_size=trainer.world_size, copies=copies, frozen_models=frozen)
-    kept = {name: ranks * size for name, size in shards.items()}
+    kept = {name: ranks * size for name, size in needed.update.on_host.items()}
     if trainer.async_checkpoint:
-        kept[CHECKPOINT_COPY] = saved_bytes(cost, copies) * ranks / trainer.world_size
-    kept |= _of_models(config, model_config, cost)
-    encoder = config.data.encoders
+        kept[CHECKPOINT_COPY] = checkpoint_bytes(config, cost) * ranks / trainer.world_size
+    kept |= _of_models(config, needed)
     if encoder is not None and (encoder.sleeps or encoder.device == "cpu") and trainer.nnodes == 1:
         kept[ENCODERS] = encoder_bytes(config)
     return Need(kept, {})
 
 
-def _of_models(config: TrainConfig, model_config: DiffusionModelConfig, cost: PassCost) -> dict[str, float]:
+def _of_models(config: TrainConfig, needed: Needs) -> dict[str, float]:
     """On the CPU update and rollout; else what of the rollout goes to the host as it sleeps."""
-    trainer, rollout, needed = config.trainer, config.actor_rollout_ref.rollout, needs(config, model_config, cost)
+    trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
     ranks = trainer.n_gpus_per_node
     if trainer.device == "cpu":
         workers = -(-rollout.num_actors // trainer.nnodes)
@@ -82,7 +84,7 @@ def _of_models(config: TrainConfig, model_config: DiffusionModelConfig, cost: Pa
     if needed.rollout is None or not rollout.sleeps:
         return {}
     weights = dict(needed.rollout.resident)
-    if rollout.name == "diffusers" and not model_config.trains_lora:
+    if rollout.name == "diffusers" and not config.actor_rollout_ref.model.trains_lora:
         del weights["weights"]  # stay behind: a sync brings the new ones as the rollout wakes
     return {ASLEEP: ranks * sum(weights.values())}
 
@@ -108,7 +110,7 @@ def _advice(config: TrainConfig, needed: Need, there: float) -> str:
         ROLLOUT: f"lower rollout.micro_batch_size, now {settings.rollout.micro_batch_size}",
     }
     if settings.actor.fsdp_config.optimizer_offload:
-        ways[MOMENTS] = "set actor.fsdp_config.optimizer_offload to false"
+        ways[OFFLOADED_MOMENTS] = "set actor.fsdp_config.optimizer_offload to false"
     if config.data.encoders is not None and config.data.encoders.device == "cpu" and config.trainer.device == "cuda":
         ways[ENCODERS] = "set data.text_encoder.device to cuda"
     largest_first = sorted(ways, key=lambda name: -kept.get(name, 0.0))

@@ -27,7 +27,7 @@ from tasks.data.rewriting import get_rewriting
 from tasks.records.lineage import dvc_hashes
 from tasks.records.second_trackers import check_libraries
 from tasks.rewards import check_reward
-from tasks.run.capacity import Needs, check_disk, check_fits, measure_cost
+from tasks.run.capacity import Needs, check_disk, check_fits, measure_cost, needs
 from tasks.run.data_checks import open_data
 from tasks.run.early import check_folder, check_home_signs, raising_config_errors
 from tasks.run.host_capacity import check_host
@@ -168,8 +168,8 @@ def _with_costs(inputs: Inputs, costs: _Costs) -> Inputs:
     config, flops = inputs.config, costs.of(inputs.config)
     if flops is not None:
         fitting = check_fits(config, inputs.model_config, flops.cost)
-        on_host = check_host(config, inputs.model_config, flops.cost)
-        inputs = replace(inputs, flops=flops, needs=fitting, host=on_host)
+        needed = fitting or needs(config, inputs.model_config, flops.cost)
+        inputs = replace(inputs, flops=flops, needs=fitting, host=check_host(config, flops.cost, needed))
     check_folder(config.trainer.default_local_dir)
     if flops is not None:
         check_disk(config, flops.cost)

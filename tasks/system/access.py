@@ -12,7 +12,7 @@ from threading import Thread
 
 from models.errors import DoubleflowError
 from tasks.system.credentials import without_password
-from tasks.system.kept_server import keep_temporary_server
+from tasks.system.kept_server import OF_A_TERMINAL, keep_temporary_server
 
 USER = "doubleflow"
 NOWHERE = "http://127.0.0.1"
@@ -153,7 +153,7 @@ def shared_server() -> dict[str, str]:
 
 
 def _reach_server(failed: list[Exception]) -> None:
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
+    signal.pthread_sigmask(signal.SIG_BLOCK, OF_A_TERMINAL)
     try:
         for left in reversed(range(PORTS_TRIED)):
             if _is_reached(left):

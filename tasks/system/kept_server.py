@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+OF_A_TERMINAL = frozenset({signal.SIGINT, signal.SIGHUP})
+"""Blocked where the server is started, which inherits that: it is to be there until the command has ended."""
 LOOK_SECONDS = 0.5
 """Between two looks at whether it is there."""
 
@@ -30,7 +32,7 @@ def keep_temporary_server() -> None:
 
 
 def _keep(server: "SubprocessASGIServer", ends: Event) -> None:
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})  # as the first one was started
+    signal.pthread_sigmask(signal.SIG_BLOCK, OF_A_TERMINAL)
     while not ends.wait(LOOK_SECONDS):
         process = server.server_process
         if process is None:

@@ -39,6 +39,7 @@ from tasks.run.capacity import (
     check_fits,
     checkpoint_bytes,
     colocated_encoders,
+    needs,
     samplers_on_a_gpu,
     shortfall,
     warn_of_others,
@@ -734,8 +735,9 @@ def test_a_recipe_that_one_gpu_cannot_hold_says_so_in_numbers(recipe: str, gib: 
     offloads = {"actor_rollout_ref": {"actor": {"fsdp_config": {"param_offload": True}}}}
     offloads |= {"trainer": {"host_memory_gib": 128}}
     offloaded = config.with_changes({"actor_rollout_ref": {"rollout": {"enable_sleep_mode": True}}})
+    offloaded = offloaded.with_changes(offloads)
     with pytest.raises(DoesNotFit) as refused:
-        check_host(offloaded.with_changes(offloads), model, cost)
+        check_host(offloaded, cost, needs(offloaded, model, cost))
     assert str(refused.value) == (
         "the run keeps 533.0 GiB in its machine's memory (the checkpoint's copy 228.3, offloaded weights 152.2, "
         "offloaded AdamW 152.2, the rollout's weights, asleep 0.2) but there are 128.0: set trainer.async_checkpoint "

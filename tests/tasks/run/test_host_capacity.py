@@ -11,35 +11,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.cost.host_memory import rank_on_host, saved_bytes
 from models.cost.memory import GIB, Need, update_need
 from models.cost.meta_pass import PassCost, pass_cost
+from models.families.base import DiffusionModelConfig
 from models.rollout.diffusers import DiffusersRolloutEngine
 from models.training.checkpoint import HostCopy
 from tasks.config.tree import TrainConfig
-from tasks.run.capacity import DoesNotFit, encoder_bytes, needs
+from tasks.run.capacity import DoesNotFit, checkpoint_bytes, encoder_bytes, needs
 from tasks.run.host_capacity import check_host, host_gib, host_need, warn_of_little_memory
 from tasks.system.host_memory import all_bytes, free_bytes
+from tests.models.cost.test_memory import COST
 from tests.models.training.test_engine import trainer
 from tests.support.helpers import actor_config, model_config, single_rank
 from tests.support.tiny_models import embeddings_of
 
-COST = PassCost(
-    samples=4,
-    parameters=250 * GIB,
-    frozen=0,
-    trained=250 * GIB,
-    blocks=(25 * GIB, 225 * GIB),
-    trained_blocks=(25 * GIB, 225 * GIB),
-    frozen_blocks=(25 * GIB, 225 * GIB),
-    sampling_flops=1.0,
-    training_flops=3.0,
-    recomputed_flops=0.0,
-    sampling_bytes=8 * GIB,
-    saved_bytes=30 * GIB,
-    training_bytes=40 * GIB,
-)
-"""All weights, 1000 GiB in fp32."""
 WITH_LORA = replace(COST, trained=GIB, frozen=250 * GIB, trained_blocks=(GIB // 10, GIB))
 OFFLOADED, MOMENTS, COPY, ASLEEP = (
     "offloaded weights",
@@ -70,8 +55,13 @@ def kept(config: TrainConfig, cost: PassCost = COST, **model: Any) -> dict[str, 
     """GiB by what they are for, what is nothing left out."""
     settings = config.actor_rollout_ref.model
     of_model = model_config(settings.path, lora_rank=settings.lora_rank, **model)
-    need = host_need(config, of_model, cost)
+    need = host_need(config, cost, needs(config, of_model, cost))
     return {name: size / GIB for name, size in (need.resident | need.passing).items() if size / GIB >= 0.01}
+
+
+def checked(config: TrainConfig, model: DiffusionModelConfig, cost: PassCost) -> Need | None:
+    """What a run's checks make of it."""
+    return check_host(config, cost, needs(config, model, cost))
 
 
 def tensors(tree: Any) -> Iterator[Tensor]:
@@ -94,7 +84,8 @@ def test_a_checkpoints_copy_is_as_large_as_is_counted(tiny_model: Path, model: A
             parameter.grad = torch.zeros_like(parameter)
         engine.optimizer.step()
         staged = HostCopy().stage(engine.checkpoint._state())
-    counted = saved_bytes(pass_cost(config, embeddings_of(config, lengths=(24,)), samples=4), copies)
+    run = run_config(tiny_model).with_changes({"actor_rollout_ref": {"actor": {"ema": {"enable": bool(copies)}}}})
+    counted = checkpoint_bytes(run, pass_cost(config, embeddings_of(config, lengths=(24,)), samples=4))
     weights = [tensor for tensor in tensors(staged) if tensor.ndim and tensor.is_floating_point()]
     assert sum(tensor.nbytes for tensor in weights) == counted
 
@@ -113,7 +104,7 @@ def test_offloaded_weights_are_as_large_as_is_counted(tiny_model: Path, model: A
         held += [tensor for state in engine.optimizer.state.values() for tensor in state.values() if tensor.ndim]
         found = sum(tensor.nbytes for tensor in held)
     cost = pass_cost(config, embeddings_of(config, lengths=(24,)), samples=4)
-    counted = rank_on_host(cost, config, actor_config(**settings), world_size=1, copies=1, frozen_models=1)
+    counted = update_need(cost, config, actor_config(**settings), world_size=1, copies=1, frozen_models=1).on_host
     assert sum(counted.values()) == pytest.approx(found, rel=0.01), "a bf16 model has some weights in fp32"
 
 
@@ -131,11 +122,11 @@ def test_what_leaves_a_gpu_is_on_the_host(tiny_model: Path, model: Any, fsdp: An
     """Of ten ranks with a further set of the weights and a reference; what the host has, no GPU has."""
     cost = WITH_LORA if model else COST
     config, sizes = model_config(tiny_model, **model), {"world_size": 10, "copies": 1, "frozen_models": 1}
-    found = rank_on_host(cost, config, actor_config(**fsdp), **sizes)
+    found = update_need(cost, config, actor_config(**fsdp), **sizes).on_host
     assert {name: 10 * size / GIB for name, size in found.items()} == pytest.approx(on_host)
     awake = {name: value for name, value in fsdp.items() if not name.endswith("offload")}
     in_float8 = replace(cost, float8=(cost.frozen // 2, 1000))
-    rest = rank_on_host(in_float8, config, actor_config(**fsdp), **sizes).get(OFFLOADED, 0.0)
+    rest = update_need(in_float8, config, actor_config(**fsdp), **sizes).on_host.get(OFFLOADED, 0.0)
     whole = fsdp.get("shard_frozen", True) is False
     left = 4 * in_float8.float8[0] / 10 if OFFLOADED in found and not whole else 0.0  # whole on each GPU
     assert found.get(OFFLOADED, 0.0) - rest == pytest.approx(left)
@@ -154,7 +145,8 @@ def test_a_rollout_asleep_is_as_large_as_is_counted(tiny_model: Path, model: Any
     engine._host.come_back("cpu")
     held = sum(copy.nbytes for copy in engine._host._kept.values())
     cost = pass_cost(of_model, embeddings_of(of_model, lengths=(24,)), samples=4)
-    assert host_need(config, of_model, cost).gib * GIB == pytest.approx(held, rel=0.1)
+    need = host_need(config, cost, needs(config, of_model, cost))
+    assert need.gib * GIB == pytest.approx(held, rel=0.1)
 
 
 def test_the_sum_of_a_machine(tiny_model: Path) -> None:
@@ -205,7 +197,8 @@ def test_text_encoders_on_the_host_are_counted(tiny_model: Path) -> None:
     pipeline = {"actor_rollout_ref": {"rollout": {"pipeline": {"max_sequence_length": 24}}}}
 
     def counted(config: TrainConfig) -> float:
-        return host_need(config, model_config(tiny_model), COST).resident.get("text encoders", 0.0)
+        needed = needs(config, model_config(tiny_model), COST)
+        return host_need(config, COST, needed).resident.get("text encoders", 0.0)
 
     base = run_config(tiny_model).with_changes(pipeline)
     there = counted(base.with_changes({"data": encoders}))
@@ -224,23 +217,23 @@ def test_what_has_no_room_is_refused_with_the_way_out(tiny_model: Path) -> None:
     model = model_config(tiny_model)
     config = run_config(tiny_model, fsdp={"param_offload": True}, host_memory_gib=6999)
     with pytest.raises(DoesNotFit) as refused:
-        check_host(config, model, COST)
+        checked(config, model, COST)
     assert str(refused.value) == (
         "the run keeps 7000.0 GiB in its machine's memory (the checkpoint's copy 3000.0, offloaded weights 2000.0, "
         "offloaded AdamW 2000.0) but there are 6999.0: set trainer.async_checkpoint to false, or set "
         "actor.fsdp_config.param_offload to false, or train LoRA with model.lora_rank, or raise trainer.nnodes, now 1"
     )
-    needed = check_host(config.with_changes({"trainer": {"host_memory_gib": 7000.5}}), model, COST)
+    needed = checked(config.with_changes({"trainer": {"host_memory_gib": 7000.5}}), model, COST)
     assert needed is not None
     assert needed.gib == pytest.approx(7000, abs=0.01)
     on_gpus = run_config(tiny_model, fsdp={"optimizer_offload": True}, host_memory_gib=100)
     with pytest.raises(DoesNotFit, match=r"AdamW 2000.0.* or set actor.fsdp_config.optimizer_offload to false, or"):
-        check_host(on_gpus, model, COST)
+        checked(on_gpus, model, COST)
     lora = run_config(tiny_model, lora=4, host_memory_gib=100)
     with pytest.raises(
         DoesNotFit, match=r"100.0: set rollout.enable_sleep_mode to false, or raise trainer.nnodes"
     ) as told:
-        check_host(lora, model_config(tiny_model, lora_rank=4), WITH_LORA)
+        checked(lora, model_config(tiny_model, lora_rank=4), WITH_LORA)
     assert "lora_rank" not in str(told.value)
 
 
@@ -251,11 +244,11 @@ def test_the_machine_is_the_drivers_own_unless_a_cluster_is_joined(
     config = run_config(tiny_model)
     assert host_gib(config) == all_bytes() / GIB
     with pytest.raises(DoesNotFit, match=f"but there are {all_bytes() / GIB:.1f}: "):
-        check_host(config, model_config(tiny_model), COST)
+        checked(config, model_config(tiny_model), COST)
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")
-    assert check_host(config, model_config(tiny_model), COST) is None
+    assert checked(config, model_config(tiny_model), COST) is None
     with pytest.raises(DoesNotFit, match=r"but there are 5.0: "):
-        check_host(config.with_changes({"trainer": {"host_memory_gib": 5}}), model_config(tiny_model), COST)
+        checked(config.with_changes({"trainer": {"host_memory_gib": 5}}), model_config(tiny_model), COST)
 
 
 def test_memory_that_others_use_is_told(tiny_model: Path, caplog: pytest.LogCaptureFixture) -> None:
