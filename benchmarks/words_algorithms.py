@@ -3,12 +3,13 @@
 
     python -m benchmarks.words_algorithms [--algorithms flow_grpo ...] [--seeds 0 1 2] [--at-once 3] [--gpus 0 1]
         [--limit 560] [--iterations 40] [--readers 5]
-    python -m benchmarks.words_algorithms --write --log FILE ...
+    python -m benchmarks.words_algorithms --write --log FILE ... [--algorithms flow_grpo ...]
 
 Each iteration is a line of JSON in --log, as it comes; `--limit` seconds after the command's start what trains is
 stopped, and the same command goes on with what is not finished, from its beginning. `--write` trains nothing and puts
-the table of all logs into docs/words.md, and the picture beside it. GPU-minutes are a run's minutes over the number of
-runs that shared its GPU. The distillations wait for their teacher's weights. Needs `dvc repro data/words/dvc.yaml`.
+the table of all logs, or of these algorithms in them, into docs/words.md, and the picture beside it. GPU-minutes are a
+run's minutes over the number of runs that shared its GPU. The distillations wait for their teacher's weights. Needs
+`dvc repro data/words/dvc.yaml`.
 """
 
 import argparse
@@ -136,7 +137,7 @@ def train(given: argparse.Namespace) -> None:
     """Seed by seed, so that a limit leaves all algorithms with as many seeds; the taught ones after the others."""
     began = time.time()
     for taught in (False, True):
-        names = [name for name in given.algorithms if is_taught(name) == taught]
+        names = [name for name in given.algorithms or SETTINGS if is_taught(name) == taught]
         if taught and names and not teachers(given.folder):
             print(f"{', '.join(names)}: not begun, {TEACHER} has exported no weights yet", flush=True)
             continue
@@ -149,6 +150,11 @@ def train(given: argparse.Namespace) -> None:
 def gpu_minutes(line: Mapping[str, float]) -> float:
     """Of training, until that iteration."""
     return line["training_s"] / line.get("sharing", 1) / 60
+
+
+def chosen(curves: Mapping[str, Sequence[Curve]], names: Sequence[str] | None) -> Mapping[str, Sequence[Curve]]:
+    """Those of the names that are there, in their order; without names all."""
+    return curves if names is None else {name: curves[name] for name in names if name in curves}
 
 
 def table(curves: Mapping[str, Sequence[Curve]]) -> str:
@@ -193,7 +199,7 @@ def plot(curves: Mapping[str, Sequence[Curve]], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--algorithms", nargs="+", choices=ALL, default=list(SETTINGS), metavar="NAME")
+    parser.add_argument("--algorithms", nargs="+", choices=ALL, metavar="NAME", help="default: the ten; the logs' all")
     add_run_options(parser, Path("runs/words_algorithms"), iterations=40, at_once=3)
     add_gpu_options(parser)
     parser.add_argument("--until", type=float, help="held-out reward at which a run ends")
@@ -207,7 +213,7 @@ def main() -> None:
         refuse_missing(parser, given.log)
     else:
         train(given)
-    curves = curves_of(read_lines(given.log))
+    curves = chosen(curves_of(read_lines(given.log)), given.algorithms)
     print(table(curves))
     if given.write:
         plot(curves, given.picture)
