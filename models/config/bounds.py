@@ -30,6 +30,8 @@ MOST_GPUS = 64
 """GPUs of one process, all on one machine."""
 MOST_BATCH = 1_000_000
 """Prompts or samples that are in memory together."""
+MOST_FRAMES = 10_000
+"""Of one video."""
 MOST_COUNT = 1_000_000_000
 """Rows of a table."""
 MOST_MEGABYTES = 1_048_576

@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from models.config.bounds import MOST_GUIDANCE, MOST_NOISE_LEVELS, MOST_PIXELS, MOST_TOKENS
+from models.config.bounds import MOST_FRAMES, MOST_GUIDANCE, MOST_NOISE_LEVELS, MOST_PIXELS, MOST_TOKENS
 from models.config.section import Later, Section
 
 Solver = Literal["euler", "dpm2"]
@@ -34,7 +34,9 @@ class DiffusionPipelineConfig(Section):
         description="Classifier-free guidance of Stable Diffusion 3, Wan (off up to 1) and Z-Image (off at 0), where "
         "null turns it off; for FLUX.1-dev the scale that the model was distilled with, which it must be given.",
     )
-    num_frames: int | None = Field(None, ge=1, le=10_000, description="Frames of a video; null for models of pictures.")
+    num_frames: int | None = Field(
+        None, ge=1, le=MOST_FRAMES, description="Frames of a video; null for models of pictures."
+    )
     max_sequence_length: int | None = Field(
         None,
         ge=1,

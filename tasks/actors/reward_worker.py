@@ -20,6 +20,8 @@ from tasks.rewards.served import ServedModel
 from tasks.system.collector import collects_once_loaded
 
 STANDARD_ERROR = 2
+VIDEOS = 5
+"""Dimensions of a batch of them, [B, F, H, W, 3]."""
 SAMPLE_NOT_FINITE = "the sample is not finite: there is a NaN or an infinity in its latents, log-probs or pixels"
 """The error of a score that no reward was asked for."""
 
@@ -158,10 +160,15 @@ class RewardWorker:
         # Its own thread ends the process also where Python code cannot: Ray starts another and repeats the call.
         faulthandler.dump_traceback_later(self.config.timeout_s, exit=True, file=STANDARD_ERROR)
         try:
-            result = self.reward(batch, prompts)
+            result = self.reward(self._asked_about(batch), prompts)
         finally:
             faulthandler.cancel_dump_traceback_later()
         return replace(result, seconds=time.perf_counter() - begun)
+
+    def _asked_about(self, batch: np.ndarray) -> np.ndarray:
+        """The batch; of videos every `frame_interval`-th frame, for a reward of pictures."""
+        is_of_frames = self.reward.wants == "images" and batch.ndim == VIDEOS
+        return batch[:, :: self.config.frame_interval] if is_of_frames else batch
 
 
 def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:

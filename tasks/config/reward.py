@@ -10,6 +10,7 @@ from models.config.bounds import (
     LONGEST_WAIT_S,
     MOST_BATCH,
     MOST_COEFFICIENT,
+    MOST_FRAMES,
     MOST_GPUS,
     MOST_ITERATIONS,
     MOST_PROCESSES,
@@ -46,6 +47,13 @@ class RewardFunctionConfig(Section):
         le=1,
         description="Share of an iteration's pictures that a guard, or a reward of weight 0, measures: the first of "
         "each rollout batch. A validation's are all measured.",
+    )
+    frame_interval: Later[int] = Field(
+        1,
+        ge=1,
+        le=MOST_FRAMES,
+        description="A reward of pictures scores every so many frames of a video, from the first one on, and the video "
+        "gets their mean.",
     )
     options: Options = Field(default_factory=dict, description="Keyword arguments of the reward.")
     num_workers: NotShaping[int] = Field(

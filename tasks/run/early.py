@@ -23,7 +23,7 @@ from tasks.config.overrides import flat
 from tasks.config.tracking import TrackingConfig
 from tasks.config.tree import TrainConfig
 from tasks.records.tracking_address import check_address, check_artifacts, require_answer
-from tasks.rewards import check_reward
+from tasks.rewards import reward_input
 from tasks.system.files import nearest
 
 P = ParamSpec("P")
@@ -52,8 +52,7 @@ def check_early(
     with as_config_errors():
         check_home_signs(config)
         load_others(config.actor_rollout_ref.model.external_lib)
-        for name, entry in config.reward.named().values():
-            check_reward(name, **entry.options)
+        check_rewards(config)
         if made:
             check_files(config, trains)
         if trains:
@@ -64,6 +63,22 @@ def check_early(
             require_answer(config.tracking.address)
         check_records(config.tracking)
         _check_parts(config)
+
+
+def check_rewards(config: TrainConfig) -> None:
+    """There are all rewards, with the options that they take, and frames are left out for those of pictures alone.
+
+    Raises:
+        RewardError: there is no such reward, or it takes no such option.
+        ConfigError: one that is given videos or latents whole is to be given some of the frames.
+    """
+    for label, (name, entry) in config.reward.named().items():
+        wants = reward_input(name, **entry.options)
+        if entry.frame_interval > 1 and wants != "images":
+            raise ConfigError(
+                f"reward.functions.{label}.frame_interval is {entry.frame_interval}, but {name} wants {wants}, which "
+                "it is given whole: leave frame_interval out"
+            )
 
 
 def check_home_signs(config: TrainConfig) -> None:

@@ -3,6 +3,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import ceil
 
 from models.algorithms import get_diffusion_loss_fn
 from models.cost.device_peaks import BFLOAT16
@@ -112,7 +113,8 @@ def reward_work(config: TrainConfig) -> RewardWork:
         if each is None or entry.num_gpus:
             unknown.append(label)
             continue
-        known[label] = each * samples * (pipeline.num_frames or 1) * entry.training_share
+        frames = ceil((pipeline.num_frames or 1) / entry.frame_interval)
+        known[label] = each * samples * frames * entry.training_share
         longest = max(longest, known[label] / entry.num_workers)
     return RewardWork(known, longest, tuple(unknown))
 

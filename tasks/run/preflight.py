@@ -26,10 +26,9 @@ from tasks.data.prompts import Prompt
 from tasks.data.rewriting import get_rewriting
 from tasks.records.lineage import dvc_hashes
 from tasks.records.second_trackers import check_libraries
-from tasks.rewards import check_reward
 from tasks.run.capacity import Needs, check_disk, check_fits, measure_cost, needs
 from tasks.run.data_checks import open_data
-from tasks.run.early import check_folder, check_home_signs, raising_config_errors
+from tasks.run.early import check_folder, check_home_signs, check_rewards, raising_config_errors
 from tasks.run.host_capacity import check_host
 from tasks.run.length_checks import check_length
 from tasks.run.loss_checks import check_exploration, check_loss
@@ -135,8 +134,7 @@ def _check_names(config: TrainConfig) -> None:
     check_loss(config)
     check_lr_schedule(config.scheduled_actor.optim)
     check_libraries(config.tracking)
-    for name, entry in config.reward.named().values():
-        check_reward(name, **entry.options)
+    check_rewards(config)
     if config.data.rewrite_prompts is not None:
         get_rewriting(config.data.rewrite_prompts)
     check_reward_model(config.reward)

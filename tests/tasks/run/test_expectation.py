@@ -152,6 +152,12 @@ def test_rewards_that_were_measured_say_their_seconds() -> None:
     assert work.seconds == pytest.approx(work.core_seconds["ocr"] / 16)
     words = reward_work(config_of(next(row for row in ROWS if row.recipe == "words")))
     assert words.core_seconds["tesseract"] == pytest.approx(64 * 64 * 0.25 * 0.004), "of a quarter of the pictures"
+    config = config_of(ROWS[0])
+    video = config.with_changes({"actor_rollout_ref": {"rollout": {"pipeline": {"num_frames": 9}}}})
+    ocr = video.reward.functions["ocr"].model_dump() | {"frame_interval": 4}
+    fewer = video.with_changes({"reward": {"functions": {"ocr": ocr}}})
+    assert reward_work(video).core_seconds["ocr"] == pytest.approx(9 * reward_work(config).core_seconds["ocr"])
+    assert reward_work(fewer).core_seconds["ocr"] == pytest.approx(3 * reward_work(config).core_seconds["ocr"])
 
 
 def test_once_a_run_says_what_an_iteration_took_beside_it() -> None:

@@ -117,6 +117,10 @@ def test_the_recipe_itself_is_taken(folder: Path, monkeypatch: pytest.MonkeyPatc
             "actor_rollout_ref.actor.fsdp_config.param_dtype=bfloat16",
             "param_dtype is bfloat16, but the rollout computes in actor_rollout_ref.model.dtype float32",
         ),
+        (
+            "reward.functions={'tests.tasks.actors.test_reward_worker:FrameCount': {frame_interval: 2}}",
+            "frame_interval is 2, but tests.tasks.actors.test_reward_worker:FrameCount wants video",
+        ),
         ("algorithm.adv_estimator=grop", "known: dance_grpo, flow_grpo"),
         ("actor_rollout_ref.actor.diffusion_loss.loss_mode=grop", "known: awm, dance_grpo, diffusion_nft"),
         (
