@@ -7,8 +7,8 @@ its score matrix never exists. Nothing else is fused, as without torch.compile.
 """
 
 import weakref
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -99,11 +99,9 @@ def pass_cost(
     attention = _FusedAttention()
     with torch.no_grad():
         sampling = _measured(velocity, module, attention)
-    training = _measured(velocity, module, attention, backward=True)
-    plain = training.flops
     if checkpointing:
         module.enable_gradient_checkpointing(attention.checkpoint)
-        training = _measured(velocity, module, attention, backward=True)
+    training = _measured(velocity, module, attention, backward=True)
     trained, every = (sum(p.numel() for p in ps) for ps in (trainable(module).values(), module.parameters()))
     return PassCost(
         samples=samples,
@@ -114,8 +112,8 @@ def pass_cost(
         trained_blocks=(max(learning), sum(learning)),
         frozen_blocks=(max(frozen), sum(frozen)),
         sampling_flops=sampling.flops,
-        training_flops=plain,
-        recomputed_flops=training.flops - plain,
+        training_flops=training.flops,
+        recomputed_flops=training.recomputed,
         sampling_bytes=sampling.peak,
         saved_bytes=training.after_forward,
         training_bytes=training.peak,
@@ -190,6 +188,7 @@ def _velocity(
 @dataclass(frozen=True)
 class _Measured:
     flops: float
+    recomputed: float
     peak: int
     after_forward: int
 
@@ -198,51 +197,33 @@ def _measured(
     compute: Callable[[], Tensor], module: nn.Module, attention: "_FusedAttention", backward: bool = False
 ) -> _Measured:
     """Operations and memory of `compute`, and of its backward; the module's own tensors do not count."""
-    ledger, before = _Ledger(module), attention.flops
-    with KnownResults(), ledger, attention:
+    ledger = _Ledger(module, attention.count)
+    attention.count.clear()
+    with ledger, attention:
         output = compute()
         after = ledger.live
         if backward:
             output.sum().backward()
-    return _Measured(ledger.flops + attention.flops - before, ledger.peak, after)
+    return _Measured(attention.count.flops, attention.count.recomputed, ledger.peak, after)
 
 
-class _Ledger(TorchDispatchMode):
-    """Adds up the storages that are alive, as an allocator without rounding would, and operations by torch's formulas.
+class _Count:
+    """Operations: those that gradient checkpointing computes again in the backward stand apart."""
 
-    `FlopCounterMode` itself would keep alive what gradient checkpointing frees.
-    """
+    def __init__(self) -> None:
+        self.clear()
 
-    def __init__(self, module: nn.Module):
-        super().__init__()
-        self.live = self.peak = 0
-        self.flops = 0.0
-        self._known = WeakIdKeyDictionary()
-        for tensor in (*module.parameters(), *module.buffers()):
-            self._known[tensor.untyped_storage()] = True
+    def clear(self) -> None:
+        """Begin at 0."""
+        self.flops = self.recomputed = 0.0
+        self.again = False
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        formula = flop_registry.get(func._overloadpacket)
-        if formula is not None:
-            self.flops += formula(*args, **(kwargs or {}), out_val=result)
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                self._enter(tensor.untyped_storage())
-        return result
-
-    def _enter(self, storage: torch.UntypedStorage) -> None:
-        if storage in self._known:
-            return
-        self._known[storage] = True
-        self.live += storage.nbytes()
-        self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._leave, storage.nbytes())
-
-    def _leave(self, size: int) -> None:
-        self.live -= size
+    def add(self, flops: float) -> None:
+        """So many more."""
+        if self.again:
+            self.recomputed += flops
+        else:
+            self.flops += flops
 
 
 class KnownResults(TorchDispatchMode):
@@ -257,7 +238,10 @@ class KnownResults(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        return self.result(func, args, kwargs or {})
+
+    def result(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the operation gives."""
         if not _makes_tensors(func):
             return func(*args, **kwargs)
         key = (func, torch.get_default_dtype(), _described(args), _described(kwargs))
@@ -272,6 +256,44 @@ class KnownResults(TorchDispatchMode):
         if len(own) == len(tensors):
             self._found[key] = tuple(None if t is None else (t.shape, t.stride(), t.dtype) for t in made)
         return result
+
+
+class _Ledger(KnownResults):
+    """Adds up the storages that are alive, as an allocator without rounding would, and operations by torch's formulas.
+
+    `FlopCounterMode` itself would keep alive what gradient checkpointing frees.
+    """
+
+    def __init__(self, module: nn.Module, count: _Count):
+        super().__init__()
+        self.live = self.peak = 0
+        self.count = count
+        self._known = WeakIdKeyDictionary()
+        for tensor in (*module.parameters(), *module.buffers()):
+            self._known[tensor.untyped_storage()] = True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = self.result(func, args, kwargs or {})
+        formula = flop_registry.get(func._overloadpacket)
+        if formula is not None:
+            self.count.add(formula(*args, **(kwargs or {}), out_val=result))
+        for tensor in (result,) if isinstance(result, Tensor) else tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self._enter(tensor.untyped_storage())
+        return result
+
+    def _enter(self, storage: torch.UntypedStorage) -> None:
+        if storage in self._known:
+            return
+        self._known[storage] = True
+        self.live += storage.nbytes()
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._leave, storage.nbytes())
+
+    def _leave(self, size: int) -> None:
+        self.live -= size
 
 
 def _empty(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -302,7 +324,7 @@ class _FusedAttention(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.flops = 0.0
+        self.count = _Count()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -314,7 +336,17 @@ class _FusedAttention(TorchFunctionMode):
 
     def checkpoint(self, block: nn.Module, *args: Any) -> Any:
         """As diffusers checkpoints a block; in the backward torch has switched function modes off."""
-        return checkpoint(block, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), self))
+        return checkpoint(block, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), self._again()))
+
+    @contextmanager
+    def _again(self) -> Iterator[None]:
+        """What a block computes here it has computed before."""
+        self.count.again = True
+        try:
+            with self:
+                yield
+        finally:
+            self.count.again = False
 
 
 class _Attention(torch.autograd.Function):
@@ -326,11 +358,11 @@ class _Attention(torch.autograd.Function):
         row_sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, output, row_sums)
         ctx.mode, ctx.flops = mode, 2.0 * query.shape[:-1].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
-        mode.flops += ctx.flops
+        mode.count.add(ctx.flops)
         return output
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        ctx.mode.flops += 2 * ctx.flops
+        ctx.mode.count.add(2 * ctx.flops)
         query, key, value, *_ = ctx.saved_tensors
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
