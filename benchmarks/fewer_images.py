@@ -28,6 +28,7 @@ from benchmarks.followed_runs import (
     is_done,
     plot_seeds,
     read_lines,
+    refuse_failed,
 )
 from benchmarks.learning import ACTOR, ROLLOUT, p_value
 from benchmarks.learning import SETTINGS as ALGORITHMS
@@ -197,16 +198,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", nargs="+", choices=SETTINGS, default=list(SETTINGS), metavar="NAME")
     add_run_options(parser, Path("runs/fewer_images"), iterations=16, at_once=1)
-    given = parser.parse_args()
+    given, failed = parser.parse_args(), list[str]()
     if given.write:
         refuse_missing(parser, given.log)
     else:
         jobs = [job(name, seed, given.iterations, given.folder) for seed in given.seeds for name in given.runs]
-        follow(jobs, given.log[0], at_once=given.at_once, limit=given.limit)
+        failed = follow(jobs, given.log[0], at_once=given.at_once, limit=given.limit)
     curves = finished(given.log)
     print(table(curves))
     if given.write:
         write(curves)
+    refuse_failed(failed)
 
 
 if __name__ == "__main__":
