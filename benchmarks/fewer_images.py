@@ -18,6 +18,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from benchmarks.docs import put_table, refuse_missing, rows_by_name, table_of
+from benchmarks.failures import refuse_failed
 from benchmarks.followed_runs import (
     Curve,
     Job,
@@ -28,7 +29,6 @@ from benchmarks.followed_runs import (
     is_done,
     plot_seeds,
     read_lines,
-    refuse_failed,
 )
 from benchmarks.learning import ACTOR, ROLLOUT, p_value
 from benchmarks.learning import SETTINGS as ALGORITHMS

@@ -238,12 +238,6 @@ def follow(
     return failed
 
 
-def refuse_failed(failed: Sequence[str]) -> None:
-    """End with 1, and with what `follow` says of those that failed in a line, where any did."""
-    if failed:
-        sys.exit(f"error: {'; '.join(failed)}")
-
-
 def add_run_options(parser: argparse.ArgumentParser, folder: Path, *, iterations: int, at_once: int) -> None:
     """What a benchmark of many runs is told of them; the log lies in their folder."""
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])

@@ -26,7 +26,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.followed_runs import Job, append_line, folder_of, follow, metrics_of, read_lines, refuse_failed
+from benchmarks.failures import refuse_failed
+from benchmarks.followed_runs import Job, append_line, folder_of, follow, metrics_of, read_lines
 from tasks.config.errors import ConfigError
 from tasks.config.overrides import merged
 from tasks.config.recipes import changed_recipe, parse_changes

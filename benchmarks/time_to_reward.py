@@ -22,17 +22,8 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.docs import put_table, refuse_missing
-from benchmarks.followed_runs import (
-    Curve,
-    Job,
-    append_line,
-    curves_of,
-    folder_of,
-    follow,
-    is_done,
-    read_lines,
-    refuse_failed,
-)
+from benchmarks.failures import refuse_failed
+from benchmarks.followed_runs import Curve, Job, append_line, curves_of, folder_of, follow, is_done, read_lines
 from benchmarks.local_services import ending_at_sigterm
 from benchmarks.words import PAGE, VARIANTS, only_rewards
 from tasks.config.recipes import changed_recipe

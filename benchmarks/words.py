@@ -20,6 +20,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 
 from benchmarks.docs import put_table, refuse_missing, rows_by_name, table_of
+from benchmarks.failures import refuse_failed
 from benchmarks.followed_runs import (
     Curve,
     Job,
@@ -29,7 +30,6 @@ from benchmarks.followed_runs import (
     folder_of,
     follow,
     read_lines,
-    refuse_failed,
 )
 from tasks.config.recipes import load_recipe
 from tasks.config.tree import TrainConfig

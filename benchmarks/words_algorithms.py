@@ -20,6 +20,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from benchmarks.docs import put_table, refuse_missing
+from benchmarks.failures import refuse_failed
 from benchmarks.followed_runs import (
     Curve,
     Job,
@@ -30,7 +31,6 @@ from benchmarks.followed_runs import (
     follow,
     plot_seeds,
     read_lines,
-    refuse_failed,
 )
 from benchmarks.learning import p_value
 from benchmarks.words import ACTOR, LOSS, PAGE, ROLLOUT, VARIANTS, only_rewards

@@ -2,16 +2,22 @@
 """A benchmark whose runs fail goes on with the others, and ends with 1 and a line that names them and their logs."""
 
 import json
+import os
 import sys
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
-from benchmarks import learning, words_algorithms
+from benchmarks import endings, iteration, learning, lost_machines, outages, two_machines, words_algorithms
+from benchmarks.endings import Moment, Watched
+from benchmarks.failures import NotMeasured
 from benchmarks.followed_runs import Job, follow, read_lines
 from benchmarks.local_services import ROOT
+from tests.support.patience import PATIENCE
 
 REFUSED = "trainer.nothing=1"
 """A change that the flow refuses as it starts."""
@@ -59,10 +65,7 @@ def test_runs_that_fail_are_named_with_their_logs(
 
 
 def test_a_run_that_its_limit_ends_has_not_failed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    long = tmp_path / "long"
-    long.write_text("#!/bin/sh\nexec sleep 600\n")
-    long.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(long))  # in the place of the command that trains
+    monkeypatch.setattr(sys, "executable", program(tmp_path, "exec sleep 600"))  # where the command trains
     jobs = [Job("run", seed, "flow-grpo", [], tmp_path / f"run-{seed}") for seed in (0, 1)]
     assert follow(jobs, tmp_path / "log.jsonl", limit=0.1) == []
     (line,) = read_lines([tmp_path / "log.jsonl"])
@@ -126,3 +129,93 @@ def test_an_algorithm_that_fails_is_named_and_leaves_the_page_of_all_as_it_is(
     assert said[4:] == [f"{tmp_path / 'learning.md'} stays as it is"]
     assert "| `awm` | 0.500 | 0.700, 0.800 |" in capsys.readouterr().out
     assert not (tmp_path / "learning.md").exists()
+
+
+def program(folder: Path, text: str) -> str:
+    """A program of the shell, to stand in the place of Python."""
+    path = folder / "program"
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_a_command_that_ends_before_its_signal_is_no_measurement(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It had a row with its own exit code, as if the signal had ended it."""
+    never = Moment(("-c", "print('what was wrong'); raise SystemExit(3)"), lambda watched: False)
+    monkeypatch.setitem(endings.MOMENTS, "update", never)
+    monkeypatch.setitem(endings.MOMENTS, "imports", never)
+    log = tmp_path / "log.jsonl"
+    said = error_of("endings", ["--moments", "update", "imports", "--log", str(log)], monkeypatch)
+    ended = "the command ended with exit code 3 before its moment: what was wrong"
+    assert said == f"error: update: {ended}; imports: {ended}"
+    assert not log.exists()
+
+
+@pytest.mark.parametrize("module", [outages, lost_machines])
+def test_cases_that_do_not_come_are_named_after_the_others(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    first, *others = module.CASES
+    row = dict.fromkeys(("load", "lines", "warnings", "held", "lost_s", "back_s", "on_s", "code"), 0)
+    row |= dict.fromkeys(("first_s", "ended_s", "again"), 0)
+
+    def measure(name: str, base: Path) -> dict[str, Any]:
+        if name == first:
+            raise TimeoutError("the update did not come within 900 s")
+        return row | {"case": name}
+
+    monkeypatch.setattr(module, "measure", measure)
+    log = tmp_path / "log.jsonl"
+    said = error_of(module.__name__.rpartition(".")[2], ["--log", str(log)], monkeypatch)
+    assert said == f"error: {first}: the update did not come within 900 s"
+    assert [json.loads(line)["case"] for line in log.read_text().splitlines()] == others
+
+
+def test_a_run_that_ends_before_its_machine_is_lost_says_why(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "print('no such recipe'); raise SystemExit(2)"]
+    watched = Watched.started(command, tmp_path, dict(os.environ))
+    watched.process.wait(PATIENCE)
+    with pytest.raises(NotMeasured, match="ended with exit code 2 before an update: no such recipe"):
+        watched.refuse_ended("an update")
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"failed": "iteration 2 did not come within 300 s"}, "words: iteration 2 did not come within 300 s"),
+        ({"failed": None, "code_again": 1}, "words: the command that was to go on ended with exit code 1"),
+    ],
+)
+def test_a_run_on_two_machines_that_is_not_whole_is_named(
+    row: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(two_machines, "measure", lambda chosen, base: {"recipe": "words"} | row)
+    assert error_of("two_machines", ["words", "--log", str(tmp_path / "log.jsonl")], monkeypatch) == f"error: {said}"
+    monkeypatch.setattr(two_machines, "measure", lambda *_: {"recipe": "words", "failed": None, "code_again": 0})
+    two_machines.main()
+
+
+@pytest.mark.parametrize(
+    ("module", "given"),
+    [
+        ("rollout", ["--only", "diffusers, LoRA", "diffusers, eager"]),
+        ("iteration", ["--model", "tiny", "--device", "cpu", "--variants", "eager", "and recorded"]),
+    ],
+)
+def test_variants_that_fail_are_named_after_the_others(
+    module: str, given: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "executable", program(tmp_path, "exit 3"))
+    variants = given[-2:]
+    said = error_of(module, [*given, "--work", str(tmp_path / "work")], monkeypatch)
+    assert sorted(said.removeprefix("error: ").split("; ")) == sorted(
+        f"{variant} failed with exit code 3, see above" for variant in variants
+    )
+
+
+def test_a_rank_that_fails_ends_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """They would wait for it."""
+    monkeypatch.setattr(sys, "executable", program(tmp_path, "[ $RANK = 1 ] && exit 3\nexec sleep 600"))
+    assert iteration._run_ranks(2, "any") == 3
