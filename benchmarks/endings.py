@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -34,6 +34,7 @@ import psutil
 import yaml
 
 from benchmarks.docs import put_table, refuse_missing
+from benchmarks.failures import NotMeasured, refuse_failed
 from benchmarks.kill_rounds import SMALL
 from benchmarks.local_services import ROOT, ending_at_sigterm, import_path, wait_until
 from tasks.actors.watchdog import marked
@@ -80,6 +81,14 @@ class Watched:
     def _read(self) -> None:
         for line in self.process.stdout:
             self.lines.append((time.monotonic(), line.rstrip()))
+
+    def refuse_ended(self, what: str) -> None:
+        """Raise NotMeasured, with the command's last line, where it has ended before what is waited for."""
+        if not runs(self.process):
+            code = self.process.wait()
+            time.sleep(0.5)  # until the last lines are read
+            said = [line for _, line in self.lines if line.strip()][-1:]
+            raise NotMeasured(f"the command ended with exit code {code} before {what}: {''.join(said)}")
 
     def family(self) -> list[psutil.Process]:
         """It and everything that carries its mark, or is below something that does."""
@@ -258,6 +267,7 @@ def measure(name: str, base: Path, number: int, repository: Path, spy: str | Non
         process = watched.process
         try:
             wait_until(lambda: not runs(process) or moment.sign(watched), PATIENCE, name, every=0.15)
+            watched.refuse_ended("its moment")
             return _end(name, number, watched, spy)
         finally:
             for member in watched.family():
@@ -311,22 +321,33 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 @ending_at_sigterm()
-def log_each(names: Iterable[str], measure: Callable[[str, Path], dict[str, Any]], log: Path) -> None:
-    """Measure one after the other in a temporary folder; each line of JSON is printed and logged as it comes."""
-    base = Path(tempfile.mkdtemp(prefix=f"{log.stem}-"))
+def log_each(names: Iterable[str], measure: Callable[[str, Path], dict[str, Any]], log: Path) -> list[str]:
+    """Measure one after the other in a temporary folder; each line of JSON is printed and logged as it comes.
+
+    Returns:
+        A text for each that could not be measured, of which the log has no line.
+    """
+    base, failed = Path(tempfile.mkdtemp(prefix=f"{log.stem}-")), list[str]()
     try:
         for name in names:
-            line = json.dumps(measure(name, base))
+            try:
+                line = json.dumps(measure(name, base))
+            except (NotMeasured, TimeoutError) as error:
+                failed.append(f"{name}: {error}")
+                print(failed[-1], flush=True)
+                continue
             print(line, flush=True)
             with log.open("a") as stream:
                 stream.write(f"{line}\n")
     finally:
         shutil.rmtree(base, ignore_errors=True)
+    return failed
 
 
 def newest_rows(log: Path, key: str, order: Iterable[str]) -> list[dict[str, Any]]:
     """The log's newest line of each name under `key`, in this order; those that it has not are left out."""
-    rows = {row[key]: row for row in map(json.loads, log.read_text().splitlines())}
+    lines = log.read_text().splitlines() if log.is_file() else []
+    rows = {row[key]: row for row in map(json.loads, lines)}
     return [rows[name] for name in order if name in rows]
 
 
@@ -348,11 +369,12 @@ def measure_cases(
     chosen = parser.parse_args()
     if not chosen.cases:
         refuse_missing(parser, [chosen.log])
-    log_each(chosen.cases, measure, chosen.log)
+    failed = log_each(chosen.cases, measure, chosen.log)
     rows = newest_rows(chosen.log, "case", cases)
     print(table(rows))
     if chosen.write:
         put_table(page, script, table(rows))
+    refuse_failed(failed)
 
 
 def main() -> None:
@@ -368,11 +390,13 @@ def main() -> None:
     if not chosen.moments:
         refuse_missing(parser, [chosen.log])
     number, repository = signal.Signals[f"SIG{chosen.signal}"], chosen.repository.resolve()
-    log_each(chosen.moments, lambda name, base: measure(name, base, number, repository, chosen.py_spy), chosen.log)
+    each = partial(measure, number=number, repository=repository, spy=chosen.py_spy)
+    failed = log_each(chosen.moments, each, chosen.log)
     rows = newest_rows(chosen.log, "moment", MOMENTS)
     print(table(rows))
     if chosen.write:
         put_table(DOCS, "endings.py", table(rows))
+    refuse_failed(failed)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from benchmarks.docs import put_table, refuse_missing, rows_by_name, table_of
+from benchmarks.failures import refuse_failed
 from benchmarks.followed_runs import (
     Curve,
     Job,
@@ -197,16 +198,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", nargs="+", choices=SETTINGS, default=list(SETTINGS), metavar="NAME")
     add_run_options(parser, Path("runs/fewer_images"), iterations=16, at_once=1)
-    given = parser.parse_args()
+    given, failed = parser.parse_args(), list[str]()
     if given.write:
         refuse_missing(parser, given.log)
     else:
         jobs = [job(name, seed, given.iterations, given.folder) for seed in given.seeds for name in given.runs]
-        follow(jobs, given.log[0], at_once=given.at_once, limit=given.limit)
+        failed = follow(jobs, given.log[0], at_once=given.at_once, limit=given.limit)
     curves = finished(given.log)
     print(table(curves))
     if given.write:
         write(curves)
+    refuse_failed(failed)
 
 
 if __name__ == "__main__":

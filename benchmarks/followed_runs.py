@@ -42,6 +42,8 @@ LOGGED = {
 """Name here -> MLflow's metric."""
 PARTS = ("read", "colours")
 """Of the held-out reward; not every run has them."""
+ENDED_WELL, STOPPED = ("finished", "goal"), "limit"
+"""How a run ends that is not made again, and how one that has not failed either."""
 Line = dict[str, Any]
 
 
@@ -192,8 +194,10 @@ def follow(
     limit_each: float | None = None,
     until: float | None = None,
     others: int = 0,
-) -> None:
-    """Train these, so many at a time, and write their lines.
+) -> list[str]:
+    """Train these, so many at a time, and write their lines; what failed, how and where its log is, one by one.
+
+    The others go on where one fails.
 
     Args:
         gpus: which of them a run sees, in turn; none leaves the environment as it is.
@@ -204,7 +208,7 @@ def follow(
     """
     began, waiting = time.time(), [job for job in jobs if not is_done(job.name, job.seed, log)]
     sharing = others - (-min(at_once, len(waiting)) // max(1, len(gpus)))
-    free, training = list(range(at_once)), dict[int, FollowedRun]()
+    free, training, failed = list(range(at_once)), dict[int, FollowedRun](), list[str]()
     try:
         while waiting or training:
             over = limit is not None and time.time() - began > limit
@@ -217,18 +221,21 @@ def follow(
                 end = run.look(until)
                 if end is None and (over or (limit_each is not None and run.wall() > limit_each)):
                     run.stop()
-                    end = "goal" if run.look(until) == "goal" else "limit"
+                    end = "goal" if run.look(until) == "goal" else STOPPED
                 if end is not None:
                     append_line(log, {"run": run.job.name, "seed": run.job.seed, "end": end, "wall_s": run.wall()})
+                    if end not in (*ENDED_WELL, STOPPED):
+                        failed.append(f"{run.job.name} (seed {run.job.seed}) {end}")
                     free.append(place)
                     del training[place]
             if over and not training:
                 left_out = ", ".join(f"{job.name} (seed {job.seed})" for job in waiting)
                 print(f"{limit:.0f} s are over; not begun: {left_out or 'none'}", flush=True)
-                return
+                break
     finally:
         for run in training.values():
             run.stop()
+    return failed
 
 
 def add_run_options(parser: argparse.ArgumentParser, folder: Path, *, iterations: int, at_once: int) -> None:
@@ -251,7 +258,7 @@ def add_gpu_options(parser: argparse.ArgumentParser) -> None:
 def is_done(run: str, seed: int, log: Path) -> bool:
     """Has the log its end, and was that no failure and no limit?"""
     ends = {(line["run"], line["seed"]): line["end"] for line in read_lines([log]) if "end" in line}
-    return ends.get((run, seed)) in ("finished", "goal")
+    return ends.get((run, seed)) in ENDED_WELL
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.failures import refuse_failed
 from benchmarks.real_size import use_random_weights, write_model
 from models.config.actor import DiffusionActorConfig, DiffusionLossConfig, FSDPConfig
 from models.config.algo import DiffusionRolloutAlgoConfig
@@ -396,17 +397,19 @@ def main() -> None:
         return
     arguments.work.mkdir(parents=True, exist_ok=True)
     write_model(arguments.model, arguments.work / "model")
-    done = {(line["variant"], line["kl"], line.get("ranks", 1)) for line in _lines(arguments.work)}
+    done, failed = {(line["variant"], line["kl"], line.get("ranks", 1)) for line in _lines(arguments.work)}, []
     for variant in arguments.variants:
         if not all((variant, kl, arguments.ranks) in done for kl in arguments.kl):
             print(f"running {variant} on {arguments.ranks}", flush=True)
-            _run_ranks(arguments.ranks, variant)
+            if code := _run_ranks(arguments.ranks, variant):
+                failed.append(f"{variant} failed with exit code {code}, see above")
     for kl in arguments.kl if arguments.public_loop else ():
         if (PUBLIC, kl, 1) not in done:
             from benchmarks.public_loop import run
 
             _append(arguments.work, run(arguments.public_loop, arguments.work, arguments.public_batch, kl))
     print(table(_lines(arguments.work)))
+    refuse_failed(failed)
 
 
 def _arguments() -> argparse.Namespace:
@@ -433,8 +436,9 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _run_ranks(ranks: int, variant: str) -> None:
-    """One process a rank, each with one GPU in sight, as Ray starts them."""
+def _run_ranks(ranks: int, variant: str) -> int:
+    """One process a rank, each with one GPU in sight, as Ray starts them; the exit code of the first that failed, which
+    ends the others, or 0."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -446,8 +450,14 @@ def _run_ranks(ranks: int, variant: str) -> None:
         subprocess.Popen(command, env=os.environ | shared | {"RANK": str(rank), "CUDA_VISIBLE_DEVICES": gpus[rank]})
         for rank in range(ranks)
     ]
-    for process in running:
-        process.wait()
+    try:
+        while None in (codes := [process.poll() for process in running]) and not any(codes):
+            time.sleep(0.2)
+        return next(filter(None, codes), 0)
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
 
 
 def _append(work: Path, numbers: dict[str, Any]) -> None:

@@ -5,7 +5,8 @@
 
 Writes docs/learning.md (a table) and docs/learning.png (held-out reward against pictures seen and against seconds).
 A run that is finished is not made again; `runs/learning` keeps them. With --jobs N, that many runs at a time, each on
-two cores of its own. Needs `dvc repro`.
+two cores of its own. Where a run fails the others go on, the page stays as it is, and the command exits with 1 and
+names the run's log. Needs `dvc repro`.
 """
 
 import argparse
@@ -65,6 +66,10 @@ SETTINGS: dict[str, list[str]] = {
 range, so that they are compared at equal ones; an algorithm that is about those gives its own."""
 
 
+class RunFailed(Exception):
+    """A run came to no curve; says which, and where its log is."""
+
+
 @dataclass(frozen=True)
 class Curve:
     """One run: held-out reward after so many pictures and seconds of training, validation not counted."""
@@ -91,7 +96,7 @@ class Runner:
         self.pinned = slots > 1
 
     def curve(self, algorithm: str, seed: int) -> Curve:
-        """Train and measure, or read the curve of a run that was made before."""
+        """Train and measure, or read the curve of a run that was made before; RunFailed where a command fails."""
         folder = RUNS / f"{algorithm}-{seed}"
         record = folder / "curve.json"
         if record.is_file():
@@ -148,14 +153,19 @@ class Runner:
         }
         with (folder / "log.txt").open("a") as log:
             command = [*pin, sys.executable, "-m", module, "flow-grpo", *given, *arguments]
-            subprocess.run(command, env=environment, stdout=log, stderr=log, check=True)
+            code = subprocess.run(command, env=environment, stdout=log, stderr=log).returncode
+        if code:
+            raise RunFailed(f"{folder.name}: {module} failed with exit code {code}, see {folder / 'log.txt'}")
 
 
 def changes(algorithm: str, seed: int, folder: Path) -> list[str]:
-    """All changes to the recipe `flow-grpo` that make this run."""
+    """All changes to the recipe `flow-grpo` that make this run; RunFailed for one whose teacher has no weights yet."""
     teacher = []
     if algorithm.startswith("distill"):
-        (weights,) = sorted((RUNS / f"{TEACHER}-0").glob("train-*/weights"))
+        exported = sorted((RUNS / f"{TEACHER}-0").glob("train-*/weights"))
+        if not exported:
+            raise RunFailed(f"{folder.name}: not begun, as {RUNS / f'{TEACHER}-0'} has no exported weights")
+        (weights,) = exported
         teacher = [f"{ACTOR}.teacher_path={weights}"]
     return [
         *COMMON,
@@ -259,19 +269,28 @@ read .912 after 30, .951 after 40, .998 after 70 and 1.000 from 100 on (one seed
 
 
 def main() -> None:
-    """Train, plot, write; fails if an algorithm has not learnt."""
+    """Train, plot, write; fails if a run has failed or an algorithm has not learnt."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--algorithms", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, each on two cores of its own")
     parser.add_argument("--machine", default="2 CPU cores", help="named on the page")
     arguments = parser.parse_args()
-    runner, curves = Runner(arguments.jobs), {}
+    runner, curves, not_made = Runner(arguments.jobs), dict[str, list[Curve]](), list[str]()
     with ThreadPoolExecutor(arguments.jobs) as pool:
         for late in (False, True):  # students after their teacher
             names = [name for name in arguments.algorithms if name.startswith("distill") == late]
             made = {name: [pool.submit(runner.curve, name, seed) for seed in arguments.seeds] for name in names}
-            curves |= {name: [future.result() for future in futures] for name, futures in made.items()}
+            for name, future in ((name, future) for name, futures in made.items() for future in futures):
+                try:
+                    curve = future.result()
+                except RunFailed as error:
+                    not_made.append(str(error))
+                else:
+                    curves.setdefault(name, []).append(curve)
+    if not_made:
+        print(table(curves))
+        sys.exit(f"error: {'; '.join(not_made)}; {DOCS / 'learning.md'} stays as it is")
     failed = [name for name, seeds in curves.items() if not p_value([curve.gain for curve in seeds]) < SIGNIFICANT]
     steps = COMMON[0].partition("=")[2]
     verdict = f"not below {SIGNIFICANT}: {', '.join(failed)}" if failed else f"all are below {SIGNIFICANT}"

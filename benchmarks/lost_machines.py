@@ -81,6 +81,7 @@ def measure(name: str, base: Path) -> dict[str, Any]:
         members: list[psutil.Process] = []
         try:
             wait_until(lambda: not runs(process) or _said(watched, "iteration 1/"), PATIENCE, "iteration 1", every=0.1)
+            watched.refuse_ended("a machine was lost")
             nodes = [family(node) for node in cluster.worker_nodes]
             members = next(found for found in nodes if "RewardWorker" in held(found))
             with_it, load, begun = held(members), os.getloadavg()[0], time.monotonic()

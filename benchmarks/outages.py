@@ -129,6 +129,7 @@ def _killed_in_an_update(watched: Watched, server: Services) -> tuple[float, flo
     """The moment at which MLflow's server was killed, once the run was at an update, and the machine's load then."""
     process = watched.process
     wait_until(lambda: not runs(process) or UPDATE(watched), PATIENCE, "the update", every=0.2)
+    watched.refuse_ended("an update")
     server.kill("mlflow")
     return time.monotonic(), os.getloadavg()[0]
 

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.failures import refuse_failed
 from benchmarks.real_size import transformer, vae, write_configs
 from models.config.algo import DiffusionRolloutAlgoConfig
 from models.config.model import ModelConfig
@@ -270,6 +271,8 @@ def main() -> None:
     parser.add_argument("--variant", choices=list(VARIANTS), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     arguments.size = arguments.size or (16 if arguments.model in TINY else 512)
+    if missing := sorted({*(arguments.only or ())} - {*variants(arguments.device)}):
+        parser.error(f"--only {', '.join(missing)}: not with --device {arguments.device}")
     arguments.work.mkdir(parents=True, exist_ok=True)
     results = arguments.work / "results.jsonl"
     if arguments.variant:
@@ -279,11 +282,15 @@ def main() -> None:
         return
     build(arguments.model, arguments.work / "model", arguments.device)
     done = {json.loads(line)["variant"] for line in results.read_text().splitlines()} if results.exists() else set()
+    failed = []
     for name in variants(arguments.device):
         if name not in done and (not arguments.only or name in arguments.only):
             print(f"running {name}", flush=True)
-            subprocess.run([sys.executable, "-m", "benchmarks.rollout", *sys.argv[1:], "--variant", name], check=False)
-    print(table([json.loads(line) for line in results.read_text().splitlines()]))
+            command = [sys.executable, "-m", "benchmarks.rollout", *sys.argv[1:], "--variant", name]
+            if code := subprocess.run(command).returncode:
+                failed.append(f"{name} failed with exit code {code}, see above")
+    print(table([json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []))
+    refuse_failed(failed)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.failures import refuse_failed
 from benchmarks.followed_runs import Job, append_line, folder_of, follow, metrics_of, read_lines
 from tasks.config.errors import ConfigError
 from tasks.config.overrides import merged
@@ -128,12 +129,16 @@ def gpus_of(config: TrainConfig) -> int:
     return ranks if config.shares_gpus else ranks + config.actor_rollout_ref.rollout.num_actors
 
 
-def train(job: Job, cell: Cell, log: Path, first: int, limit: float | None) -> dict[str, Any]:
-    """Run a cell to its end on the GPUs from `first` on, or to that of so many seconds; its row."""
-    follow([job], log, gpus=[",".join(map(str, range(first, first + cell.gpus)))], limit=limit)
+def train(job: Job, cell: Cell, log: Path, first: int, limit: float | None) -> tuple[dict[str, Any], list[str]]:
+    """Run a cell to its end on the GPUs from `first` on, or to that of so many seconds.
+
+    Returns:
+        (its row, what failed as of `follow`).
+    """
+    failed = follow([job], log, gpus=[",".join(map(str, range(first, first + cell.gpus)))], limit=limit)
     ends = {line["run"]: line["end"] for line in read_lines([log]) if "end" in line}
     known = {"recipe": job.recipe, "cell": cell.name, **asdict(cell), "gpus": cell.gpus, "end": ends[job.name]}
-    return known | row(metrics_of(job))
+    return known | row(metrics_of(job)), failed
 
 
 def row(metrics: Mapping[str, Mapping[int, float]]) -> dict[str, float]:
@@ -202,7 +207,7 @@ def main() -> None:
         config = changed_recipe(chosen.recipe, chosen.set)
     except ConfigError as error:
         parser.error(str(error))
-    prompts = chosen.prompts or prompts_of_a_gpu(config)
+    prompts, failed = chosen.prompts or prompts_of_a_gpu(config), list[str]()
     done = {(one["recipe"], one["cell"]) for one in logged(chosen.log) if one["end"] == "finished"}
     for cell in cells(chosen.kinds, chosen.gpus, prompts, chosen.divided or [max(chosen.gpus) // 2]):
         if (chosen.recipe, cell.name) in done or (until is not None and time.time() > until):
@@ -216,8 +221,11 @@ def main() -> None:
         name = f"{chosen.recipe}, {cell.name}"
         job = Job(name, 0, chosen.recipe, [*chosen.set, *changes], folder_of(chosen.folder, name, 0))
         left = None if until is None else until - time.time()
-        append_line(chosen.log, train(job, cell, chosen.folder / "iterations.jsonl", chosen.first, left))
+        line, not_whole = train(job, cell, chosen.folder / "iterations.jsonl", chosen.first, left)
+        append_line(chosen.log, line)
+        failed += not_whole
     print(table(logged(chosen.log)))
+    refuse_failed(failed)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,8 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.docs import put_table, refuse_missing
-from benchmarks.followed_runs import Curve, Job, append_line, curves_of, follow, is_done, read_lines
+from benchmarks.failures import refuse_failed
+from benchmarks.followed_runs import Curve, Job, append_line, curves_of, folder_of, follow, is_done, read_lines
 from benchmarks.local_services import ending_at_sigterm
 from benchmarks.words import PAGE, VARIANTS, only_rewards
 from tasks.config.recipes import changed_recipe
@@ -67,37 +68,45 @@ def halves(recipe: str, given: Sequence[str]) -> str:
     return f"{ACTOR}.ppo_mini_batch_size={changed_recipe(recipe, given).data.train_batch_size // 2}"
 
 
-def train_public(name: str, seed: int, given: argparse.Namespace) -> None:
-    """In a process of its own, which writes its lines itself."""
+def train_public(name: str, seed: int, given: argparse.Namespace) -> list[str]:
+    """In a process of its own, which writes its lines itself; what failed, as of `follow`."""
+    folder = folder_of(given.log[0].parent, name, seed)
+    folder.mkdir(parents=True, exist_ok=True)
     began = time.time()
     command = [sys.executable, "-m", "benchmarks.public_training", "--settings", PUBLIC[name], "--name", name]
     command += ["--log", str(given.log[0]), "--until", str(given.until), "--limit", str(given.limit)]
     command += ["--began", str(began)] + (["--iterations", str(given.iterations)] if given.iterations else [])
     changes = [*changes_of("words-flow-grpo", given.set, given.test_freq), f"trainer.seed={seed}"]
-    code = subprocess.run([*command, *(part for change in changes for part in ("--set", change))]).returncode
-    if code:
-        end = {"end": f"failed with exit code {code}", "wall_s": time.time() - began}
-        append_line(given.log[0], {"run": name, "seed": seed} | end)
+    with (folder / "log.txt").open("a") as log:
+        command += [part for change in changes for part in ("--set", change)]
+        code = subprocess.run(command, stderr=log).returncode
+    if not code:
+        return []
+    end = f"failed with exit code {code}, see {folder / 'log.txt'}"
+    append_line(given.log[0], {"run": name, "seed": seed, "end": end, "wall_s": time.time() - began})
+    return [f"{name} (seed {seed}) {end}"]
 
 
-def train_ours(name: str, seed: int, given: argparse.Namespace) -> None:
-    """By the train flow."""
+def train_ours(name: str, seed: int, given: argparse.Namespace) -> list[str]:
+    """By the train flow; what failed, as of `follow`."""
     recipe, own = OURS[name]
     last = [f"trainer.total_training_steps={given.iterations}"] if given.iterations else []
     changes = [*own, *changes_of(recipe, given.set, given.test_freq), *last]
     if name.endswith("published settings"):
         changes.append(halves(recipe, given.set))
-    folder = given.log[0].parent / f"{name.replace(', ', '-').replace(' ', '-')}-{seed}"
-    follow([Job(name, seed, recipe, changes, folder)], given.log[0], limit_each=given.limit, until=given.until)
+    run = Job(name, seed, recipe, changes, folder_of(given.log[0].parent, name, seed))
+    return follow([run], given.log[0], limit_each=given.limit, until=given.until)
 
 
 @ending_at_sigterm()
-def train(given: argparse.Namespace) -> None:
-    """All that are asked for and not there yet, one after the other."""
+def train(given: argparse.Namespace) -> list[str]:
+    """All that are asked for and not there yet, one after the other; what failed, as of `follow`."""
+    failed: list[str] = []
     for seed in given.seeds:
         for name in given.runs:
             if not is_done(name, seed, given.log[0]):
-                (train_public if name in PUBLIC else train_ours)(name, seed, given)
+                failed += (train_public if name in PUBLIC else train_ours)(name, seed, given)
+    return failed
 
 
 def table(curves: Mapping[str, Sequence[Curve]]) -> str:
@@ -150,15 +159,16 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="changed in every run")
     parser.add_argument("--write", action="store_true", help="train nothing, write the table of the logs")
     parser.add_argument("--page", type=Path, default=PAGE)
-    given = parser.parse_args()
+    given, failed = parser.parse_args(), list[str]()
     if given.write:
         refuse_missing(parser, given.log)
     else:
-        train(given)
+        failed = train(given)
     curves = curves_of(read_lines(given.log))
     print(table(curves))
     if given.write:
         put_table(given.page, SCRIPT, table(curves))
+    refuse_failed(failed)
 
 
 if __name__ == "__main__":

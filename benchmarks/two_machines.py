@@ -21,7 +21,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from ray._private.authentication import authentication_token_setup as tokens
 from ray.cluster_utils import Cluster
 
 from benchmarks.endings import MARK, Watched, log_each, make_folder, newest_rows
+from benchmarks.failures import refuse_failed
 from benchmarks.local_services import ROOT, import_path, wait_until
 from benchmarks.lost_machines import KINDS, family
 from benchmarks.run_state import iterations
@@ -214,6 +215,14 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join([*lines, *(f"| {' | '.join(str(row.get(name)) for name in names)} |" for row in rows)])
 
 
+def failure(row: Mapping[str, Any]) -> str | None:
+    """Why a row is not whole, or that the run did not go on; None where all came."""
+    if row["failed"]:
+        return f"{row['recipe']}: {row['failed']}"
+    code = row["code_again"]
+    return f"{row['recipe']}: the command that was to go on ended with exit code {code}" if code else None
+
+
 def main() -> None:
     """Measure a recipe."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -226,10 +235,12 @@ def main() -> None:
     parser.add_argument("--log", type=Path, default=Path("two_machines.jsonl"), help="the line is added here")
     chosen = parser.parse_args()
     try:
-        log_each([chosen.recipe], lambda _, base: measure(chosen, base), chosen.log)
+        failed = log_each([chosen.recipe], lambda _, base: measure(chosen, base), chosen.log)
     except ConfigError as error:
         parser.error(str(error))
-    print(table(newest_rows(chosen.log, "recipe", [chosen.recipe])))
+    rows = newest_rows(chosen.log, "recipe", [chosen.recipe])
+    print(table(rows))
+    refuse_failed(failed or list(filter(None, map(failure, rows))))
 
 
 if __name__ == "__main__":

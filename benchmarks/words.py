@@ -20,6 +20,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 
 from benchmarks.docs import put_table, refuse_missing, rows_by_name, table_of
+from benchmarks.failures import refuse_failed
 from benchmarks.followed_runs import (
     Curve,
     Job,
@@ -220,12 +221,12 @@ def main() -> None:
     parser.add_argument("--readers", type=int, help="OCR workers of a run (default: the recipe's)")
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="changed in every run")
     parser.add_argument("--page", type=Path, default=PAGE, help="where the table goes; the plot goes beside it")
-    given = parser.parse_args()
+    given, failed = parser.parse_args(), list[str]()
     if given.write:
         refuse_missing(parser, given.log)
     else:
         jobs = [job(variant, seed, given) for seed in given.seeds for variant in given.variants]
-        follow(
+        failed = follow(
             jobs, given.log[0], at_once=given.at_once, gpus=given.gpus, limit=given.limit, others=given.others_on_gpu
         )
     curves = curves_of(read_lines(given.log))
@@ -235,6 +236,7 @@ def main() -> None:
         if not staying:
             plot(curves, given.page.with_suffix(".png"))
         put_table(given.page, SCRIPT, table(curves, staying))
+    refuse_failed(failed)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from benchmarks.docs import put_table, refuse_missing
+from benchmarks.failures import refuse_failed
 from benchmarks.followed_runs import (
     Curve,
     Job,
@@ -133,18 +134,25 @@ def teachers(folder: Path) -> list[Path]:
     return sorted(folder.glob(f"{TEACHER}-[0-9]/train-*/weights"))
 
 
-def train(given: argparse.Namespace) -> None:
-    """Seed by seed, so that a limit leaves all algorithms with as many seeds; the taught ones after the others."""
-    began = time.time()
+def train(given: argparse.Namespace) -> list[str]:
+    """Seed by seed, so that a limit leaves all algorithms with as many seeds; the taught ones after the others.
+
+    Returns:
+        What failed, as of `follow`, and what was not begun though there was time.
+    """
+    began, failed = time.time(), list[str]()
     for taught in (False, True):
         names = [name for name in given.algorithms or SETTINGS if is_taught(name) == taught]
+        left = None if given.limit is None else given.limit - (time.time() - began)
         if taught and names and not teachers(given.folder):
-            print(f"{', '.join(names)}: not begun, {TEACHER} has exported no weights yet", flush=True)
+            said = f"{', '.join(names)} not begun, as {TEACHER} has exported no weights yet"
+            print(said, flush=True)
+            failed += [said] if left is None or left > 0 else []
             continue
         jobs = [job(name, seed, given) for seed in given.seeds for name in names]
-        left = None if given.limit is None else given.limit - (time.time() - began)
         shared = {"gpus": given.gpus, "others": given.others_on_gpu}
-        follow(jobs, given.log[0], at_once=given.at_once, limit=left, until=given.until, **shared)
+        failed += follow(jobs, given.log[0], at_once=given.at_once, limit=left, until=given.until, **shared)
+    return failed
 
 
 def gpu_minutes(line: Mapping[str, float]) -> float:
@@ -208,17 +216,18 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="changed in every run")
     parser.add_argument("--page", type=Path, default=PAGE)
     parser.add_argument("--picture", type=Path, default=PICTURE)
-    given = parser.parse_args()
+    given, failed = parser.parse_args(), list[str]()
     if given.write:
         refuse_missing(parser, given.log)
     else:
-        train(given)
+        failed = train(given)
     curves = chosen(curves_of(read_lines(given.log)), given.algorithms)
     print(table(curves))
     if given.write:
         plot(curves, given.picture)
         picture = f"![held-out reward against pictures and GPU-minutes]({given.picture.name})"
         put_table(given.page, SCRIPT, f"{picture}\n\n{table(curves)}")
+    refuse_failed(failed)
 
 
 if __name__ == "__main__":

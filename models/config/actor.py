@@ -161,14 +161,6 @@ class FSDPConfig(Section):
         description="Ranks that share the tokens of a sample, for sequences too long for one GPU (video).",
     )
 
-    def keeps_frozen_whole(self, world_size: int, dtype: str) -> bool:
-        """With LoRA, are the frozen weights of a model in `dtype` whole on each of so many ranks?
-
-        A lone rank has nobody to share with, and in every pass FSDP copies what it has sharded.
-        """
-        alone = world_size == 1 and not self.param_offload and self.param_dtype in (None, dtype)
-        return alone or not self.shard_frozen
-
 
 class DiffusionLossConfig(Section):
     """Which policy loss, and its bounds."""
@@ -387,6 +379,20 @@ class DiffusionActorConfig(Section):
     def rows_of_pass(self) -> int:
         """Most rows that a forward and backward pass has."""
         return self.micro_batch * self.levels_per_pass
+
+    @property
+    def shards_all_in_fp32(self) -> bool:
+        """Are frozen weights sharded in fp32, on one rank as on many? VeOmni's are."""
+        return self.strategy == "veomni"
+
+    def keeps_frozen_whole(self, world_size: int, dtype: str) -> bool:
+        """With LoRA, are the frozen weights of a model in `dtype` whole on each of so many ranks?
+
+        A lone rank has nobody to share with, and in every pass FSDP copies what it has sharded.
+        """
+        fsdp = self.fsdp_config
+        alone = world_size == 1 and not fsdp.param_offload and fsdp.param_dtype in (None, dtype)
+        return not self.shards_all_in_fp32 and (alone or not fsdp.shard_frozen)
 
     @model_validator(mode="after")
     def _kl_needs_a_weight(self) -> Self:

@@ -82,7 +82,7 @@ def update_need(
     frozen_models: int = 0,
     single_pass: bool = False,
 ) -> Need:
-    """One rank's update under FSDP2.
+    """One rank's update under FSDP2, by `fsdp2` or VeOmni; by another engine as by `fsdp2`.
 
     Args:
         cost: of a micro-batch, in the format that the trainer computes in, with or without gradient checkpointing.
@@ -93,8 +93,9 @@ def update_need(
     """
     settings, dtype = actor_config.fsdp_config, model_config.model.dtype
     computed, reshards = settings.param_dtype or dtype, settings.reshard_after_forward
+    held = "float32" if actor_config.shards_all_in_fp32 else dtype
     # What is frozen, on the device of every rank.
-    whole = model_config.trains_lora and settings.keeps_frozen_whole(world_size, dtype)
+    whole = model_config.trains_lora and actor_config.keeps_frozen_whole(world_size, dtype)
     on_host = settings.param_offload  # FSDP2 then keeps shards, their gradients and what is made of them there
     shard = cost.trained * MASTER_BYTES / world_size
     trained = 0.0 if on_host else shard
@@ -102,10 +103,10 @@ def update_need(
     # FSDP2 computes with copies of what it has sharded; that LoRA's own weights are cast does not count.
     copy = 0 if whole else _bytes(computed)
     resident = {
-        "weights": _frozen_bytes(cost, dtype, share) + trained,
+        "weights": _frozen_bytes(cost, held, share) + trained,
         "AdamW": 0.0 if settings.optimizer_offload else ADAMW_MOMENTS * trained,
         "copies of the trained weights": copies * trained,
-        "reference and teacher": frozen_models * cost.parameters * _bytes(dtype) * share,
+        "reference and teacher": frozen_models * cost.parameters * _bytes(held) * share,
         # The policy's are let go when its weights have changed, which these never do.
         "gathered reference and teacher": 0.0 if reshards else float(frozen_models * cost.parameters * copy),
     }
@@ -135,7 +136,7 @@ def update_need(
     phases = [learning, stepping, *([comparing] if frozen_models and reshards else [])]
     away = dict[str, float]()
     if on_host:
-        frozen = 0.0 if whole else (cost.frozen - cost.float8[0] + frozen_models * cost.parameters) * _bytes(dtype)
+        frozen = 0.0 if whole else (cost.frozen - cost.float8[0] + frozen_models * cost.parameters) * _bytes(held)
         away[OFFLOADED] = (2 + copies) * shard + frozen / world_size  # trained, their gradients, further sets
     if on_host or settings.optimizer_offload:
         away[OFFLOADED_MOMENTS] = ADAMW_MOMENTS * shard

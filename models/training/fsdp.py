@@ -382,8 +382,8 @@ class DiffusersFSDPEngine(PolicyForward):
     @property
     def _keeps_frozen_whole(self) -> bool:
         """Are LoRA's weights all that the ranks share?"""
-        settings, config = self.actor_config.fsdp_config, self.model_config
-        return config.trains_lora and settings.keeps_frozen_whole(dist.get_world_size(), config.model.dtype)
+        actor, config = self.actor_config, self.model_config
+        return config.trains_lora and actor.keeps_frozen_whole(dist.get_world_size(), config.model.dtype)
 
     @property
     def _shares_in_one_group(self) -> bool:

@@ -39,6 +39,15 @@ def check_host(config: TrainConfig, cost: PassCost, needs: Needs) -> Need | None
     return needed
 
 
+def beyond_host(config: TrainConfig, kept: Need) -> str | None:
+    """What a run would keep of its first machine's memory, which has no room for it; None where it has, or is not
+    known."""
+    there = host_gib(config)
+    if there is None or kept.gib <= there:
+        return None
+    return f"would keep {kept.gib:.1f} GiB in the machine's memory, which has {there:.1f}"
+
+
 def warn_of_little_memory(config: TrainConfig, needed: Need) -> None:
     """Warn where other programs leave too little of this machine's memory. To be called before the run's actors begin,
     whose own it would be afterwards."""

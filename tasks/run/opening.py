@@ -40,9 +40,10 @@ from tasks.records.second_trackers import SecondTrackers, Subject
 from tasks.records.tracking import RunGone, Tracker
 from tasks.records.tracking_address import require_answer
 from tasks.rewards.statistics import GUARDS as STATISTICS
-from tasks.run.capacity import Needs, warn_of_others
+from tasks.run.capacity import Needs
 from tasks.run.early import check_records
 from tasks.run.expectation import BesideExpected
+from tasks.run.gpu_capacity import warn_of_others
 from tasks.run.host_capacity import warn_of_little_memory
 from tasks.run.kept_stages import KeptStages
 from tasks.run.live_text import start_text_encoders

@@ -26,9 +26,10 @@ from tasks.data.prompts import Prompt
 from tasks.data.rewriting import get_rewriting
 from tasks.records.lineage import dvc_hashes
 from tasks.records.second_trackers import check_libraries
-from tasks.run.capacity import Needs, check_disk, check_fits, measure_cost, needs
+from tasks.run.capacity import Needs, check_disk, measure_cost, needs
 from tasks.run.data_checks import open_data
 from tasks.run.early import check_folder, check_home_signs, check_rewards, raising_config_errors
+from tasks.run.gpu_capacity import check_fits
 from tasks.run.host_capacity import check_host
 from tasks.run.length_checks import check_length
 from tasks.run.loss_checks import check_exploration, check_loss

@@ -18,7 +18,8 @@ from models.families.base import DiffusionModelConfig
 from tasks.config.errors import ConfigError
 from tasks.config.tree import TrainConfig
 from tasks.data.pairs import SIDES
-from tasks.run.capacity import Needs, gpu_gib, needs, samplers_on_a_gpu, shortfall
+from tasks.run.capacity import Needs, needs, samplers_on_a_gpu
+from tasks.run.gpu_capacity import gpu_gib, shortfall
 from tasks.system.host_memory import free_bytes
 
 ROLLOUT, UPDATE, SLEEP = "rollout.micro_batch_size", "actor.ppo_micro_batch_size_per_gpu", "rollout.enable_sleep_mode"

@@ -159,13 +159,14 @@ def test_a_recipe_that_is_not_there_ends_a_benchmark_in_a_sentence_and_leaves_no
         ("rewards --only ocr --write", "--write puts the whole table into the docs: leave out --only"),
         ("rewards --only no_reward", "invalid choice: 'no_reward'"),
         ("rollout --model no-model", "invalid choice: 'no-model'"),
+        ("rollout --only 'diffusers, compiled'", "--only diffusers, compiled: not with --device cpu"),
         ("orchestration --iterations 3", "--iterations 3: the first 3 are left out, so it takes more"),
     ],
 )
 def test_what_would_measure_nothing_or_lose_rows_is_refused(
     command: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    module, *given = command.split()
+    module, *given = shlex.split(command)
     monkeypatch.setattr(sys, "argv", [module, *given])
     with pytest.raises(SystemExit, match="2"):
         import_module(f"benchmarks.{module}").main()

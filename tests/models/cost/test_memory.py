@@ -33,17 +33,15 @@ from tasks.config.recipes import load_recipe
 from tasks.config.tree import TrainConfig
 from tasks.run.capacity import (
     DoesNotFit,
+    Model,
     Needs,
-    beside_others,
     check_disk,
-    check_fits,
     checkpoint_bytes,
     colocated_encoders,
     needs,
     samplers_on_a_gpu,
-    shortfall,
-    warn_of_others,
 )
+from tasks.run.gpu_capacity import beside_others, check_fits, shortfall, warn_of_others
 from tasks.run.host_capacity import check_host
 from tasks.system.gpu_memory import InUse, gpu_memory_in_use
 from tests.models.training.test_engine import batch_of, trainer
@@ -620,7 +618,7 @@ def test_what_does_not_fit_is_refused_with_the_way_out(tiny_model: Path) -> None
         "lower actor.ppo_micro_batch_size_per_gpu, now 4",
         "actor.fsdp_config.gradient_checkpointing to true",
         "model.lora_rank",
-        "trainer.n_gpus_per_node, now 1",
+        "train on 2 GPUs or more (trainer.n_gpus_per_node, now 1)",
     ):
         assert way in str(refused.value)
     check_fits(run_config(tiny_model, gpu_memory_gib=6000), model, COST)
@@ -631,18 +629,19 @@ def test_gathered_weights_that_stay_may_go(tiny_model: Path) -> None:
     for reshards in (True, False):
         kept = {"actor_rollout_ref": {"actor": {"fsdp_config": {"reshard_after_forward": reshards}}}}
         with pytest.raises(DoesNotFit) as refused:
-            check_fits(run_config(tiny_model, gpu_memory_gib=100).with_changes(kept), model, COST)
+            check_fits(run_config(tiny_model, gpu_memory_gib=4339).with_changes(kept), model, COST)
         assert ("set actor.fsdp_config.reshard_after_forward to true" in str(refused.value)) == (not reshards)
 
 
 @pytest.mark.parametrize(
-    ("changes", "advised"),
+    ("there", "changes", "advised"),
     [
-        ({"trainer": {"n_gpus_per_node": 2}}, True),
-        ({"actor_rollout_ref": {"actor": {"fsdp_config": {"param_offload": True}}}}, True),
-        ({}, False),  # a lone rank's part is all
-        ({"trainer": {"n_gpus_per_node": 2}, "actor_rollout_ref": {"model": {"lora_rank": 4}}}, False),
+        (2600, {"trainer": {"n_gpus_per_node": 2}}, True),
+        (900, {"actor_rollout_ref": {"actor": {"fsdp_config": {"param_offload": True}}}}, True),
+        (2600, {}, False),  # a lone rank's part is all
+        (2600, {"trainer": {"n_gpus_per_node": 2}, "actor_rollout_ref": {"model": {"lora_rank": 4}}}, False),
         (
+            2500,
             {
                 "trainer": {"n_gpus_per_node": 2},
                 "actor_rollout_ref": {"actor": {"fsdp_config": {"shard_gradients": True}}},
@@ -651,12 +650,16 @@ def test_gathered_weights_that_stay_may_go(tiny_model: Path) -> None:
         ),
     ],
 )
-def test_gradients_of_all_weights_may_be_divided(tiny_model: Path, changes: dict[str, Any], advised: bool) -> None:
-    config = run_config(tiny_model, gpu_memory_gib=100).with_changes(
+def test_gradients_of_all_weights_may_be_divided(
+    tiny_model: Path, there: float, changes: dict[str, Any], advised: bool
+) -> None:
+    config = run_config(tiny_model, gpu_memory_gib=there, host_memory_gib=100).with_changes(
         {"data": {"train_batch_size": 8}, "actor_rollout_ref": {"actor": {"ppo_mini_batch_size": 8}}}
     )
+    config = config.with_changes(changes)
+    model = model_config(tiny_model, lora_rank=config.actor_rollout_ref.model.lora_rank)
     with pytest.raises(DoesNotFit) as refused:
-        check_fits(config.with_changes(changes), model_config(tiny_model), COST)
+        check_fits(config, model, COST)
     assert ("set actor.fsdp_config.shard_gradients to true" in str(refused.value)) == advised
 
 
@@ -725,13 +728,20 @@ def test_a_recipe_that_one_gpu_cannot_hold_says_so_in_numbers(recipe: str, gib: 
     prompts = embeddings_of(model, lengths=(256,)).to("meta")
     prompts = replace(prompts, prompt_embeds_mask=torch.ones(1, 256, dtype=torch.bool))
     cost = pass_cost(model, prompts, actor.rows_of_pass, checkpointing=True)
-    with pytest.raises(DoesNotFit) as refused:
-        check_fits(config, model, cost)
-    assert str(refused.value) == (
-        f"the update needs {gib} GiB on each GPU (AdamW 152.2, gradients 77.5, weights 76.1, activations of 8 samples "
-        "4.0, gathered weights 1.3) but there are 139.8: set actor.fsdp_config.param_offload to true, or train LoRA "
-        "with model.lora_rank, or raise trainer.n_gpus_per_node, now 1"
-    )
+    others = "train LoRA with model.lora_rank, or train on 3 GPUs or more (trainer.n_gpus_per_node, now 1)"
+    offload = "set actor.fsdp_config.param_offload to true"
+    too_much = "actor.fsdp_config.param_offload would keep 304.4 GiB in the machine's memory, which has 128.0"
+    for host, ways in (
+        (128, f"{others}; {too_much}"),
+        (400, f"{offload} and set trainer.async_checkpoint to false, or {others}"),
+        (600, f"{offload}, or {others}"),
+    ):
+        with pytest.raises(DoesNotFit) as refused:
+            check_fits(config.with_changes({"trainer": {"host_memory_gib": host}}), model, cost)
+        assert str(refused.value) == (
+            f"the update needs {gib} GiB on each GPU (AdamW 152.2, gradients 77.5, weights 76.1, activations of 8 "
+            f"samples 4.0, gathered weights 1.3) but there are 139.8: {ways}"
+        )
     offloads = {"actor_rollout_ref": {"actor": {"fsdp_config": {"param_offload": True}}}}
     offloads |= {"trainer": {"host_memory_gib": 128}}
     offloaded = config.with_changes({"actor_rollout_ref": {"rollout": {"enable_sleep_mode": True}}})
@@ -759,7 +769,8 @@ def test_text_encoders_on_the_trainers_gpu_are_counted(tiny_model: Path) -> None
     assert colocated_encoders(asked(dtype="bfloat16")) == colocated_encoders(asked()) / 2
     assert colocated_encoders(asked(placement="separate")) == 0
     update, sampling = Need({"weights": 10 * GIB}, {"activations": 5 * GIB}), Need({"weights": 4 * GIB}, {})
-    small, large = Needs(update, sampling, 3 * GIB), Needs(update, sampling, 6 * GIB)
+    model = Model(model_config(tiny_model), COST)
+    small, large = Needs(update, sampling, model, 3 * GIB), Needs(update, sampling, model, 6 * GIB)
     assert shortfall(asked(), small, there=15.0) is None
     said = "encoding prompts needs 16.0 GiB on the first GPU (weights 10.0, text encoders 6.0) but there are 15.0: "
     assert str(shortfall(asked(), large, there=15.0)).startswith(said)
@@ -807,9 +818,8 @@ def test_other_programs_are_told_of_where_the_run_does_not_fit_beside_them(tiny_
     assert beside_others(config, needed, InUse(3, 60.4), there=80.0) == (
         "other programs have 60.4 GiB of GPU 3 in use, of 80.0, and the update needs 40.0 GiB on each GPU (activations "
         "of 4 samples 40.0) but there are 19.6: lower actor.ppo_micro_batch_size_per_gpu, now 4, or set "
-        "actor.fsdp_config.gradient_checkpointing to true, or set actor.fsdp_config.param_offload to true, or train "
-        "LoRA with model.lora_rank, or set model.dtype to bfloat16, or raise trainer.n_gpus_per_node, now 1; or end "
-        "them, or choose other GPUs with CUDA_VISIBLE_DEVICES"
+        "actor.fsdp_config.gradient_checkpointing to true, or train LoRA with model.lora_rank, or set model.dtype to "
+        "bfloat16; or end them, or choose other GPUs with CUDA_VISIBLE_DEVICES"
     )
     sampling = needed._replace(update=Need({}, {}))
     assert "the rollout needs 12.0 GiB" in str(beside_others(config, sampling, InUse(0, 70.0), there=80.0))
@@ -825,9 +835,10 @@ def test_what_is_in_use_of_a_gpu_that_nvml_does_not_know_is_unknown(
     assert "memory is in use: NVML says" in caplog.text
     caplog.clear()
     if not torch.cuda.is_available():
-        nothing = Need({}, {})
-        warn_of_others(run_config(tiny_model), Needs(nothing, nothing))
-        warn_of_others(run_config(tiny_model, gpu_memory_gib=80), Needs(nothing.with_resident("all", 1e15), nothing))
+        nothing, model = Need({}, {}), Model(model_config(tiny_model), COST)
+        warn_of_others(run_config(tiny_model), Needs(nothing, nothing, model))
+        all_of_it = Needs(nothing.with_resident("all", 1e15), nothing, model)
+        warn_of_others(run_config(tiny_model, gpu_memory_gib=80), all_of_it)
         assert not caplog.records
 
 

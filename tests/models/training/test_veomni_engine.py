@@ -11,12 +11,19 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from models.cost.memory import Need, update_need
+from models.cost.meta_pass import pass_cost
+from models.families.base import DiffusionModelBase
 from models.rollout.diffusers import DiffusersRolloutEngine
 from models.samples.trajectories import Trajectories
 from models.training.engine import get_training_engine
+from models.training.fsdp import DiffusersFSDPEngine
 from models.training.micro_batches import ActorBatch
-from models.training.veomni_engine import VeOmniEngine
+from models.training.veomni_engine import VeOmniEngine, _without_values
 from models.weights.canary import Canary
+from models.weights.trainable import make_trainable
+from tests.models.cost.test_memory import fsdp_weights
+from tests.models.training.test_engine import trainer
 from tests.support.helpers import (
     actor_config,
     gloo_world,
@@ -152,6 +159,48 @@ def test_two_ranks_train_as_one_and_read_the_checkpoint_of_fsdp2(
             assert largest_difference(ours, other) < 1e-5
         torch.testing.assert_close(torch.cat([own.scored, second[kind].scored]), theirs.scored, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(own.velocity, theirs.velocity, rtol=1e-5, atol=1e-5)
+
+
+def test_the_estimate_has_what_is_frozen_sharded_in_fp32_on_a_lone_rank_too(tiny_model: Path) -> None:
+    """Of LoRA over a bf16 base, which `fsdp2` keeps whole in bf16 there and gathers nothing of."""
+    config, prompts = model_config(tiny_model, lora_rank=4, dtype="bfloat16"), prompt_table((5,))
+    cost, adapter = pass_cost(config, prompts, 4), DiffusionModelBase.get_class(config)
+    module = adapter.load_transformer(config, torch.bfloat16)
+    make_trainable(adapter, module, config)
+    _without_values(module)  # what VeOmni is given to shard
+
+    def needed(strategy: str, world_size: int = 1, **settings: Any) -> Need:
+        actor = actor_config(strategy=strategy, **settings)
+        return update_need(cost, config, actor, world_size=world_size, frozen_models=1)
+
+    held = sum(parameter.nbytes for parameter in module.parameters())
+    assert needed("veomni").resident["weights"] == held == 4 * (cost.frozen + cost.trained)
+    assert needed("fsdp2").resident["weights"] == 2 * cost.frozen + 4 * cost.trained
+    for ranks in (1, 2):
+        assert needed("veomni", ranks).resident["reference and teacher"] == 4 * cost.parameters / ranks
+        assert needed("fsdp2", ranks).resident["reference and teacher"] == 2 * cost.parameters / ranks
+        offloaded = needed("veomni", ranks, param_offload=True).on_host["offloaded weights"]
+        assert offloaded == 4 * (cost.frozen + cost.parameters + 2 * cost.trained) / ranks
+    gathered = cost.frozen + cost.trained - cost.blocks[1] + 2 * cost.blocks[0]
+    assert needed("veomni").passing["gathered weights"] == 2 * gathered
+    assert needed("fsdp2").passing["gathered weights"] == 0
+    kept = needed("veomni", reshard_after_forward=False).passing
+    assert kept["gathered weights"] == 2 * (cost.frozen + cost.trained)
+
+
+def test_a_lone_rank_that_shards_all_holds_the_copies_that_are_counted(
+    one_rank: None, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By FSDP2 itself, which both engines call; of LoRA, between the passes."""
+    config = model_config(tiny_model, lora_rank=4)
+    monkeypatch.setattr(DiffusersFSDPEngine, "_keeps_frozen_whole", False)
+    engine = trainer(config, reshard_after_forward=False)
+    _, paths = DiffusersRolloutEngine(config).generate(rollout_request(lengths=(5, 3, 7)))
+    engine.rescored(paths)
+    held = sum(weight._unsharded_param.nbytes for weight in fsdp_weights(engine.module))
+    actor = actor_config(strategy="veomni", reshard_after_forward=False)
+    need = update_need(pass_cost(config, prompt_table((5,)), 4), config, actor, world_size=1)
+    assert need.passing["gathered weights"] == pytest.approx(held, rel=0.01)
 
 
 @pytest.mark.parametrize(
