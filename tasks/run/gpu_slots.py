@@ -20,12 +20,10 @@ import psutil
 from httpx import HTTPError, HTTPStatusError, codes
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import FlowRunFilter
-from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.responses import ConcurrencyLimitWithLeaseResponse, GlobalConcurrencyLimitResponse
 from prefect.concurrency._events import emit_concurrency_acquisition_events, emit_concurrency_release_events
 from prefect.concurrency._leases import maintain_concurrency_lease
 from prefect.events.filters import EventFilter
-from prefect.events.schemas.events import Event
 from prefect.exceptions import ObjectNotFound
 
 from tasks.actors.ray_address import ClusterError
@@ -46,7 +44,6 @@ RECORD = ".gpu_slots"
 EVENTS = 50
 """So many of a pool's last ones are looked at for who has its slots; Prefect gives no more at once."""
 TAKEN, GIVEN_BACK = "prefect.concurrency-limit.acquired", "prefect.concurrency-limit.released"
-FLOW_RUN = "prefect.flow-run."
 
 
 class Held(NamedTuple):
@@ -176,36 +173,35 @@ def _waits(client: SyncPrefectClient, pool: str, slots: int) -> str:
     """That a run waits, for how many slots and, as far as Prefect's events tell, for whom."""
     found = _read(client, pool)
     try:
-        holders = ", ".join(run.name for run in _holders(client, found))
+        holders = ", ".join(_holders(client, found))
     except HTTPError as error:  # a server need not keep any, and the run is not to end of it
         holders = f"whom Prefect does not tell ({error!r:.200})"
     by = f" by {holders}" if holders else ""
     return f"waits for GPU slots of {pool}: needs {slots}, and {found.active_slots} of {found.limit} are taken{by}"
 
 
-def _holders(client: SyncPrefectClient, pool: GlobalConcurrencyLimitResponse) -> list[FlowRun]:
-    """The flow runs that have the pool's slots, the latest first; not those whose events Prefect has no more."""
+def _holders(client: SyncPrefectClient, pool: GlobalConcurrencyLimitResponse) -> list[str]:
+    """The names of the flow runs that have the pool's slots, the latest first; not those whose events Prefect has no
+    more.
+
+    Of the events of one name the latest counts: a killed flow run gives nothing back, but the one that goes on has its
+    name, and does.
+    """
     resource = {"id": [f"prefect.concurrency-limit.{pool.id}"]}
     wanted = EventFilter.model_validate({"event": {"name": [TAKEN, GIVEN_BACK]}, "resource": resource})
     seen: set[str] = set()
-    left, holders = pool.active_slots, []
+    left, found = pool.active_slots, {}
     for event in client.read_events(wanted, EVENTS).events:  # the latest come first
-        run = _flow_run(event)
-        if run is None or run in seen:
+        run = next((related for related in event.related if related.role == "flow-run"), None)
+        if run is None or run.name is None or run.name in seen:
             continue
-        seen.add(run)
+        seen.add(run.name)
         if event.event == TAKEN and left > 0:
-            holders.append(UUID(run))
+            found[run.prefect_object_id("prefect.flow-run")] = run.name
             left -= int(event.resource["slots-acquired"])
-    found = {run.id: run for run in client.read_flow_runs(flow_run_filter=FlowRunFilter(id={"any_": holders}))}
-    there = [found[run] for run in holders if run in found]
-    return [run for run in there if run.state is None or not run.state.is_final()]
-
-
-def _flow_run(event: Event) -> str | None:
-    """The id of the flow run that it came from; None outside of any."""
-    ids = (related.id for related in event.related if related.role == "flow-run")
-    return next((one.removeprefix(FLOW_RUN) for one in ids), None)
+    runs = client.read_flow_runs(flow_run_filter=FlowRunFilter.model_validate({"id": {"any_": [*found]}}))
+    ended = {run.id for run in runs if run.state is not None and run.state.is_final()}
+    return [name for run, name in found.items() if run not in ended]
 
 
 def _release_of_dead(record: Path, told: Callable[[str], None]) -> float:

@@ -18,6 +18,7 @@ from prefect.logging import disable_run_logger
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from tasks.actors.cluster import ClusterError
+from tasks.actors.watchdog import MARK
 from tasks.config.recipes import load_recipe, parse_changes
 from tasks.config.trainer import RayConfig
 from tasks.records.owner import Owner
@@ -89,12 +90,21 @@ def release(lease: UUID) -> None:
         client.release_concurrency_slots_with_lease(lease)
 
 
+@contextmanager
+def sleeping(**variables: str) -> Iterator[ProcessIdentity]:
+    """A process with these variables that sleeps during the block."""
+    with subprocess.Popen(["sleep", str(PATIENCE)], env=os.environ | variables) as process:
+        try:
+            yield ProcessIdentity.of(process.pid)
+        finally:
+            process.kill()
+
+
 def dead() -> Owner:
     """A process of this machine that was."""
-    with subprocess.Popen(["sleep", "900"]) as process:
-        identity = ProcessIdentity.of(process.pid)
-        process.kill()
-    return Owner.this()._replace(process=identity)
+    with sleeping() as process:
+        pass
+    return Owner.this()._replace(process=process)
 
 
 @contextmanager
@@ -179,35 +189,35 @@ def test_a_run_that_goes_on_does_not_wait_for_its_killed_process(
     """Others do, and are told for whom."""
     ours, others = tmp_path / "ours", tmp_path / "others"
 
-    def begin(folder: Path, gpus: int, name: str) -> Program:
+    def begin(folder: Path, gpus: int, log: str) -> Program:
         (folder / "waited").unlink(missing_ok=True)
-        return Program(("-c", HOLDS, pool, str(gpus), name, str(folder)), tmp_path, prefect_server, tmp_path / name)
+        command = ("-c", HOLDS, pool, str(gpus), folder.name, str(folder))
+        return Program(command, tmp_path, prefect_server, tmp_path / log)
 
     def has_slots(folder: Path, program: Program) -> float:
-        waited = wait_until((folder / "waited").exists, f"its slots ({program.log})", every=0.05)
-        waited = wait_until((folder / "waited").read_text, f"its slots ({program.log})", every=0.05)
-        return float(waited)
+        wait_until((folder / "waited").exists, f"its slots ({program.log})", every=0.05)
+        return float(wait_until((folder / "waited").read_text, f"its slots ({program.log})", every=0.05))
 
-    def named(name: str) -> bool:
-        """Has the server heard that the flow run took slots? It is told behind the run."""
-        wanted = {"event": {"name": ["prefect.concurrency-limit.acquired"]}}
+    def heard(what: str, name: str) -> bool:
+        """Does the server know that a flow run did it? It is told behind the run."""
+        wanted = {"event": {"name": [f"prefect.concurrency-limit.{what}"]}}
         events = post(f"{prefect_server['PREFECT_API_URL']}/events/filter", {"filter": wanted})["events"]
         return any(related.get("prefect.resource.name") == name for one in events for related in one["related"])
 
-    with running(begin(ours, 2, "killed")) as program:
+    with running(begin(ours, 2, "killed.log")) as program:
         has_slots(ours, program)
         os.kill(program.pid, signal.SIGKILL)
         program.wait(PATIENCE)
     assert taken(pool) == 2
     assert (ours / RECORD).exists()
-    with running(begin(ours, 2, "again")) as program:
+    with running(begin(ours, 2, "again.log")) as program:
         assert has_slots(ours, program) == 0
         assert "waits for" not in program.output()
         assert taken(pool) == 2
-        wait_until(lambda: named("again"), "the word of its slots")
-        with running(begin(others, 1, "another")) as another:
+        wait_until(lambda: heard("acquired", "ours"), "the word of its slots")
+        with running(begin(others, 1, "others.log")) as another:
             wait_until(lambda: "waits for" in another.output(), f"its wait ({another.log})", every=0.05)
-            assert "waits for GPU slots of two-gpus: needs 1, and 2 of 2 are taken by again\n" in another.output()
+            assert "waits for GPU slots of two-gpus: needs 1, and 2 of 2 are taken by ours\n" in another.output()
             assert not (others / "waited").exists()
             (ours / "leave").touch()
             assert program.wait(PATIENCE) == 0, program.output()
@@ -216,21 +226,24 @@ def test_a_run_that_goes_on_does_not_wait_for_its_killed_process(
             (others / "leave").touch()
             assert another.wait(PATIENCE) == 0, another.output()
     assert taken(pool) == 0
+    for name in ("ours", "others"):
+        wait_until(lambda name=name: heard("released", name), "the word that it has none")
+    lease = leased(pool, 2)
+    with waiting(prefect_server, pool, 1, None) as told:
+        # Of the killed one, which Prefect takes to run still, nothing any more.
+        assert told == ["waits for GPU slots of two-gpus: needs 1, and 2 of 2 are taken"]
+        release(lease)
 
 
 def test_what_a_killed_process_started_ends_first(pool: str, prefect_server: dict[str, str], tmp_path: Path) -> None:
     """It may have memory of the GPUs; its watchdog, which ends it, is not there yet or has just begun."""
     owner = dead()
     Held(leased(pool, 2), owner).write(tmp_path / RECORD)
-    environment = os.environ | {"DOUBLEFLOW_STARTED_BY": str(owner.process)}
-    with (
-        subprocess.Popen(["sleep", "900"], env=environment) as left,
-        waiting(prefect_server, pool, 2, tmp_path) as told,
-    ):
+    with sleeping(**{MARK: str(owner.process)}) as left, waiting(prefect_server, pool, 2, tmp_path) as told:
         assert taken(pool) == 2
         line = f"waits until what the run's killed process {owner.process.pid} started has ended: pid {left.pid}"
         assert told == [line]
-        left.kill()
+        os.kill(left.pid, signal.SIGKILL)
     assert told == [line]  # nothing of slots: they were there at once then
     assert taken(pool) == 0
 
