@@ -189,19 +189,21 @@ def _holders(client: SyncPrefectClient, pool: GlobalConcurrencyLimitResponse) ->
     """
     resource = {"id": [f"prefect.concurrency-limit.{pool.id}"]}
     wanted = EventFilter.model_validate({"event": {"name": [TAKEN, GIVEN_BACK]}, "resource": resource})
-    seen: set[str] = set()
-    left, found = pool.active_slots, {}
+    latest: dict[str, tuple[UUID, int]] = {}
     for event in client.read_events(wanted, EVENTS).events:  # the latest come first
         run = next((related for related in event.related if related.role == "flow-run"), None)
-        if run is None or run.name is None or run.name in seen:
-            continue
-        seen.add(run.name)
-        if event.event == TAKEN and left > 0:
-            found[run.prefect_object_id("prefect.flow-run")] = run.name
-            left -= int(event.resource["slots-acquired"])
-    runs = client.read_flow_runs(flow_run_filter=FlowRunFilter.model_validate({"id": {"any_": [*found]}}))
+        if run is not None and run.name is not None and run.name not in latest:
+            slots = int(event.resource["slots-acquired"]) if event.event == TAKEN else 0
+            latest[run.name] = run.prefect_object_id("prefect.flow-run"), slots
+    asked = FlowRunFilter.model_validate({"id": {"any_": [run for run, _ in latest.values()]}})
+    runs = client.read_flow_runs(flow_run_filter=asked)
     ended = {run.id for run in runs if run.state is not None and run.state.is_final()}
-    return [name for run, name in found.items() if run not in ended]
+    left, names = pool.active_slots, []
+    for name, (one, slots) in latest.items():
+        if slots and one not in ended and left > 0:  # what is older than all that are taken was never given back
+            names.append(name)
+            left -= slots
+    return names
 
 
 def _release_of_dead(record: Path, told: Callable[[str], None]) -> float:

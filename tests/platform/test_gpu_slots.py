@@ -7,15 +7,18 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 from uuid import UUID, uuid4
 
 import pytest
+from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate, GlobalConcurrencyLimitUpdate
 from prefect.logging import disable_run_logger
 from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.states import Completed
 
 from tasks.actors.cluster import ClusterError
 from tasks.actors.watchdog import MARK
@@ -232,6 +235,35 @@ def test_a_run_that_goes_on_does_not_wait_for_its_killed_process(
     with waiting(prefect_server, pool, 1, None) as told:
         # Of the killed one, which Prefect takes to run still, nothing any more.
         assert told == ["waits for GPU slots of two-gpus: needs 1, and 2 of 2 are taken"]
+        release(lease)
+
+
+def test_only_those_are_named_that_can_have_the_slots(pool: str, prefect_server: dict[str, str]) -> None:
+    """A killed flow run says nothing, and Prefect may take it to run for ever: there may be more of them than slots."""
+    with get_client(sync_client=True) as client:
+        limit = client.read_global_concurrency_limit_by_name(pool).id
+        ended = client.create_flow_run(flow(print), name="ended", state=Completed()).id
+
+    def event(number: int, name: str, run: UUID, what: str, slots: int) -> dict[str, Any]:
+        flow_run = {"id": f"prefect.flow-run.{run}", "role": "flow-run", "name": name}
+        return {
+            "occurred": (datetime.now(UTC) + timedelta(seconds=number - 60)).isoformat(),
+            "event": f"prefect.concurrency-limit.{what}",
+            "resource": {"prefect.resource.id": f"prefect.concurrency-limit.{limit}", "slots-acquired": str(slots)},
+            "related": [{f"prefect.resource.{label}": value for label, value in flow_run.items()}],
+            "id": str(uuid4()),
+        }
+
+    sequence = [("killed", "acquired"), ("now", "acquired"), ("left", "acquired"), ("left", "released")]
+    events = [event(number, name, uuid4(), what, 1) for number, (name, what) in enumerate(sequence)]
+    events += [event(4, "too", uuid4(), "acquired", 1), event(5, "ended", ended, "acquired", 1)]
+    api = prefect_server["PREFECT_API_URL"]
+    post(f"{api}/events", events)
+    wanted = {"filter": {"id": {"id": [one["id"] for one in events]}}}
+    wait_until(lambda: len(post(f"{api}/events/filter", wanted)["events"]) == len(events), "the events")
+    lease = leased(pool, 2)
+    with waiting(prefect_server, pool, 1, None) as told:
+        assert told == ["waits for GPU slots of two-gpus: needs 1, and 2 of 2 are taken by too, now"]
         release(lease)
 
 
