@@ -338,8 +338,12 @@ def test_the_wait_is_not_put_down_to_ray(
 
     def let_go() -> None:
         with on(workspace.environment):
-            wait_until(lambda: told.append(capsys.readouterr().err) or "waits for" in "".join(told), "the line", 0.05)
-            release(lease)
+            try:
+                wait_until(
+                    lambda: told.append(capsys.readouterr().err) or "waits for" in "".join(told), "the line", 0.05
+                )
+            finally:
+                release(lease)
 
     other = threading.Thread(target=let_go, daemon=True)
     other.start()
