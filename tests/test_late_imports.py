@@ -125,7 +125,7 @@ def test_imports_inside_functions_are_of_what_is_heavy_or_optional_and_not_there
 )
 def test_an_actor_starts_without_the_drivers_libraries(actor: str) -> None:
     """Prefect alone is a sixth of what an actor imports, and a run starts several."""
-    assert loaded_with("tasks.actors.cluster") >= {"ray", "prefect"}, "imports are not followed: this proves nothing"
+    assert loaded_with("tasks.run.opening") >= {"ray", "prefect"}, "imports are not followed: this proves nothing"
     assert not loaded_with(f"tasks.actors.{actor}") & {"prefect", "mlflow", "matplotlib"}
 
 

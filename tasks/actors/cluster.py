@@ -3,7 +3,6 @@
 
 import atexit
 import logging
-import math
 import os
 import signal
 import threading
@@ -16,9 +15,6 @@ from typing import Any
 
 import psutil
 import ray
-from prefect.client.orchestration import get_client
-from prefect.concurrency.sync import concurrency
-from prefect.exceptions import ObjectNotFound
 from ray import cloudpickle
 from ray.exceptions import AuthenticationError
 
@@ -50,10 +46,6 @@ cloudpickle.register_pickle_by_value(compile_cache)
 
 
 WORKER_SETUP = "worker_process_setup_hook"
-SLOT_LEASE_SECONDS = 90.0
-"""After which the slots of a run that was killed are free; Prefect renews them while it lives."""
-
-
 LATE = "timed out during startup"
 """Words of Ray's error where its daemon is not there in time."""
 AGENTS_SECONDS = 2
@@ -288,33 +280,6 @@ def _own_handler_of_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
     if heard:
         signal.raise_signal(signal.SIGTERM)
-
-
-@contextmanager
-def gpu_slots(config: RayConfig, gpus: float) -> Iterator[None]:
-    """Hold a slot of `config.gpu_pool` for each GPU, so that two runs never share one; waits until they are free.
-
-    The slots are a lease: those of a run that was killed are free again after a minute and a half.
-
-    Raises:
-        ClusterError: the pool is unknown, or smaller than what the run needs.
-    """
-    if config.gpu_pool is None or gpus == 0:
-        yield
-        return
-    slots = math.ceil(gpus)
-    with get_client(sync_client=True) as client:
-        try:
-            limit = client.read_global_concurrency_limit_by_name(config.gpu_pool).limit
-        except ObjectNotFound as error:
-            raise ClusterError(
-                f"ray_init.gpu_pool is {config.gpu_pool!r}, which Prefect does not know: make it with `prefect gcl "
-                f"create {config.gpu_pool} --limit <GPUs>`"
-            ) from error
-    if slots > limit:
-        raise ClusterError(f"the run needs {slots} GPUs but ray_init.gpu_pool {config.gpu_pool} has {limit} in all")
-    with concurrency(config.gpu_pool, occupy=slots, strict=True, lease_duration=SLOT_LEASE_SECONDS):
-        yield
 
 
 def require_resources(gpus: float, cpus: float) -> None:

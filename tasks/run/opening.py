@@ -20,7 +20,7 @@ from models.config.section import AUTO
 from models.cost.memory import Need
 from models.samples.trajectories import LATENTS, PICTURES, Recording
 from models.weights.canary import Canary
-from tasks.actors.cluster import WorkerNeeds, gpu_slots, gpus_are_free, ray_cluster, require_resources
+from tasks.actors.cluster import WorkerNeeds, gpus_are_free, ray_cluster, require_resources
 from tasks.actors.machines import MachineWatch, watched_machines
 from tasks.actors.rank_places import RankPlaces
 from tasks.actors.reward_group import RewardGroup, wanted_inputs
@@ -44,6 +44,7 @@ from tasks.run.capacity import Needs
 from tasks.run.early import check_records
 from tasks.run.expectation import BesideExpected
 from tasks.run.gpu_capacity import warn_of_others
+from tasks.run.gpu_slots import gpu_slots
 from tasks.run.host_capacity import warn_of_little_memory
 from tasks.run.kept_stages import KeptStages
 from tasks.run.live_text import start_text_encoders
@@ -86,6 +87,7 @@ def open_cluster_and_tracker(
     run_id: str | None = None,
     needed: Needs | None = None,
     on_host: Need | None = None,
+    start: StartTimes | None = None,
 ) -> Iterator[Tracker]:
     """What everything that needs actors begins with: the GPUs' slots, the cluster, proof that it is large enough, a
     word of other programs on its GPUs and in its memory, and the tracker. Afterwards the MLflow run is FINISHED, FAILED
@@ -93,9 +95,10 @@ def open_cluster_and_tracker(
 
     Args:
         name: of a new MLflow run.
-        trains: for training; without, a measurement needs no trainer ranks.
+        trains: for training, under the lock of the run's folder; without, a measurement needs no trainer ranks.
         run_id: the MLflow run to continue.
         needed, on_host: what a GPU and the machine's memory have to hold, where that is known.
+        start: counts the wait for the slots apart.
 
     Raises:
         ClusterError: the slots' pool or the cluster cannot hold the actors.
@@ -106,7 +109,9 @@ def open_cluster_and_tracker(
     require_answer(config.tracking.address)
     check_records(config.tracking)
     gpus = config.gpus_needed(trains)
-    with gpu_slots(config.ray_init, gpus):
+    with gpu_slots(config.ray_init, gpus, config.run_dir if trains else None) as waited:
+        if start is not None and waited:
+            start.apart("the wait for GPU slots", waited)
         address = os.environ.get("RAY_ADDRESS")  # told, for a minute may pass until there is more to tell
         tell("Ray starts" if address is None else f"joins the Ray cluster at {address}")
         with ray_cluster(config.ray_init, worker_needs(config), gpus > 0), heeded_once():
@@ -158,7 +163,7 @@ def open_run(config: TrainConfig, inputs: Inputs, recipe: TrainConfig, start: St
         again = _remembered_run_id(config)
         with (
             open_cluster_and_tracker(
-                config, label, trains=True, run_id=again, needed=inputs.needs, on_host=inputs.host
+                config, label, trains=True, run_id=again, needed=inputs.needs, on_host=inputs.host, start=start
             ) as tracker,
             served_for(config) as model,
         ):

@@ -30,6 +30,11 @@ class StartTimes:
         self.parts[part] = self.parts.get(part, 0.0) + now - self._last
         self._last = now
 
+    def apart(self, part: str, seconds: float) -> None:
+        """Count so many seconds of those since the last mark as this part's, and not the next one's."""
+        self.parts[part] = self.parts.get(part, 0.0) + seconds
+        self._last += seconds
+
     @property
     def seconds(self) -> float:
         """All parts."""

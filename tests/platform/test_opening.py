@@ -5,20 +5,12 @@ in the terminal and on the flow run's page."""
 import os
 import signal
 import sqlite3
-import threading
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, closing
-from typing import Any
+from contextlib import closing
 
 import psutil
 import pytest
-from prefect.client.orchestration import get_client
-from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate
-from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from tasks.actors.cluster import ClusterError, gpu_slots
 from tasks.config.tracking import TrackingConfig
-from tasks.config.trainer import RayConfig
 from tasks.records.model_registry import register
 from tasks.records.tracking import Tracker
 from tasks.system.processes import wait_until_ended
@@ -64,62 +56,6 @@ def hang():
 ray.shutdown = hang
 main(flow)
 """
-
-
-def on(server: dict[str, str]) -> AbstractContextManager[Any]:
-    """This thread talks to that server."""
-    return temporary_settings({PREFECT_API_URL: server["PREFECT_API_URL"]})
-
-
-@pytest.fixture
-def pool(prefect_server: dict[str, str]) -> Iterator[str]:
-    """A limit of two GPUs on the server, which this process talks to."""
-    with on(prefect_server):
-        with get_client(sync_client=True) as client:
-            client.create_global_concurrency_limit(GlobalConcurrencyLimitCreate(name="two-gpus", limit=2))
-        yield "two-gpus"
-        with get_client(sync_client=True) as client:
-            client.delete_global_concurrency_limit_by_name("two-gpus")
-
-
-def taken(pool: str) -> int:
-    with get_client(sync_client=True) as client:
-        return client.read_global_concurrency_limit_by_name(pool).active_slots
-
-
-def test_a_run_holds_a_slot_for_each_gpu_and_another_waits_for_them(pool: str, prefect_server: dict[str, str]) -> None:
-    config, entered, leave = RayConfig(gpu_pool=pool), threading.Event(), threading.Event()
-
-    def second() -> None:
-        with on(prefect_server), gpu_slots(config, 1):
-            entered.set()
-            leave.wait(PATIENCE)
-
-    with gpu_slots(config, 1.5):
-        assert taken(pool) == 2  # half a GPU takes a whole slot
-        other = threading.Thread(target=second)
-        other.start()
-        assert not entered.wait(1)
-    assert entered.wait(PATIENCE)
-    assert taken(pool) == 1
-    leave.set()
-    other.join()
-    assert taken(pool) == 0
-    with gpu_slots(config, 0), gpu_slots(RayConfig(), 4):
-        assert taken(pool) == 0  # a run without GPUs, or without a pool, asks for none
-
-
-def test_a_pool_that_cannot_hold_the_run_is_an_error(pool: str) -> None:
-    with (
-        pytest.raises(ClusterError, match=r"needs 3 GPUs but ray_init\.gpu_pool two-gpus has 2 in all"),
-        gpu_slots(RayConfig(gpu_pool=pool), 2.5),
-    ):
-        pass
-    with (
-        pytest.raises(ClusterError, match="'nowhere', which Prefect does not know"),
-        gpu_slots(RayConfig(gpu_pool="nowhere"), 1),
-    ):
-        pass
 
 
 def registered(workspace: Workspace) -> None:
