@@ -24,6 +24,9 @@ LOGS_FOR_WATCHERS = {
     "PREFECT_SERVER_LOGS_STREAM_PUBLISHING_ENABLED": "true",
 }
 """Without them `prefect deployment run --watch` shows that tasks begin and end, and no line of a run's log."""
+KEPT_LEASES = {"PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem"}
+"""Leases of slots stay when the server is started again, which by default forgets them: a run that has some could not
+renew its own, which ends it, and nothing would ever give them back."""
 DVC_SITE_CACHE = Path(".doubleflow/dvc")
 STARTUP_SECONDS = 300
 """Within which the temporary server must answer. Its first start makes a database, while the run's imports go on: with
@@ -64,6 +67,7 @@ def server_settings(access: Mapping[str, str], prefect_port: int | None = None) 
         "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": origins,
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
         **LOGS_FOR_WATCHERS,
+        **KEPT_LEASES,
     } | (QUIET if prefect_port is None else {})
 
 

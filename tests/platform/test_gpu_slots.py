@@ -28,10 +28,13 @@ from tasks.records.owner import Owner
 from tasks.run.gpu_slots import RECORD, SLOT_LEASE_SECONDS, Held, gpu_slots
 from tasks.run.opening import open_cluster_and_tracker
 from tasks.run.start_times import StartTimes
+from tasks.system.access import KEPT_LEASES
+from tasks.system.ports import free_port
 from tasks.system.processes import ProcessIdentity
 from tests.support.forked import Program
-from tests.support.patience import PATIENCE, post, wait_until
+from tests.support.patience import PATIENCE, post, wait_for_server, wait_until
 from tests.support.platform_helpers import Workspace, running
+from tests.support.prefect_store import prefect_in
 
 POOL = "two-gpus"
 HOLDS = """
@@ -128,6 +131,36 @@ def waiting(server: dict[str, str], pool: str, gpus: float, folder: Path | None)
     yield told
     thread.join(PATIENCE)
     assert entered.is_set()
+
+
+def test_slots_are_held_and_given_back_across_a_servers_death(tmp_path: Path) -> None:
+    """With the variables that `make up` gives its server."""
+    port = free_port()
+    address = f"http://127.0.0.1:{port}/api"
+    environment = os.environ | prefect_in(tmp_path) | {"PREFECT_API_URL": address} | KEPT_LEASES
+    command = ["-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
+
+    def server(log: str) -> AbstractContextManager[Program]:
+        return running(Program(command, tmp_path, environment, tmp_path / log))
+
+    with temporary_settings({PREFECT_API_URL: address}):
+        with server("first.log") as first:
+            wait_for_server(f"{address}/health", "the first server's start")
+            with get_client(sync_client=True) as client:
+                client.create_global_concurrency_limit(GlobalConcurrencyLimitCreate(name=POOL, limit=2))
+            holding = gpu_slots(RayConfig(gpu_pool=POOL), 2, tmp_path)
+            holding.__enter__()
+            os.kill(first.pid, signal.SIGKILL)
+            first.wait(PATIENCE)
+        with server("second.log"):
+            wait_for_server(f"{address}/health", "the second server's start")
+            held = Held.read(tmp_path / RECORD)
+            assert held is not None
+            with get_client(sync_client=True) as client:
+                client.renew_concurrency_lease(held.lease, SLOT_LEASE_SECONDS)  # as the run does; raises what it gets
+            assert taken(POOL) == 2
+            holding.__exit__(None, None, None)
+            assert taken(POOL) == 0
 
 
 def test_a_run_holds_a_slot_for_each_gpu_and_another_waits_for_them(pool: str, prefect_server: dict[str, str]) -> None:
