@@ -9,7 +9,7 @@ PREFECT_PORT ?= 4200
 MLFLOW_PORT ?= 5000
 RUNS ?= 2
 # The parts of tests/platform that `make test` runs beside the others: no part is so long that the last one runs alone.
-SERVED = services sweep_runs reproduce deployment late_start
+SERVED = services sweep_runs reproduce deployment late_start gpu_slots
 UNITS = --ignore tests/platform --ignore tests/omni --ignore tests/gpu/test_flow.py --ignore tests/pages
 UV_VERSION = 0.13.9
 TESTS = test-platform test-served test-units test-omni test-learning test-pages check-tests
