@@ -15,7 +15,6 @@ import argparse
 import fcntl
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -44,6 +43,7 @@ from models.schedulers.noise_keys import NoiseKey
 from models.training.fsdp import DiffusersFSDPEngine
 from models.training.micro_batches import ActorBatch
 from models.weights.trainable import trainable
+from tasks.system.ports import LOOPBACK, free_port
 
 
 @dataclass(frozen=True)
@@ -439,10 +439,7 @@ def _arguments() -> argparse.Namespace:
 def _run_ranks(ranks: int, variant: str) -> int:
     """One process a rank, each with one GPU in sight, as Ray starts them; the exit code of the first that failed, which
     ends the others, or 0."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+    shared = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = seen.split(",") if seen else [str(rank) for rank in range(ranks)]
     command = [sys.executable, "-m", "benchmarks.iteration", *sys.argv[1:], "--variant", variant]

@@ -25,6 +25,7 @@ import numpy as np
 from mlflow import MlflowClient
 from scipy.stats import ttest_1samp
 
+from benchmarks.failures import NotMeasured, refuse_failed
 from tasks.config.recipes import changed_recipe
 
 DOCS, RUNS = Path("docs"), Path("runs/learning")
@@ -66,10 +67,6 @@ SETTINGS: dict[str, list[str]] = {
 range, so that they are compared at equal ones; an algorithm that is about those gives its own."""
 
 
-class RunFailed(Exception):
-    """A run came to no curve; says which, and where its log is."""
-
-
 @dataclass(frozen=True)
 class Curve:
     """One run: held-out reward after so many pictures and seconds of training, validation not counted."""
@@ -96,7 +93,7 @@ class Runner:
         self.pinned = slots > 1
 
     def curve(self, algorithm: str, seed: int) -> Curve:
-        """Train and measure, or read the curve of a run that was made before; RunFailed where a command fails."""
+        """Train and measure, or read the curve of a run that was made before; NotMeasured where a command fails."""
         folder = RUNS / f"{algorithm}-{seed}"
         record = folder / "curve.json"
         if record.is_file():
@@ -155,16 +152,16 @@ class Runner:
             command = [*pin, sys.executable, "-m", module, "flow-grpo", *given, *arguments]
             code = subprocess.run(command, env=environment, stdout=log, stderr=log).returncode
         if code:
-            raise RunFailed(f"{folder.name}: {module} failed with exit code {code}, see {folder / 'log.txt'}")
+            raise NotMeasured(f"{folder.name}: {module} failed with exit code {code}, see {folder / 'log.txt'}")
 
 
 def changes(algorithm: str, seed: int, folder: Path) -> list[str]:
-    """All changes to the recipe `flow-grpo` that make this run; RunFailed for one whose teacher has no weights yet."""
+    """All changes to the recipe `flow-grpo` that make this run; NotMeasured where its teacher has no weights yet."""
     teacher = []
     if algorithm.startswith("distill"):
         exported = sorted((RUNS / f"{TEACHER}-0").glob("train-*/weights"))
         if not exported:
-            raise RunFailed(f"{folder.name}: not begun, as {RUNS / f'{TEACHER}-0'} has no exported weights")
+            raise NotMeasured(f"{folder.name}: not begun, as {RUNS / f'{TEACHER}-0'} has no exported weights")
         (weights,) = exported
         teacher = [f"{ACTOR}.teacher_path={weights}"]
     return [
@@ -284,13 +281,13 @@ def main() -> None:
             for name, future in ((name, future) for name, futures in made.items() for future in futures):
                 try:
                     curve = future.result()
-                except RunFailed as error:
+                except NotMeasured as error:
                     not_made.append(str(error))
                 else:
                     curves.setdefault(name, []).append(curve)
     if not_made:
         print(table(curves))
-        sys.exit(f"error: {'; '.join(not_made)}; {DOCS / 'learning.md'} stays as it is")
+        refuse_failed([*not_made, f"{DOCS / 'learning.md'} stays as it is"])
     failed = [name for name, seeds in curves.items() if not p_value([curve.gain for curve in seeds]) < SIGNIFICANT]
     steps = COMMON[0].partition("=")[2]
     verdict = f"not below {SIGNIFICANT}: {', '.join(failed)}" if failed else f"all are below {SIGNIFICANT}"

@@ -281,7 +281,7 @@ def main() -> None:
             stream.write(json.dumps(numbers) + "\n")
         return
     build(arguments.model, arguments.work / "model", arguments.device)
-    done = {json.loads(line)["variant"] for line in results.read_text().splitlines()} if results.exists() else set()
+    done = {line["variant"] for line in _lines(results)}
     failed = []
     for name in variants(arguments.device):
         if name not in done and (not arguments.only or name in arguments.only):
@@ -289,8 +289,12 @@ def main() -> None:
             command = [sys.executable, "-m", "benchmarks.rollout", *sys.argv[1:], "--variant", name]
             if code := subprocess.run(command).returncode:
                 failed.append(f"{name} failed with exit code {code}, see above")
-    print(table([json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []))
+    print(table(_lines(results)))
     refuse_failed(failed)
+
+
+def _lines(results: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
 
 
 if __name__ == "__main__":

@@ -197,26 +197,23 @@ def _measured(
     compute: Callable[[], Tensor], module: nn.Module, attention: "_FusedAttention", backward: bool = False
 ) -> _Measured:
     """Operations and memory of `compute`, and of its backward; the module's own tensors do not count."""
-    ledger = _Ledger(module, attention.count)
-    attention.count.clear()
+    count = attention.count = _Count()
+    ledger = _Ledger(module, count)
     with ledger, attention:
         output = compute()
         after = ledger.live
         if backward:
             output.sum().backward()
-    return _Measured(attention.count.flops, attention.count.recomputed, ledger.peak, after)
+    return _Measured(count.flops, count.recomputed, ledger.peak, after)
 
 
+@dataclass
 class _Count:
     """Operations: those that gradient checkpointing computes again in the backward stand apart."""
 
-    def __init__(self) -> None:
-        self.clear()
-
-    def clear(self) -> None:
-        """Begin at 0."""
-        self.flops = self.recomputed = 0.0
-        self.again = False
+    flops: float = 0.0
+    recomputed: float = 0.0
+    again: bool = False
 
     def add(self, flops: float) -> None:
         """So many more."""

@@ -8,7 +8,6 @@ import logging
 import os
 
 from models.cost.memory import GIB, OFFLOADED, OFFLOADED_MOMENTS, Need
-from models.cost.meta_pass import PassCost
 from tasks.config.tree import TrainConfig
 from tasks.run.capacity import ENCODERS, DoesNotFit, Needs, checkpoint_bytes, encoder_bytes
 from tasks.system.host_memory import all_bytes, free_bytes
@@ -20,7 +19,7 @@ CHECKPOINT_COPY, ASLEEP = "the checkpoint's copy", "the rollout's weights, aslee
 UPDATE, ROLLOUT = "the update", "the rollout"
 
 
-def check_host(config: TrainConfig, cost: PassCost, needs: Needs) -> Need | None:
+def check_host(config: TrainConfig, needs: Needs) -> Need | None:
     """What the run keeps of its first machine's memory; None where that machine's memory is not known.
 
     Args:
@@ -32,7 +31,7 @@ def check_host(config: TrainConfig, cost: PassCost, needs: Needs) -> Need | None
     there = host_gib(config)
     if there is None:
         return None
-    needed = host_need(config, cost, needs)
+    needed = host_need(config, needs)
     lacking = host_shortfall(config, needed, there)
     if lacking is not None:
         raise DoesNotFit(f"the run {lacking}")
@@ -63,7 +62,7 @@ def host_gib(config: TrainConfig) -> float | None:
     return None if os.environ.get("RAY_ADDRESS") else all_bytes() / GIB
 
 
-def host_need(config: TrainConfig, cost: PassCost, needed: Needs) -> Need:
+def host_need(config: TrainConfig, needed: Needs) -> Need:
     """What the run keeps of its first machine's memory from its first checkpoint on.
 
     Not counted, as it is not known: rewards, samples on their way, Python and its libraries in every process.
@@ -75,7 +74,7 @@ def host_need(config: TrainConfig, cost: PassCost, needed: Needs) -> Need:
     ranks = trainer.n_gpus_per_node
     kept = {name: ranks * size for name, size in needed.update.on_host.items()}
     if trainer.async_checkpoint:
-        kept[CHECKPOINT_COPY] = checkpoint_bytes(config, cost) * ranks / trainer.world_size
+        kept[CHECKPOINT_COPY] = checkpoint_bytes(config, needed.model.cost) * ranks / trainer.world_size
     kept |= _of_models(config, needed)
     if encoder is not None and (encoder.sleeps or encoder.device == "cpu") and trainer.nnodes == 1:
         kept[ENCODERS] = encoder_bytes(config)

@@ -168,7 +168,7 @@ def _with_costs(inputs: Inputs, costs: _Costs) -> Inputs:
     if flops is not None:
         fitting = check_fits(config, inputs.model_config, flops.cost)
         needed = fitting or needs(config, inputs.model_config, flops.cost)
-        inputs = replace(inputs, flops=flops, needs=fitting, host=check_host(config, flops.cost, needed))
+        inputs = replace(inputs, flops=flops, needs=fitting, host=check_host(config, needed))
     check_folder(config.trainer.default_local_dir)
     if flops is not None:
         check_disk(config, flops.cost)

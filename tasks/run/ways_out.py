@@ -49,7 +49,7 @@ def beyond_memory(config: TrainConfig, needed: Needs, there: float, encoders: fl
     if config.actor_rollout_ref.rollout.enable_sleep_mode == AUTO:
         both = needed.update.gib + (0.0 if needed.rollout is None else needed.rollout.gib)
         config = config.settled({"actor_rollout_ref": {"rollout": {"enable_sleep_mode": both > there}}})
-    kept = host_need(config, needed.model.cost, needed)
+    kept = host_need(config, needed)
     return beyond_host(config, kept.with_resident(ENCODERS, encoders) if encoders else kept)
 
 
@@ -101,22 +101,26 @@ class _Room:
     def more_gpus(self) -> str | None:
         """The least number of them that suffices, with gradients divided or activations fewer only where it must be."""
         trainer = self.config.trainer
-        few, many = trainer.world_size + 1, range(trainer.world_size + 1, MOST_GPUS + 1)
+        now = f"trainer.n_gpus_per_node, now {trainer.n_gpus_per_node}"
+        now += f", times trainer.nnodes, now {trainer.nnodes}" if trainer.nnodes > 1 else ""
         for may_have_fewer in (False, True):
             for chosen in ((), (SHARD,)) if self._may_shard else ((),):
-                changed = self._changed(chosen)
-
-                def also(ranks: int, changed: TrainConfig = changed, fewer: bool = may_have_fewer) -> list[str] | None:
-                    lacking = self._completed(self._update(changed, ranks=ranks))
-                    return None if lacking and not fewer else lacking
-
-                place = bisect_left(many, True, key=lambda ranks: also(ranks) is not None)
-                if place < len(many):
-                    ways = [*_set_to_true(chosen), *(also(few + place) or [])]
-                    now = f"trainer.n_gpus_per_node, now {trainer.n_gpus_per_node}"
-                    now += f", times trainer.nnodes, now {trainer.nnodes}" if trainer.nnodes > 1 else ""
-                    return " and ".join([f"train on {few + place} GPUs or more ({now})", *ways])
+                ranks, besides = self._least_gpus(self._changed(chosen), may_have_fewer)
+                if ranks is not None:
+                    return " and ".join([f"train on {ranks} GPUs or more ({now})", *_set_to_true(chosen), *besides])
         return None
+
+    def _least_gpus(self, config: TrainConfig, may_have_fewer: bool) -> tuple[int | None, list[str]]:
+        """(the least number of GPUs on which that config suffices, what has to be done besides: nothing, but where
+        activations may be fewer; None and nothing where no number does)."""
+
+        def besides(ranks: int) -> list[str] | None:
+            lacking = self._completed(self._update(config, ranks=ranks))
+            return None if lacking and not may_have_fewer else lacking
+
+        more = range(self.config.trainer.world_size + 1, MOST_GPUS + 1)
+        place = bisect_left(more, True, key=lambda ranks: besides(ranks) is not None)
+        return (more[place], besides(more[place]) or []) if place < len(more) else (None, [])
 
     def _tried(self, chosen: Sequence[str]) -> tuple[str | None, str | None]:
         """(a text of these settings where they suffice, why the machine has no room for them)."""

@@ -747,7 +747,7 @@ def test_a_recipe_that_one_gpu_cannot_hold_says_so_in_numbers(recipe: str, gib: 
     offloaded = config.with_changes({"actor_rollout_ref": {"rollout": {"enable_sleep_mode": True}}})
     offloaded = offloaded.with_changes(offloads)
     with pytest.raises(DoesNotFit) as refused:
-        check_host(offloaded, cost, needs(offloaded, model, cost))
+        check_host(offloaded, needs(offloaded, model, cost))
     assert str(refused.value) == (
         "the run keeps 533.0 GiB in its machine's memory (the checkpoint's copy 228.3, offloaded weights 152.2, "
         "offloaded AdamW 152.2, the rollout's weights, asleep 0.2) but there are 128.0: set trainer.async_checkpoint "

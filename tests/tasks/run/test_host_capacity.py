@@ -55,13 +55,13 @@ def kept(config: TrainConfig, cost: PassCost = COST, **model: Any) -> dict[str, 
     """GiB by what they are for, what is nothing left out."""
     settings = config.actor_rollout_ref.model
     of_model = model_config(settings.path, lora_rank=settings.lora_rank, **model)
-    need = host_need(config, cost, needs(config, of_model, cost))
+    need = host_need(config, needs(config, of_model, cost))
     return {name: size / GIB for name, size in (need.resident | need.passing).items() if size / GIB >= 0.01}
 
 
 def checked(config: TrainConfig, model: DiffusionModelConfig, cost: PassCost) -> Need | None:
     """What a run's checks make of it."""
-    return check_host(config, cost, needs(config, model, cost))
+    return check_host(config, needs(config, model, cost))
 
 
 def tensors(tree: Any) -> Iterator[Tensor]:
@@ -145,7 +145,7 @@ def test_a_rollout_asleep_is_as_large_as_is_counted(tiny_model: Path, model: Any
     engine._host.come_back("cpu")
     held = sum(copy.nbytes for copy in engine._host._kept.values())
     cost = pass_cost(of_model, embeddings_of(of_model, lengths=(24,)), samples=4)
-    need = host_need(config, cost, needs(config, of_model, cost))
+    need = host_need(config, needs(config, of_model, cost))
     assert need.gib * GIB == pytest.approx(held, rel=0.1)
 
 
@@ -198,7 +198,7 @@ def test_text_encoders_on_the_host_are_counted(tiny_model: Path) -> None:
 
     def counted(config: TrainConfig) -> float:
         needed = needs(config, model_config(tiny_model), COST)
-        return host_need(config, COST, needed).resident.get("text encoders", 0.0)
+        return host_need(config, needed).resident.get("text encoders", 0.0)
 
     base = run_config(tiny_model).with_changes(pipeline)
     there = counted(base.with_changes({"data": encoders}))

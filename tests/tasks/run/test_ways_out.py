@@ -99,7 +99,7 @@ def test_a_run_that_follows_the_advice_passes_both_checks(
     sampling = replace(COST, sampling_bytes=0, parameters=0)  # of the rollout nothing, which is another question
     needed = needs(followed, model, COST)._replace(rollout=needs(followed, model, sampling).rollout)
     assert shortfall(followed, needed, gpu) is None
-    assert check_host(followed, COST, needed) is not None
+    assert check_host(followed, needed) is not None
 
 
 @pytest.mark.parametrize(("gpu", "shards", "least"), [(2200, False, 4), (4310, False, 2), (700, True, 25)])
