@@ -211,7 +211,7 @@ def _end_daemons(before: set[psutil.Process]) -> None:
     begun = filter(_is_of_ray, set(psutil.Process().children()) - before)
     family = {member for daemon in begun for member in _below(daemon)}
     ray._private.worker._global_node = None  # else `ray.shutdown` ends the daemons in its own way
-    leaving = threading.Thread(target=ray.shutdown, daemon=True)
+    leaving = threading.Thread(target=_leave, daemon=True)
     leaving.start()
     leaving.join(LEAVING_SECONDS)
     if leaving.is_alive():
@@ -227,6 +227,21 @@ def _end_daemons(before: set[psutil.Process]) -> None:
     if leaving.is_alive():
         atexit.unregister(ray.shutdown)  # which would wait for this one
     _take_sigterm_back()
+
+
+def _leave() -> None:
+    """Disconnect from Ray, of which nothing is asked any more.
+
+    A call that Ray may repeat, and whose worker ends with this connection, is called off before: Ray would want to tell
+    its head of it, which no longer hears this process, and say so below what the run has said of its end.
+    """
+    try:
+        if ray.is_initialized():
+            core: Any = ray._private.worker.global_worker
+            for name in core.core_worker.get_all_reference_counts():
+                ray.cancel(ray.ObjectRef(bytes.fromhex(name.decode())))  # does nothing to what is already there
+    finally:
+        ray.shutdown()
 
 
 def _take_sigterm_back() -> None:

@@ -53,6 +53,17 @@ JOINED = """
 with ray_cluster(RayConfig(num_cpus=5, worker_niceness=3, forked_workers=False)):
     Path("found").write_text(json.dumps([told(), list(QUIET_ENVIRONMENT.values())]))
 """
+LEFT = """
+class Patient:
+    def hold(self, seconds):
+        time.sleep(seconds)
+
+for _ in range(3):
+    with ray_cluster(RayConfig(num_cpus=1, forked_workers=False)):
+        workers = [ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(Patient).remote() for _ in range(2)]
+        ray.get([worker.hold.remote(0) for worker in workers])
+        asked = [worker.hold.remote(0.05) for _ in range(100) for worker in workers]
+"""
 
 
 def program(code: str, folder: Path, **variables: str) -> Program:
@@ -86,3 +97,13 @@ def test_a_cluster_and_its_workers_are_what_the_settings_say(tmp_path: Path) -> 
         finally:
             (tmp_path / "own" / "done").touch()
             own.wait(PATIENCE)
+
+
+@pytest.mark.ray
+def test_a_run_that_ends_with_calls_out_leaves_without_a_word_of_them(tmp_path: Path) -> None:
+    """As one whose reward fails. Ray would say of each that it may repeat, in most of such rounds, that it cannot tell
+    its head that it wants to."""
+    with tempfile.TemporaryDirectory(prefix="r-") as short:
+        left = program(LEFT, tmp_path / "left", RAY_TMPDIR=short)
+        assert left.wait(PATIENCE) == 0, left.output()
+        assert left.output() == ""
