@@ -16,6 +16,7 @@ import runpy
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Sequence
 from itertools import chain
 from multiprocessing import connection, forkserver, reduction, resource_tracker
@@ -208,7 +209,10 @@ def _become(arguments: tuple[str, ...], folder: str, environment: dict[str, str]
             sys.modules["__main__"] = ModuleType("__main__")
             exec(program, sys.modules["__main__"].__dict__)
     finally:
-        atexit._run_exitfuncs()  # multiprocessing ends without
+        # In an interpreter's order, which multiprocessing has not: Prefect sends its last logs in the first, and stops
+        # its temporary server in the second.
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
 
 
 def _take_streams(log: Path | Streams) -> None:
