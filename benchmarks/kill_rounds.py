@@ -10,7 +10,8 @@ one) that becomes full until the run has ended. The moment is random within a st
 turn. Servers come back on the same port with the same database. Afterwards the weights and the MLflow history must be
 those of the undisturbed run to the last bit, every checkpoint whole, and no stage done twice that had been kept.
 Prints a line a round, which is also added to `--log`, and a table of all rounds in the log (`--rounds 0` the table
-alone), which `--write` puts into the docs; the exit code is 1 if a round differs.
+alone), which `--write` puts into the docs; the exit code is 1 if a round differs, or if a victim was in no round of a
+stage there to be killed.
 """
 
 import argparse
@@ -23,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,7 @@ import psutil
 import yaml
 
 from benchmarks.docs import put_table, refuse_missing
+from benchmarks.failures import refuse_failed
 from benchmarks.local_services import ROOT, Services, ending_at_sigterm, services, wait_until
 from benchmarks.run_state import (
     STAGES,
@@ -258,8 +260,21 @@ def main() -> None:
     print(table(rounds))
     if chosen.write:
         put_table(DOCS, "kill_rounds.py", table(rounds))
-    if not all(entry["equal"] for entry in rounds):
-        raise SystemExit(1)
+    refuse_failed(faults(rounds))
+
+
+def faults(rounds: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What the rounds of a log do not show, each in words."""
+    told = []
+    for entry in rounds:
+        if not entry["equal"]:
+            said = entry["difference"] or f"done twice: {entry['redone']}; left over: {entry['left_over']}"
+            told.append(f"{entry['victim']} killed in {entry['stage']}: {said}")
+    killed = {(entry["victim"], entry["stage"]) for entry in rounds if entry["found"]}
+    played = dict.fromkeys((entry["victim"], entry["stage"]) for entry in rounds)
+    return told + [
+        f"no {victim} was there to kill in {stage}" for victim, stage in played if (victim, stage) not in killed
+    ]
 
 
 def rounds_in(log: Path) -> list[dict[str, Any]]:

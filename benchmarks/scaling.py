@@ -12,9 +12,9 @@ Each cell is a run of its own, one after the other, in a folder of its own under
 
 Optimiser steps an iteration stay as many as the recipe makes, and reward workers a GPU, too. A row is the median over
 the iterations but the first two, in which kernels are compiled, and the last, which ends with a validation. Adds a line
-of JSON a cell to the log, also where it failed; cells that the log has are left out. Cells of different calls may run
-side by side, on GPUs (`--first`) and by `taskset` on processors of their own. `--limit` begins no cell after so many
-seconds, and stops the one that runs.
+of JSON a cell to the log, also where it failed; cells that the log has are not trained again. Cells of different calls
+may run side by side, on GPUs (`--first`) and by `taskset` on processors of their own. `--limit` begins no cell after so
+many seconds, and stops the one that runs. The exit code is 1 where a cell failed, or is no run that the recipe can be.
 """
 
 import argparse
@@ -202,6 +202,10 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("build/scaling"), help="of the runs")
     parser.add_argument("--log", type=Path, default=Path("build/scaling/results.jsonl"))
     chosen = parser.parse_args()
+    if chosen.iterations <= COMPILING + 1:
+        parser.error(
+            f"--iterations {chosen.iterations}: the first {COMPILING} and the last are left out, so it takes more"
+        )
     until = None if chosen.limit is None else time.time() + chosen.limit
     try:
         config = changed_recipe(chosen.recipe, chosen.set)
@@ -216,7 +220,7 @@ def main() -> None:
         try:
             config.with_changes(parse_changes(changes, recipe=config))
         except ValueError as error:  # the sizes do not divide, say
-            print(f"{cell.name} is left out: {error}", flush=True)
+            failed.append(f"{cell.name} is left out: {error}")
             continue
         name = f"{chosen.recipe}, {cell.name}"
         job = Job(name, 0, chosen.recipe, [*chosen.set, *changes], folder_of(chosen.folder, name, 0))

@@ -160,6 +160,7 @@ def test_a_recipe_that_is_not_there_ends_a_benchmark_in_a_sentence_and_leaves_no
         ("rewards --only no_reward", "invalid choice: 'no_reward'"),
         ("rollout --model no-model", "invalid choice: 'no-model'"),
         ("rollout --only 'diffusers, compiled'", "--only diffusers, compiled: not with --device cpu"),
+        ("scaling words --iterations 3", "--iterations 3: the first 2 and the last are left out, so it takes more"),
         ("orchestration --iterations 3", "--iterations 3: the first 3 are left out, so it takes more"),
     ],
 )

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks import endings, iteration, learning, lost_machines, outages, two_machines, words_algorithms
+from benchmarks import endings, iteration, kill_rounds, learning, lost_machines, outages, two_machines, words_algorithms
 from benchmarks.endings import Moment, Watched
 from benchmarks.failures import NotMeasured
 from benchmarks.followed_runs import Job, follow, read_lines
+from benchmarks.kill_rounds import Round
 from benchmarks.local_services import ROOT
 from tests.support.patience import PATIENCE
 
@@ -105,6 +106,49 @@ def test_a_cell_that_fails_is_named_and_the_next_one_runs(monkeypatch: pytest.Mo
     ]
     lines = map(json.loads, (tmp_path / "log.jsonl").read_text().splitlines())
     assert [line["cell"] for line in lines if line["end"].startswith("failed")] == cells
+
+
+def test_a_cell_that_is_no_run_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its few samples make no micro-batch of the recipe's for each rank."""
+    given = ["flow-grpo", "--device", "cpu", "--kinds", "strong", "--gpus", "2", "--prompts", "1"]
+    given += ["--folder", str(tmp_path / "runs"), "--log", str(tmp_path / "log.jsonl")]
+    said = error_of("scaling", given, monkeypatch)
+    assert said.startswith("error: strong 2 (2 prompts) is left out: ")
+    assert not (tmp_path / "log.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"found": False}, ["no driver was there to kill in update"]),
+        ({"equal": False, "difference": "other weights"}, ["driver killed in update: other weights"]),
+        (
+            {"equal": False, "redone": ["rollout 2"]},
+            ["driver killed in update: done twice: ['rollout 2']; left over: []"],
+        ),
+        ({}, []),
+    ],
+)
+def test_rounds_without_a_kill_or_with_a_difference_are_named(
+    change: dict[str, Any],
+    said: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A victim that one round missed and another has killed is not missing."""
+    plain = Round("driver", 2, "update", 1, True, True, 3.0, [], [], None)
+    entry = vars(plain) | {"equal": plain.equal}
+    missed = entry | {"victim": "raylet", "found": False}
+    log = tmp_path / "log.jsonl"
+    log.write_text("".join(f"{json.dumps(one)}\n" for one in (entry | change, missed, missed | {"found": True})))
+    given = ["--rounds", "0", "--log", str(log)]
+    if said:
+        assert error_of("kill_rounds", given, monkeypatch) == f"error: {'; '.join(said)}"
+    else:
+        monkeypatch.setattr(sys, "argv", ["kill_rounds", *given])
+        kill_rounds.main()
+    assert "| raylet | 1 | 1 | update 1 | 1 | 3.0 (3.0) |" in capsys.readouterr().out
 
 
 def test_an_algorithm_that_fails_is_named_and_leaves_the_page_of_all_as_it_is(
