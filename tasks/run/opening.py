@@ -17,7 +17,6 @@ from prefect import get_run_logger
 
 from models.algorithms import needs_old_means
 from models.config.section import AUTO
-from models.cost.memory import Need
 from models.samples.trajectories import LATENTS, PICTURES, Recording
 from models.weights.canary import Canary
 from tasks.actors.cluster import WorkerNeeds, gpus_are_free, ray_cluster, require_resources
@@ -45,7 +44,7 @@ from tasks.run.early import check_records
 from tasks.run.expectation import BesideExpected
 from tasks.run.gpu_capacity import warn_of_others
 from tasks.run.gpu_slots import gpu_slots
-from tasks.run.host_capacity import warn_of_little_memory
+from tasks.run.host_check import warn_of_little_memory
 from tasks.run.kept_stages import KeptStages
 from tasks.run.live_text import start_text_encoders
 from tasks.run.note import run_label, source_tags, write_note
@@ -86,7 +85,7 @@ def open_cluster_and_tracker(
     trains: bool,
     run_id: str | None = None,
     needed: Needs | None = None,
-    on_host: Need | None = None,
+    on_host: Needs | None = None,
     start: StartTimes | None = None,
 ) -> Iterator[Tracker]:
     """What everything that needs actors begins with: the GPUs' slots, the cluster, proof that it is large enough, a
@@ -97,7 +96,7 @@ def open_cluster_and_tracker(
         name: of a new MLflow run.
         trains: for training, under the lock of the run's folder; without, a measurement needs no trainer ranks.
         run_id: the MLflow run to continue.
-        needed, on_host: what a GPU and the machine's memory have to hold, where that is known.
+        needed, on_host: what a rank and a rollout worker need, where a GPU and the machine's memory have room for it.
         start: counts the wait for the slots apart.
 
     Raises:

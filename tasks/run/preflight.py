@@ -7,7 +7,6 @@ from pathlib import Path
 
 from models.algorithms import check_advantage
 from models.cost.flops import PolicyFlops
-from models.cost.memory import Need
 from models.cost.meta_pass import PassCost
 from models.families import load_families
 from models.families.base import DiffusionModelBase, DiffusionModelConfig
@@ -30,7 +29,7 @@ from tasks.run.capacity import Needs, check_disk, measure_cost, needs
 from tasks.run.data_checks import open_data
 from tasks.run.early import check_folder, check_home_signs, check_rewards, raising_config_errors
 from tasks.run.gpu_capacity import check_fits
-from tasks.run.host_capacity import check_host
+from tasks.run.host_check import check_host
 from tasks.run.length_checks import check_length
 from tasks.run.loss_checks import check_exploration, check_loss
 from tasks.run.model_checks import check_engine, check_pipelines, check_stored, check_teacher
@@ -64,7 +63,7 @@ class Inputs:
     config: TrainConfig
     flops: PolicyFlops | None = None
     needs: Needs | None = None
-    host: Need | None = None
+    host: Needs | None = None
     said: dict[str, str] = field(default_factory=dict)
     kept: dict[str, int] = field(default_factory=dict)
 

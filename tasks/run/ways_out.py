@@ -90,9 +90,8 @@ class _Room:
     def other_weights(self) -> Iterator[str]:
         """LoRA and bf16."""
         model, cost = self.needed.model
-        frozen = replace(cost, frozen=cost.parameters, trained=0, trained_blocks=(0, 0))
-        lora = replace(model, model=model.model.model_copy(update={"lora_rank": 1}))
-        if not model.trains_lora and self._fits_without_activations(self._update(self.config, Model(lora, frozen))):
+        lora = with_lora(self.needed.model)
+        if not model.trains_lora and self._fits_without_activations(self._update(self.config, lora)):
             yield "train LoRA with model.lora_rank"
         rounded = Model(in_format(model, "bfloat16"), cost)
         if model.model.dtype == "float32" and self._fits_without_activations(self._update(self.config, rounded)):
@@ -176,6 +175,13 @@ class _Room:
     def _fits_without_activations(self, update: Need) -> bool:
         activations = sum(size for name, size in update.passing.items() if name.startswith("activations"))
         return update.gib - activations / GIB < self.there
+
+
+def with_lora(model: Model) -> Model:
+    """The same with its weights frozen beside LoRA's, which are too few to count."""
+    config, cost = model
+    frozen = replace(cost, frozen=cost.parameters, trained=0, trained_blocks=(0, 0))
+    return Model(replace(config, model=config.model.model_copy(update={"lora_rank": 1})), frozen)
 
 
 def _set_to_true(names: Sequence[str]) -> list[str]:

@@ -42,7 +42,7 @@ from tasks.run.capacity import (
     samplers_on_a_gpu,
 )
 from tasks.run.gpu_capacity import beside_others, check_fits, shortfall, warn_of_others
-from tasks.run.host_capacity import check_host
+from tasks.run.host_check import check_host
 from tasks.system.gpu_memory import InUse, gpu_memory_in_use
 from tests.models.training.test_engine import batch_of, trainer
 from tests.support.helpers import (
@@ -750,9 +750,8 @@ def test_a_recipe_that_one_gpu_cannot_hold_says_so_in_numbers(recipe: str, gib: 
         check_host(offloaded, needs(offloaded, model, cost))
     assert str(refused.value) == (
         "the run keeps 533.0 GiB in its machine's memory (the checkpoint's copy 228.3, offloaded weights 152.2, "
-        "offloaded AdamW 152.2, the rollout's weights, asleep 0.2) but there are 128.0: set trainer.async_checkpoint "
-        "to false, or set actor.fsdp_config.param_offload to false, or train LoRA with model.lora_rank, or raise "
-        "trainer.nnodes, now 1"
+        "offloaded AdamW 152.2, the rollout's weights, asleep 0.2) but there are 128.0: train LoRA with "
+        "model.lora_rank, or train on 5 machines or more (trainer.nnodes, now 1)"
     )
 
 

@@ -11,14 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.cost.memory import GIB, Need, update_need
+from models.cost.memory import GIB, update_need
 from models.cost.meta_pass import PassCost, pass_cost
 from models.families.base import DiffusionModelConfig
 from models.rollout.diffusers import DiffusersRolloutEngine
 from models.training.checkpoint import HostCopy
 from tasks.config.tree import TrainConfig
-from tasks.run.capacity import DoesNotFit, checkpoint_bytes, encoder_bytes, needs
-from tasks.run.host_capacity import check_host, host_gib, host_need, warn_of_little_memory
+from tasks.run.capacity import DoesNotFit, Needs, checkpoint_bytes, encoder_bytes, needs
+from tasks.run.host_capacity import host_gib, host_need
+from tasks.run.host_check import check_host, warn_of_little_memory
 from tasks.system.host_memory import all_bytes, free_bytes
 from tests.models.cost.test_memory import COST
 from tests.models.training.test_engine import trainer
@@ -59,7 +60,7 @@ def kept(config: TrainConfig, cost: PassCost = COST, **model: Any) -> dict[str, 
     return {name: size / GIB for name, size in (need.resident | need.passing).items() if size / GIB >= 0.01}
 
 
-def checked(config: TrainConfig, model: DiffusionModelConfig, cost: PassCost) -> Need | None:
+def checked(config: TrainConfig, model: DiffusionModelConfig, cost: PassCost) -> Needs | None:
     """What a run's checks make of it."""
     return check_host(config, needs(config, model, cost))
 
@@ -221,20 +222,81 @@ def test_what_has_no_room_is_refused_with_the_way_out(tiny_model: Path) -> None:
     assert str(refused.value) == (
         "the run keeps 7000.0 GiB in its machine's memory (the checkpoint's copy 3000.0, offloaded weights 2000.0, "
         "offloaded AdamW 2000.0) but there are 6999.0: set trainer.async_checkpoint to false, or set "
-        "actor.fsdp_config.param_offload to false, or train LoRA with model.lora_rank, or raise trainer.nnodes, now 1"
+        "actor.fsdp_config.param_offload to false, or train LoRA with model.lora_rank, or train on 2 machines or more "
+        "(trainer.nnodes, now 1)"
     )
-    needed = checked(config.with_changes({"trainer": {"host_memory_gib": 7000.5}}), model, COST)
-    assert needed is not None
-    assert needed.gib == pytest.approx(7000, abs=0.01)
-    on_gpus = run_config(tiny_model, fsdp={"optimizer_offload": True}, host_memory_gib=100)
-    with pytest.raises(DoesNotFit, match=r"AdamW 2000.0.* or set actor.fsdp_config.optimizer_offload to false, or"):
-        checked(on_gpus, model, COST)
-    lora = run_config(tiny_model, lora=4, host_memory_gib=100)
-    with pytest.raises(
-        DoesNotFit, match=r"100.0: set rollout.enable_sleep_mode to false, or raise trainer.nnodes"
-    ) as told:
-        checked(lora, model_config(tiny_model, lora_rank=4), WITH_LORA)
-    assert "lora_rank" not in str(told.value)
+    assert checked(config.with_changes({"trainer": {"host_memory_gib": 7000.5}}), model, COST) is not None
+
+
+MACHINES = "train on {} machines or more (trainer.nnodes, now 1)"
+NO_COPY, NO_OFFLOAD, NO_MOMENTS, AWAKE = (
+    f"set {name} to false"
+    for name in (
+        "trainer.async_checkpoint",
+        "actor.fsdp_config.param_offload",
+        "actor.fsdp_config.optimizer_offload",
+        "rollout.enable_sleep_mode",
+    )
+)
+LORA = "train LoRA with model.lora_rank"
+NONE = ["neither settings nor more machines make it fit: take one with more", "a smaller model"]
+
+
+@pytest.mark.parametrize(
+    ("lora", "fsdp", "gpu", "host", "ways"),
+    [
+        (0, ["param_offload"], None, 4500, [NO_COPY, NO_OFFLOAD, LORA, MACHINES.format(2)]),
+        (0, ["param_offload"], None, 2500, [f"{NO_COPY} and {NO_OFFLOAD}", LORA, MACHINES.format(3)]),
+        (0, ["param_offload"], 3000, 6999, [NO_COPY, LORA, MACHINES.format(2)]),
+        (0, ["param_offload"], 3000, 2500, [LORA, MACHINES.format(3)]),
+        (0, ["optimizer_offload"], None, 100, [f"{NO_COPY} and {NO_MOMENTS}", MACHINES.format(51)]),
+        (0, ["optimizer_offload"], None, 0.001, [f"{NO_COPY} and {NO_MOMENTS}"]),
+        (
+            0,
+            ["param_offload", "optimizer_offload"],
+            5500,
+            2500,
+            [f"{NO_COPY} and {NO_OFFLOAD}", LORA, MACHINES.format(3)],
+        ),
+        (4, [], None, 100, [AWAKE]),
+        (4, [], 1500, 100, NONE),
+    ],
+)
+def test_every_way_out_was_counted(
+    tiny_model: Path, lora: int, fsdp: list[str], gpu: float | None, host: float, ways: list[str]
+) -> None:
+    """One setting where one suffices, else as few as do; not what the GPU has no room for, and no setting in vain."""
+    offloads = dict.fromkeys(fsdp, True)
+    config = run_config(tiny_model, lora=lora, fsdp=offloads, gpu_memory_gib=gpu, host_memory_gib=host)
+    with pytest.raises(DoesNotFit) as told:
+        checked(config, model_config(tiny_model, lora_rank=lora), WITH_LORA if lora else COST)
+    *_, advice = str(told.value).partition(f"but there are {host:.1f}: ")
+    assert advice.split(", or ") == ways
+
+
+def test_on_the_cpu_smaller_micro_batches_are_a_way_out_where_without_activations_there_is_room(
+    tiny_model: Path,
+) -> None:
+    workers = {"placement": "separate", "enable_sleep_mode": False}
+    config = run_config(tiny_model, device="cpu", rollout=workers, async_checkpoint=False)
+    needed = needs(config, model_config(tiny_model), COST)
+    assert needed.rollout is not None
+    both = needed.update.gib + needed.rollout.gib
+    update, rollout = (sum(need.passing.values()) / GIB for need in (needed.update, needed.rollout))
+    smaller = {
+        "update": "lower actor.ppo_micro_batch_size_per_gpu, now 4",
+        "rollout": "lower rollout.micro_batch_size, now 4",
+    }
+    assert update > rollout > 1
+    for there, ways in (
+        (both - 0.5, [smaller["update"], smaller["rollout"]]),
+        (both - update + 0.5, [smaller["update"]]),
+        (both - update - rollout + 0.5, [f"{smaller['update']} and {smaller['rollout']}"]),
+    ):
+        with pytest.raises(DoesNotFit) as told:
+            checked(config.with_changes({"trainer": {"host_memory_gib": there}}), model_config(tiny_model), COST)
+        *_, advice = str(told.value).partition(f"but there are {there:.1f}: ")
+        assert advice.split(", or ")[: len(ways)] == ways
 
 
 def test_the_machine_is_the_drivers_own_unless_a_cluster_is_joined(
@@ -254,10 +316,15 @@ def test_the_machine_is_the_drivers_own_unless_a_cluster_is_joined(
 def test_memory_that_others_use_is_told(tiny_model: Path, caplog: pytest.LogCaptureFixture) -> None:
     """It may be free again when the run needs it: a warning, not an error."""
     config = run_config(tiny_model)
+
+    def with_copy(size: float) -> Needs:
+        """Three sets of the trained weights in fp32, and little else."""
+        return needs(config, model_config(tiny_model), replace(COST, trained=int(size / 12), parameters=1))
+
     with caplog.at_level(logging.WARNING):
-        warn_of_little_memory(config, Need({COPY: free_bytes() / 2}, {}))
+        warn_of_little_memory(config, with_copy(free_bytes() / 2))
         assert not caplog.records
-        warn_of_little_memory(config, Need({COPY: 2.0 * all_bytes()}, {}))
+        warn_of_little_memory(config, with_copy(2.0 * all_bytes()))
     (record,) = caplog.records
     assert record.getMessage().startswith("other programs use memory of this machine, and the run keeps ")
-    assert record.getMessage().endswith(", now 1; or end them")
+    assert record.getMessage().endswith("(trainer.nnodes, now 1); or end them")

@@ -12,7 +12,7 @@ from models.cost.meta_pass import PassCost
 from tasks.config.tree import TrainConfig
 from tasks.run.capacity import DoesNotFit, Model, needs, update_of_rank
 from tasks.run.gpu_capacity import check_fits, shortfall
-from tasks.run.host_capacity import check_host
+from tasks.run.host_check import check_host
 from tests.models.cost.test_memory import COST
 from tests.models.cost.test_memory import run_config as separate
 from tests.support.helpers import model_config
