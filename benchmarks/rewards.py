@@ -275,6 +275,9 @@ def main() -> None:
     given = parser.parse_args()
     if given.only and given.write:
         parser.error("--write puts the whole table into the docs: leave out --only")
+    on_cpu = [name for name in given.only or () if all(case.model is None for case in CASES if case.reward == name)]
+    if given.device == "cuda" and on_cpu:
+        parser.error(f"--only {', '.join(on_cpu)}: not with --device cuda, which is for rewards with a model")
     torch.set_num_threads(1)
     known = load_prompts("data/prompts.parquet")
     chosen = [known[i % len(known)] for i in range(given.images)]

@@ -224,6 +224,7 @@ def main() -> None:
     curves = chosen(curves_of(read_lines(given.log)), given.algorithms)
     print(table(curves))
     if given.write:
+        refuse_failed([f"{name} is in none of the logs" for name in given.algorithms or () if name not in curves])
         plot(curves, given.picture)
         picture = f"![held-out reward against pictures and GPU-minutes]({given.picture.name})"
         put_table(given.page, SCRIPT, f"{picture}\n\n{table(curves)}")

@@ -158,6 +158,10 @@ def test_a_recipe_that_is_not_there_ends_a_benchmark_in_a_sentence_and_leaves_no
     [
         ("rewards --only ocr --write", "--write puts the whole table into the docs: leave out --only"),
         ("rewards --only no_reward", "invalid choice: 'no_reward'"),
+        (
+            "rewards --only shapes clip_score --device cuda",
+            "--only shapes: not with --device cuda, which is for rewards with a model",
+        ),
         ("rollout --model no-model", "invalid choice: 'no-model'"),
         ("rollout --only 'diffusers, compiled'", "--only diffusers, compiled: not with --device cpu"),
         ("scaling words --iterations 3", "--iterations 3: the first 2 and the last are left out, so it takes more"),

@@ -175,6 +175,19 @@ def test_an_algorithm_that_fails_is_named_and_leaves_the_page_of_all_as_it_is(
     assert not (tmp_path / "learning.md").exists()
 
 
+def test_an_algorithm_without_a_run_leaves_the_page_as_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The table lost its row, which nobody was told."""
+    log, page = tmp_path / "log.jsonl", tmp_path / "page.md"
+    log.write_text("")
+    as_it_was = "<!-- benchmarks/words_algorithms.py -->\nas it was\n<!-- end -->\n"
+    page.write_text(as_it_was)
+    given = ["--write", "--log", str(log), "--page", str(page), "--picture", str(tmp_path / "picture.png")]
+    said = error_of("words_algorithms", [*given, "--algorithms", "flow_grpo", "awm"], monkeypatch)
+    assert said == "error: flow_grpo is in none of the logs; awm is in none of the logs"
+    assert page.read_text() == as_it_was
+    assert [*tmp_path.glob("*.png")] == []
+
+
 def program(folder: Path, text: str) -> str:
     """A program of the shell, to stand in the place of Python."""
     path = folder / "program"
