@@ -3,6 +3,7 @@
 
 import logging
 import os
+import re
 import shlex
 import sys
 import tempfile
@@ -42,6 +43,8 @@ from tasks.system.late_mlflow import mlflow
 from tasks.system.processes import beside_python
 
 WRONG_INPUT, FAILED = 2, 1
+WORKER = re.compile(r"^\s*(class_name|pid|ip): (.+)$", re.MULTILINE)
+"""What Ray says of an actor that has died, among other things."""
 Debug = Annotated[bool, typer.Option("--debug", help="Show an error's whole traceback.")]
 
 
@@ -146,10 +149,20 @@ def sentence(error: Exception) -> str | None:
     if _is_one_of(told, ("mlflow.exceptions", "MlflowException")):
         return f"MLflow: {' '.join(str(told).split())}"
     if _is_one_of(told, ("ray.exceptions", "RayActorError")):
-        return f"a worker process died: {' '.join(str(told).split())}"
+        return f"a worker process died: {_death(str(told))}"
     if _is_one_of(told, ("httpx", "TransportError")):  # which only Prefect's client lets through
         return f"Prefect's server at {os.environ.get('PREFECT_API_URL', 'its address')} does not answer: {told!r}"
     return None
+
+
+def _death(told: str) -> str:
+    """Which of them, and of what, as Ray tells it: without numbers of its own, and causes that may be any death's."""
+    found = dict(WORKER.findall(told))
+    why = " ".join(told.partition("Worker exit detail: ")[2].partition(" Some common causes")[0].split())
+    if not why or found.keys() != {"class_name", "pid", "ip"}:
+        return " ".join(told.split())
+    who = f"{found['class_name']}, process {found['pid']} on {found['ip']}"
+    return f"{who} ({why.rstrip('.')}): where the kernel killed it for want of memory, `dmesg` there tells so"
 
 
 def _where_little_is_free() -> str:

@@ -3,6 +3,7 @@
 
 import logging
 import os
+import re
 import signal
 import sys
 import time
@@ -18,6 +19,7 @@ from ray.exceptions import RayActorError
 from tasks.actors.actor_group import ActorGroup
 from tasks.actors.loading import LoadWatch, NotLoaded, ended_for_good
 from tasks.actors.machines import watched_machines
+from tasks.cli.terminal import sentence
 from tasks.system.processes import identity
 from tests.support.patience import PATIENCE, wait_until
 
@@ -82,6 +84,33 @@ def test_an_actor_that_never_loads_is_named_and_ended_alone(tmp_path: Path) -> N
         ray.get(group.actors[hung].ready.remote())
     process = int((tmp_path / "process").read_text())
     wait_until(lambda: identity(process) is None, "its end", every=0.1)
+
+
+class Killed:
+    """By the kernel, say, for want of memory."""
+
+    def process(self) -> int:
+        return os.getpid()
+
+    def end(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_worker_that_died_is_told_in_a_sentence() -> None:
+    """Ray has two paragraphs, of causes that any death may have."""
+    group = ActorGroup(Killed, 1, 0.0)
+    (process,) = group.call_all("process")
+    with pytest.raises(RayActorError) as ended:
+        group.call_all("end")
+    told = rf"a worker process died: Killed, process {process} on \S+ \(Worker unexpectedly exits [\w. ]+\): where the "
+    assert re.fullmatch(
+        told + "kernel killed it for want of memory, `dmesg` there tells so", sentence(ended.value) or ""
+    )
+    other = ActorGroup(Killed, 1, 0.0)
+    ray.kill(other.actors[0])
+    with pytest.raises(RayActorError) as ended:
+        other.call_all("process")
+    assert "killed by `ray.kill`" in (sentence(ended.value) or ""), "all that Ray says where it is something else"
 
 
 def test_an_actor_that_hangs_when_it_is_started_again_ends_what_waits_for_it(tmp_path: Path) -> None:
