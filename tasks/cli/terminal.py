@@ -194,6 +194,8 @@ def _is_one_of(error: Exception, name: tuple[str, str]) -> bool:
 def quiet_console() -> None:
     """Prefect's console shows warnings, and not what `in_a_sentence` says at the end: a task failed, then its flow.
 
+    That its server does not take events it says once, and not of each, with all of it.
+
     Its other handlers, which send a record to the flow run's page, keep it with its frames.
     """
     import prefect.main  # noqa: F401  sets the handlers up
@@ -202,6 +204,7 @@ def quiet_console() -> None:
         if type(handler).__name__ == "PrefectConsoleHandler":
             handler.setLevel(max(handler.level, logging.WARNING))
             handler.addFilter(is_no_end)
+            handler.addFilter(FirstOfLostEvents())
 
 
 ENDS = ("Encountered exception during", "Task run failed", "Crash detected!", "Finished in state")
@@ -211,6 +214,25 @@ def is_no_end(record: logging.LogRecord) -> bool:
     """Is it something else than a task's or a flow's last words?"""
     by_a_run = record.name.startswith(("prefect.flow_runs", "prefect.task_runs"))
     return not (by_a_run and record.levelno >= logging.ERROR and record.getMessage().startswith(ENDS))
+
+
+class FirstOfLostEvents(logging.Filter):
+    """Passes the first record that says that Prefect's server cannot be told of events; not one for each of these."""
+
+    FIRST = "prefect.events.clients", "Unable to connect to "
+    EACH = "prefect._internal.concurrency", "Service 'EventsWorker' failed to process item "
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.was_told = False
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Is it to be shown?"""
+        message = record.getMessage()
+        if record.name == self.FIRST[0] and message.startswith(self.FIRST[1]):
+            told, self.was_told = self.was_told, True
+            return not told
+        return not (record.name == self.EACH[0] and message.startswith(self.EACH[1]))
 
 
 def import_mlflow() -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a command says of a Prefect server that is not there, or is another's; its own is there until it ends."""
 
+import logging
 import os
 import signal
 import socket
@@ -12,12 +13,14 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
+from prefect._internal.concurrency.services import QueueService
 from prefect.client.orchestration import get_client
 from prefect.context import refresh_global_settings_context
+from prefect.events.clients import PrefectEventsClient
 from prefect.server.api.server import SubprocessASGIServer
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from tasks.cli.terminal import last_words
+from tasks.cli.terminal import FirstOfLostEvents, last_words
 from tasks.system.access import AccessError, guard_temporary_server, start_temporary_server
 from tasks.system.ports import free_port
 from tests.support.forked import Program
@@ -161,3 +164,32 @@ def test_a_temporary_server_that_ends_before_its_command_is_started_again(
     assert f"Prefect's temporary server has ended ({ended}) and is started again" in program.output()
     with closing(sqlite3.connect(tmp_path / "prefect.db")) as database:
         assert database.execute("SELECT state_type FROM flow_run").fetchall() == [(state,)]
+
+
+def test_events_that_a_server_does_not_take_are_told_once() -> None:
+    """By Prefect's own client, and its own service, which a run has of that name."""
+
+    class EventsWorker(QueueService[str]):
+        async def _handle(self, item: str) -> None:
+            raise OSError("nobody answers")
+
+    told: list[str] = []
+    console = logging.Handler()
+    console.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    console.addFilter(FirstOfLostEvents())
+    client = PrefectEventsClient("ws://127.0.0.1:9/api")
+    loggers = [logging.getLogger(name) for name in ("prefect.events.clients", "prefect._internal.concurrency")]
+    for logger in loggers:
+        logger.addHandler(console)
+    try:
+        for _ in range(2):
+            client._log_connection_error(OSError("refused"))
+            EventsWorker.instance().send("an event")
+        EventsWorker.drain_all(PATIENCE)
+        loggers[1].error("Service %r failed", "EventsWorker")
+    finally:
+        for logger in loggers:
+            logger.removeHandler(console)
+    first, *others = told
+    assert first.startswith("Unable to connect to 'ws://127.0.0.1:9/api")
+    assert others == ["Service 'EventsWorker' failed"], "which is another word"
