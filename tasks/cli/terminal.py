@@ -19,6 +19,7 @@ from typer.core import TyperGroup
 
 from models.errors import DoubleflowError, causes, full_disk, is_refused
 from tasks.actors.watchdog import watchdog
+from tasks.cli.lost_events import FirstOfLostEvents, give_up_events
 from tasks.cli.stopping import (
     Handler,
     Stopped,
@@ -54,6 +55,7 @@ def run_command(main: Callable[..., None]) -> None:
         command_of(main)()
     except SystemExit as end:
         leave_early(end.code if isinstance(end.code, int) else int(end.code is not None))
+        give_up_events()
         raise
 
 
@@ -214,25 +216,6 @@ def is_no_end(record: logging.LogRecord) -> bool:
     """Is it something else than a task's or a flow's last words?"""
     by_a_run = record.name.startswith(("prefect.flow_runs", "prefect.task_runs"))
     return not (by_a_run and record.levelno >= logging.ERROR and record.getMessage().startswith(ENDS))
-
-
-class FirstOfLostEvents(logging.Filter):
-    """Passes the first record that says that Prefect's server cannot be told of events; not one for each of these."""
-
-    FIRST = "prefect.events.clients", "Unable to connect to "
-    EACH = "prefect._internal.concurrency", "Service 'EventsWorker' failed to process item "
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.was_told = False
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Is it to be shown?"""
-        message = record.getMessage()
-        if record.name == self.FIRST[0] and message.startswith(self.FIRST[1]):
-            told, self.was_told = self.was_told, True
-            return not told
-        return not (record.name == self.EACH[0] and message.startswith(self.EACH[1]))
 
 
 def import_mlflow() -> None:

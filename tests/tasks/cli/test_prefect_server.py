@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a command says of a Prefect server that is not there, or is another's; its own is there until it ends."""
 
+import asyncio
 import logging
 import os
 import signal
@@ -16,11 +17,14 @@ import pytest
 from prefect._internal.concurrency.services import QueueService
 from prefect.client.orchestration import get_client
 from prefect.context import refresh_global_settings_context
-from prefect.events.clients import PrefectEventsClient
+from prefect.events import Event, Resource
+from prefect.events.clients import EventsClient, PrefectEventsClient
+from prefect.events.worker import EventsWorker
 from prefect.server.api.server import SubprocessASGIServer
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from tasks.cli.terminal import FirstOfLostEvents, last_words
+from tasks.cli.lost_events import FirstOfLostEvents, give_up_events
+from tasks.cli.terminal import last_words
 from tasks.system.access import AccessError, guard_temporary_server, start_temporary_server
 from tasks.system.ports import free_port
 from tests.support.forked import Program
@@ -169,10 +173,11 @@ def test_a_temporary_server_that_ends_before_its_command_is_started_again(
 def test_events_that_a_server_does_not_take_are_told_once() -> None:
     """By Prefect's own client, and its own service, which a run has of that name."""
 
-    class EventsWorker(QueueService[str]):
+    class OwnWorker(QueueService[str]):
         async def _handle(self, item: str) -> None:
             raise OSError("nobody answers")
 
+    OwnWorker.__name__ = EventsWorker.__name__
     told: list[str] = []
     console = logging.Handler()
     console.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
@@ -184,8 +189,8 @@ def test_events_that_a_server_does_not_take_are_told_once() -> None:
     try:
         for _ in range(2):
             client._log_connection_error(OSError("refused"))
-            EventsWorker.instance().send("an event")
-        EventsWorker.drain_all(PATIENCE)
+            OwnWorker.instance().send("an event")
+        OwnWorker.drain_all(PATIENCE)
         loggers[1].error("Service %r failed", "EventsWorker")
     finally:
         for logger in loggers:
@@ -193,3 +198,25 @@ def test_events_that_a_server_does_not_take_are_told_once() -> None:
     first, *others = told
     assert first.startswith("Unable to connect to 'ws://127.0.0.1:9/api")
     assert others == ["Service 'EventsWorker' failed"], "which is another word"
+
+
+def test_a_command_does_not_wait_for_events_that_nobody_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    """It leaves those behind the one that is on its way, and says how many; Prefect's own wait at its end is short."""
+
+    class Slow(EventsClient):
+        async def _emit(self, event: Event) -> None:
+            await asyncio.sleep(1)
+
+    EventsWorker.set_client_override(Slow)
+    try:
+        worker = EventsWorker.instance()
+        for number in range(100):
+            resource = Resource({"prefect.resource.id": "of.a.test"})
+            worker.send(Event(event=f"event {number}", resource=resource))
+        left = give_up_events(0.1)
+        assert 90 < left <= 100
+        assert capsys.readouterr().err == f"Prefect's server did not take the last {left} events of the run\n"
+        assert worker._drain().result(PATIENCE) is not None
+        assert give_up_events(PATIENCE) == 0, "nothing is asked any more"
+    finally:
+        EventsWorker.set_client_override(None)
