@@ -19,7 +19,6 @@ from ray import cloudpickle
 from ray.exceptions import AuthenticationError
 
 from models.runtime import compile_cache, determinism
-from tasks.actors.daemons import needed_daemons
 from tasks.actors.late_daemons import waited_for
 from tasks.actors.ray_address import ClusterError, require_listener
 from tasks.actors.ray_files import keep_token_private, working_folder
@@ -152,8 +151,7 @@ def ray_cluster(
             kept = kept_from_below(signal.SIGHUP)
             with _own_handler_of_sigterm(), kept, waited_for(), set_up_at_once() if forks else nullcontext():
                 _connect(config, address, place)
-            with needed_daemons():
-                yield forks
+            yield forks
 
 
 def _tell_unread(config: RayConfig) -> None:
