@@ -37,6 +37,7 @@ from benchmarks.docs import put_table, refuse_missing
 from benchmarks.failures import NotMeasured, refuse_failed
 from benchmarks.kill_rounds import SMALL
 from benchmarks.local_services import ROOT, ending_at_sigterm, import_path, wait_until
+from benchmarks.logs import rows_in
 from tasks.actors.watchdog import marked
 from tasks.config.overrides import merged
 from tasks.config.tree import TrainConfig
@@ -346,8 +347,7 @@ def log_each(names: Iterable[str], measure: Callable[[str, Path], dict[str, Any]
 
 def newest_rows(log: Path, key: str, order: Iterable[str]) -> list[dict[str, Any]]:
     """The log's newest line of each name under `key`, in this order; those that it has not are left out."""
-    lines = log.read_text().splitlines() if log.is_file() else []
-    rows = {row[key]: row for row in map(json.loads, lines)}
+    rows = {row[key]: row for row in rows_in(log)}
     return [rows[name] for name in order if name in rows]
 
 

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.failures import refuse_failed
+from benchmarks.logs import rows_in
 from benchmarks.real_size import use_random_weights, write_model
 from models.config.actor import DiffusionActorConfig, DiffusionLossConfig, FSDPConfig
 from models.config.algo import DiffusionRolloutAlgoConfig
@@ -94,6 +95,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 """Each changes one thing of the one before it, but the last. The last three compute another function."""
 PUBLIC = "public loop"
+RESULTS = "results.jsonl"
+"""Of all variants, in the folder of the work."""
 CLIP = 0.2
 """Wide: within 1e-4 rounding would decide which samples have a gradient, and gradients could not be compared."""
 CHECKPOINTED = {"gradient_checkpointing": True}
@@ -397,7 +400,10 @@ def main() -> None:
         return
     arguments.work.mkdir(parents=True, exist_ok=True)
     write_model(arguments.model, arguments.work / "model")
-    done, failed = {(line["variant"], line["kl"], line.get("ranks", 1)) for line in _lines(arguments.work)}, []
+    done, failed = (
+        {(line["variant"], line["kl"], line.get("ranks", 1)) for line in rows_in(arguments.work / RESULTS)},
+        [],
+    )
     for variant in arguments.variants:
         if not all((variant, kl, arguments.ranks) in done for kl in arguments.kl):
             print(f"running {variant} on {arguments.ranks}", flush=True)
@@ -408,7 +414,7 @@ def main() -> None:
             from benchmarks.public_loop import run
 
             _append(arguments.work, run(arguments.public_loop, arguments.work, arguments.public_batch, kl))
-    print(table(_lines(arguments.work)))
+    print(table(rows_in(arguments.work / RESULTS)))
     refuse_failed(failed)
 
 
@@ -458,13 +464,8 @@ def _run_ranks(ranks: int, variant: str) -> int:
 
 
 def _append(work: Path, numbers: dict[str, Any]) -> None:
-    with (work / "results.jsonl").open("a") as stream:
+    with (work / RESULTS).open("a") as stream:
         stream.write(json.dumps(numbers) + "\n")
-
-
-def _lines(work: Path) -> list[dict[str, Any]]:
-    file = work / "results.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ import yaml
 from benchmarks.docs import put_table, refuse_missing
 from benchmarks.failures import refuse_failed
 from benchmarks.local_services import ROOT, Services, ending_at_sigterm, services, wait_until
+from benchmarks.logs import rows_in
 from benchmarks.run_state import (
     STAGES,
     WRITING,
@@ -256,7 +257,7 @@ def main() -> None:
         play_all(chosen.rounds, chosen.victims, chosen.log, chosen.missing)
     else:
         refuse_missing(parser, [chosen.log])
-    rounds = rounds_in(chosen.log)
+    rounds = rows_in(chosen.log)
     print(table(rounds))
     if chosen.write:
         put_table(DOCS, "kill_rounds.py", table(rounds))
@@ -277,11 +278,6 @@ def faults(rounds: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def rounds_in(log: Path) -> list[dict[str, Any]]:
-    """What the log holds."""
-    return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-
-
 @ending_at_sigterm()
 def play_all(rounds: int, victims: Sequence[str], log: Path, missing: bool) -> None:
     """So many rounds of each victim, after a run that nothing disturbs; every round's line goes to the log.
@@ -289,7 +285,7 @@ def play_all(rounds: int, victims: Sequence[str], log: Path, missing: bool) -> N
     Args:
         missing: leave out the stages in which a victim was found and killed before.
     """
-    done = {(entry["victim"], entry["stage"]) for entry in rounds_in(log) if entry["found"] and missing}
+    done = {(entry["victim"], entry["stage"]) for entry in rows_in(log) if entry["found"] and missing}
     base = Path(tempfile.mkdtemp(prefix="kill-rounds-"))
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, base, ignore_errors=True)

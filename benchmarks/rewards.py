@@ -275,8 +275,10 @@ def main() -> None:
     given = parser.parse_args()
     if given.only and given.write:
         parser.error("--write puts the whole table into the docs: leave out --only")
-    on_cpu = [name for name in given.only or () if all(case.model is None for case in CASES if case.reward == name)]
-    if given.device == "cuda" and on_cpu:
+    on_gpus = given.device == "cuda"
+    cases = [case for case in CASES if case.reward in (given.only or names) and (case.model or not on_gpus)]
+    on_cpu = [name for name in given.only or () if all(case.reward != name for case in cases)]
+    if on_cpu:
         parser.error(f"--only {', '.join(on_cpu)}: not with --device cuda, which is for rewards with a model")
     torch.set_num_threads(1)
     known = load_prompts("data/prompts.parquet")
@@ -286,14 +288,12 @@ def main() -> None:
     prompts = [Prompt(p.uid, p.prompt, p.target, scene, p.source) for p in chosen]
     pictures = generate(given.images, prompts)
     rows = []
-    for case in CASES:
-        if (given.only and case.reward not in given.only) or (given.device == "cuda" and case.model is None):
-            continue
+    for case in cases:
         with built(case, given.device) as ready:
             rows.append(measure(ready, pictures, prompts, given.device))
         print(table(rows[-1:]).splitlines()[-1], flush=True)
     if given.write:
-        script = "rewards.py --device cuda" if given.device == "cuda" else "rewards.py"
+        script = "rewards.py --device cuda" if on_gpus else "rewards.py"
         put_table(DOCS, script, table(rows).rstrip())
 
 

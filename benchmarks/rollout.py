@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.failures import refuse_failed
+from benchmarks.logs import rows_in
 from benchmarks.real_size import transformer, vae, write_configs
 from models.config.algo import DiffusionRolloutAlgoConfig
 from models.config.model import ModelConfig
@@ -281,7 +282,7 @@ def main() -> None:
             stream.write(json.dumps(numbers) + "\n")
         return
     build(arguments.model, arguments.work / "model", arguments.device)
-    done = {line["variant"] for line in _lines(results)}
+    done = {line["variant"] for line in rows_in(results)}
     failed = []
     for name in variants(arguments.device):
         if name not in done and (not arguments.only or name in arguments.only):
@@ -289,12 +290,8 @@ def main() -> None:
             command = [sys.executable, "-m", "benchmarks.rollout", *sys.argv[1:], "--variant", name]
             if code := subprocess.run(command).returncode:
                 failed.append(f"{name} failed with exit code {code}, see above")
-    print(table(_lines(results)))
+    print(table(rows_in(results)))
     refuse_failed(failed)
-
-
-def _lines(results: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
 
 
 if __name__ == "__main__":

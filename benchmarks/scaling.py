@@ -28,6 +28,7 @@ from typing import Any
 
 from benchmarks.failures import refuse_failed
 from benchmarks.followed_runs import Job, append_line, folder_of, follow, metrics_of, read_lines
+from benchmarks.logs import rows_in
 from tasks.config.errors import ConfigError
 from tasks.config.overrides import merged
 from tasks.config.recipes import changed_recipe, parse_changes
@@ -180,8 +181,7 @@ def speed(one: Mapping[str, Any]) -> float:
 
 def logged(log: Path) -> list[dict[str, Any]]:
     """What the log holds, of a cell the newest line."""
-    lines = log.read_text().splitlines() if log.is_file() else []
-    return [*{(one["recipe"], one["cell"]): one for one in map(json.loads, lines)}.values()]
+    return [*{(one["recipe"], one["cell"]): one for one in rows_in(log)}.values()]
 
 
 def main() -> None:
