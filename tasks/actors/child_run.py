@@ -28,6 +28,7 @@ from prefect.context import refresh_global_settings_context
 
 from models.errors import DoubleflowError
 from tasks.actors.cluster import ray_cluster
+from tasks.actors.daemons import require_daemons
 from tasks.actors.ray_address import ClusterError
 from tasks.actors.watchdog import watchdog
 from tasks.actors.worker_forks import VARIABLE
@@ -137,10 +138,12 @@ class ChildRun:
 
         Raises:
             ChildDied: it did not end well; the message has the end of its output.
+            ClusterError: what all runs share is gone with a daemon of the cluster that this process has started.
         """
         seen: set[int] = set()
         ended = False
         while not ended:
+            require_daemons()
             ended = self.exit_code() is not None  # asked first: what it logged at its end is read below
             for step, value in sorted(self._values(metric).items()):
                 if step not in seen:

@@ -19,6 +19,7 @@ from ray import cloudpickle
 from ray.exceptions import AuthenticationError
 
 from models.runtime import compile_cache, determinism
+from tasks.actors.daemons import needed_daemons
 from tasks.actors.late_daemons import waited_for
 from tasks.actors.ray_address import ClusterError, require_listener
 from tasks.actors.ray_files import keep_token_private, working_folder
@@ -146,12 +147,13 @@ def ray_cluster(
                 place["_system_config"] |= {"prestart_worker_first_driver": False}
         if address or forks or needs != WorkerNeeds():
             place["runtime_env"] = environment
-        with _own_daemons_ended():
+        with _own_daemons_ended() as before:
             # Of Ctrl-C Ray sees to that itself.
             kept = kept_from_below(signal.SIGHUP)
             with _own_handler_of_sigterm(), kept, waited_for(), set_up_at_once() if forks else nullcontext():
                 _connect(config, address, place)
-            yield forks
+            with needed_daemons(before):
+                yield forks
 
 
 def _tell_unread(config: RayConfig) -> None:
@@ -191,16 +193,16 @@ def _connect(config: RayConfig, address: str | None, place: Mapping[str, Any]) -
 
 
 @contextmanager
-def _own_daemons_ended() -> Iterator[None]:
+def _own_daemons_ended() -> Iterator[set[psutil.Process]]:
     """Disconnect from Ray after the block, and kill what it has started on this machine, also where the start itself
-    was interrupted.
+    was interrupted; those children stay that were there before, which the block is given.
 
     Nothing of value is in any of its processes then. Ray would end its daemons one after the other, with a second for
     each to do so itself, and the agents of a raylet that is gone look for its head for a minute.
     """
     before = set(psutil.Process().children())
     try:
-        yield
+        yield before
     finally:
         with held_back():  # a second signal would leave some of them
             _end_daemons(before)

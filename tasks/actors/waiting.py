@@ -16,6 +16,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayTaskError
 
+from tasks.actors.daemons import require_daemons
 from tasks.system.signals import passed_on
 
 PIECE_SECONDS = 0.2
@@ -28,9 +29,13 @@ def get(answers: Any, seconds: float = float("inf"), beside: Sequence[ray.Object
     Args:
         beside: not waited for, but an error of theirs is raised, too: it may be why the answers do not come. Their
             values are small, for they are brought here.
+
+    Raises:
+        ClusterError: a daemon of the cluster that this process has started has ended.
     """
     until, piece = time.monotonic() + seconds, PIECE_SECONDS
     while True:
+        require_daemons()
         try:
             with passed_on():
                 beside = unfinished(beside)
@@ -42,8 +47,12 @@ def get(answers: Any, seconds: float = float("inf"), beside: Sequence[ray.Object
 
 
 def wait(answers: Sequence[ray.ObjectRef], count: int = 1) -> list[ray.ObjectRef]:
-    """`ray.wait`: those that exist, on whatever machine, once `count` do; a failed one exists, too."""
+    """`ray.wait`: those that exist, on whatever machine, once `count` do; a failed one exists, too.
+
+    Raises ClusterError as `get` does.
+    """
     while True:
+        require_daemons()
         with passed_on():
             ready = _existing(answers)
             if len(ready) >= count:

@@ -64,6 +64,28 @@ for _ in range(3):
         ray.get([worker.hold.remote(0) for worker in workers])
         asked = [worker.hold.remote(0.05) for _ in range(100) for worker in workers]
 """
+LOST = """
+import psutil
+from tasks.actors.ray_address import ClusterError
+from tasks.actors.waiting import get
+from tasks.system.processes import runs
+
+class Patient:
+    def hold(self, seconds):
+        time.sleep(seconds)
+
+for name in ("raylet", "gcs_server"):
+    with ray_cluster(RayConfig(num_cpus=1, forked_workers=False)):
+        worker = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(Patient).remote()
+        get(worker.hold.remote(0))  # also while a daemon of the cluster of before stays among the children, dead
+        (daemon,) = [child for child in psutil.Process().children() if child.name() == name and runs(child)]
+        daemon.kill()
+        try:
+            get(worker.hold.remote(600))
+        except ClusterError as error:
+            with Path("found").open("a") as found:
+                print(error, file=found)
+"""
 
 
 def program(code: str, folder: Path, **variables: str) -> Program:
@@ -107,3 +129,15 @@ def test_a_run_that_ends_with_calls_out_leaves_without_a_word_of_them(tmp_path: 
         left = program(LEFT, tmp_path / "left", RAY_TMPDIR=short)
         assert left.wait(PATIENCE) == 0, left.output()
         assert left.output() == ""
+
+
+@pytest.mark.ray
+def test_a_daemon_that_is_gone_ends_the_wait_before_ray_ends_the_process(tmp_path: Path) -> None:
+    """Which it does without a word, and without any of what a run does at its end."""
+    with tempfile.TemporaryDirectory(prefix="r-") as short:
+        lost = program(LOST, tmp_path / "lost", RAY_TMPDIR=short)
+        assert lost.wait(PATIENCE) == 0, lost.output()
+    raylet, head = (tmp_path / "lost" / "found").read_text().splitlines()
+    assert raylet.startswith("Ray's raylet (process ")
+    assert head.startswith("Ray's head (process ")
+    assert "has ended" in raylet
