@@ -24,6 +24,7 @@ from mlflow import MlflowClient
 
 from benchmarks.local_services import ending_at_sigterm
 from tasks.records.history import RunHistory
+from tasks.system.signals import held_back
 
 LOOK_S = 2.0
 """Between two looks at what the runs have logged."""
@@ -86,28 +87,39 @@ def folder_of(folder: Path, name: str, seed: int) -> Path:
     return folder / f"{name.replace(', ', '-').replace(' ', '-')}-{seed}"
 
 
+def database(folder: Path) -> str:
+    """Of MLflow, for the run of this folder."""
+    return f"sqlite:///{folder / 'mlflow.db'}"
+
+
 @dataclass
 class FollowedRun:
-    """A run that trains."""
+    """A run that trains, once it has begun."""
 
     job: Job
     log: Path
     gpu: str | None = None
     sharing: int = 1
     written: set[int] = field(default_factory=set)
+    client: MlflowClient = field(init=False)
+    began: float = field(init=False)
+    process: subprocess.Popen[bytes] = field(init=False)
 
     def __post_init__(self) -> None:
         folder = self.job.folder.resolve()
         shutil.rmtree(folder, ignore_errors=True)  # what a stopped run has left: it begins anew
         folder.mkdir(parents=True)
-        uri = f"sqlite:///{folder / 'mlflow.db'}"
-        self.client = MlflowClient(uri)
+        self.client = MlflowClient(database(folder))
         self.client.search_experiments()  # the database is made now, so that the run and this never make it together
+
+    def begin(self) -> None:
+        """Start its process."""
+        folder = self.job.folder.resolve()
         changes = [*self.job.changes, f"trainer.seed={self.job.seed}", "trainer.experiment_name=train"]
         changes.append(f"trainer.default_local_dir={folder}")
         command = [sys.executable, "-m", "flows.train", self.job.recipe]
         command += [part for change in changes for part in ("--set", change)]
-        environment = os.environ | {"PREFECT_HOME": str(folder / "prefect"), "MLFLOW_TRACKING_URI": uri}
+        environment = os.environ | {"PREFECT_HOME": str(folder / "prefect"), "MLFLOW_TRACKING_URI": database(folder)}
         environment |= {"PREFECT_LOGGING_LEVEL": "WARNING", "OMP_WAIT_POLICY": "passive"}
         if self.gpu is not None:
             environment["CUDA_VISIBLE_DEVICES"] = self.gpu
@@ -171,7 +183,7 @@ class FollowedRun:
 
 def metrics_of(job: Job) -> dict[str, dict[int, float]]:
     """All that its run has logged: metric -> step -> value."""
-    client = MlflowClient(f"sqlite:///{job.folder.resolve() / 'mlflow.db'}")
+    client = MlflowClient(database(job.folder.resolve()))
     run_id = _run_id(client)
     return {} if run_id is None else RunHistory(client, run_id).metrics()
 
@@ -215,7 +227,10 @@ def follow(
             while waiting and free and not over:
                 place = free.pop(0)
                 gpu = gpus[place % len(gpus)] if gpus else None
-                training[place] = FollowedRun(waiting.pop(0), log, gpu, sharing)
+                run = FollowedRun(waiting.pop(0), log, gpu, sharing)
+                with held_back():  # SIGTERM would not end one that is not yet known here
+                    run.begin()
+                    training[place] = run
             time.sleep(LOOK_S)
             for place, run in list(training.items()):
                 end = run.look(until)
