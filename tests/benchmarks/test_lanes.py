@@ -119,7 +119,7 @@ signal.signal(signal.SIGTERM, end)
 time.sleep(60)
 """
     )
-    code, ends = follow(tmp_path, f'- {{name: long, limit: 2, run: "python {tmp_path}/ends.py && true"}}')
+    code, ends = follow(tmp_path, f'- {{name: long, limit: 10, run: "python {tmp_path}/ends.py && true"}}')
     assert (code, ends) == (1, {"long": "its limit came"})
     assert (tmp_path / "ended").exists()
 

@@ -23,6 +23,7 @@ from tasks.run.schedule import MOST_PARTS, parts
 from tasks.stages.stage import stage
 from tasks.system.stopwatch import Stopwatch
 from tests.support.mlflow_store import mlflow_in
+from tests.support.patience import wait_until
 
 TOTAL = 22
 
@@ -68,7 +69,13 @@ def test_what_is_told_in_a_part_or_a_task_or_by_a_module_is_on_the_runs_own_page
         said = client.read_logs(LogFilter(flow_run_id=LogFilterFlowRunId(any_=[run.id])), limit=100)
         shown = client._client.get(f"/flow_runs/{run.id}/graph-v2").json()["nodes"]
         (part,) = [node for _, node in shown if node["label"].endswith("21-22")]
-        inner = client._client.get(f"/flow_runs/{part['id']}/graph-v2").json()["nodes"]
+
+        def tasks() -> list[Any]:
+            return client._client.get(f"/flow_runs/{part['id']}/graph-v2").json()["nodes"]
+
+        inner = wait_until(
+            lambda: len(found := tasks()) >= 2 and found, "word of the tasks, which comes after the run's"
+        )
     told = [entry.message for entry in said]
     assert [line for line in told if line.startswith("iteration")] == [
         f"iteration {n}/{TOTAL}" for n in range(1, TOTAL + 1)

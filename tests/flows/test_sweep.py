@@ -129,7 +129,7 @@ def test_a_trial_without_a_value_tells_its_run(tmp_path: Path, monkeypatch: pyte
 
 
 def test_an_error_that_is_no_dead_child_ends_the_sweep(tmp_path: Path) -> None:
-    search, begun = SweepConfig(sampler="random", trials=20, space={"trainer.seed": {"low": 0, "high": 9}}), []
+    search, begun = SweepConfig(sampler="random", trials=500, space={"trainer.seed": {"low": 0, "high": 9}}), []
     study = open_study(search, tmp_path)
 
     def objective(trial: optuna.Trial) -> float:
@@ -138,7 +138,7 @@ def test_an_error_that_is_no_dead_child_ends_the_sweep(tmp_path: Path) -> None:
 
     with pytest.raises(OSError, match="full"):
         run_trials(study, objective, prepare_trials(study, search), parallel=2)
-    assert len(begun) < 20
+    assert len(begun) < 500
 
 
 def test_values_that_make_no_run_fail_their_trial_alone(tmp_path: Path) -> None:

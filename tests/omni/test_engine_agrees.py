@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from models.config.vllm_omni import VllmOmniConfig
 from models.families.base import DiffusionModelConfig
@@ -21,6 +22,7 @@ from models.weights.buckets import buckets
 from models.weights.canary import Canary, check_canary
 from models.weights.trainable import WeightSyncError, export_weights
 from tests.support.helpers import actor_config, model_config, prompt_table, rollout_request
+from tests.support.patience import wait_until
 
 FLOOR = 2e-6
 """Largest |difference| of a log-prob to the trainer's: rounding in fp32 of a mean over the latent."""
@@ -37,6 +39,11 @@ def engine(config: DiffusionModelConfig) -> Iterator[VllmOmniRolloutEngine]:
     running = VllmOmniRolloutEngine(config, VllmOmniConfig(), max_num_seqs=6, sleep_mode=True)
     yield running
     running.shutdown()
+
+
+def assert_same(pictures: Tensor, others: Tensor) -> None:
+    """But for rounding: which samples come into one batch is a matter of time, and with it the order of some sums."""
+    assert (pictures.int() - others.int()).abs().max() <= 1
 
 
 def with_algo(config: DiffusionModelConfig, **changes: Any) -> DiffusionModelConfig:
@@ -78,10 +85,11 @@ def test_the_same_noise_keys_give_the_same_pictures(engine: VllmOmniRolloutEngin
     request = rollout_request(samples=3, negative_length=4)
     again = rollout_request(samples=3, negative_length=4)
     (first, one), (second, other) = engine.generate(request), engine.generate(again)
-    assert torch.equal(first, second)
-    assert torch.equal(one.latents, other.latents)
-    moved, _ = engine.generate(rollout_request(samples=3, negative_length=4, iteration=1))
-    assert not torch.equal(first, moved)
+    assert_same(first, second)
+    torch.testing.assert_close(one.latents, other.latents, rtol=0, atol=1e-5)
+    moved, others = engine.generate(rollout_request(samples=3, negative_length=4, iteration=1))
+    assert (others.latents - one.latents).abs().max() > 0.1
+    assert (moved.int() - first.int()).abs().max() > 1
 
 
 def test_alone_or_in_a_batch_a_sample_is_the_same(engine: VllmOmniRolloutEngine) -> None:
@@ -127,12 +135,12 @@ def test_new_weights_arrive_and_the_old_ones_come_back(
     assert (after - before).norm() / before.norm() > 1e-3
     moved, _ = engine.generate(request)
     assert (moved.int() - oracle.generate(request)[0].int()).abs().max() <= 1
-    assert not torch.equal(moved, pictures)
+    assert (moved.int() - pictures.int()).abs().max() > 1
 
     export_weights(oracle.adapter, config, start, tmp_path / "exported")
     engine.load_exported(tmp_path / "exported")
     assert torch.equal(engine.canary_velocity(canary), before)
-    assert torch.equal(engine.generate(request)[0], pictures)
+    assert_same(engine.generate(request)[0], pictures)
 
 
 def test_weights_that_are_not_all_are_an_error(engine: VllmOmniRolloutEngine) -> None:
@@ -153,7 +161,7 @@ def test_sleep_then_wake_gives_the_same_pictures(engine: VllmOmniRolloutEngine) 
     with pytest.raises(RolloutEngineError, match="asleep"):
         engine.generate(request)
     engine.wake()
-    assert torch.equal(engine.generate(request)[0], pictures)
+    assert_same(engine.generate(request)[0], pictures)
 
 
 def test_samples_of_one_batch_must_agree(engine: VllmOmniRolloutEngine, config: DiffusionModelConfig) -> None:
@@ -166,8 +174,12 @@ def test_samples_of_one_batch_must_agree(engine: VllmOmniRolloutEngine, config: 
         samples = [split(request, "table", one, config.pipeline)[i] for i, one in enumerate((mild, strong))]
         await asyncio.gather(*(engine._sample(sample) for sample in samples))
 
+    def until_they_meet() -> None:
+        """On a busy machine the first one may go alone."""
+        wait_until(lambda: engine._wait(both()), "a batch that has both", every=0.01)
+
     with pytest.raises(RolloutEngineError, match=r"algo.noise_level 0.3 and 0.9"):
-        engine._wait(both())
+        until_they_meet()
     assert engine.generate(request)[0].shape[0] == 2
 
 

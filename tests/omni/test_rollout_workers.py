@@ -144,7 +144,7 @@ def test_during_the_update_the_workers_sleep(group: RolloutGroup) -> None:
         with pytest.raises(Exception, match="the engine is asleep"):
             ray.get(refused[0].pictures)
     after = sampled(group.submit(PROMPTS, 2, 3, WINDOW))
-    assert np.array_equal(before[0], after[0])
+    assert_alike(before, after)
     assert clock.seconds["sleep"] > 0
 
 
@@ -180,12 +180,13 @@ def test_two_processes_sample_what_one_does_and_die_with_their_worker(
     assert (adapted[2] - two[2]).abs().max() > 0.1
 
     ray.get([worker.sleep.remote(), worker.wake.remote()])
-    assert np.array_equal(sampled(pair.submit(PROMPTS, 2, 4, WINDOW))[0], adapted[0])
+    assert_alike(sampled(pair.submit(PROMPTS, 2, 4, WINDOW)), adapted)
 
     process = psutil.Process(pid_of(worker))
     others = process.children(recursive=True)
     # By their size: whether a process can set its title depends on the order of its environment.
-    assert sum(other.memory_info().rss > 400e6 for other in others) == 2, others
+    assert sum(other.memory_info().rss > 400e6 for other in others if runs(other)) == 2, others
+    process.suspend()  # or it may have answered before it is killed
     busy = pair.submit(PROMPTS, 2, 4, WINDOW)
     process.kill()
     wait_until(lambda: not any(runs(other) for other in others), "the end of the worker's own processes", every=0.1)

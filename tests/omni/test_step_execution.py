@@ -131,4 +131,5 @@ def test_an_error_of_one_request_ends_no_other(engine: VllmOmniRolloutEngine) ->
     pictures, _ = engine.generate(request)
     engine.sleep()
     engine.wake()
-    assert torch.equal(engine.generate(request)[0], pictures)
+    again, _ = engine.generate(request)
+    assert (again.int() - pictures.int()).abs().max() <= 1  # another number of requests at a step rounds otherwise

@@ -3,6 +3,7 @@
 
 import http.server
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -201,7 +202,7 @@ def files_of(
 ) -> dict[str, set[Path]]:
     """Of all files below that have changed since they were `known`: "read", and those with a key under its place."""
     found: dict[str, set[Path]] = {"read": set()}
-    for path in folder.rglob("*"):
+    for path in (Path(root, name) for root, _, names in os.walk(folder) for name in names):  # folders may go meanwhile
         try:
             if path.is_symlink() or not path.is_file() or path in (planted or set()):
                 continue

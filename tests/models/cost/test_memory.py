@@ -191,7 +191,9 @@ def test_peaks_are_those_of_the_allocator(
     with torch.no_grad():
         decoded = peak_of(lambda: to_uint8(adapter.decode(vae, config, latents)), tmp_path)
     assert decoding_bytes(config, samples)[1] == pytest.approx(decoded, rel=0.2)
-    assert not caplog.records, "a run would begin with it"
+    # Prefect's threads of tests before this one go on.
+    told = [record.message for record in caplog.records if not record.name.startswith("prefect")]
+    assert not told, "a run would begin with it"
 
 
 def test_sizes_that_were_measured_on_a_gpu(tmp_path: Path) -> None:

@@ -17,11 +17,12 @@ import ray
 from ray.exceptions import RayActorError
 
 from tasks.actors.actor_group import ActorGroup
-from tasks.actors.loading import LoadWatch, NotLoaded, ended_for_good
+from tasks.actors.loading import LoadWatch, NotLoaded, _state_of, ended_for_good
 from tasks.actors.machines import watched_machines
 from tasks.cli.terminal import sentence
 from tasks.system.processes import identity
 from tests.support.patience import PATIENCE, wait_until
+from tests.support.processes import pid_of
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the workers cannot import it
 
@@ -133,7 +134,11 @@ def test_an_actor_that_waits_for_room_to_be_started_again_is_left_to_it() -> Non
     group.call_all("ready")
     watch, named = LoadWatch(0.1), {"rollout 0": group.actors[0]}
     other = ActorGroup(Ready, 1, 0.0, num_cpus=1)  # gets the room
-    os.kill(ray.get(group.actors[0].__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
+    wait_until(
+        lambda: _state_of(other.actors[0]).get("State") == "PENDING_CREATION", "its place in the queue", every=0.05
+    )
+    time.sleep(0.5)  # from Ray's head to its raylet
+    os.kill(pid_of(group.actors[0]), signal.SIGKILL)
     other.call_all("ready")
     for _ in range(20):
         watch.look(named)
