@@ -81,15 +81,15 @@ class Job:
     changes: Sequence[str]
     folder: Path
 
+    @property
+    def database(self) -> str:
+        """MLflow's address of the run's own records."""
+        return f"sqlite:///{self.folder.resolve() / 'mlflow.db'}"
+
 
 def folder_of(folder: Path, name: str, seed: int) -> Path:
     """Where a run keeps what it makes."""
     return folder / f"{name.replace(', ', '-').replace(' ', '-')}-{seed}"
-
-
-def database(folder: Path) -> str:
-    """Of MLflow, for the run of this folder."""
-    return f"sqlite:///{folder / 'mlflow.db'}"
 
 
 @dataclass
@@ -109,7 +109,7 @@ class FollowedRun:
         folder = self.job.folder.resolve()
         shutil.rmtree(folder, ignore_errors=True)  # what a stopped run has left: it begins anew
         folder.mkdir(parents=True)
-        self.client = MlflowClient(database(folder))
+        self.client = MlflowClient(self.job.database)
         self.client.search_experiments()  # the database is made now, so that the run and this never make it together
 
     def begin(self) -> None:
@@ -119,7 +119,7 @@ class FollowedRun:
         changes.append(f"trainer.default_local_dir={folder}")
         command = [sys.executable, "-m", "flows.train", self.job.recipe]
         command += [part for change in changes for part in ("--set", change)]
-        environment = os.environ | {"PREFECT_HOME": str(folder / "prefect"), "MLFLOW_TRACKING_URI": database(folder)}
+        environment = os.environ | {"PREFECT_HOME": str(folder / "prefect"), "MLFLOW_TRACKING_URI": self.job.database}
         environment |= {"PREFECT_LOGGING_LEVEL": "WARNING", "OMP_WAIT_POLICY": "passive"}
         if self.gpu is not None:
             environment["CUDA_VISIBLE_DEVICES"] = self.gpu
@@ -183,7 +183,7 @@ class FollowedRun:
 
 def metrics_of(job: Job) -> dict[str, dict[int, float]]:
     """All that its run has logged: metric -> step -> value."""
-    client = MlflowClient(database(job.folder.resolve()))
+    client = MlflowClient(job.database)
     run_id = _run_id(client)
     return {} if run_id is None else RunHistory(client, run_id).metrics()
 

@@ -400,10 +400,8 @@ def main() -> None:
         return
     arguments.work.mkdir(parents=True, exist_ok=True)
     write_model(arguments.model, arguments.work / "model")
-    done, failed = (
-        {(line["variant"], line["kl"], line.get("ranks", 1)) for line in rows_in(arguments.work / RESULTS)},
-        [],
-    )
+    done = {(line["variant"], line["kl"], line.get("ranks", 1)) for line in rows_in(arguments.work / RESULTS)}
+    failed = []
     for variant in arguments.variants:
         if not all((variant, kl, arguments.ranks) in done for kl in arguments.kl):
             print(f"running {variant} on {arguments.ranks}", flush=True)

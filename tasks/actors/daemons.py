@@ -5,7 +5,7 @@ Ray itself ends the driver ten seconds after its raylet is gone, and a minute af
 word, and before anything is told to MLflow and Prefect. So whoever waits for Ray looks before that.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager, suppress
 
 import psutil
@@ -19,17 +19,23 @@ NAMES = {"raylet": "raylet", "gcs_server": "head"}
 _needed: dict[psutil.Process, str] = {}
 
 
+def begun_daemons(before: Set[psutil.Process] = frozenset()) -> dict[psutil.Process, str]:
+    """Those among this process's children but for the ones of before, and what Ray calls them; dead ones, too."""
+    begun = {}
+    for child in set(psutil.Process().children()) - before:
+        with suppress(psutil.Error):  # some other child, which has just ended
+            if child.name() in NAMES:
+                begun[child] = NAMES[child.name()]
+    return begun
+
+
 @contextmanager
-def needed_daemons(before: Collection[psutil.Process]) -> Iterator[None]:
+def needed_daemons(before: Set[psutil.Process]) -> Iterator[None]:
     """During the block, `require_daemons` misses those that this process has started, but for the ones of before.
 
     A daemon of an earlier cluster stays among the children, dead, until somebody asks for its exit code.
     """
-    begun = {}
-    for child in set(psutil.Process().children()) - set(before):
-        with suppress(psutil.NoSuchProcess):  # some other child, which has just ended
-            if child.name() in NAMES:
-                begun[child] = NAMES[child.name()]
+    begun = begun_daemons(before)
     _needed.update(begun)
     try:
         yield

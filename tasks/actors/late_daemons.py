@@ -3,12 +3,12 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
-import psutil
 import ray
 
+from tasks.actors.daemons import begun_daemons
 from tasks.system.processes import runs
 
 DAEMON = "raylet"
@@ -28,7 +28,8 @@ def waited_for() -> Iterator[None]:
             try:
                 return look(*asked, **named)
             except RuntimeError:  # Ray's, of a node that it does not know yet
-                if time.monotonic() > latest or not _lives():
+                lives = any(name == DAEMON and runs(daemon) for daemon, name in begun_daemons().items())
+                if time.monotonic() > latest or not lives:
                     raise
             time.sleep(0.1)
 
@@ -37,12 +38,3 @@ def waited_for() -> Iterator[None]:
         yield
     finally:
         services.get_node = look
-
-
-def _lives() -> bool:
-    """Has this process a daemon?"""
-    for child in psutil.Process().children():
-        with suppress(psutil.Error):
-            if child.name() == DAEMON and runs(child):
-                return True
-    return False

@@ -3,7 +3,6 @@
 
 import http.server
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -19,7 +18,7 @@ from prefect.blocks.system import Secret
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from tests.support.patience import wait_until
-from tests.support.platform_helpers import Workspace
+from tests.support.platform_helpers import Workspace, paths_below
 from tests.support.processes import words_of
 
 ROOT = Path(__file__).parents[2]
@@ -202,7 +201,7 @@ def files_of(
 ) -> dict[str, set[Path]]:
     """Of all files below that have changed since they were `known`: "read", and those with a key under its place."""
     found: dict[str, set[Path]] = {"read": set()}
-    for path in (Path(root, name) for root, _, names in os.walk(folder) for name in names):  # folders may go meanwhile
+    for path in paths_below(folder):
         try:
             if path.is_symlink() or not path.is_file() or path in (planted or set()):
                 continue

@@ -5,7 +5,6 @@
 """
 
 import json
-import os
 import re
 import shutil
 import sqlite3
@@ -29,7 +28,7 @@ from tasks.system.ports import free_port
 from tasks.system.processes import wait_until_ended
 from tests.support.mlflow_store import mlflow_in
 from tests.support.patience import post, wait_until
-from tests.support.platform_helpers import RECIPE, Workspace, make_workspace, run_as_forks
+from tests.support.platform_helpers import RECIPE, Workspace, make_workspace, paths_below, run_as_forks
 from tests.support.processes import kill_all, with_word, words_of
 
 ROOT = Path(__file__).parents[2]
@@ -249,8 +248,8 @@ def check_secret_file(folder: Path, secrets: list[str]) -> None:
 def check_nowhere_written(folder: Path, secrets: list[str]) -> None:
     """Neither MLflow, Prefect's data base, the runs' folders nor the logs hold the secrets."""
     texts: dict[Path, bytes] = {}
-    for path in (Path(root, name) for root, _, names in os.walk(folder) for name in names if name != "environment"):
-        if path.is_file() and not path.is_symlink():
+    for path in paths_below(folder):
+        if path.is_file() and not path.is_symlink() and path.name != "environment":
             with suppress(FileNotFoundError):  # the servers go on
                 texts[path] = path.read_bytes()
     assert any(path.name == "prefect.db" for path in texts)

@@ -244,3 +244,8 @@ def make_workspace(
     }
     (folder / "prefect.yaml").write_text(yaml.safe_dump({"name": "doubleflow", "deployments": [deployment]}))
     return Workspace(folder, dict(environment))
+
+
+def paths_below(folder: Path) -> Iterator[Path]:
+    """All below it but folders, where others work: of a folder that goes meanwhile `Path.rglob` makes an error."""
+    return (Path(root, name) for root, _, names in os.walk(folder) for name in names)

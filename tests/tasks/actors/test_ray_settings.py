@@ -69,6 +69,7 @@ import psutil
 from tasks.actors.ray_address import ClusterError
 from tasks.actors.waiting import get
 from tasks.system.processes import runs
+from tests.support.processes import named
 
 class Patient:
     def hold(self, seconds):
@@ -78,7 +79,7 @@ for name in ("raylet", "gcs_server"):
     with ray_cluster(RayConfig(num_cpus=1, forked_workers=False)):
         worker = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(Patient).remote()
         get(worker.hold.remote(0))  # also while a daemon of the cluster of before stays among the children, dead
-        (daemon,) = [child for child in psutil.Process().children() if child.name() == name and runs(child)]
+        (daemon,) = filter(runs, named(psutil.Process().children(), name))
         daemon.kill()
         try:
             get(worker.hold.remote(600))
