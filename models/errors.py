@@ -4,6 +4,7 @@
 import errno
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,8 @@ OF_RUST = re.compile(r"I/O error: .*\(os error (\d+)\)")
 """How safetensors tells of the system's errors, in an exception of its own."""
 SHORT_WRITE = re.compile(r"\d+ requested and \d+ written")
 """How numpy does, which does not hand on the system's number."""
+OF_COPIES = re.compile(r"\[Errno (\d+)\]")
+"""How shutil does of a folder that it copies: a list of what it could not copy, each with the system's words."""
 
 
 class DoubleflowError(Exception):
@@ -37,13 +40,16 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 
 def out_of_room(error: object) -> OSError | None:
     """The system's error which says that the disk, or the user's share of it, is full: this one, or the one of which
-    safetensors and numpy tell in their own."""
+    safetensors, numpy and shutil tell in their own."""
     if isinstance(error, OSError) and error.errno in NO_ROOM:
         return error
     text = str(error) if isinstance(error, Exception) else ""
     if found := OF_RUST.search(text):
         number = int(found[1])
         return OSError(number, os.strerror(number)) if number in NO_ROOM else None
+    if isinstance(error, shutil.Error):
+        full = sorted(NO_ROOM & {int(number) for number in OF_COPIES.findall(text)})
+        return OSError(full[0], os.strerror(full[0])) if full else None
     if isinstance(error, OSError) and SHORT_WRITE.search(text):
         return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     return None

@@ -4,6 +4,7 @@
 import errno
 import gc
 import os
+import shutil
 import tempfile
 import threading
 import time
@@ -261,6 +262,13 @@ def test_where_a_write_finds_no_room_is_said(small_disk: Path, monkeypatch: pyte
     assert sentence(nameless) == f"a disk is full: {nameless} ({small_disk} has 1 MB left)"
 
 
+def copied_by_shutil(folder: Path) -> None:
+    """A folder, as an export's parts that are not trained."""
+    with tempfile.TemporaryDirectory() as source:
+        (Path(source) / "weights").write_bytes(bytes(2**21))
+        shutil.copytree(source, folder)
+
+
 def saved_by_numpy(file: Path) -> None:
     """Into a file, whose name numpy would change."""
     with file.open("wb") as stream:
@@ -273,8 +281,9 @@ def saved_by_numpy(file: Path) -> None:
         lambda file: file.write_bytes(bytes(2**21)),
         saved_by_numpy,
         lambda file: save_file({"weights": torch.zeros(2**19)}, file),
+        copied_by_shutil,
     ],
-    ids=["python", "numpy", "safetensors"],
+    ids=["python", "numpy", "safetensors", "shutil"],
 )
 def test_whoever_fills_a_disk_it_is_said_which(small_disk: Path, write: Callable[[Path], object]) -> None:
     """Not the one that has the least room of those that every run writes into: a run's folder may be on another."""
