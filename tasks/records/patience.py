@@ -82,7 +82,7 @@ class LocalClient(AskedClient):
                 return request()
         except Exception as error:
             if FULL in str(error):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._client.tracking_uri) from error
+                raise no_room_for(self._client.tracking_uri) from error
             full = full_disk(error)
             if full is None or full.filename is not None:
                 raise
@@ -172,6 +172,11 @@ class PatientClient(AskedClient):
             f"tracking.max_outage_s {self._seconds:g} ({why_away(error)}): {mend}; the same command then continues "
             "the run"
         ) from error
+
+
+def no_room_for(uri: str) -> OSError:
+    """The error of a database whose disk is full."""
+    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), uri)
 
 
 def why_away(error: BaseException) -> str | None:

@@ -24,7 +24,7 @@ from tasks.records.flow_run_end import heed_no_signal
 from tasks.records.headline import HEADLINE, experiment_tags, headline
 from tasks.records.lineage import Lineage
 from tasks.records.owner import close_dead_runs, owner_tags
-from tasks.records.patience import ONE_TRY, LocalClient, PatientClient, why_away
+from tasks.records.patience import FULL, ONE_TRY, LocalClient, PatientClient, no_room_for, why_away
 from tasks.records.pictures import still
 from tasks.records.second_trackers import SecondTrackers
 from tasks.records.tracking_address import TrackingAway, is_server
@@ -34,6 +34,8 @@ from tasks.system.late_mlflow import MlflowClient, artifact_repository_registry,
 STEP_MARK = "trainer/global_step"
 """Logged last of a step's records, so its history says which steps are complete."""
 PARAM_LIMIT = 6000
+HALF_MADE = re.compile(r"table \w+ already exists|duplicate column name")
+"""What a database says to MLflow, which makes its tables in steps, of a step that was half done before."""
 EXISTS, MISSING = "RESOURCE_ALREADY_EXISTS", "RESOURCE_DOES_NOT_EXIST"
 GONE = (
     "which is to go on: restore it (`mlflow runs restore --run-id`), set MLFLOW_TRACKING_URI to the MLflow that has "
@@ -45,6 +47,10 @@ NO_TIME = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": 0, "MLFLOW_HTTP_REQUEST_TIMEOUT": 
 """The same where SIGTERM ends the run, which is to be heeded in seconds, or where MLflow is known to be away."""
 
 
+class HalfMade(DoubleflowError, ValueError):
+    """MLflow's database lacks tables, and MLflow cannot make them."""
+
+
 class RunGone(DoubleflowError, ValueError):
     """MLflow has no longer the run that is to be continued."""
 
@@ -54,11 +60,23 @@ def mlflow_client(config: TrackingConfig) -> MlflowClient:
 
     Raises:
         CredentialError: the address holds a password, which summaries, records and errors would repeat.
+        OSError: the disk is full on which MLflow makes its database.
+        HalfMade: it was when MLflow did.
     """
     uri = config.address
     for field, value in (("tracking.uri", config.uri), ("MLFLOW_TRACKING_URI", uri)):
         refuse_password_in_url(value, field, PASSWORD_OF_MLFLOW)
-    return mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
+    try:
+        return mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
+    except Exception as error:
+        if FULL in str(error):
+            raise no_room_for(uri) from error
+        if HALF_MADE.search(str(error)):
+            raise HalfMade(
+                f"MLflow's database {uri} has some of its tables only, as where the disk was full when it made them: "
+                "remove its file if it is new, else put a copy of before in its place"
+            ) from error
+        raise
 
 
 def logged_steps(client: MlflowClient, run_id: str) -> set[int]:

@@ -11,7 +11,9 @@ import pytest
 from mlflow import MlflowClient
 from sqlalchemy.engine.default import DefaultDialect
 
+from tasks.config.tracking import TrackingConfig
 from tasks.records.patience import LocalClient
+from tasks.records.tracking import HalfMade, mlflow_client
 from tasks.system.signals import heeded_once, held_back
 from tests.support.mlflow_store import mlflow_in
 
@@ -117,3 +119,16 @@ def test_a_full_disk_under_the_database_or_its_files_is_named(
             client.set_tag(run, f"tag {number}", "a" * 4000)
     assert (raised.value.errno, raised.value.filename) == (errno.ENOSPC, uri)
     assert "mlflow.store.db.utils" not in {record.name for record in caplog.records}
+
+
+def test_a_database_that_mlflow_has_no_room_to_make_is_told_then_and_at_the_next_start(small_disk: Path) -> None:
+    """MLflow makes it in steps, and does not go on where it was half made."""
+    config = TrackingConfig(uri=f"sqlite:///{small_disk / 'mlflow.db'}")
+    room = 2**18
+    (others := small_disk / "another's").write_bytes(bytes(2**20 - room))
+    with pytest.raises(OSError, match="No space left") as raised:
+        mlflow_client(config)
+    assert (raised.value.errno, raised.value.filename) == (errno.ENOSPC, config.uri)
+    others.unlink()
+    with pytest.raises(HalfMade, match="some of its tables only"):
+        mlflow_client(config)
