@@ -2,6 +2,7 @@
 """Ray: the cluster that a run joins or starts, and whether it has room."""
 
 import atexit
+import errno
 import logging
 import os
 import signal
@@ -27,6 +28,7 @@ from tasks.actors.watchdog import ROUNDS, end_family, marked, own_mark, watchdog
 from tasks.actors.worker_forks import FORKS, VARIABLE, forked_environment, forks_for, set_up_at_once
 from tasks.config.errors import ConfigError
 from tasks.config.trainer import RayConfig
+from tasks.system.files import free_on_disk
 from tasks.system.signals import held_back, kept_from_below
 
 log = logging.getLogger(__name__)
@@ -49,6 +51,8 @@ cloudpickle.register_pickle_by_value(compile_cache)
 WORKER_SETUP = "worker_process_setup_hook"
 LATE = "timed out during startup"
 """Words of Ray's error where its daemon is not there in time."""
+ROOM_TO_START = 2**20
+"""Bytes on the disk of Ray's files, of which its start takes more."""
 AGENTS_SECONDS = 2
 """For what Ray has started to end with it."""
 LEAVING_SECONDS = 60.0
@@ -175,7 +179,7 @@ def _make_compile_cache(folder: str | None) -> None:
 
 
 def _connect(config: RayConfig, address: str | None, place: Mapping[str, Any]) -> None:
-    """Join the cluster at the address, or start one. Raises ClusterError."""
+    """Join the cluster at the address, or start one. Raises ClusterError, or OSError where Ray's disk is full."""
     try:
         ray.init(log_to_driver=config.log_to_driver, logging_level=logging.WARNING, **place)
     except (ConnectionError, AuthenticationError) as error:
@@ -184,6 +188,9 @@ def _connect(config: RayConfig, address: str | None, place: Mapping[str, Any]) -
             "it was started with a token, set RAY_AUTH_MODE=token and have the same token here"
         ) from error
     except Exception as error:  # the only kind that Ray has for it
+        folder = place.get("_temp_dir")
+        if folder is not None and free_on_disk(Path(folder)) < ROOM_TO_START:  # its daemons met it, and do not say so
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), folder) from error
         if LATE not in str(error):
             raise
         raise ClusterError(

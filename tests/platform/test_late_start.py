@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import psutil
 import pytest
@@ -71,3 +72,17 @@ def test_one_that_is_later_than_ray_waits_is_waited_for() -> None:
         assert time.monotonic() - began > RAYS_OWN
         assert len(ray.nodes()) == 1
     assert [runs(process) for process in held] == [False]
+
+
+@pytest.mark.slow  # Ray waits for its own daemon, which has ended, for half a minute
+def test_a_full_disk_of_rays_files_is_said_and_which(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(prefix="r-") as short:  # the names of Ray's sockets are to be short
+        (link := Path(short) / "d").symlink_to(small_disk)
+        monkeypatch.setenv("RAY_TMPDIR", str(link))
+        (small_disk / "another's").write_bytes(bytes(2**20 - 2**16))
+        with (
+            pytest.raises(OSError, match="No space left") as raised,
+            ray_cluster(RayConfig(num_cpus=1, forked_workers=False)),
+        ):
+            pass
+    assert raised.value.filename.startswith(str(link))
