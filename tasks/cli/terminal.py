@@ -152,9 +152,17 @@ def sentence(error: Exception) -> str | None:
         return f"MLflow: {' '.join(str(told).split())}"
     if _is_one_of(told, ("ray.exceptions", "RayActorError")):
         return f"a worker process died: {_death(str(told))}"
+    if _is_one_of(told, ("prefect.exceptions", "PrefectHTTPStatusError")) and (failure := _server_failure(told)):
+        return f"Prefect's server failed ({failure}): what it prints says why, as where its database's disk is full"
     if _is_one_of(told, ("httpx", "TransportError")):  # which only Prefect's client lets through
         return f"Prefect's server at {os.environ.get('PREFECT_API_URL', 'its address')} does not answer: {told!r}"
     return None
+
+
+def _server_failure(told: Any) -> str | None:
+    """What a server answered to what, where the fault is its own."""
+    answer = told.response
+    return f"{answer.status_code} for {told.request.url.path}" if answer.is_server_error else None
 
 
 def _death(told: str) -> str:

@@ -12,6 +12,7 @@ from contextlib import closing
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
+from uuid import uuid4
 
 import pytest
 from prefect._internal.concurrency.services import QueueService
@@ -20,6 +21,7 @@ from prefect.context import refresh_global_settings_context
 from prefect.events import Event, Resource
 from prefect.events.clients import EventsClient, PrefectEventsClient
 from prefect.events.worker import EventsWorker
+from prefect.exceptions import PrefectHTTPStatusError
 from prefect.server.api.server import SubprocessASGIServer
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
@@ -52,6 +54,34 @@ def test_a_server_that_has_ended_is_told_in_a_sentence() -> None:
     assert said.startswith(f"error: Prefect's server at {url.replace('//', '//***@')} does not answer (")
     assert "hidden" not in said
     assert "unset it, and the run starts a server of its own" in said
+
+
+def test_a_server_that_fails_at_a_request_is_told_in_a_sentence() -> None:
+    """As one whose database has no room left."""
+
+    class Fail(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(500)
+            self.end_headers()
+            self.wfile.write(b"{}")
+
+        do_POST = do_GET
+        log_message: Callable[..., None] = lambda *_: None
+
+    with HTTPServer(("127.0.0.1", 0), Fail) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/api"
+        with (
+            temporary_settings({PREFECT_API_URL: url}),
+            get_client(sync_client=True) as client,
+            pytest.raises(PrefectHTTPStatusError) as failed,
+        ):
+            client.read_flow_run(uuid4())
+        server.shutdown()
+    said, code = last_words(failed.value)
+    assert code == 1
+    assert str(said).startswith("error: Prefect's server failed (500 for /api/flow_runs/")
+    assert "its database's disk is full" in str(said)
 
 
 @pytest.mark.parametrize(
