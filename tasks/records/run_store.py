@@ -160,7 +160,8 @@ class CheckpointStore:
         """The folder aside with the files, or with their beginnings."""
         aside = self._aside(state.iteration)
         with _removed_on_error(aside):
-            (aside / self.content).mkdir(parents=True)
+            aside.mkdir()  # and not what is around it: a run whose folder is gone would go on without its older ones
+            (aside / self.content).mkdir()
             write(aside / self.content)
         return aside
 

@@ -152,12 +152,12 @@ def open_run(config: TrainConfig, inputs: Inputs, recipe: TrainConfig, start: St
 
     Raises:
         ConfigError: it has checkpoints and is not to resume.
-        CheckpointError: another process works on the run, or its newest checkpoint cannot be used.
+        CheckpointError: another process works on the run, its newest checkpoint cannot be used, or its folder is gone.
         RewardHacking, RewardCollapse: its guards have stopped it, and are to stop it still.
         ClusterError: as `open_cluster_and_tracker`.
         MachineLost: a machine with a trainer rank is lost.
     """
-    with run_lock(config.run_dir):
+    with run_lock(config.run_dir), _told_if_gone(config.run_dir):
         store = _store(config)
         _check_kept(config, inputs.digest, store)
         label = run_label(config.asked, recipe)
@@ -197,6 +197,24 @@ def _store(config: TrainConfig) -> CheckpointStore:
             "trainer.experiment_name"
         )
     return store
+
+
+@contextmanager
+def _told_if_gone(folder: Path) -> Iterator[None]:
+    """What a run does not find in its folder, where that is gone as a whole, is told as that.
+
+    Raises:
+        CheckpointError: in place of the FileNotFoundError of whatever was read or written first.
+    """
+    try:
+        yield
+    except FileNotFoundError as error:
+        if (folder / CHECKPOINTS).is_dir():
+            raise
+        raise CheckpointError(
+            f"{folder} was removed, moved or unmounted while the run worked in it: bring it back and the same command "
+            "continues from its newest checkpoint; without it that begins anew"
+        ) from error
 
 
 def _check_kept(config: TrainConfig, data_digest: str, store: CheckpointStore) -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run whose data are others at its next start is refused, before anything of it starts."""
 
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ from tasks.config.tracking import TrackingConfig
 from tasks.config.tree import TrainConfig
 from tasks.records.run_store import CHECKPOINTS, STAGES, CheckpointError, CheckpointStore, RunState
 from tasks.records.tracking import Tracker
-from tasks.run.opening import DATA_TAG, _refuse_other_data, open_run
+from tasks.run.opening import DATA_TAG, _refuse_other_data, _told_if_gone, open_run
 from tasks.run.start_times import StartTimes
 from tests.support.mlflow_store import mlflow_in
 
@@ -52,3 +53,26 @@ def test_what_mlflow_has_of_other_data_is_not_gone_on_with(tmp_path: Path, monke
     for digest, complaint in COMPLAINT.items():
         with pytest.raises(CheckpointError, match=f"what MLflow has of .* was made {complaint}: bring those back"):
             _refuse_other_data(config, digest, again)
+
+
+@pytest.mark.parametrize("work", ["save", "forget"])
+def test_a_run_whose_folder_is_gone_says_so_and_makes_no_other(tmp_path: Path, work: str) -> None:
+    """It would go on in a folder without its record and its older checkpoints, and the next start begin anew."""
+    folder = tmp_path / "run"
+    store = CheckpointStore(folder / CHECKPOINTS)
+    does = {
+        "save": lambda: store.save(RunState(2, "c", "d", "run"), lambda inner: (inner / "x").touch()),
+        "forget": lambda: store.remove(through=1),
+    }
+    does[work]()
+    shutil.rmtree(folder)
+    with pytest.raises(CheckpointError, match="run was removed, moved or unmounted while the run worked in it: bring"):  # noqa: SIM117
+        with _told_if_gone(folder):
+            does[work]()
+    assert not folder.exists()
+
+
+def test_a_single_file_that_is_missing_is_told_as_it_was(tmp_path: Path) -> None:
+    CheckpointStore(tmp_path / CHECKPOINTS)
+    with pytest.raises(FileNotFoundError, match="other"), _told_if_gone(tmp_path):
+        (tmp_path / "other").read_text()
