@@ -9,9 +9,10 @@ import torch
 from safetensors.torch import save_file
 
 from models.samples.trajectories import PromptTable
-from tasks.data.digests import check_listed, file_digests, open_safetensors, read_index, validated, write_index
+from tasks.data.digests import check_listed, file_digests, read_index, validated, write_index
 from tasks.data.prompt_files import NEGATIVE_UID, DatasetError
 from tasks.data.prompts import _EMBEDDINGS_INDEX, EmbeddingsIndex, Prompt
+from tasks.data.shard_files import ShardFiles
 from tasks.system.files import put_in_place
 
 Encode = Callable[[list[str]], dict[str, torch.Tensor]]
@@ -96,6 +97,7 @@ class PromptEmbeddings(Embeddings):
         self.dim, self.max_sequence_length = index.dim, index.max_sequence_length
         self.extras = tuple(index.extras)
         self.sha256, self._shards, self._negatives = index.sha256, index.shards, index.negatives
+        self._files = ShardFiles(folder, index.shards.values(), index.sha256)
 
     @classmethod
     def open(cls, folder: str | Path) -> "PromptEmbeddings":
@@ -119,7 +121,7 @@ class PromptEmbeddings(Embeddings):
         """Which of these prompts has the most tokens; the embeddings themselves are not read."""
         lengths: dict[str, int] = {}
         for shard in sorted({self._shards[uid] for uid in uids}):
-            with open_safetensors(self.folder / shard) as file:
+            with self._files.open(shard) as file:
                 here = [uid for uid in uids if self._shards[uid] == shard]
                 lengths |= {uid: file.get_slice(uid).get_shape()[0] for uid in here}
         return max(uids, key=lengths.__getitem__)
@@ -133,7 +135,7 @@ class PromptEmbeddings(Embeddings):
             )
         rows: dict[str, Row] = {}
         for shard in sorted({self._shards[uid] for uid in uids}):
-            with open_safetensors(self.folder / shard) as file:
+            with self._files.open(shard) as file:
                 for uid in (uid for uid in uids if self._shards[uid] == shard):
                     extras = {name: file.get_tensor(f"{uid}/{name}") for name in self.extras}
                     rows[uid] = {TOKENS: file.get_tensor(uid)} | extras

@@ -22,10 +22,11 @@ from safetensors.torch import save_file
 
 from models.samples.trajectories import FinishedLatents
 from models.schedulers.noise_keys import NoiseKey
-from tasks.data.digests import check_listed, file_digests, open_safetensors, read_index, validated, write_index
+from tasks.data.digests import check_listed, file_digests, read_index, validated, write_index
 from tasks.data.embeddings import INDEX, Embeddings, prompt_table
 from tasks.data.prompt_files import DatasetError, check_text, read_parquet
 from tasks.data.prompts import Prompt, ShardName, prompt_uid
+from tasks.data.shard_files import ShardFiles
 from tasks.system.files import put_in_place
 
 COLUMNS = ("pair", "prompt", "image", "chosen", "score")
@@ -248,6 +249,7 @@ class PairDataset:
         """Take what an index says; `open` reads and checks one."""
         self.folder, self.latent_shape, self.pairs = folder, latent_shape, pairs
         self.model_digest, self.sha256 = model_digest, sha256
+        self._files = ShardFiles(folder, (pair.shard for pair in pairs), sha256)
 
     @classmethod
     def open(cls, folder: str | Path) -> "PairDataset":
@@ -288,7 +290,7 @@ class PairDataset:
     def _latents(self, pairs: Sequence[Pair]) -> torch.Tensor:
         found: dict[str, torch.Tensor] = {}
         for shard in sorted({pair.shard for pair in pairs}):
-            with open_safetensors(self.folder / shard) as file:
+            with self._files.open(shard) as file:
                 for pair in pairs:
                     if pair.shard == shard:
                         found |= {f"{pair.uid}/{side}": file.get_tensor(f"{pair.uid}/{side}") for side in SIDES}

@@ -160,7 +160,8 @@ class CheckpointStore:
         """The folder aside with the files, or with their beginnings."""
         aside = self._aside(state.iteration)
         with _removed_on_error(aside):
-            (aside / self.content).mkdir(parents=True)
+            aside.mkdir()  # and not what is around it: a run whose folder is gone would go on without its older ones
+            (aside / self.content).mkdir()
             write(aside / self.content)
         return aside
 
@@ -192,6 +193,21 @@ class CheckpointStore:
         """The newest checkpoint, see `load`; None only if nothing has a checkpoint's name."""
         return self.load(self.iterations()[-1], config_digest, data_digest) if self.iterations() else None
 
+    def check_newest(self, config_digest: str, data_digest: str, after: int = 0) -> None:
+        """What a moment tells of the newest checkpoint, if it is of an iteration after that one: by its record it is of
+        this config and this data, and all of its files are there. What is in them, `load` compares.
+
+        Raises:
+            CheckpointError: as `load`.
+        """
+        for iteration in self.iterations()[-1:]:
+            if iteration > after and _is_there(self.path(iteration)):
+                _, files = self._record(iteration, config_digest, data_digest)
+                content = self.path(iteration) / self.content
+                lost = sorted(name for name in files if not (content / name).is_file())
+                if lost:
+                    raise _lost(self.path(iteration), lost)
+
     def load(self, iteration: int, config_digest: str, data_digest: str) -> tuple[RunState, Path] | None:
         """The record and the files' folder of one checkpoint; None if nothing is there.
 
@@ -202,26 +218,37 @@ class CheckpointStore:
         folder = self.path(iteration)
         if not _is_there(folder):
             return None
-        state = verify(folder, self.content)
+        state, files = self._record(iteration, config_digest, data_digest)
+        _compare(folder, self.content, files)
+        if not _part(state.data_digest, 1) and _part(data_digest, 1):
+            log.warning("%s is of an older version: whether it was made from these base weights is not checked", folder)
+        return state, folder / self.content
+
+    def _record(self, iteration: int, config_digest: str, data_digest: str) -> tuple[RunState, dict[str, str]]:
+        """The state and the files' digests in a checkpoint's record, which is of that iteration, config and data."""
+        folder = self.path(iteration)
+        state, files = _recorded(folder)
         if state.iteration != iteration:
             raise CheckpointError(
                 f"{folder / RECORD} is of iteration {state.iteration}, the folder's name of {iteration}: give it the "
                 "name that it had, or remove it to go on without it"
             )
-        for what, stored, present in (
-            ("by another config", state.config_digest, config_digest),
-            ("from other prompts, embeddings or pairs", _part(state.data_digest, 0), _part(data_digest, 0)),
-            (
-                "from other weights in model.path, model.initial_weights or actor.teacher_path",
-                _part(state.data_digest, 1) or _part(data_digest, 1),
-                _part(data_digest, 1),
-            ),
-        ):
-            if stored != present:
-                raise CheckpointError(f"{folder} was made {what}: give the run another trainer.experiment_name")
-        if not _part(state.data_digest, 1) and _part(data_digest, 1):
-            log.warning("%s is of an older version: whether it was made from these base weights is not checked", folder)
-        return state, folder / self.content
+        other = "by another config" if state.config_digest != config_digest else None
+        if other := other or other_data(state.data_digest, data_digest):
+            raise CheckpointError(f"{folder} was made {other}: give the run another trainer.experiment_name")
+        return state, files
+
+
+def other_data(stored: str, present: str) -> str | None:
+    """What of the data of one `RunState.data_digest` is another than in a second, after "made"; None where nothing is.
+
+    What a record of an older version does not tell is not compared.
+    """
+    if _part(stored, 0) != _part(present, 0):
+        return "from other prompts, embeddings or pairs"
+    if _part(stored, 1) not in ("", _part(present, 1)):
+        return "from other weights in model.path, model.initial_weights or actor.teacher_path"
+    return None
 
 
 def _part(data_digest: str, number: int) -> str:
@@ -250,23 +277,33 @@ def verify(folder: Path, content: str = WEIGHTS) -> RunState:
     Raises:
         CheckpointError: they are not, or cannot be read.
     """
+    state, files = _recorded(folder)
+    _compare(folder, content, files)
+    return state
+
+
+def _recorded(folder: Path) -> tuple[RunState, dict[str, str]]:
+    """The state in a checkpoint's record, and the digest of each of its files by name."""
     record = _read_record(folder / RECORD)
     files = record.pop("files", None)
     if not isinstance(files, dict):
         raise _damaged(folder / RECORD, "it lists no files")
     try:
-        state = _STATE.validate_json(json.dumps(record))
+        return _STATE.validate_json(json.dumps(record)), files
     except ValidationError as error:
         faults = "; ".join(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors())
         raise _damaged(folder / RECORD, faults) from error
+
+
+def _compare(folder: Path, content: str, files: dict[str, str]) -> None:
+    """Raise CheckpointError where a checkpoint's files are not those of these digests."""
     try:
         found = _digests(folder / content)
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be read: {error}; remove the folder to go on without it") from error
     if found != files:
         wrong = sorted(name for name in {*found, *files} if found.get(name) != files.get(name))
-        raise CheckpointError(f"{folder} is damaged ({', '.join(wrong)}): remove the folder to go on without it")
-    return state
+        raise _lost(folder, wrong)
 
 
 def _read_record(file: Path) -> dict[str, Any]:
@@ -286,6 +323,10 @@ def _read_record(file: Path) -> dict[str, Any]:
 
 def _damaged(file: Path, fault: str) -> CheckpointError:
     return CheckpointError(f"{file} is damaged ({fault}): remove the folder to go on without it")
+
+
+def _lost(folder: Path, files: list[str]) -> CheckpointError:
+    return CheckpointError(f"{folder} is damaged ({', '.join(files)}): remove the folder to go on without it")
 
 
 def _is_there(path: Path) -> bool:

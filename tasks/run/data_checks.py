@@ -2,6 +2,7 @@
 """The prompts, embeddings and pairs of a run, opened, and whether there is what it asks of them."""
 
 import hashlib
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -12,10 +13,13 @@ from tasks.config.tree import TrainConfig
 from tasks.data.digests import IMAGE_SIDE
 from tasks.data.embeddings import INDEX, Embeddings, PromptEmbeddings
 from tasks.data.pairs import PairDataset
-from tasks.data.prompts import Prompt, load_prompts
+from tasks.data.prompts import Prompt, load_prompts, prompt_uid
 from tasks.rewards import check_reward
 from tasks.run.encoding_checks import check_embeddings, check_origin
 from tasks.run.live_text import open_live, text_side
+
+DIGEST = re.compile("[0-9a-f]{16}")
+"""As `prompt_uid` makes them."""
 
 
 class RunData(NamedTuple):
@@ -39,6 +43,7 @@ def open_data(
 ) -> RunData:
     """The prompts, their embeddings and, to train, the pairs; the digest is over their tables and indices alone."""
     train, held_out = load_prompts(config.data.prompts, "train"), load_prompts(config.data.prompts, "test")
+    _check_texts(config.data.prompts, train + held_out)
     test = held_out[: config.actor_rollout_ref.rollout.val_kwargs.max_prompts]
     embeddings, made_by = _open_embeddings(config, model_config)
     content = config.data.prompts.read_bytes() + made_by
@@ -60,6 +65,21 @@ def open_data(
         # What a function of the user's makes of the train prompts is known when it is called.
         check_scored(config, test if config.data.rewrite_prompts else train + test)
     return RunData(train, test, embeddings, pairs, hashlib.sha256(content).hexdigest()[:16])
+
+
+def _check_texts(table: Path, prompts: Sequence[Prompt]) -> None:
+    """No text was changed under its uid, by which embeddings, samples and records know it.
+
+    A uid that a user gives may be anything: one is taken to be a text's where it looks so and others of the table are.
+    """
+    odd = [prompt for prompt in prompts if prompt.uid != prompt_uid(prompt.prompt)]
+    changed = [prompt for prompt in odd if DIGEST.fullmatch(prompt.uid)]
+    if changed and len(odd) < len(prompts):
+        uid, text = changed[0].uid, changed[0].prompt
+        raise ConfigError(
+            f"{table}: the uid {uid!r} is of another text than {text[:60]!r} ({len(changed)} in all), which was "
+            f"changed later: give it the uid {prompt_uid(text)!r} and encode the prompts again, or bring the text back"
+        )
 
 
 def check_scored(config: TrainConfig, prompts: Sequence[Prompt]) -> None:

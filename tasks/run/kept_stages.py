@@ -49,6 +49,15 @@ class KeptStages:
         """Are the iteration's scores kept?"""
         return iteration in self._scores.iterations()
 
+    def check(self, config_digest: str, data_digest: str, after: int) -> None:
+        """What is kept of the latest iteration, if it is after that one, is by its record of this config and this data.
+
+        Raises:
+            CheckpointError: it is not, or is damaged.
+        """
+        for store in (self._rollouts, self._scores):
+            store.check_newest(config_digest, data_digest, after)
+
     def keep_rollout(self, state: RunState, version: int, batches: Sequence[PendingBatch]) -> None:
         """Write an iteration's batches, one file each; `version` is the policy's."""
 

@@ -34,7 +34,7 @@ from tasks.records.guards import FloorWatch, Guard, GuardWatch
 from tasks.records.headline import RUN_NAME_TAG
 from tasks.records.lineage import lineage
 from tasks.records.run_lock import run_lock
-from tasks.records.run_store import CHECKPOINTS, STAGES, CheckpointError, CheckpointStore, RunState
+from tasks.records.run_store import CHECKPOINTS, STAGES, CheckpointError, CheckpointStore, RunState, other_data
 from tasks.records.second_trackers import SecondTrackers, Subject
 from tasks.records.tracking import RunGone, Tracker
 from tasks.records.tracking_address import require_answer
@@ -59,6 +59,7 @@ from tasks.system.signals import heeded_once
 from tasks.system.stopwatch import Stopwatch
 
 RUN_RECORD = "run.json"
+DATA_TAG = "doubleflow.data_digest"
 
 
 def apply_overrides(config: TrainConfig, overrides: TrainOverrides | dict[str, Any] | None) -> TrainConfig:
@@ -151,13 +152,14 @@ def open_run(config: TrainConfig, inputs: Inputs, recipe: TrainConfig, start: St
 
     Raises:
         ConfigError: it has checkpoints and is not to resume.
-        CheckpointError: another process works on the run, or its newest checkpoint cannot be used.
+        CheckpointError: another process works on the run, its newest checkpoint cannot be used, or its folder is gone.
         RewardHacking, RewardCollapse: its guards have stopped it, and are to stop it still.
         ClusterError: as `open_cluster_and_tracker`.
         MachineLost: a machine with a trainer rank is lost.
     """
-    with run_lock(config.run_dir):
+    with run_lock(config.run_dir), _told_if_gone(config.run_dir):
         store = _store(config)
+        _check_kept(config, inputs.digest, store)
         label = run_label(config.asked, recipe)
         again = _remembered_run_id(config)
         with (
@@ -172,6 +174,7 @@ def open_run(config: TrainConfig, inputs: Inputs, recipe: TrainConfig, start: St
             _remember_run_id(config, tracker.run_id)
             guards = watched_guards(config, tracker)
             refuse_flagged(config, guards)
+            _refuse_other_data(config, inputs.digest, tracker)
             store.behind.check()  # before a model loads, where it is known by now that the checkpoint cannot be used
             start.mark("Ray and MLflow")
             report = RunReport(config, tracker, recipe)
@@ -194,6 +197,47 @@ def _store(config: TrainConfig) -> CheckpointStore:
             "trainer.experiment_name"
         )
     return store
+
+
+@contextmanager
+def _told_if_gone(folder: Path) -> Iterator[None]:
+    """What a run does not find in its folder, where that is gone as a whole, is told as that.
+
+    Raises:
+        CheckpointError: in place of the FileNotFoundError of whatever was read or written first.
+    """
+    try:
+        yield
+    except FileNotFoundError as error:
+        if (folder / CHECKPOINTS).is_dir():
+            raise
+        raise CheckpointError(
+            f"{folder} was removed, moved or unmounted while the run worked in it: bring it back and the same command "
+            "continues from its newest checkpoint; without it that begins anew"
+        ) from error
+
+
+def _check_kept(config: TrainConfig, data_digest: str, store: CheckpointStore) -> None:
+    """What the run would go on with is of its config and its data, as far as a moment tells: before Ray starts."""
+    digests = config.digest(), data_digest
+    store.check_newest(*digests)
+    KeptStages(config.run_dir / STAGES).check(*digests, after=max(store.iterations(), default=0))
+
+
+def _refuse_other_data(config: TrainConfig, data_digest: str, tracker: Tracker) -> None:
+    """What MLflow has of the run, which may be more than a checkpoint has, was measured with this data.
+
+    Raises:
+        CheckpointError: it was with other data: the run would go on in the same curves.
+    """
+    if not tracker.logged_steps:
+        return
+    tags = tracker.client.get_run(tracker.run_id).data.tags
+    if other := other_data(tags.get(DATA_TAG, data_digest), data_digest):
+        raise CheckpointError(
+            f"what MLflow has of {config.run_dir} was made {other}: bring those back, or give the run another "
+            "trainer.experiment_name"
+        )
 
 
 def _begin_records(run: TrainingRun, newest: Future[tuple[RunState, Path] | None]) -> None:
@@ -409,7 +453,7 @@ def run_tags(config: TrainConfig, inputs: Inputs, reward: RewardGroup | None) ->
     """What a run is found and compared by: digests of config and data, and the rewards' versions."""
     found = {} if reward is None else reward.versions(config.ray_init.start_timeout_s)
     versions = {f"reward.{name.replace(':', '/')}": version for name, version in found.items()}
-    digests = {"doubleflow.config_digest": config.digest(), "doubleflow.data_digest": inputs.digest}
+    digests = {"doubleflow.config_digest": config.digest(), DATA_TAG: inputs.digest}
     found_out = {f"doubleflow.auto.{field}": why for field, why in inputs.said.items()}
     return versions | digests | found_out | source_tags() | {RUN_NAME_TAG: config.run_name}
 

@@ -3,7 +3,9 @@
 
 import io
 import json
+import os
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +215,20 @@ def test_a_data_set_that_was_tampered_with_is_refused(stored: Path) -> None:
         PairDataset.open(stored / "pairs")
 
 
+@pytest.mark.parametrize("part", ["pairs", "embeddings"])
+def test_data_that_changes_while_a_run_reads_it_is_refused(stored: Path, part: str) -> None:
+    """Other data in the old place would be trained on without a word; the same bytes again are the same data."""
+    pairs, embeddings = PairDataset.open(stored / "pairs"), PromptEmbeddings.open(stored / "embeddings")
+    for file in (stored / part).glob("*.safetensors"):
+        os.utime(file, (1, 1))
+    read = partial(pairs.batches, pairs.pairs, embeddings, 2, seed=7, iteration=4)
+    list(read())
+    for file in (stored / part).glob("*.safetensors"):
+        save_file({name: tensor + 1 for name, tensor in load_file(file).items()}, file)
+    with pytest.raises(DatasetError, match=rf"{part}.*\.safetensors was changed while a run reads it"):
+        list(read())
+
+
 # ---- what a run refuses
 
 
@@ -303,6 +319,15 @@ def test_pairs_find_prompts_that_have_uids_of_their_own(stored: Path, tiny_model
     shutil.rmtree(stored / "pairs")
     write_five_pairs(stored, (HELD_OUT, *TEXTS[:2]))
     with pytest.raises(ConfigError, match=r"prompts.parquet holds out, pair 'pair-0'"):
+        check_inputs(offline(stored, tiny_model))
+
+
+def test_a_text_that_was_changed_under_its_uid_is_refused(stored: Path, tiny_model: Path) -> None:
+    """Its embedding is of the old text, and the reward would be asked for the new one."""
+    table = pd.read_parquet(stored / "prompts.parquet")
+    table.loc[0, "prompt"] = "another text"
+    table.to_parquet(stored / "prompts.parquet", index=False)
+    with pytest.raises(ConfigError, match=r"prompts.parquet: the uid '\w{16}' is of another text than 'another text'"):
         check_inputs(offline(stored, tiny_model))
 
 

@@ -177,6 +177,28 @@ def test_a_checkpoint_of_another_config_or_other_data_is_refused(
         store.latest(config, data)
 
 
+@pytest.mark.parametrize(
+    ("config", "data", "complaint"),
+    [("another", "data", "by another config"), ("config", "another", "from other prompts, embeddings or pairs")],
+)
+def test_another_config_or_other_data_is_seen_by_the_record_alone(
+    tmp_path: Path, config: str, data: str, complaint: str
+) -> None:
+    """In a moment, however large the files are; those that are missing are seen, too."""
+    store = CheckpointStore(tmp_path)
+    store.check_newest(config, data)
+    store.save(state(1), writer(10))
+    newest = store.save(state(2), writer(10)) / "trainer" / "weights"
+    os.truncate(newest, 9)
+    store.check_newest("config", "data")
+    store.check_newest(config, data, after=2)
+    with pytest.raises(CheckpointError, match=f"iter_000002 was made {complaint}: give the run another trainer.exper"):
+        store.check_newest(config, data)
+    newest.unlink()
+    with pytest.raises(CheckpointError, match=r"iter_000002 is damaged \(weights\): remove the folder"):
+        store.check_newest("config", "data")
+
+
 def test_a_checkpoint_of_an_older_version_says_nothing_of_the_base_weights(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run whose data are others at its next start is refused, before anything of it starts."""
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import ray
+
+from tasks.config.tracking import TrackingConfig
+from tasks.config.tree import TrainConfig
+from tasks.records.run_store import CHECKPOINTS, STAGES, CheckpointError, CheckpointStore, RunState
+from tasks.records.tracking import Tracker
+from tasks.run.opening import DATA_TAG, _refuse_other_data, _told_if_gone, open_run
+from tasks.run.start_times import StartTimes
+from tests.support.mlflow_store import mlflow_in
+
+COMPLAINT = {
+    "other-weights": "from other prompts, embeddings or pairs",
+    "data-other": "from other weights in model.path, model.initial_weights or actor.teacher_path",
+}
+
+
+@pytest.mark.parametrize("kept", [CHECKPOINTS, f"{STAGES}/rollout", f"{STAGES}/reward"])
+@pytest.mark.parametrize(("digest", "complaint"), COMPLAINT.items())
+def test_what_is_kept_of_other_data_is_seen_before_ray_starts(
+    tmp_path: Path, kept: str, digest: str, complaint: str
+) -> None:
+    """No MLflow run is taken up either: the address of the tracking answers nobody."""
+    config = TrainConfig(trainer={"default_local_dir": tmp_path}, tracking={"uri": "http://127.0.0.1:9"})
+    content = {CHECKPOINTS: "trainer", f"{STAGES}/rollout": "batches", f"{STAGES}/reward": "scores"}[kept]
+    state = RunState(1, config.digest(), "data-weights", "run")
+    CheckpointStore(config.run_dir / kept, content=content).save(state, lambda folder: (folder / "x").touch())
+    inputs = SimpleNamespace(digest=digest)
+    with pytest.raises(CheckpointError, match=f"{kept}/iter_000001 was made {complaint}: give the run another"):  # noqa: SIM117
+        with open_run(config, inputs, config, StartTimes()):
+            pass
+    assert not ray.is_initialized()
+
+
+def test_what_mlflow_has_of_other_data_is_not_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a run that was killed after its first validation, which no checkpoint has."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    config = TrainConfig(trainer={"default_local_dir": tmp_path})
+    tracking = TrackingConfig(uri=mlflow_in(tmp_path), artifacts=(tmp_path / "artifacts").as_uri())
+    first = Tracker(tracking, "a-run")
+    first.log_start(config, {DATA_TAG: "data-weights"})
+    _refuse_other_data(config, "other-weights", Tracker(tracking, "a-run", first.run_id))
+    first.log_step(0, {"val/reward/mean": 0.5})
+    again = Tracker(tracking, "a-run", first.run_id)
+    _refuse_other_data(config, "data-weights", again)
+    for digest, complaint in COMPLAINT.items():
+        with pytest.raises(CheckpointError, match=f"what MLflow has of .* was made {complaint}: bring those back"):
+            _refuse_other_data(config, digest, again)
+
+
+@pytest.mark.parametrize("work", ["save", "forget"])
+def test_a_run_whose_folder_is_gone_says_so_and_makes_no_other(tmp_path: Path, work: str) -> None:
+    """It would go on in a folder without its record and its older checkpoints, and the next start begin anew."""
+    folder = tmp_path / "run"
+    store = CheckpointStore(folder / CHECKPOINTS)
+    does = {
+        "save": lambda: store.save(RunState(2, "c", "d", "run"), lambda inner: (inner / "x").touch()),
+        "forget": lambda: store.remove(through=1),
+    }
+    does[work]()
+    shutil.rmtree(folder)
+    with pytest.raises(CheckpointError, match="run was removed, moved or unmounted while the run worked in it: bring"):  # noqa: SIM117
+        with _told_if_gone(folder):
+            does[work]()
+    assert not folder.exists()
+
+
+def test_a_single_file_that_is_missing_is_told_as_it_was(tmp_path: Path) -> None:
+    CheckpointStore(tmp_path / CHECKPOINTS)
+    with pytest.raises(FileNotFoundError, match="other"), _told_if_gone(tmp_path):
+        (tmp_path / "other").read_text()
