@@ -397,13 +397,13 @@ def test_a_flipped_bit_of_a_preference_table_is_noticed(copied: Path) -> None:
 def test_a_shard_that_cannot_be_read_is_named(copied: Path) -> None:
     """Where no digest was compared before, as in a worker."""
     (shard,) = (copied / "data" / "sd3_embeddings").glob("*.safetensors")
-    store = PromptEmbeddings.open(copied / "data" / "sd3_embeddings")
     flip(shard, 0)
+    store = PromptEmbeddings.open(copied / "data" / "sd3_embeddings")
     with pytest.raises(DatasetError, match=rf"{shard.name} cannot be read: .*; make the data anew"):
         store.negative()
     (shard,) = (copied / "data" / "sd3_pairs").glob("*.safetensors")
-    pairs = PairDataset.open(copied / "data" / "sd3_pairs")
     flip(shard, 0)
+    pairs = PairDataset.open(copied / "data" / "sd3_pairs")
     store = PromptEmbeddings.open(copied / "data" / "sd3_embeddings")
     with pytest.raises(DatasetError, match="cannot be read"):
         list(pairs.batches(pairs.pairs[:2], store, 2, seed=0, iteration=1))

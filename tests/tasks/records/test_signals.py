@@ -121,8 +121,11 @@ def test_a_full_disk_under_the_database_or_its_files_is_named(
     assert "mlflow.store.db.utils" not in {record.name for record in caplog.records}
 
 
-def test_a_database_that_mlflow_has_no_room_to_make_is_told_then_and_at_the_next_start(small_disk: Path) -> None:
+def test_a_database_that_mlflow_has_no_room_to_make_is_told_then_and_at_the_next_start(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """MLflow makes it in steps, and does not go on where it was half made."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     config = TrackingConfig(uri=f"sqlite:///{small_disk / 'mlflow.db'}")
     room = 2**18
     (others := small_disk / "another's").write_bytes(bytes(2**20 - room))

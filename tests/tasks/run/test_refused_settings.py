@@ -20,6 +20,7 @@ from tasks.config.recipes import load_recipe, parse_changes
 from tasks.data.base_weights import MEMORY
 from tasks.data.embeddings import write_embeddings
 from tasks.data.prompts import build_prompt_table, load_prompts
+from tasks.records.run_store import CHECKPOINTS, CheckpointStore, RunState
 from tasks.run.opening import open_run
 from tasks.run.preflight import check_inputs
 from tasks.run.schedule import windows_of
@@ -86,7 +87,8 @@ def test_no_checkpoint_is_read_while_ray_starts(folder: Path, tmp_path: Path, mo
     settings = [f"trainer.default_local_dir={tmp_path}", f"tracking.uri=sqlite:///{tmp_path}/mlflow.db"]
     config = recipe.with_changes(parse_changes(settings, recipe=recipe))
     inputs = check_inputs(config)
-    (config.run_dir / "checkpoints/iter_000001").mkdir(parents=True)
+    state = RunState(1, config.digest(), inputs.digest, "run")
+    CheckpointStore(config.run_dir / CHECKPOINTS).save(state, lambda folder: (folder / "file").touch())
     before = set(threading.enumerate())
     with (
         disable_run_logger(),
