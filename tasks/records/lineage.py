@@ -117,7 +117,8 @@ def hardware() -> dict[str, Any]:
 
 
 def dvc_hashes(root: Path) -> dict[str, str]:
-    """Path -> hash of every DVC output under `root`: the stages' of dvc.lock, and those that were `dvc add`ed.
+    """Path -> hash of every DVC output under `root`: the stages' of its dvc.lock and of those below data/, and those
+    that were `dvc add`ed.
 
     Raises:
         LineageError: one of DVC's files is none of DVC's.
@@ -126,12 +127,34 @@ def dvc_hashes(root: Path) -> dict[str, str]:
 
 
 def _dvc_outputs(root: Path) -> Iterator[tuple[str, str]]:
-    lock = root / "dvc.lock"
-    for stage in (_section(_read(lock), "stages", lock) if lock.is_file() else {}).values():
-        yield from _outs(stage, lock)
+    for lock in (root / "dvc.lock", *sorted(root.glob("data/**/dvc.lock"))):
+        yield from _outputs_of_stages(root, lock)
     for file in sorted(root.glob("data/**/*.dvc")):
         for path, digest in _outs(_read(file), file):
-            yield (file.parent / path).relative_to(root).as_posix(), digest
+            yield _from(root, file.parent, path), digest
+
+
+def _outputs_of_stages(root: Path, lock: Path) -> Iterator[tuple[str, str]]:
+    """What a dvc.lock has recorded; its paths are those of dvc.yaml beside it, of each stage's `wdir`."""
+    stages = _section(_read(lock), "stages", lock) if lock.is_file() else {}
+    pipeline = lock.with_name("dvc.yaml")
+    written = _section(_read(pipeline), "stages", pipeline) if stages and pipeline.is_file() else {}
+    for name, stage in stages.items():
+        folder = lock.parent / _working_folder(written.get(str(name).partition("@")[0]))
+        for path, digest in _outs(stage, lock):
+            yield _from(root, folder, path), digest
+
+
+def _working_folder(stage: Any) -> str:
+    """A stage's `wdir`, relative to its dvc.yaml; one of a `foreach` or a `matrix` may have it under `do`."""
+    fields = stage.get("do", stage) if isinstance(stage, dict) else None
+    folder = fields.get("wdir", ".") if isinstance(fields, dict) else "."
+    return str(folder)
+
+
+def _from(root: Path, folder: Path, path: str) -> str:
+    """An output's path in a folder, as it is from the root."""
+    return Path(os.path.relpath(folder / path, root)).as_posix()
 
 
 def _outs(stage: Any, file: Path) -> Iterator[tuple[str, str]]:

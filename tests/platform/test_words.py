@@ -86,6 +86,9 @@ def test_its_recipe_trains(made: tuple[Workspace, str], ray_head: RayHead) -> No
     printed = made[0].on(ray_head).run("-m", "flows.train", "words-flow-grpo", *changes)
     assert re.search(r"run\s+words-flow-grpo-\w+\n\s+trained\s+2 iterations", printed)
     assert "weights        runs/" in printed, "no optimiser step was made"
+    (run,) = made[0].mlflow_runs()
+    read = {item.dataset.name for item in run.inputs.dataset_inputs}
+    assert read == {f"data/words/{name}" for name in ("prompts.parquet", "base_model", "embeddings")}
 
 
 HACKED = """

@@ -96,6 +96,21 @@ def test_only_the_data_that_a_run_reads_is_its_input(
     assert lineage([], tmp_path).tags == {}  # no repository
 
 
+def test_a_pipeline_below_the_data_has_its_outputs_where_its_stages_work(tmp_path: Path) -> None:
+    """A `wdir` of its own, the folder of its dvc.yaml, and that of a stage for each of several."""
+    (tmp_path / "data/mine").mkdir(parents=True)
+    stages = {"up": {"wdir": "../.."}, "here": {}, "each": {"foreach": ["a"], "do": {"wdir": ".."}}}
+    (tmp_path / "data/mine/dvc.yaml").write_text(str({"stages": stages}))
+    made = {"up": "data/mine/model", "here": "prompts.parquet", "each@a": "other"}
+    locked = {name: {"outs": [{"path": path, "md5": f"of-{name[:2]}"}]} for name, path in made.items()}
+    (tmp_path / "data/mine/dvc.lock").write_text(str({"stages": locked}))
+    assert dvc_hashes(tmp_path) == {
+        "data/mine/model": "of-up",
+        "data/mine/prompts.parquet": "of-he",
+        "data/other": "of-ea",
+    }
+
+
 KEY = "sk-" + "plantedplantedplanted0123"
 PRIVATE = "-----BEGIN OPENSSH PRIVATE" + " KEY-----\nplanted\n"
 
