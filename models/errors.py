@@ -44,15 +44,17 @@ def out_of_room(error: object) -> OSError | None:
     if isinstance(error, OSError) and error.errno in NO_ROOM:
         return error
     text = str(error) if isinstance(error, Exception) else ""
-    if found := OF_RUST.search(text):
-        number = int(found[1])
-        return OSError(number, os.strerror(number)) if number in NO_ROOM else None
-    if isinstance(error, shutil.Error):
-        full = sorted(NO_ROOM & {int(number) for number in OF_COPIES.findall(text)})
-        return OSError(full[0], os.strerror(full[0])) if full else None
+    told = OF_COPIES if isinstance(error, shutil.Error) else OF_RUST
+    numbers = {int(number) for number in told.findall(text)}
     if isinstance(error, OSError) and SHORT_WRITE.search(text):
-        return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    return None
+        numbers.add(errno.ENOSPC)
+    full = sorted(NO_ROOM & numbers)
+    return OSError(full[0], os.strerror(full[0])) if full else None
+
+
+def no_room_for(what: str) -> OSError:
+    """The system's error of a full disk, of what had no room there: a file, a folder, a database's address."""
+    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), what)
 
 
 def full_disk(error: BaseException | None) -> OSError | None:

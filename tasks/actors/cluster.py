@@ -2,7 +2,6 @@
 """Ray: the cluster that a run joins or starts, and whether it has room."""
 
 import atexit
-import errno
 import logging
 import os
 import signal
@@ -19,6 +18,7 @@ import ray
 from ray import cloudpickle
 from ray.exceptions import AuthenticationError
 
+from models.errors import no_room_for
 from models.runtime import compile_cache, determinism
 from tasks.actors.daemons import needed_daemons
 from tasks.actors.late_daemons import waited_for
@@ -190,7 +190,7 @@ def _connect(config: RayConfig, address: str | None, place: Mapping[str, Any]) -
     except Exception as error:  # the only kind that Ray has for it
         folder = place.get("_temp_dir")
         if folder is not None and free_on_disk(Path(folder)) < ROOM_TO_START:  # its daemons met it, and do not say so
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), folder) from error
+            raise no_room_for(folder) from error
         if LATE not in str(error):
             raise
         raise ClusterError(

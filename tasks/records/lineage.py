@@ -23,6 +23,7 @@ from tasks.system.late_mlflow import DatasetInput, mlflow, mlflow_tags
 
 CODE = Path(__file__).resolve().parents[2]
 DIGEST = re.compile(r"[\w.-]+")
+LOCK = "dvc.lock"
 MOST_TOLD = 8
 """Packages of another version that are named."""
 REMEDY = "make it anew with `dvc commit`, or take the repository's with `git checkout`"
@@ -127,11 +128,13 @@ def dvc_hashes(root: Path) -> dict[str, str]:
 
 
 def _dvc_outputs(root: Path) -> Iterator[tuple[str, str]]:
-    for lock in (root / "dvc.lock", *sorted(root.glob("data/**/dvc.lock"))):
-        yield from _outputs_of_stages(root, lock)
-    for file in sorted(root.glob("data/**/*.dvc")):
-        for path, digest in _outs(_read(file), file):
-            yield _from(root, file.parent, path), digest
+    below = sorted(Path(folder, name) for folder, _, names in os.walk(root / "data") for name in names)
+    for file in (root / LOCK, *below):
+        if file.name == LOCK:
+            yield from _outputs_of_stages(root, file)
+        elif file.suffix == ".dvc":
+            for path, digest in _outs(_read(file), file):
+                yield _from(root, file.parent, path), digest
 
 
 def _outputs_of_stages(root: Path, lock: Path) -> Iterator[tuple[str, str]]:

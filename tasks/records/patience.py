@@ -2,7 +2,6 @@
 """MLflow's client of a server that may be away, or of a database that another program may hold: what is asked of it
 waits, says so, and gives up after a set time. And that of a database, which a signal must not leave locked."""
 
-import errno
 import logging
 import os
 import re
@@ -17,7 +16,7 @@ import requests
 from prefect.exceptions import MissingContextError
 from prefect.logging import get_run_logger
 
-from models.errors import full_disk
+from models.errors import full_disk, no_room_for
 from tasks.records.tracking_address import TrackingAway, is_server
 from tasks.system.late_mlflow import MlflowClient
 from tasks.system.signals import held_back
@@ -172,11 +171,6 @@ class PatientClient(AskedClient):
             f"tracking.max_outage_s {self._seconds:g} ({why_away(error)}): {mend}; the same command then continues "
             "the run"
         ) from error
-
-
-def no_room_for(uri: str) -> OSError:
-    """The error of a database whose disk is full."""
-    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), uri)
 
 
 def why_away(error: BaseException) -> str | None:

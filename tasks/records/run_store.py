@@ -200,13 +200,14 @@ class CheckpointStore:
         Raises:
             CheckpointError: as `load`.
         """
-        for iteration in self.iterations()[-1:]:
-            if iteration > after and _is_there(self.path(iteration)):
-                _, files = self._record(iteration, config_digest, data_digest)
-                content = self.path(iteration) / self.content
-                lost = sorted(name for name in files if not (content / name).is_file())
-                if lost:
-                    raise _lost(self.path(iteration), lost)
+        newest = max(self.iterations(), default=0)
+        folder = self.path(newest)
+        if newest <= after or not _is_there(folder):
+            return
+        _, files = self._record(newest, config_digest, data_digest)
+        lost = sorted(name for name in files if not (folder / self.content / name).is_file())
+        if lost:
+            raise _lost(folder, lost)
 
     def load(self, iteration: int, config_digest: str, data_digest: str) -> tuple[RunState, Path] | None:
         """The record and the files' folder of one checkpoint; None if nothing is there.

@@ -18,13 +18,13 @@ from PIL import Image
 from prefect.exceptions import TerminationSignal
 
 from models.config.section import Section
-from models.errors import DoubleflowError
+from models.errors import DoubleflowError, no_room_for
 from tasks.config.tracking import PASSWORD_OF_MLFLOW, TrackingConfig
 from tasks.records.flow_run_end import heed_no_signal
 from tasks.records.headline import HEADLINE, experiment_tags, headline
 from tasks.records.lineage import Lineage
 from tasks.records.owner import close_dead_runs, owner_tags
-from tasks.records.patience import FULL, ONE_TRY, LocalClient, PatientClient, no_room_for, why_away
+from tasks.records.patience import FULL, ONE_TRY, LocalClient, PatientClient, why_away
 from tasks.records.pictures import still
 from tasks.records.second_trackers import SecondTrackers
 from tasks.records.tracking_address import TrackingAway, is_server

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tables of runs on GPUs are what the kept logs say."""
 
-import json
 from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 from benchmarks import time_to_reward, words, words_algorithms
 from benchmarks.followed_runs import curves_of, read_lines
 from benchmarks.local_services import ROOT
+from benchmarks.logs import rows_in
 
 MEASURED = ROOT / "benchmarks" / "measured"
 TEN = [*words_algorithms.SETTINGS]
@@ -58,7 +58,7 @@ def test_what_the_page_says_of_the_words_is_in_its_log(log: str, count: int, fir
 
 
 def test_the_scaling_of_the_whole_flow_is_in_its_log() -> None:
-    lines = [json.loads(line) for line in (MEASURED / "sd35_flow_h200.jsonl").read_text().splitlines()]
+    lines = rows_in(MEASURED / "sd35_flow_h200.jsonl")
     page = (ROOT / "benchmarks" / "RESULTS.md").read_text()
     speeds: dict[int, float] = {}
     for gpus, run in {1: "1 GPU of four", 2: "2 GPUs of four", 4: "4 GPUs"}.items():
@@ -73,7 +73,7 @@ def test_the_scaling_of_the_whole_flow_is_in_its_log() -> None:
 
 
 def test_the_flow_and_its_engines_of_one_call_are_in_their_log() -> None:
-    lines = [json.loads(line) for line in (MEASURED / "sd35_flow_h100.jsonl").read_text().splitlines()]
+    lines = rows_in(MEASURED / "sd35_flow_h100.jsonl")
     (engines,) = [line for line in lines if line["run"] == "bare engines, of four GPUs"]
     steady = [line for line in lines if line["run"] == "2 GPUs of four" and 2 < line["iteration"] < 5]
     assert len(steady) == 2
@@ -97,7 +97,7 @@ def test_the_flow_and_its_engines_of_one_call_are_in_their_log() -> None:
     [("4 GPUs", "**4.1 s, 497 pictures a second**"), ("4 H200s, before", "An iteration takes 4.4 s (median)")],
 )
 def test_the_words_on_four_gpus_take_what_the_page_says(run: str, said: str) -> None:
-    lines = [json.loads(line) for line in (MEASURED / "words_four_iterations.jsonl").read_text().splitlines()]
+    lines = rows_in(MEASURED / "words_four_iterations.jsonl")
     steps = [line["timing_s/step"] for line in lines if line["run"] == run and line["iteration"] % 10]
     step = median(steps[1:])
     assert f"{step:.1f} s" in said
@@ -105,7 +105,7 @@ def test_the_words_on_four_gpus_take_what_the_page_says(run: str, said: str) -> 
 
 
 def test_the_quickstarts_command_read_what_the_page_says() -> None:
-    lines = [json.loads(line) for line in (MEASURED / "words_command_h200.jsonl").read_text().splitlines()]
+    lines = rows_in(MEASURED / "words_command_h200.jsonl")
     readings = {line["iteration"]: line["held_out"] for line in lines if line["held_out"] is not None}
     assert [*readings] == [0, 10, 20, 30, 40]
     before, *later, last = (f"{value:.3f}".removeprefix("0") for value in readings.values())
@@ -135,7 +135,7 @@ FLOWS = {
 
 @pytest.mark.parametrize(("log", "run"), [(log, run) for log, runs in FLOWS.items() for run in runs])
 def test_the_flows_on_several_gpus_are_in_their_logs(log: str, run: str) -> None:
-    lines = [json.loads(line) for line in (MEASURED / f"{log}.jsonl").read_text().splitlines()]
+    lines = rows_in(MEASURED / f"{log}.jsonl")
     steady = [line for line in lines if line["run"] == run and line["iteration"] in FLOWS[log][run]]
     pictures = f"{steady[0]['perf/total_num_images']:.0f}"
     page = (ROOT / "benchmarks" / "RESULTS.md").read_text().splitlines()

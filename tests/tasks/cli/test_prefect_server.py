@@ -7,8 +7,8 @@ import os
 import signal
 import socket
 import sqlite3
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
@@ -56,28 +56,36 @@ def test_a_server_that_has_ended_is_told_in_a_sentence() -> None:
     assert "unset it, and the run starts a server of its own" in said
 
 
-def test_a_server_that_fails_at_a_request_is_told_in_a_sentence() -> None:
-    """As one whose database has no room left."""
+@contextmanager
+def answering(body: str, status: Callable[[str], int]) -> Iterator[int]:
+    """The port of a server that answers so, whatever it is asked; `status` is told the path."""
 
-    class Fail(BaseHTTPRequestHandler):
+    class Answer(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.send_response(500)
+            self.send_response(status(self.path))
             self.end_headers()
-            self.wfile.write(b"{}")
+            self.wfile.write(body.encode())
 
         do_POST = do_GET
         log_message: Callable[..., None] = lambda *_: None
 
-    with HTTPServer(("127.0.0.1", 0), Fail) as server:
+    with HTTPServer(("127.0.0.1", 0), Answer) as server:
         Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}/api"
-        with (
-            temporary_settings({PREFECT_API_URL: url}),
-            get_client(sync_client=True) as client,
-            pytest.raises(PrefectHTTPStatusError) as failed,
-        ):
-            client.read_flow_run(uuid4())
-        server.shutdown()
+        try:
+            yield server.server_port
+        finally:
+            server.shutdown()
+
+
+def test_a_server_that_fails_at_a_request_is_told_in_a_sentence() -> None:
+    """As one whose database has no room left."""
+    with (
+        answering("{}", lambda _: 500) as port,
+        temporary_settings({PREFECT_API_URL: f"http://127.0.0.1:{port}/api"}),
+        get_client(sync_client=True) as client,
+        pytest.raises(PrefectHTTPStatusError) as failed,
+    ):
+        client.read_flow_run(uuid4())
     said, code = last_words(failed.value)
     assert code == 1
     assert str(said).startswith("error: Prefect's server failed (500 for /api/flow_runs/")
@@ -92,18 +100,8 @@ def test_a_server_that_fails_at_a_request_is_told_in_a_sentence() -> None:
     ],
 )
 def test_a_server_that_wants_a_secret_or_is_none_of_prefects(status: int, body: str, told: str) -> None:
-    class Answer(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(body.encode())
-
-        log_message: Callable[..., None] = lambda *_: None
-
-    with HTTPServer(("127.0.0.1", 0), Answer) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
-        said = words_about(f"http://127.0.0.1:{server.server_port}/api")
-        server.shutdown()
+    with answering(body, lambda _: status) as port:
+        said = words_about(f"http://127.0.0.1:{port}/api")
     assert told in said
 
 
@@ -112,28 +110,17 @@ def test_a_port_that_another_commands_server_takes_meanwhile_is_left_to_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Its server says that it is well to anybody, and anything else to those who know its own secret."""
-
-    class OfAnother(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200 if self.path == "/api/health" else 401)
-            self.end_headers()
-            self.wfile.write(b"true")
-
-        log_message: Callable[..., None] = lambda *_: None
-
     others = {key: value for key, value in os.environ.items() if not key.startswith("PREFECT")}
     monkeypatch.setattr(os, "environ", others | {"PREFECT_HOME": str(tmp_path)})
     refresh_global_settings_context()
-    with HTTPServer(("127.0.0.1", 0), OfAnother) as other:
-        Thread(target=other.serve_forever, daemon=True).start()
-        ports = [other.server_port, free_port()]
+    with answering("true", lambda path: 200 if path == "/api/health" else 401) as other:
+        ports = [other, free_port()]
         monkeypatch.setattr(SubprocessASGIServer, "find_available_port", lambda _: ports.pop(0))
         guard_temporary_server()
         start_temporary_server(lambda: None)
         with get_client(sync_client=True) as client:
             assert client.api_version()
-            assert str(other.server_port) not in str(client.api_url)
-        other.shutdown()
+            assert str(other) not in str(client.api_url)
     SubprocessASGIServer().stop()
     monkeypatch.undo()
     refresh_global_settings_context()

@@ -164,10 +164,13 @@ def test_a_file_that_is_cut_off_missing_or_anothers_is_damage(
         store.latest("config", "data")
 
 
-@pytest.mark.parametrize(
+of_another_run = pytest.mark.parametrize(
     ("config", "data", "complaint"),
     [("another", "data", "by another config"), ("config", "another", "from other prompts, embeddings or pairs")],
 )
+
+
+@of_another_run
 def test_a_checkpoint_of_another_config_or_other_data_is_refused(
     tmp_path: Path, config: str, data: str, complaint: str
 ) -> None:
@@ -177,10 +180,7 @@ def test_a_checkpoint_of_another_config_or_other_data_is_refused(
         store.latest(config, data)
 
 
-@pytest.mark.parametrize(
-    ("config", "data", "complaint"),
-    [("another", "data", "by another config"), ("config", "another", "from other prompts, embeddings or pairs")],
-)
+@of_another_run
 def test_another_config_or_other_data_is_seen_by_the_record_alone(
     tmp_path: Path, config: str, data: str, complaint: str
 ) -> None:
