@@ -38,6 +38,7 @@ PAGE, SCRIPT = Path("docs/words.md"), "words.py"
 GOAL = 0.9
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 LOSS = f"{ACTOR}.diffusion_loss"
+WHOLE_DEVIATION = "algorithm.global_std=true"
 COPIED = "algorithm.old_policy_decay_schedule=copy"
 """The old policy is always that of the last iteration, as it was in the recipe when most of these were measured."""
 ALL_SAMPLES = [f"{ROLLOUT}.n=16", "algorithm.best_worst_k=null", COPIED]
@@ -69,6 +70,8 @@ def only_rewards(config: TrainConfig, **given: Mapping[str, Any]) -> str:
 
 VARIANTS: dict[str, tuple[str, list[str]]] = {
     "words": ("words", []),
+    "words, deviation of the batch": ("words", [WHOLE_DEVIATION]),
+    "words, deviation of the batch, longer average": ("words", [WHOLE_DEVIATION, f"{ACTOR}.ema.decay=0.98"]),
     "words, old policy copied": ("words", [COPIED]),
     "words, 8 of 64": ("words", [f"{ROLLOUT}.n=64", COPIED]),
     "words, 128 prompts": ("words", [COPIED, "data.train_batch_size=128", f"{ACTOR}.ppo_mini_batch_size=32"]),

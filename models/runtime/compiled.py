@@ -17,8 +17,8 @@ VARIANTS = 64
 
 SAME_EVERYWHERE: dict[str, Any] = {"deterministic": True}
 """Inductor's options. It may not choose by a stopwatch how a kernel adds up its rows, or whether a matrix is padded:
-rollout and trainer compile in a process each, and would choose differently. (Set in torch's configuration instead, it
-is gone after the first compilation.)"""
+rollout and trainer compile in a process each, and would choose differently; of equal latents, a run made again would
+read other pictures. (Set in torch's configuration instead, it is gone after the first compilation.)"""
 
 COMPILED_DECODER = "AutoencoderKL"
 """Class of diffusers whose decoder is compiled: one that decodes a picture at once. What it keeps of a GPU's memory is
@@ -121,4 +121,4 @@ def compile_decoder(vae: nn.Module) -> None:
 
     if isinstance(vae, getattr(diffusers, COMPILED_DECODER)):
         decoder: Any = vae.decoder.to(memory_format=torch.channels_last)
-        decoder.forward = torch.compile(decoder.forward, dynamic=False)
+        decoder.forward = torch.compile(decoder.forward, dynamic=False, options=SAME_EVERYWHERE)

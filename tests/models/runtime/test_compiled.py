@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import AutoencoderKL
 from torch import nn
 from torch._dynamo.utils import counters
 
 from models.families.base import DiffusionModelConfig
 from models.rollout.diffusers import DiffusersRolloutEngine
 from models.runtime.compile_cache import VARIABLE, use_compile_cache
-from models.runtime.compiled import OneGraph
+from models.runtime.compiled import OneGraph, compile_decoder
 from models.runtime.recomputation import recomputed
 from models.samples.trajectories import Trajectories
 from models.training.fsdp import DiffusersFSDPEngine
@@ -25,6 +26,10 @@ from models.weights.trainable import trainable
 from tests.support.helpers import actor_config, model_config, rollout_request, save_tiny_model
 
 ADVANTAGES = torch.tensor([1.0, -0.8, 0.3, -1.5])
+BLOCKS_OF_TWO = {
+    "down_block_types": ("DownEncoderBlock2D",) * 2,
+    "up_block_types": ("UpDecoderBlock2D",) * 2,
+}
 
 
 def trainer(config: DiffusionModelConfig, **settings: Any) -> DiffusersFSDPEngine:
@@ -97,6 +102,23 @@ def test_code_is_compiled_once_for_texts_of_every_length(tmp_path: Path, monkeyp
             torch.testing.assert_close(trajectories.log_probs, plain.log_probs, rtol=0.05, atol=0.05)
         compiled.append(compilations())
     assert compiled == compiled[:1] * 4
+
+
+@pytest.mark.slow
+def test_an_image_decoder_is_compiled_without_a_stopwatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else another process draws other pictures of equal latents, and a run made again reads others than before."""
+    seen: list[bool] = []
+    inductor = torch._inductor.config
+    monkeypatch.setattr(inductor, "post_grad_custom_pre_pass", lambda graph: seen.append(inductor.deterministic))
+    torch.manual_seed(0)
+    vae = AutoencoderKL(latent_channels=4, block_out_channels=(8, 8), norm_num_groups=4, **BLOCKS_OF_TWO).eval()
+    latents = torch.randn(2, 4, 4, 8)
+    with torch.no_grad():
+        eager = vae.decode(latents).sample
+        compile_decoder(vae)
+        torch.testing.assert_close(vae.decode(latents).sample, eager, rtol=1e-4, atol=1e-4)
+    assert seen
+    assert all(seen)
 
 
 @pytest.mark.parametrize("gradient", ["both", "conditional"])
