@@ -97,6 +97,7 @@ class PromptEmbeddings(Embeddings):
         self.dim, self.max_sequence_length = index.dim, index.max_sequence_length
         self.extras = tuple(index.extras)
         self.sha256, self._shards, self._negatives = index.sha256, index.shards, index.negatives
+        self.negative_prompt = index.negative_prompt
         self._files = ShardFiles(folder, index.shards.values(), index.sha256)
 
     @classmethod
@@ -112,6 +113,16 @@ class PromptEmbeddings(Embeddings):
 
     def __contains__(self, uid: str) -> bool:
         return uid in self._shards
+
+    def has_negative_of(self, prompt: Prompt) -> bool:
+        """Was this prompt encoded with the negative prompt that its row names, or with that of all where it names none?
+
+        Where the index does not say what that of all is, the row's may be it.
+        """
+        own, stored = prompt.negative, self._negatives.get(prompt.uid)
+        if own is None or own.prompt == self.negative_prompt:
+            return stored is None
+        return stored == own.uid or (stored is None and self.negative_prompt is None)
 
     def longest_table(self, uids: Sequence[str], needs_negative: bool) -> PromptTable:
         """The prompt with the most tokens; the embeddings of the others are not read."""

@@ -137,7 +137,7 @@ def checked_row(raw: dict[str, Any], source: str) -> PromptRow:
     """A row whose keys are those of docs/data.md. Raises DatasetError that names the file and the line."""
     fields = dict(raw)
     prompt = fields.pop("prompt", None)
-    if not isinstance(prompt, str) or not _is_visible(prompt):
+    if not isinstance(prompt, str) or not is_visible(prompt):
         shown = prompt if prompt is None or isinstance(prompt, str | int | float | bool) else type(prompt).__name__
         raise DatasetError(f"{source}: the prompt must be a text that is not blank, not {_shortened(repr(shown))}")
     for key in ("uid", "target", "split"):
@@ -174,7 +174,7 @@ def without_hidden(text: str) -> str:
     return _HIDDEN.sub("", text)
 
 
-def _is_visible(text: str) -> bool:
+def is_visible(text: str) -> bool:
     """Is there more than blanks, marks without width and combining marks without a letter?"""
     return any(unicodedata.category(character)[0] not in "ZCM" for character in text)
 

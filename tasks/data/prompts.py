@@ -15,7 +15,7 @@ import pandas as pd
 from pydantic import Field, TypeAdapter
 
 from tasks.config.params import RawFile
-from tasks.data.prompt_files import NEGATIVE_UID, SPLITS, DatasetError, PromptRow, check_text, read_parquet
+from tasks.data.prompt_files import NEGATIVE_UID, SPLITS, DatasetError, PromptRow, check_text, is_visible, read_parquet
 from tasks.data.raw_files import SYSTEM, read_raw_file
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ class EmbeddingsIndex:
     max_sequence_length: Annotated[int, Field(gt=0)]
     extras: list[str]
     shards: dict[str, ShardName]
+    negative_prompt: str | None = None
     sha256: dict[str, str] | None = None
     negatives: dict[str, str] = field(default_factory=dict)
 
@@ -136,6 +137,8 @@ def _stored_prompt(row: dict[str, Any], source: str) -> Prompt:
             raise DatasetError(f"{source}: {column} is {row[column]!r}, not a text; `dvc repro prompts` makes it anew")
     for column in ("uid", "prompt", "target"):
         check_text(row[column] or "", column, source)
+    if not is_visible(row["prompt"]):
+        raise DatasetError(f"{source}: the prompt is blank; `dvc repro prompts` makes it anew")
     try:
         metadata = json.loads(row["metadata"])
     except (ValueError, RecursionError) as error:

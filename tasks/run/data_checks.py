@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from models.families.base import DiffusionModelConfig
+from models.families.base import DiffusionModelBase, DiffusionModelConfig
 from tasks.config.errors import ConfigError
 from tasks.config.tree import TrainConfig
 from tasks.data.digests import IMAGE_SIDE
@@ -43,7 +43,7 @@ def open_data(
 ) -> RunData:
     """The prompts, their embeddings and, to train, the pairs; the digest is over their tables and indices alone."""
     train, held_out = load_prompts(config.data.prompts, "train"), load_prompts(config.data.prompts, "test")
-    _check_texts(config.data.prompts, train + held_out)
+    check_texts(config.data.prompts, train + held_out)
     test = held_out[: config.actor_rollout_ref.rollout.val_kwargs.max_prompts]
     embeddings, made_by = _open_embeddings(config, model_config)
     content = config.data.prompts.read_bytes() + made_by
@@ -61,16 +61,20 @@ def open_data(
         )
     if isinstance(embeddings, PromptEmbeddings):
         check_embeddings(config, model_config, embeddings)
+        check_negatives(config, model_config, config.data.prompts, train + test, embeddings)
     if config.is_online or not trains:
         # What a function of the user's makes of the train prompts is known when it is called.
         check_scored(config, test if config.data.rewrite_prompts else train + test)
     return RunData(train, test, embeddings, pairs, hashlib.sha256(content).hexdigest()[:16])
 
 
-def _check_texts(table: Path, prompts: Sequence[Prompt]) -> None:
+def check_texts(table: Path, prompts: Sequence[Prompt]) -> None:
     """No text was changed under its uid, by which embeddings, samples and records know it.
 
     A uid that a user gives may be anything: one is taken to be a text's where it looks so and others of the table are.
+
+    Raises:
+        ConfigError: one was.
     """
     odd = [prompt for prompt in prompts if prompt.uid != prompt_uid(prompt.prompt)]
     changed = [prompt for prompt in odd if DIGEST.fullmatch(prompt.uid)]
@@ -79,6 +83,30 @@ def _check_texts(table: Path, prompts: Sequence[Prompt]) -> None:
         raise ConfigError(
             f"{table}: the uid {uid!r} is of another text than {text[:60]!r} ({len(changed)} in all), which was "
             f"changed later: give it the uid {prompt_uid(text)!r} and encode the prompts again, or bring the text back"
+        )
+
+
+def check_negatives(
+    config: TrainConfig,
+    model_config: DiffusionModelConfig,
+    table: Path,
+    prompts: Sequence[Prompt],
+    embeddings: PromptEmbeddings,
+) -> None:
+    """What guidance contrasts a prompt with is what its row says; without guidance it is nobody's matter.
+
+    Raises:
+        ConfigError: the row's negative prompt is another than the one that was encoded.
+    """
+    rollout, adapter = config.actor_rollout_ref.rollout, DiffusionModelBase.get_class(model_config)
+    if not any(adapter.is_guided(pipeline) for pipeline in (rollout.pipeline, rollout.validation_pipeline())):
+        return
+    other = [prompt for prompt in prompts if not embeddings.has_negative_of(prompt)]
+    if other:
+        raise ConfigError(
+            f"{embeddings.folder} was encoded with another negative prompt than {table} has for "
+            f"{other[0].prompt[:60]!r} ({len(other)} in all), which was changed later: run `dvc repro embeddings`, or "
+            "bring the table back"
         )
 
 

@@ -30,7 +30,7 @@ from tasks.data.digests import SCHEME
 from tasks.data.embeddings import PromptEmbeddings
 from tasks.data.pairs import PairDataset, read_pictures
 from tasks.data.prompts import DatasetError
-from tasks.run.measuring import cells
+from tasks.run.measuring import cells, for_measuring
 from tasks.run.preflight import check_inputs
 from tests.support.helpers import actor_config, model_config
 
@@ -419,6 +419,26 @@ def test_a_sweeps_set_is_checked_as_the_runs_own_data_is(copied: Path) -> None:
     flip(copied / MODEL / "text_encoder_3" / "model.safetensors", -1)
     with pytest.raises(ConfigError, match=r"measurement.sets.mine.embeddings .* was made with another text_encoder"):
         list(cells(config, inputs, measurement))
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "complaint"),
+    [
+        ("prompt", "another text", r"other.parquet: the uid '\w{16}' is of another text than 'another text'"),
+        ("metadata", '{"negative_prompt": "ugly"}', "encoded with another negative prompt than other.parquet has for"),
+    ],
+)
+def test_a_sweeps_set_whose_table_was_changed_since_is_refused(
+    copied: Path, column: str, value: str, complaint: str
+) -> None:
+    table = pd.read_parquet("data/prompts.parquet")
+    table.loc[table.index[table["split"] == "train"][0], column] = value
+    table.to_parquet("other.parquet", index=False)
+    entry = {"prompts": "other.parquet", "embeddings": "data/sd3_embeddings", "split": "train"}
+    measurement = Measurement.model_validate({"sets": {"mine": entry}, "guidance_scale": [4.0]})
+    config = for_measuring(offline(), measurement)
+    with pytest.raises(ConfigError, match=complaint):
+        list(cells(config, check_inputs(offline()), measurement))
 
 
 def test_data_of_an_older_version_is_taken_with_a_warning(copied: Path, caplog: pytest.LogCaptureFixture) -> None:

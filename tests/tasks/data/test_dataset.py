@@ -242,6 +242,10 @@ def test_load_prompts_complains(tmp_path):
         load_prompts(tmp_path / "t.parquet", "test")
     with pytest.raises(DatasetError, match=r"gone.parquet is missing; `dvc repro prompts` makes it"):
         load_prompts(tmp_path / "gone.parquet")
+    blank = table(written(tmp_path / "two.txt", "a", "b")).replace({"prompt": {"b": " \N{NO-BREAK SPACE}"}})
+    blank.to_parquet(tmp_path / "blank.parquet")
+    with pytest.raises(DatasetError, match=r"blank.parquet:\d: the prompt is blank; `dvc repro prompts` makes it anew"):
+        load_prompts(tmp_path / "blank.parquet")
 
 
 def test_too_long_prompts_are_named_with_their_line():

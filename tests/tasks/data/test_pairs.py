@@ -331,6 +331,32 @@ def test_a_text_that_was_changed_under_its_uid_is_refused(stored: Path, tiny_mod
         check_inputs(offline(stored, tiny_model))
 
 
+@pytest.mark.parametrize(("encoded", "asked"), [(None, "ugly"), ("ugly", None), ("ugly", "uglier"), ("ugly", " ")])
+def test_a_negative_prompt_that_was_changed_is_refused(
+    stored: Path, tiny_model: Path, encoded: str | None, asked: str | None
+) -> None:
+    """Where a picture is drawn by contrast with it: the embeddings have the old one's."""
+
+    def said(negative: str | None) -> dict[str, str]:
+        return {} if negative is None else {"negative_prompt": negative}
+
+    texts = (*TEXTS, HELD_OUT)
+    own = {HELD_OUT: said(encoded)}
+    shutil.rmtree(stored / "embeddings")
+    encode_into(stored / "embeddings", [Prompt(prompt_uid(t), t, None, own.get(t, {}), "here:1") for t in texts])
+    table = pd.read_parquet(stored / "prompts.parquet")
+    table.loc[table["prompt"] == HELD_OUT, "metadata"] = json.dumps(said(encoded))
+    table.to_parquet(stored / "prompts.parquet", index=False)
+    guided = offline(stored, tiny_model, "actor_rollout_ref.rollout.val_kwargs.pipeline.true_cfg_scale=4.0")
+    check_inputs(guided)
+    table.loc[table["prompt"] == HELD_OUT, "metadata"] = json.dumps(said(asked))
+    table.to_parquet(stored / "prompts.parquet", index=False)
+    check_inputs(offline(stored, tiny_model))
+    complaint = rf"encoded with another negative prompt than .*prompts.parquet has for {HELD_OUT!r} \(1 in all\)"
+    with pytest.raises(ConfigError, match=complaint):
+        check_inputs(guided)
+
+
 def test_pairs_of_prompts_that_are_not_encoded_are_refused(stored: Path, tiny_model: Path) -> None:
     shutil.rmtree(stored / "embeddings")
     encode_into(stored / "embeddings", [Prompt(prompt_uid(text), text, None, {}, "raw.txt:1") for text in TEXTS[:1]])
