@@ -39,6 +39,12 @@ GOAL = 0.9
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 LOSS = f"{ACTOR}.diffusion_loss"
 WHOLE_DEVIATION = "algorithm.global_std=true"
+READ_ON_THE_GPU = [
+    "reward.functions.ocr.options.device=cuda",
+    "reward.functions.ocr.placement=colocated",
+    "reward.functions.ocr.num_workers=3",
+]
+"""Needs onnxruntime-gpu in place of onnxruntime."""
 COPIED = "algorithm.old_policy_decay_schedule=copy"
 """The old policy is always that of the last iteration, as it was in the recipe when most of these were measured."""
 ALL_SAMPLES = [f"{ROLLOUT}.n=16", "algorithm.best_worst_k=null", COPIED]
@@ -72,6 +78,7 @@ VARIANTS: dict[str, tuple[str, list[str]]] = {
     "words": ("words", []),
     "words, deviation of the batch": ("words", [WHOLE_DEVIATION]),
     "words, deviation of the batch, longer average": ("words", [WHOLE_DEVIATION, f"{ACTOR}.ema.decay=0.98"]),
+    "words, read on the GPU": ("words", READ_ON_THE_GPU),
     "words, old policy copied": ("words", [COPIED]),
     "words, 8 of 64": ("words", [f"{ROLLOUT}.n=64", COPIED]),
     "words, 128 prompts": ("words", [COPIED, "data.train_batch_size=128", f"{ACTOR}.ppo_mini_batch_size=32"]),

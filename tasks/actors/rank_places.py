@@ -16,8 +16,8 @@ from tasks.actors.ray_address import ClusterError
 from tasks.system.signals import passed_on
 
 log = logging.getLogger(__name__)
-GPU_SHARES = {1: 1.0, 2: 0.5, 3: 0.25}
-"""Actors on a GPU -> what Ray counts for each of them; it limits nothing."""
+PARTS = 10_000
+"""Of a GPU, that Ray can count."""
 
 NODE_LABEL = "ray.io/node-id"
 WAIT_WARNING_S = 30
@@ -27,8 +27,8 @@ class RankPlaces:
     """One place for each trainer rank: as many on each machine, those of consecutive ranks together.
 
     A place is a GPU of its own, or on the CPU a claim to the machine that takes nothing of it. A rollout worker that
-    is to share a rank's GPU, or to read its memory, goes to the rank's place, and text encoders that are to share a GPU
-    to the first. Returns when the places are held.
+    is to share a rank's GPU, or to read its memory, goes to the rank's place, text encoders that are to share a GPU
+    to the first, and rewards to one after the other. Returns when the places are held.
 
     Args:
         machines: `trainer.nnodes`.
@@ -45,7 +45,8 @@ class RankPlaces:
 
     def __init__(self, machines: int, ranks: int, device: str, actors: int = 1):
         on_gpus = device == "cuda"
-        self.num_gpus = GPU_SHARES[actors] if on_gpus else 0.0
+        self.num_gpus = _share(actors) if on_gpus else 0.0
+        self._count = machines * ranks
         # A group's parts must ask for something, and CPUs may all be reserved: a byte of memory is there always.
         kind = "GPU" if on_gpus else "memory"
         fitting = f"in({','.join(_machines_with(machines, ranks, on_gpus))})"
@@ -57,12 +58,17 @@ class RankPlaces:
         finder = _held([{kind: ranks}] * machines, "STRICT_SPREAD", [fitting] * machines)
         chosen = placement_group_table(finder)["bundles_to_node_id"]
         remove_placement_group(finder)
-        count = machines * ranks
-        self._group = _held([{kind: 1}] * count, "PACK", [chosen[number // ranks] for number in range(count)])
+        nodes = [chosen[number // ranks] for number in range(self._count)]
+        self._group = _held([{kind: 1}] * self._count, "PACK", nodes)
 
     def place(self, number: int) -> PlacementGroupSchedulingStrategy:
-        """For an actor that is rank `number`, or goes with it."""
-        return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=number)
+        """For an actor that is rank `number`, or goes with it; behind the last rank the first comes again."""
+        return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=number % self._count)
+
+
+def _share(actors: int) -> float:
+    """What Ray counts of a GPU for each of so many actors on it; it limits nothing."""
+    return PARTS // actors / PARTS
 
 
 def _machines_with(machines: int, ranks: int, gpus: bool) -> list[str]:

@@ -11,6 +11,7 @@ import pandas as pd
 import ray
 
 from tasks.actors.actor_group import ActorGroup
+from tasks.actors.rank_places import RankPlaces
 from tasks.actors.reward_model import RewardModel
 from tasks.actors.reward_pool import PendingCall, PoolScoring, RewardFailure, RewardPool
 from tasks.actors.rollout_group import PendingBatch
@@ -131,12 +132,21 @@ class RewardGroup:
         config: the rewards.
         model: the model that some of them ask, from `served_reward_model`.
         load_seconds: what a worker that is started again has to load.
+        places: those of the trainer's ranks, for rewards that are colocated with them.
     """
 
-    def __init__(self, config: RewardConfig, model: RewardModel | None = None, load_seconds: float = inf):
+    def __init__(
+        self,
+        config: RewardConfig,
+        model: RewardModel | None = None,
+        load_seconds: float = inf,
+        places: RankPlaces | None = None,
+    ):
         self.config, self.model = config, model
-        named = config.named().items()
-        self.pools = {label: RewardPool(label, name, entry, model, load_seconds) for label, (name, entry) in named}
+        self.pools = {
+            label: RewardPool(label, name, entry, model, load_seconds, places)
+            for label, (name, entry) in config.named().items()
+        }
 
     def groups(self) -> dict[str, ActorGroup]:
         """The workers of each reward, by the name that metrics call them."""

@@ -16,6 +16,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from models.errors import DoubleflowError
 from tasks.actors.actor_group import ActorGroup
 from tasks.actors.loading import ended_for_good, get_loaded, not_loaded
+from tasks.actors.rank_places import RankPlaces
 from tasks.actors.reward_model import RewardModel
 from tasks.actors.reward_worker import RewardRaised, RewardWorker, said
 from tasks.actors.rollout_group import PendingBatch
@@ -65,6 +66,7 @@ class RewardPool:
         config: its settings.
         model: the run's reward model, where there is one; the reward may ask it or not.
         load_seconds: what a worker that is started again has to load.
+        places: those of the trainer's ranks, which its workers go to in turn if they are colocated.
     """
 
     def __init__(
@@ -74,16 +76,19 @@ class RewardPool:
         config: RewardFunctionConfig,
         model: RewardModel | None = None,
         load_seconds: float = inf,
+        places: RankPlaces | None = None,
     ):
         self.name, self.config, self.load_seconds = label, config, load_seconds
         self.wants = reward_input(name, **config.options)
         asked = model if asks_reward_model(name, **config.options) else None
+        shared = places if config.is_colocated else None
         self.group = ActorGroup(
             RewardWorker,
             config.num_workers,
-            config.num_gpus,
+            config.num_gpus if shared is None else shared.num_gpus,
             (name, config, None if asked is None else asked.name, load_seconds),
             **({} if asked is None else asked.beside()),
+            places=shared,
             num_cpus=config.num_cpus,
             max_restarts=-1,
             max_task_retries=config.retries,

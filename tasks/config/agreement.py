@@ -275,6 +275,16 @@ def check_text_encoders(config: RunSections) -> None:
         )
 
 
+def check_rewards_place(config: RunSections) -> None:
+    """Rewards that are to share the trainer ranks' GPUs find some there."""
+    for label, entry in config.reward.functions.items():
+        if entry.is_colocated and config.trainer.device != "cuda":
+            raise ValueError(
+                f"reward.functions.{label}.placement is colocated, on the trainer ranks' GPUs, but trainer.device is "
+                f"{config.trainer.device}: set placement to separate"
+            )
+
+
 def check_rewriting(config: RunSections) -> None:
     """Prompts that change are encoded during the run, and are sampled from."""
     data = config.data
@@ -325,6 +335,7 @@ CHECKS: tuple[Callable[[RunSections], None], ...] = (
     check_profile,
     check_guards,
     check_text_encoders,
+    check_rewards_place,
     check_rewriting,
     check_number_formats,
 )

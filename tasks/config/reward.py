@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`reward`: reward functions, their workers, and the guards that watch them."""
 
+from math import ceil
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -65,6 +66,11 @@ class RewardFunctionConfig(Section):
     num_gpus: NotShaping[float] = Field(
         0.0, ge=0, le=MOST_GPUS, description="GPUs, or a share of one, each worker takes."
     )
+    placement: NotShaping[Literal["separate", "colocated"]] = Field(
+        "separate",
+        description="On CUDA: separate takes num_gpus of the cluster; colocated is on the trainer ranks' GPUs, worker "
+        "by worker from the first rank's on, and takes none besides.",
+    )
     batch_size: NotShaping[Annotated[int, Field(ge=1, le=MOST_BATCH)] | Literal["auto"] | None] = Field(
         "auto",
         description="Pictures a call. auto cuts each rollout batch into a call for each of num_workers, or for its "
@@ -89,6 +95,15 @@ class RewardFunctionConfig(Section):
     )
 
     @model_validator(mode="after")
+    def _takes_no_gpu_besides(self) -> Self:
+        if self.is_colocated and self.num_gpus:
+            raise ValueError(
+                f"placement is colocated, on the trainer ranks' GPUs, and num_gpus {self.num_gpus:g} asks for others: "
+                "leave num_gpus out, or set placement to separate"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _a_guard_is_not_trained_on(self) -> Self:
         if self.guard and self.weight:
             raise ValueError(
@@ -104,6 +119,11 @@ class RewardFunctionConfig(Section):
                 "leave training_share out, or make it a guard"
             )
         return self
+
+    @property
+    def is_colocated(self) -> bool:
+        """Are its workers on trainer ranks' GPUs?"""
+        return self.placement == "colocated"
 
     @property
     def share(self) -> float:
@@ -259,8 +279,17 @@ class RewardConfig(Section):
         return {label: (entry.reward or label, entry) for label, entry in self.functions.items()}
 
     @property
+    def is_colocated(self) -> bool:
+        """Are any rewards on trainer ranks' GPUs?"""
+        return self.colocated_workers(1) > 0
+
+    def colocated_workers(self, ranks: int) -> int:
+        """Workers on the GPU of the first of so many trainer ranks, which has the most: each reward begins there."""
+        return sum(ceil(entry.num_workers / ranks) for entry in self.functions.values() if entry.is_colocated)
+
+    @property
     def num_gpus(self) -> float:
-        """GPUs of all reward workers, and of the reward model."""
+        """GPUs of all reward workers that are not colocated, and of the reward model."""
         served = 0.0 if self.reward_model is None else self.reward_model.num_gpus
         return served + sum(entry.num_workers * entry.num_gpus for entry in self.functions.values())
 

@@ -104,8 +104,9 @@ class RunSections(Section):
         return models + self.reward.num_gpus + encoders
 
     def holds_places(self, trains: bool) -> bool:
-        """Are the places of the trainer's ranks held? In a validation for text encoders that are to be on one alone."""
-        return trains or (self.data.encoders is not None and self.data.encoders.is_colocated)
+        """Are the places of the trainer's ranks held? In a validation for what is to be on them besides the rollout."""
+        encodes = self.data.encoders is not None and self.data.encoders.is_colocated
+        return trains or encodes or self.reward.is_colocated
 
     @property
     def rollout_devices(self) -> float:

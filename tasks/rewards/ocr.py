@@ -2,6 +2,7 @@
 """Does the picture show the text it should? Read by RapidOCR, compared by edit distance."""
 
 import re
+import sys
 import unicodedata
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
@@ -12,7 +13,7 @@ from pydantic import PositiveInt
 
 from tasks.rewards.base import Reward, RewardResult, register_reward
 from tasks.rewards.errors import RewardError
-from tasks.rewards.rapid_ocr import READER
+from tasks.rewards.rapid_ocr import CUDA, READER
 from tasks.rewards.scored_prompt import ScoredPrompt
 
 Target = Literal["column", "quoted"]
@@ -40,10 +41,28 @@ class OcrReward(Reward):
     }
 
     @classmethod
-    def core_seconds(cls, options: Mapping[str, Any], pixels: int) -> float:
-        """With detection 0.11 s for 512 x 512 and 0.21 for 704 x 1280, as they are enlarged; a line 6 to 13 ms."""
+    def core_seconds(cls, options: Mapping[str, Any], pixels: int) -> float | None:
+        """With detection 0.11 s for 512 x 512 and 0.21 for 704 x 1280, as they are enlarged; a line 6 to 13 ms.
+
+        On a GPU it was not measured.
+        """
+        if options.get("device") == "cuda":
+            return None
         enlarged = pixels * options.get("upscale", 2) ** 2
         return DETECTION_S + DETECTION_S_A_PIXEL * enlarged if options.get("detect", False) else LINE_S
+
+    @classmethod
+    def check_options(cls, name: str, options: Mapping[str, Any]) -> None:
+        """This environment's onnxruntime is one for GPUs, where one is asked for."""
+        if options.get("device") != "cuda":
+            return
+        from onnxruntime import get_available_providers
+
+        if CUDA not in get_available_providers():
+            raise RewardError(
+                f"reward {name!r}: the option device is cuda, but the onnxruntime of {sys.prefix} is one for CPUs: "
+                "install onnxruntime-gpu there in its place, or set device to cpu"
+            )
 
     def __init__(
         self,
@@ -54,6 +73,7 @@ class OcrReward(Reward):
         upscale: PositiveInt = 2,
         rec_image_shape: tuple[PositiveInt, PositiveInt, PositiveInt] = (3, 48, 96),
         threads: PositiveInt = 1,
+        device: Literal["cpu", "cuda"] = "cpu",
     ):
         """
         Args:
@@ -65,14 +85,24 @@ class OcrReward(Reward):
             rec_image_shape: (channels, height, least width in pixels) of the recogniser's input. Narrow pictures are
                 padded up to the width, so a smaller one is faster.
             threads: threads of onnxruntime.
+            device: "cuda" reads on the GPU that the reward's `placement` or `num_gpus` gives it, and needs
+                onnxruntime-gpu in place of onnxruntime.
+
+        Raises:
+            RewardError: there is no GPU to read on.
         """
         self._target = target
         self._substring_is_full = substring_is_full
         self._detect = detect
         self._upscale = upscale
         self._reader = READER(threads, rec_image_shape)
-        packages = (self._reader.package, "onnxruntime")
-        self.version = " ".join(["2", *(f"{package}=={version(package)}" for package in packages)])
+        import onnxruntime  # its package has one of two names
+
+        package = f"{self._reader.package}=={version(self._reader.package)}"
+        self.version = f"2 {package} onnxruntime=={onnxruntime.__version__}"
+        if device == "cuda":
+            self._reader.use_gpu()
+            self.version += " on CUDA"  # rounds otherwise
 
     @classmethod
     def check_prompts(cls, name: str, options: Mapping[str, Any], prompts: Sequence[ScoredPrompt]) -> None:
@@ -82,17 +112,19 @@ class OcrReward(Reward):
     def score(self, images: np.ndarray, prompts: Sequence[ScoredPrompt]) -> RewardResult:
         """Read every image and compare; raises RewardError for a prompt without a target."""
         wanted = [wanted_text(prompt, self._target, self.name) for prompt in prompts]
-        # One at a time: on a CPU batches are slower than single pictures, and so no score depends on its neighbours.
-        texts = [self._read(image) for image in images]
+        pictures = [self._enlarged(image) for image in images]
+        if self._detect:
+            texts = [" ".join(self._reader.find(picture)) for picture in pictures]
+        else:
+            texts = self._reader.read_lines(pictures)
         return compared(texts, wanted, self._substring_is_full)
 
-    def _read(self, image: np.ndarray) -> str:
+    def _enlarged(self, image: np.ndarray) -> np.ndarray:
         import cv2
 
         height, width = (self._upscale * side for side in image.shape[:2])
         # RapidOCR was trained on OpenCV's channel order.
-        picture = cv2.resize(image[:, :, ::-1].copy(), (width, height), interpolation=cv2.INTER_CUBIC)
-        return " ".join(self._reader.find(picture)) if self._detect else self._reader.read_line(picture)
+        return cv2.resize(image[:, :, ::-1].copy(), (width, height), interpolation=cv2.INTER_CUBIC)
 
 
 def compared(texts: Sequence[str], wanted: Sequence[str], substring_is_full: bool = False) -> RewardResult:

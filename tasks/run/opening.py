@@ -320,7 +320,7 @@ def open_measurement(
         places = rank_places(config) if config.holds_places(trains=False) else None
         encoders = start_text_encoders(config, inputs.embeddings, places)
         shared, limit = places if config.shares_gpus else None, config.ray_init.start_timeout_s
-        reward = RewardGroup(config.reward, model, limit)
+        reward = RewardGroup(config.reward, model, limit, places)
         run = MeasuringRun(start_rollout(config, inputs, shared), reward, tracker)
         if encoders is not None:
             encoders.check(inputs.test, limit)
@@ -361,11 +361,12 @@ def check_resources(config: TrainConfig, trains: bool = True) -> None:
 
 
 def rank_places(config: TrainConfig) -> RankPlaces:
-    """The places of the trainer's ranks, and of the rollout workers and text encoders that are colocated with them."""
+    """The places of the trainer's ranks, and of the rollout workers, text encoders and rewards on the same GPUs."""
     trainer, placement = config.trainer, config.actor_rollout_ref.rollout.placement
     shared = config.is_online and placement == "colocated"
     encodes = config.data.encoders is not None and config.data.encoders.is_colocated
-    return RankPlaces(trainer.nnodes, trainer.n_gpus_per_node, trainer.device, 1 + shared + encodes)
+    scores = config.reward.colocated_workers(trainer.world_size) if config.is_online else 0
+    return RankPlaces(trainer.nnodes, trainer.n_gpus_per_node, trainer.device, 1 + shared + encodes + scores)
 
 
 def _start_actors(
@@ -384,7 +385,7 @@ def _start_actors(
     places = rank_places(config)
     together = config.actor_rollout_ref.rollout.placement == "colocated"
     rollout = start_rollout(config, inputs, places if together else None) if online else None
-    reward = RewardGroup(config.reward, model, limit) if online else None
+    reward = RewardGroup(config.reward, model, limit, places) if online else None
     encoders = start_text_encoders(config, inputs.embeddings, places)
     trainer = _trainer(config, inputs, places)
     started = trainer.start(limit)

@@ -18,6 +18,7 @@ from tasks.actors import rank_places as rank_places_module
 from tasks.actors.actor_group import ActorGroup
 from tasks.actors.cluster import ClusterError, gpus_are_free, require_resources
 from tasks.actors.rank_places import NODE_LABEL, RankPlaces
+from tasks.actors.reward_group import RewardGroup
 from tasks.config.tree import TrainConfig
 from tasks.run.opening import check_resources, rank_places
 from tests.support.patience import PATIENCE, wait_until
@@ -176,6 +177,33 @@ def test_text_encoders_share_the_gpu_of_the_first_rank(placement: str) -> None:
     assert spot == ranks[0]
     assert workers == [ranks] * (shared - 1)
     assert asked.gpus == 3 * (1 if placement == "colocated" else 2)
+
+
+@pytest.mark.parametrize("placement", ["colocated", "separate"])
+def test_rewards_share_the_gpus_of_the_ranks(placement: str) -> None:
+    """Worker by worker, from the first rank's on; and take none besides."""
+    functions = {
+        "brightness": {"placement": "colocated", "num_workers": 4},
+        "shapes": {"placement": "colocated"},
+        "jpeg_compressibility": {},
+    }
+    asked = config(1, 3, "cuda", placement).with_changes({"reward": {"functions": functions}})
+    assert asked.gpus == 3 * (1 if placement == "colocated" else 2)
+    assert asked.holds_places(trains=False)
+    places = rank_places(asked)
+    together = 1 + (placement == "colocated")
+    running = [ActorGroup(Where, 3, places.num_gpus, places=places) for _ in range(together)]
+    ranks, *_ = [group.call_all("spot") for group in running]
+    pools = RewardGroup(asked.reward, places=places).pools
+    found = {name: pool.group.call_all("__ray_call__", spot_of) for name, pool in pools.items()}
+    assert found["brightness"] == [*ranks, ranks[0]]
+    assert found["shapes"] == ranks[:1]
+    assert [gpus for _, gpus in found["jpeg_compressibility"]] == [[]]
+
+
+def spot_of(actor: object) -> Spot:
+    """Where it is."""
+    return Where().spot()
 
 
 def test_text_encoders_without_a_gpu_are_refused() -> None:

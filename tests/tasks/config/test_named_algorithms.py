@@ -349,6 +349,10 @@ def test_only_what_paces_itself_by_its_length_makes_another_run_of_a_longer_one(
             "rollout.cuda_graphs is true, but trainer.device is cpu: set it to false, or trainer.device to cuda",
         ),
         (
+            ("reward.functions.ocr.placement=colocated",),
+            "reward.functions.ocr.placement is colocated, on the trainer ranks' GPUs, but trainer.device is cpu: set",
+        ),
+        (
             ("actor_rollout_ref.rollout.algo={sde_type: cps, noise_level: 1.2}",),
             r"noise_level is 1\.2, but cps takes .* give it at most 1",
         ),

@@ -365,6 +365,31 @@ def test_ocr_scores_are_one_minus_the_share_of_wrong_characters(ocr):
     assert (blank.scores.tolist(), blank.details["text"]) == ([0], [""])
 
 
+def test_ocr_reads_pictures_together_as_it_does_one_by_one(monkeypatch, ocr):
+    """As it does on a GPU: more of them than a pass takes, in their order."""
+    images = np.stack([picture_of(f"{n:03d}", n) for n in range(0, 1000, 77)])
+    prompts = [Wanted("p", "1")] * len(images)
+    alone = [ocr(image[None], prompts[:1]).details["text"][0] for image in images]
+    assert len(set(alone)) == len(images)
+    assert ocr(images, prompts).details["text"] == alone
+    monkeypatch.setattr(ocr._reader, "lines_a_pass", 5)
+    assert ocr(images, prompts).details["text"] == alone
+
+
+def test_ocr_on_a_gpu_is_refused_where_onnxruntime_has_none():
+    """Before anything loads; and by the worker that finds no GPU: onnxruntime itself would go on on the CPU."""
+    lacking = r"the option device is cuda, but the onnxruntime of .* is one for CPUs: install onnxruntime-gpu there in"
+    with pytest.raises(RewardError, match=lacking):
+        check_reward("ocr", device="cuda")
+    with pytest.raises(RewardError, match="device is 'gpu'; it should be 'cpu' or 'cuda'"):
+        check_reward("ocr", device="gpu")
+    with (
+        pytest.warns(UserWarning, match="CUDAExecutionProvider"),
+        pytest.raises(RewardError, match=r"found no GPU to compute on here \(it has CPUExecutionProvider\): install"),
+    ):
+        OcrReward(device="cuda")
+
+
 def test_ocr_does_not_mind_case(ocr):
     result = ocr(picture_of("OK")[None], [Wanted("p", "ok")])
     assert (result.details["text"], result.scores.tolist()) == (["OK"], [1])
@@ -534,6 +559,10 @@ def test_an_optional_reward_that_is_missing_says_nothing_about_its_sample():
         ({"functions": {}}, "name at least one reward"),
         ({"functions": {"ocr": {"guard": True}}}, "all are guards or have weight 0"),
         ({"functions": {"ocr": {"guard": True, "weight": 0.5}, "jpeg": {}}}, "a guard is never trained on"),
+        (
+            {"functions": {"ocr": {"placement": "colocated", "num_gpus": 0.5}}},
+            "num_gpus 0.5 asks for others: leave num_gpus out, or set placement to separate",
+        ),
         ({"functions": {"ocr": {"num_workers": 0}}}, "num_workers"),
         ({"max_missing_fraction": 1.5}, "max_missing_fraction"),
     ],
