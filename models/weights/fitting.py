@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the weights of a model's folder fit its configs: what loads them finds out in a worker, minutes later.
+"""Whether the weights of a model's folder fit its configs: what loads them would say so in a worker.
 
 Headers of files are compared with modules on the meta device, where tensors have no data. Said is what is certain to
 fail; of what is left, such as quantised weights, pickled ones or classes that diffusers does not have, nothing.
