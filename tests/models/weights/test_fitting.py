@@ -71,6 +71,16 @@ def copied(tiny_folder: Callable[[str], Path], tmp_path: Path) -> Callable[[str]
     return lambda family: shutil.copytree(tiny_folder(family), tmp_path / "model")
 
 
+@pytest.fixture
+def talkative(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """transformers says what it does, as where no setting silences it."""
+    monkeypatch.setattr("transformers.utils.logging._tqdm_active", True)
+    level = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_warning()
+    yield
+    transformers.logging.set_verbosity(level)
+
+
 @pytest.fixture(autouse=True)
 def _none_is_left(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     """No component is passed over because it could not be built without data."""
@@ -118,12 +128,11 @@ def test_weights_of_another_config_are_refused(
     fields: Mapping[str, Any],
     said: str,
     capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    talkative: None,
 ) -> None:
     """As what loads them would, which knows it in a worker alone."""
     folder = copied(family)
     edit(folder / component / "config.json", **fields)
-    monkeypatch.setattr("transformers.utils.logging._tqdm_active", True)
     where = rf"^{GIVEN}, whose {component} does not fit {component}/config.json"
     with pytest.raises(ValueError, match=rf"{where}: {said}.* \(\d+ in all differ\): give the config"):
         check(folder)
