@@ -4,7 +4,7 @@
 import importlib
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,19 @@ def load_whole(kind: Any, path: str | Path, component: str, dtype: torch.dtype) 
         ValueError: the files lack some of its weights, for which both libraries draw others and say so in the log.
     """
     module, found = kind.from_pretrained(str(path), subfolder=component, dtype=dtype, output_loading_info=True)
-    tied = getattr(module, "all_tied_weights_keys", None) or {}  # transformers': read under another name
-    missing = sorted({*found["missing_keys"]} - {*tied})
+    missing = sorted(lacking(module, found))
     if missing:
         raise ValueError(
             f"{Path(path) / component} lacks {len(missing)} of the weights of {type(module).__name__}, the first of "
             f"them {', '.join(missing[:3])}: fetch the folder again, or give a model whose files belong together"
         )
     return module
+
+
+def lacking(module: nn.Module, found: Mapping[str, Any]) -> set[str]:
+    """Names of the weights that a module's files lack, by the `output_loading_info` of either library."""
+    tied = getattr(module, "all_tied_weights_keys", None) or {}  # transformers': read under another name
+    return {*found["missing_keys"]} - {*tied}
 
 
 def load_network(path: str | Path, component: str, dtype: torch.dtype, built_by: str | None = None) -> nn.Module:
@@ -46,7 +51,7 @@ def load_network(path: str | Path, component: str, dtype: torch.dtype, built_by:
         if isinstance(module, diffusers.ModelMixin):
             module.register_to_config(_name_or_path=str(path))  # the joined folder is gone
         return module
-    named = _read(Path(path) / component / "config.json").get("_class_name", "")
+    named = read_json(Path(path) / component / "config.json").get("_class_name", "")
     kind = getattr(diffusers, named, None)
     if kind is None:  # of a library that diffusers knows how to ask
         return diffusers.AutoModel.from_pretrained(str(path), subfolder=component, dtype=dtype)
@@ -69,16 +74,21 @@ def _joined(weights: Path, config: Path) -> Iterator[Path]:
 
 def load_text_encoders(path: str | Path, dtype: torch.dtype) -> dict[str, nn.Module]:
     """The text encoders of transformers that model_index.json names, by their component; errors as `load_whole`."""
+    return {name: load_whole(kind, path, name, dtype) for name, kind in text_encoder_classes(path).items()}
+
+
+def text_encoder_classes(path: str | Path) -> dict[str, Any]:
+    """Component -> class in transformers of the text encoders that model_index.json names."""
     transformers = importlib.import_module("transformers")
-    index = _read(Path(path) / "model_index.json")
+    index = read_json(Path(path) / "model_index.json")
     named = {name: kind for name, kind in index.items() if name.startswith("text_encoder")}
     return {
-        name: load_whole(getattr(transformers, kind[1]), path, name, dtype)
+        name: getattr(transformers, kind[1])
         for name, kind in named.items()
         if isinstance(kind, list) and kind[0] == "transformers"
     }
 
 
-def _read(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
     """A config file as it is now: a folder that was made anew must not be loaded by the config of the one before."""
     return json.loads(file.read_text())

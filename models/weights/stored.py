@@ -39,6 +39,24 @@ def stored_shapes(folder: Path, given: str) -> dict[str, list[int]]:
     return shapes
 
 
+def read_shapes(folder: Path, stem: str, given: str, index_first: bool) -> dict[str, list[int]]:
+    """Name -> shape of the weights that a library reads of a folder, be there others; empty where it has no safetensors
+    files of their name. Errors as `stored_shapes`.
+
+    Args:
+        stem: of the files' names: diffusers' is "diffusion_pytorch_model", transformers' "model".
+        index_first: where there are both, the shards that the index lists are read, and not the single file.
+    """
+    single, index = folder / f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
+    files = [single] if single.is_file() else []
+    if index.is_file() and (index_first or not files):
+        files = [folder / name for name in sorted({*json.loads(index.read_text())["weight_map"].values()})]
+    shapes: dict[str, list[int]] = {}
+    for file in files:
+        shapes |= file_shapes(file, given)
+    return shapes
+
+
 def weight_files(folder: Path) -> list[Path]:
     """A component's safetensors files in the order of their names, variants left out."""
     return [file for file in sorted(folder.glob("*.safetensors")) if file.name.count(".") == 1]

@@ -10,6 +10,7 @@ from models.families.base import DiffusionModelBase, DiffusionModelConfig, read_
 from models.rollout.vllm_omni.engine import check_tensor_split, pipeline_class
 from models.runtime.projections import not_fused
 from models.training.engine import TRAINING_ENGINES, get_training_engine
+from models.weights.fitting import check_network, check_text_encoders
 from models.weights.stored import stored_shapes
 from models.weights.trainable import LORA_FILE, check_lora_fits, with_lora_of
 from tasks.actors.interpreter import check_interpreter
@@ -48,6 +49,29 @@ def check_stored(model_config: DiffusionModelConfig, encodes: bool) -> None:
     loaded = {name for name in named if encodes or not name.startswith("text_encoder")}
     for name in sorted({*loaded, model_config.transformer_subfolder}):
         stored_shapes(model / name, f"model.path is {model}")
+
+
+def check_fitting(config: TrainConfig, model_config: DiffusionModelConfig, trains: bool) -> None:
+    """The weights that the run loads are those that the configs beside them ask for; one of an adapter that loads them
+    in a way of its own is left.
+
+    Args:
+        trains: false where weights are only sampled from.
+    """
+    adapter, given = DiffusionModelBase.get_class(model_config), f"model.path is {model_config.path}"
+    model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
+    # Another engine than diffusers reads them itself; what is trained is loaded by diffusers where it is exported.
+    if (trains or rollout.name == "diffusers") and _loads_as_all(adapter, "load_transformer"):
+        check_network(model_config.path, model_config.transformer_subfolder, given, model.config_path)
+    if (not trains or config.is_online) and _loads_as_all(adapter, "load_vae"):
+        check_network(model_config.path, "vae", given)
+    if config.data.encoders is not None and _loads_as_all(adapter, "load_text_pipeline"):
+        check_text_encoders(model_config.path, given)
+
+
+def _loads_as_all(adapter: type[DiffusionModelBase], method: str) -> bool:
+    own = getattr(adapter, method)
+    return getattr(own, "__func__", own) is getattr(DiffusionModelBase, method).__func__
 
 
 def check_pipelines(config: TrainConfig, model_config: DiffusionModelConfig, trains: bool) -> None:
@@ -113,3 +137,5 @@ def check_teacher(config: TrainConfig, adapter: type[DiffusionModelBase], model_
             "must be of one architecture"
         )
     stored_shapes(Path(path) / TRANSFORMER, given)
+    if _loads_as_all(adapter, "load_transformer"):
+        check_network(path, TRANSFORMER, given)

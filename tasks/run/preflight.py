@@ -32,7 +32,7 @@ from tasks.run.gpu_capacity import check_fits
 from tasks.run.host_check import check_host
 from tasks.run.length_checks import check_length
 from tasks.run.loss_checks import check_exploration, check_loss
-from tasks.run.model_checks import check_engine, check_pipelines, check_stored, check_teacher
+from tasks.run.model_checks import check_engine, check_fitting, check_pipelines, check_stored, check_teacher
 from tasks.run.sizes import settle
 
 log = logging.getLogger(__name__)
@@ -100,6 +100,7 @@ def check_inputs(config: TrainConfig, trains: bool = True, recorded: TrainConfig
     check_engine(config, model_config)
     check_stored(model_config, encodes=config.data.encoders is not None)
     check_pipelines(config, model_config, trains)
+    check_fitting(config, model_config, trains)
     latent_shape = adapter.latent_shape(model_config)
     if trains:
         check_exploration(config, adapter.build_scheduler(model_config))

@@ -356,6 +356,18 @@ def test_settings_that_do_not_go_together_are_refused(changes: dict[str, Any], m
         live().with_changes(changes)
 
 
+def test_text_encoders_that_do_not_fit_their_config_are_refused(here: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(here / "model", tmp_path / "model")
+    file = model / "text_encoder" / "config.json"
+    config = json.loads(file.read_text())
+    text = config.get("text_config", config)
+    text["intermediate_size"] += 8
+    file.write_text(json.dumps(config))
+    said = rf"^model.path is {model}, whose text_encoder does not fit text_encoder/config.json: \S*mlp\S* is \["
+    with pytest.raises(ConfigError, match=said):
+        check_inputs(live().with_changes({"actor_rollout_ref": {"model": {"path": str(model)}}}))
+
+
 def test_a_folder_without_text_encoders_is_refused(here: Path, tmp_path: Path) -> None:
     lacking = tmp_path / "model"
     shutil.copytree(here / "model", lacking)

@@ -435,6 +435,27 @@ def test_a_teacher_must_be_a_model_of_the_same_architecture(stored: Path, tiny_m
         check_inputs(distilling(stored, model, other))
 
 
+def edited(model: Path, folder: Path, component: str, **fields: Any) -> Path:
+    """The model's folder with fields of a component's config changed, whose weights are another's then."""
+    file = shutil.copytree(model, folder) / component / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+    return folder
+
+
+def test_a_teachers_weights_fit_its_config(stored: Path, tiny_model: Path, tmp_path: Path) -> None:
+    check_inputs(distilling(stored, tiny_model, tiny_model))
+    teacher = edited(tiny_model, tmp_path / "teacher", "transformer", num_layers=3)
+    with pytest.raises(ConfigError, match=rf"^actor.teacher_path is {teacher}, whose transformer does not fit .*block"):
+        check_inputs(distilling(stored, tiny_model, teacher))
+
+
+def test_an_offline_run_has_no_vae_that_must_fit(stored: Path, tiny_model: Path, tmp_path: Path) -> None:
+    model = edited(tiny_model, tmp_path / "model", "vae", num_res_blocks=2)
+    check_inputs(offline(stored, model))
+    with pytest.raises(ConfigError, match=r"whose vae does not fit vae/config.json: \S+ is not there and should be"):
+        check_inputs(offline(stored, model, "algorithm.sample_source=online", "data.train_batch_size=2"))
+
+
 def test_a_teachers_lora_is_of_the_students_model_whatever_its_rank(
     stored: Path, tiny_model: Path, one_block_model: Path, tmp_path: Path
 ) -> None:

@@ -23,6 +23,7 @@ from tasks.config.errors import ConfigError
 from tasks.config.tree import TrainConfig
 from tasks.data.embeddings import PromptEmbeddings, write_embeddings
 from tasks.data.prompts import build_prompt_table, load_prompts
+from tasks.run.model_checks import check_fitting
 from tasks.run.preflight import Inputs, check_inputs
 from tests.support.helpers import model_config
 from tests.support.other_environment import make_environment
@@ -375,3 +376,57 @@ def test_a_run_that_cannot_fit_is_refused_before_anything_loads(workspace: Path,
         ValueError, match=r"the update needs 0.0 GiB .* but there are 0.0: train LoRA with model.lora_rank"
     ):
         checked(tmp_path, "qwen_image", trainer={"device": "cuda", "gpu_memory_gib": 0.0005})
+
+
+def with_another_config(model: Path, folder: Path, component: str, **fields: Any) -> str:
+    """The model's folder with these fields of one component's config changed."""
+    file = shutil.copytree(model, folder) / component / "config.json"
+    config = json.loads(file.read_text())
+    assert fields.keys() <= config.keys()
+    file.write_text(json.dumps(config | fields))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("model", "component", "fields", "said"),
+    [
+        ("qwen_image", "transformer", {"num_layers": 3}, r"transformer_blocks.2.\S+ is not there and should be \["),
+        ("qwen_image", "transformer", {"attention_head_dim": 32}, r"\S+ is \[.*\] and should be \["),
+        ("flux", "vae", {"layers_per_block": 2}, r"encoder.down_blocks.0.resnets.1.\S+ is not there and should be \["),
+    ],
+)
+def test_weights_of_another_config_are_refused_on_the_driver(
+    workspace: Path, tmp_path: Path, model: str, component: str, fields: dict[str, int], said: str
+) -> None:
+    """A rollout worker that loads them would say so, when Ray has started and the others load."""
+    path = with_another_config(workspace / model, tmp_path / model, component, **fields)
+    where = rf"^model.path is {path}, whose {component} does not fit {component}/config.json: "
+    with pytest.raises(ConfigError, match=where + said):
+        checked(workspace, model, products={"path": path})
+
+
+def test_text_encoders_that_do_not_load_need_not_fit(workspace: Path, tmp_path: Path) -> None:
+    path = with_another_config(workspace / "flux", tmp_path / "flux", "text_encoder_2", num_layers=3)
+    assert isinstance(checked(workspace, "flux", products={"path": path}), Inputs)
+
+
+def test_an_adapter_that_loads_weights_in_its_own_way_is_left(
+    workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = with_another_config(workspace / "flux", tmp_path / "flux", "vae", layers_per_block=2)
+    adapter = FAMILIES["flux"].adapter
+    monkeypatch.setattr(adapter, "load_vae", classmethod(lambda cls, model_config: None), raising=False)
+    assert isinstance(checked(workspace, "flux", products={"path": path}), Inputs)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_what_another_engine_alone_reads_is_left(workspace: Path, tmp_path: Path, trains: bool) -> None:
+    """What is trained is loaded by diffusers, too."""
+    path = with_another_config(workspace / "qwen_image", tmp_path / "model", "transformer", num_layers=3)
+    base = {"model": {"path": path}, "rollout": {"name": "vllm_omni"}}
+    config = TrainConfig.model_validate({"actor_rollout_ref": base, "reward": {"functions": {"brightness": {}}}})
+    if not trains:
+        check_fitting(config, model_config(path), trains)
+        return
+    with pytest.raises(ValueError, match=r"transformer does not fit"):
+        check_fitting(config, model_config(path), trains)
