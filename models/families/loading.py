@@ -78,15 +78,25 @@ def load_text_encoders(path: str | Path, dtype: torch.dtype) -> dict[str, nn.Mod
 
 
 def text_encoder_classes(path: str | Path) -> dict[str, Any]:
-    """Component -> class in transformers of the text encoders that model_index.json names."""
+    """Component -> class in transformers of the text encoders that model_index.json names.
+
+    Raises:
+        ValueError: the installed transformers does not have one.
+    """
     transformers = importlib.import_module("transformers")
     index = read_json(Path(path) / "model_index.json")
-    named = {name: kind for name, kind in index.items() if name.startswith("text_encoder")}
-    return {
-        name: getattr(transformers, kind[1])
-        for name, kind in named.items()
-        if isinstance(kind, list) and kind[0] == "transformers"
+    named = {
+        name: kind[1]
+        for name, kind in index.items()
+        if name.startswith("text_encoder") and isinstance(kind, list) and kind[0] == "transformers"
     }
+    for name, kind in named.items():
+        if not hasattr(transformers, kind):
+            raise ValueError(
+                f"model_index.json of {path} gives {name} the class {kind}, which transformers "
+                f"{transformers.__version__} does not have: install one that has it"
+            )
+    return {name: getattr(transformers, kind) for name, kind in named.items()}
 
 
 def read_json(file: Path) -> dict[str, Any]:

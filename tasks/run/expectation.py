@@ -110,7 +110,7 @@ def reward_work(config: TrainConfig) -> RewardWork:
     for label, (name, entry) in config.reward.named().items():
         declared = getattr(check_reward(name, **entry.options), "core_seconds", None)
         each = declared and declared(entry.options, pipeline.height * pipeline.width)
-        if each is None or entry.num_gpus:
+        if each is None or entry.num_gpus or entry.is_colocated:
             unknown.append(label)
             continue
         frames = ceil((pipeline.num_frames or 1) / entry.frame_interval)

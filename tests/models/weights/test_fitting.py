@@ -154,6 +154,15 @@ def test_a_config_that_its_class_refuses_is_told(copied: Callable[[str], Path]) 
         load(folder)
 
 
+def test_a_text_encoder_that_transformers_does_not_have_is_told(copied: Callable[[str], Path]) -> None:
+    folder = copied("qwen_image")
+    index = json.loads((folder / "model_index.json").read_text())
+    index["text_encoder"] = ["transformers", "TheNextModel"]
+    (folder / "model_index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"gives text_encoder the class TheNextModel, which transformers \S+ does not"):
+        check_text_encoders(folder, "model.path is here")
+
+
 def test_another_folder_for_the_config_is_the_one_that_is_compared(copied: Callable[[str], Path]) -> None:
     folder = copied("qwen_image")
     (folder / "other").mkdir()
