@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The workers of one reward: how its calls are cut, made, awaited and made again, and the table of their answers."""
 
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from math import ceil, inf, isnan
@@ -11,10 +13,11 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from models.errors import DoubleflowError
 from tasks.actors.actor_group import ActorGroup
+from tasks.actors.call_ends import CallEnd
 from tasks.actors.loading import ended_for_good, get_loaded, not_loaded
 from tasks.actors.rank_places import RankPlaces
 from tasks.actors.reward_model import RewardModel
@@ -30,6 +33,9 @@ from tasks.rewards import (
     reward_input,
 )
 from tasks.rewards.base import one_kind_of_lists
+
+ENDS_SECONDS = 30.0
+"""For a worker to be started again and to say how the process before it ended."""
 
 
 class RewardFailure(DoubleflowError, RuntimeError):
@@ -115,7 +121,7 @@ class RewardPool:
         except (RayTaskError, RayActorError) as error:
             if isinstance(error, DoubleflowError):
                 raise
-            reason = self._reason(error, loads=True)
+            reason = self._reasons([(self._versions[0], error)], loads=True)[0]
             raise RewardFailure(f"reward {self.name!r} could not be loaded: {reason}") from error
         return first
 
@@ -182,16 +188,21 @@ class RewardPool:
             RewardError: the reward was asked for what it cannot do.
             RewardFailure: more than `max_missing_fraction` of the scores are missing.
         """
-        answers, cause = [], None
+        answers: list[RewardResult] = []
+        failed: list[tuple[int, PendingCall, Exception]] = []
         for call in calls:
             try:
                 answer = self._answer(call)
             except (RayTaskError, RayActorError) as error:
-                cause = cause or error
-                answer = RewardResult(np.full(call.size, np.nan), {"error": [self._reason(error)] * call.size})
+                failed.append((len(answers), call, error))
+                answer = RewardResult(np.full(call.size, np.nan))
             if isinstance(answer, RewardError):
                 raise answer
             answers.append(answer)
+        reasons = self._reasons([(call, error) for _, call, error in failed])  # once no call of these is waited for
+        for (number, call, _), reason in zip(failed, reasons, strict=True):
+            answers[number] = replace(answers[number], details={"error": [reason] * call.size})
+        cause = failed[0][2] if failed else None
         table = answers_table(self.name, answers)
         self._check_missing(table, max_missing_fraction, cause)
         if len(table) < samples:
@@ -199,12 +210,23 @@ class RewardPool:
             table = with_unmeasured(table, measured, samples, f"{self.name}/measured")
         return table, sum(answer.seconds for answer in answers)
 
-    def _reason(self, error: Exception, *, loads: bool = False) -> str:
-        if isinstance(error, RayTaskError):
-            return str(error.cause) if isinstance(error.cause, RewardRaised) else said(error.cause)
-        last = str(error).strip().splitlines()[-1]
-        late = "" if loads else f", or took longer than timeout_s {self.config.timeout_s:g},"
-        return f"its worker died{late} {self.config.retries + 1} times in a row ({last})"
+    def _reasons(self, failed: Sequence[tuple[PendingCall, Exception]], *, loads: bool = False) -> list[str]:
+        """What each of these calls failed of. Of those whose process ended the next one is asked how it did."""
+        asked = {
+            number: self.group.actors[call.worker].ends.remote(call.answer.task_id().hex())
+            for number, (call, error) in enumerate(failed)
+            if not isinstance(error, RayTaskError)
+        }
+        until, reasons = time.monotonic() + ENDS_SECONDS, []
+        for number, (_, error) in enumerate(failed):
+            if isinstance(error, RayTaskError):
+                reasons.append(str(error.cause) if isinstance(error.cause, RewardRaised) else said(error.cause))
+                continue
+            ends: list[CallEnd] = []
+            with suppress(RayActorError, RayTaskError, GetTimeoutError):  # then it is told that it is not known
+                ends = get(asked[number], max(0.0, until - time.monotonic()))
+            reasons.append(told_ends(self.name, self.config, ends, str(error).strip().splitlines()[-1], loads=loads))
+        return reasons
 
     def _check_missing(self, table: pd.DataFrame, limit: float, cause: Exception | None) -> None:
         missing = table[f"reward/{self.name}"].isna()
@@ -215,6 +237,34 @@ class RewardPool:
             f"reward {self.name!r} is missing for {missing.sum()} of {len(table)} samples, more than "
             f"reward.max_missing_fraction {limit:g} allows; its error: {reason}"
         ) from cause
+
+
+def told_ends(
+    name: str, config: RewardFunctionConfig, ends: Sequence[CallEnd], of_ray: str, *, loads: bool = False
+) -> str:
+    """Why a call has no answer: its worker died, hung, or each of them some times; where no end is known, that it is
+    one of them.
+
+    Args:
+        name: the reward's.
+        ends: of the processes that had begun the call.
+        of_ray: what Ray says of the last one.
+        loads: the call loads the reward, and has no limit of its own.
+    """
+    limit = f"reward.functions.{name}.timeout_s {config.timeout_s:g} s"
+    if not ends:
+        late = "" if loads else f", or took longer than {limit},"
+        return f"its worker died{late} {_times(config.retries + 1)} ({of_ray})"
+    died, hung = [end for end in ends if not end.hung], sum(end.hung for end in ends)
+    parts = [f"it hung {_times(hung)}, its worker was ended after {limit}"] if hung else []
+    if died:
+        last = f"; its last line: {died[-1].said}" if died[-1].said else ""
+        parts.insert(0, f"its worker died {_times(len(died))} ({of_ray}{last})")
+    return ", and ".join(parts)
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
 
 
 @dataclass

@@ -13,6 +13,7 @@ import ray
 from ray.exceptions import RayTaskError
 
 from models.errors import DoubleflowError
+from tasks.actors.call_ends import CallEnd, how_calls_ended, note_call
 from tasks.actors.loading import limited_again
 from tasks.config.reward import RewardFunctionConfig
 from tasks.rewards import Reward, RewardError, RewardResult, ScoredPrompt, get_reward
@@ -81,6 +82,7 @@ class RewardWorker:
             DoubleflowError: what the reward, or the server of the model that it asks, says.
             RewardRaised: any other error of loading.
         """
+        note_call()
         try:
             self.reward = self._current_reward()
         except DoubleflowError:
@@ -105,6 +107,7 @@ class RewardWorker:
         Raises:
             RewardRaised: any other error, after which Ray asks again.
         """
+        note_call()
         count = len(shards) // 2
         batch, finite = (_joined(parts)[first : first + len(prompts)] for parts in (shards[:count], shards[count:]))
         if finite.all():
@@ -115,6 +118,10 @@ class RewardWorker:
             return nothing
         found = self._scored(batch[there], [prompts[index] for index in there])
         return found if isinstance(found, RewardError) else filled_in(nothing, there, found)
+
+    def ends(self, task: str) -> list[CallEnd]:
+        """How the processes ended that had begun this call, a try each, see `how_calls_ended`."""
+        return how_calls_ended(task)
 
     def _scored(self, batch: np.ndarray, prompts: Sequence[ScoredPrompt]) -> RewardResult | RewardError:
         """See `score`."""

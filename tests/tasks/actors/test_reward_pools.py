@@ -17,7 +17,7 @@ from models.schedulers.noise_keys import NoiseKey
 from tasks.actors.cluster import ClusterError, ray_cluster, require_resources
 from tasks.actors.loading import NotLoaded
 from tasks.actors.reward_group import RewardGroup, Scores, wanted_inputs
-from tasks.actors.reward_pool import RewardFailure
+from tasks.actors.reward_pool import RewardFailure, told_ends
 from tasks.actors.rollout_group import PendingBatch
 from tasks.actors.worker_forks import IMPORTED
 from tasks.config.reward import RewardConfig
@@ -208,7 +208,7 @@ def test_an_error_that_no_other_process_can_make_again_is_a_missing_score_too(cl
 @pytest.mark.parametrize(
     ("by", "tries", "reason"),
     [
-        (signal.SIGKILL, 2, r"its worker died 2 times in a row \(.+\)"),
+        (signal.SIGKILL, 2, r"its worker died 2 times \(.+\)"),
         (None, 1, "OfTwoParts: 8 weights are missing"),
     ],
 )
@@ -309,10 +309,41 @@ def test_where_no_sample_is_finite_no_reward_is_asked(cluster: None, tmp_path: P
     assert not (tmp_path / "calls").exists()
 
 
-def test_a_worker_that_keeps_dying_says_so(cluster: None, tmp_path: Path) -> None:
-    settings = {"options": {"folder": str(tmp_path)}, "retries": 0, "batch_size": 12}
-    with pytest.raises(RewardFailure, match=r"its worker died, or took longer .* 600, 1 times in a row \(.+"):
-        of("dies_once", settings)
+@pytest.mark.parametrize(
+    ("name", "seconds", "told"),
+    [
+        ("dies_once", 600, r"its worker died once \(.+; its last line: the GPU is gone\)"),
+        ("hangs_once", 1, r"it hung once, its worker was ended after reward\.functions\.hangs_once\.timeout_s 1 s"),
+        ("fails_before", 600, "ConnectionError: attempt 1 was refused"),
+    ],
+)
+def test_a_worker_that_died_one_that_hung_and_one_that_raised_are_told_apart(
+    cluster: None, tmp_path: Path, name: str, seconds: float, told: str
+) -> None:
+    """By a real process that kills itself, one that sleeps past its limit and one that raises."""
+    options = {"folder": str(tmp_path)} | ({"attempts": 9} if name == "fails_before" else {})
+    settings = {"options": options, "retries": 0, "batch_size": 12, "timeout_s": seconds}
+    with pytest.raises(RewardFailure, match=rf"its error: {told}$"):
+        of(name, settings)
+
+
+def test_each_of_a_workers_calls_says_how_its_own_tries_ended(cluster: None, tmp_path: Path) -> None:
+    """The first call's process dies, then hangs; the second one's score is there."""
+    options = {"folder": str(tmp_path)}
+    entry = {"options": options, "retries": 1, "batch_size": 6, "timeout_s": 1}
+    found = scored(config(dies_then_hangs=entry, max_missing_fraction=0.5))
+    errors = found.samples["dies_then_hangs/error"]
+    assert errors[:6].str.contains(r"^its worker died once \(.+\), and it hung once, .*\.timeout_s 1 s$").all()
+    assert errors[6:].isna().all()
+
+
+def test_where_no_end_is_known_it_is_told_that_it_was_one_of_them() -> None:
+    """As where the worker's machine was lost, or no worker was there to ask within half a minute."""
+    settings = config(brightness={"retries": 1, "timeout_s": 7}).functions["brightness"]
+    limit = "reward.functions.brightness.timeout_s 7 s"
+    told = told_ends("brightness", settings, [], "gone")
+    assert told == f"its worker died, or took longer than {limit}, 2 times (gone)"
+    assert told_ends("brightness", settings, [], "gone", loads=True) == "its worker died 2 times (gone)"
 
 
 def test_misuse_is_no_failure_and_is_not_tried_again(cluster: None, tmp_path: Path) -> None:
