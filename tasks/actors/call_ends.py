@@ -32,9 +32,9 @@ class CallEnd(NamedTuple):
 
 
 def note_call() -> None:
-    """The present call begins in this process. Nothing outside of Ray's workers, or where they have no logs."""
-    notes, log = _notes(), STANDARD_ERROR.readlink()
-    if notes is not None:
+    """The present call begins in this process; nothing where that is no worker of Ray with a log that /proc tells."""
+    log, notes = _log(), _notes()
+    if log is not None and notes is not None:
         with notes.open("a") as file:
             file.write(f"{ray.get_runtime_context().get_task_id()} {log.name}\n")
 
@@ -49,21 +49,24 @@ def how_calls_ended(task: str) -> list[CallEnd]:
     Returns:
         Empty where nothing is known, as after its machine was lost.
     """
-    notes = _notes()
-    if notes is None or not notes.exists():
+    own, notes = _log(), _notes()
+    if own is None or notes is None or not notes.exists():
         return []
-    begun, own = [line.split(" ", 1) for line in notes.read_text().splitlines()], STANDARD_ERROR.readlink().name
-    logs = dict.fromkeys(log for asked, log in begun if asked == task and log != own)
+    begun = [line.split(" ", 1) for line in notes.read_text().splitlines()]
+    logs = dict.fromkeys(log for asked, log in begun if asked == task and log != own.name)
     return [_end(notes.parent / log) for log in logs]
+
+
+def _log() -> Path | None:
+    """Where this process's standard error goes, if that is a log of Ray's and the system tells."""
+    log = STANDARD_ERROR.readlink() if STANDARD_ERROR.is_symlink() else None
+    return log if log is not None and ray.is_initialized() and log.suffix == ".err" else None
 
 
 def _notes() -> Path | None:
     """Of the present actor, in the folder of Ray's logs; it goes with the session."""
-    log = STANDARD_ERROR.readlink()
-    if not ray.is_initialized() or log.suffix != ".err":
-        return None
-    actor = ray.get_runtime_context().get_actor_id()
-    return None if actor is None else log.parent / f"calls-{actor}.txt"
+    log, actor = _log(), ray.get_runtime_context().get_actor_id() if ray.is_initialized() else None
+    return None if log is None or actor is None else log.parent / f"calls-{actor}.txt"
 
 
 def _end(log: Path) -> CallEnd:
