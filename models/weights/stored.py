@@ -2,7 +2,7 @@
 """Which weights a folder's safetensors files hold, by their headers, and whether the files are whole."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,10 +33,7 @@ def stored_shapes(folder: Path, given: str) -> dict[str, list[int]]:
                 f"{given}, whose {folder.name}/{missing[0]} is missing, which {index.name} lists: fetch or export it "
                 "again"
             )
-    shapes: dict[str, list[int]] = {}
-    for file in weight_files(folder):
-        shapes |= file_shapes(file, given)
-    return shapes
+    return _shapes_of_all(weight_files(folder), given)
 
 
 def read_shapes(folder: Path, stem: str, given: str, index_first: bool) -> dict[str, list[int]]:
@@ -51,6 +48,10 @@ def read_shapes(folder: Path, stem: str, given: str, index_first: bool) -> dict[
     files = [single] if single.is_file() else []
     if index.is_file() and (index_first or not files):
         files = [folder / name for name in sorted({*json.loads(index.read_text())["weight_map"].values()})]
+    return _shapes_of_all(files, given)
+
+
+def _shapes_of_all(files: Iterable[Path], given: str) -> dict[str, list[int]]:
     shapes: dict[str, list[int]] = {}
     for file in files:
         shapes |= file_shapes(file, given)

@@ -365,7 +365,7 @@ def rank_places(config: TrainConfig) -> RankPlaces:
     trainer, placement = config.trainer, config.actor_rollout_ref.rollout.placement
     shared = config.is_online and placement == "colocated"
     encodes = config.data.encoders is not None and config.data.encoders.is_colocated
-    scores = config.reward.colocated_workers(trainer.world_size) if config.is_online else 0
+    scores = config.reward.colocated_workers(trainer.world_size)  # also of an offline recipe, which a validation scores
     return RankPlaces(trainer.nnodes, trainer.n_gpus_per_node, trainer.device, 1 + shared + encodes + scores)
 
 

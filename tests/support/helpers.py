@@ -2,6 +2,7 @@
 """Builders for the tests: a tiny model folder, configs from flat keywords, requests, and gloo ranks as processes."""
 
 import gc
+import json
 import os
 import time
 import warnings
@@ -31,6 +32,13 @@ from tests.support.forked import CONTEXT
 
 TEXT_DIM = 32
 PROMPTS = ["the number 472", "a red sign that says hello", "hi"]
+
+
+def edit_config(file: Path, **fields: Any) -> None:
+    """Give fields that a model's config file has other values."""
+    config = json.loads(file.read_text())
+    assert fields.keys() <= config.keys()
+    file.write_text(json.dumps(config | fields))
 
 
 def save_tiny_model(folder: Path, layers: int = 2) -> Path:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from models.families.base import DiffusionModelBase
 from models.families.loading import text_encoder_classes
 from models.weights.fitting import check_network, check_text_encoders
-from tests.support.helpers import model_config
+from tests.support.helpers import edit_config, model_config
 from tests.support.published_layout import LAYOUTS, save_both
 from tests.support.published_models import MODELS
 from tests.support.tiny_models import FAMILIES
@@ -44,12 +44,6 @@ def load(folder: Path) -> None:
     adapter.load_transformer(config, torch.float32)
     adapter.load_vae(config)
     adapter.load_text_pipeline(folder)
-
-
-def edit(file: Path, **fields: Any) -> None:
-    config = json.loads(file.read_text())
-    assert fields.keys() <= config.keys()
-    file.write_text(json.dumps(config | fields))
 
 
 def shard(component: Path, stem: str) -> dict[str, torch.Tensor]:
@@ -132,7 +126,7 @@ def test_weights_of_another_config_are_refused(
 ) -> None:
     """As what loads them would, which knows it in a worker alone."""
     folder = copied(family)
-    edit(folder / component / "config.json", **fields)
+    edit_config(folder / component / "config.json", **fields)
     where = rf"^{GIVEN}, whose {component} does not fit {component}/config.json"
     with pytest.raises(ValueError, match=rf"{where}: {said}.* \(\d+ in all differ\): give the config"):
         check(folder)
@@ -145,7 +139,7 @@ def test_weights_of_another_config_are_refused(
 def test_a_config_that_its_class_refuses_is_told(copied: Callable[[str], Path]) -> None:
     """It lists the kind of each layer, and now one more is asked for."""
     folder = copied("z_image")
-    edit(folder / "text_encoder" / "config.json", num_hidden_layers=3)
+    edit_config(folder / "text_encoder" / "config.json", num_hidden_layers=3)
     said = r"whose text_encoder/config.json is none of a Qwen3Model \(.*num_hidden_layers.*\): give the config.json"
     with pytest.raises(ValueError, match=said) as refused:
         check(folder)
@@ -168,7 +162,7 @@ def test_another_folder_for_the_config_is_the_one_that_is_compared(copied: Calla
     (folder / "other").mkdir()
     shutil.copy(folder / "transformer" / "config.json", folder / "other")
     check_network(folder, "transformer", GIVEN, str(folder / "other"))
-    edit(folder / "other" / "config.json", num_layers=3)
+    edit_config(folder / "other" / "config.json", num_layers=3)
     with pytest.raises(ValueError, match=rf"whose transformer does not fit {folder}/other/config.json: transformer_bl"):
         check_network(folder, "transformer", GIVEN, str(folder / "other"))
 
@@ -182,7 +176,7 @@ def test_weights_that_the_config_does_not_ask_for_are_left(
 ) -> None:
     """Both libraries load the others."""
     folder = copied(family)
-    edit(folder / component / "config.json", **fields)
+    edit_config(folder / component / "config.json", **fields)
     check(folder)
     load(folder)
 
@@ -193,7 +187,7 @@ def test_shards_are_read_as_one(copied: Callable[[str], Path], component: str, s
     shard(folder / component, stem)
     (folder / component / f"{stem}.safetensors").unlink()
     check(folder)
-    edit(folder / component / "config.json", **{"num_layers" if stem == DIFFUSERS else "num_hidden_layers": 3})
+    edit_config(folder / component / "config.json", **{"num_layers" if stem == DIFFUSERS else "num_hidden_layers": 3})
     with pytest.raises(ValueError, match=rf"{component} does not fit"):
         check(folder)
 
@@ -224,7 +218,7 @@ def test_nothing_is_said_where_a_library_alone_can_read_the_weights(
 ) -> None:
     """Pickled ones; and a variant, which is not loaded, does not stand for them."""
     folder = copied("flux")
-    edit(folder / component / "config.json", **({"layers_per_block": 2} if component == "vae" else {}))
+    edit_config(folder / component / "config.json", **({"layers_per_block": 2} if component == "vae" else {}))
     (file,) = (folder / component).glob("*.safetensors")
     pickled = "pytorch_model.bin" if component == "text_encoder" else "diffusion_pytorch_model.bin"
     torch.save(load_file(file), folder / component / pickled)
@@ -238,7 +232,7 @@ def test_nothing_is_said_of_quantised_weights(copied: Callable[[str], Path]) -> 
     folder = copied("flux")
     for component, fields in (("transformer", {"num_layers": 3}), ("text_encoder", {"num_hidden_layers": 3})):
         file = folder / component / "config.json"
-        edit(file, **fields)
+        edit_config(file, **fields)
         quantised = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
         file.write_text(json.dumps(json.loads(file.read_text()) | quantised))
     check(folder)
@@ -280,7 +274,7 @@ def test_a_model_as_it_is_published_fits(name: str, tmp_path: Path) -> None:
     without_data(folder, DIFFUSERS, module)
     check_network(tmp_path, "transformer", GIVEN)
     layers = "n_layers" if "n_layers" in config else "num_layers"
-    edit(folder / "config.json", **{layers: config[layers] + 1})
+    edit_config(folder / "config.json", **{layers: config[layers] + 1})
     with pytest.raises(ValueError, match=r"transformer does not fit .*: \S*blocks|layers\S* is not there"):
         check_network(tmp_path, "transformer", GIVEN)
 

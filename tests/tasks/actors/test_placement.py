@@ -201,6 +201,18 @@ def test_rewards_share_the_gpus_of_the_ranks(placement: str) -> None:
     assert [gpus for _, gpus in found["jpeg_compressibility"]] == [[]]
 
 
+def test_a_validation_of_an_offline_recipe_has_room_for_its_rewards() -> None:
+    """Which its training has none of."""
+    offline = {"algorithm": {"name": "dpo", "sample_source": "offline"}}
+    rewards = {"reward": {"functions": {"brightness": {"placement": "colocated", "num_workers": 4}}}}
+    asked = config(1, 3, "cuda").with_changes(offline | rewards)
+    places = rank_places(asked)
+    assert places.num_gpus * (1 + 2) <= 1, "of the first place, which has two of the four"
+    (pool,) = RewardGroup(asked.reward, places=places).pools.values()
+    spots_found = pool.group.call_all("__ray_call__", spot_of)
+    assert spots_found[3] == spots_found[0]
+
+
 def spot_of(actor: object) -> Spot:
     """Where it is."""
     return Where().spot()

@@ -41,7 +41,7 @@ from tasks.run.early import check_files
 from tasks.run.preflight import check_inputs
 from tasks.stages.pairs import read_pairs
 from tasks.system.stopwatch import Stopwatch
-from tests.support.helpers import TEXT_DIM, model_config
+from tests.support.helpers import TEXT_DIM, edit_config, model_config
 
 TEXTS, HELD_OUT = ("a red sign", "the number 472", "hi"), "a blue sign"
 
@@ -437,8 +437,7 @@ def test_a_teacher_must_be_a_model_of_the_same_architecture(stored: Path, tiny_m
 
 def edited(model: Path, folder: Path, component: str, **fields: Any) -> Path:
     """The model's folder with fields of a component's config changed, whose weights are another's then."""
-    file = shutil.copytree(model, folder) / component / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+    edit_config(shutil.copytree(model, folder) / component / "config.json", **fields)
     return folder
 
 

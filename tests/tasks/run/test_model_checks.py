@@ -25,7 +25,7 @@ from tasks.data.embeddings import PromptEmbeddings, write_embeddings
 from tasks.data.prompts import build_prompt_table, load_prompts
 from tasks.run.model_checks import check_fitting
 from tasks.run.preflight import Inputs, check_inputs
-from tests.support.helpers import model_config
+from tests.support.helpers import edit_config, model_config
 from tests.support.other_environment import make_environment
 from tests.support.tiny_models import FAMILIES
 
@@ -380,10 +380,7 @@ def test_a_run_that_cannot_fit_is_refused_before_anything_loads(workspace: Path,
 
 def with_another_config(model: Path, folder: Path, component: str, **fields: Any) -> str:
     """The model's folder with these fields of one component's config changed."""
-    file = shutil.copytree(model, folder) / component / "config.json"
-    config = json.loads(file.read_text())
-    assert fields.keys() <= config.keys()
-    file.write_text(json.dumps(config | fields))
+    edit_config(shutil.copytree(model, folder) / component / "config.json", **fields)
     return str(folder)
 
 
