@@ -233,7 +233,9 @@ def test_a_command_does_not_wait_for_events_that_nobody_takes(capsys: pytest.Cap
             worker.send(Event(event=f"event {number}", resource=resource))
         left = give_up_events(0.1)
         assert 90 < left <= 100
-        assert capsys.readouterr().err == f"Prefect's server did not take the last {left} events of the run\n"
+        # Prefect's own log may say beside it what is left, and complain that its stream, an earlier test's, is closed.
+        said = [line for line in capsys.readouterr().err.splitlines() if "did not take" in line]
+        assert said == [f"Prefect's server did not take the last {left} events of the run"]
         assert worker._drain().result(PATIENCE) is not None
         assert give_up_events(PATIENCE) == 0, "nothing is asked any more"
     finally:
