@@ -2,6 +2,7 @@
 """Training runs in processes and folders of their own, several at once, followed while they train.
 
 What they log is kept as lines of JSON as it comes, so that whatever ends a machine leaves what was measured until then.
+The line of a run's end has the seconds of an iteration's stages.
 """
 
 import argparse
@@ -12,10 +13,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -30,9 +32,13 @@ LOOK_S = 2.0
 """Between two looks at what the runs have logged."""
 PATIENCE_S = 40.0
 """For a run to end in order after Ctrl-C; then it is killed."""
+TIMES = "timing_s/"
+STEP, VALIDATED = f"{TIMES}step", f"{TIMES}testing"
+COMPILING = 2
+"""Iterations that are left out of medians: kernels are compiled in them."""
 LOGGED = {
-    "step": "timing_s/step",
-    "testing": "timing_s/testing",
+    "step": STEP,
+    "testing": VALIDATED,
     "images": "perf/total_num_images",
     "reward": "critic/rewards/mean",
     "held_out": "val/reward/mean",
@@ -188,6 +194,24 @@ def metrics_of(job: Job) -> dict[str, dict[int, float]]:
     return {} if run_id is None else RunHistory(client, run_id).metrics()
 
 
+def steady_iterations(metrics: Mapping[str, Mapping[int, float]]) -> list[int]:
+    """Those of a run that medians are of: after `COMPILING`, and without a validation."""
+    return [step for step in metrics.get(STEP, {}) if step > COMPILING and step not in metrics.get(VALIDATED, {})]
+
+
+def median_over(steps: Sequence[int], metric: Mapping[int, float]) -> float:
+    """Of these iterations; one without the metric counts as 0, as a stage that it did not need."""
+    return median(metric.get(step, 0.0) for step in steps)
+
+
+def parts_of_an_iteration(metrics: Mapping[str, Mapping[int, float]]) -> dict[str, float]:
+    """Stage -> median seconds of the steady iterations, with `step` and what lies inside and beside it; empty where
+    there are none."""
+    steps = steady_iterations(metrics)
+    times = {name.removeprefix(TIMES): points for name, points in metrics.items() if name.startswith(TIMES)}
+    return {name: round(median_over(steps, points), 3) for name, points in times.items()} if steps else {}
+
+
 def _run_id(client: MlflowClient) -> str | None:
     """Of the run that trains; None where there is none yet."""
     experiments = [experiment.experiment_id for experiment in client.search_experiments()]
@@ -238,7 +262,9 @@ def follow(
                     run.stop()
                     end = "goal" if run.look(until) == "goal" else STOPPED
                 if end is not None:
-                    append_line(log, {"run": run.job.name, "seed": run.job.seed, "end": end, "wall_s": run.wall()})
+                    line = {"run": run.job.name, "seed": run.job.seed, "end": end, "wall_s": run.wall()}
+                    parts = parts_of_an_iteration(metrics_of(run.job))
+                    append_line(log, line | ({"seconds": parts} if parts else {}))
                     if end not in (*ENDED_WELL, STOPPED):
                         failed.append(f"{run.job.name} (seed {run.job.seed}) {end}")
                     free.append(place)

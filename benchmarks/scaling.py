@@ -19,7 +19,6 @@ many seconds, and stops the one that runs. The exit code is 1 where a cell faile
 
 import argparse
 import json
-import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -27,7 +26,19 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.failures import refuse_failed
-from benchmarks.followed_runs import Job, append_line, folder_of, follow, metrics_of, read_lines
+from benchmarks.followed_runs import (
+    COMPILING,
+    STEP,
+    TIMES,
+    Job,
+    append_line,
+    folder_of,
+    follow,
+    median_over,
+    metrics_of,
+    read_lines,
+    steady_iterations,
+)
 from benchmarks.logs import rows_in
 from tasks.config.errors import ConfigError
 from tasks.config.overrides import merged
@@ -35,11 +46,9 @@ from tasks.config.recipes import changed_recipe, parse_changes
 from tasks.config.reward import RewardFunctionConfig
 from tasks.config.tree import TrainConfig
 
-COMPILING = 2
-"""Iterations that are left out of a median."""
 STAGES = ("gen", "gen_ahead", "reward", "old_log_prob", "update_actor", "update_weights", "sleep", "wait_for_writes")
 """Of `timing_s/`, as far as a run has them; the rest of an iteration is `other`."""
-STEP, IMAGES, VALIDATED = "timing_s/step", "perf/total_num_images", "timing_s/testing"
+IMAGES = "perf/total_num_images"
 KINDS = ("weak", "strong", "ahead")
 
 
@@ -144,15 +153,12 @@ def train(job: Job, cell: Cell, log: Path, first: int, limit: float | None) -> t
 
 def row(metrics: Mapping[str, Mapping[int, float]]) -> dict[str, float]:
     """Medians of the iterations that count; nothing where the run did not come so far."""
-    steps = [step for step in metrics.get(STEP, {}) if step > COMPILING and step not in metrics.get(VALIDATED, {})]
+    steps = steady_iterations(metrics)
     if not steps:
         return {}
-
-    def median(name: str) -> float:
-        return statistics.median(metrics[name].get(step, 0.0) for step in steps)
-
-    found = {"iterations": len(steps), "step": median(STEP), "images": median(IMAGES)}
-    found |= {stage: median(name) for stage in STAGES if (name := f"timing_s/{stage}") in metrics}
+    found = {"iterations": len(steps)}
+    found |= {name: median_over(steps, metrics[of]) for name, of in {"step": STEP, "images": IMAGES}.items()}
+    found |= {stage: median_over(steps, metrics[of]) for stage in STAGES if (of := f"{TIMES}{stage}") in metrics}
     found["other"] = found["step"] - sum(found.get(stage, 0.0) for stage in STAGES)
     peaks = [max(points.values()) for name, points in metrics.items() if "/gpu_peak_gib/" in name]
     return {name: round(value, 3) for name, value in found.items()} | ({"gib": round(max(peaks), 1)} if peaks else {})

@@ -79,6 +79,11 @@ VARIANTS: dict[str, tuple[str, list[str]]] = {
     "words, deviation of the batch": ("words", [WHOLE_DEVIATION]),
     "words, deviation of the batch, longer average": ("words", [WHOLE_DEVIATION, f"{ACTOR}.ema.decay=0.98"]),
     "words, read on the GPU": ("words", READ_ON_THE_GPU),
+    "words, read on the GPU, larger passes": (
+        "words",
+        [*READ_ON_THE_GPU, f"{ACTOR}.ppo_micro_batch_size_per_gpu=256"],
+    ),
+    "words-flow-grpo, read on the GPU": ("words-flow-grpo", READ_ON_THE_GPU),
     "words, old policy copied": ("words", [COPIED]),
     "words, 8 of 64": ("words", [f"{ROLLOUT}.n=64", COPIED]),
     "words, 128 prompts": ("words", [COPIED, "data.train_batch_size=128", f"{ACTOR}.ppo_mini_batch_size=32"]),

@@ -6,6 +6,7 @@ import json
 import pytest
 
 from benchmarks import scaling
+from benchmarks.followed_runs import parts_of_an_iteration
 from benchmarks.scaling import Cell, cells, prompts_of_a_gpu
 from tasks.config.recipes import load_recipe, parse_changes
 from tasks.config.tree import TrainConfig
@@ -46,6 +47,21 @@ def test_gpus_are_divided_among_rollout_and_trainer() -> None:
             "collective",
             48,
         )
+
+
+def test_the_parts_of_an_iteration_leave_out_what_compiles_and_validations() -> None:
+    steps = {1: 99.0, 2: 50.0, 3: 4.0, 4: 5.0, 5: 7.0, 6: 80.0}
+    metrics = {
+        "timing_s/step": steps,
+        "timing_s/sync/gather": dict.fromkeys(steps, 0.25),
+        "timing_s/save_checkpoint": {2: 9.0, 5: 3.0},
+        "timing_s/testing": {0: 9.0, 6: 70.0},
+        "perf/total_num_images": dict.fromkeys(steps, 8.0),
+    }
+    parts = {"step": 5.0, "sync/gather": 0.25, "save_checkpoint": 0.0, "testing": 0.0}
+    assert parts_of_an_iteration(metrics) == parts
+    first = {name: {step: value for step, value in points.items() if step < 3} for name, points in metrics.items()}
+    assert parts_of_an_iteration(first) == {}
 
 
 def test_a_row_leaves_out_what_compiles_and_the_table_compares_with_one_gpu() -> None:
