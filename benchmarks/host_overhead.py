@@ -5,8 +5,8 @@
     python -m benchmarks.host_overhead --beside PATH          # another checkout in turn with this one, and the ratios
 
 A small model's GPU waits for the host, which calls its kernels: then these milliseconds are an iteration's. The model
-is the words model with twelve blocks of sixteen channels and its recipe's LoRA and losses, on one rank on the CPU; all
-times are processor time of one thread. A checkout is a process of its own and gets its turn in each round, so that
+is the words model with twelve blocks of sixteen channels and its recipes' settings and losses, on one rank on the CPU;
+all times are processor time of one thread. A checkout is a process of its own and gets its turn in each round, so that
 whatever else the machine does falls on both; the smallest of the rounds counts. Of kernels this says nothing.
 """
 
@@ -27,6 +27,7 @@ import torch.distributed as dist
 from models.config.actor import (
     DiffusionActorConfig,
     DiffusionLossConfig,
+    EmaConfig,
     ForwardProcessConfig,
     FSDPConfig,
     OptimConfig,
@@ -56,10 +57,10 @@ def build_model(folder: Path) -> None:
         build_pipeline(settings).save_pretrained(folder)
 
 
-def model_settings(folder: Path, compiled: bool, noise_level: float = 0.0) -> DiffusionModelConfig:
+def model_settings(folder: Path, compiled: bool, noise_level: float = 0.0, lora_rank: int = 32) -> DiffusionModelConfig:
     """As the recipe `words`, or with noise `words-flow-grpo`, has them, in a picture of two tokens."""
     return DiffusionModelConfig.load(
-        ModelConfig(path=str(folder), dtype="bfloat16", compile=compiled, lora_rank=32, lora_alpha=64),
+        ModelConfig(path=str(folder), dtype="bfloat16", compile=compiled, lora_rank=lora_rank, lora_alpha=64),
         DiffusionPipelineConfig(
             height=16, width=32, num_inference_steps=STEPS, guidance_scale=1.0, max_sequence_length=8
         ),
@@ -67,10 +68,18 @@ def model_settings(folder: Path, compiled: bool, noise_level: float = 0.0) -> Di
     )
 
 
-def actor_settings(levels_per_pass: int, loss: str, checkpointing: bool = False) -> DiffusionActorConfig:
+def actor_settings(
+    levels_per_pass: int, loss: str, checkpointing: bool = False, all_weights: bool = False
+) -> DiffusionActorConfig:
     """As the recipes have them; a checkout that knows no levels, or steps, in one pass takes them one by one."""
     known = "levels_per_pass" in DiffusionActorConfig.model_fields
     given: dict[str, Any] = {"levels_per_pass": levels_per_pass} if known else {}
+    if all_weights:
+        given |= {
+            "use_kl_loss": True,
+            "kl_loss_coef": 0.05,
+            "ema": EmaConfig(enable=True, decay=0.95, update_interval=1),
+        }
     return DiffusionActorConfig(
         ppo_micro_batch_size_per_gpu=BATCH,
         diffusion_loss=DiffusionLossConfig(loss_mode=loss),
@@ -101,7 +110,10 @@ def parts(folder: Path, compiled: bool) -> dict[str, Callable[[], Any]]:
     """Name of a part of an iteration -> what does it."""
     config = model_settings(folder, compiled)
     rollout, request = DiffusersRolloutEngine(config), request_of(config, 0)
-    engines, batches = learning(config, "diffusion_nft", ForwardProcessConfig(num_train_timesteps=LEVELS))
+    levels = ForwardProcessConfig(num_train_timesteps=LEVELS)
+    engines, batches = learning(config, "diffusion_nft", levels)
+    full = model_settings(folder, compiled, lora_rank=0)
+    whole = trainer_of(full, actor_settings(LEVELS, "diffusion_nft", all_weights=True), levels)
     replays, sampled = learning(model_settings(folder, compiled, noise_level=0.7), "flow_grpo", window=range(LEVELS))
     anew = trainer_of(replays[1].model_config, actor_settings(1, "flow_grpo", checkpointing=True))
     trainer = engines[1]
@@ -110,6 +122,7 @@ def parts(folder: Path, compiled: bool) -> dict[str, Callable[[], Any]]:
         f"rollout of a batch ({STEPS} passes)": lambda: rollout.produce(request),
         "update": lambda: trainer.update_policy(batches),
         "update, levels_per_pass: 4": lambda: engines[LEVELS].update_policy(batches),
+        "update of all weights with KL and average, levels_per_pass: 4": lambda: whole.update_policy(batches),
         "update by sampled steps": lambda: replays[1].update_policy(sampled),
         "update by sampled steps, levels_per_pass: 4": lambda: replays[LEVELS].update_policy(sampled),
         "update by sampled steps, gradient_checkpointing": lambda: anew.update_policy(sampled),

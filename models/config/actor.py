@@ -132,7 +132,8 @@ class FSDPConfig(Section):
     reshard_after_forward: bool = Field(
         True,
         description="Free unsharded weights between forward and backward: less memory, one more gather. false, with "
-        "LoRA over frozen weights that are whole on every rank, has one exchange for all of LoRA and not one a block.",
+        "LoRA over frozen weights that are whole on every rank, has one exchange for all of LoRA and not one a block, "
+        "and a lone rank that trains all weights and offloads none gathers them at once, too.",
     )
     shard_frozen: bool = Field(
         True,
@@ -393,6 +394,17 @@ class DiffusionActorConfig(Section):
         fsdp = self.fsdp_config
         alone = world_size == 1 and not fsdp.param_offload and fsdp.param_dtype in (None, dtype)
         return not self.shards_all_in_fp32 and (alone or not fsdp.shard_frozen)
+
+    def shares_in_one_group(self, world_size: int, dtype: str, trains_lora: bool) -> bool:
+        """Are the trained weights of a model in `dtype` gathered, and their gradients divided, all at once?
+
+        By block each has an exchange, and calls around it that a small model waits for: worth it only where a gathered
+        block goes as the next one comes, or where ranks exchange all weights while they compute.
+        """
+        fsdp = self.fsdp_config
+        alone = world_size == 1 and not fsdp.param_offload and not self.shards_all_in_fp32
+        at_once = self.keeps_frozen_whole(world_size, dtype) if trains_lora else alone
+        return at_once and not fsdp.reshard_after_forward
 
     @model_validator(mode="after")
     def _kl_needs_a_weight(self) -> Self:

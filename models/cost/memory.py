@@ -114,7 +114,8 @@ def update_need(
     activations = cost.training_bytes * part
     # Between reductions FSDP2 adds up whole gradients, whatever the number of ranks.
     gradients = float(cost.trained * _bytes(settings.reduce_dtype))
-    if whole and not reshards:  # LoRA's in one group: divided once the activations are gone, by a copy
+    if actor_config.shares_in_one_group(world_size, dtype, model_config.trains_lora):
+        # They are divided once the activations are gone, by a copy.
         gradients += max(0.0, gradients + trained - activations)
     elif single_pass:
         gradients = _reduced_by_block(cost, settings.reduce_dtype, shards=trained, activations=activations)

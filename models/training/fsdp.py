@@ -347,7 +347,9 @@ class DiffusersFSDPEngine(PolicyForward):
                 load_exported(self.adapter, module, self.model_config, Path(self.model_config.model.initial_weights))
             if self.actor_config.fsdp_config.gradient_checkpointing:
                 # FSDP's calls around a block would not see that its gradients come from a backward pass of their own.
-                module.enable_gradient_checkpointing(recomputed if self._shares_in_one_group else None)
+                # Where weights before the blocks learn, too, their gradients would be summed up in another order.
+                by_node = self._shares_in_one_group and self.model_config.trains_lora
+                module.enable_gradient_checkpointing(recomputed if by_node else None)
             choose_products(self.adapter, module, self.model_config, self.device)
         else:
             module.requires_grad_(False)
@@ -387,12 +389,9 @@ class DiffusersFSDPEngine(PolicyForward):
 
     @property
     def _shares_in_one_group(self) -> bool:
-        """Are LoRA's weights gathered, and their gradients divided, all at once?
-
-        By block each has an exchange, and calls around it that a small model waits for: worth it only where a gathered
-        block goes as the next one comes.
-        """
-        return self._keeps_frozen_whole and not self.actor_config.fsdp_config.reshard_after_forward
+        """Is the whole model FSDP's one group, and no block by itself?"""
+        config = self.model_config
+        return self.actor_config.shares_in_one_group(dist.get_world_size(), config.model.dtype, config.trains_lora)
 
     def _shard(self, module: nn.Module) -> nn.Module:
         """Divide a whole module in host memory among the ranks' devices, block by block."""

@@ -3,6 +3,7 @@
 
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -16,8 +17,9 @@ def reshard(module: nn.Module) -> None:
             part.reshard()
 
 
+@torch.no_grad()  # with which a sharded tensor hands out its part: to detach it first would be DTensor's work for each
 def local_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
     """This rank's part of each, [n, ...] of [N, ...], over the same memory, as plain tensors: a call that takes many
     sharded ones at once asks for each of them anew how it is shared."""
-    plain = [tensor.detach() for tensor in tensors]
-    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in plain]
+    parts = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    return [part.detach() for part in parts]

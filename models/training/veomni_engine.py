@@ -78,6 +78,11 @@ class VeOmniEngine(DiffusersFSDPEngine):
         """VeOmni shards every weight."""
         return False
 
+    @property
+    def _shares_in_one_group(self) -> bool:
+        """It shards block by block."""
+        return False
+
     def _shard(self, module: nn.Module) -> nn.Module:
         """Divide a whole module in host memory among the ranks' devices, with VeOmni's functions.
 

@@ -353,22 +353,23 @@ def test_gradients_that_every_pass_divides_are_a_shard_and_a_block(
 
 
 @pytest.mark.parametrize(
-    ("world_size", "settings", "activations", "expected"),
+    ("lora_rank", "world_size", "settings", "activations", "expected"),
     [
-        (4, {"shard_frozen": False}, 8, 4),
-        (4, {"shard_frozen": False}, 2, 4 + 4 + 1 - 2),
-        (4, {"shard_frozen": False, "shard_gradients": True}, 2, 4 + 4 + 1 - 2),
-        (4, {"shard_frozen": False, "param_offload": True}, 2, 4 + 4 - 2),
-        (1, {}, 2, 4 + 4 + 4 - 2),
+        (4, 4, {"shard_frozen": False}, 8, 4),
+        (4, 4, {"shard_frozen": False}, 2, 4 + 4 + 1 - 2),
+        (4, 4, {"shard_frozen": False, "shard_gradients": True}, 2, 4 + 4 + 1 - 2),
+        (4, 4, {"shard_frozen": False, "param_offload": True}, 2, 4 + 4 - 2),
+        (4, 1, {}, 2, 4 + 4 + 4 - 2),
+        (0, 1, {}, 2, 4 + 4 + 4 - 2),
     ],
 )
 def test_gradients_that_are_divided_all_at_once_are_there_twice(
-    tiny_model: Path, world_size: int, settings: dict[str, Any], activations: int, expected: int
+    tiny_model: Path, lora_rank: int, world_size: int, settings: dict[str, Any], activations: int, expected: int
 ) -> None:
-    """Of 4 GiB of LoRA those of the backward and those that are added over the ranks, of which a rank keeps its part;
-    the activations are gone by then."""
+    """Of 4 GiB of trained weights those of the backward and those that are added over the ranks, of which a rank keeps
+    its part; the activations are gone by then."""
     cost = replace(COST, trained=GIB, frozen=COST.parameters, training_bytes=activations * GIB)
-    config = model_config(tiny_model, lora_rank=4, dtype="bfloat16")
+    config = model_config(tiny_model, lora_rank=lora_rank, dtype="bfloat16")
     kept = actor_config(reshard_after_forward=False, **settings)
     for single in (False, True):
         need = update_need(cost, config, kept, world_size=world_size, single_pass=single)

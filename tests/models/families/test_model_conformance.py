@@ -421,11 +421,14 @@ def test_one_update_moves_the_trained_weights_and_nothing_else(
 
 @every_engine
 @pytest.mark.parametrize("reshards", [True, False], ids=["by_block", "in_one_group"])
+@pytest.mark.parametrize("kind", [LORA, {}], ids=["lora", "full"])
 @pytest.mark.usefixtures("one_rank")
-def test_gradient_checkpointing_changes_nothing(checkpoint_of: Any, name: str, reshards: bool) -> None:
+def test_gradient_checkpointing_changes_nothing(
+    checkpoint_of: Any, name: str, kind: dict[str, Any], reshards: bool
+) -> None:
     """To the bit, by torch's own and by `recomputed`."""
     model = checkpoint_of(name)
-    config = model.config(**LORA)
+    config = model.config(**kind)
     trajectories = model.rolled_out(config, False)
     engines = [trainer(config, gradient_checkpointing=on, reshard_after_forward=reshards) for on in (True, False)]
     for engine in engines:

@@ -194,6 +194,7 @@ def test_a_lone_rank_that_shards_all_holds_the_copies_that_are_counted(
     """By FSDP2 itself, which both engines call; of LoRA, between the passes."""
     config = model_config(tiny_model, lora_rank=4)
     monkeypatch.setattr(DiffusersFSDPEngine, "_keeps_frozen_whole", False)
+    monkeypatch.setattr(DiffusersFSDPEngine, "_shares_in_one_group", False)
     engine = trainer(config, reshard_after_forward=False)
     _, paths = DiffusersRolloutEngine(config).generate(rollout_request(lengths=(5, 3, 7)))
     engine.rescored(paths)
