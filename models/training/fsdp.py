@@ -34,7 +34,7 @@ from models.training.noised import NoisedLatents
 from models.training.policy import PolicyForward, load_teacher
 from models.training.schedules import build_lr_scheduler
 from models.training.sequence_parallel import sequence_mesh, split_sequences
-from models.training.shards import reshard
+from models.training.shards import TrainedShards
 from models.training.weight_copies import WeightAverage, WeightCopy
 from models.training.whole_weights import whole_weights
 from models.weights.canary import Canary, canary_batch, canary_velocity
@@ -44,7 +44,6 @@ from models.weights.trainable import (
     kept_in_fp32,
     load_exported,
     make_trainable,
-    named,
     trainable,
     widen_trained,
 )
@@ -82,22 +81,22 @@ class DiffusersFSDPEngine(PolicyForward):
         self.module = self._sharded(self._load(trained=True)).eval()
         self._reducing = True  # as FSDP begins
         if not self.actor_config.fsdp_config.reshard_after_forward:
-            # Weights that stay gathered from a forward to its backward stay so until they change: `_shards` lets go.
+            # Weights that stay gathered from a forward to its backward stay so until they change: `held` lets go.
             cast(FSDPModule, self.module).set_reshard_after_backward(False)
-        self._trained = tuple(trainable(self.module))
+        self._trained = TrainedShards(self.module)
         self.optimizer = self._new_optimizer()
         allocate_adam_state(self.optimizer)
         if self.actor_config.fsdp_config.optimizer_offload:
             offload_adam_state(self.optimizer)
         self.lr_scheduler = build_lr_scheduler(self.optimizer, self.actor_config.optim)
-        self.ema = WeightAverage(self.module, self.actor_config.ema) if self.actor_config.ema.enable else None
+        self.ema = WeightAverage(self._trained, self.actor_config.ema) if self.actor_config.ema.enable else None
         self.scheduler = self.adapter.build_scheduler(self.model_config)
         self.adapter.set_timesteps(self.scheduler, self.model_config, self.device)
         rectifies = self.actor_config.diffusion_loss.temporal_gradient_rectification
         algo = self.model_config.algo
         self.step_weights = rectifying_weights(self.scheduler, algo).to(self.device) if rectifies else None
-        self.old_policy = WeightCopy(self.module) if self.loss_fn.keeps_old_policy() else None
-        self.previous = WeightCopy(self.module) if self._keeps_previous else None
+        self.old_policy = WeightCopy(self._trained) if self.loss_fn.keeps_old_policy() else None
+        self.previous = WeightCopy(self._trained) if self._keeps_previous else None
         refers = self.actor_config.use_kl_loss or REF_VELOCITY in self.loss_fn.required_data_keys
         full = not self.model_config.trains_lora
         self.reference = self._sharded(self._load(trained=False)).eval() if refers and full else None
@@ -255,16 +254,11 @@ class DiffusersFSDPEngine(PolicyForward):
 
     def _clip_gradient(self) -> Tensor:
         """Make the gradient that of all ranks and no longer than `optim.clip_grad`; its norm before (scalar)."""
-        parameters = list(self._shards().values())
+        parameters = list(self._trained.held().values())
         average_whole(parameters)
         return clip_gradients(parameters, self.actor_config.optim.clip_grad)
 
     # ---- weights
-
-    def _shards(self) -> dict[str, nn.Parameter]:
-        """Name -> what this rank has of each trained weight."""
-        reshard(self.module)
-        return named(self.module, self._trained)
 
     def holding(self, which: HeldWeights) -> AbstractContextManager[None]:
         """Context in which the engine's weights are its own, or one of the copies that `HeldWeights` names.
@@ -285,7 +279,7 @@ class DiffusersFSDPEngine(PolicyForward):
     def gather_weights(self) -> dict[str, Tensor]:
         """The trained weights by name, each of its whole shape, on the CPU; on rank 0 (empty on the others)."""
         gathered = {}
-        for name, whole in whole_weights(self._shards()):
+        for name, whole in whole_weights(self._trained.held()):
             if dist.get_rank() == 0:
                 gathered[name] = whole.cpu().clone()
         return gathered
@@ -295,7 +289,7 @@ class DiffusersFSDPEngine(PolicyForward):
         in the format in which a rollout holds them. Every rank must take all."""
         config = self.model_config
         kept = None if config.trains_lora else kept_in_fp32(self.module)
-        for name, weight in whole_weights(self._shards()):
+        for name, weight in whole_weights(self._trained.held()):
             held = weight.dtype if kept is None or name in kept else config.dtype
             yield name, weight.to(self.device, held)
 
@@ -328,7 +322,7 @@ class DiffusersFSDPEngine(PolicyForward):
         settings = self.actor_config.optim
         on_gpu = self.device == "cuda" and not self.actor_config.fsdp_config.param_offload
         return LocalAdamW(
-            list(self._shards().values()),
+            list(self._trained.held().values()),
             fused=on_gpu or None,
             lr=settings.lr,
             betas=settings.betas,

@@ -127,7 +127,7 @@ class VeOmniEngine(DiffusersFSDPEngine):
     def _new_optimizer(self) -> torch.optim.AdamW:
         from veomni.optim import build_optimizer
 
-        self._shards()  # the module holds them and not what a forward gathered
+        self._trained.held()  # the module holds them and not what a forward gathered
         settings: Any = self.actor_config.optim
         return build_optimizer(
             self.module,
@@ -140,7 +140,7 @@ class VeOmniEngine(DiffusersFSDPEngine):
     def _clip_gradient(self) -> Tensor:
         from veomni.distributed.clip_grad_norm import veomni_clip_grad_norm
 
-        self._shards()
+        self._trained.held()
         return torch.tensor(veomni_clip_grad_norm(self.module, self.actor_config.optim.clip_grad))
 
 

@@ -6,10 +6,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from models.training.shards import local_tensors, reshard
-from models.weights.trainable import named, trainable
+from models.training.shards import TrainedShards, local_tensors
 
 if TYPE_CHECKING:
     from models.config.actor import EmaConfig
@@ -18,14 +17,14 @@ if TYPE_CHECKING:
 class WeightCopy:
     """A second set of a module's trained parameters (local shards of them, where they are sharded)."""
 
-    def __init__(self, module: nn.Module):
-        self.module = module
-        self.shadow: dict[str, Tensor] = {n: p.detach().clone() for n, p in trainable(module).items()}
+    def __init__(self, trained: TrainedShards):
+        self._trained = trained
+        self.shadow: dict[str, Tensor] = {name: weight.detach().clone() for name, weight in trained.held().items()}
 
     @torch.no_grad()
     def follow(self, decay: float) -> None:
         """copy <- decay copy + (1 - decay) weights."""
-        copies, weights = local_tensors(self.shadow.values()), local_tensors(self._parameters().values())
+        copies, weights = local_tensors(self.shadow.values()), local_tensors(self._trained.held().values())
         if decay == 0:
             torch._foreach_copy_(copies, weights)
         else:
@@ -34,7 +33,7 @@ class WeightCopy:
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Within the block the module holds the copy instead of its weights."""
-        kept = {name: parameter.detach().clone() for name, parameter in self._parameters().items()}
+        kept = {name: parameter.detach().clone() for name, parameter in self._trained.held().items()}
         self._put(self.shadow)
         try:
             yield
@@ -43,13 +42,8 @@ class WeightCopy:
 
     @torch.no_grad()
     def _put(self, values: dict[str, Tensor]) -> None:
-        parameters = self._parameters()
+        parameters = self._trained.held()
         torch._foreach_copy_(local_tensors(parameters.values()), local_tensors(values[name] for name in parameters))
-
-    def _parameters(self) -> dict[str, nn.Parameter]:
-        """The trained shards."""
-        reshard(self.module)
-        return named(self.module, self.shadow)
 
 
 class WeightAverage(WeightCopy):
@@ -59,8 +53,8 @@ class WeightAverage(WeightCopy):
     steps, also those between two moves of the average.
     """
 
-    def __init__(self, module: nn.Module, config: "EmaConfig"):
-        super().__init__(module)
+    def __init__(self, trained: TrainedShards, config: "EmaConfig"):
+        super().__init__(trained)
         self.config = config
 
     def update(self, optimizer_step: int) -> None:

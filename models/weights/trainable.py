@@ -4,7 +4,7 @@
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Set, Sized
+from collections.abc import Callable, Mapping, Set, Sized
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -98,19 +98,6 @@ def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
 
 
-def named(module: nn.Module, names: Iterable[str]) -> dict[str, nn.Parameter]:
-    """The parameters of these names.
-
-    Raises:
-        WeightSyncError: the module lacks one, or no name is given.
-    """
-    every = dict(module.named_parameters())
-    found = {name: every[name] for name in names if name in every}
-    _check_names({*names} - found.keys())
-    _check_some(found)
-    return found
-
-
 def load_trainable(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Copy `weights` into the module's trained parameters, of the same shapes, casting to their number format.
 
@@ -119,7 +106,7 @@ def load_trainable(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """
     own = trainable(module)
     _check_names(own.keys() ^ weights.keys())
-    _check_some(own)
+    check_some(own)
     _copy(own, weights)
 
 
@@ -128,7 +115,8 @@ def _check_names(different: Set[str]) -> None:
         raise WeightSyncError(f"weights do not match the model: {len(different)} names differ: {sorted(different)[:3]}")
 
 
-def _check_some(weights: Sized) -> None:
+def check_some(weights: Sized) -> None:
+    """Raise WeightSyncError where there are none."""
     if not len(weights):
         raise WeightSyncError("the model has no trained weights: nothing could be learnt, sent or kept")
 
@@ -147,7 +135,7 @@ class TrainableLoad:
 
     def __init__(self, module: nn.Module):
         self._own = trainable(module)
-        _check_some(self._own)
+        check_some(self._own)
         self._missing = set(self._own)
 
     def take(self, weights: Mapping[str, Tensor]) -> None:

@@ -29,6 +29,7 @@ from models.rollout.diffusers import DiffusersRolloutEngine
 from models.samples.trajectories import LATENTS, PICTURES, Trajectories
 from models.training import checkpoint, fsdp
 from models.training.fsdp import ActorBatch, DiffusersFSDPEngine
+from models.training.shards import TrainedShards
 from models.training.weight_copies import WeightAverage
 from models.weights.canary import Canary, check_canary
 from models.weights.trainable import WeightSyncError, load_trainable, trainable
@@ -405,7 +406,8 @@ def test_the_average_lags_as_in_public_flow_grpo() -> None:
     """Behind a weight that moves by 1 a step, with SD3's settings there: the ramp counts optimiser steps."""
     module = nn.Linear(1, 1, bias=False, dtype=torch.float64)
     nn.init.zeros_(module.weight)
-    average, shadow, lags = WeightAverage(module, EmaConfig(enable=True, decay=0.9, update_interval=8)), 0.0, {}
+    config = EmaConfig(enable=True, decay=0.9, update_interval=8)
+    average, shadow, lags = WeightAverage(TrainedShards(module), config), 0.0, {}
     for step in range(1, 641):
         nn.init.constant_(module.weight, step)
         average.update(step)

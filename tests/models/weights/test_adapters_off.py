@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from models.families.base import DiffusionModelConfig
 from models.rollout.diffusers import DiffusersRolloutEngine
 from models.samples.trajectories import FinishedLatents, Trajectories
 from models.training.fsdp import DiffusersFSDPEngine
 from models.training.micro_batches import ActorBatch
+from models.training.shards import TrainedShards
 from models.weights.buckets import buckets
 from models.weights.canary import Canary, check_canary
 from models.weights.trainable import WeightSyncError, load_trainable, trainable
@@ -161,7 +163,7 @@ def test_no_side_takes_nothing_for_the_weights(tiny_model: Path) -> None:
     with single_rank():
         engine = trainer(config, "awm")
         whole = list(buckets(engine.whole_weights(), 2**10))
-        engine._trained = ()
+        engine._trained = TrainedShards(nn.Module())
         with pytest.raises(WeightSyncError, match="no trained weights"):
             engine.gather_weights()
     arrival = Arrival(3, rollout.begin_load(), "cpu")
