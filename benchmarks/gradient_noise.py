@@ -97,7 +97,7 @@ def gradients(config: TrainConfig, pool: Pool, draws: int) -> Tensor:
         ]
         batch = noised_batch(engine, ActorBatch(parts, 0), config.algorithm, actor.micro_batch)
         engine._accumulate_gradients(batch, WeightedMetrics(), True)
-        whole = [parameter.grad for parameter in engine._shards().values() if parameter.grad is not None]
+        whole = [parameter.grad for parameter in engine._trained.held().values() if parameter.grad is not None]
         flat = [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in whole]
         rows.append(torch.cat([grad.flatten() for grad in flat]).double())
         engine.optimizer.zero_grad()

@@ -272,7 +272,7 @@ class Unmoved(DiffusersFSDPEngine):
     """A trainer that has gradients, and no optimiser to move its weights."""
 
     def _optimizer_step(self) -> float | None:
-        norm = clip_gradients(list(self._shards().values()), self.actor_config.optim.clip_grad)
+        norm = clip_gradients(list(self._trained.held().values()), self.actor_config.optim.clip_grad)
         self.optimizer.zero_grad()
         return norm.item()
 

@@ -35,6 +35,7 @@ from benchmarks.followed_runs import append_line
 from models.config.actor import EmaConfig
 from models.families.stable_diffusion_3 import StableDiffusion3
 from models.schedulers.kernels import gaussian_log_prob, sde_step
+from models.training.shards import TrainedShards
 from models.training.weight_copies import WeightAverage
 from tasks.actors.reward_pool import call_spans
 from tasks.config.recipes import changed_recipe
@@ -188,7 +189,7 @@ class PublicTraining:
         )
         self.model: Any = get_peft_model(pipeline.transformer, lora)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self.average, self.optimizer_steps = WeightAverage(self.model, settings.ema), 0
+        self.average, self.optimizer_steps = WeightAverage(TrainedShards(self.model), settings.ema), 0
         self.optimizer = torch.optim.AdamW(
             self.parameters, settings.lr, settings.betas, weight_decay=settings.weight_decay
         )
