@@ -388,7 +388,7 @@ class DiffusersFSDPEngine(PolicyForward):
         return self.actor_config.shares_in_one_group(dist.get_world_size(), config.model.dtype, config.trains_lora)
 
     def _shard(self, module: nn.Module) -> nn.Module:
-        """Divide a whole module in host memory among the ranks' devices, block by block."""
+        """Divide a whole module in host memory among the ranks' devices, block by block or in one group."""
         settings, own, policy_format = self.actor_config.fsdp_config, self.model_config.model.dtype, self._policy_format
         policy = MixedPrecisionPolicy(
             param_dtype=getattr(torch, policy_format),

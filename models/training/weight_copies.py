@@ -33,17 +33,16 @@ class WeightCopy:
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Within the block the module holds the copy instead of its weights."""
-        kept = {name: parameter.detach().clone() for name, parameter in self._trained.held().items()}
-        self._put(self.shadow)
+        kept = [weight.clone() for weight in local_tensors(self._trained.held().values())]
+        self._put(local_tensors(self.shadow.values()))
         try:
             yield
         finally:
             self._put(kept)
 
     @torch.no_grad()
-    def _put(self, values: dict[str, Tensor]) -> None:
-        parameters = self._trained.held()
-        torch._foreach_copy_(local_tensors(parameters.values()), local_tensors(values[name] for name in parameters))
+    def _put(self, parts: list[Tensor]) -> None:
+        torch._foreach_copy_(local_tensors(self._trained.held().values()), parts)
 
 
 class WeightAverage(WeightCopy):

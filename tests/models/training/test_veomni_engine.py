@@ -17,7 +17,6 @@ from models.families.base import DiffusionModelBase
 from models.rollout.diffusers import DiffusersRolloutEngine
 from models.samples.trajectories import Trajectories
 from models.training.engine import get_training_engine
-from models.training.fsdp import DiffusersFSDPEngine
 from models.training.micro_batches import ActorBatch
 from models.training.veomni_engine import VeOmniEngine, _without_values
 from models.weights.canary import Canary
@@ -188,19 +187,14 @@ def test_the_estimate_has_what_is_frozen_sharded_in_fp32_on_a_lone_rank_too(tiny
     assert kept["gathered weights"] == 2 * (cost.frozen + cost.trained)
 
 
-def test_a_lone_rank_that_shards_all_holds_the_copies_that_are_counted(
-    one_rank: None, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lone_rank_that_shards_all_holds_the_copies_that_are_counted(one_rank: None, tiny_model: Path) -> None:
     """By FSDP2 itself, which both engines call; of LoRA, between the passes."""
     config = model_config(tiny_model, lora_rank=4)
-    monkeypatch.setattr(DiffusersFSDPEngine, "_keeps_frozen_whole", False)
-    monkeypatch.setattr(DiffusersFSDPEngine, "_shares_in_one_group", False)
-    engine = trainer(config, reshard_after_forward=False)
+    engine = trainer(config, strategy="veomni", reshard_after_forward=False)
     _, paths = DiffusersRolloutEngine(config).generate(rollout_request(lengths=(5, 3, 7)))
     engine.rescored(paths)
     held = sum(weight._unsharded_param.nbytes for weight in fsdp_weights(engine.module))
-    actor = actor_config(strategy="veomni", reshard_after_forward=False)
-    need = update_need(pass_cost(config, prompt_table((5,)), 4), config, actor, world_size=1)
+    need = update_need(pass_cost(config, prompt_table((5,)), 4), config, engine.actor_config, world_size=1)
     assert need.passing["gathered weights"] == pytest.approx(held, rel=0.01)
 
 
