@@ -81,19 +81,22 @@ CONSTANT = {"guidance_gradient": "conditional"}
 RECORDED = CONSTANT | {"record": True}
 COMPILED = RECORDED | {"compile": True}
 WHOLE = COMPILED | {"shard_frozen": False}
-FUSED = WHOLE | {"fuse_projections": True}
+ONCE = WHOLE | {"reshard_after_forward": False}
+FUSED = ONCE | {"fuse_projections": True}
 VARIANTS: dict[str, dict[str, Any]] = {
     "eager": {},
     "half without prompt constant": CONSTANT,
     "and recorded": RECORDED,
     "and compiled": COMPILED,
     "and frozen weights whole": WHOLE,
+    "and gathered once": ONCE,
     "and projections fused": FUSED,
     "and float8 forward": FUSED | {"frozen_dtype": "float8_forward"},
     "and float8 backward": FUSED | {"frozen_dtype": "float8"},
-    "float8, projections apart": WHOLE | {"frozen_dtype": "float8"},
+    "float8, projections apart": ONCE | {"frozen_dtype": "float8"},
 }
-"""Each changes one thing of the one before it, but the last. The last three compute another function."""
+"""Each changes one thing of the one before it, but the last. The last three compute another function. With all up to
+"and gathered once" the trainer has the recipes' settings."""
 PUBLIC = "public loop"
 RESULTS = "results.jsonl"
 """Of all variants, in the folder of the work."""
@@ -128,6 +131,7 @@ def configs(model: str, folder: Path, chosen: dict[str, Any], kl: float) -> tupl
         diffusion_loss=DiffusionLossConfig(clip_ratio=CLIP),
         fsdp_config=FSDPConfig(
             shard_frozen=chosen.get("shard_frozen", True),
+            reshard_after_forward=chosen.get("reshard_after_forward", True),
             gradient_checkpointing=chosen.get("gradient_checkpointing", False),
         ),
     )
@@ -332,12 +336,13 @@ def _trace(arguments: argparse.Namespace, iterations: Iterations) -> None:
 
 
 KINDS = {
+    "compiled between them": ("triton", "cpp_fused"),
     "matrix products": ("nvjet", "gemm", "cutlass", "cublas", "splitk", "_scaled_mm", "aten::mm", "aten::addmm"),
     "attention": ("fmha", "flash", "sdpa", "attention"),
-    "compiled between them": ("triton", "cpp_fused"),
     "copies": ("memcpy", "memset", "aten::copy_"),
 }
-"""By parts of a kernel's name; the first that fits. cuDNN's attention is asked for before its other kernels."""
+"""By parts of a kernel's name; the first that fits. A compiled one is named after all that it does, a product's
+rounding to float8 too. cuDNN's attention is asked for before its other kernels."""
 
 
 def kernel_table(events: Sequence[Any], seconds: float, on_gpu: bool, rows: int = 25) -> str:

@@ -38,16 +38,18 @@ PAGE, SCRIPT = Path("docs/words.md"), "words.py"
 GOAL = 0.9
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 LOSS = f"{ACTOR}.diffusion_loss"
-WHOLE_DEVIATION = "algorithm.global_std=true"
+GROUP_DEVIATION = "algorithm.global_std=false"
+"""As it was in the recipe when nearly all of these were measured."""
+LARGER_PASSES = f"{ACTOR}.ppo_micro_batch_size_per_gpu=256"
 READ_ON_THE_GPU = [
     "reward.functions.ocr.options.device=cuda",
     "reward.functions.ocr.placement=colocated",
     "reward.functions.ocr.num_workers=3",
 ]
 """Needs onnxruntime-gpu in place of onnxruntime."""
-COPIED = "algorithm.old_policy_decay_schedule=copy"
+COPIED = [GROUP_DEVIATION, "algorithm.old_policy_decay_schedule=copy"]
 """The old policy is always that of the last iteration, as it was in the recipe when most of these were measured."""
-ALL_SAMPLES = [f"{ROLLOUT}.n=16", "algorithm.best_worst_k=null", COPIED]
+ALL_SAMPLES = [f"{ROLLOUT}.n=16", "algorithm.best_worst_k=null", *COPIED]
 PLAIN = [
     *ALL_SAMPLES,
     "algorithm.timestep_fraction=1.0",
@@ -76,29 +78,31 @@ def only_rewards(config: TrainConfig, **given: Mapping[str, Any]) -> str:
 
 VARIANTS: dict[str, tuple[str, list[str]]] = {
     "words": ("words", []),
-    "words, deviation of the batch": ("words", [WHOLE_DEVIATION]),
-    "words, deviation of the batch, longer average": ("words", [WHOLE_DEVIATION, f"{ACTOR}.ema.decay=0.98"]),
+    "words, deviation of the group": ("words", [GROUP_DEVIATION]),
+    "words, larger passes": ("words", [LARGER_PASSES]),
     "words, read on the GPU": ("words", READ_ON_THE_GPU),
-    "words, read on the GPU, larger passes": (
+    "words, read on the GPU, larger passes": ("words", [*READ_ON_THE_GPU, LARGER_PASSES]),
+    "words, deviation of the group, read on the GPU": ("words", [GROUP_DEVIATION, *READ_ON_THE_GPU]),
+    "words, deviation of the group, read on the GPU, larger passes": (
         "words",
-        [*READ_ON_THE_GPU, f"{ACTOR}.ppo_micro_batch_size_per_gpu=256"],
+        [GROUP_DEVIATION, *READ_ON_THE_GPU, LARGER_PASSES],
     ),
     "words-flow-grpo, read on the GPU": ("words-flow-grpo", READ_ON_THE_GPU),
-    "words, old policy copied": ("words", [COPIED]),
-    "words, 8 of 64": ("words", [f"{ROLLOUT}.n=64", COPIED]),
-    "words, 128 prompts": ("words", [COPIED, "data.train_batch_size=128", f"{ACTOR}.ppo_mini_batch_size=32"]),
-    "words, advantages up to 1": ("words", [*GENTLE, COPIED]),
+    "words, old policy copied": ("words", [*COPIED]),
+    "words, 8 of 64": ("words", [f"{ROLLOUT}.n=64", *COPIED]),
+    "words, 128 prompts": ("words", [*COPIED, "data.train_batch_size=128", f"{ACTOR}.ppo_mini_batch_size=32"]),
+    "words, advantages up to 1": ("words", [*GENTLE, *COPIED]),
     "words, advantages up to 1, falling learning rate": (
         "words",
-        [*GENTLE, COPIED, f"{ACTOR}.optim.lr=3.0e-5", f"{ACTOR}.optim.lr_scheduler_type=cosine"],
+        [*GENTLE, *COPIED, f"{ACTOR}.optim.lr=3.0e-5", f"{ACTOR}.optim.lr_scheduler_type=cosine"],
     ),
-    "words, matching .05": ("words", [COPIED, f"{ACTOR}.matching_loss_coef=0.05"]),
-    "words, 20 steps": ("words", [COPIED, f"{ROLLOUT}.pipeline.num_inference_steps=20"]),
-    "words, 1e-5": ("words", [COPIED, f"{ACTOR}.optim.lr=1.0e-5"]),
+    "words, matching .05": ("words", [*COPIED, f"{ACTOR}.matching_loss_coef=0.05"]),
+    "words, 20 steps": ("words", [*COPIED, f"{ROLLOUT}.pipeline.num_inference_steps=20"]),
+    "words, 1e-5": ("words", [*COPIED, f"{ACTOR}.optim.lr=1.0e-5"]),
     "words, 1e-5, noisiest three": (
         "words",
         [
-            COPIED,
+            *COPIED,
             f"{ACTOR}.optim.lr=1.0e-5",
             "algorithm.timestep_fraction=0.3",
             "algorithm.num_train_timesteps=3",
@@ -125,7 +129,7 @@ VARIANTS: dict[str, tuple[str, list[str]]] = {
     ),
     "words-flow-grpo": ("words-flow-grpo", []),
     "words-flow-grpo, all weights": ("words-flow-grpo", [*ALL_WEIGHTS, f"{ACTOR}.optim.lr=3.0e-5"]),
-    "words, colours trained too": ("words", [COPIED]),
+    "words, colours trained too": ("words", [*COPIED]),
     "words, hackable": (
         "words",
         [*PLAIN, f"{ACTOR}.optim.lr=1.0e-5", "trainer.test_freq=5", "reward.guards.action=stop"],

@@ -34,7 +34,7 @@ from benchmarks.followed_runs import (
     read_lines,
 )
 from benchmarks.learning import p_value
-from benchmarks.words import ACTOR, LOSS, PAGE, ROLLOUT, VARIANTS, only_rewards
+from benchmarks.words import ACTOR, GROUP_DEVIATION, LOSS, PAGE, ROLLOUT, VARIANTS, only_rewards
 from tasks.config.recipes import load_recipe
 
 SCRIPT, PICTURE = "words_algorithms.py", Path("docs/words_algorithms.png")
@@ -50,7 +50,7 @@ ALIKE = [
     "algorithm.timestep_sampling=stratified",
     "algorithm.timestep_fraction=0.5",
 ]
-UNNAMED = [change for change in LORA if not change.startswith(("algorithm.", LOSS))]
+UNNAMED = [GROUP_DEVIATION, *(change for change in LORA if not change.startswith(("algorithm.", LOSS)))]
 SETTINGS: dict[str, tuple[str, list[str]]] = {
     "flow_grpo": (REVERSE, []),
     "dance_grpo": (
