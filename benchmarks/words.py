@@ -87,6 +87,11 @@ VARIANTS: dict[str, tuple[str, list[str]]] = {
         "words",
         [GROUP_DEVIATION, *READ_ON_THE_GPU, LARGER_PASSES],
     ),
+    "words, read on the GPU, larger passes, drawn 512 at once": (
+        "words",
+        [*READ_ON_THE_GPU, LARGER_PASSES, f"{ROLLOUT}.micro_batch_size=512"],
+    ),
+    "words, falling learning rate": ("words", [f"{ACTOR}.optim.lr_scheduler_type=cosine"]),
     "words-flow-grpo, read on the GPU": ("words-flow-grpo", READ_ON_THE_GPU),
     "words, old policy copied": ("words", [*COPIED]),
     "words, 8 of 64": ("words", [f"{ROLLOUT}.n=64", *COPIED]),

@@ -11,6 +11,7 @@ from benchmarks import time_to_reward, words, words_algorithms
 from benchmarks.followed_runs import curves_of, read_lines
 from benchmarks.local_services import ROOT
 from benchmarks.logs import rows_in
+from tasks.config.recipes import load_recipe
 
 MEASURED = ROOT / "benchmarks" / "measured"
 TEN = [*words_algorithms.SETTINGS]
@@ -47,7 +48,7 @@ def test_a_page_has_the_table_of_its_logs(
     ("log", "count", "first"),
     [
         ("words_h100", 7, "| words, base model of .481 | 0, 2 | 0.481 | 0.875, 0.870 | 0.875, 0.870 |"),
-        ("words_h200", 4, "| words | 0, 1, 2 | 0.529 | 0.906, 0.893, 0.907 | 0.909, 0.912, 0.916 |"),
+        ("words_h200", 10, "| words | 0, 1, 2 | 0.529 | 0.905, 0.887, 0.898 | 0.908, 0.900, 0.910 |"),
     ],
 )
 def test_what_the_page_says_of_the_words_is_in_its_log(log: str, count: int, first: str) -> None:
@@ -145,3 +146,22 @@ def test_the_flows_on_several_gpus_are_in_their_logs(log: str, run: str) -> None
     assert numbers[-2:] == [round(seconds["step"], 1), round(float(pictures) / seconds["step"], 2)]
     for name in ("gen", "update_actor"):
         assert any(abs(number - seconds[name]) < 0.011 for number in numbers[1:-2]), name
+
+
+def test_a_run_of_a_seed_read_on_the_gpu_is_the_one_read_on_cpus() -> None:
+    curves = curves_of(read_lines([MEASURED / "words_h200.jsonl"]))
+    cpus = next(run for run in curves["words, deviation of the group"] if run.seed == 0)
+    (gpu,) = curves["words, deviation of the group, read on the GPU"]
+    for kind in ("reward", "read", "colours"):
+        assert [line[kind] for line in gpu.lines] == [line[kind] for line in cpus.lines]
+    assert gpu.lines[-1]["iteration"] == 40
+
+
+def test_the_page_says_what_the_recipe_read_at_its_end() -> None:
+    page = (ROOT / "docs" / "words.md").read_text()
+    ends = [
+        next(f"{words.read(line):.3f}"[1:] for line in run.measured if line["iteration"] == 30)
+        for run in curves_of(read_lines([MEASURED / "words_h200.jsonl"]))["words"]
+    ]
+    assert load_recipe("words").trainer.total_training_steps == 30
+    assert "**`words` reads {}, {} and {} after its 30 iterations".format(*ends) in page
