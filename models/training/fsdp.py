@@ -79,7 +79,6 @@ class DiffusersFSDPEngine(PolicyForward):
         self._sequence_mesh = sequence_mesh(self.device, sharing) if sharing > 1 else None
         # Nothing in these models depends on the mode but that compiled code is made anew for each.
         self.module = self._sharded(self._load(trained=True)).eval()
-        self._reducing = True  # as FSDP begins
         if not self.actor_config.fsdp_config.reshard_after_forward:
             # Weights that stay gathered from a forward to its backward stay so until they change: `held` lets go.
             cast(FSDPModule, self.module).set_reshard_after_backward(False)
@@ -111,7 +110,7 @@ class DiffusersFSDPEngine(PolicyForward):
         timesteps = self.scheduler.timesteps[:1].to(self.device).expand(len(index))
         text = prompts.expand(index)
         inputs = self.adapter.model_inputs(self.module, self.model_config, latents, timesteps, text)
-        self._reduces_gradients(True)
+        self._trained.reduce_gradients(True)
         self.pass_through(*inputs).float().mean().backward()
         self.optimizer.zero_grad()
 
@@ -187,20 +186,13 @@ class DiffusersFSDPEngine(PolicyForward):
                 # its own tokens: there FSDP's sum is what is wanted.
                 scale = counted * dist.get_world_size() / (batch.global_count * samples.steps)
                 ends_step = number == len(batch.parts) - 1 and is_last
-                self._reduces_gradients(ends_step or self.actor_config.fsdp_config.shard_gradients)
+                self._trained.reduce_gradients(ends_step or self.actor_config.fsdp_config.shard_gradients)
                 loss, metrics = self.forward_step(micro_batch, self.loss_fn)
                 (loss * scale).backward()
                 distances = {name: metrics.pop(name) for name in LOG_PROB_DISTANCES if name in metrics}
                 collected.add(metrics | distances if first else metrics, counted)
                 total += counted
         return total
-
-    def _reduces_gradients(self, reduces: bool) -> None:
-        """Whether the next backward pass makes the shards' gradients, or adds to what is gathered. Telling FSDP walks
-        over every module, so it is told what is new."""
-        if reduces != self._reducing:
-            cast(FSDPModule, self.module).set_requires_gradient_sync(reduces)
-            self._reducing = reduces
 
     def _move_old_policy(self) -> None:
         """Once an iteration, after its optimiser steps."""

@@ -39,6 +39,11 @@ class TrainedShards:
         check_some(self._held)
         return self._held
 
+    def reduce_gradients(self, reduces: bool) -> None:
+        """Whether the next backward pass makes the parts' gradients, or adds to what is gathered."""
+        for group in self._groups:  # told once for all, FSDP would walk over every module
+            group.set_requires_gradient_sync(reduces, recurse=False)
+
 
 @torch.no_grad()  # with which a sharded tensor hands out its part: to detach it first would be DTensor's work for each
 def local_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
