@@ -78,6 +78,7 @@ def only_rewards(config: TrainConfig, **given: Mapping[str, Any]) -> str:
 
 VARIANTS: dict[str, tuple[str, list[str]]] = {
     "words": ("words", []),
+    "words, ema.decay .98": ("words", [f"{ACTOR}.ema.decay=0.98"]),
     "words, deviation of the group": ("words", [GROUP_DEVIATION]),
     "words, larger passes": ("words", [LARGER_PASSES]),
     "words, read on the GPU": ("words", READ_ON_THE_GPU),
