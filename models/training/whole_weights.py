@@ -18,7 +18,7 @@ hundreds of small weights it is the calls that take the time, not the bytes."""
 def whole_weights(parameters: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Name and tensor of each weight, in the order given, of its whole shape and without gradient, where its shard is;
     every rank must take all. The only shard of a weight is the weight itself, and not copied."""
-    for group in _groups({name: parameter.detach() for name, parameter in parameters.items()}):
+    for group in _groups(parameters):
         weights = list(group.values())
         shared = _sharing(weights[0]) is not None
         whole = _gathered(cast("list[DTensor]", weights)) if shared else [_whole(weight) for weight in weights]
@@ -40,6 +40,7 @@ def _groups(weights: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         yield group
 
 
+@torch.no_grad()
 def _sharing(weight: Tensor) -> Hashable:
     """What weights have in common that come in one exchange; None of one that is not dealt out by rows alone."""
     if not isinstance(weight, DTensor) or weight.device_mesh.size() == 1 or weight.placements != (Shard(0),):
@@ -47,12 +48,14 @@ def _sharing(weight: Tensor) -> Hashable:
     return weight.device_mesh, weight.dtype, weight.to_local().device
 
 
+@torch.no_grad()  # with which a shard is handed out as it is: to detach it first is a call of DTensor's dispatch
 def _whole(weight: Tensor) -> Tensor:
     if not isinstance(weight, DTensor):
-        return weight
-    return weight.to_local() if weight.device_mesh.size() == 1 else weight.full_tensor()
+        return weight.detach()
+    return (weight.to_local() if weight.device_mesh.size() == 1 else weight.full_tensor()).detach()
 
 
+@torch.no_grad()
 def _gathered(weights: Sequence[DTensor]) -> list[Tensor]:
     """Weights in their whole shape. Each rank has as many rows of one, and the last ranks fewer, or none."""
     mesh = weights[0].device_mesh

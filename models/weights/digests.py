@@ -27,8 +27,8 @@ SHIFT, LOW_BITS = 33, (1 << 31) - 1
 PIECE = {"cpu": 1 << 15, "cuda": 1 << 24}
 """Words that are mixed at once: of a CPU's cache, and enough for a GPU."""
 LARGE = {"cpu": 1 << 15, "cuda": 1 << 17}
-"""Words from which on a tensor is digested by itself: to call a dozen kernels for it is less than to copy it beside
-others, of which a GPU gives each to few of its threads."""
+"""Words from which on a tensor is not digested beside others of any size, of which a GPU gives each to few of its
+threads; beside others of its own size it is."""
 NAMED = 3
 """Tensors that a message names."""
 
@@ -65,6 +65,16 @@ def digests_at_once(tensors: Sequence[Tensor]) -> Tensor:
     # Sums modulo 2^64 up to each tensor's end, whose differences are exact.
     until = _mixed(places.mul_(GOLDEN).add_(words)).cumsum(0)[(ends - 1).to(device)]
     return torch.diff(until, prepend=until.new_zeros(1))
+
+
+@torch.no_grad()
+def digests_of_equal_sizes(tensors: Sequence[Tensor]) -> Tensor:
+    """`digest` of each of several tensors of as many whole words, on one device, int64 [n]: as many calls of kernels as
+    one takes, and no word is looked for."""
+    words = torch.stack([_bytes_of(tensor) for tensor in tensors]).view(torch.int64)
+    places = torch.arange(words.shape[1] + 1, device=words.device).mul_(GOLDEN)
+    of_filling = _mixed(places[-1:].clone())
+    return _mixed(words.add_(places[:-1])).sum(1).add_(of_filling)
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
@@ -121,17 +131,25 @@ class DigestBook:
             self._digest_waiting()
 
     def _digest_waiting(self) -> None:
-        """Tensors that are small go together: most of a digest's time on them is that of calling kernels."""
+        """Tensors that are small go together, and larger ones of one size: most of a digest's time on them is that of
+        calling kernels."""
         small: dict[torch.device, list[tuple[str, str]]] = {}
+        large: dict[tuple[torch.device, int], list[tuple[str, str]]] = {}
         for key, tensor in self._waiting.items():
             if tensor.nbytes < 8 * LARGE[tensor.device.type]:
                 small.setdefault(tensor.device, []).append(key)
             else:
-                self._found[key] = digest(tensor)
+                large.setdefault((tensor.device, tensor.nbytes), []).append(key)
         for keys in small.values():
-            found = digests_at_once([self._waiting[key] for key in keys])
-            self._found.update(zip(keys, found, strict=True))
+            self._enter(keys, digests_at_once([self._waiting[key] for key in keys]))
+        for (_, size), keys in large.items():
+            tensors = [self._waiting[key] for key in keys]
+            together = len(keys) > 1 and size % 8 == 0
+            self._enter(keys, digests_of_equal_sizes(tensors) if together else map(digest, tensors))
         self._waiting, self._bytes = {}, 0
+
+    def _enter(self, keys: Sequence[tuple[str, str]], found: Iterable[Tensor]) -> None:
+        self._found.update(zip(keys, found, strict=True))
 
     def digests(self) -> Digests:
         """The digests of all that was taken in; waits for the device once."""

@@ -79,7 +79,8 @@ def kept_in_fp32(module: nn.Module) -> set[str]:
     """Names of the parameters and stored buffers that diffusers' `from_pretrained` keeps in fp32 in any model: its
     `_keep_in_fp32_modules` are parts of their names."""
     kept = {*(getattr(module, "_keep_in_fp32_modules", None) or ())}
-    return {name for name in module.state_dict() if kept & {*name.split(".")}}
+    # Without `keep_vars` each of them is detached, a call of DTensor's dispatch for a sharded one.
+    return {name for name in module.state_dict(keep_vars=True) if kept & {*name.split(".")}} if kept else set()
 
 
 def keep_formats(module: nn.Module, dtype: torch.dtype) -> None:

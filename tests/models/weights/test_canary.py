@@ -313,6 +313,25 @@ def test_small_weights_are_digested_in_a_few_calls(monkeypatch: pytest.MonkeyPat
     assert len(calls) == 1
 
 
+def test_large_weights_of_one_size_are_digested_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a GPU's are, whose blocks have each the same ones, of those that make a piece."""
+    monkeypatch.setitem(weight_digests.LARGE, "cpu", 4)
+    monkeypatch.setitem(weight_digests.PIECE, "cpu", 64)
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(4, 6), (7, 7), (24,), (3, 11), (6, 4), (4, 6), (2, 2), (8, 3), (4, 6), (100, 2), (100, 2), (7, 7)]
+    weights = {f"w{i}": torch.randn(shape, generator=generator) for i, shape in enumerate(shapes)}
+    expected = {name: {str(weight.dtype): digest(weight).item()} for name, weight in weights.items()}
+    together: list[int] = []
+    at_once = weight_digests.digests_of_equal_sizes
+    monkeypatch.setattr(
+        weight_digests,
+        "digests_of_equal_sizes",
+        lambda tensors: (together.append(len(tensors)), at_once(tensors))[1],
+    )
+    assert digests_of(weights) == expected
+    assert together == [2, 4], "those of 24 floats: 49 and 33 are no whole words, 4 are few, and 200 a piece alone"
+
+
 def test_weights_that_differ_are_named() -> None:
     weights = {f"w{i}": torch.full((3,), float(i)) for i in range(6)}
     both = digests_of(weights, torch.bfloat16)
