@@ -94,7 +94,7 @@ VARIANTS: dict[str, tuple[str, list[str]]] = {
     ),
     "words, falling learning rate": ("words", [f"{ACTOR}.optim.lr_scheduler_type=cosine"]),
     "words-flow-grpo, read on the GPU": ("words-flow-grpo", READ_ON_THE_GPU),
-    "words, old policy copied": ("words", [*COPIED]),
+    "words, old policy copied": ("words", COPIED),
     "words, 8 of 64": ("words", [f"{ROLLOUT}.n=64", *COPIED]),
     "words, 128 prompts": ("words", [*COPIED, "data.train_batch_size=128", f"{ACTOR}.ppo_mini_batch_size=32"]),
     "words, advantages up to 1": ("words", [*GENTLE, *COPIED]),
@@ -135,7 +135,7 @@ VARIANTS: dict[str, tuple[str, list[str]]] = {
     ),
     "words-flow-grpo": ("words-flow-grpo", []),
     "words-flow-grpo, all weights": ("words-flow-grpo", [*ALL_WEIGHTS, f"{ACTOR}.optim.lr=3.0e-5"]),
-    "words, colours trained too": ("words", [*COPIED]),
+    "words, colours trained too": ("words", COPIED),
     "words, hackable": (
         "words",
         [*PLAIN, f"{ACTOR}.optim.lr=1.0e-5", "trainer.test_freq=5", "reward.guards.action=stop"],

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
+from models.training.shards import local_tensors
+
 AT_ONCE = 64 * 2**20
 """Bytes of weights that one exchange brings. An exchange costs a rank about a millisecond of its processor, so that of
 hundreds of small weights it is the calls that take the time, not the bytes."""
@@ -40,32 +42,31 @@ def _groups(weights: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         yield group
 
 
-@torch.no_grad()
 def _sharing(weight: Tensor) -> Hashable:
     """What weights have in common that come in one exchange; None of one that is not dealt out by rows alone."""
     if not isinstance(weight, DTensor) or weight.device_mesh.size() == 1 or weight.placements != (Shard(0),):
         return None
-    return weight.device_mesh, weight.dtype, weight.to_local().device
-
-
-@torch.no_grad()  # with which a shard is handed out as it is: to detach it first is a call of DTensor's dispatch
-def _whole(weight: Tensor) -> Tensor:
-    if not isinstance(weight, DTensor):
-        return weight.detach()
-    return (weight.to_local() if weight.device_mesh.size() == 1 else weight.full_tensor()).detach()
+    return weight.device_mesh, weight.dtype, local_tensors([weight])[0].device
 
 
 @torch.no_grad()
+def _whole(weight: Tensor) -> Tensor:
+    if isinstance(weight, DTensor) and weight.device_mesh.size() > 1:
+        return weight.full_tensor()
+    return local_tensors([weight])[0]
+
+
 def _gathered(weights: Sequence[DTensor]) -> list[Tensor]:
     """Weights in their whole shape. Each rank has as many rows of one, and the last ranks fewer, or none."""
     mesh = weights[0].device_mesh
     rows = [ceil(weight.shape[0] / mesh.size()) for weight in weights]
-    own = torch.cat([_filled(weight.to_local(), count).flatten() for weight, count in zip(weights, rows, strict=True)])
+    parts = zip(local_tensors(weights), rows, strict=True)
+    own = torch.cat([_filled(part, count).flatten() for part, count in parts])
     of_all = own.new_empty(mesh.size() * own.numel())
     dist.all_gather_into_tensor(of_all, own, group=mesh.get_group())
     sizes = [count * weight.shape[1:].numel() for weight, count in zip(weights, rows, strict=True)]
-    parts = of_all.view(mesh.size(), -1).split(sizes, dim=1)
-    whole = [part.reshape(-1, *weight.shape[1:]) for part, weight in zip(parts, weights, strict=True)]
+    of_each = of_all.view(mesh.size(), -1).split(sizes, dim=1)
+    whole = [part.reshape(-1, *weight.shape[1:]) for part, weight in zip(of_each, weights, strict=True)]
     # Of one row a rank it is still a view of all.
     return [one[: weight.shape[0]].contiguous() for one, weight in zip(whole, weights, strict=True)]
 
