@@ -25,6 +25,7 @@ LATE = HEAVY | OPTIONAL
 NEEDED = {
     ("models.families.base", "models.schedulers"): "its scheduler, with diffusers, at the first use of the name",
     ("models.registry", "pydantic"): "models sample where it is missing; only what a config gives is checked by it",
+    ("models.runtime.compiled", "models.runtime.held_rows"): "it imports inductor, a second that only compiling needs",
     ("models.runtime.determinism", "torch"): "Ray sends the function to processes that have no path to its module yet",
     ("models.weights.buckets", "torch.distributed"): "ProcessGroupNCCL, which is in torch's builds for CUDA alone",
     ("tasks.actors.server_guard.doubleflow_server_guard", "uvicorn"): "as middleware it runs where there may be none",

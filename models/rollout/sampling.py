@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from models.families.base import DiffusionModelBase, DiffusionModelConfig
 from models.families.latents import to_uint8
 from models.families.velocity import velocity_field
+from models.runtime.side_stream import Mark, SideStream
 from models.samples.trajectories import (
     LATENTS,
     PICTURES,
@@ -200,6 +201,7 @@ class Sampler:
     ):
         self.adapter, self.module, self.vae = adapter, module, vae
         self.model_config, self.device, self.least = model_config, device, least
+        self._copies = SideStream(device)
         self._schedulers: dict[DiffusionPipelineConfig, FlowMatchSDEDiscreteScheduler] = {}
 
     def produce(
@@ -235,10 +237,13 @@ class Sampler:
         """What a request wants after its last step."""
         outputs, latents = denoising.request.outputs, denoising.latents
         pictures, finite = None, finite_rows(latents)
+        denoised = Mark(self.device)
         if PICTURES in outputs:
             pictures, drawn = self._drawn(latents, denoising.model_config)
             finite = finite & drawn
-        kept, recorded = latents.cpu() if LATENTS in outputs else None, denoising.recorded()
+        with self._copies.after(denoised):  # while the pictures are decoded
+            kept, recorded = latents.cpu() if LATENTS in outputs else None, denoising.recorded()
+        pictures = None if pictures is None else pictures.cpu()
         finite = finite.cpu()  # after the others, so that it waits for nothing
         if isinstance(recorded, Trajectories):
             finite = finite & finite_rows(recorded.log_probs)
@@ -251,14 +256,13 @@ class Sampler:
 
     def decode(self, latents: Tensor, model_config: DiffusionModelConfig | None = None) -> Tensor:
         """Finished latents [B, ...] to pictures [B, H, W, 3], uint8, on the CPU."""
-        return self._drawn(latents, model_config or self.model_config)[0]
+        return self._drawn(latents, model_config or self.model_config)[0].cpu()
 
     @torch.no_grad()
     def _drawn(self, latents: Tensor, model_config: DiffusionModelConfig) -> tuple[Tensor, Tensor]:
-        """`decode`, and which of the pictures [B] are finite before they are uint8, on the device."""
+        """Pictures, and which of them [B] are finite before they are uint8: both on the device, and nothing waits."""
         decoded = self.adapter.decode(self.vae, model_config, latents)
-        finite = finite_rows(decoded)  # asked for before the pictures are waited for
-        return to_uint8(decoded).cpu(), finite
+        return to_uint8(decoded), finite_rows(decoded)
 
     def _config(
         self, pipeline: "DiffusionPipelineConfig | None", algo: "DiffusionRolloutAlgoConfig | None"

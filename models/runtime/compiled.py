@@ -36,12 +36,15 @@ def compile_blocks(adapter: type[DiffusionModelBase], module: nn.Module) -> None
     A graph without gradient would be compiled apart from the update's, fuse other operations and so round bf16 in
     other places: the ratio of a sample's first update would not be 1. `OneGraph` has the update's graph serve both.
     """
+    from models.runtime.held_rows import HOLD_ROWS, hold_marked_rows
+
     limits = torch._dynamo.config
     limits.recompile_limit = max(limits.recompile_limit, VARIANTS)
     limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, 8 * VARIANTS)
-    graph = OneGraph()
+    hold_marked_rows()
+    options, graph = SAME_EVERYWHERE | HOLD_ROWS, OneGraph()
     for block in adapter.transformer_blocks(module):
-        compiled = torch.compile(block.forward, fullgraph=True, dynamic=False, options=SAME_EVERYWHERE)
+        compiled = torch.compile(block.forward, fullgraph=True, dynamic=False, options=options)
         block.forward = graph.of_block(_for_any_text(adapter, block.forward, compiled))
     module.forward = graph.of_whole(module)
 

@@ -96,10 +96,11 @@ def product(tensor: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, 
 
 def rounded(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """(float8 [..., K], scale [..., 1] fp32) whose product is the tensor: each row's largest magnitude is the format's
-    largest number."""
+    largest number. A row that is not finite is NaN."""
     values = tensor.float()
-    scale = values.abs().amax(-1, keepdim=True).clamp(min=1e-12) / LARGEST
-    return (values / scale).clamp(-LARGEST, LARGEST).to(FORMAT), scale
+    largest = values.abs().amax(-1, keepdim=True).clamp(min=1e-12)
+    # What is a rounding error beyond the largest number is rounded to it: no clamp, which costs as much as the rest.
+    return (values * (LARGEST / largest)).to(FORMAT), largest / LARGEST
 
 
 class _Product(torch.autograd.Function):

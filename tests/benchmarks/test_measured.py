@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tables of runs on GPUs are what the kept logs say."""
 
+import re
 from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
@@ -114,6 +115,30 @@ def test_the_quickstarts_command_read_what_the_page_says() -> None:
     assert f"{before} -> {', '.join(later)} and **{last}**" in page
     assert f"{median(line['seconds'] for line in lines[1:]):.1f} s an iteration (median)" in page
     assert f"**{last}**" in next(line for line in page.splitlines() if line.startswith("**As one command on an H200**"))
+
+
+def test_the_command_with_the_recipe_as_it_is_went_the_way_of_its_first_seed() -> None:
+    begun = rows_in(MEASURED / "words_command_begun_h200.jsonl")
+    first = next(one for one in curves_of(read_lines([MEASURED / "words_h200.jsonl"]))["words"] if one.seed == 0)
+    assert len(begun) == 21
+    for kind, logged in (("reward", "reward"), ("held_out", "read")):
+        for now, before in zip(begun, first.lines, strict=False):
+            # A terminal has three digits, of which the log's four make either where they end in 5.
+            assert now[kind] == (None if before[logged] is None else pytest.approx(before[logged], abs=5.5e-4))
+    said = f"an iteration {median(line['seconds'] for line in begun[1:]):.1f} s (median"
+    assert said in (ROOT / "docs" / "words.md").read_text()
+
+
+def test_held_rows_make_what_the_page_says() -> None:
+    lines = [line for line in rows_in(MEASURED / "iteration_float8.jsonl") if line.get("model") == "sd3.5-medium"]
+    page = (ROOT / "benchmarks" / "RESULTS.md").read_text()
+    for rows, said in (("looped over", "looped over"), ("rows held", "held")):
+        for line in [line for line in lines if line.get("rows") == rows][-2:]:
+            kl = f"{line['kl']:g}".removeprefix("0") or "0"
+            (row,) = re.findall(rf"^\| {kl} \| {said} \|(.*)\|$", page, re.MULTILINE)
+            seconds = [f"{line[name]:.2f}".removeprefix("0") for name in ("rollout_s", "update_s", "sync_s")]
+            assert [cell.strip(" *") for cell in row.split("|")][:4] == [*seconds, f"{line['images/s']:.2f}"]
+            assert line["logprob_abs_diff/max"] == 0
 
 
 FLOWS = {

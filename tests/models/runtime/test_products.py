@@ -106,6 +106,24 @@ def test_rounding_spans_the_whole_format() -> None:
     assert values.float()[2, 0] == 448.0
 
 
+def test_a_rows_largest_number_is_never_beyond_the_format() -> None:
+    """Rounded, their quotients may be a bit more than 448, from whatever number they begin."""
+    generator = torch.Generator().manual_seed(0)
+    powers = 2.0 ** torch.randint(-30, 120, (100_000, 1), generator=generator)
+    rows = torch.randn(100_000, 4, generator=generator) * powers
+    values, scale = rounded(rows)
+    assert torch.equal(values.float().abs().amax(1), torch.full((100_000,), 448.0))
+    assert ((values.double() * scale - rows).abs() <= rows.abs() / 16 + scale * 2**-10).all()
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+def test_a_row_that_is_not_finite_stays_so(value: float) -> None:
+    values, scale = rounded(torch.tensor([[1.0, value], [1.0, 2.0]]))
+    made = values.float() * scale
+    assert made[0].isnan().all()
+    assert made[1].isfinite().all()
+
+
 def linear_of(matrix: Tensor, bias: Tensor) -> nn.Linear:
     linear = nn.Linear(matrix.shape[1], matrix.shape[0])
     linear.weight.data, linear.bias.data = matrix.clone(), bias.clone()
