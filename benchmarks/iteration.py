@@ -82,7 +82,8 @@ RECORDED = CONSTANT | {"record": True}
 COMPILED = RECORDED | {"compile": True}
 WHOLE = COMPILED | {"shard_frozen": False}
 ONCE = WHOLE | {"reshard_after_forward": False}
-FUSED = ONCE | {"fuse_projections": True}
+FLOAT8 = ONCE | {"frozen_dtype": "float8"}
+FUSED: dict[str, Any] = {"fuse_projections": True}
 VARIANTS: dict[str, dict[str, Any]] = {
     "eager": {},
     "half without prompt constant": CONSTANT,
@@ -90,13 +91,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "and compiled": COMPILED,
     "and frozen weights whole": WHOLE,
     "and gathered once": ONCE,
-    "and projections fused": FUSED,
-    "and float8 forward": FUSED | {"frozen_dtype": "float8_forward"},
-    "and float8 backward": FUSED | {"frozen_dtype": "float8"},
-    "float8, projections apart": ONCE | {"frozen_dtype": "float8"},
+    "and LoRA's projections fused": ONCE | FUSED,
+    "float8 forward": ONCE | {"frozen_dtype": "float8_forward"},
+    "float8, projections apart": FLOAT8,
+    "float8, LoRA's projections fused": FLOAT8 | FUSED,
 }
-"""Each changes one thing of the one before it, but the last. The last three compute another function. With all up to
-"and gathered once" the trainer has the recipes' settings."""
+"""Each changes one thing of the one before it, up to "and gathered once", with which the trainer has the recipes'
+settings; the others change those. Float8 computes another function."""
 PUBLIC = "public loop"
 RESULTS = "results.jsonl"
 """Of all variants, in the folder of the work."""

@@ -53,7 +53,7 @@ class ModelConfig(Section):
     )
     fuse_projections: Later[bool] = Field(
         False,
-        description="Queries, keys and values of a stream in one matrix product, LoRA's parts of them likewise, in "
+        description="With LoRA: its A matrices of a stream's queries, keys and values in one matrix product, in "
         "rollout and update alike. Stable Diffusion 3 and Qwen-Image.",
     )
     compile: bool = Field(
@@ -67,6 +67,15 @@ class ModelConfig(Section):
     def trains_lora(self) -> bool:
         """Are LoRA weights trained, and not all of the transformer's?"""
         return self.lora_rank > 0
+
+    @model_validator(mode="after")
+    def _fused_projections_are_loras(self) -> Self:
+        if self.fuse_projections and not self.trains_lora:
+            raise ValueError(
+                "fuse_projections is true, but lora_rank is 0, which trains all weights, and what is fused is LoRA's: "
+                "set lora_rank, or leave fuse_projections out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _float8_weights_are_frozen(self) -> Self:

@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Queries, keys and values of one stream in one matrix product, and LoRA's products of these three in one as well.
+"""LoRA's A matrices of one stream's queries, keys and values in one matrix product.
 
-Weights stay where they are, under their names: the matrices are joined where they are used, which moves a few MB.
+The three are narrow: their products take as long as reading their input does, which is then read once for all three,
+and has one gradient from them in place of three that are added. Weights stay where they are, under their names: the
+matrices are joined where they are used, which moves a few hundred KB. The frozen ones stay apart. They are wide, and
+slices of one wide product are slow to read: of Stable Diffusion 3.5 on an H200 their norms lost twice what the products
+saved.
 """
 
 from collections.abc import Sequence
@@ -13,13 +17,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from models.families.base import DiffusionModelBase
-from models.runtime.float8 import Float8Linear, product
 
 STREAM = ("to_q", "to_k", "to_v")
 
 
 def fuse_projections(adapter: type[DiffusionModelBase], module: nn.Module) -> None:
-    """Have the attention layers of the repeated blocks project a stream at once, in place.
+    """Have the attention layers of the repeated blocks give LoRA's A matrices of a stream one product, in place.
 
     The processors stay diffusers' own: they are given an attention layer whose projections are computed already.
 
@@ -106,15 +109,7 @@ class _Projected:
 
 def project(layers: Sequence[Any], tensor: Tensor) -> list[Tensor]:
     """What each of the linear layers, with LoRA or without, makes of the tensor [..., K]."""
-    frozen = [layer.base_layer if hasattr(layer, "base_layer") else layer for layer in layers]
-    weight = torch.cat([base.weight for base in frozen])
-    bias = None if frozen[0].bias is None else torch.cat([base.bias for base in frozen])
-    if isinstance(frozen[0], Float8Linear):
-        scale = torch.cat([base.scale for base in frozen])
-        joined = product(tensor, weight, scale, bias, frozen[0].gradient)
-    else:
-        joined = functional.linear(tensor, weight, bias)
-    outputs = list(joined.split([base.weight.shape[0] for base in frozen], -1))
+    outputs: list[Tensor] = [getattr(layer, "base_layer", layer)(tensor) for layer in layers]
     adapted = [place for place, layer in enumerate(layers) if _adapts(layer)]
     if not adapted:
         return outputs
@@ -123,7 +118,7 @@ def project(layers: Sequence[Any], tensor: Tensor) -> list[Tensor]:
     for place, reduced in zip(adapted, low, strict=True):
         layer = layers[place]
         up, scaling = layer.lora_B[_adapter(layer)].weight, layer.scaling[_adapter(layer)]
-        outputs[place] = (outputs[place] + functional.linear(reduced, up) * scaling).to(joined.dtype)
+        outputs[place] = (outputs[place] + functional.linear(reduced, up) * scaling).to(outputs[place].dtype)
     return outputs
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fused projections and float8 matrices: the same numbers on both sides, and LoRA's gradients as they were."""
+"""LoRA's fused projections and float8 matrices: the same numbers on both sides, and LoRA's gradients as they were."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,6 +13,7 @@ from peft import LoraConfig
 from peft.tuners.lora import Linear as LoraLinear
 from pydantic import ValidationError
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.config.model import ModelConfig
 from models.rollout.diffusers import DiffusersRolloutEngine
@@ -89,13 +90,29 @@ def test_a_float8_product_is_near_the_exact_one(gradient: bool) -> None:
     assert relative(backward, exact_backward) < 0.06
 
 
-def test_float8_products_of_joined_matrices_are_those_of_each() -> None:
-    """To the bit: every row of a matrix has its own scale."""
-    torch.manual_seed(0)
-    layers = [Float8Linear(linear_of(torch.randn(32, 64), torch.randn(32)), True) for _ in range(3)]
-    given = torch.randn(2, 7, 64)
-    for one, layer in zip(project(layers, given), layers, strict=True):
-        torch.testing.assert_close(one, layer(given), rtol=1e-6, atol=1e-6)
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+        self.count += function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return function(*arguments, **(named or {}))
+
+
+def test_only_loras_input_is_multiplied_at_once() -> None:
+    """Three frozen products and three of B's stay; A's three are one, and so are two of two layers."""
+    counted = []
+    for targets in ((True, True, True), (True, False, True), (False, False, False)):
+        layers, given = lora_layers(targets), torch.randn(5, 16, dtype=torch.float64)
+        with Products() as together:
+            project(layers, given)
+        with Products() as apart:
+            [layer(given) for layer in layers]
+        counted.append((apart.count, together.count))
+    assert counted == [(9, 7), (7, 6), (3, 3)]
 
 
 def test_rounding_spans_the_whole_format() -> None:
@@ -265,6 +282,11 @@ def test_a_trainer_that_computes_fp32_weights_in_bf16_multiplies_by_fp32_scales(
     layers = [layer for layer in engine.module.modules() if isinstance(layer, Float8Linear)]
     assert layers
     assert not any(hasattr(layer.scale, "to_local") for layer in layers), "whole on every rank, as the matrix is"
+
+
+def test_there_is_nothing_to_fuse_without_lora() -> None:
+    with pytest.raises(ValidationError, match=r"fuse_projections is true, but lora_rank is 0.*set lora_rank"):
+        ModelConfig(fuse_projections=True)
 
 
 def test_full_weights_are_not_kept_in_float8() -> None:

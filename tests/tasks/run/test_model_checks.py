@@ -150,7 +150,12 @@ def test_settings_that_do_not_suit_the_model(
 @pytest.mark.parametrize(
     ("model", "engine", "products", "message"),
     [
-        ("wan", "diffusers", {"fuse_projections": True}, r"fuse_projections is true, but Wan does not say .* to false"),
+        (
+            "wan",
+            "diffusers",
+            {"fuse_projections": True, "lora_rank": 4},
+            r"fuse_projections is true, but Wan does not say .* to false",
+        ),
         (
             "qwen_image",
             "vllm_omni",
