@@ -43,6 +43,7 @@ from models.samples.trajectories import PromptTable, RolloutRequest, Trajectorie
 from models.schedulers.noise_keys import NoiseKey
 from models.training.fsdp import DiffusersFSDPEngine
 from models.training.micro_batches import ActorBatch
+from models.weights.buckets import buckets, pack, unpack
 from models.weights.trainable import trainable
 from tasks.system.ports import LOOPBACK, free_port
 
@@ -289,15 +290,12 @@ def measure(arguments: argparse.Namespace) -> None:
 
 
 def sync(trainer: DiffusersFSDPEngine, rollout: DiffusersRolloutEngine) -> None:
-    """Give each rank's rollout the trainer's weights: from rank 0, over the ranks' own connection."""
-    weights = trainer.gather_weights()
-    if dist.get_world_size() > 1:
-        weights = weights or {name: torch.empty(p.shape) for name, p in trainable(rollout.transformer).items()}
-        on_device = {name: tensor.to(trainer.device) for name, tensor in weights.items()}
-        for tensor in on_device.values():
-            dist.broadcast(tensor, 0)
-        weights = on_device
-    rollout.load_weights(weights)
+    """Give each rank's rollout the trainer's weights as `rollout.weight_transport: ipc` does, which the recipes have on
+    one host: gathered and packed on the device, and copied from there. The digests and the canary are the flow's."""
+    load = rollout.begin_load()
+    for bucket in buckets(trainer.whole_weights()):
+        load.take(unpack(*pack(bucket)))
+    load.finish()
 
 
 def move_off_zero(trainer: DiffusersFSDPEngine) -> None:

@@ -273,7 +273,7 @@ class DiffusersFSDPEngine(PolicyForward):
         gathered = {}
         for name, whole in whole_weights(self._trained.held()):
             if dist.get_rank() == 0:
-                gathered[name] = whole.cpu().clone()
+                gathered[name] = whole.to("cpu", copy=True)
         return gathered
 
     def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
