@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from models.samples.pickled import PickledAsBytes
-from models.schedulers.noise_keys import NoiseKey
+from models.schedulers.noise_keys import NoiseKey, copy_without_waiting
 
 PICTURES, LATENTS = "pictures", "latents"
 """What an engine may be asked to leave of finished samples."""
@@ -66,11 +66,12 @@ class PromptTable(PickledAsBytes):
             for name, tensor in self.extras.items()
         }
 
-    def to(self, device: torch.device | str) -> "PromptTable":
-        """The same table on another device."""
+    def to(self, device: torch.device | str, waiting: bool = True) -> "PromptTable":
+        """The same table on another device; without `waiting` the CPU goes on before a GPU has come to it."""
+        copy = Tensor.to if waiting else copy_without_waiting
         present = {f.name: getattr(self, f.name) for f in fields(self) if isinstance(getattr(self, f.name), Tensor)}
-        moved = {name: tensor.to(device) for name, tensor in present.items()}
-        return replace(self, **moved, extras={name: tensor.to(device) for name, tensor in self.extras.items()})
+        moved = {name: copy(tensor, device) for name, tensor in present.items()}
+        return replace(self, **moved, extras={name: copy(tensor, device) for name, tensor in self.extras.items()})
 
     @staticmethod
     def join(tables: Sequence["PromptTable"]) -> "PromptTable":
@@ -196,10 +197,11 @@ class Samples(PickledAsBytes):
         kept = {name: tensor[index] for name, tensor in self._samplewise().items()}
         return replace(self, keys=tuple(self.keys[i] for i in index.tolist()), **kept)
 
-    def to(self, device: torch.device | str) -> Self:
-        """The same samples on another device."""
-        moved = {name: tensor.to(device) for name, tensor in self._samplewise().items()}
-        return replace(self, prompts=self.prompts.to(device), **moved)
+    def to(self, device: torch.device | str, waiting: bool = True) -> Self:
+        """The same samples on another device; `waiting` as `PromptTable.to` has it."""
+        copy = Tensor.to if waiting else copy_without_waiting
+        moved: dict[str, Any] = {name: copy(tensor, device) for name, tensor in self._samplewise().items()}
+        return replace(self, prompts=self.prompts.to(device, waiting), **moved)
 
     def _samplewise(self) -> dict[str, Any]:
         """The tensors with a row for each sample."""

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 
 
 KEPT_ON_DEVICE = 1 << 26
-"""Bytes of noise up to which a batch stays on the GPU from the forward passes before the first optimiser step to its
-own. The way to the CPU and back is one of those things that the GPU of a small model waits for."""
+"""Bytes of noise up to which a batch is made on the GPU and stays there, from the forward passes before the first
+optimiser step to its own. To copy it on a CPU, and the way there and back, are among those things that the GPU of a
+small model waits for."""
 
 
 def noised_batch(
@@ -56,12 +57,12 @@ def noised_batch(
         groups = {key.prompt_uid for key in finished.keys}
         sizes = piece_sizes(2 * len(groups) if engine.loss_fn.paired else len(finished), size, unit)
         parts = [_filled(part, min(found for found in sizes if found >= len(part)), unit) for part in parts]
-    together = engine.actor_config.levels_per_pass
-    pieces = [noise_latents(part, engine.scheduler.sigmas, config, engine.loss_fn.paired) for part in parts]
-    pieces = [piece.together(together) for piece in pieces]
-    rows = [piece.advantages for piece in pieces]
-    if sum(piece.noise.nbytes for piece in pieces) <= KEPT_ON_DEVICE:
-        pieces = [piece.to(engine.device) for piece in pieces]
+    together, schedule = engine.actor_config.levels_per_pass, engine.scheduler.sigmas
+    rows = [_advantages(part).repeat(together) for part in parts]
+    levels = config.levels_per_sample(len(schedule) - 1)
+    if levels * sum(part.latents.nbytes for part in parts) <= KEPT_ON_DEVICE:
+        parts = [part.to(engine.device, waiting=False) for part in parts]
+    pieces = [noise_latents(part, schedule, config, engine.loss_fn.paired).together(together) for part in parts]
     pieces = _compared(engine, pieces, rows, config)
     return ActorBatch(list(zip(pieces, rows, strict=True)), counted * together)
 
@@ -80,10 +81,15 @@ def piece_sizes(whole: int, size: int, unit: int) -> set[int]:
 
 def _filled(part: FinishedLatents, count: int, unit: int) -> FinishedLatents:
     """`part`, and its first samples again without an advantage until they are `count`."""
-    assert part.advantages is not None
     again = torch.arange(count - len(part)) % unit
     rows = part.rows(torch.cat([torch.arange(len(part)), again]))
-    return replace(rows, advantages=torch.cat([part.advantages, torch.full(again.shape, torch.nan)]))
+    return replace(rows, advantages=torch.cat([_advantages(part), torch.full(again.shape, torch.nan)]))
+
+
+def _advantages(chosen: FinishedLatents) -> Tensor:
+    """[B], which the loss has left with the samples that it chose."""
+    assert chosen.advantages is not None, "the loss's prepare_actor_batch leaves the advantages with the samples"
+    return chosen.advantages
 
 
 def _compared(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from models.algorithms.losses import EMA_VELOCITY, OLD_VELOCITY, REF_VELOCITY, TEACHER_VELOCITY
 from models.samples.trajectories import FinishedLatents, Samples
-from models.schedulers.noise_keys import FORWARD_LEVELS, FORWARD_NOISE, NoiseKey, draw, generators
+from models.schedulers.noise_keys import FORWARD_LEVELS, FORWARD_NOISE, NoiseKey, copy_without_waiting, draw, generators
 
 if TYPE_CHECKING:
     from models.config.actor import ForwardProcessConfig
@@ -79,6 +79,7 @@ def noise_latents(
     whatever rank it is, has to know another.
 
     Args:
+        samples: on any device, where what is drawn for them goes, too; what samples share goes there once.
         schedule: [N+1], the rollout's sigmas from pure noise to 0.
         config: which levels and how many.
         paired: are rows 2i and 2i+1 a pair?
@@ -87,16 +88,20 @@ def noise_latents(
     keys = [samples.keys[i - i % 2] for i in range(len(samples))] if paired else list(samples.keys)
     if config.share_noise_in_group:
         keys = [key.of_group() for key in keys]
-    count = config.levels_per_sample(len(schedule) - 1)
-    noise = [draw(keys, FORWARD_NOISE - level, samples.latents.shape[1:], "cpu") for level in range(count)]
+    count, device = config.levels_per_sample(len(schedule) - 1), samples.latents.device
+    place = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+    drawn, row = [*place], torch.tensor([place[key] for key in keys])
+    noise = [draw(drawn, FORWARD_NOISE - level, samples.latents.shape[1:], "cpu") for level in range(count)]
+    once = torch.stack(noise, 1), _levels(drawn, count, schedule.cpu(), config)
+    noise_of_each, sigmas = (copy_without_waiting(tensor, device)[row.to(device)] for tensor in once)
     return NoisedLatents(
         keys=samples.keys,
         prompts=samples.prompts,
         prompt_index=samples.prompt_index,
         latents=samples.latents,
         advantages=samples.advantages,
-        noise=torch.stack(noise, 1),
-        sigmas=_levels(keys, count, schedule.cpu(), config),
+        noise=noise_of_each,
+        sigmas=sigmas,
     )
 
 

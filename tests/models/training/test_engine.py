@@ -123,6 +123,7 @@ def test_batches_are_cut_where_too_large_and_never_merged(tiny_model: Path) -> N
     config = config_of("full", tiny_model)
     short, long = differently_long_rollouts(config)
     pieces = ActorBatch([(short, ADVANTAGES[:2]), (long, ADVANTAGES[2:])], 6).cut(3).parts
+    assert pieces[0][0] is short, "a batch that is no larger was copied"
     assert [piece.keys for piece, _ in pieces] == [short.keys, long.keys[:3], long.keys[3:]]
     assert torch.equal(torch.cat([advantages for _, advantages in pieces]), ADVANTAGES)
     assert torch.equal(torch.cat([piece.latents for piece, _ in pieces[1:]]), long.latents)

@@ -84,6 +84,16 @@ def test_levels_and_noise_are_the_documented_draws(name: str) -> None:
     assert np.array_equal(found.noise.numpy(), noise)
 
 
+@each_draw
+def test_what_the_samples_of_a_prompt_share_is_drawn_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A generator for each draw of levels and of noise: of 5 prompts, or of all their 20 samples."""
+    begun, seed_of = [], NoiseKey.seed_of
+    monkeypatch.setattr(NoiseKey, "seed_of", lambda key, step: begun.append(key) or seed_of(key, step))
+    noised(samples_of(5, 4), name)
+    shared = "share_noise_in_group" in DRAWS[name]
+    assert len(begun) == (5 if shared else 20) * (1 + COUNT)
+
+
 def test_shared_noise_leaves_the_difference_of_two_samples_to_the_samples() -> None:
     """x_t - x_t' = (1-t) (x0 - x0') in a group; of two own draws the variance t^2 + t'^2 comes on top."""
     samples = samples_of(40, 2)
