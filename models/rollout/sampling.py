@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The denoising loop, once for all families and both uses of it: exploring (window of SDE steps) and the plain ODE."""
 
+import threading
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -149,7 +150,7 @@ def sample(
     if initial_latents is None:
         initial_latents = _noise_to_start_from(adapter, model_config, request, device)
     denoising = Denoising(scheduler, model_config, request, initial_latents)
-    prompts, index = request.prompts.to(device), request.prompt_index.to(device)
+    prompts, index = request.prompts.to(device, waiting=False), request.prompt_index.to(device)
     # An update that takes the recorded half as given computes the other one alone, and must find the same numbers.
     apart = request.record_unconditional
     velocity = velocity_field(adapter, module, model_config, prompts, index, one_pass=not apart)
@@ -178,8 +179,29 @@ def finite_rows(values: Tensor) -> Tensor:
     return values.amax(rest).isfinite() & values.amin(rest).isfinite()
 
 
+@dataclass(frozen=True)
+class Drawn:
+    """A request whose work a GPU has been given, down to its last picture; it may be at it still.
+
+    Attributes:
+        denoising: after its last step.
+        pictures: [B, H, W, 3] uint8 on the device, or None.
+        finite: [B], likewise; see `Generated`.
+        denoised, decoded: when latents and pictures are there.
+    """
+
+    denoising: Denoising
+    pictures: Tensor | None
+    finite: Tensor
+    denoised: Mark
+    decoded: Mark
+
+
 class Sampler:
     """A denoiser and a decoder that sample whole requests; every rollout engine ends in one.
+
+    Two threads may ask for samples at a time: a GPU is given the second request's work while the first one's results
+    are copied to the host, and by its thread wherever they go from there.
 
     Args:
         adapter: the model's family.
@@ -202,6 +224,7 @@ class Sampler:
         self.adapter, self.module, self.vae = adapter, module, vae
         self.model_config, self.device, self.least = model_config, device, least
         self._copies = SideStream(device)
+        self._giving_work, self._copying = threading.Lock(), threading.Lock()
         self._schedulers: dict[DiffusionPipelineConfig, FlowMatchSDEDiscreteScheduler] = {}
 
     def produce(
@@ -222,7 +245,13 @@ class Sampler:
             pipeline is not None and count < self.least
         ):  # in a training rollout the copies would be drawn each iteration
             request = request.filled_up(self.least)
-        made = self.finish(sample(self.adapter, self.module, self._scheduler(config), config, request, self.device))
+        with self._giving_work:
+            drawn = self._draw(sample(self.adapter, self.module, self._scheduler(config), config, request, self.device))
+            self._copying.acquire()  # before the next request's work is given: results leave in this order
+        try:
+            made = self._copied(drawn)
+        finally:
+            self._copying.release()
         return made if len(request.keys) == count else made.first(count)
 
     def begin(
@@ -235,16 +264,27 @@ class Sampler:
 
     def finish(self, denoising: Denoising) -> Generated:
         """What a request wants after its last step."""
-        outputs, latents = denoising.request.outputs, denoising.latents
+        return self._copied(self._draw(denoising))
+
+    def _draw(self, denoising: Denoising) -> Drawn:
+        """Have its pictures decoded, if it asks for any; a GPU is not waited for."""
+        latents = denoising.latents
         pictures, finite = None, finite_rows(latents)
         denoised = Mark(self.device)
-        if PICTURES in outputs:
-            pictures, drawn = self._drawn(latents, denoising.model_config)
+        if PICTURES in denoising.request.outputs:
+            pictures, drawn = self._decoded(latents, denoising.model_config)
             finite = finite & drawn
-        with self._copies.after(denoised):  # while the pictures are decoded
-            kept, recorded = latents.cpu() if LATENTS in outputs else None, denoising.recorded()
-        pictures = None if pictures is None else pictures.cpu()
-        finite = finite.cpu()  # after the others, so that it waits for nothing
+        return Drawn(denoising, pictures, finite, denoised, Mark(self.device))
+
+    def _copied(self, drawn: Drawn) -> Generated:
+        """What a request wants, on the CPU. A GPU may be at the next request's work meanwhile."""
+        denoising = drawn.denoising
+        with self._copies.after(drawn.denoised):  # while the pictures are decoded
+            kept = denoising.latents.cpu() if LATENTS in denoising.request.outputs else None
+            recorded = denoising.recorded()
+        with self._copies.after(drawn.decoded):
+            pictures = None if drawn.pictures is None else drawn.pictures.cpu()
+            finite = drawn.finite.cpu()  # after the others, so that it waits for nothing
         if isinstance(recorded, Trajectories):
             finite = finite & finite_rows(recorded.log_probs)
         return Generated(pictures, kept, recorded, finite)
@@ -256,10 +296,10 @@ class Sampler:
 
     def decode(self, latents: Tensor, model_config: DiffusionModelConfig | None = None) -> Tensor:
         """Finished latents [B, ...] to pictures [B, H, W, 3], uint8, on the CPU."""
-        return self._drawn(latents, model_config or self.model_config)[0].cpu()
+        return self._decoded(latents, model_config or self.model_config)[0].cpu()
 
     @torch.no_grad()
-    def _drawn(self, latents: Tensor, model_config: DiffusionModelConfig) -> tuple[Tensor, Tensor]:
+    def _decoded(self, latents: Tensor, model_config: DiffusionModelConfig) -> tuple[Tensor, Tensor]:
         """Pictures, and which of them [B] are finite before they are uint8: both on the device, and nothing waits."""
         decoded = self.adapter.decode(self.vae, model_config, latents)
         return to_uint8(decoded), finite_rows(decoded)

@@ -2,6 +2,7 @@
 """torch.compile of a denoiser, block by block, and of an image decoder."""
 
 import inspect
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -38,9 +39,6 @@ def compile_blocks(adapter: type[DiffusionModelBase], module: nn.Module) -> None
     """
     from models.runtime.held_rows import HOLD_ROWS, hold_marked_rows
 
-    limits = torch._dynamo.config
-    limits.recompile_limit = max(limits.recompile_limit, VARIANTS)
-    limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, 8 * VARIANTS)
     hold_marked_rows()
     options, graph = SAME_EVERYWHERE | HOLD_ROWS, OneGraph()
     for block in adapter.transformer_blocks(module):
@@ -62,9 +60,22 @@ def _for_any_text(adapter: type[DiffusionModelBase], forward: Forward, compiled:
         for tensor, dimension in adapter.lengths_of_text(inputs.bind(*arguments, **named).arguments):
             if tensor.shape[dimension] > 1:  # a length of one is code of its own, as torch has it
                 torch._dynamo.mark_dynamic(tensor, dimension)
+        _raise_limits()
         return compiled(*arguments, **named)
 
     return call
+
+
+def _raise_limits() -> None:
+    """Allow this thread so many compilations of one block's code: each thread has torch's configuration of its own."""
+    if not hasattr(_of_thread, "raised"):
+        limits = torch._dynamo.config
+        limits.recompile_limit = max(limits.recompile_limit, VARIANTS)
+        limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, 8 * VARIANTS)
+        _of_thread.raised = True
+
+
+_of_thread = threading.local()
 
 
 class OneGraph:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Long-lived Ray actors of one class, which hold the models: started together, called in turn or all at once."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,8 @@ class ActorGroup:
         num_gpus: GPUs, or a share of one, that each takes.
         arguments: the constructor's, the same for all.
         places: where actor i is, of these; without them Ray chooses.
+        concurrency_groups: threads of an actor by the name that a call gives as its `concurrency_group`: so many such
+            calls run at a time. Of the others, as of all without any groups, one after the other.
         options: Ray's own: num_cpus, max_restarts and so on.
 
     Attributes:
@@ -42,9 +44,11 @@ class ActorGroup:
         arguments: Sequence[Any] = (),
         *,
         places: RankPlaces | None = None,
+        concurrency_groups: Mapping[str, int] | None = None,
         **options: Any,
     ):
-        remote: Any = ray.remote(actor_class)
+        decorate: Any = ray.remote  # whose types know of no groups
+        remote = decorate(concurrency_groups=dict(concurrency_groups or {}))(actor_class)
         given = {"num_cpus": 0, "num_gpus": num_gpus} | started_by_python(options.get("num_cpus", 0)) | options
         where = [{} if places is None else {"scheduling_strategy": places.place(i)} for i in range(count)]
         # A handle has its methods of the class, at run time: a type checker knows none of them.

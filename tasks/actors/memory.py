@@ -13,6 +13,8 @@ import psutil
 GIB = 2**30
 PEAKS = "gpu_peaks"
 """Where an actor keeps them: stage -> GpuPeak."""
+RUNNING = "gpu_measured"
+"""Where it has those of its measured methods that are running."""
 
 
 class GpuPeak(NamedTuple):
@@ -42,11 +44,14 @@ def measures_gpu_memory(stage: str | Callable[..., str]) -> Callable[[Callable[.
         def measured(self: Any, *arguments: Any, **named: Any) -> Any:
             import torch  # here: the workers of a reward have no other use for it
 
-            if torch.cuda.is_initialized():
+            running = self.__dict__.setdefault(RUNNING, [])
+            if torch.cuda.is_initialized() and not running:  # by another thread: its peak is not to be forgotten
                 torch.cuda.reset_peak_memory_stats()
+            running.append(method)
             try:
                 return method(self, *arguments, **named)
             finally:
+                running.pop()
                 if torch.cuda.is_initialized() and torch.cuda.max_memory_reserved():
                     name = stage if isinstance(stage, str) else stage(*arguments, **named)
                     peaks = self.__dict__.setdefault(PEAKS, {})

@@ -29,10 +29,10 @@ class SampleMismatch(DoubleflowError, RuntimeError):
     """The samples that reached a trainer rank are not those that its advantages belong to."""
 
 
-def ask(reply: type[R], method: Any, *arguments: Any) -> R:
+def ask(reply: type[R], method: Any, *arguments: Any, **options: Any) -> R:
     """Call an actor's method that returns a `reply`, a named tuple of this module; here with a reference in each field,
-    so that nothing of it comes to the driver but what is asked for."""
-    return reply(*method.options(num_returns=len(reply._fields)).remote(*arguments))
+    so that nothing of it comes to the driver but what is asked for. `options` are Ray's, of the call."""
+    return reply(*method.options(num_returns=len(reply._fields), **options).remote(*arguments))
 
 
 def reference(field: Sent[Any] | None) -> ray.ObjectRef:

@@ -27,6 +27,11 @@ from tasks.data.embeddings import Embeddings, prompt_table
 from tasks.data.prompts import Prompt
 from tasks.system.stopwatch import Stopwatch
 
+SAMPLING = "sampling"
+IN_HAND = 2
+"""Batches that a diffusers worker has in hand: while the samples of one are on their way out of it, its GPU is at the
+next one's."""
+
 
 @dataclass(frozen=True)
 class PendingBatch:
@@ -118,12 +123,14 @@ class RolloutGroup:
         self._sleeps = False
         self.pipeline, self.adapter = model_config.pipeline, DiffusionModelBase.get_class(model_config)
         alone = settings.gpus_per_worker if device == "cuda" else 0.0
+        self._call = {"concurrency_group": SAMPLING} if settings.name == "diffusers" else {}
         self.group = ActorGroup(
             RolloutWorker,
             settings.num_actors,
             alone if places is None else places.num_gpus,
             (model_config, settings, device),
             places=places,
+            concurrency_groups={SAMPLING: IN_HAND} if self._call else None,
             max_restarts=settings.max_restarts,
             # As often as there is a worker to do it: until Ray knows that a machine is lost, every try fails.
             max_task_retries=-1 if settings.max_restarts else 0,
@@ -179,7 +186,8 @@ class RolloutGroup:
         for keys in batch_keys:
             request = self._request(keys, window_of_batch(keys, window), pipeline, recording)
             worker = self.router.next_free()
-            reply = ask(RolloutReply, self.group.actors[worker].generate, request, pipeline, self.weights)
+            generate = self.group.actors[worker].generate
+            reply = ask(RolloutReply, generate, request, pipeline, self.weights, **self._call)
             batch = pending_batch(named, keys, request.prompts.lengths, reply, recording.outputs, worker)
             self.router.assign(worker, batch.seconds)
             yield batch

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rollout worker: a Ray actor with one engine and its weights."""
 
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -54,6 +55,7 @@ class RolloutWorker:
         self.given = DigestBook(device=device)
         self.courier = Courier(device)
         self.arrival: Arrival | None = None
+        self._loading, self._sampled_until = threading.Lock(), 0.0
 
     def ready(self) -> bool:
         """Is the model loaded? Answers once it is."""
@@ -63,13 +65,19 @@ class RolloutWorker:
     def generate(
         self, request: RolloutRequest, pipeline: DiffusionPipelineConfig | None, weights: PolicyWeights | None
     ) -> RolloutReply:
-        """Sample what the request asks for, with `weights` or, without any, with those that are there."""
+        """Sample what the request asks for, with `weights` or, without any, with those that are there.
+
+        Two threads may call it at a time. The seconds of both are counted once.
+        """
         start = time.perf_counter()
         if weights is not None:
-            self.load_policy(weights)
+            with self._loading:
+                self.load_policy(weights)
         made = self.engine.produce(request, pipeline)
         pictures, latents = (None if kept is None else kept.numpy() for kept in (made.pictures, made.latents))
-        return RolloutReply(made.recorded, pictures, latents, made.finite.numpy(), time.perf_counter() - start)
+        now = time.perf_counter()
+        seconds, self._sampled_until = now - max(start, self._sampled_until), now
+        return RolloutReply(made.recorded, pictures, latents, made.finite.numpy(), seconds)
 
     def read(self, file: Path) -> RolloutReply:
         """What `generate` returned and `write_batch` wrote; it took no seconds."""

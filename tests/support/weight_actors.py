@@ -4,6 +4,7 @@
 import copy
 import itertools
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -166,6 +167,31 @@ def leave_a_mark(worker: Any, file: Path) -> None:
         return velocity
 
     worker.engine.canary_velocity = marked
+
+
+def meet_when_sampling(worker: Any) -> None:
+    """Let each of the worker's requests wait, before it is sampled, for another one."""
+    meeting, produce = threading.Barrier(2), worker.engine.produce
+
+    def met(*given: Any) -> Any:
+        meeting.wait(PATIENCE_S)
+        return produce(*given)
+
+    worker.engine.produce = met
+
+
+def sample_as_before(worker: Any) -> None:
+    """Undo `meet_when_sampling`."""
+    worker.engine.__dict__.pop("produce", None)
+
+
+def at_once(worker: Any) -> int:
+    """How many calls of this the worker is in."""
+    worker.inside = worker.__dict__.get("inside", 0) + 1
+    time.sleep(0.02)
+    found: int = worker.inside
+    worker.inside -= 1
+    return found
 
 
 def wait_for(file: Path) -> None:

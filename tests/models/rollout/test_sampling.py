@@ -3,6 +3,8 @@
 own."""
 
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,12 +18,13 @@ from models.families.base import DiffusionModelBase
 from models.families.latents import to_uint8
 from models.families.qwen_image import QwenImage
 from models.rollout.diffusers import DiffusersRolloutEngine
-from models.rollout.sampling import finite_rows, sample
+from models.rollout.sampling import Denoising, Drawn, finite_rows, sample
 from models.rollout.vllm_omni.registry import VllmOmniPipelineBase
-from models.samples.trajectories import LATENTS, PICTURES, RolloutRequest, Trajectories
+from models.samples.trajectories import LATENTS, PICTURES, Generated, RolloutRequest, Trajectories
 from models.schedulers.noise_keys import INITIAL_NOISE, draw
 from models.weights.trainable import make_trainable
 from tests.support.helpers import model_config, prompt_table, rollout_request
+from tests.support.patience import PATIENCE
 
 
 def test_engine_draws_the_start_by_its_noise_keys(tiny_model: Path) -> None:
@@ -127,6 +130,56 @@ def test_only_the_window_is_stochastic_and_recorded(tiny_model: Path) -> None:
             velocity = QwenImage.predict_velocity(engine.transformer, config, inputs, negative)
         ode.append(ode[-1] + (scheduler.sigmas[step + 1] - scheduler.sigmas[step]) * velocity)
     assert torch.equal(recorded.latents[:, 0], ode[2])
+
+
+def test_a_second_request_is_sampled_while_the_first_is_copied(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By two threads; the samples are those of one after the other, to the bit, and leave in their order."""
+    engine = DiffusersRolloutEngine(model_config(tiny_model))
+    requests = [rollout_request(iteration=number) for number in range(2)]
+    alone = [engine.produce(request) for request in requests]
+    sampled, left = [threading.Event() for _ in requests], []
+    draw_it, copy_it = engine._draw, engine._copied
+
+    def drawn(denoising: Denoising) -> Drawn:
+        made = draw_it(denoising)
+        sampled[requests.index(denoising.request)].set()
+        return made
+
+    def copied(made: Drawn) -> Generated:
+        number = requests.index(made.denoising.request)
+        assert sampled[1].wait(PATIENCE), "the first request's copies were waited for"
+        left.append(number)
+        return copy_it(made)
+
+    monkeypatch.setattr(engine, "_draw", drawn)
+    monkeypatch.setattr(engine, "_copied", copied)
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(engine.produce, requests[0])
+        assert sampled[0].wait(PATIENCE)
+        found = [first, threads.submit(engine.produce, requests[1])]
+        for one, together in zip(alone, found, strict=True):
+            assert torch.equal(one.pictures, together.result().pictures)
+            assert torch.equal(one.recorded.latents, together.result().recorded.latents)
+            assert torch.equal(one.recorded.log_probs, together.result().recorded.log_probs)
+    assert left == [0, 1]
+
+
+@pytest.mark.parametrize("part", ["_draw", "_copied"])
+def test_a_request_that_fails_keeps_no_other_waiting(
+    part: str, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: object) -> None:
+        raise MemoryError("no room")
+
+    engine, request = DiffusersRolloutEngine(model_config(tiny_model)), rollout_request()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, part, fail)
+        with pytest.raises(MemoryError):
+            engine.produce(request)
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(engine.produce, request).result(PATIENCE).pictures is not None
 
 
 def test_validation_may_sample_with_other_steps(tiny_model: Path) -> None:

@@ -3,6 +3,7 @@
 
 import os
 import stat
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch._dynamo.utils import counters
 from models.families.base import DiffusionModelConfig
 from models.rollout.diffusers import DiffusersRolloutEngine
 from models.runtime.compile_cache import VARIABLE, use_compile_cache
-from models.runtime.compiled import OneGraph, compile_decoder
+from models.runtime.compiled import VARIANTS, OneGraph, compile_decoder
 from models.runtime.recomputation import recomputed
 from models.samples.trajectories import Trajectories
 from models.training.fsdp import DiffusersFSDPEngine
@@ -178,6 +179,25 @@ class Net(nn.Module):
             self.anew.append(self.gradient_checkpointing and torch.is_grad_enabled())  # as diffusers asks
             tensor = recomputed(block, tensor) if self.anew[-1] else block(tensor)
         return tensor
+
+
+def test_each_thread_that_samples_may_compile_as_often(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch keeps its configuration by thread; with its own limit of eight a long run would end."""
+    limits: list[int] = []
+
+    def compiled(forward: Any, **_: Any) -> Any:
+        def call(*arguments: Any, **named: Any) -> Any:
+            limits.append(torch._dynamo.config.recompile_limit)
+            return forward(*arguments, **named)
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    engine = DiffusersRolloutEngine(model_config(tiny_model, compile=True))
+    for _ in range(2):
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(engine.produce, rollout_request()).result()
+    assert {*limits} == {VARIANTS}
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

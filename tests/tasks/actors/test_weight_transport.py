@@ -6,6 +6,7 @@ import os
 import pickle
 import signal
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,7 @@ from models.weights.buckets import HostBucket, buckets, byte_count, export_handl
 from models.weights.canary import Canary, CanaryLimits
 from models.weights.trainable import TrainableLoad, WeightSyncError
 from tasks.actors.messages import CanaryAnswer, GatheredWeights, HeldByTrainer, Proof, ask
+from tasks.actors.rollout_group import RolloutGroup
 from tasks.actors.rollout_worker import copied_by
 from tasks.actors.weight_transport import Arrival, Courier, Parcel, Route
 from tasks.config.tree import TrainConfig
@@ -30,17 +32,21 @@ from tasks.system.stopwatch import Stopwatch
 from tests.support.processes import pid_of
 from tests.support.weight_actors import (
     BUCKET,
+    PROMPTS,
     Actors,
     answer_after,
     answer_as_before,
     asked_for,
     assert_equal,
+    at_once,
     fail_at,
     fail_no_more,
     hold_any,
     leave_a_mark,
+    meet_when_sampling,
     mend,
     pictures,
+    sample_as_before,
     spoil,
     started,
 )
@@ -91,6 +97,26 @@ def test_a_worker_proves_its_part_while_the_trainer_is_at_its_own(
             group.call_all("__ray_call__", answer_as_before)
     assert synced.agreement.difference == 0.0
     assert mark.exists()
+
+
+def test_a_worker_has_two_batches_in_hand_and_all_else_in_turn(actors: Actors) -> None:
+    """Each batch waits here for another one of the same worker; other calls would find weights half loaded."""
+    _, group = actors.sync("object_store")
+    before = drawn_twice(group)
+    group.group.call_all("__ray_call__", meet_when_sampling)
+    try:
+        assert np.array_equal(drawn_twice(group), before)
+    finally:
+        group.group.call_all("__ray_call__", sample_as_before)
+    worker = group.group.actors[0]
+    assert ray.get([worker.__ray_call__.remote(at_once) for _ in range(4)]) == [1] * 4
+
+
+def drawn_twice(group: RolloutGroup) -> np.ndarray:
+    """The pictures of two batches for each worker."""
+    batches = group.submit(PROMPTS, 4, 1, ())
+    assert {*Counter(batch.worker for batch in batches).values()} == {2}
+    return np.concatenate(ray.get([batch.pictures for batch in batches]))
 
 
 def test_a_request_for_samples_carries_no_embeddings(actors: Actors) -> None:
