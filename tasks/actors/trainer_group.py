@@ -87,24 +87,29 @@ class TrainerGroup:
         """Begin to compile the update; what is asked of the ranks next waits for it, and raises its error."""
         self.group.begin([actor.warm_up.remote(canary) for actor in self.group.actors])
 
-    def old_log_probs(self, batches: Sequence[PendingBatch | PairBatch]) -> tuple[list[OldBatch], list[torch.Tensor]]:
-        """What the present weights say of each batch, and the rollout's own log-probs [m, W].
+    def begin_old_log_probs(self, batches: Sequence[PendingBatch | PairBatch]) -> "PendingOldLogProbs":
+        """Have the ranks score each batch with the present weights as soon as it is sampled; what is asked of them next
+        waits for that.
 
         Batches are all of one size and a multiple of the ranks (the config's checks), so every rank makes as many
         passes.
         """
         loss = self.actor_config.diffusion_loss
         with_means, ranks = needs_old_means(loss.loss_mode, loss.options), len(self.group) // self.sharing
-        log_probs, means = [], []
+        log_probs, means = list[ray.ObjectRef](), list[ray.ObjectRef]()
         for number, batch in enumerate(batches):
             first = number % ranks * self.sharing
             of_batch, mean = self._rescore(batch, self.group.actors[first : first + self.sharing], with_means)
-            log_probs.append(of_batch)
+            log_probs += of_batch
             means.append(mean)
+        return PendingOldLogProbs(log_probs, means)
+
+    def old_log_probs(self, pending: "PendingOldLogProbs") -> tuple[list[OldBatch], list[torch.Tensor]]:
+        """What the weights said of each batch, and the rollout's own log-probs [m, W]."""
         # Of all ranks, of which one may fail while those that it shares samples with wait for it.
-        found: list[BothLogProbs] = self.group.get([one for of_batch in log_probs for one in of_batch])
+        found: list[BothLogProbs] = self.group.get(pending.log_probs)
         scored = found[:: self.sharing]
-        own = [OldBatch(both.own, None, of_batch) for both, of_batch in zip(scored, means, strict=True)]
+        own = [OldBatch(both.own, None, of_batch) for both, of_batch in zip(scored, pending.means, strict=True)]
         return own, [both.rollout for both in scored]
 
     def _rescore(
@@ -234,6 +239,18 @@ def check_plans(plans: Sequence[Sequence[RankMiniBatch]], advantages: np.ndarray
             f"of the {learnable} samples with an advantage algorithm.rollout_correction left none to train on: widen "
             "rollout_rs_threshold, or find out why rollout and trainer differ"
         )
+
+
+class PendingOldLogProbs(NamedTuple):
+    """Scores of the trainer's own weights that are on their way.
+
+    Attributes:
+        log_probs: references to `BothLogProbs`: of each batch those of the ranks that share it.
+        means: references to means [m, W, ...] or None, one a batch.
+    """
+
+    log_probs: list[ray.ObjectRef]
+    means: list[ray.ObjectRef]
 
 
 class Synced(NamedTuple):

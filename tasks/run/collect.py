@@ -9,6 +9,7 @@ import pandas as pd
 
 from tasks.actors.reward_group import PendingScores, Scores
 from tasks.actors.rollout_group import PendingBatch
+from tasks.actors.trainer_group import PendingOldLogProbs
 from tasks.actors.waiting import get
 from tasks.data.live_embeddings import LiveEmbeddings, Taken
 from tasks.data.pairs import Pair, PairBatch
@@ -66,6 +67,7 @@ class Iteration:
         advantages: [N], NaN where a sample is left out.
         samples: one row a sample, with what is needed to draw it again or to find it in the data set.
         metrics: of rewards and advantages.
+        old: the trainer's own log-probs of the samples, where they are on their way already.
     """
 
     number: int
@@ -74,6 +76,7 @@ class Iteration:
     advantages: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
     samples: pd.DataFrame = field(default_factory=pd.DataFrame)
     metrics: dict[str, float] = field(default_factory=dict)
+    old: PendingOldLogProbs | None = None
 
 
 @dataclass(kw_only=True)
@@ -174,9 +177,18 @@ def find_or_submit(run: TrainingRun, number: int, clock: Stopwatch, ahead: Sampl
 
 
 def sample_and_score(run: TrainingRun, iteration: SampledIteration, clock: Stopwatch) -> Scores:
-    """Wait for the iteration's samples and scores, and have the samples kept."""
+    """Wait for the iteration's samples and scores, and have the samples kept.
+
+    The trainer replays the samples meanwhile, if it is to: on GPUs of its own batch by batch, and on the rollout's once
+    all are sampled, unless it has room there only when the rollout sleeps.
+    """
     pending = iteration.pending or run.online.reward.submit(iteration.batches, training=True)
+    rollout, replays = run.config.actor_rollout_ref.rollout, not run.config.algorithm.rollout_correction.bypass_mode
+    if replays and rollout.placement == "separate":
+        iteration.old = run.trainer.begin_old_log_probs(iteration.batches)
     iteration.rollout_seconds = finish_rollout(clock, iteration.batches)
+    if replays and rollout.placement == "colocated" and not rollout.sleeps:
+        iteration.old = run.trainer.begin_old_log_probs(iteration.batches)
     _keep_rollout(run, iteration, clock)
     scores = finish_reward(clock, run.online.reward, iteration.batches, pending)
     with clock.stage("pictures"):

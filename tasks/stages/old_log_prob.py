@@ -11,7 +11,7 @@ from models.algorithms import correct_rollout
 from models.algorithms.rollout_correction import NONFINITE
 from models.config.rollout_correction import RolloutCorrectionConfig
 from tasks.actors.rollout_group import PendingBatch
-from tasks.actors.trainer_group import TrainerGroup
+from tasks.actors.trainer_group import PendingOldLogProbs, TrainerGroup
 from tasks.actors.update_plan import NothingToLearn, OldScores
 from tasks.data.pairs import PairBatch
 from tasks.stages.stage import stage
@@ -23,6 +23,7 @@ def old_log_prob(
     batches: Sequence[PendingBatch | PairBatch],
     advantages: np.ndarray,
     config: RolloutCorrectionConfig,
+    pending: PendingOldLogProbs | None = None,
 ) -> OldScores | None:
     """Score every sample with the present weights, and correct for the rollout engine's own idea of them.
 
@@ -33,6 +34,7 @@ def old_log_prob(
         trainer, batches: whose samples.
         advantages: [samples], NaN where one does not count.
         config: of the correction.
+        pending: what the ranks were asked for before; None asks them now.
 
     Raises:
         NothingToLearn: every sample was rejected.
@@ -40,7 +42,7 @@ def old_log_prob(
     present = torch.from_numpy(~np.isnan(advantages))
     if not present.any():
         return None
-    scored, rollout = trainer.old_log_probs(batches)
+    scored, rollout = trainer.old_log_probs(pending or trainer.begin_old_log_probs(batches))
     log_probs = [old.log_probs for old in scored]
     correction = correct_rollout(torch.cat(log_probs), torch.cat(rollout), present, config)
     weights: tuple[torch.Tensor | None, ...] = (None,) * len(batches)

@@ -21,7 +21,7 @@ from models.weights.buckets import from_host
 from models.weights.canary import Canary
 from tasks.actors.actor_group import ActorGroup
 from tasks.actors.cluster import WorkerNeeds, ray_cluster
-from tasks.actors.messages import BothLogProbs, Rescored
+from tasks.actors.messages import BothLogProbs, OldBatch, Rescored
 from tasks.actors.rollout_group import PendingBatch
 from tasks.actors.trainer_group import TrainerGroup
 from tasks.config.trainer import RayConfig, TrainerConfig
@@ -97,6 +97,10 @@ def batch(trajectories: Trajectories) -> PendingBatch:
     return PendingBatch(prompts, trajectories.keys, (5, 0), ray.put(trajectories), None, None, done, done, 0)
 
 
+def scores(group: TrainerGroup, batches: list[PendingBatch]) -> tuple[list[OldBatch], list[torch.Tensor]]:
+    return group.old_log_probs(group.begin_old_log_probs(batches))
+
+
 def weights_of(group: TrainerGroup) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     gathered, *_ = group.group.call_all("gather_weights", "policy")
     answer, *_ = group.group.call_all("canary", Canary(prompt_table((5, 3))), "policy")
@@ -114,13 +118,13 @@ def test_other_engines_train_through_the_same_actor(
         for other in metrics.values():
             assert other["grad_norm"] == pytest.approx(metrics["fsdp2"]["grad_norm"], rel=1e-4)
             assert other["pg_loss"] == pytest.approx(metrics["fsdp2"]["pg_loss"], rel=1e-3, abs=1e-6)
-    (weights, canary), (scored,) = weights_of(reference), [old.log_probs for old in reference.old_log_probs(given)[0]]
+    (weights, canary), (scored,) = weights_of(reference), [old.log_probs for old in scores(reference, given)[0]]
     assert (scored - trajectories.log_probs).abs().max() > 1e-4  # the weights have moved
     for group in groups.values():
         own_weights, own_canary = weights_of(group)
         assert largest_difference(own_weights, weights) < 1e-6
         torch.testing.assert_close(own_canary, canary, rtol=1e-5, atol=1e-5)
-        (own_scored,) = [old.log_probs for old in group.old_log_probs(given)[0]]
+        (own_scored,) = [old.log_probs for old in scores(group, given)[0]]
         torch.testing.assert_close(own_scored, scored, rtol=1e-5, atol=1e-5)
 
     # A checkpoint in the background is of the moment it was asked for, whatever is trained meanwhile.
@@ -158,7 +162,7 @@ def test_old_log_probs_come_back_in_the_order_of_the_batches(cluster: None, shar
     keys = tuple(NoiseKey(0, 1, "prompt", index) for index in range(2))
     done = ray.put(0.0)
     batches = [PendingBatch(prompts, keys, (5, 0), ray.put(number), None, None, done, done, 0) for number in numbers]
-    old, rollout = group.old_log_probs(batches)
+    old, rollout = scores(group, batches)
     assert [found.log_probs[0, 0].item() for found in old] == [0, 1, 2, 3]
     assert [found[0, 0].item() for found in rollout] == [0, -1, -2, -3]
     assert [found[0, 0].item() for found in ray.get([one.means for one in old])] == [0, 1, 2, 3]
@@ -197,7 +201,7 @@ def test_an_error_of_any_rank_ends_the_old_log_probs(cluster: None, failing: str
     asked = PendingBatch((), (), (5, 0), ray.put(number), None, None, ray.put(0.0), ray.put(0.0), 0)
     group.warm_up(Canary(prompt_table((5, 3))))
     with pytest.raises(MemoryError, match=f"no room for {failing}"):
-        group.old_log_probs([asked])
+        scores(group, [asked])
     assert not ray.wait([group.group.actors[0].__ray_ready__.remote()], timeout=0)[0], "it was raised after the wait"
     for actor in group.group.actors:
         ray.kill(actor)
