@@ -107,26 +107,51 @@ def test_the_words_on_four_gpus_take_what_the_page_says(run: str, said: str) -> 
 
 
 def test_the_quickstarts_command_read_what_the_page_says() -> None:
+    page = (ROOT / "docs" / "words.md").read_text()
     lines = rows_in(MEASURED / "words_command_h200.jsonl")
     readings = {line["iteration"]: line["held_out"] for line in lines if line["held_out"] is not None}
-    assert [*readings] == [0, 10, 20, 30, 40]
+    assert [*readings] == [0, 10, 20, load_recipe("words").trainer.total_training_steps]
     before, *later, last = (f"{value:.3f}".removeprefix("0") for value in readings.values())
-    page = (ROOT / "docs" / "words.md").read_text()
-    assert f"{before} -> {', '.join(later)} and **{last}**" in page
-    assert f"{median(line['seconds'] for line in lines[1:]):.1f} s an iteration (median)" in page
-    assert f"**{last}**" in next(line for line in page.splitlines() if line.startswith("**As one command on an H200**"))
+    (said,) = [line for line in page.splitlines() if line.startswith("**As one command on an H200**")]
+    assert f"{before} -> {', '.join(later)} and **{last}** after" in said
+    assert f"{median(line['seconds'] for line in lines[1:]):.1f} s an iteration (median): rollout" in page
+    lines = rows_in(MEASURED / "words_command_before_h200.jsonl")
+    readings = {line["iteration"]: line["held_out"] for line in lines if line["held_out"] is not None}
+    before, *later, last = (f"{value:.3f}".removeprefix("0") for value in readings.values())
+    assert f"{median(line['seconds'] for line in lines[1:]):.1f} s an iteration, and read" in page
+    assert f"{before} -> {', '.join(later)} and {last}:" in page
 
 
-def test_the_command_with_the_recipe_as_it_is_went_the_way_of_its_first_seed() -> None:
-    begun = rows_in(MEASURED / "words_command_begun_h200.jsonl")
+def test_the_command_went_the_way_of_the_recipes_first_seed() -> None:
+    command = rows_in(MEASURED / "words_command_h200.jsonl")
     first = next(one for one in curves_of(read_lines([MEASURED / "words_h200.jsonl"]))["words"] if one.seed == 0)
-    assert len(begun) == 21
+    assert len(command) == 31
     for kind, logged in (("reward", "reward"), ("held_out", "read")):
-        for now, before in zip(begun, first.lines, strict=False):
+        for now, before in zip(command, first.lines, strict=False):
             # A terminal has three digits, of which the log's four make either where they end in 5.
             assert now[kind] == (None if before[logged] is None else pytest.approx(before[logged], abs=5.5e-4))
-    said = f"an iteration {median(line['seconds'] for line in begun[1:]):.1f} s (median"
-    assert said in (ROOT / "docs" / "words.md").read_text()
+
+
+def test_what_is_read_on_the_gpu_takes_what_the_page_says() -> None:
+    lines = rows_in(MEASURED / "words_gpu_h200.jsonl")
+    ends = [line["seconds"] for line in lines if line.get("end") == "finished"]
+    page = (ROOT / "docs" / "words.md").read_text().split("**Since, 641 and 491 pictures a second**")[1]
+    rows = {
+        cells[0]: [cell.strip(" *") for cell in cells[1:]]
+        for cells in ([cell.strip() for cell in row.strip("|").split("|")] for row in page.splitlines() if "|" in row)
+    }
+    stages = {"rollout, s": "gen", "update": "update_actor", "weights' way": "update_weights", "iteration, s": "step"}
+    stages |= {"scores that come after its end": "reward"}
+    for said, stage in stages.items():
+        assert [float(cell) for cell in rows[said][:2]] == [pytest.approx(end[stage], abs=0.0051) for end in ends]
+    speeds = [f"{images / end['step']:.0f}" for images, end in zip((2048, 512), ends, strict=True)]
+    assert rows["pictures a second, measurements left out"][:2] == speeds
+    one, two = (
+        [line["reward"] for line in lines if line["run"].endswith(name) and line.get("reward")]
+        for name in ("one batch in hand", "GPU, larger passes")
+    )
+    assert one == two[: len(one)]
+    assert len(one) == 11
 
 
 def test_held_rows_make_what_the_page_says() -> None:
@@ -139,6 +164,22 @@ def test_held_rows_make_what_the_page_says() -> None:
             seconds = [f"{line[name]:.2f}".removeprefix("0") for name in ("rollout_s", "update_s", "sync_s")]
             assert [cell.strip(" *") for cell in row.split("|")][:4] == [*seconds, f"{line['images/s']:.2f}"]
             assert line["logprob_abs_diff/max"] == 0
+
+
+def test_fused_projections_and_larger_passes_make_what_the_page_says() -> None:
+    lines = [line for line in rows_in(MEASURED / "iteration_float8.jsonl") if line.get("rows") == "sync on the device"]
+    page = (ROOT / "benchmarks" / "RESULTS.md").read_text()
+    assert len(lines) == 5
+    for line in lines:
+        kl = f"{line['kl']:g}".removeprefix("0") or "0"
+        projections = "fused" if "fused" in line["variant"] else "apart"
+        (row,) = re.findall(rf"^\| {kl} \| {projections} \| {line['batch']} \|(.*)\|$", page, re.MULTILINE)
+        seconds = [f"{line[name]:.2f}".removeprefix("0") for name in ("rollout_s", "update_s", "sync_s")]
+        cells = [cell.strip(" *") for cell in row.split("|")]
+        assert cells[:4] == [*seconds, f"{line['images/s']:.2f}"]
+        assert float(cells[4]) == pytest.approx(line["grad_norm"], rel=1e-3)
+        assert cells[5] == f"{line['peak GiB']:.1f}"
+        assert line["logprob_abs_diff/max"] == 0
 
 
 FLOWS = {
