@@ -147,6 +147,8 @@ def test_what_is_read_on_the_gpu_takes_what_the_page_says() -> None:
         assert [float(cell) for cell in rows[said][:2]] == [pytest.approx(end[stage], abs=0.0051) for end in ends]
     speeds = [f"{images / end['step']:.0f}" for images, end in zip((2048, 512), ends, strict=True)]
     assert rows["pictures a second, measurements left out"][:2] == speeds
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert f"{speeds[1]} pictures a second by Flow-GRPO and {speeds[0]} by DiffusionNFT" in readme
     one, two = (
         [line["reward"] for line in lines if line["run"].endswith(name) and line.get("reward")]
         for name in ("one batch in hand", "GPU, larger passes")
