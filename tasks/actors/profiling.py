@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile
 
 from tasks.actors.waiting import get
 from tasks.config.trainer import ProfileConfig
@@ -39,6 +39,7 @@ def _start(actor: Any, settings: ProfileConfig) -> None:
         record_shapes=settings.record_shapes,
         with_stack=settings.with_stack,
         profile_memory=settings.profile_memory,
+        experimental_config=_ExperimentalConfig(profile_all_threads=True),  # a rollout worker samples in others
     )
     profiler.start()
     actor.__dict__[PROFILER] = profiler

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a rollout worker says of its batches and of its GPU's memory, called by two threads. Without Ray and a GPU."""
 
+import gzip
+import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +14,9 @@ import torch
 
 from models.samples.trajectories import Generated
 from tasks.actors.memory import GpuPeak, measures_gpu_memory, peaks_since_last_time
+from tasks.actors.profiling import _start, _stop
 from tasks.actors.rollout_worker import RolloutWorker
+from tasks.config.trainer import ProfileConfig
 from tests.support.helpers import rollout_request
 from tests.support.patience import PATIENCE
 
@@ -41,6 +45,18 @@ def test_the_seconds_of_batches_that_are_in_hand_together_are_counted_once() -> 
     assert 6 * SAMPLING_S <= sum(seconds) <= time.perf_counter() - start
     time.sleep(SAMPLING_S)  # when nothing was asked of it
     assert worker.generate(rollout_request(), None, None).seconds < 2 * SAMPLING_S + sum(seconds) / 6
+
+
+def test_a_trace_has_what_all_threads_of_an_actor_do() -> None:
+    actor, operations = SimpleNamespace(), ("aten::mm", "aten::cumsum")
+    with ThreadPoolExecutor(1) as own, ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
+        own.submit(_start, actor, ProfileConfig()).result()
+        first.submit(torch.mm, torch.ones(2, 2), torch.ones(2, 2)).result()
+        second.submit(torch.cumsum, torch.ones(2), 0).result()
+        trace = own.submit(_stop, actor).result()
+    assert trace is not None
+    events = json.loads(gzip.decompress(trace))["traceEvents"]
+    assert {event.get("name") for event in events} >= {*operations}
 
 
 class Gpu:
