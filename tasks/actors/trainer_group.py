@@ -88,8 +88,7 @@ class TrainerGroup:
         self.group.begin([actor.warm_up.remote(canary) for actor in self.group.actors])
 
     def begin_old_log_probs(self, batches: Sequence[PendingBatch | PairBatch]) -> "PendingOldLogProbs":
-        """Have the ranks score each batch with the present weights as soon as it is sampled; what is asked of them next
-        waits for that.
+        """Have the ranks score each batch with the present weights; what is asked of them next waits for that.
 
         Batches are all of one size and a multiple of the ranks (the config's checks), so every rank makes as many
         passes.

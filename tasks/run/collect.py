@@ -179,15 +179,14 @@ def find_or_submit(run: TrainingRun, number: int, clock: Stopwatch, ahead: Sampl
 def sample_and_score(run: TrainingRun, iteration: SampledIteration, clock: Stopwatch) -> Scores:
     """Wait for the iteration's samples and scores, and have the samples kept.
 
-    The trainer replays the samples meanwhile, if it is to: on GPUs of its own batch by batch, and on the rollout's once
-    all are sampled, unless it has room there only when the rollout sleeps.
+    The trainer replays the samples, if it is to, while their scores are waited for, unless it has room only when the
+    rollout sleeps. Not while they are sampled, on GPUs of its own: a rank that waits for the next batch would not say
+    that its checkpoint is written.
     """
     pending = iteration.pending or run.online.reward.submit(iteration.batches, training=True)
-    rollout, replays = run.config.actor_rollout_ref.rollout, not run.config.algorithm.rollout_correction.bypass_mode
-    if replays and rollout.placement == "separate":
-        iteration.old = run.trainer.begin_old_log_probs(iteration.batches)
     iteration.rollout_seconds = finish_rollout(clock, iteration.batches)
-    if replays and rollout.placement == "colocated" and not rollout.sleeps:
+    replays = not run.config.algorithm.rollout_correction.bypass_mode
+    if replays and not run.config.actor_rollout_ref.rollout.sleeps:
         iteration.old = run.trainer.begin_old_log_probs(iteration.batches)
     _keep_rollout(run, iteration, clock)
     scores = finish_reward(clock, run.online.reward, iteration.batches, pending)

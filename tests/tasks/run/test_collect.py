@@ -18,7 +18,7 @@ ON_THE_SAME_GPUS = {"placement": "colocated", "enable_sleep_mode": False}
 @pytest.mark.parametrize(
     ("rollout", "algorithm", "expected"),
     [
-        ({"placement": "separate"}, REPLAY, ["replay", "sampled", "scored"]),
+        ({"placement": "separate"}, REPLAY, ["sampled", "replay", "scored"]),
         (ON_THE_SAME_GPUS, REPLAY, ["sampled", "replay", "scored"]),
         ({"placement": "colocated"}, REPLAY, ["sampled", "scored"]),  # there is no room before the rollout sleeps
         (ON_THE_SAME_GPUS, {}, ["sampled", "scored"]),
@@ -27,7 +27,7 @@ ON_THE_SAME_GPUS = {"placement": "colocated", "enable_sleep_mode": False}
 def test_the_trainer_replays_samples_while_they_are_scored(
     rollout: dict[str, Any], algorithm: dict[str, Any], expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And while they are sampled, where it has GPUs of its own."""
+    """Not before all are sampled: until then a rank would answer nothing else."""
     done: list[str] = []
 
     def noting(what: str) -> Any:
